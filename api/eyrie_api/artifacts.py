@@ -1,0 +1,125 @@
+"""Where bytes live: digests, atomic writes, manifests.
+
+A stage's output is a directory. Everything in it is written aside and renamed, and `manifest.json` comes last: a
+directory without a manifest is unfinished, a directory with one is immutable. Only local directories so far; S3 comes
+in through this door and no other.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
+from eyrie_api.v1alpha1.stages import FileEntry, Manifest
+
+MANIFEST = "manifest.json"
+_CHUNK = 1 << 20
+
+
+def digest_bytes(data: bytes) -> str:
+    """`sha256:<hex>` of some bytes."""
+    return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def digest_file(path: Path) -> str:
+    """`sha256:<hex>` of a file's bytes."""
+    sha = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            sha.update(chunk)
+    return "sha256:" + sha.hexdigest()
+
+
+def digest_model(value: BaseModel) -> str:
+    """Digest of a contract value: of its JSON with sorted keys, so that field order does not matter."""
+    return digest_bytes(json.dumps(value.model_dump(mode="json"), sort_keys=True).encode())
+
+
+def digest_directory(directory: Path) -> str:
+    """Digest of a directory's file names and bytes, hidden files left out."""
+    sha = hashlib.sha256()
+    for path in sorted(p for p in directory.rglob("*") if p.is_file() and not p.name.startswith(".")):
+        sha.update(f"{path.relative_to(directory).as_posix()}\0{digest_file(path)}\n".encode())
+    return "sha256:" + sha.hexdigest()
+
+
+def write_atomically(path: Path, data: bytes | str) -> None:
+    """Write beside `path`, flush to disk, rename over it: a reader sees the old file or the new, never half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(aside, 0o644)
+        os.replace(aside, path)
+    except BaseException:
+        Path(aside).unlink(missing_ok=True)
+        raise
+
+
+def write_model(path: Path, value: BaseModel) -> None:
+    """Write a contract value as indented JSON, atomically."""
+    write_atomically(path, value.model_dump_json(indent=2) + "\n")
+
+
+def list_files(root: Path, paths: Iterable[Path]) -> tuple[FileEntry, ...]:
+    """Manifest entries of `paths`, relative to `root`, in order of name."""
+    return tuple(
+        FileEntry(path=path.relative_to(root).as_posix(), size_bytes=path.stat().st_size, sha256=digest_file(path))
+        for path in sorted(paths)
+    )
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest at `path` (a file, or the directory that holds it).
+
+    Raises ArtifactMissing when there is none and ArtifactCorrupt when it cannot be read.
+    """
+    file = path / MANIFEST if path.is_dir() else path
+    try:
+        text = file.read_text()
+    except FileNotFoundError:
+        raise ArtifactMissing(f"no manifest at {file}", "run the stage that writes it, or retry the job") from None
+    try:
+        return Manifest.model_validate_json(text)
+    except ValidationError as error:
+        raise ArtifactCorrupt(f"manifest {file} is not readable: {error.errors()[0]['msg']}",
+                              "delete the stage's directory and retry the job") from error
+
+
+def verify_files(manifest: Manifest, root: Path) -> None:
+    """Compare every file of a manifest with its size and digest. Raises ArtifactMissing or ArtifactCorrupt."""
+    for entry in manifest.files:
+        path = root / entry.path
+        if not path.is_file():
+            raise ArtifactMissing(f"{path} is listed in the manifest of stage {manifest.stage!r} but is gone",
+                                  "retry the job from that stage")
+        if path.stat().st_size != entry.size_bytes or digest_file(path) != entry.sha256:
+            raise ArtifactCorrupt(f"{path} differs from the digest in its manifest", "retry the job from that stage")
+
+
+@cache
+def code_version() -> str:
+    """Version and a digest of our own source: what a cache key and a report must name to be reproducible."""
+    sha = hashlib.sha256()
+    home = Path(__file__).resolve().parents[2]
+    roots = [home / name for name in ("api", "kernels", "operator", "pipelines", "workers")]
+    if not all(root.is_dir() for root in roots):  # installed as a wheel: the packages lie side by side
+        roots = [p for p in Path(__file__).resolve().parents[1].glob("eyrie_*") if p.is_dir()]
+    for root in roots:
+        for path in sorted(root.rglob("*.py")):
+            sha.update(path.name.encode() + b"\0" + path.read_bytes())
+    try:
+        version = importlib.metadata.version("eyrie")
+    except importlib.metadata.PackageNotFoundError:
+        version = "0+source"
+    return f"{version}+{sha.hexdigest()[:12]}"

@@ -1,0 +1,351 @@
+"""The Python client: one method per verb, contract models in and out, the server's own errors raised again.
+
+    with Client("http://127.0.0.1:8642") as eyrie:
+        job = eyrie.create_job(JobSpec(target=TargetSpec(model="quickstart"), data=...))
+        for event in eyrie.events(job.id):
+            print(event.message)
+        print(eyrie.wait(job.id).status.phase)
+
+A refusal raises the EyrieError class its problem names (`TargetNotFound`, `Conflict`, ...), with message and mend as
+the server gave them; a server that does not answer raises `Unreachable`, which is Transient. Creating a job carries an
+Idempotency-Key and is repeated when the connection broke, so that one call makes one job. `events` resumes by itself
+behind the last event seen.
+"""
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+from urllib.parse import quote
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from eyrie_api import errors
+from eyrie_api.artifacts import digest_bytes
+from eyrie_api.errors import ArtifactCorrupt, EyrieError, Transient
+from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.plan import Plan
+from eyrie_api.v1alpha1.reports import LeaderboardEntry
+from eyrie_api.v1alpha1.stages import StageName
+from eyrie_api.v1alpha1.status import (
+    Endpoint,
+    EndpointList,
+    Event,
+    Job,
+    JobList,
+    JobReport,
+    Leaderboard,
+    MetricList,
+    MetricSeries,
+    Problem,
+    StageFile,
+    StageFileList,
+    Version,
+)
+
+DEFAULT_SERVER = "http://127.0.0.1:8642"
+_TYPE_PREFIX = "urn:eyrie:problem:"
+_API = "/v1alpha1"
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+class Unreachable(Transient):
+    """No server answers there."""
+
+    exit_code = 69  # EX_UNAVAILABLE
+    reason = "Unreachable"
+
+
+class Refused(EyrieError):
+    """A problem whose class this client does not know."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.detail, problem.mend)
+        self.http_status = problem.status  # type: ignore[misc]
+        self.reason = problem.type.removeprefix(_TYPE_PREFIX)  # type: ignore[misc]
+
+
+def error_of(problem: Problem) -> EyrieError:
+    """The error a problem stands for, of the class that made it where that class is in `eyrie_api.errors`."""
+    reason = problem.type.removeprefix(_TYPE_PREFIX)
+    for kind in vars(errors).values():
+        if isinstance(kind, type) and issubclass(kind, EyrieError) and kind.reason == reason:
+            return kind(problem.detail, problem.mend)
+    return Refused(problem)
+
+
+class Client:
+    """A connection to one control plane. Thread-safe; close it or use it as a context manager."""
+
+    def __init__(self, base_url: str = DEFAULT_SERVER, token: str | None = None, timeout_s: float = 30.0) -> None:
+        """`token` defaults to EYRIE_TOKEN."""
+        self.base_url = base_url.rstrip("/")
+        token = token or os.environ.get("EYRIE_TOKEN") or None
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._timeout_s = timeout_s
+        # trust_env off: a proxy meant for the internet must not stand between us and a loopback address.
+        with self._translated():
+            self._http = httpx.Client(base_url=self.base_url, headers=headers, timeout=timeout_s, trust_env=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _kind: type[BaseException] | None, _error: BaseException | None,
+                 _trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    # Jobs.
+
+    def create_job(self, spec: JobSpec, idempotency_key: str | None = None, attempts: int = 3) -> Job:
+        """Submit a job; sent again with the same key when the connection breaks."""
+        key = idempotency_key or str(uuid.uuid4())
+        body = spec.model_dump(mode="json")
+        for attempt in range(1, attempts + 1):
+            try:
+                return self._post(f"{_API}/jobs", Job, body, headers={"Idempotency-Key": key})
+            except Unreachable:
+                if attempt == attempts:
+                    raise
+                time.sleep(0.2 * attempt)
+        raise AssertionError("attempts must be at least 1")
+
+    def job(self, job_id: str) -> Job:
+        """One job."""
+        return self._get(f"{_API}/jobs/{quote(job_id, safe='')}", Job)
+
+    def jobs(self, *, phase: str | None = None, name: str | None = None, target: str | None = None,
+             labels: dict[str, str] | None = None, limit: int = 50, cursor: str | None = None) -> JobList:
+        """One page of jobs, newest first."""
+        return self._get(f"{_API}/jobs", JobList, phase=phase, name=name, target=target, limit=limit, cursor=cursor,
+                         label=[f"{key}={value}" for key, value in (labels or {}).items()])
+
+    def cancel(self, job_id: str) -> Job:
+        """Stop a job."""
+        return self._post(f"{_API}/jobs/{quote(job_id, safe='')}/cancel", Job)
+
+    def retry(self, job_id: str) -> Job:
+        """Go on from the failed stage."""
+        return self._post(f"{_API}/jobs/{quote(job_id, safe='')}/retry", Job)
+
+    def delete(self, job_id: str) -> bool:
+        """Delete a job. False when it is being cancelled first and will be gone once it has stopped."""
+        return self._request("DELETE", f"{_API}/jobs/{quote(job_id, safe='')}").status_code == 204
+
+    def plan(self, spec: JobSpec) -> Plan:
+        """What a job would cost."""
+        return self._post(f"{_API}/plans", Plan, spec.model_dump(mode="json"))
+
+    def wait(self, job_id: str, timeout_s: float | None = None, poll_s: float = 0.5,
+             on_change: Callable[[Job], None] | None = None) -> Job:
+        """The job once it has ended. Raises TimeoutError; rides over a server that restarts meanwhile."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        seen = None
+        while True:
+            try:
+                job = self.job(job_id)
+            except Unreachable:
+                if deadline is None:
+                    raise
+            else:
+                if on_change is not None and job != seen:
+                    seen = job
+                    on_change(job)
+                if any(one.type in ("Succeeded", "Failed", "Cancelled") and one.status == "True"
+                       for one in job.status.conditions):
+                    return job
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"job {job_id} has not ended within {timeout_s} s")
+            time.sleep(poll_s)
+
+    # What a job says and leaves.
+
+    def events(self, job_id: str, last_id: int = 0, *, follow: bool = True) -> Iterator[Event]:
+        """Events after `last_id` in order: those so far, or with `follow` until the job has ended.
+
+        A broken stream is resumed behind the last event; Unreachable is raised when the server stays away.
+        """
+        path = f"{_API}/jobs/{quote(job_id, safe='')}/events"
+        if not follow:
+            headers = {"Accept": "application/json"}
+            while batch := self._request("GET", path, params={"after": last_id}, headers=headers).json()["items"]:
+                for item in batch:
+                    event = Event.model_validate(item)
+                    last_id = event.id
+                    yield event
+            return
+        failures = 0
+        while True:
+            try:
+                for kind, data in self._sse(path, last_id):
+                    failures = 0
+                    if kind in ("end", "deleted"):
+                        return
+                    event = Event.model_validate_json(data)
+                    last_id = event.id
+                    yield event
+            except Unreachable:
+                failures += 1
+                if failures > 5:
+                    raise
+            time.sleep(0.2 * failures)
+
+    def _sse(self, path: str, last_id: int) -> Iterator[tuple[str, str]]:
+        headers = {"Accept": "text/event-stream", "Last-Event-ID": str(last_id)}
+        with self._stream(path, headers=headers) as response:
+            if response.status_code == 204:
+                yield "end", "{}"
+                return
+            kind, data = "message", []
+            for line in response.iter_lines():
+                name, _, value = line.partition(":")
+                if name == "event":
+                    kind = value.removeprefix(" ")
+                elif name == "data":
+                    data.append(value.removeprefix(" "))
+                elif not line and data:
+                    yield kind, "\n".join(data)
+                    kind, data = "message", []
+
+    def logs(self, job_id: str, stage: StageName, key: str = "", *, follow: bool = False) -> Iterator[str]:
+        """Lines a stage program printed; with `follow`, as they come."""
+        params = {"stage": stage, "follow": "true" if follow else "false"} | ({"key": key} if key else {})
+        with self._stream(f"{_API}/jobs/{quote(job_id, safe='')}/logs", params=params) as response:
+            yield from response.iter_lines()
+
+    def metrics(self, job_id: str, *, stage: str | None = None, key: str | None = None,
+                name: str | None = None) -> tuple[MetricSeries, ...]:
+        """Logged series."""
+        path = f"{_API}/jobs/{quote(job_id, safe='')}/metrics"
+        return self._get(path, MetricList, stage=stage, key=key, name=name).items
+
+    def artifacts(self, job_id: str, stage: str | None = None) -> tuple[StageFile, ...]:
+        """Files of the finished stages."""
+        return self._get(f"{_API}/jobs/{quote(job_id, safe='')}/artifacts", StageFileList, stage=stage).items
+
+    def download(self, file: StageFile, to: Path) -> Path:
+        """Fetch one file into directory `to`, checked against its digest. Raises ArtifactCorrupt."""
+        data = self._request("GET", file.url).content
+        if digest_bytes(data) != file.sha256:
+            raise ArtifactCorrupt(f"{file.path} arrived with another digest", "download it again")
+        path = to / Path(file.path).name
+        to.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        return path
+
+    def report(self, job_id: str) -> JobReport:
+        """Everything measured of a job."""
+        return self._get(f"{_API}/jobs/{quote(job_id, safe='')}/report", JobReport)
+
+    def leaderboard(self, *, target: str | None = None, job_id: str | None = None, family: str | None = None,
+                    tuned: bool | None = None, lossless: bool | None = None,
+                    limit: int = 100) -> tuple[LeaderboardEntry, ...]:
+        """Measured checkpoints, best first."""
+        return self._get(f"{_API}/leaderboard", Leaderboard, target=target, job_id=job_id, family=family, tuned=tuned,
+                         lossless=lossless, limit=limit).items
+
+    # Endpoints.
+
+    def endpoints(self) -> EndpointList:
+        """All endpoints."""
+        return self._get(f"{_API}/endpoints", EndpointList)
+
+    def endpoint(self, name: str) -> Endpoint:
+        """One endpoint."""
+        return self._get(f"{_API}/endpoints/{quote(name, safe='')}", Endpoint)
+
+    def promote(self, name: str, *, job_id: str, checkpoint: str | None = None) -> Endpoint:
+        """Serve a job's drafter, by default its best."""
+        return self._endpoint_verb(name, "promote", {"job_id": job_id, "checkpoint": checkpoint})
+
+    def rollback(self, name: str, *, revision: int | None = None) -> Endpoint:
+        """Serve an earlier revision again."""
+        return self._endpoint_verb(name, "rollback", {"revision": revision})
+
+    def off(self, name: str) -> Endpoint:
+        """End its engine."""
+        return self._endpoint_verb(name, "off")
+
+    def on(self, name: str) -> Endpoint:
+        """Serve again."""
+        return self._endpoint_verb(name, "on")
+
+    def _endpoint_verb(self, name: str, verb: str, body: dict[str, Any] | None = None) -> Endpoint:
+        return self._post(f"{_API}/endpoints/{quote(name, safe='')}/{verb}", Endpoint, body)
+
+    # The server.
+
+    def version(self) -> Version:
+        """Which Eyrie answers."""
+        return self._get("/version", Version)
+
+    def is_ready(self) -> bool:
+        """Whether the control plane answers and is ready."""
+        try:
+            self._request("GET", "/readyz")
+        except EyrieError:
+            return False
+        return True
+
+    # HTTP.
+
+    def _get(self, path: str, model: type[ModelT], **params: Any) -> ModelT:
+        given = {name: value for name, value in params.items() if value is not None and value != []}
+        return self._parse(self._request("GET", path, params=given), model)
+
+    def _post(self, path: str, model: type[ModelT], body: dict[str, Any] | None = None,
+              headers: dict[str, str] | None = None) -> ModelT:
+        return self._parse(self._request("POST", path, json=body, headers=headers), model)
+
+    def _parse(self, response: httpx.Response, model: type[ModelT]) -> ModelT:
+        try:
+            return model.model_validate_json(response.content)
+        except ValidationError as error:
+            raise Transient(f"{self.base_url} did not answer as Eyrie does: {error.errors()[0]['msg']}",
+                            "check the URL, and that client and server are of one version") from error
+
+    def _request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        with self._translated():
+            response = self._http.request(method, path, **options)
+            self._check(response)
+            return response
+
+    @contextmanager
+    def _stream(self, path: str, **options: Any) -> Iterator[httpx.Response]:
+        # Between two heartbeats a live stream may be silent; only connecting has a deadline.
+        timeout = httpx.Timeout(self._timeout_s, read=None)
+        with self._translated(), self._http.stream("GET", path, timeout=timeout, **options) as response:
+            if response.is_error:
+                response.read()
+                self._check(response)
+            yield response
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.HTTPError as error:
+            raise Unreachable(f"no answer from {self.base_url}: {error or type(error).__name__}",
+                              "start the control plane with `eyrie up`, or give its --server URL", 1.0) from error
+        except httpx.InvalidURL as error:
+            raise errors.InvalidInput(f"{self.base_url!r} is not a URL: {error}", "write http://host:port") from error
+
+    def _check(self, response: httpx.Response) -> None:
+        if not response.is_error:
+            return
+        try:
+            problem = Problem.model_validate_json(response.content)
+        except ValidationError:
+            shown = response.text[:200] or response.reason_phrase
+            problem = Problem(title="Unknown", status=response.status_code,
+                              detail=f"{self.base_url} answered {response.status_code}: {shown}",
+                              mend="check that this URL is Eyrie's")
+        raise error_of(problem)

@@ -1,0 +1,52 @@
+"""Everything a request handler may use, in one value: rows, settings, and how to wake the chores."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from eyrie_api.database import Database
+from eyrie_api.endpoints import Endpoints
+from eyrie_api.idempotency import Idempotency
+from eyrie_api.jobs import Jobs
+from eyrie_api.outbox import Outbox
+from eyrie_api.results import Results
+from eyrie_api.settings import Settings
+
+
+def _nothing() -> None:
+    """No chores run in this process; another process's tick finds what was promised."""
+
+
+@dataclass(frozen=True)
+class Control:
+    """The control plane, as routes see it."""
+
+    settings: Settings
+    database: Database
+    jobs: Jobs
+    endpoints: Endpoints
+    results: Results
+    outbox: Outbox
+    idempotency: Idempotency
+    wake: Callable[[], None] = _nothing
+    checks: Mapping[str, Callable[[], bool]] = field(default_factory=dict)
+    """Named readiness checks beyond the database."""
+
+    @classmethod
+    def over(cls, settings: Settings, database: Database, wake: Callable[[], None] | None = None,
+             checks: Mapping[str, Callable[[], bool]] | None = None) -> "Control":
+        """The control plane over one database."""
+        idempotency = Idempotency(database, settings.idempotency_ttl_s)
+        return cls(settings, database, Jobs(database, idempotency=idempotency), Endpoints(database), Results(database),
+                   Outbox(database), idempotency, wake or _nothing, checks or {})
+
+
+def _of(request: Request) -> Control:
+    control: Control = request.app.state.control
+    return control
+
+
+Here = Annotated[Control, Depends(_of)]
+"""Parameter type of a handler that needs the control plane."""

@@ -1,0 +1,339 @@
+"""Where rows live: the tables, the engine, and two kinds of session.
+
+Portable SQLAlchemy 2 only: SQLite here, PostgreSQL by URL, no code change. What SQLite needs is met in this file alone:
+
+- WAL, a busy timeout and foreign keys, set on every connection;
+- `writing()` opens with BEGIN IMMEDIATE. A transaction that reads first and writes later would otherwise fail with
+  "database is locked" the moment another one has written in between, whatever the timeout (SQLite cannot upgrade a
+  stale snapshot). `reading()` takes no lock, so live streams never hold up a writer;
+- times are stored as naive UTC and come back aware, because SQLite forgets time zones.
+
+Upserts are UPDATE, then INSERT in a savepoint, then UPDATE again: three portable statements instead of one dialect's.
+Only `jobs`, `endpoints`, `results`, `ingest`, `outbox` and `idempotency` open sessions. The tables are made by
+`eyrie_api.migrations`.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    DateTime,
+    Dialect,
+    Engine,
+    ForeignKey,
+    Index,
+    MetaData,
+    String,
+    Text,
+    create_engine,
+    event,
+    insert,
+    make_url,
+    text,
+    update,
+)
+from sqlalchemy.engine import Connection
+from sqlalchemy.exc import ArgumentError, IntegrityError
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy.types import TypeDecorator
+
+from eyrie_api.errors import InvalidInput
+
+BUSY_TIMEOUT_MS = 10_000
+_WRITES = {"eyrie_writes": True}
+
+
+class UtcDateTime(TypeDecorator[datetime]):
+    """An aware datetime, stored as naive UTC."""
+
+    impl = DateTime
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        if value.tzinfo is None:
+            raise TypeError("a time without a zone reached the database: pass datetime.now(UTC)")
+        return value.astimezone(UTC).replace(tzinfo=None)
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        return None if value is None else value.replace(tzinfo=UTC)
+
+
+class Base(DeclarativeBase):
+    """Every table. Constraint names are spelled out, so that batch migrations can find them on SQLite."""
+
+    metadata = MetaData(naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s", "pk": "pk_%(table_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s_%(referred_table_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    })
+    type_annotation_map = {datetime: UtcDateTime(), dict[str, Any]: JSON(), list[Any]: JSON()}
+
+
+def _job_reference() -> Any:
+    return mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+
+
+class JobRow(Base):
+    """One job. `status` is the projection the API shows; the columns beside it are for filters and the reconciler."""
+
+    __tablename__ = "jobs"
+    id: Mapped[str] = mapped_column(String(63), primary_key=True)
+    name: Mapped[str | None] = mapped_column(String(63), index=True)
+    target: Mapped[str] = mapped_column(String(4096))
+    spec: Mapped[dict[str, Any]]
+    status: Mapped[dict[str, Any]]
+    phase: Mapped[str] = mapped_column(String(16), index=True)
+    ended: Mapped[bool] = mapped_column(index=True)
+    generation: Mapped[int]
+    attempt: Mapped[int]
+    cancel_requested: Mapped[bool]
+    delete_requested: Mapped[bool]
+    created_at: Mapped[datetime]
+    updated_at: Mapped[datetime]
+    lease_owner: Mapped[str | None] = mapped_column(String(255))
+    lease_until: Mapped[datetime | None]
+    __table_args__ = (Index("ix_jobs_created_at_id", "created_at", "id"),)
+
+
+class LabelRow(Base):
+    """One label of a job, as a row of its own: filtering inside JSON is spelled differently in every database."""
+
+    __tablename__ = "labels"
+    job_id: Mapped[str] = _job_reference()
+    key: Mapped[str] = mapped_column(String(63), primary_key=True)
+    value: Mapped[str] = mapped_column(String(4096))
+    __table_args__ = (Index("ix_labels_key_job_id", "key", "job_id"),)
+
+
+class StageRow(Base):
+    """One box of a job's pipeline."""
+
+    __tablename__ = "stages"
+    job_id: Mapped[str] = _job_reference()
+    stage: Mapped[str] = mapped_column(String(16), primary_key=True)
+    key: Mapped[str] = mapped_column(String(63), primary_key=True)
+    state: Mapped[str] = mapped_column(String(16))
+    attempt: Mapped[int]
+    started_at: Mapped[datetime | None]
+    finished_at: Mapped[datetime | None]
+    progress: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    reason: Mapped[str | None] = mapped_column(String(63))
+    message: Mapped[str | None] = mapped_column(Text)
+    mend: Mapped[str | None] = mapped_column(Text)
+
+
+class EventRow(Base):
+    """One thing that happened; its id is the SSE event id."""
+
+    __tablename__ = "events"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"))
+    time: Mapped[datetime]
+    type: Mapped[str] = mapped_column(String(8))
+    reason: Mapped[str] = mapped_column(String(63))
+    message: Mapped[str] = mapped_column(Text)
+    stage: Mapped[str | None] = mapped_column(String(16))
+    key: Mapped[str] = mapped_column(String(63))
+    data: Mapped[dict[str, Any]]
+    # Without AUTOINCREMENT SQLite hands the id of a deleted last row out again, and Last-Event-ID would skip an event.
+    __table_args__ = (Index("ix_events_job_id_id", "job_id", "id"), {"sqlite_autoincrement": True})
+
+
+class MetricRow(Base):
+    """One point of a series. The key makes recording it again harmless."""
+
+    __tablename__ = "metrics"
+    job_id: Mapped[str] = _job_reference()
+    stage: Mapped[str] = mapped_column(String(16), primary_key=True)
+    key: Mapped[str] = mapped_column(String(63), primary_key=True)
+    name: Mapped[str] = mapped_column(String(127), primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    time: Mapped[datetime]
+    value: Mapped[float]
+
+
+class IngestRow(Base):
+    """How far a stage's `events.jsonl` has been read."""
+
+    __tablename__ = "ingest"
+    job_id: Mapped[str] = _job_reference()
+    stage: Mapped[str] = mapped_column(String(16), primary_key=True)
+    key: Mapped[str] = mapped_column(String(63), primary_key=True)
+    offset_bytes: Mapped[int] = mapped_column(BigInteger)
+
+
+class OutboxRow(Base):
+    """A chore promised in the same transaction as the change that needs it."""
+
+    __tablename__ = "outbox"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    task: Mapped[str] = mapped_column(String(63))
+    argument: Mapped[str] = mapped_column(String(255))
+    created_at: Mapped[datetime]
+    dispatched_at: Mapped[datetime | None] = mapped_column(index=True)
+    __table_args__ = ({"sqlite_autoincrement": True},)
+
+
+class IdempotencyRow(Base):
+    """A request that must not be done twice. `status` and `response` are empty while the first one is in flight."""
+
+    __tablename__ = "idempotency"
+    key: Mapped[str] = mapped_column(String(255), primary_key=True)
+    route: Mapped[str] = mapped_column(String(255), primary_key=True)
+    body_digest: Mapped[str] = mapped_column(String(80))
+    status: Mapped[int | None]
+    response: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    created_at: Mapped[datetime]
+    expires_at: Mapped[datetime] = mapped_column(index=True)
+
+
+class ResultRow(Base):
+    """One measured checkpoint: what the leaderboard ranks."""
+
+    __tablename__ = "results"
+    job_id: Mapped[str] = _job_reference()
+    checkpoint: Mapped[str] = mapped_column(String(63), primary_key=True)
+    tuned: Mapped[bool] = mapped_column(primary_key=True)
+    family: Mapped[str] = mapped_column(String(32))
+    target: Mapped[str] = mapped_column(String(4096))
+    drafter_dir: Mapped[str] = mapped_column(String(4096))
+    speedup: Mapped[float]
+    lossless: Mapped[bool]
+    report: Mapped[dict[str, Any]]
+    created_at: Mapped[datetime]
+
+
+class EndpointRow(Base):
+    """A stable URL. `target` and `serve` are the contract's TargetSpec and ServeSpec."""
+
+    __tablename__ = "endpoints"
+    name: Mapped[str] = mapped_column(String(63), primary_key=True)
+    target: Mapped[dict[str, Any]]
+    serve: Mapped[dict[str, Any]]
+    model: Mapped[str] = mapped_column(String(255))
+    url: Mapped[str | None] = mapped_column(String(1024))
+    desired: Mapped[str] = mapped_column(String(8))
+    active_revision: Mapped[int | None]
+    candidate_revision: Mapped[int | None]
+    conditions: Mapped[list[Any]]
+    created_at: Mapped[datetime]
+    updated_at: Mapped[datetime]
+
+
+class RevisionRow(Base):
+    """One thing an endpoint has served or may serve. Outlives its job: history is not deleted with it."""
+
+    __tablename__ = "revisions"
+    endpoint: Mapped[str] = mapped_column(ForeignKey("endpoints.name", ondelete="CASCADE"), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    job_id: Mapped[str | None] = mapped_column(String(63), index=True)
+    checkpoint: Mapped[str | None] = mapped_column(String(63))
+    tree: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    drafter_dir: Mapped[str | None] = mapped_column(String(4096))
+    speedup: Mapped[float | None]
+    tau: Mapped[float | None]
+    reason: Mapped[str] = mapped_column(Text)
+    created_at: Mapped[datetime]
+
+
+class Database:
+    """An engine and its two kinds of session. Cheap to share between threads; one per process and URL."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            parsed = make_url(url)
+        except ArgumentError:
+            raise InvalidInput(f"database_url {url!r} is not an SQLAlchemy URL",
+                               "write sqlite:///path/eyrie.db or postgresql+psycopg://user@host/name") from None
+        self.is_sqlite = parsed.get_backend_name() == "sqlite"
+        if self.is_sqlite:
+            if parsed.database in (None, "", ":memory:"):
+                raise InvalidInput("database_url names an in-memory SQLite database, which every thread would see "
+                                   "differently", "name a file")
+            Path(str(parsed.database)).absolute().parent.mkdir(parents=True, exist_ok=True)
+        self.engine = _open_engine(url, is_sqlite=self.is_sqlite)
+
+    @contextmanager
+    def reading(self) -> Iterator[Session]:
+        """A session that only reads; sees one snapshot."""
+        with self.engine.connect() as connection, Session(connection, autoflush=False) as session:
+            yield session
+
+    @contextmanager
+    def writing(self) -> Iterator[Session]:
+        """A transaction that holds the write lock from the start; commits at the end, rolls back on any exception."""
+        with (self.engine.connect().execution_options(**_WRITES) as connection, connection.begin(),
+              Session(connection, join_transaction_mode="create_savepoint") as session):
+            yield session
+            session.commit()
+
+    def migrate(self) -> None:
+        """Bring the tables to the newest revision; several processes may try at once."""
+        from eyrie_api.migrations import upgrade  # here, so that alembic is loaded only by those who migrate
+
+        upgrade(self)
+
+    def is_reachable(self) -> bool:
+        """Whether a statement can be run. Raises what the driver raises when it cannot."""
+        with self.reading() as session:
+            return bool(session.execute(text("SELECT 1")).scalar_one())
+
+    def close(self) -> None:
+        """Give all connections back."""
+        self.engine.dispose()
+
+
+def upsert(session: Session, row: type[Base], key: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Set `values` on the row with this primary key, making it when it is not there."""
+    session.flush()
+    for attempt in range(2):
+        if values and _update(session, row, key, values):
+            return
+        try:
+            with session.begin_nested():
+                session.execute(insert(row).values({**key, **values}))
+            return
+        except IntegrityError:  # another transaction made the row between the two statements
+            if attempt or not values:
+                raise
+
+
+def _update(session: Session, row: type[Base], key: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+    statement = update(row).values(dict(values)).execution_options(synchronize_session=False)
+    for column, value in key.items():
+        statement = statement.where(getattr(row, column) == value)
+    return rowcount(session, statement) > 0
+
+
+def rowcount(session: Session, statement: Any) -> int:
+    """Execute an UPDATE or DELETE and say how many rows it touched."""
+    return int(session.execute(statement).rowcount)  # type: ignore[attr-defined]
+
+
+def _open_engine(url: str, *, is_sqlite: bool) -> Engine:
+    engine = create_engine(url, pool_pre_ping=not is_sqlite)
+    if not is_sqlite:
+        return engine
+
+    @event.listens_for(engine, "connect")
+    def _prepare(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None  # the driver must not open transactions of its own; `_begin` does
+        cursor = connection.cursor()
+        # WAL with synchronous=NORMAL loses nothing to kill -9; a power cut may lose the last commits, never the file.
+        for pragma in ("journal_mode=WAL", "synchronous=NORMAL", f"busy_timeout={BUSY_TIMEOUT_MS}", "foreign_keys=ON"):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        writes = connection.get_execution_options().get("eyrie_writes")
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+    return engine

@@ -1,0 +1,101 @@
+"""Idempotency-Key: a request that may be sent twice is done once.
+
+The first request claims the key in a transaction of its own; the claim is completed in the *same* transaction as the
+change (`complete`), so a crash leaves either both or neither. A second request with the same body gets the first one's
+answer; with another body it is refused (422); while the first is still in flight it is told so (409). A claim that was
+never completed, because its process died, is free again after a minute.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import delete
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from eyrie_api.clock import Clock, utc_now
+from eyrie_api.database import Database, IdempotencyRow, rowcount, upsert
+from eyrie_api.errors import Conflict, InvalidInput
+
+IN_FLIGHT_TTL_S = 60.0
+MAX_KEY_LENGTH = 255
+
+
+class IdempotencyMismatch(InvalidInput):
+    """The key was used before with another body."""
+
+    reason = "IdempotencyMismatch"
+
+
+class RequestInFlight(Conflict):
+    """The first request with this key has not been answered yet."""
+
+    reason = "RequestInFlight"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The right to do the request once."""
+
+    key: str
+    route: str
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The answer the first request got."""
+
+    status: int
+    response: dict[str, Any]
+
+
+class Idempotency:
+    """Claims, replays, and their clearing away."""
+
+    def __init__(self, database: Database, ttl_s: float, clock: Clock = utc_now) -> None:
+        self._database, self._ttl_s, self._clock = database, ttl_s, clock
+
+    def claim(self, key: str, route: str, body_digest: str) -> Claim | Replay:
+        """Claim the key, or give the earlier answer. Raises InvalidInput, IdempotencyMismatch or RequestInFlight."""
+        if not 1 <= len(key) <= MAX_KEY_LENGTH or not key.isprintable():
+            raise InvalidInput(f"Idempotency-Key of {len(key)} characters", "send 1 to 255 printable ones, e.g. a UUID")
+        try:
+            return self._claim(key, route, body_digest)
+        except IntegrityError:  # another request made the row at the same moment
+            raise RequestInFlight(f"another request with Idempotency-Key {key!r} came at the same moment",
+                                  "repeat it in a moment to get its answer") from None
+
+    def _claim(self, key: str, route: str, body_digest: str) -> Claim | Replay:
+        now = self._clock()
+        with self._database.writing() as session:
+            session.execute(delete(IdempotencyRow).where(IdempotencyRow.expires_at < now))
+            row = session.get(IdempotencyRow, (key, route))
+            if row is None:
+                session.add(IdempotencyRow(key=key, route=route, body_digest=body_digest, status=None, response=None,
+                                           created_at=now, expires_at=now + timedelta(seconds=IN_FLIGHT_TTL_S)))
+                return Claim(key, route)
+            if row.body_digest != body_digest:
+                raise IdempotencyMismatch(f"Idempotency-Key {key!r} was used before with another body",
+                                          "send a new key with a new request")
+            if row.status is None or row.response is None:
+                raise RequestInFlight(f"the first request with Idempotency-Key {key!r} is still in flight",
+                                      "repeat it in a moment to get its answer")
+            return Replay(row.status, row.response)
+
+    def complete(self, session: Session, claim: Claim, status: int, response: dict[str, Any]) -> None:
+        """Keep the answer, inside the transaction that made the change."""
+        expires_at = self._clock() + timedelta(seconds=self._ttl_s)
+        upsert(session, IdempotencyRow, {"key": claim.key, "route": claim.route},
+               {"status": status, "response": response, "expires_at": expires_at})
+
+    def release(self, claim: Claim) -> None:
+        """Give an uncompleted claim back: the request was refused and may be corrected."""
+        with self._database.writing() as session:
+            session.execute(delete(IdempotencyRow).where(
+                IdempotencyRow.key == claim.key, IdempotencyRow.route == claim.route, IdempotencyRow.status.is_(None)))
+
+    def sweep(self) -> int:
+        """Delete what has expired; return how many."""
+        with self._database.writing() as session:
+            return rowcount(session, delete(IdempotencyRow).where(IdempotencyRow.expires_at < self._clock()))

@@ -1,0 +1,266 @@
+"""What a job will cost before it runs: tokens, bytes on disk, hours. Pure arithmetic; every assumption is named.
+
+Storage is the cost that surprises people. A captured token stores `A` aux hidden states and the final one, so
+
+    bytes per token = (A + 1) * H * itemsize, plus 4 for its id and 1 for its loss mask
+
+whatever the number of layers or parameters: it scales with the hidden size alone, as the second seed says. Its example,
+recomputed: H = 5120, bfloat16, A = 3, 2048 tokens per sample: 4 * 5120 * 2 * 2048 = 83 886 080 bytes, *exactly* 80 MiB.
+500 000 samples are 40 000 000 MiB = 38.147 TiB (41.943 TB), and with the post's 5 % for serialization 40.054 TiB. The
+post says "~42 TiB": it divides 40 000 000 MiB by 1 000 000 instead of 1 048 576, which gives "40 TiB", and 5 % on top
+make 42.000. Its last section's "40 TiB" is the right figure. (Ids and masks, which the post leaves out, add 4.8 GiB;
+our shards have no 5 %: their overhead is 8 bytes per row and one header per shard.)
+
+Time is `arithmetic / effective arithmetic per second` by kind of work: 2 FLOPs per parameter and token for the target,
+6 per drafter parameter, token and TTT step for training. The rates are settings with measured defaults; a plan is good
+to a factor of two or so, and says what it rests on.
+
+Legend: A aux layers, H hidden, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from eyrie_api.sweep import Candidate, expand
+from eyrie_api.v1alpha1.job import DraftTreeShape, JobSpec, TuneSpec
+from eyrie_api.v1alpha1.plan import Assumption, Plan, StagePlan
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+DEFAULT_AUX_LAYERS = 3
+ID_AND_MASK_BYTES = 4 + 1
+ROW_JSON_BYTES_PER_TOKEN = 6
+"""Token ids as decimal text with a comma."""
+
+DEFAULT_DRAFT_VOCABULARY = 32_768
+_SECONDS_PER_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What a plan needs of a target's `config.json`."""
+
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    tie_word_embeddings: bool
+    source: str
+    """Where the facts come from, for the assumptions."""
+
+    @property
+    def parameters(self) -> int:
+        """Weights of a dense pre-norm decoder: embeddings, attention, gated MLP, norms."""
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return embeddings + self.num_layers * (self._attention(self.hidden_size) + self._mlp(self.intermediate_size)
+                                               + 2 * self.hidden_size) + self.hidden_size
+
+    def drafter_parameters(self, candidate: Candidate) -> int:
+        """Trainable weights of an EAGLE-3 drafter: fusion, one decoder layer with doubled input, reduced head."""
+        drafter = candidate.drafter
+        vocabulary = drafter.draft_vocab_size or min(self.vocab_size, DEFAULT_DRAFT_VOCABULARY)
+        aux = len(candidate.spec.capture.aux_layers or ()) or DEFAULT_AUX_LAYERS
+        fusion = aux * self.hidden_size**2
+        layer = self._attention(2 * self.hidden_size) + self._mlp(drafter.intermediate_size or self.intermediate_size)
+        return fusion + layer + vocabulary * self.hidden_size + 4 * self.hidden_size
+
+    def _attention(self, width_in: int) -> int:
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return width_in * (queries + 2 * keys) + queries * self.hidden_size
+
+    def _mlp(self, width: int) -> int:
+        return 3 * self.hidden_size * width
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What is known of the conversations before reading them all."""
+
+    rows: int | None = None
+    """Available, or None when unknown."""
+
+    prompt_tokens: float | None = None
+    """Mean per row, or None when unknown: then the spec's limit is taken, an upper bound."""
+
+    answer_tokens: float | None = None
+    source: str = "limits of the spec (an upper bound)"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Effective arithmetic of the machine in GFLOP/s, by kind of work."""
+
+    prefill: float = 90.0
+    decode: float = 22.0
+    """Many requests together."""
+
+    single: float = 1.5
+    """One request at a time: bound by reading the weights."""
+
+    train: float = 80.0
+    source: str = "measured on a 2-core AVX-512 CPU; set EYRIE_*_GFLOPS for yours"
+
+
+def state_bytes_per_token(num_aux_layers: int, hidden_size: int, itemsize: int) -> int:
+    """Bytes of hidden states per captured token: the aux layers and the final state."""
+    return (num_aux_layers + 1) * hidden_size * itemsize
+
+
+def make_plan(spec: JobSpec, target_facts: TargetFacts, free_bytes: int | None, *,
+              data_facts: DataFacts | None = None, rates: Rates | None = None) -> Plan:
+    """The cost of `spec` for a target, stage by stage.
+
+    `free_bytes` is the free space where the job would write, None when unknown. Raises InvalidInput when the sweep
+    cannot be expanded.
+    """
+    data_facts, rates = data_facts or DataFacts(), rates or Rates()
+    candidates = expand(spec)
+    work = _Work(spec, target_facts, data_facts)
+    stages = (
+        _regenerate(work, rates),
+        _capture(work, rates),
+        _train(work, candidates, rates),
+        _benchmark(work, candidates, rates),
+        _tune(work, rates),
+    )
+    total = sum(stage.bytes_on_disk for stage in stages)
+    warnings = list(_warnings(work, candidates))
+    fits = None if free_bytes is None else total <= free_bytes
+    if fits is False:
+        warnings.append(f"the job needs {total} bytes on disk and {free_bytes} are free")
+    return Plan(
+        stages=stages, total_tokens=sum(stage.tokens for stage in stages), total_bytes_on_disk=total,
+        total_hours=sum(stage.hours for stage in stages), bytes_per_token=work.state_bytes,
+        assumptions=_assumptions(work, candidates, rates), warnings=tuple(warnings), fits_disk=fits)
+
+
+class _Work:
+    """Rows and tokens, derived once."""
+
+    def __init__(self, spec: JobSpec, target: TargetFacts, data: DataFacts) -> None:
+        self.spec, self.target, self.data = spec, target, data
+        available = spec.data.max_conversations if data.rows is None else min(data.rows, spec.data.max_conversations)
+        self.rows = available - int(available * spec.data.held_out_fraction)
+        limit, most = spec.data.max_prompt_tokens, spec.regenerate.max_new_tokens
+        self.prompt = float(limit) if data.prompt_tokens is None else min(data.prompt_tokens, float(limit))
+        self.answer = float(most) if data.answer_tokens is None else min(data.answer_tokens, float(most))
+        self.row_tokens = min(self.prompt + self.answer, float(spec.capture.max_length))
+        self.captured = round(self.rows * self.row_tokens)
+        self.num_aux = len(spec.capture.aux_layers or ()) or DEFAULT_AUX_LAYERS
+        self.state_bytes = state_bytes_per_token(self.num_aux, target.hidden_size, ITEMSIZE[spec.capture.codec])
+
+    @property
+    def flops_per_token(self) -> float:
+        return 2.0 * self.target.parameters
+
+
+def _hours(flops: float, gflops: float) -> float:
+    return flops / (gflops * 1e9) / _SECONDS_PER_HOUR
+
+
+def _regenerate(work: _Work, rates: Rates) -> StagePlan:
+    prompts, answers = round(work.rows * work.prompt), round(work.rows * work.answer)
+    hours = _hours(prompts * work.flops_per_token, rates.prefill) + _hours(answers * work.flops_per_token, rates.decode)
+    tokens = prompts + answers
+    return StagePlan(stage="regenerate", tokens=tokens, bytes_on_disk=tokens * ROW_JSON_BYTES_PER_TOKEN, hours=hours)
+
+
+def _capture(work: _Work, rates: Rates) -> StagePlan:
+    return StagePlan(stage="capture", tokens=work.captured,
+                     bytes_on_disk=work.captured * (work.state_bytes + ID_AND_MASK_BYTES),
+                     hours=_hours(work.captured * work.flops_per_token, rates.prefill))
+
+
+def _train(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> StagePlan:
+    tokens = size = 0
+    hours = 0.0
+    for candidate in candidates:
+        train, parameters = candidate.train, work.target.drafter_parameters(candidate)
+        seen = round(work.captured * train.epochs)
+        if train.max_steps is not None:
+            seen = min(seen, train.max_steps * train.max_tokens_per_batch)
+        tokens += seen
+        hours += _hours(6.0 * parameters * train.ttt_length * seen, rates.train)
+        # Exported checkpoints, and one resumable state: weights and two moments.
+        size += parameters * 4 * (train.num_checkpoints + 3)
+    return StagePlan(stage="train", tokens=tokens, bytes_on_disk=size, hours=hours)
+
+
+def _benchmark(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> StagePlan:
+    checkpoints = sum(candidate.train.num_checkpoints for candidate in candidates)
+    tokens = checkpoints * _suite_tokens(work.spec)
+    return StagePlan(stage="benchmark", tokens=tokens, bytes_on_disk=0,
+                     hours=_hours(tokens * work.flops_per_token, rates.single))
+
+
+def _suite_tokens(spec: JobSpec) -> int:
+    """Generated by one drafter and its undrafted baseline over all suites."""
+    benchmark = spec.benchmark
+    prompts = sum(suite.max_prompts for suite in benchmark.suites)
+    return 2 * prompts * len(benchmark.temperatures) * benchmark.repeats * benchmark.max_new_tokens
+
+
+def _tune(work: _Work, rates: Rates) -> StagePlan:
+    tune, benchmark = work.spec.tune, work.spec.benchmark
+    arms = len(tree_shapes(tune)) + 1
+    grid = arms * tune.max_prompts * len(tune.temperatures) * tune.repeats * benchmark.max_new_tokens
+    tokens = grid + _suite_tokens(work.spec)
+    return StagePlan(stage="tune", tokens=tokens, bytes_on_disk=0,
+                     hours=_hours(tokens * work.flops_per_token, rates.single))
+
+
+def tree_shapes(tune: TuneSpec) -> tuple[DraftTreeShape, ...]:
+    """The possible shapes of the grid: one chain per depth, and the trees that can grow that many nodes."""
+    shapes: list[DraftTreeShape] = []
+    for depth in tune.num_steps:
+        for width in tune.top_k:
+            for nodes in (depth + 1,) if width == 1 else tune.num_draft_tokens:
+                try:
+                    shapes.append(DraftTreeShape(num_steps=depth, top_k=width, num_draft_tokens=nodes))
+                except ValidationError:
+                    continue  # the contract's docstring says so: impossible shapes are left out
+    return tuple(dict.fromkeys(shapes))
+
+
+def _warnings(work: _Work, candidates: Sequence[Candidate]) -> tuple[str, ...]:
+    found = []
+    if work.data.prompt_tokens is None:
+        found.append("row lengths are the limits of the spec: tokens, bytes and hours are upper bounds")
+    if work.prompt + work.answer > work.spec.capture.max_length:
+        found.append(f"rows of up to {work.prompt + work.answer:.0f} tokens are cut at capture.max_length "
+                     f"{work.spec.capture.max_length}")
+    smallest = min(candidate.train.max_tokens_per_batch for candidate in candidates)
+    if work.captured < 10 * smallest:
+        found.append(f"{work.captured} captured tokens are fewer than ten batches of {smallest}: expect a weak drafter")
+    return tuple(found)
+
+
+def _assumptions(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> tuple[Assumption, ...]:
+    target, data = work.target, work.data
+
+    def say(name: str, value: float, unit: str, source: str) -> Assumption:
+        return Assumption(name=name, value=float(value), unit=unit, source=source)
+
+    return (
+        say("rows answered", work.rows, "rows", data.source if data.rows is not None else "data.max_conversations"),
+        say("prompt length", work.prompt, "tokens", data.source),
+        say("answer length", work.answer, "tokens",
+            data.source if data.answer_tokens is not None else "regenerate.max_new_tokens (an upper bound)"),
+        say("hidden size", target.hidden_size, "values", target.source),
+        say("target parameters", target.parameters, "parameters", f"estimated from {target.source}"),
+        say("drafter parameters", target.drafter_parameters(candidates[0]), "parameters",
+            f"estimated for candidate {candidates[0].name}"),
+        say("aux layers", work.num_aux, "layers",
+            "capture.aux_layers" if work.spec.capture.aux_layers else "default: low, middle, high"),
+        say("stored value", ITEMSIZE[work.spec.capture.codec], "bytes", "capture.codec"),
+        say("token id and loss mask", ID_AND_MASK_BYTES, "bytes per token", "layout of the store"),
+        say("candidates", len(candidates), "drafters", "sweep"),
+        say("prefill rate", rates.prefill, "GFLOP/s", rates.source),
+        say("decode rate, many requests", rates.decode, "GFLOP/s", rates.source),
+        say("decode rate, one request", rates.single, "GFLOP/s", rates.source),
+        say("training rate", rates.train, "GFLOP/s", rates.source),
+    )

@@ -1,0 +1,185 @@
+"""Refuse early: what can be known to be wrong with a job before anything has run, without loading a model.
+
+Each check names field, value and rule, and says what to do instead. Paths are the server's: they are made absolute once
+here, because stage programs run elsewhere. What cannot be known cheaply (a Hub id that is not in the cache, rows that
+turn out malformed) is left to the stage that meets it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from eyrie_api.errors import (
+    DiskTooSmall,
+    InvalidInput,
+    NoChatTemplate,
+    NoUsableData,
+    UnsupportedTarget,
+    VocabularyTooLarge,
+)
+from eyrie_api.facts import (
+    HUB_ID,
+    data_facts,
+    free_bytes,
+    local_path,
+    read_config,
+    target_dir,
+    target_facts,
+)
+from eyrie_api.plan import Rates, TargetFacts, make_plan
+from eyrie_api.settings import Settings
+from eyrie_api.sweep import expand
+from eyrie_api.v1alpha1.job import DataSource, JobSpec, SuiteSpec
+from eyrie_api.v1alpha1.plan import Plan
+from eyrie_api.v1alpha1.targets import HELD_OUT, QUICKSTART, QUICKSTART_SUITE_NAMES, SUPPORTED_ARCHITECTURES
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A job that passed, with its paths absolute, and what it will cost where that is known."""
+
+    spec: JobSpec
+    plan: Plan | None
+
+
+def check(spec: JobSpec, settings: Settings) -> Checked:
+    """Check a job before it is accepted. Raises an InvalidInput or DiskTooSmall with the mend."""
+    facts = _check_target(spec)
+    for source in spec.data.sources:
+        _check_source(source)
+    for suite in spec.benchmark.suites:
+        _check_suite(suite, spec)
+    _check_sizes(spec, facts)
+    if facts is None:
+        return Checked(absolute(spec), None)
+    known = data_facts(spec.data)
+    plan = make_plan(spec, facts, free_bytes(settings.home), data_facts=known, rates=rates(settings))
+    # Refused only on lengths sampled from the data: an upper bound that does not fit is no proof that the job won't.
+    if plan.fits_disk is False and known.prompt_tokens is not None:
+        raise DiskTooSmall(f"the job needs about {plan.total_bytes_on_disk / 2**30:.1f} GiB under {settings.home} and "
+                           f"{free_bytes(settings.home) / 2**30:.1f} GiB are free",
+                           "lower data.max_conversations or capture.max_length, use capture.codec bfloat16, or set "
+                           "EYRIE_HOME to a larger disk")
+    return Checked(absolute(spec), plan)
+
+
+def plan(spec: JobSpec, settings: Settings) -> Plan:
+    """The dry run behind `POST /plans`. Raises InvalidInput when the target's config cannot be read here."""
+    facts = _check_target(spec)
+    for source in spec.data.sources:
+        _check_source(source)
+    _check_sizes(spec, facts)
+    if facts is None:
+        raise InvalidInput(f"target.model {spec.target.model!r} is not on this machine, so its sizes are unknown",
+                           "download it first (`hf download`), or give a local directory with its config.json")
+    return make_plan(spec, facts, free_bytes(settings.home), data_facts=data_facts(spec.data), rates=rates(settings))
+
+
+def rates(settings: Settings) -> Rates:
+    """The machine's arithmetic as settings give it."""
+    return Rates(prefill=settings.prefill_gflops, decode=settings.decode_gflops, single=settings.single_gflops,
+                 train=settings.train_gflops)
+
+
+def absolute(spec: JobSpec) -> JobSpec:
+    """The job with every local path made absolute."""
+    target = spec.target.model_copy(update={"model": _absolute(spec.target.model)})
+    sources = tuple(one.model_copy(update={"path": _absolute(one.path)}) for one in spec.data.sources)
+    suites = tuple(one.model_copy(update={"path": _absolute(one.path)}) for one in spec.benchmark.suites)
+    return spec.model_copy(update={
+        "target": target, "data": spec.data.model_copy(update={"sources": sources}),
+        "benchmark": spec.benchmark.model_copy(update={"suites": suites})})
+
+
+def _absolute(path: str) -> str:
+    if path in (QUICKSTART, HELD_OUT) or path.startswith(f"{QUICKSTART}:"):
+        return path
+    found = local_path(path)
+    return path if found is None else str(found)
+
+
+def _check_target(spec: JobSpec) -> TargetFacts | None:
+    directory = target_dir(spec.target)
+    if directory is None:
+        return None
+    config = read_config(directory)
+    named = config.get("architectures")
+    architectures = [str(one) for one in named] if isinstance(named, list) else []
+    if not set(architectures) & set(SUPPORTED_ARCHITECTURES):
+        raise UnsupportedTarget(
+            f"target.model {spec.target.model!r}: config.json names architecture "
+            f"{', '.join(architectures) or 'nowhere'}, which is not supported",
+            f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}")
+    _check_tokenizer(directory)
+    return target_facts(directory)
+
+
+def _check_tokenizer(directory: Path) -> None:
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        raise NoChatTemplate(f"target directory {directory} has no tokenizer ({', '.join(_TOKENIZER_FILES)})",
+                             "copy the model's tokenizer files beside its config.json")
+    if (directory / "chat_template.jinja").is_file() or (directory / "chat_template.json").is_file():
+        return
+    if any(directory.glob("additional_chat_templates/*.jinja")):
+        return
+    try:
+        text = (directory / "tokenizer_config.json").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        text = ""
+    if '"chat_template"' not in text:
+        raise NoChatTemplate(f"target directory {directory} has a tokenizer without chat template",
+                             "use the chat model rather than the base model, or add chat_template.jinja")
+
+
+def _check_source(source: DataSource) -> None:
+    if source.path == QUICKSTART:
+        return
+    path = local_path(source.path)
+    if path is None:
+        if not HUB_ID.match(source.path):
+            raise InvalidInput(f"data source {source.path!r} is neither a file here nor a Hub data set id",
+                               "give a JSONL or parquet file, a Hub id org/name, or 'quickstart'")
+        return
+    if not path.is_file():
+        raise NoUsableData(f"data file {source.path!r}: no such file on the server",
+                           "give the path of a JSONL or parquet file, a Hub data set id, or 'quickstart'")
+    if path.stat().st_size == 0:
+        raise NoUsableData(f"data file {source.path!r} is empty", "give a file with one conversation per line")
+
+
+def _check_suite(suite: SuiteSpec, spec: JobSpec) -> None:
+    if suite.path == HELD_OUT:
+        if spec.data.held_out_fraction == 0.0:
+            raise InvalidInput(f"benchmark suite {suite.name!r} wants held-out prompts, but data.held_out_fraction is "
+                               "0", "set data.held_out_fraction, or leave the suite out")
+        return
+    kind, _, name = suite.path.partition(":")
+    if kind == QUICKSTART:
+        if name not in QUICKSTART_SUITE_NAMES:
+            raise InvalidInput(f"benchmark suite {suite.name!r}: {suite.path!r} is not shipped with Eyrie",
+                               f"quickstart suites are {', '.join(QUICKSTART_SUITE_NAMES)}")
+        return
+    path = local_path(suite.path)
+    if path is None and not HUB_ID.match(suite.path):
+        raise InvalidInput(f"benchmark suite {suite.name!r}: {suite.path!r} is neither a file here nor a Hub id",
+                           "give a JSONL file, a Hub id, quickstart:<suite>, or held-out")
+    if path is not None and not path.is_file():
+        raise InvalidInput(f"benchmark suite {suite.name!r}: no file {suite.path!r} on the server",
+                           "give a JSONL file of messages or prompt rows")
+
+
+def _check_sizes(spec: JobSpec, facts: TargetFacts | None) -> None:
+    candidates = expand(spec)
+    if facts is None:
+        return
+    for candidate in candidates:
+        wanted = candidate.drafter.draft_vocab_size
+        if wanted is not None and wanted > facts.vocab_size:
+            raise VocabularyTooLarge(f"drafter.draft_vocab_size {wanted} (candidate {candidate.name}) is larger than "
+                                     f"the target's vocabulary of {facts.vocab_size}",
+                                     f"give at most {facts.vocab_size}, or leave it out")
+    for layer in spec.capture.aux_layers or ():
+        if layer > facts.num_layers:
+            raise InvalidInput(f"capture.aux_layers names layer {layer}, but the target has {facts.num_layers}",
+                               f"give indices into hidden_states: 0 (embeddings) to {facts.num_layers}")

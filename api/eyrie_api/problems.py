@@ -1,0 +1,206 @@
+"""Every refusal as RFC 9457 problem+json, with the mend.
+
+`type` is `urn:eyrie:problem:<Reason>`, where the reason is that of the EyrieError; so the client can raise the same
+class again. Validation errors carry, per field, a JSON pointer into the body (or the parameter's name), the offending
+value, and the rule. Nothing leaves this server in another shape: not an unknown route, not a wrong method, not a bug.
+"""
+
+import difflib
+import json
+import logging
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Match, Route
+
+from eyrie_api.errors import EyrieError, InvalidInput, NotFound, Transient
+from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.status import Problem
+
+log = logging.getLogger(__name__)
+
+MEDIA_TYPE = "application/problem+json"
+TYPE_PREFIX = "urn:eyrie:problem:"
+_SHOWN = 200
+
+
+class Unauthorized(EyrieError):
+    """No token, or not the right one."""
+
+    http_status = 401
+    exit_code = 77  # EX_NOPERM
+    reason = "Unauthorized"
+
+
+class Forbidden(EyrieError):
+    """A request this server does not answer from there."""
+
+    http_status = 403
+    exit_code = 77
+    reason = "Forbidden"
+
+
+class MethodNotAllowed(EyrieError):
+    """The route exists, the method does not."""
+
+    http_status = 405
+    reason = "MethodNotAllowed"
+
+
+class UnsupportedMediaType(EyrieError):
+    """A body that is not JSON."""
+
+    http_status = 415
+    reason = "UnsupportedMediaType"
+
+
+def title_of(reason: str) -> str:
+    """`TargetNotFound` -> `Target not found`."""
+    return re.sub(r"(?<=[a-z0-9])([A-Z])", lambda found: " " + found[1].lower(), reason)
+
+
+def problem_of(error: EyrieError, instance: str | None = None) -> Problem:
+    """The problem document of an error."""
+    return Problem(type=TYPE_PREFIX + error.reason, title=title_of(error.reason), status=error.http_status,
+                   detail=error.message, mend=error.mend, instance=instance)
+
+
+def respond(problem: Problem, headers: dict[str, str] | None = None) -> Response:
+    """The HTTP response of a problem. An echoed value may hold half of a surrogate pair, which no UTF-8 can."""
+    body = json.dumps(problem.model_dump(mode="json"), ensure_ascii=False).encode("utf-8", "replace")
+    return Response(body, status_code=problem.status, media_type=MEDIA_TYPE, headers=headers)
+
+
+def refuse(error: EyrieError, path: str) -> Response:
+    """The response to a request on `path` that met `error`."""
+    return respond(problem_of(error, path), _headers_of(error))
+
+
+def _headers_of(error: EyrieError) -> dict[str, str] | None:
+    """Headers some refusals need."""
+    if isinstance(error, Transient):
+        return {"Retry-After": str(math.ceil(error.after_s))}
+    if isinstance(error, Unauthorized):
+        return {"WWW-Authenticate": 'Bearer realm="eyrie"'}
+    return None
+
+
+def install(app: FastAPI) -> None:
+    """Make every error of `app` a problem."""
+    app.add_exception_handler(EyrieError, _on_eyrie_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_bug)
+
+
+async def _on_eyrie_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, EyrieError)
+    return refuse(error, request.url.path)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path, method = request.url.path, request.method
+    if isinstance(error.__cause__, EyrieError):  # a guard's refusal that met the framework reading the body
+        return refuse(error.__cause__, path)
+    headers = dict(error.headers or {})
+    if error.status_code == 400:  # the body could not be read as JSON at all
+        return refuse(InvalidInput(f"the body is not readable: {error.detail}", "send one JSON object in UTF-8"), path)
+    if error.status_code == 404:
+        return refuse(NotFound(f"no such route: {path}", "see /docs for what there is"), path)
+    if error.status_code == 405:
+        allowed = ", ".join(_allowed(request))
+        return respond(problem_of(MethodNotAllowed(f"{method} is not allowed on {path}", f"allowed: {allowed}"), path),
+                       {"Allow": allowed})
+    problem = Problem(type=TYPE_PREFIX + "HttpError", title="HTTP error", status=error.status_code,
+                      detail=str(error.detail), mend="see /docs for what there is", instance=path)
+    return respond(problem, headers)
+
+
+def _allowed(request: Request) -> list[str]:
+    """Methods of all routes on this path; the framework names those of the first alone."""
+    routes: list[Route] = request.app.state.routes
+    on_path = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
+    return sorted({method for route in on_path for method in route.methods or ()})
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    log.error("unhandled error on %s %s", request.method, request.url.path, exc_info=error)
+    return respond(Problem(
+        type=TYPE_PREFIX + "InternalError", title="Internal error", status=500, instance=request.url.path,
+        detail=f"the server failed on this request: {type(error).__name__}",
+        mend="this is a defect of Eyrie: its log holds the trace; please report it"))
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    found = [_explain(one) for one in error.errors()]
+    first = found[0]
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    hints = [str(one["mend"]) for one in found if "mend" in one]
+    problem = Problem(
+        type=TYPE_PREFIX + "InvalidInput", title="Invalid input", status=422, instance=request.url.path,
+        detail=f"{first['pointer'] or first.get('parameter', 'the body')}: {first['rule']}{more}",
+        mend=hints[0] if hints else "correct the fields named in `errors`; /docs shows the schema with examples",
+        errors=tuple(found))
+    return respond(problem)
+
+
+def _explain(error: dict[str, Any]) -> dict[str, Any]:
+    """Pointer, value and rule of one pydantic error; a mend where the likely one is known."""
+    place, *path = error["loc"]
+    told: dict[str, Any] = {"pointer": pointer(path) if place == "body" else "", "rule": _rule(error),
+                            "value": _shown(error.get("input"))}
+    if place != "body":
+        told["parameter"] = ".".join(map(str, path))
+    if error["type"] == "extra_forbidden" and path:
+        close = difflib.get_close_matches(str(path[-1]), _field_names(JobSpec, path[:-1]), n=1)
+        told["mend"] = f"did you mean {close[0]!r}?" if close else "leave it out: no such field"
+    if error["type"] == "json_invalid":
+        told["pointer"] = ""
+        told["rule"] = f"the body is not JSON: {error.get('ctx', {}).get('error', 'malformed')}"
+        told["mend"] = "send one JSON object"
+    return told
+
+
+def pointer(path: Sequence[str | int]) -> str:
+    """A JSON pointer (RFC 6901)."""
+    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
+
+
+def _rule(error: dict[str, Any]) -> str:
+    return str(error["msg"]).removeprefix("Value error, ")
+
+
+def _shown(value: Any) -> Any:
+    """A value that can be sent back: small, finite, without what JSON cannot hold."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int | float):
+        return value if math.isfinite(value) and abs(value) < 2**63 else str(value)[:_SHOWN]
+    text = value if isinstance(value, str) else _as_json(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def _as_json(value: Any) -> str:
+    try:
+        return json.dumps(value, default=str)
+    except (ValueError, RecursionError):
+        return type(value).__name__
+
+
+def _field_names(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
+    """Fields of the section of a job spec that `path` leads to; empty when it leads elsewhere."""
+    for part in path:
+        field = model.model_fields.get(str(part))
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+            return []
+        model = field.annotation
+    return list(model.model_fields)

@@ -1,0 +1,1 @@
+"""HTTP routes, by subject. Each handler parses, calls one verb of the control plane, and renders; no logic."""

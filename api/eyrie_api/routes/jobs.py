@@ -1,0 +1,123 @@
+"""Jobs: create, get, list, cancel, retry, delete; and plans, which are jobs that never run."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Body, Header, Query, Response
+from starlette.responses import JSONResponse
+
+from eyrie_api import preflight
+from eyrie_api.artifacts import digest_model
+from eyrie_api.control import Here
+from eyrie_api.errors import InvalidInput
+from eyrie_api.idempotency import Claim, Replay
+from eyrie_api.jobs import MAX_PAGE, JobFilter
+from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.plan import Plan
+from eyrie_api.v1alpha1.status import Job, JobList, Phase
+
+router = APIRouter(tags=["jobs"])
+JOBS = "/v1alpha1/jobs"
+
+EXAMPLES = {
+    "quickstart": {
+        "summary": "The model and conversations shipped with Eyrie",
+        "value": {"target": {"model": "quickstart"}, "data": {"sources": [{"path": "quickstart"}]}},
+    },
+    "own model": {
+        "summary": "A local Hugging Face directory, own chats, two learning rates",
+        "value": {
+            "name": "support-bot",
+            "target": {"model": "/models/qwen3-0.6b", "dtype": "float32"},
+            "data": {"sources": [{"path": "/data/chats.jsonl"}], "max_conversations": 5000},
+            "sweep": {"axes": [{"field": "train.learning_rate", "values": [0.001, 0.0003]}]},
+            "serve": {"endpoint": "support"},
+        },
+    },
+}
+Spec = Annotated[JobSpec, Body(openapi_examples=EXAMPLES)]
+IdempotencyKey = Annotated[str | None, Header(alias="Idempotency-Key", description="Sent twice, done once.")]
+
+
+@router.post(JOBS, status_code=202, response_model=Job)
+def create_job(spec: Spec, control: Here, key: IdempotencyKey = None) -> Response:
+    """Accept a job. 202 with its Location; it runs on its own from here."""
+    claim: Claim | None = None
+    if key is not None:
+        claimed = control.idempotency.claim(key, JOBS, digest_model(spec))
+        if isinstance(claimed, Replay):
+            return _accepted(claimed.response, claimed.status, replayed=True)
+        claim = claimed
+    try:
+        job = control.jobs.submit(preflight.check(spec, control.settings).spec, claim)
+    except BaseException:
+        if claim is not None:
+            control.idempotency.release(claim)
+        raise
+    control.wake()
+    return _accepted(job.model_dump(mode="json"), 202, replayed=False)
+
+
+def _accepted(job: dict[str, object], status: int, *, replayed: bool) -> Response:
+    headers = {"Location": f"{JOBS}/{job['id']}"} | ({"Idempotency-Replayed": "true"} if replayed else {})
+    return JSONResponse(job, status_code=status, headers=headers)
+
+
+@router.get(JOBS)
+def list_jobs(
+    control: Here,
+    phase: Phase | None = None,
+    name: Annotated[str | None, Query(max_length=63)] = None,
+    target: Annotated[str | None, Query(max_length=4096)] = None,
+    label: Annotated[list[str] | None, Query(description="key=value; may be repeated")] = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 50,
+    cursor: Annotated[str | None, Query(max_length=512, description="next_cursor of the page before")] = None,
+) -> JobList:
+    """List jobs, newest first."""
+    wanted = JobFilter(phase=phase, name=name, target=target, labels=dict(_label(one) for one in label or ()))
+    return control.jobs.list(wanted, limit=limit, cursor=cursor)
+
+
+def _label(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise InvalidInput(f"label {text!r} is not key=value", "write label=team=search for the label team: search")
+    return key, value
+
+
+@router.get(JOBS + "/{job_id}")
+def get_job(job_id: str, control: Here) -> Job:
+    """One job with its stages and conditions."""
+    return control.jobs.get(job_id)
+
+
+@router.post(JOBS + "/{job_id}/cancel", status_code=202)
+def cancel_job(job_id: str, control: Here) -> Job:
+    """Stop a job. What has finished stays; `retry` goes on from there."""
+    job = control.jobs.cancel(job_id)
+    control.wake()
+    return job
+
+
+@router.post(JOBS + "/{job_id}/retry", status_code=202)
+def retry_job(job_id: str, control: Here) -> Job:
+    """Go on from the failed or cancelled stage."""
+    job = control.jobs.retry(job_id)
+    control.wake()
+    return job
+
+
+@router.delete(JOBS + "/{job_id}", status_code=204, response_model=None,
+               responses={202: {"model": Job, "description": "cancelled first; deleted once it has stopped"}})
+def delete_job(job_id: str, control: Here) -> Response:
+    """Delete an ended job and its files (204), or cancel it first and delete it then (202)."""
+    gone = control.jobs.delete(job_id)
+    control.wake()
+    if gone:
+        return Response(status_code=204)
+    return JSONResponse(control.jobs.get(job_id).model_dump(mode="json"), status_code=202)
+
+
+@router.post("/v1alpha1/plans", tags=["plans"])
+def make_plan(spec: Spec, control: Here) -> Plan:
+    """What a job would cost in tokens, bytes and hours, with the assumptions named. Nothing runs."""
+    return preflight.plan(spec, control.settings)

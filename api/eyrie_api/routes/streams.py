@@ -1,0 +1,155 @@
+"""What a job says while it runs: events (SSE or JSON), logs, metric series.
+
+A stream polls its source, because the writer may be another process; it ends when the job has ended and everything was
+sent. Events resume behind `Last-Event-ID`: their ids are rows, so nothing is lost or repeated across reconnects and
+restarts. A reader that comes back after the end gets 204, at which an EventSource stops asking.
+"""
+
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated
+
+from anyio import sleep, to_thread
+from fastapi import APIRouter, Header, Query, Request, Response
+from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
+
+from eyrie_api.control import Control, Here
+from eyrie_api.errors import InvalidInput, NotFound
+from eyrie_api.routes.jobs import JOBS
+from eyrie_api.rows import is_over
+from eyrie_api.v1alpha1.model import Name
+from eyrie_api.v1alpha1.stages import StageName
+from eyrie_api.v1alpha1.status import Event, EventList, Job, MetricList
+
+router = APIRouter(tags=["progress"])
+_CHUNK = 1 << 16
+_BATCH = 500
+_EVENT_STREAM = "text/event-stream"
+
+
+@router.get(JOBS + "/{job_id}/events", response_model=EventList,
+            responses={200: {"content": {_EVENT_STREAM: {"schema": {"type": "string"}}}}, 204: {"description": "over"}})
+async def events(
+    job_id: str, control: Here, request: Request,
+    accept: Annotated[str, Header()] = "*/*",
+    last_event_id: Annotated[str | None, Header(alias="Last-Event-ID")] = None,
+    after: Annotated[int, Query(ge=0, le=2**53, description="like Last-Event-ID")] = 0,
+    limit: Annotated[int, Query(ge=1, le=5000, description="for the JSON list")] = 500,
+) -> Response:
+    """Events as they happen (SSE, resumes by Last-Event-ID), or those so far with Accept: application/json."""
+    after = _resume_point(last_event_id, after)
+    job = await to_thread.run_sync(control.jobs.get, job_id)
+    if "application/json" in accept and _EVENT_STREAM not in accept:
+        found = await to_thread.run_sync(lambda: control.jobs.events(job_id, after=after, limit=limit))
+        return JSONResponse(EventList(items=found).model_dump(mode="json"))
+    if is_over(job.status.conditions) and not await _fetch(control, job_id, after):
+        return Response(status_code=204)
+    return StreamingResponse(_event_lines(control, job_id, after, request), media_type=_EVENT_STREAM,
+                             headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+
+
+def _resume_point(last_event_id: str | None, after: int) -> int:
+    if last_event_id is None:
+        return after
+    if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) < 16):
+        raise InvalidInput(f"Last-Event-ID {last_event_id!r} is not an event id", "send the id of the last event seen")
+    return max(after, int(last_event_id))
+
+
+async def _fetch(control: Control, job_id: str, after: int) -> tuple[Event, ...]:
+    return await to_thread.run_sync(lambda: control.jobs.events(job_id, after=after, limit=_BATCH))
+
+
+async def _event_lines(control: Control, job_id: str, after: int, request: Request) -> AsyncIterator[str]:
+    settings = control.settings
+    quiet_since = time.monotonic()
+    yield f"retry: {round(settings.sse_poll_s * 5000)}\n\n"
+    while not await request.is_disconnected():
+        try:
+            # Whether it is over is asked first: an event written in between is then still found.
+            over = await to_thread.run_sync(_is_over, control, job_id)
+            batch = await _fetch(control, job_id, after)
+        except NotFound:
+            yield "event: deleted\ndata: {}\n\n"
+            return
+        for event in batch:
+            after = event.id
+            yield f"id: {event.id}\nevent: {event.reason}\ndata: {event.model_dump_json()}\n\n"
+        if batch:
+            quiet_since = time.monotonic()
+            continue
+        if over:
+            yield "event: end\ndata: {}\n\n"
+            return
+        if time.monotonic() - quiet_since >= settings.sse_heartbeat_s:
+            quiet_since = time.monotonic()
+            yield ": heartbeat\n\n"
+        await sleep(settings.sse_poll_s)
+
+
+def _is_over(control: Control, job_id: str) -> bool:
+    return is_over(control.jobs.get(job_id).status.conditions)
+
+
+@router.get(JOBS + "/{job_id}/metrics")
+def metrics(
+    job_id: str, control: Here,
+    stage: StageName | None = None,
+    key: Annotated[str | None, Query(max_length=63)] = None,
+    name: Annotated[str | None, Query(max_length=127)] = None,
+) -> MetricList:
+    """Logged series: loss, acceptance per position, theoretical speed-up, ..."""
+    return MetricList(items=control.jobs.metrics(job_id, stage=stage, key=key, name=name))
+
+
+@router.get(JOBS + "/{job_id}/logs", response_class=PlainTextResponse)
+async def logs(
+    job_id: str, control: Here, request: Request,
+    stage: Annotated[StageName, Query()],
+    key: Annotated[Name | None, Query(description="candidate or checkpoint")] = None,
+    follow: Annotated[bool, Query(description="go on as it grows, until the stage ends")] = False,
+) -> Response:
+    """What a stage program printed."""
+    job = await to_thread.run_sync(control.jobs.get, job_id)
+    path = control.settings.stage_dir(job_id, stage, key or "") / "log.txt"
+    if not follow and not path.is_file():
+        raise NotFound(f"stage {stage} {key or ''} of job {job_id} has printed nothing".replace("  ", " "),
+                       f"it has: {_known(job) or 'no stage has started yet'}")
+    return StreamingResponse(_log_bytes(control, job_id, stage, key or "", path, request, follow=follow),
+                             media_type="text/plain; charset=utf-8", headers={"X-Accel-Buffering": "no"})
+
+
+def _known(job: Job) -> str:
+    return ", ".join(f"{one.stage} {one.key}".strip() for one in job.status.stages if one.started_at is not None)
+
+
+async def _log_bytes(control: Control, job_id: str, stage: str, key: str, path: Path, request: Request, *,
+                     follow: bool) -> AsyncIterator[bytes]:
+    offset = 0
+    while not await request.is_disconnected():
+        done = not follow or await to_thread.run_sync(_stage_ended, control, job_id, stage, key)
+        while data := await to_thread.run_sync(_read, path, offset):
+            offset += len(data)
+            yield data
+        if done:
+            return
+        await sleep(control.settings.sse_poll_s)
+
+
+def _read(path: Path, offset: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(_CHUNK)
+    except FileNotFoundError:
+        return b""
+
+
+def _stage_ended(control: Control, job_id: str, stage: str, key: str) -> bool:
+    try:
+        job = control.jobs.get(job_id)
+    except NotFound:
+        return True
+    states = [one.state for one in job.status.stages if (one.stage, one.key) == (stage, key)]
+    return is_over(job.status.conditions) or bool(states and states[0] not in ("Pending", "Running"))

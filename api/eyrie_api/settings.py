@@ -1,0 +1,136 @@
+"""Everything the control plane can be told from outside: one frozen value, read once from EYRIE_* variables.
+
+No other module reads the environment. Every setting has a default that suits one machine, so `Settings()` is a whole
+working set-up under `.eyrie`; a cluster sets EYRIE_DATABASE_URL and EYRIE_BROKER_URL and nothing else changes.
+
+A job's directory is laid out as `eyrie_workers.catalog` says (`jobs/<id>/stages/<stage>[/<key>]`); the few lines here
+repeat that one rule because the control plane must find logs and artifacts without importing the workers.
+"""
+
+import ipaddress
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.model import Frozen
+
+PREFIX = "EYRIE_"
+DEFAULT_PORT = 8642
+
+
+class Settings(Frozen):
+    """One machine's or one deployment's settings."""
+
+    home: Path = Path(".eyrie")
+    """Where jobs, the SQLite file and tokens live."""
+
+    database_url: str | None = None
+    """SQLAlchemy URL; default: a SQLite file under home."""
+
+    broker_url: str = "memory://"
+    """Celery broker. `redis://host:6379/0` moves the chores to Redis; nothing else changes."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(DEFAULT_PORT, ge=0, le=65535)
+    token: str | None = Field(None, min_length=16)
+    """Bearer token. Required for binds that are not loopback; one is generated under home when absent."""
+
+    max_body_bytes: int = Field(1 << 20, ge=1024)
+    """Larger request bodies are refused. A job spec is a few KiB."""
+
+    lease_ttl_s: float = Field(30.0, gt=0.0)
+    """A driver that has not renewed its lease for so long is taken for dead."""
+
+    reconcile_interval_s: float = Field(2.0, gt=0.0)
+    """How often unfinished jobs without a live lease are looked for, and jobs in hand are advanced."""
+
+    retention_interval_s: float = Field(300.0, gt=0.0)
+    idempotency_ttl_s: float = Field(24 * 3600.0, gt=0.0)
+    """How long an Idempotency-Key is remembered."""
+
+    outbox_ttl_s: float = Field(24 * 3600.0, gt=0.0)
+    """How long dispatched outbox rows are kept, for people who ask what happened."""
+
+    chore_threads: int = Field(2, ge=1, le=64)
+    sse_heartbeat_s: float = Field(15.0, gt=0.0)
+    sse_poll_s: float = Field(0.2, gt=0.0)
+    """How often a live stream looks for new rows or log bytes."""
+
+    # Effective arithmetic of the machine, for `plan`. Measured on a 2-core AVX-512 CPU with the 16 x 256 quickstart
+    # target: 63k tokens answered in 75 CPU seconds, captured in 18, 236k tokens trained (TTT 7) in 150.
+    decode_gflops: float = Field(22.0, gt=0.0)
+    """Token-by-token generation, all requests together."""
+
+    single_gflops: float = Field(1.5, gt=0.0)
+    """Generation for one request at a time, as benchmarks do."""
+
+    prefill_gflops: float = Field(90.0, gt=0.0)
+    """Teacher-forced passes."""
+
+    train_gflops: float = Field(80.0, gt=0.0)
+    """Forward and backward of the drafter."""
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> "Settings":
+        """Read EYRIE_HOME, EYRIE_DATABASE_URL, ... Raises InvalidInput naming the variable that is wrong."""
+        environ = os.environ if environ is None else environ
+        names = {name: PREFIX + name.upper() for name in cls.model_fields}
+        found = {name: environ[variable] for name, variable in names.items() if environ.get(variable)}
+        try:
+            return cls.model_validate(found)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = str(first["loc"][0])
+            raise InvalidInput(f"{PREFIX}{name.upper()} = {found.get(name)!r}: {first['msg']}",
+                               "correct or unset the variable") from error
+
+    @property
+    def resolved_database_url(self) -> str:
+        """The database URL with its default filled in."""
+        return self.database_url or f"sqlite:///{self.home.absolute() / 'eyrie.db'}"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the bind address."""
+        return is_loopback_host(self.host)
+
+    def job_dir(self, job_id: str) -> Path:
+        """Where everything of one job lies."""
+        return self.home.absolute() / "jobs" / job_id
+
+    def stage_dir(self, job_id: str, stage: str, key: str = "") -> Path:
+        """Where one stage of a job works."""
+        stages = self.job_dir(job_id) / "stages" / stage
+        return stages / key if key else stages
+
+    def required_token(self) -> str | None:
+        """The bearer token requests must carry; None when the bind is loopback and no token was set.
+
+        A bind that others can reach without a configured token gets a generated one, kept in `<home>/token`.
+        """
+        if self.token is not None or self.is_loopback:
+            return self.token
+        path = self.home / "token"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return path.read_text().strip()
+        with os.fdopen(descriptor, "w") as file:
+            token = secrets.token_urlsafe(32)
+            file.write(token + "\n")
+        return token
+
+
+def is_loopback_host(host: str) -> bool:
+    """Whether `host` names this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

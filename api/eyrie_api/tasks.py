@@ -1,0 +1,221 @@
+"""Celery: the short chores that move jobs along. The one door to celery in this package.
+
+    dispatch_outbox   publish what transactions promised
+    advance_job       one short step of one job; what a step is, the operator injects
+    tend_endpoint     the same for an endpoint
+    reconcile_tick    advance every unfinished job that nobody drives
+    retention         delete what was marked, sweep what expired
+    remove_files      the directory of a deleted job
+
+No chore is long and every chore may run twice or not at all: state is in SQL, a lease keeps two drivers apart, and the
+periodic tick finds whatever a broker or a killed process has dropped. That is why `memory://` with a worker thread in
+this process is enough on one machine, and why Redis (one URL) changes nothing but where the messages wait. Measured for
+kombu's memory transport: 1.0 s a round trip by default, 0.05 s with the polling interval set here; file and SQL brokers
+lose tasks of a killed worker and are not offered.
+
+Kombu's memory queues belong to the process, not to the app, so the queue's name carries the database's: a control plane
+opened after another one in the same process (tests) does not take that one's chores.
+"""
+
+import hashlib
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from celery import Celery
+from celery.exceptions import WorkerShutdown
+from celery.worker import WorkController
+from kombu.exceptions import OperationalError
+
+from eyrie_api.clock import Clock, utc_now
+from eyrie_api.database import Database
+from eyrie_api.endpoints import Endpoints
+from eyrie_api.errors import Conflict, NotFound, Transient
+from eyrie_api.idempotency import Idempotency
+from eyrie_api.jobs import Jobs
+from eyrie_api.outbox import Outbox
+from eyrie_api.settings import Settings
+
+log = logging.getLogger(__name__)
+
+POLLING_INTERVAL_S = 0.05
+# Longer than any chore: Redis hands a message out again after it, and a chore that ran on would run twice.
+VISIBILITY_TIMEOUT_S = 300
+_STOP_TIMEOUT_S = 15.0
+
+Step = Callable[[str], None]
+
+
+def make_celery(settings: Settings, advance: Step, *, tend: Step | None = None, database: Database | None = None,
+                clock: Clock = utc_now) -> Celery:
+    """The Celery app with its chores.
+
+    `advance(job_id)` takes the job's lease, does one short step, and returns; it may be called at any time, twice, and
+    for jobs that have ended or gone. `tend(endpoint)` likewise. Without `database` one is opened from the settings.
+    """
+    database = database or Database(settings.resolved_database_url)
+    app = Celery("eyrie", broker=settings.broker_url, set_as_current=False)
+    app.conf.update(_configuration(settings))
+    _add_chores(app, settings, database, clock, advance, tend)
+    return app
+
+
+def _configuration(settings: Settings) -> dict[str, Any]:
+    memory = settings.broker_url.startswith("memory:")
+    name = hashlib.sha256(settings.resolved_database_url.encode()).hexdigest()[:12]
+    options = {"polling_interval": POLLING_INTERVAL_S} if memory else {"visibility_timeout": VISIBILITY_TIMEOUT_S}
+    return {
+        "task_default_queue": f"eyrie-{name}",
+        "broker_transport_options": options,
+        "broker_connection_retry_on_startup": True,
+        "broker_connection_timeout": 4,
+        "task_serializer": "json", "accept_content": ["json"],
+        "task_acks_late": True, "task_reject_on_worker_lost": True,
+        "task_ignore_result": True, "task_store_errors_even_if_ignored": False,
+        "worker_prefetch_multiplier": 1,
+        # A broker that is away must not hold the dispatcher: the outbox keeps the chore.
+        "task_publish_retry": False,
+        "worker_hijack_root_logger": False, "worker_enable_remote_control": False,
+        # A chore cut off by a lost connection is delivered again, and may be done twice: cancelling gains nothing.
+        "worker_cancel_long_running_tasks_on_connection_loss": False,
+    }
+
+
+def _add_chores(app: Celery, settings: Settings, database: Database, clock: Clock, advance: Step,
+                tend: Step | None) -> None:
+    jobs, outbox = Jobs(database, clock), Outbox(database, clock)
+    endpoints, idempotency = Endpoints(database, clock), Idempotency(database, settings.idempotency_ttl_s, clock)
+
+    @app.task(name="eyrie.advance_job", shared=False)  # type: ignore[untyped-decorator]
+    def advance_job(job_id: str) -> None:
+        advance(job_id)
+
+    @app.task(name="eyrie.tend_endpoint", shared=False)  # type: ignore[untyped-decorator]
+    def tend_endpoint(name: str) -> None:
+        if tend is not None:
+            tend(name)
+
+    @app.task(name="eyrie.remove_files", shared=False)  # type: ignore[untyped-decorator]
+    def remove_files(job_id: str) -> None:
+        try:
+            jobs.get(job_id)
+        except NotFound:
+            shutil.rmtree(settings.job_dir(job_id), ignore_errors=True)
+
+    @app.task(name="eyrie.dispatch_outbox", shared=False)  # type: ignore[untyped-decorator]
+    def dispatch_outbox() -> None:
+        while chores := outbox.pending():
+            for chore in chores:
+                app.send_task(f"eyrie.{chore.task}", args=[chore.argument])
+            # Marked only now: killed in between, the chores are published again, which is harmless.
+            outbox.mark_dispatched(chore.id for chore in chores)
+
+    @app.task(name="eyrie.reconcile_tick", shared=False)  # type: ignore[untyped-decorator]
+    def reconcile_tick() -> None:
+        for job_id in jobs.unfinished():
+            app.send_task("eyrie.advance_job", args=[job_id])
+        if tend is not None:
+            for endpoint in endpoints.list().items:
+                app.send_task("eyrie.tend_endpoint", args=[endpoint.name])
+
+    @app.task(name="eyrie.retention", shared=False)  # type: ignore[untyped-decorator]
+    def retention() -> None:
+        for job_id in jobs.to_be_deleted():
+            try:
+                jobs.delete(job_id)
+            except Conflict as reason:
+                log.warning("job %s is marked for deletion but kept: %s", job_id, reason.message)
+        for argument in outbox.recent("remove_files"):
+            remove_files(argument)  # again, for a worker that was killed half-way
+        outbox.sweep(settings.outbox_ttl_s)
+        idempotency.sweep()
+
+
+class BrokerAway(Transient):
+    """The broker does not answer."""
+
+    exit_code = 69  # EX_UNAVAILABLE
+    reason = "BrokerAway"
+
+
+class ChoreLoop:
+    """A Celery worker thread and a ticker thread in this process.
+
+    `start` returns once the worker takes chores; `wake` asks for the outbox to be dispatched now rather than at the
+    next tick; `stop` lets running chores finish. Other processes may run workers on the same broker beside it.
+    One loop per process at a time: celery's pool threads find their tasks through the process's default app.
+    """
+
+    def __init__(self, settings: Settings, app: Celery) -> None:
+        self._settings, self._app = settings, app
+        self._stopping, self._woken = threading.Event(), threading.Event()
+        self._worker = _Worker(
+            app=app, pool="threads", concurrency=settings.chore_threads, hostname=f"eyrie-{id(self):x}@local",
+            without_heartbeat=True, without_mingle=True, without_gossip=True, loglevel="WARNING")
+        self._threads = (
+            threading.Thread(target=self._worker.start, name="eyrie-chores", daemon=True),
+            threading.Thread(target=self._tick, name="eyrie-ticker", daemon=True),
+        )
+
+    def start(self, timeout_s: float = 30.0) -> None:
+        """Start both threads. Raises BrokerAway when the broker cannot be reached in time."""
+        self._app.set_default()
+        for thread in self._threads:
+            thread.start()
+        if not self._worker.ready.wait(timeout_s):
+            raise BrokerAway(f"broker {self._settings.broker_url} was not reached in {timeout_s:g} s",
+                             "start it, correct EYRIE_BROKER_URL, or unset it to keep the chores in this process")
+
+    def wake(self) -> None:
+        """Something was promised: dispatch it now."""
+        self._woken.set()
+
+    def stop(self) -> None:
+        """Finish what runs, then end both threads."""
+        self._stopping.set()
+        self._woken.set()
+        # Raised in the worker's own thread, as its signal handlers would; celery's `state.should_stop` is process-wide.
+        self._worker.consumer.call_soon(_raise_shutdown)
+        for thread in self._threads:
+            thread.join(_STOP_TIMEOUT_S)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether both threads live."""
+        return all(thread.is_alive() for thread in self._threads)
+
+    def _tick(self) -> None:
+        """Beat in small: reconcile and retention at their intervals, the outbox whenever woken and at every tick."""
+        due = {"eyrie.reconcile_tick": 0.0, "eyrie.retention": 0.0}
+        every = {"eyrie.reconcile_tick": self._settings.reconcile_interval_s,
+                 "eyrie.retention": self._settings.retention_interval_s}
+        while not self._stopping.is_set():
+            now = time.monotonic()
+            names = ["eyrie.dispatch_outbox", *(name for name in due if due[name] <= now)]
+            try:
+                for name in names:
+                    self._app.send_task(name)
+                    if name in due:
+                        due[name] = now + every[name]
+            except OperationalError as error:
+                log.warning("broker %s is away (%s); the outbox keeps the chores", self._settings.broker_url, error)
+            self._woken.wait(self._settings.reconcile_interval_s)
+            self._woken.clear()
+
+
+def _raise_shutdown() -> None:
+    raise WorkerShutdown(0)
+
+
+class _Worker(WorkController):  # type: ignore[misc]
+    """A worker that says when it has begun to consume."""
+
+    def __init__(self, **options: Any) -> None:
+        self.ready = threading.Event()
+        super().__init__(**options)
+
+    def on_consumer_ready(self, _consumer: Any) -> None:
+        self.ready.set()

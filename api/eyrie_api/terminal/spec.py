@@ -1,0 +1,93 @@
+"""From flags to a job spec: a file, then --target and --data, then --set, each overriding what came before.
+
+`--set train.learning_rate=5e-4` takes its value as YAML, so numbers, lists and true/false mean what they look like. The
+document is validated against the contract at once: a wrong field is told here, before any request, with its name.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.job import JobSpec
+
+
+def build_job(*, file: Path | None = None, name: str | None = None, target: str | None = None,
+              revision: str | None = None, dtype: str | None = None, data: Sequence[str] = (),
+              settings: Sequence[str] = ()) -> JobSpec:
+    """The job a command line asks for. Raises InvalidInput naming the flag or field."""
+    document = read_document(file) if file is not None else {}
+    if name is not None:
+        document["name"] = name
+    for field, value in (("model", target), ("revision", revision), ("dtype", dtype)):
+        if value is not None:
+            assign(document, f"target.{field}", value)
+    if data:
+        assign(document, "data.sources", [{"path": path} for path in data])
+    for setting in settings:
+        dotted, equals, text = setting.partition("=")
+        if not equals or not dotted:
+            raise InvalidInput(f"--set {setting!r} has no field=value", "write it like --set train.epochs=3")
+        assign(document, dotted.strip(), parse_value(setting, text))
+    if "model" not in (document.get("target") or {}):
+        raise InvalidInput("no target was named", "give --target <Hugging Face directory, Hub id, or quickstart>")
+    if not (document.get("data") or {}).get("sources"):
+        raise InvalidInput("no conversations were named",
+                           "give --data <file.jsonl, file.parquet, Hub data set, or quickstart>")
+    return validate(document)
+
+
+def read_document(file: Path) -> dict[str, Any]:
+    """A job document in YAML or JSON. Raises InvalidInput."""
+    try:
+        document = yaml.safe_load(file.read_text())
+    except FileNotFoundError:
+        raise InvalidInput(f"--file {file} does not exist", "give the path of a job document") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"--file {file} cannot be read: {error}", "give a readable text file") from None
+    except yaml.YAMLError as error:
+        raise InvalidInput(f"--file {file} is not YAML: {' '.join(str(error).split())}",
+                           "correct it, or give JSON") from None
+    if not isinstance(document, dict):
+        raise InvalidInput(f"--file {file} holds a {type(document).__name__}, not a mapping",
+                           "begin it with `target:` and `data:`")
+    return document
+
+
+def parse_value(setting: str, text: str) -> Any:
+    """The right side of --set, as YAML; 5e-4 counts as a number though YAML 1.1 wants a dot."""
+    try:
+        return float(text) if "e" in text.lower() and "[" not in text else yaml.safe_load(text)
+    except ValueError:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise InvalidInput(f"--set {setting!r}: the value is not YAML", "quote it, or write lists as [1, 2]") from None
+
+
+def assign(document: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set `a.b.c` in nested mappings, making them as needed. Raises InvalidInput where a value is in the way."""
+    *sections, last = dotted.split(".")
+    place = document
+    for section in sections:
+        if place.get(section) is None:
+            place[section] = {}
+        place = place[section]
+        if not isinstance(place, dict):
+            raise InvalidInput(f"{dotted}: {section} is not a section", "the server's /docs describe every field")
+    place[last] = value
+
+
+def validate(document: dict[str, Any]) -> JobSpec:
+    """The document as a job spec. Raises InvalidInput with every wrong field."""
+    try:
+        return JobSpec.model_validate(document)
+    except ValidationError as error:
+        told = []
+        for one in error.errors(include_url=False):
+            where = ".".join(str(step) for step in one["loc"]) or "job"
+            got = "" if one["type"] in ("missing", "extra_forbidden") or where == "job" else f" (got {one['input']!r})"
+            told.append(f"{where}: {one['msg'].removeprefix('Value error, ')}{got}")
+        raise InvalidInput("; ".join(told), "every field is described at the server's /docs") from None

@@ -1,0 +1,342 @@
+"""What a user asks for: one target, some conversations, and how the drafter is trained, measured and served.
+
+Every field has a default that suits a first run except `target` and `data`; every number has a bound and a unit.
+Sections are handed whole to the stage they configure (`v1alpha1.stages`), never copied field by field.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue, model_validator
+
+from eyrie_api.v1alpha1.model import Frozen, Name, Probability
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Family = Literal["eagle3"]
+
+
+class TargetSpec(Frozen):
+    """The frozen large model whose output must not change."""
+
+    model: str = Field(min_length=1, max_length=4096)
+    """A local Hugging Face directory, a Hub id (`org/name`), or `quickstart` for the model shipped with Eyrie."""
+
+    revision: str | None = Field(None, max_length=256)
+    """Hub branch, tag or commit. Ignored for a local directory, whose content digest is recorded instead."""
+
+    dtype: Dtype = "float32"
+    """Arithmetic of the target here. float32 is the lossless reference on CPU; bfloat16 is usual on GPU."""
+
+
+class DataSource(Frozen):
+    """One source of conversations."""
+
+    path: str = Field(min_length=1, max_length=4096)
+    """JSONL or parquet file, Hub data set id, or `quickstart` for locally generated conversations."""
+
+    format: Literal["auto", "messages", "sharegpt"] = "auto"
+    """Row layout: OpenAI `messages`, ShareGPT `conversations`, or decided by the first readable row."""
+
+    split: str = "train"
+    """Split of a Hub data set."""
+
+    weight: float = Field(1.0, gt=0.0, le=1e6)
+    """Share of the mix, relative to the other sources."""
+
+    max_rows: int | None = Field(None, ge=1)
+    """Read at most this many rows."""
+
+
+class DataSpec(Frozen):
+    """The conversations whose last assistant turn the target answers anew."""
+
+    sources: tuple[DataSource, ...] = Field(min_length=1, max_length=64)
+
+    max_conversations: int = Field(1000, ge=1, le=100_000_000)
+    """Conversations drawn from the mix."""
+
+    held_out_fraction: Probability = 0.02
+    """Share of prompts split off by hash before anything else; never answered for training, never trained on."""
+
+    max_prompt_tokens: int = Field(1024, ge=8, le=1_048_576)
+    """Longer prompts are quarantined, with the reason."""
+
+    seed: int = Field(0, ge=0, le=2**63 - 1)
+
+
+class SamplingSpec(Frozen):
+    """How tokens are drawn."""
+
+    temperature: float = Field(1.0, ge=0.0, le=4.0)
+    """0 is greedy."""
+
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(0, ge=0)
+    """0 keeps the whole vocabulary."""
+
+
+class RegenerateSpec(Frozen):
+    """How the target rewrites the answers."""
+
+    engine: Literal["embedded", "openai", "openai-batch"] = "embedded"
+    """`embedded`: our engine, in process. `openai`: any OpenAI-compatible endpoint. `openai-batch`: its Batch API."""
+
+    base_url: str | None = Field(None, pattern=r"^https?://")
+    """Endpoint for the openai engines, up to and including `/v1`."""
+
+    served_model: str | None = None
+    """Model name to send to the endpoint; default: the target's name."""
+
+    api_key_env: str | None = Field(None, pattern=r"^[A-Z][A-Z0-9_]*$")
+    """Environment variable that holds the key. The key itself never enters a spec."""
+
+    sampling: SamplingSpec = SamplingSpec(temperature=0.7)
+    max_new_tokens: int = Field(256, ge=1, le=131_072)
+    concurrency: int = Field(24, ge=1, le=4096)
+    """Conversations in flight."""
+
+    seed: int = Field(0, ge=0, le=2**31 - 1)
+    """Row i is sampled with a seed derived from this and the row id, so a restart repeats the same answer."""
+
+    timeout_s: float = Field(600.0, gt=0.0)
+    max_retries: int = Field(5, ge=0, le=100)
+
+    @model_validator(mode="after")
+    def _endpoint_named(self) -> "RegenerateSpec":
+        if self.engine != "embedded" and self.base_url is None:
+            raise ValueError(f"regenerate.base_url is required when regenerate.engine is {self.engine!r}: "
+                             "give the endpoint's URL including /v1, or use engine 'embedded'")
+        return self
+
+
+class CaptureSpec(Frozen):
+    """Which hidden states are recorded, and how."""
+
+    aux_layers: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(None, min_length=1, max_length=16)
+    """`hidden_states` indices, ascending. Default: low, middle, high; moved onto full-attention layers on hybrids."""
+
+    codec: Literal["float32", "bfloat16"] = "bfloat16"
+    """How states are stored."""
+
+    shard_size_bytes: int = Field(256 * 2**20, ge=2**16, le=2**40)
+    max_length: int = Field(2048, ge=16, le=1_048_576)
+    """Longer rows are cut at the end of this many tokens."""
+
+    batch_tokens: int = Field(4096, ge=64)
+    """Tokens per target forward pass."""
+
+
+class DrafterSpec(Frozen):
+    """The shape of the drafter."""
+
+    family: Family = "eagle3"
+    intermediate_size: int | None = Field(None, ge=8, le=1_048_576)
+    """MLP width; default: the target's."""
+
+    num_attention_heads: int | None = Field(None, ge=1, le=1024)
+    """Default: the target's."""
+
+    draft_vocab_size: int | None = Field(None, ge=8, le=4_194_304)
+    """Reduced output vocabulary, built from the data; default: the whole vocabulary up to 32768."""
+
+    max_position_embeddings: int | None = Field(None, ge=16)
+    """Default: the target's. Engines refuse a drafter with less context than they serve."""
+
+
+class TrainSpec(Frozen):
+    """How one drafter is trained."""
+
+    ttt_length: int = Field(7, ge=1, le=16)
+    """Drafter steps unrolled per position. Match or exceed the depth you will serve."""
+
+    step_decay: float = Field(0.8, gt=0.0, le=1.0)
+    """Weight of TTT step s is step_decay ** s (EAGLE-3 reference: 0.8)."""
+
+    unrolled_fraction: float = Field(0.33, gt=0.0, le=1.0)
+    """Share of the answer positions unrolled beyond the first TTT step, drawn anew at every optimiser step. Neighbours
+    predict the same tokens, so a third of them teaches nearly as much for less than half of the arithmetic."""
+
+    single_step_ratio: Probability = 0.45
+    """Share of the optimiser steps, at the beginning, that train the first TTT step alone: it is what the later steps
+    build on, and costs a seventh."""
+
+    learning_rate: float = Field(1e-3, gt=0.0, le=1.0)
+    warmup_ratio: Probability = 0.05
+    schedule: Literal["cosine", "wsd", "constant"] = "wsd"
+    """wsd: warm up, stay, decay linearly over the last fifth."""
+
+    weight_decay: float = Field(0.0, ge=0.0, le=1.0)
+    beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    beta2: float = Field(0.95, ge=0.0, lt=1.0)
+    max_grad_norm: float = Field(0.5, gt=0.0)
+    epochs: float = Field(4.0, gt=0.0, le=1000.0)
+    max_steps: int | None = Field(None, ge=1)
+    """Stop after this many optimiser steps even if epochs remain."""
+
+    max_tokens_per_batch: int = Field(2048, ge=64)
+    """Packed tokens per step. Activation memory grows linearly with it."""
+
+    num_checkpoints: int = Field(3, ge=1, le=100)
+    """Exported drafters, evenly spaced over the run, the last at its end; each is benchmarked."""
+
+    save_every_steps: int = Field(50, ge=1)
+    """Resumable training state is written this often."""
+
+    seed: int = Field(0, ge=0, le=2**31 - 1)
+    threads: int | None = Field(None, ge=1, le=1024)
+    """CPU threads; default: all."""
+
+
+class SweepAxis(Frozen):
+    """One setting and the values tried for it."""
+
+    field: str = Field(pattern=r"^(train|drafter)\.[a-z0-9_]+$")
+    """Dotted field of this spec, for example `train.learning_rate`."""
+
+    values: tuple[JsonValue, ...] = Field(min_length=1, max_length=64)
+
+
+class SweepSpec(Frozen):
+    """Candidates trained from the same captured states: the grid of all axes; no axis means one candidate."""
+
+    axes: tuple[SweepAxis, ...] = Field((), max_length=8)
+    max_candidates: int = Field(16, ge=1, le=256)
+
+
+class DraftTreeShape(Frozen):
+    """The shape of one round of drafting. top_k 1 is a chain, whose num_draft_tokens is num_steps + 1."""
+
+    num_steps: int = Field(5, ge=1, le=16)
+    """Drafter passes per round (depth)."""
+
+    top_k: int = Field(1, ge=1, le=64)
+    """Children kept per node."""
+
+    num_draft_tokens: int = Field(6, ge=2, le=512)
+    """Nodes sent to verification, root included."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> "DraftTreeShape":
+        if self.top_k == 1 and self.num_draft_tokens != self.num_steps + 1:
+            raise ValueError(f"num_draft_tokens {self.num_draft_tokens} does not fit a chain of num_steps "
+                             f"{self.num_steps}: with top_k 1 it must be num_steps + 1 = {self.num_steps + 1}")
+        most = 1 + self.top_k + (self.num_steps - 1) * self.top_k**2
+        if self.num_draft_tokens > most:
+            raise ValueError(f"num_draft_tokens {self.num_draft_tokens} is more than a tree of num_steps "
+                             f"{self.num_steps} and top_k {self.top_k} can grow: at most {most}")
+        if self.num_draft_tokens < self.num_steps + 1:
+            raise ValueError(f"num_draft_tokens {self.num_draft_tokens} cannot hold one path of num_steps "
+                             f"{self.num_steps}: give at least {self.num_steps + 1} or lower num_steps")
+        return self
+
+    def label(self) -> str:
+        """`num_steps/top_k/num_draft_tokens`, the way the field writes it."""
+        return f"{self.num_steps}/{self.top_k}/{self.num_draft_tokens}"
+
+
+class SuiteSpec(Frozen):
+    """A held-out set of prompts."""
+
+    name: Name
+    path: str = Field(min_length=1, max_length=4096)
+    """`quickstart:<suite>`, a JSONL file of `messages` or `prompt` rows, `held-out` for the prompts split off the
+    data, or a Hub data set: `openai/gsm8k`, `openai/openai_humaneval`, `lmsys/mt_bench` layouts are understood."""
+
+    max_prompts: int = Field(8, ge=1, le=100_000)
+    required: bool = True
+    """Whether promotion demands a speed-up in this suite."""
+
+
+QUICKSTART_SUITES = tuple(
+    SuiteSpec(name=name, path=f"quickstart:{name}") for name in ("chat", "math", "code", "tools")
+)
+
+
+class BenchmarkSpec(Frozen):
+    """How every checkpoint is measured in the decode engine, against the same engine without a drafter."""
+
+    suites: tuple[SuiteSpec, ...] = Field(QUICKSTART_SUITES, min_length=1, max_length=64)
+    temperatures: tuple[Annotated[float, Field(ge=0.0, le=4.0)], ...] = Field((0.0, 1.0), min_length=1)
+    tree: DraftTreeShape = DraftTreeShape()
+    max_new_tokens: int = Field(96, ge=2, le=131_072)
+    repeats: int = Field(1, ge=1, le=100)
+    """Interleaved repetitions of every prompt in every arm."""
+
+    warmup_prompts: int = Field(2, ge=0, le=1000)
+    seed: int = Field(0, ge=0, le=2**31 - 1)
+    threads: int | None = Field(None, ge=1, le=1024)
+    """CPU threads of the engine; default: all."""
+
+
+class TuneSpec(Frozen):
+    """The grid of draft-tree shapes measured for the chosen checkpoint."""
+
+    num_steps: tuple[Annotated[int, Field(ge=1, le=16)], ...] = Field((3, 5, 7), min_length=1)
+    top_k: tuple[Annotated[int, Field(ge=1, le=64)], ...] = Field((1, 2, 4), min_length=1)
+    num_draft_tokens: tuple[Annotated[int, Field(ge=2, le=512)], ...] = Field((8, 16), min_length=1)
+    """For trees (top_k > 1); a chain always verifies num_steps + 1. Impossible shapes are left out."""
+
+    max_prompts: int = Field(8, ge=1)
+    """Prompts per shape, drawn evenly from the suites."""
+
+    temperatures: tuple[Annotated[float, Field(ge=0.0, le=4.0)], ...] = Field((0.0, 1.0), min_length=1)
+    repeats: int = Field(1, ge=1, le=100)
+
+
+class PromotionPolicy(Frozen):
+    """When a candidate replaces the incumbent."""
+
+    mode: Literal["auto", "manual", "never"] = "auto"
+    min_speedup: float = Field(1.05, gt=0.0)
+    """Over no drafter, in every required suite and temperature."""
+
+    min_speedup_over_incumbent: float = Field(1.02, gt=0.0)
+    """Over the incumbent's speed-up, averaged over suites and temperatures."""
+
+    require_identical: bool = True
+    """Refuse when any greedy or position-keyed sampled output differed from the target's."""
+
+
+class ServeSpec(Frozen):
+    """The endpoint the winner is promoted to."""
+
+    enabled: bool = True
+    endpoint: Name = "default"
+    port: int = Field(0, ge=0, le=65535)
+    """Stable port on this machine; 0 picks a free one when the endpoint is created and keeps it."""
+
+    max_concurrency: int = Field(8, ge=1, le=1024)
+    """Requests decoded at once; more wait in line."""
+
+    health_timeout_s: float = Field(60.0, gt=0.0)
+    """A new engine that is not healthy by then is rolled back."""
+
+    min_acceptance_ratio: Probability = 0.5
+    """Roll back when served acceptance length falls below this share of the benchmarked one."""
+
+
+class JobSpec(Frozen):
+    """Train, choose, tune and serve a drafter for one target."""
+
+    name: Name | None = None
+    """For people; the server assigns the id."""
+
+    target: TargetSpec
+    data: DataSpec
+    regenerate: RegenerateSpec = RegenerateSpec()
+    capture: CaptureSpec = CaptureSpec()
+    drafter: DrafterSpec = DrafterSpec()
+    train: TrainSpec = TrainSpec()
+    sweep: SweepSpec = SweepSpec()
+    benchmark: BenchmarkSpec = BenchmarkSpec()
+    tune: TuneSpec = TuneSpec()
+    promotion: PromotionPolicy = PromotionPolicy()
+    serve: ServeSpec = ServeSpec()
+    labels: dict[Name, str] = Field(default_factory=dict, max_length=64)
+
+    @model_validator(mode="after")
+    def _depth_was_trained(self) -> "JobSpec":
+        deepest = max(self.benchmark.tree.num_steps, *self.tune.num_steps)
+        if deepest > self.train.ttt_length + 4:
+            raise ValueError(f"num_steps {deepest} is far beyond train.ttt_length {self.train.ttt_length}: "
+                             "the drafter would serve on states it never saw; raise ttt_length or lower num_steps")
+        return self

@@ -1,0 +1,140 @@
+"""What passes between what steers and what works: a stage spec goes in, a manifest comes out.
+
+A stage program reads `--spec spec.json` (a `StageSpec`), works in the directory of `--out manifest.json`, and writes
+that manifest last. Paths in a spec are local paths of the machine that runs the stage; paths in a manifest are
+relative to the manifest's directory, so an output directory may be moved or copied whole.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from eyrie_api.v1alpha1.job import (
+    BenchmarkSpec,
+    CaptureSpec,
+    DataSpec,
+    DrafterSpec,
+    RegenerateSpec,
+    TargetSpec,
+    TrainSpec,
+    TuneSpec,
+)
+from eyrie_api.v1alpha1.model import Digest, Frozen
+from eyrie_api.v1alpha1.reports import (
+    BenchmarkReport,
+    CaptureReport,
+    RegenerateReport,
+    TrainReport,
+    TuneReport,
+)
+
+StageName = Literal["regenerate", "capture", "train", "benchmark", "tune"]
+STAGES: tuple[StageName, ...] = ("regenerate", "capture", "train", "benchmark", "tune")
+
+
+class RegenerateStage(Frozen):
+    """Conversations in, `rows.jsonl` (answered), `held_out.jsonl` and `quarantine.jsonl` out."""
+
+    stage: Literal["regenerate"] = "regenerate"
+    job_id: str
+    target: TargetSpec
+    data: DataSpec
+    regenerate: RegenerateSpec
+    exclude_prompts: tuple[str, ...] = ()
+    """Suite files or names whose prompts must not be trained on (same paths as `SuiteSpec.path`)."""
+
+
+class CaptureStage(Frozen):
+    """Answered rows in, a feature store out (`index.json`, `shard-*.safetensors`)."""
+
+    stage: Literal["capture"] = "capture"
+    job_id: str
+    target: TargetSpec
+    capture: CaptureSpec
+    rows_dir: str
+    """Output directory of regenerate."""
+
+    seed: int = 0
+
+
+class TrainStage(Frozen):
+    """A feature store in, exported drafters out (`checkpoints/<name>/`)."""
+
+    stage: Literal["train"] = "train"
+    job_id: str
+    candidate: str
+    target: TargetSpec
+    drafter: DrafterSpec
+    train: TrainSpec
+    store_dir: str
+    """Output directory of capture."""
+
+
+class BenchmarkStage(Frozen):
+    """One drafter in, one benchmark report out."""
+
+    stage: Literal["benchmark"] = "benchmark"
+    job_id: str
+    checkpoint: str
+    candidate: str
+    target: TargetSpec
+    benchmark: BenchmarkSpec
+    drafter_dir: str
+    held_out_file: str | None = None
+    """`held_out.jsonl` of regenerate, for suites whose path is `held-out`."""
+
+    measure_transformers: bool = False
+    """Also time `transformers` generate, once per job."""
+
+
+class TuneStage(Frozen):
+    """The chosen drafter in, the measured grid of draft-tree shapes out."""
+
+    stage: Literal["tune"] = "tune"
+    job_id: str
+    checkpoint: str
+    candidate: str
+    target: TargetSpec
+    benchmark: BenchmarkSpec
+    tune: TuneSpec
+    drafter_dir: str
+    held_out_file: str | None = None
+
+
+StageSpec = Annotated[
+    RegenerateStage | CaptureStage | TrainStage | BenchmarkStage | TuneStage, Field(discriminator="stage")
+]
+StageReport = RegenerateReport | CaptureReport | TrainReport | BenchmarkReport | TuneReport
+
+
+class FileEntry(Frozen):
+    """One file of an artifact."""
+
+    path: str
+    """Relative to the manifest, with forward slashes."""
+
+    size_bytes: int = Field(ge=0)
+    sha256: Digest
+
+
+class Manifest(Frozen):
+    """What a finished stage produced. Its presence means the stage is whole."""
+
+    stage: StageName
+    job_id: str
+    candidate: str | None = None
+    spec_digest: Digest
+    """Of the spec that produced it: another spec in the same directory is refused."""
+
+    code_version: str
+    started_at: str
+    finished_at: str
+    files: tuple[FileEntry, ...]
+    report: StageReport
+
+    def report_as(self, kind: type[Frozen]) -> Frozen:
+        """The report, checked to be of the kind the caller expects. Raises TypeError otherwise."""
+        if not isinstance(self.report, kind):
+            raise TypeError(f"manifest of stage {self.stage!r} carries {type(self.report).__name__}, "
+                            f"not {kind.__name__}")
+        return self.report

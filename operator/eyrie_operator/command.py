@@ -1,0 +1,123 @@
+"""The whole `eyrie` command: the client verbs, and what starts and ends a control plane on this machine.
+
+    eyrie up [--detach]    the control plane here; its home holds the database, the jobs, a log and who runs it
+    eyrie down             ends it; jobs stop at a safe line and go on at the next `up`
+    eyrie demo             the whole job on the shipped target, from one REST call to a faster endpoint
+
+`up` on a home that is already up says where and ends well.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eyrie_api.cli import Json, app, verb
+from eyrie_api.client import DEFAULT_SERVER
+from eyrie_api.settings import DEFAULT_PORT, Settings
+from eyrie_api.terminal.screen import Screen
+from eyrie_operator.detached import (
+    Plane,
+    check_port,
+    claim,
+    free_port,
+    running_plane,
+    start_detached,
+    stop_plane,
+)
+
+Home = Annotated[Path | None, typer.Option("--home", envvar="EYRIE_HOME", help="Where state lives. Default: .eyrie")]
+
+
+def settings_for(home: Path | None, host: str | None, port: int | None) -> Settings:
+    """EYRIE_* variables, with the flags over them."""
+    settings = Settings.from_env()
+    changes = {"home": home, "host": host, "port": port}
+    return settings.model_copy(update={name: value for name, value in changes.items() if value is not None})
+
+
+@app.command()
+@verb
+def up(
+    home: Home = None,
+    host: Annotated[str | None, typer.Option("--host", help="Default 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option("--port", min=0, max=65535, help=f"Default {DEFAULT_PORT}.")] = None,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Run in the background; return when ready.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Start the control plane on this machine."""
+    from eyrie_operator.plane import run
+
+    screen = Screen(as_json=as_json)
+    settings = settings_for(home, host, port)
+    if settings.port == 0:
+        settings = settings.model_copy(update={"port": free_port(settings.host)})
+    already = running_plane(settings.home)
+    if already is not None:
+        tell_up(already, screen, already=True)
+        return
+    if detach:
+        tell_up(start_detached(settings), screen)
+        return
+    check_port(settings.host, settings.port)
+    plane = Plane(pid=os.getpid(), url=f"http://{settings.host}:{settings.port}", home=settings.home)
+    # uvicorn drains on SIGTERM and then raises it again. The default action would end us there and then, before runs
+    # and engines are stopped in order; SystemExit unwinds.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(0))
+    with claim(settings.home, plane.url):
+        tell_up(plane, screen)
+        run(settings)
+
+
+def tell_up(plane: Plane, screen: Screen, *, already: bool = False) -> None:
+    """Where it is, and what to do next."""
+    # The next line must work as it stands: name the server only when it is not where the command looks by itself.
+    where = "" if plane.url == DEFAULT_SERVER else f" --server {plane.url}"
+    words = (f"{'Already up' if already else 'Eyrie is up'}: {plane.url}  (API and docs: {plane.url}/docs; state: "
+             f"{plane.home})\nNext: eyrie train --target <model> --data <chats.jsonl>{where}")
+    screen.show({"url": plane.url, "pid": plane.pid, "home": str(plane.home.absolute()), "already": already}, words)
+
+
+@app.command()
+@verb
+def down(home: Home = None, as_json: Json = False) -> None:
+    """End the control plane on this machine. Jobs stop at a safe line and go on at the next `up`."""
+    from eyrie_operator.plane import stop_leftovers
+
+    settings = settings_for(home, None, None)
+    plane = running_plane(settings.home)
+    if plane is not None:
+        stop_plane(plane)
+    elif (settings.home / "eyrie.db").exists() or settings.database_url is not None:
+        stop_leftovers(settings)
+    words = f"Ended {plane.url}." if plane else f"No control plane runs on {settings.home}; nothing of it is left."
+    Screen(as_json=as_json).show({"stopped": plane is not None, "home": str(settings.home.absolute())}, words)
+
+
+@app.command()
+@verb
+def demo(
+    short: Annotated[bool, typer.Option("--short", help="Fewer conversations, steps and prompts: for CI.")] = False,
+    keep: Annotated[bool, typer.Option("--keep/--stop", help="Leave the endpoint on, or end a demo.")] = True,
+    as_json: Json = False,
+) -> None:
+    """The whole job on the shipped target: trained, measured, promoted, serving. `--stop` ends what it left."""
+    from eyrie_operator import demo as show
+
+    screen = Screen(as_json=as_json)
+    if not keep:
+        show.stop(show.HOME, screen)
+        return
+    show.play(show.HOME, screen, short=short)
+
+
+def main() -> None:
+    """Entry of `python -m eyrie_operator.command`."""
+    app(prog_name="eyrie")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""The main job, played once on this machine for somebody who has just arrived.
+
+One control plane with a home of its own, one REST call, the live progress of a real job on the shipped target, then the
+report, its plots and what they mean in plain words. Nothing here is special-cased: the job goes the way every job goes,
+and if the drafter is not promoted the closing words say so and why. The endpoint is left answering; `stop` ends it all.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from eyrie_api.artifacts import MANIFEST, read_manifest, write_atomically
+from eyrie_api.client import Client
+from eyrie_api.errors import EyrieError, Permanent
+from eyrie_api.settings import Settings
+from eyrie_api.terminal import chat
+from eyrie_api.terminal.screen import Screen
+from eyrie_api.terminal.tables import duration, times
+from eyrie_api.terminal.watch import verdict, watch
+from eyrie_api.v1alpha1.job import (
+    BenchmarkSpec,
+    DataSource,
+    DataSpec,
+    DrafterSpec,
+    DraftTreeShape,
+    JobSpec,
+    RegenerateSpec,
+    SamplingSpec,
+    SuiteSpec,
+    TargetSpec,
+    TrainSpec,
+    TuneSpec,
+)
+from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneReport
+from eyrie_api.v1alpha1.stages import Manifest
+from eyrie_api.v1alpha1.status import Endpoint, Job
+from eyrie_operator.detached import free_port, running_plane, start_detached, stop_plane
+from eyrie_operator.report import build
+
+HOME = Path(".eyrie/demo")
+SETUP_SECONDS = Path(".eyrie/setup-seconds")
+QUESTION = "Explain electricity in three sentences."
+_SERVING_S = 90.0
+_SUITES = ("chat", "math", "code", "tools")
+
+
+class DemoFailed(Permanent):
+    """The demo could not be shown to its end."""
+
+    reason = "DemoFailed"
+
+
+def demo_job(short: bool) -> JobSpec:
+    """The job: a drafter for the quickstart target. `short` keeps every stage and shrinks each."""
+    prompts = 2 if short else 3
+    return JobSpec(
+        name="demo",
+        target=TargetSpec(model="quickstart", dtype="float32"),
+        data=DataSpec(sources=(DataSource(path="quickstart"),), max_conversations=160 if short else 900),
+        regenerate=RegenerateSpec(sampling=SamplingSpec(temperature=0.7), max_new_tokens=128, concurrency=32),
+        # Of the target's 2048 tokens: 1024 cover 97 % of unseen answers, 1536 cover 98 %, and what is not covered can
+        # never be drafted.
+        drafter=DrafterSpec(draft_vocab_size=1536),
+        train=TrainSpec(learning_rate=2e-3, epochs=8.0 if short else 9.0, num_checkpoints=2,
+                        max_tokens_per_batch=512 if short else 1024),
+        benchmark=BenchmarkSpec(
+            suites=tuple(SuiteSpec(name=name, path=f"quickstart:{name}", max_prompts=prompts) for name in _SUITES),
+            tree=DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6),
+            max_new_tokens=48 if short else 96, warmup_prompts=1,
+        ),
+        tune=TuneSpec(num_steps=(3, 5) if short else (5, 6, 7), top_k=(1,) if short else (1, 2),
+                      num_draft_tokens=(10,), max_prompts=4 if short else 8),
+    )
+
+
+def play(home: Path, screen: Screen, *, short: bool) -> None:
+    """Show the demo; leaves the endpoint on. Raises EyrieError when the job fails."""
+    stop(home, screen, quietly=True)
+    shutil.rmtree(home, ignore_errors=True)
+    plane = start_detached(demo_settings(home).model_copy(update={"port": free_port()}))
+    screen.note(f"control plane: {plane.url}  (log: {home / 'plane.log'})")
+    began = time.monotonic()
+    with Client(plane.url) as client:
+        created = client.create_job(demo_job(short))
+        screen.note(f"POST {plane.url}/v1alpha1/jobs  ->  202, job {created.id}\n")
+        job = watch(client, created.id, screen)
+        verdict(job)
+        total_s = time.monotonic() - began
+        endpoint = wait_serving(client, job)
+    manifests = [read_manifest(path) for path in sorted((home / "jobs" / job.id / "stages").rglob(MANIFEST))]
+    report = write_report(job, manifests, endpoint, home, total_s)
+    plots = draw(home, job.id)
+    reply = try_out(endpoint) if endpoint is not None else None
+    if screen.as_json:
+        screen.show(report, "")
+        return
+    final = next((one.report.final for one in manifests if isinstance(one.report, TuneReport)), None)
+    screen.out.print(Group(Text(), closing(report, final, reply), Text(), where(report, plots, home)))
+    if report["endpoint"]:
+        # Outside of any table and unwrapped, so that it can be copied.
+        screen.out.print(Text("\nTry it:", "bold"))
+        screen.out.print(curl_line(report["endpoint"]["url"], report["endpoint"]["model"]), soft_wrap=True)
+    screen.out.print("\nEnd it: make demo-stop")
+
+
+def demo_settings(home: Path) -> Settings:
+    """A home of its own, whatever the environment says of the user's."""
+    return Settings(home=home)
+
+
+def stop(home: Path, screen: Screen, *, quietly: bool = False) -> None:
+    """End what a demo left: endpoints off, control plane down. Fine when nothing runs."""
+    from eyrie_operator.plane import stop_leftovers
+
+    plane = running_plane(home)
+    if plane is None:
+        if (home / "eyrie.db").exists():  # killed, perhaps: its engines may live on
+            stop_leftovers(demo_settings(home))
+        if not quietly:
+            screen.show({"stopped": False}, "No demo is running.")
+        return
+    try:
+        with Client(plane.url) as client:
+            for endpoint in client.endpoints().items:
+                client.off(endpoint.name)
+    except EyrieError as error:  # a plane that does not answer is ended all the same
+        screen.note(f"endpoints could not be switched off: {error.message}")
+    stop_plane(plane)
+    if not quietly:
+        screen.show({"stopped": True}, f"The demo is ended; its report stays in {home}.")
+
+
+def wait_serving(client: Client, job: Job) -> Endpoint | None:
+    """The endpoint once it answers; None when the job promoted nothing."""
+    if job.status.endpoint is None:
+        return None
+    deadline = time.monotonic() + _SERVING_S
+    while time.monotonic() < deadline:
+        endpoint = client.endpoint(job.status.endpoint)
+        if endpoint.url is not None and endpoint.active_revision is not None and answers(endpoint.url):
+            return endpoint
+        time.sleep(0.3)
+    raise DemoFailed(f"endpoint {job.status.endpoint!r} did not answer within {_SERVING_S:g} s",
+                     f"eyrie endpoints show {job.status.endpoint} says why")
+
+
+def answers(url: str) -> bool:
+    """Whether an OpenAI endpoint lists its models."""
+    try:
+        return httpx.get(f"{url}/models", timeout=2.0).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def try_out(endpoint: Endpoint) -> chat.Reply:
+    """Ask the endpoint what the closing curl line asks, so that the line is known to work."""
+    settings = chat.Settings(base_url=endpoint.url or "", model=endpoint.model, temperature=0.0, max_tokens=96)
+    return chat.ask(settings, [{"role": "user", "content": QUESTION}], lambda _text: None)
+
+
+def write_report(job: Job, manifests: list[Manifest], endpoint: Endpoint | None, home: Path,
+                 total_s: float) -> dict[str, Any]:
+    """`report.json`: the job's report from its manifests, with what the set-up took."""
+    report: dict[str, Any] = build(job.id, manifests, job.status.conditions, total_s, job.status.decision, endpoint)
+    report["seconds"] = {"setup": setup_seconds(), **report["seconds"]}
+    write_atomically(home / "report.json", json.dumps(report, indent=2) + "\n")
+    return report
+
+
+def draw(home: Path, job_id: str) -> list[Path]:
+    """Plots beside the report, by a child process: this one never loads matplotlib or torch. Raises DemoFailed."""
+    out = home / "plots"
+    argv = [sys.executable, "-m", "eyrie_workers.plots", "--job-dir", str(home / "jobs" / job_id), "--out", str(out)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise DemoFailed(f"the plots could not be drawn: {' '.join(done.stderr.strip().splitlines()[-1:])}",
+                         f"the report itself is in {home / 'report.json'}")
+    return sorted(out.glob("*.png"))
+
+
+def setup_seconds() -> float | None:
+    """What `make setup` took on this checkout; None when it was not made by it."""
+    try:
+        return float(SETUP_SECONDS.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def closing(report: dict[str, Any], final: BenchmarkReport | None, reply: chat.Reply | None) -> RenderableType:
+    """What came of it, for somebody who has never heard of a drafter. Pure.
+
+    final   the tuned drafter measured anew: what promotion decided on; None when the job did not come so far.
+    """
+    promoted, baseline = report["promoted"], report["baseline"]
+    by_suite = [] if final is None else [Text(), *suites_table(final)]
+    tried = [] if reply is None else [Text(), Text.assemble((f"{QUESTION}  ", "bold"), " ".join(reply.content.split())),
+                                      Text(reply.footer(), "dim")]
+    if not promoted:
+        decided = report["decision"] or {"reasons": [report["outcome"]["message"] or "nothing was measured"]}
+        reasons = decided["reasons"]
+        return Group(Text.assemble(("No drafter was promoted: ", "bold yellow"), "; ".join(reasons)),
+                     Text("The target serves as before: a drafter that does not pay is left out."), *by_suite, *tried)
+    speedup = promoted["speedup"]
+    same = promoted["identical"]["greedy"] and promoted["identical"]["sampled"]
+    parts: list[RenderableType] = [
+        Text.assemble(("Faster, with the same output. " if same else "Faster, but not with the same output. ",
+                       "bold green" if same else "bold yellow"),
+                      "A drafter was trained on the target's own answers, measured, and now serves."),
+        Text(),
+        pairs([
+            ("speed-up", f"{times(speedup['greedy'])} greedy, {times(speedup['sampled'])} sampled, against the same "
+                         "engine without a drafter"),
+            ("same output", identical_words(final)),
+            ("drafter", f"{promoted['checkpoint']}: {promoted['tau']:.2f} tokens per target pass (tau) at "
+                        f"depth {promoted['num_steps']}, top-k {promoted['top_k']}, {promoted['num_draft_tokens']} "
+                        "draft tokens, mean over suites and temperatures"),
+            ("baseline", f"{baseline['tokens_per_s']:.0f} tok/s without a drafter; transformers generate, same "
+                         f"prompts: {rate(baseline['transformers_generate_tokens_per_s'])}"),
+        ]),
+        *by_suite, *tried,
+    ]
+    return Group(*parts)
+
+
+def identical_words(final: BenchmarkReport | None) -> str:
+    """How many answers equal the undrafted engine's, by kind of sampling. Pure."""
+    if final is None:
+        return "not measured"
+    words = []
+    for kind, cells in (("greedy", [cell for cell in final.cells if cell.temperature == 0.0]),
+                        ("sampled", [cell for cell in final.cells if cell.temperature > 0.0])):
+        if cells:
+            words.append(f"{sum(cell.identical for cell in cells)} of {sum(cell.prompts for cell in cells)} {kind}")
+    return f"{' and '.join(words)} answers identical, token by token"
+
+
+def suites_table(final: BenchmarkReport) -> list[RenderableType]:
+    """The tuned drafter by suite and temperature. Pure."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("SUITE", "TEMP", "SPEED-UP", "TAU", "TOK/S", "IDENTICAL"):
+        table.add_column(column, justify="left" if column == "SUITE" else "right")
+    for cell in final.cells:
+        table.add_row(cell.suite, f"{cell.temperature:g}", times(cell.speedup), f"{cell.tau:.2f}",
+                      f"{cell.tokens_per_s:.0f}", f"{cell.identical}/{cell.prompts}")
+    tree = final.cells[0].tree
+    return [Text(f"{final.checkpoint} by suite, at depth {tree.num_steps}, top-k {tree.top_k}, {tree.num_draft_tokens} "
+                 "draft tokens:"), table]
+
+
+def where(report: dict[str, Any], plots: list[Path], home: Path) -> RenderableType:
+    """Where the time went and where things are. Pure."""
+    seconds = report["seconds"]
+    stages = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items() if name not in ("setup", "total"))
+    known = [("time", f"{duration(seconds['total'])} ({stages})"), ("report", str(home / "report.json"))]
+    if plots:
+        known.append(("plots", f"{plots[0].parent}/*.png ({len(plots)})"))
+    if report["endpoint"]:
+        known.append(("endpoint", f"{report['endpoint']['url']}  (model {report['endpoint']['model']})"))
+    return pairs(known)
+
+
+def curl_line(url: str, model: str) -> str:
+    """The line a newcomer copies. Pure."""
+    body = json.dumps({"model": model, "temperature": 0, "messages": [{"role": "user", "content": QUESTION}]})
+    return f"curl {url}/chat/completions -H 'content-type: application/json' -d '{body}'"
+
+
+def pairs(known: list[tuple[str, str]]) -> RenderableType:
+    """Names and what they stand for, aligned."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column()
+    for name, words in known:
+        grid.add_row(name, words)
+    return grid
+
+
+def rate(tokens_per_s: float | None) -> str:
+    """Tokens per second, when measured."""
+    return "not measured" if tokens_per_s is None else f"{tokens_per_s:.0f} tok/s"

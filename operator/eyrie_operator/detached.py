@@ -1,0 +1,153 @@
+"""A control plane in the background of this machine: start it, find it, end it.
+
+Whether a home's control plane runs is a lock on `<home>/plane.json`, which the kernel frees however the process dies,
+so a stale file never lies and a recycled process id is never signalled. The file says where the plane listens.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from eyrie_api.errors import Conflict, Permanent, PortInUse
+from eyrie_api.settings import Settings
+
+PLANE_FILE = "plane.json"
+PLANE_LOG = "plane.log"
+_START_S = 60.0
+# Jobs get SIGTERM and save themselves; a training step or a verify round is well under a second here.
+_STOP_S = 30.0
+_POLL_S = 0.1
+
+
+class PlaneFailed(Permanent):
+    """The control plane did not come up."""
+
+    reason = "PlaneFailed"
+
+
+@dataclass(frozen=True)
+class Plane:
+    """A control plane running on this machine."""
+
+    pid: int
+    url: str
+    home: Path
+
+
+def running_plane(home: Path) -> Plane | None:
+    """Who runs the control plane of a home; None when nobody does."""
+    file = home / PLANE_FILE
+    try:
+        with file.open() as opened:
+            try:
+                fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                told = json.loads(opened.read())
+                return Plane(pid=told["pid"], url=told["url"], home=home)
+    except (FileNotFoundError, ValueError):
+        return None
+    return None
+
+
+@contextlib.contextmanager
+def claim(home: Path, url: str) -> Iterator[None]:
+    """Hold a home as its control plane. Raises Conflict when another process does."""
+    home.mkdir(parents=True, exist_ok=True)
+    # Opened for appending, so that a loser does not empty the winner's file. Never inherited by a stage program.
+    with (home / PLANE_FILE).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            other = running_plane(home)
+            raise Conflict(f"a control plane already runs on {home}" + (f" at {other.url}" if other else ""),
+                           "use it, end it with `eyrie down`, or give another --home") from None
+        file.seek(0)
+        file.truncate()
+        file.write(json.dumps({"pid": os.getpid(), "url": url}) + "\n")
+        file.flush()
+        yield
+
+
+def start_detached(settings: Settings) -> Plane:
+    """Start a control plane in the background and return when it is ready. Raises PlaneFailed or PortInUse."""
+    already = running_plane(settings.home)
+    if already is not None:
+        return already
+    check_port(settings.host, settings.port)
+    settings.home.mkdir(parents=True, exist_ok=True)
+    log_file = settings.home / PLANE_LOG
+    argv = [sys.executable, "-m", "eyrie_operator.command", "up", "--home", str(settings.home),
+            "--host", settings.host, "--port", str(settings.port)]
+    with log_file.open("ab") as log:
+        child = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                                 start_new_session=True)
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline:
+        if child.poll() is not None:
+            raise PlaneFailed(f"the control plane ended with exit code {child.returncode}: {last_lines(log_file)}",
+                              f"read {log_file}")
+        plane = running_plane(settings.home)
+        if plane is not None and is_ready(plane.url):
+            return plane
+        time.sleep(_POLL_S)
+    child.terminate()
+    raise PlaneFailed(f"the control plane was not ready after {_START_S:g} s", f"read {log_file}")
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise PortInUse when somebody listens there: told at once, and not from a log."""
+    if port == 0:
+        return
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            raise PortInUse(f"port {port} on {host} is in use", "eyrie up --port <another>, or end what listens there "
+                            "(if it is ours: eyrie down)") from None
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port nobody listens on now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def is_ready(url: str) -> bool:
+    """Whether /readyz answers 200."""
+    try:
+        return httpx.get(f"{url}/readyz", timeout=2.0).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def last_lines(log_file: Path, num: int = 3) -> str:
+    """The end of a log in one line."""
+    lines = log_file.read_text(errors="replace").strip().splitlines()
+    return " | ".join(lines[-num:]) or "no output"
+
+
+def stop_plane(plane: Plane) -> None:
+    """End a control plane: SIGTERM, then SIGKILL. Returns when it is gone."""
+    for number, patience_s in ((signal.SIGTERM, _STOP_S), (signal.SIGKILL, 5.0)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(plane.pid, number)
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            if running_plane(plane.home) is None:
+                (plane.home / PLANE_FILE).unlink(missing_ok=True)
+                return
+            time.sleep(_POLL_S)
+    raise PlaneFailed(f"the control plane (pid {plane.pid}) did not end", f"read {plane.home / PLANE_LOG}")

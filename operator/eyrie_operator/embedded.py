@@ -1,0 +1,405 @@
+"""World 2: jobs on one machine, as rows, files and child processes.
+
+`advance` is one step of one job: take its lease, look at the world, ask the pure `reconcile` what to do, do it, store
+what was seen. The world is what lies on disk and in the process table (`eyrie_pipelines.local.observe`, manifests,
+failures) and what the rows say the user wants; nothing is kept in memory between two steps. So the control plane may be
+killed at any line: the run goes on in its own session, and the next control plane adopts it by looking. If the machine
+went down, the run is started again and its stages go on from their manifests, ledgers and checkpoints.
+
+One job directory holds, beside what `eyrie_pipelines.local` keeps there:
+
+    settled.json    the decision of the present attempt, and the endpoint revision it was promoted to
+    report.json     the whole job on one page (`eyrie_operator.report`)
+
+Runs share the machine's cores, so only `max_runs` of them run at once, one by default; the others wait in line.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from eyrie_api.artifacts import MANIFEST, read_manifest, write_atomically, write_model
+from eyrie_api.clock import Clock, utc_now
+from eyrie_api.database import Database
+from eyrie_api.endpoints import Endpoints
+from eyrie_api.errors import ArtifactMissing, EyrieError, NotFound, Transient
+from eyrie_api.ingest import Ingest
+from eyrie_api.jobs import Jobs, LeaseLost
+from eyrie_api.leaderboard import Measured
+from eyrie_api.promotion import decide
+from eyrie_api.results import ResultFilter, Results
+from eyrie_api.settings import Settings
+from eyrie_api.sweep import expand
+from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.records import Failure
+from eyrie_api.v1alpha1.reports import BenchmarkReport, PromotionDecision, TrainReport, TuneReport
+from eyrie_api.v1alpha1.stages import STAGES, Manifest, StageName
+from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, JobStatus, StageState, StageStatus
+from eyrie_operator import report as reports
+from eyrie_operator.conditions import find, is_over
+from eyrie_operator.reconcile import (
+    Action,
+    Decide,
+    Observed,
+    Plan,
+    Promote,
+    RunFailed,
+    RunSeen,
+    ServingSeen,
+    StageSeen,
+    StartRun,
+    StopRun,
+    give_up,
+    reconcile,
+)
+from eyrie_pipelines import local
+from eyrie_pipelines.run_stage import FAILURE_FILE
+from eyrie_pipelines.steps import list_checkpoints
+from eyrie_workers.catalog import CATALOG, stage_dir
+
+log = logging.getLogger(__name__)
+
+SETTLED_FILE = "settled.json"
+REPORT_FILE = "report.json"
+REJECTED = "; rejected: "
+"""How `Endpoints.reject` marks a revision's reason; what follows is `<Reason>: <message>` of `tend`."""
+
+_MAX_STEPS = 8
+"""Steps taken in one call while each leads to the next: decide, promote, tell."""
+
+
+class Settled(Frozen):
+    """`settled.json`."""
+
+    attempt: int
+    decision: PromotionDecision
+    endpoint: str | None = None
+    revision: int | None = None
+
+
+class Embedded:
+    """The driver of one machine's jobs. Cheap to make; any number may share a database, the lease keeps them apart."""
+
+    def __init__(self, settings: Settings, database: Database, clock: Clock = utc_now, *, max_runs: int = 1) -> None:
+        self._settings, self._clock, self._max_runs = settings, clock, max_runs
+        self._jobs, self._ingest = Jobs(database, clock), Ingest(database, clock)
+        self._results, self._endpoints = Results(database, clock), Endpoints(database, clock)
+        self._owner = f"embedded-{os.getpid()}-{secrets.token_hex(4)}"
+
+    def advance(self, job_id: str) -> None:
+        """One short step of one job; harmless for jobs that have ended, are gone, or are driven by another."""
+        owner = f"{self._owner}-{secrets.token_hex(4)}"  # two chores of one process are two drivers
+        if not self._jobs.take_lease(job_id, owner, self._settings.lease_ttl_s):
+            return
+        try:
+            self._advance(job_id, owner)
+        except (NotFound, LeaseLost) as reason:
+            log.info("job %s: %s", job_id, reason)
+        finally:
+            self._jobs.release_lease(job_id, owner)
+
+    def _advance(self, job_id: str, owner: str) -> None:
+        self._tail(job_id)
+        for _ in range(_MAX_STEPS):
+            job = self._jobs.get(job_id)
+            seen, plan = self._look(job)
+            if is_over(plan.status.conditions):
+                self._tail(job_id)  # what the last stage said between the first look and its end
+            moved = self._carry_out(job, seen, plan, owner)
+            if not moved or not self._jobs.renew_lease(job_id, owner, self._settings.lease_ttl_s):
+                return
+
+    def _carry_out(self, job: Job, seen: Observed, plan: Plan, owner: str) -> bool:
+        """Apply a plan and store its status; whether something was done that makes another look worth while."""
+        try:
+            for action in plan.actions:
+                self._apply(action, job, plan.status)
+        except Transient as reason:
+            self._jobs.record_event(job.id, reason.reason, str(reason), type="Warning")
+            return False
+        except EyrieError as error:
+            plan = give_up(seen, error, self._clock())
+            self._write_report(job, plan.status)
+        self._jobs.save_status(job.id, plan.status, owner)
+        self._tell(job, plan.status)
+        return bool(plan.actions) and not is_over(plan.status.conditions)
+
+    # Looking.
+
+    def _look(self, job: Job) -> tuple[Observed, Plan]:
+        try:
+            seen = self._observe(job)
+        except (NotFound, Transient):
+            raise
+        except EyrieError as error:  # what lies on disk cannot be read: a person has to look
+            blind = Observed(attempt=job.status.attempt, previous=job.status)
+            return blind, replace(give_up(blind, error, self._clock()), actions=())
+        return seen, reconcile(job.spec, seen, self._clock())
+
+    def _observe(self, job: Job) -> Observed:
+        job_dir = self._settings.job_dir(job.id)
+        intent = self._jobs.intent(job.id)
+        settled = _read_settled(job_dir, intent.attempt)
+        best = self._results.leaderboard(ResultFilter(job_id=job.id, tuned=True), limit=1) if settled else ()
+        return Observed(
+            attempt=intent.attempt, previous=job.status, cancel_requested=intent.cancel_requested,
+            delete_requested=intent.delete_requested, place_free=self._place_free(job.id),
+            run=_observe_run(job_dir), stages=tuple(_observe_stages(job, job_dir)),
+            decision=settled.decision if settled else None, best=best[0] if best else None,
+            serving=self._observe_serving(settled))
+
+    def _place_free(self, job_id: str) -> bool:
+        """Whether a run may start: a place is free, and no older job waits for it."""
+        older, running, older_waits = True, 0, False
+        for other in self._jobs.live():
+            if other == job_id:
+                older = False
+                continue
+            state = local.observe(self._settings.job_dir(other)).state
+            running += state == "running"
+            older_waits = older_waits or (older and state == "none")
+        return running < self._max_runs and not older_waits
+
+    def _observe_serving(self, settled: Settled | None) -> ServingSeen:
+        if settled is None or settled.endpoint is None or settled.revision is None:
+            return ServingSeen()
+        endpoint = self._endpoints.get(settled.endpoint)
+        return serving_of(endpoint, settled.revision)
+
+    # Doing. Every action may be applied twice.
+
+    def _apply(self, action: Action, job: Job, status: JobStatus) -> None:
+        job_dir = self._settings.job_dir(job.id)
+        if isinstance(action, StartRun):
+            with self._starting_alone():
+                if self._place_free(job.id):
+                    local.start(job_dir, job.id, job.spec, action.attempt)
+        elif isinstance(action, StopRun):
+            local.stop(job_dir)
+        elif isinstance(action, Decide):
+            self._decide(job, status.attempt)
+        elif isinstance(action, Promote):
+            self._promote(job, status.attempt, action.endpoint)
+        else:
+            self._write_report(job, status)
+
+    @contextlib.contextmanager
+    def _starting_alone(self) -> Iterator[None]:
+        """Two drivers must not both see the last free place."""
+        self._settings.home.mkdir(parents=True, exist_ok=True)
+        with (self._settings.home / "starting.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _decide(self, job: Job, attempt: int) -> None:
+        job_dir = self._settings.job_dir(job.id)
+        tuned = read_manifest(stage_dir(job_dir, "tune")).report
+        assert isinstance(tuned, TuneReport)
+        for manifest in read_manifests(job, job_dir):
+            if isinstance(manifest.report, BenchmarkReport):
+                self._record(job, manifest.report, tuned=False)
+        self._record(job, tuned.final, tuned=True)
+        required = [suite.name for suite in job.spec.benchmark.suites if suite.required]
+        decision = decide(job.spec.promotion, tuned.final, self._incumbent(job.spec.serve.endpoint), required)
+        write_model(job_dir / SETTLED_FILE, Settled(attempt=attempt, decision=decision))
+
+    def _record(self, job: Job, report: BenchmarkReport, *, tuned: bool) -> None:
+        measured = Measured(job.id, job.spec.drafter.family, job.spec.target.model, tuned, report)
+        self._results.record(measured, self._drafter_dir(job, report.checkpoint))
+
+    def _drafter_dir(self, job: Job, checkpoint: str) -> str:
+        job_dir = self._settings.job_dir(job.id)
+        found = {one.name: one.path for one in list_checkpoints(_train_reports(job, job_dir))}
+        return str(job_dir / found[checkpoint])
+
+    def _incumbent(self, endpoint: str) -> BenchmarkReport | None:
+        """The report of what the endpoint serves now; None when that is the bare target, or nothing."""
+        try:
+            serving = self._endpoints.get(endpoint)
+        except NotFound:
+            return None
+        active = next((one for one in serving.revisions if one.number == serving.active_revision), None)
+        if active is None or active.job_id is None or active.checkpoint is None:
+            return None
+        try:
+            return self._results.find(active.job_id, active.checkpoint).measured.report
+        except NotFound:  # its job was deleted, and its results with it
+            return None
+
+    def _promote(self, job: Job, attempt: int, name: str) -> None:
+        job_dir = self._settings.job_dir(job.id)
+        settled = _read_settled(job_dir, attempt)
+        assert settled is not None, "promoted before it was decided"
+        model = job.spec.target.model
+        # Clients name the model they want: a path's last part or a Hub id reads better than a path.
+        shown = Path(model).name if Path(model).is_absolute() else model
+        made = self._endpoints.create(name, job.spec.target, job.spec.serve, shown)
+        revision = made.revisions[0].number
+        if settled.decision.promote:
+            tuned = read_manifest(stage_dir(job_dir, "tune")).report
+            assert isinstance(tuned, TuneReport)
+            cells = tuned.final.cells
+            revision = self._endpoints.propose(
+                name, job_id=job.id, checkpoint=tuned.checkpoint, tree=tuned.winner,
+                drafter_dir=self._drafter_dir(job, tuned.checkpoint), reason=settled.decision.reasons[0],
+                speedup=tuned.final.speedup, tau=sum(cell.tau for cell in cells) / len(cells)).number
+        write_model(job_dir / SETTLED_FILE, settled.model_copy(update={"endpoint": name, "revision": revision}))
+
+    def _write_report(self, job: Job, status: JobStatus) -> None:
+        job_dir = self._settings.job_dir(job.id)
+        settled = _read_settled(job_dir, status.attempt)
+        endpoint = self._endpoints.get(settled.endpoint) if settled and settled.endpoint else None
+        total_s = (self._clock() - job.created_at).total_seconds()
+        content = reports.build(job.id, read_manifests(job, job_dir), status.conditions, total_s,
+                                settled.decision if settled else None, endpoint)
+        write_atomically(job_dir / REPORT_FILE, json.dumps(content, indent=2) + "\n")
+
+    # Telling.
+
+    def _tail(self, job_id: str) -> None:
+        """Take in what running stages have said."""
+        job_dir = self._settings.job_dir(job_id)
+        for stage in STAGES:
+            root = stage_dir(job_dir, stage)
+            keys = sorted(path.parent.name for path in root.glob("*/events.jsonl")) if CATALOG[stage].keyed_by else [""]
+            for key in keys:
+                self._ingest.read(job_id, stage, key, stage_dir(job_dir, stage, key) / "events.jsonl")
+
+    def _tell(self, job: Job, after: JobStatus) -> None:
+        """An event for every stage and every other condition that changed."""
+        for stage in after.stages:
+            told = next((one for one in job.status.stages if (one.stage, one.key) == (stage.stage, stage.key)), None)
+            if told is None or told.state != stage.state:
+                self._tell_stage(job.id, stage, None if told is None else told.state)
+        for condition in after.conditions:
+            before = find(job.status.conditions, condition.type)
+            known = before is not None and (before.status, before.reason) == (condition.status, condition.reason)
+            if not known and _stage_of(condition.type) is None:
+                reason, warning = _event_of(condition)
+                self._jobs.record_event(job.id, reason, condition.message, type="Warning" if warning else "Normal")
+
+    def _tell_stage(self, job_id: str, stage: StageStatus, before: StageState | None) -> None:
+        name = f"{stage.stage} {stage.key}".rstrip()
+        if stage.state == "Failed":
+            self._jobs.record_event(job_id, stage.reason or "StageFailed", f"{name}: {stage.message}; {stage.mend}",
+                                    type="Warning", stage=stage.stage, key=stage.key)
+        elif stage.state in ("Running", "Succeeded"):
+            if before != "Running" and stage.state == "Succeeded":  # it began and ended between two looks
+                self._jobs.record_event(job_id, "StageStarted", f"{name} started", stage=stage.stage, key=stage.key)
+            reason = "StageStarted" if stage.state == "Running" else "StageFinished"
+            verb = "started" if stage.state == "Running" else "finished"
+            self._jobs.record_event(job_id, reason, f"{name} {verb}", stage=stage.stage, key=stage.key)
+
+    def stop_runs(self) -> None:
+        """End every run in order; a control plane started later goes on with them. Their jobs keep their state."""
+        for job_id in self._jobs.live():
+            job_dir = self._settings.job_dir(job_id)
+            if local.observe(job_dir).state == "running":
+                local.pause(job_dir)
+
+
+def serving_of(endpoint: Endpoint, revision: int) -> ServingSeen:
+    """What has become of a promoted revision."""
+    if endpoint.candidate_revision == revision:
+        return ServingSeen("deploying", "Deploying", f"revision {revision} is coming up", endpoint.name)
+    if endpoint.active_revision == revision:
+        return ServingSeen("serving", "Healthy", f"revision {revision} serves at {endpoint.url}", endpoint.name)
+    told = next((one.reason for one in endpoint.revisions if one.number == revision), "")
+    _, rejected, why = told.rpartition(REJECTED)
+    newest = max((one for one in (endpoint.active_revision, endpoint.candidate_revision) if one is not None), default=0)
+    if newest > revision and not rejected:
+        return ServingSeen("serving", "Superseded", f"revision {revision} gave way to {newest}", endpoint.name)
+    reason, _, message = why.partition(": ")
+    return ServingSeen("rolled-back", reason or "RolledBack", message or f"revision {revision} was given up",
+                       endpoint.name)
+
+
+def read_manifests(job: Job, job_dir: Path) -> list[Manifest]:
+    """Manifests of every stage that has finished, in the pipeline's order."""
+    return [one.manifest for one in _observe_stages(job, job_dir) if one.manifest is not None]
+
+
+def _read_settled(job_dir: Path, attempt: int) -> Settled | None:
+    try:
+        settled = Settled.model_validate_json((job_dir / SETTLED_FILE).read_text())
+    except FileNotFoundError:
+        return None
+    return settled if settled.attempt == attempt else None
+
+
+def _observe_run(job_dir: Path) -> RunSeen:
+    run = local.observe(job_dir)
+    if run.handle is None:
+        return RunSeen()
+    failure = None
+    if run.result is not None and run.result.state == "failed":
+        failure = _failure_of(run.result)
+    return RunSeen(state=run.state, attempt=run.handle.attempt, starts=run.handle.starts, run_id=run.handle.run_id,
+                   failure=failure, leftovers=run.state != "running" and bool(local.leftovers(job_dir)))
+
+
+def _failure_of(result: local.RunResult) -> RunFailed:
+    first = result.failure
+    if first is None:
+        return RunFailed(None, "", "PipelineFailed", result.message, "read run/pipeline.log, then retry the job")
+    return RunFailed(first.stage, first.key, first.failure.reason, first.failure.message, first.failure.mend)
+
+
+def _observe_stages(job: Job, job_dir: Path) -> Iterator[StageSeen]:
+    for stage in STAGES:
+        for key in _keys(job, job_dir, stage):
+            yield _observe_stage(job, job_dir, stage, key)
+
+
+def _keys(job: Job, job_dir: Path, stage: StageName) -> list[str]:
+    """Members of a stage known so far: the sweep's candidates, and checkpoints once all of these are trained."""
+    if stage == "train":
+        return [candidate.name for candidate in expand(job.spec)]
+    if stage == "benchmark":
+        try:
+            return [one.name for one in list_checkpoints(_train_reports(job, job_dir))]
+        except ArtifactMissing:
+            return []
+    return [""]
+
+
+def _train_reports(job: Job, job_dir: Path) -> list[TrainReport]:
+    found = []
+    for candidate in expand(job.spec):
+        report = read_manifest(stage_dir(job_dir, "train", candidate.name)).report
+        assert isinstance(report, TrainReport)
+        found.append(report)
+    return found
+
+
+def _observe_stage(job: Job, job_dir: Path, stage: StageName, key: str) -> StageSeen:
+    directory = stage_dir(job_dir, stage, key)
+    told = next((one for one in job.status.stages if (one.stage, one.key) == (stage, key)), None)
+    started = told.started_at if told is not None else None
+    if started is None:
+        with contextlib.suppress(FileNotFoundError):
+            started = datetime.fromtimestamp((directory / "spec.json").stat().st_mtime, UTC)
+    manifest = read_manifest(directory) if (directory / MANIFEST).exists() else None
+    failure = None
+    if manifest is None:
+        with contextlib.suppress(FileNotFoundError):
+            failure = Failure.model_validate_json((directory / FAILURE_FILE).read_text())
+    return StageSeen(stage, key, started, manifest, failure)
+
+
+def _event_of(condition: Condition) -> tuple[str, bool]:
+    """Reason and whether it is a warning, for the event of a changed condition."""
+    if condition.status == "True":
+        return (condition.reason, True) if condition.type == "Failed" else (condition.type, False)
+    return condition.reason, condition.status == "False" and condition.reason not in ("Cancelled", "NotFaster")
+
+
+def _stage_of(kind: str) -> StageName | None:
+    return next((stage.name for stage in CATALOG.values() if stage.condition == kind), None)

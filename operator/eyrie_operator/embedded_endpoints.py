@@ -1,0 +1,240 @@
+"""World 2: endpoints on one machine, as a gateway process and engine processes.
+
+`tend` is one step of one endpoint: look at its row and its processes, ask the pure `plan_endpoint` what to do, do it,
+store what was seen. Gateway and engines outlive the control plane and are adopted by the next (`endpoint_processes`).
+
+An engine counts as healthy once its ready file is there, /health answers 200, and it has generated a few tokens: an
+engine that loads but cannot decode must never get the route.
+"""
+
+import contextlib
+import fcntl
+import logging
+import signal
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from eyrie_api.artifacts import write_model
+from eyrie_api.clock import Clock, utc_now
+from eyrie_api.database import Database
+from eyrie_api.endpoints import Endpoints, Serving
+from eyrie_api.errors import EyrieError, NotFound, Transient
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.status import Condition, Endpoint
+from eyrie_operator.conditions import observe
+from eyrie_operator.endpoint_processes import (
+    ENGINE_FILE,
+    HOST,
+    EngineRecord,
+    endpoint_dir,
+    engine_dir,
+    last_words,
+    list_engines,
+    probe,
+    read_counters,
+    read_port,
+    read_record,
+    resolve_target,
+    spawn,
+    start_gateway,
+    stop_gateway,
+)
+from eyrie_operator.gateway import GATEWAY_FILE, ROUTE_FILE, GatewayRecord, RouteRecord
+from eyrie_operator.serving import (
+    Activate,
+    EndpointAction,
+    EndpointPlan,
+    EndpointSeen,
+    EngineSeen,
+    ForgetEngine,
+    GoBack,
+    KillEngine,
+    Reject,
+    RestartWindow,
+    RetireEngine,
+    Route,
+    ServeBare,
+    ServePolicy,
+    StartEngine,
+    StartGateway,
+    plan_endpoint,
+)
+from eyrie_pipelines.processes import is_alive, signal_group, stop_group
+from eyrie_workers.engines.process import EngineCommand
+
+log = logging.getLogger(__name__)
+
+_MAX_STEPS = 6
+_LASTING_S = 60.0
+"""Healthy for this long, an engine's earlier failed starts are forgiven."""
+
+
+
+class EmbeddedEndpoints:
+    """The one who tends one machine's endpoints."""
+
+    def __init__(self, settings: Settings, database: Database, clock: Clock = utc_now) -> None:
+        self._settings, self._clock = settings, clock
+        self._endpoints = Endpoints(database, clock)
+
+    def tend(self, name: str) -> None:
+        """One step of one endpoint; harmless for one that is gone or being tended by another process."""
+        directory = endpoint_dir(self._settings.home, name)
+        directory.mkdir(parents=True, exist_ok=True)
+        with _tending_alone(directory) as ours:
+            if not ours:
+                return
+            try:
+                for _ in range(_MAX_STEPS):
+                    if not self._step(name, directory):
+                        return
+            except NotFound as reason:
+                log.info("endpoint %s: %s", name, reason)
+
+    def _step(self, name: str, directory: Path) -> bool:
+        """Look, plan, act, tell; whether another look is worth while at once."""
+        endpoint, serving = self._endpoints.get(name), self._endpoints.serving(name)
+        policy = ServePolicy(serving.serve.health_timeout_s, serving.serve.min_acceptance_ratio)
+        now = self._clock()
+        plan = plan_endpoint(endpoint, policy, self._observe(endpoint, directory), now)
+        conditions = endpoint.conditions
+        try:
+            for action in plan.actions:
+                conditions = self._apply(action, endpoint, serving, directory, conditions)
+        except Transient as reason:
+            plan = EndpointPlan((), "Unknown", reason.reason, str(reason))
+        except EyrieError as error:  # its port is taken, its target is gone: waiting will not mend it
+            plan = EndpointPlan((), "False", error.reason, str(error))
+            if endpoint.candidate_revision is not None:
+                self._endpoints.reject(name, endpoint.candidate_revision, f"{error.reason}: {error}")
+                conditions = observe(conditions, "RolledBack", "True", error.reason, str(error), now)
+        conditions = observe(conditions, "Serving", plan.serving, plan.reason, plan.message, now)
+        port = read_port(directory)
+        url = f"http://{HOST}:{port}/v1" if port is not None else None
+        if conditions != endpoint.conditions or url != endpoint.url:
+            self._endpoints.observe(name, url=url, conditions=conditions)
+        return bool(plan.actions)
+
+    # Looking.
+
+    def _observe(self, endpoint: Endpoint, directory: Path) -> EndpointSeen:
+        gateway = read_record(directory / GATEWAY_FILE, GatewayRecord)
+        route = read_record(directory / ROUTE_FILE, RouteRecord)
+        engines = tuple(self._observe_engine(record, folder, endpoint.model)
+                        for folder, record in list_engines(directory))
+        # A restarted engine has a new port: a route to the old one leads nowhere.
+        urls = {record.revision: record.url for _, record in list_engines(directory)}
+        routed = route.revision if route is not None and urls.get(route.revision) == route.url else None
+        return EndpointSeen(gateway_alive=gateway is not None and is_alive(gateway.process), routed=routed,
+                            engines=engines)
+
+    def _observe_engine(self, record: EngineRecord, folder: Path, model: str) -> EngineSeen:
+        if not is_alive(record.process):
+            return EngineSeen(record.revision, "dead", record.started_at, record.starts, record.retiring_since,
+                              message=last_words(folder / "engine.log"))
+        known = record
+        if record.url is None:
+            url = probe(folder, model)
+            if url is None:
+                return EngineSeen(record.revision, "starting", record.started_at, record.starts, record.retiring_since)
+            rounds, tokens = read_counters(url) or (0.0, 0.0)  # the probe's own rounds are left out of the window
+            record = record.model_copy(update={"url": url, "window_rounds": rounds, "window_tokens": tokens})
+        if record.starts and (self._clock() - record.started_at).total_seconds() > _LASTING_S:
+            record = record.model_copy(update={"starts": 0})
+        if record != known:
+            write_model(folder / ENGINE_FILE, record)
+        assert record.url is not None
+        rounds, tokens = read_counters(record.url) or (record.window_rounds, record.window_tokens)
+        return EngineSeen(record.revision, "healthy", record.started_at, record.starts, record.retiring_since,
+                          window_rounds=rounds - record.window_rounds, window_tokens=tokens - record.window_tokens)
+
+    # Doing. Every action may be applied twice.
+
+    def _apply(self, action: EndpointAction, endpoint: Endpoint, serving: Serving, directory: Path,
+               conditions: tuple[Condition, ...]) -> tuple[Condition, ...]:
+        name, now = endpoint.name, self._clock()
+        if isinstance(action, StartGateway):
+            start_gateway(directory, serving.serve.port)
+        elif isinstance(action, StartEngine):
+            self._start_engine(action, endpoint, serving, directory)
+        elif isinstance(action, Activate):
+            self._endpoints.activate(name, action.revision)
+            if action.revision < (endpoint.active_revision or 0):
+                return conditions  # gone back: what it was rolled back for stays told
+            return observe(conditions, "RolledBack", "False", "Activated", f"revision {action.revision} serves", now)
+        elif isinstance(action, Reject):
+            self._endpoints.reject(name, action.revision, f"{action.reason}: {action.message}")
+            told = f"revision {action.revision}: {action.message}"
+            return observe(conditions, "RolledBack", "True", action.reason, told, now)
+        elif isinstance(action, GoBack):
+            self._endpoints.roll_back(name)
+            told = f"revision {action.revision}: {action.message}"
+            return observe(conditions, "RolledBack", "True", action.reason, told, now)
+        elif isinstance(action, ServeBare):
+            self._endpoints.propose(name, job_id=None, checkpoint=None, tree=None, drafter_dir=None,
+                                    reason="the target without a drafter, since no drafter came up")
+        else:
+            _act_on_processes(action, directory, now)
+        return conditions
+
+    def _start_engine(self, action: StartEngine, endpoint: Endpoint, serving: Serving, directory: Path) -> None:
+        revision = next(one for one in endpoint.revisions if one.number == action.revision)
+        folder = engine_dir(directory, action.revision)
+        before = read_record(folder / ENGINE_FILE, EngineRecord)
+        if before is not None and is_alive(before.process):
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "ready.json").unlink(missing_ok=True)
+        command = EngineCommand(
+            target=resolve_target(serving.target), model=endpoint.model,
+            drafter=Path(revision.drafter_dir) if revision.drafter_dir else None, tree=revision.tree, host=HOST,
+            max_concurrency=serving.serve.max_concurrency, dtype=serving.target.dtype)
+        process = spawn(command.argv(folder / "ready.json"), folder, folder / "engine.log")
+        write_model(folder / ENGINE_FILE, EngineRecord(revision=action.revision, process=process,
+                                                       started_at=self._clock(), starts=action.starts))
+
+
+def _act_on_processes(action: EndpointAction, directory: Path, now: datetime) -> None:
+    """The actions that touch nothing but processes and their files."""
+    if isinstance(action, Route):
+        record = read_record(engine_dir(directory, action.revision) / ENGINE_FILE, EngineRecord)
+        assert record is not None
+        assert record.url is not None
+        write_model(directory / ROUTE_FILE, RouteRecord(revision=action.revision, url=record.url, since=now))
+    elif isinstance(action, RetireEngine | KillEngine | ForgetEngine | RestartWindow):
+        _act_on_engine(action, engine_dir(directory, action.revision), now)
+    else:  # StopGateway
+        stop_gateway(directory)
+
+
+def _act_on_engine(action: RetireEngine | KillEngine | ForgetEngine | RestartWindow, folder: Path,
+                   now: datetime) -> None:
+    record = read_record(folder / ENGINE_FILE, EngineRecord)
+    if record is None:
+        return
+    if isinstance(action, RetireEngine):
+        if is_alive(record.process):
+            signal_group(record.process.pid, signal.SIGTERM)
+        write_model(folder / ENGINE_FILE, record.model_copy(update={"retiring_since": now}))
+    elif isinstance(action, KillEngine):
+        stop_group(record.process, grace_s=0.0)
+    elif isinstance(action, ForgetEngine):
+        for name in (ENGINE_FILE, "ready.json"):  # its log stays, for whoever asks why it went
+            (folder / name).unlink(missing_ok=True)
+    elif record.url is not None:
+        counters = read_counters(record.url)
+        if counters is not None:
+            write_model(folder / ENGINE_FILE, record.model_copy(
+                update={"window_rounds": counters[0], "window_tokens": counters[1]}))
+
+
+@contextlib.contextmanager
+def _tending_alone(directory: Path) -> Iterator[bool]:
+    with (directory / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True

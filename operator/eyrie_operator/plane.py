@@ -1,0 +1,102 @@
+"""The control plane of one machine in one process: rows, chores, HTTP.
+
+`run(settings)` is what `eyrie up` becomes: migrate, start the chore worker and the ticker, answer HTTP, and on SIGTERM
+or SIGINT end in order. What ends with it and what does not:
+
+- ended in order (Ctrl-C, `eyrie down`): runs are paused at their next safe line, gateways and engines are ended. Rows
+  keep what was wanted, so the next `up` resumes the jobs from their last finished stage or checkpoint and serves again.
+- killed: runs, gateways and engines go on in sessions of their own, and the next `up` adopts them by their files.
+"""
+
+import logging
+import signal
+import socket
+import threading
+from types import FrameType
+
+import uvicorn
+
+from eyrie_api.database import Database
+from eyrie_api.server import create_app
+from eyrie_api.settings import Settings
+from eyrie_api.tasks import ChoreLoop, make_celery
+from eyrie_operator.embedded import Embedded
+from eyrie_operator.embedded_endpoints import EmbeddedEndpoints
+from eyrie_operator.endpoint_processes import stop_endpoints
+from eyrie_operator.gateway import bind
+
+log = logging.getLogger(__name__)
+
+# Open event streams end when the server says so; they resume elsewhere by Last-Event-ID.
+_GRACEFUL_S = 2
+
+
+def run(settings: Settings) -> None:
+    """Be the control plane until SIGTERM or SIGINT. Raises PortInUse before anything is started."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for chatty in ("httpx", "alembic", "celery", "kombu"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    listening = bind(settings.host, settings.port, "--port")
+    plane = Plane(settings)
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        """Before uvicorn listens to signals, and after: it raises what it caught again once it has shut down, and by
+        then we are ending in order already."""
+        plane.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    with plane:
+        plane.serve(listening)
+
+
+class Plane:
+    """The parts of a control plane, started and ended together."""
+
+    def __init__(self, settings: Settings) -> None:
+        settings.home.mkdir(parents=True, exist_ok=True)
+        self._settings = settings
+        self._database = Database(settings.resolved_database_url)
+        self._database.migrate()
+        self._jobs = Embedded(settings, self._database)
+        self._endpoints = EmbeddedEndpoints(settings, self._database)
+        celery = make_celery(settings, self._jobs.advance, tend=self._endpoints.tend, database=self._database)
+        self._chores = ChoreLoop(settings, celery)
+        app = create_app(settings, database=self._database, wake=self._chores.wake,
+                         checks={"chores": lambda: self._chores.is_running})
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False,
+                                                     timeout_graceful_shutdown=_GRACEFUL_S))
+
+    def __enter__(self) -> "Plane":
+        self._chores.start()
+        return self
+
+    def serve(self, listening: socket.socket) -> None:
+        """Answer HTTP until asked to stop."""
+        self._server.run(sockets=[listening])
+
+    def stop(self) -> None:
+        """Ask `serve` to return; from any thread."""
+        self._server.should_exit = True
+
+    def __exit__(self, *_error: object) -> None:
+        """Chores first, so that nothing is started again; then runs and endpoints, side by side."""
+        self._chores.stop()
+        parts = [threading.Thread(target=self._jobs.stop_runs),
+                 threading.Thread(target=stop_endpoints, args=(self._settings.home,))]
+        for part in parts:
+            part.start()
+        for part in parts:
+            part.join()
+        self._database.close()
+
+
+def stop_leftovers(settings: Settings) -> None:
+    """End what a killed control plane of this home left running: runs are paused, gateways and engines ended."""
+    database = Database(settings.resolved_database_url)
+    try:
+        database.migrate()
+        Embedded(settings, database).stop_runs()
+    finally:
+        database.close()
+    stop_endpoints(settings.home)

@@ -1,0 +1,103 @@
+"""The whole job on one page: what each stage took, what every checkpoint did, what was promoted and why. Pure.
+
+The answer is plain JSON, meant for people and scripts: times in seconds, temperatures as keys written as short as they
+go (`"0"`, `"1"`), speed-ups against the same engine without a drafter, `identical` the number of prompts (or, for what
+was promoted, whether all of them) whose tokens equal the undrafted engine's. Parts that a job did not reach are empty
+or null: a failed job has a report too.
+"""
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from statistics import fmean
+
+from pydantic import JsonValue
+
+from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport, PromotionDecision, TuneReport
+from eyrie_api.v1alpha1.stages import STAGES, Manifest
+from eyrie_api.v1alpha1.status import Condition, Endpoint
+from eyrie_operator.conditions import find
+
+
+def build(job_id: str, manifests: Sequence[Manifest], conditions: Sequence[Condition], total_s: float,
+          decision: PromotionDecision | None, endpoint: Endpoint | None) -> dict[str, JsonValue]:
+    """The report of a job from its stages' manifests and what followed. `total_s` counts from submission."""
+    benchmarks = [one.report for one in manifests if isinstance(one.report, BenchmarkReport)]
+    tuned = next((one.report for one in manifests if isinstance(one.report, TuneReport)), None)
+    return {
+        "job": job_id,
+        "outcome": _outcome(conditions),
+        "seconds": _seconds(manifests, total_s),
+        "checkpoints": [_checkpoint(one) for one in benchmarks],
+        "baseline": _baseline(benchmarks),
+        "tuning": [] if tuned is None else [_shape(cell.tree.model_dump(), cell.tau, cell.tokens_per_s, cell.speedup)
+                                            for cell in tuned.cells],
+        "finding": None if tuned is None else tuned.finding,
+        "promoted": None if tuned is None or decision is None or not decision.promote else _promoted(tuned, decision),
+        "decision": None if decision is None else decision.model_dump(mode="json"),
+        "endpoint": None if endpoint is None or endpoint.url is None else {
+            "name": endpoint.name, "url": endpoint.url, "model": endpoint.model},
+    }
+
+
+def _outcome(conditions: Sequence[Condition]) -> dict[str, JsonValue]:
+    succeeded = find(conditions, "Succeeded")
+    if succeeded is None:
+        return {"succeeded": None, "reason": "Running", "message": ""}
+    return {"succeeded": succeeded.status == "True", "reason": succeeded.reason, "message": succeeded.message}
+
+
+def _seconds(manifests: Sequence[Manifest], total_s: float) -> dict[str, JsonValue]:
+    """Wall time of the programs by stage, all candidates and checkpoints together."""
+    spent = dict.fromkeys(STAGES, 0.0)
+    for one in manifests:
+        took = datetime.fromisoformat(one.finished_at) - datetime.fromisoformat(one.started_at)
+        spent[one.stage] += took.total_seconds()
+    return {**{stage: round(seconds, 2) for stage, seconds in spent.items()}, "total": round(total_s, 2)}
+
+
+def _checkpoint(report: BenchmarkReport) -> dict[str, JsonValue]:
+    suites: dict[str, JsonValue] = {}
+    for suite in dict.fromkeys(cell.suite for cell in report.cells):
+        suites[suite] = {f"{cell.temperature:g}": _cell(cell) for cell in report.cells if cell.suite == suite}
+    return {"name": report.checkpoint, "candidate": report.candidate, "speedup": report.speedup,
+            "lossless": report.lossless, "suites": suites}
+
+
+def _cell(cell: CellReport) -> dict[str, JsonValue]:
+    return {"tau": cell.tau, "tokens_per_s": cell.tokens_per_s, "baseline_tokens_per_s": cell.baseline_tokens_per_s,
+            "speedup": cell.speedup, "identical": cell.identical, "prompts": cell.prompts,
+            "acceptance": list(cell.acceptance)}
+
+
+def _baseline(benchmarks: Sequence[BenchmarkReport]) -> dict[str, JsonValue]:
+    # Both figures from the report that measured both: they are comparable only within one run.
+    honest = next((one for one in benchmarks if one.transformers_generate_tokens_per_s is not None), None)
+    chosen = honest or next(iter(benchmarks), None)
+    return {"tokens_per_s": None if chosen is None else chosen.baseline_tokens_per_s,
+            "transformers_generate_tokens_per_s": None if honest is None else
+            honest.transformers_generate_tokens_per_s}
+
+
+def _shape(tree: dict[str, JsonValue], tau: float, tokens_per_s: float, speedup: float) -> dict[str, JsonValue]:
+    return {**tree, "tau": tau, "tokens_per_s": tokens_per_s, "speedup": speedup}
+
+
+def _promoted(tuned: TuneReport, decision: PromotionDecision) -> dict[str, JsonValue]:
+    greedy = [cell for cell in tuned.final.cells if cell.temperature == 0.0]
+    sampled = [cell for cell in tuned.final.cells if cell.temperature > 0.0]
+    return {
+        "checkpoint": tuned.checkpoint, **tuned.winner.model_dump(),
+        "tau": fmean(cell.tau for cell in tuned.final.cells),
+        "speedup": {"greedy": _mean_speedup(greedy), "sampled": _mean_speedup(sampled)},
+        "identical": {"greedy": _all_identical(greedy), "sampled": _all_identical(sampled)},
+        "reasons": list(decision.reasons),
+    }
+
+
+def _mean_speedup(cells: Iterable[CellReport]) -> float | None:
+    values = [cell.speedup for cell in cells]
+    return fmean(values) if values else None
+
+
+def _all_identical(cells: Sequence[CellReport]) -> bool | None:
+    return all(cell.identical == cell.prompts for cell in cells) if cells else None

@@ -1,0 +1,141 @@
+"""The pipeline: in what order the stages of a job run. One definition, two worlds.
+
+    regenerate -> capture -> each candidate: train -> each checkpoint: benchmark -> select -> tune
+
+On one machine `eyrie_pipelines.local` calls `train_drafter` under kfp.local; for a cluster the same source is compiled
+to YAML (`python -m eyrie_pipelines.drafter --compile out.yaml`). The components are thin: no pip at run time, the body
+is one call into `run_stage`, so all logic can be tested without kfp.
+
+What kfp.local 2.17 does differently from a cluster, and how the definition avoids meeting it:
+
+- integers in collected lists become floats: only strings cross a box border;
+- conditions are substituted as text and evaluated, and an error skips the branch in silence: there are none; boxes that
+  have nothing to do return at once, and decisions are made in Python;
+- fan-out is two wide whatever one asks: `parallelism=1` here, since measuring needs the machine for itself and two
+  trainings share the same cores to nobody's gain;
+- its cache key sees neither our code nor the bytes behind a path: caching is off, finished stages are recognised by
+  their manifests; `code_version` is an argument so that a cluster's cache, if someone turns it on, is honest;
+- the workspace is deleted after a run, even a directory that was given: there is none; stages work in the job's own
+  directory.
+"""
+
+import argparse
+import warnings
+from pathlib import Path
+from typing import Any
+
+from kfp import compiler, dsl
+
+# kfp.local warns about image names without "python" in them; ours says the truth and keeps it quiet.
+IMAGE = "eyrie-workers-python:0.1.0"
+
+
+def _box(function: Any) -> Any:
+    """A thin lightweight component: our image holds our package and kfp, nothing is installed at run time."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return dsl.component(base_image=IMAGE, install_kfp_package=False)(function)
+
+
+@_box
+def regenerate(job_dir: str, spec_digest: str, code_version: str) -> str:
+    """Answer the conversations anew with the target."""
+    from eyrie_pipelines import run_stage
+
+    return run_stage.regenerate(job_dir, spec_digest)
+
+
+@_box
+def capture(job_dir: str, spec_digest: str, code_version: str, rows: str) -> str:
+    """Record the target's hidden states."""
+    from eyrie_pipelines import run_stage
+
+    return run_stage.capture(job_dir, spec_digest, rows)
+
+
+@_box
+def list_candidates(job_dir: str, spec_digest: str, code_version: str) -> list:  # type: ignore[type-arg]
+    """Expand the sweep."""
+    from eyrie_pipelines import run_stage
+
+    return run_stage.list_candidates(job_dir, spec_digest)
+
+
+@_box
+def train(job_dir: str, spec_digest: str, code_version: str, store: str, candidate: str) -> str:
+    """Train one candidate."""
+    from eyrie_pipelines import run_stage
+
+    return run_stage.train(job_dir, spec_digest, store, candidate)
+
+
+@_box
+def list_checkpoints(job_dir: str, spec_digest: str, code_version: str, trained: list) -> list:  # type: ignore[type-arg]
+    """Name the exported drafters."""
+    from eyrie_pipelines import run_stage
+
+    return run_stage.list_checkpoints(job_dir, spec_digest, trained)
+
+
+@_box
+def benchmark(job_dir: str, spec_digest: str, code_version: str, checkpoint: str) -> str:
+    """Measure one checkpoint."""
+    from eyrie_pipelines import run_stage
+
+    return run_stage.benchmark(job_dir, spec_digest, checkpoint)
+
+
+@_box
+def select(job_dir: str, code_version: str, benchmarked: list) -> str:  # type: ignore[type-arg]
+    """Choose the checkpoint with the best average over suites."""
+    from eyrie_pipelines import run_stage
+
+    return run_stage.select(job_dir, benchmarked)
+
+
+@_box
+def tune(job_dir: str, spec_digest: str, code_version: str, checkpoint: str) -> str:
+    """Measure the grid of draft-tree shapes."""
+    from eyrie_pipelines import run_stage
+
+    return run_stage.tune(job_dir, spec_digest, checkpoint)
+
+
+def _fresh(task: Any) -> Any:
+    """No kfp cache: its key cannot see what a stage program reads."""
+    return task.set_caching_options(False)
+
+
+@dsl.pipeline(name="train-drafter", description="Train, measure and tune a speculative-decoding drafter.")  # type: ignore[untyped-decorator]
+def train_drafter(job_dir: str, spec_digest: str, code_version: str) -> str:
+    """The whole job. `job_dir` holds `job.json`; everything the run makes lies under it."""
+    of_job = {"job_dir": job_dir, "spec_digest": spec_digest, "code_version": code_version}
+    of_code = {"job_dir": job_dir, "code_version": code_version}
+    rows = _fresh(regenerate(**of_job))
+    store = _fresh(capture(**of_job, rows=rows.output))
+    candidates = _fresh(list_candidates(**of_job))
+    with dsl.ParallelFor(candidates.output, parallelism=1) as candidate:
+        trained = _fresh(train(**of_job, store=store.output, candidate=candidate))
+    checkpoints = _fresh(list_checkpoints(**of_job, trained=dsl.Collected(trained.output)))
+    with dsl.ParallelFor(checkpoints.output, parallelism=1) as checkpoint:
+        measured = _fresh(benchmark(**of_job, checkpoint=checkpoint))
+    best = _fresh(select(**of_code, benchmarked=dsl.Collected(measured.output)))
+    tuned = _fresh(tune(**of_job, checkpoint=best.output))
+    return tuned.output  # type: ignore[no-any-return]
+
+
+def compile_to(path: Path) -> None:
+    """Write the pipeline's intermediate representation for a cluster."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    compiler.Compiler().compile(train_drafter, str(path))
+
+
+def main() -> None:
+    """`python -m eyrie_pipelines.drafter --compile out.yaml`."""
+    parser = argparse.ArgumentParser(description="Compile the drafter pipeline for a cluster.")
+    parser.add_argument("--compile", type=Path, required=True, metavar="OUT", help="YAML file to write")
+    compile_to(parser.parse_args().compile)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Contract values for tests: the smallest job, benchmark reports with chosen speed-ups, a finished stage on disk."""
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from eyrie_api.artifacts import MANIFEST, list_files, write_model
+from eyrie_api.v1alpha1.job import DraftTreeShape, JobSpec
+from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport, Environment, Interval
+from eyrie_api.v1alpha1.stages import Manifest
+from eyrie_api.v1alpha1.status import Condition, JobStatus, Phase
+
+NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+
+
+class ManualClock:
+    """Time that moves when told."""
+
+    def __init__(self) -> None:
+        self.now = NOW
+
+    def __call__(self) -> datetime:
+        return self.now
+
+    def pass_(self, seconds: float) -> None:
+        self.now += timedelta(seconds=seconds)
+
+
+def job_spec(**changes: Any) -> JobSpec:
+    """The quickstart job with top-level fields replaced."""
+    return JobSpec.model_validate(job_body(**changes))
+
+
+def job_body(**changes: Any) -> dict[str, Any]:
+    """The same, as a user would post it."""
+    return {"target": {"model": "quickstart"}, "data": {"sources": [{"path": "quickstart"}]}} | changes
+
+
+def ended(kind: Phase, now: datetime = NOW) -> JobStatus:
+    """The status of a job that ended so."""
+    condition = Condition(type=kind, status="True", reason="Test", last_transition_time=now)
+    return JobStatus(phase=kind, conditions=(condition,), finished_at=now)
+
+
+def benchmark_report(checkpoint: str, speedups: Mapping[str, tuple[float, ...]], *, lossless: bool = True,
+                     path: str = "checkpoints/x") -> BenchmarkReport:
+    """A report with one cell per suite and temperature (0, then 1)."""
+    cells = tuple(_cell(suite, float(place), speedup, lossless)
+                  for suite, values in speedups.items() for place, speedup in enumerate(values))
+    return BenchmarkReport(
+        checkpoint=checkpoint, candidate=checkpoint.partition("-step-")[0], path=path, cells=cells, lossless=lossless,
+        speedup=sum(cell.speedup for cell in cells) / len(cells), baseline_tokens_per_s=100.0,
+        environment=Environment(hardware="test", cpu_count=1, threads=1, torch="none", python="3", dtype="float32",
+                                code_version="0", date="2026-11-21"), seconds=1.0)
+
+
+def _cell(suite: str, temperature: float, speedup: float, lossless: bool) -> CellReport:
+    return CellReport(
+        suite=suite, temperature=temperature, tree=DraftTreeShape(), prompts=8, tokens=100, tau=2.0 * speedup,
+        acceptance=(0.9, 0.8), accepted_histogram=(1, 2, 3), tokens_per_s=100.0 * speedup,
+        baseline_tokens_per_s=100.0, speedup=speedup, speedup_interval=Interval(low=speedup, high=speedup),
+        ttft_s=0.01, baseline_ttft_s=0.01, identical=8 if lossless else 7)
+
+
+def finish_stage(directory: Path, stage: str, report: Any, files: Mapping[str, bytes], job_id: str) -> None:
+    """Write what a finished stage leaves: its files, then its manifest."""
+    for name, data in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(data)
+    write_model(directory / MANIFEST, Manifest.model_validate({
+        "stage": stage, "job_id": job_id, "spec_digest": "sha256:" + "0" * 64, "code_version": "0",
+        "started_at": NOW.isoformat(), "finished_at": (NOW + timedelta(seconds=3)).isoformat(),
+        "files": list_files(directory, [directory / name for name in files]), "report": report}))
+
+
+def target_directory(path: Path, **changes: Any) -> Path:
+    """A Hugging Face directory as far as the control plane looks: config, tokenizer, chat template."""
+    path.mkdir(parents=True, exist_ok=True)
+    config = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 320,
+              "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2} | changes
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "tokenizer.json").write_text("{}")
+    (path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    return path

@@ -1,0 +1,321 @@
+"""The client verbs against a real API on a real port: words, JSON, exit codes, and a watch that outlives the server."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from typer.testing import CliRunner, Result
+
+from eyrie_api.cli import app
+from eyrie_api.database import Database
+from eyrie_api.endpoints import Endpoints
+from eyrie_api.jobs import Jobs, Metric
+from eyrie_api.server import create_app
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.status import Condition, JobStatus, Phase, Progress, StageStatus
+from tests.tiny import chats_file, tiny_target
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_target(tmp_path_factory.mktemp("cli") / "tiny")
+
+
+@dataclass
+class Plane:
+    """The API over one database, on one port, which may be closed and opened again."""
+
+    settings: Settings
+    database: Database
+    server: uvicorn.Server | None = None
+    thread: threading.Thread | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.settings.port}"
+
+    @property
+    def jobs(self) -> Jobs:
+        return Jobs(self.database)
+
+    @property
+    def endpoints(self) -> Endpoints:
+        return Endpoints(self.database)
+
+    def open(self) -> None:
+        self.server = uvicorn.Server(uvicorn.Config(
+            create_app(self.settings, database=self.database), host="127.0.0.1", port=self.settings.port,
+            log_level="error", timeout_graceful_shutdown=1))
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        assert self.server is not None
+        assert self.thread is not None
+        self.server.should_exit = True
+        self.thread.join()
+
+
+@dataclass
+class Eyrie:
+    """The command, pointed at one plane."""
+
+    plane: Plane
+    target: Path
+    chats: Path
+    runner: CliRunner = field(default_factory=CliRunner)
+
+    def __call__(self, *arguments: str, **options: Any) -> Result:
+        return self.runner.invoke(app, list(arguments), env={"EYRIE_SERVER": self.plane.url}, **options)
+
+    def json(self, *arguments: str) -> Any:
+        done = self(*arguments, "--json")
+        assert done.exit_code == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def submit(self, name: str = "mine", *more: str) -> str:
+        job = self.json("train", "--target", str(self.target), "--data", str(self.chats), "--name", name, "--no-watch",
+                        *more)
+        return str(job["id"])
+
+
+@pytest.fixture
+def eyrie(tmp_path: Path, target: Path) -> Iterator[Eyrie]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = Settings(home=tmp_path / "home", port=port, sse_poll_s=0.02)
+    settings.home.mkdir()
+    database = Database(settings.resolved_database_url)
+    database.migrate()
+    plane = Plane(settings, database)
+    plane.open()
+    yield Eyrie(plane, target, chats_file(tmp_path / "chats.jsonl"))
+    plane.close()
+    database.close()
+
+
+def ended(phase: Phase, *stages: StageStatus) -> JobStatus:
+    now = datetime.now(UTC)
+    return JobStatus(phase=phase, stages=stages, started_at=now, finished_at=now, conditions=(
+        Condition(type=phase, status="True", reason="Ended", message="as told", last_transition_time=now),))
+
+
+def stage(state: str, **fields: Any) -> StageStatus:
+    return StageStatus.model_validate(
+        {"stage": "train", "key": "base", "state": state, "started_at": datetime.now(UTC)} | fields)
+
+
+def later(act: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=act)
+    thread.start()
+    return thread
+
+
+def test_train_submits_a_job_with_absolute_paths(eyrie: Eyrie, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(eyrie.chats.parent)
+    job = eyrie.json("train", "--target", str(eyrie.target), "--data", "chats.jsonl", "--no-watch", "--set",
+                     "train.epochs=1")
+    assert job["spec"]["target"]["model"] == str(eyrie.target)
+    assert job["spec"]["data"]["sources"][0]["path"] == str(eyrie.chats)
+    assert job["spec"]["train"]["epochs"] == 1
+    words = eyrie("train", "--target", str(eyrie.target), "--data", "chats.jsonl", "--no-watch")
+    assert words.exit_code == 0
+    assert "eyrie watch" in words.stdout
+
+
+def test_plan_names_its_assumptions_and_runs_nothing(eyrie: Eyrie) -> None:
+    arguments = ("plan", "--target", str(eyrie.target), "--data", str(eyrie.chats))
+    plan = eyrie.json(*arguments)
+    assert plan["total_tokens"] > 0
+    assert plan["assumptions"]
+    assert "ASSUMED" in eyrie(*arguments).stdout
+    assert eyrie.json("jobs")["items"] == []
+
+
+def test_jobs_are_listed_by_page_and_filtered_by_phase(eyrie: Eyrie) -> None:
+    ids = [eyrie.submit(f"job-{i}") for i in range(3)]
+    first = eyrie.json("jobs", "--limit", "2")
+    assert [job["id"] for job in first["items"]] == ids[:0:-1]
+    second = eyrie.json("jobs", "--limit", "2", "--cursor", first["next_cursor"])
+    assert [job["id"] for job in second["items"]] == ids[:1]
+    assert eyrie.json("jobs", "--phase", "Succeeded")["items"] == []
+    assert "job-2" in eyrie("jobs").stdout
+
+
+def test_a_job_is_found_by_id_by_its_beginning_and_by_name(eyrie: Eyrie) -> None:
+    job_id = eyrie.submit("by-name")
+    for wanted in (job_id, job_id[:8], "by-name"):
+        assert eyrie.json("job", wanted)["id"] == job_id
+    assert job_id in eyrie("job", job_id).stdout
+
+
+def test_events_metrics_and_logs_of_a_job_in_words_and_as_json(eyrie: Eyrie) -> None:
+    job_id = eyrie.submit()
+    eyrie.plane.jobs.set_stage(job_id, stage("Running"))
+    eyrie.plane.jobs.record_event(job_id, "DraftVocabularyBuilt", "320 tokens", stage="train", key="base")
+    eyrie.plane.jobs.record_metrics(job_id, "train", "base", [
+        Metric("loss", step, 2.0 / step, datetime.now(UTC)) for step in (1, 2, 3)])
+    log = eyrie.plane.settings.stage_dir(job_id, "train", "base") / "log.txt"
+    log.parent.mkdir(parents=True)
+    log.write_text("first line\n\x1b[31msecond\n")
+
+    lines = [json.loads(line) for line in eyrie("events", job_id, "--json").stdout.splitlines()]
+    assert [line["reason"] for line in lines] == ["Accepted", "DraftVocabularyBuilt"]
+    assert "train/base DraftVocabularyBuilt: 320 tokens" in eyrie("events", job_id).stdout
+
+    (series,) = eyrie.json("metrics", job_id, "--name", "loss")["items"]
+    assert [point["value"] for point in series["points"]] == [2.0, 1.0, 2.0 / 3]
+    assert "loss" in eyrie("metrics", job_id).stdout
+
+    lines = [json.loads(line) for line in eyrie("logs", job_id, "--json").stdout.splitlines()]
+    assert [line["line"] for line in lines] == ["first line", "\x1b[31msecond"]
+    shown = eyrie("logs", job_id).stdout
+    assert "first line" in shown
+    assert "\x1b" not in shown  # a log does not drive the terminal
+    missing = eyrie("logs", job_id, "--stage", "tune")
+    assert missing.exit_code == 65
+    assert "train --key base" in missing.stderr
+
+
+def test_leaderboard_and_endpoints_are_lists_even_when_empty(eyrie: Eyrie) -> None:
+    assert eyrie.json("leaderboard") == {"items": []}
+    assert eyrie.json("endpoints") == eyrie.json("endpoints", "list") == {"items": []}
+    for verb in ("leaderboard", "endpoints", "jobs"):
+        assert eyrie(verb).stdout.strip()
+
+
+def test_cancel_retry_and_delete(eyrie: Eyrie) -> None:
+    job_id = eyrie.submit()
+    assert eyrie.json("cancel", job_id)["id"] == job_id
+    eyrie.plane.jobs.save_status(job_id, ended("Cancelled"))
+    assert eyrie.json("retry", job_id)["status"]["attempt"] == 2
+    refused = eyrie("retry", job_id, "--json")
+    assert refused.exit_code == 1
+    error = json.loads(refused.stderr)["error"]
+    assert (error["reason"], refused.stdout) == ("Conflict", "")
+    assert error["mend"]
+    eyrie.plane.jobs.save_status(job_id, ended("Failed"))
+    kept = eyrie("delete", job_id, input="n\n")
+    assert kept.exit_code != 0
+    assert eyrie.json("delete", job_id) == {"id": job_id, "deleted": True}
+    assert eyrie("job", job_id).exit_code == 66
+
+
+def test_endpoints_are_shown_switched_and_rolled_back(eyrie: Eyrie) -> None:
+    eyrie.submit()
+    spec = eyrie.plane.jobs.list().items[0].spec
+    endpoints = eyrie.plane.endpoints
+    endpoints.create("default", spec.target, spec.serve, "tiny")
+    endpoints.activate("default", 1, "http://127.0.0.1:1/v1")
+    endpoints.propose("default", job_id=None, checkpoint="base-step-9", tree=DraftTreeShape(), drafter_dir="/x",
+                      reason="by hand", speedup=2.0, tau=3.0)
+    endpoints.activate("default", 2)
+    shown = eyrie("endpoints", "show", "default").stdout
+    assert "base-step-9 5/1/6" in shown
+    assert "2.00x" in shown
+    assert eyrie.json("endpoints", "rollback", "default")["candidate_revision"] == 1
+    assert eyrie.json("endpoints", "off", "default")["desired"] == "off"
+    refused = eyrie("chat", "hello")
+    assert refused.exit_code == 66
+    assert "endpoints on" in refused.stderr
+    assert eyrie.json("endpoints", "on", "default")["desired"] == "on"
+    assert eyrie("endpoints", "show", "nowhere").exit_code == 66
+
+
+def test_a_watch_shows_progress_and_ends_with_the_job(eyrie: Eyrie) -> None:
+    job_id = eyrie.submit()
+
+    def run() -> None:
+        eyrie.plane.jobs.set_stage(job_id, stage("Running", progress=Progress(done=1, total=2, unit="steps")))
+        eyrie.plane.jobs.record_event(job_id, "HalfWay", "one of two", stage="train", key="base")
+        eyrie.plane.jobs.save_status(job_id, ended("Succeeded", stage("Succeeded")))
+
+    thread = later(run)
+    done = eyrie("watch", job_id)
+    thread.join()
+    assert done.exit_code == 0, done.stderr
+    assert "train/base HalfWay: one of two" in done.stdout
+    assert f"Job {job_id} succeeded" in done.stdout
+    lines = [json.loads(line) for line in eyrie("watch", job_id, "--json").stdout.splitlines()]
+    assert [line.get("reason") for line in lines[:-1]] == ["Accepted", "HalfWay"]
+    assert lines[-1]["status"]["phase"] == "Succeeded"
+
+
+def test_a_failed_job_ends_the_watch_with_its_mend_and_a_code(eyrie: Eyrie) -> None:
+    job_id = eyrie.submit()
+    eyrie.plane.jobs.save_status(job_id, ended("Failed", stage("Failed", reason="LossDiverged", message="nan at 3",
+                                                              mend="lower train.learning_rate")))
+    done = eyrie("watch", job_id)
+    assert done.exit_code == 70
+    assert "LossDiverged: nan at 3" in done.stderr
+    assert "mend:  lower train.learning_rate" in done.stderr
+    eyrie.plane.jobs.save_status(job_id, ended("Cancelled"))
+    assert eyrie("watch").exit_code == 130
+
+
+def test_a_watch_survives_a_restart_of_the_server(eyrie: Eyrie) -> None:
+    job_id = eyrie.submit()
+
+    def restart() -> None:
+        time.sleep(1.0)  # until the watch has seen the first event; correct, if less telling, should it be slower
+        eyrie.plane.close()
+        eyrie.plane.jobs.record_event(job_id, "WhileAway", "written with nobody listening")
+        time.sleep(1.5)
+        eyrie.plane.open()
+        eyrie.plane.jobs.save_status(job_id, ended("Succeeded"))
+
+    thread = later(restart)
+    done = eyrie("watch", job_id, "--json")
+    thread.join()
+    assert done.exit_code == 0, done.stderr
+    reasons = [json.loads(line).get("reason") for line in done.stdout.splitlines()]
+    assert reasons[:2] == ["Accepted", "WhileAway"]  # nothing lost, nothing twice
+    assert len(reasons) == 3
+
+
+def test_no_server_is_told_with_the_mend_and_exit_code_69(eyrie: Eyrie) -> None:
+    eyrie.plane.close()
+    done = eyrie("jobs")
+    assert done.exit_code == 69
+    assert "eyrie up" in done.stderr
+    assert eyrie("train", "--target", str(eyrie.target), "--data", str(eyrie.chats)).exit_code == 69
+    eyrie.plane.open()
+
+
+@pytest.mark.parametrize(("arguments", "code", "named"), [
+    (("train", "--target", "./nowhere", "--data", "CHATS"), 65, "./nowhere"),
+    (("train", "--target", "TARGET", "--data", "missing.jsonl"), 65, "missing.jsonl"),
+    (("train", "--target", "TARGET"), 65, "--data"),
+    (("train", "--target", "TARGET", "--data", "CHATS", "--set", "train.epochs=-1"), 65, "train.epochs"),
+    (("train", "--target", "TARGET", "--data", "CHATS", "--set", "drafter.draft_vocab_size=99999"), 65, "99999"),
+    (("job", "nowhere"), 66, "nowhere"), (("cancel", "nowhere"), 66, "nowhere"), (("jobs", "--limit", "x"), 2, "limit"),
+    (("chat", "hi", "--url", "http://127.0.0.1:9/v1"), 65, "--model"),
+    (("chat", "hi", "--url", "http://127.0.0.1:9/v1", "--model", "m"), 75, "127.0.0.1:9"),
+    (("jobs", "--server", "not a url"), 65, "not a url"),
+])
+def test_what_is_wrong_is_named_with_its_exit_code(
+        eyrie: Eyrie, arguments: tuple[str, ...], code: int, named: str) -> None:
+    given = [{"TARGET": str(eyrie.target), "CHATS": str(eyrie.chats)}.get(one, one) for one in arguments]
+    done = eyrie(*given)
+    assert done.exit_code == code, done.stderr
+    assert named in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_pipe_gets_no_colour(eyrie: Eyrie) -> None:
+    eyrie.submit()
+    for arguments in (("jobs",), ("job", "mine"), ("endpoints",), ("events", "mine"), ("job", "nowhere")):
+        done = eyrie(*arguments)
+        assert "\x1b" not in done.stdout + done.stderr

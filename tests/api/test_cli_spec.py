@@ -1,0 +1,66 @@
+"""From flags to a job spec, and how wrong flags are told."""
+
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.errors import InvalidInput
+from eyrie_api.terminal.spec import build_job
+
+
+def test_flags_alone_make_a_whole_job() -> None:
+    job = build_job(name="mine", target="./model", data=["a.jsonl", "b.parquet"], dtype="bfloat16")
+    assert (job.name, job.target.model, job.target.dtype) == ("mine", "./model", "bfloat16")
+    assert [source.path for source in job.data.sources] == ["a.jsonl", "b.parquet"]
+
+
+def test_settings_override_flags_and_flags_override_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("name: filed\ntarget: {model: one, revision: main}\ndata: {sources: [{path: x.jsonl}]}\n"
+                    "train: {epochs: 2}\n")
+    job = build_job(file=file, target="two", settings=["train.epochs=3", "name=set", "target.dtype=float16"])
+    assert (job.name, job.target.model, job.target.revision, job.target.dtype) == ("set", "two", "main", "float16")
+    assert job.train.epochs == 3
+    assert job.data.sources[0].path == "x.jsonl"
+
+
+@pytest.mark.parametrize(("setting", "field", "expected"), [
+    ("train.learning_rate=5e-4", "learning_rate", 5e-4), ("train.max_steps=null", "max_steps", None),
+    ("train.seed=7", "seed", 7), ("train.schedule=cosine", "schedule", "cosine"),
+])
+def test_values_mean_what_they_look_like(setting: str, field: str, expected: object) -> None:
+    job = build_job(target="t", data=["d"], settings=[setting])
+    assert getattr(job.train, field) == expected
+
+
+def test_lists_and_flags_of_the_contract_can_be_set() -> None:
+    job = build_job(target="t", data=["d"], settings=["tune.top_k=[1, 2]", "serve.enabled=false"])
+    assert job.tune.top_k == (1, 2)
+    assert job.serve.enabled is False
+
+
+@pytest.mark.parametrize(("arguments", "named"), [
+    ({"data": ["d"]}, "--target"), ({"target": "t"}, "--data"),
+    ({"target": "t", "data": ["d"], "settings": ["train.epochs"]}, "--set"),
+    ({"target": "t", "data": ["d"], "settings": ["train.epocs=3"]}, "train.epocs"),
+    ({"target": "t", "data": ["d"], "settings": ["train.epochs=many"]}, "train.epochs"),
+    ({"target": "t", "data": ["d"], "settings": ["name.x.y=1", "name=a"]}, "name"),
+    ({"target": "t", "data": ["d"], "settings": ["drafter.draft_vocab_size=[1"]}, "--set"),
+    ({"target": "t", "data": ["d"], "settings": ["tune.num_steps=[16]"]}, "num_steps 16"),
+    ({"file": Path("nowhere.yaml")}, "nowhere.yaml"),
+])
+def test_what_is_wrong_is_named_with_a_mend(arguments: dict[str, object], named: str) -> None:
+    if "name.x.y=1" in str(arguments):
+        arguments = arguments | {"name": "text"}
+    with pytest.raises(InvalidInput) as refused:
+        build_job(**arguments)  # type: ignore[arg-type]
+    assert named in str(refused.value)
+    assert refused.value.mend
+
+
+@pytest.mark.parametrize("content", ["- a list", "a: [", "just words", "\x00"])
+def test_a_file_that_is_no_job_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(content)
+    with pytest.raises(InvalidInput, match=r"job\.yaml"):
+        build_job(file=file, target="t", data=["d"])

@@ -1,0 +1,110 @@
+"""What people read: durations, sizes, tables that survive narrow terminals, and no colour in a pipe."""
+
+from datetime import UTC, datetime, timedelta
+from io import StringIO
+
+import pytest
+from rich.console import Console, RenderableType
+
+from eyrie_api.terminal import tables
+from eyrie_api.terminal.watch import JobCancelled, JobFailed, closing_words, verdict, watch_view
+from eyrie_api.v1alpha1.job import DraftTreeShape, JobSpec
+from eyrie_api.v1alpha1.reports import LeaderboardEntry, PromotionDecision
+from eyrie_api.v1alpha1.status import Event, Job, JobStatus, Phase, Progress, StageStatus
+
+NOW = datetime(2026, 1, 2, 12, 0, tzinfo=UTC)
+SPEC = JobSpec.model_validate({"name": "mine", "target": {"model": "org/model"},
+                               "data": {"sources": [{"path": "chats.jsonl"}]}})
+ENTRY = LeaderboardEntry(
+    job_id="j-1", checkpoint="c0-step-90", candidate="c0", family="eagle3", target="org/model",
+    tree=DraftTreeShape(num_steps=7, top_k=1, num_draft_tokens=8), tau=4.321, tokens_per_s=99.4, speedup=2.5,
+    speedup_greedy=2.75, speedup_sampled=None, lossless=True, tuned=True, suites={"chat": 2.5}, rank=1)
+
+
+def job(phase: Phase = "Running", *stages: StageStatus, **status: object) -> Job:
+    return Job(id="j-1", created_at=NOW - timedelta(seconds=125), updated_at=NOW, spec=SPEC,
+               status=JobStatus(phase=phase, stages=stages, **status))  # type: ignore[arg-type]
+
+
+def rendered(words: RenderableType, width: int = 100) -> str:
+    out = StringIO()
+    Console(file=out, width=width, highlight=False, markup=False).print(words)
+    return out.getvalue()
+
+
+TRAINING = StageStatus(stage="train", key="c0", state="Running", started_at=NOW - timedelta(seconds=61),
+                       progress=Progress(done=30, total=120, unit="steps", rate=2.5, eta_s=36, message="loss 1.2"))
+FAILED = StageStatus(stage="capture", state="Failed", reason="DiskTooSmall", message="no room", mend="make room")
+
+
+@pytest.mark.parametrize(("seconds", "words"), [
+    (0, "0s"), (59.4, "59s"), (59.6, "1m00s"), (3599, "59m59s"), (7800, "2h10m"), (90_000, "1d1h"), (None, "-"),
+    (-3, "0s"),
+])
+def test_durations_read_as_people_say_them(seconds: float | None, words: str) -> None:
+    assert tables.duration(seconds) == words
+
+
+@pytest.mark.parametrize(("value", "words"), [
+    (0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 * 2**40, "5.0 TiB"), (2**62, "4096.0 PiB")])
+def test_sizes_are_binary(value: int, words: str) -> None:
+    assert tables.size(value) == words
+
+
+def test_a_running_stage_shows_done_total_rate_and_time_left() -> None:
+    seen = rendered(watch_view(job("Running", TRAINING), [], NOW))
+    for part in ("train c0", "30/120 steps", "2.5/s", "36s left", "loss 1.2", "1m01s", "Running"):
+        assert part in seen
+
+
+def test_the_watch_keeps_one_line_per_stage_on_any_width() -> None:
+    event = Event(id=1, job_id="j-1", time=NOW, reason="Regenerated", message="words " * 40)
+    for width in (30, 50, 80, 200):
+        lines = rendered(watch_view(job("Running", TRAINING, FAILED), [event], NOW), width).splitlines()
+        assert len(lines) == 4
+        assert all(len(line) <= width for line in lines)
+
+
+def test_an_absent_server_is_shown_while_watching() -> None:
+    assert "away" in rendered(watch_view(job("Running", TRAINING), [], NOW, away="connection refused"))
+
+
+def test_a_failed_stage_shows_reason_and_mend() -> None:
+    seen = rendered(tables.job_view(job("Failed", FAILED), NOW))
+    assert "DiskTooSmall: no room" in seen
+    assert "make room" in seen
+
+
+def test_a_failed_job_raises_its_stage_s_mend_and_a_cancelled_one_its_own_exit_code() -> None:
+    with pytest.raises(JobFailed, match="DiskTooSmall") as failed:
+        verdict(job("Failed", FAILED))
+    assert failed.value.mend == "make room"
+    with pytest.raises(JobCancelled) as cancelled:
+        verdict(job("Cancelled"))
+    assert cancelled.value.exit_code != failed.value.exit_code != 0
+    verdict(job("Succeeded"))
+
+
+def test_tau_never_stands_without_its_draft_tree() -> None:
+    assert "tau 4.32 at depth 7, top-k 1, 8 draft tokens" in tables.entry_line(ENTRY)
+    board = rendered(tables.leaderboard_table([ENTRY]), 160)
+    assert "4.32" in board
+    assert "7/1/8" in board
+
+
+def test_closing_words_tell_the_decision_with_its_reasons() -> None:
+    decision = PromotionDecision(promote=False, verdict="no-drafter", reasons=("slower in tools: 0.97x",))
+    assert "slower in tools: 0.97x" in closing_words(job("Succeeded", best=ENTRY, decision=decision))
+
+
+def test_empty_lists_say_what_to_do() -> None:
+    assert "eyrie train" in rendered(tables.jobs_table([], NOW))
+    for words in (tables.leaderboard_table([]), tables.endpoints_table([], NOW), tables.series_table([])):
+        assert rendered(words).strip()
+
+
+def test_a_sparkline_is_lowest_at_the_lowest_and_no_wider_than_its_points() -> None:
+    assert tables.sparkline([]) == ""
+    assert tables.sparkline([1.0, 1.0]) == "__"
+    assert tables.sparkline([0.0, 5.0, 10.0])[0::2] == "_#"
+    assert len(tables.sparkline([float(i) for i in range(1000)], width=24)) == 24

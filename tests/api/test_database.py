@@ -1,0 +1,122 @@
+"""Migrations against the metadata, transactions that do not trip over each other, upserts."""
+
+import threading
+from datetime import datetime
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import insert, inspect, select, text
+from sqlalchemy.exc import IntegrityError, StatementError
+
+from eyrie_api.database import Base, Database, EventRow, IngestRow, OutboxRow, upsert
+from eyrie_api.errors import InvalidInput
+from eyrie_api.jobs import Jobs
+from eyrie_api.migrations import downgrade, upgrade
+from tests.api.samples import NOW, job_spec
+
+
+def test_the_migrated_tables_equal_the_metadata(database: Database) -> None:
+    with database.engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True, "render_as_batch": True})
+        assert compare_metadata(context, Base.metadata) == []
+
+
+def test_every_migration_is_undone_by_its_downgrade_and_can_be_made_again(database: Database) -> None:
+    downgrade(database)
+    assert set(inspect(database.engine).get_table_names()) == {"alembic_version"}
+    upgrade(database)
+    assert set(inspect(database.engine).get_table_names()) == {*Base.metadata.tables, "alembic_version"}
+
+
+def test_processes_that_migrate_at_the_same_time_all_succeed(settings: object, tmp_path: object) -> None:
+    url = f"sqlite:///{tmp_path}/race.db"
+    failures: list[BaseException] = []
+
+    def migrate() -> None:
+        opened = Database(url)
+        try:
+            opened.migrate()
+        except BaseException as error:  # noqa: BLE001 - the test reports whatever it is
+            failures.append(error)
+        finally:
+            opened.close()
+
+    threads = [threading.Thread(target=migrate) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_sqlite_connections_use_wal_wait_for_locks_and_enforce_foreign_keys(database: Database) -> None:
+    with database.engine.connect() as connection:
+        values = {name: connection.execute(text(f"PRAGMA {name}")).scalar()
+                  for name in ("journal_mode", "busy_timeout", "foreign_keys")}
+    assert values == {"journal_mode": "wal", "busy_timeout": 10_000, "foreign_keys": 1}
+
+
+def test_a_failed_transaction_leaves_nothing(database: Database) -> None:
+    def half_way() -> None:
+        with database.writing() as session:
+            session.add(OutboxRow(task="advance_job", argument="x", created_at=NOW, dispatched_at=None))
+            session.flush()
+            raise RuntimeError("half-way")
+
+    with pytest.raises(RuntimeError, match="half-way"):
+        half_way()
+    with database.reading() as session:
+        assert session.scalars(select(OutboxRow)).all() == []
+
+
+def test_threads_that_read_then_write_do_not_lose_updates_or_fail_with_locked(database: Database) -> None:
+    jobs = Jobs(database)
+    job_id = jobs.submit(job_spec()).id
+    key = {"job_id": job_id, "stage": "train", "key": ""}
+
+    def count() -> None:
+        for _ in range(10):
+            with database.writing() as session:
+                row = session.get(IngestRow, (job_id, "train", ""))
+                upsert(session, IngestRow, key, {"offset_bytes": 1 if row is None else row.offset_bytes + 1})
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with database.reading() as session:
+        row = session.get(IngestRow, (job_id, "train", ""))
+        assert row is not None
+        assert row.offset_bytes == 40
+
+
+def test_an_upsert_reports_an_error_that_is_not_about_its_own_key(database: Database) -> None:
+    with pytest.raises(IntegrityError), database.writing() as session:
+        upsert(session, IngestRow, {"job_id": "nobody", "stage": "train", "key": ""}, {"offset_bytes": 1})
+
+
+def test_a_time_without_zone_is_refused_and_an_aware_one_comes_back_aware(database: Database) -> None:
+    with pytest.raises(StatementError, match="time without a zone"), database.writing() as session:
+        session.execute(insert(OutboxRow).values(task="x", argument="x", created_at=datetime(2026, 1, 1)))
+    with database.writing() as session:
+        session.add(OutboxRow(task="x", argument="x", created_at=NOW, dispatched_at=None))
+    with database.reading() as session:
+        assert session.scalars(select(OutboxRow.created_at)).one() == NOW
+
+
+def test_event_ids_are_not_handed_out_again_after_the_last_row_is_deleted(database: Database) -> None:
+    jobs = Jobs(database)
+    first = jobs.submit(job_spec())
+    last_id = jobs.events(first.id)[-1].id
+    with database.writing() as session:
+        session.execute(EventRow.__table__.delete())  # type: ignore[attr-defined]
+    assert jobs.record_event(first.id, "Again", "x").id > last_id
+
+
+@pytest.mark.parametrize("url", ["not a url", "sqlite://", "sqlite:///:memory:"])
+def test_a_database_url_that_cannot_work_is_refused_with_the_mend(url: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        Database(url)
+    assert caught.value.mend

@@ -1,0 +1,136 @@
+"""Plans: the second seed's storage figure recomputed, and bounds that hold for any job."""
+
+import json
+import math
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eyrie_api.facts import data_facts, quickstart_dir, target_facts
+from eyrie_api.plan import DataFacts, TargetFacts, make_plan, state_bytes_per_token, tree_shapes
+from eyrie_api.v1alpha1.job import DataSpec, TuneSpec
+from tests.api.samples import job_spec, target_directory
+
+MIB, TIB, TB = 2**20, 2**40, 10**12
+# allenai/Olmo-3.1-32B-Think as far as the post uses it; depth and heads do not enter the storage figure.
+SEED_TARGET = TargetFacts(hidden_size=5120, num_layers=64, vocab_size=100_278, intermediate_size=27_648, num_heads=40,
+                          num_kv_heads=8, head_dim=128, tie_word_embeddings=False, source="the seed")
+SMALL = TargetFacts(hidden_size=256, num_layers=16, vocab_size=2048, intermediate_size=704, num_heads=4,
+                    num_kv_heads=2, head_dim=64, tie_word_embeddings=False, source="test")
+
+
+def test_the_seeds_42_tib_is_40_tib_when_divided_by_1024s() -> None:
+    per_sample = 2048 * state_bytes_per_token(3, 5120, 2)
+    assert per_sample == 80 * MIB, "the post's ~80 MiB per sample is exact"
+    total = 500_000 * per_sample
+    assert total == 40_000_000 * MIB
+    assert round(total / TIB, 3) == 38.147
+    assert round(total / TB, 3) == 41.943
+    with_overhead = Fraction(total) * Fraction(105, 100)
+    assert round(float(with_overhead / TIB), 3) == 40.054
+    assert round(float(with_overhead / TB), 3) == 44.040
+    # Where "~42 TiB" comes from: 40 000 000 MiB / 10**6 instead of / 2**20, then 5 %.
+    assert Fraction(40_000_000, 10**6) * Fraction(105, 100) == 42
+
+
+def test_the_seeds_job_as_a_plan_stores_38_tib_of_states_and_not_quite_5_gib_of_ids_and_masks() -> None:
+    spec = job_spec(
+        data={"sources": [{"path": "allenai/Dolci-Instruct-SFT"}], "max_conversations": 500_000,
+              "held_out_fraction": 0.0, "max_prompt_tokens": 1024},
+        regenerate={"max_new_tokens": 1024}, capture={"max_length": 2048, "codec": "bfloat16"})
+    plan = make_plan(spec, SEED_TARGET, free_bytes=39 * TIB)
+    capture = plan.stages[1]
+    assert capture.tokens == 500_000 * 2048
+    assert plan.bytes_per_token == 40_960
+    states = capture.tokens * plan.bytes_per_token
+    assert round(states / TIB, 3) == 38.147
+    assert capture.bytes_on_disk - states == 5 * capture.tokens
+    assert round((capture.bytes_on_disk - states) / 2**30, 1) == 4.8
+    assert plan.fits_disk is True, "the post's 42 TiB would have been refused on this disk"
+    assert make_plan(spec, SEED_TARGET, free_bytes=38 * TIB).fits_disk is False
+
+
+def test_storage_scales_with_hidden_size_and_not_with_depth_as_the_seed_says() -> None:
+    deep = TargetFacts(**{**vars(SEED_TARGET), "num_layers": 640})
+    assert make_plan(job_spec(), deep, None).bytes_per_token == make_plan(job_spec(), SEED_TARGET, None).bytes_per_token
+    wide = TargetFacts(**{**vars(SEED_TARGET), "hidden_size": 8192})
+    ratio = make_plan(job_spec(), wide, None).bytes_per_token / make_plan(job_spec(), SEED_TARGET, None).bytes_per_token
+    assert ratio == 1.6
+
+
+def test_the_parameter_estimate_equals_the_weights_of_the_quickstart_target() -> None:
+    directory = quickstart_dir()
+    assert directory is not None
+    with (directory / "model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+    assert target_facts(directory).parameters == sum(math.prod(shape) for shape in shapes)
+
+
+def test_every_number_of_a_plan_rests_on_a_named_assumption_with_a_source() -> None:
+    plan = make_plan(job_spec(), SMALL, None)
+    named = {one.name for one in plan.assumptions}
+    assert {"prompt length", "answer length", "hidden size", "training rate", "candidates"} <= named
+    assert all(one.source for one in plan.assumptions)
+    assert any("upper bounds" in warning for warning in plan.warnings)
+    assert plan.fits_disk is None
+
+
+def test_a_sweep_is_charged_for_every_candidate_it_trains_and_benchmarks() -> None:
+    one = make_plan(job_spec(), SMALL, None)
+    three = make_plan(job_spec(sweep={"axes": [{"field": "train.seed", "values": [1, 2, 3]}]}), SMALL, None)
+    assert three.stages[2].tokens == 3 * one.stages[2].tokens
+    assert three.stages[3].tokens == 3 * one.stages[3].tokens
+    assert three.stages[1] == one.stages[1], "captured once, whatever is trained from it"
+
+
+@given(st.integers(1, 10**8), st.integers(8, 10**6), st.integers(1, 131_072), st.floats(0.0, 1.0),
+       st.integers(16, 10**6), st.sampled_from(["float32", "bfloat16"]))
+def test_a_plan_is_consistent_for_any_job(rows: int, prompt: int, answer: int, held_out: float, length: int,
+                                          codec: str) -> None:
+    spec = job_spec(
+        data={"sources": [{"path": "quickstart"}], "max_conversations": rows, "max_prompt_tokens": prompt,
+              "held_out_fraction": held_out},
+        regenerate={"max_new_tokens": answer}, capture={"max_length": length, "codec": codec})
+    plan = make_plan(spec, SMALL, free_bytes=10**12)
+    assert plan.total_bytes_on_disk == sum(stage.bytes_on_disk for stage in plan.stages)
+    assert plan.stages[1].tokens <= rows * length
+    assert plan.stages[1].tokens <= rows * (prompt + answer)
+    assert plan.fits_disk is (plan.total_bytes_on_disk <= 10**12)
+    assert 0.0 <= plan.total_hours < float("inf")
+
+
+def test_absurdly_large_numbers_are_planned_and_not_a_crash() -> None:
+    spec = job_spec(train={"max_steps": 10**400}, data={"sources": [{"path": "quickstart", "max_rows": 10**300}]})
+    assert make_plan(spec, SMALL, None).total_hours > 0
+
+
+def test_impossible_tree_shapes_are_left_out_of_the_grid() -> None:
+    shapes = tree_shapes(TuneSpec(num_steps=(3, 7), top_k=(1, 2), num_draft_tokens=(6, 16)))
+    assert [shape.label() for shape in shapes] == ["3/1/4", "3/2/6", "7/1/8", "7/2/16"]
+
+
+def sources(**fields: Any) -> DataSpec:
+    return DataSpec.model_validate({"sources": [fields]})
+
+
+def test_rows_of_a_local_file_are_estimated_from_its_first_lines(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"messages": []}\n' * 1000)
+    facts = data_facts(sources(path=str(path)))
+    assert facts.rows == 1000
+    assert facts.prompt_tokens == pytest.approx(17 / 4)
+    assert data_facts(sources(path=str(path), max_rows=10)).rows == 10
+
+
+def test_what_cannot_be_sampled_is_unknown_and_not_guessed() -> None:
+    assert data_facts(sources(path="org/dataset")) == DataFacts()
+
+
+def test_a_real_target_directory_gives_the_facts(tmp_path: Path) -> None:
+    facts = target_facts(target_directory(tmp_path / "t"))
+    assert (facts.hidden_size, facts.num_kv_heads, facts.head_dim) == (64, 2, 16)

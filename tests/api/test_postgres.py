@@ -1,0 +1,98 @@
+"""The same rows on PostgreSQL. The walk runs where EYRIE_TEST_POSTGRES_URL names an empty database (psycopg needed)."""
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.schema import CreateIndex, CreateTable
+
+from eyrie_api.database import Base, Database
+from eyrie_api.endpoints import Endpoints
+from eyrie_api.idempotency import Claim, Idempotency, Replay
+from eyrie_api.jobs import JobFilter, Jobs, Metric
+from eyrie_api.leaderboard import Measured
+from eyrie_api.migrations import downgrade, upgrade
+from eyrie_api.results import ResultFilter, Results
+from eyrie_api.v1alpha1.job import DraftTreeShape, ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.status import StageStatus
+from tests.api.samples import NOW, benchmark_report, ended, job_spec
+
+URL = os.environ.get("EYRIE_TEST_POSTGRES_URL")
+
+
+@pytest.mark.parametrize("table", Base.metadata.sorted_tables, ids=lambda table: table.name)
+def test_every_table_and_index_can_be_spelled_in_postgresql(table: object) -> None:
+    text = str(CreateTable(table).compile(dialect=postgresql.dialect()))  # type: ignore[arg-type]
+    for index in table.indexes:  # type: ignore[attr-defined]
+        text += str(CreateIndex(index).compile(dialect=postgresql.dialect()))
+    assert "AUTOINCREMENT" not in text
+    assert "sqlite" not in text.lower()
+
+
+@pytest.fixture
+def postgres() -> Iterator[Database]:
+    if URL is None:
+        pytest.skip("set EYRIE_TEST_POSTGRES_URL to an empty PostgreSQL database to run this test")
+    opened = Database(URL)
+    opened.migrate()
+    yield opened
+    downgrade(opened)
+    opened.close()
+
+
+def in_threads(work: object, count: int) -> None:
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]  # type: ignore[arg-type]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_the_walk_of_a_job_is_the_same_on_postgresql(postgres: Database) -> None:
+    with postgres.engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, Base.metadata) == []
+    downgrade(postgres)
+    upgrade(postgres)
+    idempotency = Idempotency(postgres, 60.0)
+    jobs = Jobs(postgres, idempotency=idempotency)
+    claim = idempotency.claim("k", "r", "d")
+    assert isinstance(claim, Claim)
+    job = jobs.submit(job_spec(labels={"a": "b"}), claim)
+    assert isinstance(idempotency.claim("k", "r", "d"), Replay)
+    assert jobs.list(JobFilter(labels={"a": "b"}, phase="Pending")).items == (job,)
+
+    won: list[int] = []
+
+    def race(number: int) -> None:
+        if jobs.take_lease(job.id, str(number), 60.0):
+            won.append(number)
+
+    in_threads(race, 8)
+    assert len(won) == 1
+
+    def observe(_number: int) -> None:
+        for step in range(10):
+            jobs.set_stage(job.id, StageStatus(stage="train", key=str(step), state="Running", started_at=NOW))
+            jobs.record_metrics(job.id, "train", "", [Metric("loss", step, 1.0, NOW)])
+
+    in_threads(observe, 4)
+    assert len(jobs.get(job.id).status.stages) == len(jobs.metrics(job.id)[0].points) == 10
+
+    endpoints, results = Endpoints(postgres), Results(postgres)
+    endpoints.create("x", TargetSpec(model="quickstart"), ServeSpec(), "m")
+    endpoints.propose("x", job_id=job.id, checkpoint="c", tree=DraftTreeShape(), drafter_dir="/d", reason="test")
+    endpoints.activate("x", 2)
+    assert endpoints.roll_back("x").candidate_revision == 1
+    for _ in range(2):
+        results.record(Measured(job.id, "eagle3", "quickstart", True, benchmark_report("c", {"chat": (2.0,)})), "/d")
+    assert len(results.leaderboard(ResultFilter(tuned=True, lossless=True))) == 1
+    endpoints.activate("x", 1)
+    jobs.save_status(job.id, ended("Failed"))
+    assert jobs.retry(job.id).status.attempt == 2
+    jobs.save_status(job.id, ended("Cancelled"))
+    assert jobs.delete(job.id)

@@ -1,0 +1,157 @@
+"""What is refused before anything runs, and what is let through."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyrie_api.errors import (
+    DiskTooSmall,
+    EyrieError,
+    InvalidInput,
+    NoChatTemplate,
+    NoUsableData,
+    TargetNotFound,
+    UnsupportedTarget,
+    VocabularyTooLarge,
+)
+from eyrie_api.preflight import check, plan
+from eyrie_api.settings import Settings
+from tests.api.samples import job_spec, target_directory
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return target_directory(tmp_path / "target")
+
+
+def data(path: object, **more: Any) -> dict[str, Any]:
+    return {"sources": [{"path": str(path)}], **more}
+
+
+def refused(settings: Settings, kind: type[EyrieError], says: str, **changes: Any) -> None:
+    with pytest.raises(kind, match=says) as caught:
+        check(job_spec(**changes), settings)
+    assert caught.value.mend
+
+
+def test_a_local_target_with_local_data_is_accepted_with_absolute_paths(
+        settings: Settings, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "chats.jsonl").write_text('{"messages": []}\n')
+    monkeypatch.chdir(tmp_path)
+    checked = check(job_spec(target={"model": "./target"}, data=data("chats.jsonl")), settings)
+    assert checked.spec.target.model == str(target)
+    assert checked.spec.data.sources[0].path == str(tmp_path / "chats.jsonl")
+    assert checked.plan is not None
+
+
+def test_a_hub_target_that_is_not_in_the_cache_is_left_to_the_stages(
+        settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    spec = job_spec(target={"model": "org/name"})
+    assert check(spec, settings).plan is None
+    with pytest.raises(InvalidInput, match="not on this machine"):
+        plan(spec, settings)
+
+
+def test_a_hub_target_in_the_cache_is_checked_like_a_directory(
+        settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    model = tmp_path / "models--org--name"
+    target_directory(model / "snapshots" / "abc", architectures=["GPT2LMHeadModel"])
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("abc\n")
+    refused(settings, UnsupportedTarget, "GPT2LMHeadModel", target={"model": "org/name"})
+
+
+@pytest.mark.parametrize("model", ["/no/such/dir", "./nope", "~/nope", "a/b/c", "nothing", "~nobody/x", "bad\0name",
+                                   "x" * 4000])
+def test_a_target_that_is_nowhere_is_not_found(settings: Settings, model: str) -> None:
+    refused(settings, TargetNotFound, "target.model", target={"model": model})
+
+
+def test_a_directory_without_config_is_not_a_target(settings: Settings, tmp_path: Path) -> None:
+    refused(settings, TargetNotFound, "config.json", target={"model": str(tmp_path)})
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '"x"', "\x80"])
+def test_an_unreadable_config_is_refused(settings: Settings, target: Path, text: str) -> None:
+    (target / "config.json").write_bytes(text.encode("latin-1"))
+    refused(settings, UnsupportedTarget, "config.json", target={"model": str(target)})
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": "big"}, {"num_hidden_layers": 0}, {"vocab_size": True},
+                                    {"num_attention_heads": 1.5}])
+def test_a_config_figure_that_is_not_a_positive_integer_is_named(
+        settings: Settings, tmp_path: Path, change: dict[str, Any]) -> None:
+    path = target_directory(tmp_path / "t", **change)
+    refused(settings, UnsupportedTarget, next(iter(change)), target={"model": str(path)})
+
+
+@pytest.mark.parametrize("architectures", [["MixtralForCausalLM"], [], None, "LlamaForCausalLM"])
+def test_an_architecture_we_cannot_decode_is_refused_and_the_supported_ones_are_named(
+        settings: Settings, tmp_path: Path, architectures: Any) -> None:
+    path = target_directory(tmp_path / "t", architectures=architectures)
+    with pytest.raises(UnsupportedTarget) as caught:
+        check(job_spec(target={"model": str(path)}), settings)
+    assert "Qwen3ForCausalLM" in caught.value.mend
+
+
+def test_a_target_without_tokenizer_or_without_chat_template_is_refused(settings: Settings, target: Path) -> None:
+    (target / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 10}))
+    refused(settings, NoChatTemplate, "without chat template", target={"model": str(target)})
+    (target / "chat_template.jinja").write_text("{{ messages }}")
+    check(job_spec(target={"model": str(target)}), settings)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (target / name).unlink()
+    refused(settings, NoChatTemplate, "no tokenizer", target={"model": str(target)})
+
+
+def test_data_that_is_missing_or_empty_is_refused(settings: Settings, target: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    model = {"model": str(target)}
+    refused(settings, NoUsableData, "no such file", target=model, data=data(tmp_path / "missing.jsonl"))
+    refused(settings, NoUsableData, "no such file", target=model, data=data("missing.jsonl"))
+    refused(settings, NoUsableData, "is empty", target=model, data=data(tmp_path / "empty.jsonl"))
+    refused(settings, NoUsableData, "no rows", target=model, data=data(tmp_path / "blank.jsonl"))
+    refused(settings, NoUsableData, "no such file", target=model, data=data(tmp_path))
+    refused(settings, InvalidInput, "neither a file", target=model, data=data("chats"))
+
+
+@pytest.mark.parametrize(("path", "says"), [
+    ("quickstart:poetry", "not shipped"), ("/no/suite.jsonl", "no file"), ("suite", "neither")])
+def test_a_suite_that_is_nowhere_is_refused(settings: Settings, path: str, says: str) -> None:
+    refused(settings, InvalidInput, says, benchmark={"suites": [{"name": "s", "path": path}]})
+
+
+def test_a_held_out_suite_needs_held_out_prompts(settings: Settings) -> None:
+    suites = {"suites": [{"name": "s", "path": "held-out"}]}
+    refused(settings, InvalidInput, "held_out_fraction", benchmark=suites,
+            data=data("quickstart", held_out_fraction=0.0))
+
+
+def test_a_draft_vocabulary_larger_than_the_targets_is_refused_in_the_job_and_in_a_sweep(
+        settings: Settings, target: Path) -> None:
+    model = {"model": str(target)}
+    refused(settings, VocabularyTooLarge, "321 .*320", target=model, drafter={"draft_vocab_size": 321})
+    refused(settings, VocabularyTooLarge, "candidate c2", target=model,
+            sweep={"axes": [{"field": "drafter.draft_vocab_size", "values": [64, 999]}]})
+    check(job_spec(target=model, drafter={"draft_vocab_size": 320}), settings)
+
+
+def test_layers_the_target_does_not_have_are_refused(settings: Settings, target: Path) -> None:
+    refused(settings, InvalidInput, "layer 5, but the target has 4", target={"model": str(target)},
+            capture={"aux_layers": [1, 2, 5]})
+
+
+def test_a_sweep_over_a_field_that_does_not_exist_is_refused(settings: Settings) -> None:
+    refused(settings, InvalidInput, "does not exist", sweep={"axes": [{"field": "train.speed", "values": [1]}]})
+
+
+def test_a_job_that_does_not_fit_the_disk_is_refused_with_both_sizes(settings: Settings, tmp_path: Path) -> None:
+    path = target_directory(tmp_path / "huge", hidden_size=8_388_608)
+    with pytest.raises(DiskTooSmall, match=r"needs about .* GiB .* are free") as caught:
+        check(job_spec(target={"model": str(path)}, data=data("quickstart", max_conversations=100_000_000)), settings)
+    assert "max_conversations" in caught.value.mend

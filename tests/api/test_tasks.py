@@ -1,0 +1,256 @@
+"""Chores on a real Celery worker thread over memory://, and over Redis where a server is installed."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.database import Database
+from eyrie_api.endpoints import Endpoints
+from eyrie_api.idempotency import Claim, Idempotency
+from eyrie_api.jobs import Jobs
+from eyrie_api.outbox import Outbox
+from eyrie_api.settings import Settings
+from eyrie_api.tasks import ChoreLoop, make_celery
+from eyrie_api.v1alpha1.job import ServeSpec, TargetSpec
+from tests.api.samples import ended, job_spec
+
+LONG_S = 60.0
+"""A bound for a loaded machine; no test waits for it when all is well."""
+
+
+class Seen:
+    """Arguments a chore was called with."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.calls: list[str] = []
+
+    def __call__(self, argument: str) -> None:
+        with self._changed:
+            self.calls.append(argument)
+            self._changed.notify_all()
+
+    def wait_for(self, enough: Callable[[list[str]], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: enough(self.calls), LONG_S), self.calls
+
+
+@contextmanager
+def running(settings: Settings, database: Database, advance: Callable[[str], None],
+            tend: Callable[[str], None] | None = None) -> Iterator[ChoreLoop]:
+    loop = ChoreLoop(settings, make_celery(settings, advance, tend=tend, database=database))
+    loop.start(LONG_S)
+    try:
+        yield loop
+    finally:
+        loop.stop()
+        assert not loop.is_running
+
+
+@pytest.fixture
+def rare(settings: Settings) -> Settings:
+    """Settings whose ticks are too rare to help: only the outbox and `wake` move things."""
+    return settings.model_copy(update={"reconcile_interval_s": 3600.0})
+
+
+@pytest.fixture
+def frequent(settings: Settings) -> Settings:
+    return settings.model_copy(update={"reconcile_interval_s": 0.05, "retention_interval_s": 0.05})
+
+
+def test_a_submitted_job_is_advanced_as_soon_as_the_loop_is_woken(rare: Settings, database: Database) -> None:
+    advanced = Seen()
+    with running(rare, database, advanced) as loop:
+        assert loop.is_running
+        job = Jobs(database).submit(job_spec())
+        loop.wake()
+        advanced.wait_for(lambda calls: job.id in calls)
+    assert Outbox(database).depth() == 0
+
+
+def test_an_unfinished_job_nobody_drives_is_advanced_again_and_again(frequent: Settings, database: Database) -> None:
+    jobs, advanced = Jobs(database), Seen()
+    job = jobs.submit(job_spec())
+    Outbox(database).mark_dispatched(chore.id for chore in Outbox(database).pending())  # the broker lost it
+    with running(frequent, database, advanced):
+        advanced.wait_for(lambda calls: calls.count(job.id) >= 3)
+
+
+def test_a_job_with_a_live_lease_is_left_to_its_driver(frequent: Settings, database: Database) -> None:
+    jobs, advanced = Jobs(database), Seen()
+    driven, free = jobs.submit(job_spec()).id, jobs.submit(job_spec()).id
+    Outbox(database).mark_dispatched(chore.id for chore in Outbox(database).pending())
+    jobs.take_lease(driven, "another process", 3600.0)
+    with running(frequent, database, advanced):
+        advanced.wait_for(lambda calls: calls.count(free) >= 3)
+    assert driven not in advanced.calls
+
+
+def test_a_chore_that_raises_does_not_stop_the_others(frequent: Settings, database: Database) -> None:
+    advanced = Seen()
+    bad, good = Jobs(database).submit(job_spec()).id, Jobs(database).submit(job_spec()).id
+
+    def advance(job_id: str) -> None:
+        advanced(job_id)
+        if job_id == bad:
+            raise RuntimeError("this job is cursed")
+
+    with running(frequent, database, advance):
+        advanced.wait_for(lambda calls: calls.count(good) >= 2 and calls.count(bad) >= 2)
+
+
+def test_an_endpoint_that_was_changed_is_tended(rare: Settings, database: Database) -> None:
+    tended = Seen()
+    with running(rare, database, Seen(), tended) as loop:
+        Endpoints(database).create("default", TargetSpec(model="quickstart"), ServeSpec(), "quickstart")
+        loop.wake()
+        tended.wait_for(lambda calls: "default" in calls)
+
+
+def test_a_deleted_jobs_files_are_removed_and_another_jobs_are_not(rare: Settings, database: Database) -> None:
+    jobs = Jobs(database)
+    gone, kept = jobs.submit(job_spec()).id, jobs.submit(job_spec()).id
+    for job_id in (gone, kept):
+        rare.stage_dir(job_id, "train").mkdir(parents=True)
+    jobs.save_status(gone, ended("Failed"))
+    jobs.delete(gone)
+    last = Seen()
+    with running(rare, database, last) as loop:
+        loop.wake()
+        last.wait_for(lambda calls: kept in calls)
+    assert not rare.job_dir(gone).exists()
+    assert rare.job_dir(kept).exists()
+
+
+def test_a_job_marked_for_deletion_disappears_once_it_has_stopped(frequent: Settings, database: Database) -> None:
+    jobs, advanced = Jobs(database), Seen()
+
+    def advance(job_id: str) -> None:
+        if jobs.intent(job_id).cancel_requested:
+            jobs.save_status(job_id, ended("Cancelled"))
+        advanced(job_id)
+
+    job_id = jobs.submit(job_spec()).id
+    with running(frequent, database, advance):
+        jobs.delete(job_id)
+        other = jobs.submit(job_spec()).id
+        advanced.wait_for(lambda calls: calls.count(other) >= 2)
+        deadline = threading.Event()
+        while jobs.list().items[-1].id == job_id and not deadline.wait(0.02):
+            pass
+    assert [job.id for job in jobs.list().items] == [other]
+
+
+def test_retention_sweeps_what_has_expired(frequent: Settings, database: Database) -> None:
+    settings = frequent.model_copy(update={"outbox_ttl_s": 1e-6, "idempotency_ttl_s": 1e-6})
+    idempotency, jobs = Idempotency(database, 1e-6), Jobs(database)
+    claim = idempotency.claim("k", "r", "d")
+    assert isinstance(claim, Claim)
+    with database.writing() as session:
+        idempotency.complete(session, claim, 202, {})
+    jobs.submit(job_spec())
+    advanced = Seen()
+    with running(settings, database, advanced):
+        advanced.wait_for(lambda calls: len(calls) >= 5)
+    assert idempotency.sweep() == 0
+    assert Outbox(database).sweep(0.0) <= 1, "at most the row dispatched after the last sweep"
+
+
+CRASHING = """
+import os, sys
+from eyrie_api.database import Database
+from eyrie_api.jobs import Jobs
+from eyrie_api.v1alpha1.job import JobSpec
+from pathlib import Path
+job = Jobs(Database(sys.argv[1])).submit(JobSpec.model_validate_json(sys.argv[2]))
+print(job.id, flush=True)
+os.kill(os.getpid(), 9)  # after the commit, before anything was published
+"""
+
+
+def test_a_job_whose_server_was_killed_after_the_commit_is_dispatched_by_the_next_one(
+        rare: Settings, database: Database) -> None:
+    argv = [sys.executable, "-c", CRASHING, rare.resolved_database_url, job_spec().model_dump_json()]
+    crashed = subprocess.run(argv, capture_output=True, text=True, timeout=LONG_S, check=False)
+    assert crashed.returncode == -signal.SIGKILL
+    job_id, advanced = crashed.stdout.strip(), Seen()
+    with running(rare, database, advanced):
+        advanced.wait_for(lambda calls: job_id in calls)
+
+
+REDIS = os.environ.get("EYRIE_TEST_REDIS_SERVER") or shutil.which("redis-server")
+
+
+class Redis:
+    """A redis-server process on a port that stays the same when it is started again."""
+
+    def __init__(self, program: str, directory: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self._port}/0"
+        self._argv = [program, "--port", str(self._port), "--bind", "127.0.0.1", "--save", "", "--dir", str(directory)]
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._argv, stdout=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(10)
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[Redis]:
+    if REDIS is None:
+        pytest.skip("no redis-server on this machine: install it or set EYRIE_TEST_REDIS_SERVER to run this test")
+    server = Redis(REDIS, tmp_path)
+    yield server
+    server.kill()
+
+
+def test_redis_by_url_moves_the_same_chores_with_the_same_code(
+        rare: Settings, database: Database, redis: Redis) -> None:
+    advanced = Seen()
+    with running(rare.model_copy(update={"broker_url": redis.url}), database, advanced) as loop:
+        job = Jobs(database).submit(job_spec())
+        loop.wake()
+        advanced.wait_for(lambda calls: job.id in calls)
+
+
+def test_a_broker_that_dies_and_comes_back_empty_loses_no_chore(
+        frequent: Settings, database: Database, redis: Redis) -> None:
+    jobs, advanced = Jobs(database), Seen()
+    with running(frequent.model_copy(update={"broker_url": redis.url}), database, advanced):
+        redis.kill()
+        job_id = jobs.submit(job_spec()).id
+        redis.start()
+        advanced.wait_for(lambda calls: job_id in calls)
+
+
+def test_a_broker_that_cannot_be_reached_at_the_start_is_an_error_with_the_mend(
+        frequent: Settings, database: Database) -> None:
+    code = (
+        "import sys\n"
+        "from eyrie_api.settings import Settings\n"
+        "from eyrie_api.tasks import BrokerAway, ChoreLoop, make_celery\n"
+        "settings = Settings.model_validate_json(sys.argv[1])\n"
+        "try:\n"
+        "    ChoreLoop(settings, make_celery(settings, print)).start(0.5)\n"
+        "except BrokerAway as error:\n"
+        "    sys.exit(error.mend)\n"
+    )
+    away = frequent.model_copy(update={"broker_url": "redis://127.0.0.1:1/0"})
+    ended_with = subprocess.run([sys.executable, "-c", code, away.model_dump_json()], capture_output=True, text=True,
+                                timeout=LONG_S, check=False)
+    assert "EYRIE_BROKER_URL" in ended_with.stderr
+    assert ended_with.returncode == 1

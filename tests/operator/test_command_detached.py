@@ -1,0 +1,73 @@
+"""Who runs a home's control plane: a lock tells, not a file that outlives its writer."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.errors import Conflict, PortInUse
+from eyrie_operator.detached import PLANE_FILE, check_port, claim, free_port, running_plane
+
+HOLDER = """
+import sys, pathlib
+from eyrie_operator.detached import claim
+with claim(pathlib.Path(sys.argv[1]), "http://127.0.0.1:1"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def hold(home: Path) -> subprocess.Popen[str]:
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(home)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                              text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    return holder
+
+
+def test_nobody_runs_an_empty_home(tmp_path: Path) -> None:
+    assert running_plane(tmp_path) is None
+    assert running_plane(tmp_path / "nowhere") is None
+
+
+def test_the_holder_is_found_from_another_process_and_a_second_claim_is_refused(tmp_path: Path) -> None:
+    holder = hold(tmp_path)
+    try:
+        plane = running_plane(tmp_path)
+        assert plane is not None
+        assert (plane.pid, plane.url) == (holder.pid, "http://127.0.0.1:1")
+        with pytest.raises(Conflict, match=r"http://127\.0\.0\.1:1"), claim(tmp_path, "http://127.0.0.1:2"):
+            pass
+        found = running_plane(tmp_path)
+        assert found is not None
+        assert found.url == "http://127.0.0.1:1"  # the loser did not overwrite it
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_a_killed_holder_leaves_a_file_that_does_not_lie(tmp_path: Path) -> None:
+    holder = hold(tmp_path)
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait()
+    assert (tmp_path / PLANE_FILE).exists()
+    assert running_plane(tmp_path) is None
+    with claim(tmp_path, "http://127.0.0.1:3"):
+        pass
+
+
+def test_a_port_in_use_is_told_with_the_mend() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(PortInUse, match=str(port)) as told:
+            check_port("127.0.0.1", port)
+    assert told.value.exit_code == 69
+    assert "--port" in told.value.mend
+    check_port("127.0.0.1", free_port())
+    check_port("127.0.0.1", 0)

@@ -1,0 +1,209 @@
+"""Jobs driven to their ends on one machine: real rows, real runs under kfp.local, rehearsed stages."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.database import Database
+from eyrie_api.jobs import Jobs
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.job import JobSpec, ServeSpec
+from eyrie_api.v1alpha1.status import Job
+from eyrie_operator.conditions import find, is_over
+from eyrie_operator.embedded import Embedded
+from eyrie_pipelines import local
+from eyrie_pipelines.processes import group_members, wait_until
+from tests.pipelines.conftest import Rehearsal, spec_of
+
+LIMIT_S = 120.0
+SPEC = spec_of(serve=ServeSpec(enabled=False))
+
+
+class World:
+    """One home with its database and the driver of its jobs."""
+
+    def __init__(self, home: Path) -> None:
+        self.settings = Settings(home=home)
+        self.database = Database(self.settings.resolved_database_url)
+        self.database.migrate()
+        self.jobs = Jobs(self.database)
+        self.embedded = Embedded(self.settings, self.database)
+
+    def submit(self, spec: JobSpec = SPEC) -> str:
+        return self.jobs.submit(spec).id
+
+    def directory(self, job_id: str) -> Path:
+        return self.settings.job_dir(job_id)
+
+    def drive(self, job_id: str) -> Job:
+        """Advance until the job is over."""
+        def over() -> bool:
+            self.embedded.advance(job_id)
+            return is_over(self.jobs.get(job_id).status.conditions)
+        assert wait_until(over, LIMIT_S), self.jobs.get(job_id).status
+        return self.jobs.get(job_id)
+
+    def close(self) -> None:
+        for directory in self.settings.home.glob("jobs/*"):
+            local.stop(directory, grace_s=0.5)
+        self.database.close()
+
+
+@pytest.fixture
+def world(tmp_path: Path, rehearsal: Rehearsal) -> Iterator[World]:
+    made = World(tmp_path / "home")
+    yield made
+    made.close()
+
+
+def test_a_job_runs_to_success_and_leaves_its_report_its_results_and_its_story(
+        world: World, rehearsal: Rehearsal) -> None:
+    job_id = world.submit()
+    job = world.drive(job_id)
+    assert job.status.phase == "Succeeded"
+    assert {stage.state for stage in job.status.stages} == {"Succeeded"}
+    assert len(job.status.stages) == 6
+    assert job.status.best is not None
+    assert job.status.best.checkpoint == "base-step-20"
+    assert job.status.decision is not None
+    assert job.status.decision.promote
+    report = json.loads((world.directory(job_id) / "report.json").read_text())
+    assert set(report["seconds"]) == {"regenerate", "capture", "train", "benchmark", "tune", "total"}
+    assert [one["name"] for one in report["checkpoints"]] == ["base-step-10", "base-step-20"]
+    cell = report["checkpoints"][0]["suites"]["math"]["0"]
+    assert {"tau", "tokens_per_s", "speedup", "identical", "prompts"} <= set(cell)
+    assert report["baseline"] == {"tokens_per_s": 100.0, "transformers_generate_tokens_per_s": 90.0}
+    assert {"num_steps", "top_k", "num_draft_tokens", "tau", "tokens_per_s", "speedup"} <= set(report["tuning"][0])
+    assert report["promoted"]["identical"] == {"greedy": True, "sampled": True}
+    assert report["promoted"]["speedup"]["greedy"] == 2.5
+    assert (report["promoted"]["num_steps"], report["promoted"]["top_k"]) == (3, 2)
+    reasons = [event.reason for event in world.jobs.events(job_id)]
+    assert reasons.count("Rehearsed") == 6  # one per stage, each read exactly once
+    assert reasons.count("StageStarted") == reasons.count("StageFinished") == 6
+    assert {"Promoted", "Succeeded"} <= set(reasons)
+    series = {(one.stage, one.key, one.name) for one in world.jobs.metrics(job_id)}
+    assert ("train", "base", "train/loss") in series
+
+
+def test_a_failed_stage_fails_the_job_in_its_own_words_and_a_retry_goes_on_from_there(
+        world: World, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(capture=["permanent", "ok"], train__base=["hang"])
+    job_id = world.submit()
+    job = world.drive(job_id)
+    assert job.status.phase == "Failed"
+    for kind in ("Failed", "Captured"):
+        found = find(job.status.conditions, kind)
+        assert found is not None
+        assert found.reason == "LossDiverged"
+        assert "lower train.learning_rate" in found.message
+    failed = next(one for one in job.status.stages if one.stage == "capture")
+    assert (failed.state, failed.reason, failed.mend) == ("Failed", "LossDiverged", "lower train.learning_rate")
+    assert json.loads((world.directory(job_id) / "report.json").read_text())["outcome"]["succeeded"] is False
+    world.jobs.retry(job_id)
+    world.embedded.advance(job_id)
+    assert wait_until(lambda: "train/base" in rehearsal.starts(), LIMIT_S)
+    world.embedded.advance(job_id)
+    status = world.jobs.get(job_id).status
+    assert (status.phase, status.attempt) == ("Running", 2)
+    assert rehearsal.starts() == ["regenerate", "capture", "capture", "train/base"]
+
+
+def test_cancelling_frees_the_machine_and_ends_the_job_cancelled(world: World, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(capture=["stubborn"])
+    job_id = world.submit()
+    world.embedded.advance(job_id)
+    assert wait_until(lambda: "capture" in rehearsal.starts(), LIMIT_S)
+    handle = local.observe(world.directory(job_id)).handle
+    assert handle is not None
+    world.jobs.cancel(job_id)
+    world.embedded.advance(job_id)
+    assert group_members(handle.process.pid) == []
+    job = world.jobs.get(job_id)
+    assert job.status.phase == "Cancelled"
+    assert next(one for one in job.status.stages if one.stage == "capture").state == "Cancelled"
+
+
+def test_a_killed_control_plane_leaves_the_run_alone_and_the_next_one_adopts_it(
+        world: World, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(capture=["hang", "ok"])
+    job_id = world.submit()
+    code = (
+        "import sys, time; from pathlib import Path; from eyrie_api.settings import Settings\n"
+        "from eyrie_api.database import Database; from eyrie_operator.embedded import Embedded\n"
+        "settings = Settings(home=Path(sys.argv[1])); world = Embedded(settings, Database("
+        "settings.resolved_database_url))\n"
+        "world.advance(sys.argv[2]); print('advanced', flush=True); time.sleep(600)\n")
+    plane = subprocess.Popen([sys.executable, "-c", code, str(world.settings.home), job_id], stdout=subprocess.PIPE)
+    assert plane.stdout is not None
+    assert plane.stdout.readline() == b"advanced\n"
+    plane.kill()
+    plane.wait()
+    assert wait_until(lambda: "capture" in rehearsal.starts(), LIMIT_S)
+    world.embedded.advance(job_id)
+    assert world.jobs.get(job_id).status.phase == "Running"
+    handle = local.observe(world.directory(job_id)).handle
+    assert handle is not None
+    assert handle.starts == 1  # adopted, not started again
+    # Now the machine itself goes down: everything of the run dies, and the next look starts it again.
+    os.killpg(handle.process.pid, signal.SIGKILL)
+    assert wait_until(lambda: not group_members(handle.process.pid), 10.0)
+    job = world.drive(job_id)
+    assert job.status.phase == "Succeeded"
+    assert rehearsal.starts().count("regenerate") == 1
+    assert rehearsal.starts().count("capture") == 2
+
+
+def test_jobs_wait_in_line_for_the_machine_and_run_in_order(world: World, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(regenerate=["hang"])
+    first, second = world.submit(), world.submit()
+    world.embedded.advance(second)
+    assert local.observe(world.directory(second)).state == "none"  # the older job goes first
+    world.embedded.advance(first)
+    world.embedded.advance(second)
+    assert local.observe(world.directory(first)).state == "running"
+    assert local.observe(world.directory(second)).state == "none"
+    waiting = find(world.jobs.get(second).status.conditions, "Accepted")
+    assert waiting is not None
+    assert waiting.reason == "Queued"
+    world.jobs.cancel(first)
+    world.embedded.advance(first)
+    world.embedded.advance(second)
+    assert local.observe(world.directory(second)).state == "running"
+
+
+def test_stopping_in_order_pauses_runs_and_the_next_start_goes_on(world: World, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(capture=["hang"])
+    job_id = world.submit()
+    world.embedded.advance(job_id)
+    assert wait_until(lambda: "capture" in rehearsal.starts(), LIMIT_S)
+    world.embedded.stop_runs()
+    assert local.observe(world.directory(job_id)).state == "none"
+    assert not is_over(world.jobs.get(job_id).status.conditions)
+    world.embedded.advance(job_id)
+    assert wait_until(lambda: rehearsal.starts() == ["regenerate", "capture", "capture"], LIMIT_S)
+
+
+def test_a_manifest_that_cannot_be_read_fails_the_job_with_a_mend(world: World, rehearsal: Rehearsal) -> None:
+    job_id = world.submit()
+    broken = world.directory(job_id) / "stages" / "capture" / "manifest.json"
+    broken.parent.mkdir(parents=True)
+    broken.write_text("{")
+    job = world.drive(job_id)
+    found = find(job.status.conditions, "Failed")
+    assert found is not None
+    assert found.reason == "ArtifactCorrupt"
+    assert "delete the stage's directory" in found.message
+
+
+def test_advancing_what_is_gone_over_or_driven_by_another_does_nothing(world: World, rehearsal: Rehearsal) -> None:
+    world.embedded.advance("job-unknown")
+    job_id = world.submit()
+    assert world.jobs.take_lease(job_id, "somebody-else", 60.0)
+    world.embedded.advance(job_id)
+    assert local.observe(world.directory(job_id)).state == "none"

@@ -1,0 +1,194 @@
+"""An endpoint tended on one machine: real rows, a real gateway, real engines on a tiny target."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from eyrie_api.database import Database
+from eyrie_api.endpoints import Endpoints
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.job import DraftTreeShape, ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.status import Endpoint, Revision
+from eyrie_operator.conditions import find
+from eyrie_operator.embedded import serving_of
+from eyrie_operator.embedded_endpoints import EmbeddedEndpoints
+from eyrie_operator.endpoint_processes import (
+    EngineRecord,
+    endpoint_dir,
+    list_engines,
+    read_record,
+    resolve_target,
+    stop_endpoints,
+)
+from eyrie_operator.gateway import GATEWAY_FILE, GatewayRecord
+from eyrie_operator.serving import MIN_ROUNDS
+from eyrie_pipelines.processes import is_alive, wait_until
+from tests.workers.engines.conftest import drafter, target
+
+__all__ = ["drafter", "target"]
+
+LIMIT_S = 180.0
+CHAIN = DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3)
+
+
+class World:
+    """One home with one endpoint."""
+
+    def __init__(self, home: Path, target: Path) -> None:
+        self.settings = Settings(home=home)
+        self.database = Database(self.settings.resolved_database_url)
+        self.database.migrate()
+        self.endpoints = Endpoints(self.database)
+        self.keeper = EmbeddedEndpoints(self.settings, self.database)
+        self.directory = endpoint_dir(home, "default")
+        self.endpoints.create("default", TargetSpec(model=str(target)), ServeSpec(max_concurrency=2), "tiny")
+
+    def tend_until(self, holds: Callable[[Endpoint], bool]) -> Endpoint:
+        def looked() -> bool:
+            self.keeper.tend("default")
+            return holds(self.endpoints.get("default"))
+        assert wait_until(looked, LIMIT_S), self.endpoints.get("default")
+        return self.endpoints.get("default")
+
+    def serve(self, revision: int) -> Endpoint:
+        return self.tend_until(lambda seen: seen.active_revision == revision and is_serving(seen))
+
+    def propose(self, drafter: Path, tau: float = 1.0) -> Revision:
+        return self.endpoints.propose("default", job_id="job-1", checkpoint="c1", tree=CHAIN, drafter_dir=str(drafter),
+                                      reason="better", tau=tau)
+
+    def engines(self) -> dict[int, EngineRecord]:
+        return {record.revision: record for _, record in list_engines(self.directory)}
+
+    def gateway(self) -> GatewayRecord:
+        record = read_record(self.directory / GATEWAY_FILE, GatewayRecord)
+        assert record is not None
+        return record
+
+    def close(self) -> None:
+        stop_endpoints(self.settings.home)
+        self.database.close()
+
+
+@pytest.fixture
+def world(tmp_path: Path, target: Path) -> Iterator[World]:
+    made = World(tmp_path / "home", target)
+    yield made
+    made.close()
+
+
+def is_serving(endpoint: Endpoint) -> bool:
+    serving = find(endpoint.conditions, "Serving")
+    return serving is not None and serving.status == "True"
+
+
+def ask(url: str | None, max_tokens: int = 8) -> httpx.Response:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": max_tokens,
+            "temperature": 0, "ignore_eos": True}
+    return httpx.post(f"{url}/chat/completions", json=body, timeout=60)
+
+
+def test_a_promotion_replaces_the_engine_behind_the_url_without_a_failed_request(
+        world: World, drafter: Path) -> None:
+    url = world.serve(1).url
+    first = ask(url)
+    assert first.headers["x-eyrie-revision"] == "1"
+    world.propose(drafter)
+    answers: list[httpx.Response] = []
+    done = threading.Event()
+
+    def keep_asking() -> None:
+        while not done.is_set():
+            answers.append(ask(url))
+
+    asking = threading.Thread(target=keep_asking)
+    asking.start()
+    try:
+        assert world.serve(2).url == url
+        world.tend_until(lambda _seen: set(world.engines()) == {2})
+    finally:
+        done.set()
+        asking.join(60)
+    assert {answer.status_code for answer in answers} == {200}
+    last = ask(url)
+    assert last.headers["x-eyrie-revision"] == "2"
+    assert last.json()["choices"] == first.json()["choices"]
+
+    # A drafter that cannot be loaded costs nothing: the engine that serves goes on serving.
+    world.propose(Path("/nowhere/drafter"))
+    seen = world.tend_until(lambda seen: seen.candidate_revision is None)
+    assert seen.active_revision == 2
+    rolled_back = find(seen.conditions, "RolledBack")
+    assert rolled_back is not None
+    assert rolled_back.reason == "EngineDied"
+    assert "/nowhere/drafter" in rolled_back.message
+    told = serving_of(seen, 3)
+    assert (told.state, told.reason) == ("rolled-back", "EngineDied")
+    assert "/nowhere/drafter" in told.message
+    assert serving_of(seen, 2).state == "serving"
+    assert ask(url).headers["x-eyrie-revision"] == "2"
+
+
+def test_processes_outlive_the_one_who_tends_them_and_are_restarted_when_they_die(
+        world: World, target: Path) -> None:
+    url = world.serve(1).url
+    engine, gateway = world.engines()[1], world.gateway()
+    world.keeper = EmbeddedEndpoints(world.settings, world.database)  # another control plane
+    world.serve(1)
+    assert world.engines()[1].process == engine.process
+    assert world.gateway() == gateway
+    os.kill(engine.process.pid, signal.SIGKILL)
+    os.kill(gateway.process.pid, signal.SIGKILL)
+    assert wait_until(lambda: not is_alive(engine.process) and not is_alive(gateway.process), 10.0)
+    seen = world.tend_until(lambda seen: is_serving(seen) and is_alive(world.engines()[1].process))
+    assert seen.url == url
+    assert ask(url).status_code == 200
+    world.endpoints.set_desired("default", "off")
+    last = world.engines()[1]
+    world.tend_until(lambda _seen: not world.engines() and not is_alive(last.process))
+    with pytest.raises(httpx.ConnectError):
+        ask(url)
+    world.endpoints.set_desired("default", "on")
+    assert world.serve(1).url == url
+
+
+def test_collapsed_acceptance_brings_the_revision_before_back(world: World, drafter: Path) -> None:
+    world.serve(1)
+    world.propose(drafter, tau=50.0)  # benchmarked far above what random guesses reach
+    url = world.serve(2).url
+    assert ask(url, max_tokens=3 * MIN_ROUNDS).status_code == 200
+    seen = world.serve(1)
+    rolled_back = find(seen.conditions, "RolledBack")
+    assert ask(url).headers["x-eyrie-revision"] == "1"
+    assert rolled_back is not None
+    assert (rolled_back.status, rolled_back.reason) == ("True", "AcceptanceCollapsed")
+    assert "benchmarked 50.00" in rolled_back.message
+
+
+def test_a_port_in_use_is_told_on_the_endpoint(tmp_path: Path, target: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        world = World(tmp_path / "home", target)
+        world.endpoints.create("other", TargetSpec(model=str(target)), ServeSpec(port=port), "tiny")
+        world.keeper.tend("other")
+        seen = world.endpoints.get("other")
+        serving = find(seen.conditions, "Serving")
+        assert serving is not None
+        assert (serving.status, serving.reason) == ("False", "PortInUse")
+        assert str(port) in serving.message
+        assert seen.candidate_revision is None
+        world.close()
+
+
+def test_a_target_is_found_by_its_directory_and_by_the_quickstart_name(target: Path) -> None:
+    assert resolve_target(TargetSpec(model=str(target))) == target
+    assert (resolve_target(TargetSpec(model="quickstart")) / "config.json").exists()

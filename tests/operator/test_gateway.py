@@ -1,0 +1,180 @@
+"""The stable URL, as a real process in front of real servers."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+
+from eyrie_api.artifacts import write_model
+from eyrie_api.errors import PortInUse
+from eyrie_operator.endpoint_processes import read_port, start_gateway, stop_gateway
+from eyrie_operator.gateway import ROUTE_FILE, RouteRecord, Routes, bind, create_gateway
+from eyrie_pipelines.processes import is_alive
+
+
+class Engine(ThreadingHTTPServer):
+    """A server that says who it is, and can hold a stream open between two chunks."""
+
+    daemon_threads = True
+
+    def __init__(self, name: str) -> None:
+        self.name, self.go_on = name, threading.Event()
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        assert isinstance(self.server, Engine)
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        if self.path == "/v1/stream":
+            self.send_response(200)
+            self.send_header("content-type", "text/event-stream")
+            self.send_header("transfer-encoding", "chunked")
+            self.end_headers()
+            for text in (self.server.name, "end"):
+                data = f"data: {text}\n\n".encode()
+                self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+                self.wfile.flush()
+                if text != "end":
+                    self.server.go_on.wait(30)
+            self.wfile.write(b"0\r\n\r\n")
+            return
+        answer = json.dumps({"engine": self.server.name, "path": self.path, "got": body.decode(),
+                             "key": self.headers.get("authorization")}).encode()
+        self.send_response(418 if self.path.startswith("/v1/teapot") else 200)
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    do_GET = do_POST
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def engines() -> Iterator[tuple[Engine, Engine]]:
+    pair = Engine("blue"), Engine("green")
+    yield pair
+    for one in pair:
+        one.go_on.set()
+        one.close()
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    record = start_gateway(tmp_path, 0)
+    yield tmp_path, f"http://127.0.0.1:{record.port}"
+    stop_gateway(tmp_path)
+
+
+def lead_to(directory: Path, engine: Engine, revision: int) -> None:
+    write_model(directory / ROUTE_FILE, RouteRecord(revision=revision, url=engine.url, since=datetime.now(UTC)))
+
+
+def test_requests_reach_the_routed_engine_whole_and_answers_come_back_whole(
+        gateway: tuple[Path, str], engines: tuple[Engine, Engine]) -> None:
+    directory, url = gateway
+    lead_to(directory, engines[0], 1)
+    answer = httpx.post(f"{url}/v1/chat/completions?x=1%202", content=b'{"a": 1}',
+                        headers={"authorization": "Bearer k"})
+    assert answer.json() == {"engine": "blue", "path": "/v1/chat/completions?x=1%202", "got": '{"a": 1}',
+                             "key": "Bearer k"}
+    assert answer.headers["x-eyrie-revision"] == "1"
+    assert httpx.get(f"{url}/metrics").json()["path"] == "/metrics"
+    assert httpx.post(f"{url}/v1/teapot").status_code == 418
+
+
+def test_a_switch_sends_new_requests_to_the_new_engine_and_lets_the_old_one_finish_its_stream(
+        gateway: tuple[Path, str], engines: tuple[Engine, Engine]) -> None:
+    directory, url = gateway
+    blue, green = engines
+    lead_to(directory, blue, 1)
+    with httpx.stream("POST", f"{url}/v1/stream", timeout=30) as stream:
+        lines = stream.iter_lines()
+        assert next(lines) == "data: blue"  # the first chunk arrives although the engine has not finished
+        lead_to(directory, green, 2)
+        assert httpx.post(f"{url}/v1/models").json()["engine"] == "green"
+        blue.go_on.set()
+        assert [line for line in lines if line] == ["data: end"]
+
+
+class RouteMovesMeanwhile(Routes):
+    """The routing file is replaced just after it was read for the first time."""
+
+    def __init__(self, directory: Path, after: Engine) -> None:
+        super().__init__(directory / ROUTE_FILE)
+        self._directory, self._after, self.looks = directory, after, 0
+
+    def current(self) -> RouteRecord | None:
+        route = super().current()
+        self.looks += 1
+        lead_to(self._directory, self._after, 2)
+        return route
+
+
+def test_a_closed_door_is_tried_once_more_along_the_new_route(
+        tmp_path: Path, engines: tuple[Engine, Engine]) -> None:
+    blue, green = engines
+    lead_to(tmp_path, blue, 1)
+    blue.close()
+    routes = RouteMovesMeanwhile(tmp_path, green)
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(create_gateway(routes))
+        async with httpx.AsyncClient(transport=transport, base_url="http://e") as client:
+            return await client.post("/v1/models")
+
+    assert asyncio.run(ask()).json()["engine"] == "green"
+    assert routes.looks == 2
+
+
+def test_without_an_engine_the_answer_is_a_503_in_openai_words(gateway: tuple[Path, str]) -> None:
+    answer = httpx.post(f"{gateway[1]}/v1/chat/completions", json={})
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "no_engine"
+    assert answer.headers["retry-after"]
+
+
+def test_the_port_stays_the_same_when_the_gateway_was_killed(tmp_path: Path) -> None:
+    first = start_gateway(tmp_path, 0)
+    os.kill(first.process.pid, signal.SIGKILL)
+    while is_alive(first.process):
+        time.sleep(0.01)
+    second = start_gateway(tmp_path, 0)
+    assert second.port == first.port == read_port(tmp_path)
+    stop_gateway(tmp_path)
+    assert not is_alive(second.process)
+
+
+def test_a_port_in_use_is_told_with_its_number_and_the_mend(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUse, match=str(port)) as told:
+            bind("127.0.0.1", port)
+        assert "serve.port" in told.value.mend
+        with pytest.raises(PortInUse):
+            start_gateway(tmp_path, port)

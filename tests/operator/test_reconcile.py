@@ -1,0 +1,313 @@
+"""The heart of the operator, with plain values; and as a state machine against a simulated world."""
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from eyrie_api.v1alpha1.job import DataSource, DataSpec, JobSpec, ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.records import Failure
+from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice, PromotionDecision
+from eyrie_api.v1alpha1.stages import Manifest
+from eyrie_api.v1alpha1.status import Condition, JobStatus
+from eyrie_operator.conditions import find, is_over, is_true, observe
+from eyrie_operator.reconcile import (
+    MAX_STARTS,
+    Decide,
+    Observed,
+    Promote,
+    RunFailed,
+    RunSeen,
+    ServingSeen,
+    StageSeen,
+    StartRun,
+    StopRun,
+    WriteReport,
+    reconcile,
+)
+
+NOW = datetime(2026, 1, 2, tzinfo=UTC)
+SPEC = JobSpec(target=TargetSpec(model="quickstart"), data=DataSpec(sources=(DataSource(path="quickstart"),)))
+YES = PromotionDecision(promote=True, verdict="promote", reasons=("faster everywhere",))
+NO = PromotionDecision(promote=False, verdict="no-drafter", reasons=("chat: 0.90x, below the required 1.05x",))
+
+
+def seen(**known: Any) -> Observed:
+    return Observed(**({"attempt": 1, "previous": JobStatus()} | known))
+
+
+def manifest(stage: str = "capture") -> Manifest:
+    report = CaptureReport(rows=1, tokens=1, supervised_tokens=1, bytes=1, bytes_per_token=1.0, shards=1,
+                           layers=LayerChoice(aux_layers=(1,), reason="r"), hidden_size=1, codec="float32", seconds=1.0,
+                           tokens_per_s=1.0)
+    return Manifest.model_validate({"stage": stage, "job_id": "j", "spec_digest": "sha256:" + "0" * 64,
+                                    "code_version": "0", "started_at": NOW.isoformat(), "finished_at": NOW.isoformat(),
+                                    "files": (), "report": report})
+
+
+def reason_of(status: JobStatus, kind: str) -> str | None:
+    found = find(status.conditions, kind)
+    return None if found is None else found.reason
+
+
+def test_a_new_job_starts_a_run() -> None:
+    plan = reconcile(SPEC, seen(), NOW)
+    assert plan.actions == (StartRun(1),)
+    assert plan.status.phase == "Pending"
+
+
+def test_a_new_job_waits_in_line_while_no_place_is_free() -> None:
+    plan = reconcile(SPEC, seen(place_free=False), NOW)
+    assert plan.actions == ()
+    assert reason_of(plan.status, "Accepted") == "Queued"
+
+
+def test_a_living_run_is_left_alone_and_its_stages_are_told() -> None:
+    stages = (StageSeen("regenerate", started_at=NOW, manifest=manifest()), StageSeen("capture", started_at=NOW),
+              StageSeen("train", "base"))
+    plan = reconcile(SPEC, seen(run=RunSeen("running", 1, 1, "r"), stages=stages), NOW)
+    assert plan.actions == ()
+    assert plan.status.phase == "Running"
+    assert [one.state for one in plan.status.stages] == ["Succeeded", "Running", "Pending"]
+    assert is_true(plan.status.conditions, "Regenerated")
+    assert not is_true(plan.status.conditions, "Captured")
+    assert plan.status.run_id == "r"
+
+
+def test_a_stage_that_is_being_tried_again_is_running_not_failed() -> None:
+    failure = Failure(reason="Transient", message="refused", transient=True, exit_code=75, time=NOW)
+    stages = (StageSeen("regenerate", started_at=NOW, failure=failure),)
+    plan = reconcile(SPEC, seen(run=RunSeen("running", 1, 1), stages=stages), NOW)
+    assert plan.status.stages[0].state == "Running"
+
+
+def test_training_is_not_told_as_done_before_every_candidate_is() -> None:
+    done = [StageSeen(stage, started_at=NOW, manifest=manifest()) for stage in ("regenerate", "capture")]
+    one = StageSeen("train", "a", started_at=NOW, manifest=manifest())
+    plan = reconcile(SPEC, seen(run=RunSeen("running", 1, 1), stages=(*done, one, StageSeen("train", "b"))), NOW)
+    assert reason_of(plan.status, "Trained") == "Running"
+    plan = reconcile(SPEC, seen(run=RunSeen("running", 1, 1), stages=(*done, one)), NOW)
+    assert is_true(plan.status.conditions, "Trained")
+
+
+def test_a_run_that_vanished_is_started_again_but_not_forever() -> None:
+    assert reconcile(SPEC, seen(run=RunSeen("gone", 1, 1)), NOW).actions == (StartRun(1),)
+    plan = reconcile(SPEC, seen(run=RunSeen("gone", 1, MAX_STARTS)), NOW)
+    assert plan.actions == ()
+    assert reason_of(plan.status, "Failed") == "RunKeepsDying"
+
+
+def test_orphans_of_a_dead_leader_are_ended_before_the_run_is_started_again() -> None:
+    assert reconcile(SPEC, seen(run=RunSeen("gone", 1, 1, leftovers=True)), NOW).actions == (StopRun(),)
+
+
+def test_a_failed_run_fails_the_job_with_the_stages_own_words() -> None:
+    failed = RunFailed("train", "base", "LossDiverged", "loss was nan at step 3", "lower train.learning_rate")
+    plan = reconcile(SPEC, seen(run=RunSeen("failed", 1, 1, failure=failed)), NOW)
+    assert plan.actions == (WriteReport(),)
+    assert plan.status.phase == "Failed"
+    for kind in ("Failed", "Trained", "Succeeded"):
+        found = find(plan.status.conditions, kind)
+        assert found is not None
+        assert found.reason == "LossDiverged"
+        assert "lower train.learning_rate" in found.message
+
+
+def test_a_retried_job_starts_a_run_of_the_next_attempt() -> None:
+    over = reconcile(SPEC, seen(run=RunSeen("failed", 1, 1)), NOW).status
+    plan = reconcile(SPEC, seen(attempt=2, previous=over, run=RunSeen("failed", 1, 1)), NOW)
+    assert plan.actions == (StartRun(2),)
+    assert not is_over(plan.status.conditions)
+    assert plan.status.finished_at is None
+
+
+@pytest.mark.parametrize("wish", ["cancel_requested", "delete_requested"])
+def test_cancelling_stops_what_lives_and_only_then_says_cancelled(wish: str) -> None:
+    plan = reconcile(SPEC, seen(run=RunSeen("running", 1, 1), **{wish: True}), NOW)
+    assert plan.actions == (StopRun(),)
+    assert plan.status.phase == "Cancelling"
+    plan = reconcile(SPEC, seen(run=RunSeen("gone", 1, 1, leftovers=True), **{wish: True}), NOW)
+    assert plan.actions == (StopRun(),)
+    plan = reconcile(SPEC, seen(run=RunSeen("gone", 1, 1), **{wish: True}), NOW)
+    assert plan.actions == ()
+    assert plan.status.phase == "Cancelled"
+    assert plan.status.finished_at == NOW
+
+
+def test_a_finished_pipeline_is_decided_then_promoted_then_watched_until_it_serves() -> None:
+    run = RunSeen("succeeded", 1, 1)
+    assert reconcile(SPEC, seen(run=run), NOW).actions == (Decide(),)
+    assert reconcile(SPEC, seen(run=run, decision=YES), NOW).actions == (Promote("default"),)
+    waiting = reconcile(SPEC, seen(run=run, decision=YES, serving=ServingSeen("deploying")), NOW)
+    assert waiting.actions == ()
+    assert not is_over(waiting.status.conditions)
+    done = reconcile(SPEC, seen(run=run, decision=YES, serving=ServingSeen("serving")), NOW)
+    assert done.actions == (WriteReport(),)
+    assert done.status.phase == "Succeeded"
+    assert is_true(done.status.conditions, "Serving")
+
+
+def test_a_drafter_that_is_not_faster_does_not_serve_but_the_target_alone_does() -> None:
+    run = RunSeen("succeeded", 1, 1)
+    assert reconcile(SPEC, seen(run=run, decision=NO), NOW).actions == (Promote("default"),)
+    plan = reconcile(SPEC, seen(run=run, decision=NO, serving=ServingSeen("serving")), NOW)
+    assert plan.actions == (WriteReport(),)
+    assert plan.status.phase == "Succeeded"
+    assert reason_of(plan.status, "Promoted") == "NotFaster"
+
+
+@pytest.mark.parametrize("verdict", ["keep-incumbent", "awaits-approval"])
+def test_what_serves_is_left_alone_when_the_candidate_may_not_replace_it(verdict: str) -> None:
+    decision = PromotionDecision(promote=False, verdict=verdict, reasons=("r",))  # type: ignore[arg-type]
+    plan = reconcile(SPEC, seen(run=RunSeen("succeeded", 1, 1), decision=decision), NOW)
+    assert plan.actions == (WriteReport(),)
+    assert plan.status.phase == "Succeeded"
+
+
+def test_without_serving_the_decision_is_the_end() -> None:
+    spec = SPEC.model_copy(update={"serve": ServeSpec(enabled=False)})
+    assert reconcile(spec, seen(run=RunSeen("succeeded", 1, 1), decision=YES), NOW).status.phase == "Succeeded"
+
+
+def test_a_rolled_back_engine_fails_the_job_with_its_reason() -> None:
+    serving = ServingSeen("rolled-back", "HealthTimeout", "not healthy after 60 s")
+    plan = reconcile(SPEC, seen(run=RunSeen("succeeded", 1, 1), decision=YES, serving=serving), NOW)
+    assert reason_of(plan.status, "Failed") == "HealthTimeout"
+    assert reason_of(plan.status, "Serving") == "HealthTimeout"
+
+
+def test_a_job_that_is_over_stays_as_it_is_and_ends_leftovers_only() -> None:
+    over = reconcile(SPEC, seen(run=RunSeen("failed", 1, 1)), NOW).status
+    later = NOW + timedelta(hours=1)
+    again = reconcile(SPEC, seen(previous=over, run=RunSeen("failed", 1, 1)), later)
+    assert again.actions == ()
+    assert again.status == over
+    assert reconcile(SPEC, seen(previous=over, run=RunSeen("running", 1, 1)), later).actions == (StopRun(),)
+
+
+def test_a_condition_keeps_its_transition_time_until_its_status_changes() -> None:
+    later = NOW + timedelta(minutes=1)
+    once = observe((), "Trained", "Unknown", "Running", "1 of 2", NOW)
+    same = observe(once, "Trained", "Unknown", "Running", "2 of 2", later)
+    assert same[0].last_transition_time == NOW
+    assert same[0].message == "2 of 2"
+    changed: tuple[Condition, ...] = observe(same, "Trained", "True", "Finished", "", later)
+    assert changed[0].last_transition_time == later
+
+
+class JobMachine(RuleBasedStateMachine):
+    """A world that does what it likes between two looks; applied actions may be lost with the control plane."""
+
+    @initialize(serve=st.booleans(), faster=st.booleans())
+    def submit(self, serve: bool, faster: bool) -> None:
+        self.spec = SPEC.model_copy(update={"serve": ServeSpec(enabled=serve)})
+        self.verdict = YES if faster else NO
+        self.status, self.attempt = JobStatus(), 1
+        self.cancel, self.place = False, True
+        self.run: RunSeen = RunSeen()
+        self.decision: PromotionDecision | None = None
+        self.serving = ServingSeen()
+        self.promotions = 0
+        self.now = NOW
+
+    def look(self, *, crash_before_actions: bool = False, crash_before_status: bool = False) -> None:
+        self.now += timedelta(seconds=1)
+        plan = reconcile(self.spec, Observed(
+            attempt=self.attempt, previous=self.status, cancel_requested=self.cancel, place_free=self.place,
+            run=self.run, decision=self.decision, serving=self.serving), self.now)
+        if crash_before_actions:
+            return
+        for action in plan.actions:
+            self.apply(action)
+        if not crash_before_status:
+            self.status = plan.status
+
+    def apply(self, action: object) -> None:
+        if isinstance(action, StartRun):
+            assert not self.run.alive, "two runs at once"
+            starts = self.run.starts + 1 if self.run.attempt == action.attempt else 1
+            self.run = RunSeen("running", action.attempt, starts, f"r{action.attempt}-{starts}")
+        elif isinstance(action, StopRun):
+            if self.run.state == "running":
+                self.run = replace(self.run, state="gone")
+            self.run = replace(self.run, leftovers=False)
+        elif isinstance(action, Decide):
+            assert self.decision is None, "decided twice"
+            self.decision = self.verdict
+        elif isinstance(action, Promote):
+            assert self.serving.state == "absent", "promoted twice"
+            self.promotions += 1
+            self.serving = ServingSeen("deploying")
+
+    @rule()
+    def tick(self) -> None:
+        self.look()
+
+    @rule(before_actions=st.booleans())
+    def the_plane_dies_while_it_acts(self, before_actions: bool) -> None:
+        self.look(crash_before_actions=before_actions, crash_before_status=not before_actions)
+
+    @precondition(lambda self: self.run.state == "running")
+    @rule(end=st.sampled_from(["succeeded", "failed", "gone"]), leftovers=st.booleans())
+    def the_run_ends(self, end: Any, leftovers: bool) -> None:
+        failure = RunFailed("train", "base", "LossDiverged", "nan", "lower it") if end == "failed" else None
+        self.run = replace(self.run, state=end, failure=failure, leftovers=leftovers and end == "gone")
+
+    @precondition(lambda self: self.serving.state == "deploying")
+    @rule(good=st.booleans())
+    def the_engine_answers(self, good: bool) -> None:
+        self.serving = ServingSeen("serving") if good else ServingSeen("rolled-back", "EngineDied", "it ended")
+
+    @rule(free=st.booleans())
+    def other_jobs_come_and_go(self, free: bool) -> None:
+        self.place = free
+
+    @precondition(lambda self: not is_over(self.status.conditions))
+    @rule()
+    def the_user_cancels(self) -> None:
+        self.cancel = True
+
+    @precondition(lambda self: is_true(self.status.conditions, "Failed")
+                  or is_true(self.status.conditions, "Cancelled"))
+    @rule()
+    def the_user_retries(self) -> None:
+        self.attempt += 1
+        self.cancel = False
+        self.decision, self.serving, self.promotions = None, ServingSeen(), 0
+
+    @invariant()
+    def exactly_one_end_and_nothing_alive_after_cancellation(self) -> None:
+        if not hasattr(self, "status") or self.status.attempt != self.attempt:
+            return
+        ends = [kind for kind in ("Succeeded", "Failed", "Cancelled") if is_true(self.status.conditions, kind)]  # type: ignore[arg-type]
+        assert len(ends) <= 1, ends
+        if ends == ["Cancelled"]:
+            assert self.cancel
+            assert not self.run.alive
+        if ends == ["Failed"]:
+            assert reason_of(self.status, "Failed") in {"LossDiverged", "EngineDied", "RunKeepsDying", "PipelineFailed"}
+        assert self.promotions <= 1
+
+    def teardown(self) -> None:
+        """From anywhere, a world that does its part brings the job to an end within a few looks."""
+        if not hasattr(self, "status"):
+            return
+        self.place = True
+        for _ in range(12):
+            self.look()
+            if self.run.state == "running" and not self.cancel:
+                self.run = replace(self.run, state="succeeded")
+            if self.serving.state == "deploying":
+                self.serving = ServingSeen("serving")
+        assert is_over(self.status.conditions), self.status
+        if self.cancel and self.promotions == 0 and not is_true(self.status.conditions, "Failed"):
+            assert is_true(self.status.conditions, "Cancelled") or is_true(self.status.conditions, "Succeeded")
+
+
+JobMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None,
+                                        suppress_health_check=list(HealthCheck))
+TestAnySequenceOfEventsBringsAJobToAnEnd = JobMachine.TestCase

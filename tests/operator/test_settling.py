@@ -1,0 +1,175 @@
+"""After the pipeline: decided once, promoted once, watched until it serves. Real rows and files, no process started."""
+
+import os
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.artifacts import code_version, digest_model, write_model
+from eyrie_api.database import Database
+from eyrie_api.endpoints import Endpoints
+from eyrie_api.jobs import Jobs
+from eyrie_api.settings import Settings
+from eyrie_api.sweep import expand
+from eyrie_api.v1alpha1.job import JobSpec, PromotionPolicy, ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.reports import TrainReport
+from eyrie_api.v1alpha1.stages import Manifest, StageSpec
+from eyrie_api.v1alpha1.status import Job
+from eyrie_operator.conditions import find
+from eyrie_operator.embedded import Embedded
+from eyrie_pipelines import local, steps
+from eyrie_pipelines.processes import name_of
+from eyrie_workers.catalog import stage_dir
+from tests.pipelines.conftest import spec_of
+from tests.pipelines.rehearsal.rehearsal_stage import report_of
+
+NOW = datetime(2026, 1, 2, tzinfo=UTC)
+
+
+class World:
+    """One home; jobs in it have run their pipelines already."""
+
+    def __init__(self, home: Path) -> None:
+        self.settings = Settings(home=home)
+        self.database = Database(self.settings.resolved_database_url)
+        self.database.migrate()
+        self.jobs, self.endpoints = Jobs(self.database), Endpoints(self.database)
+
+    def finished(self, spec: JobSpec, attempt: int = 1) -> str:
+        """Submit a job whose run has already succeeded on disk."""
+        job_id = self.jobs.submit(spec).id
+        self.lay_out(job_id, spec, attempt)
+        return job_id
+
+    def lay_out(self, job_id: str, spec: JobSpec, attempt: int) -> None:
+        root, job = self.settings.job_dir(job_id), steps.JobFile(id=job_id, spec=spec)
+        candidates = {one.name: one.spec for one in expand(spec)}
+        train = steps.train_spec(job, root, candidates, "base")
+        trained = report_of(train)
+        assert isinstance(trained, TrainReport)
+        refs = steps.list_checkpoints([trained])
+        self._finish(root, steps.regenerate_spec(job))
+        self._finish(root, steps.capture_spec(job, root))
+        self._finish(root, train, "base")
+        for ref in refs:
+            self._finish(root, steps.benchmark_spec(job, root, ref, first=False), ref.name)
+        self._finish(root, steps.tune_spec(job, root, refs[-1]))
+        process = name_of(os.getpid())
+        assert process is not None
+        gone = process.model_copy(update={"boot": "the boot before"})  # its leader has ended long ago
+        write_model(root / "run" / "run.json", local.RunHandle(run_id="r1", job_id=job_id, attempt=attempt,
+                                                               process=gone, started_at=NOW))
+        write_model(root / "run" / "result.json", local.RunResult(run_id="r1", state="succeeded", finished_at=NOW))
+
+    def _finish(self, root: Path, spec: StageSpec, key: str = "") -> None:
+        write_model(stage_dir(root, spec.stage, key) / "manifest.json", Manifest(
+            stage=spec.stage, job_id=spec.job_id, spec_digest=digest_model(spec), code_version=code_version(),
+            started_at=NOW.isoformat(), finished_at=NOW.isoformat(), files=(), report=report_of(spec)))
+
+    def look(self, job_id: str) -> Job:
+        """One look by a control plane that remembers nothing."""
+        Embedded(self.settings, self.database).advance(job_id)
+        return self.jobs.get(job_id)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path / "home")
+    yield made
+    made.database.close()
+
+
+def reason_of(job: Job, kind: str) -> str | None:
+    found = find(job.status.conditions, kind)
+    return None if found is None else found.reason
+
+
+def test_a_faster_drafter_becomes_the_candidate_once_and_the_job_ends_when_it_serves(world: World) -> None:
+    job_id = world.finished(spec_of())
+    for _ in range(3):
+        job = world.look(job_id)
+        endpoint = world.endpoints.get("default")
+        assert endpoint.candidate_revision == 2
+        assert [one.number for one in endpoint.revisions] == [1, 2]
+        assert reason_of(job, "Serving") == "Deploying"
+    promoted = endpoint.revisions[1]
+    assert promoted.checkpoint == "base-step-20"
+    assert promoted.drafter_dir == str(world.settings.job_dir(job_id) / "stages/train/base/checkpoints/base-step-20")
+    assert promoted.tau == 2.5
+    world.endpoints.activate("default", 2, "http://127.0.0.1:1/v1")
+    job = world.look(job_id)
+    assert job.status.phase == "Succeeded"
+    assert job.status.endpoint == "default"
+    assert '"url": "http://127.0.0.1:1/v1"' in (world.settings.job_dir(job_id) / "report.json").read_text()
+
+
+def test_a_rejected_revision_fails_the_job_in_its_words_and_a_retry_promotes_anew(world: World) -> None:
+    job_id = world.finished(spec_of())
+    world.look(job_id)
+    world.endpoints.reject("default", 2, "HealthTimeout: not healthy after 60 s")
+    # Meanwhile the endpoint has gone on to the bare target: the job's own revision was given up all the same.
+    world.endpoints.propose("default", job_id=None, checkpoint=None, tree=None, drafter_dir=None, reason="bare")
+    job = world.look(job_id)
+    assert job.status.phase == "Failed"
+    assert reason_of(job, "Failed") == "HealthTimeout"
+    world.jobs.retry(job_id)
+    world.lay_out(job_id, spec_of(), attempt=2)
+    world.look(job_id)
+    endpoint = world.endpoints.get("default")
+    assert endpoint.candidate_revision == 4
+    assert endpoint.revisions[3].checkpoint == "base-step-20"
+
+
+def test_the_incumbent_is_kept_when_the_candidate_is_not_faster(world: World) -> None:
+    first = world.finished(spec_of())
+    world.look(first)
+    world.endpoints.activate("default", 2, "http://127.0.0.1:1/v1")
+    world.look(first)
+    second = world.look(world.finished(spec_of()))
+    assert second.status.phase == "Succeeded"
+    assert reason_of(second, "Promoted") == "IncumbentKept"
+    assert second.status.decision is not None
+    assert second.status.decision.incumbent_speedup == 2.5
+    assert world.endpoints.get("default").candidate_revision is None
+
+
+def test_a_drafter_that_does_not_pay_leaves_the_bare_target_to_serve(world: World) -> None:
+    job = world.look(world.finished(spec_of(promotion=PromotionPolicy(min_speedup=9.0))))
+    endpoint = world.endpoints.get("default")
+    assert endpoint.candidate_revision == 1
+    assert endpoint.revisions[0].drafter_dir is None
+    world.endpoints.activate("default", 1, "http://127.0.0.1:1/v1")
+    job = world.look(job.id)
+    assert job.status.phase == "Succeeded"
+    assert reason_of(job, "Promoted") == "NotFaster"
+
+
+def test_manual_promotion_waits_for_a_person_and_touches_no_endpoint(world: World) -> None:
+    job = world.look(world.finished(spec_of(promotion=PromotionPolicy(mode="manual"))))
+    assert job.status.phase == "Succeeded"
+    assert reason_of(job, "Promoted") == "AwaitsApproval"
+    assert world.endpoints.list().items == ()
+
+
+def test_an_endpoint_of_another_target_is_not_taken_over(world: World) -> None:
+    world.endpoints.create("default", TargetSpec(model="another/model"), ServeSpec(), "another/model")
+    job = world.look(world.finished(spec_of()))
+    assert job.status.phase == "Failed"
+    assert reason_of(job, "Failed") == "Conflict"
+    failed = find(job.status.conditions, "Failed")
+    assert failed is not None
+    assert "another name" in failed.message
+    assert world.endpoints.get("default").revisions[-1].number == 1
+    assert (world.settings.job_dir(job.id) / "report.json").exists()
+
+
+def test_the_leaderboard_has_every_checkpoint_and_the_tuned_one(world: World) -> None:
+    from eyrie_api.results import Results
+
+    job = world.look(world.finished(spec_of(serve=ServeSpec(enabled=False))))
+    entries = [(one.checkpoint, one.tuned) for one in Results(world.database).leaderboard()]
+    assert sorted(entries) == [("base-step-10", False), ("base-step-20", False), ("base-step-20", True)]
+    assert job.status.best is not None
+    assert (job.status.best.checkpoint, job.status.best.tuned) == ("base-step-20", True)

@@ -1,0 +1,58 @@
+"""Rehearsed runs: the real runner, kfp.local and stage frame; only the stages do no work."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.v1alpha1.job import DataSource, DataSpec, JobSpec, SweepAxis, SweepSpec, TargetSpec
+from eyrie_pipelines import local
+
+REHEARSAL = Path(__file__).parent / "rehearsal"
+
+
+class Rehearsal:
+    """The directory from which rehearsed stages read how to behave."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.plan()
+
+    def plan(self, **words: list[str]) -> None:
+        """How stages behave, by name (`train__base` for `train/base`)."""
+        (self.home / "plan.json").write_text(json.dumps({k.replace("__", "/"): v for k, v in words.items()}))
+
+    def starts(self) -> list[str]:
+        """Every start of a stage, in order."""
+        log = self.home / "starts.log"
+        return log.read_text().splitlines() if log.exists() else []
+
+
+@pytest.fixture
+def rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rehearsal:
+    home = tmp_path / "rehearsal"
+    home.mkdir()
+    monkeypatch.setenv("EYRIE_REHEARSAL", str(home))
+    monkeypatch.setenv("EYRIE_RETRY_BACKOFF_S", "0.01")
+    monkeypatch.setenv("PYTHONPATH", f"{REHEARSAL}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    return Rehearsal(home)
+
+
+@pytest.fixture
+def job_dir(tmp_path: Path) -> Iterator[Path]:
+    """A job directory whose name holds a space and the word kfp.local would rewrite; ends what still runs in it."""
+    directory = tmp_path / "my python3 jobs" / "job-1"
+    directory.mkdir(parents=True)
+    yield directory
+    local.stop(directory, grace_s=0.5)
+
+
+def spec_of(**sections: object) -> JobSpec:
+    least = {"target": TargetSpec(model="quickstart"), "data": DataSpec(sources=(DataSource(path="quickstart"),))}
+    return JobSpec(**(least | sections))  # type: ignore[arg-type]
+
+
+def sweeping_spec() -> JobSpec:
+    return spec_of(sweep=SweepSpec(axes=(SweepAxis(field="train.learning_rate", values=(0.001, 0.002, 0.003)),)))

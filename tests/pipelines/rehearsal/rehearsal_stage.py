@@ -1,0 +1,130 @@
+"""A stage program on the real frame that does no work but behaves as told: for tests of what runs stages.
+
+It is a program of its own, started by the real command line; only the table of stages points here (see `rehearsal`).
+What it does is read from `$EYRIE_REHEARSAL/plan.json`, {"<stage>[/<key>]": [word, ...]}: one word per start, the last
+one repeating; words are ok, transient, permanent, crash, hang, stubborn, die. Every start is noted in `starts.log`.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from eyrie_api.errors import LossDiverged, Transient
+from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.reports import (
+    BenchmarkReport,
+    CaptureReport,
+    CellReport,
+    CheckpointReport,
+    Environment,
+    Interval,
+    LayerChoice,
+    RegenerateReport,
+    TrainReport,
+    TuneCell,
+    TuneReport,
+    VocabularyReport,
+)
+from eyrie_api.v1alpha1.stages import (
+    BenchmarkStage,
+    CaptureStage,
+    RegenerateStage,
+    StageReport,
+    StageSpec,
+    TrainStage,
+    TuneStage,
+)
+from eyrie_workers.stages.program import Result, Stage, run_program
+
+HOME = Path(os.environ.get("EYRIE_REHEARSAL", "."))
+ENVIRONMENT = Environment(hardware="rehearsal", cpu_count=1, threads=1, torch="none", python="3", dtype="float32",
+                          code_version="0", date="2026-01-01")
+
+
+def benchmark_report(checkpoint: str, speedup: float) -> BenchmarkReport:
+    tree = DraftTreeShape()
+    cells = tuple(
+        CellReport(suite=suite, temperature=temperature, tree=tree, prompts=2, tokens=20, tau=2.5,
+                   acceptance=(0.8, 0.7), accepted_histogram=(1, 2, 3), tokens_per_s=100.0 * speedup,
+                   baseline_tokens_per_s=100.0, speedup=speedup, speedup_interval=Interval(low=speedup, high=speedup),
+                   ttft_s=0.1, baseline_ttft_s=0.1, identical=2)
+        for suite in ("chat", "math", "code", "tools") for temperature in (0.0, 1.0))
+    return BenchmarkReport(checkpoint=checkpoint, candidate="base", path="", cells=cells, lossless=True,
+                           speedup=speedup, baseline_tokens_per_s=100.0, transformers_generate_tokens_per_s=90.0,
+                           environment=ENVIRONMENT, seconds=1.0)
+
+
+def train_report(spec: TrainStage) -> TrainReport:
+    checkpoints = tuple(
+        CheckpointReport(name=f"{spec.candidate}-step-{step}", candidate=spec.candidate, step=step,
+                         path=f"checkpoints/{spec.candidate}-step-{step}", digest="sha256:" + "0" * 64, epoch=1.0,
+                         loss=1.0, accuracy=(0.5,), conditional_acceptance=(0.5,), theoretical_speedup=1.5)
+        for step in (10, 20))
+    vocabulary = VocabularyReport(draft_vocab_size=4, vocab_size=8, coverage=0.9, coverage_curve={4: 0.9})
+    return TrainReport(candidate=spec.candidate, steps=20, tokens=1, supervised_tokens=1, seconds=1.0, tokens_per_s=1.0,
+                       padding_share=0.0, data_wait_share=0.0, vocabulary=vocabulary, checkpoints=checkpoints)
+
+
+def report_of(spec: StageSpec) -> StageReport:
+    if isinstance(spec, RegenerateStage):
+        return RegenerateReport(rows_read=1, rows_answered=1, rows_held_out=0, rows_quarantined=0, prompt_tokens=1,
+                                answer_tokens=1, finish_reasons={}, sources={}, seconds=1.0, tokens_per_s=1.0)
+    if isinstance(spec, CaptureStage):
+        return CaptureReport(rows=1, tokens=1, supervised_tokens=1, bytes=1, bytes_per_token=1.0, shards=1,
+                             layers=LayerChoice(aux_layers=(1,), reason="rehearsal"), hidden_size=1, codec="float32",
+                             seconds=1.0, tokens_per_s=1.0)
+    if isinstance(spec, TrainStage):
+        return train_report(spec)
+    if isinstance(spec, BenchmarkStage):
+        # The later checkpoint is the better one, so that selection has something to choose.
+        return benchmark_report(spec.checkpoint, 2.0 + int(spec.checkpoint.rsplit("-", 1)[1]) / 100)
+    tree = DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=8)
+    cell = TuneCell(tree=tree, tau=2.5, tau_by_temperature={"0.0": 2.6, "1.0": 2.4}, tokens_per_s=1.0, speedup=2.5,
+                    speedup_by_temperature={"0.0": 2.6, "1.0": 2.4}, speedup_interval=Interval(low=2.0, high=3.0),
+                    identical=2, prompts=2)
+    return TuneReport(checkpoint=spec.checkpoint, path=spec.drafter_dir, cells=(cell,), winner=tree,
+                      finding="rehearsed", final=benchmark_report(spec.checkpoint, 2.5), environment=ENVIRONMENT,
+                      seconds=1.0)
+
+
+def behave(name: str, stage: Stage) -> None:
+    with (HOME / "starts.log").open("a") as log:
+        log.write(name + "\n")
+    words = json.loads((HOME / "plan.json").read_text()).get(name, ["ok"])
+    starts = (HOME / "starts.log").read_text().splitlines().count(name)
+    word = words[min(starts, len(words)) - 1]
+    if word == "transient":
+        raise Transient("the bucket refused the write", "will retry")
+    if word == "permanent":
+        raise LossDiverged("loss was nan at step 3", "lower train.learning_rate")
+    if word == "crash":
+        raise RuntimeError("an index was out of range")
+    if word == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if word == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while word in ("hang", "stubborn"):
+        stage.pause_point()
+        time.sleep(0.02)
+    (HOME / f"span-{name.replace('/', '-')}-{os.getpid()}").write_text("begun")
+
+
+def work(spec: StageSpec, stage: Stage) -> Result:
+    """Behave as planned, then leave a valid report."""
+    key = getattr(spec, "checkpoint", None) if spec.stage == "benchmark" else getattr(spec, "candidate", None)
+    name = f"{spec.stage}/{key}" if spec.stage in ("train", "benchmark") else spec.stage
+    stage.progress(0, 1, "rows")
+    behave(name, stage)
+    stage.metric(f"{spec.stage}/loss", 1, 0.5)
+    stage.event("Rehearsed", name)
+    return Result(report_of(spec), ())
+
+
+if __name__ == "__main__":
+    kinds = {"regenerate": RegenerateStage, "capture": CaptureStage, "train": TrainStage, "benchmark": BenchmarkStage,
+             "tune": TuneStage}
+    told = json.loads(Path(sys.argv[sys.argv.index("--spec") + 1]).read_text())["stage"]
+    sys.exit(run_program(kinds[told], work))

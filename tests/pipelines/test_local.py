@@ -1,0 +1,206 @@
+"""The runner of one machine, with real processes under the real kfp.local."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.artifacts import read_manifest, write_model
+from eyrie_api.errors import Conflict
+from eyrie_api.v1alpha1.reports import TuneReport
+from eyrie_pipelines import local
+from eyrie_pipelines.processes import ProcessName, boot_id, group_members, is_alive, name_of, wait_until
+from tests.pipelines.conftest import Rehearsal, spec_of, sweeping_spec
+
+LIMIT_S = 120.0
+
+
+def wait_for(job_dir: Path, *states: str) -> local.RunObservation:
+    assert wait_until(lambda: local.observe(job_dir).state in states, LIMIT_S), local.observe(job_dir)
+    return local.observe(job_dir)
+
+
+def log_of(job_dir: Path) -> str:
+    return (job_dir / "run" / "pipeline.log").read_text()
+
+
+def wait_for_start(rehearsal: Rehearsal, name: str) -> None:
+    assert wait_until(lambda: name in rehearsal.starts(), LIMIT_S), rehearsal.starts()
+
+
+def test_a_run_walks_all_stages_once_in_a_path_with_spaces_and_the_word_python3(
+        job_dir: Path, rehearsal: Rehearsal) -> None:
+    local.start(job_dir, "job-1", spec_of())
+    seen = wait_for(job_dir, "succeeded", "failed", "gone")
+    assert seen.state == "succeeded", log_of(job_dir)
+    assert rehearsal.starts() == ["regenerate", "capture", "train/base", "benchmark/base-step-10",
+                                  "benchmark/base-step-20", "tune"]
+    report = read_manifest(job_dir / "stages" / "tune").report
+    assert isinstance(report, TuneReport)
+    assert report.checkpoint == "base-step-20"  # the best average, not the first
+    assert not (job_dir / "run" / "root").exists()
+    assert not (job_dir / "run" / "tmp").exists()
+
+    # Run again, every stage finds its manifest: that is our cache.
+    first = rehearsal.starts()
+    second = local.start(job_dir, "job-1", spec_of(), attempt=2)
+    assert wait_until(lambda: local.observe(job_dir).state == "succeeded", LIMIT_S), log_of(job_dir)
+    assert local.observe(job_dir).handle == second
+    assert rehearsal.starts() == first
+
+
+def test_a_sweep_trains_each_candidate_and_benchmarks_every_checkpoint_one_at_a_time(
+        job_dir: Path, rehearsal: Rehearsal) -> None:
+    local.start(job_dir, "job-1", sweeping_spec())
+    assert wait_until(lambda: "tune" in rehearsal.starts(), LIMIT_S), log_of(job_dir)
+    starts = rehearsal.starts()
+    assert len([one for one in starts if one.startswith("train/")]) == 3  # more than kfp.local's two at once
+    assert len([one for one in starts if one.startswith("benchmark/")]) == 6
+    for stage in ("train", "benchmark"):
+        spans = []
+        for manifest in (job_dir / "stages" / stage).glob("*/manifest.json"):
+            read = read_manifest(manifest)
+            spans.append((read.started_at, read.finished_at))
+        spans.sort()
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+
+
+def test_a_permanent_failure_ends_the_run_with_the_stages_own_words_and_the_fan_out_with_it(
+        job_dir: Path, rehearsal: Rehearsal) -> None:
+    spec = sweeping_spec()
+    rehearsal.plan(**{"train__c1-lr-0p001": ["permanent"]})
+    local.start(job_dir, "job-1", spec)
+    seen = wait_for(job_dir, "succeeded", "failed", "gone")
+    assert seen.state == "failed"
+    assert seen.result is not None
+    assert seen.result.failure is not None
+    assert seen.result.failure.stage == "train"
+    assert seen.result.failure.key == "c1-lr-0p001"
+    assert seen.result.failure.failure.reason == "LossDiverged"
+    assert seen.result.failure.failure.mend == "lower train.learning_rate"
+    # kfp.local goes on with queued members of a failed fan-out; ours stop before they start their program.
+    assert [one for one in rehearsal.starts() if one.startswith("train/")] == ["train/c1-lr-0p001"]
+
+
+def test_transient_failures_are_tried_again_and_a_retry_goes_on_from_the_failed_stage(
+        job_dir: Path, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(regenerate=["transient", "die", "ok"], capture=["permanent", "ok"], train__base=["hang"])
+    local.start(job_dir, "job-1", spec_of())
+    assert wait_for(job_dir, "succeeded", "failed", "gone").state == "failed", log_of(job_dir)
+    assert rehearsal.starts() == ["regenerate"] * 3 + ["capture"]
+    local.start(job_dir, "job-1", spec_of(), attempt=2)
+    wait_for_start(rehearsal, "train/base")
+    assert rehearsal.starts() == ["regenerate"] * 3 + ["capture"] * 2 + ["train/base"]
+
+
+@pytest.mark.parametrize(("word", "starts", "reason", "words"), [
+    ("transient", 3, "Transient", "the bucket refused the write"),
+    ("die", 3, "StageFailed", "killed by SIGKILL 3 times"),
+    ("crash", 1, "StageFailed", "RuntimeError: an index was out of range"),
+])
+def test_what_does_not_pass_is_not_tried_forever_and_always_explained(
+        word: str, starts: int, reason: str, words: str, job_dir: Path, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(regenerate=[word])
+    local.start(job_dir, "job-1", spec_of())
+    seen = wait_for(job_dir, "succeeded", "failed", "gone")
+    assert rehearsal.starts() == ["regenerate"] * starts
+    assert seen.result is not None
+    assert seen.result.failure is not None
+    failure = seen.result.failure.failure
+    assert failure.reason == reason
+    assert words in failure.message
+    assert failure.mend
+
+
+@pytest.mark.parametrize("manner", ["hang", "stubborn"])
+def test_stop_leaves_no_process_even_when_a_stage_ignores_sigterm(
+        manner: str, job_dir: Path, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(capture=[manner])
+    handle = local.start(job_dir, "job-1", spec_of())
+    wait_for_start(rehearsal, "capture")
+    assert len(group_members(handle.process.pid)) >= 3  # leader, shell, box, stage
+    local.stop(job_dir, grace_s=1.0)
+    assert group_members(handle.process.pid) == []
+    assert local.observe(job_dir).state == "gone"
+
+
+def test_a_run_outlives_the_process_that_started_it_and_is_found_again(job_dir: Path, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(capture=["hang"])
+    code = (
+        "import sys, time; from pathlib import Path; from eyrie_pipelines import local\n"
+        "from eyrie_api.v1alpha1.job import JobSpec\n"
+        "spec = JobSpec.model_validate_json(sys.argv[2])\n"
+        "local.start(Path(sys.argv[1]), 'job-1', spec); print('started', flush=True); time.sleep(600)\n")
+    plane = subprocess.Popen([sys.executable, "-c", code, str(job_dir), spec_of().model_dump_json()],
+                             stdout=subprocess.PIPE)
+    assert plane.stdout is not None
+    plane.stdout.readline()
+    plane.kill()
+    plane.wait()
+    wait_for_start(rehearsal, "capture")
+    assert local.observe(job_dir).state == "running"
+    with pytest.raises(Conflict):
+        local.start(job_dir, "job-1", spec_of())
+    local.stop(job_dir)
+    assert local.leftovers(job_dir) == []
+
+
+def test_two_leaders_in_one_job_directory_are_impossible(job_dir: Path, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(regenerate=["hang"])
+    first = local.start(job_dir, "job-1", spec_of())
+    second = subprocess.run([sys.executable, "-m", "eyrie_pipelines.local", "--job-dir", str(job_dir)],
+                            capture_output=True, timeout=60, check=False)
+    assert second.returncode == 3
+    seen = local.observe(job_dir)
+    assert seen.handle == first
+    assert seen.state == "running"
+
+
+def test_when_only_the_leader_is_killed_the_next_start_clears_its_orphans_and_goes_on(
+        job_dir: Path, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(capture=["hang", "ok"], train__base=["hang"])
+    first = local.start(job_dir, "job-1", spec_of())
+    wait_for_start(rehearsal, "capture")
+    os.kill(first.process.pid, signal.SIGKILL)
+    assert wait_until(lambda: local.observe(job_dir).state == "gone", 10.0)
+    assert local.leftovers(job_dir)
+    second = local.start(job_dir, "job-1", spec_of())
+    assert second.starts == 2
+    assert group_members(first.process.pid) == []
+    wait_for_start(rehearsal, "train/base")
+    assert rehearsal.starts().count("regenerate") == 1
+
+
+def test_a_reused_pid_is_not_mistaken_for_the_leader(job_dir: Path) -> None:
+    own = name_of(os.getpid())
+    assert own is not None
+    for stranger in (own.model_copy(update={"started_ticks": own.started_ticks - 1}),
+                     own.model_copy(update={"boot": "another-boot"})):
+        assert not is_alive(stranger)
+        write_model(job_dir / "run" / "run.json", local.RunHandle.model_validate(
+            {"run_id": "r", "job_id": "job-1", "attempt": 1, "process": stranger.model_dump(),
+             "started_at": "2026-01-01T00:00:00Z"}))
+        assert local.observe(job_dir).state == "gone"
+        local.stop(job_dir)  # must not signal this very process
+
+
+def test_a_zombie_counts_as_dead() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    name = ProcessName(pid=child.pid, started_ticks=0, boot=boot_id())
+    assert wait_until(lambda: name_of(name.pid) is None, 10.0)
+    child.wait()
+
+
+def test_nothing_started_is_observed_as_none(job_dir: Path) -> None:
+    assert local.observe(job_dir).state == "none"
+    local.stop(job_dir)
+
+
+def test_watching_runs_does_not_load_kfp() -> None:
+    """kfp.local changes its process: log handlers, `print`, configuration. Only a run's own leader may load it."""
+    code = "import sys, eyrie_operator.plane, eyrie_pipelines.local; assert 'kfp' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

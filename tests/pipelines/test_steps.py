@@ -1,0 +1,90 @@
+"""What each stage is told: pure values."""
+
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.artifacts import digest_model
+from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
+from eyrie_api.sweep import expand
+from eyrie_api.v1alpha1.job import BenchmarkSpec, DataSource, DataSpec, SuiteSpec
+from eyrie_api.v1alpha1.reports import CheckpointReport, RegenerateReport, TrainReport, VocabularyReport
+from eyrie_pipelines import steps
+from tests.pipelines.conftest import spec_of, sweeping_spec
+
+ROOT = Path("/jobs/job-1")
+JOB = steps.JobFile(id="job-1", spec=spec_of())
+
+
+def trained(candidate: str, *at: int) -> TrainReport:
+    checkpoints = tuple(
+        CheckpointReport(name=f"{candidate}-step-{step}", candidate=candidate, step=step,
+                         path=f"checkpoints/{candidate}-step-{step}", digest="sha256:" + "0" * 64, epoch=1.0, loss=1.0,
+                         accuracy=(), conditional_acceptance=(), theoretical_speedup=1.0) for step in at)
+    return TrainReport(candidate=candidate, steps=1, tokens=1, supervised_tokens=1, seconds=1.0, tokens_per_s=1.0,
+                       padding_share=0.0, data_wait_share=0.0, checkpoints=checkpoints,
+                       vocabulary=VocabularyReport(draft_vocab_size=1, vocab_size=1, coverage=1.0, coverage_curve={}))
+
+
+def regenerated(held_out: int) -> RegenerateReport:
+    return RegenerateReport(rows_read=9, rows_answered=9, rows_held_out=held_out, rows_quarantined=0, prompt_tokens=1,
+                            answer_tokens=1, finish_reasons={}, sources={}, seconds=1.0, tokens_per_s=1.0)
+
+
+def test_suite_prompts_are_named_to_regenerate_so_that_none_is_trained_on() -> None:
+    suites = (SuiteSpec(name="a", path="quickstart:chat"), SuiteSpec(name="b", path="held-out"))
+    job = steps.JobFile(id="j", spec=spec_of(benchmark=BenchmarkSpec(suites=suites)))
+    assert steps.regenerate_spec(job).exclude_prompts == ("quickstart:chat",)
+
+
+def test_each_candidate_is_trained_with_its_own_values() -> None:
+    job = steps.JobFile(id="j", spec=sweeping_spec())
+    candidates = {one.name: one.spec for one in expand(job.spec)}
+    rates = [steps.train_spec(job, ROOT, candidates, name).train.learning_rate for name in candidates]
+    assert rates == [0.001, 0.002, 0.003]
+    with pytest.raises(InvalidInput, match="nobody"):
+        steps.train_spec(job, ROOT, candidates, "nobody")
+
+
+def test_checkpoints_are_listed_in_order_of_candidate_and_step() -> None:
+    found = steps.list_checkpoints([trained("b", 20, 3), trained("a", 5)])
+    assert [one.name for one in found] == ["b-step-3", "b-step-20", "a-step-5"]
+    assert found[0].path == "stages/train/b/checkpoints/b-step-3"
+    with pytest.raises(ArtifactMissing):
+        steps.list_checkpoints([trained("a")])
+
+
+def test_only_the_first_checkpoint_times_transformers_and_held_out_prompts_are_named_when_wanted() -> None:
+    (ref,) = steps.list_checkpoints([trained("a", 5)])
+    told = steps.benchmark_spec(JOB, ROOT, ref, first=True)
+    assert told.measure_transformers
+    assert told.held_out_file is None
+    suites = (SuiteSpec(name="b", path="held-out"),)
+    wanting = steps.JobFile(id="j", spec=spec_of(benchmark=BenchmarkSpec(suites=suites)))
+    told = steps.benchmark_spec(wanting, ROOT, ref, first=False)
+    assert not told.measure_transformers
+    assert told.held_out_file == "/jobs/job-1/stages/regenerate/held_out.jsonl"
+    assert steps.tune_spec(wanting, ROOT, ref).drafter_dir == "/jobs/job-1/stages/train/a/checkpoints/a-step-5"
+
+
+def test_a_job_that_wants_held_out_prompts_but_has_none_is_refused_before_it_is_trained() -> None:
+    data = DataSpec(sources=(DataSource(path="quickstart"),), held_out_fraction=0.01)
+    suites = (SuiteSpec(name="mine", path="held-out"),)
+    job = steps.JobFile(id="j", spec=spec_of(data=data, benchmark=BenchmarkSpec(suites=suites)))
+    steps.check_held_out(job, regenerated(1))
+    with pytest.raises(NoUsableData, match=r"'mine'.*0\.01") as told:
+        steps.check_held_out(job, regenerated(0))
+    assert "data.held_out_fraction" in told.value.mend
+    steps.check_held_out(JOB, regenerated(0))
+
+
+def test_equal_jobs_give_equal_specs_and_a_changed_value_another_digest() -> None:
+    again = steps.JobFile(id="job-1", spec=spec_of())
+    assert digest_model(steps.capture_spec(JOB, ROOT)) == digest_model(steps.capture_spec(again, ROOT))
+    elsewhere = steps.capture_spec(JOB, Path("/other"))
+    assert digest_model(steps.capture_spec(JOB, ROOT)) != digest_model(elsewhere)
+
+
+def test_references_name_a_stage_and_its_key() -> None:
+    assert steps.reference("train", "base") == "stages/train/base"
+    assert steps.reference("tune") == "stages/tune"

@@ -1,0 +1,53 @@
+"""Tiny random targets with a real tokenizer and chat template: seconds to make, the same classes as the real ones."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m.get('tool_calls') %}{{ m['tool_calls'] | tojson }}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT = [
+    "What is the sum of twelve and thirty?", "The answer is forty two.", "def add(a, b):\n    return a + b",
+    '{"name": "weather", "arguments": {"city": "Oslo"}}', "Please write a short letter to the town office.",
+]
+
+
+def tiny_target(path: Path, family: str = "llama", seed: int = 0, *, num_layers: int = 4, hidden_size: int = 32,
+                vocab_size: int = 320, tie_word_embeddings: bool = False, **overrides: Any) -> Path:
+    """Write a random Hugging Face model directory of `family` (llama, qwen2, qwen3) with tokenizer; return its path."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(TEXT * 4, trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<|end|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|end|>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(path)
+    eos = fast.convert_tokens_to_ids("<|im_end|>")
+    settings: dict[str, Any] = {
+        "hidden_size": hidden_size, "intermediate_size": 2 * hidden_size, "num_hidden_layers": num_layers,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": hidden_size // 4, "vocab_size": vocab_size,
+        "max_position_embeddings": 512, "tie_word_embeddings": tie_word_embeddings, "eos_token_id": eos,
+        "bos_token_id": None, "pad_token_id": 0, "initializer_range": 0.3,
+    } | overrides
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
+    model.to(torch.float32).save_pretrained(path)
+    return path
+
+
+def chats_file(path: Path, num: int = 12) -> Path:
+    """Write a JSONL of small distinct OpenAI-format conversations."""
+    rows = [{"messages": [{"role": "user", "content": f"What is {i} plus {2 * i}?"},
+                          {"role": "assistant", "content": f"The answer is {3 * i}."}]} for i in range(num)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

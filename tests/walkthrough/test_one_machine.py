@@ -1,0 +1,179 @@
+"""The whole route on one machine: one REST call in, a measured drafter behind a stable URL out. Nothing is faked.
+
+A tiny random target of another family than the shipped one, with a tokenizer of its own, so that nothing leans on the
+quickstart. Its drafter cannot be fast, so the margins are set near zero: what is shown is the way, not a figure.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from eyrie_api.client import Client
+from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.status import Job
+from tests.tiny import chats_file, tiny_target
+
+STAGES = ("regenerate", "capture", "train", "benchmark", "tune")
+
+
+def eyrie(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as a user would."""
+    return subprocess.run([sys.executable, "-m", "eyrie_operator.command", *arguments], text=True, capture_output=True,
+                          check=False, timeout=120, env=os.environ | {"EYRIE_HOME": str(home)})
+
+
+def up(home: Path) -> tuple[str, int]:
+    """Start the control plane of a home; its URL and process id."""
+    started = eyrie(home, "up", "--detach", "--port", "0", "--json")
+    assert started.returncode == 0, started.stderr
+    told = json.loads(started.stdout)
+    return told["url"], told["pid"]
+
+
+@contextmanager
+def plane(home: Path) -> Iterator[tuple[Client, int]]:
+    """A control plane of its own home; down at the end, whatever happened."""
+    url, pid = up(home)
+    try:
+        with Client(url) as client:
+            yield client, pid
+    finally:
+        with Client(url) as client:
+            try:
+                for endpoint in client.endpoints().items:
+                    client.off(endpoint.name)
+                wait_for(lambda: not _engines(home), 30, "engines off")
+            finally:
+                eyrie(home, "down")
+
+
+def _engines(home: Path) -> list[str]:
+    """Engine processes of this home."""
+    shown = subprocess.run(["ps", "-eo", "args"], text=True, capture_output=True, check=True).stdout
+    return [line for line in shown.splitlines() if str(home) in line and "engines.server" in line]
+
+
+def wait_for(condition: Any, seconds: float, what: str) -> Any:
+    """Poll until true; fail with words."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.2)
+    raise AssertionError(f"not within {seconds:g} s: {what}")
+
+
+def job_spec(tmp: Path, **changes: Any) -> JobSpec:
+    """A job of seconds: every stage, each as small as it can be."""
+    target = tiny_target(tmp / "target", "qwen3", vocab_size=400, num_layers=6)
+    suite = tmp / "suite.jsonl"
+    suite.write_text("".join(
+        json.dumps({"id": f"s{i}", "messages": [{"role": "user", "content": f"Name {i} towns."}]}) + "\n"
+        for i in range(2, 8)))
+    return JobSpec.model_validate({
+        "target": {"model": str(target)},
+        "data": {"sources": [{"path": str(chats_file(tmp / "chats.jsonl", 40))}], "held_out_fraction": 0.1},
+        "regenerate": {"max_new_tokens": 24, "concurrency": 8, "sampling": {"temperature": 1.0}},
+        "drafter": {"draft_vocab_size": 128},
+        "train": {"max_steps": 6, "epochs": 50, "ttt_length": 3, "max_tokens_per_batch": 256, "num_checkpoints": 2,
+                  "save_every_steps": 2},
+        "benchmark": {"suites": [{"name": "towns", "path": str(suite), "max_prompts": 2}], "max_new_tokens": 16,
+                      "tree": {"num_steps": 2, "top_k": 1, "num_draft_tokens": 3}, "warmup_prompts": 0},
+        "tune": {"num_steps": [2, 3], "top_k": [1, 2], "num_draft_tokens": [6], "max_prompts": 2},
+        "promotion": {"min_speedup": 0.01, "min_speedup_over_incumbent": 0.01},
+    } | changes)
+
+
+def finished(client: Client, job_id: str, seconds: float = 240) -> Job:
+    """The job once it is over."""
+    return wait_for(lambda: (job := client.job(job_id)).status.finished_at and job, seconds,  # type: ignore[no-any-return]
+                    f"{job_id} over; {client.job(job_id).status.stages}")
+
+
+@pytest.mark.slow
+def test_one_call_trains_measures_promotes_and_serves_a_drafter_for_a_stranger_s_model(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    with plane(home) as (client, _):
+        job = client.create_job(job_spec(tmp_path))
+        done = finished(client, job.id)
+        conditions = {one.type: one for one in done.status.conditions}
+        assert conditions["Succeeded"].status == "True", conditions
+        assert done.status.decision is not None
+        assert done.status.decision.promote, done.status.decision.reasons
+        assert {stage.stage for stage in done.status.stages} == set(STAGES)
+        assert all(stage.state == "Succeeded" for stage in done.status.stages)
+
+        board = client.leaderboard()
+        assert board
+        assert all(entry.lossless for entry in board if entry.job_id == job.id)
+
+        endpoint = client.endpoints().items[0]
+        answer = httpx.post(f"{endpoint.url}/chat/completions", timeout=60, json={
+            "model": endpoint.model, "messages": [{"role": "user", "content": "Name three towns."}],
+            "max_tokens": 12, "temperature": 0, "return_spec_tokens_details": True})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] >= 1
+        assert answer.json()["sglext"]["spec_tokens_details"]["spec_verify_ct"] >= 1
+
+        report = json.loads((home / "jobs" / job.id / "report.json").read_text())
+        assert {"seconds", "checkpoints", "baseline", "tuning", "promoted", "endpoint"} <= set(report)
+        assert report["endpoint"]["url"] == endpoint.url
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_the_job_goes_on_from_its_last_finished_stage(tmp_path: Path) -> None:
+    """kill -9 of the control plane and of everything the run started, once in each of three stages."""
+    home = tmp_path / "home"
+    spec = job_spec(tmp_path, promotion={"mode": "never"}, serve={"enabled": False})
+    job_id, manifests = "", {}
+    stages = home / "jobs"
+    for stage in ("regenerate", "train", "benchmark"):
+        url, pid = up(home)
+        with Client(url) as client:
+            job_id = job_id or client.create_job(spec).id
+        stages = home / "jobs" / job_id / "stages"
+        wait_for(lambda where=stages / stage: list(where.rglob("events.jsonl")), 120, f"{stage} begun")
+        run = json.loads((home / "jobs" / job_id / "run" / "run.json").read_text())
+        os.kill(pid, signal.SIGKILL)
+        with _already_gone():  # the run may have ended in between, which is as good a moment as any
+            os.killpg(run["process"]["pid"], signal.SIGKILL)
+        manifests |= {path: path.stat().st_mtime_ns for path in stages.rglob("manifest.json")}
+    with plane(home) as (client, _):
+        done = finished(client, job_id)
+    assert {one.type: one.status for one in done.status.conditions}["Succeeded"] == "True"
+    assert manifests
+    assert {path: path.stat().st_mtime_ns for path in manifests} == manifests, "a finished stage was made again"
+
+
+@contextmanager
+def _already_gone() -> Iterator[None]:
+    try:
+        yield
+    except ProcessLookupError:
+        return
+
+
+@pytest.mark.slow
+def test_cancel_frees_the_machine_and_the_job_may_be_retried(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    spec = job_spec(tmp_path, serve={"enabled": False})
+    slow = spec.model_copy(update={"train": spec.train.model_copy(update={"max_steps": 5000})})
+    with plane(home) as (client, _):
+        job = client.create_job(slow)
+        stages = home / "jobs" / job.id / "stages"
+        wait_for(lambda: list((stages / "train").rglob("events.jsonl")), 120, "training begun")
+        client.cancel(job.id)
+        done = finished(client, job.id, 60)
+        assert done.status.phase == "Cancelled"
+        shown = subprocess.run(["ps", "-eo", "args"], text=True, capture_output=True, check=True).stdout
+        assert not [line for line in shown.splitlines() if str(stages) in line], "a stage of the cancelled job lives on"

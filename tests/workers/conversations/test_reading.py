@@ -1,0 +1,263 @@
+"""Every format ends in one normal form, and every row that cannot is quarantined with its line and its reason."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.job import DataSource
+from eyrie_api.v1alpha1.reports import QuarantinedRow
+from eyrie_workers.conversations import readers
+from eyrie_workers.conversations.conversation import Conversation, Malformed, conversation
+from eyrie_workers.conversations.readers import read_conversations
+
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+TOOL_CHAT: dict[str, Any] = {
+    "messages": [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Weather in Oslo?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": '{"sky": "clear"}'},
+        {"role": "assistant", "content": "Clear."}, {"role": "user", "content": "Thanks!"},
+        {"role": "assistant", "content": "You are welcome."},
+    ],
+    "tools": TOOLS, "category": "tools",
+}
+
+
+def read(path: Path, **fields: Any) -> list[Conversation | QuarantinedRow]:
+    return list(read_conversations(DataSource(path=str(path), **fields), seed=0, at_most=10))
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def usable(rows: list[Conversation | QuarantinedRow]) -> list[Conversation]:
+    assert all(isinstance(row, Conversation) for row in rows), rows
+    return [row for row in rows if isinstance(row, Conversation)]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def test_system_prompt_turns_tool_calls_and_results_are_preserved(tmp_path: Path) -> None:
+    (chat,) = usable(read(write(tmp_path / "a.jsonl", TOOL_CHAT)))
+    assert list(chat.messages) == TOOL_CHAT["messages"]
+    assert list(chat.tools) == TOOLS
+    assert (chat.category, chat.line, chat.source) == ("tools", 1, str(tmp_path / "a.jsonl"))
+    assert list(chat.prompt) == TOOL_CHAT["messages"][:-1]
+
+
+def test_a_conversation_that_ends_with_the_user_loses_no_turn(tmp_path: Path) -> None:
+    (chat,) = usable(read(write(tmp_path / "a.jsonl", {"messages": [user("Hi there")]})))
+    assert chat.prompt == chat.messages
+
+
+def test_sharegpt_and_messages_of_the_same_chat_are_one_conversation(tmp_path: Path) -> None:
+    share = {
+        "system": "Be brief.", "tools": json.dumps([TOOLS[0]["function"]]), "category": "tools",
+        "conversations": [
+            {"from": "human", "value": "Weather in Oslo?"},
+            {"from": "function_call", "value": json.dumps({"name": "weather", "arguments": {"city": "Oslo"}})},
+            {"from": "observation", "value": '{"sky": "clear"}'}, {"from": "gpt", "value": "Clear."},
+            {"from": "human", "value": "Thanks!"}, {"from": "gpt", "value": "You are welcome."},
+        ],
+    }
+    plain = json.loads(json.dumps(TOOL_CHAT).replace("abcdefghi", "call00000"))
+    (one,), (other,) = (usable(read(write(tmp_path / f"{i}.jsonl", row))) for i, row in enumerate((share, plain)))
+    assert one.messages == other.messages
+    assert one.id == other.id
+
+
+def test_the_id_is_of_the_prompt_and_not_of_the_discarded_answer(tmp_path: Path) -> None:
+    chats = [{"messages": [user("Hi"), {"role": "assistant", "content": answer}]} for answer in ("A", "B")]
+    other = {"messages": [{"role": "system", "content": "x"}, *chats[0]["messages"]]}
+    one, two, three = usable(read(write(tmp_path / "a.jsonl", *chats, other)))
+    assert one.id == two.id != three.id
+
+
+def test_parquet_rows_equal_the_same_rows_in_jsonl(tmp_path: Path) -> None:
+    rows = [TOOL_CHAT, {"messages": [user("Hi"), {"role": "assistant", "content": "Hello"}]}]
+    table = pyarrow.Table.from_pylist([{**row, "tools": json.dumps(row.get("tools", []))} for row in rows])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    ours, theirs = usable(read(tmp_path / "a.parquet")), usable(read(write(tmp_path / "a.jsonl", *rows)))
+    assert [(c.id, c.line, c.messages, c.tools, c.category) for c in ours] \
+        == [(c.id, c.line, c.messages, c.tools, c.category) for c in theirs]
+
+
+def test_text_parts_are_joined_and_developer_is_system(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    row = {"messages": [{"role": "developer", "content": "x"}, {"role": "user", "content": parts}]}
+    (chat,) = usable(read(write(tmp_path / "a.jsonl", row)))
+    assert [(m["role"], m["content"]) for m in chat.messages] == [("system", "x"), ("user", "one two")]
+
+
+MALFORMED: list[tuple[Any, str]] = [
+    ("", "empty line"),
+    ("   ", "empty line"),
+    ('{"messages": [', "bad JSON at column"),
+    ("[" * 100_000, "bad JSON: nested too deep"),
+    ([1, 2], "a row must be an object, this is list"),
+    ("null", "a row must be an object, this is null"),
+    ({"text": "hello"}, "no `messages` in the row"),
+    ({"messages": "hello"}, "`messages` must be a list, this is str"),
+    ({"messages": []}, "empty conversation"),
+    ({"messages": ["hello"]}, "turn 1 must be an object, this is str"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "turn 1 has unknown role 'wizard'"),
+    ({"messages": [{"content": "x"}]}, "turn 1 has unknown role None"),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, "turn 1 has unknown role"),
+    ({"messages": [{"role": "user", "content": 7}]}, "content of turn 1 must be text, this is int"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part of type 'image_url'"),
+    ({"messages": [{"role": "user", "content": None}]}, "turn 1 (user) has no content"),
+    ({"messages": [user("  ")]}, "turn 1 (user) is empty"),
+    ({"messages": [{"role": "system", "content": "x"}]}, "no user turn"),
+    ({"messages": [{"role": "assistant", "content": "x"}, user("y")]},
+     "bad role order: turn 1 is assistant after start"),
+    ('{"messages": [{"role": "user", "content": "\\ud83d"}]}', "text with an unpaired surrogate"),
+    ({"messages": [user("x"), user("y")]}, "bad role order: turn 2 is user after user"),
+    ({"messages": [user("x"), {"role": "system", "content": "y"}]}, "bad role order: turn 2 is system after user"),
+    ({"messages": [user("x"), {"role": "tool", "content": "y"}]}, "bad role order: turn 2 is tool after user"),
+    ({"messages": [user("x"), {"role": "assistant", "tool_calls": [CALL]}, user("y")]},
+     "bad role order: turn 3 is user after call"),
+    ({"messages": [user("x"), {"role": "assistant", "tool_calls": [{}]}]}, "a tool call of turn 2 names no function"),
+    ({"messages": [user("x"), {"role": "assistant", "tool_calls": "y"}]}, "tool_calls of turn 2 must be a list"),
+    ({"messages": [user("x"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": 3}]}]},
+     "arguments of a tool call of turn 2 must be an object or JSON text, this is int"),
+    ({"messages": [user("x")], "tools": "{"}, "tools is text, but not JSON"),
+    ({"messages": [user("x")], "tools": {}}, "tools must be a list, this is dict"),
+    ({"messages": [user("x")], "tools": [{}]}, "a tool names no function"),
+    ('{"messages": [{"role": "user", "content": "x"}], "n": ' + "9" * 5000 + "}", "bad JSON: Exceeds the limit"),
+    ('{"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f", "x": NaN}]}', "that JSON cannot hold"),
+    ({"messages": [user("x")], "tools": [{"name": "f", "x": json.loads("[" * 90 + "]" * 90)}]},
+     "nested deeper than 64 levels"),
+    ({"messages": [user("x")], "category": 3}, "category must be text, this is int"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), MALFORMED, ids=[reason for _, reason in MALFORMED])
+def test_a_malformed_row_is_quarantined_with_its_line(tmp_path: Path, row: Any, reason: str) -> None:
+    good = {"messages": [user("fine")]}
+    first, second, third = read(write(tmp_path / "a.jsonl", good, row, good), format="messages")
+    assert isinstance(first, Conversation)
+    assert isinstance(third, Conversation)
+    assert third.line == 3
+    assert isinstance(second, QuarantinedRow)
+    assert (second.line, second.source) == (2, str(tmp_path / "a.jsonl"))
+    assert reason in second.reason
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=8)
+ROLE = st.sampled_from(["system", "user", "human", "assistant", "gpt", "tool", "function_call", "observation", "?"])
+TURN = st.fixed_dictionaries({"role": ROLE | JSON, "content": st.text(max_size=5) | JSON}, optional={
+    "tool_calls": st.lists(st.fixed_dictionaries({"name": st.text(max_size=3), "arguments": JSON}), max_size=2) | JSON,
+    "tool_call_id": JSON, "name": JSON, "reasoning_content": JSON})
+ROW = st.fixed_dictionaries({"messages": st.lists(TURN, max_size=5) | JSON}, optional={
+    "tools": st.lists(st.fixed_dictionaries({"name": st.text(max_size=3)}), max_size=2) | JSON, "category": JSON})
+
+
+@settings(max_examples=400)
+@given(row=ROW | JSON)
+def test_any_row_becomes_a_conversation_or_a_reason(row: Any) -> None:
+    with contextlib.suppress(Malformed):
+        conversation(row, "s", 1, "messages")
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+ARGUMENTS = st.dictionaries(TEXT, TEXT | st.integers() | st.booleans(), max_size=2)
+ROUND = st.tuples(TEXT.filter(str.strip), st.lists(ARGUMENTS, max_size=2), TEXT)
+
+
+def chat_of(rounds: list[tuple[str, list[dict[str, Any]], str]]) -> list[dict[str, Any]]:
+    messages = []
+    for asked, calls, said in rounds:
+        messages.append(user(asked))
+        if calls:
+            messages.append({"role": "assistant", "tool_calls": [{"name": "f", "arguments": a} for a in calls]})
+            messages += [{"role": "tool", "content": said} for _ in calls]
+        messages.append({"role": "assistant", "content": said})
+    return messages
+
+
+@given(rounds=st.lists(ROUND, min_size=1, max_size=4))
+def test_a_well_formed_chat_is_kept_whole_and_its_normal_form_is_stable(
+        rounds: list[tuple[str, list[dict[str, Any]], str]]) -> None:
+    given_messages = chat_of(rounds)
+    chat = conversation({"messages": given_messages}, "s", 1, "messages")
+    assert [m["role"] for m in chat.messages] == [m["role"] for m in given_messages]
+    assert [m["content"] for m in chat.messages] == [m.get("content") for m in given_messages]
+    assert [json.loads(c["function"]["arguments"]) for m in chat.messages for c in m.get("tool_calls", [])] \
+        == [arguments for _, calls, _ in rounds for arguments in calls]
+    ids = [c["id"] for m in chat.messages for c in m.get("tool_calls", [])]
+    assert [m["tool_call_id"] for m in chat.messages if m["role"] == "tool"] == ids
+    assert len(set(ids)) == len(ids)
+    again = conversation({"messages": list(chat.messages), "tools": list(chat.tools)}, "s", 1, "messages")
+    assert (again.id, again.messages, again.prompt) == (chat.id, chat.messages, chat.prompt)
+
+
+def test_bytes_that_are_not_utf8_are_quarantined(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"messages": "\xff"}\n' + json.dumps({"messages": [user("fine")]}).encode())
+    bad, good = read(path)
+    assert isinstance(bad, QuarantinedRow)
+    assert bad.reason == "not UTF-8 at byte 14"
+    assert isinstance(good, Conversation)
+    assert good.line == 2
+
+
+def test_an_oversized_row_is_quarantined_and_does_not_shift_line_numbers(tmp_path: Path,
+                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "MAX_ROW_BYTES", 200)
+    good = {"messages": [user("fine")]}
+    rows = read(write(tmp_path / "a.jsonl", good, {"messages": [user("x" * 1000)]}, good))
+    assert [row.line for row in rows] == [1, 2, 3]
+    assert isinstance(rows[1], QuarantinedRow)
+    assert rows[1].reason == "oversized: more than 200 bytes"
+    assert isinstance(rows[2], Conversation)
+
+
+def test_the_layout_is_decided_by_the_first_readable_row(tmp_path: Path) -> None:
+    share = {"conversations": [{"from": "human", "value": "Hi"}]}
+    rows = read(write(tmp_path / "a.jsonl", "", {"other": 1}, share, {"messages": [user("x")]}))
+    assert [isinstance(row, Conversation) for row in rows] == [False, False, True, False]
+
+
+def test_max_rows_bounds_what_is_read(tmp_path: Path) -> None:
+    rows = read(write(tmp_path / "a.jsonl", *({"messages": [user(f"q{i}")]} for i in range(9))), max_rows=4)
+    assert [row.line for row in rows] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("path", "mend"), [
+    ("nowhere.jsonl", "give a JSONL or parquet file"), ("/no/such", "give a JSONL or parquet file"),
+    ("some-org/some-data", "pip install datasets"), (".", "name its files"),
+])
+def test_a_source_that_cannot_be_opened_is_refused_with_the_mend(path: str, mend: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        read(Path(path))
+    assert mend in caught.value.mend
+
+
+def test_files_of_the_wrong_kind_are_refused_with_the_mend(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="jq"):
+        read(write(tmp_path / "a.json", []))
+    with pytest.raises(InvalidInput, match="not a readable parquet file"):
+        read(write(tmp_path / "a.parquet", "text"))
+
+
+def test_the_quickstart_corpus_is_a_source() -> None:
+    chats = usable(read(Path("quickstart"), max_rows=30))
+    assert len({chat.id for chat in chats}) == 30
+    assert [chat.line for chat in chats] == list(range(1, 31))
+    assert {chat.category for chat in chats} == {"chat", "math", "code", "tools"}
+    assert any(chat.tools for chat in chats)

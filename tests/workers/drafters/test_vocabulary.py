@@ -1,0 +1,77 @@
+"""The draft vocabulary: the most frequent tokens, the unavoidable ones, and two maps that agree."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eyrie_api.errors import VocabularyTooLarge
+from eyrie_workers.drafters.vocabulary import (
+    DraftVocabulary,
+    build,
+    choose_size,
+    count_tokens,
+    coverage,
+    coverage_curve,
+)
+
+COUNTS = st.lists(st.integers(0, 9), min_size=4, max_size=120).map(torch.tensor)
+
+
+@given(counts=COUNTS, data=st.data())
+def test_it_holds_the_forced_tokens_and_then_the_most_frequent(counts: torch.Tensor, data: st.DataObject) -> None:
+    size = data.draw(st.integers(2, counts.numel()))
+    always = data.draw(st.sets(st.integers(0, counts.numel() - 1), max_size=size))
+    ids = build(counts, size, always).ids.tolist()
+    assert ids == sorted(set(ids))
+    assert len(ids) == size
+    assert always <= set(ids)
+    free = set(ids) - always
+    left_out = set(range(counts.numel())) - set(ids)
+    # Whoever is in by rank beats whoever is out: by count, and on equal counts by the smaller id.
+    assert all((-int(counts[a]), a) < (-int(counts[b]), b) for a in free for b in left_out)
+
+
+@given(counts=COUNTS, data=st.data())
+def test_offsets_and_membership_give_back_the_same_vocabulary(counts: torch.Tensor, data: st.DataObject) -> None:
+    vocabulary = build(counts, data.draw(st.integers(1, counts.numel())))
+    assert torch.equal(vocabulary.d2t + torch.arange(vocabulary.size), vocabulary.ids)
+    assert torch.equal(vocabulary.t2d.nonzero().squeeze(1), vocabulary.ids)
+    back = DraftVocabulary.from_buffers(vocabulary.d2t, vocabulary.t2d)
+    assert torch.equal(back.ids, vocabulary.ids)
+    assert back.vocab_size == counts.numel()
+
+
+@given(counts=COUNTS)
+def test_coverage_grows_with_size_and_is_whole_at_the_whole_vocabulary(counts: torch.Tensor) -> None:
+    values = [coverage(counts, build(counts, size)) for size in range(1, counts.numel() + 1)]
+    assert values == sorted(values)
+    assert values[-1] == 1.0
+    curve = coverage_curve(counts)
+    assert curve[counts.numel()] == 1.0
+    assert all(curve[size] == values[size - 1] for size in curve)
+
+
+def test_the_whole_vocabulary_is_the_identity() -> None:
+    vocabulary = build(torch.tensor([3, 0, 5]), 3)
+    assert vocabulary.d2t.tolist() == [0, 0, 0]
+    assert vocabulary.t2d.all()
+
+
+def test_only_supervised_tokens_are_counted() -> None:
+    counts = count_tokens(torch.tensor([1, 2, 2, 3]), torch.tensor([False, True, True, True]), 5)
+    assert counts.tolist() == [0, 0, 2, 1, 0]
+
+
+def test_more_than_the_target_has_is_refused() -> None:
+    with pytest.raises(VocabularyTooLarge, match=r"draft_vocab_size 33 .* vocabulary of 32; give at most 32"):
+        choose_size(32, 33)
+
+
+def test_no_size_means_the_whole_up_to_a_bound() -> None:
+    assert (choose_size(2048, None), choose_size(151_936, None), choose_size(151_936, 8000)) == (2048, 32_768, 8000)
+
+
+def test_a_size_that_cannot_hold_the_special_tokens_is_refused() -> None:
+    with pytest.raises(VocabularyTooLarge, match="at least 3"):
+        build(torch.zeros(10, dtype=torch.int64), 2, always=[1, 2, 3])

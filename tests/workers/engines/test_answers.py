@@ -1,0 +1,118 @@
+"""From the engine's progress to what a client sees: independent of how tokens are cut into rounds."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eyrie_api.v1alpha1.job import SamplingSpec
+from eyrie_workers.engines.answers import Answer, Wanted
+from eyrie_workers.engines.openai import Head
+from eyrie_workers.speculation.engine import Progress, Request
+from eyrie_workers.targets.templates import parse_answer
+
+EOS = 3  # no byte of the texts below
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+def decode(ids: list[int]) -> str:
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+def new_answer(*, stops: tuple[str, ...] = (), tools: bool = False, chat: bool = True) -> Answer:
+    request = Request(id="r", prompt_ids=[1, 2], max_new_tokens=999, sampling=SamplingSpec(), stop_ids=(EOS,))
+    wanted = Wanted(request=request, stops=stops, has_tools=tools, stream=True, include_usage=True, token_ids=True,
+                    spec_details=True)
+    return Answer(wanted, Head("chatcmpl-77", "m", 0, chat, "f"), decode, parse_answer)
+
+
+def rounds(tokens: list[int], cuts: list[int]) -> list[Progress]:
+    """The tokens in rounds of the given lengths (the last takes what is left)."""
+    said, at = [], 0
+    for cut in [*cuts, len(tokens)]:
+        taken = tokens[at:at + cut]
+        at += len(taken)
+        if taken:
+            reason = None if at < len(tokens) else ("stop" if tokens[-1] == EOS else "length")
+            said.append(Progress("r", taken, [len(taken) - 1], reason))  # type: ignore[arg-type]
+    return said
+
+
+def streamed(answer: Answer, said: list[Progress]) -> list[dict[str, Any]]:
+    chunks = [answer.opening()]
+    for progress in said:
+        text = answer.take(progress)
+        if text or answer.has_unsent:
+            chunks.append(answer.chunk(text))
+        if answer.finish is not None:
+            break
+    return chunks + answer.closing()
+
+
+def text_of(chunks: list[dict[str, Any]]) -> str:
+    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+
+
+@given(st.text(alphabet="ab\u20ac", max_size=12), st.lists(st.integers(1, 5), max_size=6),
+       st.lists(st.text(alphabet="ab", min_size=1, max_size=3), max_size=2))
+def test_text_usage_and_reason_do_not_depend_on_rounds(text: str, cuts: list[int], stops: list[str]) -> None:
+    tokens = [*text.encode(), EOS]
+    seen = []
+    for said in (rounds(tokens, cuts), rounds(tokens, [1] * len(tokens))):
+        answer = new_answer(stops=tuple(stops))
+        chunks = streamed(answer, said)
+        assert text_of(chunks) == answer.whole()["choices"][0]["message"]["content"]
+        ids = [token for chunk in chunks for choice in chunk["choices"] for token in choice.get("token_ids", [])]
+        assert ids == answer.token_ids
+        seen.append((text_of(chunks), answer.usage(), answer.finish))
+    assert seen[0] == seen[1]
+
+
+def test_the_end_token_counts_but_is_not_text() -> None:
+    answer = new_answer()
+    streamed(answer, rounds([*b"hi", EOS], [3]))
+    whole = answer.whole()
+    assert whole["choices"][0]["message"]["content"] == "hi"
+    assert whole["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    assert whole["choices"][0]["finish_reason"] == "stop"
+    assert whole["sglext"]["spec_tokens_details"]["spec_accept_length"] == 3.0
+
+
+@pytest.mark.parametrize("before", ["", "I look it up.\n"])
+def test_a_tool_call_comes_out_as_a_call_and_not_as_text(before: str) -> None:
+    answer = new_answer(tools=True)
+    chunks = streamed(answer, rounds([*(before + CALL).encode(), EOS], [4] * 40))
+    assert text_of(chunks).strip() == before.strip()
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    (call,) = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert call["index"] == 0
+    assert call["function"]["name"] == "get_weather"
+    assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
+    whole = answer.whole()["choices"][0]
+    assert whole["finish_reason"] == "tool_calls"
+    assert (whole["message"]["content"] or "").strip() == before.strip()
+    assert chunks[-2]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_what_only_looks_like_a_call_is_given_as_text_in_the_end() -> None:
+    answer = new_answer(tools=True)
+    chunks = streamed(answer, rounds([*b"if a < b: [1]", EOS], [2] * 20))
+    assert text_of(chunks) == "if a < b: [1]"
+    assert answer.whole()["choices"][0]["finish_reason"] == "stop"
+
+
+def test_without_tools_a_call_is_text_and_streams_at_once() -> None:
+    answer = new_answer()
+    first = answer.take(Progress("r", list(CALL.encode()), [len(CALL) - 1]))
+    assert first == CALL
+
+
+def test_details_add_up_over_rounds() -> None:
+    answer = new_answer(chat=False)
+    for tokens, accepted in (([97], []), ([97, 98, 99], [2]), ([97], [0])):
+        answer.take(Progress("r", tokens, accepted))
+    details = answer.details()
+    assert (details.rounds, details.histogram, details.accepted) == (2, (1, 0, 1), 2)
+    assert details.acceptance_length == 2.0

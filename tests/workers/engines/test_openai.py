@@ -1,0 +1,91 @@
+"""What requests may say, and how refusals read. Pure: no server."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eyrie_workers.engines.openai import (
+    ContextTooLong,
+    Refused,
+    SpecDetails,
+    error_body,
+    fit_context,
+    parse_chat,
+    parse_text,
+)
+
+HELLO = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+
+
+def test_defaults_are_those_of_openai() -> None:
+    sampling = parse_chat(HELLO).sampling()
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
+    assert parse_text({"prompt": "x"}).most_tokens == 16
+
+
+def test_nulls_mean_absent() -> None:
+    request = parse_chat(HELLO | {"temperature": None, "stop": None, "n": None, "stream": None, "tools": None,
+                                  "max_tokens": None, "logit_bias": None})
+    assert request.stops() == ()
+    assert request.most_tokens is None
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("temperature", -0.1), ("temperature", "hot"), ("top_p", 0), ("max_tokens", 0), ("n", 2), ("stop", [""]),
+    ("stop", ["a", "b", "c", "d", "e"]), ("messages", []), ("messages", "hello"), ("temprature", 1.0),
+    ("frequency_penalty", 0.5), ("logprobs", True), ("response_format", {"type": "json_object"}), ("seed", "x"),
+    ("tool_choice", "required"), ("messages", [{"role": "robot", "content": "x"}]), ("stop", ["x" * 1000]),
+])
+def test_a_field_we_cannot_honour_is_refused_by_name_with_a_mend(field: str, value: object) -> None:
+    with pytest.raises(Refused) as refused:
+        parse_chat(HELLO | {field: value})
+    assert (refused.value.param or "").split(".")[0] == field
+    assert refused.value.mend
+    assert error_body(refused.value)["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("frequency_penalty", 0), ("logprobs", False), ("response_format", {"type": "text"}), ("user", "u"),
+    ("metadata", {"a": "b"}), ("parallel_tool_calls", True), ("top_k", -1),
+])
+def test_a_field_that_asks_for_nothing_is_accepted(field: str, value: object) -> None:
+    parse_chat(HELLO | {field: value})
+
+
+def test_content_parts_are_joined_and_images_refused() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    message = parse_chat({"messages": [{"role": "user", "content": parts}]}).messages[0]
+    assert message.for_template()["content"] == "one two"
+    with pytest.raises(Refused):
+        parse_chat({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]})
+
+
+def test_tools_are_not_offered_when_the_client_forbids_their_use() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    assert parse_chat(HELLO | {"tools": tools}).offered_tools == tools
+    assert parse_chat(HELLO | {"tools": tools, "tool_choice": "none"}).offered_tools is None
+
+
+def test_a_prompt_is_one_text_or_one_list_of_token_ids() -> None:
+    assert parse_text({"prompt": [1, 2, 3]}).prompt == [1, 2, 3]
+    assert parse_text({"prompt": ["one"]}).prompt == ["one"]
+    for prompt in (["one", "two"], "", [], None):
+        with pytest.raises(Refused):
+            parse_text({"prompt": prompt})
+
+
+@given(st.integers(1, 600), st.one_of(st.none(), st.integers(1, 600)))
+def test_prompt_and_answer_never_exceed_the_context(num_prompt: int, asked: int | None) -> None:
+    if num_prompt + (asked or 1) > 512:
+        with pytest.raises(ContextTooLong) as refused:
+            fit_context(num_prompt, asked, 512)
+        assert refused.value.code == "context_length_exceeded"
+    else:
+        assert fit_context(num_prompt, asked, 512) == (asked or 512 - num_prompt)
+
+
+def test_spec_details_agree_with_their_histogram() -> None:
+    details = SpecDetails(rounds=4, histogram=(1, 1, 0, 2)).as_sglang()
+    assert details == {"spec_verify_ct": 4, "spec_num_correct_drafts": 7, "spec_accept_length": 2.75,
+                       "spec_correct_drafts_histogram": [1, 1, 0, 2]}
+    assert SpecDetails(rounds=0, histogram=()).acceptance_length == 1.0

@@ -1,0 +1,232 @@
+"""A real server process over HTTP: what clients of the OpenAI API rely on, and what happens when they misbehave."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from eyrie_workers.engines.process import EngineCommand, EngineFailed, start_engine
+from tests.workers.engines.conftest import chat_body
+
+CHAT = "/v1/chat/completions"
+
+
+def events(client: httpx.Client, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    with client.stream("POST", path, json=body | {"stream": True}) as answer:
+        assert answer.status_code == 200, answer.read()
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    yield from (json.loads(line.removeprefix("data: ")) for line in lines[:-1])
+
+
+def asked(client: httpx.Client, path: str = CHAT, **fields: Any) -> dict[str, Any]:
+    answer = client.post(path, json=chat_body(**fields))
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def metric(client: httpx.Client, name: str) -> float:
+    lines = [line for line in client.get("/metrics").text.splitlines() if line.startswith(name + " ")]
+    return float(lines[0].split()[-1]) if lines else 0.0
+
+
+def test_it_says_what_it_serves_and_that_it_is_well(http: httpx.Client) -> None:
+    assert http.get("/health").status_code == 200
+    listed = http.get("/v1/models").json()
+    assert [model["id"] for model in listed["data"]] == ["tiny"]
+    assert listed["data"][0]["max_model_len"] == 4096
+    assert http.get("/v1/models/tiny").json()["id"] == "tiny"
+
+
+def test_an_answer_has_the_openai_shape_and_an_exact_usage(http: httpx.Client) -> None:
+    answer = asked(http, return_token_ids=True)
+    (choice,) = answer["choices"]
+    assert answer["object"] == "chat.completion"
+    assert choice["message"]["role"] == "assistant"
+    assert choice["finish_reason"] == "length"
+    assert len(choice["token_ids"]) == answer["usage"]["completion_tokens"] == 24
+    assert len(answer["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
+
+
+def test_a_stream_says_in_pieces_what_one_answer_says_whole(http: httpx.Client) -> None:
+    whole = asked(http, return_token_ids=True)
+    chunks = list(events(http, CHAT, chat_body(return_token_ids=True, stream_options={"include_usage": True})))
+    *pieces, last = chunks
+    assert last["choices"] == []
+    assert last["usage"] == whole["usage"]
+    assert pieces[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert pieces[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert "".join(piece["choices"][0]["delta"].get("content") or "" for piece in pieces) == text_of(whole)
+    ids = [token for piece in pieces for token in piece["choices"][0].get("token_ids", [])]
+    assert ids == whole["choices"][0]["token_ids"]
+    assert [piece["choices"][0]["finish_reason"] for piece in pieces][-1] == "length"
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+def test_usage_is_not_streamed_unless_asked_for(http: httpx.Client) -> None:
+    assert not any("usage" in chunk for chunk in events(http, CHAT, chat_body()))
+
+
+def test_the_same_seed_gives_the_same_answer_and_no_seed_another(http: httpx.Client) -> None:
+    first, again, other = (text_of(asked(http, temperature=1.0, seed=seed)) for seed in (7, 7, 8))
+    assert first == again != other
+    assert text_of(asked(http, temperature=1.0)) != text_of(asked(http, temperature=1.0))
+
+
+def test_a_stop_string_across_tokens_ends_the_answer_before_it(http: httpx.Client) -> None:
+    whole = text_of(asked(http, max_tokens=48, temperature=1.0, seed=3))
+    stop = whole[10:17]
+    at = whole.index(stop)
+    answer = asked(http, max_tokens=48, temperature=1.0, seed=3, stop=["never said by it", stop])
+    assert text_of(answer) == whole[:at]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] < 48
+    pieces = events(http, CHAT, chat_body(max_tokens=48, temperature=1.0, seed=3, stop=stop))
+    assert "".join(piece["choices"][0]["delta"].get("content") or "" for piece in pieces) == whole[:at]
+
+
+def test_completions_take_text_or_token_ids(http: httpx.Client) -> None:
+    chat = asked(http, return_token_ids=True)
+    body = {"model": "tiny", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    same = http.post("/v1/completions", json=body | {"prompt": chat["prompt_token_ids"]}).json()
+    assert same["object"] == "text_completion"
+    assert same["choices"][0]["text"] == text_of(chat)
+    pieces = events(http, "/v1/completions", body | {"prompt": chat["prompt_token_ids"]})
+    assert "".join(piece["choices"][0]["text"] for piece in pieces) == text_of(chat)
+    assert http.post("/v1/completions", json=body | {"prompt": "once upon"}).json()["usage"]["completion_tokens"] == 24
+
+
+def test_no_system_prompt_is_added(http: httpx.Client) -> None:
+    answer = asked(http, return_token_ids=True)
+    prompt = http.post("/v1/completions", json={
+        "prompt": "<|im_start|>user\nhello there<|im_end|>\n<|im_start|>assistant\n", "max_tokens": 1,
+        "return_token_ids": True}).json()
+    assert answer["prompt_token_ids"] == prompt["prompt_token_ids"]
+
+
+def test_four_at_once_get_what_each_would_get_alone(http: httpx.Client) -> None:
+    prompts = [f"question number {i}" for i in range(6)]
+    alone = [text_of(asked(http, text=prompt)) for prompt in prompts]
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(lambda prompt: text_of(asked(http, text=prompt)), prompts))
+    assert together == alone
+
+
+def test_without_a_drafter_every_token_is_a_round_of_its_own(http: httpx.Client) -> None:
+    details = asked(http, return_spec_tokens_details=True)["sglext"]["spec_tokens_details"]
+    assert details["spec_accept_length"] == 1.0
+    assert details["spec_num_correct_drafts"] == 0
+    assert details["spec_verify_ct"] >= 23  # the first token may come from the prefill
+
+
+@pytest.mark.parametrize(("fields", "status", "code"), [
+    ({"model": "gpt"}, 404, "model_not_found"), ({"n": 3}, 400, "invalid_value"),
+    ({"max_tokens": 5000}, 400, "context_length_exceeded"), ({"temperatur": 1}, 400, "unknown_parameter"),
+    ({"messages": [{"role": "user", "content": "long " * 5000}]}, 400, "context_length_exceeded"),
+    ({"logprobs": True}, 400, "unsupported_parameter"), ({"messages": None}, 400, "invalid_value"),
+])
+def test_a_bad_request_is_refused_in_openai_words_with_a_mend(
+        http: httpx.Client, fields: dict[str, Any], status: int, code: str) -> None:
+    answer = http.post(CHAT, json=chat_body() | fields)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert error["code"] == code
+    assert error["mend"]
+    assert error["mend"] in error["message"]
+
+
+def test_what_is_not_json_or_too_large_or_nowhere_is_refused(http: httpx.Client) -> None:
+    assert http.post(CHAT, content=b"{nonsense").status_code == 400
+    assert http.post(CHAT, content=b"[1]").json()["error"]["code"] == "invalid_json"
+    assert http.post(CHAT, content=b"[" * 100_000).status_code == 400
+    large = http.post(CHAT, content=b'{"messages": "' + b"x" * (5 * 2**20) + b'"}')
+    assert large.status_code == 413
+    assert http.get("/v1/nowhere").json()["error"]["mend"]
+
+
+def test_a_client_that_goes_away_frees_its_slot(http: httpx.Client) -> None:
+    cancelled = metric(http, 'eyrie_requests_total{finish_reason="cancelled"}')
+    with http.stream("POST", CHAT, json=chat_body(max_tokens=4000, stream=True)) as answer:
+        next(answer.iter_lines())  # the head of a stream may precede the engine's first step by a moment
+        until = time.monotonic() + 30
+        while metric(http, "eyrie_running_requests") != 1:
+            assert time.monotonic() < until, http.get("/metrics").text
+    with pytest.raises(httpx.ReadTimeout):  # one that does not stream, and loses patience
+        http.post(CHAT, json=chat_body(max_tokens=4000), timeout=0.5)
+    deadline = time.monotonic() + 30
+    while metric(http, 'eyrie_requests_total{finish_reason="cancelled"}') < cancelled + 2:
+        assert time.monotonic() < deadline, http.get("/metrics").text
+    while metric(http, "eyrie_running_requests") > 0:
+        assert time.monotonic() < deadline
+
+
+def test_metrics_count_tokens_rounds_and_reasons(http: httpx.Client) -> None:
+    names = ("eyrie_generated_tokens_total", "eyrie_verify_rounds_total",
+             'eyrie_requests_total{finish_reason="length"}', "eyrie_time_to_first_token_seconds_count")
+    before = [metric(http, name) for name in names]
+    asked(http)
+    tokens, rounds, ended, firsts = (metric(http, name) - old for name, old in zip(names, before, strict=True))
+    assert (tokens, ended, firsts) == (24, 1, 1)
+    assert 23 <= rounds <= 24
+    assert metric(http, "eyrie_acceptance_length") == 1.0
+
+
+def test_a_port_in_use_is_told_at_once_with_exit_code_69(target: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        ended = subprocess.run([sys.executable, "-m", "eyrie_workers.engines.server", "--target", str(target),
+                                "--port", str(port)], capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == 69
+    assert f"port {port}" in ended.stderr
+    assert "mend:" in ended.stderr
+
+
+def test_a_target_that_is_not_there_ends_the_process_with_the_mend(tmp_path: Path) -> None:
+    started = start_engine(EngineCommand(target=tmp_path / "nothing", model="m"), tmp_path / "engine")
+    with pytest.raises(EngineFailed, match="mend:"):
+        started.wait_ready(120)
+    assert started.stop() == 66
+
+
+def test_sigterm_lets_the_answer_under_way_finish(target: Path, tmp_path: Path) -> None:
+    started = start_engine(EngineCommand(target=target, model="tiny", threads=1), tmp_path)
+    try:
+        url = started.wait_ready(120)
+        finished: list[int] = []
+
+        def ask() -> None:
+            with httpx.Client(base_url=url, timeout=120) as client:
+                finished.append(sum(1 for _ in events(client, CHAT, chat_body(max_tokens=600))))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        with httpx.Client(base_url=url, timeout=120) as client:
+            while metric(client, "eyrie_generated_tokens_total") < 5:
+                time.sleep(0.01)
+        started.process.send_signal(signal.SIGTERM)
+        asking.join(120)
+        assert finished
+        assert started.process.wait(60) == 0
+        assert not started.healthy()
+        assert not (tmp_path / "ready.json").exists()
+    finally:
+        started.stop()
+
+

@@ -1,0 +1,42 @@
+"""A server with a drafter: the same answers, and an account of what speculation did."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_workers.engines.process import EngineCommand, EngineFailed, start_engine
+from tests.workers.engines.conftest import chat_body
+
+
+def test_a_drafted_server_answers_like_the_undrafted_one_and_tells_its_rounds(
+        http: httpx.Client, target: Path, drafter: Path, tmp_path: Path) -> None:
+    tree = DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6)
+    drafted = start_engine(EngineCommand(target=target, model="tiny", drafter=drafter, tree=tree, max_concurrency=2,
+                                         threads=1), tmp_path)
+    try:
+        with httpx.Client(base_url=drafted.wait_ready(120), timeout=120) as client:
+            assert client.get("/v1/models").json()["data"][0]["speculation"] == tree.model_dump()
+            for fields in ({"temperature": 0}, {"temperature": 1.0, "seed": 5}):
+                body = chat_body(max_tokens=64, return_spec_tokens_details=True, return_token_ids=True, **fields)
+                plain = http.post("/v1/chat/completions", json=body).json()
+                fast = client.post("/v1/chat/completions", json=body).json()
+                assert fast["choices"] == plain["choices"]
+                assert fast["usage"] == plain["usage"]
+                details = fast["sglext"]["spec_tokens_details"]
+                histogram = details["spec_correct_drafts_histogram"]
+                assert sum(histogram) == details["spec_verify_ct"]
+                assert details["spec_num_correct_drafts"] == sum(k * n for k, n in enumerate(histogram))
+                # The first token comes from the prefill, every other from a round.
+                assert details["spec_verify_ct"] + details["spec_num_correct_drafts"] == 63
+            metrics = client.get("/metrics").text
+            assert "eyrie_acceptance_length" in metrics
+    finally:
+        drafted.stop()
+
+
+def test_a_drafter_that_is_not_there_is_told_by_name(target: Path, tmp_path: Path) -> None:
+    started = start_engine(EngineCommand(target=target, model="tiny", drafter=tmp_path / "nowhere"), tmp_path)
+    with pytest.raises(EngineFailed, match="nowhere"):
+        started.wait_ready(120)

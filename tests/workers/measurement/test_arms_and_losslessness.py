@@ -1,0 +1,155 @@
+"""Interleaved arms over the real engine, and what is said when an arm's output differs."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_workers.measurement.arms import Bench, rotated, unit_seed
+from eyrie_workers.measurement.hf_baseline import compare
+from eyrie_workers.measurement.losslessness import explain
+from eyrie_workers.measurement.samples import BASELINE, Arm, Entry
+from eyrie_workers.measurement.session import Session, fitting, interleave, open_session, read_suites, report_cells
+from eyrie_workers.measurement.suites import Prompt
+from eyrie_workers.speculation.engine import Engine
+from eyrie_workers.stages.program import Stage
+from eyrie_workers.targets.loading import load_target
+from tests.tiny import tiny_target
+from tests.workers.measurement.tiny_bench import stage_specs
+
+CHAIN = Arm(DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4))
+TREE = Arm(DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6))
+ARMS = [Arm(None), CHAIN, TREE]
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
+    spec = stage_specs(tmp_path_factory.mktemp("bench"))[0]
+    return open_session(spec, read_suites(spec, Stage(tmp_path_factory.mktemp("stage"))))
+
+
+def test_prompts_without_room_for_an_answer_are_left_out_and_told(session: Session, tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    short = next(iter(session.suites.values()))[0]
+    long = dataclasses.replace(short, id="long", messages=({"role": "user", "content": "word " * 400},))
+    kept = fitting({"s": [short, long]}, session.tokenizer, 256, stage)
+    assert kept == {"s": [short]}
+    assert "1 of 2 prompts of suite s" in (tmp_path / "events.jsonl").read_text()
+    with pytest.raises(InvalidInput, match="no prompt of suite 's' fits the target's context of 256"):
+        fitting({"s": [long]}, session.tokenizer, 256, stage)
+
+
+def nothing() -> None:
+    """No reason to stop."""
+
+
+def entries_of(session: Session, bench: Bench, arms: list[Arm]) -> list[Entry]:
+    return [bench.measure(unit, arms, nothing) for unit in units_of(session)]
+
+
+def units_of(session: Session) -> list:  # type: ignore[type-arg]
+    return session.units(interleave(session.suites), (0.0, 1.0), 1)
+
+
+def test_a_drafter_that_changes_nothing_is_identical_on_every_prompt(session: Session) -> None:
+    entries = entries_of(session, session.bench, ARMS)
+    for arm in (CHAIN, TREE):
+        for cell in report_cells(session, entries, units_of(session), arm):
+            assert cell.identical == cell.prompts == 6
+            assert cell.divergences == ()
+            assert sum(cell.accepted_histogram) > 0
+
+
+def test_every_arm_answers_every_prompt_and_is_timed(session: Session) -> None:
+    unit = units_of(session)[0]
+    entry = session.bench.measure(unit, ARMS, nothing)
+    assert entry.key == unit.key
+    assert entry.samples.keys() == {BASELINE, CHAIN.name, TREE.name}
+    for name, sample in entry.samples.items():
+        assert 0 < sample.ttft_s <= sample.seconds
+        assert len(sample.token_ids) > 0
+        assert sum(sample.accepted_histogram) == sample.rounds, name
+
+
+def test_the_first_arm_rotates_so_that_two_arms_alternate(session: Session) -> None:
+    assert [arm.name for arm in rotated([ARMS[0], CHAIN], 1)] == [CHAIN.name, BASELINE]
+    turns = [unit.turn for unit in units_of(session) if unit.prompt.suite == "sums" and unit.temperature == 0.0]
+    assert [turn % 2 for turn in turns] == [0, 1] * (len(turns) // 2)
+
+
+def test_noise_is_shared_by_arms_and_differs_between_prompts_and_repeats(session: Session) -> None:
+    units = session.units(interleave(session.suites), (1.0,), 2)
+    assert len({unit_seed(unit, 0) for unit in units}) == len(units)
+    assert unit_seed(units[0], 0) != unit_seed(units[0], 1)
+
+
+def test_an_arm_run_on_another_target_is_reported_as_divergent_with_id_and_position(
+        session: Session, tmp_path: Path) -> None:
+    other = load_target(tiny_target(tmp_path / "other", seed=1), "float32")
+    corrupted = dataclasses.replace(session.bench, engine=Engine(other, session.bench.engine.drafter))
+    units = units_of(session)
+    entries = []
+    for honest, wrong in zip(entries_of(session, session.bench, [Arm(None)]),
+                             entries_of(session, corrupted, [CHAIN]), strict=True):
+        entries.append(honest.model_copy(update={"samples": honest.samples | wrong.samples}))
+    for cell in report_cells(session, entries, units, CHAIN):
+        assert cell.identical < cell.prompts
+        assert len(cell.divergences) == cell.prompts - cell.identical
+        for line in cell.divergences:
+            assert line.startswith(f"{cell.suite}-")
+            assert "position" in line
+    # Two unrelated random targets cannot differ by rounding only, in every prompt.
+    assert any("NOT a rounding tie" in line for cell in report_cells(session, entries, units, CHAIN)
+               for line in cell.divergences)
+
+
+def test_one_changed_token_is_found_at_its_position_with_the_targets_own_gap(session: Session) -> None:
+    unit = next(u for u in units_of(session) if u.temperature == 0.0)
+    answer = list(session.bench.measure(unit, [Arm(None)], nothing).samples[BASELINE].token_ids)
+    changed = [*answer[:2], (answer[2] + 1) % 300, *answer[3:]]
+    found = explain(session.target, "p", unit.prompt_ids, answer, changed)
+    assert found is not None
+    assert (found.position, found.baseline_token, found.drafted_token) == (2, answer[2], changed[2])
+    text = torch.tensor([*unit.prompt_ids, *answer[:2]])
+    ((_, last),) = session.target.hidden_states([text], ())
+    logits = session.target.logits(last[-1])
+    assert int(logits.argmax()) == answer[2]
+    best = logits.double().topk(2).values
+    assert found.gap == pytest.approx(float(best[0] - best[1]))
+    assert "NOT a rounding tie" in found.line("float32")
+    assert explain(session.target, "p", unit.prompt_ids, answer, answer) is None
+
+
+def test_at_temperature_one_the_gap_is_taken_under_the_noise_that_chose(session: Session) -> None:
+    unit = next(u for u in units_of(session) if u.temperature == 1.0)
+    seed = unit_seed(unit, session.spec.seed)
+    answer = list(session.bench.measure(unit, [Arm(None)], nothing).samples[BASELINE].token_ids)
+    for position in range(len(answer)):
+        changed = [*answer[:position], (answer[position] + 1) % 300]
+        found = explain(session.target, "p", unit.prompt_ids, answer, changed, temperature=1.0, seed=seed)
+        assert found is not None
+        assert found.chosen == answer[position], "the noise of another position was used"
+
+
+def test_an_answer_that_ends_early_is_a_divergence_at_its_end(session: Session) -> None:
+    unit = units_of(session)[0]
+    found = explain(session.target, "p", unit.prompt_ids, [5, 6, 7], [5, 6])
+    assert found is not None
+    assert found.position == 2
+    assert "end drafted" in found.line("float32")
+
+
+def test_prompts_of_uneven_suites_are_all_asked() -> None:
+    suites = {"a": [Prompt("a0", "a", ())], "b": [Prompt("b0", "b", ()), Prompt("b1", "b", ())]}
+    assert [(turn, prompt.id) for turn, prompt in interleave(suites)] == [(0, "a0"), (1, "b0"), (2, "b1")]
+
+
+def test_transformers_generate_is_timed_on_the_same_prompts(session: Session) -> None:
+    units = [unit for unit in units_of(session) if unit.temperature == 0.0][:2]
+    honest = compare(session.bench, session.target_path, "float32", units, nothing)
+    assert honest.ours > 0
+    assert honest.transformers > 0
+    assert honest.tokens == honest.transformers_tokens, "greedy answers of both engines should be equally long"

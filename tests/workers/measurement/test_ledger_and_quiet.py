@@ -1,0 +1,144 @@
+"""Finished work survives a kill; one process of a machine measures at a time."""
+
+import multiprocessing
+import os
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eyrie_api.errors import ArtifactCorrupt
+from eyrie_workers.measurement.environment import cpu_count, describe_cpuinfo, environment
+from eyrie_workers.measurement.ledger import Ledger
+from eyrie_workers.measurement.quiet import MachineTime, disturbance, measuring_alone, others_share
+from eyrie_workers.measurement.samples import Entry, Sample
+
+SAMPLE = Sample(token_ids=(1, 2), seconds=1.0, cpu_seconds=1.0, ttft_s=0.1, rounds=1, accepted_histogram=(0, 1))
+
+
+def entry(number: int) -> Entry:
+    return Entry(suite="s", prompt_id=f"p\u2028{number}", temperature=0.0, repeat=0, samples={"baseline": SAMPLE})
+
+
+def test_what_was_appended_is_there_when_opened_again(tmp_path: Path) -> None:
+    path = tmp_path / "cells.jsonl"
+    first = Ledger(path, Entry, "spec-a")
+    for number in range(3):
+        first.append(entry(number))
+    assert Ledger(path, Entry, "spec-a").entries == [entry(n) for n in range(3)]
+
+
+@given(cut=st.integers(1, 400))
+def test_a_file_cut_anywhere_yields_a_prefix_of_its_entries_and_takes_more(
+        tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+    path = tmp_path_factory.mktemp("ledger") / "cells.jsonl"
+    whole = Ledger(path, Entry, "a")
+    for number in range(3):
+        whole.append(entry(number))
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) - min(cut, len(data))])
+    again = Ledger(path, Entry, "a")
+    assert again.entries == whole.entries[: len(again.entries)]
+    again.append(entry(9))
+    assert Ledger(path, Entry, "a").entries == again.entries
+
+
+def test_a_ledger_of_another_spec_is_set_aside_not_mixed_in(tmp_path: Path) -> None:
+    path = tmp_path / "cells.jsonl"
+    Ledger(path, Entry, "a").append(entry(0))
+    other = Ledger(path, Entry, "b")
+    assert other.entries == []
+    assert other.set_aside is not None
+    assert other.set_aside.exists()
+
+
+def test_a_whole_line_that_is_no_entry_is_an_error_with_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "cells.jsonl"
+    Ledger(path, Entry, "a").append(entry(0))
+    with path.open("a") as file:
+        file.write('{"suite": 3}\n')
+    with pytest.raises(ArtifactCorrupt, match="line 3"):
+        Ledger(path, Entry, "a")
+
+
+def _hold(directory: Path, pipe: Connection) -> None:
+    with measuring_alone(lambda: None, directory):
+        pipe.send("held")
+        pipe.recv()
+
+
+def test_a_second_measurement_waits_until_the_first_lets_go_even_by_dying(tmp_path: Path) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    holder = multiprocessing.get_context("fork").Process(target=_hold, args=(tmp_path, theirs))
+    holder.start()
+    assert ours.recv() == "held"
+    polls = 0
+
+    def while_waiting() -> None:
+        nonlocal polls
+        polls += 1
+        if polls == 2:
+            holder.kill()
+            holder.join()
+
+    with measuring_alone(while_waiting, tmp_path):
+        assert polls >= 2
+
+
+def test_a_waiting_measurement_can_be_interrupted(tmp_path: Path) -> None:
+    class Stop(BaseException):
+        pass
+
+    def give_up() -> None:
+        raise Stop
+
+    with measuring_alone(give_up, tmp_path), pytest.raises(Stop), measuring_alone(give_up, tmp_path):
+        pytest.fail("two held the lock")
+
+
+def test_the_share_of_others_is_what_the_machine_did_beyond_us() -> None:
+    before, after = MachineTime(0.0, 100.0, 1.0), MachineTime(10.0, 116.0, 7.0)
+    assert others_share(before, after, cpu_count=2) == pytest.approx(0.5)
+
+
+def test_a_quiet_machine_is_not_remarked_on_and_a_busy_one_is_with_its_load() -> None:
+    start = MachineTime(0.0, 0.0, 0.0)
+    assert disturbance(start, MachineTime(10.0, 9.5, 9.4), 2, 1.0) is None
+    said = disturbance(start, MachineTime(10.0, 19.0, 9.0), 2, 3.5)
+    assert said is not None
+    assert "50%" in said
+    assert "3.5" in said
+
+
+def test_without_processor_accounting_the_load_average_decides() -> None:
+    assert disturbance(None, None, 2, 1.9) is None
+    assert "4.0" in (disturbance(None, None, 2, 4.0) or "")
+    assert MachineTime.now(Path("/nowhere/stat")) is None
+
+
+def test_our_own_work_is_not_taken_for_others() -> None:
+    before = MachineTime.now()
+    until = time.process_time() + 0.2
+    while time.process_time() < until:
+        pass
+    after = MachineTime.now()
+    if before is None or after is None:
+        pytest.skip("this system has no /proc/stat")
+    assert after.own_s - before.own_s >= 0.2
+    assert after.busy_s >= before.busy_s
+
+
+def test_the_environment_names_processor_threads_and_code() -> None:
+    found = environment("float32")
+    assert found.cpu_count == cpu_count() <= (os.cpu_count() or 1)
+    assert found.dtype == "float32"
+    assert found.hardware
+    assert "+" in found.code_version
+
+
+def test_the_processor_is_described_by_name_and_the_extensions_that_matter() -> None:
+    text = "processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 avx512f amx_bf16 sse\n"
+    assert describe_cpuinfo(text) == "Some CPU (avx2 avx512f amx_bf16)"

@@ -1,0 +1,47 @@
+"""A tiny target, a random drafter for it, and suites: what a real benchmark program needs, made in seconds."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from eyrie_api.v1alpha1.job import BenchmarkSpec, DrafterSpec, SuiteSpec, TargetSpec, TuneSpec
+from eyrie_api.v1alpha1.stages import BenchmarkStage, TuneStage
+from eyrie_workers.drafters.inheritance import read_target_ends
+from eyrie_workers.drafters.registry import family_named
+from eyrie_workers.drafters.vocabulary import DraftVocabulary
+from eyrie_workers.targets.config import read_config
+from tests.tiny import tiny_target
+
+
+def random_drafter(path: Path, target: Path, seed: int = 0) -> Path:
+    """An untrained drafter with the target's output matrix: it proposes, and is mostly refused."""
+    config = read_config(target)
+    family = family_named("eagle3")
+    vocabulary = DraftVocabulary(ids=torch.arange(config.vocab_size), vocab_size=config.vocab_size)
+    ends = read_target_ends(target, config.tie_word_embeddings)
+    drafter = family.create(DrafterSpec(), config, ends, (1, 2, config.num_layers), vocabulary, seed)
+    family.save(path, drafter, "float32", {})
+    return path
+
+
+def suite_file(path: Path, name: str, num: int) -> SuiteSpec:
+    """A JSONL suite of `num` different questions."""
+    file = path / f"{name}.jsonl"
+    file.write_text("".join(json.dumps({"id": f"{name}-{i}", "prompt": f"{name}: what is {i} plus {i}?"}) + "\n"
+                            for i in range(num)))
+    return SuiteSpec(name=name, path=str(file), max_prompts=2)
+
+
+def stage_specs(path: Path, *, prompts_per_suite: int = 6, max_new_tokens: int = 12,
+                family: str = "llama") -> tuple[BenchmarkStage, TuneStage]:
+    """Specs of both stages over one tiny target and drafter under `path`."""
+    target = tiny_target(path / "target", family)
+    drafter = random_drafter(path / "drafter", target)
+    benchmark = BenchmarkSpec(
+        suites=(suite_file(path, "sums", prompts_per_suite), suite_file(path, "talk", prompts_per_suite)),
+        max_new_tokens=max_new_tokens, warmup_prompts=1, threads=1)
+    named = {"job_id": "j", "checkpoint": "c-step-1", "candidate": "c", "target": TargetSpec(model=str(target)),
+             "benchmark": benchmark, "drafter_dir": str(drafter)}
+    tune = TuneSpec(num_steps=(2, 3), top_k=(1, 2), num_draft_tokens=(5,), max_prompts=4)
+    return BenchmarkStage.model_validate(named), TuneStage.model_validate(named | {"tune": tune})

@@ -1,0 +1,117 @@
+"""A finished job's directory with plausible invented figures: for testing plots."""
+
+from pathlib import Path
+
+from eyrie_api.artifacts import digest_bytes, write_model
+from eyrie_api.v1alpha1.job import DraftTreeShape, TuneSpec
+from eyrie_api.v1alpha1.records import MetricRecord
+from eyrie_api.v1alpha1.reports import (
+    BenchmarkReport,
+    CellReport,
+    CheckpointReport,
+    Environment,
+    Interval,
+    TrainReport,
+    TuneCell,
+    TuneReport,
+    VocabularyReport,
+)
+from eyrie_api.v1alpha1.stages import Manifest, StageName, StageReport
+from eyrie_workers.catalog import stage_dir
+from eyrie_workers.measurement.grid import possible_shapes
+
+DIGEST = digest_bytes(b"synthetic")
+WHEN = "2026-01-01T00:00:00+00:00"
+ENVIRONMENT = Environment(hardware="invented processor", cpu_count=2, threads=2, torch="2.13.0", python="3.11",
+                          dtype="float32", code_version="0", date=WHEN)
+CHAIN = DraftTreeShape()
+SUITES = {"chat": 0.85, "math": 1.1, "code": 1.15, "tools": 1.0}
+
+
+def tau_of(shape: DraftTreeShape, acceptance: float) -> float:
+    """Expected emitted tokens when every position accepts with the same probability; trees get a little more."""
+    p = min(0.97, acceptance + 0.03 * (shape.top_k > 1))
+    return float(sum(p**k for k in range(shape.num_steps + 1)))
+
+
+def speed_of(shape: DraftTreeShape, acceptance: float) -> float:
+    """Speed-up when a draft step costs 8 % of a target pass and a verified token 2 %."""
+    return tau_of(shape, acceptance) / (1 + 0.08 * shape.num_steps + 0.02 * shape.num_draft_tokens)
+
+
+def cell(suite: str, temperature: float, shape: DraftTreeShape, skill: float) -> CellReport:
+    acceptance = min(0.95, skill * SUITES[suite] * (0.9 if temperature else 1.0))
+    speed = speed_of(shape, acceptance)
+    return CellReport(
+        suite=suite, temperature=temperature, tree=shape, prompts=8, tokens=700, tau=tau_of(shape, acceptance),
+        acceptance=tuple(acceptance - 0.01 * k for k in range(shape.num_steps)),
+        accepted_histogram=(10,) * (shape.num_steps + 1), tokens_per_s=65 * speed, baseline_tokens_per_s=65.0,
+        speedup=speed, speedup_interval=Interval(low=speed * 0.9, high=speed * 1.1), ttft_s=0.05,
+        baseline_ttft_s=0.04, identical=8)
+
+
+def benchmark_report(checkpoint: str, skill: float, shape: DraftTreeShape = CHAIN) -> BenchmarkReport:
+    cells = tuple(cell(suite, t, shape, skill) for suite in SUITES for t in (0.0, 1.0))
+    return BenchmarkReport(
+        checkpoint=checkpoint, candidate="default", path="checkpoints/x", cells=cells, lossless=True,
+        speedup=sum(c.speedup for c in cells) / len(cells), baseline_tokens_per_s=65.0, environment=ENVIRONMENT,
+        seconds=20.0)
+
+
+def tune_report() -> TuneReport:
+    cells = []
+    for shape in possible_shapes(TuneSpec()):
+        speeds = {str(t): speed_of(shape, a) for t, a in ((0.0, 0.88), (1.0, 0.75))}
+        mean = sum(speeds.values()) / 2
+        cells.append(TuneCell(
+            tree=shape, tau=tau_of(shape, 0.82), tau_by_temperature=dict.fromkeys(speeds, tau_of(shape, 0.82)),
+            tokens_per_s=65 * mean, speedup=mean, speedup_by_temperature=speeds,
+            speedup_interval=Interval(low=mean * 0.9, high=mean * 1.1), identical=4, prompts=4 + 4 * (mean > 1.9)))
+    winner = max(cells, key=lambda c: c.speedup)
+    return TuneReport(checkpoint="default-step-300", path="x", cells=tuple(cells), winner=winner.tree, finding="-",
+                      final=benchmark_report("default-step-300", 0.8, winner.tree), environment=ENVIRONMENT,
+                      seconds=50.0)
+
+
+def train_report(steps: tuple[int, ...] = (100, 200, 300)) -> TrainReport:
+    def at(step: int, k: int) -> float:
+        return (0.9 - 0.01 * k) * (1 - 0.7 ** (step / 60))
+
+    return TrainReport(
+        candidate="default", steps=steps[-1], tokens=400_000, supervised_tokens=160_000, seconds=90.0,
+        tokens_per_s=4000.0, padding_share=0.01, data_wait_share=0.0, parameters=1_000_000,
+        vocabulary=VocabularyReport(draft_vocab_size=1024, vocab_size=2048, coverage=0.999, coverage_curve={512: 0.9}),
+        checkpoints=tuple(CheckpointReport(
+            name=f"default-step-{step}", candidate="default", step=step, path=f"checkpoints/default-step-{step}",
+            digest=DIGEST, epoch=step / 75, loss=1.0, accuracy=tuple(at(step, k) for k in range(7)),
+            conditional_acceptance=tuple(at(step, k) + 0.02 for k in range(7)), theoretical_speedup=4.0)
+            for step in steps))
+
+
+def write_stage(job_dir: Path, stage: StageName, key: str, report: StageReport) -> None:
+    directory = stage_dir(job_dir, stage, key)
+    directory.mkdir(parents=True)
+    write_model(directory / "manifest.json", Manifest(
+        stage=stage, job_id="j", spec_digest=DIGEST, code_version="0", started_at=WHEN, finished_at=WHEN, files=(),
+        report=report))
+
+
+def write_metrics(job_dir: Path, candidate: str, num_steps: int) -> None:
+    """A training run's events file as far as `num_steps`, with a torn last line."""
+    directory = stage_dir(job_dir, "train", candidate)
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = [
+        MetricRecord(time=WHEN, name=f"{name}/{k}", step=step,  # type: ignore[arg-type]
+                     value=(0.9 - 0.012 * k) * (1 - 0.7 ** (step / 60))).model_dump_json()
+        for step in range(5, num_steps + 1, 5) for k in range(7) for name in ("accuracy", "acceptance")
+    ]
+    (directory / "events.jsonl").write_text("\n".join(lines) + '\n{"kind": "met')
+
+
+def finished_job(job_dir: Path) -> Path:
+    write_stage(job_dir, "train", "default", train_report())
+    write_metrics(job_dir, "default", 300)
+    for step, skill in ((100, 0.7), (200, 0.78), (300, 0.8)):
+        write_stage(job_dir, "benchmark", f"default-step-{step}", benchmark_report(f"default-step-{step}", skill))
+    write_stage(job_dir, "tune", "", tune_report())
+    return job_dir

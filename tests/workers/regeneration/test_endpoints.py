@@ -1,0 +1,299 @@
+"""Asking outside endpoints, over real HTTP against a double of the OpenAI API (`openai_double`)."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from eyrie_api.errors import InvalidInput, Permanent, Transient
+from eyrie_api.v1alpha1.job import RegenerateSpec, SamplingSpec, TargetSpec
+from eyrie_workers.regeneration.asking import Answer, Asking, Prompt, Refusal
+from eyrie_workers.regeneration.batch import BatchEngine
+from eyrie_workers.regeneration.endpoint import Endpoint, endpoint_of, retry_delay_s
+from eyrie_workers.regeneration.online import OnlineEngine
+from eyrie_workers.regeneration.retokenising import AnswerIds
+from eyrie_workers.targets.templates import ChatTokenizer, _environment
+from tests.tiny import TEMPLATE, tiny_target
+from tests.workers.regeneration.openai_double import Service, Troubles, answer_text, openai_double, token_ids
+
+CALLS = [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    return ChatTokenizer(tiny_target(tmp_path_factory.mktemp("target")))
+
+
+def prompts(tokenizer: ChatTokenizer, num: int) -> list[Prompt]:
+    result = []
+    for i in range(num):
+        messages = [{"role": "user", "content": f"What is {i}?"}]
+        result.append(Prompt(f"{i:032x}", messages, [], tokenizer.render(messages), seed=100 + i))
+    return result
+
+
+def endpoint(service: Service, **changes: Any) -> Endpoint:
+    settings: dict[str, Any] = {"asking": Asking(SamplingSpec(temperature=0.7, top_k=5), 16), "max_retries": 2,
+                                "concurrency": 4} | changes
+    return Endpoint(base_url=service.url, model="tiny", **settings)
+
+
+class World:
+    """An engine and what it warned of."""
+
+    def __init__(self, service: Service, tokenizer: ChatTokenizer, **changes: Any) -> None:
+        self.warnings: list[str] = []
+        self.engine = OnlineEngine(endpoint(service, **changes), AnswerIds(tokenizer),
+                                   lambda reason, _: self.warnings.append(reason), first_delay_s=0.001)
+
+    def ask(self, asked: list[Prompt]) -> dict[str, Answer | Refusal]:
+        outcomes = list(self.engine.answers(iter(asked), lambda: None))
+        found = {outcome.row_id: outcome for outcome in outcomes}
+        assert len(outcomes) == len(found)
+        return found
+
+
+def test_every_prompt_is_answered_once_with_its_own_seed_and_so_many_in_flight(tokenizer: ChatTokenizer) -> None:
+    asked = prompts(tokenizer, 20)
+    with openai_double(Troubles(meeting=threading.Barrier(4))) as service:
+        outcomes = World(service, tokenizer, concurrency=4).ask(asked)
+        assert service.most_at_once == 4
+        assert len(service.bodies) == 20
+    body = service.bodies[0]
+    assert (body["model"], body["max_tokens"], body["temperature"], body["top_k"]) == ("tiny", 16, 0.7, 5)
+    for prompt in asked:
+        answer = outcomes[prompt.row_id]
+        assert isinstance(answer, Answer)
+        assert answer.text == answer_text({"messages": prompt.messages, "seed": prompt.seed})
+        assert tokenizer.decode(answer.answer_ids) == answer.text
+        assert answer.answer_ids[-1] in tokenizer.eos_ids
+        assert answer.finish_reason == "stop"
+
+
+def test_token_ids_are_taken_as_they_come_where_the_endpoint_returns_them(tokenizer: ChatTokenizer) -> None:
+    with openai_double(Troubles(know_token_ids=True)) as service:
+        world = World(service, tokenizer)
+        (answer,) = world.ask(prompts(tokenizer, 1)).values()
+    assert isinstance(answer, Answer)
+    assert answer.ids_exact
+    assert answer.answer_ids == [*token_ids(answer.text), AnswerIds(tokenizer).eos_ids[0]]
+    assert answer.prompt_ids == [7, 8, 9]
+    assert world.warnings == []
+
+
+def test_without_token_ids_the_answer_is_tokenised_again_and_said_so_once(tokenizer: ChatTokenizer) -> None:
+    with openai_double() as service:
+        world = World(service, tokenizer)
+        outcomes = world.ask(prompts(tokenizer, 6))
+    assert not any(answer.ids_exact for answer in outcomes.values() if isinstance(answer, Answer))
+    assert world.warnings == ["TokenIdsNotReturned"]
+
+
+def test_an_endpoint_that_refuses_the_field_for_token_ids_is_asked_without_it(tokenizer: ChatTokenizer) -> None:
+    with openai_double(Troubles(forbid_token_ids=True)) as service:
+        outcomes = World(service, tokenizer).ask(prompts(tokenizer, 12))
+    assert all(isinstance(outcome, Answer) for outcome in outcomes.values())
+    assert sum("return_token_ids" in body for body in service.bodies) <= 4  # those in flight together
+
+
+def test_a_cut_answer_has_no_end_of_turn(tokenizer: ChatTokenizer) -> None:
+    with openai_double(Troubles(finish_reason="length")) as service:
+        (answer,) = World(service, tokenizer).ask(prompts(tokenizer, 1)).values()
+    assert isinstance(answer, Answer)
+    assert answer.finish_reason == "length"
+    assert answer.answer_ids[-1] not in tokenizer.eos_ids
+
+
+def test_a_tool_call_is_spelled_out_by_the_chat_template(tokenizer: ChatTokenizer) -> None:
+    trouble = Troubles(finish_reason="tool_calls", message={"role": "assistant", "content": None, "tool_calls": CALLS})
+    (prompt,) = prompts(tokenizer, 1)
+    with openai_double(trouble) as service:
+        (answer,) = World(service, tokenizer).ask([prompt]).values()
+    assert isinstance(answer, Answer)
+    whole = tokenizer.render([*prompt.messages, trouble.message or {}], add_generation_prompt=False)
+    assert answer.finish_reason == "stop"
+    assert whole[: len(prompt.prompt_ids) + len(answer.answer_ids)] == [*prompt.prompt_ids, *answer.answer_ids]
+    assert "weather" in tokenizer.decode(answer.answer_ids)
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_trouble_that_passes_is_retried(tokenizer: ChatTokenizer, status: int) -> None:
+    with openai_double(Troubles(fail_first={"What is 3?": 2}, fail_status=status)) as service:
+        outcomes = World(service, tokenizer).ask(prompts(tokenizer, 8))
+    assert all(isinstance(outcome, Answer) for outcome in outcomes.values())
+    assert service.attempts["What is 3?"] == 3
+    assert service.attempts["What is 4?"] == 1
+
+
+def test_an_endpoint_that_stays_away_is_transient(tokenizer: ChatTokenizer) -> None:
+    with openai_double(Troubles(everything=503)) as service, pytest.raises(Transient, match="failed 3 times"):
+        World(service, tokenizer).ask(prompts(tokenizer, 8))
+    gone = World(service, tokenizer)
+    with pytest.raises(Transient, match="ConnectError"):
+        gone.ask(prompts(tokenizer, 2))
+
+
+def test_one_prompt_that_always_fails_does_not_stop_the_others(tokenizer: ChatTokenizer) -> None:
+    with openai_double(Troubles(fail_first={"What is 3?": 99}, fail_status=500)) as service:
+        outcomes = World(service, tokenizer).ask(prompts(tokenizer, 40))
+    refused = [outcome for outcome in outcomes.values() if isinstance(outcome, Refusal)]
+    assert [outcome.row_id for outcome in refused] == [f"{3:032x}"]
+    assert "status 500" in refused[0].reason
+
+
+def test_a_declined_prompt_is_refused_with_the_endpoints_words(tokenizer: ChatTokenizer) -> None:
+    with openai_double(Troubles(decline={"What is 1?": 400})) as service:
+        outcomes = World(service, tokenizer).ask(prompts(tokenizer, 3))
+    refusal = outcomes[f"{1:032x}"]
+    assert isinstance(refusal, Refusal)
+    assert "400" in refusal.reason
+    assert "context is too short" in refusal.reason
+    assert service.attempts["What is 1?"] == 1
+
+
+@pytest.mark.parametrize("status", [401, 404])
+def test_what_would_meet_every_request_ends_the_stage(tokenizer: ChatTokenizer, status: int) -> None:
+    with openai_double(Troubles(everything=status)) as service, pytest.raises(Permanent) as caught:
+        World(service, tokenizer).ask(prompts(tokenizer, 3))
+    assert caught.value.mend.startswith("check regenerate.")
+
+
+@pytest.mark.parametrize(("troubles", "words"), [
+    (Troubles(finish_reason="content_filter"), "content_filter"),
+    (Troubles(finish_reason="length", message={"role": "assistant", "content": ""}), "empty"),
+    (Troubles(message="text"), "not a chat completion"),  # type: ignore[arg-type]
+    (Troubles(message={"role": "assistant", "content": "x", "reasoning_content": "hm"}), "does not spell this answer"),
+])
+def test_a_filtered_or_unusable_answer_is_refused(tokenizer: ChatTokenizer, troubles: Troubles, words: str) -> None:
+    if words.startswith("does not"):
+        tokenizer = ChatTokenizer(tokenizer.path)
+        # As templates of reasoning targets do that open the thought in the generation prompt.
+        text = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+        tokenizer._templates = {"default": _environment().from_string(text)}
+    with openai_double(troubles) as service:
+        (outcome,) = World(service, tokenizer).ask(prompts(tokenizer, 1)).values()
+    assert isinstance(outcome, Refusal)
+    assert words in outcome.reason
+
+
+def test_the_key_comes_from_the_environment_and_is_never_shown(tokenizer: ChatTokenizer,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = RegenerateSpec(engine="openai", base_url="http://127.0.0.1:1/v1/", api_key_env="EYRIE_TEST_KEY")
+    monkeypatch.delenv("EYRIE_TEST_KEY", raising=False)
+    with pytest.raises(InvalidInput, match="EYRIE_TEST_KEY"):
+        endpoint_of(spec, TargetSpec(model="org/name"))
+    monkeypatch.setenv("EYRIE_TEST_KEY", "sesame")
+    made = endpoint_of(spec, TargetSpec(model="org/name"))
+    assert (made.model, made.base_url) == ("org/name", "http://127.0.0.1:1/v1")
+    assert "sesame" not in repr(made)
+    with openai_double(Troubles(api_key="sesame")) as service:
+        assert len(World(service, tokenizer, api_key="sesame").ask(prompts(tokenizer, 2))) == 2
+        with pytest.raises(Permanent, match="401") as caught:
+            World(service, tokenizer, api_key="simsim").ask(prompts(tokenizer, 2))
+        assert "simsim" not in str(caught.value)
+
+
+def test_a_request_to_stop_is_heard_while_waiting(tokenizer: ChatTokenizer) -> None:
+    class Stop(BaseException):
+        pass
+
+    def pause() -> None:
+        raise Stop
+
+    with openai_double() as service, pytest.raises(Stop):
+        list(World(service, tokenizer).engine.answers(iter(prompts(tokenizer, 4)), pause))
+
+
+def test_retry_delays_double_up_to_a_minute_and_obey_the_server() -> None:
+    assert [retry_delay_s(n, None, 0.5, 0.999999) for n in (0, 1, 2)] == pytest.approx([0.5, 1.0, 2.0], rel=1e-3)
+    assert retry_delay_s(50, None, 0.5, 0.0) == 30.0
+    assert retry_delay_s(0, "7", 0.5, 0.0) == 7.0
+    assert retry_delay_s(0, "99999", 0.5, 0.0) == 300.0
+    assert retry_delay_s(0, "Wed, 21 Oct 2026 07:28:00 GMT", 0.5, 0.0) == 0.25
+
+
+def batch_engine(service: Service, tokenizer: ChatTokenizer, memory: Path, **changes: Any) -> BatchEngine:
+    return BatchEngine(endpoint(service), AnswerIds(tokenizer), memory, lambda *_: None, first_delay_s=0.001,
+                       poll_s=0.001, **changes)
+
+
+def test_a_batch_answers_every_prompt_and_forgets_itself(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    asked, memory = prompts(tokenizer, 10), tmp_path / "batch.json"
+    with openai_double() as service:
+        engine = batch_engine(service, tokenizer, memory, max_requests=4)
+        outcomes = {o.row_id: o for o in engine.answers(iter(asked), lambda: None)}
+        assert len(service.batches) == 3
+    assert set(outcomes) == {prompt.row_id for prompt in asked}
+    for prompt in asked:
+        answer = outcomes[prompt.row_id]
+        assert isinstance(answer, Answer)
+        assert not answer.ids_exact
+        assert answer.text == answer_text({"messages": prompt.messages, "seed": prompt.seed})
+    assert not memory.exists()
+
+
+def taken(engine: BatchEngine, asked: Iterator[Prompt], num: int) -> list[str]:
+    """Take some answers and drop the generator, as a killed program does: its `finally` writes nothing."""
+    found = []
+    for outcome in engine.answers(asked, lambda: None):
+        found.append(outcome.row_id)
+        if len(found) == num:
+            break
+    return found
+
+
+@pytest.mark.parametrize("answered", [0, 3, 6])
+def test_a_batch_under_way_is_found_again_and_not_paid_twice(tokenizer: ChatTokenizer, tmp_path: Path,
+                                                           answered: int) -> None:
+    class Killed(BaseException):
+        pass
+
+    asked, memory = prompts(tokenizer, 9), tmp_path / "batch.json"
+    with openai_double(Troubles(hold_batches=True)) as service:
+        def die_while_polling() -> None:
+            if service.batches:
+                raise Killed
+
+        with pytest.raises(Killed):
+            list(batch_engine(service, tokenizer, memory, max_requests=6).answers(iter(asked), die_while_polling))
+        service.troubles.hold_batches = False
+        done = taken(batch_engine(service, tokenizer, memory, max_requests=6), iter(asked), answered) if answered \
+            else []
+        left = [prompt for prompt in asked if prompt.row_id not in done]
+        rest = list(batch_engine(service, tokenizer, memory, max_requests=6).answers(iter(left), lambda: None))
+        assert len(service.batches) == 2
+        assert max(service.attempts.values()) == 1
+    assert sorted([*done, *(o.row_id for o in rest)]) == [prompt.row_id for prompt in asked]
+
+
+def test_a_batch_created_but_not_remembered_is_found_by_its_file(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    asked, memory = prompts(tokenizer, 3), tmp_path / "batch.json"
+    with openai_double() as service:
+        engine = batch_engine(service, tokenizer, memory)
+        with httpx.Client() as client:
+            remembered = engine._upload(client, asked, lambda: None)
+            engine._create(client, remembered, lambda: None)
+        memory.write_text(remembered.model_dump_json())  # as it was before the batch was created
+        assert len(list(engine.answers(iter(asked), lambda: None))) == 3
+        assert len(service.batches) == 1
+
+
+def test_expired_requests_are_asked_again_and_declined_ones_are_not(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    asked = prompts(tokenizer, 7)
+    with openai_double(Troubles(expire_every=3, decline={"What is 2?": 400})) as service:
+        engine = batch_engine(service, tokenizer, tmp_path / "batch.json")
+        outcomes = {o.row_id: o for o in engine.answers(iter(asked), lambda: None)}
+        assert len(service.batches) == 2
+    assert set(outcomes) == {prompt.row_id for prompt in asked}
+    assert [row_id for row_id, o in outcomes.items() if isinstance(o, Refusal)] == [f"{2:032x}"]
+
+
+def test_a_row_that_fails_in_every_batch_is_refused_in_the_end(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    with openai_double(Troubles(fail_first={"What is 1?": 99}, fail_status=500)) as service:
+        engine = batch_engine(service, tokenizer, tmp_path / "batch.json")
+        outcomes = {o.row_id: o for o in engine.answers(iter(prompts(tokenizer, 3)), lambda: None)}
+    assert isinstance(outcomes[f"{1:032x}"], Refusal)
+    assert len(outcomes) == 3

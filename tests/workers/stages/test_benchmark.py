@@ -1,0 +1,149 @@
+"""The real benchmark program: whole, killed and run again, and refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.artifacts import read_manifest, verify_files
+from eyrie_api.v1alpha1.reports import BenchmarkReport
+from eyrie_api.v1alpha1.stages import BenchmarkStage
+from eyrie_workers.catalog import command
+from eyrie_workers.measurement.quiet import measuring_alone
+from eyrie_workers.stages.benchmark import benchmark
+from eyrie_workers.stages.program import INTERRUPTED_EXIT_CODE, run_program
+from tests.workers.measurement.tiny_bench import stage_specs
+
+
+def prepare(tmp_path: Path, spec: BenchmarkStage) -> Path:
+    directory = tmp_path / "stage"
+    directory.mkdir()
+    (directory / "spec.json").write_text(spec.model_dump_json())
+    return directory
+
+
+def longer_spec(tmp_path: Path) -> BenchmarkStage:
+    """24 answers of 24 tokens in two arms: long enough to be interrupted, seconds to finish."""
+    spec = stage_specs(tmp_path, prompts_per_suite=6, max_new_tokens=24)[0]
+    suites = tuple(suite.model_copy(update={"max_prompts": 6}) for suite in spec.benchmark.suites)
+    return spec.model_copy(update={"benchmark": spec.benchmark.model_copy(update={"suites": suites})})
+
+
+def run_here(directory: Path) -> int:
+    arguments = ["--spec", str(directory / "spec.json"), "--out", str(directory / "manifest.json")]
+    return run_program(BenchmarkStage, benchmark, arguments)
+
+
+def start(directory: Path, tmp_path: Path) -> "subprocess.Popen[bytes]":
+    # Its own temporary directory: the machine's measuring lock belongs to real measurements.
+    return subprocess.Popen(command("benchmark", directory), env=os.environ | {"TMPDIR": str(tmp_path)})
+
+
+@pytest.fixture(autouse=True)
+def _own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+def wait_for_entries(ledger: Path, num: int) -> None:
+    deadline = time.monotonic() + 60
+    while not ledger.exists() or ledger.read_bytes().count(b"\n") < num + 1:
+        assert time.monotonic() < deadline, "the benchmark wrote no ledger"
+        time.sleep(0.02)
+
+
+def test_the_program_reports_every_suite_and_temperature_lossless(tmp_path: Path) -> None:
+    directory = prepare(tmp_path, stage_specs(tmp_path)[0])
+    assert run_here(directory) == 0
+    manifest = read_manifest(directory)
+    verify_files(manifest, directory)
+    report = manifest.report
+    assert isinstance(report, BenchmarkReport)
+    assert {(cell.suite, cell.temperature) for cell in report.cells} == {
+        (suite, t) for suite in ("sums", "talk") for t in (0.0, 1.0)}
+    assert report.lossless
+    assert all(cell.identical == cell.prompts == 2 for cell in report.cells)
+    assert report.speedup == pytest.approx(sum(c.speedup for c in report.cells) / 4)
+    assert report.environment.threads == 1
+    events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+    assert any(e["kind"] == "progress" and e["done"] == e["total"] == 16 for e in events)
+    assert any(e["kind"] == "metric" and e["name"] == "sums/t0/speedup" for e in events)
+
+
+def test_killed_and_run_again_it_keeps_every_finished_answer(tmp_path: Path) -> None:
+    directory = prepare(tmp_path, longer_spec(tmp_path))
+    ledger = directory / "cells.jsonl"
+    process = start(directory, tmp_path)
+    wait_for_entries(ledger, 2)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert not (directory / "manifest.json").exists()
+    kept = ledger.read_bytes().split(b"\n")[:-1]
+    assert len(kept) < 25, "the program finished before it was killed; make it longer"
+    assert run_here(directory) == 0
+    assert ledger.read_bytes().split(b"\n")[: len(kept)] == kept
+    rows = [json.loads(line) for line in ledger.read_text().split("\n")[1:] if line]
+    assert len(rows) == 24
+    assert len({(r["suite"], r["prompt_id"], r["temperature"]) for r in rows}) == 24
+    report = read_manifest(directory).report
+    assert isinstance(report, BenchmarkReport)
+    assert sum(cell.prompts for cell in report.cells) == 24
+
+
+def test_asked_to_stop_it_stops_soon_and_goes_on_later(tmp_path: Path) -> None:
+    directory = prepare(tmp_path, longer_spec(tmp_path))
+    process = start(directory, tmp_path)
+    wait_for_entries(directory / "cells.jsonl", 1)
+    process.terminate()
+    assert process.wait(timeout=30) == INTERRUPTED_EXIT_CODE
+    assert not (directory / "manifest.json").exists()
+    assert run_here(directory) == 0
+
+
+def test_while_another_process_measures_it_waits_and_says_so(tmp_path: Path) -> None:
+    directory = prepare(tmp_path, stage_specs(tmp_path, max_new_tokens=4)[0])
+    events = directory / "events.jsonl"
+    with measuring_alone(lambda: None, tmp_path):
+        process = start(directory, tmp_path)
+        deadline = time.monotonic() + 60
+        while not events.exists() or "Waiting" not in events.read_text():
+            assert time.monotonic() < deadline, "the program did not say that it waits"
+            time.sleep(0.02)
+        assert process.poll() is None
+        assert not (directory / "cells.jsonl").read_text().count("\n") > 1
+    assert process.wait(timeout=60) == 0
+
+
+def test_a_missing_drafter_and_a_missing_suite_end_with_a_mend_and_no_manifest(tmp_path: Path) -> None:
+    spec = stage_specs(tmp_path)[0]
+    directory = prepare(tmp_path, spec.model_copy(update={"drafter_dir": str(tmp_path / "gone")}))
+    assert run_here(directory) == 66
+    failure = json.loads((directory / "failure.json").read_text())
+    assert failure["reason"] == "ArtifactMissing"
+    assert failure["mend"]
+    Path(spec.benchmark.suites[0].path).unlink()
+    (directory / "spec.json").write_text(spec.model_dump_json())
+    assert run_here(directory) == 66
+    assert "sums" in json.loads((directory / "failure.json").read_text())["message"]
+    assert not (directory / "manifest.json").exists()
+
+
+def test_measuring_needs_neither_transformers_nor_a_second_target(tmp_path: Path) -> None:
+    script = ("import sys; import eyrie_workers.stages.benchmark, eyrie_workers.stages.tune; "
+              "sys.exit('transformers' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_the_transformers_figure_is_reported_when_asked_for(tmp_path: Path) -> None:
+    spec = stage_specs(tmp_path, max_new_tokens=6)[0].model_copy(update={"measure_transformers": True})
+    directory = prepare(tmp_path, spec)
+    assert run_here(directory) == 0
+    report = read_manifest(directory).report
+    assert isinstance(report, BenchmarkReport)
+    assert report.transformers_generate_tokens_per_s is not None
+    assert report.transformers_generate_tokens_per_s > 0
+    assert "HonestBaseline" in (directory / "events.jsonl").read_text()

@@ -1,0 +1,219 @@
+"""Capture records what Hugging Face computes, exactly at the answer tokens, and survives every kind of end."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eyrie_api.artifacts import read_manifest, verify_files
+from eyrie_api.v1alpha1.job import CaptureSpec, TargetSpec
+from eyrie_api.v1alpha1.reports import CaptureReport
+from eyrie_api.v1alpha1.stages import CaptureStage
+from eyrie_workers.features.store import FeatureStore
+from eyrie_workers.regeneration.rows import META, ROWS, AnsweredRow, RowSampling, RowsMeta
+from eyrie_workers.stages.capture import capture, plan_batches, plan_rows
+from eyrie_workers.stages.program import run_program
+from eyrie_workers.targets.loading import target_digest
+from tests.tiny import tiny_target
+
+NOT_THE_ARTIFACT = {"events.jsonl", "manifest.json", "spec.json", ".lock", "failure.json"}
+
+
+def write_rows(directory: Path, target: Path, num: int, *, longest: int = 60, seed: int = 0) -> list[AnsweredRow]:
+    """What regenerate leaves, with random tokens."""
+    rng = random.Random(seed)
+    directory.mkdir(parents=True, exist_ok=True)
+    rows = [AnsweredRow(
+        id=f"{i:032x}", source="s", line=i + 1, category="", seed=0, text="", finish_reason="length", ids_exact=True,
+        prompt_ids=tuple(rng.randrange(320) for _ in range(rng.randrange(1, longest // 2))),
+        answer_ids=tuple(rng.randrange(320) for _ in range(rng.randrange(1, longest // 2))),
+        sampling=RowSampling(temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=9)) for i in range(num)]
+    (directory / ROWS).write_text("".join(row.model_dump_json() + "\n" for row in rows))
+    meta = RowsMeta(target_digest=target_digest(target), answers_digest="sha256:" + "0" * 64)
+    (directory / META).write_text(meta.model_dump_json())
+    return rows
+
+
+def write_spec(out: Path, target: Path, rows_dir: Path, **fields: Any) -> CaptureStage:
+    out.mkdir(parents=True, exist_ok=True)
+    spec = CaptureStage(job_id="job", target=TargetSpec(model=str(target)), rows_dir=str(rows_dir),
+                        capture=CaptureSpec(**{"codec": "float32"} | fields))
+    (out / "spec.json").write_text(spec.model_dump_json())
+    return spec
+
+
+def run(out: Path) -> int:
+    return run_program(CaptureStage, capture, ["--spec", str(out / "spec.json"), "--out", str(out / "manifest.json")])
+
+
+def artifact(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.iterdir() if path.name not in NOT_THE_ARTIFACT}
+
+
+def failure(out: Path) -> dict[str, Any]:
+    return dict(json.loads((out / "failure.json").read_text()))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_captured_states_equal_hugging_face_hidden_states(tmp_path: Path, family: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    target = tiny_target(tmp_path / "target", family, num_layers=5)
+    rows = write_rows(tmp_path / "rows", target, 9)
+    write_spec(tmp_path / "out", target, tmp_path / "rows", aux_layers=(0, 2, 5), batch_tokens=64)
+    assert run(tmp_path / "out") == 0
+    store = FeatureStore(tmp_path / "out")
+    store.verify()
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    assert store.num_rows == 9
+    for i, row in enumerate(rows):
+        got = store.row(i)
+        assert got.row_id == row.id
+        assert got.token_ids.tolist() == [*row.prompt_ids, *row.answer_ids]
+        assert got.loss_mask.tolist() == [False] * len(row.prompt_ids) + [True] * len(row.answer_ids)
+        with torch.no_grad():
+            reference = model(got.token_ids[None], output_hidden_states=True)
+        wanted = torch.stack([reference.hidden_states[layer][0] for layer in (0, 2, 5)], dim=1)
+        # Two orders of float32 summation over 32 to 64 terms, through five layers.
+        torch.testing.assert_close(got.aux, wanted, atol=1e-4, rtol=1e-4)
+        logits = got.last @ model.lm_head.weight.T.detach()
+        torch.testing.assert_close(logits, reference.logits[0], atol=1e-4, rtol=1e-4)
+
+
+def test_the_report_counts_what_the_store_holds(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path / "target")
+    rows = write_rows(tmp_path / "rows", target, 30)
+    write_spec(tmp_path / "out", target, tmp_path / "rows", codec="bfloat16", shard_size_bytes=2**16)
+    assert run(tmp_path / "out") == 0
+    manifest = read_manifest(tmp_path / "out")
+    verify_files(manifest, tmp_path / "out")
+    report, store = manifest.report_as(CaptureReport), FeatureStore(tmp_path / "out")
+    assert isinstance(report, CaptureReport)
+    assert (report.rows, report.tokens) == (30, store.num_tokens)
+    assert report.supervised_tokens == sum(int(store.row(i).loss_mask.sum()) for i in range(30)) \
+        == sum(len(row.answer_ids) for row in rows)
+    assert report.shards > 1
+    assert report.bytes == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+    assert report.layers.aux_layers == store.layout.aux_layers
+    assert report.layers.reason
+    assert store.row(0).aux.dtype == torch.bfloat16
+
+
+def test_batch_size_and_shard_size_do_not_change_the_states(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path / "target")
+    write_rows(tmp_path / "rows", target, 12)
+    write_spec(tmp_path / "one", target, tmp_path / "rows", batch_tokens=64, shard_size_bytes=2**16)
+    write_spec(tmp_path / "other", target, tmp_path / "rows", batch_tokens=4096)
+    assert (run(tmp_path / "one"), run(tmp_path / "other")) == (0, 0)
+    one, other = FeatureStore(tmp_path / "one"), FeatureStore(tmp_path / "other")
+    for i in range(12):
+        torch.testing.assert_close(one.row(i).last, other.row(i).last, atol=1e-5, rtol=1e-5)
+
+
+def test_long_rows_are_cut_and_rows_without_an_answer_left_are_counted(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path / "target")
+    rows = write_rows(tmp_path / "rows", target, 40, longest=60)
+    write_spec(tmp_path / "out", target, tmp_path / "rows", max_length=16)
+    assert run(tmp_path / "out") == 0
+    report, store = read_manifest(tmp_path / "out").report_as(CaptureReport), FeatureStore(tmp_path / "out")
+    assert isinstance(report, CaptureReport)
+    assert report.rows_dropped == sum(len(row.prompt_ids) >= 16 for row in rows) > 0
+    assert report.rows + report.rows_dropped == 40
+    assert max(store.lengths) == 16
+    assert all(bool(store.row(i).loss_mask.any()) for i in range(store.num_rows))
+
+
+def test_rows_of_another_target_are_refused(tmp_path: Path) -> None:
+    target, other = tiny_target(tmp_path / "target"), tiny_target(tmp_path / "other", seed=1)
+    write_rows(tmp_path / "rows", other, 3)
+    write_spec(tmp_path / "out", target, tmp_path / "rows")
+    assert run(tmp_path / "out") != 0
+    assert failure(tmp_path / "out")["reason"] == "Conflict"
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_missing_rows_and_nothing_to_record_are_named(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path / "target")
+    write_spec(tmp_path / "out", target, tmp_path / "nowhere")
+    assert run(tmp_path / "out") == 66
+    assert failure(tmp_path / "out")["mend"] == "run regenerate first"
+    write_rows(tmp_path / "rows", target, 0)
+    write_spec(tmp_path / "out", target, tmp_path / "rows")
+    assert run(tmp_path / "out") == 65
+    assert failure(tmp_path / "out")["reason"] == "NoUsableData"
+
+
+def test_other_rows_in_a_half_filled_directory_are_refused(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path / "target")
+    write_rows(tmp_path / "rows", target, 5)
+    write_spec(tmp_path / "out", target, tmp_path / "rows")
+    assert run(tmp_path / "out") == 0
+    (tmp_path / "out" / "manifest.json").unlink()
+    text = (tmp_path / "rows" / ROWS).read_text().splitlines(keepends=True)
+    (tmp_path / "rows" / ROWS).write_text("".join(reversed(text)))
+    assert run(tmp_path / "out") != 0
+    assert "other rows" in failure(tmp_path / "out")["message"]
+
+
+def start(out: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "eyrie_workers.stages.capture", "--spec", str(out / "spec.json"),
+         "--out", str(out / "manifest.json")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def end_after(process: subprocess.Popen[bytes], out: Path, shards: int, number: signal.Signals) -> int:
+    """Send a signal as soon as so many shards are in place."""
+    while len(list(out.glob("shard-*.safetensors"))) < shards and process.poll() is None:
+        time.sleep(0.002)
+    process.send_signal(number)
+    return process.wait(60)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
+def test_a_program_stopped_midway_ends_with_the_same_bytes(tmp_path: Path, number: signal.Signals,
+                                                           code: int) -> None:
+    target = tiny_target(tmp_path / "target")
+    write_rows(tmp_path / "rows", target, 250)
+    for name in ("whole", "broken"):
+        write_spec(tmp_path / name, target, tmp_path / "rows", shard_size_bytes=2**16, batch_tokens=64)
+    assert run(tmp_path / "whole") == 0
+    broken = tmp_path / "broken"
+    assert end_after(start(broken), broken, 3, number) == code
+    assert not (broken / "manifest.json").exists()
+    shards_before = len(list(broken.glob("shard-*.safetensors")))
+    assert 3 <= shards_before < len(list((tmp_path / "whole").glob("shard-*.safetensors")))
+    assert start(broken).wait(60) == 0
+    assert artifact(broken) == artifact(tmp_path / "whole")
+    events = [json.loads(line) for line in (broken / "events.jsonl").read_text().splitlines()]
+    assert any(event.get("reason") == "Resumed" for event in events)
+
+
+@given(lengths=st.lists(st.integers(1, 300), max_size=50), batch=st.integers(1, 1000))
+def test_batches_cover_every_row_once_within_the_limit(lengths: list[int], batch: int) -> None:
+    plan = list(plan_batches(lengths, batch))
+    assert [i for rows in plan for i in rows] == list(range(len(lengths)))
+    assert all(len(rows) == 1 or sum(lengths[i] for i in rows) <= batch for rows in plan)
+
+
+@given(lengths=st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), max_size=20), longest=st.integers(1, 80))
+def test_a_plan_keeps_only_rows_with_an_answer_and_accounts_for_the_others(lengths: list[tuple[int, int]],
+                                                                         longest: int) -> None:
+    sampling = RowSampling(temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=9)
+    rows = [AnsweredRow(id=str(i), source="s", line=1, category="", prompt_ids=(1,) * p, answer_ids=(1,) * a, text="",
+                        finish_reason="stop", sampling=sampling, seed=0, ids_exact=True)
+            for i, (p, a) in enumerate(lengths)]
+    plan = plan_rows(iter(rows), longest)
+    assert len(plan.rows) + plan.rows_dropped == len(rows)
+    assert all(row.num_prompt_tokens < row.num_tokens <= longest for row in plan.rows)
+    assert plan.rows_cut == sum(p < longest < p + a for p, a in lengths)

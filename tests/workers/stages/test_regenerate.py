@@ -1,0 +1,288 @@
+"""Regenerate answers every selected row once, loses nothing to any kind of end, and never asks what is held out."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyrie_api.artifacts import read_manifest, verify_files
+from eyrie_api.v1alpha1.job import DataSource, DataSpec, RegenerateSpec, SamplingSpec, TargetSpec
+from eyrie_api.v1alpha1.reports import RegenerateReport
+from eyrie_api.v1alpha1.stages import RegenerateStage
+from eyrie_workers.regeneration.asking import row_seed
+from eyrie_workers.regeneration.rows import AnsweredRow, read_rows
+from eyrie_workers.speculation.engine import Engine
+from eyrie_workers.speculation.requests import Request
+from eyrie_workers.stages.program import run_program
+from eyrie_workers.stages.regenerate import regenerate
+from eyrie_workers.targets.loading import load_target, target_digest
+from eyrie_workers.targets.templates import ChatTokenizer
+from tests.tiny import chats_file, tiny_target
+from tests.workers.regeneration.openai_double import Troubles, openai_double
+
+FILES = ("rows.jsonl", "rows.meta.json", "held_out.jsonl", "quarantine.jsonl")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_target(tmp_path_factory.mktemp("target") / "model")
+
+
+def write_spec(out: Path, target: Path, *sources: Path, data: dict[str, Any] | None = None,
+               exclude: tuple[str, ...] = (), **fields: Any) -> RegenerateStage:
+    out.mkdir(parents=True, exist_ok=True)
+    spec = RegenerateStage(
+        job_id="job", target=TargetSpec(model=str(target)), exclude_prompts=exclude,
+        data=DataSpec(sources=tuple(DataSource(path=str(path)) for path in sources), **data or {}),
+        regenerate=RegenerateSpec(**{"max_new_tokens": 12, "concurrency": 4} | fields))
+    (out / "spec.json").write_text(spec.model_dump_json())
+    return spec
+
+
+def run(out: Path) -> int:
+    return run_program(RegenerateStage, regenerate,
+                       ["--spec", str(out / "spec.json"), "--out", str(out / "manifest.json")])
+
+
+def report(out: Path) -> RegenerateReport:
+    found = read_manifest(out).report_as(RegenerateReport)
+    assert isinstance(found, RegenerateReport)
+    return found
+
+
+def rows(out: Path) -> list[AnsweredRow]:
+    return list(read_rows(out / "rows.jsonl"))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def failure(out: Path) -> dict[str, Any]:
+    return dict(json.loads((out / "failure.json").read_text()))
+
+
+def artifact(out: Path) -> dict[str, bytes]:
+    return {name: (out / name).read_bytes() for name in FILES}
+
+
+def test_each_answer_is_what_the_target_says_to_the_prompt_alone(tmp_path: Path, target: Path) -> None:
+    write_spec(tmp_path / "out", target, chats_file(tmp_path / "chats.jsonl", 14), data={"held_out_fraction": 0.2})
+    assert run(tmp_path / "out") == 0
+    verify_files(read_manifest(tmp_path / "out"), tmp_path / "out")
+    tokenizer, engine = ChatTokenizer(target), Engine(load_target(target), max_concurrency=1)
+    found = rows(tmp_path / "out")
+    chats = lines(tmp_path / "chats.jsonl")
+    assert found == sorted(found, key=lambda row: row.line)
+    for row in found:
+        assert list(row.prompt_ids) == tokenizer.render(chats[row.line - 1]["messages"][:-1])
+        assert row.seed == row_seed(0, row.id)
+        (alone,) = engine.generate([Request("x", row.prompt_ids, 12, SamplingSpec(temperature=0.7), row.seed,
+                                            tuple(tokenizer.eos_ids))])
+        assert list(row.answer_ids) == alone.token_ids
+        assert row.finish_reason == alone.finish_reason
+        assert (row.answer_ids[-1] in tokenizer.eos_ids) == (row.finish_reason == "stop")
+        assert row.ids_exact
+        assert (row.sampling.temperature, row.sampling.max_new_tokens) == (0.7, 12)
+
+
+def test_the_report_counts_every_row(tmp_path: Path, target: Path) -> None:
+    path = chats_file(tmp_path / "chats.jsonl", 20)
+    path.write_text(path.read_text() + "broken\n" + path.read_text().splitlines()[0] + "\n")
+    write_spec(tmp_path / "out", target, path, data={"held_out_fraction": 0.2})
+    assert run(tmp_path / "out") == 0
+    found, got = report(tmp_path / "out"), rows(tmp_path / "out")
+    assert (found.rows_read, found.rows_quarantined, found.duplicates) == (22, 1, 1)
+    assert found.rows_answered == len(got) == 20 - found.rows_held_out
+    assert found.rows_held_out > 0
+    assert found.answer_tokens == sum(len(row.answer_ids) for row in got)
+    assert found.prompt_tokens == sum(len(row.prompt_ids) for row in got)
+    assert sum(found.finish_reasons.values()) == len(got)
+    assert found.sources == {str(path): len(got)}
+    assert [(row.line, row.reason.split(":")[0]) for row in found.quarantined] == [(21, "bad JSON at column 1")]
+    assert lines(tmp_path / "out" / "quarantine.jsonl") == [row.model_dump() for row in found.quarantined]
+    assert not list((tmp_path / "out").glob("selection*"))
+
+
+def test_what_is_held_out_is_never_answered(tmp_path: Path, target: Path) -> None:
+    write_spec(tmp_path / "out", target, chats_file(tmp_path / "chats.jsonl", 40), data={"held_out_fraction": 0.5})
+    assert run(tmp_path / "out") == 0
+    held = lines(tmp_path / "out" / "held_out.jsonl")
+    answered = {row.id for row in rows(tmp_path / "out")}
+    assert 0 < len(held) < 40
+    assert not answered & {row["id"] for row in held}
+    assert len(answered) + len(held) == 40
+    assert all(row["messages"][-1]["role"] == "user" for row in held)
+
+
+def test_benchmark_prompts_are_kept_out(tmp_path: Path, target: Path) -> None:
+    path = chats_file(tmp_path / "chats.jsonl", 10)
+    suite = tmp_path / "suite.jsonl"
+    suite.write_text('{"prompt": "what is 3 plus 6"}\n')
+    write_spec(tmp_path / "out", target, path, exclude=(str(suite), "org/suite"), data={"held_out_fraction": 0.0})
+    assert run(tmp_path / "out") == 0
+    assert [row.line for row in rows(tmp_path / "out")] == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+    assert lines(tmp_path / "out" / "quarantine.jsonl")[0]["line"] == 4
+    events = lines(tmp_path / "out" / "events.jsonl")
+    assert any(e.get("reason") == "PromptsNotExcluded" and "org/suite" in e["message"] for e in events)
+
+
+def test_answers_do_not_depend_on_concurrency(tmp_path: Path, target: Path) -> None:
+    path = chats_file(tmp_path / "chats.jsonl", 12)
+    for name, concurrency in (("one", 1), ("many", 7)):
+        write_spec(tmp_path / name, target, path, concurrency=concurrency)
+        assert run(tmp_path / name) == 0
+    assert artifact(tmp_path / "one") == artifact(tmp_path / "many")
+
+
+def test_another_seed_gives_other_answers_and_temperature_zero_the_same(tmp_path: Path, target: Path) -> None:
+    path = chats_file(tmp_path / "chats.jsonl", 8)
+    answers: dict[tuple[float, int], list[tuple[int, ...]]] = {}
+    for temperature, seed in ((1.0, 0), (1.0, 1), (0.0, 0), (0.0, 1)):
+        out = tmp_path / f"{temperature}-{seed}"
+        write_spec(out, target, path, seed=seed, sampling=SamplingSpec(temperature=temperature))
+        assert run(out) == 0
+        answers[temperature, seed] = [row.answer_ids for row in rows(out)]
+    assert answers[1.0, 0] != answers[1.0, 1]
+    assert answers[0.0, 0] == answers[0.0, 1]
+
+
+def test_tool_conversations_of_the_quickstart_corpus_are_answered(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    spec = RegenerateStage(
+        job_id="job", target=TargetSpec(model="quickstart"), exclude_prompts=("quickstart:tools",),
+        data=DataSpec(sources=(DataSource(path="quickstart"),), max_conversations=8, seed=3),
+        regenerate=RegenerateSpec(max_new_tokens=24))
+    (out / "spec.json").write_text(spec.model_dump_json())
+    assert run(out) == 0
+    assert {row.source for row in rows(out)} == {"quickstart"}
+    assert report(out).rows_read == 8
+
+
+@pytest.mark.parametrize(("text", "reason", "words"), [
+    ("", "NoUsableData", "of 0 rows read none is left"),
+    ('{"messages": []}\n\n', "NoUsableData", "empty conversation (1); empty line (1)"),
+    ('{"prompt": "x"}\n', "NoUsableData", "neither `messages` nor `conversations`"),
+])
+def test_nothing_usable_is_an_error_that_says_why(tmp_path: Path, target: Path, text: str, reason: str,
+                                                words: str) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(text)
+    write_spec(tmp_path / "out", target, path)
+    assert run(tmp_path / "out") == 65
+    assert failure(tmp_path / "out")["reason"] == reason
+    assert words in failure(tmp_path / "out")["message"]
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_half_done_directory_takes_no_other_answers(tmp_path: Path, target: Path) -> None:
+    path = chats_file(tmp_path / "chats.jsonl", 4)
+    write_spec(tmp_path / "out", target, path)
+    assert run(tmp_path / "out") == 0
+    (tmp_path / "out" / "manifest.json").unlink()
+    write_spec(tmp_path / "out", target, path, sampling=SamplingSpec(temperature=0.1))
+    assert run(tmp_path / "out") != 0
+    assert failure(tmp_path / "out")["reason"] == "Conflict"
+    write_spec(tmp_path / "out", target, path, concurrency=2)  # how fast is no matter of what
+    assert run(tmp_path / "out") == 0
+    assert report(tmp_path / "out").rows_resumed == len(rows(tmp_path / "out"))
+
+
+def start(out: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "eyrie_workers.stages.regenerate", "--spec", str(out / "spec.json"),
+         "--out", str(out / "manifest.json")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def end_after(process: subprocess.Popen[bytes], out: Path, num_rows: int, number: signal.Signals) -> int:
+    """Send a signal as soon as so many rows are in the ledger."""
+    ledger = out / "rows.jsonl"
+    while process.poll() is None and (not ledger.exists() or ledger.read_bytes().count(b"\n") < num_rows):
+        time.sleep(0.002)
+    process.send_signal(number)
+    return process.wait(60)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
+def test_a_program_stopped_midway_ends_with_the_same_bytes_and_asks_nothing_twice(
+        tmp_path: Path, target: Path, number: signal.Signals, code: int) -> None:
+    path = chats_file(tmp_path / "chats.jsonl", 80)
+    for name in ("whole", "broken"):
+        write_spec(tmp_path / name, target, path, max_new_tokens=40, concurrency=3)
+    assert run(tmp_path / "whole") == 0
+    broken = tmp_path / "broken"
+    assert end_after(start(broken), broken, 4, number) == code
+    assert not (broken / "manifest.json").exists()
+    kept = (broken / "rows.jsonl").read_bytes().count(b"\n")
+    assert 4 <= kept < len(rows(tmp_path / "whole"))
+    with (broken / "rows.jsonl").open("ab") as file:
+        file.write(b'{"id": "torn')  # a kill in the middle of a line, made certain
+    assert start(broken).wait(60) == 0
+    assert report(broken).rows_resumed == kept
+    assert artifact(broken) == artifact(tmp_path / "whole")
+
+
+def test_an_outside_endpoint_is_asked_for_each_row_once_across_a_kill(tmp_path: Path, target: Path) -> None:
+    path = chats_file(tmp_path / "chats.jsonl", 60)
+    with openai_double(Troubles(know_token_ids=True)) as service:
+        out = tmp_path / "out"
+        write_spec(out, target, path, engine="openai", base_url=service.url, concurrency=2,
+                   data={"held_out_fraction": 0.1})
+        assert end_after(start(out), out, 5, signal.SIGKILL) == -9
+        kept = (out / "rows.jsonl").read_bytes().count(b"\n")
+        assert start(out).wait(60) == 0
+        twice = [asked for asked, times in service.attempts.items() if times > 1]
+        assert len(twice) <= 2  # those in flight when the kill came
+        assert report(out).rows_resumed == kept
+        assert len(rows(out)) == 60 - report(out).rows_held_out
+        asked = set(service.attempts)
+    held = {row["messages"][-1]["content"] for row in lines(out / "held_out.jsonl")}
+    assert held
+    assert not asked & held
+
+
+def test_the_batch_api_is_asked_through_the_whole_program(tmp_path: Path, target: Path) -> None:
+    path = chats_file(tmp_path / "chats.jsonl", 6)
+    with openai_double(Troubles(decline={"What is 2 plus 4?": 400})) as service:
+        write_spec(tmp_path / "out", target, path, engine="openai-batch", base_url=service.url,
+                   data={"held_out_fraction": 0.0})
+        assert run(tmp_path / "out") == 0
+    assert [row.line for row in rows(tmp_path / "out")] == [1, 2, 4, 5, 6]
+    assert not any(row.ids_exact for row in rows(tmp_path / "out"))
+    quarantined = lines(tmp_path / "out" / "quarantine.jsonl")
+    assert [(row["line"], "400" in row["reason"]) for row in quarantined] == [(3, True)]
+
+
+def test_an_endpoint_that_refuses_everything_ends_early_and_says_so(tmp_path: Path, target: Path) -> None:
+    path = chats_file(tmp_path / "chats.jsonl", 60)
+    with openai_double(Troubles(everything=400)) as service:
+        write_spec(tmp_path / "out", target, path, engine="openai", base_url=service.url)
+        assert run(tmp_path / "out") == 65
+        assert "no service today" in failure(tmp_path / "out")["message"]
+        assert len(service.bodies) < 40
+
+
+def test_an_endpoint_that_is_away_ends_as_transient_and_a_later_run_goes_on(tmp_path: Path, target: Path) -> None:
+    path = chats_file(tmp_path / "chats.jsonl", 6)
+    with openai_double(Troubles(everything=503)) as service:
+        write_spec(tmp_path / "out", target, path, engine="openai", base_url=service.url, max_retries=0)
+        assert run(tmp_path / "out") == 75
+        assert failure(tmp_path / "out")["transient"]
+        service.troubles.everything = None
+        assert run(tmp_path / "out") == 0
+    assert not (tmp_path / "out" / "failure.json").exists()
+    assert len(rows(tmp_path / "out")) == 6 - report(tmp_path / "out").rows_held_out
+
+
+def test_rows_are_of_the_target_that_answered(tmp_path: Path, target: Path) -> None:
+    write_spec(tmp_path / "out", target, chats_file(tmp_path / "chats.jsonl", 3), data={"held_out_fraction": 0.0})
+    assert run(tmp_path / "out") == 0
+    assert json.loads((tmp_path / "out" / "rows.meta.json").read_text())["target_digest"] == target_digest(target)

@@ -1,0 +1,263 @@
+"""The train program: its artifact, its refusals, and that killing it changes no bit of the result."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from eyrie_api.artifacts import read_manifest, verify_files
+from eyrie_api.v1alpha1.job import DrafterSpec, TargetSpec, TrainSpec
+from eyrie_api.v1alpha1.records import STAGE_RECORD, MetricRecord
+from eyrie_api.v1alpha1.reports import TrainReport
+from eyrie_api.v1alpha1.stages import TrainStage
+from eyrie_workers.drafters.checkpoint import load_drafter
+from eyrie_workers.features.layout import FeatureRow, StoreLayout
+from eyrie_workers.features.writer import FeatureWriter
+from eyrie_workers.stages.program import INTERRUPTED_EXIT_CODE, run_program
+from eyrie_workers.stages.train import train
+from eyrie_workers.targets.loading import load_target, target_digest
+from tests.tiny import tiny_target
+
+AUX_LAYERS = (1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def store_dir(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Path:
+    return write_store(tmp_path_factory.mktemp("store"), target_dir, 24)
+
+
+def write_store(directory: Path, target_dir: Path, num_rows: int, *, answers: bool = True) -> Path:
+    """States of the tiny target over random tokens; the second half of each row is the answer."""
+    target = load_target(target_dir, "float32")
+    generator = torch.Generator().manual_seed(0)
+    writer = FeatureWriter(directory, StoreLayout(
+        aux_layers=AUX_LAYERS, hidden_size=target.config.hidden_size, codec="bfloat16",
+        target_digest=target_digest(target_dir)))
+    rows = []
+    for number in range(num_rows):
+        length = int(torch.randint(8, 40, (), generator=generator))
+        tokens = torch.randint(60, (length,), generator=generator)
+        aux, last = target.hidden_states([tokens], AUX_LAYERS)[0]
+        mask = (torch.arange(length) >= length // 2) & answers
+        rows.append(FeatureRow(f"row-{number}", tokens, mask, aux.bfloat16(), last.bfloat16()))
+    writer.write_shard(rows)
+    return directory
+
+
+def write_spec(out: Path, target_dir: Path, store_dir: Path, *, drafter: dict[str, Any] | None = None,
+               **fields: Any) -> TrainStage:
+    out.mkdir(parents=True, exist_ok=True)
+    spec = TrainStage(
+        job_id="job", candidate="c0", target=TargetSpec(model=str(target_dir)), store_dir=str(store_dir),
+        drafter=DrafterSpec(**{"draft_vocab_size": 64} | (drafter or {})),
+        train=TrainSpec(**{"ttt_length": 3, "epochs": 4, "max_tokens_per_batch": 96, "threads": 1, "num_checkpoints": 2,
+                           "save_every_steps": 3} | fields))
+    (out / "spec.json").write_text(spec.model_dump_json())
+    return spec
+
+
+def run(out: Path) -> int:
+    return run_program(TrainStage, train, ["--spec", str(out / "spec.json"), "--out", str(out / "manifest.json")])
+
+
+def start(out: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "eyrie_workers.stages.train", "--spec", str(out / "spec.json"),
+                             "--out", str(out / "manifest.json")], env=os.environ | {"OMP_NUM_THREADS": "1"},
+                            stdout=subprocess.DEVNULL)
+
+
+def metrics(out: Path) -> list[MetricRecord]:
+    records = [STAGE_RECORD.validate_json(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    return [record for record in records if isinstance(record, MetricRecord)]
+
+
+def report_of(out: Path) -> TrainReport:
+    report = read_manifest(out).report
+    assert isinstance(report, TrainReport)
+    return report
+
+
+def weights(out: Path) -> dict[str, dict[str, torch.Tensor]]:
+    return {path.parent.name: load_file(path) for path in sorted(out.glob("checkpoints/*/model.safetensors"))}
+
+
+def same(one: dict[str, dict[str, torch.Tensor]], other: dict[str, dict[str, torch.Tensor]]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(one[name][key], other[name][key]) for name in one for key in one[name])
+
+
+def wait_for_steps(out: Path, process: subprocess.Popen[bytes], steps: int) -> None:
+    """Until the program has logged so many optimiser steps."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if (out / "events.jsonl").exists() and sum(m.name == "loss" for m in metrics(out)) >= steps:
+            return
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, target_dir: Path, store_dir: Path) -> Path:
+    out = tmp_path_factory.mktemp("finished")
+    write_spec(out, target_dir, store_dir)
+    assert run(out) == 0
+    return out
+
+
+def test_the_artifact_is_loadable_drafters_evenly_spaced(finished: Path) -> None:
+    manifest, report = read_manifest(finished), report_of(finished)
+    verify_files(manifest, finished)
+    assert [c.step for c in report.checkpoints] == [round(report.steps / 2), report.steps]
+    for checkpoint in report.checkpoints:
+        assert checkpoint.name == f"c0-step-{checkpoint.step}"
+        drafter = load_drafter(finished / checkpoint.path)
+        assert drafter.config.aux_layers == AUX_LAYERS
+        assert drafter.config.draft_vocab_size == 64
+        assert len(checkpoint.accuracy) == len(checkpoint.conditional_acceptance) == 3
+        assert 1.0 <= checkpoint.theoretical_speedup <= 4.0
+    assert {entry.path for entry in manifest.files} == {
+        f"{c.path}/{name}" for c in report.checkpoints for name in ("config.json", "model.safetensors")}
+
+
+def test_training_lowers_the_loss_on_rows_it_never_saw(finished: Path) -> None:
+    losses = [metric.value for metric in metrics(finished) if metric.name == "evaluation_loss"]
+    assert losses[-1] < losses[0]
+
+
+def test_the_series_are_logged(finished: Path) -> None:
+    names = {metric.name for metric in metrics(finished)}
+    assert names == {"loss", "learning_rate", "grad_norm", "tokens_per_s", "theoretical_speedup", "evaluation_loss",
+                     *(f"{kind}/{step}" for kind in ("accuracy", "acceptance") for step in range(3))}
+
+
+def test_the_report_counts_what_was_trained_on(finished: Path) -> None:
+    report = report_of(finished)
+    assert report.supervised_tokens > report.steps
+    assert report.vocabulary.draft_vocab_size == 64
+    assert 0.9 < report.vocabulary.coverage <= 1.0
+    assert report.vocabulary.coverage_curve[report.vocabulary.vocab_size] == 1.0
+    assert report.resumed_from_step == 0
+
+
+def test_end_and_special_tokens_are_in_the_draft_vocabulary(finished: Path) -> None:
+    ids = load_drafter(finished / report_of(finished).checkpoints[0].path).vocabulary.ids.tolist()
+    assert {0, 1, 2} <= set(ids)  # <|end|>, <|im_start|>, <|im_end|>: never among the random answers' most frequent
+
+
+def test_run_again_it_has_nothing_to_do(finished: Path) -> None:
+    before = (finished / "manifest.json").read_bytes()
+    assert run(finished) == 0
+    assert (finished / "manifest.json").read_bytes() == before
+
+
+def test_kill_9_at_any_step_changes_no_bit_of_the_result(
+        finished: Path, tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
+    write_spec(tmp_path, target_dir, store_dir)
+    for steps in (4, 11):  # neither a multiple of save_every_steps: work is lost and must be redone
+        process = start(tmp_path)
+        wait_for_steps(tmp_path, process, steps)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not (tmp_path / "manifest.json").exists()
+    assert start(tmp_path).wait() == 0
+    assert report_of(tmp_path).resumed_from_step > 0
+    assert same(weights(tmp_path), weights(finished))
+    ours, theirs = report_of(tmp_path), report_of(finished)
+    assert [c.digest for c in ours.checkpoints] == [c.digest for c in theirs.checkpoints]
+    assert [c.theoretical_speedup for c in ours.checkpoints] == [c.theoretical_speedup for c in theirs.checkpoints]
+    assert (ours.tokens, ours.supervised_tokens) == (theirs.tokens, theirs.supervised_tokens)
+
+
+def test_sigterm_ends_with_143_and_the_next_run_goes_on_from_that_step(
+        finished: Path, tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
+    write_spec(tmp_path, target_dir, store_dir, save_every_steps=1000)
+    process = start(tmp_path)
+    wait_for_steps(tmp_path, process, 5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == INTERRUPTED_EXIT_CODE
+    assert not (tmp_path / "manifest.json").exists()
+    assert not list(tmp_path.glob("checkpoints/.*"))
+    assert start(tmp_path).wait() == 0
+    assert report_of(tmp_path).resumed_from_step >= 5
+    ours, theirs = (list(weights(out).values())[-1] for out in (tmp_path, finished))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_the_step_and_the_mend(
+        tmp_path: Path, target_dir: Path) -> None:
+    store = write_store(tmp_path / "store", target_dir, 6)
+    shard = next(store.glob("shard-*.safetensors"))
+    from safetensors.torch import save_file
+
+    tensors = load_file(shard)
+    tensors["aux"][:] = float("nan")
+    save_file(tensors, shard)
+    write_spec(tmp_path / "out", target_dir, store)
+    assert run(tmp_path / "out") == 70
+    failure = json.loads((tmp_path / "out" / "failure.json").read_text())
+    assert failure["reason"] == "LossDiverged"
+    assert "at step 1 of" in failure["message"]
+    assert "learning_rate" in failure["mend"]
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def fails(out: Path) -> dict[str, Any]:
+    assert run(out) != 0
+    assert not (out / "manifest.json").exists()
+    failure: dict[str, Any] = json.loads((out / "failure.json").read_text())
+    return failure
+
+
+def test_a_draft_vocabulary_larger_than_the_vocabulary_is_refused(
+        tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
+    write_spec(tmp_path, target_dir, store_dir, drafter={"draft_vocab_size": 321})
+    failure = fails(tmp_path)
+    assert failure["reason"] == "VocabularyTooLarge"
+    assert "at most 320" in failure["mend"]
+
+
+def test_states_of_another_target_are_refused(tmp_path: Path, store_dir: Path) -> None:
+    other = tiny_target(tmp_path / "other", seed=5)
+    write_spec(tmp_path / "out", other, store_dir)
+    failure = fails(tmp_path / "out")
+    assert failure["reason"] == "Conflict"
+    assert "another target" in failure["message"]
+
+
+def test_a_store_without_answers_is_refused(tmp_path: Path, target_dir: Path) -> None:
+    write_spec(tmp_path / "out", target_dir, write_store(tmp_path / "store", target_dir, 4, answers=False))
+    assert fails(tmp_path / "out")["reason"] == "NoUsableData"
+
+
+def test_no_store_is_refused(tmp_path: Path, target_dir: Path) -> None:
+    write_spec(tmp_path, target_dir, tmp_path / "nowhere")
+    assert fails(tmp_path)["reason"] == "ArtifactMissing"
+
+
+def test_a_state_of_other_settings_is_refused_not_continued(
+        tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
+    write_spec(tmp_path, target_dir, store_dir, max_steps=4)
+    assert run(tmp_path) == 0
+    (tmp_path / "manifest.json").unlink()
+    write_spec(tmp_path, target_dir, store_dir, max_steps=4, learning_rate=5e-4)
+    failure = fails(tmp_path)
+    assert failure["reason"] == "Conflict"
+    assert "other settings" in failure["message"]
+
+
+def test_one_row_is_enough_to_train_and_is_evaluated_on_itself(tmp_path: Path, target_dir: Path) -> None:
+    write_spec(tmp_path / "out", target_dir, write_store(tmp_path / "store", target_dir, 1), max_steps=2)
+    assert run(tmp_path / "out") == 0
+    assert report_of(tmp_path / "out").steps == 2

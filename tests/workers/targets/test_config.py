@@ -1,0 +1,42 @@
+from typing import Any
+
+import pytest
+
+from eyrie_api.errors import UnsupportedTarget
+from eyrie_workers.targets.config import parse_config
+
+BASE: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 100,
+    "intermediate_size": 128, "rope_theta": 500000.0, "eos_token_id": [7, 9],
+}
+
+
+def test_both_spellings_of_rope_mean_the_same() -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192}
+    old = parse_config(BASE | {"rope_scaling": scaling})
+    new = parse_config({k: v for k, v in BASE.items() if k != "rope_theta"}
+                       | {"rope_parameters": scaling | {"rope_theta": 500000.0}})
+    assert old == new
+    assert old.rope.theta == 500000.0
+
+
+def test_end_tokens_are_gathered_from_both_files() -> None:
+    assert parse_config(BASE, {"eos_token_id": 3}).eos_token_ids == (3, 7, 9)
+    assert parse_config(BASE | {"eos_token_id": None}).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    ({"model_type": "gpt2"}, "model_type 'gpt2'"),
+    ({"hidden_act": "gelu"}, "hidden_act"),
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+    ({"layer_types": ["full_attention"] * 3 + ["linear_attention"]}, "layer_types"),
+    ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
+    ({"layer_types": ["sliding_attention"] * 4}, "sliding_window"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"hidden_size": None}, "hidden_size"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+])
+def test_what_we_cannot_compute_is_refused_by_name(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedTarget, match=named):
+        parse_config(BASE | change)

@@ -1,0 +1,46 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eyrie_api.errors import InvalidInput
+from eyrie_workers.targets.layers import choose_aux_layers, default_aux_layers
+
+
+def test_the_default_is_low_middle_high() -> None:
+    assert choose_aux_layers(32).aux_layers == (2, 16, 29)
+    assert choose_aux_layers(16).aux_layers == (2, 8, 13)
+
+
+@given(st.integers(1, 200))
+def test_the_default_is_distinct_ascending_and_inside_at_every_depth(num_layers: int) -> None:
+    chosen = default_aux_layers(num_layers)
+    assert list(chosen) == sorted(set(chosen))
+    assert len(chosen) == min(3, num_layers)
+    assert all(1 <= index <= num_layers for index in chosen)
+
+
+@given(st.lists(st.sampled_from(["full_attention", "linear_attention", "sliding_attention"]), min_size=1, max_size=80))
+def test_on_hybrids_every_choice_is_a_full_attention_output(kinds: list[str]) -> None:
+    choice = choose_aux_layers(len(kinds), kinds)
+    assert list(choice.aux_layers) == sorted(set(choice.aux_layers))
+    if "full_attention" in kinds:
+        assert all(kinds[index - 1] == "full_attention" for index in choice.aux_layers)
+        assert len(choice.aux_layers) == min(len(default_aux_layers(len(kinds))), kinds.count("full_attention"))
+
+
+def test_a_hybrid_moves_to_the_nearest_full_layer_and_says_why() -> None:
+    kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 12
+    choice = choose_aux_layers(48, kinds)
+    assert choice.aux_layers == (4, 24, 44)
+    assert "12 of 48" in choice.reason
+    assert "linear_attention" in choice.reason
+
+
+@pytest.mark.parametrize("override", [(), (0, 99), (3, 3), (5, 2)])
+def test_a_bad_override_is_refused(override: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidInput, match="aux_layers"):
+        choose_aux_layers(16, None, override)
+
+
+def test_a_good_override_is_kept() -> None:
+    assert choose_aux_layers(16, None, (0, 7, 16)).aux_layers == (0, 7, 16)

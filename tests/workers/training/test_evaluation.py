@@ -1,0 +1,46 @@
+"""Accuracy, conditional acceptance and the theoretical speed-up, against counting by hand."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eyrie_workers.training.evaluation import Evaluation, evaluate, tally
+from tests.workers.drafters.test_serving import random_documents, random_drafter
+from tests.workers.training.test_objective import STEPS, objective
+
+HITS = st.lists(st.lists(st.booleans(), min_size=1, max_size=5), min_size=1, max_size=12)
+
+
+@given(roots=HITS)
+def test_counts_follow_each_root_until_its_first_miss(roots: list[list[bool]]) -> None:
+    roots = sorted(roots, key=len, reverse=True)
+    per_step = [torch.tensor([hits[step] for hits in roots if len(hits) > step]) for step in range(5)]
+    counts = tally([hits for hits in per_step if hits.numel()], 5)
+    for step in range(5):
+        alive = [hits for hits in roots if len(hits) > step]
+        right = [hits for hits in alive if all(hits[:step])]
+        assert counts[step] == (len(alive), sum(hits[step] for hits in alive), len(right),
+                                sum(hits[step] for hits in right))
+
+
+def test_theoretical_speedup_is_one_plus_the_sum_of_cumulative_acceptance() -> None:
+    evaluation = Evaluation(asked=(10, 10, 8), hit=(8, 5, 8), right_before=(10, 8, 4), right_after=(8, 4, 4), loss=0.0)
+    assert evaluation.accuracy == (0.8, 0.5, 1.0)
+    assert evaluation.acceptance == (0.8, 0.5, 1.0)
+    assert abs(evaluation.theoretical_speedup - (1 + 0.8 + 0.4 + 0.4)) < 1e-12
+
+
+def test_nothing_asked_is_no_acceptance_and_no_speedup() -> None:
+    evaluation = Evaluation((0, 0), (0, 0), (0, 0), (0, 0), 0.0)
+    assert evaluation.acceptance == (0.0, 0.0)
+    assert evaluation.theoretical_speedup == 1.0
+
+
+def test_batches_add_up_to_the_whole() -> None:
+    drafter = random_drafter()
+    one, other = random_documents((14, 11)), random_documents((9,), seed=6)
+    whole = evaluate(objective(drafter), [one, other], STEPS)
+    parts = [evaluate(objective(drafter), [part], STEPS) for part in (one, other)]
+    for field in ("asked", "hit", "right_before", "right_after"):
+        assert getattr(whole, field) == tuple(
+            a + b for a, b in zip(*(getattr(part, field) for part in parts), strict=True))

@@ -1,0 +1,206 @@
+"""The loss and its gradients against the plainest possible reading of the paper, and documents that do not leak."""
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+from eyrie_workers.drafters.eagle3 import Eagle3Drafter
+from eyrie_workers.training.losses import Teacher, step_loss, step_weights, teach
+from eyrie_workers.training.objective import Moment, TrainingTimeTest
+from eyrie_workers.training.unroll import PackedDocuments
+from tests.workers.drafters.test_serving import HIDDEN, VOCAB, embedding, random_documents, random_drafter
+
+STEPS, DECAY = 4, 0.8
+
+
+def lm_head(seed: int = 5) -> torch.Tensor:
+    return torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+def objective(drafter: Eagle3Drafter, steps: int = STEPS, dtype: torch.dtype = torch.float32) -> TrainingTimeTest:
+    return TrainingTimeTest(drafter, embedding(), lm_head(), ttt_length=steps, step_decay=DECAY, max_positions=64,
+                            dtype=dtype)
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def turn(x: torch.Tensor, position: int) -> torch.Tensor:
+    """Rotary embedding of one row of heads [heads, E], written out."""
+    half = x.shape[-1] // 2
+    angles = position * 100.0 ** (-torch.arange(half, dtype=x.dtype) / half)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
+
+
+def naive_loss(drafter: Eagle3Drafter, documents: PackedDocuments) -> torch.Tensor:
+    """Each root by itself, one position at a time: no packing, no tiles, no halves, no sharing."""
+    config, layer = drafter.config, drafter.midlayer
+    attention, embed, head = layer.self_attn, embedding().to(drafter.fc.weight.dtype), lm_head()
+    sums, counts = [torch.zeros((), dtype=embed.dtype) for _ in range(STEPS)], [0] * STEPS
+    start = 0
+    for length in documents.lengths:
+        ids, mask = documents.token_ids[start:start + length], documents.loss_mask[start:start + length]
+        aux, last = documents.aux[start:start + length], documents.last[start:start + length]
+        start += length
+
+        def project(hidden: torch.Tensor, token: int, position: int) -> tuple[torch.Tensor, ...]:
+            x = torch.cat([rms(embed[token], layer.input_layernorm.weight), rms(hidden, layer.hidden_norm.weight)])
+            q, k, v = (p(x).view(-1, config.head_dim) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+            return turn(q, position), turn(k, position), v
+
+        fused = [drafter.fc(aux[i].flatten().to(embed.dtype)) for i in range(length)]
+        for root in range(length):
+            keys, values, hidden = [], [], fused[root]
+            for step in range(STEPS):
+                if not all(t < length and mask[t] for t in range(root + 1, root + 3 + step)):
+                    break
+                if step == 0:
+                    for j in range(root + 1):
+                        q, k, v = project(fused[j], int(ids[j + 1]), j)
+                        keys.append(k), values.append(v)
+                else:
+                    q, k, v = project(hidden, int(ids[root + 1 + step]), root + step)
+                    keys.append(k), values.append(v)
+                mixed = []
+                for j in range(config.num_heads):
+                    kv = j * config.num_kv_heads // config.num_heads
+                    weights = torch.stack([q[j] @ key[kv] for key in keys]).div(config.head_dim**0.5).softmax(0)
+                    mixed.append(sum(w * value[kv] for w, value in zip(weights, values, strict=True)))
+                hidden = hidden + attention.o_proj(torch.cat(mixed))
+                x = rms(hidden, layer.post_attention_layernorm.weight)
+                hidden = hidden + layer.mlp.down_proj(F.silu(layer.mlp.gate_proj(x)) * layer.mlp.up_proj(x))
+                logits = drafter.lm_head(rms(hidden, drafter.norm.weight))
+                opinion = head.to(embed.dtype) @ last[root + 1 + step].to(embed.dtype)
+                if drafter.t2d[opinion.argmax()]:
+                    teacher = opinion[drafter.vocabulary.ids].softmax(0)
+                    sums[step] = sums[step] - (teacher * logits.log_softmax(0)).sum()
+                    counts[step] += 1
+    weights = [DECAY**step for step in range(STEPS)]
+    return sum(w / sum(weights) * s / max(1, n) for w, s, n in zip(weights, sums, counts, strict=True))
+
+
+def test_loss_and_every_gradient_equal_the_naive_reading_in_double_precision() -> None:
+    drafter, documents = random_drafter().double(), random_documents((9, 6, 12))
+    expected = naive_loss(drafter, documents)
+    expected.backward()
+    wanted = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()}
+    drafter.zero_grad()
+    outcome = objective(drafter, dtype=torch.float64)(documents)
+    outcome.loss.backward()
+    # The teacher, the log-sum-exp and the rotary table are float32 by design: hence 1e-5 and not 1e-12.
+    torch.testing.assert_close(outcome.loss.double(), expected, atol=1e-5, rtol=1e-5)
+    for name, parameter in drafter.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name], atol=2e-5, rtol=2e-4, msg=name)
+        assert wanted[name].abs().max() > 1e-4, f"{name} was not tested by this data"
+
+
+def gradients(drafter: Eagle3Drafter, documents: PackedDocuments, counted: int) -> dict[str, torch.Tensor]:
+    """Gradients when only the first `counted` tokens are answer tokens."""
+    drafter.zero_grad()
+    mask = documents.loss_mask.clone()
+    mask[counted:] = False
+    only = PackedDocuments(documents.token_ids, mask, documents.aux, documents.last, documents.lengths)
+    objective(drafter)(only).loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()}
+
+
+def test_changing_document_b_changes_no_gradient_of_document_a() -> None:
+    drafter, documents = random_drafter(), random_documents((13, 13))
+    other = random_documents((13, 13), seed=77)
+    changed = PackedDocuments(
+        torch.cat([documents.token_ids[:13], other.token_ids[13:]]), documents.loss_mask,
+        torch.cat([documents.aux[:13], other.aux[13:]]), torch.cat([documents.last[:13], other.last[13:]]), (13, 13))
+    before, after = gradients(drafter, documents, 13), gradients(drafter, changed, 13)
+    for name, gradient in before.items():
+        assert torch.equal(gradient, after[name]), name
+
+
+def test_packing_documents_together_sums_what_they_give_apart() -> None:
+    drafter, documents = random_drafter(), random_documents((14, 14))
+    together = objective(drafter)(documents)
+    parts = [PackedDocuments(documents.token_ids[a:b], documents.loss_mask[a:b], documents.aux[a:b],
+                             documents.last[a:b], (14,)) for a, b in ((0, 14), (14, 28))]
+    apart = [objective(drafter)(part) for part in parts]
+    counts = [[int(teach_inside(drafter, part, step)) for step in range(STEPS)] for part in parts]
+    for step in range(STEPS):
+        total = sum(one.step_losses[step] * count[step] for one, count in zip(apart, counts, strict=True))
+        torch.testing.assert_close(together.step_losses[step], total / sum(count[step] for count in counts),
+                                   atol=1e-5, rtol=1e-5)
+
+
+def teach_inside(drafter: Eagle3Drafter, documents: PackedDocuments, step: int) -> int:
+    """Roots of one document alive at `step` whose teacher chooses inside the draft vocabulary."""
+    first = int(documents.loss_mask.nonzero()[0])
+    rows = documents.last[first + step: len(documents.token_ids) - 1]
+    return int(drafter.t2d[(rows @ lm_head().T).argmax(-1)].sum())
+
+
+def test_the_loss_does_not_depend_on_how_much_prompt_surrounds_the_answer() -> None:
+    # Two copies of the same answer, one with unsupervised documents packed beside it.
+    drafter, documents = random_drafter(), random_documents((12,))
+    silent = random_documents((30,), seed=4)
+    padded = PackedDocuments(
+        torch.cat([documents.token_ids, silent.token_ids]),
+        torch.cat([documents.loss_mask, torch.zeros(30, dtype=torch.bool)]),
+        torch.cat([documents.aux, silent.aux]), torch.cat([documents.last, silent.last]), (12, 30))
+    alone, beside = objective(drafter)(documents).loss, objective(drafter)(padded).loss
+    torch.testing.assert_close(alone, beside, atol=1e-6, rtol=1e-6)
+
+
+def test_a_batch_without_answers_has_zero_loss_and_zero_gradients() -> None:
+    drafter, documents = random_drafter(), random_documents((8,))
+    silent = PackedDocuments(documents.token_ids, torch.zeros(8, dtype=torch.bool), documents.aux, documents.last, (8,))
+    outcome = objective(drafter)(silent)
+    outcome.loss.backward()
+    assert float(outcome.loss) == 0.0
+    assert outcome.supervised == 0
+    assert all(float(parameter.grad.abs().max()) == 0.0 for parameter in drafter.parameters())
+
+
+def test_bfloat16_products_stay_near_float32() -> None:
+    drafter, documents = random_drafter(), random_documents((20, 20))
+    exact, rounded = (objective(drafter, dtype=dtype)(documents).loss for dtype in (torch.float32, torch.bfloat16))
+    assert abs(float(exact - rounded)) < 0.03 * float(exact)
+
+
+def test_step_weights_decay_and_sum_to_one() -> None:
+    weights = step_weights(7, 0.8)
+    assert abs(sum(weights) - 1) < 1e-12
+    assert all(abs(b / a - 0.8) < 1e-12 for a, b in pairwise(weights))
+
+
+def test_rows_whose_target_chooses_outside_the_draft_vocabulary_do_not_count() -> None:
+    logits = torch.randn(3, 4, requires_grad=True)
+    teacher = Teacher(torch.full((3, 4), 0.25), torch.tensor([True, False, True]), torch.zeros(3, dtype=torch.int64))
+    loss = step_loss(logits, teacher)
+    loss.backward()
+    expected = -(0.25 * logits.log_softmax(-1)).sum(-1)[[0, 2]].mean()
+    torch.testing.assert_close(loss, expected)
+    assert float(logits.grad[1].abs().max()) == 0.0
+
+
+def test_the_teacher_is_renormalised_over_the_draft_vocabulary() -> None:
+    ids, last = torch.tensor([1, 4, 9]), torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(0))
+    member = torch.zeros(VOCAB, dtype=torch.bool)
+    member[ids] = True
+    teacher = teach(last, lm_head(), ids, member)
+    full = (last @ lm_head().T).softmax(-1)
+    torch.testing.assert_close(teacher.probabilities_RD, full[:, ids] / full[:, ids].sum(-1, keepdim=True))
+    assert teacher.inside_R.tolist() == member[full.argmax(-1)].tolist()
+
+
+def test_training_unrolls_a_drawn_share_and_the_draw_is_a_function_of_seed_and_step() -> None:
+    drafter, documents = random_drafter(), random_documents((40, 40, 40))
+    learner = TrainingTimeTest(drafter, embedding(), lm_head(), ttt_length=STEPS, step_decay=DECAY, max_positions=64,
+                               unrolled_fraction=0.3, single_step_ratio=0.5)
+    judged = learner(documents)
+    late = [learner(documents, Moment(step=step, num_steps=10, seed=0)) for step in (5, 5, 6)]
+    assert torch.equal(late[0].loss, late[1].loss)
+    assert not torch.equal(late[0].loss, late[2].loss)
+    assert judged.supervised > late[0].supervised > len(judged.hits[0])
+    assert [bool(outcome.hits) for outcome in (judged, *late)] == [True, False, False, False]
+    early = learner(documents, Moment(step=4, num_steps=10, seed=0))
+    assert early.supervised == len(judged.hits[0])  # the first half of the run trains the first step alone

@@ -1,0 +1,52 @@
+"""The table of stages: what runs, from what, to what, on what. Torch-free: pipelines and planners read it.
+
+A job's directory on one machine is laid out by this table alone:
+
+    <job>/stages/<stage>[/<key>]/   spec.json, events.jsonl, log.txt, then the stage's files, then manifest.json
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from eyrie_api.v1alpha1.stages import StageName
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage program."""
+
+    name: StageName
+    module: str
+    inputs: tuple[StageName, ...]
+    keyed_by: str
+    """What `key` means: empty for a stage that runs once per job."""
+
+    needs_accelerator: bool
+    condition: str
+    """The condition that becomes True when it has succeeded."""
+
+
+CATALOG: dict[StageName, Stage] = {
+    stage.name: stage
+    for stage in (
+        Stage("regenerate", "eyrie_workers.stages.regenerate", (), "", True, "Regenerated"),
+        Stage("capture", "eyrie_workers.stages.capture", ("regenerate",), "", True, "Captured"),
+        Stage("train", "eyrie_workers.stages.train", ("capture",), "candidate", True, "Trained"),
+        Stage("benchmark", "eyrie_workers.stages.benchmark", ("train",), "checkpoint", True, "Benchmarked"),
+        Stage("tune", "eyrie_workers.stages.tune", ("benchmark",), "", True, "Tuned"),
+    )
+}
+
+
+def stage_dir(job_dir: Path, stage: StageName, key: str = "") -> Path:
+    """Where a stage of a job works."""
+    return job_dir / "stages" / stage / key if key else job_dir / "stages" / stage
+
+
+def command(stage: StageName, directory: Path) -> list[str]:
+    """The command line of a stage program; the same in a pod, in a test and on a laptop."""
+    return [
+        sys.executable, "-m", CATALOG[stage].module,
+        "--spec", str(directory / "spec.json"), "--out", str(directory / "manifest.json"),
+    ]

@@ -1,0 +1,268 @@
+"""The normal form of a conversation, and the rules a row must keep to become one.
+
+The normal form is the OpenAI chat format, plainly: roles `system`, `user`, `assistant`, `tool`; tool calls with an id
+and their arguments as a JSON string; tool results that name the call they answer. Every reader ends here, so that what
+a template renders, a hash identifies and an endpoint receives is the same thing whatever the file looked like.
+
+What is kept: system prompts, all turns, tool definitions, tool calls, tool results, prior reasoning. What is changed:
+`developer` becomes `system`, text parts are joined, missing call ids are filled in by position. What is refused, with a
+reason, is everything a chat template or an endpoint would refuse or silently mangle (`Malformed`): a drafter trained on
+conversations that cannot occur learns nothing about those that do.
+
+Pure: values in, values out.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+
+ROLES = {
+    "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
+    "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "tool": "tool",
+    "function": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool",
+}
+"""Names of roles in the wild, and ours. `function_call`, a turn of its own in some ShareGPT files, is handled apart."""
+
+_MAX_DEPTH = 64
+_CALL_TURNS = ("function_call", "tool_call")
+
+
+class Malformed(ValueError):
+    """A row that cannot become a conversation; the text is the reason a person reads in the quarantine."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One conversation and where it came from."""
+
+    id: str
+    """Stable hash of the prompt: the same prompt has the same id in every run, file and order."""
+
+    source: str
+    line: int
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    category: str = ""
+    prompt: tuple[Message, ...] = field(default=())
+    """`messages` without the last assistant turn, if they end with one: what the target answers anew."""
+
+
+def conversation(value: object, source: str, line: int, layout: str) -> Conversation:
+    """The conversation in one decoded row.
+
+    layout   "messages" (OpenAI) or "sharegpt" (`conversations`).
+
+    Raises Malformed with the reason when the row breaks a rule.
+    """
+    if not isinstance(value, Mapping):
+        raise Malformed(f"a row must be an object, this is {_kind(value)}")
+    turns = _turns(value, layout)
+    tools = _tools(value.get("tools"))
+    messages = [_message(turn, number) for number, turn in enumerate(turns, start=1)]
+    if layout == "sharegpt" and isinstance(value.get("system"), str) and value["system"].strip() \
+            and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": value["system"]})
+    _link_calls(messages)
+    _check_order(messages)
+    prompt = tuple(messages[:-1] if messages[-1]["role"] == "assistant" else messages)
+    category = "" if value.get("category") is None else value["category"]
+    if not isinstance(category, str):
+        raise Malformed(f"category must be text, this is {_kind(category)}")
+    return Conversation(id=row_id(prompt, tools), source=source, line=line, messages=tuple(messages), tools=tools,
+                        category=category, prompt=prompt)
+
+
+def detect_layout(value: object) -> str | None:
+    """Which layout a decoded row has; None when it has neither key."""
+    if isinstance(value, Mapping):
+        if "messages" in value:
+            return "messages"
+        if "conversations" in value or "conversation" in value:
+            return "sharegpt"
+    return None
+
+
+def row_id(prompt: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+    """128 bits of hash over the prompt and the tools on offer: rows with one id would get one and the same answer.
+
+    Raises Malformed for text that has no UTF-8 form (JSON can spell half a surrogate pair; no tokenizer takes it).
+    """
+    text = _json([list(prompt), list(tools)], sort_keys=True, separators=(",", ":"))
+    try:
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+    except UnicodeEncodeError:
+        raise Malformed("text with an unpaired surrogate") from None
+
+
+def _json(value: object, **how: Any) -> str:
+    """JSON text of a value. Raises Malformed for what has none: NaN, parquet's dates and bytes, bottomless nesting."""
+    _check_depth(value)
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, **how)
+    except (TypeError, ValueError) as error:
+        raise Malformed(f"a value that JSON cannot hold: {error}") from None
+
+
+def _check_depth(value: object) -> None:
+    """Parsers down the line recurse, and give up at depths of their own; no tool definition comes near this one."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [item for outer in level if isinstance(outer, Mapping | list)
+                 for item in (outer.values() if isinstance(outer, Mapping) else outer)]
+        if not level:
+            return
+    raise Malformed(f"nested deeper than {_MAX_DEPTH} levels")
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def _turns(value: Mapping[str, Any], layout: str) -> list[Mapping[str, Any]]:
+    keys = ("messages",) if layout == "messages" else ("conversations", "conversation")
+    key = next((key for key in keys if key in value), None)
+    if key is None:
+        raise Malformed(f"no `{keys[0]}` in the row")
+    turns = value[key]
+    if not isinstance(turns, list):
+        raise Malformed(f"`{key}` must be a list, this is {_kind(turns)}")
+    if not turns:
+        raise Malformed("empty conversation")
+    for number, turn in enumerate(turns, start=1):
+        if not isinstance(turn, Mapping):
+            raise Malformed(f"turn {number} must be an object, this is {_kind(turn)}")
+    return turns
+
+
+def _message(turn: Mapping[str, Any], number: int) -> Message:
+    name = turn.get("role", turn.get("from"))
+    content = turn["content"] if "content" in turn else turn.get("value")
+    if name in _CALL_TURNS:
+        return {"role": "assistant", "content": None, "tool_calls": _calls_in_text(content, number)}
+    if not isinstance(name, str) or name not in ROLES:
+        raise Malformed(f"turn {number} has unknown role {name!r}")
+    message: Message = {"role": ROLES[name], "content": _text(content, number)}
+    if message["role"] == "assistant":
+        if calls := _calls(turn, number):
+            message["tool_calls"] = calls
+        if isinstance(turn.get("reasoning_content"), str):
+            message["reasoning_content"] = turn["reasoning_content"]
+    elif message["role"] == "tool":
+        message |= {key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str)}
+    if message["content"] is None and "tool_calls" not in message:
+        raise Malformed(f"turn {number} ({message['role']}) has no content")
+    if message["role"] == "user" and not message["content"].strip():
+        raise Malformed(f"turn {number} (user) is empty")
+    return message
+
+
+def _text(content: object, number: int) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise Malformed(f"content of turn {number} must be text, this is {_kind(content)}")
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(text, str):
+            raise Malformed(f"content of turn {number} has a part of type {kind!r}; only text is supported")
+        parts.append(text)
+    return "".join(parts)
+
+
+def _calls(turn: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
+    calls = turn.get("tool_calls")
+    if calls is None and turn.get("function_call") is not None:  # OpenAI's form before tools
+        calls = [turn["function_call"]]
+    if calls is None:
+        return []
+    if not isinstance(calls, list):
+        raise Malformed(f"tool_calls of turn {number} must be a list, this is {_kind(calls)}")
+    return [_call(call, number) for call in calls]
+
+
+def _call(call: object, number: int) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise Malformed(f"a tool call of turn {number} names no function")
+    arguments = function.get("arguments", function.get("parameters"))
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, str):
+        if not isinstance(arguments, Mapping):
+            raise Malformed(f"arguments of a tool call of turn {number} must be an object or JSON text, "
+                            f"this is {_kind(arguments)}")
+        arguments = _json(arguments)
+    assert isinstance(call, Mapping)
+    given = call.get("id")
+    return {"id": given if isinstance(given, str) else "", "type": "function",
+            "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _calls_in_text(content: object, number: int) -> list[dict[str, Any]]:
+    try:
+        value = json.loads(content) if isinstance(content, str) else content
+    except json.JSONDecodeError:
+        raise Malformed(f"turn {number} is a function call, but its text is not JSON") from None
+    return [_call(call, number) for call in (value if isinstance(value, list) else [value])]
+
+
+def _tools(tools: object) -> tuple[dict[str, Any], ...]:
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except json.JSONDecodeError:
+            raise Malformed("tools is text, but not JSON") from None
+    if tools is None:
+        return ()
+    if not isinstance(tools, list):
+        raise Malformed(f"tools must be a list, this is {_kind(tools)}")
+    result = []
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise Malformed("a tool names no function")
+        result.append({"type": "function", "function": dict(function)})
+    return tuple(result)
+
+
+def _link_calls(messages: list[Message]) -> None:
+    """Give every call an id and every result the id of its call, by position, where the data has none.
+
+    Nine letters and digits: the strictest template we know (Mistral) accepts no other length.
+    """
+    pending: list[str] = []
+    serial = 0
+    for message in messages:
+        if message["role"] == "assistant":
+            pending = []
+            for call in message.get("tool_calls", ()):
+                call["id"] = call["id"] or f"call{serial:05d}"
+                pending.append(call["id"])
+                serial += 1
+        elif message["role"] == "tool":
+            first = pending.pop(0) if pending else None
+            if first is not None:
+                message.setdefault("tool_call_id", first)
+
+
+_MAY_FOLLOW = {
+    "start": ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user",),
+    "call": ("tool",), "tool": ("tool", "assistant"),
+}
+
+
+def _check_order(messages: Sequence[Message]) -> None:
+    if not any(message["role"] == "user" for message in messages):
+        raise Malformed("no user turn")
+    before = "start"
+    for number, message in enumerate(messages, start=1):
+        role = message["role"]
+        if role not in _MAY_FOLLOW[before]:
+            raise Malformed(f"bad role order: turn {number} is {role} after {before}")
+        before = "call" if message.get("tool_calls") else role

@@ -1,0 +1,211 @@
+"""The EAGLE-3 drafter: one decoder layer that reads the target's mind at three depths (arXiv:2503.01840).
+
+At position i the target has left its hidden states of a low, a middle and a high layer, and has chosen token i+1. The
+drafter fuses the three into one vector, sets the chosen token's embedding beside it, and predicts token i+2:
+
+    f_i   = fc(concat of the A aux states at i)                                  the residual stream begins here
+    x_i   = concat(input_layernorm(embed(token i+1)), hidden_norm(f_i))          attention alone sees the token
+    h_i   = f_i + attention(x_i);  h_i = h_i + mlp(post_attention_layernorm(h_i))
+    logits over the draft vocabulary = lm_head(norm(h_i))
+
+To go deeper it feeds itself: h_i, as it stands before `norm`, takes the place of f, and its own proposed token takes
+the place of token i+1. Names, shapes and arithmetic are those of SGLang's `LlamaForCausalLMEagle3`, to the letter:
+what is trained here loads there. The embedding is the target's: shared, frozen, not saved.
+
+Training and serving are two faces of the same handful of functions below: `Eagle3Weights` joins the projections that
+share an input, and `fuse`, `embed_half`, `hidden_half`, `finish` and `predict` are the layer cut at its attention,
+which is where the two faces differ (`eyrie_workers.training.unroll` against `eyrie_workers.drafters.serving`).
+
+One cut pays more than it looks: the q, k and v projections are linear in the two halves of x, and the token's half does
+not depend on the step. It is computed once per token and looked up at every unrolled step; in serving, where the
+vocabulary is small, it becomes a table.
+
+    T tokens or rows, A aux layers, H hidden, Q = q + k + v widths, I intermediate, D draft vocabulary, V vocabulary
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eyrie_workers.drafters.vocabulary import DraftVocabulary
+from eyrie_workers.targets.config import RopeConfig
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """Everything a drafter's shape and arithmetic depend on."""
+
+    hidden_size: int
+    """Equal to the target's: the embedding is shared."""
+
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    """The target's."""
+
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...]
+    """`hidden_states` indices (0 = embeddings), ascending."""
+
+    rms_eps: float
+    rope: RopeConfig
+    """The target's, so that positions mean the same to both."""
+
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None = None
+    fc_norm: bool = False
+    """Normalise each aux state before fusing them (EAGLE-3.1)."""
+
+    norm_output: bool = False
+    """Feed back the state after `norm` instead of before it (EAGLE-3.1). Logits always come from after it."""
+
+    @property
+    def num_aux(self) -> int:
+        """A."""
+        return len(self.aux_layers)
+
+    @property
+    def qkv_widths(self) -> tuple[int, int, int]:
+        """Widths of q, k and v."""
+        return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim
+
+
+class _Norm(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        q, k, v = config.qkv_widths
+        self.q_proj = nn.Linear(2 * config.hidden_size, q, bias=False)
+        self.k_proj = nn.Linear(2 * config.hidden_size, k, bias=False)
+        self.v_proj = nn.Linear(2 * config.hidden_size, v, bias=False)
+        self.o_proj = nn.Linear(q, config.hidden_size, bias=False)
+
+
+class _Mlp(nn.Module):
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+
+class _MidLayer(nn.Module):
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.input_layernorm = _Norm(config.hidden_size)
+        self.hidden_norm = _Norm(config.hidden_size)
+        self.self_attn = _Attention(config)
+        self.post_attention_layernorm = _Norm(config.hidden_size)
+        self.mlp = _Mlp(config)
+
+
+class Eagle3Drafter(nn.Module):
+    """The parameters, under the names the serving engines load. The arithmetic is in this module's functions."""
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: Eagle3Config, vocabulary: DraftVocabulary) -> None:
+        """Parameters at torch's default initialisation; see `eyrie_workers.drafters.inheritance` for a better start."""
+        super().__init__()
+        assert (config.vocab_size, config.draft_vocab_size) == (vocabulary.vocab_size, vocabulary.size)
+        self.config = config
+        self.fc = nn.Linear(config.num_aux * config.hidden_size, config.hidden_size, bias=False)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(_Norm(config.hidden_size) for _ in config.aux_layers)
+        self.midlayer = _MidLayer(config)
+        self.norm = _Norm(config.hidden_size)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", vocabulary.d2t)
+        self.register_buffer("t2d", vocabulary.t2d)
+
+    @property
+    def vocabulary(self) -> DraftVocabulary:
+        """The draft vocabulary, from the buffers."""
+        return DraftVocabulary.from_buffers(self.d2t, self.t2d)
+
+    def weights(self, dtype: torch.dtype | None = None) -> "Eagle3Weights":
+        """The projections joined by input, in `dtype` (default: as they are); gradients flow to the parameters."""
+        attention, mlp, hidden = self.midlayer.self_attn, self.midlayer.mlp, self.config.hidden_size
+        dtype = dtype or self.fc.weight.dtype
+        qkv = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]).to(dtype)
+        return Eagle3Weights(
+            config=self.config,
+            fc=self.fc.weight.to(dtype),
+            fc_norm=tuple(norm.weight for norm in self.fc_norm) if self.config.fc_norm else (),  # type: ignore[misc]
+            input_layernorm=self.midlayer.input_layernorm.weight,
+            hidden_norm=self.midlayer.hidden_norm.weight,
+            post_attention_layernorm=self.midlayer.post_attention_layernorm.weight,
+            norm=self.norm.weight,
+            embed_qkv=qkv[:, :hidden],
+            hidden_qkv=qkv[:, hidden:],
+            out=attention.o_proj.weight.to(dtype),
+            gate_up=torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).to(dtype),
+            down=mlp.down_proj.weight.to(dtype),
+            lm_head=self.lm_head.weight.to(dtype),
+        )
+
+
+@dataclass(frozen=True)
+class Eagle3Weights:
+    """One layer's matrices, joined where they share an input. Matrices in the compute dtype, norms as stored.
+
+    fc [H, A*H]   embed_qkv [Q, H]   hidden_qkv [Q, H]   out [H, q]   gate_up [2I, H]   down [H, I]   lm_head [D, H]
+    """
+
+    config: Eagle3Config
+    fc: Tensor
+    fc_norm: tuple[Tensor, ...]
+    input_layernorm: Tensor
+    hidden_norm: Tensor
+    post_attention_layernorm: Tensor
+    norm: Tensor
+    embed_qkv: Tensor
+    hidden_qkv: Tensor
+    out: Tensor
+    gate_up: Tensor
+    down: Tensor
+    lm_head: Tensor
+
+    def rms(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm over the last axis, in the residual stream's dtype."""
+        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_eps)
+
+    def fuse(self, aux_TAH: Tensor) -> Tensor:
+        """[T, A, H] aux states -> [T, H], the beginning of the residual stream."""
+        if self.fc_norm:
+            aux_TAH = torch.stack([self.rms(aux, w) for aux, w in zip(aux_TAH.unbind(1), self.fc_norm, strict=True)], 1)
+        return F.linear(aux_TAH.flatten(-2).to(self.fc.dtype), self.fc).to(self.norm.dtype)
+
+    def embed_half(self, embed_TH: Tensor) -> Tensor:
+        """The token's share of q, k and v: [T, H] embeddings -> [T, Q]."""
+        normed = self.rms(embed_TH.to(self.norm.dtype), self.input_layernorm)
+        return F.linear(normed.to(self.embed_qkv.dtype), self.embed_qkv)
+
+    def hidden_half(self, hidden_TH: Tensor) -> Tensor:
+        """The state's share of q, k and v: [T, H] residual stream -> [T, Q]."""
+        normed = self.rms(hidden_TH, self.hidden_norm)
+        return F.linear(normed.to(self.hidden_qkv.dtype), self.hidden_qkv)
+
+    def finish(self, hidden_TH: Tensor, attended_TQ: Tensor) -> Tensor:
+        """What follows attention: [T, H] residual stream and [T, q] attention output -> [T, H] residual stream."""
+        hidden_TH = hidden_TH + F.linear(attended_TQ.to(self.out.dtype), self.out)
+        normed = self.rms(hidden_TH, self.post_attention_layernorm)
+        gate, up = F.linear(normed.to(self.gate_up.dtype), self.gate_up).chunk(2, -1)
+        return hidden_TH + F.linear(F.silu(gate) * up, self.down)
+
+    def predict(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, H] residual stream -> [T, D] logits, and the [T, H] state to feed back."""
+        normed = self.rms(hidden_TH, self.norm)
+        logits_TD = F.linear(normed.to(self.lm_head.dtype), self.lm_head)
+        return logits_TD, normed if self.config.norm_output else hidden_TH

@@ -1,0 +1,136 @@
+"""How the engine drives a drafter without knowing its family.
+
+A round of speculative decoding has two halves. The target verifies, which yields its hidden states at the positions it
+ran and the tokens now known to follow them; the drafter proposes a tree for what comes next. So a drafter needs two
+verbs, and every family fits them:
+
+    extend    "these positions are settled": target states h_i paired with the token x_{i+1} chosen after them.
+              EAGLE runs one forward over the pairs (EAGLE-3, arXiv:2503.01840, figure 5: fused h_i beside the
+              embedding of x_{i+1}, predicting x_{i+2}); Medusa keeps the last h_i; an n-gram drafter the tokens.
+    propose   "grow a draft tree on each row's last token". A family that predicts one token at a time hands its step
+              to `eyrie_workers.speculation.tree.grow`, which owns expansion, reranking and masks; a family that finds
+              whole continuations builds the tree itself.
+
+Why pairs: after a prefill of P prompt tokens the target has states h_0 .. h_{P-1} and has chosen x_P; after a round
+that accepted `a` draft tokens it has `a + 1` more states and the same number of new tokens. States and following
+tokens always come in equal number, so one verb covers prefill and decoding.
+
+What a drafter may not do is change the output: verification never looks at its confidences, only at its tokens.
+
+`noise` carries the sampling noise of the positions ahead. The target will take argmax(logits / temperature + Gumbel
+noise of that position); a good drafter that perturbs its own logits with the same noise guesses that argmax more often
+than by offering its most probable token (shared-noise coupling: Daliri et al., arXiv:2408.07978). How much noise to add
+is measured in `eyrie_workers.speculation.noise`; `grow` does it for every family that uses it.
+"""
+
+# B rows, T pairs, A aux layers, H hidden, D draft vocabulary, N tree nodes, K top-k, M scratch keys
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_workers.speculation.noise import RowNoise
+
+NO_TOKEN = -1
+"""Fills tree nodes that hold no proposal. It matches no target token, so such a node is never accepted."""
+
+
+@dataclass(frozen=True)
+class SettledPairs:
+    """Target states and the tokens chosen after them, for some rows at once; padded on the right.
+
+    rows     [B]        int64    row (slot) of the drafter's state; distinct
+    starts   [B]        int64    position of the first pair of each row; equals the pairs that row already holds
+    lengths  [B]        int64    pairs that count, 1 <= length <= T; what lies beyond is padding of any value
+    tokens   [B, T]     int64    tokens[b, t] is the token at position starts[b] + t + 1
+    aux      [B, T, A, H] float  aux[b, t] holds the target's `hidden_states` of `aux_layers` at position starts[b] + t
+    """
+
+    rows: Tensor
+    starts: Tensor
+    lengths: Tensor
+    tokens: Tensor
+    aux: Tensor
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Proposals arranged by prefix, one tree per row. Node 0 is the row's last settled token.
+
+    tokens   [B, N] int64   target token ids; NO_TOKEN where a row has fewer nodes
+    parents  [B, N] int64   index of each node's parent, always smaller than its own; the root is its own parent.
+                            Siblings carry distinct tokens.
+    scores   [B, N] float   log of the confidence that the node is accepted (root 0, padding -inf); for reports only
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    scores: Tensor
+
+
+class DraftStep(NamedTuple):
+    """What one drafter pass yields for each frontier node.
+
+    logits  [B, K, D] float   unnormalised log-probabilities over the draft vocabulary
+    hidden  [B, K, H] float   what the drafter wants back as the state of that node when its children are run
+    """
+
+    logits: Tensor
+    hidden: Tensor
+
+
+class StepFunction(Protocol):
+    """One drafter pass over the frontier of every row: appends K scratch keys and predicts the next tokens."""
+
+    def __call__(self, tokens: Tensor, hidden: Tensor, mask: Tensor, depth: int) -> DraftStep:
+        """Run the nodes of one depth.
+
+        tokens  [B, K]     int64   target token ids of the nodes
+        hidden  [B, K, H]  float   `DraftStep.hidden` of each node's parent
+        mask    [B, K, M]  bool    which scratch keys a node sees: its ancestors below the root and itself. The nodes of
+                                   this call are the last K of the M = depth * K scratch keys of this round.
+        depth                      1 for children of the root. Rope position = last pair's position + depth.
+        """
+        ...
+
+
+class DrafterState(Protocol):
+    """A family's own memory of all rows (KV cache, texts, last states). The engine only carries it."""
+
+
+class Drafter(Protocol):
+    """A drafter of any family."""
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """`hidden_states` indices it wants (0 embeddings, i + 1 output of layer i, num_layers after the final norm)."""
+        ...
+
+    @property
+    def max_length(self) -> int:
+        """Longest text, in tokens, it can follow; beyond it the engine decodes that row without drafting."""
+        ...
+
+    def new_state(self, num_rows: int, max_length: int, max_shape: DraftTreeShape) -> DrafterState:
+        """Memory for `num_rows` rows of up to `max_length` tokens and trees of up to `max_shape` in each number."""
+        ...
+
+    def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
+        """A new request takes `row`: forget what was there. Its pairs follow by `extend`, from position 0."""
+        ...
+
+    def extend(self, state: DrafterState, pairs: SettledPairs) -> None:
+        """Take in settled pairs. Scratch keys of an earlier `propose` are void."""
+        ...
+
+    def propose(self, state: DrafterState, rows: Tensor, shape: DraftTreeShape,
+                noise: RowNoise | None = None) -> DraftTree:
+        """Grow one tree per row on its last settled token.
+
+        rows   [B] int64   rows that were extended since their last proposal
+        noise              sampling noise of those rows (same order), None when all are greedy
+        """
+        ...

@@ -1,0 +1,250 @@
+"""The EAGLE-3 drafter as the engine drives it: settled pairs in, draft trees out (`drafters.protocol`).
+
+It is the layer of `drafters.eagle3` with a KV cache between its two halves. A settled pair at position i leaves one key
+and one value and nothing else; of the pairs taken in by one `extend`, only the last runs attention, MLP and output,
+because only from there does drafting go on. A draft step adds scratch keys behind the settled ones; the next `extend`
+writes over them.
+
+A draft step is many small operations, so what can be done once is done once, in `_Served`: norm weights are folded into
+the matrices that follow them, rotary pairs are laid side by side so that turning them is one complex product, products
+are packed (`targets.linear`), and where the vocabulary is small enough the token's half of q, k and v is a table. The
+arithmetic is that of training up to rounding: tests/workers/drafters/test_serving.py holds the two faces together.
+
+    B rows, T pairs, A aux layers, H hidden, Q = q + k + v widths, L keys, M scratch keys, N nodes of this step,
+    K kv heads, W query heads per kv head, E head size, D draft vocabulary
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_workers.drafters.eagle3 import Eagle3Drafter
+from eyrie_workers.drafters.protocol import DrafterState, DraftStep, DraftTree, SettledPairs
+from eyrie_workers.speculation.noise import RowNoise
+from eyrie_workers.speculation.tree import grow
+from eyrie_workers.targets.linear import Linear, rms_normalise
+
+# The token's half as a table: [V, Q]. Beyond this size (large vocabularies) it is computed for each token instead.
+_MAX_TABLE_BYTES = 64 * 2**20
+
+
+@dataclass
+class Eagle3State:
+    """Keys, values and the last predictions of every row.
+
+    keys, values [rows, max_length + scratch, K, E]   logits [rows, D]   hidden [rows, H]: of each row's last pair
+    """
+
+    keys: Tensor
+    values: Tensor
+    logits: Tensor
+    hidden: Tensor
+    settled: list[int] = field(default_factory=list)
+    """Pairs each row holds."""
+
+
+class _Served:
+    """The layer's matrices with norms folded in, in the order a step uses them."""
+
+    def __init__(self, drafter: Eagle3Drafter, embed_VH: Tensor, dtype: torch.dtype) -> None:
+        weights, config = drafter.weights(torch.float32), drafter.config
+        num_turned, head = config.num_heads + config.num_kv_heads, config.head_dim
+        self._eps = torch.tensor(config.rms_eps, dtype=dtype)
+        self._fc_norm = torch.stack(weights.fc_norm).to(dtype) if weights.fc_norm else None
+        self._fc = Linear(weights.fc.to(dtype))
+        hidden_qkv = _pairs_together(weights.hidden_qkv * weights.hidden_norm, num_turned, head)
+        embed_qkv = _pairs_together(weights.embed_qkv * weights.input_layernorm, num_turned, head)
+        self._hidden_qkv, self._embed_qkv = Linear(hidden_qkv.to(dtype)), Linear(embed_qkv.to(dtype))
+        self._out, self._down = Linear(weights.out.to(dtype)), Linear(weights.down.to(dtype))
+        self._gate_up = Linear((weights.gate_up * weights.post_attention_layernorm).to(dtype))
+        self._norm = weights.norm.to(dtype) if config.norm_output else None
+        self._lm_head = Linear((weights.lm_head * weights.norm).to(dtype))
+        self._embed_VH = embed_VH
+        table_bytes = embed_VH.shape[0] * embed_qkv.shape[0] * dtype.itemsize
+        self._table_VQ = self._embed_half(embed_VH) if table_bytes <= _MAX_TABLE_BYTES else None
+
+    def _embed_half(self, embed_TH: Tensor) -> Tensor:
+        return self._embed_qkv(rms_normalise(embed_TH, self._eps))
+
+    def fuse(self, aux_TAH: Tensor) -> Tensor:
+        """[T, A, H] -> [T, H]"""
+        aux_TAH = aux_TAH.to(self._eps.dtype)
+        if self._fc_norm is not None:
+            aux_TAH = rms_normalise(aux_TAH, self._eps) * self._fc_norm
+        return self._fc(aux_TAH.flatten(-2))
+
+    def qkv(self, hidden_TH: Tensor, tokens_T: Tensor) -> Tensor:
+        """[T, Q]"""
+        if self._table_VQ is not None:
+            token_half = self._table_VQ.index_select(0, tokens_T)
+        else:
+            token_half = self._embed_half(self._embed_VH.index_select(0, tokens_T))
+        return self._hidden_qkv.add(rms_normalise(hidden_TH, self._eps), token_half)
+
+    def finish(self, hidden_TH: Tensor, attended_TQ: Tensor) -> Tensor:
+        """[T, H]"""
+        hidden_TH = self._out.add(attended_TQ, hidden_TH)
+        gate, up = self._gate_up(rms_normalise(hidden_TH, self._eps)).chunk(2, -1)
+        return self._down.add(F.silu(gate).mul_(up), hidden_TH)
+
+    def predict(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, D] and the state to feed back, [T, H]"""
+        normed = rms_normalise(hidden_TH, self._eps)
+        return self._lm_head(normed), hidden_TH if self._norm is None else normed * self._norm
+
+
+def _pairs_together(weight_QH: Tensor, num_turned: int, head: int) -> Tensor:
+    """Rows of q and k with the two members of each rotary pair made neighbours; q.k is blind to a common order."""
+    turned = weight_QH[: num_turned * head].unflatten(0, (num_turned, 2, head // 2)).transpose(1, 2).flatten(0, 2)
+    return torch.cat([turned, weight_QH[num_turned * head:]])
+
+
+class Eagle3Server:
+    """`drafters.protocol.Drafter` over one loaded Eagle3Drafter and its target's embedding."""
+
+    def __init__(self, drafter: Eagle3Drafter, embed_VH: Tensor) -> None:
+        """`embed_VH` is the target's embedding [V, H]; its dtype is the dtype drafting runs in."""
+        self._config = config = drafter.config
+        self._dtype = embed_VH.dtype
+        with torch.inference_mode():
+            self._served = _Served(drafter, embed_VH, self._dtype)
+            vocabulary = drafter.vocabulary
+            self._draft_ids_D = None if vocabulary.size == vocabulary.vocab_size else vocabulary.ids
+        self._frequencies = torch.tensor(config.rope.inverse_frequencies(config.head_dim), dtype=torch.float64)
+        self._turns = torch.empty(0, 1, config.head_dim // 2, dtype=torch.complex64)
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """`hidden_states` indices the drafter was trained on."""
+        return self._config.aux_layers
+
+    @property
+    def max_length(self) -> int:
+        """Longest text it can follow."""
+        return self._config.max_position_embeddings
+
+    def new_state(self, num_rows: int, max_length: int, max_shape: DraftTreeShape) -> Eagle3State:
+        """Caches for `num_rows` rows of `max_length` pairs, with room for the scratch keys of `max_shape`."""
+        config = self._config
+        places = max_length + max_shape.num_steps * max_shape.top_k + 1
+        if self._turns.shape[0] < places:
+            angles = torch.arange(places, dtype=torch.float64)[:, None, None] * self._frequencies
+            self._turns = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+        shape = (num_rows, places, config.num_kv_heads, config.head_dim)
+        return Eagle3State(
+            keys=torch.zeros(shape, dtype=self._dtype), values=torch.zeros(shape, dtype=self._dtype),
+            logits=torch.zeros(num_rows, config.draft_vocab_size, dtype=self._dtype),
+            hidden=torch.zeros(num_rows, config.hidden_size, dtype=self._dtype), settled=[0] * num_rows)
+
+    def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
+        """Forget the row. The prompt itself is not needed: its pairs follow."""
+        assert isinstance(state, Eagle3State)
+        state.settled[row] = 0
+
+    @torch.inference_mode()
+    def extend(self, state: DrafterState, pairs: SettledPairs) -> None:
+        """Write keys and values of the pairs; predict from the last pair of each row."""
+        assert isinstance(state, Eagle3State)
+        num_rows, num_pairs = pairs.tokens.shape
+        fused_TH = self._served.fuse(pairs.aux.flatten(0, 1))
+        # Padding is written beyond a row's end: there nobody reads before the next extend has written.
+        places = (pairs.starts[:, None] + torch.arange(num_pairs)).clamp_(max=state.keys.shape[1] - 1)
+        q, k, v = self._heads(self._served.qkv(fused_TH, pairs.tokens.flatten()), places)
+        rows = pairs.rows.tolist()
+        _write(state, rows, places, k, v)
+        for row, length in zip(rows, (pairs.starts + pairs.lengths).tolist(), strict=True):
+            state.settled[row] = length
+        last_B = torch.arange(num_rows) * num_pairs + pairs.lengths - 1
+        q_last = q.flatten(0, 1).index_select(0, last_B).unsqueeze(1)
+        step = self._layer(state, rows, fused_TH.index_select(0, last_B), q_last, None, 0)
+        state.logits.index_copy_(0, pairs.rows, step.logits.flatten(0, 1))
+        state.hidden.index_copy_(0, pairs.rows, step.hidden.flatten(0, 1))
+
+    @torch.inference_mode()
+    def propose(self, state: DrafterState, rows: Tensor, shape: DraftTreeShape,
+                noise: RowNoise | None = None) -> DraftTree:
+        """Grow one tree per row from the predictions `extend` left."""
+        assert isinstance(state, Eagle3State)
+        own, row_list = state, rows.tolist()
+        first = DraftStep(state.logits.index_select(0, rows)[:, None], state.hidden.index_select(0, rows)[:, None])
+
+        def step(tokens: Tensor, hidden: Tensor, mask: Tensor, depth: int) -> DraftStep:
+            return self._step(own, row_list, tokens, hidden, mask, depth)
+
+        return grow(first, step, shape, self._draft_ids_D, noise)
+
+    def _step(self, state: Eagle3State, rows: list[int], tokens_BN: Tensor, hidden_BNH: Tensor, mask_BNM: Tensor,
+              depth: int) -> DraftStep:
+        """`protocol.StepFunction` of these rows."""
+        num_nodes, num_scratch = tokens_BN.shape[1], mask_BNM.shape[2]
+        settled_B1 = torch.tensor([[state.settled[row]] for row in rows])
+        positions_BN = (settled_B1 + (depth - 1)).expand(-1, num_nodes)
+        hidden_TH = hidden_BNH.flatten(0, 1)
+        q, k, v = self._heads(self._served.qkv(hidden_TH, tokens_BN.flatten()), positions_BN)
+        _write(state, rows, settled_B1 + torch.arange(num_scratch - num_nodes, num_scratch), k, v)
+        return self._layer(state, rows, hidden_TH, q, mask_BNM, num_scratch)
+
+    def _heads(self, qkv_TQ: Tensor, positions_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated q [B, N, K, W, E] and k [B, N, K, E], and v [B, N, K, E]; T = B * N."""
+        config, (rows, nodes) = self._config, positions_BN.shape
+        heads = qkv_TQ.view(rows * nodes, -1, config.head_dim)
+        num_turned = config.num_heads + config.num_kv_heads
+        # Half-precision numbers have no complex kind: such heads are turned in float32.
+        turned = heads[:, :num_turned].float()
+        torch.view_as_complex(turned.unflatten(-1, (-1, 2))).mul_(self._turns.index_select(0, positions_BN.flatten()))
+        turned = turned.to(self._dtype)
+        q = turned[:, : config.num_heads].view(rows, nodes, config.num_kv_heads, -1, config.head_dim)
+        k = turned[:, config.num_heads:].view(rows, nodes, config.num_kv_heads, config.head_dim)
+        v = heads[:, num_turned:].view(rows, nodes, config.num_kv_heads, config.head_dim)
+        return q, k, v
+
+    def _layer(self, state: Eagle3State, rows: list[int], hidden_TH: Tensor, q_BNKWE: Tensor,
+               mask_BNM: Tensor | None, num_scratch: int) -> DraftStep:
+        """Attention over settled and scratch keys, then the rest of the layer."""
+        num_rows, num_nodes, kv_heads, per_kv, head = q_BNKWE.shape
+        keys, values, visible = _seen(state, rows, mask_BNM, num_scratch)
+        q = q_BNKWE.permute(0, 2, 3, 1, 4).reshape(num_rows, kv_heads, per_kv * num_nodes, head)
+        if visible is not None:
+            visible = visible[:, None, None].expand(-1, 1, per_kv, -1, -1).flatten(2, 3)
+        attended = F.scaled_dot_product_attention(q, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=visible)
+        back = attended.view(num_rows, kv_heads, per_kv, num_nodes, head).permute(0, 3, 1, 2, 4)
+        hidden_TH = self._served.finish(hidden_TH, back.reshape(num_rows * num_nodes, -1))
+        logits_TD, hidden_TH = self._served.predict(hidden_TH)
+        return DraftStep(logits_TD.view(num_rows, num_nodes, -1), hidden_TH.view(num_rows, num_nodes, -1))
+
+
+def _write(state: Eagle3State, rows: list[int], places_BN: Tensor, k_BNKE: Tensor, v_BNKE: Tensor) -> None:
+    if len(rows) == 1:  # one request is the common case on one machine: a slice, not a scatter
+        first = int(places_BN[0, 0])
+        stop = first + min(places_BN.shape[1], state.keys.shape[1] - first)
+        state.keys[rows[0], first:stop] = k_BNKE[0, : stop - first]
+        state.values[rows[0], first:stop] = v_BNKE[0, : stop - first]
+        return
+    index = torch.tensor(rows)[:, None]
+    state.keys[index, places_BN] = k_BNKE
+    state.values[index, places_BN] = v_BNKE
+
+
+def _seen(state: Eagle3State, rows: list[int], mask_BNM: Tensor | None,
+          num_scratch: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys and values [B, L, K, E] of the rows, and which a node sees: [B, N, L] bool, None when it is all."""
+    settled = [state.settled[row] for row in rows]
+    length = max(settled) + num_scratch
+    if len(rows) == 1:
+        keys, values = (cache[rows[0]: rows[0] + 1, :length] for cache in (state.keys, state.values))
+        if mask_BNM is None or mask_BNM.shape[1] == 1:  # a chain sees everything before it
+            return keys, values, None
+        return keys, values, torch.cat([mask_BNM.new_ones(1, mask_BNM.shape[1], settled[0]), mask_BNM], 2)
+    index = torch.tensor(rows)
+    keys, values = (cache[:, :length].index_select(0, index) for cache in (state.keys, state.values))
+    num_nodes = 1 if mask_BNM is None else mask_BNM.shape[1]
+    settled_B = torch.tensor(settled)
+    visible = (torch.arange(length) < settled_B[:, None])[:, None].repeat(1, num_nodes, 1)
+    if mask_BNM is not None:
+        places = (settled_B[:, None] + torch.arange(num_scratch))[:, None].expand(-1, num_nodes, -1)
+        visible.scatter_(2, places, mask_BNM)
+    return keys, values, visible

@@ -1,0 +1,378 @@
+"""The OpenAI dialect, as pure shapes: what a request may say, what an answer looks like, how a refusal reads.
+
+Chat completions and completions, n = 1. A field that would change the output and that this engine cannot honour is
+refused with what to do instead; a field that cannot change the output (`user`, `metadata`, ...) is accepted and
+ignored; a field nobody knows is refused, because a misspelt `temprature` silently disregarded is a wrong answer. No
+system prompt is ever added: the prompt is the chat template over the client's messages, nothing else.
+
+Three extensions, named as the field already names them, so that one client reads SGLang, vLLM and Eyrie alike:
+`return_spec_tokens_details` (SGLang) answers with `sglext.spec_tokens_details`, `return_token_ids` (vLLM) with
+`prompt_token_ids` and `choices[].token_ids`, and `ignore_eos` (both) decodes on to `max_tokens`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from eyrie_api.errors import EyrieError, InvalidInput
+from eyrie_api.v1alpha1.job import SamplingSpec
+
+MAX_STOP_STRINGS = 4
+MAX_STOP_CHARACTERS = 256
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class Refused(InvalidInput):
+    """A request this server will not run. `param` names the field, `code` is OpenAI's word for the case."""
+
+    http_status = 400
+    reason = "BadRequest"
+
+    def __init__(self, message: str, mend: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, mend)
+        self.param = param
+        self.code = code
+
+
+class ContextTooLong(Refused):
+    """Prompt and answer together do not fit the target's context."""
+
+    reason = "ContextTooLong"
+
+
+class UnknownModel(Refused):
+    """The request names a model that is not served here."""
+
+    http_status = 404
+    reason = "UnknownModel"
+
+
+class BodyTooLarge(Refused):
+    """More bytes than any conversation that fits the context needs."""
+
+    http_status = 413
+    reason = "TooLarge"
+
+
+class Overloaded(EyrieError):
+    """The line of waiting requests is full."""
+
+    http_status = 429
+    reason = "Overloaded"
+
+
+class NotReady(EyrieError):
+    """The target is still being loaded, or the server is going away."""
+
+    http_status = 503
+    reason = "NotReady"
+
+
+class _Closed(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StreamOptions(_Closed):
+    """What a stream carries besides text."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class TextPart(_Closed):
+    """One piece of a message's content; only text is understood."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One turn. Tool fields are handed to the chat template as they came."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The plain dictionary chat templates expect: content as one string, absent fields left out."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        fields = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
+        return {"role": self.role, "content": content or "", **{k: v for k, v in fields.items() if v is not None}}
+
+
+class Tool(_Closed):
+    """One function the target may call."""
+
+    type: Literal["function"]
+    function: dict[str, Any]
+
+
+# Fields we cannot honour, with the values that ask for nothing. None always asks for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0, 0.0), "presence_penalty": (0, 0.0), "repetition_penalty": (1, 1.0), "logit_bias": ({},),
+    "logprobs": (False, 0), "top_logprobs": (0,), "min_p": (0, 0.0), "min_tokens": (0,), "best_of": (1,),
+    "echo": (False,), "suffix": ("",), "response_format": ({"type": "text"},), "functions": ([],),
+    "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (), "prediction": (),
+    "reasoning_effort": (), "web_search_options": (), "guided_json": (), "guided_regex": (),
+}
+# Fields that cannot change the tokens.
+_HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier",
+                       "prompt_cache_key", "prompt_cache_retention", "verbosity"})
+
+
+class _Completion(_Closed):
+    """What chat and text completions share."""
+
+    model: str | None = None
+    n: int = 1
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=4.0)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | list[str] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+    return_token_ids: bool = False
+    return_spec_tokens_details: bool = False
+
+    @field_validator("stream", "ignore_eos", "return_token_ids", "return_spec_tokens_details", mode="before")
+    @classmethod
+    def _null_is_absent(cls, value: object) -> object:
+        return False if value is None else value
+
+    @field_validator("n", mode="before")
+    @classmethod
+    def _one_answer(cls, value: object) -> object:
+        if value is None:
+            return 1
+        if value != 1 or isinstance(value, bool):
+            raise ValueError("this engine answers once per request: send n = 1, or the request several times "
+                             "with different seeds")
+        return value
+
+    @field_validator("stop")
+    @classmethod
+    def _few_short_stops(cls, value: str | list[str] | None) -> str | list[str] | None:
+        stops = [value] if isinstance(value, str) else value or []
+        if len(stops) > MAX_STOP_STRINGS:
+            raise ValueError(f"{len(stops)} stop strings: at most {MAX_STOP_STRINGS}")
+        if any(not stop or len(stop) > MAX_STOP_CHARACTERS for stop in stops):
+            raise ValueError(f"stop strings have 1 to {MAX_STOP_CHARACTERS} characters")
+        return value
+
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def sampling(self) -> SamplingSpec:
+        """OpenAI's defaults: temperature 1, no truncation. top_k -1 means the whole vocabulary, as in vLLM."""
+        return SamplingSpec(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),
+        )
+
+
+class ChatRequest(_Completion):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        """Tool definitions for the template; None when there are none or the client forbids their use."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return [tool.model_dump() for tool in self.tools]
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The answer's limit as asked, under its new name or its old one."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+class TextRequest(_Completion):
+    """`POST /v1/completions`: one prompt, as text or as token ids."""
+
+    prompt: str | list[int] | list[str]
+
+    @field_validator("prompt")
+    @classmethod
+    def _one_prompt(cls, value: str | list[int] | list[str]) -> str | list[int] | list[str]:
+        if isinstance(value, list) and value and isinstance(value[0], str) and len(value) > 1:
+            raise ValueError(f"{len(value)} prompts in one request: send one prompt per request; they are decoded "
+                             "together all the same")
+        if not value:
+            raise ValueError("an empty prompt: give at least one token")
+        return value
+
+    @property
+    def most_tokens(self) -> int:
+        """The answer's limit; OpenAI's default for text completions is 16."""
+        return self.max_tokens or 16
+
+
+RequestT = TypeVar("RequestT", bound=_Completion)
+
+
+def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
+    """A chat request from its JSON. Raises Refused naming the field."""
+    return _parse(ChatRequest, body)
+
+
+def parse_text(body: Mapping[str, Any]) -> TextRequest:
+    """A text completion request from its JSON. Raises Refused naming the field."""
+    return _parse(TextRequest, body)
+
+
+def _parse(kind: type[RequestT], body: Mapping[str, Any]) -> RequestT:
+    known: dict[str, Any] = {}
+    for name, value in body.items():
+        if name in _HARMLESS:
+            continue
+        if name in _NEUTRAL and name not in kind.model_fields:
+            _refuse_unless_neutral(name, value)
+            continue
+        known[name] = value
+    try:
+        return kind.model_validate(known)
+    except ValidationError as error:
+        raise _as_refusal(error) from error
+
+
+def _refuse_unless_neutral(name: str, value: Any) -> None:
+    if value is None or any(value == neutral and type(value) is type(neutral) for neutral in _NEUTRAL[name]):
+        return
+    raise Refused(f"{name} = {value!r} is not supported by this engine", f"leave {name} out", param=name,
+                  code="unsupported_parameter")
+
+
+def _as_refusal(error: ValidationError) -> Refused:
+    first = error.errors(include_url=False)[0]
+    # Unions add their branch's name to the path; the field and its index are what the client wrote.
+    param = ".".join(str(step) for step in first["loc"][:2])
+    if first["type"] == "extra_forbidden":
+        return Refused(f"{param} is not a field of this request", "check its spelling, or leave it out", param=param,
+                       code="unknown_parameter")
+    if first["type"] == "missing":
+        return Refused(f"{param} is required", f"send {param}", param=param, code="missing_required_parameter")
+    shown = repr(first["input"])
+    rule = first["msg"].removeprefix("Value error, ")
+    return Refused(f"{param} = {shown if len(shown) < 80 else shown[:77] + '...'}: {rule}",
+                   f"send another value of {param}", param=param, code="invalid_value")
+
+
+def fit_context(num_prompt_tokens: int, asked: int | None, context: int) -> int:
+    """How many tokens the answer may have. Raises ContextTooLong when prompt and answer do not fit.
+
+    Without a wish the answer may fill what the prompt leaves of the context.
+    """
+    left = context - num_prompt_tokens
+    if left < 1:
+        raise ContextTooLong(
+            f"the prompt has {num_prompt_tokens} tokens and the target's context is {context}",
+            f"shorten the prompt to at most {context - 1} tokens", param="messages", code="context_length_exceeded")
+    if asked is not None and asked > left:
+        raise ContextTooLong(
+            f"the prompt has {num_prompt_tokens} tokens and max_tokens is {asked}: together more than the target's "
+            f"context of {context}",
+            f"ask for max_tokens <= {left}, or shorten the prompt", param="max_tokens",
+            code="context_length_exceeded")
+    return left if asked is None else asked
+
+
+@dataclass(frozen=True)
+class SpecDetails:
+    """What speculation did for one request. Histogram index k: verify rounds in which k draft tokens were accepted."""
+
+    rounds: int
+    histogram: tuple[int, ...]
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens accepted."""
+        return sum(k * count for k, count in enumerate(self.histogram))
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens per target pass, bonus token included; 1 without speculation."""
+        return 1.0 + self.accepted / self.rounds if self.rounds else 1.0
+
+    def as_sglang(self) -> dict[str, Any]:
+        """The object SGLang puts under `sglext.spec_tokens_details`."""
+        return {
+            "spec_verify_ct": self.rounds,
+            "spec_num_correct_drafts": self.accepted,
+            "spec_accept_length": self.acceptance_length,
+            "spec_correct_drafts_histogram": list(self.histogram),
+        }
+
+
+@dataclass(frozen=True)
+class Head:
+    """What every object of one answer repeats."""
+
+    id: str
+    model: str
+    created: int
+    chat: bool
+    fingerprint: str
+
+    def wrap(self, choices: list[dict[str, Any]], *, chunk: bool) -> dict[str, Any]:
+        """An answer object, or a chunk of one, around its choices."""
+        kind = "text_completion"
+        if self.chat:
+            kind = "chat.completion.chunk" if chunk else "chat.completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model,
+                "system_fingerprint": self.fingerprint, "choices": choices}
+
+
+def usage(num_prompt_tokens: int, num_answer_tokens: int) -> dict[str, int]:
+    """OpenAI's usage object."""
+    return {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_answer_tokens,
+            "total_tokens": num_prompt_tokens + num_answer_tokens}
+
+
+def whole_choice(head: Head, message: Mapping[str, Any], reason: FinishReason) -> dict[str, Any]:
+    """The one choice of a non-streaming answer. `message` has `content` and perhaps `tool_calls`."""
+    if not head.chat:
+        return {"index": 0, "text": message.get("content") or "", "finish_reason": reason, "logprobs": None}
+    return {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": reason, "logprobs": None}
+
+
+def delta_choice(head: Head, *, text: str | None = None, role: str | None = None,
+                 tool_calls: Sequence[Mapping[str, Any]] = (), reason: FinishReason | None = None) -> dict[str, Any]:
+    """The one choice of a streamed chunk."""
+    if not head.chat:
+        return {"index": 0, "text": text or "", "finish_reason": reason, "logprobs": None}
+    delta: dict[str, Any] = {}
+    if role is not None:
+        delta["role"] = role
+    if text is not None:
+        delta["content"] = text
+    if tool_calls:
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(tool_calls)]
+    return {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}
+
+
+def error_body(error: EyrieError) -> dict[str, Any]:
+    """OpenAI's error object, with our mend beside it and inside the message, where clients show it."""
+    kind = "invalid_request_error" if error.http_status < 500 and error.http_status != 429 else "server_error"
+    return {"error": {
+        "message": str(error), "type": "rate_limit_error" if error.http_status == 429 else kind,
+        "param": getattr(error, "param", None), "code": getattr(error, "code", None) or error.reason,
+        "mend": error.mend,
+    }}

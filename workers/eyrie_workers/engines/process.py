@@ -1,0 +1,121 @@
+"""An engine as a child process: the command line, the start, the question whether it is healthy, the end.
+
+Torch-free, so that a control plane, a test or a load generator can hold an engine without loading a model. The child
+gets its own process group: an engine is ended whole, SIGTERM first so that answers under way can finish.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from eyrie_api.errors import EyrieError, Transient
+from eyrie_api.v1alpha1.job import DraftTreeShape, Dtype
+
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class EngineCommand:
+    """What to serve, and how. `port` 0 lets the system choose; the ready file then says which."""
+
+    target: Path | str
+    """Hugging Face directory, Hub id, or quickstart."""
+
+    model: str
+    drafter: Path | None = None
+    tree: DraftTreeShape | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    max_concurrency: int = 8
+    dtype: Dtype = "float32"
+    threads: int | None = None
+
+    def argv(self, ready_file: Path | None = None) -> list[str]:
+        """The command line of the engine server."""
+        argv = [sys.executable, "-m", "eyrie_workers.engines.server", "--target", str(self.target),
+                "--model", self.model, "--host", self.host, "--port", str(self.port),
+                "--max-concurrency", str(self.max_concurrency), "--dtype", self.dtype]
+        if self.drafter is not None:
+            argv += ["--drafter", str(self.drafter)]
+        if self.tree is not None:
+            argv += ["--num-steps", str(self.tree.num_steps), "--top-k", str(self.tree.top_k),
+                     "--num-draft-tokens", str(self.tree.num_draft_tokens)]
+        if self.threads is not None:
+            argv += ["--threads", str(self.threads)]
+        if ready_file is not None:
+            argv += ["--ready-file", str(ready_file)]
+        return argv
+
+
+class EngineFailed(EyrieError):
+    """The engine process ended, or did not become healthy in time."""
+
+    http_status = 502
+    exit_code = 70
+    reason = "EngineFailed"
+
+
+@dataclass
+class EngineProcess:
+    """A running engine server."""
+
+    process: subprocess.Popen[bytes]
+    ready_file: Path
+    log_file: Path
+    url: str = field(default="")
+
+    def wait_ready(self, timeout_s: float = 60.0) -> str:
+        """Wait until the engine answers; return its base URL (without /v1). Raises EngineFailed or Transient."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            code = self.process.poll()
+            if code is not None:
+                raise EngineFailed(f"the engine ended with exit code {code}: {self._last_words()}",
+                                   f"read {self.log_file}")
+            if self.ready_file.exists():
+                self.url = json.loads(self.ready_file.read_text())["url"]
+                return self.url
+            time.sleep(_POLL_S)
+        raise Transient(f"the engine was not ready after {timeout_s:g} s", f"read {self.log_file}, or wait longer")
+
+    def healthy(self, timeout_s: float = 5.0) -> bool:
+        """Whether /health answers 200 now."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=timeout_s) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def stop(self, timeout_s: float = 15.0) -> int:
+        """End it: SIGTERM, then SIGKILL to the whole group. Returns the exit code."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.wait()
+
+    def _last_words(self) -> str:
+        lines = self.log_file.read_text(errors="replace").strip().splitlines()
+        return " | ".join(lines[-3:]) or "no output"
+
+
+def start_engine(command: EngineCommand, directory: Path) -> EngineProcess:
+    """Start an engine; its log and ready file go to `directory`. Does not wait."""
+    directory.mkdir(parents=True, exist_ok=True)
+    ready_file, log_file = directory / "ready.json", directory / "engine.log"
+    ready_file.unlink(missing_ok=True)
+    with log_file.open("wb") as log:
+        process = subprocess.Popen(command.argv(ready_file), stdout=log, stderr=subprocess.STDOUT,
+                                   stdin=subprocess.DEVNULL, start_new_session=True)
+    return EngineProcess(process, ready_file, log_file)

@@ -1,0 +1,1 @@
+"""The hidden-state store: what capture writes once and training reads many times."""

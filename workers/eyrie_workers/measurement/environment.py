@@ -1,0 +1,47 @@
+"""Where a number was measured. Two numbers from different environments are not compared."""
+
+import os
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from eyrie_api.artifacts import code_version
+from eyrie_api.v1alpha1.reports import Environment
+
+# What decides the speed of small matrix products on a CPU, in the kernel's spelling.
+_TELLING_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+
+
+def cpu_count() -> int:
+    """Processors this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def environment(dtype: str) -> Environment:
+    """The present environment, with the thread count torch uses now."""
+    return Environment(
+        hardware=_hardware(), cpu_count=cpu_count(), threads=torch.get_num_threads(), torch=torch.__version__,
+        python=platform.python_version(), dtype=dtype, code_version=code_version(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _hardware() -> str:
+    try:
+        return describe_cpuinfo(Path("/proc/cpuinfo").read_text())
+    except OSError:
+        return platform.processor() or platform.machine()
+
+
+def describe_cpuinfo(text: str) -> str:
+    """Processor name and the vector extensions that matter, from the text of /proc/cpuinfo."""
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        fields[name.strip()] = value.strip()
+    flags = set(fields.get("flags", fields.get("Features", "")).split())
+    processor = fields.get("model name") or platform.machine()
+    telling = " ".join(flag for flag in _TELLING_FLAGS if flag in flags)
+    return f"{processor} ({telling})" if telling else processor

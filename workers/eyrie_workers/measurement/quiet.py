@@ -1,0 +1,92 @@
+"""One measurement at a time on a machine, and the admission when something else was running.
+
+Two benchmarks side by side measure each other. A lock on one file in the system's temporary directory keeps every
+measuring process of the machine in line, whatever job, directory or user it belongs to; the kernel frees it when its
+holder dies. Other work cannot be locked out, so its share of the processors is read from /proc/stat before and after,
+and a measurement that was disturbed says so.
+"""
+
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+LOCK_NAME = "eyrie-measuring.lock"
+_POLL_S = 0.2
+# A tenth of the machine taken by others moves throughput by about as much as the differences we want to see.
+_TOLERATED_SHARE = 0.1
+
+
+@contextmanager
+def measuring_alone(while_waiting: Callable[[], None], directory: Path | None = None) -> Iterator[float]:
+    """Hold the machine's measuring lock; yields the seconds waited for it.
+
+    `while_waiting` is called several times a second until the lock is ours: it may raise to give up.
+    """
+    path = (directory or Path(tempfile.gettempdir())) / LOCK_NAME
+    descriptor = _open_lock(path)
+    try:
+        started = time.monotonic()
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                while_waiting()
+                time.sleep(_POLL_S)
+        yield time.monotonic() - started
+    finally:
+        os.close(descriptor)
+
+
+def _open_lock(path: Path) -> int:
+    """Read-only, and created only when missing: another user's measurement queues behind the same file, and Linux
+    refuses O_CREAT on somebody else's file in a sticky directory (fs.protected_regular)."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+@dataclass(frozen=True)
+class MachineTime:
+    """Processor seconds since boot, and ours, at one moment."""
+
+    wall_s: float
+    busy_s: float
+    own_s: float
+
+    @classmethod
+    def now(cls, stat: Path = Path("/proc/stat")) -> "MachineTime | None":
+        """The present reading; None where the kernel does not offer it (not Linux)."""
+        try:
+            fields = [int(field) for field in stat.read_text().splitlines()[0].split()[1:9]]
+        except (OSError, ValueError, IndexError):
+            return None
+        idle = fields[3] + fields[4]
+        return cls(time.monotonic(), (sum(fields) - idle) / os.sysconf("SC_CLK_TCK"), time.process_time())
+
+
+def others_share(before: MachineTime, after: MachineTime, cpu_count: int) -> float:
+    """Share of the machine's processors that others used between two readings, 0 to 1."""
+    capacity = (after.wall_s - before.wall_s) * cpu_count
+    others = (after.busy_s - before.busy_s) - (after.own_s - before.own_s)
+    return min(1.0, max(0.0, others / capacity)) if capacity > 0 else 0.0
+
+
+def disturbance(before: MachineTime | None, after: MachineTime | None, cpu_count: int,
+                load_average: float) -> str | None:
+    """What to tell the reader about a measurement between two readings; None when the machine was quiet."""
+    if before is None or after is None:
+        if load_average <= cpu_count:
+            return None
+        return f"the load average was {load_average:.1f} on {cpu_count} processors while measuring"
+    share = others_share(before, after, cpu_count)
+    if share <= _TOLERATED_SHARE:
+        return None
+    return (f"other work used {share:.0%} of this machine's {cpu_count} processors while measuring (load average "
+            f"{load_average:.1f}): tokens per second are too low, ratios are noisier than their intervals say")

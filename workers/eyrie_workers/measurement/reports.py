@@ -1,0 +1,122 @@
+"""From ledger entries to the reports of the contract. Pure.
+
+Repeats of a prompt are summed before anything else, so that a prompt weighs the same in the bootstrap however often it
+was asked, and a prompt counts as identical only if every repeat was.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.reports import CellReport, TuneCell
+from eyrie_workers.measurement.samples import BASELINE, Entry, Sample, first_difference
+from eyrie_workers.measurement.statistics import (
+    Tally,
+    acceptance_length,
+    add_histograms,
+    conditional_acceptance,
+    mean_speed_ratio,
+    speed_interval,
+    speed_ratio,
+)
+
+PromptKey = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """One prompt at one temperature: all repeats of the baseline and of one drafted arm."""
+
+    baseline: tuple[Sample, ...]
+    drafted: tuple[Sample, ...]
+
+    @property
+    def identical(self) -> bool:
+        """Whether drafting changed no token in any repeat."""
+        return all(first_difference(b.token_ids, d.token_ids) is None
+                   for b, d in zip(self.baseline, self.drafted, strict=True))
+
+    @property
+    def tally(self) -> Tally:
+        """Tokens and seconds of both arms."""
+        return Tally(
+            tokens=_tokens(self.drafted), seconds=sum(s.seconds for s in self.drafted),
+            baseline_tokens=_tokens(self.baseline), baseline_seconds=sum(s.seconds for s in self.baseline))
+
+
+def by_prompt(entries: Iterable[Entry], arm: str, temperature: float) -> dict[PromptKey, PromptResult]:
+    """Results of one arm at one temperature, prompts that the arm has not answered left out."""
+    grouped: dict[PromptKey, list[Entry]] = {}
+    for entry in entries:
+        if entry.temperature == temperature and arm in entry.samples:
+            grouped.setdefault((entry.suite, entry.prompt_id), []).append(entry)
+    return {
+        key: PromptResult(tuple(e.samples[BASELINE] for e in group), tuple(e.samples[arm] for e in group))
+        for key, group in grouped.items()
+    }
+
+
+def cell_report(entries: Sequence[Entry], suite: str, temperature: float, tree: DraftTreeShape,
+                divergences: Sequence[str] = (), seed: int = 0) -> CellReport:
+    """One suite at one temperature. Raises ValueError when nothing was measured there."""
+    results = list(by_prompt((e for e in entries if e.suite == suite), tree.label(), temperature).values())
+    if not results:
+        raise ValueError(f"nothing was measured for suite {suite!r} at temperature {temperature}")
+    drafted = [sample for result in results for sample in result.drafted]
+    baseline = [sample for result in results for sample in result.baseline]
+    tallies = [result.tally for result in results]
+    histogram = add_histograms([sample.accepted_histogram for sample in drafted])
+    return CellReport(
+        suite=suite, temperature=temperature, tree=tree, prompts=len(results), tokens=_tokens(drafted),
+        tau=acceptance_length(histogram), acceptance=conditional_acceptance(histogram), accepted_histogram=histogram,
+        tokens_per_s=_rate(drafted), baseline_tokens_per_s=_rate(baseline), speedup=speed_ratio(tallies),
+        speedup_interval=speed_interval([tallies], seed), ttft_s=median(s.ttft_s for s in drafted),
+        baseline_ttft_s=median(s.ttft_s for s in baseline), identical=sum(result.identical for result in results),
+        divergences=tuple(divergences))
+
+
+def tune_cell(entries: Sequence[Entry], tree: DraftTreeShape, temperatures: Sequence[float],
+              prompts: frozenset[PromptKey] | None = None, seed: int = 0) -> TuneCell:
+    """One shape over the prompts it answered at every temperature, or over `prompts` of those.
+
+    Speed-up and tau are means over temperatures, so that the slower, sampled answers do not outvote the greedy ones.
+    """
+    by_temperature = {t: by_prompt(entries, tree.label(), t) for t in temperatures}
+    keys = sorted(frozenset.intersection(*(frozenset(results) for results in by_temperature.values())))
+    if prompts is not None:
+        keys = [key for key in keys if key in prompts]
+    if not keys:
+        raise ValueError(f"shape {tree.label()} has no prompt answered at every temperature")
+    groups = {t: [results[key].tally for key in keys] for t, results in by_temperature.items()}
+    drafted = {t: [s for key in keys for s in results[key].drafted] for t, results in by_temperature.items()}
+    tau = {str(t): acceptance_length(add_histograms([s.accepted_histogram for s in samples]))
+           for t, samples in drafted.items()}
+    return TuneCell(
+        tree=tree, tau=sum(tau.values()) / len(tau), tau_by_temperature=tau,
+        tokens_per_s=sum(_rate(samples) for samples in drafted.values()) / len(drafted),
+        speedup=mean_speed_ratio(list(groups.values())),
+        speedup_by_temperature={str(t): speed_ratio(group) for t, group in groups.items()},
+        speedup_interval=speed_interval(list(groups.values()), seed),
+        identical=sum(all(results[key].identical for results in by_temperature.values()) for key in keys),
+        prompts=len(keys))
+
+
+def common_prompts(entries: Sequence[Entry], trees: Sequence[DraftTreeShape],
+                   temperatures: Sequence[float]) -> frozenset[PromptKey]:
+    """Prompts that every one of these shapes answered at every temperature."""
+    return frozenset.intersection(*(
+        frozenset(by_prompt(entries, tree.label(), t)) for tree in trees for t in temperatures))
+
+
+def baseline_rate(entries: Sequence[Entry]) -> float:
+    """Tokens per second of the undrafted arm over everything measured."""
+    return _rate([entry.samples[BASELINE] for entry in entries])
+
+
+def _tokens(samples: Iterable[Sample]) -> int:
+    return sum(len(sample.token_ids) for sample in samples)
+
+
+def _rate(samples: Sequence[Sample]) -> float:
+    return _tokens(samples) / sum(sample.seconds for sample in samples)

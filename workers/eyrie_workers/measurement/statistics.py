@@ -1,0 +1,122 @@
+"""The arithmetic of a measurement. Pure: counts and seconds in, figures and intervals out.
+
+Acceptance. One round verifies a draft tree and emits the accepted draft tokens plus the bonus token, so
+tau = 1 + accepted / rounds (the convention of the EAGLE papers and of vLLM). A histogram of accepted lengths holds
+everything else: P(at least k+1 accepted | at least k accepted) is the acceptance at position k. For a tree the same
+formula counts whether *any* child of the accepted node continued the path.
+
+Speed. An arm's speed is all its tokens over all its seconds; a speed-up is the ratio of two arms that answered the
+same prompts, interleaved. Its uncertainty comes from the choice of prompts, so prompts are resampled, both arms and
+all temperatures of a prompt together (a paired bootstrap).
+
+Small samples. A percentile bootstrap cannot leave the range of its prompts, so with four of them it covers at most
+1 - 2 * 2**-4 = 87 % however it is cut, and a demonstration has four. Instead the bootstrap gives the standard error of
+the logarithm of the ratio, corrected by sqrt(n / (n-1)), and Student's t gives the width ("t interval with bootstrap
+standard error", Hesterberg, arXiv:1411.5279). Two prompts then yield an enormous interval, which is the truth about two
+prompts. One prompt says nothing about other prompts: its interval is the point.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
+
+import numpy as np
+import numpy.typing as npt
+
+from eyrie_api.v1alpha1.reports import Interval
+
+_RESAMPLES = 2000  # the Monte-Carlo error of a standard error is then 1.6 %
+_LEVEL = 0.95
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Tokens and seconds of both arms for one prompt at one temperature (sums over repeats)."""
+
+    tokens: int
+    seconds: float
+    baseline_tokens: int
+    baseline_seconds: float
+
+
+def acceptance_length(histogram: Sequence[int]) -> float:
+    """tau of a histogram whose index k counts the rounds that accepted k draft tokens. 1.0 without any round."""
+    rounds = sum(histogram)
+    return 1.0 + sum(k * count for k, count in enumerate(histogram)) / rounds if rounds else 1.0
+
+
+def conditional_acceptance(histogram: Sequence[int]) -> tuple[float, ...]:
+    """P(>= k+1 accepted | >= k accepted) for each position k, as far as any round got."""
+    at_least = [sum(histogram[k:]) for k in range(len(histogram))]
+    return tuple(further / reached for reached, further in pairwise(at_least) if reached)
+
+
+def add_histograms(histograms: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Sum by index; shorter ones count as zero beyond their end."""
+    return tuple(sum(column) for column in zip_longest(*histograms, fillvalue=0))
+
+
+def speed_ratio(tallies: Sequence[Tally]) -> float:
+    """Tokens per second of the drafted arm over those of the undrafted arm, over all prompts."""
+    drafted = sum(t.tokens for t in tallies) / sum(t.seconds for t in tallies)
+    return drafted / (sum(t.baseline_tokens for t in tallies) / sum(t.baseline_seconds for t in tallies))
+
+
+def mean_speed_ratio(groups: Sequence[Sequence[Tally]]) -> float:
+    """Mean over groups (temperatures, suites) of each group's ratio."""
+    return sum(speed_ratio(group) for group in groups) / len(groups)
+
+
+def speed_interval(groups: Sequence[Sequence[Tally]], seed: int = 0) -> Interval:
+    """95 % interval of `mean_speed_ratio`, prompts resampled.
+
+    `groups[g][i]` is prompt i in group g: every group must hold the same prompts in the same order, because a prompt
+    that is easy to draft at one temperature tends to be easy at the other. Raises ValueError otherwise.
+    """
+    num_prompts = len(groups[0])
+    if any(len(group) != num_prompts for group in groups):
+        raise ValueError(f"groups of {[len(g) for g in groups]} prompts cannot be resampled together")
+    if num_prompts == 1:
+        value = mean_speed_ratio(groups)
+        return Interval(low=value, high=value)
+    fields: FloatArray = np.array(
+        [[(t.tokens, t.seconds, t.baseline_tokens, t.baseline_seconds) for t in group] for group in groups]
+    )
+    draws = np.random.default_rng(seed).integers(0, num_prompts, size=(_RESAMPLES, num_prompts))
+    # Resampling by counts: [R, N] counts times [N, G * 4] values gives all sums in one product.
+    counts = np.apply_along_axis(np.bincount, 1, draws, minlength=num_prompts).astype(np.float64)
+    sums = np.einsum("rn,gnf->rgf", counts, fields)
+    ratios = (sums[..., 0] / sums[..., 1]) / (sums[..., 2] / sums[..., 3])
+    standard_error = float(np.log(ratios.mean(axis=1)).std()) * math.sqrt(num_prompts / (num_prompts - 1))
+    reach = math.exp(student_quantile(0.5 + _LEVEL / 2.0, num_prompts - 1) * standard_error)
+    value = mean_speed_ratio(groups)
+    return Interval(low=value / reach, high=value * reach)
+
+
+def student_quantile(probability: float, degrees: int) -> float:
+    """Quantile of Student's t for 0.5 <= probability < 1, by bisection of the exact distribution function."""
+    low, high = 0.0, 1e6
+    for _ in range(200):
+        middle = 0.5 * (low + high)
+        if _student_cdf(middle, degrees) < probability:
+            low = middle
+        else:
+            high = middle
+    return 0.5 * (low + high)
+
+
+def _student_cdf(t: float, degrees: int) -> float:
+    """P(T <= t) for t >= 0: the finite trigonometric sums of Abramowitz and Stegun 26.7.3 and 26.7.4."""
+    theta = math.atan(t / math.sqrt(degrees))
+    cos2 = math.cos(theta) ** 2
+    odd = degrees % 2
+    total, term = 0.0, math.cos(theta) if odd else 1.0
+    for k in range(1 + odd, degrees, 2):
+        total += term
+        term *= cos2 * k / (k + 1)
+    if odd:
+        return 0.5 + (theta + math.sin(theta) * total) / math.pi
+    return 0.5 + 0.5 * math.sin(theta) * total

@@ -1,0 +1,53 @@
+"""One look for all figures: readable at half size, safe for colour-blind eyes, the finding in the title.
+
+Colours are those of Okabe and Ito ("Color Universal Design", 2008), whose pairs stay apart under every common form of
+colour blindness; nothing is told by colour alone. Sequences (heat maps, TTT steps) use cividis, which is monotonic in
+brightness and designed for the same purpose (Nunez, Anderton, Renslow, PLOS ONE 2018).
+"""
+
+import textwrap
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+BASELINE_BLUE = "#0072B2"
+BEST_GREEN = "#009E73"
+OTHER_GREY = "#999999"
+WARM_ORANGE = "#D55E00"
+SEQUENCE = "cividis"
+
+SETTINGS = {
+    "font.size": 12, "axes.titlesize": 14, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "axes.labelsize": 12, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "grid.color": "#DDDDDD", "grid.linewidth": 0.8, "axes.axisbelow": True, "legend.frameon": False,
+    "lines.linewidth": 2.0, "savefig.dpi": 110, "svg.hashsalt": "eyrie",
+}
+_TITLE_CHARACTERS_PER_INCH = 8.2  # bold, 14 points
+
+
+def new_figure(width: float = 9.0, height: float = 5.0, num_columns: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure with `num_columns` axes beside each other, sharing the y axis. Needs no display.
+
+    Call it, and draw, under `matplotlib.rc_context(SETTINGS)`.
+    """
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, list(figure.subplots(1, num_columns, sharey=True, squeeze=False)[0])
+
+
+def title(figure: Figure, finding: str, detail: str = "") -> None:
+    """What the figure shows, as a sentence, wrapped to its width; under it, smaller, how it was measured."""
+    width = int(figure.get_figwidth() * _TITLE_CHARACTERS_PER_INCH)
+    figure.suptitle("\n".join(textwrap.wrap(finding, width)), x=0.01, ha="left", fontsize=14, fontweight="bold")
+    if detail:
+        figure.supxlabel("\n".join(textwrap.wrap(detail, int(width * 1.6))), x=0.01, ha="left", fontsize=9,
+                         color="#555555")
+
+
+def save(figure: Figure, directory: Path, name: str) -> list[Path]:
+    """Write `<name>.png` and `<name>.svg`; returns both paths. The SVG carries no date, so that it is reproducible."""
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = [directory / f"{name}.png", directory / f"{name}.svg"]
+    figure.savefig(paths[0])
+    figure.savefig(paths[1], metadata={"Date": None})
+    return paths

@@ -1,0 +1,1 @@
+"""The target answers anew: which prompts, by which engine, into which ledger. `stages.regenerate` is the program."""

@@ -1,0 +1,238 @@
+"""Asks an OpenAI-compatible Batch API: all prompts in one file, all answers in another, half the price, within a day.
+
+One batch at a time:
+
+    upload requests -> remember the file id -> create the batch -> remember its id -> poll -> download -> answers
+
+What is remembered stands in `batch.json`, so that a program killed while the batch runs finds it again instead of
+paying twice; killed between creating and remembering, it finds it by the input file's id in the endpoint's list. The
+file goes when the last answer of the batch has been taken. Requests the service expired, or failed with trouble that
+may pass, are put into the next batch.
+
+The Batch API has no token ids: answers are tokenised again, and the rows say so.
+"""
+
+import json
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from pydantic import ValidationError
+
+from eyrie_api.artifacts import write_model
+from eyrie_api.errors import Permanent, Transient
+from eyrie_api.v1alpha1.model import Frozen
+from eyrie_workers.regeneration.asking import Answer, Prompt, Refusal
+from eyrie_workers.regeneration.endpoint import (
+    AnswerTokenizer,
+    Endpoint,
+    declined,
+    fatal,
+    may_pass,
+    read_answer,
+    request_body,
+    retry_delay_s,
+)
+
+MAX_REQUESTS = 50_000
+"""OpenAI's limit of requests in one batch."""
+
+MAX_FILE_BYTES = 190 * 2**20
+"""Below OpenAI's 200 MB for the input file."""
+
+_SLICE_S = 0.2
+_CHAT_PATH = "/v1/chat/completions"
+_ENDED_IN_PART = ("expired", "cancelled")
+
+
+class RememberedBatch(Frozen):
+    """`batch.json`: the batch under way."""
+
+    row_ids: tuple[str, ...]
+    input_file_id: str
+    batch_id: str | None = None
+
+
+@dataclass
+class BatchEngine:
+    """`AnswerEngine` over the Batch API."""
+
+    endpoint: Endpoint
+    tokenizer: AnswerTokenizer
+    memory: Path
+    """`batch.json`."""
+
+    warn: Callable[[str, str], None]
+    first_delay_s: float = 0.5
+    poll_s: float = 10.0
+    max_requests: int = MAX_REQUESTS
+    _failures: Counter[str] = field(default_factory=Counter)
+
+    def answers(self, prompts: Iterator[Prompt], pause: Callable[[], None]) -> Iterator[Answer | Refusal]:
+        """See `AnswerEngine`. Raises Transient or Permanent as `online` does."""
+        self.warn("TokenIdsNotReturned", "the Batch API returns no token ids: answers are tokenised again from their "
+                  "text, which may differ from the ids the target produced (rows say ids_exact: false)")
+        with httpx.Client(headers=self.endpoint.headers, timeout=self.endpoint.timeout_s) as client:
+            waiting = _Waiting(prompts)
+            fruitless = 0
+            while chunk := self._chunk(waiting):
+                outcomes = self._one_batch(client, chunk, pause)
+                yield from outcomes.values()
+                self.memory.unlink(missing_ok=True)
+                waiting.put_back([prompt for prompt in chunk if prompt.row_id not in outcomes])
+                fruitless = 0 if outcomes else fruitless + 1
+                if fruitless > self.endpoint.max_retries:
+                    raise Transient(f"{self.endpoint.base_url}: {fruitless} batches in a row brought no answer",
+                                    "try another time; answered rows are kept", 3600.0)
+
+    def _chunk(self, waiting: "_Waiting") -> list[Prompt]:
+        """The prompts of the next batch: what is left of the remembered one, if there is one under way."""
+        if (remembered := self._remembered()) is not None:
+            known = set(remembered.row_ids)
+            # Answered rows never come here again and the order is always the same: what is left of it comes first.
+            if chunk := waiting.take_while(lambda prompt: prompt.row_id in known):
+                return chunk
+            self.memory.unlink()
+        room = [self.max_requests, MAX_FILE_BYTES]
+
+        def fits(prompt: Prompt) -> bool:
+            room[0] -= 1
+            room[1] -= len(self._line(prompt))
+            return min(room) >= 0
+
+        return waiting.take_while(fits)
+
+    def _one_batch(self, client: httpx.Client, chunk: Sequence[Prompt],
+                   pause: Callable[[], None]) -> dict[str, Answer | Refusal]:
+        remembered = self._remembered() or self._upload(client, chunk, pause)
+        if remembered.batch_id is None:
+            remembered = self._create(client, remembered, pause)
+        assert remembered.batch_id is not None
+        batch = self._await(client, remembered.batch_id, pause)
+        return self._collect(client, batch, {prompt.row_id: prompt for prompt in chunk}, pause)
+
+    def _remembered(self) -> RememberedBatch | None:
+        try:
+            return RememberedBatch.model_validate_json(self.memory.read_bytes())
+        except (FileNotFoundError, ValidationError):
+            return None
+
+    def _line(self, prompt: Prompt) -> bytes:
+        body = request_body(self.endpoint, prompt, want_ids=False)
+        return json.dumps({"custom_id": prompt.row_id, "method": "POST", "url": _CHAT_PATH, "body": body}).encode() \
+            + b"\n"
+
+    def _upload(self, client: httpx.Client, chunk: Sequence[Prompt], pause: Callable[[], None]) -> RememberedBatch:
+        lines = b"".join(self._line(prompt) for prompt in chunk)
+        file = self._call(client, "POST", "/files", pause, data={"purpose": "batch"},
+                          files={"file": ("requests.jsonl", lines, "application/jsonl")}).json()
+        remembered = RememberedBatch(row_ids=tuple(prompt.row_id for prompt in chunk), input_file_id=file["id"])
+        write_model(self.memory, remembered)
+        return remembered
+
+    def _create(self, client: httpx.Client, remembered: RememberedBatch,
+                pause: Callable[[], None]) -> RememberedBatch:
+        listed = self._call(client, "GET", "/batches?limit=100", pause).json().get("data", [])
+        batch = next((b for b in listed if b.get("input_file_id") == remembered.input_file_id), None)
+        if batch is None:
+            body = {"input_file_id": remembered.input_file_id, "endpoint": _CHAT_PATH, "completion_window": "24h"}
+            batch = self._call(client, "POST", "/batches", pause, json=body).json()
+        remembered = remembered.model_copy(update={"batch_id": batch["id"]})
+        write_model(self.memory, remembered)
+        return remembered
+
+    def _await(self, client: httpx.Client, batch_id: str, pause: Callable[[], None]) -> dict[str, Any]:
+        while True:
+            batch: dict[str, Any] = self._call(client, "GET", f"/batches/{batch_id}", pause).json()
+            if batch["status"] == "completed" or batch["status"] in _ENDED_IN_PART:
+                return batch
+            if batch["status"] == "failed":
+                self.memory.unlink(missing_ok=True)
+                reasons = [e.get("message", "") for e in (batch.get("errors") or {}).get("data", [])]
+                raise Permanent(f"batch {batch_id} failed: {'; '.join(reasons) or 'no reason given'}",
+                                "mend what the endpoint names, then retry; answered rows are kept")
+            _sleep(self.poll_s, pause)
+
+    def _collect(self, client: httpx.Client, batch: dict[str, Any], prompts: dict[str, Prompt],
+                 pause: Callable[[], None]) -> dict[str, Answer | Refusal]:
+        outcomes: dict[str, Answer | Refusal] = {}
+        for key in ("output_file_id", "error_file_id"):
+            if not batch.get(key):
+                continue
+            content = self._call(client, "GET", f"/files/{batch[key]}/content", pause).content
+            for line in content.splitlines():
+                row = json.loads(line)
+                prompt = prompts.get(row.get("custom_id"))
+                if prompt is not None and (outcome := self._outcome(prompt, row)) is not None:
+                    outcomes[prompt.row_id] = outcome
+        return outcomes
+
+    def _outcome(self, prompt: Prompt, row: dict[str, Any]) -> Answer | Refusal | None:
+        """None for a request the service did not get to, or that may succeed in another batch."""
+        response, error = row.get("response") or {}, row.get("error") or {}
+        status = response.get("status_code")
+        if status == 200:
+            return read_answer(prompt, response.get("body"), self.tokenizer)
+        if status is None:
+            return None if "expired" in str(error.get("code")) else Refusal(
+                prompt.row_id, f"the Batch API answered: {error.get('message') or error.get('code')}")
+        if may_pass(status):
+            self._failures[prompt.row_id] += 1
+            return None if self._failures[prompt.row_id] <= self.endpoint.max_retries else Refusal(
+                prompt.row_id, f"the endpoint answered {status} in {self._failures[prompt.row_id]} batches")
+        return declined(prompt, status, json.dumps(response.get("body")), f"{self.endpoint.base_url}{_CHAT_PATH}")
+
+    def _call(self, client: httpx.Client, method: str, path: str, pause: Callable[[], None],
+              **arguments: Any) -> httpx.Response:
+        url = self.endpoint.base_url + path
+        attempt = 0
+        while True:
+            try:
+                response = client.request(method, url, **arguments)
+            except httpx.TransportError as error:
+                trouble, retry_after = f"{type(error).__name__} {error}".strip(), None
+            else:
+                if response.is_success:
+                    return response
+                if not may_pass(response.status_code):
+                    raise fatal(response.status_code, response.text, url)
+                trouble, retry_after = f"status {response.status_code}", response.headers.get("Retry-After")
+            if attempt >= self.endpoint.max_retries:
+                raise Transient(f"{url} failed {attempt + 1} times: {trouble}",
+                                "see that the endpoint is up, then retry: the batch is remembered", 60.0)
+            _sleep(retry_delay_s(attempt, retry_after, self.first_delay_s, random.random()), pause)
+            attempt += 1
+
+
+class _Waiting:
+    """The prompts not yet asked: those put back, then the rest of the stream."""
+
+    def __init__(self, prompts: Iterator[Prompt]) -> None:
+        self._front: deque[Prompt] = deque()
+        self._rest = prompts
+
+    def put_back(self, prompts: Sequence[Prompt]) -> None:
+        self._front.extendleft(reversed(prompts))
+
+    def take_while(self, wanted: Callable[[Prompt], bool]) -> list[Prompt]:
+        taken: list[Prompt] = []
+        while (prompt := self._front.popleft() if self._front else next(self._rest, None)) is not None:
+            if not wanted(prompt):
+                self._front.appendleft(prompt)
+                break
+            taken.append(prompt)
+        return taken
+
+
+def _sleep(seconds: float, pause: Callable[[], None]) -> None:
+    """Sleep in slices, so that a request to stop is heard."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        pause()
+        time.sleep(min(left, _SLICE_S))
+    pause()

@@ -1,0 +1,71 @@
+"""From the text of an answer back to token ids, where an endpoint returned no ids.
+
+The second best: a target may write a text with other tokens than its tokenizer would choose, and a drafter that learns
+the tokenizer's choice is wrong wherever they differ. Plain text is encoded as it stands, after which comes the id that
+ends a turn. Tool calls and reasoning arrive taken apart into fields; the chat template puts them together again, as it
+would in the next turn of the conversation. What the template does not spell out after the very prompt that was asked is
+declined rather than guessed.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from eyrie_api.errors import InvalidInput
+from eyrie_workers.regeneration.asking import Prompt
+from eyrie_workers.targets.templates import ChatTokenizer
+
+
+class AnswerIds:
+    """`AnswerTokenizer` over the target's own tokenizer and template."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._first = tokenizer.encode("")
+        """What the tokenizer puts before every text by itself (a BOS); an answer amid a conversation has none."""
+        self._eos_ids = _turn_end_first(tokenizer)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer, the one the template ends a turn with first."""
+        return self._eos_ids
+
+    def answer_ids(self, prompt: Prompt, message: Mapping[str, Any], *, ended: bool) -> list[int]:
+        """See `AnswerTokenizer`. Raises ValueError when the message cannot be put into ids."""
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        if message.get("tool_calls") or reasoning:
+            ids = self._encode(self._spelled_out(prompt, message, reasoning))
+        else:
+            ids = self._encode(message.get("content") or "")
+        end = next((place for place, token in enumerate(ids) if token in self._eos_ids), len(ids))
+        return [*ids[:end], *self._eos_ids[:1]] if ended else ids[:end]
+
+    def _spelled_out(self, prompt: Prompt, message: Mapping[str, Any], reasoning: object) -> str:
+        answer = {"role": "assistant", "content": message.get("content")}
+        answer |= {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
+        answer |= {"reasoning_content": reasoning} if reasoning else {}
+        try:
+            before = self._tokenizer.render_text(prompt.messages, prompt.tools or None)
+            whole = self._tokenizer.render_text([*prompt.messages, answer], prompt.tools or None,
+                                                add_generation_prompt=False)
+        except InvalidInput as error:
+            raise ValueError(error.message) from error
+        if not whole.startswith(before):
+            raise ValueError("the endpoint returned no token ids, and the chat template does not spell this answer out "
+                             "after its prompt: use an endpoint that honours return_token_ids")
+        return whole[len(before):]
+
+    def _encode(self, text: str) -> list[int]:
+        ids = self._tokenizer.encode(text)
+        return ids[len(self._first):] if ids[: len(self._first)] == self._first else ids
+
+
+def _turn_end_first(tokenizer: ChatTokenizer) -> tuple[int, ...]:
+    """The eos ids, beginning with the one the template writes after an assistant turn, if it writes one."""
+    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        written = tokenizer.render(turn, add_generation_prompt=False)
+    except InvalidInput:
+        written = []
+    last = next((token for token in reversed(written) if token in tokenizer.eos_ids), None)
+    return tuple(tokenizer.eos_ids) if last is None else (
+        last, *(token for token in tokenizer.eos_ids if token != last))

@@ -1,0 +1,188 @@
+"""Decides, before any answering, what becomes of every row that is read.
+
+    read -> malformed? quarantine -> seen before? count -> rendered and too long? quarantine
+         -> held out by hash? held_out.jsonl -> overlaps a benchmark? quarantine -> selection.jsonl
+
+The selection is written once, and whole: `selection.json` comes last. A restart then works through the same list even
+if a source has grown meanwhile, the total is known from the first answer on (so there is an ETA), and what is held out
+is settled before the target has said a word. Streaming throughout; only the ids seen are kept in memory.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from pydantic import ValidationError
+
+from eyrie_api.artifacts import write_model
+from eyrie_api.errors import InvalidInput, NoChatTemplate
+from eyrie_api.v1alpha1.job import DataSpec
+from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.reports import QuarantinedRow
+from eyrie_workers.conversations.conversation import Conversation
+from eyrie_workers.conversations.mixing import mix
+from eyrie_workers.conversations.readers import check_source, read_conversations
+from eyrie_workers.conversations.split import BenchmarkPrompts, is_held_out
+from eyrie_workers.targets.templates import ChatTokenizer
+
+HELD_OUT = "held_out.jsonl"
+SELECTED = "selection.jsonl"
+REJECTED = "selection.quarantine.jsonl"
+SUMMARY = "selection.json"
+
+
+class SelectionSummary(Frozen):
+    """How the rows read were divided. Its presence means the selection is whole."""
+
+    rows_read: int = 0
+    rows_selected: int = 0
+    rows_held_out: int = 0
+    rows_quarantined: int = 0
+    duplicates: int = 0
+
+
+class SelectedRow(Frozen):
+    """One row that is to be answered."""
+
+    id: str
+    source: str
+    line: int
+    category: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    prompt_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a row must pass."""
+
+    data: DataSpec
+    benchmark: BenchmarkPrompts
+    max_prompt_tokens: int
+    """The spec's, or what the target's context leaves room for, if that is less."""
+
+
+def select(directory: Path, rules: Rules, tokenizer: ChatTokenizer, pause: Callable[[], None],
+           progress: Callable[[int], None]) -> SelectionSummary:
+    """Read the data and write the selection into `directory`, unless it is there already.
+
+    Raises InvalidInput when a source cannot be opened, NoChatTemplate when the target has no chat template.
+    """
+    try:
+        return SelectionSummary.model_validate_json((directory / SUMMARY).read_bytes())
+    except (FileNotFoundError, ValidationError):
+        pass
+    for source in rules.data.sources:
+        check_source(source)
+    with _Divider(directory, rules, tokenizer) as divider:
+        for row in _drawn(rules.data):
+            pause()
+            divider.take(row)
+            progress(divider.rows_read)
+    summary = divider.summary()
+    write_model(directory / SUMMARY, summary)
+    return summary
+
+
+def selected(directory: Path) -> Iterator[SelectedRow]:
+    """The rows to be answered, in order."""
+    with (directory / SELECTED).open("rb") as file:
+        for line in file:
+            yield SelectedRow.model_validate_json(line)
+
+
+def rejected(directory: Path) -> Iterator[QuarantinedRow]:
+    """The rows the selection quarantined, in the order they were read."""
+    with (directory / REJECTED).open("rb") as file:
+        for line in file:
+            yield QuarantinedRow.model_validate_json(line)
+
+
+def forget(directory: Path) -> None:
+    """Remove the working files, the summary first: what is left without it is made anew."""
+    for name in (SUMMARY, SELECTED, REJECTED):
+        (directory / name).unlink(missing_ok=True)
+
+
+def _drawn(data: DataSpec) -> Iterator[Conversation | QuarantinedRow]:
+    """The mix, cut after `max_conversations` usable rows."""
+    streams = [read_conversations(source, seed=data.seed, at_most=data.max_conversations) for source in data.sources]
+    left = data.max_conversations
+    for row in mix(streams, [source.weight for source in data.sources], data.seed):
+        yield row
+        if isinstance(row, Conversation):
+            left -= 1
+            if left == 0:
+                return
+
+
+class _Divider:
+    """Writes each row to the file it belongs to; the files take their names when all is well."""
+
+    def __init__(self, directory: Path, rules: Rules, tokenizer: ChatTokenizer) -> None:
+        self._directory, self._rules, self._tokenizer = directory, rules, tokenizer
+        self._files: dict[str, TextIO] = {}
+        self._written = {SELECTED: 0, HELD_OUT: 0, REJECTED: 0}
+        self._seen: set[bytes] = set()
+        self._duplicates = 0
+
+    @property
+    def rows_read(self) -> int:
+        return sum(self._written.values()) + self._duplicates
+
+    def __enter__(self) -> "_Divider":
+        self._files = {name: self._aside(name).open("w", encoding="utf-8") for name in self._written}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
+        for name, file in self._files.items():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+            if kind is None:
+                os.replace(self._aside(name), self._directory / name)
+            else:
+                self._aside(name).unlink()
+
+    def summary(self) -> SelectionSummary:
+        return SelectionSummary(rows_read=self.rows_read, rows_selected=self._written[SELECTED],
+                                rows_held_out=self._written[HELD_OUT], rows_quarantined=self._written[REJECTED],
+                                duplicates=self._duplicates)
+
+    def take(self, row: Conversation | QuarantinedRow) -> None:
+        if isinstance(row, QuarantinedRow):
+            return self._write(REJECTED, row.model_dump())
+        if (key := bytes.fromhex(row.id)) in self._seen:
+            self._duplicates += 1
+            return None
+        self._seen.add(key)
+        messages, tools = list(row.prompt), list(row.tools)
+        try:
+            prompt_ids = self._tokenizer.render(messages, tools or None)
+        except NoChatTemplate:
+            raise
+        except InvalidInput as error:
+            return self._reject(row, error.message)
+        if len(prompt_ids) > self._rules.max_prompt_tokens:
+            return self._reject(row, f"prompt of {len(prompt_ids)} tokens, more than {self._rules.max_prompt_tokens}")
+        if is_held_out(row.prompt, self._rules.data.held_out_fraction):
+            return self._write(HELD_OUT, {"id": row.id, "messages": messages, **({"tools": tools} if tools else {}),
+                                          "category": row.category})
+        if self._rules.benchmark.overlap(row.prompt):
+            return self._reject(row, "its prompt occurs in a benchmark suite")
+        return self._write(SELECTED, {"id": row.id, "source": row.source, "line": row.line, "category": row.category,
+                                      "messages": messages, "tools": tools, "prompt_ids": prompt_ids})
+
+    def _reject(self, row: Conversation, reason: str) -> None:
+        self._write(REJECTED, QuarantinedRow(source=row.source, line=row.line, reason=reason).model_dump())
+
+    def _write(self, name: str, value: dict[str, Any]) -> None:
+        self._files[name].write(json.dumps(value) + "\n")
+        self._written[name] += 1
+
+    def _aside(self, name: str) -> Path:
+        return self._directory / f".{name}.part"

@@ -1,0 +1,1 @@
+"""Draft trees, lossless verification and the reference decode engine in plain PyTorch."""

@@ -1,0 +1,170 @@
+"""Keys and values of everything the target has read, and attention over them from the nodes of a draft tree.
+
+One buffer for all layers: [layer, slot, place, key and value heads, head]. A slot is one request; place p holds the
+token at position p, and the nodes of a round sit behind the settled text in tree order. After verification `settle`
+moves the accepted nodes forward to where their positions say, in all layers at once. Slots in use are kept side by
+side from 0, so attention reads a slice and never gathers.
+
+Exactness. A draft tree lays a token's keys out differently than plain decoding does, so sums over keys run in another
+order, and float32 attention would differ in its last bits (torch's SDPA: measured 0 of 40 rows bitwise equal). In exact
+mode keys, values and the whole attention are float64 and the result is rounded once to float32: two orders of summation
+then disagree by about 1e-16, which survives rounding to float32 only when a value lies within 1e-16 of a rounding
+boundary - one in some 10^8. Together with row-invariant products (`targets.linear`) verification reproduces plain
+decoding bit for bit in practice; tests/workers/speculation counts.
+
+The buffer grows by doubling, so a target with a context of a million costs nothing until someone uses it.
+"""
+
+# B rows, N nodes, L places, M = B * N tokens, Q query heads, G key-value heads, R = Q / G, E head dimension
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eyrie_workers.targets.config import SLIDING, TargetConfig
+from eyrie_workers.targets.model import causal
+
+
+class KVCache:
+    """Keys and values of `num_slots` requests."""
+
+    def __init__(self, config: TargetConfig, num_slots: int, dtype: torch.dtype, device: torch.device,
+                 places: int = 256) -> None:
+        self.config = config
+        self.num_slots = num_slots
+        self.places = places
+        self._data = self._allocate(places, dtype, device)
+
+    def _allocate(self, places: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        # Zeros, not garbage: a masked place has weight 0, and 0 * NaN would still be NaN.
+        config = self.config
+        return torch.zeros(config.num_layers, self.num_slots, places, 2 * config.num_kv_heads, config.head_dim,
+                           dtype=dtype, device=device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys, values and attention."""
+        return self._data.dtype
+
+    def reserve(self, places: int) -> None:
+        """Make room for texts of this many tokens."""
+        if places <= self.places:
+            return
+        grown = self._allocate(max(places, 2 * self.places), self.dtype, self._data.device)
+        grown[:, :, :self.places] = self._data
+        self._data, self.places = grown, grown.shape[2]
+
+    def layer(self, layer: int) -> Tensor:
+        """[slots, L, 2G, E] of one layer: keys, then values."""
+        return self._data[layer]
+
+    def settle(self, slots: Sequence[int], starts: Sequence[int], nodes: Sequence[Sequence[int]]) -> None:
+        """Move accepted nodes to their positions: node nodes[b][d] of slots[b], now at place starts[b] + node, goes to
+        starts[b] + d. Rows whose nodes are already in place cost nothing."""
+        sources: list[int] = []
+        targets: list[int] = []
+        for slot, start, path in zip(slots, starts, nodes, strict=True):
+            base = slot * self.places + start
+            for depth, node in enumerate(path):
+                if node != depth:
+                    sources.append(base + node)
+                    targets.append(base + depth)
+        if not sources:
+            return
+        flat = self._data.view(self.config.num_layers, self.num_slots * self.places, -1)
+        index = torch.tensor([sources, targets], device=self._data.device)
+        flat.index_copy_(1, index[1], flat.index_select(1, index[0]))  # read whole before written
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` places of one slot to another."""
+        self._data[:, target, :length] = self._data[:, source, :length]
+
+
+class PrefillAttention:
+    """Causal attention over one prompt, its keys and values kept in a slot.
+
+    In the model's dtype even in exact mode: a prompt is always read whole and alone, so both arms do the same sums.
+    """
+
+    def __init__(self, cache: KVCache, slot: int, model_dtype: torch.dtype) -> None:
+        self.dtype = model_dtype
+        self._cache = cache
+        self._slot = slot
+
+    def __call__(self, layer: int, heads: Tensor) -> Tensor:
+        """heads [T, Q + 2G, E] -> [T, Q * E]."""
+        config = self._cache.config
+        self._cache.layer(layer)[self._slot, :heads.shape[0]] = heads[:, config.num_heads:]
+        q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+        window = config.sliding_window if config.layer_types[layer] == SLIDING else None
+        return causal(q, k, v, window)
+
+
+class TreeAttention:
+    """Attention of N nodes in each of the first B slots: over the slot's settled text and the node's own path."""
+
+    def __init__(self, cache: KVCache, starts: Tensor, seen: Tensor | None, depths: Tensor, model_dtype: torch.dtype,
+                 max_start: int) -> None:
+        """Prepare what all layers share.
+
+        starts   [B] int64          settled tokens of each slot; its nodes go to the places behind
+        seen     [B, N, N] bool     `tree.ancestors`; None for chains, where a node sees all before it
+        depths   [B, N] int64
+        """
+        self.dtype = cache.dtype
+        self._cache = cache
+        self._model_dtype = model_dtype
+        self._num_rows, self._num_nodes = depths.shape
+        self._length = max_start + self._num_nodes
+        cache.reserve(self._length)
+        device = depths.device
+        slots = torch.arange(self._num_rows, device=device)[:, None]
+        nodes = torch.arange(self._num_nodes, device=device)
+        self._index = (slots * cache.places + starts[:, None] + nodes).flatten()
+        self._first = max_start if self._num_rows == 1 else None
+        window = cache.config.sliding_window if SLIDING in cache.config.layer_types else None
+        self._full = self._mask(starts, seen, depths, None)
+        self._sliding = self._mask(starts, seen, depths, window) if window is not None else None
+
+    def _mask(self, starts: Tensor, seen: Tensor | None, depths: Tensor, window: int | None) -> Tensor | None:
+        """Additive mask [B, 1, R * N, L]; None when every node sees every place."""
+        num_rows, num_nodes = depths.shape
+        if num_rows == 1 and num_nodes == 1 and window is None:
+            return None
+        device = depths.device
+        places = torch.arange(self._length, device=device)
+        ahead = places - starts[:, None]  # [B, L]: negative for settled text, else a node index
+        if seen is None:
+            seen = torch.ones(num_nodes, num_nodes, dtype=torch.bool, device=device).tril().expand(num_rows, -1, -1)
+        node = ahead.clamp(0, num_nodes - 1)
+        of_node = seen.gather(2, node[:, None, :].expand(-1, num_nodes, -1))
+        visible = torch.where((ahead < 0)[:, None, :], True, of_node & (ahead < num_nodes)[:, None, :])
+        if window is not None:
+            key_ahead = torch.where(ahead < 0, ahead, depths.gather(1, node))
+            visible &= (depths[:, :, None] - key_ahead[:, None, :]) < window
+        config = self._cache.config
+        additive = torch.zeros(visible.shape, dtype=self.dtype, device=device).masked_fill_(~visible, -torch.inf)
+        return additive.repeat(1, config.num_heads // config.num_kv_heads, 1)[:, None]
+
+    def __call__(self, layer: int, heads: Tensor) -> Tensor:
+        """heads [M, Q + 2G, E] -> [M, Q * E] in the model's dtype."""
+        config = self._cache.config
+        rows, nodes, groups, size = self._num_rows, self._num_nodes, config.num_kv_heads, config.head_dim
+        repeats = config.num_heads // groups
+        kept = self._cache.layer(layer)
+        if self._first is not None:
+            kept[0, self._first:self._length] = heads[:, config.num_heads:]
+        else:
+            kept.view(-1, 2 * groups, size).index_copy_(0, self._index, heads[:, config.num_heads:])
+        kept = kept[:rows, :self._length]
+        # Query heads that share a key head become more queries of it: one product per key head, nothing repeated.
+        q = heads[:, :config.num_heads].view(rows, nodes, groups, repeats, size)
+        q = q.permute(0, 2, 3, 1, 4).reshape(rows, groups, repeats * nodes, size)
+        k, v = kept[:, :, :groups].transpose(1, 2), kept[:, :, groups:].transpose(1, 2)
+        mask = self._full if config.layer_types[layer] != SLIDING else self._sliding
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        mixed = mixed.view(rows, groups, repeats, nodes, size).permute(0, 3, 1, 2, 4)
+        out = torch.empty(mixed.shape, dtype=self._model_dtype, device=mixed.device).copy_(mixed)
+        return out.view(rows * nodes, -1)

@@ -1,0 +1,324 @@
+"""The reference decode engine: several requests at once, drafted or not, and the same output either way.
+
+One `step` admits what waits while there are slots (each prompt is read whole, alone), then runs one round for all rows:
+
+    propose   the drafter grows a tree on the last token of each row        (without drafting: the tree is its root)
+    verify    one target pass over all nodes of all rows; the target's choice at every node; the path it agrees with
+    settle    keys of accepted nodes move into place, finished rows leave, the drafter takes in the settled pairs
+
+Plain decoding is this very loop with trees of one node, which makes a comparison between the two honest: same kernels,
+same cache, same bookkeeping. Rows join and leave between rounds; slots in use stay side by side, so a row that leaves
+is replaced by the last one. A prompt is never batched with another, a row's sums never depend on its neighbours (see
+`cache` for how far that holds), and noise belongs to positions: an answer depends on its request alone.
+
+Not here: paging, prefix sharing, chunked prefill. Engines made for GPUs have them; this one exists to be right, to be
+read, and to be fast enough on a machine with two cores that speculation can be seen to pay.
+"""
+
+# B rows, N nodes, T pairs, A aux layers, H hidden, V vocabulary
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eyrie_api.errors import Conflict, InvalidInput
+from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_workers.drafters.protocol import NO_TOKEN, Drafter, DrafterState, DraftTree, SettledPairs
+from eyrie_workers.speculation.cache import KVCache, PrefillAttention, TreeAttention
+from eyrie_workers.speculation.noise import NoiseTable, RowNoise
+from eyrie_workers.speculation.requests import Generation, Progress, Request, Row, check_request
+from eyrie_workers.speculation.tree import ancestors, is_chain
+from eyrie_workers.speculation.verify import Path, choose, follow
+from eyrie_workers.targets.model import TargetModel
+
+__all__ = ["Engine", "Generation", "Progress", "Request", "Spent"]
+
+
+@dataclass
+class Spent:
+    """Seconds of wall clock by what they were spent on, since the engine was made or `reset`."""
+
+    prefill_s: float = 0.0
+    draft_s: float = 0.0
+    """Proposing, and taking in settled pairs."""
+
+    verify_s: float = 0.0
+    rounds: int = 0
+
+    def reset(self) -> None:
+        """Back to zero."""
+        self.prefill_s = self.draft_s = self.verify_s = 0.0
+        self.rounds = 0
+
+
+class Engine:
+    """Decodes requests with one target and, if given, one drafter. Not thread-safe: one thread owns it."""
+
+    def __init__(self, target: TargetModel, drafter: Drafter | None = None, *, max_concurrency: int = 1,
+                 max_length: int | None = None, tree: DraftTreeShape | None = None, exact: bool | None = None) -> None:
+        """Make an engine of `max_concurrency` slots.
+
+        max_length  longest text (prompt and answer) in tokens; default and upper limit: the target's context
+        tree        shape of drafting for `submit`; None decodes plainly. `generate` takes its own
+        exact       float64 attention over the cache, so that drafting cannot change a bit; default: for float32 on CPU
+        """
+        config = target.config
+        self.target = target
+        self.drafter = drafter
+        self.max_concurrency = max_concurrency
+        self.max_length = min(max_length or config.max_position_embeddings, config.max_position_embeddings)
+        self.spent = Spent()
+        if exact is None:
+            exact = target.dtype == torch.float32 and target.device.type == "cpu"
+        self.exact = exact
+        self._cache = KVCache(config, max_concurrency, torch.float64 if exact else target.dtype, target.device)
+        self._waiting: deque[tuple[Request, float]] = deque()
+        self._rows: list[Row] = []  # row i decodes in slot i
+        self._free_drafter_rows = list(range(max_concurrency))
+        self._states: dict[DraftTreeShape, DrafterState] = {}
+        self._tree: DraftTreeShape | None = None
+        self.tree = tree
+
+    @property
+    def tree(self) -> DraftTreeShape | None:
+        """The shape in use; None decodes plainly. May only change while nothing is being decoded."""
+        return self._tree
+
+    @tree.setter
+    def tree(self, shape: DraftTreeShape | None) -> None:
+        if shape == self._tree:
+            return
+        if self._rows:
+            raise Conflict(f"{len(self._rows)} requests are being decoded with another draft tree",
+                           "finish or cancel them first")
+        if shape is not None and self.drafter is None:
+            raise InvalidInput(f"draft tree {shape.label()} was given, but the engine has no drafter",
+                               "give a drafter, or no tree")
+        self._tree = shape
+
+    def generate(self, requests: Sequence[Request], tree: DraftTreeShape | None = None) -> list[Generation]:
+        """Decode these requests to their ends, as many at once as there are slots; answers in the order given."""
+        self.tree = tree
+        for request in requests:
+            self.submit(request)
+        done: dict[str, Generation] = {}
+        while len(done) < len(requests):
+            done |= {progress.id: progress.generation for progress in self.step() if progress.generation is not None}
+        return [done[request.id] for request in requests]
+
+    def submit(self, request: Request) -> None:
+        """Put a request in line. Raises InvalidInput, or Conflict when its id is already in work."""
+        check_request(request, self.target.config.vocab_size, self.max_length)
+        known = {row.request.id for row in self._rows} | {waiting.id for waiting, _ in self._waiting}
+        if request.id in known:
+            raise Conflict(f"request {request.id!r} is already in work", "give every request its own id")
+        self._waiting.append((request, time.perf_counter()))
+
+    def cancel(self, request_id: str) -> None:
+        """Drop a request and free its slot; an id that is not in work is ignored."""
+        self._waiting = deque(entry for entry in self._waiting if entry[0].id != request_id)
+        for slot, row in enumerate(self._rows):
+            if row.request.id == request_id:
+                self._leave(slot)
+                return
+
+    @property
+    def num_running(self) -> int:
+        """Requests being decoded."""
+        return len(self._rows)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in line."""
+        return len(self._waiting)
+
+    @torch.inference_mode()
+    def step(self) -> list[Progress]:
+        """Admit what fits, run one round, and report what each request got. Empty when there is nothing to do."""
+        said: list[Progress] = []
+        while self._waiting and len(self._rows) < self.max_concurrency:
+            said.append(self._admit(*self._waiting.popleft()))
+        if self._rows:
+            said += self._round()
+        return said
+
+    # Admission
+
+    def _admit(self, request: Request, submitted_at: float) -> Progress:
+        """Read the prompt into the next slot and choose the first token."""
+        began = time.perf_counter()
+        slot = len(self._rows)
+        greedy = request.sampling.temperature == 0.0
+        row = Row(request, self._free_drafter_rows.pop(), submitted_at=submitted_at, tokens=list(request.prompt_ids),
+                  noise=None if greedy else NoiseTable(request.seed, self.target.config.vocab_size))
+        self._rows.append(row)
+        num_prompt = len(row.tokens)
+        self._cache.reserve(num_prompt + 1)
+        prompt = torch.tensor(row.tokens, device=self.target.device)
+        attend = PrefillAttention(self._cache, slot, self.target.dtype)
+        positions = torch.arange(num_prompt, device=self.target.device)
+        aux, last = self.target.run(prompt, positions, attend, self._aux_layers())
+        logits = self.target.logits(last[-1:])[None]
+        root = torch.zeros(1, 1, dtype=torch.int64, device=self.target.device)
+        first = choose(logits, root, [request.sampling], self._noise([row], 1))
+        taken = row.take(first.flatten().tolist(), self.max_length)
+        row.first_token_s = time.perf_counter() - submitted_at
+        self.spent.prefill_s += time.perf_counter() - began
+        if row.finish_reason is not None:
+            self._leave(slot)
+        elif self._tree is not None:
+            self._begin_drafting(row, prompt, aux)
+        return row.progress(taken, [])
+
+    def _begin_drafting(self, row: Row, prompt: Tensor, aux: Tensor) -> None:
+        began = time.perf_counter()
+        row.drafting = self._may_draft(row)
+        if row.drafting:
+            assert self.drafter is not None
+            self.drafter.admit(self._state(), row.drafter_row, row.request.prompt_ids)
+            following = torch.cat([prompt[1:], prompt.new_tensor(row.tokens[-1:])])
+            self.drafter.extend(self._state(), SettledPairs(
+                rows=torch.tensor([row.drafter_row]), starts=torch.tensor([0]), lengths=torch.tensor([len(prompt)]),
+                tokens=following[None], aux=aux[None]))
+        self.spent.draft_s += time.perf_counter() - began
+
+    # A round
+
+    def _round(self) -> list[Progress]:
+        began = time.perf_counter()
+        depth = self._tree.num_steps if self._tree is not None else 0
+        noise = self._noise(self._rows, depth + 1)
+        tree = self._propose(noise)
+        proposed = time.perf_counter()
+        paths, aux = self._verify(tree, depth, noise)
+        starts = [len(row.tokens) - 1 for row in self._rows]
+        self._cache.settle(range(len(self._rows)), starts, [path.nodes for path in paths])
+        verified = time.perf_counter()
+        said = []
+        for row, path in zip(self._rows, paths, strict=True):
+            taken = row.take(path.tokens, self.max_length)
+            row.count_round(len(taken) - 1)
+            said.append(row.progress(taken, [len(taken) - 1]))
+        if self._tree is not None:
+            self._extend(starts, paths, aux)
+        for slot in reversed(range(len(self._rows))):
+            if self._rows[slot].finish_reason is not None:
+                self._leave(slot)
+        self.spent.draft_s += proposed - began + time.perf_counter() - verified
+        self.spent.verify_s += verified - proposed
+        self.spent.rounds += 1
+        return said
+
+    def _propose(self, noise: RowNoise | None) -> DraftTree:
+        """One tree per row, roots filled in; rows that cannot draft get a root and NO_TOKEN nodes."""
+        device = self.target.device
+        roots = torch.tensor([[row.tokens[-1]] for row in self._rows], device=device)
+        drafting = [index for index, row in enumerate(self._rows) if row.drafting]
+        if self._tree is None or self.drafter is None or not drafting:
+            return DraftTree(roots, torch.zeros_like(roots), torch.zeros_like(roots, dtype=torch.float32))
+        rows = torch.tensor([self._rows[index].drafter_row for index in drafting])
+        whole = len(drafting) == len(self._rows)
+        if noise is not None and not whole:
+            noise = RowNoise(noise.temperature[drafting], noise.gumbel[drafting])
+        grown = self.drafter.propose(self._state(), rows, self._tree, noise)
+        if not whole:
+            grown = _spread(grown, torch.tensor(drafting, device=device), len(self._rows))
+        return DraftTree(torch.cat([roots, grown.tokens[:, 1:]], dim=1), grown.parents, grown.scores)
+
+    def _verify(self, tree: DraftTree, max_depth: int, noise: RowNoise | None) -> tuple[list[Path], Tensor]:
+        """One target pass over all nodes: the path each row takes, and aux states [B, N, A, H] of all nodes."""
+        target = self.target
+        num_rows, num_nodes = tree.tokens.shape
+        starts = torch.tensor([len(row.tokens) - 1 for row in self._rows], device=target.device)
+        if is_chain(tree.parents):
+            depths = torch.arange(num_nodes, device=target.device).expand(num_rows, -1)
+            seen = None
+        else:
+            seen = ancestors(tree.parents, max_depth)
+            depths = seen.sum(dim=2) - 1
+        attend = TreeAttention(self._cache, starts, seen, depths, target.dtype, self._longest())
+        aux, last = target.run(tree.tokens.clamp(min=0).flatten(), (starts[:, None] + depths).flatten(), attend,
+                               self._aux_layers())
+        logits = target.logits(last).view(num_rows, num_nodes, -1)
+        choices = choose(logits, depths, [row.request.sampling for row in self._rows], noise)
+        walked = zip(tree.tokens.tolist(), tree.parents.tolist(), choices.tolist(), strict=True)
+        return [follow(*row) for row in walked], aux.view(num_rows, num_nodes, *aux.shape[1:])
+
+    def _extend(self, starts: Sequence[int], paths: Sequence[Path], aux: Tensor) -> None:
+        """Hand the settled pairs of all rows that go on to the drafter."""
+        assert self.drafter is not None
+        going: list[int] = []
+        for index, row in enumerate(self._rows):
+            row.drafting = row.drafting and self._may_draft(row)
+            if row.drafting and row.finish_reason is None:
+                going.append(index)
+        if not going:
+            return
+        lengths = [len(paths[index].nodes) for index in going]
+        longest = max(lengths)
+        nodes = torch.tensor([_padded(paths[index].nodes, longest) for index in going])
+        tokens = torch.tensor([_padded(paths[index].tokens, longest) for index in going])
+        of_rows = torch.tensor(going)[:, None]
+        self.drafter.extend(self._state(), SettledPairs(
+            rows=torch.tensor([self._rows[index].drafter_row for index in going]),
+            starts=torch.tensor([starts[index] for index in going]), lengths=torch.tensor(lengths), tokens=tokens,
+            aux=aux[of_rows, nodes]))
+
+    def _leave(self, slot: int) -> None:
+        """Free a slot; the last row takes it over."""
+        self._free_drafter_rows.append(self._rows[slot].drafter_row)
+        last = self._rows.pop()
+        if slot < len(self._rows):
+            self._rows[slot] = last
+            self._cache.move(len(self._rows), slot, len(last.tokens))
+
+    # Small questions
+
+    def _aux_layers(self) -> tuple[int, ...]:
+        return self.drafter.aux_layers if self._tree is not None and self.drafter is not None else ()
+
+    def _may_draft(self, row: Row) -> bool:
+        """Whether the drafter can follow this text for another round."""
+        assert self.drafter is not None
+        assert self._tree is not None
+        return len(row.tokens) + self._tree.num_steps <= self.drafter.max_length
+
+    def _longest(self) -> int:
+        return max(len(row.tokens) for row in self._rows) - 1
+
+    def _state(self) -> DrafterState:
+        assert self.drafter is not None
+        assert self._tree is not None
+        if self._tree not in self._states:
+            length = min(self.max_length, self.drafter.max_length)
+            self._states[self._tree] = self.drafter.new_state(self.max_concurrency, length, self._tree)
+        return self._states[self._tree]
+
+    def _noise(self, rows: Sequence[Row], num_ahead: int) -> RowNoise | None:
+        """Noise of the next `num_ahead` positions of each row; None when all are greedy."""
+        if all(row.noise is None for row in rows):
+            return None
+        silent = torch.zeros(num_ahead, self.target.config.vocab_size, dtype=torch.float64)
+        gumbel = [silent if row.noise is None else row.noise.at(len(row.tokens), num_ahead) for row in rows]
+        temperature = [row.request.sampling.temperature or 1.0 for row in rows]
+        return RowNoise(torch.tensor(temperature, dtype=torch.float64, device=self.target.device),
+                        torch.stack(gumbel).to(self.target.device))
+
+
+def _padded(values: list[int], length: int) -> list[int]:
+    return values + values[-1:] * (length - len(values))
+
+
+def _spread(tree: DraftTree, rows: Tensor, num_rows: int) -> DraftTree:
+    """Trees of some rows among trees without proposals."""
+    num_nodes = tree.tokens.shape[1]
+    tokens = tree.tokens.new_full((num_rows, num_nodes), NO_TOKEN)
+    scores = tree.scores.new_full((num_rows, num_nodes), -torch.inf)
+    # Left-out rows keep the parents of a chain: their nodes are never taken, and chains stay chains.
+    parents = torch.arange(-1, num_nodes - 1, device=tokens.device).clamp_(min=0).repeat(num_rows, 1)
+    return DraftTree(tokens.index_copy(0, rows, tree.tokens), parents.index_copy(0, rows, tree.parents),
+                     scores.index_copy(0, rows, tree.scores))

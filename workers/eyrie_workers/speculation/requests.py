@@ -1,0 +1,139 @@
+"""What is asked of the engine, what it says while working, and the book it keeps of each request. No tensors but noise.
+
+A request ends for one of two reasons: `stop`, when the target chose one of its stop ids (which is the last token of
+the answer), or `length`, when it has all the tokens it may have or its text fills the context. Tokens a round settled
+beyond the end are dropped and not counted: the histogram holds draft tokens that reached the answer.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.job import SamplingSpec
+from eyrie_workers.speculation.noise import NoiseTable
+
+FinishReason = Literal["stop", "length"]
+GREEDY = SamplingSpec(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to be continued."""
+
+    id: str
+    prompt_ids: Sequence[int]
+    max_new_tokens: int
+    sampling: SamplingSpec = GREEDY
+    seed: int = 0
+    """Fixes the sampled answer, whatever else the engine does at the time."""
+
+    stop_ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What one request got out of one step."""
+
+    id: str
+    token_ids: list[int]
+    accepted: list[int]
+    """Draft tokens accepted in each round of this step; empty for the prefill."""
+
+    finish_reason: FinishReason | None = None
+    generation: "Generation | None" = None
+    """The whole answer, with the finish reason."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished answer. Times are seconds of wall clock since the request was submitted."""
+
+    id: str
+    num_prompt_tokens: int
+    token_ids: list[int]
+    """The stop id included when that is why it ended."""
+
+    finish_reason: FinishReason
+    rounds: int
+    """Target passes after the prefill, which yields the first token."""
+
+    accepted_histogram: list[int]
+    """[k]: rounds in which k draft tokens were accepted."""
+
+    first_token_s: float
+    total_s: float
+
+    @property
+    def tau(self) -> float:
+        """Mean tokens per target pass, bonus token included; 1 when there was no round."""
+        accepted = sum(k * count for k, count in enumerate(self.accepted_histogram))
+        return 1.0 + accepted / self.rounds if self.rounds else 1.0
+
+
+def check_request(request: Request, vocab_size: int, max_length: int) -> None:
+    """Raises InvalidInput for what cannot be decoded."""
+    if not request.prompt_ids:
+        raise InvalidInput(f"request {request.id!r}: prompt_ids is empty", "give at least one token")
+    if request.max_new_tokens < 1:
+        raise InvalidInput(f"request {request.id!r}: max_new_tokens is {request.max_new_tokens}", "give at least 1")
+    if len(request.prompt_ids) >= max_length:
+        raise InvalidInput(f"request {request.id!r}: a prompt of {len(request.prompt_ids)} tokens leaves no room in a "
+                           f"context of {max_length}", "shorten the prompt")
+    if not all(0 <= token < vocab_size for token in request.prompt_ids):
+        raise InvalidInput(f"request {request.id!r}: prompt_ids go beyond the vocabulary of {vocab_size}",
+                           "tokenise with the target's own tokenizer")
+
+
+@dataclass
+class Row:
+    """One request being decoded."""
+
+    request: Request
+    drafter_row: int
+    noise: NoiseTable | None
+    """None when greedy."""
+
+    submitted_at: float
+    tokens: list[int] = field(default_factory=list)
+    """Prompt and answer so far. The last one has not been through the target."""
+
+    histogram: list[int] = field(default_factory=list)
+    rounds: int = 0
+    drafting: bool = False
+    """Whether the drafter holds all settled pairs of this row."""
+
+    first_token_s: float = 0.0
+    finish_reason: FinishReason | None = None
+
+    def take(self, tokens: Sequence[int], max_length: int) -> list[int]:
+        """Append settled tokens up to the first that ends the request; return those taken."""
+        taken: list[int] = []
+        most = len(self.request.prompt_ids) + self.request.max_new_tokens
+        for token in tokens:
+            taken.append(token)
+            if token in self.request.stop_ids:
+                self.finish_reason = "stop"
+            elif len(self.tokens) + len(taken) >= min(most, max_length):
+                self.finish_reason = "length"
+            if self.finish_reason is not None:
+                break
+        self.tokens += taken
+        return taken
+
+    def count_round(self, accepted: int) -> None:
+        """Enter a round into the book."""
+        self.rounds += 1
+        self.histogram += [0] * (accepted + 1 - len(self.histogram))
+        self.histogram[accepted] += 1
+
+    def progress(self, taken: list[int], accepted: list[int]) -> Progress:
+        """What to say about tokens just taken."""
+        if self.finish_reason is None:
+            return Progress(self.request.id, taken, accepted)
+        num_prompt = len(self.request.prompt_ids)
+        return Progress(self.request.id, taken, accepted, self.finish_reason, Generation(
+            id=self.request.id, num_prompt_tokens=num_prompt, token_ids=self.tokens[num_prompt:],
+            finish_reason=self.finish_reason, rounds=self.rounds, accepted_histogram=list(self.histogram),
+            first_token_s=self.first_token_s, total_s=time.perf_counter() - self.submitted_at))

@@ -1,0 +1,153 @@
+"""Draft trees: grown by confidence, cut to size, laid out for one verification pass.
+
+EAGLE-2 (arXiv:2406.16858) in three steps, batched over rows:
+
+    expand   each drafter pass runs the `top_k` most promising nodes of the last depth and keeps `top_k` children of
+             each; promise is the product of confidences along the path, which predicts acceptance well;
+    rerank   of all nodes grown, the `num_draft_tokens - 1` with the highest product stay. A child's product never
+             exceeds its parent's, and on ties the earlier node wins, so what stays is always a tree;
+    flatten  the nodes that stay, in the order they were grown: parents before children, root first.
+
+Everything here is a function of tensors; the drafter enters as a `StepFunction`. A chain is the tree with top_k 1.
+"""
+
+# B rows, N nodes of the final tree, C candidate nodes grown, K top-k, D draft vocabulary, H hidden, M scratch keys
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_workers.drafters.protocol import NO_TOKEN, DraftStep, DraftTree, StepFunction
+from eyrie_workers.speculation.noise import RowNoise
+
+
+@dataclass(frozen=True)
+class _Grown:
+    """All nodes below the root, in the order they were grown. Parents are candidate indices, -1 for the root."""
+
+    tokens: Tensor
+    """[B, C] int64"""
+    parents: Tensor
+    """[B, C] int64"""
+    scores: Tensor
+    """[B, C] float: log of the product of confidences along the path"""
+
+
+def grow(first: DraftStep, step: StepFunction, shape: DraftTreeShape, vocabulary: Tensor | None = None,
+         noise: RowNoise | None = None) -> DraftTree:
+    """Grow one tree per row, `shape.num_steps` deep.
+
+    first       logits [B, 1, D] and hidden [B, 1, H] of the last settled pair of each row: pass one of num_steps
+    step        runs the drafter for the following passes
+    vocabulary  [D] int64 target id of each draft id; None when both vocabularies are the same
+    noise       of the same rows; None when all are greedy
+    returns     trees whose root token is NO_TOKEN: the engine knows the last settled token, the drafter need not
+    """
+    if shape.top_k == 1:
+        return _grow_chain(first, step, shape, vocabulary, noise)
+    return rerank(_expand(first, step, shape, vocabulary, noise), shape.num_draft_tokens)
+
+
+def _confidence(logits: Tensor, depth: int, vocabulary: Tensor | None, noise: RowNoise | None) -> Tensor:
+    if noise is None:
+        return torch.log_softmax(logits, dim=-1)
+    return noise.confidence(logits, depth, vocabulary)
+
+
+def _grow_chain(first: DraftStep, step: StepFunction, shape: DraftTreeShape, vocabulary: Tensor | None,
+                noise: RowNoise | None) -> DraftTree:
+    logits, hidden = first
+    num_rows = logits.shape[0]
+    tokens, scores = [logits.new_full((num_rows, 1), NO_TOKEN, dtype=torch.int64)], [logits.new_zeros(num_rows, 1)]
+    for depth in range(1, shape.num_steps + 1):
+        best, ids = _confidence(logits, depth, vocabulary, noise).max(dim=-1)
+        tokens.append(ids if vocabulary is None else vocabulary[ids])
+        scores.append(scores[-1] + best)
+        if depth < shape.num_steps:
+            mask = torch.ones(num_rows, 1, depth, dtype=torch.bool, device=logits.device)
+            logits, hidden = step(tokens[-1], hidden, mask, depth)
+    parents = torch.arange(-1, shape.num_steps, device=logits.device).clamp_(min=0)
+    return DraftTree(torch.cat(tokens, 1), parents.expand(num_rows, -1), torch.cat(scores, 1))
+
+
+def _expand(first: DraftStep, step: StepFunction, shape: DraftTreeShape, vocabulary: Tensor | None,
+            noise: RowNoise | None) -> _Grown:
+    """Grow top_k + (num_steps - 1) * top_k^2 candidates (fewer when the draft vocabulary is smaller than top_k)."""
+    num_rows, device = first.logits.shape[0], first.logits.device
+    width = min(shape.top_k, first.logits.shape[-1])
+    scores, ids = _confidence(first.logits, 1, vocabulary, noise)[:, 0].topk(width)
+    tokens = [ids if vocabulary is None else vocabulary[ids]]
+    parents = [torch.full((num_rows, width), -1, dtype=torch.int64, device=device)]
+    all_scores = [scores]
+    # The frontier: candidate index, token and parent's state of each node to run, and the scratch keys it sees.
+    frontier = torch.arange(width, device=device).expand(num_rows, -1)
+    frontier_tokens, frontier_scores = tokens[0], scores
+    hidden = first.hidden.expand(-1, width, -1)
+    own = torch.eye(width, dtype=torch.bool, device=device).expand(num_rows, -1, -1)
+    mask = own
+    num_grown = width
+    for depth in range(1, shape.num_steps):
+        logits, states = step(frontier_tokens, hidden, mask, depth)
+        best, ids = _confidence(logits, depth + 1, vocabulary, noise).topk(width)
+        children = (ids if vocabulary is None else vocabulary[ids]).flatten(1)
+        child_scores = (frontier_scores[:, :, None] + best).flatten(1)
+        tokens.append(children)
+        parents.append(frontier.repeat_interleave(width, dim=1))
+        all_scores.append(child_scores)
+        if depth + 1 < shape.num_steps:
+            frontier_scores, chosen = child_scores.topk(width)
+            frontier_tokens = children.gather(1, chosen)
+            come_from = chosen // width
+            hidden = states.gather(1, come_from[:, :, None].expand(-1, -1, states.shape[-1]))
+            seen = mask.gather(1, come_from[:, :, None].expand(-1, -1, mask.shape[-1]))
+            mask = torch.cat([seen, own], dim=2)
+            frontier = num_grown + chosen
+        num_grown += width * width
+    return _Grown(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(all_scores, 1))
+
+
+def rerank(grown: _Grown, num_draft_tokens: int) -> DraftTree:
+    """Keep the `num_draft_tokens - 1` best candidates of each row, parents before children, under a root.
+
+    A row with fewer candidates is filled up with NO_TOKEN nodes under the root.
+    """
+    num_rows, num_grown = grown.tokens.shape
+    device = grown.tokens.device
+    num_kept = min(num_draft_tokens - 1, num_grown)
+    # Stable: on ties the earlier candidate wins, and a parent is always earlier than its child.
+    order = grown.scores.sort(dim=1, descending=True, stable=True).indices[:, :num_kept]
+    kept = order.sort(dim=1).values
+    node_of = torch.zeros(num_rows, num_grown + 1, dtype=torch.int64, device=device)  # column 0 stands for the root
+    node_of.scatter_(1, kept + 1, torch.arange(1, num_kept + 1, device=device).expand(num_rows, -1))
+    tokens = torch.full((num_rows, num_draft_tokens), NO_TOKEN, dtype=torch.int64, device=device)
+    parents = torch.zeros(num_rows, num_draft_tokens, dtype=torch.int64, device=device)
+    scores = torch.full((num_rows, num_draft_tokens), -torch.inf, dtype=grown.scores.dtype, device=device)
+    tokens[:, 1:num_kept + 1] = grown.tokens.gather(1, kept)
+    parents[:, 1:num_kept + 1] = node_of.gather(1, grown.parents.gather(1, kept) + 1)
+    scores[:, 0] = 0.0
+    scores[:, 1:num_kept + 1] = grown.scores.gather(1, kept)
+    return DraftTree(tokens, parents, scores)
+
+
+def ancestors(parents: Tensor, max_depth: int) -> Tensor:
+    """Which nodes lie on each node's path to the root, itself and the root included.
+
+    parents   [B, N] int64    each smaller than its node's index; the root is its own parent
+    returns   [B, N, N] bool  [b, n, m]: m is n or an ancestor of n. Its row sums minus one are the nodes' depths.
+    """
+    num_nodes = parents.shape[1]
+    seen = torch.eye(num_nodes, dtype=torch.bool, device=parents.device).repeat(parents.shape[0], 1, 1)
+    above = parents
+    for _ in range(max_depth):
+        seen.scatter_(2, above[:, :, None], True)
+        above = parents.gather(1, above)
+    return seen
+
+
+def is_chain(parents: Tensor) -> bool:
+    """Whether every node's parent is the node before it, in all rows."""
+    num_nodes = parents.shape[1]
+    expected = torch.arange(-1, num_nodes - 1, device=parents.device).clamp_(min=0)
+    return torch.equal(parents, expected.expand_as(parents))

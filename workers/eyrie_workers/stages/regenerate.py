@@ -1,0 +1,213 @@
+"""The target answers anew: the last assistant turn of every conversation is discarded and written again by the target.
+
+A drafter learns to predict what the target would say, so it must learn from what the target does say: "you need to
+regenerate the final assistant turn using your actual model ... the response might be worse than the original one. It
+does not matter" (the second seed). Steps, each resumable:
+
+    read, split, exclude -> selection        (regeneration.selection; nothing held out is ever asked)
+    ask an engine        -> rows.jsonl       (appended and flushed per answer: it is the ledger of what is done)
+    put in order         -> rows.jsonl, quarantine.jsonl, held_out.jsonl, rows.meta.json
+
+Each answer depends on its row alone (the seed is derived from the row's id), so a run that was killed ten times ends
+with the bytes of one that was not.
+
+    python -m eyrie_workers.stages.regenerate --spec spec.json --out <dir>/manifest.json
+"""
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from eyrie_api.artifacts import digest_bytes, write_atomically, write_model
+from eyrie_api.errors import Conflict, InvalidInput, NoUsableData
+from eyrie_api.v1alpha1.reports import QuarantinedRow, RegenerateReport
+from eyrie_api.v1alpha1.stages import RegenerateStage
+from eyrie_workers.conversations.split import BenchmarkPrompts
+from eyrie_workers.conversations.suites import suite_prompts
+from eyrie_workers.regeneration import selection
+from eyrie_workers.regeneration.asking import Answer, AnswerEngine, Asking, Prompt, Refusal, row_seed
+from eyrie_workers.regeneration.batch import BatchEngine
+from eyrie_workers.regeneration.embedded import EmbeddedEngine
+from eyrie_workers.regeneration.endpoint import endpoint_of
+from eyrie_workers.regeneration.online import OnlineEngine
+from eyrie_workers.regeneration.retokenising import AnswerIds
+from eyrie_workers.regeneration.rows import META, ROWS, AnsweredRow, Ledger, RowSampling, RowsMeta, read_meta
+from eyrie_workers.speculation.engine import Engine
+from eyrie_workers.stages.program import Result, Stage, run_program
+from eyrie_workers.targets.config import read_config
+from eyrie_workers.targets.loading import load_target, resolve, target_digest
+from eyrie_workers.targets.templates import ChatTokenizer
+
+QUARANTINE = "quarantine.jsonl"
+BATCH_MEMORY = "batch.json"
+_QUARANTINE_SHOWN = 100
+_HOPELESS_AFTER = 20
+"""So many refusals before the first answer mean that the request itself is wrong, not twenty prompts."""
+
+
+@dataclass
+class Tally:
+    """What a finished set of rows adds up to."""
+
+    rows: int = 0
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    sources: Counter[str] = field(default_factory=Counter)
+
+    def add(self, row: AnsweredRow) -> None:
+        """Count one answered row."""
+        self.rows += 1
+        self.prompt_tokens += len(row.prompt_ids)
+        self.answer_tokens += len(row.answer_ids)
+        self.finish_reasons[row.finish_reason] += 1
+        self.sources[row.source] += 1
+
+
+def regenerate(spec: RegenerateStage, stage: Stage) -> Result:
+    """Let the target answer the last assistant turn of every conversation anew (see the module's essay).
+
+    Raises InvalidInput for data that cannot be opened, NoUsableData when nothing is left, Transient when an endpoint
+    stays away, Permanent when it refuses everything.
+    """
+    started = time.monotonic()
+    path = resolve(spec.target)
+    tokenizer = ChatTokenizer(path)
+    _claim(stage.out_dir, spec, target_digest(path))
+    context = read_config(path).max_position_embeddings
+    summary = _select(spec, stage, tokenizer, context)
+    ledger = Ledger(stage.out_dir / ROWS)
+    try:
+        resumed, new_tokens, refused = _ask(spec, stage, path, tokenizer, ledger, summary)
+        report = _finish(stage, ledger, summary, refused)
+    finally:
+        ledger.close()
+    seconds = time.monotonic() - started
+    report = report.model_copy(update={"rows_resumed": resumed, "seconds": seconds,
+                                       "tokens_per_s": new_tokens / seconds})
+    names = (ROWS, META, selection.HELD_OUT, QUARANTINE)
+    return Result(report, [stage.out_dir / name for name in names])
+
+
+def _claim(directory: Path, spec: RegenerateStage, digest: str) -> None:
+    """Say whose answers this directory holds, or refuse when it holds others."""
+    decides = (spec.data.model_dump_json(), spec.regenerate.sampling.model_dump_json(), spec.exclude_prompts,
+               spec.regenerate.max_new_tokens, spec.regenerate.seed, spec.regenerate.engine, spec.target.dtype)
+    meta = RowsMeta(target_digest=digest, answers_digest=digest_bytes(repr(decides).encode()))
+    found = read_meta(directory)
+    if found is not None and found != meta:
+        raise Conflict(f"{directory} holds answers of another target, data or sampling",
+                       "give an empty directory, or delete this one")
+    if found is None:
+        write_model(directory / META, meta)
+
+
+def _select(spec: RegenerateStage, stage: Stage, tokenizer: ChatTokenizer,
+            context: int) -> selection.SelectionSummary:
+    prompts = suite_prompts(spec.exclude_prompts, lambda text: stage.event("PromptsNotExcluded", text, warning=True))
+    rules = selection.Rules(data=spec.data, benchmark=BenchmarkPrompts.of(prompts),
+                            max_prompt_tokens=min(spec.data.max_prompt_tokens, context - 1))
+    summary = selection.select(
+        stage.out_dir, rules, tokenizer, stage.pause_point,
+        lambda read: stage.progress(read, None, "rows", "reading"))
+    stage.event("DataSplit", f"{summary.rows_read} rows read: {summary.rows_selected} to answer, "
+                f"{summary.rows_held_out} held out, {summary.rows_quarantined} quarantined, "
+                f"{summary.duplicates} duplicates", warning=summary.rows_quarantined > 0)
+    if summary.rows_selected == 0:
+        reasons = Counter(row.reason for row in selection.rejected(stage.out_dir)).most_common(3)
+        why = "; ".join(f"{reason} ({count})" for reason, count in reasons)
+        raise NoUsableData(f"of {summary.rows_read} rows read none is left to answer: {summary.rows_quarantined} "
+                           f"quarantined{f' ({why})' if why else ''}, {summary.rows_held_out} held out",
+                           "check data.sources, data.held_out_fraction and the quarantine's reasons")
+    return summary
+
+
+def _ask(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatTokenizer, ledger: Ledger,
+         summary: selection.SelectionSummary) -> tuple[int, int, list[QuarantinedRow]]:
+    """Answer every selected row that is not in the ledger; return rows resumed, tokens answered, rows refused."""
+    total = summary.rows_selected
+    resumed = sum(row.id in ledger for row in selection.selected(stage.out_dir))
+    if resumed:
+        stage.event("Resumed", f"{resumed} of {total} rows were answered before")
+    if resumed == total:
+        return resumed, 0, []
+    in_flight: dict[str, selection.SelectedRow] = {}
+    refused: list[QuarantinedRow] = []
+    answered = new_tokens = 0
+    engine = _engine(spec, stage, path, tokenizer)
+    stage.progress(resumed, total, "rows", "answering")
+    for outcome in engine.answers(_prompts(spec, stage.out_dir, ledger, in_flight), stage.pause_point):
+        row = in_flight.pop(outcome.row_id)
+        if isinstance(outcome, Refusal):
+            refused.append(QuarantinedRow(source=row.source, line=row.line, reason=outcome.reason))
+            if answered == resumed == 0 and len(refused) >= _HOPELESS_AFTER:
+                raise InvalidInput(f"the first {len(refused)} prompts were all refused: {outcome.reason}",
+                                   "check regenerate.base_url, served_model and the sampling settings")
+        else:
+            ledger.append(_answered(spec, row, outcome))
+            answered += 1
+            new_tokens += len(outcome.answer_ids)
+        stage.progress(resumed + answered + len(refused), total, "rows", "answering")
+        stage.pause_point()
+    return resumed, new_tokens, refused
+
+
+def _prompts(spec: RegenerateStage, directory: Path, ledger: Ledger,
+             in_flight: dict[str, selection.SelectedRow]) -> Iterator[Prompt]:
+    for row in selection.selected(directory):
+        if row.id not in ledger:
+            in_flight[row.id] = row
+            yield Prompt(row_id=row.id, messages=row.messages, tools=row.tools, prompt_ids=row.prompt_ids,
+                         seed=row_seed(spec.regenerate.seed, row.id))
+
+
+def _answered(spec: RegenerateStage, row: selection.SelectedRow, answer: Answer) -> AnsweredRow:
+    sampling = RowSampling(**spec.regenerate.sampling.model_dump(), max_new_tokens=spec.regenerate.max_new_tokens)
+    return AnsweredRow(id=row.id, source=row.source, line=row.line, category=row.category,
+                       prompt_ids=tuple(answer.prompt_ids), answer_ids=tuple(answer.answer_ids),
+                       finish_reason=answer.finish_reason, text=answer.text, sampling=sampling,
+                       seed=row_seed(spec.regenerate.seed, row.id), ids_exact=answer.ids_exact)
+
+
+def _engine(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatTokenizer) -> AnswerEngine:
+    if spec.regenerate.engine == "embedded":
+        target = load_target(path, spec.target.dtype)
+        return EmbeddedEngine(
+            engine=Engine(target, None, max_concurrency=spec.regenerate.concurrency), tokenizer=tokenizer,
+            asking=Asking(spec.regenerate.sampling, spec.regenerate.max_new_tokens),
+            context=target.config.max_position_embeddings, concurrency=spec.regenerate.concurrency)
+
+    def warn(reason: str, text: str) -> None:
+        stage.event(reason, text, warning=True)
+
+    endpoint = endpoint_of(spec.regenerate, spec.target, read_config(path).max_position_embeddings)
+    if spec.regenerate.engine == "openai":
+        return OnlineEngine(endpoint, AnswerIds(tokenizer), warn)
+    return BatchEngine(endpoint, AnswerIds(tokenizer), stage.out_dir / BATCH_MEMORY, warn)
+
+
+def _finish(stage: Stage, ledger: Ledger, summary: selection.SelectionSummary,
+            refused: list[QuarantinedRow]) -> RegenerateReport:
+    """Put the rows in order, write the quarantine, clear the working files."""
+    if len(ledger) == 0:
+        raise NoUsableData(f"none of {summary.rows_selected} prompts was answered: {refused[0].reason}",
+                           "mend what the endpoint names, then retry")
+    tally = Tally()
+    for row in ledger.put_in_order(row.id for row in selection.selected(stage.out_dir)):
+        tally.add(row)
+    # Refusals arrive in any order; the file must not depend on it.
+    quarantined = [*selection.rejected(stage.out_dir), *sorted(refused, key=lambda row: (row.source, row.line))]
+    write_atomically(stage.out_dir / QUARANTINE, "".join(row.model_dump_json() + "\n" for row in quarantined))
+    selection.forget(stage.out_dir)
+    return RegenerateReport(
+        rows_read=summary.rows_read, rows_answered=tally.rows, rows_held_out=summary.rows_held_out,
+        rows_quarantined=len(quarantined), duplicates=summary.duplicates, prompt_tokens=tally.prompt_tokens,
+        answer_tokens=tally.answer_tokens, finish_reasons=dict(tally.finish_reasons), sources=dict(tally.sources),
+        seconds=0.0, tokens_per_s=0.0, quarantined=tuple(quarantined[:_QUARANTINE_SHOWN]))
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(RegenerateStage, regenerate))

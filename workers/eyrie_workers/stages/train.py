@@ -1,0 +1,240 @@
+"""Trains one drafter from captured states and exports it several times along the way.
+
+    feature store + the target's two ends -> draft vocabulary -> drafter -> checkpoints/<candidate>-step-<n>/
+
+Every step is a function of the state before it and its number (`training.loop`), so killing the program costs the steps
+since the last save and changes nothing else: the exported drafters are the same to the last bit. Between two steps, in
+this order: evaluate, export, save. The reports of exported checkpoints travel in the saved state; an export whose save
+did not follow is made again, identically.
+
+    .state/training.safetensors    what a killed run goes on from
+    checkpoints/<name>/            drafters in the form serving engines load
+
+    python -m eyrie_workers.stages.train --spec spec.json --out <dir>/manifest.json
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from eyrie_api.artifacts import code_version, digest_bytes, digest_directory, digest_file
+from eyrie_api.errors import Conflict, NoUsableData
+from eyrie_api.v1alpha1.reports import CheckpointReport, TrainReport, VocabularyReport
+from eyrie_api.v1alpha1.stages import TrainStage
+from eyrie_workers.drafters import vocabulary as draft_vocabulary
+from eyrie_workers.drafters.inheritance import read_target_ends
+from eyrie_workers.drafters.registry import Family, family_named
+from eyrie_workers.drafters.vocabulary import DraftVocabulary
+from eyrie_workers.features.layout import INDEX
+from eyrie_workers.features.store import FeatureStore
+from eyrie_workers.stages.program import Result, Stage, run_program
+from eyrie_workers.targets.config import TargetConfig, read_config
+from eyrie_workers.targets.loading import resolve, target_digest
+from eyrie_workers.training.evaluation import Evaluation, evaluate
+from eyrie_workers.training.loop import StepReport, Trainer
+from eyrie_workers.training.objective import join
+from eyrie_workers.training.packing import Schedule, checkpoint_steps, cut_evenly, split_held_out
+from eyrie_workers.training.state import load_state, save_state
+from eyrie_workers.training.unroll import PackedDocuments
+
+_HELD_OUT_FRACTION = 0.05
+# Evaluations are for a curve and for ranking checkpoints: 64 rows put the standard error of an acceptance near .01.
+_MAX_HELD_OUT_ROWS = 64
+_NUM_EVALUATIONS = 10
+_NUM_LOGGED_STEPS = 200
+
+
+def train(spec: TrainStage, stage: Stage) -> Result:
+    """Train a drafter on captured hidden states."""
+    torch.set_num_threads(spec.train.threads or os.cpu_count() or 1)
+    path, store = resolve(spec.target), FeatureStore(Path(spec.store_dir))
+    _check_origin(store, path, spec)
+    config = read_config(path)
+    lengths = store.lengths
+    train_rows, held_out = split_held_out(store.num_rows, _HELD_OUT_FRACTION, spec.train.seed, _MAX_HELD_OUT_ROWS)
+    schedule = Schedule(train_rows, lengths, spec.train.max_tokens_per_batch, spec.train.epochs, spec.train.seed,
+                        spec.train.max_steps)
+    vocabulary, vocabulary_report = _build_vocabulary(spec, stage, store, train_rows, config, path)
+    family, ends = family_named(spec.drafter.family), read_target_ends(path, config.tie_word_embeddings)
+    drafter = family.create(spec.drafter, config, ends, store.layout.aux_layers, vocabulary, spec.train.seed)
+    dtype = fastest_dtype()
+    objective = family.objective(drafter, ends, spec.train, max(lengths), dtype)
+
+    def read(rows: Sequence[int]) -> PackedDocuments:
+        found = [store.row(row) for row in rows]
+        return join([(row.token_ids, row.loss_mask, row.aux, row.last) for row in found])
+
+    trainer = Trainer(objective, schedule, spec.train, read)
+    evaluation_rows = held_out or train_rows  # a single row has nothing to hold out; better its own curve than none
+    cuts = cut_evenly([lengths[row] for row in evaluation_rows], spec.train.max_tokens_per_batch)
+    run = _Run(spec, stage, family, drafter, trainer, path=path, digest=_run_digest(spec, path, dtype),
+               tokens_per_step=sum(lengths[row] for row in train_rows) * spec.train.epochs / schedule.num_steps,
+               held_out=lambda: (read(evaluation_rows[cut.start:cut.stop]) for cut in cuts),
+               coverage=vocabulary_report.coverage, target_digest=store.layout.target_digest)
+    resumed_from = run.resume()
+    run.to_the_end()
+    counters = trainer.counters
+    return Result(
+        report=TrainReport(
+            candidate=spec.candidate, steps=counters.step, tokens=counters.tokens,
+            supervised_tokens=counters.supervised_tokens, seconds=counters.seconds,
+            tokens_per_s=counters.tokens / max(counters.seconds, 1e-9), padding_share=0.0,
+            data_wait_share=min(1.0, counters.data_wait_s / max(counters.seconds, 1e-9)),
+            vocabulary=vocabulary_report, checkpoints=tuple(run.reports), resumed_from_step=resumed_from,
+            parameters=sum(parameter.numel() for parameter in drafter.parameters())),
+        files=[file for report in run.reports for file in sorted((stage.out_dir / report.path).iterdir())])
+
+
+def fastest_dtype() -> torch.dtype:
+    """Arithmetic of the matrix products in training: bfloat16 where the CPU multiplies it natively, else float32.
+
+    Parameters, the residual stream, norms, softmax and loss stay in float32 either way.
+    """
+    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+
+
+def special_token_ids(path: Path) -> list[int]:
+    """Ids of the tokens that `tokenizer.json` marks as special; empty without that file."""
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        return []
+    added = json.loads(file.read_text()).get("added_tokens") or []
+    return [int(token["id"]) for token in added if token.get("special")]
+
+
+def _check_origin(store: FeatureStore, path: Path, spec: TrainStage) -> None:
+    if store.layout.target_digest != target_digest(path):
+        raise Conflict(f"the hidden states in {spec.store_dir} were captured from another target than "
+                       f"{spec.target.model!r}", "capture again from this target")
+    if store.num_rows == 0:
+        raise NoUsableData(f"the store in {spec.store_dir} holds no row", "give more conversations")
+
+
+def _build_vocabulary(spec: TrainStage, stage: Stage, store: FeatureStore, rows: Sequence[int], config: TargetConfig,
+                      path: Path) -> tuple[DraftVocabulary, VocabularyReport]:
+    counts = torch.zeros(config.vocab_size, dtype=torch.int64)
+    for row in map(store.row, rows):
+        counts += draft_vocabulary.count_tokens(row.token_ids, row.loss_mask, config.vocab_size)
+    if int(counts.sum()) == 0:
+        raise NoUsableData(f"no row of {spec.store_dir} holds an answer token", "capture rows with answers")
+    always = [*config.eos_token_ids, *special_token_ids(path)]
+    size = draft_vocabulary.choose_size(config.vocab_size, spec.drafter.draft_vocab_size)
+    vocabulary = draft_vocabulary.build(counts, size, always)
+    report = VocabularyReport(
+        draft_vocab_size=size, vocab_size=config.vocab_size,
+        coverage=draft_vocabulary.coverage(counts, vocabulary),
+        coverage_curve=draft_vocabulary.coverage_curve(counts, always))
+    stage.event("DraftVocabularyBuilt", f"{size} of {config.vocab_size} tokens cover {report.coverage:.2%} of the "
+                                        f"answers", warning=report.coverage < 0.95)
+    return vocabulary, report
+
+
+def _run_digest(spec: TrainStage, path: Path, dtype: torch.dtype) -> str:
+    """Of everything the trained bits depend on, except the machine."""
+    told = spec.model_dump(mode="json", exclude={"job_id", "store_dir", "target"})
+    told["train"].pop("threads")
+    told |= {"store": digest_file(Path(spec.store_dir) / INDEX), "target": target_digest(path), "dtype": str(dtype)}
+    return digest_bytes(json.dumps(told, sort_keys=True).encode())
+
+
+@dataclass
+class _Run:
+    """The loop between steps: what is said, evaluated, exported and saved, and when."""
+
+    spec: TrainStage
+    stage: Stage
+    family: Family
+    drafter: nn.Module
+    trainer: Trainer
+    path: Path
+    digest: str
+    tokens_per_step: float
+    held_out: Callable[[], Any]
+    coverage: float
+    target_digest: str
+
+    def __post_init__(self) -> None:
+        num_steps = self.trainer.schedule.num_steps
+        self.reports: list[CheckpointReport] = []
+        self._exports = set(checkpoint_steps(num_steps, self.spec.train.num_checkpoints))
+        self._evaluations = set(checkpoint_steps(num_steps, _NUM_EVALUATIONS)) | self._exports
+        self._log_every = max(1, num_steps // _NUM_LOGGED_STEPS)
+        self._state_file = self.stage.out_dir / ".state" / "training.safetensors"
+
+    def resume(self) -> int:
+        """Go on from the saved state if there is one; the step it had reached."""
+        found = load_state(self._state_file, self.drafter, self.trainer.optimizer, self.digest)
+        if found is None:
+            return 0
+        self.trainer.counters, notes = found
+        self.reports = [CheckpointReport.model_validate(report) for report in notes["checkpoints"]]
+        self.stage.event("Resumed", f"going on from step {self.trainer.counters.step}")
+        return self.trainer.counters.step
+
+    def to_the_end(self) -> None:
+        """Train until the schedule ends. Raises Interrupted after a save when asked to stop, LossDiverged."""
+        trainer, num_steps = self.trainer, self.trainer.schedule.num_steps
+        while not trainer.finished:
+            report = trainer.step()
+            self._tell(report)
+            if report.step in self._evaluations:
+                self._evaluate_and_export(report)
+            stopping = self.stage.stop_requested
+            if stopping or report.step in self._exports or report.step % self.spec.train.save_every_steps == 0:
+                self._save()
+            self.stage.progress(trainer.counters.tokens, round(self.tokens_per_step * num_steps), "tokens",
+                                f"step {report.step} of {num_steps}, loss {trainer.counters.loss_ema:.3f}")
+            if stopping and not trainer.finished:
+                self.stage.pause_point()
+
+    def _save(self) -> None:
+        save_state(self._state_file, self.drafter, self.trainer.optimizer, self.trainer.counters, self.digest,
+                   {"checkpoints": [report.model_dump(mode="json") for report in self.reports]})
+
+    def _tell(self, report: StepReport) -> None:
+        if report.step % self._log_every and report.step != self.trainer.schedule.num_steps:
+            return
+        counters = self.trainer.counters
+        for name, value in (("loss", report.loss), ("learning_rate", report.learning_rate),
+                            ("grad_norm", report.grad_norm), ("tokens_per_s", counters.tokens / counters.seconds)):
+            self.stage.metric(name, report.step, value)
+
+    def _evaluate_and_export(self, report: StepReport) -> None:
+        evaluation = evaluate(self.trainer.objective, self.held_out(), self.spec.train.ttt_length)
+        for index, (accuracy, acceptance) in enumerate(zip(evaluation.accuracy, evaluation.acceptance, strict=True)):
+            self.stage.metric(f"accuracy/{index}", report.step, accuracy)
+            self.stage.metric(f"acceptance/{index}", report.step, acceptance)
+        self.stage.metric("theoretical_speedup", report.step, evaluation.theoretical_speedup)
+        self.stage.metric("evaluation_loss", report.step, evaluation.loss)
+        if report.step in self._exports:
+            self._export(report, evaluation)
+
+    def _export(self, report: StepReport, evaluation: Evaluation) -> None:
+        name = f"{self.spec.candidate}-step-{report.step}"
+        directory = self.stage.out_dir / "checkpoints" / name
+        self.family.save(directory, self.drafter, self.spec.target.dtype, self._provenance(report))
+        self.reports.append(CheckpointReport(
+            name=name, candidate=self.spec.candidate, step=report.step, path=f"checkpoints/{name}",
+            digest=digest_directory(directory), epoch=report.epoch, loss=evaluation.loss,
+            accuracy=evaluation.accuracy, conditional_acceptance=evaluation.acceptance,
+            theoretical_speedup=evaluation.theoretical_speedup))
+        self.stage.event("CheckpointExported", f"{name}: theoretical speed-up {evaluation.theoretical_speedup:.2f}, "
+                                               f"first-step accuracy {evaluation.accuracy[0]:.3f}")
+
+    def _provenance(self, report: StepReport) -> dict[str, Any]:
+        """What a checkpoint says of its making. No clock and no path: the same run writes the same bytes."""
+        return {"family": self.family.name, "candidate": self.spec.candidate, "step": report.step,
+                "epoch": round(report.epoch, 4), "tokens": self.trainer.counters.tokens,
+                "target_digest": self.target_digest, "draft_vocabulary_coverage": self.coverage,
+                "train": self.spec.train.model_dump(mode="json", exclude={"threads"}), "code_version": code_version()}
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(TrainStage, train))

@@ -1,0 +1,190 @@
+"""What a Hugging Face `config.json` says about a decoder, reduced to what our forward pass needs.
+
+Three families share one block (pre-norm attention with rotary positions, gated MLP) and differ in details that are
+data, not code: Llama (rope scaling of Llama 3), Qwen2 (bias on q, k, v), Qwen3 (RMS norm on each head of q and k).
+Anything we would compute wrongly is refused here, by name, before a byte of weights is read.
+
+Both spellings of rope are read: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before).
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from eyrie_api.errors import TargetNotFound, UnsupportedTarget
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding (arXiv:2104.09864) and the two ways of stretching it that we compute."""
+
+    theta: float = 10_000.0
+    kind: Literal["default", "linear", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+    def inverse_frequencies(self, head_dim: int) -> list[float]:
+        """head_dim / 2 angles per position. llama3: long waves are stretched, short ones kept, the middle blended."""
+        plain = [self.theta ** (-2.0 * i / head_dim) for i in range(head_dim // 2)]
+        if self.kind == "default":
+            return plain
+        if self.kind == "linear":
+            return [frequency / self.factor for frequency in plain]
+        return [self._stretch(frequency) for frequency in plain]
+
+    def _stretch(self, frequency: float) -> float:
+        waves = self.original_max_position * frequency / (2 * math.pi)  # full turns within the original context
+        if waves < self.low_freq_factor:
+            return frequency / self.factor
+        if waves > self.high_freq_factor:
+            return frequency
+        smooth = (waves - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return (1 - smooth) * frequency / self.factor + smooth * frequency
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """Shape and details of one target. Sizes are counts of numbers, heads or tokens."""
+
+    family: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rms_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qk_norm: bool
+    attention_bias: bool
+    """Bias on q, k and v."""
+
+    output_bias: bool
+    """Bias on the attention output."""
+
+    mlp_bias: bool
+    layer_types: tuple[str, ...]
+    """`full_attention` or `sliding_attention` per layer."""
+
+    sliding_window: int | None
+    """Tokens a sliding layer sees, itself included; None when no layer slides."""
+
+    eos_token_ids: tuple[int, ...]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a model directory. Raises TargetNotFound or UnsupportedTarget."""
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise TargetNotFound(f"{path} does not exist", "give a Hugging Face model directory") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UnsupportedTarget(f"{path} is not JSON: {error}", "save the model again") from None
+    if not isinstance(value, dict):
+        raise UnsupportedTarget(f"{path} holds {type(value).__name__}, not an object", "save the model again")
+    return value
+
+
+def read_config(directory: Path) -> TargetConfig:
+    """The config of the model in `directory`; `generation_config.json` adds end tokens when it is there."""
+    data = read_json(directory / "config.json")
+    generation = directory / "generation_config.json"
+    return parse_config(data, read_json(generation) if generation.exists() else {})
+
+
+def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> TargetConfig:
+    """Reduce a `config.json` object. Raises UnsupportedTarget, naming the field, for what we cannot compute."""
+    family = str(data.get("model_type", ""))
+    if family not in FAMILIES:
+        raise UnsupportedTarget(f"model_type {family!r} is not supported", f"use a target of {', '.join(FAMILIES)}")
+    if data.get("hidden_act", "silu") != "silu":
+        raise UnsupportedTarget(f"hidden_act {data['hidden_act']!r} is not supported", "only silu is computed")
+    if data.get("quantization_config") is not None:
+        raise UnsupportedTarget("quantization_config is set: quantised weights cannot be read here",
+                                "give the unquantised model")
+    hidden, num_heads = _count(data, "hidden_size"), _count(data, "num_attention_heads")
+    num_layers = _count(data, "num_hidden_layers")
+    layer_types, window = _layer_types(data, num_layers)
+    biased = bool(data.get("attention_bias", False))
+    return TargetConfig(
+        family=family, hidden_size=hidden, num_layers=num_layers, num_heads=num_heads,
+        num_kv_heads=int(data.get("num_key_value_heads") or num_heads),
+        head_dim=int(data.get("head_dim") or hidden // num_heads),
+        intermediate_size=_count(data, "intermediate_size"), vocab_size=_count(data, "vocab_size"),
+        rms_eps=float(data.get("rms_norm_eps", 1e-6)), rope=_rope(data),
+        max_position_embeddings=int(data.get("max_position_embeddings", 2048)),
+        tie_word_embeddings=bool(data.get("tie_word_embeddings", False)),
+        qk_norm=family == "qwen3", attention_bias=biased or family == "qwen2",
+        output_bias=biased and family != "qwen2", mlp_bias=family == "llama" and bool(data.get("mlp_bias", False)),
+        layer_types=layer_types, sliding_window=window,
+        eos_token_ids=_eos(data, generation or {}),
+    )
+
+
+def _count(data: Mapping[str, Any], field: str) -> int:
+    value = data.get(field)
+    if not isinstance(value, int) or value < 1:
+        raise UnsupportedTarget(f"config.json: {field} is {value!r}, not a positive integer", "save the model again")
+    return value
+
+
+def _rope(data: Mapping[str, Any]) -> RopeConfig:
+    scaling = data.get("rope_parameters") or data.get("rope_scaling") or {}
+    kind: Any = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in ("default", "linear", "llama3"):
+        raise UnsupportedTarget(f"rope type {kind!r} is not supported", "only default, linear and llama3 are computed")
+    if float(scaling.get("partial_rotary_factor", data.get("partial_rotary_factor", 1.0)) or 1.0) != 1.0:
+        raise UnsupportedTarget("partial_rotary_factor is not 1", "only rotation of whole heads is computed")
+    return RopeConfig(
+        theta=float(scaling.get("rope_theta") or data.get("rope_theta") or 10_000.0), kind=kind,
+        factor=float(scaling.get("factor", 1.0)), low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
+        original_max_position=int(scaling.get("original_max_position_embeddings", 8192)),
+    )
+
+
+def read_layer_types(data: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Attention type per layer as `config.json` tells it, for any family; None when it does not tell."""
+    listed = data.get("layer_types")
+    return tuple(str(kind) for kind in listed) if listed else None
+
+
+def _layer_types(data: Mapping[str, Any], num_layers: int) -> tuple[tuple[str, ...], int | None]:
+    window = data.get("sliding_window")
+    slides = bool(data.get("use_sliding_window", window is not None and data.get("model_type") == "llama"))
+    types = read_layer_types(data)
+    if types is None:
+        first_sliding = int(data.get("max_window_layers", num_layers)) if slides and window else num_layers
+        types = tuple(SLIDING if i >= first_sliding else FULL for i in range(num_layers))
+    if len(types) != num_layers:
+        raise UnsupportedTarget(f"layer_types has {len(types)} entries for {num_layers} layers", "mend config.json")
+    unknown = sorted(set(types) - {FULL, SLIDING})
+    if unknown:
+        raise UnsupportedTarget(f"layer_types holds {unknown}", f"only {FULL} and {SLIDING} are computed")
+    if SLIDING not in types:
+        return types, None
+    if not isinstance(window, int) or window < 1:
+        raise UnsupportedTarget(f"sliding_window is {window!r} but layers slide", "mend config.json")
+    return types, window
+
+
+def _eos(data: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+    found: list[int] = []
+    for source in (generation, data):
+        value = source.get("eos_token_id")
+        for token in value if isinstance(value, list) else [value]:
+            if isinstance(token, int) and token not in found:
+                found.append(token)
+    return tuple(found)

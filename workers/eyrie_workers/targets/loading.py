@@ -1,0 +1,108 @@
+"""From a target's name to its weights: the one door to model files and to the Hub.
+
+Weights are read from safetensors directly: importing transformers costs seconds and would bring a second forward pass.
+`quickstart` is the model shipped inside this package; a Hub id is fetched by huggingface_hub into its usual cache, and
+only the files we read. The digest names what was read, so that an artifact says which target it belongs to.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from eyrie_api.artifacts import digest_file
+from eyrie_api.errors import ArtifactCorrupt, TargetNotFound, UnsupportedTarget
+from eyrie_api.v1alpha1.job import TargetSpec
+from eyrie_workers.targets.config import read_config, read_json
+from eyrie_workers.targets.model import TargetModel
+
+QUICKSTART = "quickstart"
+_QUICKSTART_DIR = Path(__file__).resolve().parents[1] / "quickstart" / "target"
+_WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve(spec: TargetSpec) -> Path:
+    """Directory of the target's files. Raises TargetNotFound."""
+    if spec.model == QUICKSTART:
+        if not (_QUICKSTART_DIR / "config.json").exists():
+            raise TargetNotFound(f"the quickstart target is not in {_QUICKSTART_DIR}",
+                                 "run `python -m eyrie_workers.quickstart.pretrain`, or name another target")
+        return _QUICKSTART_DIR
+    local = Path(spec.model).expanduser()
+    if local.is_dir():
+        if not (local / "config.json").exists():
+            raise TargetNotFound(f"target.model {spec.model!r} is a directory without config.json",
+                                 "give a Hugging Face model directory")
+        return local.resolve()
+    if local.is_absolute() or spec.model.startswith((".", "~")) or spec.model.count("/") != 1:
+        raise TargetNotFound(f"target.model {spec.model!r} is no directory here",
+                             "give an existing directory, a Hub id of the form org/name, or 'quickstart'")
+    return _fetch(spec)
+
+
+def _fetch(spec: TargetSpec) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(spec.model, revision=spec.revision, allow_patterns=_WANTED))
+    except LocalEntryNotFoundError as error:
+        raise TargetNotFound(f"target.model {spec.model!r} is not in the Hub cache and the Hub cannot be reached",
+                             "check the network, or give a local directory") from error
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise TargetNotFound(f"target.model {spec.model!r} (revision {spec.revision or 'default'}) was not found on "
+                             f"the Hub: {type(error).__name__}",
+                             "check the id, and log in if the model is gated") from error
+
+
+def load_target(path: Path, dtype: str = "float32") -> TargetModel:
+    """The model in directory `path`, its weights in `dtype`.
+
+    Raises TargetNotFound without a config, UnsupportedTarget for what we cannot compute, ArtifactCorrupt for weights
+    that are missing, truncated or of the wrong shape.
+    """
+    config = read_config(path)
+    weights = {name: tensor.to(_DTYPES[dtype]) for name, tensor in read_weights(path).items()}
+    try:
+        return TargetModel(config, weights, path)
+    except KeyError as error:
+        raise ArtifactCorrupt(f"{path} has no tensor {error.args[0]!r}", "download or save the model again") from None
+    except RuntimeError as error:
+        raise ArtifactCorrupt(f"{path}: tensors do not fit config.json: {error}", "save the model again") from error
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a model directory: one, or those its index lists. Raises UnsupportedTarget."""
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        return [path / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
+    single = path / "model.safetensors"
+    if not single.exists():
+        raise UnsupportedTarget(f"{path} holds no model.safetensors and no index",
+                                "save the model with save_pretrained(..., safe_serialization=True)")
+    return [single]
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """All tensors of a model directory by name. Raises ArtifactCorrupt."""
+    weights: dict[str, Tensor] = {}
+    for file in weight_files(path):
+        try:
+            with safe_open(file, framework="pt") as handle:
+                for name in handle.keys():  # noqa: SIM118 - a safetensors handle, not a dict
+                    weights[name] = handle.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ArtifactCorrupt(f"{file} cannot be read: {error}", "download or save the model again") from error
+    return weights
+
+
+def target_digest(path: Path) -> str:
+    """`sha256:<hex>` over everything that decides what the target answers: config, weights, tokenizer, template."""
+    names = {file.name for file in weight_files(path)} | {
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    entries = [[name, digest_file(path / name)] for name in sorted(names) if (path / name).exists()]
+    return "sha256:" + hashlib.sha256(json.dumps(entries).encode()).hexdigest()

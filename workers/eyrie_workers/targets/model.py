@@ -1,0 +1,209 @@
+"""The target's forward pass in plain PyTorch: one code path for capture, prefill and verification.
+
+What differs between those is only how attention finds its keys, so attention is a parameter: `run` walks the layers
+and hands rotated queries, keys and values to an `Attend`. Capture and prefill use `CausalAttention` over whole texts
+laid end to end; the decode engine brings its own over a cache and a draft tree.
+
+Made for speed at few tokens, where launching operations costs more than arithmetic:
+
+- q, k, v and gate, up are one product each; the norm's weight is folded into the product that follows (float32 only:
+  in bfloat16 the folded weight would be rounded once more);
+- rows of q and k are reordered so that the two halves of a rotary pair lie side by side, and the rotation is one
+  complex multiplication; q.k does not notice, both are permuted alike;
+- residual additions are fused into the products (`linear.Linear.add`).
+
+Logits and every hidden state equal Hugging Face's for Llama, Qwen2 and Qwen3 (tests/workers/targets).
+"""
+
+# M tokens of all texts, T tokens of one, H hidden, V vocabulary, A aux layers, Q query heads, G key-value heads,
+# E head dimension
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eyrie_workers.targets.config import SLIDING, TargetConfig
+from eyrie_workers.targets.linear import Linear, rms_normalise
+
+
+class Attend(Protocol):
+    """Attention of one layer, over whatever keys the caller keeps."""
+
+    dtype: torch.dtype
+    """In which q, k and v are rotated and handed over."""
+
+    def __call__(self, layer: int, heads: Tensor) -> Tensor:
+        """heads [M, Q + 2G, E] (queries and keys rotated, then values) -> [M, Q * E] in the model's dtype."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Layer:
+    input_norm: Tensor | None
+    """None when folded into `qkv`."""
+    qkv: Linear
+    head_norm: Tensor | None
+    """[Q + G, E]: the weights of q_norm and k_norm, repeated per head."""
+    output: Linear
+    mlp_norm: Tensor | None
+    gate_up: Linear
+    down: Linear
+
+
+class TargetModel:
+    """A frozen Llama, Qwen2 or Qwen3. Holds weights and nothing that changes."""
+
+    def __init__(self, config: TargetConfig, weights: Mapping[str, Tensor], path: Path | None = None) -> None:
+        """`weights` by their Hugging Face names, all of one dtype and device."""
+        self.config = config
+        self.path = path
+        self.embed_weight = weights["model.embed_tokens.weight"]
+        tied = config.tie_word_embeddings or "lm_head.weight" not in weights
+        self.lm_head_weight = self.embed_weight if tied else weights["lm_head.weight"]
+        self.dtype = self.embed_weight.dtype
+        self.device = self.embed_weight.device
+        self._final_norm = weights["model.norm.weight"]
+        self._head = Linear(self.lm_head_weight)
+        self._eps = torch.tensor(config.rms_eps, dtype=self.dtype, device=self.device)
+        self._layers = [_layer(config, weights, i) for i in range(config.num_layers)]
+        frequencies = config.rope.inverse_frequencies(config.head_dim)
+        self._frequencies = torch.tensor(frequencies, dtype=torch.float64, device=self.device)
+
+    def _rotations(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """exp(i * position * frequency): [M] -> [M, 1, E / 2] complex, for float32 or float64 heads."""
+        angles = positions.to(torch.float64)[:, None, None] * self._frequencies
+        turned = torch.polar(torch.ones_like(angles), angles)
+        return turned if dtype == torch.float64 else turned.to(torch.complex64)
+
+    @torch.inference_mode()
+    def run(self, token_ids: Tensor, positions: Tensor, attend: Attend,
+            aux_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """One forward pass over tokens laid end to end.
+
+        token_ids, positions  [M] int64
+        aux_layers            `hidden_states` indices to return
+        returns  aux [M, A, H] and last [M, H], the state after the final norm
+        """
+        config = self.config
+        num_rotated = config.num_heads + config.num_kv_heads
+        num_tokens = token_ids.shape[0]
+        # bfloat16 has no complex numbers: such heads are rotated in float32, as Hugging Face does.
+        wide = torch.float64 if attend.dtype == torch.float64 else torch.float32
+        rotations, head_eps = self._rotations(positions, wide), self._eps.to(wide)
+        x = F.embedding(token_ids, self.embed_weight)
+        kept = {0: x} if 0 in aux_layers else {}
+        for index, layer in enumerate(self._layers):
+            heads = layer.qkv(self._norm(x, layer.input_norm)).to(wide)
+            heads = heads.view(num_tokens, -1, config.head_dim)
+            rotated = heads[:, :num_rotated]
+            if layer.head_norm is not None:
+                rotated.copy_(rms_normalise(rotated, head_eps) * layer.head_norm)
+            torch.view_as_complex(rotated.unflatten(-1, (-1, 2))).mul_(rotations)
+            x = layer.output.add(attend(index, heads.to(attend.dtype)), x)
+            gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, dim=-1)
+            x = layer.down.add(F.silu(gate).mul_(up), x)
+            if index + 1 in aux_layers:
+                kept[index + 1] = x
+        last = F.rms_norm(x, (config.hidden_size,), self._final_norm, config.rms_eps)
+        kept[config.num_layers] = last
+        if not aux_layers:
+            return x.new_empty(num_tokens, 0, x.shape[1]), last
+        return torch.stack([kept[i] for i in aux_layers], dim=1), last
+
+    def hidden_states(self, token_ids_list: Sequence[Tensor], aux_layers: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Teacher-forced states of whole texts, unpadded.
+
+        token_ids_list  of [T_i] int64
+        returns         per text: aux [T_i, A, H] and last [T_i, H]; `logits(last)[t]` predicts token t + 1
+        """
+        lengths = [len(tokens) for tokens in token_ids_list]
+        if not lengths:
+            return []
+        positions = torch.cat([torch.arange(length, device=self.device) for length in lengths])
+        tokens = torch.cat([torch.as_tensor(t, dtype=torch.int64, device=self.device) for t in token_ids_list])
+        aux, last = self.run(tokens, positions, CausalAttention(self.config, lengths, self.dtype), aux_layers)
+        return list(zip(aux.split(lengths), last.split(lengths), strict=True))
+
+    def logits(self, last: Tensor) -> Tensor:
+        """[..., H] states after the final norm -> [..., V], in the model's dtype."""
+        return self._head(last.reshape(-1, last.shape[-1])).view(*last.shape[:-1], -1)
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            return rms_normalise(x, self._eps)
+        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_eps)
+
+
+class CausalAttention:
+    """Attention within texts laid end to end, each seeing only itself and its past."""
+
+    def __init__(self, config: TargetConfig, lengths: Sequence[int], dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._config = config
+        self._lengths = list(lengths)
+
+    def __call__(self, layer: int, heads: Tensor) -> Tensor:
+        """heads [M, Q + 2G, E] -> [M, Q * E]."""
+        config = self._config
+        q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+        window = config.sliding_window if config.layer_types[layer] == SLIDING else None
+        parts = [causal(*one, window) for one in zip(
+            q.split(self._lengths), k.split(self._lengths), v.split(self._lengths), strict=True)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+    """One text's attention: q [T, Q, E], k and v [T, G, E] -> [T, Q * E]; `window` counts the token itself."""
+    length = q.shape[0]
+    mask = None
+    if window is not None and window < length:
+        ages = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
+        mask = (ages >= 0) & (ages < window)
+    mixed = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], attn_mask=mask,
+        is_causal=mask is None, enable_gqa=True)
+    return mixed[0].transpose(0, 1).reshape(length, -1)
+
+
+def _pairs_together(rows: Tensor, head_dim: int) -> Tensor:
+    """Reorder the rows of q or k so that element i and i + head_dim / 2 of each head become neighbours."""
+    half = rows.view(-1, 2, head_dim // 2, *rows.shape[1:])
+    return half.transpose(1, 2).reshape(rows.shape)
+
+
+def _layer(config: TargetConfig, weights: Mapping[str, Tensor], index: int) -> _Layer:
+    def get(name: str) -> Tensor:
+        return weights[f"model.layers.{index}.{name}"]
+
+    def paired(name: str) -> Tensor:
+        return _pairs_together(get(name), config.head_dim)
+
+    fold = get("input_layernorm.weight").dtype == torch.float32
+    attention, mlp = "self_attn.{}_proj.{}", "mlp.{}_proj.{}"
+    qkv = torch.cat([paired(attention.format("q", "weight")), paired(attention.format("k", "weight")),
+                     get(attention.format("v", "weight"))])
+    qkv_bias = torch.cat([paired(attention.format("q", "bias")), paired(attention.format("k", "bias")),
+                          get(attention.format("v", "bias"))]) if config.attention_bias else None
+    gate_up = torch.cat([get(mlp.format("gate", "weight")), get(mlp.format("up", "weight"))])
+    gate_up_bias = torch.cat([get(mlp.format("gate", "bias")), get(mlp.format("up", "bias"))]) \
+        if config.mlp_bias else None
+    input_norm, mlp_norm = get("input_layernorm.weight"), get("post_attention_layernorm.weight")
+    head_norm = None
+    if config.qk_norm:
+        head_norm = torch.cat([paired("self_attn.q_norm.weight").expand(config.num_heads, -1),
+                               paired("self_attn.k_norm.weight").expand(config.num_kv_heads, -1)])
+    return _Layer(
+        input_norm=None if fold else input_norm,
+        qkv=Linear(qkv * input_norm if fold else qkv, qkv_bias),
+        head_norm=head_norm,
+        output=Linear(get(attention.format("o", "weight")),
+                      get(attention.format("o", "bias")) if config.output_bias else None),
+        mlp_norm=None if fold else mlp_norm,
+        gate_up=Linear(gate_up * mlp_norm if fold else gate_up, gate_up_bias),
+        down=Linear(get(mlp.format("down", "weight")), get(mlp.format("down", "bias")) if config.mlp_bias else None),
+    )

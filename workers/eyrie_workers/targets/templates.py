@@ -1,0 +1,270 @@
+"""Conversations to token ids and back, exactly as the target's own chat template says.
+
+The template is a Jinja program shipped with the tokenizer. We run it as transformers does (sandboxed, trimmed blocks,
+the same globals and `tojson`), without importing transformers: that import costs seconds, and a stage program or an
+engine process pays it at every start. Only a tokenizer without `tokenizer.json` goes through `AutoTokenizer`, by its
+name below.
+
+One deliberate difference: a tool call's `arguments` given as a JSON string (the OpenAI wire format) is parsed before it
+reaches the template. Templates print arguments with `tojson`, and a string would come out quoted twice.
+
+`parse_answer` reads back the tool-call forms that templates teach: Hermes and Qwen (`<tool_call>{...}</tool_call>`),
+and a whole answer that is one JSON call or a list of calls (Llama 3.1 with `parameters`, and the plainest templates).
+"""
+
+import copy
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from eyrie_api.errors import InvalidInput, NoChatTemplate, UnsupportedTarget
+from eyrie_workers.targets.config import read_config, read_json
+
+Message = dict[str, Any]
+_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class _Codec(Protocol):
+    """Text to ids and back."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+    def token_id(self, token: str) -> int | None: ...
+
+
+class _FastCodec:
+    """`tokenizer.json`, read by the tokenizers library alone."""
+
+    def __init__(self, file: Path) -> None:
+        from tokenizers import Tokenizer
+
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception for any malformed file
+            raise UnsupportedTarget(f"{file} cannot be read: {error}", "save the tokenizer again") from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def token_id(self, token: str) -> int | None:
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
+
+class _TransformersCodec:
+    """A tokenizer without `tokenizer.json` (sentencepiece and the like), through `AutoTokenizer`."""
+
+    def __init__(self, directory: Path) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(str(directory))
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise UnsupportedTarget(f"{directory} has no usable tokenizer: {error}",
+                                    "save the tokenizer beside the model") from error
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def token_id(self, token: str) -> int | None:
+        found: int | None = self._tokenizer.convert_tokens_to_ids(token)
+        return found
+
+
+class ChatTokenizer:
+    """The target's tokenizer and chat template."""
+
+    def __init__(self, path: Path) -> None:
+        """Read from model directory `path`. A missing template is reported by `render`, not here: completions work."""
+        self.path = path
+        file = path / "tokenizer_config.json"
+        settings = read_json(file) if file.exists() else {}
+        fast = path / "tokenizer.json"
+        self._codec: _Codec = _FastCodec(fast) if fast.exists() else _TransformersCodec(path)
+        self._special = _special_tokens(path, settings)
+        self._templates = _read_templates(path, settings)
+        self.eos_ids = self._end_ids()
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
+               add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of the conversation, ending where the assistant is to answer.
+
+        Raises NoChatTemplate when the tokenizer has none, InvalidInput when the template refuses the conversation.
+        """
+        text = self.render_text(messages, tools, add_generation_prompt)
+        return self._codec.encode(text, add_special_tokens=False)
+
+    def render_text(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
+                    add_generation_prompt: bool = True) -> str:
+        """What `render` encodes. Raises as `render`."""
+        if not self._templates:
+            raise NoChatTemplate(f"the tokenizer in {self.path} has no chat template",
+                                 "add chat_template.jinja to the model directory, or use a chat-tuned target")
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        template = self._templates.get(name) or next(iter(self._templates.values()))
+        try:
+            return template.render(
+                messages=[_with_parsed_arguments(message) for message in messages],
+                tools=list(tools) if tools else None, documents=None,
+                add_generation_prompt=add_generation_prompt, **self._special)
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
+            raise InvalidInput(f"the target's chat template refuses this conversation: {error}",
+                               "check roles, their order and the content of each message") from error
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text, with the special tokens the tokenizer adds by itself."""
+        return self._codec.encode(text, add_special_tokens=True)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of some ids."""
+        return self._codec.decode(ids, skip_special_tokens)
+
+    def parse_answer(self, text: str) -> Message:
+        """The assistant message that a decoded answer stands for, with `tool_calls` in OpenAI form when it has any."""
+        return parse_answer(text)
+
+    def _end_ids(self) -> tuple[int, ...]:
+        ids = list(read_config(self.path).eos_token_ids) if (self.path / "config.json").exists() else []
+        token = self._special.get("eos_token")
+        own = self._codec.token_id(token) if token else None
+        if own is not None and own not in ids:
+            ids.append(own)
+        return tuple(ids)
+
+
+def parse_answer(text: str) -> Message:
+    """See `ChatTokenizer.parse_answer`. Text that only looks like a call stays text."""
+    calls, rest = [], text
+    for match in _CALL.finditer(text):
+        call = _as_call(match.group(1))
+        if call is not None:
+            calls.append(call)
+            rest = rest.replace(match.group(0), "", 1)
+    if not calls:
+        calls = _whole_text_calls(text)
+        rest = "" if calls else text
+    if not calls:
+        return {"role": "assistant", "content": text}
+    return {"role": "assistant", "content": rest.strip() or None, "tool_calls": [
+        {"id": f"call_{index}", "type": "function", "function": call} for index, call in enumerate(calls)]}
+
+
+def _whole_text_calls(text: str) -> list[Message]:
+    try:
+        value = json.loads(text.strip().removeprefix("<|python_tag|>"))
+    except json.JSONDecodeError:
+        return []
+    items = value if isinstance(value, list) else [value]
+    calls = [_as_call(json.dumps(item)) for item in items]
+    return [] if None in calls else [call for call in calls if call is not None]
+
+
+def _as_call(text: str) -> Message | None:
+    """The function in `{"name", "arguments" | "parameters"}`, bare or under `function`; None if there is none."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
+        return {"name": value["name"], "arguments": arguments}
+    return {"name": value["name"], "arguments": json.dumps(arguments)} if isinstance(arguments, dict) else None
+
+
+def _with_parsed_arguments(message: Mapping[str, Any]) -> Message:
+    message = dict(message)
+    if not message.get("tool_calls"):
+        return message
+    message["tool_calls"] = copy.deepcopy(list(message["tool_calls"]))
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        if isinstance(function.get("arguments"), str):
+            try:
+                function["arguments"] = json.loads(function["arguments"])
+            except json.JSONDecodeError:
+                continue  # a model's own malformed call, kept as it was said
+    return message
+
+
+def _special_tokens(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    file = path / "special_tokens_map.json"
+    found: dict[str, str] = {}
+    for source in (read_json(file) if file.exists() else {}, settings):
+        for name in _SPECIAL_NAMES:
+            value = source.get(name)
+            if isinstance(value, dict):
+                value = value.get("content")
+            if isinstance(value, str):
+                found[name] = value
+    return found
+
+
+def _read_templates(path: Path, settings: Mapping[str, Any]) -> dict[str, jinja2.Template]:
+    sources: dict[str, str] = {}
+    declared = settings.get("chat_template")
+    if isinstance(declared, str):
+        sources["default"] = declared
+    elif isinstance(declared, list):
+        sources |= {str(entry["name"]): str(entry["template"]) for entry in declared}
+    legacy = path / "chat_template.json"
+    if legacy.exists():
+        sources["default"] = str(read_json(legacy)["chat_template"])
+    if (path / "chat_template.jinja").exists():
+        sources["default"] = (path / "chat_template.jinja").read_text()
+    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
+        sources[file.stem] = file.read_text()
+    environment = _environment()
+    try:
+        return {name: environment.from_string(source) for name, source in sources.items()}
+    except jinja2.TemplateSyntaxError as error:
+        raise NoChatTemplate(f"the chat template in {path} is not valid Jinja (line {error.lineno}): {error.message}",
+                             "mend the template") from error
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks assistant text for loss masks; for rendering it is its content."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
+                separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment

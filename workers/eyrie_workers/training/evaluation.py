@@ -1,0 +1,79 @@
+"""How good a drafter would be, told without serving it: on captured rows it never trained on.
+
+A hit at step s is the drafter's first choice equal to the target's, with the true tokens before it. From hits follow
+
+    accuracy[s]     share of hits among roots alive at step s
+    acceptance[d]   share of hits at d among roots whose steps 0 .. d-1 all hit: the chance that greedy decoding
+                    accepts draft token d+1 once it has accepted d
+    theoretical speed-up = 1 + sum over d of the product of acceptance[0..d]
+
+the last being the tokens per target pass of a chain if drafting and verifying many were free: what ranks checkpoints
+before anything is served. Counts are kept, not ratios, so that batches add up exactly.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+
+import torch
+from torch import Tensor
+
+from eyrie_workers.training.objective import Objective
+from eyrie_workers.training.unroll import PackedDocuments
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Per step: how many were asked, hit, still all right before this step, and all right with it."""
+
+    asked: tuple[int, ...]
+    hit: tuple[int, ...]
+    right_before: tuple[int, ...]
+    right_after: tuple[int, ...]
+    loss: float
+
+    @property
+    def accuracy(self) -> tuple[float, ...]:
+        """Agreement with the target's first choice at each step; 0 where nothing was asked."""
+        return tuple(hit / max(1, asked) for hit, asked in zip(self.hit, self.asked, strict=True))
+
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        """Conditional on every earlier step having hit; 0 where no root came that far."""
+        return tuple(after / max(1, before)
+                     for after, before in zip(self.right_after, self.right_before, strict=True))
+
+    @property
+    def theoretical_speedup(self) -> float:
+        """1 + sum of cumulative acceptance: between 1 and S + 1."""
+        return 1.0 + sum(accumulate(self.acceptance, mul))
+
+
+def tally(hits: Sequence[Tensor], ttt_length: int) -> list[tuple[int, int, int, int]]:
+    """Counts (asked, hit, right before, right after) of one batch for each of `ttt_length` steps."""
+    counts = []
+    right = torch.ones_like(hits[0]) if hits else torch.zeros(0, dtype=torch.bool)
+    for step in range(ttt_length):
+        hit = hits[step] if step < len(hits) else torch.zeros(0, dtype=torch.bool)
+        right = right[: hit.numel()]
+        after = right & hit
+        counts.append((hit.numel(), int(hit.sum()), int(right.sum()), int(after.sum())))
+        right = after
+    return counts
+
+
+@torch.no_grad()
+def evaluate(objective: Objective, batches: Iterable[PackedDocuments], ttt_length: int) -> Evaluation:
+    """Run the objective over held-out batches. The loss is the mean over supervised token predictions' batches."""
+    totals = [(0, 0, 0, 0)] * ttt_length
+    loss_sum, weight = 0.0, 0
+    for documents in batches:
+        outcome = objective(documents)
+        counts = tally(outcome.hits, ttt_length)
+        totals = [tuple(a + b for a, b in zip(total, count, strict=True))  # type: ignore[misc]
+                  for total, count in zip(totals, counts, strict=True)]
+        loss_sum += float(outcome.loss) * outcome.supervised
+        weight += outcome.supervised
+    asked, hit, before, after = (tuple(column) for column in zip(*totals, strict=True))
+    return Evaluation(asked, hit, before, after, loss_sum / max(1, weight))

@@ -1,0 +1,112 @@
+"""What a killed run goes on from: one file, bit for bit.
+
+The state holds the parameters, the optimiser's moments, the counters, and the reports of checkpoints already exported.
+It holds no random state and no data iterator because there is none to hold: which documents a step sees, and the
+initial weights, are functions of (seed, step). A run resumed from step n therefore computes step n + 1 as the
+uninterrupted one would have, to the last bit on the same machine and thread count.
+
+Tensors go into a safetensors file (no pickle: a state file may come from a shared disk), numbers into its metadata; the
+file is written aside and renamed, so the newest one is always whole.
+
+The digest of what the run depends on (spec, data, code's arithmetic version) is part of the state: a state made under
+other settings is refused rather than continued into a mixture.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from eyrie_api.errors import ArtifactCorrupt, Conflict
+
+FORMAT = 1
+_PARAMETER, _MOMENT = "parameter.", "optimizer."
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Where the run stands."""
+
+    step: int = 0
+    """Optimiser steps done."""
+
+    tokens: int = 0
+    """Packed tokens seen."""
+
+    supervised_tokens: int = 0
+    """Token predictions compared with the target, over all unrolled steps."""
+
+    seconds: float = 0.0
+    data_wait_s: float = 0.0
+    loss_ema: float | None = None
+    """Smoothed training loss, for display."""
+
+
+def save_state(path: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer, counters: Counters, digest: str,
+               notes: Mapping[str, Any]) -> None:
+    """Write the state to `path`, atomically.
+
+    digest   of everything the run depends on; `load_state` demands the same.
+    notes    JSON-able: the reports of checkpoints exported so far.
+    """
+    tensors = {_PARAMETER + name: parameter.detach().cpu().contiguous()
+               for name, parameter in drafter.named_parameters()}
+    for name, parameter in drafter.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{_MOMENT}{key}.{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
+    metadata = {"format": str(FORMAT), "digest": digest, "counters": json.dumps(counters.__dict__),
+                "notes": json.dumps(notes)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.aside")
+    save_file(tensors, aside, metadata=metadata)
+    with aside.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def load_state(path: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer,
+               digest: str) -> tuple[Counters, dict[str, Any]] | None:
+    """Put a saved state into `drafter` and `optimizer`; its counters and notes, or None when there is no file.
+
+    Raises Conflict when the state belongs to other settings, ArtifactCorrupt when it cannot be read or does not fit.
+    """
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    except SafetensorError as error:
+        raise ArtifactCorrupt(f"training state {path} is not readable: {error}",
+                              "delete it to train from the beginning") from error
+    if metadata.get("format") != str(FORMAT) or metadata.get("digest") != digest:
+        raise Conflict(f"training state {path} was made under other settings or from other data",
+                       "delete it to train from the beginning, or give an empty directory")
+    try:
+        _restore(drafter, optimizer, tensors)
+    except (KeyError, RuntimeError) as error:
+        raise ArtifactCorrupt(f"training state {path} does not fit the drafter: {error}",
+                              "delete it to train from the beginning") from error
+    return Counters(**json.loads(metadata["counters"])), json.loads(metadata["notes"])
+
+
+@torch.no_grad()
+def _restore(drafter: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    for name, parameter in drafter.named_parameters():
+        parameter.copy_(tensors[_PARAMETER + name])
+        state = {key.removeprefix(_MOMENT).removesuffix("." + name): value for key, value in tensors.items()
+                 if key.startswith(_MOMENT) and _moment_of(key) == name}
+        if state:
+            optimizer.state[parameter] = dict(state)
+
+
+def _moment_of(key: str) -> str:
+    """Parameter name of `optimizer.<moment>.<parameter>`; moments carry no dot."""
+    return key.removeprefix(_MOMENT).split(".", 1)[1]
