@@ -141,6 +141,25 @@ class DrafterSpec(Frozen):
     max_position_embeddings: int | None = Field(None, ge=16)
     """Default: the target's. Engines refuse a drafter with less context than they serve."""
 
+    fc_norm: bool = False
+    """EAGLE-3.1: normalise each aux state before they are fused."""
+
+    norm_before_fc: bool = False
+    """Normalise the concatenated aux states before they are fused (one norm over all of them)."""
+
+    norm_output: bool = False
+    """EAGLE-3.1: feed back the state after the final norm instead of before it."""
+
+    sliding_window: int | None = Field(None, ge=8, le=1_048_576)
+    """The drafter attends to this many latest positions; trained and served alike. Default: all."""
+
+    @model_validator(mode="after")
+    def _one_norm_in_front(self) -> "DrafterSpec":
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("drafter.fc_norm and drafter.norm_before_fc are both true: no engine applies both; "
+                             "choose fc_norm (EAGLE-3.1) or norm_before_fc")
+        return self
+
 
 class TrainSpec(Frozen):
     """How one drafter is trained."""
@@ -282,18 +301,74 @@ class TuneSpec(Frozen):
     repeats: int = Field(1, ge=1, le=100)
 
 
+class ProveSpec(Frozen):
+    """How the tuned candidate is tried in the serving engine before promotion."""
+
+    loads: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field((1, 4), min_length=1, max_length=32)
+    """Concurrencies the endpoint has to be good at, ascending: the load you expect."""
+
+    requests: int = Field(24, ge=4, le=100_000)
+    """Requests per load and arm."""
+
+    max_new_tokens: int = Field(64, ge=2, le=131_072)
+    parity_prompts: int = Field(12, ge=1, le=10_000)
+    system_prompt: str = Field("You answer briefly and to the point.", max_length=65_536)
+    """The changed system prompt a promoted drafter has to survive; empty skips that question."""
+
+
+class CanarySpec(Frozen):
+    """How traffic moves to a new revision."""
+
+    shares: tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...] = (0.2,)
+    """Shares of the requests it gets, step by step, before all of them; empty switches at once."""
+
+    min_requests: int = Field(5, ge=0, le=1_000_000)
+    """Requests a step must have answered before the next, unless `max_step_s` passes first."""
+
+    max_step_s: float = Field(10.0, ge=0.0, le=86_400.0)
+    """A quiet endpoint must not wait for ever: the step ends after this long."""
+
+
+class DriftSpec(Frozen):
+    """What happens when live acceptance sinks slowly: the traffic has moved away from the training data."""
+
+    ratio: Probability = 0.85
+    """Drift is told when windowed tau stays below this share of the proven one for `windows` windows in a row."""
+
+    windows: int = Field(3, ge=1, le=1000)
+    action: Literal["ignore", "offer", "retrain"] = "offer"
+    """offer: an event and a ready-made job spec. retrain: the job is started."""
+
+    traffic_file: str | None = Field(None, max_length=4096)
+    """JSONL of recent requests (`messages` rows) to retrain on; default: what the gateway recorded, when told to."""
+
+
 class PromotionPolicy(Frozen):
     """When a candidate replaces the incumbent."""
 
     mode: Literal["auto", "manual", "never"] = "auto"
     min_speedup: float = Field(1.05, gt=0.0)
-    """Over no drafter, in every required suite and temperature."""
+    """Over no drafter, in every required suite and temperature, and at every declared load (prove.loads)."""
 
     min_speedup_over_incumbent: float = Field(1.02, gt=0.0)
-    """Over the incumbent's speed-up, averaged over suites and temperatures."""
+    """Over the incumbent's speed-up, averaged over suites and temperatures, and at the declared loads together."""
 
     require_identical: bool = True
     """Refuse when any greedy or position-keyed sampled output differed from the target's."""
+
+    require_confidence: bool = True
+    """The lower end of the 95 % interval of the speed-up at each declared load must be above 1."""
+
+    max_ttft_p99_ratio: float = Field(1.5, gt=0.0)
+    """p99 time to first token against no drafter, at each declared load. Small samples make p99 a maximum: the bound
+    is loose on purpose."""
+
+    max_ttft_p99_s: float | None = Field(None, gt=0.0)
+    min_speedup_changed_prompt: float = Field(1.0, gt=0.0)
+    """With prove.system_prompt in place of the prompts' own."""
+
+    canary: CanarySpec = CanarySpec()
+    drift: DriftSpec = DriftSpec()
 
 
 class ServeSpec(Frozen):
@@ -329,6 +404,7 @@ class JobSpec(Frozen):
     sweep: SweepSpec = SweepSpec()
     benchmark: BenchmarkSpec = BenchmarkSpec()
     tune: TuneSpec = TuneSpec()
+    prove: ProveSpec = ProveSpec()
     promotion: PromotionPolicy = PromotionPolicy()
     serve: ServeSpec = ServeSpec()
     labels: dict[Name, str] = Field(default_factory=dict, max_length=64)

@@ -1,0 +1,72 @@
+"""Proof in the serving engine: the last thing measured before a drafter is promoted, in the engine that will serve it.
+
+Parity asks whether what we trained is what the engine serves: output identical to the engine's own without a drafter,
+and as many draft tokens accepted at each position as in our reference engine, on the same prompts. Load asks whether it
+is faster for the users the job declares. The changed system prompt asks whether that survives a trivial change.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.load import LoadReport
+from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.reports import Environment, Interval
+from eyrie_api.v1alpha1.tuning import DrafterUse
+
+EngineKind = Literal["embedded", "sglang"]
+
+
+class ParityReport(Frozen):
+    """The serving engine against itself undrafted, and against our reference engine."""
+
+    engine: EngineKind
+    prompts: int
+    identical: int
+    """Prompts whose greedy output equals the same engine's without a drafter."""
+
+    divergences: tuple[str, ...] = ()
+    """One line per prompt that differed: id, position, logit gap of the two tokens in the reference target."""
+
+    explained: int = 0
+    """Divergences that are near-ties: the gap is within what the serving dtype can resolve."""
+
+    tree: DraftTreeShape
+    histogram: tuple[int, ...]
+    """Index k: rounds of the serving engine in which exactly k draft tokens were accepted."""
+
+    reference_histogram: tuple[int, ...]
+    tau: float
+    tau_interval: Interval
+    """Bootstrap over prompts."""
+
+    reference_tau: float
+    rounds_explained: int = 0
+    """Of the rounds in which the two engines accepted differently, those a near-tie explains."""
+
+    rounds_unexplained: int = 0
+    passed: bool
+    reasons: tuple[str, ...]
+    """What was found, in words; on failure the likely cause (layer ids, d2t, norm flags) and the mend."""
+
+
+class ProveReport(Frozen):
+    """Everything promotion decides on beside the benchmark."""
+
+    checkpoint: str
+    path: str
+    engine: EngineKind
+    use: DrafterUse
+    parity: ParityReport
+    load: LoadReport
+    """Arms `off`, `candidate` and, when one serves, `incumbent`, at the declared loads."""
+
+    changed_prompt: LoadReport | None = None
+    """The same at the lowest declared load with another system prompt."""
+
+    launch: tuple[str, ...] = Field((), max_length=4096)
+    """The candidate's command line in the serving engine, without secrets."""
+
+    environment: Environment
+    seconds: float

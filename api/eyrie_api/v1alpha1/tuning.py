@@ -1,0 +1,115 @@
+"""Settings of speculation, and the operating map: which setting is best at which load, off included."""
+
+from typing import Literal
+
+from pydantic import Field, JsonValue, model_validator
+
+from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.reports import Interval
+
+
+class Setting(Frozen):
+    """One way to decode: with the trained drafter, with n-gram lookup, or without speculation."""
+
+    method: Literal["drafter", "ngram", "off"] = "drafter"
+    tree: DraftTreeShape | None = None
+
+    @model_validator(mode="after")
+    def _tree_where_it_belongs(self) -> "Setting":
+        if (self.tree is None) != (self.method == "off"):
+            raise ValueError(f"setting {self.method!r} {'needs' if self.tree is None else 'takes no'} tree: "
+                             "give num_steps, top_k and num_draft_tokens for drafter and ngram, nothing for off")
+        return self
+
+    def label(self) -> str:
+        """`off`, `5/1/6` or `ngram 3/1/4`."""
+        if self.tree is None:
+            return "off"
+        return self.tree.label() if self.method == "drafter" else f"{self.method} {self.tree.label()}"
+
+
+OFF = Setting(method="off")
+
+
+class StepTime(Frozen):
+    """Measured cost of one round: a point of the step-time curve."""
+
+    concurrency: int
+    verified_tokens: int
+    """Per row, root included; 1 is plain decoding."""
+
+    verify_s: float
+    """Median seconds of one target pass over concurrency x verified_tokens tokens."""
+
+
+class DraftTime(Frozen):
+    """Measured cost of drafting one round."""
+
+    concurrency: int
+    setting: Setting
+    draft_s: float
+
+
+class Trial(Frozen):
+    """One setting at one concurrency: what was predicted, and what was measured if it was tried."""
+
+    setting: Setting
+    concurrency: int
+    predicted_tokens_per_s: float
+    predicted_tau: float
+    measured_tokens_per_s: float | None = None
+    speedup: float | None = None
+    """Against off at the same concurrency, same prompts, interleaved."""
+
+    speedup_interval: Interval | None = None
+    tau: float | None = None
+    prompts: int = 0
+    reason: str = ""
+    """Why it was dropped, not tried, or chosen."""
+
+
+class OperatingPoint(Frozen):
+    """The best setting at one concurrency."""
+
+    concurrency: int
+    setting: Setting
+    speedup: float
+    speedup_interval: Interval | None = None
+    tokens_per_s: float
+    measured: bool
+    """False: predicted between or beyond measured concurrencies."""
+
+
+class OperatingMap(Frozen):
+    """The tuner's answer."""
+
+    points: tuple[OperatingPoint, ...]
+    """Ascending concurrency."""
+
+    crossover: int | None = None
+    """The lowest concurrency at which off is best; None when speculation pays at every load examined."""
+
+    adaptive: dict[str, JsonValue] | None = None
+    """SGLang's adaptive-speculation JSON (facts: keys are lower bounds of batch-size slots); None unless every
+    setting on the map is a chain of the drafter or off."""
+
+    trials_measured: int = 0
+    trials_possible: int = 0
+    finding: str = ""
+
+    def at(self, concurrency: int) -> OperatingPoint:
+        """The point for a load: the one of the highest concurrency that is not above it (the lowest, if all are)."""
+        below = [point for point in self.points if point.concurrency <= concurrency]
+        return below[-1] if below else self.points[0]
+
+
+class DrafterUse(Frozen):
+    """What an endpoint is told to decode with."""
+
+    drafter_dir: str | None = None
+    setting: Setting = OFF
+    map: OperatingMap | None = None
+    """When given, an engine that can follow the load does so."""
+
+    context_length: int | None = Field(None, ge=16)
