@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from eyrie_api.artifacts import MANIFEST, read_manifest
+from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import (
     BenchmarkReport,
     CaptureReport,
@@ -58,4 +59,5 @@ def report_of(job: Job, found: Sequence[StageManifest], leaderboard: tuple[Leade
         train=tuple(one for one in reports if isinstance(one, TrainReport)),
         benchmark=tuple(one for one in reports if isinstance(one, BenchmarkReport)),
         tune=next((one for one in reports if isinstance(one, TuneReport)), None),
+        prove=next((one for one in reports if isinstance(one, ProveReport)), None),
         leaderboard=leaderboard, decision=job.status.decision, endpoint=job.status.endpoint)

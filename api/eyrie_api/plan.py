@@ -126,6 +126,7 @@ def make_plan(spec: JobSpec, target_facts: TargetFacts, free_bytes: int | None, 
         _train(work, candidates, rates),
         _benchmark(work, candidates, rates),
         _tune(work, rates),
+        _prove(work, rates),
     )
     total = sum(stage.bytes_on_disk for stage in stages)
     warnings = list(_warnings(work, candidates))
@@ -210,6 +211,15 @@ def _tune(work: _Work, rates: Rates) -> StagePlan:
     grid = arms * tune.max_prompts * len(tune.temperatures) * tune.repeats * benchmark.max_new_tokens
     tokens = grid + _suite_tokens(work.spec)
     return StagePlan(stage="tune", tokens=tokens, bytes_on_disk=0,
+                     hours=_hours(tokens * work.flops_per_token, rates.single))
+
+
+def _prove(work: _Work, rates: Rates) -> StagePlan:
+    """Parity (two servers and the reference engine), then every declared load and the changed prompt in both arms."""
+    prove = work.spec.prove
+    loads = len(prove.loads) + bool(prove.system_prompt)
+    tokens = prove.max_new_tokens * (3 * prove.parity_prompts + 2 * prove.requests * loads)
+    return StagePlan(stage="prove", tokens=tokens, bytes_on_disk=0,
                      hours=_hours(tokens * work.flops_per_token, rates.single))
 
 

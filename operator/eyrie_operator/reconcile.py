@@ -243,7 +243,7 @@ def _failed(conditions: Conditions, failed: RunFailed, now: datetime) -> Conditi
 
 def _condition_of(stage: StageName) -> ConditionType:
     kind = CATALOG[stage].condition
-    assert kind in ("Regenerated", "Captured", "Trained", "Benchmarked", "Tuned")
+    assert kind in ("Regenerated", "Captured", "Trained", "Benchmarked", "Tuned", "Proved")
     return kind  # type: ignore[return-value]  # mypy does not narrow a str by membership
 
 

@@ -1,6 +1,6 @@
 """The pipeline: in what order the stages of a job run. One definition, two worlds.
 
-    regenerate -> capture -> each candidate: train -> each checkpoint: benchmark -> select -> tune
+    regenerate -> capture -> each candidate: train -> each checkpoint: benchmark -> select -> tune -> prove
 
 On one machine `eyrie_pipelines.local` calls `train_drafter` under kfp.local; for a cluster the same source is compiled
 to YAML (`python -m eyrie_pipelines.drafter --compile out.yaml`). The components are thin: no pip at run time, the body
@@ -101,12 +101,20 @@ def tune(job_dir: str, spec_digest: str, code_version: str, checkpoint: str) -> 
     return run_stage.tune(job_dir, spec_digest, checkpoint)
 
 
+@_box
+def prove(job_dir: str, spec_digest: str, code_version: str, checkpoint: str, tuned: str) -> str:
+    """Try the tuned drafter in the engine that will serve it."""
+    from eyrie_pipelines import run_stage
+
+    return run_stage.prove(job_dir, spec_digest, checkpoint, tuned)
+
+
 def _fresh(task: Any) -> Any:
     """No kfp cache: its key cannot see what a stage program reads."""
     return task.set_caching_options(False)
 
 
-@dsl.pipeline(name="train-drafter", description="Train, measure and tune a speculative-decoding drafter.")  # type: ignore[untyped-decorator]
+@dsl.pipeline(name="train-drafter", description="Train, measure, tune and prove a speculative-decoding drafter.")  # type: ignore[untyped-decorator]
 def train_drafter(job_dir: str, spec_digest: str, code_version: str) -> str:
     """The whole job. `job_dir` holds `job.json`; everything the run makes lies under it."""
     of_job = {"job_dir": job_dir, "spec_digest": spec_digest, "code_version": code_version}
@@ -121,7 +129,8 @@ def train_drafter(job_dir: str, spec_digest: str, code_version: str) -> str:
         measured = _fresh(benchmark(**of_job, checkpoint=checkpoint))
     best = _fresh(select(**of_code, benchmarked=dsl.Collected(measured.output)))
     tuned = _fresh(tune(**of_job, checkpoint=best.output))
-    return tuned.output  # type: ignore[no-any-return]
+    proven = _fresh(prove(**of_job, checkpoint=best.output, tuned=tuned.output))
+    return proven.output  # type: ignore[no-any-return]
 
 
 def compile_to(path: Path) -> None:

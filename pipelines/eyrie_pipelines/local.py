@@ -35,6 +35,7 @@ from eyrie_api.artifacts import code_version, digest_model, write_model
 from eyrie_api.errors import Conflict, EyrieError, Permanent, Transient
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_pipelines.processes import ProcessName, group_members, is_alive, name_of, stop_group
 from eyrie_pipelines.run_stage import OUTER_TMPDIR, RUN_DIR, RunFailure, load_job, read_failure
 from eyrie_pipelines.steps import JOB_FILE, JobFile
@@ -88,9 +89,11 @@ class RunNotStarted(Permanent):
     reason = "RunNotStarted"
 
 
-def start(job_dir: Path, job_id: str, spec: JobSpec, attempt: int = 1) -> RunHandle:
+def start(job_dir: Path, job_id: str, spec: JobSpec, attempt: int = 1,
+          incumbent: DrafterUse | None = None) -> RunHandle:
     """Start the job's pipeline in a process group of its own and return once it has said who it is.
 
+    `incumbent` is what serves at the job's endpoint; the first start of an attempt decides it, a later one keeps it.
     What an earlier leader left running is ended first. Raises Conflict when a run of this job is alive, RunNotStarted
     when the process died at once (the message carries the end of its log).
     """
@@ -102,7 +105,9 @@ def start(job_dir: Path, job_id: str, spec: JobSpec, attempt: int = 1) -> RunHan
         stop_group(seen.handle.process, GRACE_S)
     run_dir = job_dir / RUN_DIR
     run_dir.mkdir(parents=True, exist_ok=True)
-    write_model(job_dir / JOB_FILE, JobFile(id=job_id, spec=spec))
+    before = _read(job_dir / JOB_FILE, JobFile)
+    if before is None or (before.id, before.spec, before.attempt) != (job_id, spec, attempt):
+        write_model(job_dir / JOB_FILE, JobFile(id=job_id, spec=spec, attempt=attempt, incumbent=incumbent))
     with (run_dir / "pipeline.log").open("ab") as log:
         child = subprocess.Popen(
             [sys.executable, "-m", "eyrie_pipelines.local", "--job-dir", str(job_dir), "--attempt", str(attempt)],

@@ -15,6 +15,7 @@ kfp.local still starts the queued members of a fan-out after one has failed. The
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -24,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
-from eyrie_api.artifacts import digest_model, read_manifest, write_model
+from eyrie_api.artifacts import MANIFEST, digest_model, read_manifest, write_model
 from eyrie_api.errors import ArtifactMissing, Conflict, EyrieError, Permanent
 from eyrie_api.leaderboard import select_best
 from eyrie_api.sweep import expand
@@ -126,6 +127,23 @@ def tune(job_dir: str, spec_digest: str, checkpoint: str) -> str:
         job = load_job(job_dir, spec_digest)
         ref = steps.find_checkpoint(_train_reports(job_dir, job), checkpoint)
         return _run(job_dir, steps.tune_spec(job, Path(job_dir), ref))
+
+
+def prove(job_dir: str, spec_digest: str, checkpoint: str, tuned: str) -> str:
+    """The tuned checkpoint is tried in the engine that will serve it."""
+    with _telling(job_dir, "prove"):
+        job = load_job(job_dir, spec_digest)
+        ref = steps.find_checkpoint(_train_reports(job_dir, job), checkpoint)
+        spec = steps.prove_spec(job, Path(job_dir), ref, tuned)
+        _clear_of_another_incumbent(spec, stage_dir(Path(job_dir), "prove"))
+        return _run(job_dir, spec)
+
+
+def _clear_of_another_incumbent(spec: StageSpec, directory: Path) -> None:
+    """Remove a finished proof that was made of another spec. The incumbent is the one thing a job's stages depend on
+    that the job does not say: a retry finds the endpoint serving something else, and an old comparison is no proof."""
+    if (directory / MANIFEST).exists() and read_manifest(directory).spec_digest != digest_model(spec):
+        shutil.rmtree(directory)
 
 
 @contextlib.contextmanager

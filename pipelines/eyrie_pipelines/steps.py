@@ -21,11 +21,13 @@ from eyrie_api.v1alpha1.reports import CheckpointReport, RegenerateReport, Train
 from eyrie_api.v1alpha1.stages import (
     BenchmarkStage,
     CaptureStage,
+    ProveStage,
     RegenerateStage,
     StageName,
     TrainStage,
     TuneStage,
 )
+from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.catalog import stage_dir
 
 JOB_FILE = "job.json"
@@ -37,6 +39,9 @@ class JobFile(Frozen):
 
     id: str
     spec: JobSpec
+    attempt: int = 1
+    incumbent: DrafterUse | None = None
+    """What serves at the job's endpoint, when that is a drafter: looked up once, when the attempt first started."""
 
 
 class CheckpointRef(Frozen):
@@ -122,6 +127,15 @@ def tune_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef) -> TuneSta
         job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.spec.target,
         benchmark=job.spec.benchmark, tune=job.spec.tune, drafter_dir=str(job_dir / checkpoint.path),
         held_out_file=_held_out_file(job, job_dir))
+
+
+def prove_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, tuned: str) -> ProveStage:
+    """The tuned checkpoint in the serving engine, beside what serves now."""
+    return ProveStage(
+        job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.spec.target,
+        benchmark=job.spec.benchmark, prove=job.spec.prove, drafter_dir=str(job_dir / checkpoint.path),
+        tune_dir=str(job_dir / tuned), engine=job.spec.serve.engine, max_concurrency=job.spec.serve.max_concurrency,
+        incumbent=job.incumbent, held_out_file=_held_out_file(job, job_dir))
 
 
 def _held_out_file(job: JobFile, job_dir: Path) -> str | None:

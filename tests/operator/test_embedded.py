@@ -68,13 +68,13 @@ def test_a_job_runs_to_success_and_leaves_its_report_its_results_and_its_story(
     job = world.drive(job_id)
     assert job.status.phase == "Succeeded"
     assert {stage.state for stage in job.status.stages} == {"Succeeded"}
-    assert len(job.status.stages) == 6
+    assert len(job.status.stages) == 7
     assert job.status.best is not None
     assert job.status.best.checkpoint == "base-step-20"
     assert job.status.decision is not None
     assert job.status.decision.promote
     report = json.loads((world.directory(job_id) / "report.json").read_text())
-    assert set(report["seconds"]) == {"regenerate", "capture", "train", "benchmark", "tune", "total"}
+    assert set(report["seconds"]) == {"regenerate", "capture", "train", "benchmark", "tune", "prove", "total"}
     assert [one["name"] for one in report["checkpoints"]] == ["base-step-10", "base-step-20"]
     cell = report["checkpoints"][0]["suites"]["math"]["0"]
     assert {"tau", "tokens_per_s", "speedup", "identical", "prompts"} <= set(cell)
@@ -84,8 +84,8 @@ def test_a_job_runs_to_success_and_leaves_its_report_its_results_and_its_story(
     assert report["promoted"]["speedup"]["greedy"] == 2.5
     assert (report["promoted"]["num_steps"], report["promoted"]["top_k"]) == (3, 2)
     reasons = [event.reason for event in world.jobs.events(job_id)]
-    assert reasons.count("Rehearsed") == 6  # one per stage, each read exactly once
-    assert reasons.count("StageStarted") == reasons.count("StageFinished") == 6
+    assert reasons.count("Rehearsed") == 7  # one per stage, each read exactly once
+    assert reasons.count("StageStarted") == reasons.count("StageFinished") == 7
     assert {"Promoted", "Succeeded"} <= set(reasons)
     series = {(one.stage, one.key, one.name) for one in world.jobs.metrics(job_id)}
     assert ("train", "base", "train/loss") in series

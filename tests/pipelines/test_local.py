@@ -38,7 +38,7 @@ def test_a_run_walks_all_stages_once_in_a_path_with_spaces_and_the_word_python3(
     seen = wait_for(job_dir, "succeeded", "failed", "gone")
     assert seen.state == "succeeded", log_of(job_dir)
     assert rehearsal.starts() == ["regenerate", "capture", "train/base", "benchmark/base-step-10",
-                                  "benchmark/base-step-20", "tune"]
+                                  "benchmark/base-step-20", "tune", "prove"]
     report = read_manifest(job_dir / "stages" / "tune").report
     assert isinstance(report, TuneReport)
     assert report.checkpoint == "base-step-20"  # the best average, not the first

@@ -23,7 +23,7 @@ from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.status import Job
 from tests.tiny import chats_file, tiny_target
 
-STAGES = ("regenerate", "capture", "train", "benchmark", "tune")
+STAGES = ("regenerate", "capture", "train", "benchmark", "tune", "prove")
 
 
 def eyrie(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -35,6 +35,7 @@ CATALOG: dict[StageName, Stage] = {
         Stage("train", "eyrie_workers.stages.train", ("capture",), "candidate", True, "Trained"),
         Stage("benchmark", "eyrie_workers.stages.benchmark", ("train",), "checkpoint", True, "Benchmarked"),
         Stage("tune", "eyrie_workers.stages.tune", ("benchmark",), "", True, "Tuned"),
+        Stage("prove", "eyrie_workers.stages.prove", ("tune",), "", True, "Proved"),
     )
 }
 

@@ -12,6 +12,7 @@ from eyrie_api.v1alpha1.model import Frozen, Name, Probability
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Family = Literal["eagle3"]
+EngineKind = Literal["embedded", "sglang"]
 
 
 class TargetSpec(Frozen):
@@ -328,6 +329,13 @@ class CanarySpec(Frozen):
     max_step_s: float = Field(10.0, ge=0.0, le=86_400.0)
     """A quiet endpoint must not wait for ever: the step ends after this long."""
 
+    @model_validator(mode="after")
+    def _ascending(self) -> "CanarySpec":
+        if list(self.shares) != sorted(set(self.shares)):
+            raise ValueError(f"canary.shares {list(self.shares)} must ascend: traffic moves to the new revision step "
+                             "by step, as in [0.05, 0.2, 0.5]")
+        return self
+
 
 class DriftSpec(Frozen):
     """What happens when live acceptance sinks slowly: the traffic has moved away from the training data."""
@@ -336,11 +344,15 @@ class DriftSpec(Frozen):
     """Drift is told when windowed tau stays below this share of the proven one for `windows` windows in a row."""
 
     windows: int = Field(3, ge=1, le=1000)
+    window_s: float = Field(60.0, ge=0.0, le=86_400.0)
+    """A window lasts at least this long, and as many verify rounds as a mean can be believed of."""
+
     action: Literal["ignore", "offer", "retrain"] = "offer"
     """offer: an event and a ready-made job spec. retrain: the job is started."""
 
     traffic_file: str | None = Field(None, max_length=4096)
-    """JSONL of recent requests (`messages` rows) to retrain on; default: what the gateway recorded, when told to."""
+    """JSONL of recent requests (`messages` rows) to retrain on; default: what the gateway recorded, when told to
+    (`serve.record_prompts`)."""
 
 
 class PromotionPolicy(Frozen):
@@ -375,6 +387,9 @@ class ServeSpec(Frozen):
     """The endpoint the winner is promoted to."""
 
     enabled: bool = True
+    engine: EngineKind = "embedded"
+    """What serves, and what the candidate is proven in: our reference engine, or SGLang."""
+
     endpoint: Name = "default"
     port: int = Field(0, ge=0, le=65535)
     """Stable port on this machine; 0 picks a free one when the endpoint is created and keeps it."""
@@ -387,6 +402,11 @@ class ServeSpec(Frozen):
 
     min_acceptance_ratio: Probability = 0.5
     """Roll back when served acceptance length falls below this share of the benchmarked one."""
+
+    record_prompts: int = Field(0, ge=0, le=1_000_000)
+    """Keep the messages of this many latest chat requests, to retrain on when the traffic drifts; 0 keeps none.
+    Privacy: users' words are written in clear to `traffic.jsonl` of the endpoint's directory, readable by the
+    operating user alone (mode 0600), never sent anywhere, and pushed out by newer ones. Tell your users."""
 
 
 class JobSpec(Frozen):

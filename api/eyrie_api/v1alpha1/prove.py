@@ -5,17 +5,13 @@ and as many draft tokens accepted at each position as in our reference engine, o
 is faster for the users the job declares. The changed system prompt asks whether that survives a trivial change.
 """
 
-from typing import Literal
-
 from pydantic import Field
 
-from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.job import DraftTreeShape, EngineKind
 from eyrie_api.v1alpha1.load import LoadReport
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import Environment, Interval
 from eyrie_api.v1alpha1.tuning import DrafterUse
-
-EngineKind = Literal["embedded", "sglang"]
 
 
 class ParityReport(Frozen):
@@ -58,8 +54,14 @@ class ProveReport(Frozen):
     path: str
     engine: EngineKind
     use: DrafterUse
-    parity: ParityReport
-    load: LoadReport
+    """The setting that was proven: the one the operating map gives for the lowest declared load that drafts at all."""
+
+    skipped: str = ""
+    """Why nothing was asked: tuning found no declared load at which speculation pays. Then `use` is `off`, and parity
+    and load are None: there is nothing to prove of an engine without a drafter."""
+
+    parity: ParityReport | None = None
+    load: LoadReport | None = None
     """Arms `off`, `candidate` and, when one serves, `incumbent`, at the declared loads."""
 
     changed_prompt: LoadReport | None = None

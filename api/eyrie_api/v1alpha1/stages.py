@@ -14,12 +14,15 @@ from eyrie_api.v1alpha1.job import (
     CaptureSpec,
     DataSpec,
     DrafterSpec,
+    EngineKind,
+    ProveSpec,
     RegenerateSpec,
     TargetSpec,
     TrainSpec,
     TuneSpec,
 )
 from eyrie_api.v1alpha1.model import Digest, Frozen
+from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import (
     BenchmarkReport,
     CaptureReport,
@@ -27,9 +30,10 @@ from eyrie_api.v1alpha1.reports import (
     TrainReport,
     TuneReport,
 )
+from eyrie_api.v1alpha1.tuning import DrafterUse
 
-StageName = Literal["regenerate", "capture", "train", "benchmark", "tune"]
-STAGES: tuple[StageName, ...] = ("regenerate", "capture", "train", "benchmark", "tune")
+StageName = Literal["regenerate", "capture", "train", "benchmark", "tune", "prove"]
+STAGES: tuple[StageName, ...] = ("regenerate", "capture", "train", "benchmark", "tune", "prove")
 
 
 class RegenerateStage(Frozen):
@@ -101,10 +105,36 @@ class TuneStage(Frozen):
     held_out_file: str | None = None
 
 
+class ProveStage(Frozen):
+    """The tuned drafter in the serving engine: parity, load, a changed system prompt."""
+
+    stage: Literal["prove"] = "prove"
+    job_id: str
+    checkpoint: str
+    candidate: str
+    target: TargetSpec
+    benchmark: BenchmarkSpec
+    """Its suites are where the prompts come from."""
+
+    prove: ProveSpec
+    drafter_dir: str
+    tune_dir: str
+    """Output directory of tune: its report says which setting to prove."""
+
+    engine: EngineKind
+    max_concurrency: int = Field(ge=1)
+    """Of the endpoint: requests decoded at once."""
+
+    incumbent: DrafterUse | None = None
+    """What serves at the job's endpoint now, when that is a drafter; decided when the attempt began."""
+
+    held_out_file: str | None = None
+
+
 StageSpec = Annotated[
-    RegenerateStage | CaptureStage | TrainStage | BenchmarkStage | TuneStage, Field(discriminator="stage")
+    RegenerateStage | CaptureStage | TrainStage | BenchmarkStage | TuneStage | ProveStage, Field(discriminator="stage")
 ]
-StageReport = RegenerateReport | CaptureReport | TrainReport | BenchmarkReport | TuneReport
+StageReport = RegenerateReport | CaptureReport | TrainReport | BenchmarkReport | TuneReport | ProveReport
 
 
 class FileEntry(Frozen):

@@ -10,6 +10,7 @@ from pydantic import Field, JsonValue
 
 from eyrie_api.v1alpha1.job import DraftTreeShape, JobSpec
 from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import (
     BenchmarkReport,
     CaptureReport,
@@ -20,11 +21,12 @@ from eyrie_api.v1alpha1.reports import (
     TuneReport,
 )
 from eyrie_api.v1alpha1.stages import StageName
+from eyrie_api.v1alpha1.tuning import DrafterUse
 
 ConditionStatus = Literal["True", "False", "Unknown"]
 ConditionType = Literal[
-    "Accepted", "Regenerated", "Captured", "Trained", "Benchmarked", "Tuned", "Promoted", "Serving", "Succeeded",
-    "Failed", "Cancelled",
+    "Accepted", "Regenerated", "Captured", "Trained", "Benchmarked", "Tuned", "Proved", "Promoted", "Serving",
+    "Succeeded", "Failed", "Cancelled",
 ]
 Phase = Literal["Pending", "Running", "Succeeded", "Failed", "Cancelling", "Cancelled"]
 StageState = Literal["Pending", "Running", "Succeeded", "Failed", "Cancelled", "Skipped"]
@@ -151,6 +153,9 @@ class StageFile(Frozen):
     url: str
 
 
+RevisionState = Literal["proposed", "canary", "active", "retired", "rejected", "rolled-back"]
+
+
 class Revision(Frozen):
     """One thing an endpoint has served or may serve: a drafter with its tree, or no drafter at all."""
 
@@ -161,10 +166,23 @@ class Revision(Frozen):
 
     tree: DraftTreeShape | None
     drafter_dir: str | None
+    use: DrafterUse = DrafterUse()
+    """What its engine decodes with; `tree` and `drafter_dir` say the same of a drafter with one tree."""
+
     speedup: float | None = None
     tau: float | None = None
+    """Proven acceptance length: what live traffic is held against."""
+
     created_at: datetime
     reason: str
+    """Why it was proposed."""
+
+    state: RevisionState = "proposed"
+    """proposed: waits for its engine. canary: gets a share of the requests. active: serves. retired: has served and
+    gave way. rejected: never served. rolled-back: served and was given up."""
+
+    rejected_reason: str | None = None
+    """Of a revision rejected or rolled back: `<Reason>: <what was seen>`."""
 
 
 class Endpoint(Frozen):
@@ -244,6 +262,7 @@ class JobReport(Frozen):
     train: tuple[TrainReport, ...] = ()
     benchmark: tuple[BenchmarkReport, ...] = ()
     tune: TuneReport | None = None
+    prove: ProveReport | None = None
     leaderboard: tuple[LeaderboardEntry, ...] = ()
     decision: PromotionDecision | None = None
     endpoint: str | None = None

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from eyrie_api.errors import LossDiverged, Transient
 from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadLevel, LoadReport, LoadSpec, Quantiles
+from eyrie_api.v1alpha1.prove import ParityReport, ProveReport
 from eyrie_api.v1alpha1.reports import (
     BenchmarkReport,
     CaptureReport,
@@ -31,12 +33,14 @@ from eyrie_api.v1alpha1.reports import (
 from eyrie_api.v1alpha1.stages import (
     BenchmarkStage,
     CaptureStage,
+    ProveStage,
     RegenerateStage,
     StageReport,
     StageSpec,
     TrainStage,
     TuneStage,
 )
+from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_workers.stages.program import Result, Stage, run_program
 
 HOME = Path(os.environ.get("EYRIE_REHEARSAL", "."))
@@ -68,6 +72,35 @@ def train_report(spec: TrainStage) -> TrainReport:
                        padding_share=0.0, data_wait_share=0.0, vocabulary=vocabulary, checkpoints=checkpoints)
 
 
+def load_report(loads: tuple[int, ...], arms: tuple[str, ...], speedup: float) -> LoadReport:
+    """Every drafted arm `speedup` times faster than `off` at every load, and the candidate first of them."""
+    seconds = Quantiles(mean=0.1, p50=0.1, p90=0.1, p99=0.1)
+    levels = tuple(
+        LoadLevel(arm=arm, mode="closed", level=load, total=LoadCell(
+            requests=8, completed=8, output_tokens=64, seconds=1.0, tokens_per_s=64.0, tokens_per_s_per_user=64.0,
+            ttft_s=seconds, inter_token_s=seconds, end_to_end_s=seconds))
+        for load in loads for arm in arms)
+    comparisons = tuple(
+        LoadComparison(arm=arm, baseline="off", mode="closed", level=load, throughput_ratio=speedup,
+                       throughput_interval=Interval(low=speedup, high=speedup), user_ratio=speedup,
+                       user_interval=Interval(low=speedup, high=speedup), ttft_p99_ratio=1.0, compared=8, identical=8)
+        for load in loads for arm in arms if arm != "off")
+    return LoadReport(model="rehearsal", spec=LoadSpec(concurrencies=loads), arms=dict.fromkeys(arms, "rehearsed"),
+                      levels=levels, comparisons=comparisons, environment=ENVIRONMENT, seconds=1.0)
+
+
+def prove_report(spec: ProveStage) -> ProveReport:
+    tree = DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=8)
+    parity = ParityReport(engine="embedded", prompts=2, identical=2, tree=tree, histogram=(1, 2, 3),
+                          reference_histogram=(1, 2, 3), tau=2.5, tau_interval=Interval(low=2.4, high=2.6),
+                          reference_tau=2.5, passed=True, reasons=("rehearsed",))
+    arms = ("off", "candidate") if spec.incumbent is None else ("off", "candidate", "incumbent")
+    return ProveReport(checkpoint=spec.checkpoint, path=spec.drafter_dir, engine=spec.engine,
+                       use=DrafterUse(drafter_dir=spec.drafter_dir, setting=Setting(tree=tree)), parity=parity,
+                       load=load_report(spec.prove.loads, arms, 2.5), environment=ENVIRONMENT, seconds=1.0,
+                       changed_prompt=load_report(spec.prove.loads[:1], arms, 2.0))
+
+
 def report_of(spec: StageSpec) -> StageReport:
     if isinstance(spec, RegenerateStage):
         return RegenerateReport(rows_read=1, rows_answered=1, rows_held_out=0, rows_quarantined=0, prompt_tokens=1,
@@ -81,6 +114,8 @@ def report_of(spec: StageSpec) -> StageReport:
     if isinstance(spec, BenchmarkStage):
         # The later checkpoint is the better one, so that selection has something to choose.
         return benchmark_report(spec.checkpoint, 2.0 + int(spec.checkpoint.rsplit("-", 1)[1]) / 100)
+    if isinstance(spec, ProveStage):
+        return prove_report(spec)
     tree = DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=8)
     cell = TuneCell(tree=tree, tau=2.5, tau_by_temperature={"0.0": 2.6, "1.0": 2.4}, tokens_per_s=1.0, speedup=2.5,
                     speedup_by_temperature={"0.0": 2.6, "1.0": 2.4}, speedup_interval=Interval(low=2.0, high=3.0),
@@ -125,6 +160,6 @@ def work(spec: StageSpec, stage: Stage) -> Result:
 
 if __name__ == "__main__":
     kinds = {"regenerate": RegenerateStage, "capture": CaptureStage, "train": TrainStage, "benchmark": BenchmarkStage,
-             "tune": TuneStage}
+             "tune": TuneStage, "prove": ProveStage}
     told = json.loads(Path(sys.argv[sys.argv.index("--spec") + 1]).read_text())["stage"]
     sys.exit(run_program(kinds[told], work))
