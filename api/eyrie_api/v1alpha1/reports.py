@@ -247,11 +247,28 @@ class LeaderboardEntry(Frozen):
     rank: int = Field(ge=1)
 
 
+class PromotionCheck(Frozen):
+    """One question promotion asks, what was found, and what was demanded."""
+
+    name: str
+    """`<question>` or `<question>:<of what>`: identical, proof, parity, suite:chat, load:4, ttft:4, incumbent, ..."""
+
+    passed: bool
+    figure: float | None = None
+    bound: float | None = None
+    interval: Interval | None = None
+    words: str
+    """The finding in one sentence; also among the decision's reasons."""
+
+
 class PromotionDecision(Frozen):
     """Whether the candidate replaces the incumbent, and every reason."""
 
     promote: bool
     verdict: Literal["promote", "keep-incumbent", "no-drafter", "awaits-approval"]
     reasons: tuple[str, ...]
+    checks: tuple[PromotionCheck, ...] = ()
+    """Every question asked, in order, passed or not."""
+
     candidate_speedup: float | None = None
     incumbent_speedup: float | None = None

@@ -1,0 +1,50 @@
+"""The history of an endpoint: every promotion decision, every change of what serves, every window watched.
+
+Entries are kept when the job they speak of is deleted; only windows, which come as long as there is traffic, are
+thinned to the latest few hundred.
+"""
+
+from datetime import datetime
+from typing import Literal
+
+from pydantic import Field, JsonValue
+
+from eyrie_api.v1alpha1.model import Frozen
+
+HistoryKind = Literal["created", "decided", "proposed", "canary", "activated", "rejected", "rolled-back", "window",
+                      "drift", "retraining", "on", "off"]
+Actor = Literal["policy", "person", "watch"]
+
+
+class HistoryEntry(Frozen):
+    """One thing that happened to an endpoint."""
+
+    id: int
+    endpoint: str
+    time: datetime
+    kind: HistoryKind
+    """created: the name was taken. decided: a job's candidate was judged. proposed: a revision became the candidate.
+    canary: it was given a share of the requests. activated: it serves all. rejected: it was given up before that.
+    rolled-back: what served was given up for an earlier one. window: live acceptance length over one window.
+    drift: it stayed low; `data.job` is the job that would mend it. retraining: that job was started."""
+
+    revision: int | None = None
+    job_id: str | None = None
+    reason: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9]*$")
+    message: str = ""
+    actor: Actor = "policy"
+    """policy: the promotion policy or the job's serving section. person: somebody asked. watch: what was seen live."""
+
+    figures: dict[str, float] = Field(default_factory=dict)
+    """Numbers the entry rests on, by name: tau, share, speedup, ..."""
+
+    data: dict[str, JsonValue] = Field(default_factory=dict)
+    """decided: `decision`, a PromotionDecision. drift: `job`, a JobSpec ready to be posted, and `traffic_file`."""
+
+
+class History(Frozen):
+    """Entries of one endpoint, oldest first."""
+
+    items: tuple[HistoryEntry, ...]
+    next_before: int | None = None
+    """When there are older ones: ask again with `before` set to this."""
