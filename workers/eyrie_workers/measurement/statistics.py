@@ -17,7 +17,7 @@ prompts. One prompt says nothing about other prompts: its interval is the point.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
@@ -28,6 +28,7 @@ from eyrie_api.v1alpha1.reports import Interval
 
 _RESAMPLES = 2000  # the Monte-Carlo error of a standard error is then 1.6 %
 _LEVEL = 0.95
+_MOST_DRAWS = 4_000_000  # held at once: 32 MB, whatever the number of prompts
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -82,17 +83,39 @@ def speed_interval(groups: Sequence[Sequence[Tally]], seed: int = 0) -> Interval
     if num_prompts == 1:
         value = mean_speed_ratio(groups)
         return Interval(low=value, high=value)
+    # [N, G * 4]: a prompt's row holds all its groups, so that they are drawn together.
     fields: FloatArray = np.array(
-        [[(t.tokens, t.seconds, t.baseline_tokens, t.baseline_seconds) for t in group] for group in groups]
-    )
-    draws = np.random.default_rng(seed).integers(0, num_prompts, size=(_RESAMPLES, num_prompts))
-    # Resampling by counts: [R, N] counts times [N, G * 4] values gives all sums in one product.
-    counts = np.apply_along_axis(np.bincount, 1, draws, minlength=num_prompts).astype(np.float64)
-    sums = np.einsum("rn,gnf->rgf", counts, fields)
-    ratios = (sums[..., 0] / sums[..., 1]) / (sums[..., 2] / sums[..., 3])
-    standard_error = float(np.log(ratios.mean(axis=1)).std()) * math.sqrt(num_prompts / (num_prompts - 1))
-    reach = math.exp(student_quantile(0.5 + _LEVEL / 2.0, num_prompts - 1) * standard_error)
-    value = mean_speed_ratio(groups)
+        [[value for t in tallies for value in (t.tokens, t.seconds, t.baseline_tokens, t.baseline_seconds)]
+         for tallies in zip(*groups, strict=True)], dtype=np.float64)
+
+    def ratio(sums: FloatArray) -> FloatArray:
+        by_group = sums.reshape(-1, len(groups), 4)
+        ratios = (by_group[..., 0] / by_group[..., 1]) / (by_group[..., 2] / by_group[..., 3])
+        return ratios.mean(axis=1)
+
+    return interval_around(mean_speed_ratio(groups), standard_error(fields, ratio, seed), num_prompts)
+
+
+def standard_error(fields: FloatArray, statistic: Callable[[FloatArray], FloatArray], seed: int = 0) -> float:
+    """Bootstrap standard error of the logarithm of a positive statistic of sums over prompts.
+
+    fields      [N, F]   what each prompt adds to the sums; N >= 2
+    statistic   sums [R, F] to values [R], all positive
+    """
+    num_prompts = len(fields)
+    random = np.random.default_rng(seed)
+    values = []
+    for start in range(0, _RESAMPLES, rows := max(1, _MOST_DRAWS // num_prompts)):
+        draws = random.integers(0, num_prompts, size=(min(rows, _RESAMPLES - start), num_prompts))
+        # Resampling by counts: [R, N] counts times [N, F] values gives all sums in one product.
+        counts = np.apply_along_axis(np.bincount, 1, draws, minlength=num_prompts).astype(np.float64)
+        values.append(statistic(counts @ fields))
+    return float(np.log(np.concatenate(values)).std()) * math.sqrt(num_prompts / (num_prompts - 1))
+
+
+def interval_around(value: float, error: float, num_prompts: int) -> Interval:
+    """95 % t interval around a positive value whose logarithm has this standard error, from so many prompts."""
+    reach = math.exp(student_quantile(0.5 + _LEVEL / 2.0, num_prompts - 1) * error)
     return Interval(low=value / reach, high=value * reach)
 
 
