@@ -1,0 +1,98 @@
+"""Which targets SGLang can draft for with EAGLE-3, and how it counts their layers. Data about SGLang 0.5.23.
+
+An EAGLE-3 drafter reads hidden states of the target, so the target's model class must hand them out: it needs a method
+`set_eagle3_layers_to_capture`. Where it is missing, the server ends after loading the weights. The list was made by a
+static scan of the wheel's `srt/models`: every class named in an `EntryClass`, followed through its bases to the first
+that defines the method (71 of 290). tests/sglang/test_capture_support.py scans the installed wheel again and compares,
+and reads each method's treatment of explicit layer ids.
+
+What is missing can be added from outside: `PLUGIN_ARCHITECTURES` are served through Eyrie's own model package
+(`eyrie_workers.engines.sglang.plugin`).
+
+Layer ids. Eyrie counts as Hugging Face `hidden_states` does: 0 is the embedding, k the output of the k-th layer. In
+SGLang `eagle_config.eagle_aux_hidden_state_layer_ids` means "output of layer v" counted from 0, so v = k - 1, and its
+models capture the input of layer v + 1. Some DeepSeek-like families do that only when the first id is 1 and else take
+the ids as they are, so there v = k (the wrong choice cost a tenth of a token per round on Kimi K2.5: sglang issue
+25454). The state after the last layer cannot be captured: `hidden_states` has it after the final norm, SGLang before
+that norm or not at all.
+"""
+
+from collections.abc import Sequence
+
+from eyrie_api.errors import InvalidInput, UnsupportedTarget
+
+SGLANG_VERSION = "0.5.23"
+
+PLUGIN_ARCHITECTURES: tuple[str, ...] = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
+"""Captured with Eyrie's model package; SGLang serves both with its class Olmo2ForCausalLM."""
+
+CAPTURED_ARCHITECTURES: tuple[str, ...] = (
+    "ApertusForCausalLM", "BailingMoEForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM",
+    "Cosmos3ForConditionalGeneration", "DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM",
+    "ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration",
+    "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
+    "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "Glm5NextForConditionalGeneration", "GlmMoeDsaForCausalLM",
+    "GptOssForCausalLM", "IQuestCoderForCausalLM", "InternLM3ForCausalLM", "InternS1ProForConditionalGeneration",
+    "InternS2MobiusForConditionalGeneration", "InternS2PreviewForConditionalGeneration",
+    "KimiK25ForConditionalGeneration", "Llama4ForCausalLM", "Llama4ForConditionalGeneration", "LlamaForCausalLM",
+    "LongcatFlashForCausalLM", "MellumForCausalLM", "MindSporeForCausalLM", "MiniMaxM2ForCausalLM",
+    "MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration", "Ministral3ForCausalLM",
+    "MistralForCausalLM", "MistralLarge3ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM",
+    "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
+    "Qwen4ExpForConditionalGeneration", "SarvamMoEForCausalLM", "TeleFLMForCausalLM",
+)
+
+CAPTURED_BESIDES: tuple[str, ...] = (
+    "DeepseekV3ForCausalLMNextN", "EmbeddingGemmaModel", "ExaoneMoEForCausalLMMTP", "Gemma4AssistantForCausalLM",
+    "Gemma4UnifiedAssistantForCausalLM", "Glm4MoeForCausalLMNextN", "Glm4MoeLiteForCausalLMNextN",
+    "Glm5NextForConditionalGenerationNextN", "GlmMoeDsaForCausalLMNextN", "LlamaForCausalLMEagle",
+    "LlamaForCausalLMEagle3", "LongcatFlashForCausalLMNextN", "MistralForCausalLMEagle",
+    "MistralLarge3ForCausalLMEagle", "Qwen2ForCausalLMEagle", "Qwen3MoeForCausalLMMTP", "Qwen3NextForCausalLMMTP",
+)
+"""Drafters and an embedding model, which inherit the method and are no targets."""
+
+RAW_UNLESS_FIRST_IS_ONE: tuple[str, ...] = (
+    "DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM",
+    "GlmMoeDsaForCausalLM", "KimiK25ForConditionalGeneration", "MistralLarge3ForCausalLM",
+)
+"""Families that add 1 to explicit layer ids only when the first id is 1."""
+
+SUPPORTED_BY_SGLANG: tuple[str, ...] = tuple(sorted((*CAPTURED_ARCHITECTURES, *PLUGIN_ARCHITECTURES)))
+
+
+def require_capture(architecture: str) -> None:
+    """Raise UnsupportedTarget, with the list, when SGLang cannot draft for this architecture with EAGLE-3."""
+    if architecture not in SUPPORTED_BY_SGLANG:
+        raise UnsupportedTarget(
+            f"SGLang {SGLANG_VERSION} cannot capture hidden states of {architecture}, which an EAGLE-3 drafter reads",
+            f"serve with the embedded engine, or use a target of {', '.join(SUPPORTED_BY_SGLANG)}")
+
+
+def sglang_layer_ids(architecture: str, num_layers: int, aux_layers: Sequence[int]) -> tuple[int, ...]:
+    """`eagle_aux_hidden_state_layer_ids` for SGLang, from ascending `hidden_states` indices.
+
+    Raises InvalidInput when SGLang cannot capture one of them for this architecture. Architectures that SGLang does not
+    capture at all get the general rule: the directory is still loaded by other engines.
+    """
+    beyond = [layer for layer in aux_layers if not 0 <= layer < num_layers]
+    if beyond:
+        raise InvalidInput(f"aux layers {beyond} of a target with {num_layers} layers cannot be captured by SGLang: "
+                           "the last layer's output never leaves it", f"use hidden_states indices below {num_layers}")
+    if architecture not in RAW_UNLESS_FIRST_IS_ONE:
+        return tuple(layer - 1 for layer in aux_layers)
+    if aux_layers and aux_layers[0] == 1:
+        raise InvalidInput(f"aux layers {list(aux_layers)} begin with 1: SGLang adds one to every id of "
+                           f"{architecture} when the first is 1, and so cannot be told this",
+                           "begin with another layer")
+    if aux_layers and aux_layers[0] == 2:
+        return tuple(layer - 1 for layer in aux_layers)
+    return tuple(aux_layers)
+
+
+def captured_inputs(architecture: str, ids: Sequence[int]) -> tuple[int, ...]:
+    """What SGLang makes of explicit ids: the `hidden_states` indices it captures. The inverse of `sglang_layer_ids`."""
+    if architecture in RAW_UNLESS_FIRST_IS_ONE and not (ids and ids[0] == 1):
+        return tuple(ids)
+    return tuple(value + 1 for value in ids)

@@ -1,0 +1,58 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eyrie_api.capture_support import (
+    CAPTURED_ARCHITECTURES,
+    CAPTURED_BESIDES,
+    PLUGIN_ARCHITECTURES,
+    RAW_UNLESS_FIRST_IS_ONE,
+    captured_inputs,
+    require_capture,
+    sglang_layer_ids,
+)
+from eyrie_api.errors import InvalidInput, UnsupportedTarget
+
+
+def test_ordinary_families_count_outputs_from_zero() -> None:
+    assert sglang_layer_ids("LlamaForCausalLM", 32, (2, 16, 29)) == (1, 15, 28)
+    assert sglang_layer_ids("GptOssForCausalLM", 24, (0, 12, 23)) == (-1, 11, 22)
+    assert sglang_layer_ids("Olmo3ForCausalLM", 32, (4, 16, 28)) == (3, 15, 27)
+
+
+def test_deepseek_like_families_take_ids_raw_unless_the_first_is_one() -> None:
+    assert sglang_layer_ids("DeepseekV3ForCausalLM", 61, (2, 30, 58)) == (1, 29, 57)
+    assert sglang_layer_ids("DeepseekV3ForCausalLM", 61, (3, 30, 58)) == (3, 30, 58)
+    with pytest.raises(InvalidInput, match="begin with 1"):
+        sglang_layer_ids("KimiK25ForConditionalGeneration", 61, (1, 30, 58))
+
+
+@given(st.sampled_from([*CAPTURED_ARCHITECTURES, *PLUGIN_ARCHITECTURES]),
+       st.sets(st.integers(0, 39), min_size=1, max_size=5))
+def test_sglang_captures_exactly_the_layers_meant_or_the_ids_are_refused(family: str, wanted: set[int]) -> None:
+    layers = tuple(sorted(wanted))
+    if family in RAW_UNLESS_FIRST_IS_ONE and layers[0] == 1:
+        with pytest.raises(InvalidInput):
+            sglang_layer_ids(family, 40, layers)
+    else:
+        assert captured_inputs(family, sglang_layer_ids(family, 40, layers)) == layers
+
+
+def test_the_state_after_the_last_layer_cannot_be_asked_for() -> None:
+    with pytest.raises(InvalidInput, match="last layer"):
+        sglang_layer_ids("LlamaForCausalLM", 16, (2, 8, 16))
+
+
+def test_the_scan_found_71_classes_each_listed_once() -> None:
+    assert len({*CAPTURED_ARCHITECTURES, *CAPTURED_BESIDES}) == 71
+    assert len(CAPTURED_ARCHITECTURES) + len(CAPTURED_BESIDES) == 71
+    assert not set(PLUGIN_ARCHITECTURES) & set(CAPTURED_ARCHITECTURES)
+    assert set(RAW_UNLESS_FIRST_IS_ONE) <= set(CAPTURED_ARCHITECTURES)
+
+
+def test_an_unsupported_target_is_refused_with_what_is_supported() -> None:
+    require_capture("Qwen3ForCausalLM")
+    require_capture("Olmo3ForCausalLM")
+    with pytest.raises(UnsupportedTarget, match="MixtralForCausalLM") as refused:
+        require_capture("MixtralForCausalLM")
+    assert "Qwen3MoeForCausalLM" in refused.value.mend

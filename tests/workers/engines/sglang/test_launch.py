@@ -1,0 +1,242 @@
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eyrie_api.errors import UnsupportedTarget
+from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, OperatingPoint, Setting
+from eyrie_workers.engines.sglang.launch import (
+    LaunchPlan,
+    adaptive_document,
+    comparison,
+    launch_arguments,
+    launch_environment,
+    pins_of,
+    without_speculation,
+)
+from eyrie_workers.engines.sglang.profiles import PROFILES, AttentionNeeds, Unlaunchable, profile, static_fraction
+from eyrie_workers.engines.sglang.served import ServedDrafter, ServedTarget, read_drafter, read_target
+
+CHAIN = Setting(tree=DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6))
+TREE = Setting(tree=DraftTreeShape(num_steps=4, top_k=4, num_draft_tokens=12))
+NGRAM = Setting(method="ngram", tree=DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4))
+ADAPTIVE = OperatingMap(
+    points=(OperatingPoint(concurrency=1, setting=CHAIN, speedup=2.0, tokens_per_s=100.0, measured=True),
+            OperatingPoint(concurrency=16, setting=OFF, speedup=1.0, tokens_per_s=900.0, measured=True)),
+    crossover=16, adaptive={"1": {"candidate_steps": [5]}, "16": {"candidate_steps": [0]}, "ema_alpha": 0.2})
+
+
+def plan(machine: str = "h100", setting: Setting = CHAIN, **more: Any) -> LaunchPlan:
+    target = more.pop("target", ServedTarget(model="/models/llama", architecture="LlamaForCausalLM", num_layers=32,
+                                             context_length=8192))
+    drafter = more.pop("drafter", ServedDrafter(directory="/drafters/d", context_length=8192))
+    return LaunchPlan(target=target, machine=profile(machine), served_name="llama", drafter=drafter, setting=setting,
+                      **more)
+
+
+def value(line: tuple[str, ...], flag: str) -> str | None:
+    return line[line.index(flag) + 1] if flag in line else None
+
+
+PINNED = ("--attention-backend", "--page-size", "--mem-fraction-static", "--max-running-requests", "--context-length")
+
+
+@pytest.mark.parametrize("machine", list(PROFILES))
+@pytest.mark.parametrize("setting", [CHAIN, TREE, NGRAM], ids=lambda one: one.label())
+def test_both_arms_of_a_comparison_differ_in_nothing_but_speculation(machine: str, setting: Setting) -> None:
+    lines = comparison(plan(machine, setting))
+    off, on = lines["off"], lines[setting.label()]
+    assert all(value(off, flag) is not None for flag in PINNED)
+    assert on[:len(off)] == off
+    assert all(flag.startswith("--speculative-") for flag in on[len(off):] if flag.startswith("-"))
+
+
+@pytest.mark.parametrize("machine", list(PROFILES))
+def test_settings_raced_against_each_other_share_a_backend_that_serves_them_all(machine: str) -> None:
+    lines = comparison(plan(machine, CHAIN), [TREE, NGRAM])
+    assert set(lines) == {"off", CHAIN.label(), TREE.label(), NGRAM.label()}
+    assert len({tuple(value(line, flag) for flag in PINNED) for line in lines.values()}) == 1
+
+
+def test_a_blackwell_chain_runs_on_trtllm_and_gives_it_up_when_compared_with_a_tree() -> None:
+    assert pins_of(plan("b200", CHAIN)).attention_backend == "trtllm_mha"
+    assert pins_of(plan("b200", CHAIN)).page_size == 64
+    assert pins_of(plan("b200", CHAIN), [TREE]).attention_backend == "flashinfer"
+    assert pins_of(plan("h100", CHAIN)).attention_backend == pins_of(plan("h100", TREE)).attention_backend == "fa3"
+
+
+def test_the_setting_is_written_in_sglangs_words() -> None:
+    line = launch_arguments(plan(setting=TREE))
+    assert value(line, "--speculative-algorithm") == "EAGLE3"
+    assert value(line, "--speculative-draft-model-path") == "/drafters/d"
+    assert value(line, "--speculative-num-steps") == "4"
+    assert value(line, "--speculative-eagle-topk") == "4"
+    assert value(line, "--speculative-num-draft-tokens") == "12"
+    assert not any("speculative" in word for word in launch_arguments(plan(setting=OFF)))
+    ngram = launch_arguments(plan(setting=NGRAM, drafter=None))
+    assert value(ngram, "--speculative-algorithm") == "NGRAM"
+    assert value(ngram, "--speculative-ngram-max-bfs-breadth") == "1"
+
+
+def test_an_operating_map_with_an_adaptive_form_follows_the_load() -> None:
+    adaptive = plan(map=ADAPTIVE, adaptive_path="/etc/eyrie/adaptive.json")
+    line = launch_arguments(adaptive)
+    assert "--speculative-adaptive" in line
+    assert value(line, "--speculative-adaptive-config") == "/etc/eyrie/adaptive.json"
+    assert (value(line, "--speculative-num-steps"), value(line, "--speculative-eagle-topk")) == ("5", "1")
+    document = adaptive_document(adaptive)
+    assert document is not None
+    assert json.loads(document) == ADAPTIVE.adaptive
+    assert set(comparison(adaptive)) == {"off", "adaptive", CHAIN.label()}
+    assert adaptive_document(without_speculation(adaptive)) is None
+
+
+def test_a_map_that_never_drafts_is_served_without_speculation() -> None:
+    never = ADAPTIVE.model_copy(update={"adaptive": {"1": {"candidate_steps": [0]}}})
+    assert "--speculative-algorithm" not in launch_arguments(plan(setting=OFF, map=never))
+
+
+def test_an_unquantised_drafter_is_told_so_beside_a_quantised_target() -> None:
+    flag = "--speculative-draft-model-quantization"
+    assert value(launch_arguments(plan(quantization="fp8")), flag) == "unquant"
+    by_itself = ServedTarget(model="/m", architecture="LlamaForCausalLM", num_layers=32, context_length=8192,
+                             quantised="gptq")
+    assert value(launch_arguments(plan(target=by_itself)), flag) == "unquant"
+    assert value(launch_arguments(plan()), flag) is None
+    both = ServedDrafter(directory="/d", context_length=8192, quantised="fp8")
+    assert value(launch_arguments(plan(quantization="fp8", drafter=both)), flag) is None
+
+
+def test_a_window_of_positions_becomes_sglangs_count_of_those_behind() -> None:
+    windowed = ServedDrafter(directory="/d", context_length=8192, sliding_window=1024)
+    assert value(launch_arguments(plan(drafter=windowed)), "--speculative-draft-window-size") == "1023"
+
+
+def test_the_context_served_is_one_that_target_and_drafter_reach() -> None:
+    short = ServedDrafter(directory="/d", context_length=2048)
+    assert value(launch_arguments(plan(drafter=short)), "--context-length") == "2048"
+    assert {value(line, "--context-length") for line in comparison(plan(drafter=short)).values()} == {"2048"}
+    with pytest.raises(Unlaunchable, match="2048 positions") as refused:
+        launch_arguments(plan(drafter=short, context_length=4096))
+    assert "context_length 2048" in refused.value.mend
+    with pytest.raises(Unlaunchable, match="more than the target's"):
+        launch_arguments(plan(setting=OFF, context_length=9000))
+
+
+OLMO = ServedTarget(model="/m", architecture="Olmo3ForCausalLM", num_layers=32, context_length=8192,
+                    attention=AttentionNeeds(sliding=True))
+MLA = ServedTarget(model="/m", architecture="DeepseekV3ForCausalLM", num_layers=61, context_length=8192,
+                   attention=AttentionNeeds(mla=True))
+MIXTRAL = ServedTarget(model="/m", architecture="MixtralForCausalLM", num_layers=32, context_length=8192)
+
+
+def test_olmo_is_served_through_our_model_package_in_both_arms() -> None:
+    named = plan(target=OLMO, plugin_root="/opt/eyrie")
+    for arm in (named, without_speculation(named)):
+        assert launch_environment(arm) == {
+            "SGLANG_EXTERNAL_MODEL_PACKAGE": "eyrie_workers.engines.sglang.plugin", "PYTHONPATH": "/opt/eyrie"}
+    assert launch_environment(plan()) == {}
+    assert "SGLANG_USE_CPU_ENGINE" in launch_environment(plan("cpu"))
+    assert "SGLANG_AITER_HONOR_EXPLICIT_MEM_FRACTION" in launch_environment(plan("mi300x"))
+
+
+@pytest.mark.parametrize(("refused", "says", "mend"), [
+    (plan(drafter=None), "there is none", "off"),
+    (plan("b200", attention_backend="trtllm_mla", target=MLA), "drafts only for MLA drafters", "flashinfer"),
+    (plan(attention_backend="flashmla", target=MLA, setting=TREE), "drafts only for MLA", "fa3"),
+    (plan(attention_backend="flashinfer", target=MLA, setting=TREE), "chains only for MLA", "top_k 1"),
+    (plan("a100-80gb", attention_backend="fa3", target=MLA), "on Hopper only", "triton"),
+    (plan("b200", attention_backend="trtllm_mha", setting=TREE), "chains only", "flashinfer"),
+    (plan("b200", attention_backend="trtllm_mha", page_size=1), "page size 1 is not one of", "64"),
+    (plan(attention_backend="trtllm_mha"), "does not run on h100", "fa3"),
+    (plan("b200", attention_backend="fa3"), "does not run on b200", "trtllm_mha"),
+    (plan(attention_backend="fa3", target=OLMO, setting=TREE, page_size=16), "sliding-window", "triton"),
+    (plan("b200", attention_backend="fa4", setting=TREE, page_size=64), "page size 1 only", "page_size"),
+    (plan("cpu", attention_backend="intel_amx", setting=TREE, page_size=16), "page size 1 only", "page_size"),
+    (plan("cpu", attention_backend="torch_native"), "cannot draft", "intel_amx"),
+    (plan("mi300x", attention_backend="aiter", setting=TREE), "chains only", "triton"),
+    (plan(attention_backend="magic"), "not known", "flashinfer"),
+    (plan(map=ADAPTIVE), "adaptive_path", "path"),
+    (plan(map=ADAPTIVE, adaptive_path="/a", lora_paths=("x=/x",)), "LoRA", "leave the map out"),
+    (plan(map=ADAPTIVE, adaptive_path="/a", tp_size=2, attn_dp_size=2), "data parallelism", "attn_dp_size 1"),
+    (plan(setting=NGRAM, tp_size=2, attn_dp_size=2), "n-gram", "the drafter"),
+    (plan(tp_size=3, attn_dp_size=2), "not a multiple", "make it one"),
+    (plan(pp_size=2), "pp_size 2", "tp_size"),
+    (plan(dtype="float32"), "float32", "bfloat16"),
+    (plan(mem_fraction=1.5), "mem_fraction 1.5", "leave it out"),
+])
+def test_what_cannot_be_served_is_refused_with_a_mend(refused: LaunchPlan, says: str, mend: str) -> None:
+    with pytest.raises(Unlaunchable) as raised:
+        launch_arguments(refused)
+    assert says in raised.value.message
+    assert mend in raised.value.mend
+
+
+def test_a_target_whose_states_cannot_be_captured_is_refused_with_the_list_but_served_plainly() -> None:
+    with pytest.raises(UnsupportedTarget, match="MixtralForCausalLM") as refused:
+        launch_arguments(plan(target=MIXTRAL))
+    assert "LlamaForCausalLM" in refused.value.mend
+    assert "Olmo3ForCausalLM" in refused.value.mend
+    assert launch_arguments(plan(target=MIXTRAL, setting=NGRAM, drafter=None))
+    assert launch_arguments(plan(target=MIXTRAL, setting=OFF))
+
+
+@pytest.mark.parametrize("machine", list(PROFILES))
+@pytest.mark.parametrize("needs", [AttentionNeeds(), AttentionNeeds(mla=True), AttentionNeeds(sliding=True),
+                                   AttentionNeeds(sliding=True, sinks=True), AttentionNeeds(linear=True)])
+def test_every_machine_has_a_backend_for_plain_decoding_and_chains_or_says_why_not(
+        machine: str, needs: AttentionNeeds) -> None:
+    target = replace(MLA, attention=needs)
+    if machine == "cpu" and needs.mla:
+        with pytest.raises(Unlaunchable, match="MLA"):
+            launch_arguments(plan(machine, CHAIN, target=target))
+        return
+    for setting in (OFF, CHAIN, TREE):
+        line = launch_arguments(plan(machine, setting, target=target))
+        assert value(line, "--attention-backend") is not None
+
+
+@given(st.floats(16, 400))
+def test_the_memory_fraction_leaves_room_on_every_card(memory_gib: float) -> None:
+    assert 0.5 < static_fraction(memory_gib) < 0.95
+
+
+def test_a_key_comes_from_a_file_and_never_stands_in_the_line() -> None:
+    line = launch_arguments(plan(key_file="/run/secrets/sglang.yaml"))
+    assert value(line, "--config") == "/run/secrets/sglang.yaml"
+    assert "--api-key" not in line
+
+
+def test_facts_are_read_from_config_json_of_any_family() -> None:
+    deepseek = read_target("/m", {"architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 61,
+                                  "max_position_embeddings": 4096, "kv_lora_rank": 512, "n_routed_experts": 256,
+                                  "rope_scaling": {"type": "yarn", "factor": 40},
+                                  "quantization_config": {"quant_method": "fp8"}})
+    assert deepseek.attention.mla
+    assert deepseek.experts
+    assert (deepseek.quantised, deepseek.context_length) == ("fp8", 163840)
+    gemma = read_target("/m", {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {
+        "num_hidden_layers": 26, "max_position_embeddings": 32768, "sliding_window": 512,
+        "layer_types": ["sliding_attention", "full_attention"]}})
+    assert gemma.attention == AttentionNeeds(sliding=True)
+    hybrid = read_target("/m", {"architectures": ["Qwen3NextForCausalLM"], "num_hidden_layers": 48,
+                                "max_position_embeddings": 262144, "linear_num_key_heads": 16})
+    assert hybrid.attention == AttentionNeeds(linear=True)
+    plain = read_target("/m", {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 28, "sliding_window": 4096,
+                               "use_sliding_window": False, "max_position_embeddings": 32768})
+    assert plain.attention == AttentionNeeds()
+    with pytest.raises(Unlaunchable, match="num_hidden_layers"):
+        read_target("/m", {"architectures": ["X"], "max_position_embeddings": 10})
+
+
+def test_a_drafters_window_and_context_are_read_from_its_config() -> None:
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+    read = read_drafter("/d", {"max_position_embeddings": 131072, "rope_scaling": llama3, "sliding_window": 512})
+    assert (read.context_length, read.sliding_window) == (131072, 512)
+    assert read_drafter("/d", {"max_position_embeddings": 64, "eyrie": {"sliding_window": 9}}).sliding_window == 9
+    linear = {"rope_type": "linear", "factor": 4.0}
+    assert read_drafter("/d", {"max_position_embeddings": 64, "rope_scaling": linear}).context_length == 256

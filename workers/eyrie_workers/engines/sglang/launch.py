@@ -1,0 +1,324 @@
+"""The command line of a SGLang server, from a target, a drafter, a setting and a machine. Pure: values in, strings out.
+
+Three things go wrong when such lines are written by hand, and are made impossible here.
+
+*A comparison that compares something else.* With speculation SGLang lowers max-running-requests to 48 when nobody sets
+it, takes another memory fraction, and may take another attention backend for every top_k. Every line rendered here
+carries all of them, and `comparison` gives all arms the same ones: a backend that serves every setting compared.
+
+*A server that speculates less than it was told.* Adaptive speculation with LoRA, a tree or attention data parallelism
+falls back to static settings with a warning in the log; a drafter beside a target quantised by flag is quantised too.
+Such combinations are refused, or rendered with the flag that prevents it.
+
+*A failure after ten minutes of loading weights.* What the model runner would refuse (a drafter with less context than
+is served, a target whose hidden states cannot be captured) is refused before anything starts.
+
+The line belongs to SGLang 0.5.23; tests/sglang resolves a matrix of them through that version's own parser. What is not
+here: the process (`process`), and secrets. SGLang reads its API key from a flag or a `--config` file and from no
+environment variable; a flag would show in every process list and manifest, so the plan names the file.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from eyrie_api.capture_support import PLUGIN_ARCHITECTURES, require_capture
+from eyrie_api.v1alpha1.job import Dtype
+from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, Setting
+from eyrie_workers.engines.sglang.profiles import (
+    HardwareProfile,
+    Unlaunchable,
+    attention_problem,
+    choose_attention,
+    default_page_size,
+)
+from eyrie_workers.engines.sglang.served import ServedDrafter, ServedTarget
+
+PLUGIN_PACKAGE = "eyrie_workers.engines.sglang.plugin"
+MODULE = "sglang.launch_server"
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """Everything a server is told."""
+
+    target: ServedTarget
+    machine: HardwareProfile
+    served_name: str
+    drafter: ServedDrafter | None = None
+    setting: Setting = OFF
+    map: OperatingMap | None = None
+    """When its adaptive form is there, the server follows the load by it; else `setting` holds at every load."""
+
+    adaptive_path: str | None = None
+    """Where the caller puts `adaptive_document(plan)` before the server starts."""
+
+    host: str = "127.0.0.1"
+    port: int = 30000
+    dtype: Dtype = "bfloat16"
+    context_length: int | None = None
+    """Longest text served. Default: what target and drafter both reach."""
+
+    max_running_requests: int = 48
+    """SGLang's own limit with speculation, and far below the one without: so it is always given."""
+
+    mem_fraction: float | None = None
+    """Default: the machine profile's."""
+
+    max_total_tokens: int | None = None
+    """Bound of the KV pool in tokens, for machines whose memory is not all SGLang's."""
+
+    attention_backend: str | None = None
+    page_size: int | None = None
+    tp_size: int = 1
+    pp_size: int = 1
+    attn_dp_size: int = 1
+    """Attention data parallelism: groups that each attend to their own requests."""
+
+    quantization: str | None = None
+    """`--quantization`, for a target quantised while it is loaded."""
+
+    lora_paths: tuple[str, ...] = ()
+    """`name=path` of adapters on the target. The drafter stays unadapted."""
+
+    metrics: bool = True
+    key_file: str | None = None
+    """A YAML file with the line `api-key: ...`, mounted from a Secret."""
+
+    plugin_root: str | None = None
+    """Directory that holds the package `eyrie_workers`, where SGLang's interpreter does not have it installed."""
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What every arm of a comparison must share."""
+
+    attention_backend: str
+    page_size: int
+    mem_fraction: float
+    max_running_requests: int
+    context_length: int
+
+
+def launch_arguments(plan: LaunchPlan, pins: Pins | None = None) -> tuple[str, ...]:
+    """The arguments behind `python -m sglang.launch_server`. Raises Unlaunchable with the mend."""
+    pins = pins or pins_of(plan)
+    _check(plan, pins)
+    line = [
+        "--model-path", plan.target.model, "--served-model-name", plan.served_name,
+        "--host", plan.host, "--port", str(plan.port), "--dtype", plan.dtype,
+        "--context-length", str(pins.context_length),
+        "--max-running-requests", str(pins.max_running_requests),
+        "--mem-fraction-static", f"{pins.mem_fraction:g}",
+        "--attention-backend", pins.attention_backend, "--page-size", str(pins.page_size),
+        "--tp-size", str(plan.tp_size),
+    ]
+    if plan.target.revision is not None:
+        line += ["--revision", plan.target.revision]
+    if plan.pp_size > 1:
+        line += ["--pp-size", str(plan.pp_size)]
+    if plan.attn_dp_size > 1:
+        line += ["--attn-dp-size", str(plan.attn_dp_size)]
+    if plan.max_total_tokens is not None:
+        line += ["--max-total-tokens", str(plan.max_total_tokens)]
+    if plan.quantization is not None:
+        line += ["--quantization", plan.quantization]
+    if plan.machine.platform == "cpu":
+        # Speculation switches the overlap scheduler off on CPU; both arms of a comparison must be without it.
+        line += ["--device", "cpu", "--disable-overlap-schedule"]
+    if plan.metrics:
+        line.append("--enable-metrics")
+    if plan.lora_paths:
+        line += ["--lora-paths", *plan.lora_paths]
+    if plan.key_file is not None:
+        line += ["--config", plan.key_file]
+    return (*line, *_speculation(plan))
+
+
+def launch_environment(plan: LaunchPlan) -> dict[str, str]:
+    """Environment variables the line needs, on top of the caller's."""
+    variables: dict[str, str] = {}
+    if plan.machine.platform == "rocm":
+        # Without it aiter takes 15 % off a given memory fraction when the context is above 8192 (attention_hook.py).
+        variables["SGLANG_AITER_HONOR_EXPLICIT_MEM_FRACTION"] = "1"
+    if plan.machine.platform == "cpu":
+        variables["SGLANG_USE_CPU_ENGINE"] = "1"
+    if plan.target.architecture in PLUGIN_ARCHITECTURES:  # in both arms: they must run the same model class
+        variables["SGLANG_EXTERNAL_MODEL_PACKAGE"] = PLUGIN_PACKAGE
+        if plan.plugin_root is not None:
+            variables["PYTHONPATH"] = plan.plugin_root
+    return variables
+
+
+def adaptive_document(plan: LaunchPlan) -> str | None:
+    """The text of the file that `adaptive_path` names; None when the plan is not adaptive."""
+    slots = _adaptive_slots(plan)
+    return None if slots is None else json.dumps(slots, indent=1) + "\n"
+
+
+def pins_of(plan: LaunchPlan, also: Sequence[Setting] = ()) -> Pins:
+    """What to pin for this plan, and for the same plan under these settings too. Raises Unlaunchable."""
+    widths = {_width(setting) for setting in (plan.setting, *also)}
+    if _adaptive_slots(plan) is not None:
+        widths.add(1)
+    needs = plan.target.attention
+    if plan.attention_backend is None:
+        backend, page_size = choose_attention(plan.machine, needs, widths, plan.page_size)
+    else:
+        backend, widest = plan.attention_backend, max(widths)
+        page_size = plan.page_size if plan.page_size is not None else default_page_size(backend, widest)
+        problem = attention_problem(plan.machine, needs, backend, widest, page_size)
+        if problem is not None:
+            raise Unlaunchable(*problem)
+    return Pins(
+        attention_backend=backend, page_size=page_size,
+        mem_fraction=plan.mem_fraction if plan.mem_fraction is not None else plan.machine.mem_fraction,
+        max_running_requests=plan.max_running_requests, context_length=_context(plan))
+
+
+def without_speculation(plan: LaunchPlan) -> LaunchPlan:
+    """The same server, decoding plainly."""
+    return replace(plan, setting=OFF, map=None)
+
+
+def comparison(plan: LaunchPlan, settings: Sequence[Setting] = ()) -> dict[str, tuple[str, ...]]:
+    """Lines to be measured against each other, by label: `off`, the plan's own, and the plan under each of `settings`.
+
+    Attention backend, page size, memory fraction, max-running-requests and context are the same in all of them.
+    """
+    pins = pins_of(plan, settings)
+    lines = {OFF.label(): launch_arguments(without_speculation(plan), pins)}
+    if _adaptive_slots(plan) is not None:
+        lines["adaptive"] = launch_arguments(plan, pins)
+    for setting in (plan.setting, *settings):
+        lines[setting.label()] = launch_arguments(replace(plan, setting=setting, map=None), pins)
+    return lines
+
+
+# Speculation
+
+
+def _speculation(plan: LaunchPlan) -> list[str]:
+    slots = _adaptive_slots(plan)
+    tree = plan.setting.tree
+    if slots is None and tree is None:
+        return []
+    if slots is None and plan.setting.method == "ngram":
+        assert tree is not None
+        return ["--speculative-algorithm", "NGRAM", "--speculative-num-steps", str(tree.num_steps),
+                "--speculative-ngram-max-bfs-breadth", str(tree.top_k),
+                "--speculative-num-draft-tokens", str(tree.num_draft_tokens)]
+    drafter = plan.drafter
+    assert drafter is not None  # _check has seen to it
+    line = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", drafter.directory]
+    if slots is not None:
+        # The deepest of its steps: whatever is sized from the values at start is then large enough.
+        deepest = max(_steps(slots))
+        line += ["--speculative-num-steps", str(deepest), "--speculative-eagle-topk", "1",
+                 "--speculative-num-draft-tokens", str(deepest + 1),
+                 "--speculative-adaptive", "--speculative-adaptive-config", str(plan.adaptive_path)]
+    elif tree is not None:
+        line += ["--speculative-num-steps", str(tree.num_steps), "--speculative-eagle-topk", str(tree.top_k),
+                 "--speculative-num-draft-tokens", str(tree.num_draft_tokens)]
+    if (plan.quantization or plan.target.quantised) and drafter.quantised is None:
+        line += ["--speculative-draft-model-quantization", "unquant"]  # or it inherits the target's
+    if drafter.sliding_window is not None:
+        # SGLang counts the positions behind the present one, our window counts that one too.
+        line += ["--speculative-draft-window-size", str(drafter.sliding_window - 1)]
+    return line
+
+
+def _width(setting: Setting) -> int:
+    return setting.tree.top_k if setting.tree is not None else 0
+
+
+def _adaptive_slots(plan: LaunchPlan) -> dict[str, Any] | None:
+    """The map's adaptive form; None without one, or when it never drafts. Raises Unlaunchable when it is malformed."""
+    if plan.map is None or plan.map.adaptive is None:
+        return None
+    slots = dict(plan.map.adaptive)
+    steps = _steps(slots)
+    if not steps:
+        raise Unlaunchable("the operating map's adaptive form has no batch-size slot",
+                           "tune again, or serve one setting")
+    return slots if max(steps) > 0 else None
+
+
+def _steps(slots: Mapping[str, Any]) -> list[int]:
+    found: list[int] = []
+    for key, entry in slots.items():
+        if not key.isdigit():
+            continue
+        steps = entry.get("candidate_steps") if isinstance(entry, Mapping) else None
+        if not isinstance(steps, list) or not steps or not all(isinstance(s, int) and s >= 0 for s in steps):
+            raise Unlaunchable(f"the operating map's adaptive form, slot {key}: candidate_steps is {steps!r}",
+                               "give a list of step counts, 0 for no drafting")
+        found += steps
+    return found
+
+
+# Refusals
+
+
+def _context(plan: LaunchPlan) -> int:
+    reach = plan.target.context_length
+    if plan.drafter is not None:
+        reach = min(reach, plan.drafter.context_length)
+    return plan.context_length if plan.context_length is not None else reach
+
+
+def _check(plan: LaunchPlan, pins: Pins) -> None:
+    """Refuse what SGLang refuses, drops with a warning, or finds out only with the weights loaded."""
+    adaptive = _adaptive_slots(plan) is not None
+    drafting = adaptive or plan.setting.method == "drafter"
+    widest = max(_width(plan.setting), 1 if adaptive else 0)
+    problem = attention_problem(plan.machine, plan.target.attention, pins.attention_backend, widest, pins.page_size)
+    if problem is not None:
+        raise Unlaunchable(*problem)
+    if pins.context_length > plan.target.context_length:
+        raise Unlaunchable(f"context_length {pins.context_length} is more than the target's "
+                           f"{plan.target.context_length}", f"serve at most {plan.target.context_length}")
+    if not 0.0 < pins.mem_fraction < 1.0:
+        raise Unlaunchable(f"mem_fraction {pins.mem_fraction} is not between 0 and 1", "leave it out")
+    if plan.dtype == "float32" and plan.machine.platform != "cpu" and pins.attention_backend != "triton":
+        raise Unlaunchable(f"dtype float32 has no kernel in attention backend {pins.attention_backend!r}",
+                           "serve in bfloat16")
+    if plan.pp_size > 1 and plan.setting != OFF:
+        raise Unlaunchable(f"pp_size {plan.pp_size} with speculation: hidden states are captured on the last pipeline "
+                           "rank alone", "use tp_size instead, or the setting off")
+    if plan.attn_dp_size > 1:
+        if plan.tp_size % plan.attn_dp_size:
+            raise Unlaunchable(f"tp_size {plan.tp_size} is not a multiple of attn_dp_size {plan.attn_dp_size}",
+                               "make it one")
+        if plan.setting.method == "ngram" and not adaptive:
+            raise Unlaunchable("n-gram speculation does not run with attention data parallelism",
+                               "use attn_dp_size 1, or the drafter")
+    if adaptive:
+        _check_adaptive(plan)
+    if drafting:
+        _check_drafter(plan, pins)
+
+
+def _check_adaptive(plan: LaunchPlan) -> None:
+    if plan.adaptive_path is None:
+        raise Unlaunchable("the operating map is adaptive, but there is no adaptive_path for its file",
+                           "give the path the server will read it from")
+    if plan.lora_paths:
+        raise Unlaunchable("adaptive speculation does not run with LoRA adapters",
+                           "serve one setting (leave the map out), or no adapters")
+    if plan.attn_dp_size > 1:
+        raise Unlaunchable("adaptive speculation does not run with attention data parallelism: SGLang would serve one "
+                           "setting and only log it", "serve one setting (leave the map out), or attn_dp_size 1")
+
+
+def _check_drafter(plan: LaunchPlan, pins: Pins) -> None:
+    if plan.drafter is None:
+        raise Unlaunchable("the setting drafts with a drafter, and there is none", "give a drafter directory, or off")
+    require_capture(plan.target.architecture)
+    if plan.drafter.context_length < pins.context_length:
+        raise Unlaunchable(
+            f"the drafter reaches {plan.drafter.context_length} positions (max_position_embeddings), less than the "
+            f"context_length served, {pins.context_length}",
+            f"serve context_length {plan.drafter.context_length}, or train with drafter.max_position_embeddings "
+            f"{pins.context_length}")

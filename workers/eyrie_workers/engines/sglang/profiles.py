@@ -1,0 +1,220 @@
+"""What a machine offers SGLang: which attention backend, which page size, how much memory. Data, and pure rules.
+
+SGLang picks its attention backend by itself, and differently with and without speculation and for each top_k: on a
+Hopper GPU a chain runs on fa3 and a tree on flashinfer; on Blackwell a chain runs on trtllm_mha, and a server that was
+not told its top_k on flashinfer. A comparison of two settings then compares kernels. So Eyrie chooses one backend that
+can do every setting to be compared, and pins it.
+
+The table says what each backend can do, as SGLang 0.5.23 checks it (`arg_groups/speculative_hook.py`, `overrides.py`,
+`attention_hook.py`, `layers/attention/*`). Some checks run only when the server is already loading weights; these are
+here for the same reason, only earlier. tests/sglang resolves a matrix of lines against the real parser.
+"""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from eyrie_api.errors import InvalidInput
+
+Platform = Literal["cuda", "rocm", "cpu"]
+
+
+class Unlaunchable(InvalidInput):
+    """A combination of target, drafter, setting and machine that SGLang refuses, or serves wrongly without a word."""
+
+    reason = "Unlaunchable"
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """One kind of accelerator."""
+
+    name: str
+    platform: Platform
+    compute: int
+    """CUDA compute capability without its dot (90: Hopper); 0 elsewhere."""
+
+    memory_gib: float
+
+    @property
+    def mem_fraction(self) -> float:
+        """Share of the memory for weights and the KV pool of target and drafter; see `static_fraction`."""
+        return static_fraction(self.memory_gib) if self.platform != "cpu" else 0.3
+
+
+PROFILES: dict[str, HardwareProfile] = {one.name: one for one in (
+    HardwareProfile("a10", "cuda", 86, 24), HardwareProfile("a100-40gb", "cuda", 80, 40),
+    HardwareProfile("a100-80gb", "cuda", 80, 80), HardwareProfile("l40s", "cuda", 89, 48),
+    HardwareProfile("rtx-4090", "cuda", 89, 24), HardwareProfile("h100", "cuda", 90, 80),
+    HardwareProfile("h200", "cuda", 90, 141), HardwareProfile("b200", "cuda", 100, 180),
+    HardwareProfile("gb200", "cuda", 100, 186), HardwareProfile("rtx-pro-6000-blackwell", "cuda", 120, 96),
+    HardwareProfile("mi300x", "rocm", 0, 192), HardwareProfile("cpu", "cpu", 0, 16),
+)}
+
+
+def profile(name: str) -> HardwareProfile:
+    """A profile by name. Raises Unlaunchable with the list."""
+    if name not in PROFILES:
+        raise Unlaunchable(f"hardware profile {name!r} is not known", f"known are {', '.join(PROFILES)}")
+    return PROFILES[name]
+
+
+def static_fraction(memory_gib: float) -> float:
+    """SGLang's own rule for `--mem-fraction-static`, less room for what speculation adds beside the KV pool.
+
+    The rule (`memory_hook.py`): all memory but 0.5 GiB, 1.5 MiB per token of a prefill chunk, 2 MiB per captured decode
+    batch size and about 0.6 GiB of prefill graphs; at least 10 GiB above 60 GiB. Drafter weights count inside the
+    fraction since SGLang PR 28855. Beside it stand the drafter's own graphs and verification's logits (48 requests x 8
+    draft tokens x 128k vocabulary in float32 are 0.2 GiB): 2 % covers both on the smallest card and is what the arm
+    without speculation then leaves unused, which is the price of a fair comparison.
+    """
+    chunk, graphs = next((chunk, graphs) for below, chunk, graphs in (
+        (35, 4096, 48), (60, 4096, 32), (160, 8192, 256), (math.inf, 16384, 512)) if memory_gib < below)
+    reserved_mib = 512 + 1.5 * chunk + 2 * graphs + 600
+    if memory_gib > 60:
+        reserved_mib = max(reserved_mib, 10 * 1024)
+    return math.floor(100 * (1 - reserved_mib / (1024 * memory_gib) - 0.02)) / 100
+
+
+@dataclass(frozen=True)
+class AttentionNeeds:
+    """What a target asks of an attention backend."""
+
+    mla: bool = False
+    """Multi-head latent attention (DeepSeek, Kimi)."""
+
+    sliding: bool = False
+    """Some layers see a window only."""
+
+    sinks: bool = False
+    """Attention sinks (GPT-OSS)."""
+
+    linear: bool = False
+    """Hybrid: some layers are recurrent."""
+
+
+@dataclass(frozen=True)
+class _Backend:
+    platforms: tuple[Platform, ...]
+    computes: tuple[int, int] = (75, 120)
+    """Lowest and highest CUDA compute capability."""
+
+    page_sizes: tuple[int, ...] | None = None
+    """Allowed ones, the default first; None: any, 1 by default."""
+
+    trees: bool = True
+    paged_trees: bool = True
+    mla: Literal["yes", "chains", "only", "no"] = "yes"
+    """only: serves no other target, and no Llama drafter, which is what ours are."""
+
+    sinks: bool = True
+    speculates: bool = True
+
+
+BACKENDS: dict[str, _Backend] = {
+    "fa3": _Backend(("cuda",), (80, 90)),
+    "flashinfer": _Backend(("cuda",), mla="chains", sinks=False),
+    "triton": _Backend(("cuda", "rocm")),
+    # 90 and 120 pass SGLang's check too, but only SM100 has the kernels this backend is named for.
+    "trtllm_mha": _Backend(("cuda",), (100, 103), page_sizes=(64, 16, 32, 128), trees=False, mla="no"),
+    "fa4": _Backend(("cuda",), (100, 103), page_sizes=(128,), paged_trees=False, mla="no"),
+    "flashmla": _Backend(("cuda",), (90, 103), page_sizes=(64,), trees=False, mla="only"),
+    "trtllm_mla": _Backend(("cuda",), (100, 120), page_sizes=(64, 32), trees=False, mla="only"),
+    "cutedsl_mla": _Backend(("cuda",), (100, 103), page_sizes=(64, 32), trees=False, mla="only"),
+    "aiter": _Backend(("rocm",), trees=False),
+    "intel_amx": _Backend(("cpu",), paged_trees=False, mla="no"),
+    "torch_native": _Backend(("cpu",), mla="no", speculates=False),
+}
+
+
+def preferred(machine: HardwareProfile, needs: AttentionNeeds) -> tuple[str, ...]:
+    """Backends for a target on a machine, best first."""
+    if machine.platform == "cpu":
+        return ("intel_amx",)
+    if machine.platform == "rocm":
+        return ("aiter", "triton")
+    hopper_or_older, blackwell = machine.compute <= 90, machine.compute in (100, 103)
+    if needs.mla:
+        return ("fa3", "triton") if machine.compute == 90 else ("flashinfer", "triton") if blackwell else ("triton",)
+    if needs.sinks or needs.sliding:
+        # SGLang's own choice for GPT-OSS, Olmo and Llama 4: windows are what flashinfer does worst.
+        fits = hopper_or_older if needs.sliding and not needs.sinks else machine.compute == 90
+        return ("fa3", "triton") if fits else ("trtllm_mha", "triton") if blackwell else ("triton",)
+    if machine.compute == 90:
+        return ("fa3", "flashinfer", "triton")
+    if blackwell and not needs.linear:  # SGLang refuses trtllm_mha where recurrent state is kept without a buffer
+        return ("trtllm_mha", "flashinfer", "triton")
+    return ("flashinfer", "triton")
+
+
+def default_page_size(backend: str, widest: int) -> int:
+    """The page size a backend runs with when nobody asks for another."""
+    if backend == "fa4" and widest > 1:
+        return 1
+    sizes = BACKENDS[backend].page_sizes if backend in BACKENDS else None
+    return sizes[0] if sizes else 1
+
+
+def attention_problem(machine: HardwareProfile, needs: AttentionNeeds, backend: str, widest: int,
+                      page_size: int) -> tuple[str, str] | None:
+    """Why a backend cannot serve drafts of up to `widest` children per node (0: no speculation), and the mend.
+
+    None when it can.
+    """
+    known = BACKENDS.get(backend)
+    if known is None:
+        return f"attention backend {backend!r} is not known to Eyrie", f"use one of {', '.join(BACKENDS)}"
+    others = ", ".join(one for one in preferred(machine, needs) if one != backend) or "another machine"
+    low, high = known.computes
+    if machine.platform not in known.platforms or (machine.platform == "cuda" and not low <= machine.compute <= high):
+        return f"attention backend {backend!r} does not run on {machine.name}", f"use {others}"
+    if backend == "fa3" and needs.mla and machine.compute != 90:
+        return f"fa3 serves MLA targets on Hopper only, not on {machine.name}", f"use {others}"
+    if known.mla == "no" and needs.mla:
+        return f"attention backend {backend!r} does not serve MLA targets", f"use {others}"
+    if known.mla == "only" and not needs.mla:
+        return f"attention backend {backend!r} serves MLA targets only", f"use {others}"
+    if needs.sinks and not known.sinks:
+        return f"attention backend {backend!r} has no attention sinks, which this target has", f"use {others}"
+    if widest == 0:
+        return _page_problem(known, backend, 0, page_size)
+    if not known.speculates:
+        return f"attention backend {backend!r} cannot draft", f"use {others}, or the setting off"
+    if known.mla == "only":
+        return (f"attention backend {backend!r} drafts only for MLA drafters; Eyrie's are Llama layers",
+                f"use {others}")
+    if widest > 1 and (not known.trees or (needs.mla and known.mla == "chains")):
+        return (f"attention backend {backend!r} verifies chains only{' for MLA targets' if needs.mla else ''}, and "
+                f"top_k is {widest}", f"use {others}, or top_k 1")
+    if widest > 1 and page_size > 1:
+        if not known.paged_trees:
+            return (f"attention backend {backend!r} verifies trees (top_k {widest}) with page size 1 only, not "
+                    f"{page_size}", "leave page_size out, or set it to 1")
+        if backend == "fa3" and needs.sliding:
+            return (f"fa3 verifies trees (top_k {widest}) over sliding-window layers with page size 1 only, not "
+                    f"{page_size}", "leave page_size out, use triton, or top_k 1")
+    return _page_problem(known, backend, widest, page_size)
+
+
+def _page_problem(known: _Backend, backend: str, widest: int, page_size: int) -> tuple[str, str] | None:
+    if known.page_sizes is None or page_size in known.page_sizes or (backend == "fa4" and widest > 1):
+        return None
+    sizes = ", ".join(map(str, sorted(known.page_sizes)))
+    return (f"page size {page_size} is not one of attention backend {backend!r} ({sizes}): SGLang would change it",
+            f"use {sizes}, or leave page_size out")
+
+
+def choose_attention(machine: HardwareProfile, needs: AttentionNeeds, widths: Collection[int],
+                     page_size: int | None = None) -> tuple[str, int]:
+    """The best backend that serves all of these top_k (0: no speculation), and its page size. Raises Unlaunchable."""
+    widest = max(widths, default=0)
+    problems: list[str] = []
+    for backend in preferred(machine, needs):
+        size = page_size if page_size is not None else default_page_size(backend, widest)
+        problem = attention_problem(machine, needs, backend, widest, size)
+        if problem is None:
+            return backend, size
+        problems.append(problem[0])
+    raise Unlaunchable(f"no attention backend of {machine.name} serves top_k {widest} for this target: "
+                       + "; ".join(problems), "use top_k 1, or leave page_size out")

@@ -1,0 +1,108 @@
+"""What a launch line must know of a target and a drafter, read from their `config.json` and nothing else.
+
+The target may be of any family SGLang serves, so nothing here asks whether Eyrie could load it: only the questions that
+change flags are answered (attention kind, sliding windows, experts, quantisation, context).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from eyrie_workers.engines.sglang.profiles import AttentionNeeds, Unlaunchable
+
+SLIDING, LINEAR = "sliding_attention", "linear_attention"
+PLAIN = AttentionNeeds()
+_SINK_ARCHITECTURES = ("GptOssForCausalLM",)
+
+
+@dataclass(frozen=True)
+class ServedTarget:
+    """A target as SGLang sees it."""
+
+    model: str
+    """Directory or Hub id."""
+
+    architecture: str
+    num_layers: int
+    context_length: int
+    revision: str | None = None
+    attention: AttentionNeeds = PLAIN
+    experts: bool = False
+    quantised: str | None = None
+    """`quant_method` of the checkpoint."""
+
+
+@dataclass(frozen=True)
+class ServedDrafter:
+    """A drafter as SGLang sees it."""
+
+    directory: str
+    context_length: int
+    sliding_window: int | None = None
+    """Latest positions it attends to, the present one included, as it was trained."""
+
+    quantised: str | None = None
+
+
+def read_target(model: str, config: Mapping[str, Any], revision: str | None = None) -> ServedTarget:
+    """The facts of a target from its `config.json`. Raises Unlaunchable naming what is missing."""
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        raise Unlaunchable(f"target {model!r}: config.json names no architecture", "give a Hugging Face model")
+    text = config.get("text_config")
+    text = text if isinstance(text, Mapping) else config
+    kinds = text.get("layer_types") or ()
+    linear = LINEAR in kinds or bool(text.get("linear_num_key_heads"))
+    windowed = bool(text.get("sliding_window")) and bool(text.get("use_sliding_window", True))
+    return ServedTarget(
+        model=model, revision=revision, architecture=str(architectures[0]),
+        num_layers=_count(text, "num_hidden_layers", model), context_length=context_length(text, model),
+        attention=AttentionNeeds(
+            mla=bool(text.get("kv_lora_rank")), sliding=SLIDING in kinds or (not kinds and windowed),
+            sinks=str(architectures[0]) in _SINK_ARCHITECTURES, linear=linear),
+        experts=any(text.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")),
+        quantised=_quantised(config))
+
+
+def read_drafter(directory: str, config: Mapping[str, Any]) -> ServedDrafter:
+    """The facts of an exported drafter from its `config.json`. Raises Unlaunchable naming what is missing."""
+    own = config.get("eyrie")
+    window = config.get("sliding_window")
+    if window is None and isinstance(own, Mapping):
+        window = own.get("sliding_window")
+    if window is not None and (not isinstance(window, int) or window < 2):
+        raise Unlaunchable(f"drafter {directory!r}: sliding_window is {window!r}, not a count of positions",
+                           "export the drafter again")
+    return ServedDrafter(directory=directory, context_length=context_length(config, directory), sliding_window=window,
+                         quantised=_quantised(config))
+
+
+def context_length(config: Mapping[str, Any], name: str) -> int:
+    """The longest text SGLang allows for a config: stretched ropes count, unless they say what they stretched.
+
+    `get_context_length` of SGLang's hf_transformers: a `factor` multiplies max_position_embeddings, except with
+    `original_max_position_embeddings` (the length given is then the stretched one) and for llama3.
+    """
+    longest = _count(config, "max_position_embeddings", name)
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(scaling, Mapping) or "original_max_position_embeddings" in scaling:
+        return longest
+    if (scaling.get("rope_type") or scaling.get("type")) == "llama3":
+        return longest
+    factor = scaling.get("factor")
+    return int(longest * factor) if isinstance(factor, int | float) else longest
+
+
+def _count(config: Mapping[str, Any], field: str, name: str) -> int:
+    value = config.get(field)
+    if not isinstance(value, int) or value < 1:
+        raise Unlaunchable(f"{name!r}: config.json says {field} is {value!r}, not a positive integer",
+                           "give a decoder-only text model's config")
+    return value
+
+
+def _quantised(config: Mapping[str, Any]) -> str | None:
+    quantisation = config.get("quantization_config")
+    if not isinstance(quantisation, Mapping):
+        return None
+    return str(quantisation.get("quant_method") or "unknown")
