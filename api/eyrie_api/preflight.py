@@ -8,6 +8,7 @@ turn out malformed) is left to the stage that meets it.
 from dataclasses import dataclass
 from pathlib import Path
 
+from eyrie_api.capture_support import require_capture, sglang_layer_ids
 from eyrie_api.errors import (
     DiskTooSmall,
     InvalidInput,
@@ -106,13 +107,18 @@ def _check_target(spec: JobSpec) -> TargetFacts | None:
     config = read_config(directory)
     named = config.get("architectures")
     architectures = [str(one) for one in named] if isinstance(named, list) else []
+    if spec.serve.engine == "sglang" and architectures:
+        require_capture(architectures[0])
     if not set(architectures) & set(SUPPORTED_ARCHITECTURES):
         raise UnsupportedTarget(
             f"target.model {spec.target.model!r}: config.json names architecture "
             f"{', '.join(architectures) or 'nowhere'}, which is not supported",
             f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}")
     _check_tokenizer(directory)
-    return target_facts(directory)
+    facts = target_facts(directory)
+    if spec.serve.engine == "sglang":
+        sglang_layer_ids(architectures[0], facts.num_layers, spec.capture.aux_layers or ())
+    return facts
 
 
 def _check_tokenizer(directory: Path) -> None:

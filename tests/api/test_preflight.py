@@ -155,3 +155,18 @@ def test_a_job_that_does_not_fit_the_disk_is_refused_with_both_sizes(settings: S
     with pytest.raises(DiskTooSmall, match=r"needs about .* GiB .* are free") as caught:
         check(job_spec(target={"model": str(path)}, data=data("quickstart", max_conversations=100_000_000)), settings)
     assert "max_conversations" in caught.value.mend
+
+
+def test_a_target_sglang_cannot_draft_for_is_refused_when_sglang_is_to_serve_it(settings: Settings,
+                                                                                tmp_path: Path) -> None:
+    mixtral = target_directory(tmp_path / "mixtral", architectures=["MixtralForCausalLM"])
+    refused(settings, UnsupportedTarget, "SGLang", target={"model": str(mixtral)}, serve={"engine": "sglang"})
+    refused(settings, UnsupportedTarget, "not supported", target={"model": str(mixtral)})
+
+
+def test_layers_sglang_cannot_hand_out_are_refused_when_sglang_is_to_serve_them(settings: Settings,
+                                                                                target: Path) -> None:
+    last = {"target": {"model": str(target)}, "capture": {"aux_layers": [1, 2, 4]}}
+    assert check(job_spec(**last), settings).plan is not None
+    refused(settings, InvalidInput, "last layer", **last, serve={"engine": "sglang"})
+    assert check(job_spec(target={"model": str(target)}, serve={"engine": "sglang"}), settings).plan is not None
