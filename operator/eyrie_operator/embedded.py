@@ -37,11 +37,14 @@ from eyrie_api.promotion import decide
 from eyrie_api.results import ResultFilter, Results
 from eyrie_api.settings import Settings
 from eyrie_api.sweep import expand
+from eyrie_api.v1alpha1.job import JobSpec, TargetSpec
 from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.records import Failure
 from eyrie_api.v1alpha1.reports import BenchmarkReport, PromotionDecision, TrainReport, TuneReport
 from eyrie_api.v1alpha1.stages import STAGES, Manifest, StageName
-from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, JobStatus, StageState, StageStatus
+from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, JobStatus, Revision, StageState, StageStatus
+from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator import report as reports
 from eyrie_operator.conditions import find, is_over
 from eyrie_operator.reconcile import (
@@ -68,9 +71,6 @@ log = logging.getLogger(__name__)
 
 SETTLED_FILE = "settled.json"
 REPORT_FILE = "report.json"
-REJECTED = "; rejected: "
-"""How `Endpoints.reject` marks a revision's reason; what follows is `<Reason>: <message>` of `tend`."""
-
 _MAX_STEPS = 8
 """Steps taken in one call while each leads to the next: decide, promote, tell."""
 
@@ -180,7 +180,7 @@ class Embedded:
         if isinstance(action, StartRun):
             with self._starting_alone():
                 if self._place_free(job.id):
-                    local.start(job_dir, job.id, job.spec, action.attempt)
+                    local.start(job_dir, job.id, job.spec, action.attempt, self._incumbent_use(job.spec))
         elif isinstance(action, StopRun):
             local.stop(job_dir)
         elif isinstance(action, Decide):
@@ -206,8 +206,10 @@ class Embedded:
             if isinstance(manifest.report, BenchmarkReport):
                 self._record(job, manifest.report, tuned=False)
         self._record(job, tuned.final, tuned=True)
+        proof = read_manifest(stage_dir(job_dir, "prove")).report
+        assert isinstance(proof, ProveReport)
         required = [suite.name for suite in job.spec.benchmark.suites if suite.required]
-        decision = decide(job.spec.promotion, tuned.final, self._incumbent(job.spec.serve.endpoint), required)
+        decision = decide(job.spec.promotion, tuned.final, self._incumbent(job.spec.serve.endpoint), required, proof)
         write_model(job_dir / SETTLED_FILE, Settled(attempt=attempt, decision=decision))
 
     def _record(self, job: Job, report: BenchmarkReport, *, tuned: bool) -> None:
@@ -221,17 +223,28 @@ class Embedded:
 
     def _incumbent(self, endpoint: str) -> BenchmarkReport | None:
         """The report of what the endpoint serves now; None when that is the bare target, or nothing."""
-        try:
-            serving = self._endpoints.get(endpoint)
-        except NotFound:
-            return None
-        active = next((one for one in serving.revisions if one.number == serving.active_revision), None)
+        active = self._active(endpoint)
         if active is None or active.job_id is None or active.checkpoint is None:
             return None
         try:
             return self._results.find(active.job_id, active.checkpoint).measured.report
         except NotFound:  # its job was deleted, and its results with it
             return None
+
+    def _incumbent_use(self, spec: JobSpec) -> DrafterUse | None:
+        """What the endpoint decodes with now, for the proof to compare with; None when it drafts nothing."""
+        active = self._active(spec.serve.endpoint, spec.target) if spec.serve.enabled else None
+        return None if active is None or active.use.setting.method == "off" else active.use
+
+    def _active(self, endpoint: str, target: TargetSpec | None = None) -> Revision | None:
+        """The revision an endpoint serves; None when there is none, or not for `target`."""
+        try:
+            serving = self._endpoints.get(endpoint)
+        except NotFound:
+            return None
+        if target is not None and serving.target != target.model:
+            return None
+        return next((one for one in serving.revisions if one.number == serving.active_revision), None)
 
     def _promote(self, job: Job, attempt: int, name: str) -> None:
         job_dir = self._settings.job_dir(job.id)
@@ -311,12 +324,11 @@ def serving_of(endpoint: Endpoint, revision: int) -> ServingSeen:
         return ServingSeen("deploying", "Deploying", f"revision {revision} is coming up", endpoint.name)
     if endpoint.active_revision == revision:
         return ServingSeen("serving", "Healthy", f"revision {revision} serves at {endpoint.url}", endpoint.name)
-    told = next((one.reason for one in endpoint.revisions if one.number == revision), "")
-    _, rejected, why = told.rpartition(REJECTED)
+    told = next((one for one in endpoint.revisions if one.number == revision), None)
     newest = max((one for one in (endpoint.active_revision, endpoint.candidate_revision) if one is not None), default=0)
-    if newest > revision and not rejected:
+    if newest > revision and (told is None or told.state not in ("rejected", "rolled-back")):
         return ServingSeen("serving", "Superseded", f"revision {revision} gave way to {newest}", endpoint.name)
-    reason, _, message = why.partition(": ")
+    reason, _, message = ((told.rejected_reason if told is not None else None) or "").partition(": ")
     return ServingSeen("rolled-back", reason or "RolledBack", message or f"revision {revision} was given up",
                        endpoint.name)
 

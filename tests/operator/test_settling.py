@@ -56,6 +56,7 @@ class World:
         for ref in refs:
             self._finish(root, steps.benchmark_spec(job, root, ref, first=False), ref.name)
         self._finish(root, steps.tune_spec(job, root, refs[-1]))
+        self._finish(root, steps.prove_spec(job, root, refs[-1], steps.reference("tune")))
         process = name_of(os.getpid())
         assert process is not None
         gone = process.model_copy(update={"boot": "the boot before"})  # its leader has ended long ago
@@ -108,7 +109,7 @@ def test_a_faster_drafter_becomes_the_candidate_once_and_the_job_ends_when_it_se
 def test_a_rejected_revision_fails_the_job_in_its_words_and_a_retry_promotes_anew(world: World) -> None:
     job_id = world.finished(spec_of())
     world.look(job_id)
-    world.endpoints.reject("default", 2, "HealthTimeout: not healthy after 60 s")
+    world.endpoints.reject("default", 2, "HealthTimeout", "not healthy after 60 s")
     # Meanwhile the endpoint has gone on to the bare target: the job's own revision was given up all the same.
     world.endpoints.propose("default", job_id=None, checkpoint=None, tree=None, drafter_dir=None, reason="bare")
     job = world.look(job_id)
