@@ -1,0 +1,111 @@
+"""A SGLang server as a process, with a program in its place that does what the wait and the end depend on."""
+
+import shlex
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.errors import Transient
+from eyrie_workers.engines.process import EngineFailed
+from eyrie_workers.engines.sglang.process import PROGRAM, SglangServer, free_port, last_words, program, start_sglang
+
+# Serves /ready on the port after --port, and keeps a child that would outlive it.
+SERVER = """
+    import http.server, subprocess, sys
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/ready" else 404)
+            self.end_headers()
+        def log_message(self, *args): pass
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    print("child", child.pid, flush=True)
+    http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+FAILURE = """
+    print("loading weights")
+    print("[2026-11-21 20:00:00] Scheduler hit an exception: Traceback (most recent call last):")
+    print("ValueError: topk > 1 needs page_size 1")
+    print("[2026-11-21 20:00:01] Received sigquit from a child process. It usually means the child failed.")
+    raise SystemExit(3)
+"""
+
+
+def started(path: Path, source: str, *arguments: str) -> SglangServer:
+    script = path / "launcher.py"
+    script.write_text(textwrap.dedent(source))
+    return start_sglang(arguments, path / "server", prefix=(sys.executable, str(script)))
+
+
+def gone(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    try:
+        return "State:\tZ" in status.read_text()
+    except OSError:
+        return True
+
+
+def test_a_server_is_waited_for_and_ends_with_its_children(tmp_path: Path) -> None:
+    port = free_port()
+    server = started(tmp_path, SERVER, "--host", "127.0.0.1", "--port", str(port))
+    try:
+        assert server.wait_ready(60.0) == f"http://127.0.0.1:{port}"
+        child = int(server.log_file.read_text().split()[1])
+        assert not gone(child)
+    finally:
+        server.stop()
+    deadline = time.monotonic() + 30.0
+    while not gone(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert gone(child)
+    assert not server.ready()
+
+
+def test_a_server_that_ends_says_why_in_its_own_last_words(tmp_path: Path) -> None:
+    server = started(tmp_path, FAILURE, "--port", "1")
+    with pytest.raises(EngineFailed) as failed:
+        server.wait_ready(60.0)
+    assert "exit code 3" in failed.value.message
+    assert "ValueError: topk > 1 needs page_size 1" in failed.value.message
+    assert "sigquit" not in failed.value.message
+    assert "launcher.py --port 1" in failed.value.mend
+
+
+def test_a_server_that_is_not_ready_in_time_may_be_waited_for_again(tmp_path: Path) -> None:
+    server = started(tmp_path, "import time; time.sleep(600)", "--port", str(free_port()))
+    try:
+        with pytest.raises(Transient):
+            server.wait_ready(0.3)
+    finally:
+        server.stop(0.0)
+
+
+def test_last_words_are_the_last_lines_when_nothing_was_raised(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("one\ntwo\n\nthree\nfour\n")
+    assert last_words(log) == "two | three | four"
+    log.write_text("")
+    assert last_words(log) == "no output"
+
+
+def test_the_program_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PROGRAM, raising=False)
+    assert program() == ("python", "-m", "sglang.launch_server")
+    words = ("/opt/sglang/bin/python", "/opt/with space/serve.py")
+    monkeypatch.setenv(PROGRAM, shlex.join(words))
+    assert program() == words
+
+
+@pytest.mark.parametrize(("arguments", "url"), [
+    (("--host", "0.0.0.0", "--port", "30001"), "http://127.0.0.1:30001"),
+    (("--port", "30001", "--host", "::1"), "http://[::1]:30001"),
+    ((), "http://127.0.0.1:30000"),
+])
+def test_the_address_follows_from_the_arguments(arguments: tuple[str, ...], url: str, tmp_path: Path) -> None:
+    server = started(tmp_path, "", *arguments)
+    try:
+        assert server.url == url
+    finally:
+        server.stop(0.0)
