@@ -8,11 +8,13 @@ from eyrie_api.v1alpha1.job import DraftTreeShape
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import Interval
 
+Method = Literal["drafter", "ngram", "off"]
+
 
 class Setting(Frozen):
     """One way to decode: with the trained drafter, with n-gram lookup, or without speculation."""
 
-    method: Literal["drafter", "ngram", "off"] = "drafter"
+    method: Method = "drafter"
     tree: DraftTreeShape | None = None
 
     @model_validator(mode="after")

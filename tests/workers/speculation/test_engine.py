@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -264,3 +265,42 @@ def test_answers_from_independent_seeds_follow_the_targets_distribution(targets:
     warmer = {text: p**0.83 for text, p in expected.items()}
     whole = sum(warmer.values())
     assert chi_square_score(counts, [num * p / whole for p in warmer.values()]) > 4.0
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS[:2], ids=["greedy", "sampled"])
+def test_following_the_load_changes_no_token_and_keeps_the_drafter_fed(sampling: SamplingSpec,
+                                                                       targets: dict[str, TargetModel]) -> None:
+    target = targets["llama"]
+    lengths = (24, 9, 14, 30, 5)
+    asked = [replace(request, max_new_tokens=length)
+             for request, length in zip(requests(sampling=sampling), lengths, strict=True)]
+    plain = texts(Engine(target).generate(asked))
+    drafter = OracleDrafter(320, target=target)  # checks that it is fed every settled pair, drafting or not
+    engine = Engine(target, drafter, max_concurrency=3)
+    seen: list[int] = []
+
+    def by_load(num_rows: int) -> DraftTreeShape | None:
+        seen.append(num_rows)
+        return None if num_rows == 3 else TREE if num_rows == 2 else CHAIN
+
+    engine.draft_by(by_load, [TREE, CHAIN])
+    for request in asked:
+        engine.submit(request)
+    done: dict[str, Generation] = {}
+    while len(done) < len(asked):
+        done |= {progress.id: progress.generation for progress in engine.step() if progress.generation is not None}
+    assert [done[request.id].token_ids for request in asked] == plain
+    assert set(seen) == {1, 2, 3}
+    accepted = [generation.accepted_histogram for generation in done.values()]
+    assert any(len(histogram) > 2 for histogram in accepted)
+
+
+def test_a_shape_may_not_change_under_way(targets: dict[str, TargetModel]) -> None:
+    engine = Engine(targets["llama"], RandomDrafter(320), tree=CHAIN)
+    engine.submit(requests()[0])
+    engine.step()
+    engine.tree = CHAIN
+    with pytest.raises(Conflict):
+        engine.tree = None
+    with pytest.raises(Conflict):
+        engine.draft_by(lambda _num_rows: CHAIN, [CHAIN])

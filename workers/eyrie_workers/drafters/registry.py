@@ -1,6 +1,7 @@
 """The table of drafter families: how each is made, trained, written and served. Stages name none of them.
 
-A family is a row of functions. Adding one means a file for its architecture, an objective, and a row here.
+A family is a row of functions. Adding one means a file for its architecture, an objective, and a row here. A family
+that is not trained has neither checkpoint nor objective: a function that makes the drafter, in a table of its own.
 """
 
 import json
@@ -17,6 +18,7 @@ from eyrie_api.v1alpha1.job import DrafterSpec, TrainSpec
 from eyrie_workers.drafters.checkpoint import ARCHITECTURE, CheckpointInvalid, load_drafter, read_config, save_drafter
 from eyrie_workers.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from eyrie_workers.drafters.inheritance import TargetEnds, inherit
+from eyrie_workers.drafters.ngram import NgramDrafter
 from eyrie_workers.drafters.protocol import Drafter
 from eyrie_workers.drafters.serving import Eagle3Server
 from eyrie_workers.drafters.vocabulary import DraftVocabulary
@@ -48,6 +50,11 @@ class Family:
 
 def _create_eagle3(spec: DrafterSpec, target: TargetConfig, ends: TargetEnds, aux_layers: tuple[int, ...],
                    vocabulary: DraftVocabulary, seed: int) -> nn.Module:
+    if len(aux_layers) < 2:
+        # SGLang tells a target's states from the drafter's own by their width, and skips `fc` and its norms when the
+        # two agree: with one aux layer they always do.
+        raise InvalidInput(f"an eagle3 drafter cannot read {len(aux_layers)} aux layer: SGLang would skip its fc",
+                           "give capture.aux_layers two or more")
     num_heads = spec.num_attention_heads or target.num_heads
     # As many queries per key-value head as the target has, as far as the number of heads allows.
     num_kv_heads = target.num_kv_heads if spec.num_attention_heads is None else max(
@@ -58,7 +65,8 @@ def _create_eagle3(spec: DrafterSpec, target: TargetConfig, ends: TargetEnds, au
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=target.head_dim, vocab_size=target.vocab_size,
         draft_vocab_size=vocabulary.size, aux_layers=aux_layers, rms_eps=target.rms_eps, rope=target.rope,
         max_position_embeddings=spec.max_position_embeddings or target.max_position_embeddings,
-        eos_token_ids=target.eos_token_ids), vocabulary)
+        eos_token_ids=target.eos_token_ids, fc_norm=spec.fc_norm, norm_before_fc=spec.norm_before_fc,
+        norm_output=spec.norm_output, sliding_window=spec.sliding_window), vocabulary)
     inherit(drafter, ends, seed)
     return drafter
 
@@ -91,6 +99,10 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+UNTRAINED: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}
+"""`Setting.method` -> a drafter that needs no checkpoint."""
+
+
 def family_named(name: str) -> Family:
     """The family of a `DrafterSpec.family`. Raises InvalidInput for an unknown one."""
     if name not in FAMILIES:
@@ -109,3 +121,19 @@ def open_drafter(directory: Path, target: TargetModel) -> Drafter:
             return family.serve(directory, target)
     raise CheckpointInvalid(f"{directory} holds a drafter of architecture {json.dumps(architectures)}",
                             f"use one of {', '.join(family.architecture for family in FAMILIES.values())}")
+
+
+def open_method(method: str, directory: Path | None, target: TargetModel) -> Drafter | None:
+    """The drafter of a `Setting.method`: the one in `directory`, an untrained one, or none for `off`.
+
+    Raises InvalidInput for a method that is not known or lacks its directory, and what `open_drafter` raises.
+    """
+    if method == "off":
+        return None
+    if method in UNTRAINED:
+        return UNTRAINED[method]()
+    if method != "drafter":
+        raise InvalidInput(f"method {method!r} is not known", f"use drafter, {', '.join(UNTRAINED)} or off")
+    if directory is None:
+        raise InvalidInput("method 'drafter' has no drafter directory", "name it, or use another method")
+    return open_drafter(directory, target)

@@ -18,8 +18,31 @@ from pathlib import Path
 
 from eyrie_api.errors import EyrieError, Transient
 from eyrie_api.v1alpha1.job import DraftTreeShape, Dtype
+from eyrie_api.v1alpha1.tuning import OperatingMap, Setting
 
 _POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class ByLoad:
+    """A map that one engine can follow: its drafter, and the shapes as the server's --by-load takes them."""
+
+    method: str
+    text: str
+    """`rows=num_steps/top_k/num_draft_tokens` or `rows=off`, by comma; each holds from that many rows on."""
+
+
+def followable(chart: OperatingMap) -> ByLoad | None:
+    """How an engine follows this map: an engine has one drafter, so None when the map changes between two.
+
+    None too when one setting is best at every load: then there is nothing to follow.
+    """
+    methods = {point.setting.method for point in chart.points} - {"off"}
+    if len(methods) != 1 or len({point.setting for point in chart.points}) == 1:
+        return None
+    text = ",".join(f"{point.concurrency}={point.setting.tree.label() if point.setting.tree else 'off'}"
+                    for point in chart.points)
+    return ByLoad(methods.pop(), text)
 
 
 @dataclass(frozen=True)
@@ -32,6 +55,14 @@ class EngineCommand:
     model: str
     drafter: Path | None = None
     tree: DraftTreeShape | None = None
+    """Of the drafter. Short for `setting` with method drafter."""
+
+    setting: Setting | None = None
+    """How to decode; goes before `tree`. n-gram and off leave `drafter` unread."""
+
+    map: OperatingMap | None = None
+    """Follow the load by these points instead of one shape, where `followable` says that one drafter can."""
+
     host: str = "127.0.0.1"
     port: int = 0
     max_concurrency: int = 8
@@ -43,11 +74,18 @@ class EngineCommand:
         argv = [sys.executable, "-m", "eyrie_workers.engines.server", "--target", str(self.target),
                 "--model", self.model, "--host", self.host, "--port", str(self.port),
                 "--max-concurrency", str(self.max_concurrency), "--dtype", self.dtype]
-        if self.drafter is not None:
+        by_load = followable(self.map) if self.map is not None else None
+        method = by_load.method if by_load is not None else self.setting.method if self.setting is not None else None
+        tree = self.setting.tree if self.setting is not None else self.tree
+        if method is not None:
+            argv += ["--method", method]
+        if self.drafter is not None and method in (None, "drafter"):
             argv += ["--drafter", str(self.drafter)]
-        if self.tree is not None:
-            argv += ["--num-steps", str(self.tree.num_steps), "--top-k", str(self.tree.top_k),
-                     "--num-draft-tokens", str(self.tree.num_draft_tokens)]
+        if by_load is not None:
+            argv += ["--by-load", by_load.text]
+        elif tree is not None:
+            argv += ["--num-steps", str(tree.num_steps), "--top-k", str(tree.top_k),
+                     "--num-draft-tokens", str(tree.num_draft_tokens)]
         if self.threads is not None:
             argv += ["--threads", str(self.threads)]
         if ready_file is not None:

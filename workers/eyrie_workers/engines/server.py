@@ -2,6 +2,8 @@
 
 `python -m eyrie_workers.engines.server --target DIR [--drafter DIR --num-steps N --top-k K --num-draft-tokens M]`
 
+`--method ngram` drafts without a drafter directory; `--by-load 1=5/1/6,8=off` follows the load instead of one shape.
+
 The port is taken first, so that a port in use is told in a second and not after the model is loaded; then the target
 loads in the engine's thread while /health already answers 503. SIGTERM drains: no new connections, answers under way
 are finished, then exit 0. A client that goes away frees its slot at the next round.
@@ -25,7 +27,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, get_args
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -35,6 +37,7 @@ from starlette.exceptions import HTTPException
 from eyrie_api.artifacts import code_version, write_atomically
 from eyrie_api.errors import EyrieError, InvalidInput, PortInUse
 from eyrie_api.v1alpha1.job import DraftTreeShape, TargetSpec
+from eyrie_api.v1alpha1.tuning import Method
 from eyrie_workers.engines.answers import Answer, Wanted, want
 from eyrie_workers.engines.meters import Meters
 from eyrie_workers.engines.openai import (
@@ -63,8 +66,12 @@ class Options:
 
     target: str
     model: str
+    method: str
     drafter: Path | None
     tree: DraftTreeShape | None
+    by_load: dict[int, DraftTreeShape | None]
+    """Rows -> shape from that many rows on; empty: `tree` at every load."""
+
     host: str
     port: int
     max_concurrency: int
@@ -275,7 +282,7 @@ def load(options: Options) -> Loaded:
     """Load target and drafter, in the thread that will run them. Raises EyrieError."""
     import torch
 
-    from eyrie_workers.drafters.registry import open_drafter
+    from eyrie_workers.drafters.registry import open_method
     from eyrie_workers.targets.loading import load_target, resolve
     from eyrie_workers.targets.templates import ChatTokenizer
 
@@ -284,9 +291,16 @@ def load(options: Options) -> Loaded:
     directory = resolve(TargetSpec(model=options.target))
     tokenizer = ChatTokenizer(directory)
     target = load_target(directory, options.dtype)
-    drafter = open_drafter(options.drafter, target) if options.drafter is not None else None
+    drafter = open_method(options.method, options.drafter, target)
     engine = Engine(target, drafter, max_concurrency=options.max_concurrency, max_length=options.max_length,
                     tree=options.tree)
+    if options.by_load:
+        slots = sorted(options.by_load.items())
+
+        def choose(num_rows: int) -> DraftTreeShape | None:
+            return next((shape for rows, shape in reversed(slots) if rows <= num_rows), slots[0][1])
+
+        engine.draft_by(choose, [shape for _, shape in slots if shape is not None])
     return Loaded(engine, tokenizer)
 
 
@@ -344,15 +358,18 @@ def serve(options: Options, listening: socket.socket) -> int:
 
 
 def parse_options(argv: list[str] | None = None) -> Options:
-    """The command line. Raises InvalidInput for a tree that cannot be, or a tree without a drafter."""
+    """The command line. Raises InvalidInput for a tree that cannot be, or a method without its drafter."""
     parser = argparse.ArgumentParser(prog="python -m eyrie_workers.engines.server",
                                      description="OpenAI-compatible server over Eyrie's reference engine.")
     parser.add_argument("--target", required=True, help="Hugging Face directory, Hub id, or quickstart")
     parser.add_argument("--model", help="name clients ask for; default: the directory's name")
-    parser.add_argument("--drafter", type=Path, help="drafter directory; without it nothing is drafted")
+    parser.add_argument("--method", choices=get_args(Method),
+                        help="who drafts; default: the drafter when one is given, else nobody")
+    parser.add_argument("--drafter", type=Path, help="drafter directory")
     parser.add_argument("--num-steps", type=int, default=5, help="drafter passes per round (depth)")
     parser.add_argument("--top-k", type=int, default=1, help="children kept per node; 1 is a chain")
     parser.add_argument("--num-draft-tokens", type=int, help="nodes verified, root included; default for a chain")
+    parser.add_argument("--by-load", help="shapes by running requests instead of one: 1=5/1/6,4=3/1/4,16=off")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     parser.add_argument("--max-concurrency", type=int, default=8, help="requests decoded at once")
@@ -366,19 +383,42 @@ def parse_options(argv: list[str] | None = None) -> Options:
         value = getattr(parsed, name)
         if value is not None and value < least:
             raise InvalidInput(f"--{name.replace('_', '-')} {value} is too small", f"give at least {least}")
-    tree = None
-    if parsed.drafter is not None:
-        nodes = parsed.num_draft_tokens or parsed.num_steps + 1
-        try:
-            tree = DraftTreeShape(num_steps=parsed.num_steps, top_k=parsed.top_k, num_draft_tokens=nodes)
-        except ValueError as error:
-            reason = str(error).splitlines()[-2].strip() if "\n" in str(error) else str(error)
-            raise InvalidInput(f"no such draft tree: {reason}",
-                               "see --num-steps, --top-k, --num-draft-tokens") from None
+    method = parsed.method or ("off" if parsed.drafter is None else "drafter")
+    if method == "drafter" and parsed.drafter is None:
+        raise InvalidInput("--method drafter has no drafter", "give --drafter DIR, or another --method")
+    tree, by_load = None, {}
+    if method != "off" and parsed.by_load:
+        by_load = {_whole(rows, "--by-load"): None if shape == "off" else _shape(*_numbers(shape))
+                   for rows, _, shape in (slot.partition("=") for slot in parsed.by_load.split(","))}
+    elif method != "off":
+        tree = _shape(parsed.num_steps, parsed.top_k, parsed.num_draft_tokens or parsed.num_steps + 1)
     return Options(
-        target=parsed.target, model=parsed.model or Path(parsed.target).name, drafter=parsed.drafter, tree=tree,
-        host=parsed.host, port=parsed.port, max_concurrency=parsed.max_concurrency, max_waiting=parsed.max_waiting,
-        max_length=parsed.max_length, dtype=parsed.dtype, threads=parsed.threads, ready_file=parsed.ready_file)
+        target=parsed.target, model=parsed.model or Path(parsed.target).name, method=method, drafter=parsed.drafter,
+        tree=tree, by_load=by_load, host=parsed.host, port=parsed.port, max_concurrency=parsed.max_concurrency,
+        max_waiting=parsed.max_waiting, max_length=parsed.max_length, dtype=parsed.dtype, threads=parsed.threads,
+        ready_file=parsed.ready_file)
+
+
+def _shape(num_steps: int, top_k: int, num_draft_tokens: int) -> DraftTreeShape:
+    try:
+        return DraftTreeShape(num_steps=num_steps, top_k=top_k, num_draft_tokens=num_draft_tokens)
+    except ValueError as error:
+        reason = str(error).splitlines()[-2].strip() if "\n" in str(error) else str(error)
+        raise InvalidInput(f"no such draft tree: {reason}", "see --num-steps, --top-k, --num-draft-tokens") from None
+
+
+def _numbers(shape: str) -> tuple[int, int, int]:
+    """`5/1/6` as numbers."""
+    steps, _, rest = shape.partition("/")
+    width, _, tokens = rest.partition("/")
+    return _whole(steps, "--by-load"), _whole(width, "--by-load"), _whole(tokens, "--by-load")
+
+
+def _whole(text: str, flag: str) -> int:
+    if not text.isdigit():
+        raise InvalidInput(f"{flag}: {text!r} is not a number",
+                           "write ROWS=NUM_STEPS/TOP_K/NUM_DRAFT_TOKENS or ROWS=off, by comma")
+    return int(text)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,6 +11,12 @@ same cache, same bookkeeping. Rows join and leave between rounds; slots in use s
 is replaced by the last one. A prompt is never batched with another, a row's sums never depend on its neighbours (see
 `cache` for how far that holds), and noise belongs to positions: an answer depends on its request alone.
 
+Following the load. Drafting pays while the target's pass over a few more tokens costs little more than over one, and
+that ends somewhere as rows are added. So the shape is asked anew each round (`draft_by`), by the number of rows and
+nothing else. While no tokens are drafted the drafter still takes in every settled pair: it costs little when many rows
+share it, and a drafter that missed nothing may go on in any round. Nothing a user can see depends on the shape, so
+nothing has to be settled before it changes.
+
 Not here: paging, prefix sharing, chunked prefill. Engines made for GPUs have them; this one exists to be right, to be
 read, and to be fast enough on a machine with two cores that speculation can be seen to pay.
 """
@@ -19,7 +25,7 @@ read, and to be fast enough on a machine with two cores that speculation can be 
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +41,10 @@ from eyrie_workers.speculation.tree import ancestors, is_chain
 from eyrie_workers.speculation.verify import Path, choose, follow
 from eyrie_workers.targets.model import TargetModel
 
-__all__ = ["Engine", "Generation", "Progress", "Request", "Spent"]
+__all__ = ["Engine", "Generation", "Progress", "Request", "Spent", "room_for"]
+
+ChooseShape = Callable[[int], DraftTreeShape | None]
+"""From the number of rows to the shape of the coming round; None drafts nothing."""
 
 
 @dataclass
@@ -47,6 +56,8 @@ class Spent:
     """Proposing, and taking in settled pairs."""
 
     verify_s: float = 0.0
+    """The target's pass, its choices (noise included) and the bookkeeping of plain decoding."""
+
     rounds: int = 0
 
     def reset(self) -> None:
@@ -80,25 +91,39 @@ class Engine:
         self._rows: list[Row] = []  # row i decodes in slot i
         self._free_drafter_rows = list(range(max_concurrency))
         self._states: dict[DraftTreeShape, DrafterState] = {}
-        self._tree: DraftTreeShape | None = None
+        self._room: DraftTreeShape | None = None
+        self._choose_shape: ChooseShape | None = None  # None: always the room itself
         self.tree = tree
 
     @property
     def tree(self) -> DraftTreeShape | None:
-        """The shape in use; None decodes plainly. May only change while nothing is being decoded."""
-        return self._tree
+        """The shape in use, for one row where it follows the load; None decodes plainly. May only change while
+        nothing is being decoded."""
+        return self._shape_for(1)
 
     @tree.setter
     def tree(self, shape: DraftTreeShape | None) -> None:
-        if shape == self._tree:
-            return
+        if self._choose_shape is not None or shape != self._room:
+            self._switch(None, shape)
+
+    def draft_by(self, choose_shape: ChooseShape, shapes: Iterable[DraftTreeShape]) -> None:
+        """Ask for the shape anew in every round. `shapes` are all it may answer, None apart.
+
+        May only change while nothing is being decoded. Raises Conflict, and InvalidInput without a drafter.
+        """
+        self._switch(choose_shape, room_for(shapes))
+
+    def _switch(self, choose_shape: ChooseShape | None, room: DraftTreeShape | None) -> None:
         if self._rows:
             raise Conflict(f"{len(self._rows)} requests are being decoded with another draft tree",
                            "finish or cancel them first")
-        if shape is not None and self.drafter is None:
-            raise InvalidInput(f"draft tree {shape.label()} was given, but the engine has no drafter",
+        if room is not None and self.drafter is None:
+            raise InvalidInput(f"draft tree {room.label()} was given, but the engine has no drafter",
                                "give a drafter, or no tree")
-        self._tree = shape
+        self._choose_shape, self._room = choose_shape, room
+
+    def _shape_for(self, num_rows: int) -> DraftTreeShape | None:
+        return self._room if self._choose_shape is None else self._choose_shape(num_rows)
 
     def generate(self, requests: Sequence[Request], tree: DraftTreeShape | None = None) -> list[Generation]:
         """Decode these requests to their ends, as many at once as there are slots; answers in the order given."""
@@ -170,7 +195,7 @@ class Engine:
         self.spent.prefill_s += time.perf_counter() - began
         if row.finish_reason is not None:
             self._leave(slot)
-        elif self._tree is not None:
+        elif self._room is not None:
             self._begin_drafting(row, prompt, aux)
         return row.progress(taken, [])
 
@@ -190,41 +215,44 @@ class Engine:
 
     def _round(self) -> list[Progress]:
         began = time.perf_counter()
-        depth = self._tree.num_steps if self._tree is not None else 0
+        shape = self._shape_for(len(self._rows))
+        depth = shape.num_steps if shape is not None else 0
         noise = self._noise(self._rows, depth + 1)
-        tree = self._propose(noise)
+        asked = time.perf_counter()
+        tree = self._propose(shape, noise)
         proposed = time.perf_counter()
         paths, aux = self._verify(tree, depth, noise)
         starts = [len(row.tokens) - 1 for row in self._rows]
         self._cache.settle(range(len(self._rows)), starts, [path.nodes for path in paths])
-        verified = time.perf_counter()
         said = []
         for row, path in zip(self._rows, paths, strict=True):
             taken = row.take(path.tokens, self.max_length)
             row.count_round(len(taken) - 1)
             said.append(row.progress(taken, [len(taken) - 1]))
-        if self._tree is not None:
+        verified = time.perf_counter()
+        if self._room is not None:
             self._extend(starts, paths, aux)
+        extended = time.perf_counter()
         for slot in reversed(range(len(self._rows))):
             if self._rows[slot].finish_reason is not None:
                 self._leave(slot)
-        self.spent.draft_s += proposed - began + time.perf_counter() - verified
-        self.spent.verify_s += verified - proposed
+        self.spent.draft_s += proposed - asked + extended - verified
+        self.spent.verify_s += asked - began + verified - proposed
         self.spent.rounds += 1
         return said
 
-    def _propose(self, noise: RowNoise | None) -> DraftTree:
+    def _propose(self, shape: DraftTreeShape | None, noise: RowNoise | None) -> DraftTree:
         """One tree per row, roots filled in; rows that cannot draft get a root and NO_TOKEN nodes."""
         device = self.target.device
         roots = torch.tensor([[row.tokens[-1]] for row in self._rows], device=device)
         drafting = [index for index, row in enumerate(self._rows) if row.drafting]
-        if self._tree is None or self.drafter is None or not drafting:
+        if shape is None or self.drafter is None or not drafting:
             return DraftTree(roots, torch.zeros_like(roots), torch.zeros_like(roots, dtype=torch.float32))
         rows = torch.tensor([self._rows[index].drafter_row for index in drafting])
         whole = len(drafting) == len(self._rows)
         if noise is not None and not whole:
             noise = RowNoise(noise.temperature[drafting], noise.gumbel[drafting])
-        grown = self.drafter.propose(self._state(), rows, self._tree, noise)
+        grown = _trimmed(self.drafter.propose(self._state(), rows, shape, noise))
         if not whole:
             grown = _spread(grown, torch.tensor(drafting, device=device), len(self._rows))
         return DraftTree(torch.cat([roots, grown.tokens[:, 1:]], dim=1), grown.parents, grown.scores)
@@ -279,24 +307,24 @@ class Engine:
     # Small questions
 
     def _aux_layers(self) -> tuple[int, ...]:
-        return self.drafter.aux_layers if self._tree is not None and self.drafter is not None else ()
+        return self.drafter.aux_layers if self._room is not None and self.drafter is not None else ()
 
     def _may_draft(self, row: Row) -> bool:
         """Whether the drafter can follow this text for another round."""
         assert self.drafter is not None
-        assert self._tree is not None
-        return len(row.tokens) + self._tree.num_steps <= self.drafter.max_length
+        assert self._room is not None
+        return len(row.tokens) + self._room.num_steps <= self.drafter.max_length
 
     def _longest(self) -> int:
         return max(len(row.tokens) for row in self._rows) - 1
 
     def _state(self) -> DrafterState:
         assert self.drafter is not None
-        assert self._tree is not None
-        if self._tree not in self._states:
+        assert self._room is not None
+        if self._room not in self._states:
             length = min(self.max_length, self.drafter.max_length)
-            self._states[self._tree] = self.drafter.new_state(self.max_concurrency, length, self._tree)
-        return self._states[self._tree]
+            self._states[self._room] = self.drafter.new_state(self.max_concurrency, length, self._room)
+        return self._states[self._room]
 
     def _noise(self, rows: Sequence[Row], num_ahead: int) -> RowNoise | None:
         """Noise of the next `num_ahead` positions of each row; None when all are greedy."""
@@ -307,6 +335,26 @@ class Engine:
         temperature = [row.request.sampling.temperature or 1.0 for row in rows]
         return RowNoise(torch.tensor(temperature, dtype=torch.float64, device=self.target.device),
                         torch.stack(gumbel).to(self.target.device))
+
+
+def room_for(shapes: Iterable[DraftTreeShape]) -> DraftTreeShape | None:
+    """The smallest shape that is at least as large as each in every number; None for none."""
+    held = list(shapes)
+    if not held:
+        return None
+    return DraftTreeShape(
+        num_steps=max(shape.num_steps for shape in held), top_k=max(shape.top_k for shape in held),
+        num_draft_tokens=max(shape.num_draft_tokens for shape in held))
+
+
+def _trimmed(tree: DraftTree) -> DraftTree:
+    """Without the last nodes that no row filled: a drafter that found nothing must not cost a wider pass."""
+    filled = (tree.tokens != NO_TOKEN).any(dim=0)
+    filled[0] = True  # the root, whose token the drafter need not know
+    num_nodes = int(filled.nonzero()[-1]) + 1
+    if num_nodes == len(filled):
+        return tree
+    return DraftTree(tree.tokens[:, :num_nodes], tree.parents[:, :num_nodes], tree.scores[:, :num_nodes])
 
 
 def _padded(values: list[int], length: int) -> list[int]:

@@ -1,0 +1,63 @@
+"""From a setting or an operating map to the server's command line, and what the server reads there."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, OperatingPoint, Setting
+from eyrie_workers.engines.process import EngineCommand, followable
+from eyrie_workers.engines.server import Options, parse_options
+
+CHAIN = DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4)
+TREE = DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6)
+DRAFTER = Path("/drafter")
+
+
+def said(**what: Any) -> Options:
+    return parse_options(EngineCommand(target="t", model="m", **what).argv()[3:])
+
+
+def chart(*settings: Setting) -> OperatingMap:
+    return OperatingMap(points=tuple(
+        OperatingPoint(concurrency=2**i, setting=setting, speedup=1.0, tokens_per_s=1.0, measured=True)
+        for i, setting in enumerate(settings)))
+
+
+@pytest.mark.parametrize(("command", "method", "tree", "drafter"), [
+    ({}, "off", None, None),
+    ({"drafter": DRAFTER, "tree": TREE}, "drafter", TREE, DRAFTER),
+    ({"drafter": DRAFTER, "setting": Setting(tree=CHAIN), "tree": TREE}, "drafter", CHAIN, DRAFTER),
+    ({"drafter": DRAFTER, "setting": Setting(method="ngram", tree=TREE)}, "ngram", TREE, None),
+    ({"drafter": DRAFTER, "setting": OFF}, "off", None, None),
+])
+def test_the_server_reads_what_the_command_means(command: dict[str, Any], method: str, tree: DraftTreeShape | None,
+                                                 drafter: Path | None) -> None:
+    options = said(**command)
+    assert (options.method, options.tree, options.drafter) == (method, tree, drafter)
+    assert not options.by_load
+
+
+def test_a_map_of_one_drafter_is_followed_by_load() -> None:
+    options = said(drafter=DRAFTER, map=chart(Setting(tree=TREE), Setting(tree=CHAIN), OFF))
+    assert options.method == "drafter"
+    assert options.by_load == {1: TREE, 2: CHAIN, 4: None}
+
+
+def test_a_map_that_changes_drafters_or_never_changes_is_not_followed() -> None:
+    ngram, trained = Setting(method="ngram", tree=CHAIN), Setting(tree=TREE)
+    assert followable(chart(ngram, trained, OFF)) is None
+    assert followable(chart(trained, trained)) is None
+    assert followable(chart(OFF, OFF)) is None
+    options = said(drafter=DRAFTER, setting=trained, map=chart(trained, ngram))
+    assert (options.tree, options.by_load) == (TREE, {})
+
+
+@pytest.mark.parametrize("argv", [["--method", "drafter"], ["--method", "ngram", "--by-load", "1=deep"],
+                                  ["--method", "ngram", "--by-load", "many=3/1/4"],
+                                  ["--method", "ngram", "--by-load", "1=3/1/9"]])
+def test_a_command_line_that_cannot_be_is_refused(argv: list[str]) -> None:
+    with pytest.raises(InvalidInput):
+        parse_options(["--target", "t", *argv])
