@@ -36,7 +36,8 @@ class LoadSpec(Frozen):
     """Open loop: requests arrive at these mean rates with exponential gaps (a Poisson process), answered or not."""
 
     requests: int = Field(32, ge=1, le=1_000_000)
-    """Requests per level, arm and repeat; prompts are drawn in turn from the categories."""
+    """Requests per level, arm and repeat; prompts are drawn in turn from the categories. A closed loop asks at least
+    twice per user, whatever is given here."""
 
     repeats: int = Field(1, ge=1, le=100)
     """Interleaved blocks per level; the order of the arms alternates."""
@@ -96,6 +97,9 @@ class LoadCell(Frozen):
     tau: float | None = None
     """None when the server tells nothing of its rounds or does not draft."""
 
+    tau_interval: Interval | None = None
+    """By bootstrap over prompts."""
+
     acceptance: tuple[float, ...] = ()
     """Conditional acceptance by position."""
 
@@ -112,6 +116,8 @@ class LoadLevel(Frozen):
 
     total: LoadCell
     by_category: dict[str, LoadCell] = Field(default_factory=dict)
+    generator_cpu_share: float | None = None
+    """Share of one processor core the load generator itself used: near 1 it measured itself."""
 
 
 class LoadComparison(Frozen):
@@ -152,5 +158,10 @@ class LoadReport(Frozen):
     """Closed loop: the lowest concurrency, interpolated between levels, at which the first non-baseline arm's
     aggregate throughput falls below the baseline's; None when it does not within the levels measured."""
 
+    notes: tuple[str, ...] = ()
+    """What the reader must know to judge the figures: what a server could not tell, whether the generator kept up."""
+
     environment: Environment
+    """Of the load generator; what the servers are stands in `arms`."""
+
     seconds: float

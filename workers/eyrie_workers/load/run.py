@@ -1,22 +1,229 @@
-"""A load test from its first warm-up to its report."""
+"""A load test from its first question to its report.
 
-from collections.abc import Callable, Sequence
+One thread, one event loop: what a user waits for is a socket, and 256 of them fit (`bench` shows it). Every arm is
+probed once, then the blocks of the schedule are asked one after the other; connections are opened before a block, so
+that its first requests do not pay for them. A user whose request failed waits a moment before the next, lest a server
+that refuses at once be asked a thousand times a second.
 
+In an open loop a request's clock starts when it is due, not when it could be sent: a generator that fell behind would
+otherwise hide the very delays it is there to see (Gil Tene's "coordinated omission"). The generator's own processor
+share stands in the report for the same reason.
+"""
+
+import asyncio
+import contextlib
+import resource
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.load import LoadReport, LoadSpec
 from eyrie_workers.load.arms import LoadArm, LoadPrompt
+from eyrie_workers.load.asking import Asker, Question, Sample
+from eyrie_workers.load.figures import Seen, comparison, crossover, level_report
+from eyrie_workers.load.schedule import Block, Level, blocks, levels, num_requests, total_requests
+from eyrie_workers.measurement.environment import client_environment
 
 __all__ = ["LoadArm", "LoadPrompt", "run_load"]
 
+OnProgress = Callable[[int, int, str], None]
+PausePoint = Callable[[], None]
+ResultT = TypeVar("ResultT")
+
+_AFTER_FAILURE_S = 0.1
+_POLL_S = 0.1
+_SATURATED = 0.8  # of a core: above it the event loop's own queue begins to show in the latencies
+_SPARE_FILES = 64
+
 
 def run_load(arms: Sequence[LoadArm], prompts: Sequence[LoadPrompt], spec: LoadSpec, baseline: str = "off",
-             on_progress: Callable[[int, int, str], None] | None = None,
-             pause_point: Callable[[], None] | None = None) -> LoadReport:
+             on_progress: OnProgress | None = None, pause_point: PausePoint | None = None) -> LoadReport:
     """Ask every arm at every level of `spec` and report.
 
+    baseline      name of the arm the others are compared with; of no meaning when there is one arm only.
     on_progress   called with (requests done, requests in all, what is being asked), warm-up included.
     pause_point   called several times a second; whatever it raises ends the test and is raised here.
 
     Raises InvalidInput for arms, prompts or a baseline that cannot be; ArmUnusable when a server does not answer the
     first question. Single failed requests are counted in the report, not raised.
     """
-    raise NotImplementedError("in flight: the next commit")
+    if len(arms) > 1 and baseline not in [arm.name for arm in arms]:
+        raise InvalidInput(f"there is no arm {baseline!r} to compare with (arms: {', '.join(a.name for a in arms)})",
+                           "name the baseline among the arms")
+    started = time.perf_counter()
+    run = measure(arms, prompts, spec, on_progress, pause_point)
+    by_place = {(seen.arm, seen.level): seen for seen in run.seen}
+    comparisons = [
+        compared for level in levels(spec) for arm in arms if arm.name != baseline and len(arms) > 1
+        if (compared := comparison(by_place[arm.name, level], by_place[baseline, level], spec)) is not None]
+    return LoadReport(
+        model=" / ".join(dict.fromkeys(arm.model for arm in arms)), spec=spec, arms=run.arms,
+        levels=tuple(level_report(by_place[arm.name, level], spec) for level in levels(spec) for arm in arms),
+        comparisons=tuple(comparisons), crossover=crossover(comparisons), notes=tuple(run.notes),
+        environment=client_environment(), seconds=time.perf_counter() - started)
+
+
+@dataclass
+class Run:
+    """What a load test saw, before it became figures."""
+
+    arms: dict[str, str]
+    seen: list[Seen] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def measure(arms: Sequence[LoadArm], prompts: Sequence[LoadPrompt], spec: LoadSpec,
+            on_progress: OnProgress | None = None, pause_point: PausePoint | None = None) -> Run:
+    """Ask everything. Raises as `run_load`."""
+    names = [arm.name for arm in arms]
+    if not arms or len(set(names)) < len(names):
+        raise InvalidInput(f"a load test needs arms of different names, not [{', '.join(names)}]",
+                           "give each server a name of its own")
+    if not prompts:
+        raise InvalidInput("a load test needs at least one prompt", "give a file with prompts, or quickstart")
+    _allow_sockets(max(num_requests(spec, level) if level.mode == "open" else level.users for level in levels(spec)))
+    return asyncio.run(_Test(arms, prompts, spec, on_progress, pause_point).run())
+
+
+class _Test:
+    """One load test under way."""
+
+    def __init__(self, arms: Sequence[LoadArm], prompts: Sequence[LoadPrompt], spec: LoadSpec,
+                 on_progress: OnProgress | None, pause_point: PausePoint | None) -> None:
+        self._askers = {arm.name: Asker(arm, spec) for arm in arms}
+        self._prompts = prompts
+        self._spec = spec
+        self._on_progress = on_progress
+        self._pause_point = pause_point
+        self._done = 0
+        self._total = total_requests(prompts, list(self._askers), spec)
+        self._words = ""
+
+    async def run(self) -> Run:
+        """All of it. Connections are closed however it ends."""
+        try:
+            for asker in self._askers.values():
+                self._say(f"first question to {asker.arm.name}", 0)
+                await self._watched(asker.probe(Question(self._prompts[0], 0, -1)))
+            return await self._blocks()
+        finally:
+            for asker in self._askers.values():
+                asker.pool.close()
+
+    async def _blocks(self) -> Run:
+        seen: dict[tuple[str, Level], Seen] = {}
+        for block in blocks(self._prompts, list(self._askers), self._spec):
+            new = await self._watched(self._block(block))
+            old = seen.get((block.arm, block.level))
+            if old is not None:
+                new = Seen(new.arm, new.level, old.samples + new.samples, old.seconds + new.seconds,
+                           old.cpu_s + new.cpu_s)
+            seen[block.arm, block.level] = new
+        run = Run({name: _described(asker) for name, asker in self._askers.items()}, list(seen.values()))
+        run.notes = [note for asker in self._askers.values() for note in asker.notes]
+        run.notes += [note for one in run.seen for note in _failures(one)]
+        run.notes += [note for one in run.seen for note in _saturation(one)]
+        return run
+
+    async def _block(self, block: Block) -> Seen:
+        asker = self._askers[block.arm]
+        self._words = f"{block.arm}, {block.level.words()}"
+        users = block.level.users if block.level.mode == "closed" else 1
+        await asker.pool.prepare(users)
+        await self._closed_loop(asker, block.warmup, min(users, len(block.warmup)))
+        wall, cpu = time.perf_counter(), time.process_time()
+        if block.level.mode == "closed":
+            samples = await self._closed_loop(asker, block.questions, users)
+        else:
+            samples = await self._open_loop(asker, block.questions)
+        return Seen(block.arm, block.level, tuple(samples), time.perf_counter() - wall, time.process_time() - cpu)
+
+    async def _closed_loop(self, asker: Asker, questions: Sequence[Question], users: int) -> list[Sample]:
+        """So many users share the questions; whoever has its answer takes the next."""
+        samples: list[Sample] = []
+        left = iter(questions)
+
+        async def user() -> None:
+            for question in left:
+                sample = await asker.ask(question)
+                samples.append(sample)
+                self._say(self._words)
+                if sample.failure is not None:
+                    await asyncio.sleep(_AFTER_FAILURE_S)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(users):
+                group.create_task(user())
+        return samples
+
+    async def _open_loop(self, asker: Asker, questions: Sequence[Question]) -> list[Sample]:
+        """Every question at its time, whatever became of the others."""
+        samples: list[Sample] = []
+        began = time.perf_counter()
+
+        async def one(question: Question, due_at: float) -> None:
+            samples.append(await asker.ask(question, due_at))
+            self._say(self._words)
+
+        async with asyncio.TaskGroup() as group:
+            for question in questions:
+                due_at = began + (question.due_s or 0.0)
+                await asyncio.sleep(max(0.0, due_at - time.perf_counter()))
+                group.create_task(one(question, due_at))
+        return samples
+
+    async def _watched(self, work: Coroutine[None, None, ResultT]) -> ResultT:
+        """Do it, asking several times a second whether to go on."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                if self._pause_point is not None:
+                    self._pause_point()
+                await asyncio.wait({task}, timeout=_POLL_S)
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+    def _say(self, words: str, more: int = 1) -> None:
+        self._done += more
+        if self._on_progress is not None:
+            self._on_progress(self._done, self._total, words)
+
+
+def _described(asker: Asker) -> str:
+    url = asker.origin.url
+    return f"{asker.arm.what} ({url})" if asker.arm.what else url
+
+
+def _failures(seen: Seen) -> list[str]:
+    """One line per reason, with the first request's words."""
+    failed: dict[str, list[Sample]] = {}
+    for sample in seen.samples:
+        if sample.failure is not None:
+            failed.setdefault(sample.failure, []).append(sample)
+    return [f"{seen.arm}, {seen.level.words()}: {len(samples)} of {len(seen.samples)} requests failed ({reason}), the "
+            f"first because {samples[0].detail}" for reason, samples in sorted(failed.items())]
+
+
+def _saturation(seen: Seen) -> list[str]:
+    share = seen.cpu_s / seen.seconds if seen.seconds > 0 else 0.0
+    if share <= _SATURATED:
+        return []
+    return [f"{seen.arm}, {seen.level.words()}: the load generator itself used {share:.0%} of a processor core: its "
+            "latencies are upper bounds, and the server may be faster than it looks"]
+
+
+def _allow_sockets(wanted: int) -> None:
+    """Let this process hold so many connections. Raises InvalidInput when the system does not allow it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = wanted + _SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < need:
+        if hard != resource.RLIM_INFINITY and hard < need:
+            raise InvalidInput(f"{wanted} connections at once need {need} open files, and this machine allows {hard}",
+                               f"raise the limit (ulimit -n {need}), or ask for lower levels")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))

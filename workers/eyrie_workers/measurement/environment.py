@@ -1,11 +1,12 @@
-"""Where a number was measured. Two numbers from different environments are not compared."""
+"""Where a number was measured. Two numbers from different environments are not compared.
+
+Free of torch until an engine's environment is asked for: the load generator's processes do not load it.
+"""
 
 import os
 import platform
 from datetime import UTC, datetime
 from pathlib import Path
-
-import torch
 
 from eyrie_api.artifacts import code_version
 from eyrie_api.v1alpha1.reports import Environment
@@ -21,8 +22,19 @@ def cpu_count() -> int:
 
 def environment(dtype: str) -> Environment:
     """The present environment, with the thread count torch uses now."""
+    import torch
+
+    return _described(torch.get_num_threads(), torch.__version__, dtype)
+
+
+def client_environment() -> Environment:
+    """Of a process that asks servers and computes nothing itself: one thread, no torch, no dtype."""
+    return _described(1, "not loaded", "not known to the client")
+
+
+def _described(threads: int, torch_version: str, dtype: str) -> Environment:
     return Environment(
-        hardware=_hardware(), cpu_count=cpu_count(), threads=torch.get_num_threads(), torch=torch.__version__,
+        hardware=_hardware(), cpu_count=cpu_count(), threads=threads, torch=torch_version,
         python=platform.python_version(), dtype=dtype, code_version=code_version(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
