@@ -8,6 +8,9 @@ Portable SQLAlchemy 2 only: SQLite here, PostgreSQL by URL, no code change. What
   stale snapshot). `reading()` takes no lock, so live streams never hold up a writer;
 - times are stored as naive UTC and come back aware, because SQLite forgets time zones.
 
+PostgreSQL needs one thing said: `reading()` asks for REPEATABLE READ, READ ONLY, since its default would give every
+statement a snapshot of its own. Writers take turns by the rows they hold (`SELECT ... FOR UPDATE`), not by one lock.
+
 Upserts are UPDATE, then INSERT in a savepoint, then UPDATE again: three portable statements instead of one dialect's.
 Only `jobs`, `endpoints`, `results`, `ingest`, `outbox` and `idempotency` open sessions. The tables are made by
 `eyrie_api.migrations`.
@@ -21,6 +24,7 @@ from typing import Any
 
 from sqlalchemy import (
     JSON,
+    URL,
     BigInteger,
     DateTime,
     Dialect,
@@ -46,6 +50,7 @@ from eyrie_api.errors import InvalidInput
 
 BUSY_TIMEOUT_MS = 10_000
 _WRITES = {"eyrie_writes": True}
+_POSTGRESQL_READS = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -252,23 +257,27 @@ class Database:
         except ArgumentError:
             raise InvalidInput(f"database_url {url!r} is not an SQLAlchemy URL",
                                "write sqlite:///path/eyrie.db or postgresql+psycopg://user@host/name") from None
+        if parsed.drivername in ("postgres", "postgresql"):  # as other programs write it
+            parsed = parsed.set(drivername="postgresql+psycopg")
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         if self.is_sqlite:
             if parsed.database in (None, "", ":memory:"):
                 raise InvalidInput("database_url names an in-memory SQLite database, which every thread would see "
                                    "differently", "name a file")
             Path(str(parsed.database)).absolute().parent.mkdir(parents=True, exist_ok=True)
-        self.engine = _open_engine(url, is_sqlite=self.is_sqlite)
+        self.engine = _open_engine(parsed, is_sqlite=self.is_sqlite)
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
         """A session that only reads; sees one snapshot."""
-        with self.engine.connect() as connection, Session(connection, autoflush=False) as session:
+        options = {} if self.is_sqlite else _POSTGRESQL_READS
+        with (self.engine.connect().execution_options(**options) as connection,
+              Session(connection, autoflush=False) as session):
             yield session
 
     @contextmanager
     def writing(self) -> Iterator[Session]:
-        """A transaction that holds the write lock from the start; commits at the end, rolls back on any exception."""
+        """A transaction: committed at the end, rolled back on any exception. SQLite: write-locked from the start."""
         with (self.engine.connect().execution_options(**_WRITES) as connection, connection.begin(),
               Session(connection, join_transaction_mode="create_savepoint") as session):
             yield session
@@ -317,7 +326,7 @@ def rowcount(session: Session, statement: Any) -> int:
     return int(session.execute(statement).rowcount)  # type: ignore[attr-defined]
 
 
-def _open_engine(url: str, *, is_sqlite: bool) -> Engine:
+def _open_engine(url: URL, *, is_sqlite: bool) -> Engine:
     engine = create_engine(url, pool_pre_ping=not is_sqlite)
     if not is_sqlite:
         return engine

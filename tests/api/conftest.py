@@ -1,4 +1,7 @@
-"""Fixtures of the control plane: a migrated SQLite file, and a real server on a real port over it."""
+"""Fixtures of the control plane: a migrated database, and a real server on a real port over it.
+
+Every test that asks for `database` runs twice: on a SQLite file, and on the session's PostgreSQL where there is one.
+"""
 
 import shutil
 import threading
@@ -18,27 +21,52 @@ from eyrie_api.jobs import Jobs
 from eyrie_api.server import create_app
 from eyrie_api.settings import Settings
 from tests.api.samples import ManualClock
+from tests.servers.postgres import shared_template
 
 
-@pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    return Settings(home=tmp_path / "home", sse_heartbeat_s=0.2, sse_poll_s=0.02)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run what touches the database on each of them."""
+    if "database_url" in metafunc.fixturenames:
+        metafunc.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
 
 
 @pytest.fixture(scope="session")
 def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A migrated SQLite file to copy: migrating costs more than most tests."""
     path = tmp_path_factory.mktemp("template") / "eyrie.db"
-    made = Database(f"sqlite:///{path}")
-    made.migrate()
-    made.close()
+    migrate(f"sqlite:///{path}")
     return path
 
 
+def migrate(url: str) -> None:
+    made = Database(url)
+    made.migrate()
+    made.close()
+
+
 @pytest.fixture
-def database(settings: Settings, migrated: Path) -> Iterator[Database]:
-    settings.home.mkdir()
-    shutil.copy(migrated, settings.home / "eyrie.db")
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str | None]:
+    """A migrated database of the test's own; None where the settings' default under home will do."""
+    home = tmp_path / "home"
+    home.mkdir()
+    if request.param == "sqlite":
+        shutil.copy(request.getfixturevalue("migrated"), home / "eyrie.db")
+        yield None
+        return
+    server = request.getfixturevalue("postgres_server")
+    name = server.create(shared_template(server, "eyrie_migrated", migrate))
+    yield server.url(name)
+    server.drop(name)
+
+
+@pytest.fixture
+def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
+    url = request.getfixturevalue("database_url") if "database_url" in request.fixturenames else None
+    return Settings(home=tmp_path / "home", database_url=url, sse_heartbeat_s=0.2, sse_poll_s=0.02)
+
+
+@pytest.fixture
+def database(settings: Settings, database_url: str | None) -> Iterator[Database]:
     opened = Database(settings.resolved_database_url)
     yield opened
     opened.close()

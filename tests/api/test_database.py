@@ -2,6 +2,7 @@
 
 import threading
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -9,7 +10,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import insert, inspect, select, text
 from sqlalchemy.exc import IntegrityError, StatementError
 
-from eyrie_api.database import Base, Database, EventRow, IngestRow, OutboxRow, upsert
+from eyrie_api.database import Base, Database, EventRow, IngestRow, JobRow, OutboxRow, upsert
 from eyrie_api.errors import InvalidInput
 from eyrie_api.jobs import Jobs
 from eyrie_api.migrations import downgrade, upgrade
@@ -29,8 +30,13 @@ def test_every_migration_is_undone_by_its_downgrade_and_can_be_made_again(databa
     assert set(inspect(database.engine).get_table_names()) == {*Base.metadata.tables, "alembic_version"}
 
 
-def test_processes_that_migrate_at_the_same_time_all_succeed(settings: object, tmp_path: object) -> None:
+@pytest.mark.parametrize("backend", ["sqlite", "postgresql"])
+def test_processes_that_migrate_at_the_same_time_all_succeed(backend: str, tmp_path: Path,
+                                                            request: pytest.FixtureRequest) -> None:
     url = f"sqlite:///{tmp_path}/race.db"
+    if backend == "postgresql":
+        server = request.getfixturevalue("postgres_server")
+        url = server.url(server.create())
     failures: list[BaseException] = []
 
     def migrate() -> None:
@@ -50,11 +56,23 @@ def test_processes_that_migrate_at_the_same_time_all_succeed(settings: object, t
     assert failures == []
 
 
-def test_sqlite_connections_use_wal_wait_for_locks_and_enforce_foreign_keys(database: Database) -> None:
+def test_sqlite_connections_use_wal_wait_for_locks_and_enforce_foreign_keys(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/new.db")
     with database.engine.connect() as connection:
         values = {name: connection.execute(text(f"PRAGMA {name}")).scalar()
                   for name in ("journal_mode", "busy_timeout", "foreign_keys")}
+    database.close()
     assert values == {"journal_mode": "wal", "busy_timeout": 10_000, "foreign_keys": 1}
+
+
+def test_what_one_reader_sees_does_not_change_while_it_reads(database: Database) -> None:
+    jobs = Jobs(database)
+    with database.reading() as session:
+        before = session.scalars(select(JobRow.id)).all()
+        jobs.submit(job_spec())
+        assert session.scalars(select(JobRow.id)).all() == before == []
+    with database.reading() as session:
+        assert len(session.scalars(select(JobRow.id)).all()) == 1
 
 
 def test_a_failed_transaction_leaves_nothing(database: Database) -> None:
@@ -78,6 +96,7 @@ def test_threads_that_read_then_write_do_not_lose_updates_or_fail_with_locked(da
     def count() -> None:
         for _ in range(10):
             with database.writing() as session:
+                session.get(JobRow, job_id, with_for_update=True)  # how writers of a job take turns
                 row = session.get(IngestRow, (job_id, "train", ""))
                 upsert(session, IngestRow, key, {"offset_bytes": 1 if row is None else row.offset_bytes + 1})
 
@@ -120,3 +139,11 @@ def test_a_database_url_that_cannot_work_is_refused_with_the_mend(url: str) -> N
     with pytest.raises(InvalidInput) as caught:
         Database(url)
     assert caught.value.mend
+
+
+@pytest.mark.parametrize("scheme", ["postgres", "postgresql", "postgresql+psycopg"])
+def test_a_postgresql_url_may_be_written_as_other_programs_write_it(scheme: str) -> None:
+    opened = Database(f"{scheme}://eyrie:secret@db.example/eyrie?sslmode=require")
+    assert opened.engine.url.drivername == "postgresql+psycopg"
+    assert not opened.is_sqlite
+    assert "secret" not in repr(opened.engine.url)

@@ -1,4 +1,4 @@
-"""The same rows on PostgreSQL. The walk runs where EYRIE_TEST_POSTGRES_URL names an empty database (psycopg needed)."""
+"""The same rows on PostgreSQL: on the session's server, or on the empty database EYRIE_TEST_POSTGRES_URL names."""
 
 import os
 import threading
@@ -34,10 +34,12 @@ def test_every_table_and_index_can_be_spelled_in_postgresql(table: object) -> No
 
 
 @pytest.fixture
-def postgres() -> Iterator[Database]:
-    if URL is None:
-        pytest.skip("set EYRIE_TEST_POSTGRES_URL to an empty PostgreSQL database to run this test")
-    opened = Database(URL)
+def postgres(request: pytest.FixtureRequest) -> Iterator[Database]:
+    url = URL
+    if url is None:
+        server = request.getfixturevalue("postgres_server")
+        url = server.url(server.create())
+    opened = Database(url)
     opened.migrate()
     yield opened
     downgrade(opened)

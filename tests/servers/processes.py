@@ -1,0 +1,136 @@
+"""Servers as processes of the test session: started on a free port, waited for, killed, started again.
+
+A session has one directory (`EYRIE_TEST_SERVERS`), made by the process that the developer started and inherited by the
+workers of pytest-xdist. What is dear to start is started once by whichever worker needs it first, under a file lock,
+and shared; it ends with the session (see `keeper`).
+"""
+
+import fcntl
+import json
+import os
+import pwd
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+SESSION = "EYRIE_TEST_SERVERS"
+START_S = 60.0
+"""A server that is not up by then on a loaded machine never will be."""
+
+
+class Unavailable(Exception):
+    """This machine cannot run the server; the text says why and what to install."""
+
+
+class Session:
+    """The directory and the lifeline of everything the tests start."""
+
+    def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="eyrie-servers-"))
+        self.directory.chmod(0o711)  # PostgreSQL runs as another user and must reach its data through here
+        lifeline = self.directory / "lifeline"
+        os.mkfifo(lifeline)
+        self._held = os.open(lifeline, os.O_RDWR | os.O_NONBLOCK)
+        os.environ[SESSION] = str(self.directory)
+
+    def end(self) -> None:
+        """Let go: every server is killed, and its files are removed."""
+        os.close(self._held)
+        os.environ.pop(SESSION, None)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def session_dir() -> Path:
+    """Where this session's servers keep their files."""
+    return Path(os.environ[SESSION])
+
+
+def shared(name: str, start: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """What `start` returned to the first worker of this session that asked. Raises Unavailable to all of them alike."""
+    told = session_dir() / f"{name}.json"
+    with told.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not told.exists():
+            directory = session_dir() / name
+            directory.mkdir()
+            try:
+                value = start(directory)
+            except Unavailable as reason:
+                value = {"unavailable": str(reason)}
+            told.write_text(json.dumps(value))
+    value = json.loads(told.read_text())
+    if "unavailable" in value:
+        raise Unavailable(value["unavailable"])
+    return dict(value)
+
+
+class Server:
+    """One server process. `argv` is given the port; it stays the same when the server is started again."""
+
+    def __init__(self, argv: Callable[[int], list[str]], log: Path, *, user: str = "",
+                 env: Mapping[str, str] | None = None, ready: Callable[[int], bool] | None = None) -> None:
+        self._argv, self._log, self._user, self._env = argv, log, user, {**os.environ, **(env or {})}
+        self._ready = ready or answers
+        self.port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start and wait until it answers. Raises Unavailable with the end of its log when it does not."""
+        keeper = [sys.executable, "-I", "-S", str(Path(__file__).with_name("keeper.py"))]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*keeper, str(session_dir() / "lifeline"), self._user, "--", *self._argv(self.port)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._env, cwd="/", start_new_session=True)
+        deadline = time.monotonic() + START_S
+        while not self._ready(self.port):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                raise Unavailable(f"{self._argv(self.port)[0]} did not start: {self._log.read_text()[-500:]}")
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """kill -9, as a power cut would."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(30)
+        self._process = None
+
+
+def free_port() -> int:
+    """A port nobody listens on now.
+
+    Below the range the kernel takes for outgoing connections: a server that is down for a moment must find its port
+    free when it comes back.
+    """
+    while True:
+        port = random.randrange(15_000, 30_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+
+
+def answers(port: int) -> bool:
+    """Whether something accepts connections there."""
+    try:
+        socket.create_connection(("127.0.0.1", port), 1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def unprivileged_user() -> str:
+    """Whom to become where we are root; empty where we are not."""
+    if os.geteuid() != 0:
+        return ""
+    names = {entry.pw_name for entry in pwd.getpwall()}
+    return "postgres" if "postgres" in names else "nobody"
