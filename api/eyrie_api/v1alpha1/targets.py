@@ -4,7 +4,8 @@ Architecture names are the entries of `architectures` in a Hugging Face `config.
 `eyrie_workers.targets` its forward pass first, and then naming it here.
 """
 
-SUPPORTED_ARCHITECTURES: tuple[str, ...] = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_ARCHITECTURES: tuple[str, ...] = (
+    "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
 
 QUICKSTART = "quickstart"
 """The model, conversations and suites shipped with Eyrie; `quickstart:<suite>` names one suite."""

@@ -40,3 +40,30 @@ def test_end_tokens_are_gathered_from_both_files() -> None:
 def test_what_we_cannot_compute_is_refused_by_name(change: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsupportedTarget, match=named):
         parse_config(BASE | change)
+
+
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0,
+        "beta_slow": 1.0, "attention_factor": 1.2079441541679836}
+
+
+def test_olmo3_stretches_the_rope_of_its_full_layers_alone_in_both_spellings() -> None:
+    olmo = {**BASE, "model_type": "olmo3", "sliding_window": 16}
+    old = parse_config(olmo | {"rope_scaling": YARN})
+    assert old.layer_types == ("sliding_attention",) * 3 + ("full_attention",)
+    assert (old.rope.kind, old.rope.theta) == ("default", 500000.0)
+    assert old.full_rope is not None
+    assert (old.full_rope.kind, old.full_rope.theta) == ("yarn", 500000.0)
+    new = parse_config({k: v for k, v in olmo.items() if k != "rope_theta"} | {"rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+        "full_attention": YARN | {"rope_theta": 500000.0}}})
+    assert new == old
+    assert parse_config(olmo).full_rope is None
+
+
+def test_yarn_without_an_attention_factor_takes_the_papers() -> None:
+    told = parse_config({**BASE, "model_type": "olmo3", "sliding_window": 16, "rope_scaling": YARN})
+    untold = parse_config({**BASE, "model_type": "olmo3", "sliding_window": 16,
+                           "rope_scaling": {k: v for k, v in YARN.items() if k != "attention_factor"}})
+    assert told.full_rope is not None
+    assert untold.full_rope is not None
+    assert untold.full_rope.attention_factor == pytest.approx(told.full_rope.attention_factor)

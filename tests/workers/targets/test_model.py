@@ -22,6 +22,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2 sliding": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
     "qwen3": {},
     "qwen3 wide heads": {"head_dim": 16},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 7},
+    "olmo3 yarn": {"sliding_window": 7, "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 32.0,
+                           "beta_slow": 1.0, "original_max_position_embeddings": 64}}},
 }
 
 
@@ -48,7 +54,7 @@ def test_logits_and_every_hidden_state_equal_hugging_face(variant: str, tmp_path
         torch.testing.assert_close(target.logits(last), theirs.logits[0], rtol=2e-5, atol=5e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "olmo3"])
 def test_bfloat16_states_stay_close_to_float32(family: str, tmp_path: Path) -> None:
     path = tiny_target(tmp_path / "target", family)
     tokens = [torch.arange(5, 60)]

@@ -1,45 +1,68 @@
 """What a Hugging Face `config.json` says about a decoder, reduced to what our forward pass needs.
 
-Three families share one block (pre-norm attention with rotary positions, gated MLP) and differ in details that are
-data, not code: Llama (rope scaling of Llama 3), Qwen2 (bias on q, k, v), Qwen3 (RMS norm on each head of q and k).
-Anything we would compute wrongly is refused here, by name, before a byte of weights is read.
+The families share one block (attention with rotary positions, gated MLP) and differ in details that are data, not
+code: Llama (rope scaling of Llama 3), Qwen2 (bias on q, k, v), Qwen3 (RMS norm on each head of q and k), Olmo 2 and 3
+(norms behind attention and MLP instead of in front, and over all heads of q and of k together; Olmo 3 slides a window
+over three layers of four and stretches the rope of the fourth alone). Anything we would compute wrongly is refused
+here, by name, before a byte of weights is read.
 
 Both spellings of rope are read: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before).
 """
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from eyrie_api.errors import TargetNotFound, UnsupportedTarget
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "olmo2", "olmo3")
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding (arXiv:2104.09864) and the two ways of stretching it that we compute."""
+    """Rotary position embedding (arXiv:2104.09864) and the three ways of stretching it that we compute."""
 
     theta: float = 10_000.0
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    """yarn: waves that turn more than `beta_fast` times within the original context are kept, fewer than `beta_slow`
+    times stretched."""
+
+    attention_factor: float = 1.0
+    """yarn: by which rotated queries and keys are lengthened (arXiv:2309.00071, section 3.4)."""
 
     def inverse_frequencies(self, head_dim: int) -> list[float]:
-        """head_dim / 2 angles per position. llama3: long waves are stretched, short ones kept, the middle blended."""
+        """head_dim / 2 angles per position. llama3, yarn: long waves are stretched, short ones kept, the middle
+        blended, by frequency and by index."""
         plain = [self.theta ** (-2.0 * i / head_dim) for i in range(head_dim // 2)]
         if self.kind == "default":
             return plain
         if self.kind == "linear":
             return [frequency / self.factor for frequency in plain]
+        if self.kind == "yarn":
+            low, high = self._blended(head_dim)
+            shares = [min(max((i - low) / (high - low), 0.0), 1.0) for i in range(head_dim // 2)]
+            return [f * (share / self.factor + 1.0 - share) for f, share in zip(plain, shares, strict=True)]
         return [self._stretch(frequency) for frequency in plain]
+
+    def _blended(self, head_dim: int) -> tuple[float, float]:
+        """yarn: the indices between which frequencies are blended, rounded outwards."""
+        def index(turns: float) -> float:
+            return head_dim * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low = max(math.floor(index(self.beta_fast)), 0)
+        high = min(math.ceil(index(self.beta_slow)), head_dim - 1)
+        return low, high if high != low else high + 0.001
 
     def _stretch(self, frequency: float) -> float:
         waves = self.original_max_position * frequency / (2 * math.pi)  # full turns within the original context
@@ -65,9 +88,13 @@ class TargetConfig:
     vocab_size: int
     rms_eps: float
     rope: RopeConfig
+    """Of every layer, but for `full_rope`. A drafter takes this one."""
+
     max_position_embeddings: int
     tie_word_embeddings: bool
     qk_norm: bool
+    """RMS norm on each head of q and k."""
+
     attention_bias: bool
     """Bias on q, k and v."""
 
@@ -82,6 +109,11 @@ class TargetConfig:
     """Tokens a sliding layer sees, itself included; None when no layer slides."""
 
     eos_token_ids: tuple[int, ...]
+    post_norm: bool = False
+    """Norms behind attention and MLP instead of in front of them, and one over all heads of q, one over those of k."""
+
+    full_rope: RopeConfig | None = None
+    """Rope of the full-attention layers, where it differs."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -118,18 +150,20 @@ def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None =
     num_layers = _count(data, "num_hidden_layers")
     layer_types, window = _layer_types(data, num_layers)
     biased = bool(data.get("attention_bias", False))
+    post_norm = family in ("olmo2", "olmo3")
+    rope, full_rope = _ropes(data)
     return TargetConfig(
         family=family, hidden_size=hidden, num_layers=num_layers, num_heads=num_heads,
         num_kv_heads=int(data.get("num_key_value_heads") or num_heads),
         head_dim=int(data.get("head_dim") or hidden // num_heads),
         intermediate_size=_count(data, "intermediate_size"), vocab_size=_count(data, "vocab_size"),
-        rms_eps=float(data.get("rms_norm_eps", 1e-6)), rope=_rope(data),
+        rms_eps=float(data.get("rms_norm_eps", 1e-6)), rope=rope,
         max_position_embeddings=int(data.get("max_position_embeddings", 2048)),
         tie_word_embeddings=bool(data.get("tie_word_embeddings", False)),
         qk_norm=family == "qwen3", attention_bias=biased or family == "qwen2",
         output_bias=biased and family != "qwen2", mlp_bias=family == "llama" and bool(data.get("mlp_bias", False)),
         layer_types=layer_types, sliding_window=window,
-        eos_token_ids=_eos(data, generation or {}),
+        eos_token_ids=_eos(data, generation or {}), post_norm=post_norm, full_rope=full_rope,
     )
 
 
@@ -140,18 +174,38 @@ def _count(data: Mapping[str, Any], field: str) -> int:
     return value
 
 
-def _rope(data: Mapping[str, Any]) -> RopeConfig:
+def _ropes(data: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig | None]:
+    """The rope of all layers, and that of the full-attention layers where it is another (Olmo 3)."""
+    kinds = ("default", "linear", "llama3")
     scaling = data.get("rope_parameters") or data.get("rope_scaling") or {}
+    if data.get("model_type") != "olmo3":
+        return _rope(data, scaling, kinds), None
+    # By layer type since transformers 5; before, `rope_scaling` was for the full layers alone.
+    sliding, full = scaling.get(SLIDING) or {}, scaling.get(FULL) or (scaling if "factor" in scaling else {})
+    rope = _rope(data, sliding if "rope_theta" in sliding else {"rope_theta": full.get("rope_theta")} | sliding,
+                 ("default",), theta=500_000.0)
+    full_rope = _rope(data, full, (*kinds, "yarn"), theta=rope.theta)
+    return rope, full_rope if full_rope != rope else None
+
+
+def _rope(data: Mapping[str, Any], scaling: Mapping[str, Any], kinds: Sequence[str],
+          theta: float = 10_000.0) -> RopeConfig:
     kind: Any = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in ("default", "linear", "llama3"):
-        raise UnsupportedTarget(f"rope type {kind!r} is not supported", "only default, linear and llama3 are computed")
+    if kind not in kinds:
+        raise UnsupportedTarget(f"rope type {kind!r} is not supported", f"only {', '.join(kinds)} are computed")
     if float(scaling.get("partial_rotary_factor", data.get("partial_rotary_factor", 1.0)) or 1.0) != 1.0:
         raise UnsupportedTarget("partial_rotary_factor is not 1", "only rotation of whole heads is computed")
+    factor = float(scaling.get("factor", 1.0))
+    lengthened = scaling.get("attention_factor")
+    if lengthened is None:
+        lengthened = 0.1 * math.log(factor) + 1.0 if kind == "yarn" and factor > 1.0 else 1.0
     return RopeConfig(
-        theta=float(scaling.get("rope_theta") or data.get("rope_theta") or 10_000.0), kind=kind,
-        factor=float(scaling.get("factor", 1.0)), low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
+        theta=float(scaling.get("rope_theta") or data.get("rope_theta") or theta), kind=kind,
+        factor=factor, low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
         high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
         original_max_position=int(scaling.get("original_max_position_embeddings", 8192)),
+        beta_fast=float(scaling.get("beta_fast") or 32.0), beta_slow=float(scaling.get("beta_slow") or 1.0),
+        attention_factor=float(lengthened) if kind == "yarn" else 1.0,
     )
 
 
@@ -165,6 +219,8 @@ def _layer_types(data: Mapping[str, Any], num_layers: int) -> tuple[tuple[str, .
     window = data.get("sliding_window")
     slides = bool(data.get("use_sliding_window", window is not None and data.get("model_type") == "llama"))
     types = read_layer_types(data)
+    if types is None and data.get("model_type") == "olmo3":
+        types = tuple(SLIDING if (i + 1) % 4 else FULL for i in range(num_layers))
     if types is None:
         first_sliding = int(data.get("max_window_layers", num_layers)) if slides and window else num_layers
         types = tuple(SLIDING if i >= first_sliding else FULL for i in range(num_layers))

@@ -12,7 +12,9 @@ Made for speed at few tokens, where launching operations costs more than arithme
   complex multiplication; q.k does not notice, both are permuted alike;
 - residual additions are fused into the products (`linear.Linear.add`).
 
-Logits and every hidden state equal Hugging Face's for Llama, Qwen2 and Qwen3 (tests/workers/targets).
+Olmo normalises behind attention and MLP, so nothing can be folded or fused there; its rope may differ by layer type.
+
+Logits and every hidden state equal Hugging Face's for Llama, Qwen2, Qwen3, Olmo 2 and Olmo 3 (tests/workers/targets).
 """
 
 # M tokens of all texts, T tokens of one, H hidden, V vocabulary, A aux layers, Q query heads, G key-value heads,
@@ -27,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyrie_workers.targets.config import SLIDING, TargetConfig
+from eyrie_workers.targets.config import FULL, SLIDING, RopeConfig, TargetConfig
 from eyrie_workers.targets.linear import Linear, rms_normalise
 
 
@@ -45,18 +47,21 @@ class Attend(Protocol):
 @dataclass(frozen=True)
 class _Layer:
     input_norm: Tensor | None
-    """None when folded into `qkv`."""
+    """None when folded into `qkv`, or behind (`attention_norm`)."""
     qkv: Linear
     head_norm: Tensor | None
-    """[Q + G, E]: the weights of q_norm and k_norm, repeated per head."""
+    """[Q + G, E]: the weights of q_norm and k_norm, repeated per head where they are for one head."""
     output: Linear
+    attention_norm: Tensor | None
+    """[H]: on what attention adds."""
     mlp_norm: Tensor | None
+    """In front of the MLP, or behind it."""
     gate_up: Linear
     down: Linear
 
 
 class TargetModel:
-    """A frozen Llama, Qwen2 or Qwen3. Holds weights and nothing that changes."""
+    """A frozen Llama, Qwen or Olmo. Holds weights and nothing that changes."""
 
     def __init__(self, config: TargetConfig, weights: Mapping[str, Tensor], path: Path | None = None) -> None:
         """`weights` by their Hugging Face names, all of one dtype and device."""
@@ -71,13 +76,17 @@ class TargetModel:
         self._head = Linear(self.lm_head_weight)
         self._eps = torch.tensor(config.rms_eps, dtype=self.dtype, device=self.device)
         self._layers = [_layer(config, weights, i) for i in range(config.num_layers)]
-        frequencies = config.rope.inverse_frequencies(config.head_dim)
-        self._frequencies = torch.tensor(frequencies, dtype=torch.float64, device=self.device)
+        ropes = [config.full_rope if config.full_rope is not None and kind == FULL else config.rope
+                 for kind in config.layer_types]
+        self._ropes = tuple(dict.fromkeys(ropes))
+        self._rope_of_layer = [self._ropes.index(rope) for rope in ropes]
+        self._frequencies = [torch.tensor(rope.inverse_frequencies(config.head_dim), dtype=torch.float64,
+                                          device=self.device) for rope in self._ropes]
 
-    def _rotations(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    def _rotations(self, positions: Tensor, rope: RopeConfig, frequencies: Tensor, dtype: torch.dtype) -> Tensor:
         """exp(i * position * frequency): [M] -> [M, 1, E / 2] complex, for float32 or float64 heads."""
-        angles = positions.to(torch.float64)[:, None, None] * self._frequencies
-        turned = torch.polar(torch.ones_like(angles), angles)
+        angles = positions.to(torch.float64)[:, None, None] * frequencies
+        turned = torch.polar(torch.full_like(angles, rope.attention_factor), angles)
         return turned if dtype == torch.float64 else turned.to(torch.complex64)
 
     @torch.inference_mode()
@@ -94,19 +103,31 @@ class TargetModel:
         num_tokens = token_ids.shape[0]
         # bfloat16 has no complex numbers: such heads are rotated in float32, as Hugging Face does.
         wide = torch.float64 if attend.dtype == torch.float64 else torch.float32
-        rotations, head_eps = self._rotations(positions, wide), self._eps.to(wide)
+        rotations = [self._rotations(positions, rope, frequencies, wide)
+                     for rope, frequencies in zip(self._ropes, self._frequencies, strict=True)]
+        head_eps = self._eps.to(wide)
         x = F.embedding(token_ids, self.embed_weight)
         kept = {0: x} if 0 in aux_layers else {}
         for index, layer in enumerate(self._layers):
-            heads = layer.qkv(self._norm(x, layer.input_norm)).to(wide)
+            heads = layer.qkv(x if config.post_norm else self._norm(x, layer.input_norm)).to(wide)
             heads = heads.view(num_tokens, -1, config.head_dim)
             rotated = heads[:, :num_rotated]
-            if layer.head_norm is not None:
+            if layer.head_norm is not None and layer.attention_norm is None:
                 rotated.copy_(rms_normalise(rotated, head_eps) * layer.head_norm)
-            torch.view_as_complex(rotated.unflatten(-1, (-1, 2))).mul_(rotations)
-            x = layer.output.add(attend(index, heads.to(attend.dtype)), x)
-            gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, dim=-1)
-            x = layer.down.add(F.silu(gate).mul_(up), x)
+            elif layer.head_norm is not None:
+                for group in rotated.split([config.num_heads, config.num_kv_heads], dim=1):
+                    group.copy_(rms_normalise(group.flatten(1), head_eps).view_as(group))
+                rotated.mul_(layer.head_norm)
+            torch.view_as_complex(rotated.unflatten(-1, (-1, 2))).mul_(rotations[self._rope_of_layer[index]])
+            attended = attend(index, heads.to(attend.dtype))
+            if layer.attention_norm is None:
+                x = layer.output.add(attended, x)
+                gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, dim=-1)
+                x = layer.down.add(F.silu(gate).mul_(up), x)
+            else:
+                x = x + self._norm(layer.output(attended), layer.attention_norm)
+                gate, up = layer.gate_up(x).chunk(2, dim=-1)
+                x = x + self._norm(layer.down(F.silu(gate).mul_(up)), layer.mlp_norm)
             if index + 1 in aux_layers:
                 kept[index + 1] = x
         last = F.rms_norm(x, (config.hidden_size,), self._final_norm, config.rms_eps)
@@ -183,7 +204,7 @@ def _layer(config: TargetConfig, weights: Mapping[str, Tensor], index: int) -> _
     def paired(name: str) -> Tensor:
         return _pairs_together(get(name), config.head_dim)
 
-    fold = get("input_layernorm.weight").dtype == torch.float32
+    fold = get("self_attn.q_proj.weight").dtype == torch.float32 and not config.post_norm
     attention, mlp = "self_attn.{}_proj.{}", "mlp.{}_proj.{}"
     qkv = torch.cat([paired(attention.format("q", "weight")), paired(attention.format("k", "weight")),
                      get(attention.format("v", "weight"))])
@@ -192,17 +213,20 @@ def _layer(config: TargetConfig, weights: Mapping[str, Tensor], index: int) -> _
     gate_up = torch.cat([get(mlp.format("gate", "weight")), get(mlp.format("up", "weight"))])
     gate_up_bias = torch.cat([get(mlp.format("gate", "bias")), get(mlp.format("up", "bias"))]) \
         if config.mlp_bias else None
-    input_norm, mlp_norm = get("input_layernorm.weight"), get("post_attention_layernorm.weight")
+    input_norm = None if config.post_norm else get("input_layernorm.weight")
+    after_attention = get("post_attention_layernorm.weight")  # a name of two meanings: Olmo applies it to the output
+    mlp_norm = get("post_feedforward_layernorm.weight") if config.post_norm else after_attention
     head_norm = None
-    if config.qk_norm:
-        head_norm = torch.cat([paired("self_attn.q_norm.weight").expand(config.num_heads, -1),
-                               paired("self_attn.k_norm.weight").expand(config.num_kv_heads, -1)])
+    if config.qk_norm or config.post_norm:
+        head_norm = torch.cat([paired(f"self_attn.{name}_norm.weight").view(-1, config.head_dim).expand(heads, -1)
+                               for name, heads in (("q", config.num_heads), ("k", config.num_kv_heads))])
     return _Layer(
         input_norm=None if fold else input_norm,
-        qkv=Linear(qkv * input_norm if fold else qkv, qkv_bias),
+        qkv=Linear(qkv * input_norm if fold and input_norm is not None else qkv, qkv_bias),
         head_norm=head_norm,
         output=Linear(get(attention.format("o", "weight")),
                       get(attention.format("o", "bias")) if config.output_bias else None),
+        attention_norm=after_attention if config.post_norm else None,
         mlp_norm=None if fold else mlp_norm,
         gate_up=Linear(gate_up * mlp_norm if fold else gate_up, gate_up_bias),
         down=Linear(get(mlp.format("down", "weight")), get(mlp.format("down", "bias")) if config.mlp_bias else None),

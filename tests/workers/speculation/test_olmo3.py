@@ -1,0 +1,65 @@
+"""Olmo 3 in the reference engine: windows over most layers, norms behind, two ropes; drafting must change nothing."""
+
+import pytest
+import torch
+
+from eyrie_api.v1alpha1.job import DraftTreeShape, SamplingSpec
+from eyrie_workers.speculation.engine import Engine, Request
+from eyrie_workers.targets.layers import choose_aux_layers
+from eyrie_workers.targets.loading import load_target
+from eyrie_workers.targets.model import TargetModel
+from tests.tiny import tiny_target
+from tests.workers.speculation.drafters import OracleDrafter, RandomDrafter
+
+CHAIN = DraftTreeShape(num_steps=4, top_k=1, num_draft_tokens=5)
+TREE = DraftTreeShape(num_steps=4, top_k=3, num_draft_tokens=14)
+WINDOW = 9
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+    return load_target(tiny_target(
+        tmp_path_factory.mktemp("olmo") / "olmo3", "olmo3", seed=5, num_layers=4, initializer_range=0.15,
+        sliding_window=WINDOW, rope_parameters={"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                                                "full_attention": yarn}))
+
+
+def requests(temperature: float) -> list[Request]:
+    generator = torch.Generator().manual_seed(2)
+    return [Request(f"r{i}", torch.randint(3, 320, (length,), generator=generator).tolist(), 24,
+                    SamplingSpec(temperature=temperature), seed=100 + i) for i, length in enumerate((5, 23, 1, 60))]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_drafter_shape_or_batch_changes_a_token_beyond_the_window(temperature: float, target: TargetModel) -> None:
+    asked = requests(temperature)
+    plain = [one.token_ids for one in Engine(target).generate(asked)]
+    assert all(len(text) > WINDOW for text in plain)
+    paths = 0
+    random, oracle = RandomDrafter(320), OracleDrafter(320, target=target)
+    for drafter, shape, concurrency in ((random, TREE, 3), (oracle, CHAIN, 3), (oracle, TREE, 1), (oracle, TREE, 2)):
+        drafted = Engine(target, drafter, max_concurrency=concurrency).generate(asked, shape)
+        assert [one.token_ids for one in drafted] == plain, (type(drafter).__name__, shape.label(), concurrency)
+        paths += sum(len(one.accepted_histogram) > 2 for one in drafted)
+    assert paths > 0
+
+
+def test_greedy_output_equals_hugging_face_generate(target: TargetModel) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target.path, dtype=torch.float32).eval()
+    asked = requests(0.0)
+    ours = Engine(target, OracleDrafter(320, target=target), max_concurrency=2).generate(asked, TREE)
+    for request, generation in zip(asked, ours, strict=True):
+        prompt = torch.tensor([list(request.prompt_ids)])
+        with torch.no_grad():
+            theirs = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24,
+                                    min_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert generation.token_ids == theirs[0, prompt.shape[1]:].tolist()
+
+
+def test_the_drafter_reads_full_attention_layers(target: TargetModel) -> None:
+    assert choose_aux_layers(4, target.config.layer_types).aux_layers == (4,)
+    seven_b = ("sliding_attention",) * 3 + ("full_attention",)
+    assert choose_aux_layers(32, seven_b * 8).aux_layers == (4, 16, 28)
