@@ -12,8 +12,8 @@ PostgreSQL needs one thing said: `reading()` asks for REPEATABLE READ, READ ONLY
 statement a snapshot of its own. Writers take turns by the rows they hold (`SELECT ... FOR UPDATE`), not by one lock.
 
 Upserts are UPDATE, then INSERT in a savepoint, then UPDATE again: three portable statements instead of one dialect's.
-Only `jobs`, `endpoints`, `results`, `ingest`, `outbox` and `idempotency` open sessions. The tables are made by
-`eyrie_api.migrations`.
+Only `jobs`, `endpoints`, `history`, `results`, `ingest`, `outbox` and `idempotency` open sessions. The tables are made
+by `eyrie_api.migrations`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,6 +34,7 @@ from sqlalchemy import (
     MetaData,
     String,
     Text,
+    UniqueConstraint,
     create_engine,
     event,
     insert,
@@ -245,7 +246,31 @@ class RevisionRow(Base):
     speedup: Mapped[float | None]
     tau: Mapped[float | None]
     reason: Mapped[str] = mapped_column(Text)
+    use: Mapped[dict[str, Any]]
+    state: Mapped[str] = mapped_column(String(16))
+    rejected_reason: Mapped[str | None] = mapped_column(Text)
     created_at: Mapped[datetime]
+
+
+class HistoryRow(Base):
+    """One thing that happened to an endpoint's name. Decisions are told of names that serve nothing yet, so there is no
+    foreign key. `once` makes telling the same thing again harmless."""
+
+    __tablename__ = "history"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    endpoint: Mapped[str] = mapped_column(String(63))
+    time: Mapped[datetime]
+    kind: Mapped[str] = mapped_column(String(16))
+    revision: Mapped[int | None]
+    job_id: Mapped[str | None] = mapped_column(String(63))
+    reason: Mapped[str] = mapped_column(String(63))
+    message: Mapped[str] = mapped_column(Text)
+    actor: Mapped[str] = mapped_column(String(16))
+    figures: Mapped[dict[str, Any]]
+    data: Mapped[dict[str, Any]]
+    once: Mapped[str | None] = mapped_column(String(255))
+    __table_args__ = (Index("ix_history_endpoint_id", "endpoint", "id"),
+                      UniqueConstraint("endpoint", "once"), {"sqlite_autoincrement": True})
 
 
 class Database:

@@ -3,11 +3,15 @@
 An endpoint is a name with numbered revisions; revision 1 is always the bare target, so that there is something lossless
 to roll back to before the first drafter was ever promoted. Nothing here starts or stops an engine: a change of mind
 (`propose`, `roll_back`, `set_desired`) moves `candidate_revision` or `desired` and promises the chore `tend_endpoint`.
-Whoever tends the endpoint brings the candidate up beside the active engine and says how that went: `activate` or
-`reject`. Until then the active revision keeps serving.
+Whoever tends the endpoint brings the candidate up beside the active engine, gives it a share of the requests (`canary`)
+and says how that went: `activate` or `reject`. Until then the active revision keeps serving.
+
+Every change writes what it did into the endpoint's history (`eyrie_api.history`) in the same transaction.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -15,10 +19,13 @@ from sqlalchemy.orm import Session
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import Database, EndpointRow, RevisionRow
 from eyrie_api.errors import Conflict, NotFound
+from eyrie_api.history import tell
 from eyrie_api.outbox import promise
 from eyrie_api.rows import render_endpoint, render_revision
+from eyrie_api.v1alpha1.history import Actor
 from eyrie_api.v1alpha1.job import DraftTreeShape, ServeSpec, TargetSpec
 from eyrie_api.v1alpha1.status import Condition, Endpoint, EndpointList, Revision
+from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,8 @@ class Endpoints:
     def create(self, name: str, target: TargetSpec, serve: ServeSpec, model: str) -> Endpoint:
         """Make the endpoint with the bare target as its first candidate, or find it.
 
-        Raises Conflict when it exists for another target: a URL must not change its model under its users.
+        The serving section of the job that promoted last holds from the next engine on, but for the port, which is
+        kept. Raises Conflict when it exists for another target: a URL must not change its model under its users.
         """
         now = self._clock()
         with self._database.writing() as session:
@@ -51,13 +59,17 @@ class Endpoints:
                 session.add(row)
                 session.flush()
                 session.add(RevisionRow(endpoint=name, number=1, job_id=None, checkpoint=None, tree=None,
-                                        drafter_dir=None, speedup=None, tau=None, created_at=now,
-                                        reason="the target without a drafter"))
+                                        drafter_dir=None, use=DrafterUse().model_dump(mode="json"), speedup=None,
+                                        tau=None, created_at=now, reason="the target without a drafter",
+                                        state="proposed", rejected_reason=None))
                 promise(session, "tend_endpoint", name, self._clock)
-                session.flush()
+                tell(session, self._clock, name, "created", "Created", f"serves {target.model}", revision=1)
             elif row.target != target.model_dump(mode="json"):
                 raise Conflict(f"endpoint {name!r} serves target {row.target['model']!r}, not {target.model!r}",
                                "give serve.endpoint another name")
+            else:
+                row.serve = serve.model_copy(update={"port": row.serve["port"]}).model_dump(mode="json")
+                session.flush()
             return self._render(session, row)
 
     def get(self, name: str) -> Endpoint:
@@ -77,62 +89,92 @@ class Endpoints:
             row = _find(session, name)
             return Serving(TargetSpec.model_validate(row.target), ServeSpec.model_validate(row.serve))
 
-    def propose(self, name: str, *, job_id: str | None, checkpoint: str | None, tree: DraftTreeShape | None,
-                drafter_dir: str | None, reason: str, speedup: float | None = None,
-                tau: float | None = None) -> Revision:
-        """Add a revision and make it the candidate. Proposing what is active or candidate already changes nothing."""
-        shape = None if tree is None else tree.model_dump(mode="json")
+    def propose(self, name: str, *, job_id: str | None, checkpoint: str | None, tree: DraftTreeShape | None = None,
+                drafter_dir: str | None = None, reason: str, speedup: float | None = None, tau: float | None = None,
+                use: DrafterUse | None = None, actor: Actor = "policy") -> Revision:
+        """Add a revision and make it the candidate. Proposing what is active or candidate already changes nothing.
+
+        `use` says what its engine decodes with; a drafter with one tree may be given as `drafter_dir` and `tree`.
+        `tau` is the proven acceptance length (`promotion.proven_tau`), against which live traffic is held.
+        """
+        use = use or _use(drafter_dir, tree)
+        told = use.model_dump(mode="json")
         with self._database.writing() as session:
             row = _find(session, name, hold=True)
             for number in (row.candidate_revision, row.active_revision):
                 same = None if number is None else session.get(RevisionRow, (name, number))
-                if same is not None and (same.drafter_dir, same.tree) == (drafter_dir, shape):
+                if same is not None and same.use == told:
                     return render_revision(same)
             last = session.execute(select(func.max(RevisionRow.number)).where(RevisionRow.endpoint == name)).scalar()
+            shape = use.setting.tree
             revision = RevisionRow(endpoint=name, number=(last or 0) + 1, job_id=job_id, checkpoint=checkpoint,
-                                   tree=shape, drafter_dir=drafter_dir, speedup=speedup, tau=tau, reason=reason,
-                                   created_at=self._clock())
+                                   tree=None if shape is None else shape.model_dump(mode="json"),
+                                   drafter_dir=use.drafter_dir, use=told, speedup=speedup, tau=tau, reason=reason,
+                                   state="proposed", rejected_reason=None, created_at=self._clock())
             session.add(revision)
-            self._aim(session, row, revision.number)
+            self._aim(session, row, revision)
+            tell(session, self._clock, name, "proposed", "Proposed", f"{use.setting.label()}: {reason}",
+                 revision=revision.number, job_id=job_id, actor=actor, figures={"speedup": speedup, "tau": tau})
             return render_revision(revision)
 
-    def roll_back(self, name: str, revision: int | None = None) -> Endpoint:
-        """Make an earlier revision, by default the one before the active one, the candidate.
+    def roll_back(self, name: str, revision: int | None = None, *, actor: Actor = "person",
+                  reason: str = "RolledBack", message: str = "asked for") -> Endpoint:
+        """Make an earlier revision, by default the last one that served before the active one, the candidate.
 
         Raises Conflict when there is none before, and NotFound when the revision named does not exist.
         """
         with self._database.writing() as session:
             row = _find(session, name, hold=True)
-            if revision is not None:
-                if session.get(RevisionRow, (name, revision)) is None:
-                    raise NotFound(f"endpoint {name!r} has no revision {revision}", "get the endpoint to see them")
-                self._aim(session, row, revision)
-                return self._render(session, row)
-            if row.active_revision is None:
-                raise Conflict(f"endpoint {name!r} has nothing active to roll back from", "wait until it serves")
-            before = session.execute(select(func.max(RevisionRow.number)).where(
-                RevisionRow.endpoint == name, RevisionRow.number < row.active_revision)).scalar()
-            if before is None:
-                raise Conflict(f"endpoint {name!r} serves its first revision", "there is nothing older to go back to")
-            self._aim(session, row, before)
+            back = _earlier(session, row) if revision is None else session.get(RevisionRow, (name, revision))
+            if back is None:
+                raise NotFound(f"endpoint {name!r} has no revision {revision}", "get the endpoint to see them")
+            active = self._revision(session, row, row.active_revision)
+            if active is not None and active is not back:
+                active.rejected_reason = f"{reason}: {message}"
+            self._aim(session, row, back)
+            tell(session, self._clock, name, "rolled-back", reason, f"to revision {back.number}: {message}",
+                 revision=row.active_revision, actor=actor, figures={"to": float(back.number)})
             return self._render(session, row)
 
-    def set_desired(self, name: str, desired: str) -> Endpoint:
+    def set_desired(self, name: str, desired: Literal["on", "off"], *, actor: Actor = "person") -> Endpoint:
         """Switch it `on` or `off`; off keeps name, URL and history."""
         with self._database.writing() as session:
             row = _find(session, name, hold=True)
+            if row.desired != desired:
+                tell(session, self._clock, name, desired, "SwitchedOn" if desired == "on" else "SwitchedOff",
+                     "asked for", revision=row.active_revision, actor=actor)
             row.desired = desired
             self._touch(session, row)
             return self._render(session, row)
 
     # What the one who tends it reports.
 
-    def activate(self, name: str, number: int, url: str | None = None) -> Endpoint:
-        """The candidate `number` is healthy and serves now."""
+    def canary(self, name: str, number: int, share: float) -> Endpoint:
+        """The candidate `number` is given that share of the requests."""
         with self._database.writing() as session:
             row = _find(session, name, hold=True)
-            if session.get(RevisionRow, (name, number)) is None:
+            revision = session.get(RevisionRow, (name, number))
+            if revision is not None:
+                revision.state = "canary"
+            tell(session, self._clock, name, "canary", "CanaryStep", f"{share:.0%} of the requests", revision=number,
+                 actor="watch", figures={"share": share})
+            return self._render(session, row)
+
+    def activate(self, name: str, number: int, url: str | None = None,
+                 figures: Mapping[str, float | None] | None = None) -> Endpoint:
+        """The candidate `number` is healthy and serves now; `figures` are what its canary showed."""
+        with self._database.writing() as session:
+            row = _find(session, name, hold=True)
+            revision = session.get(RevisionRow, (name, number))
+            if revision is None:
                 raise NotFound(f"endpoint {name!r} has no revision {number}", "propose it first")
+            before = self._revision(session, row, row.active_revision)
+            if before is not None and before is not revision:
+                before.state = "retired" if before.rejected_reason is None else "rolled-back"
+            revision.state, revision.rejected_reason = "active", None
+            if row.active_revision != number:
+                tell(session, self._clock, name, "activated", "Activated", _serves(revision), revision=number,
+                     job_id=revision.job_id, actor="watch", figures=figures)
             row.active_revision = number
             row.url = url or row.url
             if row.candidate_revision == number:
@@ -140,15 +182,20 @@ class Endpoints:
             row.updated_at = self._clock()
             return self._render(session, row)
 
-    def reject(self, name: str, number: int, reason: str) -> Endpoint:
-        """The candidate `number` did not become healthy, or accepted too little: the active one stays."""
+    def reject(self, name: str, number: int, reason: str, message: str) -> Endpoint:
+        """The candidate `number` did not become healthy, failed requests, or accepted too little: the active one
+        stays. `reason` is a CamelCase word."""
         with self._database.writing() as session:
             row = _find(session, name, hold=True)
-            revision = session.get(RevisionRow, (name, number))
+            revision, active = (self._revision(session, row, one) for one in (number, row.active_revision))
             if revision is not None:
-                revision.reason = f"{revision.reason}; rejected: {reason}"
+                revision.state, revision.rejected_reason = "rejected", f"{reason}: {message}"
+                tell(session, self._clock, name, "rejected", reason, message, revision=number, job_id=revision.job_id,
+                     actor="watch")
             if row.candidate_revision == number:
                 row.candidate_revision = None
+                if active is not None:
+                    active.rejected_reason = None  # it was to give way to this one, and goes on after all
             row.updated_at = self._clock()
             session.flush()
             return self._render(session, row)
@@ -162,10 +209,18 @@ class Endpoints:
                 row.conditions = [one.model_dump(mode="json") for one in conditions]
             row.updated_at = self._clock()
 
-    def _aim(self, session: Session, row: EndpointRow, number: int) -> None:
-        row.candidate_revision = None if number == row.active_revision else number
+    def _aim(self, session: Session, row: EndpointRow, revision: RevisionRow) -> None:
+        waiting = self._revision(session, row, row.candidate_revision)
+        if waiting is not None and waiting is not revision and waiting.state in ("proposed", "canary"):
+            waiting.state = "retired"
+        if revision.state == "rejected":
+            revision.state, revision.rejected_reason = "proposed", None  # it has to prove itself like a new one
+        row.candidate_revision = None if revision.number == row.active_revision else revision.number
         row.desired = "on"
         self._touch(session, row)
+
+    def _revision(self, session: Session, row: EndpointRow, number: int | None) -> RevisionRow | None:
+        return None if number is None else session.get(RevisionRow, (row.name, number))
 
     def _touch(self, session: Session, row: EndpointRow) -> None:
         row.updated_at = self._clock()
@@ -173,6 +228,7 @@ class Endpoints:
         session.flush()
 
     def _render(self, session: Session, row: EndpointRow) -> Endpoint:
+        session.flush()
         return render_endpoint(row, session.scalars(select(RevisionRow).where(RevisionRow.endpoint == row.name)))
 
 
@@ -181,3 +237,27 @@ def _find(session: Session, name: str, *, hold: bool = False) -> EndpointRow:
     if row is None:
         raise NotFound(f"no endpoint {name!r}", "list the endpoints; one is made when a job first promotes to it")
     return row
+
+
+def _earlier(session: Session, row: EndpointRow) -> RevisionRow:
+    """The last revision before the active one that was not given up; the bare target if all were. Raises Conflict."""
+    if row.active_revision is None:
+        raise Conflict(f"endpoint {row.name!r} has nothing active to roll back from", "wait until it serves")
+    earlier = session.scalars(select(RevisionRow).where(
+        RevisionRow.endpoint == row.name, RevisionRow.number < row.active_revision,
+    ).order_by(RevisionRow.number.desc())).all()
+    good = [one for one in earlier if one.state == "retired"] or [one for one in earlier if one.checkpoint is None]
+    if not good:
+        raise Conflict(f"endpoint {row.name!r} serves its first revision", "there is nothing older to go back to")
+    return good[0]
+
+
+def _use(drafter_dir: str | None, tree: DraftTreeShape | None) -> DrafterUse:
+    if drafter_dir is None:
+        return DrafterUse(setting=OFF)
+    return DrafterUse(drafter_dir=drafter_dir, setting=Setting(method="drafter", tree=tree or DraftTreeShape()))
+
+
+def _serves(revision: RevisionRow) -> str:
+    setting = DrafterUse.model_validate(revision.use).setting
+    return f"{revision.checkpoint} {setting.label()}" if revision.checkpoint else setting.label()

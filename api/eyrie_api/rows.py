@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
-from eyrie_api.database import EndpointRow, EventRow, JobRow, RevisionRow, StageRow
+from eyrie_api.database import EndpointRow, EventRow, HistoryRow, JobRow, RevisionRow, StageRow
 from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.history import HistoryEntry
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.stages import STAGES
 from eyrie_api.v1alpha1.status import Condition, Endpoint, Event, Job, JobStatus, Progress, Revision, StageStatus
@@ -77,8 +78,17 @@ def render_revision(row: RevisionRow) -> Revision:
     """One revision."""
     return Revision.model_validate({
         "number": row.number, "job_id": row.job_id, "checkpoint": row.checkpoint, "tree": row.tree,
-        "drafter_dir": row.drafter_dir, "speedup": row.speedup, "tau": row.tau, "created_at": row.created_at,
-        "reason": row.reason})
+        "drafter_dir": row.drafter_dir, "use": row.use, "speedup": row.speedup, "tau": row.tau,
+        "created_at": row.created_at, "reason": row.reason, "state": row.state,
+        "rejected_reason": row.rejected_reason})
+
+
+def render_history(row: HistoryRow) -> HistoryEntry:
+    """One entry of an endpoint's history."""
+    return HistoryEntry.model_validate({
+        "id": row.id, "endpoint": row.endpoint, "time": row.time, "kind": row.kind, "revision": row.revision,
+        "job_id": row.job_id, "reason": row.reason, "message": row.message, "actor": row.actor,
+        "figures": row.figures, "data": row.data})
 
 
 def encode_cursor(created_at: datetime, job_id: str) -> str:

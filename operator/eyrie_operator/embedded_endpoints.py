@@ -107,7 +107,7 @@ class EmbeddedEndpoints:
         except EyrieError as error:  # its port is taken, its target is gone: waiting will not mend it
             plan = EndpointPlan((), "False", error.reason, str(error))
             if endpoint.candidate_revision is not None:
-                self._endpoints.reject(name, endpoint.candidate_revision, f"{error.reason}: {error}")
+                self._endpoints.reject(name, endpoint.candidate_revision, error.reason, str(error))
                 conditions = observe(conditions, "RolledBack", "True", error.reason, str(error), now)
         conditions = observe(conditions, "Serving", plan.serving, plan.reason, plan.message, now)
         port = read_port(directory)
@@ -164,11 +164,11 @@ class EmbeddedEndpoints:
                 return conditions  # gone back: what it was rolled back for stays told
             return observe(conditions, "RolledBack", "False", "Activated", f"revision {action.revision} serves", now)
         elif isinstance(action, Reject):
-            self._endpoints.reject(name, action.revision, f"{action.reason}: {action.message}")
+            self._endpoints.reject(name, action.revision, action.reason, action.message)
             told = f"revision {action.revision}: {action.message}"
             return observe(conditions, "RolledBack", "True", action.reason, told, now)
         elif isinstance(action, GoBack):
-            self._endpoints.roll_back(name)
+            self._endpoints.roll_back(name, actor="watch", reason=action.reason, message=action.message)
             told = f"revision {action.revision}: {action.message}"
             return observe(conditions, "RolledBack", "True", action.reason, told, now)
         elif isinstance(action, ServeBare):

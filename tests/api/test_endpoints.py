@@ -54,9 +54,11 @@ def test_a_proposal_leaves_the_active_revision_alone_until_it_is_activated(endpo
 def test_a_rejected_candidate_leaves_the_active_one_and_its_reason_in_the_history(endpoints: Endpoints) -> None:
     endpoints.activate("default", 1)
     revision = propose(endpoints, "a")
-    seen = endpoints.reject("default", revision.number, "not healthy within 60 s")
+    seen = endpoints.reject("default", revision.number, "HealthTimeout", "not healthy within 60 s")
     assert (seen.active_revision, seen.candidate_revision) == (1, None)
-    assert seen.revisions[-1].reason.endswith("rejected: not healthy within 60 s")
+    told = seen.revisions[-1]
+    assert (told.state, told.reason, told.rejected_reason) == (
+        "rejected", "test", "HealthTimeout: not healthy within 60 s")
 
 
 def test_proposing_what_is_candidate_or_active_already_makes_no_new_revision(endpoints: Endpoints) -> None:
