@@ -11,7 +11,8 @@ from rich.console import Console, RenderableType
 from eyrie_api.terminal.chat import Reply
 from eyrie_api.terminal.screen import Screen
 from eyrie_api.v1alpha1.job import DraftTreeShape
-from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport, Environment, Interval
+from eyrie_api.v1alpha1.model import Interval
+from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport, Environment
 from eyrie_operator import demo
 
 CHAIN = DraftTreeShape(num_steps=7, top_k=1, num_draft_tokens=8)

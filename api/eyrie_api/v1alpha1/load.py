@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.reports import Environment, Interval
+from eyrie_api.v1alpha1.model import Frozen, Interval
+from eyrie_api.v1alpha1.reports import Environment
 
 
 class ServiceLevel(Frozen):

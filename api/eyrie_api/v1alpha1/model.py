@@ -21,3 +21,10 @@ Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0
 Digest = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Interval(Frozen):
+    """A 95 % bootstrap interval over prompts."""
+
+    low: float
+    high: float

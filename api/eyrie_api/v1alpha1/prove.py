@@ -9,8 +9,8 @@ from pydantic import Field
 
 from eyrie_api.v1alpha1.job import DraftTreeShape, EngineKind
 from eyrie_api.v1alpha1.load import LoadReport
-from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.reports import Environment, Interval
+from eyrie_api.v1alpha1.model import Frozen, Interval
+from eyrie_api.v1alpha1.reports import Environment
 from eyrie_api.v1alpha1.tuning import DrafterUse
 
 

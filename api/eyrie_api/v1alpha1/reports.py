@@ -9,14 +9,8 @@ from typing import Literal
 from pydantic import Field
 
 from eyrie_api.v1alpha1.job import DraftTreeShape
-from eyrie_api.v1alpha1.model import Frozen, Probability
-
-
-class Interval(Frozen):
-    """A 95 % bootstrap interval over prompts."""
-
-    low: float
-    high: float
+from eyrie_api.v1alpha1.model import Frozen, Interval, Probability
+from eyrie_api.v1alpha1.tuning import DraftTime, OperatingMap, StepTime, Trial
 
 
 class Environment(Frozen):
@@ -197,7 +191,7 @@ class BenchmarkReport(Frozen):
 
 
 class TuneCell(Frozen):
-    """One draft-tree shape, measured over a sample of every suite."""
+    """One draft-tree shape of the drafter, measured at the lowest concurrency over a sample of every suite."""
 
     tree: DraftTreeShape
     tau: float
@@ -211,12 +205,25 @@ class TuneCell(Frozen):
 
 
 class TuneReport(Frozen):
-    """The whole grid, the winner, and what it says of depth against width."""
+    """What every setting was predicted to do at every load, what was measured of it, and what is best where."""
 
     checkpoint: str
     path: str
     cells: tuple[TuneCell, ...]
+    """The shapes that were measured at the lowest concurrency."""
+
     winner: DraftTreeShape
+    """The drafter's best shape at the lowest concurrency. Whether the drafter is best there at all, `map` says:
+    n-gram look-up or no speculation may be."""
+
+    map: OperatingMap | None = None
+    """Best setting by load. None only in reports from before there were maps."""
+
+    trials: tuple[Trial, ...] = ()
+    """Every setting at every concurrency, tried or not."""
+
+    step_times: tuple[StepTime, ...] = ()
+    draft_times: tuple[DraftTime, ...] = ()
     finding: str
     final: BenchmarkReport
     """The winner measured on prompts of every suite: what promotion decides on."""

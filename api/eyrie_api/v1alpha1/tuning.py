@@ -5,8 +5,7 @@ from typing import Literal
 from pydantic import Field, JsonValue, model_validator
 
 from eyrie_api.v1alpha1.job import DraftTreeShape
-from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.reports import Interval
+from eyrie_api.v1alpha1.model import Frozen, Interval
 
 Method = Literal["drafter", "ngram", "off"]
 
@@ -38,19 +37,30 @@ class StepTime(Frozen):
     """Measured cost of one round: a point of the step-time curve."""
 
     concurrency: int
+    temperature: float
     verified_tokens: int
     """Per row, root included; 1 is plain decoding."""
 
+    tree: bool = False
+    """Branching nodes cost a mask and a walk that a chain does not."""
+
     verify_s: float
-    """Median seconds of one target pass over concurrency x verified_tokens tokens."""
+    """Median seconds of one target pass over concurrency x verified_tokens tokens, choices included."""
+
+    rounds: int
+    """How many were timed."""
 
 
 class DraftTime(Frozen):
-    """Measured cost of drafting one round."""
+    """Measured cost of drafting one round: proposing, and taking in what was settled."""
 
     concurrency: int
+    temperature: float
     setting: Setting
     draft_s: float
+    """Median."""
+
+    rounds: int
 
 
 class Trial(Frozen):
@@ -59,14 +69,22 @@ class Trial(Frozen):
     setting: Setting
     concurrency: int
     predicted_tokens_per_s: float
+    """All rows together, prefill counted."""
+
+    predicted_speedup: float
     predicted_tau: float
     measured_tokens_per_s: float | None = None
     speedup: float | None = None
-    """Against off at the same concurrency, same prompts, interleaved."""
+    """Against off at the same concurrency, same prompts, interleaved. Off itself: 1."""
 
     speedup_interval: Interval | None = None
     tau: float | None = None
-    prompts: int = 0
+    blocks: int = 0
+    """Blocks of prompts asked: one at concurrency 1, twice the concurrency above."""
+
+    seconds: float = 0.0
+    """Spent on measuring it."""
+
     reason: str = ""
     """Why it was dropped, not tried, or chosen."""
 
@@ -97,7 +115,11 @@ class OperatingMap(Frozen):
     setting on the map is a chain of the drafter or off."""
 
     trials_measured: int = 0
+    """Pairs of setting and concurrency that were measured, off included."""
+
     trials_possible: int = 0
+    """The same for the exhaustive grid."""
+
     finding: str = ""
 
     def at(self, concurrency: int) -> OperatingPoint:

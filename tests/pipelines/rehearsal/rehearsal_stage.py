@@ -15,6 +15,7 @@ from pathlib import Path
 from eyrie_api.errors import LossDiverged, Transient
 from eyrie_api.v1alpha1.job import DraftTreeShape
 from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadLevel, LoadReport, LoadSpec, Quantiles
+from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.prove import ParityReport, ProveReport
 from eyrie_api.v1alpha1.reports import (
     BenchmarkReport,
@@ -22,7 +23,6 @@ from eyrie_api.v1alpha1.reports import (
     CellReport,
     CheckpointReport,
     Environment,
-    Interval,
     LayerChoice,
     RegenerateReport,
     TrainReport,

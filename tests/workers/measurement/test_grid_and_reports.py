@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyrie_api.v1alpha1.job import DraftTreeShape, TuneSpec
-from eyrie_api.v1alpha1.reports import Interval, TuneCell
+from eyrie_api.v1alpha1.model import Interval
+from eyrie_api.v1alpha1.reports import TuneCell
 from eyrie_workers.measurement.grid import (
     choose_winner,
     describe_finding,
@@ -42,7 +43,7 @@ def tune_row(shape: DraftTreeShape, speedup: float, tau: float = 3.0, prompts: i
 
 def test_the_grid_holds_each_chain_once_and_only_possible_trees() -> None:
     shapes = possible_shapes(TuneSpec())
-    assert [s.label() for s in shapes if s.top_k == 1] == ["3/1/4", "5/1/6", "7/1/8"]
+    assert [s.label() for s in shapes if s.top_k == 1] == [f"{depth}/1/{depth + 1}" for depth in range(1, 8)]
     assert len(set(shapes)) == len(shapes)
     assert "3/2/16" not in [s.label() for s in shapes]  # two wide and three deep grows eleven nodes
     assert "3/4/16" in [s.label() for s in shapes]

@@ -4,13 +4,13 @@ from pathlib import Path
 
 from eyrie_api.artifacts import digest_bytes, write_model
 from eyrie_api.v1alpha1.job import DraftTreeShape, TuneSpec
+from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.records import MetricRecord
 from eyrie_api.v1alpha1.reports import (
     BenchmarkReport,
     CellReport,
     CheckpointReport,
     Environment,
-    Interval,
     TrainReport,
     TuneCell,
     TuneReport,

@@ -24,7 +24,7 @@ from itertools import pairwise, zip_longest
 import numpy as np
 import numpy.typing as npt
 
-from eyrie_api.v1alpha1.reports import Interval
+from eyrie_api.v1alpha1.model import Interval
 
 _RESAMPLES = 2000  # the Monte-Carlo error of a standard error is then 1.6 %
 _LEVEL = 0.95
