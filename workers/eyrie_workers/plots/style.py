@@ -26,13 +26,14 @@ SETTINGS = {
 _TITLE_CHARACTERS_PER_INCH = 8.2  # bold, 14 points
 
 
-def new_figure(width: float = 9.0, height: float = 5.0, num_columns: int = 1) -> tuple[Figure, list[Axes]]:
-    """A figure with `num_columns` axes beside each other, sharing the y axis. Needs no display.
+def new_figure(width: float = 9.0, height: float = 5.0, num_columns: int = 1, *,
+               share_y: bool = True) -> tuple[Figure, list[Axes]]:
+    """A figure with `num_columns` axes beside each other, sharing the y axis unless told otherwise. Needs no display.
 
     Call it, and draw, under `matplotlib.rc_context(SETTINGS)`.
     """
     figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, list(figure.subplots(1, num_columns, sharey=True, squeeze=False)[0])
+    return figure, list(figure.subplots(1, num_columns, sharey=share_y, squeeze=False)[0])
 
 
 def title(figure: Figure, finding: str, detail: str = "") -> None:
