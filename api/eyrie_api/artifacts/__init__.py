@@ -1,8 +1,14 @@
-"""Where bytes live: digests, atomic writes, manifests.
+"""Where bytes live: digests, atomic writes, manifests; and, in the rooms of this package, stores that hold them.
 
 A stage's output is a directory. Everything in it is written aside and renamed, and `manifest.json` comes last: a
-directory without a manifest is unfinished, a directory with one is immutable. Only local directories so far; S3 comes
-in through this door and no other.
+directory without a manifest is unfinished, a directory with one is immutable. That much every program needs, and it is
+here; what carries such directories elsewhere is beside it:
+
+    store        what a store can do, and `open_store(url)`
+    local        a directory as a store
+    s3           S3 by boto3, which comes in through this door and no other
+    directories  whole stage directories up and down, manifest last
+    options      where the store is and how it is reached, from EYRIE_ARTIFACTS_*
 """
 
 import hashlib
@@ -111,10 +117,10 @@ def verify_files(manifest: Manifest, root: Path) -> None:
 def code_version() -> str:
     """Version and a digest of our own source: what a cache key and a report must name to be reproducible."""
     sha = hashlib.sha256()
-    home = Path(__file__).resolve().parents[2]
+    home = Path(__file__).resolve().parents[3]
     roots = [home / name for name in ("api", "kernels", "operator", "pipelines", "workers")]
     if not all(root.is_dir() for root in roots):  # installed as a wheel: the packages lie side by side
-        roots = [p for p in Path(__file__).resolve().parents[1].glob("eyrie_*") if p.is_dir()]
+        roots = [p for p in Path(__file__).resolve().parents[2].glob("eyrie_*") if p.is_dir()]
     for root in roots:
         for path in sorted(root.rglob("*.py")):
             sha.update(path.name.encode() + b"\0" + path.read_bytes())
