@@ -136,3 +136,19 @@ def test_a_draft_vocabulary_smaller_than_the_tree_leaves_empty_nodes() -> None:
     tree = grow(DraftStep(torch.zeros(1, 1, 1), torch.zeros(1, 1, 1)), certain, shape, torch.tensor([42]))
     assert tree.tokens.tolist() == [[NO_TOKEN, 42, 42] + [NO_TOKEN] * 7]
     assert tree.parents.tolist()[0][:3] == [0, 0, 1]
+
+
+def test_branches_may_see_the_keys_written_at_their_place_instead_of_their_ancestors() -> None:
+    """What SGLang's drafter attends to; with a chain there is one place, and both are the same."""
+    shape = DraftTreeShape(num_steps=4, top_k=3, num_draft_tokens=8)
+    masks: list[Tensor] = []
+
+    def step(tokens: Tensor, hidden: Tensor, mask: Tensor, depth: int) -> DraftStep:
+        masks.append(mask)
+        return DraftStep(torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(depth)), hidden)
+
+    first = DraftStep(torch.randn(2, 1, 5, generator=torch.Generator().manual_seed(0)), torch.zeros(2, 1, 1))
+    grow(first, step, shape, branch_keys="places")
+    for depth, mask in enumerate(masks, start=1):
+        for place in range(3):
+            assert torch.nonzero(mask[0, place]).flatten().tolist() == [3 * above + place for above in range(depth)]

@@ -9,11 +9,18 @@ EAGLE-2 (arXiv:2406.16858) in three steps, batched over rows:
     flatten  the nodes that stay, in the order they were grown: parents before children, root first.
 
 Everything here is a function of tensors; the drafter enters as a `StepFunction`. A chain is the tree with top_k 1.
+
+SGLang grows, scores, reranks and verifies by the same rules (0.5.23: `select_top_k_tokens`, `organize_draft_results`),
+with one difference. It keeps the keys of a depth where they were written, by place in the frontier, and does not move
+them when the next frontier is picked; a node then sees the keys of whoever held its place before, which is an ancestor
+as long as the order of the frontier lasts. `branch_keys="places"` does the same. On the quickstart drafter it changes
+4 % of the trees of shape 5/4/16 and no accepted length among 157 rounds; chains are not touched.
 """
 
 # B rows, N nodes of the final tree, C candidate nodes grown, K top-k, D draft vocabulary, H hidden, M scratch keys
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +28,9 @@ from torch import Tensor
 from eyrie_api.v1alpha1.job import DraftTreeShape
 from eyrie_workers.drafters.protocol import NO_TOKEN, DraftStep, DraftTree, StepFunction
 from eyrie_workers.speculation.noise import RowNoise
+
+BranchKeys = Literal["ancestors", "places"]
+"""Which scratch keys a node sees: those of its ancestors, or those written at its place in the frontier (SGLang)."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +46,19 @@ class _Grown:
 
 
 def grow(first: DraftStep, step: StepFunction, shape: DraftTreeShape, vocabulary: Tensor | None = None,
-         noise: RowNoise | None = None) -> DraftTree:
+         noise: RowNoise | None = None, branch_keys: BranchKeys = "ancestors") -> DraftTree:
     """Grow one tree per row, `shape.num_steps` deep.
 
     first       logits [B, 1, D] and hidden [B, 1, H] of the last settled pair of each row: pass one of num_steps
     step        runs the drafter for the following passes
     vocabulary  [D] int64 target id of each draft id; None when both vocabularies are the same
     noise       of the same rows; None when all are greedy
+    branch_keys what the nodes of a tree attend to; a chain's nodes see everything before them either way
     returns     trees whose root token is NO_TOKEN: the engine knows the last settled token, the drafter need not
     """
     if shape.top_k == 1:
         return _grow_chain(first, step, shape, vocabulary, noise)
-    return rerank(_expand(first, step, shape, vocabulary, noise), shape.num_draft_tokens)
+    return rerank(_expand(first, step, shape, vocabulary, noise, branch_keys), shape.num_draft_tokens)
 
 
 def _confidence(logits: Tensor, depth: int, vocabulary: Tensor | None, noise: RowNoise | None) -> Tensor:
@@ -73,7 +84,7 @@ def _grow_chain(first: DraftStep, step: StepFunction, shape: DraftTreeShape, voc
 
 
 def _expand(first: DraftStep, step: StepFunction, shape: DraftTreeShape, vocabulary: Tensor | None,
-            noise: RowNoise | None) -> _Grown:
+            noise: RowNoise | None, branch_keys: BranchKeys) -> _Grown:
     """Grow top_k + (num_steps - 1) * top_k^2 candidates (fewer when the draft vocabulary is smaller than top_k)."""
     num_rows, device = first.logits.shape[0], first.logits.device
     width = min(shape.top_k, first.logits.shape[-1])
@@ -101,8 +112,9 @@ def _expand(first: DraftStep, step: StepFunction, shape: DraftTreeShape, vocabul
             frontier_tokens = children.gather(1, chosen)
             come_from = chosen // width
             hidden = states.gather(1, come_from[:, :, None].expand(-1, -1, states.shape[-1]))
-            seen = mask.gather(1, come_from[:, :, None].expand(-1, -1, mask.shape[-1]))
-            mask = torch.cat([seen, own], dim=2)
+            if branch_keys == "ancestors":
+                mask = mask.gather(1, come_from[:, :, None].expand(-1, -1, mask.shape[-1]))
+            mask = torch.cat([mask, own], dim=2)
             frontier = num_grown + chosen
         num_grown += width * width
     return _Grown(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(all_scores, 1))
