@@ -147,8 +147,7 @@ def _asked_of_proof(policy: PromotionPolicy, candidate: BenchmarkReport, require
     if proof is not None and proof.use.setting.method == "off":
         return
     if proof is None or proof.parity is None or proof.load is None:
-        # Tolerated until every pipeline ends with the prove stage; then this refuses.
-        yield PromotionCheck(name="proof", passed=proof is None, words="not proven in the serving engine")
+        yield PromotionCheck(name="proof", passed=False, words="not proven in the serving engine")
         return
     if proof.checkpoint != candidate.checkpoint:
         yield PromotionCheck(name="proof", passed=False, words=(

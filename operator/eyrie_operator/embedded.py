@@ -30,10 +30,11 @@ from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import Database
 from eyrie_api.endpoints import Endpoints
 from eyrie_api.errors import ArtifactMissing, EyrieError, NotFound, Transient
+from eyrie_api.history import Histories
 from eyrie_api.ingest import Ingest
 from eyrie_api.jobs import Jobs, LeaseLost
 from eyrie_api.leaderboard import Measured
-from eyrie_api.promotion import decide
+from eyrie_api.promotion import decide, proven_tau
 from eyrie_api.results import ResultFilter, Results
 from eyrie_api.settings import Settings
 from eyrie_api.sweep import expand
@@ -91,6 +92,7 @@ class Embedded:
         self._settings, self._clock, self._max_runs = settings, clock, max_runs
         self._jobs, self._ingest = Jobs(database, clock), Ingest(database, clock)
         self._results, self._endpoints = Results(database, clock), Endpoints(database, clock)
+        self._histories = Histories(database, clock)
         self._owner = f"embedded-{os.getpid()}-{secrets.token_hex(4)}"
 
     def advance(self, job_id: str) -> None:
@@ -210,6 +212,7 @@ class Embedded:
         assert isinstance(proof, ProveReport)
         required = [suite.name for suite in job.spec.benchmark.suites if suite.required]
         decision = decide(job.spec.promotion, tuned.final, self._incumbent(job.spec.serve.endpoint), required, proof)
+        self._histories.record_decision(job.spec.serve.endpoint, decision, job_id=job.id, attempt=attempt)
         write_model(job_dir / SETTLED_FILE, Settled(attempt=attempt, decision=decision))
 
     def _record(self, job: Job, report: BenchmarkReport, *, tuned: bool) -> None:
@@ -257,12 +260,13 @@ class Embedded:
         revision = made.revisions[0].number
         if settled.decision.promote:
             tuned = read_manifest(stage_dir(job_dir, "tune")).report
+            proof = read_manifest(stage_dir(job_dir, "prove")).report
             assert isinstance(tuned, TuneReport)
-            cells = tuned.final.cells
+            assert isinstance(proof, ProveReport)
+            use = proof.use.model_copy(update={"drafter_dir": self._drafter_dir(job, tuned.checkpoint)})
             revision = self._endpoints.propose(
-                name, job_id=job.id, checkpoint=tuned.checkpoint, tree=tuned.winner,
-                drafter_dir=self._drafter_dir(job, tuned.checkpoint), reason=settled.decision.reasons[0],
-                speedup=tuned.final.speedup, tau=sum(cell.tau for cell in cells) / len(cells)).number
+                name, job_id=job.id, checkpoint=tuned.checkpoint, use=use, reason=settled.decision.reasons[0],
+                speedup=tuned.final.speedup, tau=proven_tau(tuned.final, proof)).number
         write_model(job_dir / SETTLED_FILE, settled.model_copy(update={"endpoint": name, "revision": revision}))
 
     def _write_report(self, job: Job, status: JobStatus) -> None:

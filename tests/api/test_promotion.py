@@ -1,0 +1,253 @@
+"""The promotion policy: every question it asks of benchmark and proof, what refuses, and what is stored of it."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eyrie_api.promotion import decide, proven_tau
+from eyrie_api.v1alpha1.job import DraftTreeShape, PromotionPolicy
+from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadLevel, LoadReport, LoadSpec, Quantiles
+from eyrie_api.v1alpha1.prove import ParityReport, ProveReport
+from eyrie_api.v1alpha1.reports import BenchmarkReport, Interval, PromotionCheck, PromotionDecision
+from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
+from tests.api.samples import benchmark_report
+
+STEADY = benchmark_report("a-step-1", {"chat": (2.0, 1.8), "math": (2.2, 2.0)})
+LOSSY = benchmark_report("c-step-3", {"chat": (4.0, 4.0), "math": (4.0, 4.0)}, lossless=False)
+SUITES = ("chat", "math")
+CHAIN = Setting(tree=DraftTreeShape())
+
+
+def cell(tau: float | None = None, ttft_p99: float = 0.1) -> LoadCell:
+    seconds = Quantiles(mean=0.05, p50=0.05, p90=0.08, p99=ttft_p99)
+    return LoadCell(requests=24, completed=24, output_tokens=960, seconds=9.6, tokens_per_s=100.0,
+                    tokens_per_s_per_user=50.0, ttft_s=seconds, inter_token_s=seconds, end_to_end_s=seconds, tau=tau)
+
+
+def against(arm: str, level: int, ratio: float, **changes: Any) -> LoadComparison:
+    near = Interval(low=ratio - 0.05, high=ratio + 0.05)
+    return LoadComparison.model_validate({
+        "arm": arm, "baseline": "off", "mode": "closed", "level": level, "throughput_ratio": ratio,
+        "throughput_interval": near, "user_ratio": ratio, "user_interval": near, "ttft_p99_ratio": 1.0,
+        "compared": 12, "identical": 12} | changes)
+
+
+def load_report(*comparisons: LoadComparison, loads: tuple[int, ...] = (1, 4), taus: dict[int, float] | None = None,
+                ttft_p99: float = 0.1) -> LoadReport:
+    arms = {"off": "no drafter"} | {one.arm: "drafted" for one in comparisons}
+    levels = [LoadLevel(arm=arm, mode="closed", level=load, total=cell((taus or {}).get(load), ttft_p99))
+              for arm in arms for load in loads]
+    return LoadReport(model="m", spec=LoadSpec(concurrencies=loads), arms=arms, levels=tuple(levels),
+                      comparisons=comparisons, environment=STEADY.environment, seconds=1.0)
+
+
+def chart(*settings: tuple[int, Setting], finding: str = "") -> OperatingMap:
+    return OperatingMap(finding=finding, points=tuple(
+        OperatingPoint(concurrency=load, setting=setting, speedup=1.0, tokens_per_s=100.0, measured=True)
+        for load, setting in settings))
+
+
+GOOD_LOAD = load_report(against("candidate", 1, 2.0), against("candidate", 4, 1.5))
+GOOD_PROMPT = load_report(against("candidate", 1, 1.6), loads=(1,))
+
+
+def proof_of(report: BenchmarkReport, load: LoadReport | None = GOOD_LOAD, changed: LoadReport | None = GOOD_PROMPT,
+             use: DrafterUse | None = None, *, parity: bool = True) -> ProveReport:
+    shown = ParityReport(
+        engine="embedded", prompts=12, identical=12 if parity else 3, tree=DraftTreeShape(), histogram=(1, 2),
+        reference_histogram=(1, 2), tau=3.0, tau_interval=Interval(low=2.9, high=3.1), reference_tau=3.0,
+        passed=parity, reasons=("token-identical",) if parity else ("layer ids are shifted by one",))
+    return ProveReport(checkpoint=report.checkpoint, path="/d", engine="embedded",
+                       use=use or DrafterUse(drafter_dir="/d", setting=CHAIN), parity=shown, load=load,
+                       changed_prompt=changed, environment=report.environment, seconds=1.0)
+
+
+def judge(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: BenchmarkReport | None = None,
+          suites: tuple[str, ...] = SUITES) -> PromotionDecision:
+    """Decide on a candidate whose proof is in order."""
+    return decide(policy, candidate, incumbent, suites, proof_of(candidate))
+
+
+def refused(decision: PromotionDecision) -> list[str]:
+    return [check.name for check in decision.checks if not check.passed]
+
+
+def the(decision: PromotionDecision, name: str) -> PromotionCheck:
+    return next(check for check in decision.checks if check.name == name)
+
+
+# Of the benchmark.
+
+
+def test_a_lossless_faster_candidate_is_promoted_over_nothing_and_every_suite_is_named() -> None:
+    decision = judge(PromotionPolicy(), STEADY)
+    assert (decision.promote, decision.verdict) == (True, "promote")
+    assert decision.candidate_speedup == pytest.approx(2.0)
+    assert all(any(suite in reason for reason in decision.reasons) for suite in SUITES)
+
+
+def test_one_slow_cell_in_a_required_suite_keeps_the_bare_target() -> None:
+    slow = benchmark_report("s", {"chat": (3.0, 1.04), "math": (3.0, 3.0)})
+    decision = judge(PromotionPolicy(min_speedup=1.05), slow)
+    assert (decision.promote, decision.verdict) == (False, "no-drafter")
+    assert "chat: 1.04x over no drafter at temperature 1, its slowest, below the required 1.05x" in decision.reasons
+
+
+def test_a_slow_suite_that_is_not_required_does_not_matter() -> None:
+    slow = benchmark_report("s", {"chat": (0.5,), "math": (3.0,)})
+    assert judge(PromotionPolicy(), slow, suites=("math",)).promote
+
+
+def test_a_required_suite_that_was_not_measured_refuses() -> None:
+    decision = judge(PromotionPolicy(), STEADY, suites=(*SUITES, "code"))
+    assert not decision.promote
+    assert "code: required, but not measured" in decision.reasons
+
+
+def test_a_changed_output_refuses_unless_the_policy_allows_it() -> None:
+    assert judge(PromotionPolicy(), LOSSY).verdict == "no-drafter"
+    assert judge(PromotionPolicy(require_identical=False), LOSSY).verdict == "promote"
+
+
+def test_the_incumbent_stays_when_the_candidate_is_better_by_less_than_the_margin() -> None:
+    slightly = benchmark_report("n", {"chat": (2.01, 1.81), "math": (2.21, 2.01)})
+    decision = judge(PromotionPolicy(min_speedup_over_incumbent=1.02), slightly, STEADY)
+    assert (decision.promote, decision.verdict) == (False, "keep-incumbent")
+    assert (decision.candidate_speedup, decision.incumbent_speedup) == pytest.approx((2.01, 2.0))
+
+
+def test_a_better_average_that_gives_up_a_required_suite_is_refused() -> None:
+    lopsided = benchmark_report("n", {"chat": (1.5, 1.5), "math": (4.0, 4.0)})
+    decision = judge(PromotionPolicy(), lopsided, STEADY)
+    assert decision.verdict == "keep-incumbent"
+    assert any("chat" in reason and "slower" in reason for reason in decision.reasons)
+
+
+def test_a_clearly_better_candidate_replaces_the_incumbent() -> None:
+    better = benchmark_report("n", {"chat": (2.5, 2.2), "math": (2.7, 2.4)})
+    assert judge(PromotionPolicy(), better, STEADY).verdict == "promote"
+
+
+@pytest.mark.parametrize(("mode", "verdict"), [("manual", "awaits-approval"), ("never", "no-drafter")])
+def test_a_policy_that_leaves_it_to_people_does_not_promote(mode: str, verdict: str) -> None:
+    decision = judge(PromotionPolicy(mode=mode), STEADY)  # type: ignore[arg-type]
+    assert (decision.promote, decision.verdict) == (False, verdict)
+    assert any(mode in reason for reason in decision.reasons)
+
+
+def test_manual_mode_does_not_offer_for_approval_what_the_policy_refuses() -> None:
+    assert judge(PromotionPolicy(mode="manual"), LOSSY, STEADY).verdict == "keep-incumbent"
+
+
+@given(st.floats(0.5, 5.0), st.floats(0.5, 5.0))
+def test_whatever_is_promoted_beats_both_margins(new: float, old: float) -> None:
+    policy = PromotionPolicy()
+    decision = judge(policy, benchmark_report("n", {"chat": (new,)}), benchmark_report("o", {"chat": (old,)}),
+                     ("chat",))
+    assert decision.promote == (new >= policy.min_speedup and new >= old * policy.min_speedup_over_incumbent)
+
+
+# Of the proof.
+
+
+def test_nothing_is_promoted_that_was_not_proven_in_the_serving_engine() -> None:
+    decision = decide(PromotionPolicy(), STEADY, None, SUITES)
+    assert (decision.promote, refused(decision)) == (False, ["proof"])
+    assert "not proven in the serving engine" in decision.reasons
+    another = decide(PromotionPolicy(), STEADY, None, SUITES, proof_of(LOSSY))
+    assert refused(another) == ["proof"]
+    assert "of c-step-3, not of a-step-1" in another.reasons[3]
+
+
+def test_every_check_is_stored_with_its_figure_bound_and_interval() -> None:
+    decision = judge(PromotionPolicy(), STEADY, STEADY)
+    assert [check.name for check in decision.checks] == [
+        "identical", "suite:chat", "suite:math", "incumbent", "incumbent:chat", "incumbent:math", "parity", "load:1",
+        "ttft:1", "load:4", "ttft:4", "changed-prompt"]
+    load = the(decision, "load:4")
+    assert (load.figure, load.bound, load.interval) == (1.5, 1.05, Interval(low=1.45, high=1.55))
+    assert tuple(check.words for check in decision.checks) == decision.reasons
+    assert PromotionDecision.model_validate_json(decision.model_dump_json()) == decision
+
+
+def test_an_engine_that_does_not_serve_what_was_trained_refuses_with_its_cause() -> None:
+    decision = decide(PromotionPolicy(), STEADY, None, SUITES, proof_of(STEADY, parity=False))
+    assert refused(decision) == ["parity"]
+    assert "layer ids are shifted by one" in the(decision, "parity").words
+
+
+@pytest.mark.parametrize(("load", "names"), [
+    (load_report(against("candidate", 1, 2.0), against("candidate", 4, 1.02)), ["load:4"]),
+    (load_report(against("candidate", 1, 2.0)), ["load:4"]),
+    (load_report(against("candidate", 1, 2.0), against("candidate", 4, 1.4, throughput_interval=Interval(
+        low=0.9, high=1.9))), ["load:4"]),
+    (load_report(against("candidate", 1, 2.0, ttft_p99_ratio=1.6), against("candidate", 4, 1.5)), ["ttft:1"]),
+    (load_report(against("candidate", 1, 2.0, ttft_p99_ratio=None), against("candidate", 4, 1.5)), ["ttft:1"]),
+    (load_report(against("candidate", 1, 2.0, by_category={"chat": 1.1, "math": 2.0}),
+                 against("candidate", 4, 1.5, by_category={"chat": 0.8, "math": 2.0})), ["load-suite:chat"]),
+], ids=["too slow", "not asked", "perhaps luck", "late first token", "first token unknown", "a suite loses"])
+def test_one_declared_load_that_is_not_good_enough_refuses(load: LoadReport, names: list[str]) -> None:
+    assert refused(decide(PromotionPolicy(), STEADY, None, SUITES, proof_of(STEADY, load))) == names
+
+
+def test_confidence_and_an_absolute_bound_on_the_first_token_are_the_policys_to_ask() -> None:
+    unsure = load_report(against("candidate", 1, 1.4, throughput_interval=Interval(low=0.9, high=1.9)), loads=(1,))
+    assert decide(PromotionPolicy(require_confidence=False), STEADY, None, SUITES, proof_of(STEADY, unsure)).promote
+    late = load_report(against("candidate", 1, 2.0), loads=(1,), ttft_p99=0.4)
+    assert decide(PromotionPolicy(max_ttft_p99_s=0.5), STEADY, None, SUITES, proof_of(STEADY, late)).promote
+    assert refused(decide(PromotionPolicy(max_ttft_p99_s=0.3), STEADY, None, SUITES, proof_of(STEADY, late))) == [
+        "ttft:1"]
+
+
+@pytest.mark.parametrize(("ratios", "promoted"), [((1.6, 1.3), True), ((1.5, 1.3), False)])
+def test_an_incumbent_asked_in_the_same_run_is_beaten_by_the_margin_over_the_loads_together(
+        ratios: tuple[float, float], promoted: bool) -> None:
+    load = load_report(against("candidate", 1, ratios[0]), against("candidate", 4, ratios[1]),
+                       against("incumbent", 1, 1.5), against("incumbent", 4, 1.3))
+    older = benchmark_report("o", {"chat": (1.5, 1.5), "math": (1.5, 1.5)})
+    decision = decide(PromotionPolicy(), STEADY, older, SUITES, proof_of(STEADY, load))
+    assert decision.promote == promoted
+    assert decision.verdict == ("promote" if promoted else "keep-incumbent")
+    assert the(decision, "incumbent-loads").bound == 1.02
+
+
+def test_a_drafter_that_dies_of_another_system_prompt_is_refused() -> None:
+    for changed in (against("candidate", 1, 0.9), against("candidate", 1, 1.6, identical=11)):
+        proof = proof_of(STEADY, changed=load_report(changed, loads=(1,)))
+        assert refused(decide(PromotionPolicy(), STEADY, None, SUITES, proof)) == ["changed-prompt"]
+    unasked = proof_of(STEADY, changed=None)  # prove.system_prompt is empty
+    assert decide(PromotionPolicy(), STEADY, None, SUITES, unasked).promote
+
+
+def test_where_the_map_says_off_nothing_is_claimed_but_slower_is_not_forgiven() -> None:
+    use = DrafterUse(drafter_dir="/d", setting=CHAIN, map=chart((1, CHAIN), (4, OFF)))
+
+    def with_four_users(ratio: float) -> PromotionDecision:
+        load = load_report(against("candidate", 1, 2.0), against("candidate", 4, ratio))
+        return decide(PromotionPolicy(), STEADY, None, SUITES, proof_of(STEADY, load, use=use))
+
+    assert with_four_users(0.98).promote
+    assert refused(with_four_users(0.8)) == ["load:4"]
+
+
+def test_off_everywhere_is_no_drafter_with_the_finding_as_the_reason() -> None:
+    use = DrafterUse(setting=OFF, map=chart((1, OFF), (4, OFF), finding="one verified token costs as much as two"))
+    proof = ProveReport(checkpoint=STEADY.checkpoint, path="/d", engine="embedded", use=use, skipped="nothing to prove",
+                        environment=STEADY.environment, seconds=0.0)
+    decision = decide(PromotionPolicy(), STEADY, None, SUITES, proof)
+    assert (decision.verdict, refused(decision)) == ("no-drafter", ["speculation-pays"])
+    assert decision.reasons[0] == "one verified token costs as much as two"
+    assert decide(PromotionPolicy(), STEADY, STEADY, SUITES, proof).verdict == "keep-incumbent"
+
+
+def test_ngram_lookup_is_promoted_by_the_same_questions() -> None:
+    use = DrafterUse(setting=Setting(method="ngram", tree=DraftTreeShape()))
+    assert decide(PromotionPolicy(), STEADY, None, SUITES, proof_of(STEADY, use=use)).promote
+
+
+def test_live_traffic_is_held_against_the_lowest_tau_of_the_proof_or_the_benchmarks_mean() -> None:
+    load = load_report(against("candidate", 1, 2.0), against("candidate", 4, 1.5), taus={1: 3.4, 4: 2.8})
+    assert proven_tau(STEADY, proof_of(STEADY, load)) == 2.8
+    assert proven_tau(STEADY, proof_of(STEADY)) == proven_tau(STEADY) == pytest.approx(4.0)
