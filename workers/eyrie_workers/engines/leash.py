@@ -5,12 +5,11 @@
 An engine that a stage starts for a measurement belongs to that stage. Told to stop, the stage stops it; killed with
 SIGKILL, it cannot. So the kernel does it: this program asks to be killed when its parent ends (prctl PR_SET_PDEATHSIG)
 and then becomes the command, which keeps the request. It is a program of its own because the alternative, code between
-fork and exec of a process full of threads, may deadlock. The engine stays in the stage's process group, so that ending
-a run's group ends it too.
+fork and exec of a process full of threads, may deadlock.
 
 The kernel means the *thread* that started the child: start engines from a thread that lives as long as the program.
-SGLang's own children make the same request of theirs. Other systems than Linux have no such request; there the process
-group alone holds.
+SGLang's own children make the same request of theirs. Other systems than Linux have no such request: there an engine
+outlives a stage that was killed.
 """
 
 import ctypes

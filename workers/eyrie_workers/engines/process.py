@@ -19,6 +19,7 @@ from pathlib import Path
 from eyrie_api.errors import EyrieError, Transient
 from eyrie_api.v1alpha1.job import DraftTreeShape, Dtype
 from eyrie_api.v1alpha1.tuning import OperatingMap, Setting
+from eyrie_workers.engines.leash import leashed
 
 _POLL_S = 0.05
 
@@ -114,15 +115,23 @@ class EngineProcess:
         """Wait until the engine answers; return its base URL (without /v1). Raises EngineFailed or Transient."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            code = self.process.poll()
-            if code is not None:
-                raise EngineFailed(f"the engine ended with exit code {code}: {self._last_words()}",
-                                   f"read {self.log_file}")
-            if self.ready_file.exists():
-                self.url = json.loads(self.ready_file.read_text())["url"]
+            self.check()
+            if self.ready():
                 return self.url
             time.sleep(_POLL_S)
         raise Transient(f"the engine was not ready after {timeout_s:g} s", f"read {self.log_file}, or wait longer")
+
+    def check(self) -> None:
+        """Raises EngineFailed, with its last words, when the engine has ended."""
+        code = self.process.poll()
+        if code is not None:
+            raise EngineFailed(f"the engine ended with exit code {code}: {self._last_words()}", f"read {self.log_file}")
+
+    def ready(self) -> bool:
+        """Whether it has said by now that it answers, and at which `url`."""
+        if not self.url and self.ready_file.exists():
+            self.url = str(json.loads(self.ready_file.read_text())["url"])
+        return bool(self.url)
 
     def healthy(self, timeout_s: float = 5.0) -> bool:
         """Whether /health answers 200 now."""
@@ -148,12 +157,16 @@ class EngineProcess:
         return " | ".join(lines[-3:]) or "no output"
 
 
-def start_engine(command: EngineCommand, directory: Path) -> EngineProcess:
-    """Start an engine; its log and ready file go to `directory`. Does not wait."""
+def start_engine(command: EngineCommand, directory: Path, *, leash: bool = False) -> EngineProcess:
+    """Start an engine; its log and ready file go to `directory`. Does not wait.
+
+    On a leash it dies with this process, however that ends.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     ready_file, log_file = directory / "ready.json", directory / "engine.log"
     ready_file.unlink(missing_ok=True)
+    argv = command.argv(ready_file)
     with log_file.open("wb") as log:
-        process = subprocess.Popen(command.argv(ready_file), stdout=log, stderr=subprocess.STDOUT,
+        process = subprocess.Popen(leashed(argv) if leash else argv, stdout=log, stderr=subprocess.STDOUT,
                                    stdin=subprocess.DEVNULL, start_new_session=True)
     return EngineProcess(process, ready_file, log_file)

@@ -15,12 +15,13 @@ import torch
 from eyrie_api.artifacts import digest_model
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.job import BenchmarkSpec
+from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport
-from eyrie_api.v1alpha1.stages import BenchmarkStage, TuneStage
+from eyrie_api.v1alpha1.stages import BenchmarkStage, ProveStage, TuneStage
 from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.measurement.arms import Bench, Unit, unit_seed
 from eyrie_workers.measurement.environment import cpu_count, environment
-from eyrie_workers.measurement.ledger import Ledger
+from eyrie_workers.measurement.ledger import EntryT, Ledger
 from eyrie_workers.measurement.losslessness import explain
 from eyrie_workers.measurement.quiet import MachineTime, disturbance, measuring_alone
 from eyrie_workers.measurement.reports import baseline_rate, cell_report
@@ -68,7 +69,7 @@ class Session:
         ]
 
 
-def read_suites(spec: BenchmarkStage | TuneStage, stage: Stage) -> Suites:
+def read_suites(spec: BenchmarkStage | TuneStage | ProveStage, stage: Stage) -> Suites:
     """All usable prompts of every suite. Cheap, and likely to fail: before waiting for the machine or loading a model.
 
     Raises InvalidInput for a suite that cannot be read, or of which no prompt fits the target.
@@ -112,9 +113,14 @@ def open_session(spec: BenchmarkStage | TuneStage, suites: Suites) -> Session:
     return Session(bench, target, path, tokenizer, suites, spec.benchmark, spec.target.dtype)
 
 
-def open_ledger(stage: Stage, spec: BenchmarkStage | TuneStage, name: str = LEDGER) -> Ledger[Entry]:
+def open_ledger(stage: Stage, spec: Frozen, name: str = LEDGER) -> Ledger[Entry]:
+    """A ledger of questions; says what it found in it."""
+    return open_ledger_of(Entry, stage, spec, name)
+
+
+def open_ledger_of(kind: type[EntryT], stage: Stage, spec: Frozen, name: str = LEDGER) -> Ledger[EntryT]:
     """A ledger of the stage; says what it found in it."""
-    ledger = Ledger(stage.out_dir / name, Entry, digest_model(spec))
+    ledger = Ledger(stage.out_dir / name, kind, digest_model(spec))
     if ledger.set_aside is not None:
         stage.event("LedgerSetAside", f"{name} belonged to another spec and was kept as {ledger.set_aside.name}",
                     warning=True)
