@@ -1,6 +1,7 @@
 """The unroll of training and the steps of serving are the same function: what is trained is what serves."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -18,14 +19,24 @@ from eyrie_workers.training.unroll import PackedDocuments, unroll
 HIDDEN, VOCAB, STEPS = 16, 40, 4
 # Same weights, same sums in another order: float32 rounding only. Logits here are of order one.
 TOLERANCE = 2e-5
+# Every way a drafter may differ from plain EAGLE-3. Windows of 3 and 6: smaller than the unrolled steps, and between
+# them and the documents.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {}, "fc_norm": {"fc_norm": True}, "norm_before_fc": {"norm_before_fc": True},
+    "norm_output": {"norm_output": True}, "eagle-3.1": {"fc_norm": True, "norm_output": True},
+    "two-aux": {"aux_layers": (1, 4)}, "five-aux": {"aux_layers": (1, 2, 3, 4, 6), "norm_before_fc": True},
+    "window-3": {"sliding_window": 3}, "window-6": {"sliding_window": 6, "fc_norm": True, "norm_output": True},
+}
+variants = pytest.mark.parametrize("flags", list(VARIANTS.values()), ids=list(VARIANTS))
 
 
-def random_drafter(seed: int = 0, *, draft_ids: torch.Tensor | None = None, **flags: bool) -> Eagle3Drafter:
+def random_drafter(seed: int = 0, *, draft_ids: torch.Tensor | None = None, aux_layers: tuple[int, ...] = (1, 2, 4),
+                   **flags: Any) -> Eagle3Drafter:
     """A drafter of random weights, norms included, large enough that every part shows in the logits."""
     ids = torch.arange(0, VOCAB, 3) if draft_ids is None else draft_ids
     config = Eagle3Config(
         hidden_size=HIDDEN, intermediate_size=24, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=VOCAB,
-        draft_vocab_size=ids.numel(), aux_layers=(1, 2, 4), rms_eps=1e-5, rope=RopeConfig(theta=100.0),
+        draft_vocab_size=ids.numel(), aux_layers=aux_layers, rms_eps=1e-5, rope=RopeConfig(theta=100.0),
         max_position_embeddings=256, eos_token_ids=(2,), **flags)
     drafter = Eagle3Drafter(config, DraftVocabulary(ids, VOCAB))
     generator = torch.Generator().manual_seed(seed)
@@ -37,15 +48,15 @@ def random_drafter(seed: int = 0, *, draft_ids: torch.Tensor | None = None, **fl
     return drafter
 
 
-def random_documents(lengths: tuple[int, ...], seed: int = 1) -> PackedDocuments:
+def random_documents(lengths: tuple[int, ...], seed: int = 1, num_aux: int = 3) -> PackedDocuments:
     """Documents whose second half is the answer."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     mask = torch.cat([torch.arange(length) >= length // 2 for length in lengths])
     return PackedDocuments(
         token_ids=torch.randint(VOCAB, (total,), generator=generator), loss_mask=mask,
-        aux=torch.randn(total, 3, HIDDEN, generator=generator), last=torch.randn(total, HIDDEN, generator=generator),
-        lengths=lengths)
+        aux=torch.randn(total, num_aux, HIDDEN, generator=generator),
+        last=torch.randn(total, HIDDEN, generator=generator), lengths=lengths)
 
 
 def embedding(seed: int = 2) -> torch.Tensor:
@@ -71,9 +82,10 @@ def chain(server: Eagle3Server, state: Eagle3State, tokens: torch.Tensor, row: i
     return logits
 
 
-@pytest.mark.parametrize("flags", [{}, {"fc_norm": True}, {"norm_output": True}], ids=["plain", "fc_norm", "output"])
-def test_unrolled_logits_equal_serving_logits_at_every_root_and_step(flags: dict[str, bool]) -> None:
-    drafter, documents, embed = random_drafter(**flags), random_documents((14, 9, 17)), embedding()
+@variants
+def test_unrolled_logits_equal_serving_logits_at_every_root_and_step(flags: dict[str, Any]) -> None:
+    drafter, embed = random_drafter(**flags), embedding()
+    documents = random_documents((14, 9, 17), num_aux=drafter.config.num_aux)
     layout = lay_out(documents.loss_mask, documents.lengths, STEPS)
     rotary = Rotary(drafter.config.rope, drafter.config.head_dim, 64)
     with torch.no_grad():
@@ -95,6 +107,33 @@ def test_unrolled_logits_equal_serving_logits_at_every_root_and_step(flags: dict
     assert compared == layout.num_supervised > 40
 
 
+@pytest.mark.parametrize("window", [3, 4, 7])
+def test_a_key_behind_the_window_has_no_influence_and_the_oldest_within_has(window: int) -> None:
+    drafter, embed, root = random_drafter(sliding_window=window), embedding(), 9
+    rotary = Rotary(drafter.config.rope, drafter.config.head_dim, 64)
+
+    def predictions(changed: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Unrolled and served logits [S, D] of one root, the states at one position replaced."""
+        documents = random_documents((16,))
+        if changed is not None:
+            documents.aux[changed] += 1.0
+        layout = lay_out(documents.loss_mask, documents.lengths, STEPS)
+        with torch.no_grad():
+            steps = list(unroll(drafter.weights(), rotary, embed, documents, layout))
+        row = layout.roots.tolist().index(root)
+        server = Eagle3Server(drafter, embed)
+        state = server.new_state(1, 64, DraftTreeShape(num_steps=STEPS, top_k=1, num_draft_tokens=STEPS + 1))
+        server.extend(state, pairs_of(documents, 0, 0, root + 1))
+        served = chain(server, state, documents.token_ids[root + 2: root + 1 + STEPS])
+        return torch.stack([step.logits[row] for step in steps]), torch.stack(served)
+
+    oldest_seen = root - window + 1
+    unchanged, outside, inside = (predictions(at) for at in (None, oldest_seen - 1, oldest_seen))
+    for before, behind, within in zip(unchanged, outside, inside, strict=True):
+        assert torch.equal(before, behind)
+        assert float((before[0] - within[0]).abs().max()) > 1e-3
+
+
 def test_pairs_settled_in_pieces_leave_the_same_state_as_at_once() -> None:
     drafter, documents, embed = random_drafter(), random_documents((20,)), embedding()
     server = Eagle3Server(drafter, embed)
@@ -108,10 +147,11 @@ def test_pairs_settled_in_pieces_leave_the_same_state_as_at_once() -> None:
     torch.testing.assert_close(pieces.keys[:, :15], whole.keys[:, :15], atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("shape", [DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4),
-                                   DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=7)], ids=["chain", "tree"])
-def test_a_batch_of_rows_proposes_what_each_row_proposes_alone(shape: DraftTreeShape) -> None:
-    drafter, embed = random_drafter(), embedding()
+@pytest.mark.parametrize("window", [None, 2, 6])
+@pytest.mark.parametrize("shape", [DraftTreeShape(num_steps=4, top_k=1, num_draft_tokens=5),
+                                   DraftTreeShape(num_steps=4, top_k=2, num_draft_tokens=9)], ids=["chain", "tree"])
+def test_a_batch_of_rows_proposes_what_each_row_proposes_alone(shape: DraftTreeShape, window: int | None) -> None:
+    drafter, embed = random_drafter(sliding_window=window), embedding()
     server = Eagle3Server(drafter, embed)
     together, lengths = server.new_state(4, 48, shape), (5, 11, 8)
     documents = [random_documents((length + 1,), seed=length) for length in lengths]
@@ -130,8 +170,9 @@ def test_a_batch_of_rows_proposes_what_each_row_proposes_alone(shape: DraftTreeS
         torch.testing.assert_close(tree.scores[0], batched.scores[b], atol=1e-4, rtol=0)
 
 
-def test_a_tree_path_is_scored_as_the_chain_of_its_tokens() -> None:
-    drafter, documents, embed = random_drafter(), random_documents((12,)), embedding()
+@pytest.mark.parametrize("window", [None, 2, 6])
+def test_a_tree_path_is_scored_as_the_chain_of_its_tokens(window: int | None) -> None:
+    drafter, documents, embed = random_drafter(sliding_window=window), random_documents((12,)), embedding()
     server, shape = Eagle3Server(drafter, embed), DraftTreeShape(num_steps=4, top_k=3, num_draft_tokens=20)
     state = server.new_state(1, 32, shape)
     server.extend(state, pairs_of(documents, 0, 0, 9))

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -9,7 +10,7 @@ from eyrie_workers.drafters.eagle3 import Eagle3Drafter
 from eyrie_workers.training.losses import Teacher, step_loss, step_weights, teach
 from eyrie_workers.training.objective import Moment, TrainingTimeTest
 from eyrie_workers.training.unroll import PackedDocuments
-from tests.workers.drafters.test_serving import HIDDEN, VOCAB, embedding, random_documents, random_drafter
+from tests.workers.drafters.test_serving import HIDDEN, VARIANTS, VOCAB, embedding, random_documents, random_drafter
 
 STEPS, DECAY = 4, 0.8
 
@@ -51,7 +52,14 @@ def naive_loss(drafter: Eagle3Drafter, documents: PackedDocuments) -> torch.Tens
             q, k, v = (p(x).view(-1, config.head_dim) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
             return turn(q, position), turn(k, position), v
 
-        fused = [drafter.fc(aux[i].flatten().to(embed.dtype)) for i in range(length)]
+        def fuse(states: torch.Tensor) -> torch.Tensor:
+            if config.fc_norm:
+                states = torch.stack([rms(one, n.weight) for one, n in zip(states, drafter.fc_norm, strict=True)])
+            joined = states.flatten()
+            return drafter.fc(rms(joined, drafter.input_norm.weight) if config.norm_before_fc else joined)
+
+        window = config.sliding_window or length + STEPS
+        fused = [fuse(aux[i].to(embed.dtype)) for i in range(length)]
         for root in range(length):
             keys, values, hidden = [], [], fused[root]
             for step in range(STEPS):
@@ -67,12 +75,15 @@ def naive_loss(drafter: Eagle3Drafter, documents: PackedDocuments) -> torch.Tens
                 mixed = []
                 for j in range(config.num_heads):
                     kv = j * config.num_kv_heads // config.num_heads
-                    weights = torch.stack([q[j] @ key[kv] for key in keys]).div(config.head_dim**0.5).softmax(0)
-                    mixed.append(sum(w * value[kv] for w, value in zip(weights, values, strict=True)))
+                    scores = torch.stack([q[j] @ key[kv] for key in keys[-window:]])
+                    weights = scores.div(config.head_dim**0.5).softmax(0)
+                    mixed.append(sum(w * value[kv] for w, value in zip(weights, values[-window:], strict=True)))
                 hidden = hidden + attention.o_proj(torch.cat(mixed))
                 x = rms(hidden, layer.post_attention_layernorm.weight)
                 hidden = hidden + layer.mlp.down_proj(F.silu(layer.mlp.gate_proj(x)) * layer.mlp.up_proj(x))
-                logits = drafter.lm_head(rms(hidden, drafter.norm.weight))
+                normed = rms(hidden, drafter.norm.weight)
+                logits = drafter.lm_head(normed)
+                hidden = normed if config.norm_output else hidden
                 opinion = head.to(embed.dtype) @ last[root + 1 + step].to(embed.dtype)
                 if drafter.t2d[opinion.argmax()]:
                     teacher = opinion[drafter.vocabulary.ids].softmax(0)
@@ -82,8 +93,10 @@ def naive_loss(drafter: Eagle3Drafter, documents: PackedDocuments) -> torch.Tens
     return sum(w / sum(weights) * s / max(1, n) for w, s, n in zip(weights, sums, counts, strict=True))
 
 
-def test_loss_and_every_gradient_equal_the_naive_reading_in_double_precision() -> None:
-    drafter, documents = random_drafter().double(), random_documents((9, 6, 12))
+@pytest.mark.parametrize("name", ["plain", "norm_before_fc", "five-aux", "window-3", "window-6"])
+def test_loss_and_every_gradient_equal_the_naive_reading_in_double_precision(name: str) -> None:
+    drafter = random_drafter(**VARIANTS[name]).double()
+    documents = random_documents((9, 6, 12), num_aux=drafter.config.num_aux)
     expected = naive_loss(drafter, documents)
     expected.backward()
     wanted = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()}

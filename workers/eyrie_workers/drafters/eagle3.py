@@ -12,6 +12,15 @@ To go deeper it feeds itself: h_i, as it stands before `norm`, takes the place o
 the place of token i+1. Names, shapes and arithmetic are those of SGLang's `LlamaForCausalLMEagle3`, to the letter:
 what is trained here loads there. The embedding is the target's: shared, frozen, not saved.
 
+Four variants the engines serve are flags, each doing in training exactly what it does there. `fc_norm` (EAGLE-3.1)
+normalises each aux state before `fc`; `norm_before_fc` (NVIDIA's GPT-OSS drafters) all of them as one vector, before
+`fc`; both are skipped, like `fc`, when the drafter reads its own state. `norm_output` (EAGLE-3.1) feeds back the state
+after `norm`; one trained without it and served with it, or the reverse, drafts well once and then badly.
+`sliding_window` W lets position p attend to keys p-W+1 .. p, its own included; draft steps are positions like any
+other, so with every step the window leaves one more settled key behind. SGLang knows the window only as a launch flag,
+and counts the keys before the current one: `--speculative-draft-window-size` is W - 1. vLLM reads `sliding_window` and
+`layer_types` from config.json and counts as we do.
+
 Training and serving are two faces of the same handful of functions below: `Eagle3Weights` joins the projections that
 share an input, and `fuse`, `embed_half`, `hidden_half`, `finish` and `predict` are the layer cut at its attention,
 which is where the two faces differ (`eyrie_workers.training.unroll` against `eyrie_workers.drafters.serving`).
@@ -61,8 +70,14 @@ class Eagle3Config:
     fc_norm: bool = False
     """Normalise each aux state before fusing them (EAGLE-3.1)."""
 
+    norm_before_fc: bool = False
+    """Normalise the concatenated aux states, as one vector of A * H, before fusing them."""
+
     norm_output: bool = False
     """Feed back the state after `norm` instead of before it (EAGLE-3.1). Logits always come from after it."""
+
+    sliding_window: int | None = None
+    """Keys a position attends to, its own included; None: all."""
 
     @property
     def num_aux(self) -> int:
@@ -121,6 +136,8 @@ class Eagle3Drafter(nn.Module):
         assert (config.vocab_size, config.draft_vocab_size) == (vocabulary.vocab_size, vocabulary.size)
         self.config = config
         self.fc = nn.Linear(config.num_aux * config.hidden_size, config.hidden_size, bias=False)
+        if config.norm_before_fc:
+            self.input_norm = _Norm(config.num_aux * config.hidden_size)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(_Norm(config.hidden_size) for _ in config.aux_layers)
         self.midlayer = _MidLayer(config)
@@ -142,6 +159,7 @@ class Eagle3Drafter(nn.Module):
         return Eagle3Weights(
             config=self.config,
             fc=self.fc.weight.to(dtype),
+            input_norm=self.input_norm.weight if self.config.norm_before_fc else None,
             fc_norm=tuple(norm.weight for norm in self.fc_norm) if self.config.fc_norm else (),  # type: ignore[misc]
             input_layernorm=self.midlayer.input_layernorm.weight,
             hidden_norm=self.midlayer.hidden_norm.weight,
@@ -165,6 +183,7 @@ class Eagle3Weights:
 
     config: Eagle3Config
     fc: Tensor
+    input_norm: Tensor | None
     fc_norm: tuple[Tensor, ...]
     input_layernorm: Tensor
     hidden_norm: Tensor
@@ -184,8 +203,12 @@ class Eagle3Weights:
     def fuse(self, aux_TAH: Tensor) -> Tensor:
         """[T, A, H] aux states -> [T, H], the beginning of the residual stream."""
         if self.fc_norm:
-            aux_TAH = torch.stack([self.rms(aux, w) for aux, w in zip(aux_TAH.unbind(1), self.fc_norm, strict=True)], 1)
-        return F.linear(aux_TAH.flatten(-2).to(self.fc.dtype), self.fc).to(self.norm.dtype)
+            chunks = aux_TAH.to(self.norm.dtype).unbind(1)
+            aux_TAH = torch.stack([self.rms(chunk, w) for chunk, w in zip(chunks, self.fc_norm, strict=True)], 1)
+        joined_TC = aux_TAH.flatten(-2)  # C = A * H
+        if self.input_norm is not None:
+            joined_TC = self.rms(joined_TC.to(self.norm.dtype), self.input_norm)
+        return F.linear(joined_TC.to(self.fc.dtype), self.fc).to(self.norm.dtype)
 
     def embed_half(self, embed_TH: Tensor) -> Tensor:
         """The token's share of q, k and v: [T, H] embeddings -> [T, Q]."""

@@ -5,7 +5,7 @@ that is not trained has neither checkpoint nor objective: a function that makes 
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ from torch import nn
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.job import DrafterSpec, TrainSpec
-from eyrie_workers.drafters.checkpoint import ARCHITECTURE, CheckpointInvalid, load_drafter, read_config, save_drafter
+from eyrie_workers.drafters.card import Card
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid, load_drafter, read_config, save_drafter
+from eyrie_workers.drafters.contract import ARCHITECTURE
 from eyrie_workers.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from eyrie_workers.drafters.inheritance import TargetEnds, inherit
 from eyrie_workers.drafters.ngram import NgramDrafter
@@ -41,8 +43,8 @@ class Family:
     objective: Callable[[Any, TargetEnds, TrainSpec, int, torch.dtype], Objective]
     """How it learns: (drafter, target's ends, spec, longest document, arithmetic)."""
 
-    save: Callable[[Path, Any, str, Mapping[str, Any]], None]
-    """Export: (directory, drafter, dtype, provenance)."""
+    save: Callable[[Path, Any, str, Card | None], None]
+    """Export: (directory, drafter, dtype, card)."""
 
     serve: Callable[[Path, TargetModel], Drafter]
     """Load an export for the engine: (directory, target)."""
@@ -78,8 +80,8 @@ def _objective_eagle3(drafter: Eagle3Drafter, ends: TargetEnds, spec: TrainSpec,
                             single_step_ratio=spec.single_step_ratio, dtype=dtype)
 
 
-def _save_eagle3(directory: Path, drafter: Eagle3Drafter, dtype: str, provenance: Mapping[str, Any]) -> None:
-    save_drafter(directory, drafter, dtype=dtype, provenance=provenance)
+def _save_eagle3(directory: Path, drafter: Eagle3Drafter, dtype: str, card: Card | None) -> None:
+    save_drafter(directory, drafter, dtype=dtype, card=card)
 
 
 def _serve_eagle3(directory: Path, target: TargetModel) -> Drafter:

@@ -25,7 +25,7 @@ from eyrie_api.v1alpha1.job import DraftTreeShape
 from eyrie_workers.drafters.eagle3 import Eagle3Drafter
 from eyrie_workers.drafters.protocol import DrafterState, DraftStep, DraftTree, SettledPairs
 from eyrie_workers.speculation.noise import RowNoise
-from eyrie_workers.speculation.tree import grow
+from eyrie_workers.speculation.tree import BranchKeys, grow
 from eyrie_workers.targets.linear import Linear, rms_normalise
 
 # The token's half as a table: [V, Q]. Beyond this size (large vocabularies) it is computed for each token instead.
@@ -55,7 +55,8 @@ class _Served:
         num_turned, head = config.num_heads + config.num_kv_heads, config.head_dim
         self._eps = torch.tensor(config.rms_eps, dtype=dtype)
         self._fc_norm = torch.stack(weights.fc_norm).to(dtype) if weights.fc_norm else None
-        self._fc = Linear(weights.fc.to(dtype))
+        self._joined_norm = weights.input_norm is not None
+        self._fc = Linear((weights.fc if weights.input_norm is None else weights.fc * weights.input_norm).to(dtype))
         hidden_qkv = _pairs_together(weights.hidden_qkv * weights.hidden_norm, num_turned, head)
         embed_qkv = _pairs_together(weights.embed_qkv * weights.input_layernorm, num_turned, head)
         self._hidden_qkv, self._embed_qkv = Linear(hidden_qkv.to(dtype)), Linear(embed_qkv.to(dtype))
@@ -75,7 +76,8 @@ class _Served:
         aux_TAH = aux_TAH.to(self._eps.dtype)
         if self._fc_norm is not None:
             aux_TAH = rms_normalise(aux_TAH, self._eps) * self._fc_norm
-        return self._fc(aux_TAH.flatten(-2))
+        joined_TC = aux_TAH.flatten(-2)
+        return self._fc(rms_normalise(joined_TC, self._eps) if self._joined_norm else joined_TC)
 
     def qkv(self, hidden_TH: Tensor, tokens_T: Tensor) -> Tensor:
         """[T, Q]"""
@@ -108,6 +110,7 @@ class Eagle3Server:
 
     def __init__(self, drafter: Eagle3Drafter, embed_VH: Tensor) -> None:
         """`embed_VH` is the target's embedding [V, H]; its dtype is the dtype drafting runs in."""
+        self.branch_keys: BranchKeys = "ancestors"
         self._config = config = drafter.config
         self._dtype = embed_VH.dtype
         with torch.inference_mode():
@@ -175,7 +178,7 @@ class Eagle3Server:
         def step(tokens: Tensor, hidden: Tensor, mask: Tensor, depth: int) -> DraftStep:
             return self._step(own, row_list, tokens, hidden, mask, depth)
 
-        return grow(first, step, shape, self._draft_ids_D, noise)
+        return grow(first, step, shape, self._draft_ids_D, noise, self.branch_keys)
 
     def _step(self, state: Eagle3State, rows: list[int], tokens_BN: Tensor, hidden_BNH: Tensor, mask_BNM: Tensor,
               depth: int) -> DraftStep:
@@ -206,7 +209,7 @@ class Eagle3Server:
                mask_BNM: Tensor | None, num_scratch: int) -> DraftStep:
         """Attention over settled and scratch keys, then the rest of the layer."""
         num_rows, num_nodes, kv_heads, per_kv, head = q_BNKWE.shape
-        keys, values, visible = _seen(state, rows, mask_BNM, num_scratch)
+        keys, values, visible = _seen(state, rows, mask_BNM, num_scratch, self._config.sliding_window)
         q = q_BNKWE.permute(0, 2, 3, 1, 4).reshape(num_rows, kv_heads, per_kv * num_nodes, head)
         if visible is not None:
             visible = visible[:, None, None].expand(-1, 1, per_kv, -1, -1).flatten(2, 3)
@@ -229,22 +232,35 @@ def _write(state: Eagle3State, rows: list[int], places_BN: Tensor, k_BNKE: Tenso
     state.values[index, places_BN] = v_BNKE
 
 
-def _seen(state: Eagle3State, rows: list[int], mask_BNM: Tensor | None,
-          num_scratch: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys and values [B, L, K, E] of the rows, and which a node sees: [B, N, L] bool, None when it is all."""
+def _seen(state: Eagle3State, rows: list[int], mask_BNM: Tensor | None, num_scratch: int,
+          window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys and values [B, L, K, E] of the rows, and which a node sees: [B, N, L] bool, None when it is all.
+
+    A node of depth d stands at position settled + d - 1 (d = 0: the last settled pair itself), so of `window` keys it
+    sees the settled ones from settled + d - window on, and those scratch keys that are less than `window` depths up.
+    """
     settled = [state.settled[row] for row in rows]
-    length = max(settled) + num_scratch
+    length, num_nodes = max(settled) + num_scratch, 1 if mask_BNM is None else mask_BNM.shape[1]
+    depth = num_scratch // num_nodes
+    hidden_before = 0 if window is None else depth - window  # relative to the settled pairs of a row
+    if mask_BNM is not None and window is not None and depth > window:
+        mask_BNM = mask_BNM & (depth - torch.arange(num_scratch) // num_nodes <= window)
     if len(rows) == 1:
-        keys, values = (cache[rows[0]: rows[0] + 1, :length] for cache in (state.keys, state.values))
-        if mask_BNM is None or mask_BNM.shape[1] == 1:  # a chain sees everything before it
+        first = 0 if window is None else min(max(0, settled[0] + hidden_before), length)
+        if mask_BNM is None or num_nodes == 1:  # a chain sees everything before it, as far as its window goes
+            keys, values = (cache[rows[0]: rows[0] + 1, first:length] for cache in (state.keys, state.values))
             return keys, values, None
-        return keys, values, torch.cat([mask_BNM.new_ones(1, mask_BNM.shape[1], settled[0]), mask_BNM], 2)
+        first = min(first, settled[0])
+        keys, values = (cache[rows[0]: rows[0] + 1, first:length] for cache in (state.keys, state.values))
+        return keys, values, torch.cat([mask_BNM.new_ones(1, num_nodes, settled[0] - first), mask_BNM], 2)
     index = torch.tensor(rows)
     keys, values = (cache[:, :length].index_select(0, index) for cache in (state.keys, state.values))
-    num_nodes = 1 if mask_BNM is None else mask_BNM.shape[1]
-    settled_B = torch.tensor(settled)
-    visible = (torch.arange(length) < settled_B[:, None])[:, None].repeat(1, num_nodes, 1)
+    settled_B1, places_L = torch.tensor(settled)[:, None], torch.arange(length)
+    visible_BL = places_L < settled_B1
+    if window is not None:
+        visible_BL &= places_L >= settled_B1 + hidden_before
+    visible = visible_BL[:, None].repeat(1, num_nodes, 1)
     if mask_BNM is not None:
-        places = (settled_B[:, None] + torch.arange(num_scratch))[:, None].expand(-1, num_nodes, -1)
+        places = (settled_B1 + torch.arange(num_scratch))[:, None].expand(-1, num_nodes, -1)
         visible.scatter_(2, places, mask_BNM)
     return keys, values, visible

@@ -29,6 +29,8 @@ from eyrie_api.errors import Conflict, NoUsableData
 from eyrie_api.v1alpha1.reports import CheckpointReport, TrainReport, VocabularyReport
 from eyrie_api.v1alpha1.stages import TrainStage
 from eyrie_workers.drafters import vocabulary as draft_vocabulary
+from eyrie_workers.drafters.card import Card, DataIdentity, TargetIdentity, identify
+from eyrie_workers.drafters.checkpoint import files_of
 from eyrie_workers.drafters.inheritance import read_target_ends
 from eyrie_workers.drafters.registry import Family, family_named
 from eyrie_workers.drafters.vocabulary import DraftVocabulary
@@ -77,7 +79,10 @@ def train(spec: TrainStage, stage: Stage) -> Result:
     run = _Run(spec, stage, family, drafter, trainer, path=path, digest=_run_digest(spec, path, dtype),
                tokens_per_step=sum(lengths[row] for row in train_rows) * spec.train.epochs / schedule.num_steps,
                held_out=lambda: (read(evaluation_rows[cut.start:cut.stop]) for cut in cuts),
-               coverage=vocabulary_report.coverage, target_digest=store.layout.target_digest)
+               coverage=vocabulary_report.coverage, aux_layers=store.layout.aux_layers,
+               target=identify(path, spec.target, digest=store.layout.target_digest),
+               data=DataIdentity(store_digest=digest_file(Path(spec.store_dir) / INDEX), rows=store.num_rows,
+                                 tokens=sum(lengths), longest_row=max(lengths)))
     resumed_from = run.resume()
     run.to_the_end()
     counters = trainer.counters
@@ -89,7 +94,7 @@ def train(spec: TrainStage, stage: Stage) -> Result:
             data_wait_share=min(1.0, counters.data_wait_s / max(counters.seconds, 1e-9)),
             vocabulary=vocabulary_report, checkpoints=tuple(run.reports), resumed_from_step=resumed_from,
             parameters=sum(parameter.numel() for parameter in drafter.parameters())),
-        files=[file for report in run.reports for file in sorted((stage.out_dir / report.path).iterdir())])
+        files=[file for report in run.reports for file in files_of(stage.out_dir / report.path)])
 
 
 def fastest_dtype() -> torch.dtype:
@@ -158,7 +163,9 @@ class _Run:
     tokens_per_step: float
     held_out: Callable[[], Any]
     coverage: float
-    target_digest: str
+    target: TargetIdentity
+    data: DataIdentity
+    aux_layers: tuple[int, ...]
 
     def __post_init__(self) -> None:
         num_steps = self.trainer.schedule.num_steps
@@ -219,7 +226,7 @@ class _Run:
     def _export(self, report: StepReport, evaluation: Evaluation) -> None:
         name = f"{self.spec.candidate}-step-{report.step}"
         directory = self.stage.out_dir / "checkpoints" / name
-        self.family.save(directory, self.drafter, self.spec.target.dtype, self._provenance(report))
+        self.family.save(directory, self.drafter, self.spec.target.dtype, self._card(report))
         self.reports.append(CheckpointReport(
             name=name, candidate=self.spec.candidate, step=report.step, path=f"checkpoints/{name}",
             digest=digest_directory(directory), epoch=report.epoch, loss=evaluation.loss,
@@ -228,12 +235,13 @@ class _Run:
         self.stage.event("CheckpointExported", f"{name}: theoretical speed-up {evaluation.theoretical_speedup:.2f}, "
                                                f"first-step accuracy {evaluation.accuracy[0]:.3f}")
 
-    def _provenance(self, report: StepReport) -> dict[str, Any]:
+    def _card(self, report: StepReport) -> Card:
         """What a checkpoint says of its making. No clock and no path: the same run writes the same bytes."""
-        return {"family": self.family.name, "candidate": self.spec.candidate, "step": report.step,
-                "epoch": round(report.epoch, 4), "tokens": self.trainer.counters.tokens,
-                "target_digest": self.target_digest, "draft_vocabulary_coverage": self.coverage,
-                "train": self.spec.train.model_dump(mode="json", exclude={"threads"}), "code_version": code_version()}
+        settings = self.spec.train.model_dump(mode="json", exclude={"threads"})
+        return Card(family=self.family.name, candidate=self.spec.candidate, target=self.target, data=self.data,
+                    drafter=self.spec.drafter, aux_layers=self.aux_layers, train=settings, step=report.step,
+                    epoch=round(report.epoch, 4), tokens=self.trainer.counters.tokens,
+                    draft_vocabulary_coverage=self.coverage, code_version=code_version())
 
 
 if __name__ == "__main__":

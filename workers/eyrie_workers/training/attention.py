@@ -13,6 +13,10 @@ lse instead of keeping them (FlashAttention, arXiv:2205.14135): with G = dL/dout
 
     P = exp(QK' c - lse)     dV = P' G     dS = P * (G V' - rowsum(G * out) + g)     dQ = c dS K     dK = c dS' Q
 
+A drafter with a sliding window of w keys sees the w latest positions, its own included: at step s root i looks at
+step-0 keys j > i + s - w and at its own keys r > s - w. The first is a mask that moves with the step, the second drops
+whole steps.
+
     R roots, S steps, G documents of a tile, K kv heads, W query heads per kv head, E head size, Lq/Lk queries/keys
 """
 
@@ -24,6 +28,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from eyrie_workers.training.layout import Tile, UnrollLayout
+
+# What a query may not look at. Finite, because a window may hide every key of a tile from a late step: the log-sum-exp
+# is then about -1e30, the tile's weight in the merge exactly 0, and nothing is nan. Beside any visible key, exp(-1e30)
+# is exactly 0 as well.
+_HIDDEN = -1e30
 
 
 class _Move(torch.autograd.Function):
@@ -96,19 +105,20 @@ class TileAttention(torch.autograd.Function):
 def _scores(q: Tensor, k: Tensor, hidden: Tensor, scale: float) -> Tensor:
     num_documents, _, num_queries, num_keys = hidden.shape
     scores = torch.bmm(q, k.transpose(1, 2)).float().mul_(scale)
-    scores.view(num_documents, -1, num_queries, num_keys).masked_fill_(hidden, -torch.inf)
+    scores.view(num_documents, -1, num_queries, num_keys).masked_fill_(hidden, _HIDDEN)
     return scores
 
 
 class SharedKeys:
     """The step-0 keys and values of a batch, tiled once and used by every step."""
 
-    def __init__(self, layout: UnrollLayout, k_TKE: Tensor, v_TKE: Tensor) -> None:
+    def __init__(self, layout: UnrollLayout, k_TKE: Tensor, v_TKE: Tensor, window: int | None = None) -> None:
         self._layout = layout
+        self.window = window
         self._tiles = [(tile, _tiled(tile, k_TKE), _tiled(tile, v_TKE)) for tile in layout.tiles]
 
-    def attend(self, q_RKWE: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention of the first R roots over the shared keys: out [R, K, W, E] and lse [R, K, W]."""
+    def attend(self, q_RKWE: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Attention of the first R roots over the shared keys at `step`: out [R, K, W, E] and lse [R, K, W]."""
         layout, (num_roots, kv_heads, per_kv, head) = self._layout, q_RKWE.shape
         cells = place(q_RKWE, layout.query_cell[:num_roots], layout.num_query_cells)
         sizes = [tile.num_documents * tile.num_queries for tile, _, _ in self._tiles]
@@ -116,7 +126,7 @@ class SharedKeys:
         for q, (tile, k, v) in zip(cells.split(sizes), self._tiles, strict=True):
             shape = (tile.num_documents, tile.num_queries, kv_heads, per_kv)
             tiled = q.view(*shape, head).permute(0, 2, 3, 1, 4).reshape(-1, per_kv * tile.num_queries, head)
-            out, lse = TileAttention.apply(tiled, k, v, tile.hidden, head**-0.5)
+            out, lse = TileAttention.apply(tiled, k, v, tile.hidden_at(step, self.window), head**-0.5)
             back = (tile.num_documents, kv_heads, per_kv, tile.num_queries)
             outs.append(out.view(*back, head).permute(0, 3, 1, 2, 4).reshape(-1, kv_heads, per_kv, head))
             lses.append(lse.view(*back).permute(0, 3, 1, 2).reshape(-1, kv_heads, per_kv))
@@ -136,7 +146,9 @@ def attend(q_RKWE: Tensor, shared: SharedKeys, own: Sequence[tuple[Tensor, Tenso
     own      keys and values [R_r, K, E] of steps 1 .. s with R_r >= R; empty at step 0.
     returns  [R, K, W, E]
     """
-    out, lse = shared.attend(q_RKWE)
+    out, lse = shared.attend(q_RKWE, len(own))
+    if shared.window is not None:
+        own = own[-shared.window:]
     if not own:
         return out
     num_roots, scale = q_RKWE.shape[0], q_RKWE.shape[-1] ** -0.5

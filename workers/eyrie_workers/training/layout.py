@@ -49,6 +49,16 @@ class Tile:
     hidden: Tensor
     """[G, 1, Lq, Lk] bool, True where a query may not look. Unused query cells see key 0, to stay finite."""
 
+    query_positions: Tensor
+    """[G, Lq] int64 position of each query within its document; 0 in unused cells."""
+
+    def hidden_at(self, step: int, window: int | None) -> Tensor:
+        """`hidden` at an unrolled step, when a position sees no further back than `window` positions."""
+        if window is None:
+            return self.hidden
+        oldest = self.query_positions + (step - window + 1)
+        return self.hidden | (torch.arange(self.num_keys) < oldest[:, None, :, None])
+
 
 @dataclass(frozen=True)
 class UnrollLayout:
@@ -125,15 +135,18 @@ def _tiles(life: np.ndarray, starts: np.ndarray) -> tuple[tuple[Tile, ...], np.n
         num_queries, num_keys = max(d[2].size for d in chosen), chosen[0][0]
         hidden = np.ones((len(chosen), 1, num_queries, num_keys), dtype=bool)
         hidden[..., 0] = False
+        query_positions = np.zeros((len(chosen), num_queries), dtype=np.int64)
         key_index, key_cell = [], []
         for row, (keys, start, queries) in enumerate(chosen):
             hidden[row, 0, : queries.size] = np.arange(num_keys)[None, :] > queries[:, None]
+            query_positions[row, : queries.size] = queries
             key_index.append(start + np.arange(keys))
             key_cell.append(row * num_keys + np.arange(keys))
             query_cell[start + queries] = num_cells + row * num_queries + np.arange(queries.size)
         num_cells += len(chosen) * num_queries
         tiles.append(Tile(len(chosen), num_queries, num_keys, torch.from_numpy(np.concatenate(key_index)),
-                          torch.from_numpy(np.concatenate(key_cell)), torch.from_numpy(hidden)))
+                          torch.from_numpy(np.concatenate(key_cell)), torch.from_numpy(hidden),
+                          torch.from_numpy(query_positions)))
     return tuple(tiles), query_cell, num_cells
 
 

@@ -60,7 +60,7 @@ def unroll(weights: Eagle3Weights, rotary: Rotary, embed_VH: Tensor, documents: 
     # Position i pairs with token i+1. The last token of a document has none of its own, but no root reads its key.
     shared_TQ = weights.hidden_half(fused_TH) + torch.cat([embed_TQ[1:], embed_TQ[-1:]])
     q_TKWE, k_TKE, v_TKE = split_heads(shared_TQ, config)
-    shared = SharedKeys(layout, rotate(k_TKE, rotary.at(layout.positions)), v_TKE)
+    shared = SharedKeys(layout, rotate(k_TKE, rotary.at(layout.positions)), v_TKE, config.sliding_window)
     hidden_RH = pick(fused_TH, layout.roots)
     own: list[tuple[Tensor, Tensor]] = []
     for step, num_alive in enumerate(layout.alive):
