@@ -3,8 +3,9 @@
 Three things go wrong when such lines are written by hand, and are made impossible here.
 
 *A comparison that compares something else.* With speculation SGLang lowers max-running-requests to 48 when nobody sets
-it, takes another memory fraction, and may take another attention backend for every top_k. Every line rendered here
-carries all of them, and `comparison` gives all arms the same ones: a backend that serves every setting compared.
+it, captures CUDA graphs for more batch sizes (so the other arm is padded), and may take another attention backend for
+every top_k. Every line rendered here carries all of them, the memory fraction and the seed, and `comparison` gives all
+arms the same ones, the backend being one that serves every setting compared.
 
 *A server that speculates less than it was told.* Adaptive speculation with LoRA, a tree or attention data parallelism
 falls back to static settings with a warning in the log; a drafter beside a target quantised by flag is quantised too.
@@ -30,6 +31,7 @@ from eyrie_workers.engines.sglang.profiles import (
     HardwareProfile,
     Unlaunchable,
     attention_problem,
+    captured_batches,
     choose_attention,
     default_page_size,
 )
@@ -112,8 +114,10 @@ def launch_arguments(plan: LaunchPlan, pins: Pins | None = None) -> tuple[str, .
         "--max-running-requests", str(pins.max_running_requests),
         "--mem-fraction-static", f"{pins.mem_fraction:g}",
         "--attention-backend", pins.attention_backend, "--page-size", str(pins.page_size),
-        "--tp-size", str(plan.tp_size),
+        "--tp-size", str(plan.tp_size), "--random-seed", "0",
     ]
+    if plan.machine.platform != "cpu":
+        line += ["--cuda-graph-bs-decode", *map(str, captured_batches(pins.max_running_requests))]
     if plan.target.revision is not None:
         line += ["--revision", plan.target.revision]
     if plan.pp_size > 1:
@@ -294,6 +298,9 @@ def _check(plan: LaunchPlan, pins: Pins) -> None:
         if plan.setting.method == "ngram" and not adaptive:
             raise Unlaunchable("n-gram speculation does not run with attention data parallelism",
                                "use attn_dp_size 1, or the drafter")
+    if plan.setting.method == "ngram" and widest > 1 and pins.page_size > 1 and pins.attention_backend != "flashinfer":
+        raise Unlaunchable(f"n-gram trees (top_k {widest}) with page size {pins.page_size} run on flashinfer only, not "
+                           f"on {pins.attention_backend}", "leave page_size out, or use top_k 1")
     if adaptive:
         _check_adaptive(plan)
     if drafting:

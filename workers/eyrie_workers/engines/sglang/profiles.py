@@ -77,6 +77,17 @@ def static_fraction(memory_gib: float) -> float:
     return math.floor(100 * (1 - reserved_mib / (1024 * memory_gib) - 0.02)) / 100
 
 
+def captured_batches(max_running_requests: int) -> tuple[int, ...]:
+    """Batch sizes whose decoding is captured as a CUDA graph: those SGLang captures when it speculates.
+
+    Without speculation it captures fewer (1, 2, 4, 8, 12, 16, then every 8th), and a batch in between is padded to the
+    next: at 5 requests the arm without speculation would compute 8, and lose by more than speculation gains.
+    """
+    spaced = (*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8),
+              *range(272, max_running_requests + 1, 16))
+    return (*(size for size in spaced if size < max_running_requests), max_running_requests)
+
+
 @dataclass(frozen=True)
 class AttentionNeeds:
     """What a target asks of an attention backend."""
@@ -177,6 +188,9 @@ def attention_problem(machine: HardwareProfile, needs: AttentionNeeds, backend: 
         return f"attention backend {backend!r} serves MLA targets only", f"use {others}"
     if needs.sinks and not known.sinks:
         return f"attention backend {backend!r} has no attention sinks, which this target has", f"use {others}"
+    if machine.platform == "cpu" and needs.linear and page_size > 1:
+        return (f"recurrent layers keep their state with page size 1 only on CPU, not {page_size}",
+                "leave page_size out, or set it to 1")
     if widest == 0:
         return _page_problem(known, backend, 0, page_size)
     if not known.speculates:
