@@ -18,7 +18,7 @@ from eyrie_workers.speculation.noise import gumbel
 from eyrie_workers.targets.model import TargetModel
 
 # Relative rounding of one logit, times the handful of roundings that a different batching reorders.
-_TIE_RELATIVE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 4e-3}
+TIE_RELATIVE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 4e-3}
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,13 @@ class Divergence:
     scale: float
     """Largest absolute score there before noise: what rounding is relative to."""
 
+    def is_tie(self, dtype: str) -> bool:
+        """Whether rounding in `dtype` may decide the choice either way."""
+        return self.gap <= TIE_RELATIVE[dtype] * self.scale
+
     def line(self, dtype: str) -> str:
         """One line for the report."""
-        tie = "a rounding tie" if self.gap <= _TIE_RELATIVE[dtype] * self.scale else "NOT a rounding tie"
+        tie = "a rounding tie" if self.is_tie(dtype) else "NOT a rounding tie"
         return (f"{self.prompt_id}: position {self.position}, {_token(self.baseline_token)} undrafted, "
                 f"{_token(self.drafted_token)} drafted, logit gap {self.gap:.3g} ({tie} in {dtype})")
 

@@ -1,0 +1,78 @@
+"""Greedy answers of a serving engine, as token ids, with what drafting did for each.
+
+Torch-free. Two dialects: SGLang's own `/generate`, which takes and gives token ids and whose `meta_info` holds the
+histogram of accepted lengths; and the OpenAI completions of our engine with its two extensions (`engines.openai`).
+Answers end where the engine ends them. Both count the rounds of one request, and differ in one thing: SGLang enters the
+last round with all it accepted, our engine with the tokens that reached the answer.
+"""
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from eyrie_api.v1alpha1.job import EngineKind
+from eyrie_workers.engines.process import EngineFailed
+
+_TIMEOUT_S = 600.0
+WHOLE_LAST_ROUND: dict[EngineKind, bool] = {"sglang": True, "embedded": False}
+"""Whether an engine counts all tokens accepted in the round that ends a request."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """One answer."""
+
+    token_ids: tuple[int, ...]
+    histogram: tuple[int, ...]
+    """[k]: rounds in which k draft tokens were accepted; empty undrafted."""
+
+
+def ask(kind: EngineKind, url: str, model: str, prompt_ids: Sequence[int], max_new_tokens: int) -> Served:
+    """The engine's greedy answer. Raises EngineFailed when it refuses, breaks off or cannot be reached."""
+    if kind == "sglang":
+        answer = _post(f"{url}/generate", {
+            "input_ids": list(prompt_ids),
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": max_new_tokens}})
+        return Served(tuple(answer["output_ids"]),
+                      tuple(answer["meta_info"].get("spec_correct_drafts_histogram") or ()))
+    answer = _post(f"{url}/v1/completions", {
+        "model": model, "prompt": list(prompt_ids), "max_tokens": max_new_tokens, "temperature": 0.0,
+        "return_token_ids": True, "return_spec_tokens_details": True})
+    details = (answer.get("sglext") or {}).get("spec_tokens_details") or {}
+    return Served(tuple(answer["choices"][0]["token_ids"]), tuple(details.get("spec_correct_drafts_histogram") or ()))
+
+
+def ask_all(kind: EngineKind, url: str, model: str, prompts: Sequence[Sequence[int]], max_new_tokens: int, *,
+            in_flight: int = 1, pause: Callable[[], None] = lambda: None) -> list[Served]:
+    """`ask` for every prompt, `in_flight` at a time; `pause` is called after each answer."""
+    with ThreadPoolExecutor(in_flight) as pool:
+        waiting = [pool.submit(ask, kind, url, model, prompt, max_new_tokens) for prompt in prompts]
+        answers = []
+        try:
+            for one in waiting:
+                answers.append(one.result())
+                pause()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return answers
+
+
+def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+            found = json.load(answer)
+    except urllib.error.HTTPError as error:
+        said = error.read(500).decode(errors="replace")
+        raise EngineFailed(f"{url} answered {error.code}: {said}", "read the engine's log") from error
+    except (urllib.error.URLError, OSError, http.client.HTTPException, ValueError) as error:
+        raise EngineFailed(f"{url} broke off: {error}", "read the engine's log") from error
+    if not isinstance(found, dict):
+        raise EngineFailed(f"{url} answered no JSON object", "check that the URL is an engine's")
+    return found
