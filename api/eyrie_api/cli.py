@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import Annotated, Any, ParamSpec, cast, get_args
 from urllib.parse import urlsplit
 
 import typer
@@ -22,9 +22,10 @@ from eyrie_api.client import DEFAULT_SERVER, Client
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.settings import DEFAULT_PORT
 from eyrie_api.terminal import chat as chatting
-from eyrie_api.terminal import tables, watch
+from eyrie_api.terminal import history, tables, watch
 from eyrie_api.terminal.screen import Screen, printable
 from eyrie_api.terminal.spec import build_job
+from eyrie_api.v1alpha1.history import HistoryKind
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_api.v1alpha1.status import Job
@@ -416,12 +417,34 @@ def endpoints_promote(
 @verb
 def endpoints_rollback(
     endpoint: EndpointName,
-    revision: Annotated[int | None, typer.Option("--revision", help="Default: the one before.")] = None,
+    revision: Annotated[int | None, typer.Option("--to", "--revision", help="Default: the one before.")] = None,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
     """Serve an earlier revision again."""
     _endpoint_verb(lambda client: client.rollback(endpoint, revision=revision), server, as_json)
+
+
+app.command("rollback")(endpoints_rollback)
+
+
+@endpoints_app.command("history")
+@verb
+def endpoints_history(
+    endpoint: EndpointName,
+    kind: Annotated[str | None, typer.Option("--kind", help="decided, activated, drift, window, ...")] = None,
+    windows: Annotated[bool, typer.Option("--windows", help="Show every window watched, not only the last.")] = False,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=500)] = 200,
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """What was decided for it, what changed, what was seen, and by whom."""
+    if kind is not None and kind not in get_args(HistoryKind):
+        raise InvalidInput(f"--kind {kind!r} is none", f"one of {', '.join(get_args(HistoryKind))}")
+    with connect(server) as client:
+        read = client.history(endpoint, limit=limit, kind=cast("HistoryKind | None", kind))
+    every = windows or kind == "window"
+    Screen(as_json=as_json).show(read, history.history_view(read, endpoint, server, every_window=every))
 
 
 @endpoints_app.command("off")

@@ -28,6 +28,7 @@ from pydantic import BaseModel, ValidationError
 from eyrie_api import errors
 from eyrie_api.artifacts import digest_bytes
 from eyrie_api.errors import ArtifactCorrupt, EyrieError, Transient
+from eyrie_api.v1alpha1.history import History, HistoryKind
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan
 from eyrie_api.v1alpha1.reports import LeaderboardEntry
@@ -261,6 +262,12 @@ class Client:
     def endpoint(self, name: str) -> Endpoint:
         """One endpoint."""
         return self._get(f"{_API}/endpoints/{quote(name, safe='')}", Endpoint)
+
+    def history(self, name: str, *, limit: int | None = None, before: int | None = None,
+                kind: HistoryKind | None = None) -> History:
+        """Decisions, changes and windows of an endpoint: the latest, or the latest before an id; oldest first."""
+        return self._get(f"{_API}/endpoints/{quote(name, safe='')}/history", History, limit=limit, before=before,
+                         kind=kind)
 
     def promote(self, name: str, *, job_id: str, checkpoint: str | None = None) -> Endpoint:
         """Serve a job's drafter, by default its best."""

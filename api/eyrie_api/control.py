@@ -8,6 +8,7 @@ from fastapi import Depends, Request
 
 from eyrie_api.database import Database
 from eyrie_api.endpoints import Endpoints
+from eyrie_api.history import Histories
 from eyrie_api.idempotency import Idempotency
 from eyrie_api.jobs import Jobs
 from eyrie_api.outbox import Outbox
@@ -27,6 +28,7 @@ class Control:
     database: Database
     jobs: Jobs
     endpoints: Endpoints
+    histories: Histories
     results: Results
     outbox: Outbox
     idempotency: Idempotency
@@ -39,8 +41,9 @@ class Control:
              checks: Mapping[str, Callable[[], bool]] | None = None) -> "Control":
         """The control plane over one database."""
         idempotency = Idempotency(database, settings.idempotency_ttl_s)
-        return cls(settings, database, Jobs(database, idempotency=idempotency), Endpoints(database), Results(database),
-                   Outbox(database), idempotency, wake or _nothing, checks or {})
+        return cls(settings, database, Jobs(database, idempotency=idempotency), Endpoints(database),
+                   Histories(database), Results(database), Outbox(database), idempotency, wake or _nothing,
+                   checks or {})
 
 
 def _of(request: Request) -> Control:

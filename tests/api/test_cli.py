@@ -17,11 +17,14 @@ from typer.testing import CliRunner, Result
 from eyrie_api.cli import app
 from eyrie_api.database import Database
 from eyrie_api.endpoints import Endpoints
+from eyrie_api.history import Histories
 from eyrie_api.jobs import Jobs, Metric
+from eyrie_api.promotion import decide
 from eyrie_api.server import create_app
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.job import DraftTreeShape
 from eyrie_api.v1alpha1.status import Condition, JobStatus, Phase, Progress, StageStatus
+from tests.api.samples import benchmark_report
 from tests.tiny import chats_file, tiny_target
 
 
@@ -50,6 +53,10 @@ class Plane:
     @property
     def endpoints(self) -> Endpoints:
         return Endpoints(self.database)
+
+    @property
+    def histories(self) -> Histories:
+        return Histories(self.database)
 
     def open(self) -> None:
         self.server = uvicorn.Server(uvicorn.Config(
@@ -232,6 +239,35 @@ def test_endpoints_are_shown_switched_and_rolled_back(eyrie: Eyrie) -> None:
     assert "endpoints on" in refused.stderr
     assert eyrie.json("endpoints", "on", "default")["desired"] == "on"
     assert eyrie("endpoints", "show", "nowhere").exit_code == 66
+
+
+def test_an_endpoints_history_tells_decisions_with_their_checks_and_one_command_goes_back(eyrie: Eyrie) -> None:
+    eyrie.submit()
+    spec = eyrie.plane.jobs.list().items[0].spec
+    decision = decide(spec.promotion, benchmark_report("base-step-9", {"chat": (2.0,)}), None, ("chat",))
+    eyrie.plane.histories.record_decision("default", decision, job_id="job-1", attempt=1)
+    endpoints = eyrie.plane.endpoints
+    endpoints.create("default", spec.target, spec.serve, "tiny")
+    endpoints.activate("default", 1, "http://127.0.0.1:1/v1")
+    endpoints.propose("default", job_id=None, checkpoint="base-step-9", tree=DraftTreeShape(), drafter_dir="/x",
+                      reason="by hand")
+    endpoints.activate("default", 2)
+    for tau in (2.25, 2.5):
+        eyrie.plane.histories.record_window("default", 2, tau, 200, 3.0)
+    eyrie.plane.histories.record("default", "drift", "TrafficDrifted", "three windows low", once="x", revision=2,
+                                 data={"job": spec.model_dump(mode="json")})
+    assert eyrie.json("rollback", "default", "--to", "1")["candidate_revision"] == 1
+    shown = " ".join(eyrie("endpoints", "history", "default").stdout.split())
+    assert "NO proof: not proven in the serving engine" in shown
+    assert "ok suite:chat: chat: 2.00x" in shown
+    assert "tau 2.50 over 200 rounds" in shown
+    assert "tau 2.25" not in shown
+    assert "eyrie endpoints history default --kind drift" in shown
+    assert "person" in shown
+    told = eyrie.json("endpoints", "history", "default", "--kind", "window")
+    assert [one["figures"]["tau"] for one in told["items"]] == [2.25, 2.5]
+    assert eyrie("endpoints", "history", "default", "--kind", "gossip").exit_code == 65
+    assert eyrie("endpoints", "history", "nowhere").exit_code == 66
 
 
 def test_a_watch_shows_progress_and_ends_with_the_job(eyrie: Eyrie) -> None:

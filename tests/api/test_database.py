@@ -1,5 +1,6 @@
 """Migrations against the metadata, transactions that do not trip over each other, upserts."""
 
+import json
 import threading
 from datetime import datetime
 from pathlib import Path
@@ -11,9 +12,11 @@ from sqlalchemy import insert, inspect, select, text
 from sqlalchemy.exc import IntegrityError, StatementError
 
 from eyrie_api.database import Base, Database, EventRow, IngestRow, JobRow, OutboxRow, upsert
+from eyrie_api.endpoints import Endpoints
 from eyrie_api.errors import InvalidInput
 from eyrie_api.jobs import Jobs
 from eyrie_api.migrations import downgrade, upgrade
+from eyrie_api.v1alpha1.job import ServeSpec, TargetSpec
 from tests.api.samples import NOW, job_spec
 
 
@@ -28,6 +31,39 @@ def test_every_migration_is_undone_by_its_downgrade_and_can_be_made_again(databa
     assert set(inspect(database.engine).get_table_names()) == {"alembic_version"}
     upgrade(database)
     assert set(inspect(database.engine).get_table_names()) == {*Base.metadata.tables, "alembic_version"}
+
+
+def test_the_first_tables_are_brought_up_to_date_with_what_they_hold(database: Database) -> None:
+    downgrade(database, "v0001")
+    write = ("INSERT INTO revisions (endpoint, number, reason, checkpoint, tree, drafter_dir, created_at) "
+             "VALUES ('default', :number, :reason, :checkpoint, :tree, :drafter_dir, :now)")
+    tree = '{"num_steps": 3, "top_k": 2, "num_draft_tokens": 8}'
+    rows: list[dict[str, object]] = [
+        {"number": 1, "reason": "the target without a drafter", "checkpoint": None, "tree": None, "drafter_dir": None},
+        {"number": 2, "reason": "better; rejected: HealthTimeout: not healthy after 60 s", "checkpoint": "a",
+         "tree": tree, "drafter_dir": "/d/a"},
+        {"number": 3, "reason": "better", "checkpoint": "b", "tree": tree, "drafter_dir": "/d/b"},
+        {"number": 4, "reason": "by hand", "checkpoint": "c", "tree": None, "drafter_dir": "/d/c"}]
+    with database.writing() as session:
+        target, serve = (json.dumps(one.model_dump(mode="json")) for one in (TargetSpec(model="m"), ServeSpec()))
+        session.execute(text(
+            "INSERT INTO endpoints (name, target, serve, model, desired, active_revision, candidate_revision, "
+            "conditions, created_at, updated_at) VALUES ('default', :target, :serve, 'm', 'on', 3, 4, '[]', :now, "
+            ":now)"), {"target": target, "serve": serve, "now": NOW.replace(tzinfo=None)})
+        for row in rows:
+            session.execute(text(write), row | {"now": NOW.replace(tzinfo=None)})
+    upgrade(database)
+    endpoints = Endpoints(database)
+    seen = endpoints.get("default").revisions
+    assert [one.state for one in seen] == ["retired", "rejected", "active", "proposed"]
+    assert (seen[1].reason, seen[1].rejected_reason) == ("better", "HealthTimeout: not healthy after 60 s")
+    assert [one.use.setting.label() for one in seen] == ["off", "3/2/8", "3/2/8", "5/1/6"]
+    assert [one.use.drafter_dir for one in seen] == [None, "/d/a", "/d/b", "/d/c"]
+    assert endpoints.roll_back("default").candidate_revision == 1
+    downgrade(database, "v0001")
+    with database.reading() as session:
+        told = session.execute(text("SELECT reason FROM revisions ORDER BY number")).scalars().all()
+    assert told == [row["reason"] for row in rows]
 
 
 @pytest.mark.parametrize("backend", ["sqlite", "postgresql"])

@@ -4,13 +4,16 @@ import pytest
 
 from eyrie_api.database import Database
 from eyrie_api.endpoints import Endpoints
-from eyrie_api.errors import Conflict, NotFound
+from eyrie_api.errors import Conflict, InvalidInput, NotFound
+from eyrie_api.history import Histories
 from eyrie_api.jobs import Jobs
 from eyrie_api.leaderboard import Measured
 from eyrie_api.outbox import Outbox
+from eyrie_api.promotion import decide
 from eyrie_api.results import ResultFilter, Results
-from eyrie_api.v1alpha1.job import DraftTreeShape, ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.job import DraftTreeShape, PromotionPolicy, ServeSpec, TargetSpec
 from eyrie_api.v1alpha1.status import Condition, Revision
+from eyrie_api.v1alpha1.tuning import DrafterUse, OperatingMap, OperatingPoint, Setting
 from tests.api.samples import NOW, ManualClock, benchmark_report, job_spec
 
 TARGET = TargetSpec(model="quickstart")
@@ -84,6 +87,139 @@ def test_rolling_back_aims_at_the_revision_before_and_ends_at_the_bare_target(en
     assert endpoints.roll_back("default", 3).candidate_revision == 3
     with pytest.raises(NotFound, match="no revision 9"):
         endpoints.roll_back("default", 9)
+
+
+def states(endpoints: Endpoints) -> list[str]:
+    return [one.state for one in endpoints.get("default").revisions]
+
+
+def test_a_revision_says_what_became_of_it(endpoints: Endpoints) -> None:
+    assert states(endpoints) == ["proposed"]
+    propose(endpoints, "a")
+    assert states(endpoints) == ["retired", "proposed"]  # the bare target gave way before it was tried
+    endpoints.canary("default", 2, 0.2)
+    assert states(endpoints)[-1] == "canary"
+    endpoints.activate("default", 2)
+    propose(endpoints, "b")
+    endpoints.activate("default", 3)
+    assert states(endpoints) == ["retired", "retired", "active"]
+    endpoints.roll_back("default", reason="AcceptanceCollapsed", message="tau fell", actor="watch")
+    assert states(endpoints) == ["retired", "retired", "active"]  # it serves until the earlier one is up
+    endpoints.activate("default", 2)
+    seen = endpoints.get("default").revisions
+    assert (seen[2].state, seen[2].rejected_reason) == ("rolled-back", "AcceptanceCollapsed: tau fell")
+    assert seen[1].state == "active"
+
+
+def test_a_fallback_that_fails_leaves_the_active_revision_unblamed(endpoints: Endpoints) -> None:
+    endpoints.activate("default", propose(endpoints, "a").number)
+    endpoints.roll_back("default")
+    endpoints.reject("default", 1, "EngineDied", "no memory")
+    endpoints.activate("default", propose(endpoints, "b").number)
+    assert states(endpoints) == ["rejected", "retired", "active"]
+
+
+def test_rolling_back_passes_over_revisions_that_were_given_up(endpoints: Endpoints) -> None:
+    endpoints.activate("default", propose(endpoints, "a").number)
+    endpoints.reject("default", propose(endpoints, "b").number, "EngineDied", "x")
+    endpoints.activate("default", propose(endpoints, "c").number)
+    assert endpoints.roll_back("default").candidate_revision == 2
+    # Whoever insists may have a rejected one tried again; it has to prove itself like a new one.
+    assert endpoints.roll_back("default", 3).revisions[2].state == "proposed"
+
+
+def test_an_operating_map_is_another_revision_than_its_drafter_with_one_tree(endpoints: Endpoints) -> None:
+    one = DrafterUse(drafter_dir="/d/a", setting=Setting(tree=DraftTreeShape()))
+    points = (OperatingPoint(concurrency=1, setting=one.setting, speedup=2.0, tokens_per_s=9.0, measured=True),)
+    both = [endpoints.propose("default", job_id="j", checkpoint="a", use=use, reason="test").number
+            for use in (one, one, one.model_copy(update={"map": OperatingMap(points=points)}))]
+    assert both == [2, 2, 3]
+    seen = endpoints.get("default").revisions[2]
+    assert (seen.use.map, seen.tree, seen.drafter_dir) == (OperatingMap(points=points), DraftTreeShape(), "/d/a")
+
+
+def test_the_job_promoted_last_says_how_it_is_served_but_the_port_stays(endpoints: Endpoints) -> None:
+    endpoints.create("default", TARGET, ServeSpec(port=1, max_concurrency=3, record_prompts=9), "quickstart")
+    serve = endpoints.serving("default").serve
+    assert (serve.port, serve.max_concurrency, serve.record_prompts) == (9000, 3, 9)
+
+
+@pytest.fixture
+def histories(database: Database, clock: ManualClock) -> Histories:
+    return Histories(database, clock)
+
+
+def test_every_change_is_in_the_history_with_who_made_it_and_why(endpoints: Endpoints, histories: Histories) -> None:
+    propose(endpoints, "a", speedup=2.5, tau=3.0)
+    endpoints.canary("default", 2, 0.2)
+    endpoints.activate("default", 2, figures={"answered": 5.0, "tau": None})
+    endpoints.activate("default", 2)  # told twice by whoever tends it
+    endpoints.set_desired("default", "off")
+    endpoints.set_desired("default", "off")
+    endpoints.set_desired("default", "on")
+    endpoints.roll_back("default", actor="watch", reason="AcceptanceCollapsed", message="tau fell")
+    endpoints.reject("default", 1, "EngineDied", "no memory")
+    told = histories.read("default").items
+    assert [(one.kind, one.revision, one.actor) for one in told] == [
+        ("created", 1, "policy"), ("proposed", 2, "policy"), ("canary", 2, "watch"), ("activated", 2, "watch"),
+        ("off", 2, "person"), ("on", 2, "person"), ("rolled-back", 2, "watch"), ("rejected", 1, "watch")]
+    assert told[1].figures == {"speedup": 2.5, "tau": 3.0}
+    assert told[3].figures == {"answered": 5.0}
+    assert (told[6].reason, told[6].message) == ("AcceptanceCollapsed", "to revision 1: tau fell")
+
+
+def test_a_decision_is_kept_once_with_its_checks_even_where_nothing_serves(histories: Histories) -> None:
+    decision = decide(PromotionPolicy(), benchmark_report("a-step-1", {"chat": (2.0,)}), None, ("chat",))
+    for attempt in (1, 1, 2):
+        histories.record_decision("nowhere", decision, job_id="job-1", attempt=attempt)
+    told = histories.read("nowhere").items
+    assert [(one.kind, one.reason, one.message) for one in told] == [
+        ("decided", "NotFaster", "not proven in the serving engine")] * 2
+    assert told[0].figures["suite:chat"] == 2.0
+    assert told[0].data == {"decision": decision.model_dump(mode="json")}
+
+
+def test_history_is_read_page_by_page_and_by_kind(endpoints: Endpoints, histories: Histories) -> None:
+    for drafter in "abc":
+        propose(endpoints, drafter)
+    last = histories.read("default", limit=2)
+    assert [one.revision for one in last.items] == [3, 4]
+    first = histories.read("default", limit=2, before=last.next_before)
+    assert [one.revision for one in first.items] == [1, 2]
+    assert first.next_before is None
+    assert [one.revision for one in histories.read("default", kind="created").items] == [1]
+    assert histories.read("default", kind="drift").items == ()
+    with pytest.raises(NotFound):
+        histories.read("elsewhere")
+    with pytest.raises(InvalidInput, match="limit 0"):
+        histories.read("default", limit=0)
+
+
+def test_the_watch_remembers_windows_since_activation_and_since_drift_was_told(
+        endpoints: Endpoints, histories: Histories) -> None:
+    histories.record_window("default", 1, 1.0, 200, None)
+    endpoints.activate("default", 1)
+    assert histories.watched("default", 1).windows == ()
+    for tau in (2.0, 1.5):
+        histories.record_window("default", 1, tau, 200, 3.0)
+    seen = histories.watched("default", 1)
+    assert (seen.windows, seen.drift_told) == ((2.0, 1.5), False)
+    for _ in range(2):
+        histories.record("default", "drift", "TrafficDrifted", "x", once=f"drift/1/{seen.last_window}", revision=1)
+    assert len(histories.read("default", kind="drift").items) == 1
+    histories.record_window("default", 1, 2.9, 200, 3.0)
+    seen = histories.watched("default", 1)
+    assert (seen.windows, seen.drift_told) == ((2.9,), True)
+
+
+def test_only_the_latest_windows_are_kept(
+        endpoints: Endpoints, histories: Histories, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyrie_api.history.KEPT_WINDOWS", 3)
+    for number in range(5):
+        histories.record_window("default", 1, float(number), 200, None)
+    kept = histories.read("default", kind="window").items
+    assert [one.figures["tau"] for one in kept] == [2.0, 3.0, 4.0]
+    assert len(histories.read("default", kind="created").items) == 1
 
 
 def test_off_keeps_name_url_and_history_and_a_promotion_switches_it_on(endpoints: Endpoints) -> None:

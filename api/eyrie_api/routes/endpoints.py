@@ -1,11 +1,13 @@
-"""Endpoints: what serves, and the four ways to change it. Each is asked here and done by whoever tends the endpoint."""
+"""Endpoints: what serves, its history, and the four ways to change it. Each is done by whoever tends the endpoint."""
 
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import APIRouter, Body
+from fastapi import APIRouter, Body, Query
 
 from eyrie_api.control import Control, Here
+from eyrie_api.history import MAX_PAGE
+from eyrie_api.v1alpha1.history import History, HistoryKind
 from eyrie_api.v1alpha1.model import Name
 from eyrie_api.v1alpha1.status import Endpoint, EndpointList, PromoteRequest, RollbackRequest
 
@@ -25,6 +27,13 @@ def get_endpoint(name: Name, control: Here) -> Endpoint:
     return control.endpoints.get(name)
 
 
+@router.get(ENDPOINTS + "/{name}/history")
+def read_history(name: Name, control: Here, limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 200,
+                 before: Annotated[int | None, Query(ge=1)] = None, kind: HistoryKind | None = None) -> History:
+    """What was decided for it, what changed, what was seen: the latest entries, oldest first."""
+    return control.histories.read(name, limit=limit, before=before, kind=kind)
+
+
 @router.post(ENDPOINTS + "/{name}/promote", status_code=202)
 def promote(name: Name, request: PromoteRequest, control: Here) -> Endpoint:
     """Serve a measured drafter of a job, blue/green. A person's decision: the promotion policy is not asked."""
@@ -37,7 +46,7 @@ def promote(name: Name, request: PromoteRequest, control: Here) -> Endpoint:
     tau = sum(cell.tau for cell in report.cells) / len(report.cells)
     control.endpoints.propose(name, job_id=job.id, checkpoint=report.checkpoint, tree=report.cells[0].tree,
                               drafter_dir=_drafter_dir(control, job.id, result.drafter_dir), speedup=report.speedup,
-                              tau=tau, reason=f"promoted by hand from job {job.id}")
+                              tau=tau, reason=f"promoted by hand from job {job.id}", actor="person")
     return _after(control, name)
 
 
