@@ -3,12 +3,15 @@
     eyrie up [--detach]    the control plane here; its home holds the database, the jobs, a log and who runs it
     eyrie down             ends it; jobs stop at a safe line and go on at the next `up`
     eyrie demo             the whole job on the shipped target, from one REST call to a faster endpoint
+    eyrie check-drafter    whether a drafter directory is what SGLang and vLLM will serve
+    eyrie load             servers under load, compared: a program of the workers, started as a child
 
 `up` on a home that is already up says where and ends well.
 """
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -112,6 +115,36 @@ def demo(
         show.stop(show.HOME, screen)
         return
     show.play(show.HOME, screen, short=short)
+
+
+# The program has the options and their help: here is only its name.
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def load(context: typer.Context) -> None:
+    """Put OpenAI-compatible servers under load and compare them. `eyrie load --help` has the options."""
+    # Ctrl-C reaches the child too, which ends in order; we only wait for it. (An ignored signal would be inherited.)
+    signal.signal(signal.SIGINT, lambda _number, _frame: None)
+    program = [sys.executable, "-m", "eyrie_workers.load", *context.args]
+    raise typer.Exit(subprocess.run(program, check=False).returncode)
+
+
+@app.command("check-drafter")
+@verb
+def check_drafter(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="An exported drafter.")],
+    target: Annotated[str | None, typer.Option("--target", help="Its target: path, Hub id, quickstart.")] = None,
+    context: Annotated[int | None, typer.Option("--context", min=1, help="Tokens it shall be served with.")] = None,
+    fast: Annotated[bool, typer.Option("--fast", help="Do not read the target's weights.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Would SGLang and vLLM serve this drafter as it was trained? Ends with 65 when not."""
+    from eyrie_operator import drafter_check
+
+    asked = [str(directory), *(["--target", target] if target else []), *(["--fast"] if fast else []),
+             *(["--context", str(context)] if context else [])]
+    document = drafter_check.run_check(asked)
+    Screen(as_json=as_json).show(document, drafter_check.verdict(document))
+    if drafter_check.is_defective(document):
+        raise typer.Exit(drafter_check.EXIT_DEFECTIVE)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ model says after its end is text nobody reads, and drafters are accepted differe
 import hashlib
 import json
 import time
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ import numpy as np
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.load import LoadSpec
 from eyrie_workers.load.arms import LoadArm, LoadPrompt
-from eyrie_workers.load.events import Answer, Counting, FloatArray, read_answer
+from eyrie_workers.load.events import Answer, Counting, FloatArray, read_answer, reading
 from eyrie_workers.load.http1 import ExchangeFailed, Pool, Reply, parse_url
 
 _PATH = "/chat/completions"
@@ -119,6 +120,18 @@ class Sample:
     """On the clock of `time.perf_counter()`."""
 
 
+@dataclass(frozen=True, eq=False)
+class Raw:
+    """What came of a question, unread. Times on the clock of `time.perf_counter()`."""
+
+    question: Question
+    came: Reply | ExchangeFailed
+    began_at: float
+    """When it was sent, or in an open loop due."""
+
+    ended_at: float
+
+
 class Asker:
     """One arm: its connections and its dialect."""
 
@@ -133,19 +146,29 @@ class Asker:
             headers["Authorization"] = f"Bearer {arm.api_key}"
         self.pool = Pool(self.origin, headers)
 
-    async def ask(self, question: Question, due_at: float | None = None) -> Sample:
-        """One sample, whatever happens. `due_at`: the open loop's time of arrival on the clock of perf_counter."""
-        who = (question.prompt.category, question.prompt.id, question.repeat, question.index)
+    async def send(self, question: Question, due_at: float | None = None) -> Raw:
+        """Ask, and wait for the last byte; nothing is read yet. Never raises for what went wrong."""
         request = self.pool.render("POST", _PATH, self.dialect.body(self.arm, question, self._spec))
         try:
             reply = await self.pool.exchange(request, self._spec.timeout_s)
-            answer = self._read(reply)
+            self._check(reply)
+        except ExchangeFailed as failure:
+            return Raw(question, failure, due_at or 0.0, time.perf_counter())
+        return Raw(question, reply, reply.sent_at if due_at is None else due_at, reply.ended_at)
+
+    def read(self, raw: Raw) -> Generator[None, None, Sample]:
+        """The sample in a raw answer, slice by slice (`events.reading`)."""
+        question, came = raw.question, raw.came
+        who = (question.prompt.category, question.prompt.id, question.repeat, question.index)
+        try:
+            if isinstance(came, ExchangeFailed):
+                raise came
+            answer = yield from reading(came.pieces)
         except ExchangeFailed as failure:
             return Sample(*who, failure=failure.reason, detail=self.redacted(str(failure)))
-        began = reply.sent_at if due_at is None else due_at
         return Sample(
-            *who, tokens=answer.tokens, ttft_s=None if answer.first_at is None else answer.first_at - began,
-            gaps_s=answer.gaps_s, end_to_end_s=reply.ended_at - began, histogram=answer.histogram,
+            *who, tokens=answer.tokens, ttft_s=None if answer.first_at is None else answer.first_at - raw.began_at,
+            gaps_s=answer.gaps_s, end_to_end_s=raw.ended_at - raw.began_at, histogram=answer.histogram,
             digest=answer.digest(), ids_digest=answer.ids_digest(), answer_id=answer.id, first_at=answer.first_at)
 
     async def probe(self, question: Question) -> None:
@@ -159,7 +182,8 @@ class Asker:
             if reply.status in (400, 422) and self._give_way(reply):
                 continue
             try:
-                answer = self._read(reply)
+                self._check(reply)
+                answer = read_answer(reply.pieces)
             except ExchangeFailed as failure:
                 raise self._unusable(str(failure), _mend(reply.status)) from None
             self._note(answer)
@@ -169,7 +193,7 @@ class Asker:
         """Without the key, should a server have quoted it."""
         return text.replace(self.arm.api_key, "***") if self.arm.api_key else text
 
-    def _read(self, reply: Reply) -> Answer:
+    def _check(self, reply: Reply) -> None:
         if reply.status != 200:
             raise ExchangeFailed(f"Http{reply.status}", f"{self.origin.url} answered {reply.status}: "
                                                         f"{_quoted(reply)}")
@@ -177,7 +201,6 @@ class Asker:
         if not kind.startswith("text/event-stream"):
             raise ExchangeFailed("NotAStream", f"asked for a stream, the server sent {kind or 'untyped bytes'}: "
                                                f"{_quoted(reply)}")
-        return read_answer(reply.pieces)
 
     def _give_way(self, reply: Reply) -> bool:
         """Ask for less after a refusal; False when there is nothing left to leave out."""

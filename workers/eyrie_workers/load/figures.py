@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadLevel, LoadSpec, Quantiles, ServiceLevel
+from eyrie_api.v1alpha1.model import Interval
 from eyrie_workers.load.asking import Sample
 from eyrie_workers.load.events import FloatArray
 from eyrie_workers.load.schedule import Level

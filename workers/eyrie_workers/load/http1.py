@@ -15,6 +15,7 @@ fresh one. Everything else that goes wrong is an `ExchangeFailed` with a reason 
 
 import asyncio
 import base64
+import os
 import ssl
 import time
 from collections.abc import Mapping
@@ -404,5 +405,6 @@ class Pool:
         except ssl.SSLError as error:
             raise ExchangeFailed("Tls", f"{origin.url}: TLS failed: {error}") from error
         except OSError as error:
-            raise ExchangeFailed("Unreachable", f"{origin.url} is not reachable: {error.strerror or error}") from error
+            why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+            raise ExchangeFailed("Unreachable", f"{origin.url} is not reachable: {why}") from error
         return connection

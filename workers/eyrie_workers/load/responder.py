@@ -16,6 +16,7 @@ that clock (CLOCK_MONOTONIC) is the same in all processes, so a generator on thi
 
 import argparse
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -58,9 +59,8 @@ DIALECTS: dict[str, tuple[frozenset[str], bool]] = {
     "bare": (frozenset({"return_token_ids", "return_output_ids_in_sglext", "return_spec_tokens_details",
                         "continuous_usage_stats", "stream_options"}), False),
 }
-_KNOWS_IDS = ("vllm", "eyrie")
-_KNOWS_SGLEXT = ("sglang", "eyrie")
 _WORDS = 1000
+_ID = "the-id-of-this-answer"
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,8 @@ class Responder:
         self.served += 1
         answer_id = f"chatcmpl-{os.getpid()}-{self.served}"
         limit = int(body.get("max_tokens") or body.get("max_completion_tokens") or 16)
-        pieces = render(question, min(limit, self.pace.tokens or limit), body, self.pace, answer_id)
+        pieces = render(question, min(limit, self.pace.tokens or limit), self.pace.bundle,
+                        Wish.of(body, self.pace.dialect))
         sent_at = []
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         for number, piece in enumerate(pieces):
@@ -144,10 +145,11 @@ class Responder:
             if number == len(pieces) // 2 and trouble and not await self._trouble(trouble, writer):
                 return False
             if number == len(pieces) - 1 and trouble in ("no-end", "abort"):
-                piece = _event(_chunk(answer_id, {}, "abort")) if trouble == "abort" else b""
+                piece = _event(_chunk({}, "abort")) if trouble == "abort" else b""
                 piece += b"data: [DONE]\n\n"
+            framed = _frame(piece.replace(_ID.encode(), answer_id.encode()))
             sent_at.append(time.perf_counter())
-            writer.write(_frame(piece))
+            writer.write(framed)
         writer.write(b"0\r\n\r\n")
         await writer.drain()
         if self.log is not None:
@@ -174,33 +176,57 @@ class Responder:
         return True
 
 
-def render(question: str, num_tokens: int, body: Mapping[str, Any], pace: Pace, answer_id: str) -> list[bytes]:
-    """The events of an answer, bundle by bundle; the last piece ends it."""
+@dataclass(frozen=True)
+class Wish:
+    """What a request asked to be told."""
+
+    running_usage: bool
+    usage: bool
+    ids: bool
+    all_ids: bool
+    details: bool
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any], dialect: str) -> "Wish":
+        """As far as the dialect knows it."""
+        options = body.get("stream_options") or {}
+        return cls(
+            running_usage=bool(options.get("continuous_usage_stats")), usage=bool(options.get("include_usage")),
+            ids=bool(body.get("return_token_ids")) and dialect in ("vllm", "eyrie"),
+            all_ids=bool(body.get("return_output_ids_in_sglext")) and dialect == "sglang",
+            details=bool(body.get("return_spec_tokens_details")) and dialect in ("sglang", "eyrie"))
+
+
+@functools.lru_cache(maxsize=4096)
+def render(question: str, num_tokens: int, bundle: int, wish: Wish) -> tuple[bytes, ...]:
+    """The events of an answer, bundle by bundle, the id still to be filled in; the last piece ends it.
+
+    Kept, because rendering costs more than sending and would be seen in the pace.
+    """
     ids = [(zlib.crc32(question.encode()) + i) % _WORDS for i in range(num_tokens)]
-    running = bool((body.get("stream_options") or {}).get("continuous_usage_stats"))
     pieces = []
-    histogram = [0] * pace.bundle
-    for start in range(0, num_tokens, pace.bundle):
-        bundle = ids[start:start + pace.bundle]
-        histogram[len(bundle) - 1] += 1
-        chunk = _chunk(answer_id, {"content": "".join(f" w{token}" for token in bundle)})
-        if running:
-            chunk["usage"] = _usage(start + len(bundle))
-        if body.get("return_token_ids") and pace.dialect in _KNOWS_IDS:
-            chunk["choices"][0]["token_ids"] = bundle
+    histogram = [0] * bundle
+    for start in range(0, num_tokens, bundle):
+        together = ids[start:start + bundle]
+        histogram[len(together) - 1] += 1
+        chunk = _chunk({"content": "".join(f" w{token}" for token in together)})
+        if wish.running_usage:
+            chunk["usage"] = _usage(start + len(together))
+        if wish.ids:
+            chunk["choices"][0]["token_ids"] = together
         pieces.append(_event(chunk))
-    last = _event(_chunk(answer_id, {}, "stop"))
+    last = _event(_chunk({}, "stop"))
     extension: dict[str, Any] = {}
-    if body.get("return_spec_tokens_details") and pace.dialect in _KNOWS_SGLEXT and pace.bundle > 1:
+    if wish.details and bundle > 1:
         extension["spec_tokens_details"] = {"spec_correct_drafts_histogram": histogram,
                                             "spec_verify_ct": sum(histogram)}
-    if body.get("return_output_ids_in_sglext") and pace.dialect == "sglang":
+    if wish.all_ids:
         extension["output_ids"] = [ids]
     if extension:
-        last += _event({"id": answer_id, "choices": [], "sglext": extension})
-    if (body.get("stream_options") or {}).get("include_usage"):
-        last += _event({"id": answer_id, "choices": [], "usage": _usage(num_tokens)})
-    return [*pieces, last + b"data: [DONE]\n\n"]
+        last += _event({"id": _ID, "choices": [], "sglext": extension})
+    if wish.usage:
+        last += _event({"id": _ID, "choices": [], "usage": _usage(num_tokens)})
+    return (*pieces, last + b"data: [DONE]\n\n")
 
 
 def _refusal(dialect: str, body: Mapping[str, Any]) -> str | None:
@@ -213,8 +239,8 @@ def _refusal(dialect: str, body: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _chunk(answer_id: str, delta: Mapping[str, Any], finish: str | None = None) -> dict[str, Any]:
-    return {"id": answer_id, "object": "chat.completion.chunk", "created": 0, "model": "responder",
+def _chunk(delta: Mapping[str, Any], finish: str | None = None) -> dict[str, Any]:
+    return {"id": _ID, "object": "chat.completion.chunk", "created": 0, "model": "responder",
             "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
 
 

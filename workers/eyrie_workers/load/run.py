@@ -1,6 +1,7 @@
 """A load test from its first question to its report.
 
-One thread, one event loop: what a user waits for is a socket, and 256 of them fit (`bench` shows it). Every arm is
+One thread, one event loop: what a user waits for is a socket, and 256 of them fit (`bench` shows it). Answers are read
+in small slices while others arrive, so that many that end together do not delay the next. Every arm is
 probed once, then the blocks of the schedule are asked one after the other; connections are opened before a block, so
 that its first requests do not pay for them. A user whose request failed waits a moment before the next, lest a server
 that refuses at once be asked a thousand times a second.
@@ -21,8 +22,9 @@ from typing import TypeVar
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.load import LoadReport, LoadSpec
 from eyrie_workers.load.arms import LoadArm, LoadPrompt
-from eyrie_workers.load.asking import Asker, Question, Sample
+from eyrie_workers.load.asking import Asker, Question, Raw, Sample
 from eyrie_workers.load.figures import Seen, comparison, crossover, level_report
+from eyrie_workers.load.http1 import ExchangeFailed
 from eyrie_workers.load.schedule import Block, Level, blocks, levels, num_requests, total_requests
 from eyrie_workers.measurement.environment import client_environment
 
@@ -36,6 +38,7 @@ _AFTER_FAILURE_S = 0.1
 _POLL_S = 0.1
 _SATURATED = 0.8  # of a core: above it the event loop's own queue begins to show in the latencies
 _SPARE_FILES = 64
+_MOST_UNREAD = 1024  # answers: beyond it users wait for the reader, and the report says that the generator was busy
 
 
 def run_load(arms: Sequence[LoadArm], prompts: Sequence[LoadPrompt], spec: LoadSpec, baseline: str = "off",
@@ -100,6 +103,7 @@ class _Test:
         self._done = 0
         self._total = total_requests(prompts, list(self._askers), spec)
         self._words = ""
+        self._unread: asyncio.Queue[Raw | None] = asyncio.Queue(_MOST_UNREAD)
 
     async def run(self) -> Run:
         """All of it. Connections are closed however it ends."""
@@ -132,47 +136,71 @@ class _Test:
         self._words = f"{block.arm}, {block.level.words()}"
         users = block.level.users if block.level.mode == "closed" else 1
         await asker.pool.prepare(users)
-        await self._closed_loop(asker, block.warmup, min(users, len(block.warmup)))
-        wall, cpu = time.perf_counter(), time.process_time()
+        await self._read_along(asker, self._closed_loop(asker, block.warmup, min(users, len(block.warmup))))
+        began, cpu = time.perf_counter(), time.process_time()
         if block.level.mode == "closed":
-            samples = await self._closed_loop(asker, block.questions, users)
+            asking = self._closed_loop(asker, block.questions, users)
         else:
-            samples = await self._open_loop(asker, block.questions)
-        return Seen(block.arm, block.level, tuple(samples), time.perf_counter() - wall, time.process_time() - cpu)
+            asking = self._open_loop(asker, block.questions)
+        samples, ended = await self._read_along(asker, asking)
+        return Seen(block.arm, block.level, samples, ended - began, time.process_time() - cpu)
 
-    async def _closed_loop(self, asker: Asker, questions: Sequence[Question], users: int) -> list[Sample]:
+    async def _closed_loop(self, asker: Asker, questions: Sequence[Question], users: int) -> None:
         """So many users share the questions; whoever has its answer takes the next."""
-        samples: list[Sample] = []
         left = iter(questions)
 
         async def user() -> None:
             for question in left:
-                sample = await asker.ask(question)
-                samples.append(sample)
-                self._say(self._words)
-                if sample.failure is not None:
+                raw = await asker.send(question)
+                await self._unread.put(raw)
+                if isinstance(raw.came, ExchangeFailed):
                     await asyncio.sleep(_AFTER_FAILURE_S)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(users):
                 group.create_task(user())
-        return samples
 
-    async def _open_loop(self, asker: Asker, questions: Sequence[Question]) -> list[Sample]:
+    async def _open_loop(self, asker: Asker, questions: Sequence[Question]) -> None:
         """Every question at its time, whatever became of the others."""
-        samples: list[Sample] = []
         began = time.perf_counter()
 
         async def one(question: Question, due_at: float) -> None:
-            samples.append(await asker.ask(question, due_at))
-            self._say(self._words)
+            await self._unread.put(await asker.send(question, due_at))
 
         async with asyncio.TaskGroup() as group:
             for question in questions:
                 due_at = began + (question.due_s or 0.0)
                 await asyncio.sleep(max(0.0, due_at - time.perf_counter()))
                 group.create_task(one(question, due_at))
-        return samples
+
+    async def _read_along(self, asker: Asker, asking: Coroutine[None, None, None]) -> tuple[tuple[Sample, ...], float]:
+        """Read answers while others are asked for, a slice between two looks at the sockets.
+
+        Returns the samples, and when the last answer ended.
+        """
+        samples: list[Sample] = []
+        ended = time.perf_counter()
+
+        async def read_on() -> None:
+            nonlocal ended
+            while (raw := await self._unread.get()) is not None:
+                ended = max(ended, raw.ended_at)
+                steps = asker.read(raw)
+                try:
+                    while True:
+                        next(steps)
+                        await asyncio.sleep(0)
+                except StopIteration as end:
+                    samples.append(end.value)
+                self._say(self._words)
+                await asyncio.sleep(0)
+
+        async with asyncio.TaskGroup() as group:
+            reader = group.create_task(read_on())
+            await asking
+            await self._unread.put(None)
+            await reader
+        return tuple(samples), ended
 
     async def _watched(self, work: Coroutine[None, None, ResultT]) -> ResultT:
         """Do it, asking several times a second whether to go on."""

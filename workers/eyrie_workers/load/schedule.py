@@ -37,7 +37,8 @@ class Level:
 
     def words(self) -> str:
         """For people."""
-        return f"{self.value:g} users" if self.mode == "closed" else f"{self.value:g} requests/s"
+        unit = "requests/s" if self.mode == "open" else "user" if self.value == 1 else "users"
+        return f"{self.value:g} {unit}"
 
 
 @dataclass(frozen=True)

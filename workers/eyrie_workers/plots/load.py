@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from eyrie_api.v1alpha1.load import LoadComparison, LoadLevel, LoadReport, Quantiles
-from eyrie_api.v1alpha1.reports import Interval
+from eyrie_api.v1alpha1.model import Interval
 from eyrie_workers.measurement.statistics import acceptance_length, add_histograms, conditional_acceptance
 from eyrie_workers.plots.style import (
     BASELINE_BLUE,

@@ -1,0 +1,237 @@
+"""A load test from the command line (`eyrie load` starts this program).
+
+    python -m eyrie_workers.load --arm off=http://127.0.0.1:30000/v1 --arm candidate=http://127.0.0.1:30001/v1 \\
+        --prompts quickstart --concurrency 1,4,16 --slo ttft=0.5,itl=0.05 --out report.json --plots plots
+
+Progress goes to stderr, the answer to stdout: a table for people, or with --json the report. Keys are taken from the
+environment (--api-key-env), because a command line is for everybody to read.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from eyrie_api.artifacts import write_model
+from eyrie_api.errors import EyrieError, InvalidInput
+from eyrie_api.terminal.screen import Screen
+from eyrie_api.terminal.tables import count, duration
+from eyrie_api.v1alpha1.job import QUICKSTART_SUITES, SuiteSpec
+from eyrie_api.v1alpha1.load import LoadSpec, ServiceLevel
+from eyrie_workers.load.arms import LoadArm, LoadPrompt
+from eyrie_workers.load.asking import served_models
+from eyrie_workers.load.http1 import parse_url
+from eyrie_workers.load.run import run_load
+from eyrie_workers.load.tables import load_view
+from eyrie_workers.measurement.suites import load_suite
+
+_SLO_FIELDS = {"ttft": "ttft_s", "itl": "inter_token_s", "e2e": "end_to_end_s"}
+_MOST_PROMPTS = 100_000
+_PROGRESS_EVERY_S = 1.0
+_MODELS_TIMEOUT_S = 30.0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options; their help is the manual."""
+    parser = argparse.ArgumentParser(
+        prog="eyrie load", description="Put OpenAI-compatible servers under load and compare them.",
+        epilog="The first --arm, or the one named `off`, is what the others are compared with.")
+    parser.add_argument("--arm", action="append", required=True, metavar="NAME=URL",
+                        help="a server, its URL up to and including /v1; once per server")
+    parser.add_argument("--baseline", metavar="NAME", help="the arm to compare with; default: off, else the first")
+    parser.add_argument("--model", action="append", default=[], metavar="[NAME=]MODEL",
+                        help="model to ask for, of all arms or one; default: the only one a server lists")
+    parser.add_argument("--api-key-env", action="append", default=[], metavar="[NAME=]VARIABLE",
+                        help="environment variable that holds the key, of all arms or one")
+    parser.add_argument("--what", action="append", default=[], metavar="NAME=WORDS",
+                        help="what an arm is, for the report: its engine and settings")
+    parser.add_argument("--prompts", action="append", default=[], metavar="[CATEGORY=]SOURCE",
+                        help="a .jsonl, .json or .parquet file, quickstart:chat (math, code, tools), or quickstart for "
+                             "all four (the default); once per category")
+    parser.add_argument("--concurrency", default=None, metavar="N,N,...",
+                        help="closed loop: so many users, each asking again as soon as it is answered; default 1,4,16")
+    parser.add_argument("--rate", default=None, metavar="R,R,...",
+                        help="open loop: requests per second, arriving at random moments")
+    parser.add_argument("--requests", type=int, default=32, help="per level, arm and repeat (at least two per user)")
+    parser.add_argument("--repeats", type=int, default=1, help="interleaved blocks per level")
+    parser.add_argument("--warmup", type=int, default=2, help="requests before each level that are not counted")
+    parser.add_argument("--max-new-tokens", type=int, default=96, help="longest answer")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--system-prompt", help="replaces the system message of every prompt")
+    parser.add_argument("--slo", metavar="ttft=S,itl=S,e2e=S",
+                        help="service level in seconds: goodput counts the requests that keep it")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a request has failed")
+    parser.add_argument("--seed", type=int, default=0, help="of the arrivals, of sampling and of the intervals")
+    parser.add_argument("--out", type=Path, help="write the report here as JSON")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the figures here (PNG and SVG)")
+    parser.add_argument("--json", action="store_true", help="the report on stdout instead of tables")
+    return parser
+
+
+def read_spec(given: argparse.Namespace) -> LoadSpec:
+    """The contract's form of the options. Raises InvalidInput."""
+    rates = _numbers(given.rate, "--rate")
+    levels = _numbers(given.concurrency, "--concurrency") or ([] if rates else [1, 4, 16])
+    slo = {}
+    for name, value in (_pair(part, "--slo") for part in (given.slo or "").split(",") if part.strip()):
+        if name not in _SLO_FIELDS:
+            raise InvalidInput(f"--slo {name!r} is no service level", f"use one of {', '.join(_SLO_FIELDS)}")
+        slo[_SLO_FIELDS[name]] = _numbers(value, "--slo")[0]
+    if any(level != int(level) for level in levels):
+        raise InvalidInput("--concurrency takes whole numbers of users", "use --rate for requests per second")
+    try:
+        return LoadSpec(
+            concurrencies=tuple(map(int, levels)), rates_per_s=tuple(rates), requests=given.requests,
+            repeats=given.repeats, warmup_requests=given.warmup, temperature=given.temperature,
+            max_new_tokens=given.max_new_tokens, system_prompt=given.system_prompt,
+            slo=ServiceLevel.model_validate(slo) if slo else None, timeout_s=given.timeout, seed=given.seed)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidInput(f"{'.'.join(map(str, first['loc'])) or 'load'}: {first['msg']} (got {first['input']!r})",
+                           "see eyrie load --help") from None
+
+
+def read_arms(given: argparse.Namespace) -> list[LoadArm]:
+    """The servers, with keys from the environment and models as they list them. Raises InvalidInput or ArmUnusable."""
+    urls = dict(_pair(arm, "--arm") for arm in given.arm)
+    if len(urls) < len(given.arm):
+        raise InvalidInput("two --arm have the same name", "give each server a name of its own")
+    models, variables = _by_arm(given.model, urls, "--model"), _by_arm(given.api_key_env, urls, "--api-key-env")
+    what = dict(_pair(words, "--what") for words in given.what)
+    if what.keys() - urls.keys():
+        raise InvalidInput(f"--what names no arm: {', '.join(what.keys() - urls.keys())}", "see --arm")
+    arms = []
+    for name, url in urls.items():
+        parse_url(url)
+        key = None
+        if name in variables:
+            key = os.environ.get(variables[name])
+            if not key:
+                raise InvalidInput(f"--api-key-env names {variables[name]}, which is not set",
+                                   f"export {variables[name]}=<key>, or leave the option out")
+        model = models.get(name) or _only_model(name, url, key)
+        arms.append(LoadArm(name, url, model, key, what.get(name, "")))
+    return arms
+
+
+def _only_model(name: str, url: str, key: str | None) -> str:
+    listed = asyncio.run(served_models(url, key, _MODELS_TIMEOUT_S))
+    if len(listed) != 1:
+        raise InvalidInput(f"arm {name!r} serves {len(listed)} models: {', '.join(listed[:8])}",
+                           f"choose one: --model {name}=<model>")
+    return listed[0]
+
+
+def read_prompts(sources: Sequence[str], seed: int) -> list[LoadPrompt]:
+    """All prompts, their category from the option, the suite's name or the file's. Raises InvalidInput and others."""
+    suites: list[SuiteSpec] = []
+    for source in sources or ["quickstart"]:
+        if source == "quickstart":
+            suites += QUICKSTART_SUITES
+            continue
+        category, equals, path = source.partition("=")
+        if not equals:
+            path = source
+            category = source.partition(":")[2] if source.startswith("quickstart:") else Path(source).name.split(".")[0]
+        try:
+            suites.append(SuiteSpec(name=_as_name(category), path=path, max_prompts=_MOST_PROMPTS))
+        except ValidationError:
+            raise InvalidInput(f"--prompts {source!r} gives no name for its category",
+                               "write it as <category>=<file>, the category in lower-case letters") from None
+    return [LoadPrompt.of(prompt) for suite in suites for prompt in load_suite(suite, seed=seed)]
+
+
+def _as_name(text: str) -> str:
+    return "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in text.lower()).strip("-")
+
+
+def _numbers(text: str | None, flag: str) -> list[float]:
+    try:
+        return [float(part) for part in (text or "").split(",") if part.strip()]
+    except ValueError:
+        raise InvalidInput(f"{flag} {text!r} is not numbers", f"write it like {flag} 1,4,16") from None
+
+
+def _pair(text: str, flag: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip() or not value.strip():
+        # What follows the name may hold credentials: it is not repeated.
+        raise InvalidInput(f"{flag} is written <name>=<value>, not {name[:40]!r}", "see eyrie load --help")
+    return name.strip(), value.strip()
+
+
+def _by_arm(values: Sequence[str], arms: dict[str, str], flag: str) -> dict[str, str]:
+    """Values for one arm (`name=value`) over a value for all of them."""
+    named: dict[str, str] = {}
+    for_all = None
+    for value in values:
+        name, equals, rest = value.partition("=")
+        if equals and name in arms:
+            named[name] = rest
+        elif equals:
+            raise InvalidInput(f"{flag} names no arm: {name!r}", f"the arms are {', '.join(arms)}")
+        else:
+            for_all = value
+    return {**(dict.fromkeys(arms, for_all) if for_all else {}), **named}
+
+
+class _Voice:
+    """Progress on stderr: redrawn in place on a terminal, a line now and then in a log, nothing with --json."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+        self._started = time.monotonic()
+        self._told = 0.0
+
+    def progress(self, done: int, total: int, words: str) -> None:
+        """One more request is done."""
+        now = time.monotonic()
+        live = self._screen.err.is_terminal
+        if self._screen.as_json or (done < total and now - self._told < (_PROGRESS_EVERY_S if live else 10.0)):
+            return
+        self._told = now
+        spent = now - self._started
+        line = f"{count(done)}/{count(total)} requests"
+        if done:
+            line += f", {done / spent:.1f}/s, {duration((total - done) * spent / done)} left"
+        line += f" ({words})"
+        self._screen.err.print(f"\r\x1b[K{line}" if live else line, end="" if live and done < total else "\n",
+                               soft_wrap=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The program; returns its exit code."""
+    given = build_parser().parse_args(argv)
+    screen = Screen(as_json=given.json)
+    try:
+        spec = read_spec(given)
+        prompts = read_prompts(given.prompts, spec.seed)
+        arms = read_arms(given)
+        names = [arm.name for arm in arms]
+        baseline = given.baseline or ("off" if "off" in names else names[0])
+        report = run_load(arms, prompts, spec, baseline, _Voice(screen).progress)
+        if given.out is not None:
+            write_model(given.out, report)
+        screen.show(report, load_view(report))
+        if given.plots is not None:
+            from eyrie_workers.plots.load import draw_load
+
+            drawn = draw_load(report, given.plots)
+            screen.note(f"figures: {', '.join(str(path) for path in drawn if path.suffix == '.png')}")
+        if given.out is not None:
+            screen.note(f"report: {given.out}")
+        return 0
+    except EyrieError as error:
+        screen.error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
