@@ -1,0 +1,327 @@
+"""Every line we would start SGLang with, through SGLang's own parser and rules: accepted, and resolved as pinned.
+
+One process of the SGLang environment resolves the whole matrix (importing SGLang takes longer than resolving a line).
+Machines are emulated, models are configurations without weights. Refusals that SGLang makes only while loading weights
+cannot be reached this way: they are in the fast tier, tests/workers/engines/sglang.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import eyrie_workers
+from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, OperatingPoint, Setting
+from eyrie_workers.engines.sglang.launch import (
+    LaunchPlan,
+    adaptive_document,
+    comparison,
+    launch_arguments,
+    launch_environment,
+)
+from eyrie_workers.engines.sglang.profiles import PROFILES, HardwareProfile, Unlaunchable, profile
+from eyrie_workers.engines.sglang.served import read_drafter, read_target
+from tests.sglang.target_configs import TARGETS, write_drafter, write_target
+
+RESOLVER = Path(__file__).with_name("resolve_lines.py")
+ROOT = Path(__file__).resolve().parents[2]
+WORKERS = Path(eyrie_workers.__file__).resolve().parents[1]
+CHAIN = Setting(tree=DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6))
+TREE = Setting(tree=DraftTreeShape(num_steps=4, top_k=4, num_draft_tokens=12))
+NGRAM = Setting(method="ngram", tree=DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4))
+NGRAM_TREE = Setting(method="ngram", tree=DraftTreeShape(num_steps=3, top_k=4, num_draft_tokens=12))
+ADAPTIVE = OperatingMap(
+    points=(OperatingPoint(concurrency=1, setting=CHAIN, speedup=2.0, tokens_per_s=100.0, measured=True),
+            OperatingPoint(concurrency=16, setting=OFF, speedup=1.0, tokens_per_s=900.0, measured=True)),
+    crossover=16, adaptive={"1": {"candidate_steps": [5]}, "8": {"candidate_steps": [1, 3]},
+                            "16": {"candidate_steps": [0]}})
+MACHINES = ("a10", "a100-80gb", "l40s", "h100", "b200", "rtx-pro-6000-blackwell", "mi300x", "cpu")
+"""One per kind of rule; the other profiles differ from these in memory alone."""
+
+FAMILIES = [(machine, target) for machine in MACHINES for target in TARGETS
+            if (machine, target) != ("cpu", "deepseek-v3")]  # no CPU backend of ours serves MLA
+KINDS = {"chain": (), "tree": (TREE, NGRAM), "ngram-tree": (NGRAM_TREE,)}
+PAGES = (None, 16)
+PINNED = {"--attention-backend": "attention_backend", "--page-size": "page_size",
+          "--mem-fraction-static": "mem_fraction_static", "--max-running-requests": "max_running_requests",
+          "--context-length": "context_length", "--random-seed": "random_seed"}
+
+pytestmark = pytest.mark.skipif(os.environ.get("EYRIE_TEST_SGLANG") != "1",
+                                reason="needs SGLang's own environment: make test-sglang")
+
+
+def facts(machine: HardwareProfile) -> dict[str, Any]:
+    """What SGLang asks a machine, answered as this one would."""
+    cuda, sm = machine.platform == "cuda", machine.compute
+    blackwell = sm in (100, 103)
+    return {
+        "device": "cpu" if machine.platform == "cpu" else "cuda", "memory_mib": machine.memory_gib * 1024,
+        "facts": {"is_cuda": cuda, "is_hip": machine.platform == "rocm", "is_sm90": sm == 90, "is_sm100": blackwell,
+                  "is_sm100_or_sm110": blackwell, "is_sm120": sm == 120, "is_blackwell": blackwell or sm == 120,
+                  "is_hopper_with_cuda_12_3": sm == 90, "has_flashinfer": cuda, "has_amx": machine.platform == "cpu",
+                  "device_sm": sm, "device_capability": [sm // 10, sm % 10]}}
+
+
+class Matrix:
+    """The lines to resolve, by name."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.targets = {name: write_target(root, name) for name in TARGETS}
+        self.drafter = write_drafter(root)
+        self.cases: list[dict[str, Any]] = []
+        self.left_out: dict[str, str] = {}
+
+    def plan(self, machine: str, target: str, setting: Setting = CHAIN, **more: Any) -> LaunchPlan:
+        drafter = read_drafter(str(self.drafter), json.loads((self.drafter / "config.json").read_text()))
+        directory = self.targets[target]
+        known = read_target(str(directory), json.loads((directory / "config.json").read_text()))
+        return LaunchPlan(target=known, machine=profile(machine), served_name=target, setting=setting,
+                          **({"drafter": drafter} | more))
+
+    def add(self, name: str, plan: LaunchPlan, line: tuple[str, ...] | None = None) -> None:
+        environment = {key: value for key, value in launch_environment(plan).items() if key != "PYTHONPATH"}
+        self.cases.append({"name": name, "machine": plan.machine.name, "environment": environment,
+                           "arguments": line if line is not None else launch_arguments(plan)})
+
+    def add_arms(self, name: str, plan: LaunchPlan, settings: tuple[Setting, ...] = ()) -> None:
+        for label, line in comparison(plan, settings).items():
+            self.add(f"{name} {label}", plan, line)
+
+
+def altered(line: tuple[str, ...], **flags: str) -> tuple[str, ...]:
+    """A permitted line with some values replaced: what we refuse to render."""
+    words = list(line)
+    for flag, value in flags.items():
+        name = "--" + flag.replace("_", "-")
+        if name in words:
+            words[words.index(name) + 1] = value
+        else:
+            words += [name, value]
+    return tuple(words)
+
+
+def without(line: tuple[str, ...], flag: str) -> tuple[str, ...]:
+    """A line without one flag and its value."""
+    return line[:line.index(flag)] + line[line.index(flag) + 2:]
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    root = tmp_path_factory.mktemp("lines")
+    found = Matrix(root)
+    for machine, target in FAMILIES:
+        for kind, settings in KINDS.items():
+            for page in PAGES:
+                plan = found.plan(machine, target, page_size=page)
+                name = f"{machine} {target} {kind} {page}"
+                try:
+                    found.add_arms(name, plan, settings)
+                except Unlaunchable as refused:
+                    found.left_out[name] = refused.message
+    add_features(found, root)
+    for name, (plan, line) in refused_lines(found, root).items():
+        found.add(name, plan, line)
+    return found
+
+
+def add_features(found: Matrix, root: Path) -> None:
+    """One of each of what a plan can ask for besides."""
+    adaptive, key, lora = root / "adaptive.json", root / "key.yaml", root / "adapter"
+    followed = found.plan("h100", "llama", map=ADAPTIVE, adaptive_path=str(adaptive))
+    adaptive.write_text(adaptive_document(followed) or "")
+    key.write_text("api-key: hidden\n")
+    lora.mkdir()
+    found.add_arms("adaptive", followed)
+    found.add("key", found.plan("h100", "llama", key_file=str(key)))
+    found.add("lora chain", found.plan("h100", "llama", lora_paths=(f"one={lora}",)))
+    found.add("lora tree", found.plan("a10", "qwen3", TREE, lora_paths=(f"one={lora}", f"two={lora}")))
+    found.add("fp8 flag", found.plan("h100", "qwen3-moe", quantization="fp8"))
+    found.add("fp8 flag untold", found.plan("h100", "qwen3-moe", quantization="fp8"),
+              without(launch_arguments(found.plan("h100", "qwen3-moe", quantization="fp8")),
+                      "--speculative-draft-model-quantization"))
+    windowed = replace(found.plan("h100", "llama").drafter or pytest.fail("no drafter"), sliding_window=512)
+    found.add("window", found.plan("h100", "llama", drafter=windowed))
+    found.add("attention dp", found.plan("h100", "deepseek-v3", tp_size=4, attn_dp_size=2))
+    found.add("tp", found.plan("h200", "qwen3", tp_size=2))
+    found.add("short context", found.plan("gb200", "llama", context_length=1024))
+    short = write_drafter(root, "short-drafter", max_position_embeddings=2048)
+    found.add("short drafter", found.plan("h100", "llama", drafter=read_drafter(
+        str(short), json.loads((short / "config.json").read_text()))))
+
+
+def refused_lines(found: Matrix, root: Path) -> dict[str, tuple[LaunchPlan, tuple[str, ...]]]:
+    """By name: a permitted plan and the line made of it by what we refuse."""
+    chain, tree = found.plan("h100", "llama"), found.plan("h100", "llama", TREE)
+    blackwell, b200_tree = found.plan("b200", "llama"), found.plan("b200", "llama", TREE)
+    mla, mla_tree = found.plan("b200", "deepseek-v3"), found.plan("b200", "deepseek-v3", TREE)
+    cpu_tree, hybrid = found.plan("cpu", "llama", TREE), found.plan("cpu", "qwen3-next")
+    ngram, ngram_tree = (found.plan("a10", "gemma3", one) for one in (NGRAM, NGRAM_TREE))
+    adaptive = found.plan("h100", "llama", map=ADAPTIVE, adaptive_path=str(root / "adaptive.json"))
+    short = str(root / "short-drafter")
+
+    def line(plan: LaunchPlan, **flags: str) -> tuple[LaunchPlan, tuple[str, ...]]:
+        return plan, altered(launch_arguments(plan), **flags)
+
+    return {
+        "trtllm_mha tree": line(b200_tree, attention_backend="trtllm_mha", page_size="64"),
+        "trtllm_mha page 1": line(blackwell, page_size="1"),
+        "trtllm_mha on ampere": line(found.plan("a10", "llama"), attention_backend="trtllm_mha", page_size="64"),
+        "fa4 tree paged": line(b200_tree, attention_backend="fa4", page_size="64"),
+        "fa4 chain page 1": line(blackwell, attention_backend="fa4", page_size="1"),
+        "trtllm_mla tree": line(mla_tree, attention_backend="trtllm_mla", page_size="64"),
+        "flashmla tree": line(found.plan("h100", "deepseek-v3", TREE), attention_backend="flashmla", page_size="64"),
+        "trtllm_mla on hopper": line(found.plan("h100", "deepseek-v3"), attention_backend="trtllm_mla",
+                                     page_size="64"),
+        "cutedsl_mla page 1": line(mla, attention_backend="cutedsl_mla", page_size="1"),
+        "intel_amx tree paged": line(cpu_tree, page_size="16"),
+        "cpu recurrent paged": line(hybrid, page_size="16"),
+        "aiter tree paged": line(found.plan("mi300x", "llama", TREE), attention_backend="aiter", page_size="16"),
+        "ngram tree paged": line(ngram_tree, page_size="16"),
+        "ngram attention dp": line(ngram, tp_size="2", attn_dp_size="2"),
+        "adaptive lora": line(adaptive, lora_paths=f"one={root / 'adapter'}"),
+        "adaptive tree": line(adaptive, speculative_eagle_topk="4"),
+        "adaptive attention dp": line(adaptive, tp_size="2", attn_dp_size="2"),
+        "pipeline": line(chain, pp_size="2"),
+        "attention dp uneven": line(chain, tp_size="3", attn_dp_size="2"),
+        "short drafter, long context": line(chain, speculative_draft_model_path=short),
+        "long context": line(tree, context_length="8192"),
+    }
+
+
+REFUSED_BY_SGLANG = {
+    "trtllm_mha tree": "topk = 1", "trtllm_mha on ampere": "TRTLLM MHA", "fa4 tree paged": "page_size > 1",
+    "trtllm_mla tree": "page_size > 1", "flashmla tree": "page_size > 1", "trtllm_mla on hopper": "Blackwell",
+    "intel_amx tree paged": "page_size > 1", "cpu recurrent paged": "extra_buffer",
+    "aiter tree paged": "page_size > 1", "ngram tree paged": "flashinfer", "ngram attention dp": "dp attention",
+    "adaptive lora": "speculative-adaptive", "pipeline": "Pipeline", "attention dp uneven": "AssertionError",
+    "short drafter, long context": "context_length", "long context": "context_length",
+}
+CHANGED_BY_SGLANG = {  # accepted, and something else is served
+    "trtllm_mha page 1": ("page_size", 64), "fa4 chain page 1": ("page_size", 128), "cutedsl_mla page 1": (
+        "page_size", 64), "adaptive tree": ("speculative_adaptive", False),
+    "adaptive attention dp": ("speculative_adaptive", False),
+}
+
+
+@pytest.fixture(scope="module")
+def sglang_python() -> Path:
+    return Path(os.environ.get("EYRIE_SGLANG_PYTHON", ROOT / ".eyrie" / "sglang-venv" / "bin" / "python"))
+
+
+@pytest.fixture(scope="module")
+def answers(matrix: Matrix, sglang_python: Path) -> dict[str, Any]:
+    environment = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
+        "PYTHONPATH": os.pathsep.join((str(RESOLVER.parent / "environment" / "stand_in"), str(WORKERS)))}
+    asked = {"machines": {name: facts(machine) for name, machine in PROFILES.items()}, "cases": matrix.cases}
+    done = subprocess.run([sglang_python, str(RESOLVER)], input=json.dumps(asked), capture_output=True, text=True,
+                          env=environment, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {answer["name"]: answer for answer in json.loads(done.stdout)}
+
+
+def resolved(answers: Mapping[str, Any], name: str) -> dict[str, Any]:
+    answer = answers[name]
+    assert answer["refused"] is None, f"{name}: {answer['refused'][-600:]}"
+    found: dict[str, Any] = answer["resolved"]
+    return found
+
+
+def test_no_line_of_ours_has_a_flag_sglang_does_not_know(answers: dict[str, Any]) -> None:
+    assert {name: answer["unknown"] for name, answer in answers.items() if answer["unknown"]} == {}
+
+
+@pytest.mark.parametrize(("machine", "target"), FAMILIES)
+def test_lines_are_accepted_and_every_pinned_value_holds_in_every_arm(machine: str, target: str, matrix: Matrix,
+                                                                      answers: dict[str, Any]) -> None:
+    mine = [case for case in matrix.cases if case["name"].startswith(f"{machine} {target} ")]
+    assert len(mine) >= 7
+    for case in mine:
+        found, line = resolved(answers, case["name"]), case["arguments"]
+        for flag, setting in PINNED.items():
+            given = line[line.index(flag) + 1]
+            assert str(found[setting]) == given, (case["name"], flag)
+        assert {found["prefill_attention_backend"], found["decode_attention_backend"]} <= {
+            None, found["attention_backend"]}
+
+
+@pytest.mark.parametrize(("machine", "target"), FAMILIES)
+def test_arms_differ_in_speculation_and_in_no_other_setting_sglang_resolves(machine: str, target: str, matrix: Matrix,
+                                                                           answers: dict[str, Any]) -> None:
+    for kind in KINDS:
+        for page in PAGES:
+            name = f"{machine} {target} {kind} {page}"
+            if name in matrix.left_out:
+                continue
+            arms = {case["name"].removeprefix(f"{name} "): resolved(answers, case["name"])
+                    for case in matrix.cases if case["name"].startswith(f"{name} ")}
+            off = arms.pop("off")
+            assert off["speculative_algorithm"] is None
+            assert arms
+            for label, arm in arms.items():
+                differing = {one for one, value in arm["everything"].items() if value != off["everything"][one]}
+                assert differing == set(), (name, label)
+
+
+def test_only_page_sizes_are_ever_left_out(matrix: Matrix) -> None:
+    assert matrix.left_out
+    assert all(name.endswith(" 16") for name in matrix.left_out)
+    assert all("page size" in message for message in matrix.left_out.values())
+
+
+def test_the_setting_arrives_as_it_was_meant(answers: dict[str, Any]) -> None:
+    def shape(name: str) -> tuple[Any, ...]:
+        found = resolved(answers, name)
+        return tuple(found[f"speculative_{key}"] for key in ("algorithm", "num_steps", "eagle_topk",
+                                                             "num_draft_tokens"))
+
+    assert shape("h100 llama tree None 5/1/6") == ("EAGLE3", 5, 1, 6)
+    assert shape("h100 llama tree None 4/4/12") == ("EAGLE3", 4, 4, 12)
+    assert shape("h100 llama tree None ngram 3/1/4") == ("NGRAM", 3, 1, 4)
+    assert shape("h100 llama tree None ngram 3/4/12") == ("NGRAM", 3, 4, 12)
+    assert shape("adaptive adaptive") == ("EAGLE3", 5, 1, 6)
+    assert resolved(answers, "adaptive adaptive")["speculative_adaptive"] is True
+
+
+def test_what_a_plan_asks_besides_is_accepted(answers: dict[str, Any]) -> None:
+    assert resolved(answers, "key")["api_key"] == "hidden"
+    assert resolved(answers, "lora chain")["enable_lora"] is True
+    assert resolved(answers, "lora tree")["speculative_eagle_topk"] == 4
+    assert resolved(answers, "window")["speculative_draft_window_size"] == 511
+    assert resolved(answers, "attention dp")["attn_dp_size"] == 2
+    assert resolved(answers, "tp")["attention_backend"] == "fa3"
+    assert resolved(answers, "short context")["context_length"] == 1024
+    assert resolved(answers, "short drafter")["context_length"] == 2048
+
+
+def test_an_unquantised_drafter_would_be_quantised_without_our_flag(answers: dict[str, Any]) -> None:
+    assert resolved(answers, "fp8 flag untold")["speculative_draft_model_quantization"] == "fp8"
+    assert resolved(answers, "fp8 flag")["speculative_draft_model_quantization"] is None
+
+
+def test_olmo3_is_the_class_our_model_package_replaces(answers: dict[str, Any]) -> None:
+    assert resolved(answers, "h100 olmo3 chain None 5/1/6")["architecture"] == "Olmo2ForCausalLM"
+    assert resolved(answers, "h100 deepseek-v3 chain None 5/1/6")["mla"] is True
+
+
+@pytest.mark.parametrize("name", list(REFUSED_BY_SGLANG))
+def test_what_we_refuse_sglang_refuses(name: str, answers: dict[str, Any]) -> None:
+    assert answers[name]["resolved"] is None
+    assert REFUSED_BY_SGLANG[name] in answers[name]["refused"]
+
+
+@pytest.mark.parametrize("name", list(CHANGED_BY_SGLANG))
+def test_what_we_refuse_sglang_serves_as_something_else(name: str, answers: dict[str, Any]) -> None:
+    setting, value = CHANGED_BY_SGLANG[name]
+    assert resolved(answers, name)[setting] == value
+
+
+def test_every_refused_line_is_accounted_for(matrix: Matrix) -> None:
+    assert set(refused_lines(matrix, matrix.root)) == {*REFUSED_BY_SGLANG, *CHANGED_BY_SGLANG}
