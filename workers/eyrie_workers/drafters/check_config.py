@@ -179,7 +179,7 @@ def _ids_problem(ids: Any) -> str | None:
 def window_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
     """The sliding window: vLLM reads it here, SGLang from a flag that the launch line takes from here."""
     window, kinds = config.get("sliding_window"), config.get("layer_types")
-    slides = bool(kinds) and "sliding_attention" in kinds
+    slides = "sliding_attention" in (kinds or ())
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 2):
         yield error("window", f"sliding_window is {window!r}, not a number of positions", "write 2 or more, or null")
     elif window is not None and not slides:

@@ -129,7 +129,8 @@ def dtype_rules(config: Mapping[str, Any], target: Target) -> Iterator[Finding]:
                       "too", "add --speculative-draft-model-quantization unquant when you pass --quantization")
     if own != theirs and {own, theirs} & _HALVES:
         yield warning("dtype-differs", f"the drafter is stored as {own}, the target as {theirs}: with --dtype auto "
-                      "SGLang loads each in its own, float32 as float16", f"serve with --dtype {_half(theirs)}")
+                      "SGLang loads each in its own, float32 as float16",
+                      f"name one at launch: --dtype {_half(theirs)}")
 
 
 def _half(dtype: str) -> str:

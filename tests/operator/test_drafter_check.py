@@ -1,0 +1,45 @@
+"""`eyrie check-drafter`: the child's findings become words and an exit code."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from typer.testing import CliRunner
+
+from eyrie_operator.command import app
+from eyrie_operator.drafter_check import is_defective, refusal, verdict
+
+
+def words(document: dict[str, Any]) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=160).print(verdict(document))
+    return stream.getvalue()
+
+
+def document(*severities: str, target: str | None = "some-model") -> dict[str, Any]:
+    findings = [{"severity": severity, "code": f"code-{number}", "what": f"what {number}", "mend": f"mend {number}"}
+                for number, severity in enumerate(severities)]
+    return {"drafter": "d", "target": target, "context": None, "engines": {"sglang": "0.5.23"}, "findings": findings}
+
+
+def test_a_defective_directory_ends_with_65_and_says_the_mend(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle"]}')
+    done = CliRunner().invoke(app, ["check-drafter", str(tmp_path)])
+    assert done.exit_code == 65
+    assert "1 error\n  eagle-1-2: architecture LlamaForCausalLMEagle" in done.output
+    assert "    mend: serve it by hand with --speculative-algorithm EAGLE" in done.output
+
+
+def test_what_the_child_refuses_keeps_its_reason_and_exit_code() -> None:
+    told = {"reason": "TargetNotFound", "message": "no such directory", "mend": "name another", "exit_code": 66}
+    assert (refusal(told).reason, refusal(told).exit_code, refusal(told).mend) == ("TargetNotFound", 66, "name another")
+
+
+def test_the_verdict_is_sound_servable_or_not() -> None:
+    assert words(document()).startswith("Sound: d for some-model.")
+    assert "Servable, with care: d" in words(document("warning"))
+    assert not is_defective(document("warning"))
+    told = words(document("error", "warning", "warning", target=None))
+    assert told.index("1 error") < told.index("code-0") < told.index("2 warnings") < told.index("Not servable: d, by")
+    assert "mend: mend 2" in told
