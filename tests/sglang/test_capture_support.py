@@ -1,0 +1,43 @@
+"""What Eyrie says of SGLang's capture, against the SGLang that is installed."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyrie_api.capture_support import (
+    CAPTURED_ARCHITECTURES,
+    CAPTURED_BESIDES,
+    PLUGIN_ARCHITECTURES,
+    RAW_UNLESS_FIRST_IS_ONE,
+    SGLANG_VERSION,
+)
+
+SCAN = Path(__file__).with_name("capture_hooks.py")
+VENV = Path(os.environ.get("EYRIE_SGLANG_VENV", Path(__file__).resolve().parents[2] / ".eyrie" / "sglang-venv"))
+
+
+@pytest.fixture(scope="module")
+def scanned() -> dict[str, Any]:
+    done = subprocess.run([str(VENV / "bin" / "python"), str(SCAN)], capture_output=True, text=True, timeout=120,
+                          check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_the_version_is_the_one_our_facts_are_of(scanned: dict[str, Any]) -> None:
+    assert scanned["version"] == SGLANG_VERSION
+
+
+def test_sglang_captures_for_exactly_the_classes_listed(scanned: dict[str, Any]) -> None:
+    assert set(scanned["raw_unless_first_is_one"]) == {*CAPTURED_ARCHITECTURES, *CAPTURED_BESIDES}
+    assert not set(scanned["raw_unless_first_is_one"]) & set(PLUGIN_ARCHITECTURES)
+
+
+def test_layer_ids_are_taken_raw_by_exactly_the_families_listed(scanned: dict[str, Any]) -> None:
+    raw = {name for name, taken_raw in scanned["raw_unless_first_is_one"].items() if taken_raw}
+    hands_on = {"KimiK25ForConditionalGeneration"}  # to the DeepSeek model inside it
+    assert raw & set(CAPTURED_ARCHITECTURES) | hands_on == set(RAW_UNLESS_FIRST_IS_ONE)
