@@ -1,7 +1,7 @@
 """Print, as JSON, how the installed SGLang captures hidden states, found without importing it. Run by its Python.
 
-Per entry class of `srt/models` that has or inherits `set_eagle3_layers_to_capture`: whether explicit layer ids are taken
-raw unless the first is 1. Classes are followed through their bases by name, over the imports between model modules.
+Per entry class of `srt/models` that has or inherits `set_eagle3_layers_to_capture`: whether explicit layer ids are
+taken raw unless the first is 1. Classes are followed through their bases by name, over imports between model modules.
 """
 
 import ast
