@@ -20,9 +20,14 @@ from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import Database
 from eyrie_api.endpoints import Endpoints, Serving
 from eyrie_api.errors import EyrieError, NotFound, Transient
+from eyrie_api.history import Histories, Watched
+from eyrie_api.idempotency import Idempotency
+from eyrie_api.jobs import Jobs
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.status import Condition, Endpoint
+from eyrie_api.v1alpha1.job import PromotionPolicy
+from eyrie_api.v1alpha1.status import Condition, Endpoint, Job
 from eyrie_operator.conditions import observe
+from eyrie_operator.drift import Drift
 from eyrie_operator.endpoint_processes import (
     ENGINE_FILE,
     HOST,
@@ -35,14 +40,18 @@ from eyrie_operator.endpoint_processes import (
     read_counters,
     read_port,
     read_record,
+    read_shares,
     resolve_target,
     spawn,
     start_gateway,
     stop_gateway,
 )
-from eyrie_operator.gateway import GATEWAY_FILE, ROUTE_FILE, GatewayRecord, RouteRecord
+from eyrie_operator.gateway import GATEWAY_FILE, GatewayRecord
+from eyrie_operator.routing import ROUTE_FILE, Counted, Counters, RouteRecord, Share
 from eyrie_operator.serving import (
     Activate,
+    CanarySeen,
+    CloseWindow,
     EndpointAction,
     EndpointPlan,
     EndpointSeen,
@@ -51,13 +60,14 @@ from eyrie_operator.serving import (
     GoBack,
     KillEngine,
     Reject,
-    RestartWindow,
     RetireEngine,
     Route,
     ServeBare,
     ServePolicy,
+    ShareRoute,
     StartEngine,
     StartGateway,
+    TellDrift,
     plan_endpoint,
 )
 from eyrie_pipelines.processes import is_alive, signal_group, stop_group
@@ -76,7 +86,10 @@ class EmbeddedEndpoints:
 
     def __init__(self, settings: Settings, database: Database, clock: Clock = utc_now) -> None:
         self._settings, self._clock = settings, clock
-        self._endpoints = Endpoints(database, clock)
+        idempotency = Idempotency(database, settings.idempotency_ttl_s, clock)
+        self._endpoints, self._histories = Endpoints(database, clock), Histories(database, clock)
+        self._jobs = Jobs(database, clock, idempotency)
+        self._drift = Drift(self._histories, self._jobs, idempotency)
 
     def tend(self, name: str) -> None:
         """One step of one endpoint; harmless for one that is gone or being tended by another process."""
@@ -95,8 +108,7 @@ class EmbeddedEndpoints:
     def _step(self, name: str, directory: Path) -> bool:
         """Look, plan, act, tell; whether another look is worth while at once."""
         endpoint, serving = self._endpoints.get(name), self._endpoints.serving(name)
-        policy = ServePolicy(serving.serve.health_timeout_s, serving.serve.min_acceptance_ratio)
-        now = self._clock()
+        policy, now = self._policy(endpoint, serving), self._clock()
         plan = plan_endpoint(endpoint, policy, self._observe(endpoint, directory), now)
         conditions = endpoint.conditions
         try:
@@ -116,6 +128,22 @@ class EmbeddedEndpoints:
             self._endpoints.observe(name, url=url, conditions=conditions)
         return bool(plan.actions)
 
+    def _policy(self, endpoint: Endpoint, serving: Serving) -> ServePolicy:
+        """The limits of the job whose drafter is on trial, or serves: it is kept as long as that is so."""
+        number = endpoint.candidate_revision or endpoint.active_revision
+        job = self._promoted_from(endpoint, number)
+        promotion = job.spec.promotion if job is not None else PromotionPolicy()
+        return ServePolicy(serving.serve.health_timeout_s, serving.serve.min_acceptance_ratio, promotion.canary,
+                           promotion.drift)
+
+    def _promoted_from(self, endpoint: Endpoint, number: int | None) -> Job | None:
+        """The job of a revision; None for one that came from no job, or whose job was deleted."""
+        job_id = next((one.job_id for one in endpoint.revisions if one.number == number), None)
+        try:
+            return None if job_id is None else self._jobs.get(job_id)
+        except NotFound:
+            return None
+
     # Looking.
 
     def _observe(self, endpoint: Endpoint, directory: Path) -> EndpointSeen:
@@ -126,8 +154,13 @@ class EmbeddedEndpoints:
         # A restarted engine has a new port: a route to the old one leads nowhere.
         urls = {record.revision: record.url for _, record in list_engines(directory)}
         routed = route.revision if route is not None and urls.get(route.revision) == route.url else None
-        return EndpointSeen(gateway_alive=gateway is not None and is_alive(gateway.process), routed=routed,
-                            engines=engines)
+        alive = gateway is not None and is_alive(gateway.process)
+        active = endpoint.active_revision
+        watched = Watched() if active is None else self._histories.watched(endpoint.name, active)
+        trial = route is not None and bool(route.others)
+        canary = _observe_canary(route, read_shares(gateway.port) if gateway is not None and alive and trial else None)
+        return EndpointSeen(gateway_alive=alive, routed=routed, engines=engines, windows=watched.windows,
+                            drift_told=watched.drift_told, canary=canary)
 
     def _observe_engine(self, record: EngineRecord, folder: Path, model: str) -> EngineSeen:
         if not is_alive(record.process):
@@ -139,7 +172,8 @@ class EmbeddedEndpoints:
             if url is None:
                 return EngineSeen(record.revision, "starting", record.started_at, record.starts, record.retiring_since)
             rounds, tokens = read_counters(url) or (0.0, 0.0)  # the probe's own rounds are left out of the window
-            record = record.model_copy(update={"url": url, "window_rounds": rounds, "window_tokens": tokens})
+            record = record.model_copy(update={"url": url, "window_rounds": rounds, "window_tokens": tokens,
+                                               "window_since": self._clock()})
         if record.starts and (self._clock() - record.started_at).total_seconds() > _LASTING_S:
             record = record.model_copy(update={"starts": 0})
         if record != known:
@@ -147,7 +181,8 @@ class EmbeddedEndpoints:
         assert record.url is not None
         rounds, tokens = read_counters(record.url) or (record.window_rounds, record.window_tokens)
         return EngineSeen(record.revision, "healthy", record.started_at, record.starts, record.retiring_since,
-                          window_rounds=rounds - record.window_rounds, window_tokens=tokens - record.window_tokens)
+                          window_rounds=rounds - record.window_rounds, window_tokens=tokens - record.window_tokens,
+                          window_since=record.window_since)
 
     # Doing. Every action may be applied twice.
 
@@ -159,7 +194,7 @@ class EmbeddedEndpoints:
         elif isinstance(action, StartEngine):
             self._start_engine(action, endpoint, serving, directory)
         elif isinstance(action, Activate):
-            self._endpoints.activate(name, action.revision)
+            self._endpoints.activate(name, action.revision, figures={"answered": action.answered, "tau": action.tau})
             if action.revision < (endpoint.active_revision or 0):
                 return conditions  # gone back: what it was rolled back for stays told
             return observe(conditions, "RolledBack", "False", "Activated", f"revision {action.revision} serves", now)
@@ -171,6 +206,19 @@ class EmbeddedEndpoints:
             self._endpoints.roll_back(name, actor="watch", reason=action.reason, message=action.message)
             told = f"revision {action.revision}: {action.message}"
             return observe(conditions, "RolledBack", "True", action.reason, told, now)
+        elif isinstance(action, ShareRoute):
+            _share_route(action, directory, serving.serve.record_prompts, now)
+            self._endpoints.canary(name, action.revision, action.share)
+        elif isinstance(action, Route):
+            main = _engine_url(directory, action.revision)
+            write_model(directory / ROUTE_FILE, RouteRecord(revision=action.revision, url=main, since=now,
+                                                            record_prompts=serving.serve.record_prompts))
+        elif isinstance(action, CloseWindow):
+            if action.proven is not None:
+                self._histories.record_window(name, action.revision, action.tau, action.rounds, action.proven)
+            _restart_window(engine_dir(directory, action.revision), now)
+        elif isinstance(action, TellDrift):
+            self._drift.tell(action, name, directory, self._promoted_from(endpoint, action.revision))
         elif isinstance(action, ServeBare):
             self._endpoints.propose(name, job_id=None, checkpoint=None, tree=None, drafter_dir=None,
                                     reason="the target without a drafter, since no drafter came up")
@@ -188,28 +236,47 @@ class EmbeddedEndpoints:
         (folder / "ready.json").unlink(missing_ok=True)
         command = EngineCommand(
             target=resolve_target(serving.target), model=endpoint.model,
-            drafter=Path(revision.drafter_dir) if revision.drafter_dir else None, tree=revision.tree, host=HOST,
-            max_concurrency=serving.serve.max_concurrency, dtype=serving.target.dtype)
+            drafter=Path(revision.use.drafter_dir) if revision.use.drafter_dir else None, setting=revision.use.setting,
+            map=revision.use.map, host=HOST, max_concurrency=serving.serve.max_concurrency,
+            dtype=serving.target.dtype)
         process = spawn(command.argv(folder / "ready.json"), folder, folder / "engine.log")
         write_model(folder / ENGINE_FILE, EngineRecord(revision=action.revision, process=process,
                                                        started_at=self._clock(), starts=action.starts))
 
 
+def _observe_canary(route: RouteRecord | None, counters: Counters | None) -> CanarySeen | None:
+    if route is None or not route.others:
+        return None
+    trial = route.others[0]
+    # Counts of another route are of a gateway that has not read this one yet: nothing was asked under it so far.
+    known = counters is not None and counters.since == route.since
+    counted = counters.revisions.get(trial.revision, Counted()) if known and counters is not None else Counted()
+    return CanarySeen(trial.revision, trial.share, route.since, counted.answered, counted.errors)
+
+
+def _engine_url(directory: Path, revision: int) -> str:
+    record = read_record(engine_dir(directory, revision) / ENGINE_FILE, EngineRecord)
+    assert record is not None
+    assert record.url is not None
+    return record.url
+
+
+def _share_route(action: ShareRoute, directory: Path, record_prompts: int, now: datetime) -> None:
+    trial = Share(revision=action.revision, url=_engine_url(directory, action.revision), share=action.share)
+    write_model(directory / ROUTE_FILE, RouteRecord(
+        revision=action.serving, url=_engine_url(directory, action.serving), since=now, others=(trial,),
+        record_prompts=record_prompts))
+
+
 def _act_on_processes(action: EndpointAction, directory: Path, now: datetime) -> None:
     """The actions that touch nothing but processes and their files."""
-    if isinstance(action, Route):
-        record = read_record(engine_dir(directory, action.revision) / ENGINE_FILE, EngineRecord)
-        assert record is not None
-        assert record.url is not None
-        write_model(directory / ROUTE_FILE, RouteRecord(revision=action.revision, url=record.url, since=now))
-    elif isinstance(action, RetireEngine | KillEngine | ForgetEngine | RestartWindow):
+    if isinstance(action, RetireEngine | KillEngine | ForgetEngine):
         _act_on_engine(action, engine_dir(directory, action.revision), now)
     else:  # StopGateway
         stop_gateway(directory)
 
 
-def _act_on_engine(action: RetireEngine | KillEngine | ForgetEngine | RestartWindow, folder: Path,
-                   now: datetime) -> None:
+def _act_on_engine(action: RetireEngine | KillEngine | ForgetEngine, folder: Path, now: datetime) -> None:
     record = read_record(folder / ENGINE_FILE, EngineRecord)
     if record is None:
         return
@@ -219,14 +286,17 @@ def _act_on_engine(action: RetireEngine | KillEngine | ForgetEngine | RestartWin
         write_model(folder / ENGINE_FILE, record.model_copy(update={"retiring_since": now}))
     elif isinstance(action, KillEngine):
         stop_group(record.process, grace_s=0.0)
-    elif isinstance(action, ForgetEngine):
+    else:
         for name in (ENGINE_FILE, "ready.json"):  # its log stays, for whoever asks why it went
             (folder / name).unlink(missing_ok=True)
-    elif record.url is not None:
-        counters = read_counters(record.url)
-        if counters is not None:
-            write_model(folder / ENGINE_FILE, record.model_copy(
-                update={"window_rounds": counters[0], "window_tokens": counters[1]}))
+
+
+def _restart_window(folder: Path, now: datetime) -> None:
+    record = read_record(folder / ENGINE_FILE, EngineRecord)
+    counters = read_counters(record.url) if record is not None and record.url is not None else None
+    if record is not None and counters is not None:
+        write_model(folder / ENGINE_FILE, record.model_copy(
+            update={"window_rounds": counters[0], "window_tokens": counters[1], "window_since": now}))
 
 
 @contextlib.contextmanager

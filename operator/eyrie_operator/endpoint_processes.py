@@ -5,7 +5,8 @@ is gone, and the next one adopts them:
 
     <home>/endpoints/<name>/port                      the stable port, chosen once
     <home>/endpoints/<name>/gateway.json, .log        who listens on it (`gateway`)
-    <home>/endpoints/<name>/route.json                which engine it leads to
+    <home>/endpoints/<name>/route.json                which engine it leads to, and who gets a share (`routing`)
+    <home>/endpoints/<name>/traffic.jsonl, traffic/   recent chat requests, where they are kept (`traffic`, `drift`)
     <home>/endpoints/<name>/engines/<n>/engine.json   revision n's process and what is known of it
     <home>/endpoints/<name>/engines/<n>/ready.json, engine.log
 
@@ -30,7 +31,8 @@ from eyrie_api.errors import TargetNotFound, Transient
 from eyrie_api.facts import target_dir
 from eyrie_api.v1alpha1.job import TargetSpec
 from eyrie_api.v1alpha1.model import Frozen
-from eyrie_operator.gateway import GATEWAY_FILE, ROUTE_FILE, GatewayRecord, bind
+from eyrie_operator.gateway import GATEWAY_FILE, GatewayRecord, bind
+from eyrie_operator.routing import COUNTERS_PATH, ROUTE_FILE, Counters
 from eyrie_pipelines.processes import ProcessName, is_alive, name_of, stop_group
 
 HOST = "127.0.0.1"
@@ -61,6 +63,7 @@ class EngineRecord(Frozen):
     """The engine's counters when the present acceptance window began."""
 
     window_tokens: float = 0.0
+    window_since: datetime | None = None
 
 
 def start_gateway(directory: Path, wanted_port: int) -> GatewayRecord:
@@ -165,6 +168,15 @@ def read_counters(url: str) -> tuple[float, float] | None:
         if name in values:
             values[name] = float(value)
     return values["eyrie_verify_rounds_total"], values["eyrie_generated_tokens_total"]
+
+
+def read_shares(port: int) -> Counters | None:
+    """What the gateway counted under the present route; None when it does not answer."""
+    try:
+        answer = httpx.get(f"http://{HOST}:{port}{COUNTERS_PATH}", timeout=2.0, trust_env=False)
+        return Counters.model_validate_json(answer.text)
+    except (httpx.HTTPError, ValueError):
+        return None
 
 
 def last_words(log_file: Path, num: int = 2) -> str:

@@ -2,13 +2,15 @@
 
     python -m eyrie_operator.gateway --directory D --port P [--host H]
 
-It forwards everything, streams included, to the engine named in `D/route.json`, which the control plane replaces
-atomically when it has brought up another engine (blue/green). The file is looked at before every request (one `stat`),
-so a switch needs no signal, no restart and no connection to the control plane: the gateway serves on when that is gone.
+It forwards everything, streams included, to the engines named in `D/route.json`, which the control plane replaces
+atomically when it has brought up another engine (blue/green) or gives it a share of the requests (`routing`). The file
+is looked at before every request (one `stat`), so a switch needs no signal, no restart and no connection to the control
+plane: the gateway serves on when that is gone.
 
-Requests under way stay with the engine that began them. A request that finds its engine's door closed, which happens
-when the route moves between reading it and connecting, is sent once more along the new route; nothing else is ever
-repeated, since the engine may have begun to answer. When nothing can be reached the answer is an OpenAI-shaped 503.
+Requests under way stay with the engine that began them. A request that finds its engine's door closed is sent once more
+to the engine that serves now: the route may just have moved, or an engine on trial may have died, which no user should
+notice. Nothing else is ever repeated, since the engine may have begun to answer. When nothing can be reached the answer
+is an OpenAI-shaped 503. Only POSTs are shared out and counted; `GET /-/eyrie/counters` tells the counts.
 
 It says who it is in `D/gateway.json` once it listens (pid, start time, port) and ends on SIGTERM.
 """
@@ -34,9 +36,10 @@ from starlette.routing import Route as PathRoute
 from eyrie_api.artifacts import write_model
 from eyrie_api.errors import EyrieError, PortInUse
 from eyrie_api.v1alpha1.model import Frozen
+from eyrie_operator.routing import COUNTERS_PATH, ROUTE_FILE, Lot, Routes
+from eyrie_operator.traffic import CHAT_PATH, TRAFFIC_FILE, Traffic
 from eyrie_pipelines.processes import ProcessName, name_of
 
-ROUTE_FILE = "route.json"
 GATEWAY_FILE = "gateway.json"
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]
 
@@ -49,16 +52,6 @@ _SWITCH_S = 0.1
 """Pause before the one repetition: the control plane is just moving the route."""
 
 
-class RouteRecord(Frozen):
-    """`route.json`: where requests go."""
-
-    revision: int
-    url: str
-    """The engine's base URL, without `/v1`."""
-
-    since: datetime
-
-
 class GatewayRecord(Frozen):
     """`gateway.json`: who listens on the stable port."""
 
@@ -67,31 +60,7 @@ class GatewayRecord(Frozen):
     port: int
 
 
-class Routes:
-    """The routing file, read again when it changes."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._seen: tuple[int, int] | None = None
-        self._record: RouteRecord | None = None
-
-    def current(self) -> RouteRecord | None:
-        """Where requests go now; None before the first engine."""
-        try:
-            stat = self._path.stat()
-        except FileNotFoundError:
-            self._seen, self._record = None, None
-            return None
-        # The inode is new with every atomic replacement, even within one tick of the file system's clock.
-        stamp = (stat.st_ino, stat.st_mtime_ns)
-        if stamp != self._seen:
-            with contextlib.suppress(FileNotFoundError):
-                self._record = RouteRecord.model_validate_json(self._path.read_text())
-                self._seen = stamp
-        return self._record
-
-
-def create_gateway(routes: Routes) -> Starlette:
+def create_gateway(routes: Routes, traffic: Traffic) -> Starlette:
     """The proxy as an ASGI app."""
     # No read timeout: a long answer is not a fault, and the client's own patience is the limit.
     # trust_env off: a proxy configured for the internet must not come between us and our own machine.
@@ -103,50 +72,71 @@ def create_gateway(routes: Routes) -> Starlette:
             body = await request.body()
         except ClientDisconnect:
             return Response(status_code=499)
-        for attempt in (1, 2):
+        asks = request.method == "POST"
+        if asks and request.url.path == CHAT_PATH:
             route = routes.current()
-            if route is not None:
+            traffic.keep(body, 0 if route is None else route.record_prompts)
+        for attempt in (1, 2):
+            lot = routes.draw(shared=asks and attempt == 1)
+            if lot is not None:
                 try:
-                    return await _send(client, route, request, body)
+                    return await _send(client, lot, request, body, counts=asks)
                 except (httpx.ConnectError, httpx.ConnectTimeout):
-                    pass
+                    if asks:
+                        lot.failed()
+                except httpx.TransportError as error:  # it took the request and died: nobody may ask again
+                    if asks:
+                        lot.failed()
+                    return _unavailable(502, "engine_broke_off",
+                                        f"the engine broke off before it answered ({type(error).__name__})")
             if attempt == 1:
                 await asyncio.sleep(_SWITCH_S)
-        return _unavailable()
+        return _unavailable(503, "no_engine", "no engine is serving behind this endpoint yet; see `eyrie endpoints` "
+                            "for what it is waiting for")
+
+    async def counters(_request: Request) -> Response:
+        return Response(routes.counters().model_dump_json(), media_type="application/json")
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         async with client:
             yield
 
-    return Starlette(routes=[PathRoute("/{path:path}", forward, methods=_METHODS)], lifespan=lifespan)
+    return Starlette(routes=[PathRoute(COUNTERS_PATH, counters, methods=["GET"]),
+                             PathRoute("/{path:path}", forward, methods=_METHODS)], lifespan=lifespan)
 
 
-async def _send(client: httpx.AsyncClient, route: RouteRecord, request: Request, body: bytes) -> Response:
-    url = route.url.rstrip("/") + request.url.path
+async def _send(client: httpx.AsyncClient, lot: Lot, request: Request, body: bytes, *, counts: bool) -> Response:
+    url = lot.url.rstrip("/") + request.url.path
     if request.url.query:
         url += f"?{request.url.query}"
     headers = [(name, value) for name, value in request.headers.items() if name.lower() not in _HOP_BY_HOP]
     outgoing = client.build_request(request.method, url, headers=headers, content=body)
     answer = await client.send(outgoing, stream=True)
     kept = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP_BY_HOP}
-    kept["x-eyrie-revision"] = str(route.revision)
-    return StreamingResponse(_relay(answer), status_code=answer.status_code, headers=kept)
+    kept["x-eyrie-revision"] = str(lot.revision)
+    return StreamingResponse(_relay(answer, lot if counts else None), status_code=answer.status_code, headers=kept)
 
 
-async def _relay(answer: httpx.Response) -> AsyncIterator[bytes]:
-    """Bytes as they come; closing it early (the client went away) closes the engine's side too."""
+async def _relay(answer: httpx.Response, lot: Lot | None) -> AsyncIterator[bytes]:
+    """Bytes as they come; closing it early (the client went away) closes the engine's side too and counts nothing."""
     try:
         async for chunk in answer.aiter_raw():
             yield chunk
+    except httpx.TransportError:
+        if lot is not None:
+            lot.failed()
+        raise
+    else:
+        if lot is not None:
+            (lot.failed if answer.status_code >= 500 else lot.answered)()
     finally:
         await answer.aclose()
 
 
-def _unavailable() -> JSONResponse:
-    message = "no engine is serving behind this endpoint yet; see `eyrie endpoints` for what it is waiting for"
-    return JSONResponse({"error": {"message": message, "type": "service_unavailable", "code": "no_engine"}},
-                        status_code=503, headers={"retry-after": "2"})
+def _unavailable(status: int, code: str, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "type": "service_unavailable", "code": code}},
+                        status_code=status, headers={"retry-after": "2"})
 
 
 def bind(host: str, port: int, setting: str = "serve.port") -> socket.socket:
@@ -181,7 +171,7 @@ def main() -> int:
     # The socket listens already, so whoever reads this may connect: early requests wait in its queue.
     write_model(directory / GATEWAY_FILE, GatewayRecord(process=process, host=arguments.host,
                                                         port=listening.getsockname()[1]))
-    app = create_gateway(Routes(directory / ROUTE_FILE))
+    app = create_gateway(Routes(directory / ROUTE_FILE), Traffic(directory / TRAFFIC_FILE))
     print(f"{datetime.now(UTC).isoformat()} listening on {listening.getsockname()}", flush=True)
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
     uvicorn.Server(config).run(sockets=[listening])

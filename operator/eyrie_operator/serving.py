@@ -1,25 +1,34 @@
 """What an endpoint needs next: which engines run, which one the stable URL leads to, when to go back. Pure.
 
 An endpoint is a gateway on a port that never changes, and engines behind it, one per revision. A promotion makes a
-revision the candidate: its engine is started beside the serving one (blue/green), probed, and only then does the route
-move; the old engine answers what it has begun and ends. A candidate that dies or is not healthy in time costs nothing:
-the route never left the old engine.
+revision the candidate: its engine is started beside the serving one (blue/green) and probed; then it is given a share
+of the requests, step by step (canary), and all of them once it has proved itself; the old engine answers what it has
+begun and ends. A candidate that dies, is not healthy in time, fails a request or accepts too little costs the users
+nothing but that: the old engine never left. A revision that has served before is gone back to at once: when users wait,
+an engine known to be good is not tried first.
 
 A drafter can also fail after it went live, when traffic leaves the world it was trained on: it is still lossless, but
-slow. When the acceptance length of enough recent rounds falls below a share of the benchmarked one, the endpoint goes
-back to the revision before it; the first revision is always the target without a drafter.
+slow. When the acceptance length of enough recent rounds falls below a share of the proven one, the endpoint goes back
+to the revision before it; the first revision is always the target without a drafter. When it sinks less, but window
+after window, the traffic has drifted: that is told once, with a job that would mend it.
 
 Like `reconcile`, this is asked again and again and remembers nothing.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from itertools import takewhile
 from typing import Literal
 
+from eyrie_api.v1alpha1.job import CanarySpec, DriftSpec
 from eyrie_api.v1alpha1.status import Endpoint, Revision
 
 MIN_ROUNDS = 200
 """Verify rounds before a window's tau is believed: at tau 3 its standard error is then about 0.15."""
+
+CANARY_ROUNDS = 50
+"""The same for an engine on trial, of which only a collapse is asked: at tau 3 the standard error is then 0.3, and half
+of the proven tau is five of them away."""
 
 DRAIN_S = 30.0
 """What a retired engine gets to finish answers under way before it is killed."""
@@ -48,6 +57,18 @@ class EngineSeen:
     """Verify rounds since the window began, and the tokens they gave."""
 
     window_tokens: float = 0.0
+    window_since: datetime | None = None
+
+
+@dataclass(frozen=True)
+class CanarySeen:
+    """A revision that gets a share of the requests, and what came of them since it has this share."""
+
+    revision: int
+    share: float
+    since: datetime
+    answered: int = 0
+    errors: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,6 +80,12 @@ class EndpointSeen:
     """The revision the route leads to."""
 
     engines: tuple[EngineSeen, ...] = ()
+    canary: CanarySeen | None = None
+    windows: tuple[float, ...] = ()
+    """tau of the active revision's windows since it was activated, or since drift was last told; oldest first."""
+
+    drift_told: bool = False
+    """Drift has been told of the active revision since it was activated."""
 
     def engine(self, revision: int | None) -> EngineSeen | None:
         """The engine of a revision, dead or alive."""
@@ -67,10 +94,12 @@ class EndpointSeen:
 
 @dataclass(frozen=True)
 class ServePolicy:
-    """The limits a promotion was made under (`ServeSpec`)."""
+    """The limits a promotion was made under (`ServeSpec`, and the job's `PromotionPolicy`)."""
 
     health_timeout_s: float = 60.0
     min_acceptance_ratio: float = 0.5
+    canary: CanarySpec = field(default_factory=CanarySpec)
+    drift: DriftSpec = field(default_factory=DriftSpec)
 
 
 @dataclass(frozen=True)
@@ -93,9 +122,18 @@ class StartEngine:
 
 @dataclass(frozen=True)
 class Route:
-    """Lead the stable URL to this revision's engine."""
+    """Lead the stable URL to this revision's engine, all of it."""
 
     revision: int
+
+
+@dataclass(frozen=True)
+class ShareRoute:
+    """Give the candidate's engine a share of the requests; the serving one keeps the rest."""
+
+    revision: int
+    serving: int
+    share: float
 
 
 @dataclass(frozen=True)
@@ -120,17 +158,23 @@ class ForgetEngine:
 
 
 @dataclass(frozen=True)
-class RestartWindow:
-    """The acceptance window is full and fine: begin a new one."""
+class CloseWindow:
+    """The acceptance window is full: keep what it showed and begin a new one."""
 
     revision: int
+    tau: float
+    rounds: float
+    proven: float | None
+    """None for a revision whose tau nobody proved, such as the bare target: nothing is kept of it."""
 
 
 @dataclass(frozen=True)
 class Activate:
-    """Record that the candidate serves."""
+    """Record that the candidate serves, and what its trial showed."""
 
     revision: int
+    answered: int | None = None
+    tau: float | None = None
 
 
 @dataclass(frozen=True)
@@ -152,12 +196,22 @@ class GoBack:
 
 
 @dataclass(frozen=True)
+class TellDrift:
+    """Record that live acceptance stayed low, and offer or start a job that mends it."""
+
+    revision: int
+    taus: tuple[float, ...]
+    proven: float
+    message: str
+
+
+@dataclass(frozen=True)
 class ServeBare:
     """Propose the target without a drafter: the only drafter ever promoted here did not come up."""
 
 
-EndpointAction = (StartGateway | StopGateway | StartEngine | Route | RetireEngine | KillEngine | ForgetEngine
-                  | RestartWindow | Activate | Reject | GoBack | ServeBare)
+EndpointAction = (StartGateway | StopGateway | StartEngine | Route | ShareRoute | RetireEngine | KillEngine
+                  | ForgetEngine | CloseWindow | Activate | Reject | GoBack | TellDrift | ServeBare)
 
 
 @dataclass(frozen=True)
@@ -170,9 +224,9 @@ class EndpointPlan:
     message: str
 
 
-def window_tau(engine: EngineSeen) -> float | None:
+def window_tau(engine: EngineSeen, rounds: int = MIN_ROUNDS) -> float | None:
     """Acceptance length over the window: tokens per verify round; None before enough rounds."""
-    return engine.window_tokens / engine.window_rounds if engine.window_rounds >= MIN_ROUNDS else None
+    return engine.window_tokens / engine.window_rounds if engine.window_rounds >= rounds else None
 
 
 def plan_endpoint(endpoint: Endpoint, policy: ServePolicy, seen: EndpointSeen, now: datetime) -> EndpointPlan:
@@ -182,14 +236,14 @@ def plan_endpoint(endpoint: Endpoint, policy: ServePolicy, seen: EndpointSeen, n
     actions: list[EndpointAction] = [] if seen.gateway_alive else [StartGateway()]
     active, candidate = endpoint.active_revision, endpoint.candidate_revision
     if candidate is not None and candidate != active:
-        rolled_back = _deploy(endpoint, policy, seen, now, actions)
-        if rolled_back:
+        given_up = _deploy(endpoint, policy, seen, now, actions)
+        if given_up:
             candidate = None
-    if not any(isinstance(one, Activate) for one in actions):  # else the route has just moved on from `active`
-        actions += _keep_alive(active, seen, now)
+    if not any(isinstance(one, Activate | ShareRoute) for one in actions):  # else the route has just been set
+        actions += _keep_alive(active, candidate, seen, now)
     if active is not None and candidate is None:
-        actions += _watch_acceptance(endpoint, active, policy, seen)
-    if active is None and endpoint.candidate_revision is None and endpoint.revisions[-1].drafter_dir is not None:
+        actions += _watch_acceptance(endpoint, active, policy, seen, now)
+    if active is None and endpoint.candidate_revision is None and _drafts(endpoint.revisions[-1]):
         actions.append(ServeBare())
     routed = next((one.revision for one in actions if isinstance(one, Route)), seen.routed)
     actions += _clear_away({active, candidate, routed}, seen, now)
@@ -203,14 +257,14 @@ def _off(seen: EndpointSeen, now: datetime) -> EndpointPlan:
 
 def _deploy(endpoint: Endpoint, policy: ServePolicy, seen: EndpointSeen, now: datetime,
             actions: list[EndpointAction]) -> bool:
-    """Bring the candidate up beside the serving engine; True when it was given up."""
+    """Bring the candidate up beside the serving engine and try it; True when it was given up."""
     candidate = endpoint.candidate_revision
     assert candidate is not None
     engine = seen.engine(candidate)
     if engine is None:
         actions.append(StartEngine(candidate, 1))
     elif engine.state == "healthy":
-        actions += [Route(candidate), Activate(candidate)]
+        return _try_out(endpoint, policy, seen, engine, now, actions)
     elif engine.state == "dead":
         actions.append(Reject(candidate, "EngineDied", f"the new engine ended: {engine.message}"))
         return True
@@ -221,8 +275,42 @@ def _deploy(endpoint: Endpoint, policy: ServePolicy, seen: EndpointSeen, now: da
     return False
 
 
-def _keep_alive(active: int | None, seen: EndpointSeen, now: datetime) -> list[EndpointAction]:
-    """The serving engine is started, restarted with growing pauses, and routed to."""
+def _try_out(endpoint: Endpoint, policy: ServePolicy, seen: EndpointSeen, engine: EngineSeen, now: datetime,
+             actions: list[EndpointAction]) -> bool:
+    """Canary: one share of the requests after the other, then all; True when it was given up."""
+    revision, shares = _revision(endpoint, engine.revision), policy.canary.shares
+    serving = seen.engine(endpoint.active_revision)
+    canary = seen.canary if seen.canary is not None and seen.canary.revision == engine.revision else None
+    if canary is not None and canary.errors:
+        message = (f"{canary.errors} of its {canary.errors + canary.answered} requests failed while it had "
+                   f"{canary.share:.0%} of them")
+        actions.append(Reject(engine.revision, "CanaryFailed", message))
+        return True
+    proven_before = revision is not None and revision.state not in ("proposed", "canary")
+    if not shares or proven_before or serving is None or serving.state != "healthy" or seen.routed == engine.revision:
+        # Nothing to compare with, nobody to spare, or a crash between route and activation.
+        actions += [Route(engine.revision), Activate(engine.revision)]
+        return False
+    if canary is None:
+        actions.append(ShareRoute(engine.revision, serving.revision, shares[0]))
+        return False
+    tau = window_tau(engine, CANARY_ROUNDS)
+    collapse = _collapse(revision, tau, engine.window_rounds, policy)
+    if collapse is not None:
+        actions.append(Reject(engine.revision, "AcceptanceCollapsed", collapse))
+        return True
+    over = now - canary.since >= timedelta(seconds=policy.canary.max_step_s)
+    if canary.answered >= policy.canary.min_requests or over:
+        further = [share for share in shares if share > canary.share]
+        if further:
+            actions.append(ShareRoute(engine.revision, serving.revision, further[0]))
+        else:
+            actions += [Route(engine.revision), Activate(engine.revision, canary.answered, tau)]
+    return False
+
+
+def _keep_alive(active: int | None, candidate: int | None, seen: EndpointSeen, now: datetime) -> list[EndpointAction]:
+    """The serving engine is started, restarted with growing pauses, and routed to, alone when nobody is on trial."""
     if active is None:
         return []
     engine = seen.engine(active)
@@ -232,24 +320,53 @@ def _keep_alive(active: int | None, seen: EndpointSeen, now: datetime) -> list[E
         pause = _BACKOFF_S[min(engine.starts, len(_BACKOFF_S) - 1)]
         due = now - engine.started_at >= timedelta(seconds=pause)
         return [StartEngine(active, engine.starts + 1)] if due else []
-    return [Route(active)] if engine.state == "healthy" and seen.routed != active else []
+    stale_canary = seen.canary is not None and seen.canary.revision != candidate
+    return [Route(active)] if engine.state == "healthy" and (seen.routed != active or stale_canary) else []
 
 
-def _watch_acceptance(endpoint: Endpoint, active: int, policy: ServePolicy, seen: EndpointSeen) -> list[EndpointAction]:
+def _watch_acceptance(endpoint: Endpoint, active: int, policy: ServePolicy, seen: EndpointSeen,
+                      now: datetime) -> list[EndpointAction]:
     revision, engine = _revision(endpoint, active), seen.engine(active)
     if revision is None or engine is None or engine.state != "healthy":
         return []
     tau = window_tau(engine)
     if tau is None:
+        return _drift(revision, policy.drift, seen)
+    proven = revision.tau if _drafts(revision) else None
+    close = CloseWindow(active, tau, engine.window_rounds, proven)
+    collapse = _collapse(revision, tau, engine.window_rounds, policy)
+    if collapse is not None:
+        # A new window, so that a fallback that fails is tried again only after as many rounds.
+        return [close, GoBack(active, "AcceptanceCollapsed", collapse)]
+    short = engine.window_since is not None and now - engine.window_since < timedelta(seconds=policy.drift.window_s)
+    return _drift(revision, policy.drift, seen) if short else [close]
+
+
+def _collapse(revision: Revision | None, tau: float | None, rounds: float, policy: ServePolicy) -> str | None:
+    """In words, that acceptance fell below the share of the proven one that is borne; None while it did not."""
+    if revision is None or tau is None or revision.tau is None or not _drafts(revision):
+        return None
+    least = policy.min_acceptance_ratio * revision.tau
+    if tau >= least:
+        return None
+    return (f"acceptance length fell to {tau:.2f} over {rounds:.0f} rounds, below {least:.2f} = "
+            f"{policy.min_acceptance_ratio:g} x the proven {revision.tau:.2f}")
+
+
+def _drift(revision: Revision, drift: DriftSpec, seen: EndpointSeen) -> list[EndpointAction]:
+    """Told once; again only after acceptance had recovered in between."""
+    if drift.action == "ignore" or revision.tau is None or not _drafts(revision):
         return []
-    if revision.drafter_dir is not None and revision.tau is not None:
-        least = policy.min_acceptance_ratio * revision.tau
-        if tau < least:
-            message = (f"acceptance length fell to {tau:.2f} over {engine.window_rounds:.0f} rounds, below "
-                       f"{least:.2f} = {policy.min_acceptance_ratio:g} x the benchmarked {revision.tau:.2f}")
-            # A new window, so that a fallback that fails is tried again only after as many rounds.
-            return [RestartWindow(active), GoBack(active, "AcceptanceCollapsed", message)]
-    return [RestartWindow(active)]
+    least = drift.ratio * revision.tau
+    windows = seen.windows
+    if seen.drift_told:
+        windows = windows[sum(1 for _ in takewhile(lambda tau: tau < least, windows)):]
+    latest = windows[-drift.windows:]
+    if len(latest) < drift.windows or max(latest) >= least:
+        return []
+    message = (f"acceptance length stayed below {least:.2f} = {drift.ratio:g} x the proven {revision.tau:.2f} for "
+               f"{drift.windows} windows in a row: {', '.join(f'{tau:.2f}' for tau in latest)}")
+    return [TellDrift(revision.number, latest, revision.tau, message)]
 
 
 def _clear_away(wanted: set[int | None], seen: EndpointSeen, now: datetime) -> list[EndpointAction]:
@@ -272,7 +389,10 @@ def _serving(endpoint: Endpoint, seen: EndpointSeen) -> tuple[Literal["True", "F
     if seen.gateway_alive and routed is not None and routed.state == "healthy":
         revision = _revision(endpoint, routed.revision)
         what = revision.checkpoint if revision is not None and revision.checkpoint else "no drafter"
-        return "True", "Healthy", f"revision {routed.revision} serves with {what}"
+        trial = ""
+        if seen.canary is not None:
+            trial = f"; revision {seen.canary.revision} is on trial with {seen.canary.share:.0%} of the requests"
+        return "True", "Healthy", f"revision {routed.revision} serves with {what}{trial}"
     if endpoint.candidate_revision is not None:
         return "Unknown", "Deploying", f"revision {endpoint.candidate_revision} is coming up"
     if endpoint.active_revision is None:
@@ -281,6 +401,10 @@ def _serving(endpoint: Endpoint, seen: EndpointSeen) -> tuple[Literal["True", "F
     if engine is not None and engine.state == "dead":
         return "False", "EngineDied", f"the engine ended and is being restarted: {engine.message}"
     return "Unknown", "Starting", f"revision {endpoint.active_revision} is coming up"
+
+
+def _drafts(revision: Revision) -> bool:
+    return revision.use.setting.method != "off"
 
 
 def _revision(endpoint: Endpoint, number: int) -> Revision | None:

@@ -11,8 +11,20 @@ import pytest
 
 from eyrie_api.database import Database
 from eyrie_api.endpoints import Endpoints
+from eyrie_api.history import Histories
+from eyrie_api.jobs import Jobs
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.job import DraftTreeShape, ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.job import (
+    CanarySpec,
+    DataSource,
+    DataSpec,
+    DraftTreeShape,
+    DriftSpec,
+    JobSpec,
+    PromotionPolicy,
+    ServeSpec,
+    TargetSpec,
+)
 from eyrie_api.v1alpha1.status import Endpoint, Revision
 from eyrie_operator.conditions import find
 from eyrie_operator.embedded import serving_of
@@ -37,16 +49,26 @@ CHAIN = DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3)
 
 
 class World:
-    """One home with one endpoint."""
+    """One home with one endpoint, and the job its drafters come from."""
 
-    def __init__(self, home: Path, target: Path) -> None:
+    def __init__(self, home: Path, target: Path, policy: PromotionPolicy | None = None) -> None:
         self.settings = Settings(home=home)
         self.database = Database(self.settings.resolved_database_url)
         self.database.migrate()
         self.endpoints = Endpoints(self.database)
         self.keeper = EmbeddedEndpoints(self.settings, self.database)
         self.directory = endpoint_dir(home, "default")
-        self.endpoints.create("default", TargetSpec(model=str(target)), ServeSpec(max_concurrency=2), "tiny")
+        self.jobs, self.histories = Jobs(self.database), Histories(self.database)
+        self.serve_spec = ServeSpec(max_concurrency=2, record_prompts=100)
+        self.target = TargetSpec(model=str(target))
+        self.endpoints.create("default", self.target, self.serve_spec, "tiny")
+        self.submit(policy or PromotionPolicy(canary=CanarySpec(shares=(0.5,), min_requests=2, max_step_s=2.0)))
+
+    def submit(self, policy: PromotionPolicy) -> None:
+        """The job that drafters are proposed from is another one now."""
+        self.job = self.jobs.submit(JobSpec(
+            target=self.target, data=DataSpec(sources=(DataSource(path="chats.jsonl"),)), promotion=policy,
+            serve=self.serve_spec))
 
     def tend_until(self, holds: Callable[[Endpoint], bool]) -> Endpoint:
         def looked() -> bool:
@@ -59,8 +81,12 @@ class World:
         return self.tend_until(lambda seen: seen.active_revision == revision and is_serving(seen))
 
     def propose(self, drafter: Path, tau: float = 1.0) -> Revision:
-        return self.endpoints.propose("default", job_id="job-1", checkpoint="c1", tree=CHAIN, drafter_dir=str(drafter),
-                                      reason="better", tau=tau)
+        return self.endpoints.propose("default", job_id=self.job.id, checkpoint="c1", tree=CHAIN,
+                                      drafter_dir=str(drafter), reason="better", tau=tau)
+
+    def told(self, *kinds: str) -> list[tuple[str, int | None, str]]:
+        return [(one.kind, one.revision, one.reason) for one in self.histories.read("default").items
+                if one.kind in kinds]
 
     def engines(self) -> dict[int, EngineRecord]:
         return {record.revision: record for _, record in list_engines(self.directory)}
@@ -118,6 +144,10 @@ def test_a_promotion_replaces_the_engine_behind_the_url_without_a_failed_request
     last = ask(url)
     assert last.headers["x-eyrie-revision"] == "2"
     assert last.json()["choices"] == first.json()["choices"]
+    # Half of the requests went to the new engine before all of them did.
+    assert world.told("canary", "activated") == [
+        ("activated", 1, "Activated"), ("canary", 2, "CanaryStep"), ("activated", 2, "Activated")]
+    assert "2" in {answer.headers["x-eyrie-revision"] for answer in answers}
 
     # A drafter that cannot be loaded costs nothing: the engine that serves goes on serving.
     world.propose(Path("/nowhere/drafter"))
@@ -167,7 +197,47 @@ def test_collapsed_acceptance_brings_the_revision_before_back(world: World, draf
     assert ask(url).headers["x-eyrie-revision"] == "1"
     assert rolled_back is not None
     assert (rolled_back.status, rolled_back.reason) == ("True", "AcceptanceCollapsed")
-    assert "benchmarked 50.00" in rolled_back.message
+    assert "proven 50.00" in rolled_back.message
+
+
+def test_drifted_traffic_starts_one_job_on_what_users_asked_lately(world: World, drafter: Path) -> None:
+    # What random guesses reach is below 0.9 x 1.9, and above the half of it that would be a collapse.
+    drift = DriftSpec(ratio=0.9, windows=2, window_s=0.0, action="retrain")
+    world.submit(PromotionPolicy(canary=CanarySpec(shares=()), drift=drift))
+    world.endpoints.propose("default", job_id=world.job.id, checkpoint="c1", tree=CHAIN, drafter_dir=str(drafter),
+                            reason="better", tau=1.9)
+    url = world.serve(2).url
+
+    def asked(_seen: Endpoint) -> bool:
+        assert ask(url, max_tokens=2 * MIN_ROUNDS).status_code == 200
+        return bool(world.told("retraining"))
+
+    world.tend_until(asked)
+    for _ in range(2):
+        world.keeper.tend("default")
+    assert world.told("drift", "retraining", "rolled-back") == [
+        ("drift", 2, "TrafficDrifted"), ("retraining", 2, "RetrainingStarted")]
+    started = world.jobs.list().items[0]
+    assert started.spec.labels == {"retrained-from": world.job.id}
+    (source,) = started.spec.data.sources
+    assert '"content": "hello"' in Path(source.path).read_text()
+    offered = world.histories.latest("default", "drift")
+    assert offered is not None
+    assert JobSpec.model_validate(offered.data["job"]) == started.spec
+
+
+def test_an_engine_killed_on_trial_is_rejected_and_no_user_notices(world: World, drafter: Path) -> None:
+    url = world.serve(1).url
+    world.submit(PromotionPolicy(canary=CanarySpec(shares=(0.5,), min_requests=1_000, max_step_s=600.0)))
+    world.propose(drafter)
+    world.tend_until(lambda _seen: bool(world.told("canary")))
+    trial = world.engines()[2]
+    os.kill(trial.process.pid, signal.SIGKILL)
+    assert wait_until(lambda: not is_alive(trial.process), 30.0)
+    assert {ask(url).headers["x-eyrie-revision"] for _ in range(4)} == {"1"}
+    seen = world.tend_until(lambda seen: seen.candidate_revision is None and set(world.engines()) == {1})
+    assert (seen.active_revision, seen.revisions[1].state) == (1, "rejected")
+    assert (seen.revisions[1].rejected_reason or "").startswith("EngineDied: ")
 
 
 def test_a_port_in_use_is_told_on_the_endpoint(tmp_path: Path, target: Path) -> None:

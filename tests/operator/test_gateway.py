@@ -18,7 +18,9 @@ import pytest
 from eyrie_api.artifacts import write_model
 from eyrie_api.errors import PortInUse
 from eyrie_operator.endpoint_processes import read_port, start_gateway, stop_gateway
-from eyrie_operator.gateway import ROUTE_FILE, RouteRecord, Routes, bind, create_gateway
+from eyrie_operator.gateway import bind, create_gateway
+from eyrie_operator.routing import COUNTERS_PATH, ROUTE_FILE, RouteRecord, Routes, Share
+from eyrie_operator.traffic import TRAFFIC_FILE, Traffic
 from eyrie_pipelines.processes import is_alive
 
 
@@ -62,7 +64,10 @@ class Handler(BaseHTTPRequestHandler):
             return
         answer = json.dumps({"engine": self.server.name, "path": self.path, "got": body.decode(),
                              "key": self.headers.get("authorization")}).encode()
-        self.send_response(418 if self.path.startswith("/v1/teapot") else 200)
+        if self.path == "/v1/fall":  # dies with the request in hand
+            self.close_connection = True
+            return
+        self.send_response({"/v1/teapot": 418, "/v1/ill": 500}.get(self.path, 200))
         self.send_header("content-length", str(len(answer)))
         self.end_headers()
         self.wfile.write(answer)
@@ -89,8 +94,88 @@ def gateway(tmp_path: Path) -> Iterator[tuple[Path, str]]:
     stop_gateway(tmp_path)
 
 
-def lead_to(directory: Path, engine: Engine, revision: int) -> None:
-    write_model(directory / ROUTE_FILE, RouteRecord(revision=revision, url=engine.url, since=datetime.now(UTC)))
+def lead_to(directory: Path, engine: Engine, revision: int, *others: Share, record_prompts: int = 0) -> None:
+    write_model(directory / ROUTE_FILE, RouteRecord(revision=revision, url=engine.url, since=datetime.now(UTC),
+                                                    others=others, record_prompts=record_prompts))
+
+
+def ask(url: str, path: str = "/v1/chat/completions", body: str = "{}") -> httpx.Response:
+    return httpx.post(url + path, content=body, timeout=30)
+
+
+def counted(url: str) -> dict[str, dict[str, int]]:
+    """By revision."""
+    found: dict[str, dict[str, int]] = httpx.get(url + COUNTERS_PATH, timeout=30).json()["revisions"]
+    return found
+
+
+def test_a_share_of_the_requests_is_exact_over_few_of_them_and_counted(
+        gateway: tuple[Path, str], engines: tuple[Engine, Engine]) -> None:
+    directory, url = gateway
+    blue, green = engines
+    lead_to(directory, blue, 1, Share(revision=2, url=green.url, share=0.2))
+    for five in range(2):
+        served = [ask(url).json()["engine"] for _ in range(5)]
+        assert served == ["blue", "blue", "green", "blue", "blue"], five
+    assert httpx.get(f"{url}/v1/models").json()["engine"] == "blue"  # only what costs a user something is shared
+    assert counted(url) == {"1": {"answered": 8, "errors": 0}, "2": {"answered": 2, "errors": 0}}
+    lead_to(directory, green, 2)
+    assert counted(url) == {}
+    assert ask(url).json()["engine"] == "green"
+    assert counted(url) == {"2": {"answered": 1, "errors": 0}}
+
+
+def test_what_goes_wrong_on_trial_is_counted_against_the_engine_that_did_it(
+        gateway: tuple[Path, str], engines: tuple[Engine, Engine]) -> None:
+    directory, url = gateway
+    blue, green = engines
+    lead_to(directory, blue, 1, Share(revision=2, url=green.url, share=0.6))
+    assert ask(url, "/v1/ill").status_code == 500
+    assert ask(url, "/v1/teapot").json()["engine"] == "blue"  # the client's own fault is no error of the engine's
+    broken = ask(url, "/v1/fall")
+    assert (broken.status_code, broken.json()["error"]["code"]) == (502, "engine_broke_off")
+    assert counted(url) == {"1": {"answered": 1, "errors": 0}, "2": {"answered": 0, "errors": 2}}
+
+
+def test_an_engine_that_is_gone_on_trial_costs_no_user_an_answer(
+        gateway: tuple[Path, str], engines: tuple[Engine, Engine]) -> None:
+    directory, url = gateway
+    blue, green = engines
+    lead_to(directory, blue, 1, Share(revision=2, url=green.url, share=0.5))
+    green.close()
+    assert [ask(url).json()["engine"] for _ in range(4)] == ["blue"] * 4
+    assert counted(url) == {"1": {"answered": 4, "errors": 0}, "2": {"answered": 0, "errors": 2}}
+
+
+def test_recent_chats_are_kept_on_request_alone_for_our_eyes_only_and_deleted_when_switched_off(
+        gateway: tuple[Path, str], engines: tuple[Engine, Engine]) -> None:
+    directory, url = gateway
+    kept = directory / TRAFFIC_FILE
+
+    def say(words: str) -> None:
+        messages = [{"role": "user", "content": words}]
+        assert ask(url, body=json.dumps({"messages": messages, "user": "ada"})).status_code == 200
+
+    lead_to(directory, engines[0], 1)
+    say("not kept")
+    assert not kept.exists()
+    lead_to(directory, engines[0], 1, record_prompts=4)
+    for number in range(6):  # 4 and a quarter more, then cut back
+        say(str(number))
+    ask(url, body="not json")
+    ask(url, "/v1/completions", body='{"messages": [{}]}')
+    rows = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert rows == [{"messages": [{"role": "user", "content": str(number)}]} for number in (2, 3, 4, 5)]
+    assert kept.stat().st_mode & 0o777 == 0o600
+    lead_to(directory, engines[0], 1)
+    say("forgotten")
+    assert not kept.exists()
+
+
+def test_a_conversation_too_long_to_train_on_is_not_kept(tmp_path: Path) -> None:
+    traffic = Traffic(tmp_path / TRAFFIC_FILE)
+    traffic.keep(json.dumps({"messages": [{"role": "user", "content": "x" * 300_000}]}).encode(), 4)
+    assert not (tmp_path / TRAFFIC_FILE).exists()
 
 
 def test_requests_reach_the_routed_engine_whole_and_answers_come_back_whole(
@@ -142,7 +227,7 @@ def test_a_closed_door_is_tried_once_more_along_the_new_route(
     routes = RouteMovesMeanwhile(tmp_path, green)
 
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(create_gateway(routes))
+        transport = httpx.ASGITransport(create_gateway(routes, Traffic(tmp_path / TRAFFIC_FILE)))
         async with httpx.AsyncClient(transport=transport, base_url="http://e") as client:
             return await client.post("/v1/models")
 

@@ -7,41 +7,51 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.job import CanarySpec, DraftTreeShape, DriftSpec
 from eyrie_api.v1alpha1.status import Endpoint, Revision
+from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_operator.serving import (
+    CANARY_ROUNDS,
     DRAIN_S,
     MIN_ROUNDS,
     Activate,
+    CanarySeen,
+    CloseWindow,
     EndpointSeen,
     EngineSeen,
     ForgetEngine,
     GoBack,
     KillEngine,
     Reject,
-    RestartWindow,
     RetireEngine,
     Route,
     ServeBare,
     ServePolicy,
+    ShareRoute,
     StartEngine,
     StartGateway,
     StopGateway,
+    TellDrift,
     plan_endpoint,
 )
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
-POLICY = ServePolicy(health_timeout_s=60.0, min_acceptance_ratio=0.5)
+AT_ONCE = ServePolicy(canary=CanarySpec(shares=()), drift=DriftSpec(window_s=0.0))
+TRIED = ServePolicy(canary=CanarySpec(shares=(0.2, 0.5), min_requests=5, max_step_s=10.0))
 BARE = Revision(number=1, job_id=None, checkpoint=None, tree=None, drafter_dir=None, created_at=NOW, reason="bare")
 
 
-def drafted(number: int, tau: float = 3.0) -> Revision:
-    return Revision(number=number, job_id="job-1", checkpoint=f"c{number}", tree=DraftTreeShape(),
-                    drafter_dir=f"/d/{number}", tau=tau, created_at=NOW, reason="promoted")
+def drafted(number: int, state: Any = "proposed") -> Revision:
+    use = DrafterUse(drafter_dir=f"/d/{number}", setting=Setting(tree=DraftTreeShape()))
+    return Revision(number=number, job_id="job-1", checkpoint=f"c{number}", tree=DraftTreeShape(), use=use,
+                    drafter_dir=f"/d/{number}", tau=3.0, created_at=NOW, reason="promoted", state=state)
 
 
-def endpoint(active: int | None, candidate: int | None = None, *, num: int = 2, desired: str = "on") -> Endpoint:
-    revisions = (BARE, *(drafted(number) for number in range(2, num + 1)))
+def endpoint(active: int | None, candidate: int | None = None, *, num: int = 2, desired: str = "on",
+             state: Any = "proposed") -> Endpoint:
+    """`state` is of the candidate."""
+    revisions = tuple(one.model_copy(update={"state": state if one.number == candidate else "retired"})
+                      for one in (BARE, *(drafted(number) for number in range(2, num + 1))))
     return Endpoint.model_validate({
         "name": "default", "target": "t", "url": None, "model": "m", "desired": desired, "active_revision": active,
         "candidate_revision": candidate, "revisions": revisions, "updated_at": NOW})
@@ -52,8 +62,12 @@ def engine(revision: int, state: Any = "healthy", **known: Any) -> EngineSeen:
 
 
 def plan(wanted: Endpoint, *engines: EngineSeen, routed: int | None = None, gateway: bool = True,
-         now: datetime = NOW) -> Any:
-    return plan_endpoint(wanted, POLICY, EndpointSeen(gateway, routed, engines), now)
+         now: datetime = NOW, policy: ServePolicy = AT_ONCE, **seen: Any) -> Any:
+    return plan_endpoint(wanted, policy, EndpointSeen(gateway, routed, engines, **seen), now)
+
+
+def kinds(planned: Any) -> list[type]:
+    return [type(one) for one in planned.actions]
 
 
 def test_a_new_endpoint_listens_and_starts_its_first_engine() -> None:
@@ -103,14 +117,25 @@ def test_a_dead_engine_is_restarted_with_growing_pauses() -> None:
 def test_collapsed_acceptance_goes_back_and_a_thin_window_proves_nothing() -> None:
     poor = {"window_tokens": 1.2 * MIN_ROUNDS, "window_rounds": float(MIN_ROUNDS)}
     actions = plan(endpoint(2), engine(2, **poor), routed=2).actions
-    assert [type(one) for one in actions] == [RestartWindow, GoBack]
+    assert [type(one) for one in actions] == [CloseWindow, GoBack]
     assert "1.50" in actions[1].message
     thin = {"window_tokens": 1.2 * (MIN_ROUNDS - 1), "window_rounds": MIN_ROUNDS - 1.0}
     assert plan(endpoint(2), engine(2, **thin), routed=2).actions == ()
     good = {"window_tokens": 2.9 * MIN_ROUNDS, "window_rounds": float(MIN_ROUNDS)}
-    assert plan(endpoint(2), engine(2, **good), routed=2).actions == (RestartWindow(2),)
-    # The bare target has no acceptance to lose.
-    assert plan(endpoint(1), engine(1, **poor), routed=1).actions == (RestartWindow(1),)
+    assert plan(endpoint(2), engine(2, **good), routed=2).actions == (CloseWindow(2, 2.9, 200.0, 3.0),)
+    # The bare target has no acceptance to lose, and nothing is kept of it.
+    assert plan(endpoint(1), engine(1, **poor), routed=1).actions == (CloseWindow(1, 1.2, 200.0, None),)
+
+
+def test_a_window_is_closed_when_it_is_long_enough_too_but_a_collapse_does_not_wait_for_that() -> None:
+    policy = ServePolicy(drift=DriftSpec(window_s=60.0))
+    full: dict[str, Any] = {"window_rounds": 2.0 * MIN_ROUNDS, "window_since": NOW}
+    for seconds, closed in ((59, False), (60, True)):
+        seen = engine(2, window_tokens=2.9 * 2 * MIN_ROUNDS, **full)
+        now = NOW + timedelta(seconds=seconds)
+        assert bool(plan(endpoint(2), seen, routed=2, policy=policy, now=now).actions) == closed
+    poor = engine(2, window_tokens=1.2 * 2 * MIN_ROUNDS, **full)
+    assert GoBack in kinds(plan(endpoint(2), poor, routed=2, policy=policy))
 
 
 def test_acceptance_is_not_judged_while_another_revision_is_coming_up() -> None:
@@ -132,17 +157,107 @@ def test_off_closes_the_port_and_ends_every_engine() -> None:
     assert (off.serving, off.reason) == ("False", "Off")
 
 
+def on_trial(share: float = 0.2, **counted: int) -> dict[str, Any]:
+    return {"canary": CanarySeen(2, share, NOW, **counted), "routed": 1, "policy": TRIED}
+
+
+def test_a_new_revision_gets_its_shares_step_by_step_and_then_everything() -> None:
+    wanted, engines = endpoint(1, 2), (engine(1), engine(2))
+    assert plan(wanted, *engines, routed=1, policy=TRIED).actions == (ShareRoute(2, 1, 0.2),)
+    wanted = endpoint(1, 2, state="canary")
+    assert plan(wanted, *engines, **on_trial(answered=4)).actions == ()
+    assert plan(wanted, *engines, **on_trial(answered=5)).actions == (ShareRoute(2, 1, 0.5),)
+    last = plan(wanted, *engines, **on_trial(0.5, answered=5))
+    assert last.actions == (Route(2), Activate(2, 5, None))
+    assert "revision 2 is on trial with 50% of the requests" in last.message
+
+
+def test_a_quiet_endpoint_does_not_wait_for_requests_that_do_not_come() -> None:
+    wanted, engines = endpoint(1, 2, state="canary"), (engine(1), engine(2))
+    for seconds, actions in ((9.9, ()), (10.0, (ShareRoute(2, 1, 0.5),))):
+        assert plan(wanted, *engines, **on_trial(), now=NOW + timedelta(seconds=seconds)).actions == actions
+
+
+def test_one_failed_request_on_trial_sends_everything_back_to_the_engine_that_never_left() -> None:
+    planned = plan(endpoint(1, 2, state="canary"), engine(1), engine(2), **on_trial(answered=3, errors=1))
+    assert planned.actions == (
+        Reject(2, "CanaryFailed", "1 of its 4 requests failed while it had 20% of them"), Route(1), RetireEngine(2))
+
+
+def test_an_engine_that_dies_on_trial_is_rejected_and_the_route_is_whole_again() -> None:
+    planned = plan(endpoint(1, 2, state="canary"), engine(1), engine(2, "dead", message="killed"), **on_trial())
+    assert planned.actions == (Reject(2, "EngineDied", "the new engine ended: killed"), Route(1), ForgetEngine(2))
+
+
+def test_acceptance_that_collapses_on_trial_rejects_and_a_few_rounds_prove_nothing() -> None:
+    poor = engine(2, window_rounds=float(CANARY_ROUNDS), window_tokens=1.2 * CANARY_ROUNDS)
+    planned = plan(endpoint(1, 2, state="canary"), engine(1), poor, **on_trial(answered=5))
+    assert kinds(planned) == [Reject, Route, RetireEngine]
+    assert (planned.actions[0].reason, "1.20" in planned.actions[0].message) == ("AcceptanceCollapsed", True)
+    few = replace(poor, window_rounds=CANARY_ROUNDS - 1.0)
+    assert kinds(plan(endpoint(1, 2, state="canary"), engine(1), few, **on_trial(answered=5))) == [ShareRoute]
+
+
+def test_a_revision_that_has_served_before_is_gone_back_to_at_once() -> None:
+    for state in ("retired", "rolled-back"):
+        planned = plan(endpoint(2, 1, state=state), engine(2), engine(1), routed=2, policy=TRIED)
+        assert planned.actions == (Route(1), Activate(1))
+
+
+def test_without_a_healthy_engine_to_spare_users_the_new_one_is_not_tried_but_used() -> None:
+    for serving in (engine(1, "dead"), engine(1, "starting")):
+        planned = plan(endpoint(1, 2), serving, engine(2), routed=1, policy=TRIED)
+        assert planned.actions[:2] == (Route(2), Activate(2))
+    # Unless it has failed requests already.
+    failed = plan(endpoint(1, 2, state="canary"), engine(1, "dead"), engine(2), **on_trial(errors=1))
+    assert kinds(failed)[0] == Reject
+
+
+def test_a_trial_nobody_wants_any_more_gives_its_share_back() -> None:
+    """Somebody rolled back, or proposed another revision, while it ran."""
+    assert plan(endpoint(1), engine(1), engine(2), **on_trial()).actions == (Route(1), RetireEngine(2))
+    proposed = plan(endpoint(1, 3, num=3), engine(1), engine(2), **on_trial())
+    assert proposed.actions == (StartEngine(3, 1), Route(1), RetireEngine(2))
+
+
+DRIFTING = ServePolicy(drift=DriftSpec(ratio=0.85, windows=3))
+
+
+def test_acceptance_below_the_drift_ratio_for_some_windows_in_a_row_is_told_once() -> None:
+    wanted, serving = endpoint(2), engine(2)
+
+    def told(*windows: float, drift_told: bool = False, policy: ServePolicy = DRIFTING) -> bool:
+        planned = plan(wanted, serving, routed=2, policy=policy, windows=windows, drift_told=drift_told)
+        return TellDrift in kinds(planned)
+
+    assert told(3.0, 2.5, 2.4, 2.5)
+    assert not told(2.5, 2.4)
+    assert not told(2.5, 2.6, 2.4, 2.5)  # 2.55 is the bound: the second one recovered
+    assert not told(2.5, 2.5, 2.5, drift_told=True)
+    assert told(2.5, 2.8, 2.5, 2.5, 2.5, drift_told=True)
+    assert not told(2.5, 2.5, 2.5, policy=ServePolicy(drift=DriftSpec(action="ignore")))
+    drift = plan(wanted, serving, routed=2, policy=DRIFTING, windows=(2.5, 2.4, 2.5)).actions[0]
+    assert (drift.revision, drift.taus, drift.proven) == (2, (2.5, 2.4, 2.5), 3.0)
+    assert "below 2.55 = 0.85 x the proven 3.00 for 3 windows in a row: 2.50, 2.40, 2.50" in drift.message
+
+
+def test_the_bare_target_does_not_drift() -> None:
+    assert plan(endpoint(1), engine(1), routed=1, policy=DRIFTING, windows=(1.0, 1.0, 1.0)).actions == ()
+
+
 @settings(max_examples=150, deadline=None)
-@given(num=st.integers(1, 4), broken=st.sets(st.integers(2, 4)), candidate=st.integers(1, 4),
-       active=st.none() | st.integers(1, 4), deaths=st.lists(st.integers(1, 5), max_size=4))
+@given(num=st.integers(1, 4), broken=st.sets(st.integers(2, 4)), failing=st.sets(st.integers(2, 4)),
+       candidate=st.integers(1, 4), active=st.none() | st.integers(1, 4),
+       deaths=st.lists(st.integers(1, 5), max_size=4), tried=st.booleans())
 def test_a_world_that_does_its_part_always_comes_to_serve_something_healthy(
-        num: int, broken: set[int], candidate: int, active: int | None, deaths: list[int]) -> None:
+        num: int, broken: set[int], failing: set[int], candidate: int, active: int | None, deaths: list[int],
+        tried: bool) -> None:
     """Whatever is proposed, and whichever drafters cannot start, the endpoint ends up serving; never two routes."""
     broken = {number for number in broken if number <= num}
     active = active if active is not None and active <= num and active not in broken else None
     wanted = endpoint(active, min(candidate, num), num=num)
     engines: dict[int, EngineSeen] = {}
-    routed, gateway, now = None, False, NOW
+    routed, gateway, now, canary = None, False, NOW, None
     result = None
     for step in range(40):
         now += timedelta(seconds=31)
@@ -151,8 +266,11 @@ def test_a_world_that_does_its_part_always_comes_to_serve_something_healthy(
                 engines[number] = replace(engines[number], state="dead" if number in broken else "healthy")
             elif engines[number].retiring_since is not None or step in deaths:
                 engines[number] = replace(engines[number], state="dead")
-        result = plan_endpoint(wanted, POLICY, EndpointSeen(gateway, routed, tuple(engines.values())), now)
-        assert sum(isinstance(one, Route) for one in result.actions) <= 1
+        if canary is not None and canary.revision in failing:
+            canary = replace(canary, errors=1)
+        result = plan_endpoint(wanted, TRIED if tried else AT_ONCE,
+                               EndpointSeen(gateway, routed, tuple(engines.values()), canary), now)
+        assert sum(isinstance(one, Route | ShareRoute) for one in result.actions) <= 1
         for action in result.actions:
             if isinstance(action, StartGateway):
                 gateway = True
@@ -160,9 +278,13 @@ def test_a_world_that_does_its_part_always_comes_to_serve_something_healthy(
                 engines[action.revision] = EngineSeen(action.revision, "starting", now, action.starts)
             elif isinstance(action, Route):
                 assert engines[action.revision].state == "healthy"
-                routed = action.revision
+                routed, canary = action.revision, None
+            elif isinstance(action, ShareRoute):
+                assert {engines[one].state for one in (action.revision, action.serving)} == {"healthy"}
+                routed, canary = action.serving, CanarySeen(action.revision, action.share, now)
             elif isinstance(action, RetireEngine):
                 assert action.revision != routed
+                assert canary is None or action.revision != canary.revision
                 engines[action.revision] = replace(engines[action.revision], retiring_since=now)
             elif isinstance(action, ForgetEngine):
                 del engines[action.revision]
@@ -177,3 +299,4 @@ def test_a_world_that_does_its_part_always_comes_to_serve_something_healthy(
     assert result is not None
     assert result.serving == "True", (wanted, engines)
     assert set(engines) == {wanted.active_revision}
+    assert canary is None
