@@ -193,6 +193,15 @@ def test_a_drafter_is_opened_for_its_own_target_only(target_dir: Path, saved: Pa
         open_drafter(saved, target)
 
 
+def test_the_specs_variant_flags_reach_the_drafter(target_dir: Path) -> None:
+    config, ends = read_config(target_dir), read_target_ends(target_dir, tie_word_embeddings=True)
+    spec = DrafterSpec(norm_before_fc=True, norm_output=True, sliding_window=16)
+    drafter = family_named("eagle3").create(spec, config, ends, (1, 2), build(torch.arange(config.vocab_size), 50), 0)
+    made = drafter.config
+    assert (made.norm_before_fc, made.norm_output, made.sliding_window, made.fc_norm) == (True, True, 16, False)
+    assert torch.equal(drafter.input_norm.weight, torch.ones(2 * config.hidden_size))
+
+
 def test_one_aux_layer_is_refused_because_sglang_would_skip_fc(target_dir: Path) -> None:
     config, ends = read_config(target_dir), read_target_ends(target_dir, tie_word_embeddings=True)
     with pytest.raises(InvalidInput, match="skip its fc"):

@@ -130,7 +130,7 @@ class Drafter(Protocol):
                 noise: RowNoise | None = None) -> DraftTree:
         """Grow one tree per row on its last settled token.
 
-        rows   [B] int64   rows that were extended since their last proposal
+        rows   [B] int64   rows that hold pairs; asking again before the next `extend`, in whatever shape, grows anew
         noise              sampling noise of those rows (same order), None when all are greedy
         """
         ...

@@ -2,8 +2,8 @@
 
 Llama's half-rotation: element i of a head's first half is paired with element i of its second. The target's forward
 pass reorders weights to rotate complex numbers instead; here the weights are trained and exported under their own
-names, so the pairs stay where the serving engines expect them. Angles are made
-in float64 and applied in the dtype of the activations.
+names, so the pairs stay where the serving engines expect them. Angles are made in float64 and applied in the dtype of
+the activations.
 
     T rows, E head size
 """

@@ -1,0 +1,171 @@
+"""The same drafter in the other form: speculators format, which `vllm serve DIR` takes without a word about the target.
+
+Our own directories load in SGLang and in vLLM (`--speculative-config`). The speculators library (0.9.0) writes a third
+form: the layer's config nested, the layer named `layers.0`, the target named inside, so that one argument serves both.
+Here is the way there and, for drafters trained elsewhere in that form, back.
+
+    python -m eyrie_workers.drafters.export --to speculators DIR OUT [--target NAME] [--num-steps N]
+    python -m eyrie_workers.drafters.export --to sglang      DIR OUT [--target-architecture NAME --num-layers N]
+
+What does not survive is refused: a drafter with `norm_before_residual` (the format's default in vLLM when the key is
+absent) computes another function than SGLang would. Layer ids in that format are vLLM's, ours; `num_aux_hidden_states`
+is written inside the nested config, where vLLM looks for it when there are not three.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from eyrie_api.capture_support import sglang_layer_ids
+from eyrie_api.errors import EyrieError, InvalidInput
+from eyrie_workers.drafters.card import read_card
+from eyrie_workers.drafters.check import Parts, check, check_directory
+from eyrie_workers.drafters.check_config import LAYER_IDS
+from eyrie_workers.drafters.contract import (
+    ARCHITECTURE,
+    CONFIG,
+    MAPS,
+    WEIGHTS,
+    canonical_name,
+    nested,
+    num_aux,
+)
+from eyrie_workers.targets.config import read_json
+
+SPECULATORS_VERSION = "0.9.0"
+# Of our config, what the nested config holds: all that describes the layer itself.
+_LAYER_KEYS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "max_position_embeddings", "rms_norm_eps", "hidden_act", "rope_theta", "rope_parameters",
+    "rope_scaling", "attention_bias", "mlp_bias", "tie_word_embeddings", "sliding_window", "layer_types", "dtype",
+    "torch_dtype", "bos_token_id", "eos_token_id")
+
+
+def to_speculators(directory: Path, out: Path, *, target: str | None = None, num_steps: int = 5) -> None:
+    """Write the drafter in `directory` to `out` in speculators format, replacing what is there.
+
+    Raises InvalidInput for a drafter with errors, or when neither `target` nor a card names the target.
+    """
+    faults = [finding for finding in check_directory(directory) if finding.severity == "error"]
+    if faults:
+        raise InvalidInput(f"{directory} is not sound: {faults[0].what}", faults[0].mend)
+    config, card = read_json(directory / CONFIG), read_card(directory)
+    name = target or (card.target.name if card else None)
+    if name is None:
+        raise InvalidInput(f"{directory} has no card, so its target is not known", "name it with --target")
+    verifier = {"name_or_path": name, "architectures": [card.target.architecture] if card else []}
+    layer = {key: config[key] for key in _LAYER_KEYS if key in config}
+    written: dict[str, Any] = {
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
+        "speculators_version": SPECULATORS_VERSION, "dtype": config.get("dtype", "float32"),
+        "transformer_layer_config": layer | {"model_type": "llama", "num_aux_hidden_states": num_aux(config)},
+        "draft_vocab_size": config["draft_vocab_size"], "target_hidden_size": None, "norm_before_residual": False,
+        LAYER_IDS: config[LAYER_IDS], "fc_norm": bool(config.get("fc_norm", False)),
+        "norm_before_fc": bool(nested(config).get("norm_before_fc", config.get("norm_before_fc", False))),
+        "norm_output": bool(config.get("norm_output", False)), "embed_requires_grad": False,
+        "speculators_config": {
+            "algorithm": "eagle3", "default_proposal_method": "greedy", "verifier": verifier,
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_steps}]},
+    }
+    tensors = {canonical_name(name).replace("midlayer.", "layers.0."): tensor
+               for name, tensor in _tensors(directory).items()}
+    _write(out, written, tensors)
+
+
+def to_sglang(directory: Path, out: Path, *, architecture: str = "LlamaForCausalLM",
+              num_layers: int | None = None) -> None:
+    """Write a speculators-format drafter to `out` as SGLang loads it, replacing what is there.
+
+    Raises InvalidInput for another format, for what SGLang does not compute, and for a result with errors.
+    """
+    found = read_json(directory / CONFIG)
+    if found.get("speculators_model_type") != "eagle3":
+        raise InvalidInput(f"{directory} holds speculators_model_type {found.get('speculators_model_type')!r}",
+                           "give an eagle3 drafter in speculators format")
+    if found.get("norm_before_residual") is not False:
+        raise InvalidInput("norm_before_residual is true or absent, which vLLM takes for true: SGLang always adds the "
+                           "state before its norm", "train with norm_before_residual false")
+    layer, ids = dict(found.get("transformer_layer_config") or {}), found.get(LAYER_IDS)
+    if layer.get("model_type", "llama") != "llama":
+        raise InvalidInput(f"the drafter's layer is of type {layer['model_type']!r}, SGLang's is Llama's",
+                           "train with a Llama layer")
+    if not isinstance(ids, list):
+        raise InvalidInput(f"{LAYER_IDS} are not written", "find out which layers it was trained on")
+    counted = num_layers if num_layers is not None else max(ids, default=0) + 1
+    config = {key: layer[key] for key in _LAYER_KEYS if layer.get(key) is not None} | {
+        "architectures": [ARCHITECTURE], "model_type": "llama", "tie_word_embeddings": False,
+        "draft_vocab_size": found.get("draft_vocab_size"), "norm_before_residual": False,
+        "target_hidden_size": found.get("target_hidden_size") or layer.get("hidden_size"),
+        "num_aux_hidden_states": len(ids), LAYER_IDS: ids,
+        "eagle_config": {"use_aux_hidden_state": True,
+                         LAYER_IDS: list(sglang_layer_ids(architecture, counted, ids))}}
+    for flag in ("fc_norm", "norm_output"):
+        if found.get(flag):
+            config[flag] = True
+    if found.get("norm_before_fc"):
+        config["norm_before_fc"] = config["eagle_config"]["norm_before_fc"] = True
+    whole = config["draft_vocab_size"] == config.get("vocab_size")
+    tensors = {canonical_name(name): tensor for name, tensor in _tensors(directory).items()
+               if not name.startswith("verifier_") and not (whole and name in MAPS)}
+    if config["target_hidden_size"] == config.get("hidden_size"):
+        tensors.pop("embed_tokens.weight", None)
+    faults = [finding for finding in check(Parts(config, tensors)) if finding.severity == "error"]
+    if faults:
+        raise InvalidInput("; ".join(fault.what for fault in faults), faults[0].mend)
+    _write(out, config, tensors)
+
+
+def _tensors(directory: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as handle:
+            found |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - no mapping
+    return found
+
+
+def _write(out: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = out.with_name(f".{out.name}.aside")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, aside / WEIGHTS,
+              metadata={"format": "pt"})
+    (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    shutil.rmtree(out, ignore_errors=True)
+    os.replace(aside, out)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command lines in the module's essay."""
+    parser = argparse.ArgumentParser(prog="python -m eyrie_workers.drafters.export")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--to", choices=("speculators", "sglang"), required=True)
+    parser.add_argument("--target", help="name of the target, for vLLM to load; default: as the card has it")
+    parser.add_argument("--num-steps", type=int, default=5, help="tokens vLLM drafts per round")
+    parser.add_argument("--target-architecture", default="LlamaForCausalLM")
+    parser.add_argument("--num-layers", type=int, help="layers of the target")
+    given = parser.parse_args(arguments)
+    try:
+        if given.to == "speculators":
+            to_speculators(given.directory, given.out, target=given.target, num_steps=given.num_steps)
+        else:
+            to_sglang(given.directory, given.out, architecture=given.target_architecture, num_layers=given.num_layers)
+    except EyrieError as error:
+        print(f"{error.reason}: {error}", file=sys.stderr)
+        return error.exit_code
+    print(given.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
