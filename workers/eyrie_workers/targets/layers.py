@@ -6,8 +6,8 @@ default (2, num_layers // 2, num_layers - 3) is what SGLang captures for a targe
 
 On hybrid targets most layers see only a window or a recurrent state; what such a layer passes on says little about far
 context. There each choice moves to the nearest full-attention layer's output, as the seed on training a drafter for a
-hybrid target found necessary. The last layer is left out where another has full attention: serving engines hand out
-what a layer passes to the next one, and the last passes to none.
+hybrid target found necessary. The last layer is left out: serving engines hand out what a layer passes to the next one,
+and the last passes to none.
 """
 
 from collections.abc import Sequence
@@ -51,13 +51,15 @@ def choose_aux_layers(num_layers: int, layer_types: Sequence[str] | None = None,
     default = default_aux_layers(num_layers)
     if layer_types is None or all(kind == FULL_ATTENTION for kind in layer_types):
         return LayerChoice(default, f"low, middle and high of {num_layers} layers, all with full attention")
-    outputs = [i + 1 for i, kind in enumerate(layer_types) if kind == FULL_ATTENTION]
-    if not outputs:
-        return LayerChoice(default, f"low, middle and high of {num_layers} layers; no layer has full attention")
-    moved = _nearest_distinct(default, [index for index in outputs if index < num_layers] or outputs)
+    outputs = [i + 1 for i, kind in enumerate(layer_types) if kind == FULL_ATTENTION and i + 1 < num_layers]
+    if len(outputs) < 2:  # one state alone is no fusion, and SGLang would skip the drafter's fc
+        return LayerChoice(default, f"low, middle and high of {num_layers} layers; before the last, "
+                                    f"{len(outputs)} has full attention")
+    moved = _nearest_distinct(default, outputs)
     kinds = ", ".join(sorted(set(layer_types) - {FULL_ATTENTION}))
-    return LayerChoice(moved, f"hybrid target ({len(outputs)} of {num_layers} layers have full attention, the others "
-                              f"{kinds}): {list(default)} moved to the outputs of full-attention layers {list(moved)}")
+    return LayerChoice(moved, f"hybrid target ({layer_types.count(FULL_ATTENTION)} of {num_layers} layers have full "
+                              f"attention, the others {kinds}): {list(default)} moved to the outputs of "
+                              f"full-attention layers {list(moved)}")
 
 
 def _nearest_distinct(wanted: Sequence[int], available: Sequence[int]) -> tuple[int, ...]:
