@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 
-.PHONY: help setup demo demo-short demo-stop test lint bench clean
+.PHONY: help setup demo demo-short demo-stop test lint bench bench-load clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -35,6 +35,9 @@ lint: setup  ## ruff, mypy --strict, import contracts
 
 bench: setup  ## engine figures for this machine: baseline against transformers, cost of verifying, of drafting
 	@$(BIN)/python -m eyrie_workers.speculation.bench --target quickstart
+
+bench-load: setup  ## what the load generator can take on this machine: 256 streams against a responder of known pace
+	@$(BIN)/python -m eyrie_workers.load.bench
 
 clean:  ## remove the environment and local state
 	rm -rf $(VENV) .eyrie

@@ -160,8 +160,8 @@ def _numbers(text: str | None, flag: str) -> list[float]:
 def _pair(text: str, flag: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name.strip() or not value.strip():
-        # What follows the name may hold credentials: it is not repeated.
-        raise InvalidInput(f"{flag} is written <name>=<value>, not {name[:40]!r}", "see eyrie load --help")
+        # What was given may hold credentials: it is not repeated.
+        raise InvalidInput(f"{flag} is written <name>=<value>", "see eyrie load --help")
     return name.strip(), value.strip()
 
 

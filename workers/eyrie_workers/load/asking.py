@@ -113,6 +113,7 @@ class Sample:
     gaps_s: FloatArray = field(default_factory=lambda: np.zeros(0))
     end_to_end_s: float = 0.0
     histogram: tuple[int, ...] | None = None
+    proposed: bool = False
     digest: bytes = b""
     ids_digest: bytes | None = None
     answer_id: str = ""
@@ -169,7 +170,8 @@ class Asker:
         return Sample(
             *who, tokens=answer.tokens, ttft_s=None if answer.first_at is None else answer.first_at - raw.began_at,
             gaps_s=answer.gaps_s, end_to_end_s=raw.ended_at - raw.began_at, histogram=answer.histogram,
-            digest=answer.digest(), ids_digest=answer.ids_digest(), answer_id=answer.id, first_at=answer.first_at)
+            proposed=answer.proposed, digest=answer.digest(), ids_digest=answer.ids_digest(), answer_id=answer.id,
+            first_at=answer.first_at)
 
     async def probe(self, question: Question) -> None:
         """Find the server's dialect. Raises ArmUnusable when it does not answer a plain question."""

@@ -54,7 +54,10 @@ class Answer:
 
     token_ids: tuple[int, ...] | None
     histogram: tuple[int, ...] | None
-    """None when the server tells nothing of its rounds, or does not draft."""
+    """None when the server tells nothing of its rounds."""
+
+    proposed: bool = False
+    """The server said that something was drafted. One that does not say so may have drafted all the same."""
 
     def digest(self) -> bytes:
         """Equal for equal texts."""
@@ -110,6 +113,7 @@ class _Seen:
     total: int | None = None
     finish_reason: str | None = None
     histogram: tuple[int, ...] | None = None
+    proposed: bool = False
 
 
 def reading(pieces: Sequence[tuple[float, bytes]]) -> Generator[None, None, Answer]:
@@ -196,10 +200,8 @@ def _take_extension(seen: _Seen, extension: Mapping[str, Any] | None) -> None:
         return
     details = extension.get("spec_tokens_details")
     if details:
-        histogram = tuple(int(count) for count in details.get("spec_correct_drafts_histogram") or ())
-        # An engine that does not draft may still count its rounds, all of which accepted nothing.
-        if len(histogram) > 1 or details.get("spec_num_proposed_drafts"):
-            seen.histogram = histogram
+        seen.histogram = tuple(int(count) for count in details.get("spec_correct_drafts_histogram") or ())
+        seen.proposed = bool(details.get("spec_num_proposed_drafts"))
     output_ids = extension.get("output_ids")
     if output_ids:
         seen.last_ids = [int(token) for token in output_ids[0]]
@@ -215,7 +217,7 @@ def _settled(seen: _Seen) -> Answer:
         id=seen.id, tokens=int(counts.sum()), counting=counting, first_at=float(at[0]) if len(at) else None,
         gaps_s=_gaps(at, counts), finish_reason=seen.finish_reason or "",
         text="\x1f".join("".join(said) for said in seen.texts.values()),
-        token_ids=None if ids is None else tuple(ids), histogram=seen.histogram)
+        token_ids=None if ids is None else tuple(ids), histogram=seen.histogram, proposed=seen.proposed)
 
 
 def _gaps(at: FloatArray, counts: npt.NDArray[np.int64]) -> FloatArray:

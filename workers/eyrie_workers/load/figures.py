@@ -64,15 +64,21 @@ def keeps(sample: Sample, slo: ServiceLevel) -> bool:
     return all(value is not None and value <= bound for value, bound in pairs if bound is not None)
 
 
-def cell(samples: Sequence[Sample], seconds: float, spec: LoadSpec) -> LoadCell:
-    """Figures of the requests of one arm at one level, of one category or all."""
+def drafts(samples: Iterable[Sample]) -> bool:
+    """Whether an arm drafts. An engine that does not may still count its rounds, all of which accepted nothing; and a
+    single answer of one that does may have accepted nothing. So all answers are asked."""
+    return any(s.proposed or (s.histogram is not None and len(s.histogram) > 1) for s in samples)
+
+
+def cell(samples: Sequence[Sample], seconds: float, spec: LoadSpec, *, drafting: bool) -> LoadCell:
+    """Figures of the requests of one arm at one level, of one category or all. `drafting`: whether the arm does."""
     good = [sample for sample in samples if sample.failure is None]
     failed: dict[str, int] = {}
     for sample in samples:
         if sample.failure is not None:
             failed[sample.failure] = failed.get(sample.failure, 0) + 1
     tokens = sum(sample.tokens for sample in good)
-    histograms = [sample.histogram for sample in good if sample.histogram is not None]
+    histograms = [sample.histogram for sample in good if sample.histogram is not None] if drafting else []
     histogram = add_histograms(histograms)
     told = sum(histogram) > 0
     return LoadCell(
@@ -92,9 +98,11 @@ def cell(samples: Sequence[Sample], seconds: float, spec: LoadSpec) -> LoadCell:
 def level_report(seen: Seen, spec: LoadSpec) -> LoadLevel:
     """One arm at one level, with its categories."""
     categories = dict.fromkeys(sample.category for sample in seen.samples)
+    drafting = drafts(seen.samples)
     return LoadLevel(
-        arm=seen.arm, mode=seen.level.mode, level=seen.level.value, total=cell(seen.samples, seen.seconds, spec),
-        by_category={name: cell([s for s in seen.samples if s.category == name], seen.seconds, spec)
+        arm=seen.arm, mode=seen.level.mode, level=seen.level.value,
+        total=cell(seen.samples, seen.seconds, spec, drafting=drafting),
+        by_category={name: cell([s for s in seen.samples if s.category == name], seen.seconds, spec, drafting=drafting)
                      for name in categories},
         generator_cpu_share=seen.cpu_s / seen.seconds if seen.seconds > 0 else None)
 

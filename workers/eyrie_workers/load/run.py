@@ -137,13 +137,13 @@ class _Test:
         users = block.level.users if block.level.mode == "closed" else 1
         await asker.pool.prepare(users)
         await self._read_along(asker, self._closed_loop(asker, block.warmup, min(users, len(block.warmup))))
-        began, cpu = time.perf_counter(), time.process_time()
+        began, cpu = time.perf_counter(), time.thread_time()
         if block.level.mode == "closed":
             asking = self._closed_loop(asker, block.questions, users)
         else:
             asking = self._open_loop(asker, block.questions)
         samples, ended = await self._read_along(asker, asking)
-        return Seen(block.arm, block.level, samples, ended - began, time.process_time() - cpu)
+        return Seen(block.arm, block.level, samples, ended - began, time.thread_time() - cpu)
 
     async def _closed_loop(self, asker: Asker, questions: Sequence[Question], users: int) -> None:
         """So many users share the questions; whoever has its answer takes the next."""

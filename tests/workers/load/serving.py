@@ -1,0 +1,98 @@
+"""Real servers for the load generator's tests: the responder, and one that says exactly the given bytes."""
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from eyrie_workers.load.arms import LoadPrompt
+from eyrie_workers.load.responder import Pace, serve
+
+GENEROUS_S = 60.0
+
+
+@contextlib.contextmanager
+def in_thread(work: "asyncio._CoroutineLike[None]") -> Iterator[None]:
+    """Run a server's coroutine on an event loop of its own until the block ends."""
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(work)  # type: ignore[arg-type]
+
+    def run() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            loop.run_until_complete(task)
+        loop.close()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join(GENEROUS_S)
+        assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def responding(directory: Path, pace: Pace | None = None) -> Iterator[str]:
+    """A responder; yields its URL."""
+    ready = directory / "ready.json"
+    ready.unlink(missing_ok=True)
+    with in_thread(serve(pace or Pace(), 0, ready, None)):
+        wait_for(ready)
+        yield json.loads(ready.read_text())["url"]
+
+
+def wait_for(path: Path) -> None:
+    """Until the file is there."""
+    for _ in range(int(GENEROUS_S / 0.01)):
+        if path.exists():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError(f"{path} did not come")
+
+
+@contextlib.contextmanager
+def saying(*connections: list[bytes], closes: bool = True) -> Iterator[tuple[str, list[int]]]:
+    """A server that on its n-th connection answers the requests with these bytes, then closes (or stays silent).
+
+    Yields its address and, per connection, how many requests it carried.
+    """
+    carried: list[int] = []
+    address: list[str] = []
+    up = threading.Event()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = len(carried)
+        carried.append(0)
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            for answer in connections[min(number, len(connections) - 1)]:
+                await reader.readuntil(b"\r\n\r\n")
+                carried[number] += 1
+                writer.write(answer)
+                await writer.drain()
+            if not closes:
+                await reader.read()
+        writer.close()
+
+    async def work() -> None:
+        async with await asyncio.start_server(connected, "127.0.0.1", 0) as server:
+            address.append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
+            up.set()
+            await asyncio.Event().wait()
+
+    with in_thread(work()):
+        assert up.wait(GENEROUS_S)
+        yield address[0], carried
+
+
+def prompts(num: int, categories: str = "ab") -> list[LoadPrompt]:
+    """Prompts of several categories in turn."""
+    return [LoadPrompt(f"p{i}", categories[i % len(categories)], ({"role": "user", "content": f"question {i}"},))
+            for i in range(num)]
+
+
+def trouble(kind: str) -> LoadPrompt:
+    """A prompt the responder meets with this trouble."""
+    return LoadPrompt(kind, "trouble", ({"role": "user", "content": f"trouble: {kind}"},))

@@ -1,0 +1,114 @@
+"""`python -m eyrie_workers.load` and `eyrie load`: options in, report, tables and figures out."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.load import LoadReport
+from eyrie_workers.load.__main__ import build_parser, main, read_arms, read_prompts, read_spec
+from eyrie_workers.load.asking import ArmUnusable
+from eyrie_workers.load.responder import Pace
+from tests.workers.load.serving import responding
+
+QUICK = ["--concurrency", "1,2", "--requests", "8", "--max-new-tokens", "8", "--prompts", "quickstart:chat",
+         "--prompts", "quickstart:math"]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with responding(tmp_path_factory.mktemp("responder"), Pace(bundle=2)) as address:
+        yield address
+
+
+def test_a_comparison_prints_tables_and_writes_report_and_figures(
+        url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["--arm", f"off={url}", "--arm", f"candidate={url}", *QUICK, "--rate", "100", "--slo", "ttft=30,e2e=60",
+                 "--what", "candidate=chain 1/1/2", "--out", str(tmp_path / "r.json"), "--plots", str(tmp_path / "p")])
+    told = capsys.readouterr()
+    assert code == 0
+    report = LoadReport.model_validate_json((tmp_path / "r.json").read_text())
+    assert {level.arm for level in report.levels} == {"off", "candidate"}
+    assert list(report.levels[0].by_category) == ["chat", "math"]
+    for words in ("Closed loop", "Open loop", "SAME ANSWERS", "All greedy answers were the same in every arm.",
+                  "candidate: chain 1/1/2", "GOOD"):
+        assert words in told.out
+    assert "requests" in told.err
+    drawn = {path.name for path in (tmp_path / "p").iterdir()}
+    assert {"load-throughput.png", "load-latency.png", "load-latency-by-rate.png", "load-categories.svg",
+            "load-acceptance.svg"} <= drawn
+
+
+def test_json_is_the_report_and_nothing_else(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--arm", f"one={url}", *QUICK, "--json"]) == 0
+    told = capsys.readouterr()
+    assert LoadReport.model_validate_json(told.out).model == "responder"
+    assert told.err == ""
+
+
+def test_a_server_that_is_not_there_ends_with_its_exit_code_and_the_mend(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--arm", "one=http://127.0.0.1:1/v1"]) == ArmUnusable.exit_code
+    assert "start the server" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    (["--concurrency", "many"], "is not numbers"),
+    (["--concurrency", "1.5"], "whole numbers"),
+    (["--concurrency", "0"], "concurrencies"),
+    (["--rate", "-1"], "rates_per_s"),
+    (["--slo", "speed=1"], "no service level"),
+    (["--slo", "ttft"], "<name>=<value>"),
+    (["--temperature", "9"], "temperature"),
+])
+def test_options_that_cannot_be_are_refused_by_name(options: list[str], words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        read_spec(build_parser().parse_args(["--arm", "a=http://h/v1", *options]))
+
+
+def test_levels_default_to_a_few_users_unless_a_rate_is_given() -> None:
+    parse = build_parser().parse_args
+    assert read_spec(parse(["--arm", "a=http://h/v1"])).concurrencies == (1, 4, 16)
+    assert read_spec(parse(["--arm", "a=http://h/v1", "--rate", "2"])).concurrencies == ()
+
+
+def test_models_and_keys_are_given_to_all_arms_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THEIR_KEY", "sk-hidden")
+    arms = read_arms(build_parser().parse_args([
+        "--arm", "off=http://h:1/v1", "--arm", "on=http://h:2/v1", "--model", "big", "--model", "on=small",
+        "--api-key-env", "on=THEIR_KEY"]))
+    assert [(arm.name, arm.model, arm.api_key) for arm in arms] == [("off", "big", None), ("on", "small", "sk-hidden")]
+
+
+@pytest.mark.parametrize("options", [["--model", "on=x"], ["--api-key-env", "NOT_SET_HERE"], ["--what", "on=x"],
+                                     ["--arm", "off=http://h/v1"], ["--arm", "http://me:hidden@h/v1"]])
+def test_options_of_arms_that_are_not_there_are_refused(options: list[str]) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        read_arms(build_parser().parse_args(["--arm", "off=http://h/v1", "--model", "off=m", *options]))
+    assert "hidden" not in str(caught.value)
+
+
+def test_prompts_come_from_suites_and_files_under_a_category(tmp_path: Path) -> None:
+    file = tmp_path / "My Traffic.jsonl"
+    file.write_text(json.dumps({"prompt": "hello"}) + "\n" + json.dumps({"question": "why?"}) + "\n")
+    assert {prompt.category for prompt in read_prompts([], 0)} == {"chat", "math", "code", "tools"}
+    assert {prompt.category for prompt in read_prompts([str(file)], 0)} == {"my-traffic"}
+    assert len(read_prompts([f"mine={file}"], 0)) == 2
+    with pytest.raises(InvalidInput, match="no name for its category"):
+        read_prompts([f"={file}"], 0)
+
+
+def test_the_verb_starts_the_program_with_its_options_and_ends_with_its_code() -> None:
+    done = subprocess.run([sys.executable, "-m", "eyrie_operator.command", "load", "--arm", "one=http://127.0.0.1:1/v1",
+                           "--json"], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == ArmUnusable.exit_code
+    assert json.loads(done.stderr)["error"]["reason"] == "ArmUnusable"
+
+
+def test_the_program_does_not_load_torch() -> None:
+    code = ("import sys, eyrie_workers.load.__main__\n"
+            "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

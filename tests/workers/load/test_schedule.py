@@ -1,0 +1,72 @@
+"""The order of a load test: levels, blocks, prompts and arrivals as a function of the spec."""
+
+import pytest
+
+from eyrie_api.v1alpha1.load import LoadSpec
+from eyrie_workers.load.arms import LoadPrompt
+from eyrie_workers.load.asking import Question
+from eyrie_workers.load.schedule import Level, arrivals, blocks, draw, levels, num_requests, total_requests
+from tests.workers.load.serving import prompts
+
+
+def test_levels_ascend_and_stand_once() -> None:
+    spec = LoadSpec(concurrencies=(4, 1, 4), rates_per_s=(2.5, 0.5))
+    assert [level.words() for level in levels(spec)] == ["1 user", "4 users", "0.5 requests/s", "2.5 requests/s"]
+
+
+def test_the_order_of_the_arms_turns_round_from_block_to_block() -> None:
+    spec = LoadSpec(concurrencies=(1, 2), repeats=3, requests=4)
+    order = [block.arm for block in blocks(prompts(4), ["a", "b"], spec)]
+    assert order == ["a", "b", "b", "a", "a", "b", "b", "a", "a", "b", "b", "a"]
+
+
+def test_all_arms_meet_the_same_questions_and_the_next_repeat_goes_on() -> None:
+    spec = LoadSpec(concurrencies=(1,), repeats=2, requests=4)
+    first, second, third, _ = blocks(prompts(8), ["a", "b"], spec)
+    assert first.questions == second.questions
+    assert [question.prompt.id for question in first.questions] == ["p0", "p1", "p2", "p3"]
+    assert [question.prompt.id for question in third.questions] == ["p4", "p5", "p6", "p7"]
+
+
+def test_prompts_are_drawn_from_the_categories_in_turn_however_many_each_has() -> None:
+    mixed = [LoadPrompt(f"{category}{i}", category, ()) for category, num in (("a", 1), ("b", 3)) for i in range(num)]
+    assert [prompt.id for prompt in draw(mixed, 0, 7)] == ["a0", "b0", "a0", "b1", "a0", "b2", "a0"]
+
+
+def test_warm_up_asks_what_is_measured_last_and_only_before_the_first_repeat() -> None:
+    spec = LoadSpec(concurrencies=(1,), repeats=2, requests=2, warmup_requests=2)
+    warmed = [[question.prompt.id for question in block.warmup] for block in blocks(prompts(8), ["a"], spec)]
+    assert warmed == [["p6", "p7"], []]
+
+
+def test_every_user_of_a_closed_loop_asks_twice_at_least() -> None:
+    spec = LoadSpec(concurrencies=(64,), rates_per_s=(64.0,), requests=10, warmup_requests=0)
+    assert [num_requests(spec, level) for level in levels(spec)] == [128, 10]
+    assert total_requests(prompts(3), ["a", "b"], spec) == 2 * 138
+
+
+def test_arrivals_are_a_poisson_process_fixed_by_the_seed() -> None:
+    level = Level("open", 4.0)
+    times = arrivals(LoadSpec(), level, 0, 20_000)
+    assert times[0] == 0.0
+    assert times == sorted(times)
+    assert times[-1] == pytest.approx(5_000, rel=0.03)  # the standard error of the sum is 0.7 %
+    assert times == arrivals(LoadSpec(), level, 0, 20_000)
+    assert times != arrivals(LoadSpec(seed=1), level, 0, 20_000)
+    assert times != arrivals(LoadSpec(), level, 1, 20_000)
+
+
+def test_another_system_prompt_replaces_the_prompts_own() -> None:
+    told = ({"role": "system", "content": "old"}, {"role": "user", "content": "hello"})
+    question = Question(LoadPrompt("p", "a", told), 0, 0)
+    assert question.messages(LoadSpec()) == list(told)
+    assert question.messages(LoadSpec(system_prompt="new")) == [
+        {"role": "system", "content": "new"}, {"role": "user", "content": "hello"}]
+
+
+def test_a_question_has_the_same_seed_in_every_arm_and_another_in_the_next_repeat() -> None:
+    prompt = prompts(1)[0]
+    first, again = (Question(prompt, 0, 3).seed(LoadSpec()) for _ in range(2))
+    assert first == again
+    assert first != Question(prompt, 1, 3).seed(LoadSpec())
+    assert 0 <= first < 2**31
