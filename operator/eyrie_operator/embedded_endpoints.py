@@ -10,6 +10,7 @@ engine that loads but cannot decode must never get the route.
 import contextlib
 import fcntl
 import logging
+import os
 import signal
 from collections.abc import Iterator
 from datetime import datetime
@@ -33,6 +34,7 @@ from eyrie_operator.endpoint_processes import (
     HOST,
     EngineRecord,
     endpoint_dir,
+    engine_argv,
     engine_dir,
     last_words,
     list_engines,
@@ -41,7 +43,6 @@ from eyrie_operator.endpoint_processes import (
     read_port,
     read_record,
     read_shares,
-    resolve_target,
     spawn,
     start_gateway,
     stop_gateway,
@@ -70,8 +71,7 @@ from eyrie_operator.serving import (
     TellDrift,
     plan_endpoint,
 )
-from eyrie_pipelines.processes import is_alive, signal_group, stop_group
-from eyrie_workers.engines.process import EngineCommand
+from eyrie_pipelines.processes import is_alive, stop_group
 
 log = logging.getLogger(__name__)
 
@@ -234,12 +234,8 @@ class EmbeddedEndpoints:
             return
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "ready.json").unlink(missing_ok=True)
-        command = EngineCommand(
-            target=resolve_target(serving.target), model=endpoint.model,
-            drafter=Path(revision.use.drafter_dir) if revision.use.drafter_dir else None, setting=revision.use.setting,
-            map=revision.use.map, host=HOST, max_concurrency=serving.serve.max_concurrency,
-            dtype=serving.target.dtype)
-        process = spawn(command.argv(folder / "ready.json"), folder, folder / "engine.log")
+        argv = engine_argv(serving, revision.use, endpoint.model, folder / "ready.json")
+        process = spawn(argv, folder, folder / "engine.log")
         write_model(folder / ENGINE_FILE, EngineRecord(revision=action.revision, process=process,
                                                        started_at=self._clock(), starts=action.starts))
 
@@ -282,7 +278,9 @@ def _act_on_engine(action: RetireEngine | KillEngine | ForgetEngine, folder: Pat
         return
     if isinstance(action, RetireEngine):
         if is_alive(record.process):
-            signal_group(record.process.pid, signal.SIGTERM)
+            # The leader alone: SGLang's children would die of it with answers in hand.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(record.process.pid, signal.SIGTERM)
         write_model(folder / ENGINE_FILE, record.model_copy(update={"retiring_since": now}))
     elif isinstance(action, KillEngine):
         stop_group(record.process, grace_s=0.0)

@@ -27,13 +27,16 @@ import httpx
 from pydantic import BaseModel
 
 from eyrie_api.artifacts import write_atomically
+from eyrie_api.endpoints import Serving
 from eyrie_api.errors import TargetNotFound, Transient
 from eyrie_api.facts import target_dir
 from eyrie_api.v1alpha1.job import TargetSpec
 from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.gateway import GATEWAY_FILE, GatewayRecord, bind
 from eyrie_operator.routing import COUNTERS_PATH, ROUTE_FILE, Counters
 from eyrie_pipelines.processes import ProcessName, is_alive, name_of, stop_group
+from eyrie_workers.engines.process import EngineCommand
 
 HOST = "127.0.0.1"
 """Engines have no notion of users: only this machine may reach them, whatever the API is bound to."""
@@ -137,6 +140,19 @@ def resolve_target(spec: TargetSpec) -> Path:
     return Path(done.stdout.strip().splitlines()[-1])
 
 
+def engine_argv(serving: Serving, use: DrafterUse, model: str, ready_file: Path) -> list[str]:
+    """The command line of an engine that serves `model` as `use` says. Raises TargetNotFound."""
+    target, serve = resolve_target(serving.target), serving.serve
+    if serve.engine == "embedded":
+        return EngineCommand(
+            target=target, model=model, drafter=Path(use.drafter_dir) if use.drafter_dir else None,
+            setting=use.setting, map=use.map, host=HOST, max_concurrency=serve.max_concurrency,
+            dtype=serving.target.dtype).argv(ready_file)
+    return [sys.executable, "-m", "eyrie_workers.engines.sglang.serve", "--target", str(target), "--model", model,
+            "--use", use.model_dump_json(), "--host", HOST, "--dtype", serving.target.dtype, "--max-concurrency",
+            str(serve.max_concurrency), "--ready-file", str(ready_file)]
+
+
 def probe(folder: Path, model: str) -> str | None:
     """The engine's URL if it is ready, healthy and able to generate; None otherwise."""
     try:
@@ -156,18 +172,28 @@ class Ready(BaseModel):
     url: str
 
 
+_ROUNDS = ("eyrie_verify_rounds_total", "sglang:spec_verify_calls_total")
+_TOKENS = ("eyrie_generated_tokens_total", "sglang:generation_tokens_total")
+
+
 def read_counters(url: str) -> tuple[float, float] | None:
-    """(verify rounds, generated tokens) so far, from the engine's /metrics; None when it does not answer."""
+    """(verify rounds, generated tokens) so far, from the engine's /metrics; None when it does not answer.
+
+    SGLang adds to both when a request ends and counts the first token, which no round gave: with answers of 100 tokens
+    its tau reads one hundredth high. Undrafted it counts no rounds, so no window of it ever fills.
+    """
     try:
         text = httpx.get(f"{url}/metrics", timeout=2.0, trust_env=False).text
     except httpx.HTTPError:
         return None
-    values = dict.fromkeys(("eyrie_verify_rounds_total", "eyrie_generated_tokens_total"), 0.0)
+    rounds = tokens = 0.0
     for line in text.splitlines():
-        name, _, value = line.partition(" ")
-        if name in values:
-            values[name] = float(value)
-    return values["eyrie_verify_rounds_total"], values["eyrie_generated_tokens_total"]
+        name = line.partition(" ")[0].partition("{")[0]
+        if name in _ROUNDS:
+            rounds += float(line.rpartition(" ")[2])
+        elif name in _TOKENS:
+            tokens += float(line.rpartition(" ")[2])
+    return rounds, tokens
 
 
 def read_shares(port: int) -> Counters | None:

@@ -1,0 +1,99 @@
+"""How an endpoint's engines are started and read, whichever engine it is."""
+
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.endpoints import Serving
+from eyrie_api.v1alpha1.job import DraftTreeShape, ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
+from eyrie_operator.endpoint_processes import engine_argv, read_counters
+from eyrie_workers.engines.sglang.process import PROGRAM
+from tests.api.samples import target_directory
+
+CHAIN = Setting(tree=DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4))
+
+EMBEDDED = """# HELP eyrie_verify_rounds_total x
+eyrie_verify_rounds_total 200.0
+eyrie_generated_tokens_total 500.0
+eyrie_accepted_tokens_total{position="1"} 9.0
+"""
+SGLANG = """sglang:spec_verify_calls_total{model_name="m"} 200.0
+sglang:generation_tokens_total{is_streaming="true",model_name="m"} 450.0
+sglang:generation_tokens_total{is_streaming="false",model_name="m"} 50.0
+sglang:spec_accept_length{model_name="m"} 2.5
+"""
+
+
+class Metrics(ThreadingHTTPServer):
+    """Says what it was given."""
+
+    daemon_threads = True
+    text = ""
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        assert isinstance(self.server, Metrics)
+        body = self.server.text.encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def metrics() -> Iterator[Metrics]:
+    server = Metrics(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As far as a launch line looks."""
+    return target_directory(tmp_path_factory.mktemp("endpoint") / "tiny", max_position_embeddings=512)
+
+
+@pytest.mark.parametrize("text", [EMBEDDED, SGLANG])
+def test_rounds_and_tokens_are_read_from_either_engine(metrics: Metrics, text: str) -> None:
+    metrics.text = text
+    assert read_counters(f"http://127.0.0.1:{metrics.server_address[1]}") == (200.0, 500.0)
+
+
+def test_an_engine_decodes_by_its_map_where_it_can_follow_one(target: Path) -> None:
+    serving = Serving(TargetSpec(model=str(target)), ServeSpec(max_concurrency=3))
+    points = tuple(OperatingPoint(concurrency=load, setting=setting, speedup=1.0, tokens_per_s=1.0, measured=True)
+                   for load, setting in ((1, CHAIN), (4, OFF)))
+    use = DrafterUse(drafter_dir="/d", setting=CHAIN, map=OperatingMap(points=points))
+    line = " ".join(engine_argv(serving, use, "m", Path("/r/ready.json")))
+    assert "--drafter /d --by-load 1=3/1/4,4=off" in line
+    assert "--max-concurrency 3" in line
+    bare = " ".join(engine_argv(serving, DrafterUse(), "m", Path("/r/ready.json")))
+    assert "--drafter" not in bare
+
+
+def test_a_sglang_engine_says_where_it_will_listen_and_becomes_the_launcher(target: Path, tmp_path: Path) -> None:
+    """With `echo` for a launcher: what it would be told."""
+    serving = Serving(TargetSpec(model=str(target)), ServeSpec(engine="sglang", max_concurrency=3))
+    use = DrafterUse(setting=Setting(method="ngram", tree=CHAIN.tree))
+    ready = tmp_path / "ready.json"
+    done = subprocess.run(engine_argv(serving, use, "tiny", ready), env={**os.environ, PROGRAM: "echo"}, timeout=120,
+                          capture_output=True, text=True, check=True)
+    port = json.loads(ready.read_text())["url"].removeprefix("http://127.0.0.1:")
+    assert f"--host 127.0.0.1 --port {port} " in done.stdout
+    assert f"--model-path {target} --served-model-name tiny" in done.stdout
+    assert "--max-running-requests 3" in done.stdout
+    assert "NGRAM" in done.stdout
+    assert "--enable-metrics" in done.stdout
