@@ -1,0 +1,130 @@
+"""Olmo 3 in the real SGLang: Eyrie's model package against our own engine, on a small random target.
+
+The target is Olmo 3 in every respect that is easily got wrong: windows over half of its layers, YaRN on the others,
+norms behind. The drafter is trained for seconds on what the target says, so that drafts are accepted, and rejected, at
+every position: with a random one, wrong layers would look like right ones.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, TrainSpec
+from eyrie_api.v1alpha1.tuning import OFF, Setting
+from eyrie_workers.drafters.inheritance import read_target_ends
+from eyrie_workers.drafters.registry import family_named
+from eyrie_workers.drafters.vocabulary import DraftVocabulary
+from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments, launch_environment
+from eyrie_workers.engines.sglang.process import SglangServer, free_port, start_sglang
+from eyrie_workers.engines.sglang.profiles import profile
+from eyrie_workers.engines.sglang.served import read_drafter, read_target
+from eyrie_workers.measurement.parity import prove_parity
+from eyrie_workers.speculation.engine import Engine, Request
+from eyrie_workers.targets.layers import choose_aux_layers
+from eyrie_workers.targets.loading import load_target
+from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.training.objective import Moment, join
+from tests.tiny import tiny_target
+
+STAND_IN = Path(__file__).with_name("environment") / "stand_in"
+ROOT = Path(__file__).resolve().parents[2]
+CHAIN = DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4)
+TREE = DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=7)
+WINDOW, NEW_TOKENS = 12, 40
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
+    path = tiny_target(tmp_path_factory.mktemp("olmo") / "olmo3", "olmo3", seed=11, num_layers=8, hidden_size=64,
+                       initializer_range=0.12, sliding_window=WINDOW,
+                       layer_types=["sliding_attention", "full_attention"] * 4)
+    config = json.loads((path / "config.json").read_text())
+    del config["rope_parameters"]  # spelled as the published Olmo 3 checkpoints spell it
+    config |= {"rope_theta": 10000.0, "rope_scaling": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "attention_factor": 1.1386294361,
+        "beta_fast": 32.0, "beta_slow": 1.0}}
+    (path / "config.json").write_text(json.dumps(config))
+    return load_target(path)
+
+
+def prompts(num: int, seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 320, (5 + 7 * (index % 4),), generator=generator).tolist() for index in range(num)]
+
+
+@pytest.fixture(scope="module")
+def drafter(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    asked = [Request(f"r{index}", prompt, NEW_TOKENS) for index, prompt in enumerate(prompts(96, seed=1))]
+    answers = Engine(target, max_concurrency=32).generate(asked)
+    texts = [torch.tensor([*request.prompt_ids, *answer.token_ids])
+             for request, answer in zip(asked, answers, strict=True)]
+    aux_layers = choose_aux_layers(target.config.num_layers, target.config.layer_types).aux_layers
+    assert aux_layers == (2, 4, 6)
+    rows = []
+    for request, text, (aux, last) in zip(asked, texts, target.hidden_states(texts, aux_layers), strict=True):
+        rows.append((text, torch.arange(len(text)) >= len(request.prompt_ids), aux.clone(), last.clone()))
+    family, assert_path = family_named("eagle3"), target.path
+    assert assert_path is not None
+    ends = read_target_ends(assert_path, False)
+    spoken = torch.cat([text[row[1]] for text, row in zip(texts, rows, strict=True)]).unique()
+    module = family.create(DrafterSpec(), target.config, ends, aux_layers, DraftVocabulary(spoken, 320), 0)
+    objective = family.objective(module, ends, TrainSpec(ttt_length=3, unrolled_fraction=1.0, single_step_ratio=0.0),
+                                 128, torch.float32)
+    optimiser = torch.optim.Adam(module.parameters(), lr=2e-3)
+    for step in range(120):
+        batch = [rows[(12 * step + index) % len(rows)] for index in range(12)]
+        loss = objective(join(batch), Moment(step, 120, 0)).loss
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    directory = tmp_path_factory.mktemp("drafter") / "olmo3-drafter"
+    family.save(directory, module, "float32", None)
+    return directory
+
+
+def serve(target: TargetModel, drafter: Path, setting: Setting, logs: Path) -> SglangServer:
+    assert target.path is not None
+    plan = LaunchPlan(
+        target=read_target(str(target.path), json.loads((target.path / "config.json").read_text())),
+        drafter=read_drafter(str(drafter), json.loads((drafter / "config.json").read_text())), setting=setting,
+        machine=profile("cpu"), served_name="olmo", port=free_port(), dtype="float32", max_running_requests=4,
+        max_total_tokens=4096, plugin_root=f"{STAND_IN}{os.pathsep}{ROOT / 'workers'}")
+    venv = Path(os.environ.get("EYRIE_SGLANG_VENV", ROOT / ".eyrie" / "sglang-venv"))
+    return start_sglang(
+        (*launch_arguments(plan), "--skip-server-warmup"), logs, prefix=(str(venv / "bin" / "python"),
+                                                                        str(STAND_IN / "serve_on_cpu.py")),
+        environment=launch_environment(plan) | {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"})
+
+
+@pytest.fixture(scope="module")
+def servers(target: TargetModel, drafter: Path,
+            tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, SglangServer]]:
+    logs = tmp_path_factory.mktemp("logs")
+    settings = {"off": OFF, "chain": Setting(tree=CHAIN), "tree": Setting(tree=TREE)}
+    running = {name: serve(target, drafter, setting, logs / name) for name, setting in settings.items()}
+    try:
+        for server in running.values():
+            server.wait_ready(600.0)
+        yield running
+    finally:
+        for server in running.values():
+            server.stop(0.0)
+
+
+@pytest.mark.parametrize(("name", "tree"), [("chain", CHAIN), ("tree", TREE)])
+def test_sglang_serves_olmo3_losslessly_and_accepts_what_our_engine_accepts(
+        name: str, tree: DraftTreeShape, servers: dict[str, SglangServer], target: TargetModel, drafter: Path) -> None:
+    assert target.path is not None
+    asked = prompts(8, seed=2)
+    assert max(map(len, asked)) > WINDOW
+    report = prove_parity("sglang", servers["off"].url, servers[name].url, "olmo", target.path, drafter, tree, asked,
+                          NEW_TOKENS, "float32")
+    assert report.passed, report.reasons
+    assert report.identical == report.prompts == len(asked)
+    assert report.histogram == report.reference_histogram
+    assert sum(count > 0 for count in report.histogram) >= 3, "drafts of one length only would prove little"
