@@ -332,8 +332,7 @@ def _watch_acceptance(endpoint: Endpoint, active: int, policy: ServePolicy, seen
     tau = window_tau(engine)
     if tau is None:
         return _drift(revision, policy.drift, seen)
-    proven = revision.tau if _drafts(revision) else None
-    close = CloseWindow(active, tau, engine.window_rounds, proven)
+    close = CloseWindow(active, tau, engine.window_rounds, _proven(revision))
     collapse = _collapse(revision, tau, engine.window_rounds, policy)
     if collapse is not None:
         # A new window, so that a fallback that fails is tried again only after as many rounds.
@@ -344,29 +343,27 @@ def _watch_acceptance(endpoint: Endpoint, active: int, policy: ServePolicy, seen
 
 def _collapse(revision: Revision | None, tau: float | None, rounds: float, policy: ServePolicy) -> str | None:
     """In words, that acceptance fell below the share of the proven one that is borne; None while it did not."""
-    if revision is None or tau is None or revision.tau is None or not _drafts(revision):
+    proven = None if revision is None else _proven(revision)
+    if tau is None or proven is None or tau >= policy.min_acceptance_ratio * proven:
         return None
-    least = policy.min_acceptance_ratio * revision.tau
-    if tau >= least:
-        return None
-    return (f"acceptance length fell to {tau:.2f} over {rounds:.0f} rounds, below {least:.2f} = "
-            f"{policy.min_acceptance_ratio:g} x the proven {revision.tau:.2f}")
+    return (f"acceptance length fell to {tau:.2f} over {rounds:.0f} rounds, below "
+            f"{policy.min_acceptance_ratio * proven:.2f} = {policy.min_acceptance_ratio:g} x the proven {proven:.2f}")
 
 
 def _drift(revision: Revision, drift: DriftSpec, seen: EndpointSeen) -> list[EndpointAction]:
     """Told once; again only after acceptance had recovered in between."""
-    if drift.action == "ignore" or revision.tau is None or not _drafts(revision):
+    proven = _proven(revision)
+    if drift.action == "ignore" or proven is None:
         return []
-    least = drift.ratio * revision.tau
-    windows = seen.windows
+    least, windows = drift.ratio * proven, seen.windows
     if seen.drift_told:
         windows = windows[sum(1 for _ in takewhile(lambda tau: tau < least, windows)):]
     latest = windows[-drift.windows:]
     if len(latest) < drift.windows or max(latest) >= least:
         return []
-    message = (f"acceptance length stayed below {least:.2f} = {drift.ratio:g} x the proven {revision.tau:.2f} for "
+    message = (f"acceptance length stayed below {least:.2f} = {drift.ratio:g} x the proven {proven:.2f} for "
                f"{drift.windows} windows in a row: {', '.join(f'{tau:.2f}' for tau in latest)}")
-    return [TellDrift(revision.number, latest, revision.tau, message)]
+    return [TellDrift(revision.number, latest, proven, message)]
 
 
 def _clear_away(wanted: set[int | None], seen: EndpointSeen, now: datetime) -> list[EndpointAction]:
@@ -401,6 +398,17 @@ def _serving(endpoint: Endpoint, seen: EndpointSeen) -> tuple[Literal["True", "F
     if engine is not None and engine.state == "dead":
         return "False", "EngineDied", f"the engine ended and is being restarted: {engine.message}"
     return "Unknown", "Starting", f"revision {endpoint.active_revision} is coming up"
+
+
+def _proven(revision: Revision) -> float | None:
+    """The acceptance length that live traffic is held against; None where it would accuse the innocent.
+
+    An engine that follows its map and switches itself off under load counts plain rounds, of one token each: from its
+    counters that cannot be told from a drafter that has gone blind.
+    """
+    chart = revision.use.map
+    switches_off = chart is not None and any(point.setting.method == "off" for point in chart.points)
+    return revision.tau if _drafts(revision) and not switches_off else None
 
 
 def _drafts(revision: Revision) -> bool:

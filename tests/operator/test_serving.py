@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from eyrie_api.v1alpha1.job import CanarySpec, DraftTreeShape, DriftSpec
 from eyrie_api.v1alpha1.status import Endpoint, Revision
-from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
+from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_operator.serving import (
     CANARY_ROUNDS,
     DRAIN_S,
@@ -136,6 +136,18 @@ def test_a_window_is_closed_when_it_is_long_enough_too_but_a_collapse_does_not_w
         assert bool(plan(endpoint(2), seen, routed=2, policy=policy, now=now).actions) == closed
     poor = engine(2, window_tokens=1.2 * 2 * MIN_ROUNDS, **full)
     assert GoBack in kinds(plan(endpoint(2), poor, routed=2, policy=policy))
+
+
+def test_an_engine_that_switches_itself_off_under_load_is_not_blamed_for_rounds_of_one_token() -> None:
+    poor = {"window_tokens": 1.0 * MIN_ROUNDS, "window_rounds": float(MIN_ROUNDS)}
+    points = tuple(OperatingPoint(concurrency=load, setting=setting, speedup=1.0, tokens_per_s=1.0, measured=True)
+                   for load, setting in ((1, Setting(tree=DraftTreeShape())), (8, OFF)))
+    wanted = endpoint(2)
+    use = wanted.revisions[1].use.model_copy(update={"map": OperatingMap(points=points)})
+    follows = wanted.revisions[1].model_copy(update={"use": use})
+    wanted = wanted.model_copy(update={"revisions": (wanted.revisions[0], follows)})
+    assert kinds(plan(wanted, engine(2, **poor), routed=2)) == [CloseWindow]
+    assert plan(wanted, engine(2), routed=2, policy=DRIFTING, windows=(1.0, 1.0, 1.0)).actions == ()
 
 
 def test_acceptance_is_not_judged_while_another_revision_is_coming_up() -> None:
