@@ -246,6 +246,18 @@ def test_facts_are_read_from_config_json_of_any_family() -> None:
         read_target("/m", {"architectures": ["X"], "max_position_embeddings": 10})
 
 
+def test_an_olmo3_whose_rope_sglang_would_misread_is_refused() -> None:
+    saved_by_transformers_5 = {
+        "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "num_hidden_layers": 4,
+        "max_position_embeddings": 512, "rope_parameters": {"sliding_attention": {"rope_theta": 5e5},
+                                                            "full_attention": {"rope_theta": 5e5}}}
+    with pytest.raises(Unlaunchable, match="rope_parameters") as refused:
+        read_target("/m", saved_by_transformers_5)
+    assert "rope_scaling" in refused.value.mend
+    published = {key: value for key, value in saved_by_transformers_5.items() if key != "rope_parameters"}
+    assert read_target("/m", published | {"rope_theta": 5e5}).architecture == "Olmo3ForCausalLM"
+
+
 def test_a_drafters_window_and_context_are_read_from_its_config() -> None:
     llama3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
     read = read_drafter("/d", {"max_position_embeddings": 131072, "rope_scaling": llama3, "sliding_window": 512})
