@@ -73,6 +73,17 @@ def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: Bench
         incumbent_speedup=None if incumbent is None else mean_speedup(incumbent))
 
 
+def in_short(decision: PromotionDecision) -> str:
+    """What decided: the checks that failed, or how many passed and what was won at the declared loads."""
+    failed = [check.words for check in decision.checks if not check.passed]
+    told = {check.words for check in decision.checks}
+    rest = [reason for reason in decision.reasons if reason not in told]
+    if failed or not decision.checks:
+        return "; ".join([*failed, *rest])
+    loads = [check.words for check in decision.checks if check.name.startswith("load:")]
+    return "; ".join([f"all {len(decision.checks)} checks passed", *loads, *rest])
+
+
 def proven_tau(final: BenchmarkReport, proof: ProveReport | None = None) -> float:
     """The acceptance length that live traffic of this drafter is held against.
 

@@ -21,6 +21,7 @@ from rich.text import Text
 from eyrie_api.artifacts import MANIFEST, read_manifest, write_atomically
 from eyrie_api.client import Client
 from eyrie_api.errors import EyrieError, Permanent
+from eyrie_api.promotion import in_short
 from eyrie_api.settings import Settings
 from eyrie_api.terminal import chat
 from eyrie_api.terminal.screen import Screen
@@ -33,6 +34,7 @@ from eyrie_api.v1alpha1.job import (
     DrafterSpec,
     DraftTreeShape,
     JobSpec,
+    ProveSpec,
     RegenerateSpec,
     SamplingSpec,
     SuiteSpec,
@@ -40,7 +42,7 @@ from eyrie_api.v1alpha1.job import (
     TrainSpec,
     TuneSpec,
 )
-from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneReport
+from eyrie_api.v1alpha1.reports import BenchmarkReport, PromotionDecision, TuneReport
 from eyrie_api.v1alpha1.stages import Manifest
 from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_operator.detached import free_port, running_plane, start_detached, stop_plane
@@ -77,6 +79,8 @@ def demo_job(short: bool) -> JobSpec:
             tree=DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6),
             max_new_tokens=48 if short else 96, warmup_prompts=1,
         ),
+        prove=ProveSpec(loads=(1, 4), requests=8 if short else 16, max_new_tokens=48 if short else 64,
+                        parity_prompts=4 if short else 8),
         tune=TuneSpec(num_steps=(3, 5) if short else (5, 6, 7), top_k=(1,) if short else (1, 2),
                       num_draft_tokens=(10,), max_prompts=4 if short else 8),
     )
@@ -202,13 +206,16 @@ def closing(report: dict[str, Any], final: BenchmarkReport | None, reply: chat.R
     """
     promoted, baseline = report["promoted"], report["baseline"]
     by_suite = [] if final is None else [Text(), *suites_table(final)]
+    proven = proof_words(report["proof"])
     tried = [] if reply is None else [Text(), Text.assemble((f"{QUESTION}  ", "bold"), " ".join(reply.content.split())),
                                       Text(reply.footer(), "dim")]
     if not promoted:
-        decided = report["decision"] or {"reasons": [report["outcome"]["message"] or "nothing was measured"]}
-        reasons = decided["reasons"]
-        return Group(Text.assemble(("No drafter was promoted: ", "bold yellow"), "; ".join(reasons)),
-                     Text("The target serves as before: a drafter that does not pay is left out."), *by_suite, *tried)
+        why = report["outcome"]["message"] or "nothing was measured"
+        if report["decision"] is not None:
+            why = in_short(PromotionDecision.model_validate(report["decision"]))
+        return Group(Text.assemble(("No drafter was promoted: ", "bold yellow"), why),
+                     Text("The target serves as before: a drafter that does not pay is left out."), *by_suite, *proven,
+                     *tried)
     speedup = promoted["speedup"]
     same = promoted["identical"]["greedy"] and promoted["identical"]["sampled"]
     parts: list[RenderableType] = [
@@ -226,7 +233,7 @@ def closing(report: dict[str, Any], final: BenchmarkReport | None, reply: chat.R
             ("baseline", f"{baseline['tokens_per_s']:.0f} tok/s without a drafter; transformers generate, same "
                          f"prompts: {rate(baseline['transformers_generate_tokens_per_s'])}"),
         ]),
-        *by_suite, *tried,
+        *by_suite, *proven, *tried,
     ]
     return Group(*parts)
 
@@ -254,6 +261,37 @@ def suites_table(final: BenchmarkReport) -> list[RenderableType]:
     tree = final.cells[0].tree
     return [Text(f"{final.checkpoint} by suite, at depth {tree.num_steps}, top-k {tree.top_k}, {tree.num_draft_tokens} "
                  "draft tokens:"), table]
+
+
+def proof_words(proof: dict[str, Any] | None) -> list[RenderableType]:
+    """What was found in the serving engine, arm by arm; nothing when it was not asked. Pure."""
+    if proof is None:
+        return []
+    if proof["parity"] is None:
+        return [Text(), Text(f"In the serving engine nothing was tried: {proof['skipped']}")]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("USERS", "SPEED-UP (95 %)", "TOK/S (OFF)", "FIRST TOKEN P99 (OFF)"):
+        table.add_column(column, justify="left" if column == "USERS" else "right")
+    rows = [(f"{one['users']:g} at once" if one["users"] > 1 else "1", one) for one in proof["loads"]]
+    rows += [(f"{one['users']:g}, another system prompt", one) for one in proof["changed_prompt"]]
+    for asked, one in rows:
+        low, high = one["speedup_interval"]
+        table.add_row(asked if one["arm"] == "candidate" else f"{asked}, {one['arm']}",
+                      f"{times(one['speedup'])} ({low:.2f}-{high:.2f})",
+                      f"{one['tokens_per_s']:.0f} ({one['off_tokens_per_s']:.0f})",
+                      f"{milliseconds(one['ttft_p99_s'])} ({milliseconds(one['off_ttft_p99_s'])})")
+    parity = proof["parity"]
+    holds = "serves what was trained" if parity["passed"] else "does NOT serve what was trained"
+    setting = proof["setting"] + (", by load" if proof["follows_load"] else "")
+    return [Text(), Text(
+        f"The {proof['engine']} engine {holds}: {parity['identical']} of {parity['prompts']} answers are identical "
+        f"with the drafter, tau is {parity['tau']:.2f} there and {parity['reference_tau']:.2f} in the reference "
+        f"engine. Under load, greedy, at {setting}:"), table]
+
+
+def milliseconds(seconds: float | None) -> str:
+    """A short time, when measured."""
+    return "-" if seconds is None else f"{1000 * seconds:.0f} ms"
 
 
 def where(report: dict[str, Any], plots: list[Path], home: Path) -> RenderableType:

@@ -34,7 +34,7 @@ from eyrie_api.history import Histories
 from eyrie_api.ingest import Ingest
 from eyrie_api.jobs import Jobs, LeaseLost
 from eyrie_api.leaderboard import Measured
-from eyrie_api.promotion import decide, proven_tau
+from eyrie_api.promotion import decide, in_short, proven_tau
 from eyrie_api.results import ResultFilter, Results
 from eyrie_api.settings import Settings
 from eyrie_api.sweep import expand
@@ -265,7 +265,7 @@ class Embedded:
             assert isinstance(proof, ProveReport)
             use = proof.use.model_copy(update={"drafter_dir": self._drafter_dir(job, tuned.checkpoint)})
             revision = self._endpoints.propose(
-                name, job_id=job.id, checkpoint=tuned.checkpoint, use=use, reason=settled.decision.reasons[0],
+                name, job_id=job.id, checkpoint=tuned.checkpoint, use=use, reason=in_short(settled.decision),
                 speedup=tuned.final.speedup, tau=proven_tau(tuned.final, proof)).number
         write_model(job_dir / SETTLED_FILE, settled.model_copy(update={"endpoint": name, "revision": revision}))
 

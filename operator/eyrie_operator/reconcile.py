@@ -19,6 +19,7 @@ from datetime import datetime
 from typing import Literal
 
 from eyrie_api.errors import EyrieError
+from eyrie_api.promotion import in_short
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.records import Failure, ProgressRecord
 from eyrie_api.v1alpha1.reports import LeaderboardEntry, PromotionDecision
@@ -203,7 +204,7 @@ def _settle(spec: JobSpec, seen: Observed, conditions: Conditions, now: datetime
     reason = {"promote": "Promoted", "keep-incumbent": "IncumbentKept", "no-drafter": "NotFaster",
               "awaits-approval": "AwaitsApproval"}[decision.verdict]
     conditions = observe(conditions, "Promoted", "True" if decision.promote else "False", reason,
-                         "; ".join(decision.reasons), now)
+                         in_short(decision), now)
     # Not fast enough and nothing serves yet: the target alone is served, so that the user's URL exists all the same.
     bare = decision.verdict == "no-drafter" and spec.promotion.mode == "auto"
     if spec.serve.enabled and (decision.promote or bare):
@@ -220,8 +221,7 @@ def _settle(spec: JobSpec, seen: Observed, conditions: Conditions, now: datetime
                                "log, then promote it again with `eyrie endpoints`")
             return _plan(seen, _failed(conditions, failed, now), now, WriteReport())
         conditions = observe(conditions, "Serving", "True", "Healthy", serving.message, now)
-    conditions = observe(conditions, "Succeeded", "True", "Completed", decision.reasons[0] if decision.reasons else "",
-                         now)
+    conditions = observe(conditions, "Succeeded", "True", "Completed", in_short(decision), now)
     return _plan(seen, conditions, now, WriteReport())
 
 

@@ -12,6 +12,8 @@ from statistics import fmean
 
 from pydantic import JsonValue
 
+from eyrie_api.v1alpha1.load import LoadReport
+from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport, PromotionDecision, TuneReport
 from eyrie_api.v1alpha1.stages import STAGES, Manifest
 from eyrie_api.v1alpha1.status import Condition, Endpoint
@@ -23,6 +25,7 @@ def build(job_id: str, manifests: Sequence[Manifest], conditions: Sequence[Condi
     """The report of a job from its stages' manifests and what followed. `total_s` counts from submission."""
     benchmarks = [one.report for one in manifests if isinstance(one.report, BenchmarkReport)]
     tuned = next((one.report for one in manifests if isinstance(one.report, TuneReport)), None)
+    proof = next((one.report for one in manifests if isinstance(one.report, ProveReport)), None)
     return {
         "job": job_id,
         "outcome": _outcome(conditions),
@@ -31,6 +34,7 @@ def build(job_id: str, manifests: Sequence[Manifest], conditions: Sequence[Condi
         "baseline": _baseline(benchmarks),
         "tuning": [] if tuned is None else [_shape(cell.tree.model_dump(), cell.tau, cell.tokens_per_s, cell.speedup)
                                             for cell in tuned.cells],
+        "proof": None if proof is None else _proof(proof),
         "finding": None if tuned is None else tuned.finding,
         "promoted": None if tuned is None or decision is None or not decision.promote else _promoted(tuned, decision),
         "decision": None if decision is None else decision.model_dump(mode="json"),
@@ -80,6 +84,37 @@ def _baseline(benchmarks: Sequence[BenchmarkReport]) -> dict[str, JsonValue]:
 
 def _shape(tree: dict[str, JsonValue], tau: float, tokens_per_s: float, speedup: float) -> dict[str, JsonValue]:
     return {**tree, "tau": tau, "tokens_per_s": tokens_per_s, "speedup": speedup}
+
+
+def _proof(proof: ProveReport) -> dict[str, JsonValue]:
+    """The candidate in the serving engine; seconds to the first token are those of the 99th percentile."""
+    parity = proof.parity
+    return {
+        "engine": proof.engine, "setting": proof.use.setting.label(), "follows_load": proof.use.map is not None,
+        "skipped": proof.skipped,
+        "parity": None if parity is None else {
+            "passed": parity.passed, "identical": parity.identical, "prompts": parity.prompts, "tau": parity.tau,
+            "tau_interval": [parity.tau_interval.low, parity.tau_interval.high], "reference_tau": parity.reference_tau,
+            "reasons": list(parity.reasons)},
+        "loads": [] if proof.load is None else _arms(proof.load),
+        "changed_prompt": [] if proof.changed_prompt is None else _arms(proof.changed_prompt),
+    }
+
+
+def _arms(load: LoadReport) -> list[JsonValue]:
+    """Every drafted arm at every load, against no drafter; `speedup` for all users together and for a single one."""
+    cells = {(one.arm, one.level): one.total for one in load.levels}
+    found: list[JsonValue] = []
+    for one in load.comparisons:
+        mine, plain = cells[one.arm, one.level], cells[one.baseline, one.level]
+        found.append({
+            "arm": one.arm, "users": one.level, "speedup": one.throughput_ratio,
+            "speedup_interval": [one.throughput_interval.low, one.throughput_interval.high],
+            "user_speedup": one.user_ratio, "tokens_per_s": mine.tokens_per_s, "off_tokens_per_s": plain.tokens_per_s,
+            "ttft_p99_s": None if mine.ttft_s is None else mine.ttft_s.p99,
+            "off_ttft_p99_s": None if plain.ttft_s is None else plain.ttft_s.p99, "tau": mine.tau,
+            "identical": one.identical, "compared": one.compared})
+    return found
 
 
 def _promoted(tuned: TuneReport, decision: PromotionDecision) -> dict[str, JsonValue]:

@@ -32,15 +32,28 @@ FINAL = BenchmarkReport(
         hardware="cpu", cpu_count=2, threads=2, torch="2", python="3", dtype="float32", code_version="x", date="now"))
 
 
+def load(users: int, speedup: float) -> dict[str, Any]:
+    return {"arm": "candidate", "users": float(users), "speedup": speedup,
+            "speedup_interval": [speedup - 0.2, speedup + 0.2], "user_speedup": speedup, "tokens_per_s": 120.0,
+            "off_tokens_per_s": 50.0, "ttft_p99_s": 0.0171, "off_ttft_p99_s": 0.015, "tau": 5.4, "identical": 16,
+            "compared": 16}
+
+
 def report(*, promoted: bool) -> dict[str, Any]:
     return {
         "promoted": {"checkpoint": "base-step-90", **CHAIN.model_dump(), "tau": 5.5, "reasons": ["faster"],
                      "speedup": {"greedy": 3.01, "sampled": 2.02},
                      "identical": {"greedy": True, "sampled": True}} if promoted else None,
-        "decision": {"promote": promoted, "reasons": ["tools: 0.97x is below 1.05x"]},
+        "decision": {"promote": promoted, "verdict": "promote" if promoted else "no-drafter",
+                     "reasons": ["tools: 0.97x is below 1.05x"]},
         "outcome": {"succeeded": True, "reason": "Completed", "message": ""},
         "baseline": {"tokens_per_s": 50.0, "transformers_generate_tokens_per_s": None},
         "seconds": {"setup": 100.0, "regenerate": 60.0, "capture": 20.0, "total": 240.0},
+        "proof": {
+            "engine": "embedded", "setting": "7/1/8", "follows_load": False, "skipped": "",
+            "parity": {"passed": True, "identical": 8, "prompts": 8, "tau": 5.41, "tau_interval": [5.0, 5.8],
+                       "reference_tau": 5.41, "reasons": ["identical"]},
+            "loads": [load(1, 2.41), load(4, 1.32)], "changed_prompt": [load(1, 1.95)]},
         "endpoint": {"name": "default", "url": "http://127.0.0.1:5/v1", "model": "quickstart"},
     }
 
@@ -62,6 +75,8 @@ def test_the_short_job_keeps_every_stage_and_shrinks_what_takes_time() -> None:
         assert job.promotion.mode == "auto"
         assert job.promotion.require_identical
         assert job.serve.enabled
+        assert job.prove.loads == (1, 4)
+    assert short.prove.requests * short.prove.max_new_tokens < whole.prove.requests * whole.prove.max_new_tokens
 
 
 def test_closing_words_name_every_setting_a_tau_depends_on() -> None:
@@ -69,6 +84,19 @@ def test_closing_words_name_every_setting_a_tau_depends_on() -> None:
     for part in ("3.01x greedy", "2.02x sampled", "12 of 12 greedy and 12 of 12 sampled", "depth 7, top-k 1",
                  "8 draft tokens", "same output", "50 tok/s", "not measured"):
         assert part in seen, part
+
+
+def test_closing_words_tell_the_proof_in_the_serving_engine() -> None:
+    seen = " ".join(rendered(demo.closing(report(promoted=True), FINAL, None)).split())
+    for part in ("serves what was trained: 8 of 8", "tau is 5.41 there", "at 7/1/8", "2.41x (2.21-2.61)", "4 at once",
+                 "1.32x (1.12-1.52)", "17 ms (15 ms)", "1, another system prompt 1.95x"):
+        assert part in seen, part
+    failed = report(promoted=False)
+    failed["proof"]["parity"]["passed"] = False
+    assert "does NOT serve what was trained" in " ".join(rendered(demo.closing(failed, FINAL, None)).split())
+    skipped = report(promoted=False)
+    skipped["proof"] |= {"parity": None, "skipped": "speculation pays at none of the declared loads"}
+    assert "nothing was tried: speculation pays at none" in rendered(demo.closing(skipped, FINAL, None), 200)
 
 
 def test_an_answer_of_the_endpoint_is_shown_with_its_speed() -> None:

@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from eyrie_api.promotion import in_short
 from eyrie_api.v1alpha1.plan import Plan
 from eyrie_api.v1alpha1.reports import LeaderboardEntry, PromotionDecision
 from eyrie_api.v1alpha1.stages import STAGES
@@ -207,8 +208,8 @@ def tree_words(entry: LeaderboardEntry) -> str:
 
 
 def decision_line(decision: PromotionDecision) -> str:
-    """The verdict with its reasons."""
-    return f"{decision.verdict}: " + "; ".join(decision.reasons)
+    """The verdict with what decided it."""
+    return f"{decision.verdict}: {in_short(decision)}"
 
 
 def leaderboard_table(entries: Sequence[LeaderboardEntry]) -> RenderableType:
