@@ -1,7 +1,8 @@
 """Everything the control plane can be told from outside: one frozen value, read once from EYRIE_* variables.
 
 No other module reads the environment. Every setting has a default that suits one machine, so `Settings()` is a whole
-working set-up under `.eyrie`; a cluster sets EYRIE_DATABASE_URL and EYRIE_BROKER_URL and nothing else changes.
+working set-up under `.eyrie`; a cluster sets EYRIE_DATABASE_URL, EYRIE_BROKER_URL and EYRIE_ARTIFACTS_URL (with what
+`artifacts.options` says of it) and nothing else changes.
 
 A job's directory is laid out as `eyrie_workers.catalog` says (`jobs/<id>/stages/<stage>[/<key>]`); the few lines here
 repeat that one rule because the control plane must find logs and artifacts without importing the workers.
@@ -12,14 +13,18 @@ import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, ValidationError
 
+from eyrie_api.artifacts.options import StoreOptions
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.model import Frozen
 
 PREFIX = "EYRIE_"
 DEFAULT_PORT = 8642
+_SECRETS = ("token", "database_url", "broker_url")
+"""Never quoted back: messages reach logs."""
 
 
 class Settings(Frozen):
@@ -33,6 +38,9 @@ class Settings(Frozen):
 
     broker_url: str = "memory://"
     """Celery broker. `redis://host:6379/0` moves the chores to Redis; nothing else changes."""
+
+    artifacts: StoreOptions = StoreOptions()
+    """Where finished stages are kept beyond this machine. Read from EYRIE_ARTIFACTS_*, as stage programs do."""
 
     host: str = "127.0.0.1"
     port: int = Field(DEFAULT_PORT, ge=0, le=65535)
@@ -78,14 +86,16 @@ class Settings(Frozen):
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "Settings":
         """Read EYRIE_HOME, EYRIE_DATABASE_URL, ... Raises InvalidInput naming the variable that is wrong."""
         environ = os.environ if environ is None else environ
-        names = {name: PREFIX + name.upper() for name in cls.model_fields}
-        found = {name: environ[variable] for name, variable in names.items() if environ.get(variable)}
+        names = {name: PREFIX + name.upper() for name in cls.model_fields if name != "artifacts"}
+        found: dict[str, Any] = {name: environ[variable] for name, variable in names.items() if environ.get(variable)}
+        found["artifacts"] = StoreOptions.from_env(environ)
         try:
             return cls.model_validate(found)
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0])
-            raise InvalidInput(f"{PREFIX}{name.upper()} = {found.get(name)!r}: {first['msg']}",
+            value = "<secret>" if name in _SECRETS else repr(found.get(name))
+            raise InvalidInput(f"{PREFIX}{name.upper()} = {value}: {first['msg']}",
                                "correct or unset the variable") from error
 
     @property

@@ -21,6 +21,12 @@ def test_a_wrong_variable_is_named_with_its_value() -> None:
         Settings.from_env({"EYRIE_PORT": "http"})
 
 
+def test_a_secret_that_is_wrong_is_not_told() -> None:
+    with pytest.raises(InvalidInput, match="EYRIE_TOKEN") as caught:
+        Settings.from_env({"EYRIE_TOKEN": "sesame"})
+    assert "sesame" not in str(caught.value)
+
+
 @pytest.mark.parametrize(("host", "loopback"), [
     ("127.0.0.1", True), ("localhost", True), ("::1", True), ("[::1]", True), ("127.8.8.8", True),
     ("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("example.org", False), ("", False)])

@@ -1,0 +1,176 @@
+"""A directory as an artifact store: for one machine, a shared volume, and the tests.
+
+What is written comes aside (`.name.random`) and is renamed; `write_once` links it into place, which fails when the name
+is taken. Digests are computed when asked for: a directory has nowhere to keep them, and reading is what we would do to
+trust them anyway.
+"""
+
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from eyrie_api.artifacts import digest_bytes, digest_file
+from eyrie_api.artifacts.store import AlreadyWritten, StoreCheck, StoredObject, checked_key, directory_prefix
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
+
+_CHUNK = 1 << 20
+
+
+class LocalStore:
+    """`ArtifactStore` in a directory, which is made when something is written."""
+
+    def __init__(self, root: Path, *, parallel: int = 4) -> None:
+        self._root = root.absolute()
+        self._parallel = parallel
+
+    @property
+    def url(self) -> str:
+        """See `ArtifactStore`."""
+        return self._root.as_uri()
+
+    @property
+    def parallel(self) -> int:
+        """See `ArtifactStore`."""
+        return self._parallel
+
+    def check(self) -> StoreCheck:
+        """See `ArtifactStore`."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=self._root, prefix=".check."):
+            return StoreCheck(conditional_writes=True)
+
+    def stat(self, key: str) -> StoredObject | None:
+        """See `ArtifactStore`."""
+        path = self._path(key)
+        if not path.is_file():
+            return None
+        return StoredObject(key, path.stat().st_size, digest_file(path))
+
+    def read(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
+        """See `ArtifactStore`."""
+        try:
+            with self._path(key).open("rb") as file:
+                file.seek(start)
+                return file.read(-1 if length is None else length)
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            raise self._missing(key) from None
+
+    def write(self, key: str, data: bytes) -> StoredObject:
+        """See `ArtifactStore`."""
+        with self._aside(key) as (file, aside, path):
+            _finish(file, data)
+            os.replace(aside, path)
+        return StoredObject(key, len(data), digest_bytes(data))
+
+    def write_once(self, key: str, data: bytes) -> bool:
+        """See `ArtifactStore`."""
+        with self._aside(key) as (file, aside, path):
+            _finish(file, data)
+            try:
+                os.link(aside, path)
+            except FileExistsError:
+                if path.read_bytes() == data:
+                    return False
+                raise AlreadyWritten(f"{key} is in {self.url} already, with other bytes",
+                                     "artifacts are immutable: write under another key") from None
+        return True
+
+    def upload(self, key: str, source: Path) -> StoredObject:
+        """See `ArtifactStore`."""
+        with self._aside(key) as (file, aside, path):
+            size, digest = _copy(source, file)
+            os.replace(aside, path)
+        return StoredObject(key, size, digest)
+
+    def download(self, key: str, target: Path, *, sha256: str | None = None) -> None:
+        """See `ArtifactStore`. Without `sha256` nothing says what the bytes should be."""
+        path = self._path(key)
+        if not path.is_file():
+            raise self._missing(key)
+        with _aside(target) as (file, aside):
+            _size, digest = _copy(path, file)
+            if sha256 not in (None, digest):
+                raise ArtifactCorrupt(f"{key} in {self.url} is {digest}, not {sha256}", "retry the job from that stage")
+            os.replace(aside, target)
+
+    def list(self, prefix: str = "") -> Iterator[StoredObject]:
+        """See `ArtifactStore`."""
+        root = self._root / directory_prefix(prefix)
+        found = [path for path in root.rglob("*") if path.is_file()] if root.is_dir() else []
+        keys = {path.relative_to(self._root).as_posix(): path for path in found}
+        for key in sorted(keys):
+            if not any(part.startswith(".") for part in key.split("/")):
+                with suppress(FileNotFoundError):  # deleted since
+                    yield StoredObject(key, keys[key].stat().st_size)
+
+    def delete(self, key: str) -> None:
+        """See `ArtifactStore`."""
+        self._path(key).unlink(missing_ok=True)
+
+    def delete_all(self, prefix: str) -> int:
+        """See `ArtifactStore`. Directories that become empty go too."""
+        doomed = [found.key for found in self.list(prefix)]
+        for key in doomed:
+            self.delete(key)
+        root = self._root / directory_prefix(prefix)
+        for directory in sorted((path for path in root.rglob("*") if path.is_dir()), reverse=True):
+            with suppress(OSError):  # something is left in it
+                directory.rmdir()
+        return len(doomed)
+
+    def sweep_unfinished(self, prefix: str = "", *, older_than_s: float) -> int:
+        """See `ArtifactStore`."""
+        root, before, swept = self._root / directory_prefix(prefix), time.time() - older_than_s, 0
+        for path in root.rglob(".*") if root.is_dir() else ():
+            if path.is_file() and path.stat().st_mtime < before:
+                path.unlink(missing_ok=True)
+                swept += 1
+        return swept
+
+    def _path(self, key: str) -> Path:
+        return self._root / checked_key(key)
+
+    def _missing(self, key: str) -> ArtifactMissing:
+        return ArtifactMissing(f"no {key} in {self.url}", "run the stage that writes it, or retry the job")
+
+    @contextmanager
+    def _aside(self, key: str) -> Iterator[tuple[IO[bytes], Path, Path]]:
+        path = self._path(key)
+        with _aside(path) as (file, aside):
+            yield file, aside, path
+
+
+@contextmanager
+def _aside(path: Path) -> Iterator[tuple[IO[bytes], Path]]:
+    """A file beside `path`; what has not been moved away by the end is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            os.fchmod(handle, 0o644)
+            yield file, Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _finish(file: IO[bytes], data: bytes) -> None:
+    file.write(data)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _copy(source: Path, file: IO[bytes]) -> tuple[int, str]:
+    """Copy a file's bytes; return how many, and their digest."""
+    sha, size = hashlib.sha256(), 0
+    with source.open("rb") as reading:
+        while chunk := reading.read(_CHUNK):
+            sha.update(chunk)
+            size += file.write(chunk)
+    file.flush()
+    os.fsync(file.fileno())
+    return size, "sha256:" + sha.hexdigest()

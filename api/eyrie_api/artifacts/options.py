@@ -1,0 +1,63 @@
+"""Where the artifact store is and how it is reached: one frozen value, read from EYRIE_ARTIFACTS_* variables.
+
+The control plane and stage programs read the same variables, so that a chart sets them once. Credentials are not among
+them: they come from a mounted secret (`credentials_dir`, one file per value) or from where boto3 looks by itself
+(AWS_ACCESS_KEY_ID ..., a profile, a pod's web identity), and are never part of a spec, a status or a log line.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.model import Frozen
+
+PREFIX = "EYRIE_ARTIFACTS_"
+MIN_PART_BYTES = 5 * 2**20
+"""S3's smallest part, the last one excepted."""
+
+
+class StoreOptions(Frozen):
+    """One artifact store."""
+
+    url: str | None = None
+    """`s3://bucket/prefix`, `file:///directory` or a path. Default: artifacts stay in the job's directory."""
+
+    endpoint_url: str | None = Field(None, pattern=r"^https?://")
+    """Of an S3-compatible store; default: AWS."""
+
+    region: str = Field("us-east-1", min_length=1)
+    addressing: Literal["auto", "path", "virtual"] = "auto"
+    """How the bucket is named in a request. `auto`: in the path where endpoint_url is set, in the host at AWS."""
+
+    credentials_dir: Path | None = None
+    """Directory with the files `access_key`, `secret_key` and, if need be, `session_token`: a mounted Secret."""
+
+    part_size_bytes: int = Field(16 * 2**20, ge=MIN_PART_BYTES, le=5 * 2**30)
+    """Larger files travel in parts of this size. So much memory is held per part in flight."""
+
+    parallel: int = Field(4, ge=1, le=64)
+    """Parts, or small files, in flight."""
+
+    timeout_s: float = Field(60.0, gt=0.0)
+    """For a connection, and between two pieces of an answer."""
+
+    max_attempts: int = Field(6, ge=1, le=20)
+    """Tries of one request before the store counts as away; waits double between them."""
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> "StoreOptions":
+        """Read EYRIE_ARTIFACTS_URL, ... Raises InvalidInput naming the variable that is wrong."""
+        environ = os.environ if environ is None else environ
+        names = {name: PREFIX + name.upper() for name in cls.model_fields}
+        found = {name: environ[variable] for name, variable in names.items() if environ.get(variable)}
+        try:
+            return cls.model_validate(found)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = str(first["loc"][0])
+            raise InvalidInput(f"{PREFIX}{name.upper()} = {found.get(name)!r}: {first['msg']}",
+                               "correct or unset the variable") from error

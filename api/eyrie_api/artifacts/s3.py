@@ -1,0 +1,271 @@
+"""S3, or any store that speaks its protocol, as an artifact store.
+
+- Requests carry an MD5, which servers compare (of the newer checksums, which not every server knows, none is asked
+  for); the SHA-256 of the whole is kept in the object's metadata and compared whenever the object is read whole.
+- Large files go up in parts (`s3_parts`) and come down as ranges into one file, each going on where its connection
+  broke.
+- `write_once` is a conditional write where the server honours If-None-Match, which `check` finds out by trying.
+
+Seen of the two servers of the tests: rclone 1.75 verifies signatures and MD5s, but overwrites in spite of If-None-Match
+and folds the case of metadata names; moto 5.2 honours If-None-Match and verifies neither.
+"""
+
+import logging
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from botocore.exceptions import ClientError
+
+from eyrie_api.artifacts import digest_bytes, digest_file
+from eyrie_api.artifacts.options import StoreOptions
+from eyrie_api.artifacts.s3_client import TAKEN, BeyondTheEnd, Bucket, all_done, code_of
+from eyrie_api.artifacts.s3_parts import abort, changed, md5_base64, upload_in_parts
+from eyrie_api.artifacts.store import (
+    AlreadyWritten,
+    StoreAway,
+    StoreCheck,
+    StoredObject,
+    StoreRefused,
+    checked_key,
+    directory_prefix,
+)
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, InvalidInput
+
+log = logging.getLogger(__name__)
+
+DIGEST = "eyrie-sha256"
+PAGE = 1000
+"""Most objects that one request lists or deletes."""
+
+_CHUNK = 1 << 20
+_KNOWS_NO_CONDITION = ("NotImplemented", "501", "InvalidArgument", "InvalidRequest")
+
+
+class S3Store:
+    """`ArtifactStore` below a prefix of a bucket."""
+
+    def __init__(self, url: str, options: StoreOptions) -> None:
+        parts = urlsplit(url)
+        if not parts.netloc or parts.query or parts.fragment or "@" in parts.netloc:
+            raise InvalidInput("the artifact store's URL does not name a bucket alone",
+                               "write s3://bucket or s3://bucket/prefix; credentials come from a mounted Secret or the "
+                               "environment, never from a URL")
+        self._prefix = directory_prefix(unquote(parts.path).lstrip("/"))
+        self._url = f"s3://{parts.netloc}/{self._prefix}".rstrip("/")
+        self._bucket = Bucket(parts.netloc, options, self._url)
+        self._conditional: bool | None = None
+
+    @property
+    def url(self) -> str:
+        """See `ArtifactStore`."""
+        return self._url
+
+    @property
+    def parallel(self) -> int:
+        """See `ArtifactStore`."""
+        return self._bucket.options.parallel
+
+    def check(self) -> StoreCheck:
+        """See `ArtifactStore`. Asks whether If-None-Match is honoured, which some servers ignore without a word."""
+        place: dict[str, Any] = {"Bucket": self._bucket.name, "Key": f"{self._prefix}_check/{uuid.uuid4().hex}"}
+        with self._bucket.asking("the check of the store"):
+            self._bucket.client.put_object(**place, Body=b"first")
+            try:
+                self._conditional = self._refuses_a_second(place)
+                self._bucket.client.get_object(**place)["Body"].read()
+            finally:
+                self._bucket.client.delete_object(**place)
+        if not self._conditional:
+            log.warning("%s ignores If-None-Match: two writers of one manifest are told apart by looking before and "
+                        "after, not by the store", self._bucket.options.endpoint_url or "S3")
+        return StoreCheck(conditional_writes=self._conditional)
+
+    def stat(self, key: str) -> StoredObject | None:
+        """See `ArtifactStore`."""
+        try:
+            with self._bucket.asking(key):
+                found = self._bucket.client.head_object(**self._place(key))
+        except ArtifactMissing:
+            return None
+        return StoredObject(key, found["ContentLength"], _digest_of(found))
+
+    def read(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
+        """See `ArtifactStore`."""
+        read: list[bytes] = []
+        stop = None if length is None else start + length
+        expected = self._fetch(key, start, stop, lambda _, chunk: read.append(chunk)) if length != 0 else None
+        data = b"".join(read)
+        if start == 0 and length is None:
+            self._compare(key, digest_bytes(data), expected)
+        return data
+
+    def write(self, key: str, data: bytes) -> StoredObject:
+        """See `ArtifactStore`."""
+        with self._bucket.asking(key):
+            return self._put(key, data)
+
+    def write_once(self, key: str, data: bytes) -> bool:
+        """See `ArtifactStore`."""
+        if self._conditional is None:
+            self.check()
+        if not self._conditional:
+            if self.stat(key) is None:
+                self.write(key, data)
+                self._refuse_other(key, data)
+                return True
+        else:
+            try:
+                with self._bucket.asking(key):
+                    self._put(key, data, IfNoneMatch="*")
+                return True
+            except AlreadyWritten:
+                pass
+        self._refuse_other(key, data)
+        return False
+
+    def upload(self, key: str, source: Path) -> StoredObject:
+        """See `ArtifactStore`."""
+        digest, size = digest_file(source), source.stat().st_size
+        if size > self._bucket.options.part_size_bytes:
+            upload_in_parts(self._bucket, self._place(key)["Key"], source, digest, {DIGEST: digest})
+            return StoredObject(key, size, digest)
+        data = source.read_bytes()
+        if digest_bytes(data) != digest:
+            raise changed(source)
+        return self.write(key, data)
+
+    def download(self, key: str, target: Path, *, sha256: str | None = None) -> None:
+        """See `ArtifactStore`."""
+        found = self.stat(key)
+        if found is None:
+            raise self._bucket.missing(key)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(handle, "r+b"):
+                os.fchmod(handle, 0o644)
+                self._fetch_in_parts(key, found.size_bytes, handle)
+                os.fsync(handle)
+            self._compare(key, digest_file(Path(name)), sha256 or found.sha256)
+            os.replace(name, target)
+        finally:
+            Path(name).unlink(missing_ok=True)
+
+    def list(self, prefix: str = "") -> Iterator[StoredObject]:
+        """See `ArtifactStore`."""
+        below = self._prefix + directory_prefix(prefix)
+        pages = self._bucket.client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._bucket.name, Prefix=below, PaginationConfig={"PageSize": PAGE})
+        with self._bucket.asking(f"the list of {below}"):
+            for page in pages:
+                for found in page.get("Contents", ()):
+                    yield StoredObject(found["Key"].removeprefix(self._prefix), found["Size"])
+
+    def delete(self, key: str) -> None:
+        """See `ArtifactStore`."""
+        with self._bucket.asking(key):
+            self._bucket.client.delete_object(**self._place(key))
+
+    def delete_all(self, prefix: str) -> int:
+        """See `ArtifactStore`."""
+        doomed = [{"Key": self._place(found.key)["Key"]} for found in self.list(prefix)]
+        for start in range(0, len(doomed), PAGE):
+            batch = {"Objects": doomed[start:start + PAGE], "Quiet": True}
+            with self._bucket.asking(prefix):
+                answer = self._bucket.client.delete_objects(Bucket=self._bucket.name, Delete=batch)
+            for error in answer.get("Errors", ()):
+                raise StoreRefused(f"{error.get('Key')} in {self.url} could not be deleted: {error.get('Code')}",
+                                   "see that the credentials may delete")
+        return len(doomed)
+
+    def sweep_unfinished(self, prefix: str = "", *, older_than_s: float) -> int:
+        """See `ArtifactStore`."""
+        before, swept = datetime.fromtimestamp(time.time() - older_than_s, UTC), 0
+        below = self._prefix + directory_prefix(prefix)
+        pages = self._bucket.client.get_paginator("list_multipart_uploads").paginate(
+            Bucket=self._bucket.name, Prefix=below)
+        with self._bucket.asking(f"the unfinished uploads below {below}"):
+            found = [upload for page in pages for upload in page.get("Uploads", ())]
+        for upload in found:
+            if upload["Initiated"] <= before:
+                abort(self._bucket, upload["Key"], upload["UploadId"])
+                swept += 1
+        return swept
+
+    def _place(self, key: str) -> dict[str, Any]:
+        return {"Bucket": self._bucket.name, "Key": self._prefix + checked_key(key)}
+
+    def _put(self, key: str, data: bytes, **conditions: str) -> StoredObject:
+        digest = digest_bytes(data)
+        self._bucket.client.put_object(**self._place(key), Body=data, Metadata={DIGEST: digest},
+                                       ContentMD5=md5_base64(data), **conditions)
+        return StoredObject(key, len(data), digest)
+
+    def _refuses_a_second(self, place: dict[str, Any]) -> bool:
+        try:
+            self._bucket.client.put_object(**place, Body=b"second", IfNoneMatch="*")
+        except ClientError as error:
+            if code_of(error) not in (*TAKEN, *_KNOWS_NO_CONDITION):
+                raise
+            return code_of(error) in TAKEN
+        return False
+
+    def _refuse_other(self, key: str, data: bytes) -> None:
+        if self.read(key) != data:
+            raise AlreadyWritten(f"{key} is in {self.url} already, with other bytes",
+                                 "artifacts are immutable: write under another key")
+
+    def _compare(self, key: str, digest: str, expected: str | None) -> None:
+        if expected not in (None, digest):
+            raise ArtifactCorrupt(f"{key} in {self.url} is {digest}, not {expected}", "retry the job from that stage")
+
+    def _fetch(self, key: str, start: int, stop: int | None, take: Callable[[int, bytes], object]) -> str | None:
+        """Read bytes [start, stop) and hand them over with their places; return the digest the whole should have.
+
+        A connection that breaks off is taken up where it broke, as often in a row as a request may be tried.
+        """
+        at, attempt, digest = start, 0, None
+        while True:
+            try:
+                with self._bucket.asking(key):
+                    answer = self._bucket.client.get_object(**self._place(key), **_range(at, stop))
+                    digest = _digest_of(answer)
+                    for chunk in answer["Body"].iter_chunks(_CHUNK):
+                        take(at, chunk)
+                        at, attempt = at + len(chunk), 0
+                return digest
+            except BeyondTheEnd:
+                return digest
+            except StoreAway:
+                attempt += 1
+                if attempt >= self._bucket.options.max_attempts:
+                    raise
+                time.sleep(min(2.0**attempt / 10, 20.0))
+
+    def _fetch_in_parts(self, key: str, size: int, handle: int) -> None:
+        def take(at: int, chunk: bytes) -> None:
+            os.pwrite(handle, chunk, at)
+
+        os.truncate(handle, size)
+        step = self._bucket.options.part_size_bytes
+        all_done(self.parallel, [partial(self._fetch, key, start, min(start + step, size), take)
+                                 for start in range(0, size, step)])
+
+
+def _range(start: int, stop: int | None) -> dict[str, str]:
+    if start == 0 and stop is None:
+        return {}
+    return {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"}
+
+
+def _digest_of(answer: dict[str, Any]) -> str | None:
+    # Some servers fold the case of metadata names.
+    return next((value for name, value in answer.get("Metadata", {}).items() if name.lower() == DIGEST), None)

@@ -1,0 +1,111 @@
+"""Whole stage directories: what is there is not moved, what differs is refused, the manifest comes last."""
+
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.artifacts import MANIFEST, read_manifest
+from eyrie_api.artifacts.directories import Moved, download_dir, upload_dir
+from eyrie_api.artifacts.store import AlreadyWritten, ArtifactStore
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, InvalidInput
+from tests.api.samples import benchmark_report, finish_stage
+
+FILES = {"index.json": b"{}", "shards/0.bin": b"0" * 1000, "shards/1.bin": b"1" * 2000}
+PREFIX = "jobs/j/benchmark/c"
+
+
+def a_stage(directory: Path, job_id: str = "j") -> Path:
+    """A finished stage's directory, with what lies around in one."""
+    finish_stage(directory, "benchmark", benchmark_report("c", {"chat": (2.0,)}), FILES, job_id)
+    for name, data in {"events.jsonl": b"event\n", ".lock": b"", ".index.json.x1": b"half"}.items():
+        (directory / name).write_bytes(data)
+    return directory
+
+
+def names(directory: Path) -> set[str]:
+    return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_finished_directory_goes_up_and_comes_down_whole(store: ArtifactStore, tmp_path: Path) -> None:
+    made = a_stage(tmp_path / "made")
+    assert upload_dir(store, made, PREFIX) == Moved(4, 3008, 0)
+    assert [found.key for found in store.list(PREFIX)] == [
+        f"{PREFIX}/{name}" for name in ("events.jsonl", "index.json", MANIFEST, "shards/0.bin", "shards/1.bin")]
+    assert download_dir(store, PREFIX, tmp_path / "back") == Moved(3, 3002, 0)
+    assert names(tmp_path / "back") == {*FILES, MANIFEST}
+    assert read_manifest(tmp_path / "back") == read_manifest(made)
+    for name, data in FILES.items():
+        assert (tmp_path / "back" / name).read_bytes() == data
+
+
+def test_what_is_there_already_is_not_moved_again(store: ArtifactStore, tmp_path: Path) -> None:
+    made = a_stage(tmp_path / "made")
+    (made / MANIFEST).rename(tmp_path / MANIFEST)
+    upload_dir(store, made, PREFIX, unfinished=True)
+    (tmp_path / MANIFEST).rename(made / MANIFEST)
+    store.delete(f"{PREFIX}/shards/1.bin")
+    store.write(f"{PREFIX}/index.json", b"torn")
+    assert upload_dir(store, made, PREFIX) == Moved(2, 2002, 2)
+    assert upload_dir(store, made, PREFIX) == Moved(0, 0, 4)
+    back = tmp_path / "back"
+    download_dir(store, PREFIX, back)
+    (back / "shards/0.bin").write_bytes(b"1" * 1000)
+    (back / MANIFEST).unlink()
+    assert download_dir(store, PREFIX, back) == Moved(1, 1000, 2)
+    assert (back / "shards/0.bin").read_bytes() == FILES["shards/0.bin"]
+
+
+def test_a_file_that_differs_from_its_manifest_does_not_leave(store: ArtifactStore, tmp_path: Path) -> None:
+    made = a_stage(tmp_path / "made")
+    (made / "shards/0.bin").write_bytes(b"x" * 1000)
+    with pytest.raises(ArtifactCorrupt):
+        upload_dir(store, made, PREFIX)
+    (made / "shards/0.bin").unlink()
+    with pytest.raises(ArtifactMissing):
+        upload_dir(store, made, PREFIX)
+    assert store.stat(f"{PREFIX}/{MANIFEST}") is None
+
+
+def test_a_directory_whose_files_are_gone_or_rotten_in_the_store_is_not_taken_for_whole(
+        store: ArtifactStore, tmp_path: Path) -> None:
+    upload_dir(store, a_stage(tmp_path / "made"), PREFIX)
+    store.write(f"{PREFIX}/shards/1.bin", b"2" * 2000)
+    with pytest.raises(ArtifactCorrupt):
+        download_dir(store, PREFIX, tmp_path / "back")
+    store.delete(f"{PREFIX}/shards/1.bin")
+    with pytest.raises(ArtifactMissing):
+        download_dir(store, PREFIX, tmp_path / "back")
+    assert not (tmp_path / "back" / MANIFEST).exists(), "the manifest comes last"
+
+
+def test_the_second_of_two_makers_of_one_artifact_is_refused(store: ArtifactStore, tmp_path: Path) -> None:
+    upload_dir(store, a_stage(tmp_path / "one"), PREFIX)
+    with pytest.raises(AlreadyWritten):
+        upload_dir(store, a_stage(tmp_path / "other", job_id="another"), PREFIX)
+    download_dir(store, PREFIX, tmp_path / "back")
+    assert read_manifest(tmp_path / "back").job_id == "j"
+
+
+def test_an_unfinished_directory_moves_only_when_asked_to(store: ArtifactStore, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    (work / "checkpoints").mkdir(parents=True)
+    (work / "checkpoints" / "state.pt").write_bytes(b"step 1")
+    with pytest.raises(ArtifactMissing):
+        upload_dir(store, work, PREFIX)
+    assert upload_dir(store, work, PREFIX, unfinished=True).moved_files == 1
+    (work / "checkpoints" / "state.pt").write_bytes(b"step 2")
+    upload_dir(store, work, PREFIX, unfinished=True)
+    with pytest.raises(ArtifactMissing):
+        download_dir(store, PREFIX, tmp_path / "next")
+    assert download_dir(store, PREFIX, tmp_path / "next", unfinished=True) == Moved(1, 6, 0)
+    assert download_dir(store, PREFIX, tmp_path / "next", unfinished=True) == Moved(0, 0, 1)
+    assert (tmp_path / "next/checkpoints/state.pt").read_bytes() == b"step 2"
+    assert download_dir(store, "jobs/nobody", tmp_path / "none", unfinished=True) == Moved(0, 0, 0)
+
+
+def test_a_manifest_that_names_a_path_outside_is_refused(store: ArtifactStore, tmp_path: Path) -> None:
+    upload_dir(store, a_stage(tmp_path / "made"), PREFIX)
+    store.write(f"{PREFIX}/{MANIFEST}", store.read(f"{PREFIX}/{MANIFEST}").replace(b"shards/0.bin", b"../../0.bin"))
+    with pytest.raises(InvalidInput):
+        download_dir(store, PREFIX, tmp_path / "deep" / "back")
+    assert not (tmp_path / "0.bin").exists()
