@@ -414,7 +414,7 @@ class ServeSpec(Frozen):
     """Requests decoded at once; more wait in line."""
 
     health_timeout_s: float = Field(60.0, gt=0.0)
-    """A new engine that is not healthy by then is rolled back."""
+    """A new engine that is not healthy by then is rolled back. SGLang takes minutes over a large target: raise it."""
 
     min_acceptance_ratio: Probability = 0.5
     """Roll back when served acceptance length falls below this share of the benchmarked one."""
