@@ -55,7 +55,7 @@ def read_target(model: str, config: Mapping[str, Any], revision: str | None = No
         # Its own Olmo 3 configuration does not know this spelling, and falls back to theta 10000 without a word.
         raise Unlaunchable(f"target {model!r}: config.json gives rope_parameters by layer type, as transformers 5 "
                            "saves them; SGLang would serve another model", "write the full_attention entry as "
-                           "rope_scaling and its rope_theta at the top level, as published Olmo 3 checkpoints have them")
+                           "rope_scaling and its rope_theta at the top level, as the published checkpoints have them")
     kinds = text.get("layer_types") or ()
     linear = LINEAR in kinds or bool(text.get("linear_num_key_heads"))
     windowed = bool(text.get("sliding_window")) and bool(text.get("use_sliding_window", True))
