@@ -13,6 +13,7 @@ share stands in the report for the same reason.
 
 import asyncio
 import contextlib
+import os
 import resource
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -26,7 +27,7 @@ from eyrie_workers.load.asking import Asker, Question, Raw, Sample
 from eyrie_workers.load.figures import Seen, comparison, crossover, level_report
 from eyrie_workers.load.http1 import ExchangeFailed
 from eyrie_workers.load.schedule import Block, Level, blocks, levels, num_requests, total_requests
-from eyrie_workers.measurement.environment import client_environment
+from eyrie_workers.measurement.environment import client_environment, cpu_count
 
 __all__ = ["LoadArm", "LoadPrompt", "run_load"]
 
@@ -37,6 +38,7 @@ ResultT = TypeVar("ResultT")
 _AFTER_FAILURE_S = 0.1
 _POLL_S = 0.1
 _SATURATED = 0.8  # of a core: above it the event loop's own queue begins to show in the latencies
+_CROWDED = 2.0  # two engines with a thread per processor, one of them at work, make a load average of about one
 _SPARE_FILES = 64
 _MOST_UNREAD = 1024  # answers: beyond it users wait for the reader, and the report says that the generator was busy
 
@@ -129,6 +131,7 @@ class _Test:
         run.notes = [note for asker in self._askers.values() for note in asker.notes]
         run.notes += [note for one in run.seen for note in _failures(one)]
         run.notes += [note for one in run.seen for note in _saturation(one)]
+        run.notes += _crowd()
         return run
 
     async def _block(self, block: Block) -> Seen:
@@ -244,6 +247,15 @@ def _saturation(seen: Seen) -> list[str]:
         return []
     return [f"{seen.arm}, {seen.level.words()}: the load generator itself used {share:.0%} of a processor core: its "
             "latencies are upper bounds, and the server may be faster than it looks"]
+
+
+def _crowd() -> list[str]:
+    """A warning when this machine, where the servers may run too, had much else to do."""
+    load, processors = os.getloadavg()[0], cpu_count()
+    if load <= _CROWDED * processors:
+        return []
+    return [f"the machine of the load generator was crowded (load average {load:.1f} on {processors} processors): if "
+            "the servers run on it too, speeds are too low and ratios noisier than their intervals say"]
 
 
 def _allow_sockets(wanted: int) -> None:

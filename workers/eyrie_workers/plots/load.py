@@ -69,7 +69,7 @@ def throughput(report: LoadReport) -> Figure:
     aggregate.set_ylabel("tokens per second, all users")
     levels_shown = sorted({level.level for level in report.levels if level.mode == "closed"})
     for axes in (individual, aggregate):
-        axes.set_ylim(bottom=0)
+        _from_zero(axes)
         _logarithmic(axes, levels_shown, "concurrent users")
     if report.crossover is not None:
         aggregate.axvline(report.crossover, color=WARM_ORANGE, linestyle="--", linewidth=1.5)
@@ -98,7 +98,7 @@ def latency(report: LoadReport, mode: str) -> Figure:
     between.set_ylabel("time between tokens, ms")
     for axes in (first, between):
         _logarithmic(axes, shown_levels, unit)
-        axes.set_ylim(bottom=0)
+        _from_zero(axes)
     first.legend(loc="best", fontsize=10)
     title(figure, _latency_finding(report, mode), _detail(report))
     return figure
@@ -187,6 +187,10 @@ def _bars(values: Sequence[float], compared: Sequence[LoadComparison | None], wh
         ratio = one.user_ratio if what == "user" else one.throughput_ratio
         pairs.append((value * (1.0 - interval.low / ratio), value * (interval.high / ratio - 1.0)))
     return np.array(pairs).T
+
+
+def _from_zero(axes: Axes) -> None:
+    axes.set_ylim(0, 1.08 * axes.dataLim.y1 or 1.0)
 
 
 def _logarithmic(axes: Axes, levels: Sequence[float], label: str) -> None:
