@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from eyrie_api.v1alpha1.job import DrafterSpec
 from eyrie_workers.drafters.card import Card, DataIdentity, identify, weights_digest, with_results
-from eyrie_workers.drafters.check import check_directory, main
+from eyrie_workers.drafters.check import Parts, check, check_directory, main
+from eyrie_workers.drafters.check_target import Target, read_target
 from eyrie_workers.drafters.checkpoint import load_drafter, save_drafter
 from eyrie_workers.drafters.finding import Finding
 from tests.workers.drafters.test_serving import HIDDEN, VOCAB, embedding, random_drafter
@@ -165,6 +166,8 @@ ERRORS: dict[str, tuple[str, Damage]] = {
     **{f"no-{key}": ("key-missing", drafter(**{key: ...})) for key in (
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps",
         "max_position_embeddings")},
+    "flag-as-text": ("key-kind", drafter(norm_output="false")),
+    "rope-as-list": ("key-kind", drafter(rope_parameters=["default"])),
     "layers-as-text": ("key-not-a-count", drafter(num_hidden_layers="1")),
     "no-draft-vocab-size": ("draft-vocab-size-missing", drafter(draft_vocab_size=...)),
     "draft-vocab-too-large": ("draft-vocab-size", drafter(draft_vocab_size=VOCAB + 1)),
@@ -220,6 +223,11 @@ ERRORS: dict[str, tuple[str, Damage]] = {
     "head-of-another-size": ("tensor-shape", tensor("lm_head.weight", lambda x: x[:-1])),
     "two-dtypes": ("tensor-dtype", tensor("norm.weight", lambda x: x.bfloat16())),
     "dtype-no-engine-takes": ("tensor-dtype", tensor("norm.weight", lambda x: x.double())),
+    "float8": ("tensor-dtype", tensor("fc.weight", lambda x: x.to(torch.float8_e4m3fn))),
+    "layers-promised": ("tensor-missing", drafter(num_hidden_layers=2)),
+    "layer-too-many": ("tensor-unknown", add("layers.1.hidden_norm.weight", HIDDEN)),
+    "head-beside-the-targets": ("tensor-unknown", drafter(draft_vocab_size=None)),
+    "other-width-without-embedding": ("tensor-missing", drafter(target_hidden_size=32)),
     "nan": ("not-finite", tensor("fc.weight", lambda x: x * torch.nan)),
     "infinite": ("not-finite", tensor("norm.weight", lambda x: x / 0)),
     "zero-head": ("constant-tensor", tensor("lm_head.weight", torch.zeros_like)),
@@ -328,6 +336,19 @@ def test_gpt_oss_ids_are_taken_as_they_are_when_they_reach_the_last_layer(pair: 
     pair.config("target", architectures=["GptOssForCausalLM"])
     pair.card(target={"architecture": "GptOssForCausalLM"})
     assert pair.findings(weights=False) == ()
+
+
+def test_no_value_of_any_key_makes_the_check_itself_fail(pair: Pair) -> None:
+    tensors, target = load_file(pair.drafter / "model.safetensors"), read_target(pair.target)
+    config = json.loads((pair.drafter / "config.json").read_text())
+    optional = ("fc_norm", "norm_before_fc", "use_aux_norm", "norm_output", "bias", "sliding_window", "layer_types",
+                "rope_scaling", "quantization_config")
+    for key in (*config, *optional):
+        for value in (None, "text", [None], {"rope_type": []}, -1, 1.5, True, 10**9):
+            changed = Target(target.path, target.config | {key: value})
+            for findings in (check(Parts(config | {key: value}, tensors), target=target, context=64, weights=False),
+                             check(Parts(config, tensors), target=changed, context=64, weights=False)):
+                assert all(finding.mend for finding in findings), key
 
 
 def test_without_a_target_the_drafter_is_judged_by_itself(pair: Pair) -> None:

@@ -64,7 +64,7 @@ def check(parts: Parts, *, target: Target | None = None, context: int | None = N
 def _findings(parts: Parts, target: Target | None, context: int | None, drafter_dir: Path | None, *,
               weights: bool) -> Iterator[Finding]:
     config, card = parts.config, parts.card
-    strange = [*check_config.architecture_rules(config)]
+    strange = [*check_config.architecture_rules(config)] or [*check_config.kind_rules(config)]
     if strange:
         yield from strange
         return

@@ -21,6 +21,15 @@ _SILENT_DEFAULTS: dict[str, Any] = {
 }
 _COUNTS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
            "head_dim", "vocab_size", "max_position_embeddings", "target_hidden_size", "num_aux_hidden_states")
+_MOST = {"num_hidden_layers": 64, "num_aux_hidden_states": 128}
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    **dict.fromkeys(("eagle_config", "rope_parameters", "rope_scaling"), ((dict,), "an object")),
+    **dict.fromkeys(("layer_types", LAYER_IDS), ((list,), "a list")),
+    **dict.fromkeys((
+        "fc_norm", "norm_before_fc", "use_aux_norm", "norm_output", "bias", "attention_bias", "mlp_bias",
+        "norm_before_residual", "tie_word_embeddings"), ((bool,), "true or false")),
+    **dict.fromkeys(("rope_theta", "rms_norm_eps"), ((int, float), "a number")),
+}
 _EAGLE_1_2 = frozenset({
     "LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle", "MistralForCausalLMEagle", "MistralLarge3ForCausalLMEagle",
     "EagleLlamaForCausalLM", "EagleDeepSeekMTPModel", "EagleModel"})
@@ -47,6 +56,21 @@ def architecture_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
                     "give an EAGLE-3 drafter of Llama layers; others cannot be checked here")
 
 
+def kind_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Values of another kind than their key. After an error here no rule could read on."""
+    inner = config.get("eagle_config")
+    objects = [("", config), *([("eagle_config.", inner)] if isinstance(inner, dict) else [])]
+    for place, holder in objects:
+        for key, (kinds, told) in _KINDS.items():
+            value = holder.get(key)
+            if value is not None and (not isinstance(value, kinds) or (bool not in kinds and value is True)):
+                yield error("key-kind", f"{place}{key} is {value!r}, not {told}", f"write {told}, or leave it out")
+    for key in ("rope_parameters", "rope_scaling"):
+        theta = (config.get(key) or {}).get("rope_theta") if isinstance(config.get(key), dict) else None
+        if theta is not None and not isinstance(theta, int | float):
+            yield error("key-kind", f"{key}.rope_theta is {theta!r}, not a number", "write the base")
+
+
 def key_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Keys that must be there and be numbers. After an error here shapes cannot be told."""
     for key, default in _SILENT_DEFAULTS.items():
@@ -57,6 +81,11 @@ def key_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
         value = config.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             yield error("key-not-a-count", f"{key} is {value!r}, not a positive integer", f"write the number of {key}")
+    for key, most in _MOST.items():
+        value = config.get(key)
+        if isinstance(value, int) and value > most:
+            yield error("key-not-a-count", f"{key} is {value}, and no drafter has more than {most}",
+                        f"write the drafter's {key}, not the target's")
     if "draft_vocab_size" not in config:
         yield error("draft-vocab-size-missing", "draft_vocab_size is missing: SGLang ends with an AttributeError",
                     "write the number of rows of lm_head.weight")

@@ -88,10 +88,11 @@ def rope_rules(config: Mapping[str, Any], target: Target) -> Iterator[Finding]:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    told = config.get("rope_parameters") or config.get("rope_scaling")
+    found = dict(told) if isinstance(told, Mapping) else {}
     found["rope_type"] = found.get("rope_type") or found.pop("type", None) or "default"
     theta = found.get("rope_theta") or config.get("rope_theta")
-    return found | ({"rope_theta": float(theta)} if theta else {})
+    return found | ({"rope_theta": float(theta)} if isinstance(theta, int | float) else {})
 
 
 def context_rules(config: Mapping[str, Any], target: Target | None, context: int | None,

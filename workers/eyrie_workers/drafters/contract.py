@@ -7,6 +7,12 @@ accepts the same architecture and the same tensors. Where the two differ, both a
     d2t, t2d                  left out when the draft vocabulary is the target's: vLLM has no place for them then
     layer ids                 one key for each engine (`eyrie_api.capture_support`)
     sliding window            `sliding_window` and `layer_types` for vLLM; a launch flag for SGLang, one smaller
+
+Our window of w counts the current position, SGLang's `--speculative-draft-window-size` the ones before it: w - 1. How
+exactly it is kept depends on the draft attention backend (read in the wheel; intel_amx also run). fa3 with chains and
+intel_amx keep it at every step. fa3 with trees counts it from the last settled token instead of from the node: at depth
+d it shows d - 1 keys too many. triton shows one key too few from the second step on. flashinfer keeps it at the first
+step alone and then shows everything: not what was trained.
 """
 
 from collections.abc import Mapping
