@@ -167,15 +167,14 @@ def test_arms_and_prompts_that_cannot_be_are_refused(url: str) -> None:
 
 def test_an_open_loop_counts_from_the_moment_a_question_is_due_not_from_when_it_was_sent(plain_url: str) -> None:
     async def late_by(seconds: float) -> Sample:
-        asker = Asker(LoadArm("off", plain_url, "m"), ONE_USER)
-        raw = await asker.send(Question(prompts(1)[0], 0, 0), time.perf_counter() - seconds)
+        asker, question = Asker(LoadArm("off", plain_url, "m"), ONE_USER), Question(prompts(1)[0], 0, 0)
+        await asker.probe(question)
+        raw = await asker.send(question, time.perf_counter() - seconds)
         asker.pool.close()
-        try:
+        with pytest.raises(StopIteration) as end:  # a short answer is read in one slice
             next(asker.read(raw))
-        except StopIteration as end:
-            assert isinstance(end.value, Sample)
-            return end.value
-        raise AssertionError("a short answer is read in one slice")
+        sample: Sample = end.value.value
+        return sample
 
     sample = asyncio.run(late_by(7.0))
     assert sample.ttft_s is not None
