@@ -1,7 +1,6 @@
 """What Eyrie says of SGLang's capture, against the SGLang that is installed."""
 
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,14 @@ from eyrie_api.capture_support import (
     RAW_UNLESS_FIRST_IS_ONE,
     SGLANG_VERSION,
 )
+from tests.sglang.servers import sglang_python
 
 SCAN = Path(__file__).with_name("capture_hooks.py")
-VENV = Path(os.environ.get("EYRIE_SGLANG_VENV", Path(__file__).resolve().parents[2] / ".eyrie" / "sglang-venv"))
 
 
 @pytest.fixture(scope="module")
 def scanned() -> dict[str, Any]:
-    done = subprocess.run([str(VENV / "bin" / "python"), str(SCAN)], capture_output=True, text=True, timeout=120,
+    done = subprocess.run([str(sglang_python()), str(SCAN)], capture_output=True, text=True, timeout=120,
                           check=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found

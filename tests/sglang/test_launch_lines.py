@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-import eyrie_workers
 from eyrie_api.v1alpha1.job import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, OperatingPoint, Setting
 from eyrie_workers.engines.sglang.launch import (
@@ -27,11 +26,10 @@ from eyrie_workers.engines.sglang.launch import (
 )
 from eyrie_workers.engines.sglang.profiles import PROFILES, HardwareProfile, Unlaunchable, profile
 from eyrie_workers.engines.sglang.served import read_drafter, read_target
+from tests.sglang.servers import ROOT, STAND_IN, environment, sglang_python
 from tests.sglang.target_configs import TARGETS, write_drafter, write_target
 
 RESOLVER = Path(__file__).with_name("resolve_lines.py")
-ROOT = Path(__file__).resolve().parents[2]
-WORKERS = Path(eyrie_workers.__file__).resolve().parents[1]
 CHAIN = Setting(tree=DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6))
 TREE = Setting(tree=DraftTreeShape(num_steps=4, top_k=4, num_draft_tokens=12))
 NGRAM = Setting(method="ngram", tree=DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4))
@@ -83,8 +81,7 @@ class Matrix:
                           **({"drafter": drafter} | more))
 
     def add(self, name: str, plan: LaunchPlan, line: tuple[str, ...] | None = None) -> None:
-        environment = {key: value for key, value in launch_environment(plan).items() if key != "PYTHONPATH"}
-        self.cases.append({"name": name, "machine": plan.machine.name, "environment": environment,
+        self.cases.append({"name": name, "machine": plan.machine.name, "environment": launch_environment(plan),
                            "arguments": line if line is not None else launch_arguments(plan)})
 
     def add_arms(self, name: str, plan: LaunchPlan, settings: tuple[Setting, ...] = ()) -> None:
@@ -209,13 +206,11 @@ CHANGED_BY_SGLANG = {  # accepted, and something else is served
 
 @pytest.fixture(scope="module")
 def answers(matrix: Matrix) -> dict[str, Any]:
-    environment = os.environ | {
-        "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
-        "PYTHONPATH": os.pathsep.join((str(RESOLVER.parent / "environment" / "stand_in"), str(WORKERS)))}
+    variables = os.environ | environment() | {"PYTHONPATH": f"{STAND_IN}{os.pathsep}{ROOT / 'workers'}"}
+    variables.pop("SGLANG_USE_CPU_ENGINE")  # the cases say where it belongs
     asked = {"machines": {name: facts(machine) for name, machine in PROFILES.items()}, "cases": matrix.cases}
-    venv = Path(os.environ.get("EYRIE_SGLANG_VENV", ROOT / ".eyrie" / "sglang-venv"))
-    done = subprocess.run([str(venv / "bin" / "python"), str(RESOLVER)], input=json.dumps(asked), text=True,
-                          capture_output=True, env=environment, timeout=900, check=False)
+    done = subprocess.run([str(sglang_python()), str(RESOLVER)], input=json.dumps(asked), text=True,
+                          capture_output=True, env=variables, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return {answer["name"]: answer for answer in json.loads(done.stdout)}
 

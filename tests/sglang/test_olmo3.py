@@ -1,8 +1,8 @@
 """Olmo 3 in the real SGLang: Eyrie's model package against our own engine, on a small random target.
 
 The target is Olmo 3 in every respect that is easily got wrong: windows over half of its layers, YaRN on the others,
-norms behind. The drafter is trained for seconds on what the target says, so that drafts are accepted, and rejected, at
-every position: with a random one, wrong layers would look like right ones.
+norms behind. The drafter is fitted for seconds to the very answers asked for, so that drafts are accepted and rejected
+at every position: with a random one, wrong layers would look like right ones.
 """
 
 import json
@@ -28,10 +28,9 @@ from eyrie_workers.targets.layers import choose_aux_layers
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.training.objective import Moment, join
+from tests.sglang.servers import READY_S, ROOT, STAND_IN, environment, program
 from tests.tiny import tiny_target
 
-STAND_IN = Path(__file__).with_name("environment") / "stand_in"
-ROOT = Path(__file__).resolve().parents[2]
 CHAIN = DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4)
 TREE = DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=7)
 WINDOW, NEW_TOKENS = 12, 40
@@ -59,7 +58,7 @@ def prompts(num: int, seed: int) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def drafter(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    asked = [Request(f"r{index}", prompt, NEW_TOKENS) for index, prompt in enumerate(prompts(96, seed=1))]
+    asked = [Request(f"r{index}", prompt, NEW_TOKENS) for index, prompt in enumerate(prompts(16, seed=2))]
     answers = Engine(target, max_concurrency=32).generate(asked)
     texts = [torch.tensor([*request.prompt_ids, *answer.token_ids])
              for request, answer in zip(asked, answers, strict=True)]
@@ -68,17 +67,16 @@ def drafter(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Pa
     rows = []
     for request, text, (aux, last) in zip(asked, texts, target.hidden_states(texts, aux_layers), strict=True):
         rows.append((text, torch.arange(len(text)) >= len(request.prompt_ids), aux.clone(), last.clone()))
-    family, assert_path = family_named("eagle3"), target.path
-    assert assert_path is not None
-    ends = read_target_ends(assert_path, False)
+    family = family_named("eagle3")
+    assert target.path is not None
+    ends = read_target_ends(target.path, False)
     spoken = torch.cat([text[row[1]] for text, row in zip(texts, rows, strict=True)]).unique()
     module = family.create(DrafterSpec(), target.config, ends, aux_layers, DraftVocabulary(spoken, 320), 0)
     objective = family.objective(module, ends, TrainSpec(ttt_length=3, unrolled_fraction=1.0, single_step_ratio=0.0),
                                  128, torch.float32)
     optimiser = torch.optim.Adam(module.parameters(), lr=2e-3)
-    for step in range(120):
-        batch = [rows[(12 * step + index) % len(rows)] for index in range(12)]
-        loss = objective(join(batch), Moment(step, 120, 0)).loss
+    for step in range(60):
+        loss = objective(join(rows), Moment(step, 60, 0)).loss
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -94,11 +92,8 @@ def serve(target: TargetModel, drafter: Path, setting: Setting, logs: Path) -> S
         drafter=read_drafter(str(drafter), json.loads((drafter / "config.json").read_text())), setting=setting,
         machine=profile("cpu"), served_name="olmo", port=free_port(), dtype="float32", max_running_requests=4,
         max_total_tokens=4096, plugin_root=f"{STAND_IN}{os.pathsep}{ROOT / 'workers'}")
-    venv = Path(os.environ.get("EYRIE_SGLANG_VENV", ROOT / ".eyrie" / "sglang-venv"))
-    return start_sglang(
-        (*launch_arguments(plan), "--skip-server-warmup"), logs, prefix=(str(venv / "bin" / "python"),
-                                                                        str(STAND_IN / "serve_on_cpu.py")),
-        environment=launch_environment(plan) | {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"})
+    return start_sglang((*launch_arguments(plan), "--skip-server-warmup"), logs, prefix=program(),
+                        environment=environment() | launch_environment(plan))
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +104,7 @@ def servers(target: TargetModel, drafter: Path,
     running = {name: serve(target, drafter, setting, logs / name) for name, setting in settings.items()}
     try:
         for server in running.values():
-            server.wait_ready(600.0)
+            server.wait_ready(READY_S)
         yield running
     finally:
         for server in running.values():
@@ -120,11 +115,11 @@ def servers(target: TargetModel, drafter: Path,
 def test_sglang_serves_olmo3_losslessly_and_accepts_what_our_engine_accepts(
         name: str, tree: DraftTreeShape, servers: dict[str, SglangServer], target: TargetModel, drafter: Path) -> None:
     assert target.path is not None
-    asked = prompts(8, seed=2)
+    asked = prompts(16, seed=2)[:8]
     assert max(map(len, asked)) > WINDOW
     report = prove_parity("sglang", servers["off"].url, servers[name].url, "olmo", target.path, drafter, tree, asked,
                           NEW_TOKENS, "float32")
     assert report.passed, report.reasons
     assert report.identical == report.prompts == len(asked)
     assert report.histogram == report.reference_histogram
-    assert sum(count > 0 for count in report.histogram) >= 3, "drafts of one length only would prove little"
+    assert min(report.histogram) > 0, "every number of accepted drafts has to occur, or it is not compared"
