@@ -21,7 +21,7 @@ def random_drafter(path: Path, target: Path, seed: int = 0) -> Path:
     vocabulary = DraftVocabulary(ids=torch.arange(config.vocab_size), vocab_size=config.vocab_size)
     ends = read_target_ends(target, config.tie_word_embeddings)
     drafter = family.create(DrafterSpec(), config, ends, (1, 2, config.num_layers), vocabulary, seed)
-    family.save(path, drafter, "float32", {})
+    family.save(path, drafter, "float32", None)
     return path
 
 
@@ -43,5 +43,6 @@ def stage_specs(path: Path, *, prompts_per_suite: int = 6, max_new_tokens: int =
         max_new_tokens=max_new_tokens, warmup_prompts=1, threads=1)
     named = {"job_id": "j", "checkpoint": "c-step-1", "candidate": "c", "target": TargetSpec(model=str(target)),
              "benchmark": benchmark, "drafter_dir": str(drafter)}
-    tune = TuneSpec(num_steps=(2, 3), top_k=(1, 2), num_draft_tokens=(5,), max_prompts=4)
+    tune = TuneSpec(num_steps=(2, 3), top_k=(1, 2), num_draft_tokens=(5,), concurrencies=(1, 3),
+                    max_prompts=4)
     return BenchmarkStage.model_validate(named), TuneStage.model_validate(named | {"tune": tune})

@@ -1,0 +1,193 @@
+"""The real prove program on a tiny target: servers side by side, what they are told, and their end however it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.artifacts import digest_model, read_manifest, verify_files, write_model
+from eyrie_api.promotion import decide
+from eyrie_api.v1alpha1.job import DraftTreeShape, PromotionPolicy, ProveSpec
+from eyrie_api.v1alpha1.prove import ProveReport
+from eyrie_api.v1alpha1.reports import TuneReport
+from eyrie_api.v1alpha1.stages import Manifest, ProveStage
+from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
+from eyrie_workers.catalog import command
+from eyrie_workers.engines.arms import ArmPlan, running_arms
+from eyrie_workers.stages.program import Interrupted, Stage, run_program
+from eyrie_workers.stages.prove import FIXED, arms_to_compare, prove, use_to_prove
+from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report
+from tests.workers.measurement.tiny_bench import stage_specs
+
+LIMIT_S = 120.0
+"""For what has to happen in the end: a loaded machine starts servers slowly."""
+
+CHAIN = Setting(tree=DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3))
+DEEP = Setting(tree=DraftTreeShape(num_steps=4, top_k=1, num_draft_tokens=5))
+NGRAM = Setting(method="ngram", tree=CHAIN.tree)
+SMALL = ProveSpec(loads=(1, 2), requests=4, max_new_tokens=8, parity_prompts=2)
+
+
+@pytest.fixture(autouse=True)
+def _own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+def best_at(points: dict[int, Setting]) -> OperatingMap:
+    return OperatingMap(finding="found on the map", points=tuple(
+        OperatingPoint(concurrency=load, setting=setting, speedup=1.0, tokens_per_s=1.0, measured=True)
+        for load, setting in points.items()))
+
+
+def tuned(chart: OperatingMap | None) -> TuneReport:
+    assert CHAIN.tree is not None
+    return TuneReport(checkpoint="c-step-1", path="drafter", cells=(), winner=CHAIN.tree, map=chart, finding="-",
+                      final=benchmark_report("c-step-1", 2.0), environment=ENVIRONMENT, seconds=1.0)
+
+
+def spec_in(tmp_path: Path, report: TuneReport, **fields: object) -> ProveStage:
+    """A tiny target and drafter, a finished tune stage, and the spec of what follows."""
+    benchmark = stage_specs(tmp_path)[0]
+    digest = digest_model(benchmark)
+    write_model(tmp_path / "tune" / "manifest.json", Manifest(
+        stage="tune", job_id="j", spec_digest=digest, code_version="0", started_at="2026-01-01T00:00:00+00:00",
+        finished_at="2026-01-01T00:00:00+00:00", files=(), report=report))
+    return ProveStage.model_validate({
+        "job_id": "j", "checkpoint": "c-step-1", "candidate": "c", "target": benchmark.target, "prove": SMALL,
+        "benchmark": benchmark.benchmark, "drafter_dir": benchmark.drafter_dir, "tune_dir": str(tmp_path / "tune"),
+        "engine": "embedded", "max_concurrency": 2} | fields)
+
+
+def prepare(tmp_path: Path, spec: ProveStage) -> Path:
+    directory = tmp_path / "stage"
+    directory.mkdir()
+    (directory / "spec.json").write_text(spec.model_dump_json())
+    return directory
+
+
+def run_here(directory: Path) -> ProveReport:
+    arguments = ["--spec", str(directory / "spec.json"), "--out", str(directory / "manifest.json")]
+    assert run_program(ProveStage, prove, arguments) == 0
+    report = read_manifest(directory).report
+    assert isinstance(report, ProveReport)
+    return report
+
+
+def servers_of(directory: Path) -> list[int]:
+    """Living processes whose command line names a file in the stage's directory."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                words, stat = (entry / "cmdline").read_text(), (entry / "stat").read_text()
+            except OSError:
+                continue
+            state = stat[stat.rindex(")") + 2]
+            if str(directory / "arms") in words and state not in "ZX":
+                found.append(int(entry.name))
+    return found
+
+
+def test_killed_it_takes_its_servers_along_and_run_again_it_keeps_the_answers_and_reports_every_arm(
+        tmp_path: Path) -> None:
+    spec = spec_in(tmp_path, tuned(None))
+    spec = spec.model_copy(update={"incumbent": DrafterUse(drafter_dir=spec.drafter_dir, setting=DEEP)})
+    directory = prepare(tmp_path, spec)
+    ledger = directory / "found.jsonl"
+    process = subprocess.Popen(command("prove", directory), env=os.environ | {"TMPDIR": str(tmp_path)})
+    deadline = time.monotonic() + LIMIT_S
+    while not ledger.exists() or ledger.read_bytes().count(b"\n") < 2:
+        assert process.poll() is None, "the stage ended before it was killed"
+        assert time.monotonic() < deadline, "nothing was answered"
+        time.sleep(0.02)
+    assert len(servers_of(directory)) == 3
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    while servers_of(directory):
+        assert time.monotonic() < deadline + 30, "a server outlived its stage"
+        time.sleep(0.02)
+    kept = ledger.read_bytes().split(b"\n")[:-1]
+
+    report = run_here(directory)
+    assert ledger.read_bytes().split(b"\n")[: len(kept)] == kept
+    assert [json.loads(line)["question"] for line in ledger.read_text().splitlines()[1:]] == [
+        "parity", "load 1", "load 2", "changed system prompt"]
+    assert servers_of(directory) == []
+    verify_files(read_manifest(directory), directory)
+
+    assert report.use == DrafterUse(drafter_dir=spec.drafter_dir, setting=CHAIN)
+    assert report.parity is not None
+    assert report.parity.passed
+    assert (report.parity.identical, report.parity.prompts, report.parity.tree) == (2, 2, CHAIN.tree)
+    assert report.load is not None
+    assert {(one.arm, one.level) for one in report.load.levels} == {
+        (arm, load) for arm in ("off", "candidate", "incumbent") for load in (1.0, 2.0)}
+    assert all(one.total.completed == one.total.requests for one in report.load.levels)
+    assert {(one.arm, one.level) for one in report.load.comparisons} == {
+        (arm, load) for arm in ("candidate", "incumbent") for load in (1.0, 2.0)}
+    assert all(one.identical == one.compared for one in report.load.comparisons)
+    assert report.changed_prompt is not None
+    assert report.changed_prompt.spec.system_prompt == SMALL.system_prompt
+    assert {one.arm for one in report.changed_prompt.levels} == {"off", "candidate"}
+    assert str(spec.drafter_dir) in report.launch
+    events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+    assert {"ServersReady", "Parity", "LoadMeasured", "ChangedPrompt", "Proved"} <= {
+        event["reason"] for event in events if event["kind"] == "event"}
+    assert any(event["kind"] == "progress" and event["done"] == event["total"] for event in events)
+    # An untrained drafter drafts in vain, and the figures say so: hardly more than one token per target pass.
+    assert all((one.total.tau or 1.0) < 1.5 for one in report.load.levels if one.arm != "off")
+
+
+def test_where_off_is_best_at_every_declared_load_no_server_is_started_and_nothing_is_promoted(tmp_path: Path) -> None:
+    directory = prepare(tmp_path, spec_in(tmp_path, tuned(best_at({1: OFF, 16: CHAIN}))))
+    report = run_here(directory)
+    assert "found on the map" in report.skipped
+    assert "1, 2 users at once" in report.skipped
+    assert report.use.setting == OFF
+    assert (report.parity, report.load) == (None, None)
+    assert not (directory / "arms").exists()
+    decision = decide(PromotionPolicy(), benchmark_report("c-step-1", 2.0), None, ["chat"], report)
+    assert decision.verdict == "no-drafter"
+    assert "found on the map" in " ".join(decision.reasons)
+
+
+def test_a_map_that_the_engine_can_follow_is_proven_with_its_lowest_drafting_setting(tmp_path: Path) -> None:
+    spec = spec_in(tmp_path, tuned(None), prove=ProveSpec(loads=(2, 8)))
+    plan = ArmPlan("embedded", spec.target, 2)
+    chart = best_at({1: DEEP, 2: CHAIN, 8: OFF})
+    use = use_to_prove(spec, tuned(chart), plan)
+    assert use == DrafterUse(drafter_dir=spec.drafter_dir, setting=CHAIN, map=chart)
+    # A single user would be served with another setting, so parity needs a server that is held to this one.
+    assert arms_to_compare(spec, use, Stage(tmp_path))[FIXED].setting == CHAIN
+    same = use_to_prove(spec, tuned(best_at({1: CHAIN, 8: OFF})), plan)
+    assert FIXED not in arms_to_compare(spec, same, Stage(tmp_path))
+
+
+def test_a_map_that_changes_drafters_cannot_be_followed_and_one_setting_is_proven(tmp_path: Path) -> None:
+    spec = spec_in(tmp_path, tuned(None))
+    plan = ArmPlan("embedded", spec.target, 2)
+    assert use_to_prove(spec, tuned(best_at({1: NGRAM, 2: CHAIN})), plan) == DrafterUse(setting=NGRAM)
+    assert use_to_prove(spec, tuned(best_at({1: CHAIN, 2: NGRAM})), plan) == DrafterUse(
+        drafter_dir=spec.drafter_dir, setting=CHAIN)
+
+
+def test_an_incumbent_whose_drafter_is_gone_is_left_out_and_told(tmp_path: Path) -> None:
+    gone = DrafterUse(drafter_dir=str(tmp_path / "deleted"), setting=CHAIN)
+    spec = spec_in(tmp_path, tuned(None), incumbent=gone)
+    uses = arms_to_compare(spec, DrafterUse(drafter_dir=spec.drafter_dir, setting=CHAIN), Stage(tmp_path))
+    assert list(uses) == ["off", "candidate"]
+    assert "IncumbentGone" in (tmp_path / "events.jsonl").read_text()
+
+
+def test_asked_to_stop_while_servers_come_up_none_is_left(tmp_path: Path) -> None:
+    def stop() -> None:
+        raise Interrupted
+
+    plan = ArmPlan("embedded", stage_specs(tmp_path)[0].target, 2)
+    with pytest.raises(Interrupted), running_arms(plan, {"off": DrafterUse()}, tmp_path / "arms", stop):
+        pytest.fail("it was asked to stop before any server answered")
+    assert servers_of(tmp_path) == []
