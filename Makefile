@@ -28,6 +28,12 @@ demo-stop:  ## end what `make demo` left running
 test: setup  ## every test of the fast tier
 	@$(BIN)/pytest -n 2 --dist worksteal tests
 
+# Servers are started one after the other; the drafter they serve is trained first and kept. pyproject's limit of 300 s
+# per test is for the fast tier: here a fixture trains for minutes.
+test-sglang: setup  ## the real SGLang on this machine's processors, drafted and not (needs 3 GB of disk, 6 GB of memory)
+	@PYTHON="$(PYTHON)" bash tests/sglang/environment/setup
+	@EYRIE_TEST_SGLANG=1 timeout --kill-after=30 1500 $(BIN)/pytest -v --timeout 1200 tests/sglang
+
 lint: setup  ## ruff, mypy --strict, import contracts
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy

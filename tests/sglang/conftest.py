@@ -1,0 +1,42 @@
+"""Tests that run the real SGLang, in an environment of its own: `make test-sglang`. No other run collects them."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from eyrie_workers.engines.sglang.process import SglangServer
+
+collect_ignore_glob = [] if os.environ.get("EYRIE_TEST_SGLANG") == "1" else ["*.py"]
+
+
+@pytest.fixture(scope="session")
+def drafter() -> Path:
+    """A drafter trained by our stages; never written to."""
+    from tests.sglang.trained_drafter import trained_drafter
+
+    return trained_drafter()
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
+    """SGLang without a drafter."""
+    from tests.sglang.servers import flags, serving
+
+    with serving(flags(), tmp_path_factory.mktemp("plain")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """Token ids of four prompts of each quickstart suite."""
+    from eyrie_api.v1alpha1.job import SuiteSpec
+    from eyrie_workers.measurement.suites import load_suite
+    from eyrie_workers.targets.templates import ChatTokenizer
+    from tests.sglang.servers import TARGET
+    from tests.sglang.trained_drafter import SUITES
+
+    tokenizer = ChatTokenizer(TARGET)
+    return [tokenizer.render(list(prompt.messages), list(prompt.tools) or None) for name in SUITES
+            for prompt in load_suite(SuiteSpec(name=name, path=f"quickstart:{name}"))[:4]]

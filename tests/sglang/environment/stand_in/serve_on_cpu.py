@@ -1,0 +1,32 @@
+"""`python -m sglang.launch_server`, on a machine without AMX instructions.
+
+Speculation on CPU needs SGLang's `intel_amx` attention backend (`torch_native` has no draft decode), and SGLang allows
+that backend only where the processor has AMX. With the stand-in kernels no such instruction is executed, so the machine
+is declared to have it, through SGLang's own hook for saying what kind of machine this is. The declaration stands at
+module level because the server's child processes are spawned and import this module again, under another name.
+"""
+
+import os
+import sys
+
+from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import override_platform
+from sglang.srt.server_args import prepare_server_args
+
+override_platform(has_amx=True).install()
+
+
+def main() -> None:
+    """Serve until told to stop, with the flags of SGLang's own launcher."""
+    from sglang.launch_server import run_server
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    try:
+        run_server(prepare_server_args(sys.argv[1:]))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""SGLang servers for tests, on this machine's processors: our process door, SGLang's interpreter, the stand-in kernels.
+
+float32, so that two ways to compute one thing agree to the token; one attention backend, the one that speculates on
+CPU; no compilation (`TORCHDYNAMO_DISABLE`: inductor would cost the first request a minute); one thread per process,
+because servers stand side by side on few cores. The pool of 8192 tokens is what these tests need; without the flag
+SGLang takes a share of the machine's memory.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from eyrie_api.v1alpha1.job import DraftTreeShape, TargetSpec
+from eyrie_workers.engines.sglang.process import SglangServer, free_port, start_sglang
+from eyrie_workers.targets.loading import QUICKSTART, resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+STAND_IN = Path(__file__).parent / "environment" / "stand_in"
+TARGET = resolve(TargetSpec(model=QUICKSTART))
+MODEL = "quickstart"
+READY_S = 600.0
+"""Start-up takes 30 s on two idle cores, all of it imports; a busy machine may need many times that."""
+
+CPU = ("--device", "cpu", "--attention-backend", "intel_amx", "--page-size", "1", "--disable-overlap-schedule",
+       "--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", "8", "--context-length", "1024",
+       "--skip-server-warmup")
+
+
+def sglang_python() -> Path:
+    """SGLang's interpreter (`environment/setup` makes it)."""
+    venv = os.environ.get("EYRIE_SGLANG_VENV", str(ROOT / ".eyrie" / "sglang-venv"))
+    return Path(os.environ.get("EYRIE_SGLANG_PYTHON", f"{venv}/bin/python"))
+
+
+def program() -> tuple[str, ...]:
+    """What stands in for `python -m sglang.launch_server`."""
+    return (str(sglang_python()), str(STAND_IN / "serve_on_cpu.py"))
+
+
+def environment() -> dict[str, str]:
+    """Variables of the servers' processes."""
+    return {"PYTHONPATH": str(STAND_IN), "CUDA_VISIBLE_DEVICES": "", "SGLANG_USE_CPU_ENGINE": "1",
+            "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+
+
+def flags(*more: str, radix_cache: bool = False) -> tuple[str, ...]:
+    """The line of a server of the quickstart target on a port of its own."""
+    line = ("--model-path", str(TARGET), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port",
+            str(free_port()), *CPU, *more)
+    return line if radix_cache else (*line, "--disable-radix-cache")
+
+
+def drafting(drafter: Path, tree: DraftTreeShape) -> tuple[str, ...]:
+    """The flags that make it draft."""
+    return ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(drafter),
+            "--speculative-num-steps", str(tree.num_steps), "--speculative-eagle-topk", str(tree.top_k),
+            "--speculative-num-draft-tokens", str(tree.num_draft_tokens))
+
+
+@contextmanager
+def serving(arguments: Sequence[str], directory: Path) -> Iterator[SglangServer]:
+    """A server with these arguments, ready; ended at once when the test is done with it."""
+    server = start_sglang(arguments, directory, environment=environment(), prefix=program())
+    try:
+        server.wait_ready(READY_S)
+        yield server
+    finally:
+        server.stop(timeout_s=0.0)

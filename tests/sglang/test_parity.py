@@ -1,0 +1,72 @@
+"""The real SGLang with a really trained drafter: the same answers, and the same rounds as our reference engine."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.prove import ParityReport
+from eyrie_api.v1alpha1.tuning import Setting
+from eyrie_workers.drafters.checkpoint import read_config
+from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments
+from eyrie_workers.engines.sglang.process import SglangServer, free_port
+from eyrie_workers.engines.sglang.profiles import profile
+from eyrie_workers.engines.sglang.served import read_drafter, read_target
+from eyrie_workers.measurement.parity import prove_parity
+from tests.sglang.servers import MODEL, TARGET, drafting, flags, serving
+
+CHAIN = DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)
+TREE = DraftTreeShape(num_steps=5, top_k=4, num_draft_tokens=16)
+NARROW_TREE = DraftTreeShape(num_steps=7, top_k=2, num_draft_tokens=10)
+TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def chain(drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
+    """A server as we would start it in production, but for the warm-up: our launch line, prefix cache on."""
+    plan = LaunchPlan(
+        target=read_target(str(TARGET), read_config(TARGET)), drafter=read_drafter(str(drafter), read_config(drafter)),
+        machine=profile("cpu"), served_name=MODEL, setting=Setting(tree=CHAIN), dtype="float32", port=free_port(),
+        max_running_requests=8, context_length=1024, max_total_tokens=8192)
+    with serving((*launch_arguments(plan), "--skip-server-warmup"), tmp_path_factory.mktemp("chain")) as server:
+        yield server
+
+
+def parity(plain: SglangServer, drafted: SglangServer, drafter: Path, tree: DraftTreeShape,
+           prompts: Sequence[Sequence[int]], in_flight: int = 1) -> ParityReport:
+    return prove_parity("sglang", plain.url, drafted.url, MODEL, TARGET, drafter, tree, prompts, TOKENS, "float32",
+                        in_flight=in_flight)
+
+
+def assert_proven(report: ParityReport) -> None:
+    assert report.passed, report.reasons
+    assert report.identical == report.prompts
+    assert report.divergences == ()
+    assert report.rounds_unexplained == 0
+    assert report.histogram == report.reference_histogram or report.rounds_explained > 0
+    assert report.tau_interval.low <= report.reference_tau <= report.tau_interval.high
+    # Acceptance is high and mixed, so that sameness means something: many rounds, and of every length.
+    assert report.tau >= 2.5
+    assert sum(report.histogram) >= 100
+    assert len(report.histogram) == report.tree.num_steps + 1
+    assert min(report.histogram) > 0
+
+
+def test_a_chain_is_drafted_as_in_the_reference_engine_request_by_request(
+        plain: SglangServer, chain: SglangServer, drafter: Path, prompts: list[list[int]]) -> None:
+    assert_proven(parity(plain, chain, drafter, CHAIN, prompts))
+
+
+def test_a_chain_is_drafted_the_same_in_batches_and_from_cached_prefixes(
+        plain: SglangServer, chain: SglangServer, drafter: Path, prompts: list[list[int]]) -> None:
+    """Six requests at a time, of texts this server has answered before: their prefixes come from its cache."""
+    assert_proven(parity(plain, chain, drafter, CHAIN, prompts, in_flight=6))
+
+
+@pytest.mark.parametrize("tree", [TREE, NARROW_TREE], ids=DraftTreeShape.label)
+def test_a_tree_is_drafted_as_in_the_reference_engine_alone_and_in_batches(
+        tree: DraftTreeShape, plain: SglangServer, drafter: Path, prompts: list[list[int]], tmp_path: Path) -> None:
+    with serving(flags(*drafting(drafter, tree)), tmp_path) as drafted:
+        assert_proven(parity(plain, drafted, drafter, tree, prompts))
+        assert_proven(parity(plain, drafted, drafter, tree, prompts, in_flight=6))
