@@ -11,9 +11,13 @@ import pytest
 
 from eyrie_api.artifacts import read_manifest, write_model
 from eyrie_api.errors import Conflict
+from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import TuneReport
+from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_pipelines import local
 from eyrie_pipelines.processes import ProcessName, boot_id, group_members, is_alive, name_of, wait_until
+from eyrie_pipelines.run_stage import load_job
 from tests.pipelines.conftest import Rehearsal, spec_of, sweeping_spec
 
 LIMIT_S = 120.0
@@ -22,6 +26,9 @@ LIMIT_S = 120.0
 def wait_for(job_dir: Path, *states: str) -> local.RunObservation:
     assert wait_until(lambda: local.observe(job_dir).state in states, LIMIT_S), local.observe(job_dir)
     return local.observe(job_dir)
+
+
+INCUMBENT = DrafterUse(drafter_dir="/drafters/before", setting=Setting(tree=DraftTreeShape()))
 
 
 def log_of(job_dir: Path) -> str:
@@ -45,12 +52,16 @@ def test_a_run_walks_all_stages_once_in_a_path_with_spaces_and_the_word_python3(
     assert not (job_dir / "run" / "root").exists()
     assert not (job_dir / "run" / "tmp").exists()
 
-    # Run again, every stage finds its manifest: that is our cache.
+    # Run again, every stage finds its manifest: that is our cache. Only the proof compares with what serves meanwhile.
     first = rehearsal.starts()
-    second = local.start(job_dir, "job-1", spec_of(), attempt=2)
+    second = local.start(job_dir, "job-1", spec_of(), 2, INCUMBENT)
     assert wait_until(lambda: local.observe(job_dir).state == "succeeded", LIMIT_S), log_of(job_dir)
     assert local.observe(job_dir).handle == second
-    assert rehearsal.starts() == first
+    assert rehearsal.starts() == [*first, "prove"]
+    proof = read_manifest(job_dir / "stages" / "prove").report
+    assert isinstance(proof, ProveReport)
+    assert proof.load is not None
+    assert "incumbent" in proof.load.arms
 
 
 def test_a_sweep_trains_each_candidate_and_benchmarks_every_checkpoint_one_at_a_time(
@@ -168,7 +179,9 @@ def test_when_only_the_leader_is_killed_the_next_start_clears_its_orphans_and_go
     os.kill(first.process.pid, signal.SIGKILL)
     assert wait_until(lambda: local.observe(job_dir).state == "gone", 10.0)
     assert local.leftovers(job_dir)
-    second = local.start(job_dir, "job-1", spec_of())
+    # What serves was looked up when the attempt began; a start after a death keeps it.
+    second = local.start(job_dir, "job-1", spec_of(), incumbent=INCUMBENT)
+    assert load_job(str(job_dir)).incumbent is None
     assert second.starts == 2
     assert group_members(first.process.pid) == []
     wait_for_start(rehearsal, "train/base")

@@ -7,8 +7,9 @@ import pytest
 from eyrie_api.artifacts import digest_model
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
 from eyrie_api.sweep import expand
-from eyrie_api.v1alpha1.job import BenchmarkSpec, DataSource, DataSpec, SuiteSpec
+from eyrie_api.v1alpha1.job import BenchmarkSpec, DataSource, DataSpec, DraftTreeShape, SuiteSpec
 from eyrie_api.v1alpha1.reports import CheckpointReport, RegenerateReport, TrainReport, VocabularyReport
+from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_pipelines import steps
 from tests.pipelines.conftest import spec_of, sweeping_spec
 
@@ -83,6 +84,19 @@ def test_equal_jobs_give_equal_specs_and_a_changed_value_another_digest() -> Non
     assert digest_model(steps.capture_spec(JOB, ROOT)) == digest_model(steps.capture_spec(again, ROOT))
     elsewhere = steps.capture_spec(JOB, Path("/other"))
     assert digest_model(steps.capture_spec(JOB, ROOT)) != digest_model(elsewhere)
+
+
+def test_only_the_proof_is_told_what_serves_now() -> None:
+    (ref,) = steps.list_checkpoints([trained("a", 5)])
+    incumbent = DrafterUse(drafter_dir="/drafter", setting=Setting(tree=DraftTreeShape()))
+    later = JOB.model_copy(update={"attempt": 2, "incumbent": incumbent})
+    told = steps.prove_spec(later, ROOT, ref, steps.reference("tune"))
+    assert told.incumbent == incumbent
+    assert told.tune_dir == "/jobs/job-1/stages/tune"
+    assert (told.engine, told.max_concurrency) == (later.spec.serve.engine, later.spec.serve.max_concurrency)
+    # So a retry that meets another incumbent repeats nothing else.
+    assert digest_model(steps.tune_spec(later, ROOT, ref)) == digest_model(steps.tune_spec(JOB, ROOT, ref))
+    assert digest_model(told) != digest_model(steps.prove_spec(JOB, ROOT, ref, steps.reference("tune")))
 
 
 def test_references_name_a_stage_and_its_key() -> None:

@@ -5,11 +5,14 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.errors import NotFound
+from eyrie_api.v1alpha1.prove import ProveReport
+from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.plots.__main__ import draw_all, drawings, main
 from eyrie_workers.plots.measured import throughput, well_founded
 from eyrie_workers.plots.reading import read_job, read_series
 from eyrie_workers.plots.training import checkpoint_curves, cumulative_speedup
 from eyrie_workers.plots.tuning import heat_maps
+from tests.pipelines.rehearsal.rehearsal_stage import load_report
 from tests.workers.plots.synthetic import (
     benchmark_report,
     finished_job,
@@ -90,3 +93,11 @@ def test_positions_that_hardly_any_round_reached_are_not_drawn() -> None:
     rare = cell.model_copy(update={"accepted_histogram": (20, 20, 3), "acceptance": (0.53, 0.13)})
     assert well_founded(rare) == (0.53, 0.13)
     assert well_founded(rare.model_copy(update={"accepted_histogram": (20, 5, 2)})) == (0.53,)
+
+
+def test_a_proven_job_gets_the_figures_of_its_load_test(tmp_path: Path) -> None:
+    load = load_report((1, 4), ("off", "candidate"), 2.0)
+    write_stage(tmp_path, "prove", "", ProveReport(
+        checkpoint="c", path="x", engine="embedded", use=DrafterUse(), load=load, environment=load.environment,
+        seconds=1.0))
+    assert [name for name, _ in drawings(read_job(tmp_path))] == ["load-throughput", "load-latency"]

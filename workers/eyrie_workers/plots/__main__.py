@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.reports import TrainReport
-from eyrie_workers.plots import measured, training, tuning
+from eyrie_workers.plots import load, measured, training, tuning
 from eyrie_workers.plots.reading import JobRecord, Series, read_job
 from eyrie_workers.plots.style import SETTINGS, save
 
@@ -36,6 +36,8 @@ def drawings(record: JobRecord) -> Iterator[Drawing]:
         yield "tuning", lambda: tuning.heat_maps(tune)
     if record.benchmarks or record.tune:
         yield "tau-throughput", lambda: measured.acceptance_against_throughput(record.benchmarks, record.tune)
+    if record.prove and record.prove.load:
+        yield from load.drawings(record.prove.load)
 
 
 def _training(candidate: str, report: TrainReport | None, series: Series) -> Iterator[Drawing]:

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from eyrie_api.artifacts import MANIFEST, read_manifest
 from eyrie_api.errors import NotFound
+from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.records import STAGE_RECORD, MetricRecord
 from eyrie_api.v1alpha1.reports import BenchmarkReport, TrainReport, TuneReport
 from eyrie_workers.catalog import stage_dir
@@ -25,6 +26,7 @@ class JobRecord:
 
     benchmarks: list[BenchmarkReport] = field(default_factory=list)
     tune: TuneReport | None = None
+    prove: ProveReport | None = None
 
 
 def read_job(job_dir: Path) -> JobRecord:
@@ -35,7 +37,7 @@ def read_job(job_dir: Path) -> JobRecord:
     record = JobRecord()
     for directory in sorted(stage_dir(job_dir, "train").glob("*/")):
         record.training_series[directory.name] = read_series(directory / "events.jsonl")
-    for stage in ("train", "benchmark", "tune"):
+    for stage in ("train", "benchmark", "tune", "prove"):
         base = job_dir / "stages" / stage
         for path in sorted([*base.glob(MANIFEST), *base.glob(f"*/{MANIFEST}")]):
             report = read_manifest(path).report
@@ -45,6 +47,8 @@ def read_job(job_dir: Path) -> JobRecord:
                 record.benchmarks.append(report)
             elif isinstance(report, TuneReport):
                 record.tune = report
+            elif isinstance(report, ProveReport):
+                record.prove = report
     return record
 
 
