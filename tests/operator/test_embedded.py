@@ -11,14 +11,17 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.database import Database
+from eyrie_api.endpoints import Endpoints
 from eyrie_api.jobs import Jobs
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.job import JobSpec, ServeSpec
+from eyrie_api.v1alpha1.job import DraftTreeShape, JobSpec, ServeSpec
 from eyrie_api.v1alpha1.status import Job
+from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_operator.conditions import find, is_over
 from eyrie_operator.embedded import Embedded
 from eyrie_pipelines import local
 from eyrie_pipelines.processes import group_members, wait_until
+from eyrie_pipelines.run_stage import load_job
 from tests.pipelines.conftest import Rehearsal, spec_of
 
 LIMIT_S = 120.0
@@ -127,6 +130,18 @@ def test_cancelling_frees_the_machine_and_ends_the_job_cancelled(world: World, r
     job = world.jobs.get(job_id)
     assert job.status.phase == "Cancelled"
     assert next(one for one in job.status.stages if one.stage == "capture").state == "Cancelled"
+
+
+def test_a_run_is_told_what_its_endpoint_serves_when_it_begins(world: World, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(regenerate=["hang"])
+    endpoints, spec = Endpoints(world.database), spec_of()
+    endpoints.create("default", spec.target, spec.serve, "quickstart")
+    serving = DrafterUse(drafter_dir="/drafters/before", setting=Setting(tree=DraftTreeShape()))
+    endpoints.propose("default", job_id=None, checkpoint="before", use=serving, reason="by hand")
+    endpoints.activate("default", 2, "http://127.0.0.1:1/v1")
+    job_id = world.submit(spec)
+    world.embedded.advance(job_id)
+    assert load_job(str(world.directory(job_id))).incumbent == serving
 
 
 def test_a_killed_control_plane_leaves_the_run_alone_and_the_next_one_adopts_it(
