@@ -277,6 +277,12 @@ class Jobs:
         with self.database.reading() as session:
             return tuple(session.scalars(query))
 
+    def changed_since(self, when: datetime) -> tuple[tuple[str, datetime], ...]:
+        """Jobs changed at that time or later, with when: for whoever projects rows somewhere else."""
+        query = select(JobRow.id, JobRow.updated_at).where(JobRow.updated_at >= when).order_by(JobRow.updated_at)
+        with self.database.reading() as session:
+            return tuple((row[0], row[1]) for row in session.execute(query))
+
     # An observer's verbs.
 
     def save_status(self, job_id: str, status: JobStatus, owner: str | None = None) -> None:

@@ -1,0 +1,298 @@
+"""Contract -> CustomResourceDefinitions. Pure: no cluster, no kubernetes library.
+
+pydantic writes JSON Schema; Kubernetes takes *structural* schemas, which differ in five ways met here:
+
+- no `$ref`: every model is written out where it is used (the contract has no cycles);
+- no `anyOf` for optional fields: `nullable: true`; and none for unions: tagged unions become one object with the fields
+  of all variants, and a CEL rule per variant says which of them it takes;
+- `exclusiveMinimum` is a flag beside `minimum`, `const` is an enum of one, tuples are lists;
+- no `additionalProperties: false`: unknown fields are pruned by the server anyway. Newer kubectl and servers warn of
+  them; our own REST API refuses them;
+- defaults are written where they change what the server would fill in by itself, nested ones as small as they can be,
+  so that `kubectl get -o yaml` shows every value a job runs with.
+
+What JSON Schema cannot say and the models check between fields is told once more in CEL (`_RULES`), for servers that
+know it (1.25 and newer); older ones drop the rules, and the operator refuses the object in its status instead.
+A schema that cannot be expressed is an error here and not a hole there: `structural` raises.
+
+    python -m eyrie_api.crd --out helm/eyrie/files/crds
+"""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from eyrie_api.v1alpha1.resources import (
+    GROUP,
+    VERSION,
+    DraftEndpointSpec,
+    DraftEndpointStatus,
+    DrafterJobSpec,
+    DrafterJobStatus,
+)
+
+Schema = dict[str, Any]
+
+# Comparisons of numbers beyond 2**53 are not exact in the server's floats; no user means such a bound.
+_EXACT = 2**53
+_KEPT = ("type", "format", "pattern", "enum", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems",
+         "maxProperties", "minProperties", "multipleOf", "description", "required", "uniqueItems")
+_MET = {"title", "$defs", "$ref", "properties", "items", "prefixItems", "additionalProperties", "patternProperties",
+        "propertyNames", "default", "anyOf", "oneOf", "allOf", "const", "discriminator", "exclusiveMinimum",
+        "exclusiveMaximum"}
+"""Keywords this module translates, leaves out, or refuses."""
+
+_RULES: Mapping[str, tuple[tuple[str, str], ...]] = {
+    # By model: rule, message. Optional fields are asked for with has(); all others have defaults.
+    "DrafterJobSpec": (
+        ("self.job == oldSelf.job", "spec.job cannot be changed: apply a DrafterJob of another name"),
+    ),
+    "DraftEndpointSpec": (
+        ("self.target == oldSelf.target", "spec.target cannot be changed: a URL must not change its model under its "
+                                          "users; apply a DraftEndpoint of another name"),
+    ),
+    "JobSpec": (
+        ("self.benchmark.tree.num_steps <= self.train.ttt_length + 4",
+         "benchmark.tree.num_steps is far beyond train.ttt_length: raise ttt_length or lower num_steps"),
+    ),
+    "RegenerateSpec": (
+        ("self.engine == 'embedded' || has(self.base_url)",
+         "base_url is required unless engine is embedded: give the endpoint's URL including /v1"),
+    ),
+    "DrafterSpec": (
+        ("!(self.fc_norm && self.norm_before_fc)",
+         "fc_norm and norm_before_fc are both true: no engine applies both"),
+    ),
+    "DraftTreeShape": (
+        ("self.top_k != 1 || self.num_draft_tokens == self.num_steps + 1",
+         "with top_k 1 num_draft_tokens must be num_steps + 1"),
+        ("self.num_draft_tokens >= self.num_steps + 1",
+         "num_draft_tokens cannot hold one path of num_steps: give at least num_steps + 1"),
+        ("self.num_draft_tokens <= 1 + self.top_k + (self.num_steps - 1) * self.top_k * self.top_k",
+         "num_draft_tokens is more than such a tree can grow: at most 1 + top_k + (num_steps - 1) * top_k * top_k"),
+    ),
+}
+
+_LIST_KEYS: Mapping[str, tuple[str, ...]] = {"ResourceCondition": ("type",), "ResourceStage": ("stage", "key"),
+                                             "ResourceRevision": ("number",)}
+"""Lists that are maps by key: server-side apply merges them entry by entry."""
+
+
+class NotStructural(ValueError):
+    """A model says something a structural schema cannot."""
+
+
+def custom_resource_definitions() -> dict[str, Schema]:
+    """Every definition, by file name."""
+    job = _definition(
+        kind="DrafterJob", plural="drafterjobs", short="dj", spec=DrafterJobSpec, status=DrafterJobStatus,
+        description="Train, choose, tune and serve a speculative-decoding drafter for one target.",
+        columns=(
+            ("Phase", "string", ".status.phase", 0, "What it is doing."),
+            ("Reason", "string", '.status.conditions[?(@.type=="Succeeded")].reason', 0, "Why it ended as it did."),
+            ("Target", "string", ".spec.job.target.model", 0, "The model it trains for."),
+            ("Speedup", "number", ".status.best.speedup", 0, "Of the best drafter, over none."),
+            ("Age", "date", ".metadata.creationTimestamp", 0, ""),
+            ("Job", "string", ".status.job_id", 1, "Its id at the REST API."),
+            ("Tau", "number", ".status.best.tau", 1, "Tokens per target pass, bonus token included."),
+            ("Verdict", "string", ".status.verdict", 1, "Whether it was promoted."),
+            ("Endpoint", "string", ".status.endpoint", 1, "Where it serves."),
+            ("Attempt", "integer", ".status.attempt", 1, "Counts retries."),
+        ))
+    endpoint = _definition(
+        kind="DraftEndpoint", plural="draftendpoints", short="de", spec=DraftEndpointSpec, status=DraftEndpointStatus,
+        description="A stable URL for a target, served with the best drafter there is for it.",
+        columns=(
+            ("Serving", "string", '.status.conditions[?(@.type=="Serving")].status', 0, "Whether it answers."),
+            ("Reason", "string", '.status.conditions[?(@.type=="Serving")].reason', 0, ""),
+            ("Target", "string", ".spec.target.model", 0, "The model it serves."),
+            ("URL", "string", ".status.url", 0, "OpenAI-compatible."),
+            ("Age", "date", ".metadata.creationTimestamp", 0, ""),
+            ("Revision", "integer", ".status.active_revision", 1, "What serves."),
+            ("Candidate", "integer", ".status.candidate_revision", 1, "What is being tried."),
+            ("Desired", "string", ".spec.desired", 1, "on or off."),
+        ))
+    return {"drafterjobs.yaml": job, "draftendpoints.yaml": endpoint}
+
+
+def _definition(*, kind: str, plural: str, short: str, spec: type[BaseModel], status: type[BaseModel], description: str,
+                columns: tuple[tuple[str, str, str, int, str], ...]) -> Schema:
+    root: Schema = {
+        "type": "object", "description": description, "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"}, "kind": {"type": "string"}, "metadata": {"type": "object"},
+            "spec": structural(spec), "status": structural(status, defaults=False),
+        },
+    }
+    printed = [{"name": name, "type": of, "jsonPath": path} | ({"priority": priority} if priority else {}) |
+               ({"description": words} if words else {}) for name, of, path, priority, words in columns]
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{plural}.{GROUP}"},
+        "spec": {
+            "group": GROUP, "scope": "Namespaced",
+            "names": {"kind": kind, "listKind": f"{kind}List", "plural": plural, "singular": kind.lower(),
+                      "shortNames": [short], "categories": ["all", "eyrie"]},
+            "versions": [{
+                "name": VERSION, "served": True, "storage": True, "subresources": {"status": {}},
+                "additionalPrinterColumns": printed, "schema": {"openAPIV3Schema": root},
+            }],
+        },
+    }
+
+
+def structural(model: type[BaseModel], *, defaults: bool = True) -> Schema:
+    """The structural schema of a model. Without `defaults` for a status, which the server must not fill in."""
+    document = model.model_json_schema(by_alias=True)
+    return _Writer(document.get("$defs", {}), defaults).write(document)
+
+
+class _Writer:
+    """Writes one document's schemas out."""
+
+    def __init__(self, definitions: Mapping[str, Schema], defaults: bool) -> None:
+        self._definitions, self._defaults = definitions, defaults
+
+    def write(self, source: Schema) -> Schema:
+        source, nullable = self._resolve(source)
+        if "oneOf" in source:
+            source = self._merged_union(source)
+        unknown = set(source) - set(_KEPT) - _MET - {"x-kubernetes-validations"}
+        if unknown or "anyOf" in source or "allOf" in source or "prefixItems" in source:
+            what = sorted(unknown) or "a union, or a tuple of unlike values,"
+            raise NotStructural(f"{source.get('title', source)!s}: {what} cannot be said in a structural schema")
+        target: Schema = {key: source[key] for key in _KEPT if key in source}
+        self._bounds(source, target)
+        if "const" in source:
+            target["enum"] = [source["const"]]
+        if nullable:
+            target["nullable"] = True
+            if "enum" in target:
+                target["enum"] = [*target["enum"], None]
+        if "type" not in target:  # any JSON value
+            target["x-kubernetes-preserve-unknown-fields"] = True
+            return target
+        if target["type"] == "array":
+            target["items"] = self.write(source["items"])
+            key = _LIST_KEYS.get(self._resolve(source["items"])[0].get("title", ""))
+            if key:
+                target |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": list(key)}
+        elif target["type"] == "object":
+            self._object(source, target)
+        self._default(source, target)
+        return target
+
+    def _resolve(self, source: Schema) -> tuple[Schema, bool]:
+        """References followed and optional unwrapped; what stands beside a reference wins over what it points at."""
+        nullable = False
+        while True:
+            if "$ref" in source:
+                name = source["$ref"].rpartition("/")[2]
+                source = {**self._definitions[name], **{k: v for k, v in source.items() if k != "$ref"}}
+                continue
+            options = source.get("anyOf")
+            if options is None:
+                return source, nullable
+            real = [one for one in options if one.get("type") != "null"]
+            if len(real) != 1 or len(real) == len(options):
+                raise NotStructural(f"{source.get('title')}: a union of {len(real)} kinds; give it a discriminator")
+            nullable = True
+            rest = {key: value for key, value in source.items() if key != "anyOf"}
+            source = {**real[0], **rest}
+
+    def _bounds(self, source: Schema, target: Schema) -> None:
+        for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+            if exclusive in source:
+                target[bound], target[exclusive] = source[exclusive], True
+            if bound in target and abs(target[bound]) > _EXACT:
+                del target[bound]
+        if target.get("type") == "integer":
+            target["format"] = "int64"
+
+    def _object(self, source: Schema, target: Schema) -> None:
+        if "properties" in source:
+            target["properties"] = inside = {name: self.write(one) for name, one in source["properties"].items()}
+            if not self._defaults and "required" in target:  # a status is written without its nulls
+                target["required"] = [name for name in target["required"] if not inside[name].get("nullable")]
+        elif "patternProperties" in source:  # the keys' pattern cannot be said
+            target["additionalProperties"] = self.write(next(iter(source["patternProperties"].values())))
+        elif isinstance(source.get("additionalProperties"), dict):
+            target["additionalProperties"] = self.write(source["additionalProperties"])
+        else:
+            target["x-kubernetes-preserve-unknown-fields"] = True
+        rules = [*source.get("x-kubernetes-validations", ()),
+                 *({"rule": rule, "message": message} for rule, message in _RULES.get(source.get("title", ""), ()))]
+        if rules:
+            target["x-kubernetes-validations"] = rules
+
+    def _default(self, source: Schema, target: Schema) -> None:
+        if self._defaults and source.get("default") is not None:
+            target["default"] = _smallest(source["default"], target)
+
+    def _merged_union(self, source: Schema) -> Schema:
+        """A tagged union as one object: the tag required, every variant's fields, a rule per variant."""
+        tag = source.get("discriminator", {}).get("propertyName")
+        if tag is None:
+            raise NotStructural(f"{source.get('title')}: a union without a discriminator")
+        variants = [self._resolve(one)[0] for one in source["oneOf"]]
+        tags = [one["properties"][tag].get("const") for one in variants]
+        properties: Schema = {tag: {"type": "string", "enum": tags}}
+        rules: list[dict[str, str]] = []
+        for value, variant in zip(tags, variants, strict=True):
+            for name, one in variant["properties"].items():
+                if name == tag:
+                    continue
+                if name in properties and properties[name] != one:
+                    raise NotStructural(f"{variant.get('title')}.{name}: differs from that field of another variant")
+                # A default of one variant would be filled in for all of them.
+                properties[name] = {key: part for key, part in one.items() if key != "default"}
+            rules += [{"rule": f"self.{tag} != '{value}' || has(self.{name})", "message": f"{name} is required"}
+                      for name in variant.get("required", ()) if name != tag]
+        rest = {key: value for key, value in source.items() if key in ("description", "default", "title")}
+        return {"type": "object", "properties": properties, "required": [tag], **rest,
+                "x-kubernetes-validations": rules}
+
+
+def _smallest(value: Any, schema: Schema) -> Any:
+    """The default less what the defaults inside would fill in again, and less every null."""
+    if not isinstance(value, dict):
+        return [_smallest(one, schema.get("items", {})) for one in value] if isinstance(value, list) else value
+    inside = schema.get("properties", {})
+    small = {}
+    for name, one in value.items():
+        reduced = _smallest(one, inside.get(name, {}))
+        if one is not None and not ("default" in inside.get(name, {}) and inside[name]["default"] == reduced):
+            small[name] = reduced
+    return small
+
+
+class _Dumper(yaml.SafeDumper):
+    """Long descriptions on their own lines, no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def render(definition: Schema) -> str:
+    """The YAML that is checked in."""
+    head = "# Made by `python -m eyrie_api.crd` from the contract; a test compares. Do not edit.\n"
+    return head + yaml.dump(definition, Dumper=_Dumper, sort_keys=False, width=116, default_flow_style=False)
+
+
+def main() -> None:
+    """Write the definitions."""
+    parser = argparse.ArgumentParser(prog="python -m eyrie_api.crd", description=main.__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="Directory, for example helm/eyrie/files/crds.")
+    out: Path = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    for name, definition in custom_resource_definitions().items():
+        (out / name).write_text(render(definition), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
