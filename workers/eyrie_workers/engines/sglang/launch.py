@@ -129,8 +129,9 @@ def launch_arguments(plan: LaunchPlan, pins: Pins | None = None) -> tuple[str, .
     if plan.quantization is not None:
         line += ["--quantization", plan.quantization]
     if plan.machine.platform == "cpu":
-        # Speculation switches the overlap scheduler off on CPU; both arms of a comparison must be without it.
-        line += ["--device", "cpu", "--disable-overlap-schedule"]
+        # Speculation switches the overlap scheduler off on CPU; both arms of a comparison must be without it. An idle
+        # scheduler polls without pause: it would take a core from the arm that is being measured.
+        line += ["--device", "cpu", "--disable-overlap-schedule", "--sleep-on-idle"]
     if plan.metrics:
         line.append("--enable-metrics")
     if plan.lora_paths:
