@@ -13,10 +13,11 @@ collect_ignore_glob = [] if os.environ.get("EYRIE_TEST_SGLANG") == "1" else ["*.
 
 @pytest.fixture(scope="session")
 def drafter() -> Path:
-    """A drafter trained by our stages; never written to."""
+    """A drafter trained by our stages; never written to. EYRIE_SGLANG_DRAFTER names another one of the quickstart's."""
     from tests.sglang.trained_drafter import trained_drafter
 
-    return trained_drafter()
+    given = os.environ.get("EYRIE_SGLANG_DRAFTER")
+    return Path(given) if given else trained_drafter()
 
 
 @pytest.fixture(scope="session")

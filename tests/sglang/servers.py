@@ -1,9 +1,9 @@
 """SGLang servers for tests, on this machine's processors: our process door, SGLang's interpreter, the stand-in kernels.
 
 float32, so that two ways to compute one thing agree to the token; one attention backend, the one that speculates on
-CPU; no compilation (`TORCHDYNAMO_DISABLE`: inductor would cost the first request a minute); one thread per process,
-because servers stand side by side on few cores. The pool of 8192 tokens is what these tests need; without the flag
-SGLang takes a share of the machine's memory.
+CPU; no compilation (`TORCHDYNAMO_DISABLE`: inductor would cost the first request a minute); one thread per process, no
+polling while idle, because servers stand side by side on few cores. The pool of 8192 tokens is what these tests need;
+without the flag SGLang takes a share of the machine's memory.
 """
 
 import os
@@ -24,7 +24,7 @@ READY_S = 600.0
 
 CPU = ("--device", "cpu", "--attention-backend", "intel_amx", "--page-size", "1", "--disable-overlap-schedule",
        "--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", "8", "--context-length", "1024",
-       "--skip-server-warmup")
+       "--skip-server-warmup", "--sleep-on-idle")
 
 
 def sglang_python() -> Path:

@@ -4,6 +4,7 @@ The demo's recipe at half its length: 480 conversations and 6 epochs, about two 
 under `.eyrie/sglang-tests`, by a digest of the code that made it, so that a second run finds it.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -38,14 +39,16 @@ _MAKERS = ("conversations", "drafters", "features", "quickstart", "regeneration"
 def trained_drafter() -> Path:
     """The directory of the last checkpoint; trains it when this code has not yet."""
     home = KEPT / f"drafter-{_digest()}"
-    if not home.exists():
-        aside = home.with_name(f"{home.name}.aside")
-        shutil.rmtree(aside, ignore_errors=True)
-        _train(aside)
-        for old in KEPT.glob("drafter-*"):
-            if old != aside:
+    KEPT.mkdir(parents=True, exist_ok=True)
+    with (KEPT / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two runs at once, the second finds what the first has made
+        if not home.exists():
+            aside = KEPT / "aside"
+            shutil.rmtree(aside, ignore_errors=True)
+            _train(aside)
+            for old in KEPT.glob("drafter-*"):
                 shutil.rmtree(old)
-        aside.rename(home)
+            aside.rename(home)
     report = read_manifest(home / "train" / "manifest.json").report
     assert isinstance(report, TrainReport)
     return home / "train" / report.checkpoints[-1].path
