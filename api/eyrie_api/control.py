@@ -36,14 +36,18 @@ class Control:
     checks: Mapping[str, Callable[[], bool]] = field(default_factory=dict)
     """Named readiness checks beyond the database."""
 
+    queues: Mapping[str, Callable[[], int]] = field(default_factory=dict)
+    """How much waits in each queue of the broker, for metrics; raises Transient when the broker is away."""
+
     @classmethod
     def over(cls, settings: Settings, database: Database, wake: Callable[[], None] | None = None,
-             checks: Mapping[str, Callable[[], bool]] | None = None) -> "Control":
+             checks: Mapping[str, Callable[[], bool]] | None = None,
+             queues: Mapping[str, Callable[[], int]] | None = None) -> "Control":
         """The control plane over one database."""
         idempotency = Idempotency(database, settings.idempotency_ttl_s)
         return cls(settings, database, Jobs(database, idempotency=idempotency), Endpoints(database),
                    Histories(database), Results(database), Outbox(database), idempotency, wake or _nothing,
-                   checks or {})
+                   checks or {}, queues or {})
 
 
 def _of(request: Request) -> Control:

@@ -16,6 +16,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
+from sqlalchemy.exc import InterfaceError, OperationalError, TimeoutError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match, Route
@@ -45,6 +46,12 @@ class Forbidden(EyrieError):
     http_status = 403
     exit_code = 77
     reason = "Forbidden"
+
+
+class DatabaseAway(Transient):
+    """The database does not answer, or has just cut a transaction off. What was answered before is kept."""
+
+    reason = "DatabaseAway"
 
 
 class MethodNotAllowed(EyrieError):
@@ -97,12 +104,21 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(EyrieError, _on_eyrie_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    for kind in (OperationalError, InterfaceError, TimeoutError):
+        app.add_exception_handler(kind, _on_database_away)
     app.add_exception_handler(Exception, _on_bug)
 
 
 async def _on_eyrie_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, EyrieError)
     return refuse(error, request.url.path)
+
+
+async def _on_database_away(request: Request, error: Exception) -> Response:
+    log.warning("%s %s: the database does not answer: %s", request.method, request.url.path, error)
+    away = DatabaseAway(f"the database does not answer: {type(error).__name__}",
+                        "try again, with the same Idempotency-Key; the control plane's log says more")
+    return refuse(away, request.url.path)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -36,15 +36,17 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(settings: Settings, *, database: Database | None = None, wake: Callable[[], None] | None = None,
-               checks: Mapping[str, Callable[[], bool]] | None = None) -> FastAPI:
+               checks: Mapping[str, Callable[[], bool]] | None = None,
+               queues: Mapping[str, Callable[[], int]] | None = None) -> FastAPI:
     """The application.
 
     database   opened from the settings when absent; must have been migrated (`Database.migrate`)
     wake       called after each change that promised a chore
     checks     further readiness checks by name, for example `{"chores": lambda: loop.is_running}`
+    queues     how much waits in each queue of the broker, for the metric `eyrie_queue_length`
     """
     database = database or Database(settings.resolved_database_url)
-    control = Control.over(settings, database, wake, checks)
+    control = Control.over(settings, database, wake, checks, queues)
     app = FastAPI(title="Eyrie", version=importlib.metadata.version("eyrie"), description=DESCRIPTION,
                   responses=_REFUSALS, redirect_slashes=False)
     app.state.control = control

@@ -64,6 +64,9 @@ class Settings(Frozen):
     """How long dispatched outbox rows are kept, for people who ask what happened."""
 
     chore_threads: int = Field(2, ge=1, le=64)
+    visibility_timeout_s: float = Field(300.0, ge=1.0)
+    """Longer than any chore: Redis then hands the message out again, and a chore that ran on would run twice."""
+
     sse_heartbeat_s: float = Field(15.0, gt=0.0)
     sse_poll_s: float = Field(0.2, gt=0.0)
     """How often a live stream looks for new rows or log bytes."""

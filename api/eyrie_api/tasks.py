@@ -9,9 +9,13 @@
 
 No chore is long and every chore may run twice or not at all: state is in SQL, a lease keeps two drivers apart, and the
 periodic tick finds whatever a broker or a killed process has dropped. That is why `memory://` with a worker thread in
-this process is enough on one machine, and why Redis (one URL) changes nothing but where the messages wait. Measured for
-kombu's memory transport: 1.0 s a round trip by default, 0.05 s with the polling interval set here; file and SQL brokers
-lose tasks of a killed worker and are not offered.
+this process is enough on one machine, and why Redis (one URL) changes nothing but where the messages wait (see
+`broker`). File and SQL brokers lose tasks of a killed worker and are not offered.
+
+Who takes chores: a `ChoreLoop` (threads of this process), and any number of prefork workers (`eyrie worker`, which ends
+in `run_worker`) on the same Redis and database. Who gives them: a `Ticker`, one in every control plane; two of them
+give more, and nothing twice that matters. A chore is acknowledged when it is done: kill -9 the worker, and Redis hands
+it out again after `visibility_timeout_s`, or the next tick sends another, whichever comes first.
 
 Kombu's memory queues belong to the process, not to the app, so the queue's name carries the database's: a control plane
 opened after another one in the same process (tests) does not take that one's chores.
@@ -19,6 +23,7 @@ opened after another one in the same process (tests) does not take that one's ch
 
 import hashlib
 import logging
+import os
 import shutil
 import threading
 import time
@@ -27,13 +32,15 @@ from typing import Any
 
 from celery import Celery
 from celery.exceptions import WorkerShutdown
+from celery.signals import worker_process_init
 from celery.worker import WorkController
 from kombu.exceptions import OperationalError
 
+from eyrie_api.broker import BrokerAway, messages_waiting, transport_settings, without_password
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import Database
 from eyrie_api.endpoints import Endpoints
-from eyrie_api.errors import Conflict, NotFound, Transient
+from eyrie_api.errors import Conflict, InvalidInput, NotFound
 from eyrie_api.idempotency import Idempotency
 from eyrie_api.jobs import Jobs
 from eyrie_api.outbox import Outbox
@@ -41,10 +48,9 @@ from eyrie_api.settings import Settings
 
 log = logging.getLogger(__name__)
 
-POLLING_INTERVAL_S = 0.05
-# Longer than any chore: Redis hands a message out again after it, and a chore that ran on would run twice.
-VISIBILITY_TIMEOUT_S = 300
 _STOP_TIMEOUT_S = 15.0
+# A tick that nobody took for so many intervals is not worth taking: a newer one waits behind it.
+_TICKS_WORTH_TAKING = 30
 
 Step = Callable[[str], None]
 
@@ -64,14 +70,9 @@ def make_celery(settings: Settings, advance: Step, *, tend: Step | None = None, 
 
 
 def _configuration(settings: Settings) -> dict[str, Any]:
-    memory = settings.broker_url.startswith("memory:")
-    name = hashlib.sha256(settings.resolved_database_url.encode()).hexdigest()[:12]
-    options = {"polling_interval": POLLING_INTERVAL_S} if memory else {"visibility_timeout": VISIBILITY_TIMEOUT_S}
     return {
-        "task_default_queue": f"eyrie-{name}",
-        "broker_transport_options": options,
-        "broker_connection_retry_on_startup": True,
-        "broker_connection_timeout": 4,
+        "task_default_queue": chore_queue(settings),
+        **transport_settings(settings.broker_url, settings.visibility_timeout_s),
         "task_serializer": "json", "accept_content": ["json"],
         "task_acks_late": True, "task_reject_on_worker_lost": True,
         "task_ignore_result": True, "task_store_errors_even_if_ignored": False,
@@ -82,6 +83,16 @@ def _configuration(settings: Settings) -> dict[str, Any]:
         # A chore cut off by a lost connection is delivered again, and may be done twice: cancelling gains nothing.
         "worker_cancel_long_running_tasks_on_connection_loss": False,
     }
+
+
+def chore_queue(settings: Settings) -> str:
+    """The queue of this database's chores."""
+    return "eyrie-" + hashlib.sha256(settings.resolved_database_url.encode()).hexdigest()[:12]
+
+
+def queue_length(app: Celery, queue: str) -> int:
+    """Messages that wait in a queue of the app's broker. Raises BrokerAway."""
+    return messages_waiting(app.connection_for_read(connect_timeout=2), queue)
 
 
 def _add_chores(app: Celery, settings: Settings, database: Database, clock: Clock, advance: Step,
@@ -134,11 +145,51 @@ def _add_chores(app: Celery, settings: Settings, database: Database, clock: Cloc
         idempotency.sweep()
 
 
-class BrokerAway(Transient):
-    """The broker does not answer."""
+class Ticker:
+    """A thread that gives chores: the outbox whenever woken and at every tick, the others at their intervals.
 
-    exit_code = 69  # EX_UNAVAILABLE
-    reason = "BrokerAway"
+    The broker may be away for as long as it likes: the outbox keeps what was promised.
+    """
+
+    def __init__(self, settings: Settings, app: Celery) -> None:
+        self._settings, self._app = settings, app
+        self._stopping, self._woken = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._tick, name="eyrie-ticker", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Something was promised: have it dispatched now."""
+        self._woken.set()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopping.set()
+        self._woken.set()
+        self._thread.join(_STOP_TIMEOUT_S)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread lives."""
+        return self._thread.is_alive()
+
+    def _tick(self) -> None:
+        interval_s = self._settings.reconcile_interval_s
+        every = {"eyrie.reconcile_tick": interval_s, "eyrie.retention": self._settings.retention_interval_s}
+        due = dict.fromkeys(every, 0.0)
+        while not self._stopping.is_set():
+            now = time.monotonic()
+            try:
+                for name in ("eyrie.dispatch_outbox", *(name for name in due if due[name] <= now)):
+                    self._app.send_task(name, expires=max(60.0, _TICKS_WORTH_TAKING * every.get(name, interval_s)))
+                    if name in due:
+                        due[name] = now + every[name]
+            except OperationalError as error:
+                log.warning("the broker is away (%s); the outbox keeps the chores", type(error).__name__)
+            self._woken.wait(interval_s)
+            self._woken.clear()
 
 
 class ChoreLoop:
@@ -151,59 +202,58 @@ class ChoreLoop:
 
     def __init__(self, settings: Settings, app: Celery) -> None:
         self._settings, self._app = settings, app
-        self._stopping, self._woken = threading.Event(), threading.Event()
+        self._ticker = Ticker(settings, app)
         self._worker = _Worker(
             app=app, pool="threads", concurrency=settings.chore_threads, hostname=f"eyrie-{id(self):x}@local",
             without_heartbeat=True, without_mingle=True, without_gossip=True, loglevel="WARNING")
-        self._threads = (
-            threading.Thread(target=self._worker.start, name="eyrie-chores", daemon=True),
-            threading.Thread(target=self._tick, name="eyrie-ticker", daemon=True),
-        )
+        self._thread = threading.Thread(target=self._worker.start, name="eyrie-chores", daemon=True)
 
     def start(self, timeout_s: float = 30.0) -> None:
         """Start both threads. Raises BrokerAway when the broker cannot be reached in time."""
         self._app.set_default()
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
+        self._ticker.start()
         if not self._worker.ready.wait(timeout_s):
-            raise BrokerAway(f"broker {self._settings.broker_url} was not reached in {timeout_s:g} s",
+            raise BrokerAway(f"broker {without_password(self._settings.broker_url)} was not reached in {timeout_s:g} s",
                              "start it, correct EYRIE_BROKER_URL, or unset it to keep the chores in this process")
 
     def wake(self) -> None:
         """Something was promised: dispatch it now."""
-        self._woken.set()
+        self._ticker.wake()
 
     def stop(self) -> None:
         """Finish what runs, then end both threads."""
-        self._stopping.set()
-        self._woken.set()
+        self._ticker.stop()
         # Raised in the worker's own thread, as its signal handlers would; celery's `state.should_stop` is process-wide.
         self._worker.consumer.call_soon(_raise_shutdown)
-        for thread in self._threads:
-            thread.join(_STOP_TIMEOUT_S)
+        self._thread.join(_STOP_TIMEOUT_S)
 
     @property
     def is_running(self) -> bool:
         """Whether both threads live."""
-        return all(thread.is_alive() for thread in self._threads)
+        return self._thread.is_alive() and self._ticker.is_running
 
-    def _tick(self) -> None:
-        """Beat in small: reconcile and retention at their intervals, the outbox whenever woken and at every tick."""
-        due = {"eyrie.reconcile_tick": 0.0, "eyrie.retention": 0.0}
-        every = {"eyrie.reconcile_tick": self._settings.reconcile_interval_s,
-                 "eyrie.retention": self._settings.retention_interval_s}
-        while not self._stopping.is_set():
-            now = time.monotonic()
-            names = ["eyrie.dispatch_outbox", *(name for name in due if due[name] <= now)]
-            try:
-                for name in names:
-                    self._app.send_task(name)
-                    if name in due:
-                        due[name] = now + every[name]
-            except OperationalError as error:
-                log.warning("broker %s is away (%s); the outbox keeps the chores", self._settings.broker_url, error)
-            self._woken.wait(self._settings.reconcile_interval_s)
-            self._woken.clear()
+
+def run_worker(app: Celery, settings: Settings, *, concurrency: int, database: Database | None = None) -> None:
+    """Take chores in `concurrency` child processes until SIGTERM or SIGINT, which let running ones finish.
+
+    Raises InvalidInput for a broker that lives in another process's memory.
+    """
+    if settings.broker_url.startswith("memory:"):
+        raise InvalidInput("the broker memory:// lives inside one process, and no worker can share it",
+                           "set EYRIE_BROKER_URL to the Redis of the control plane, for example redis://host:6379/0")
+
+    def forget_connections(**_signal: object) -> None:
+        """A forked child must not talk over its parent's connections."""
+        if database is not None:
+            database.engine.dispose(close=False)
+
+    worker_process_init.connect(forget_connections, weak=False)
+    app.worker_main([
+        "worker", "--pool", "prefork", "--concurrency", str(concurrency), "--loglevel", "WARNING",
+        "--hostname", f"eyrie-{os.getpid()}@%h", "--without-heartbeat", "--without-mingle", "--without-gossip",
+        # A chore that takes so long hangs: Redis has given it to another worker by now.
+        "--time-limit", str(int(max(1.0, settings.visibility_timeout_s)))])
 
 
 def _raise_shutdown() -> None:

@@ -2,6 +2,7 @@
 
     eyrie up [--detach]    the control plane here; its home holds the database, the jobs, a log and who runs it
     eyrie down             ends it; jobs stop at a safe line and go on at the next `up`
+    eyrie worker           more hands for its chores, where the broker is Redis
     eyrie demo             the whole job on the shipped target, from one REST call to a faster endpoint
     eyrie check-drafter    whether a drafter directory is what SGLang and vLLM will serve
     eyrie load             servers under load, compared: a program of the workers, started as a child
@@ -98,6 +99,18 @@ def down(home: Home = None, as_json: Json = False) -> None:
         stop_leftovers(settings)
     words = f"Ended {plane.url}." if plane else f"No control plane runs on {settings.home}; nothing of it is left."
     Screen(as_json=as_json).show({"stopped": plane is not None, "home": str(settings.home.absolute())}, words)
+
+
+@app.command()
+@verb
+def worker(
+    home: Home = None,
+    concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1, max=256, help="Chores at once.")] = 2,
+) -> None:
+    """Take chores from the Redis of EYRIE_BROKER_URL, beside the control plane on the same database."""
+    from eyrie_operator.celery_app import work
+
+    work(settings_for(home, None, None), concurrency)
 
 
 @app.command()

@@ -25,9 +25,10 @@ from tests.servers.postgres import shared_template
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run what touches the database on each of them."""
+    """Run what touches the database on each of them, or on those that the module names in DATABASES."""
     if "database_url" in metafunc.fixturenames:
-        metafunc.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
+        databases = getattr(metafunc.module, "DATABASES", ("sqlite", "postgresql"))
+        metafunc.parametrize("database_url", databases, indirect=True)
 
 
 @pytest.fixture(scope="session")

@@ -1,27 +1,27 @@
-"""Chores on a real Celery worker thread over memory://, and over Redis where a server is installed."""
+"""Chores on a real Celery worker thread over memory:// and over a real Redis."""
 
-import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from eyrie_api.broker import BrokerAway
 from eyrie_api.database import Database
 from eyrie_api.endpoints import Endpoints
 from eyrie_api.idempotency import Claim, Idempotency
 from eyrie_api.jobs import Jobs
 from eyrie_api.outbox import Outbox
 from eyrie_api.settings import Settings
-from eyrie_api.tasks import ChoreLoop, make_celery
+from eyrie_api.tasks import ChoreLoop, chore_queue, make_celery, queue_length
 from eyrie_api.v1alpha1.job import ServeSpec, TargetSpec
 from tests.api.samples import ended, job_spec
+from tests.servers.redis import Redis
 
 LONG_S = 60.0
 """A bound for a loaded machine; no test waits for it when all is well."""
@@ -42,6 +42,14 @@ class Seen:
     def wait_for(self, enough: Callable[[list[str]], bool]) -> None:
         with self._changed:
             assert self._changed.wait_for(lambda: enough(self.calls), LONG_S), self.calls
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """Wait until something holds that another thread or process brings about."""
+    deadline = time.monotonic() + LONG_S
+    while not holds():
+        assert time.monotonic() < deadline, "never came about"
+        time.sleep(0.02)
 
 
 @contextmanager
@@ -123,11 +131,11 @@ def test_a_deleted_jobs_files_are_removed_and_another_jobs_are_not(rare: Setting
         rare.stage_dir(job_id, "train").mkdir(parents=True)
     jobs.save_status(gone, ended("Failed"))
     jobs.delete(gone)
-    last = Seen()
-    with running(rare, database, last) as loop:
+    advanced = Seen()
+    with running(rare, database, advanced) as loop:
         loop.wake()
-        last.wait_for(lambda calls: kept in calls)
-    assert not rare.job_dir(gone).exists()
+        advanced.wait_for(lambda calls: kept in calls)
+        eventually(lambda: not rare.job_dir(gone).exists())
     assert rare.job_dir(kept).exists()
 
 
@@ -144,9 +152,7 @@ def test_a_job_marked_for_deletion_disappears_once_it_has_stopped(frequent: Sett
         jobs.delete(job_id)
         other = jobs.submit(job_spec()).id
         advanced.wait_for(lambda calls: calls.count(other) >= 2)
-        deadline = threading.Event()
-        while jobs.list().items[-1].id == job_id and not deadline.wait(0.02):
-            pass
+        eventually(lambda: jobs.list().items[-1].id != job_id)
     assert [job.id for job in jobs.list().items] == [other]
 
 
@@ -187,37 +193,6 @@ def test_a_job_whose_server_was_killed_after_the_commit_is_dispatched_by_the_nex
         advanced.wait_for(lambda calls: job_id in calls)
 
 
-REDIS = os.environ.get("EYRIE_TEST_REDIS_SERVER") or shutil.which("redis-server")
-
-
-class Redis:
-    """A redis-server process on a port that stays the same when it is started again."""
-
-    def __init__(self, program: str, directory: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
-        self.url = f"redis://127.0.0.1:{self._port}/0"
-        self._argv = [program, "--port", str(self._port), "--bind", "127.0.0.1", "--save", "", "--dir", str(directory)]
-        self.start()
-
-    def start(self) -> None:
-        self._process = subprocess.Popen(self._argv, stdout=subprocess.DEVNULL)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait(10)
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[Redis]:
-    if REDIS is None:
-        pytest.skip("no redis-server on this machine: install it or set EYRIE_TEST_REDIS_SERVER to run this test")
-    server = Redis(REDIS, tmp_path)
-    yield server
-    server.kill()
-
-
 def test_redis_by_url_moves_the_same_chores_with_the_same_code(
         rare: Settings, database: Database, redis: Redis) -> None:
     advanced = Seen()
@@ -242,7 +217,7 @@ def test_a_broker_that_cannot_be_reached_at_the_start_is_an_error_with_the_mend(
     code = (
         "import sys\n"
         "from eyrie_api.settings import Settings\n"
-        "from eyrie_api.tasks import BrokerAway, ChoreLoop, make_celery\n"
+        "from eyrie_api.tasks import ChoreLoop, make_celery\n"
         "settings = Settings.model_validate_json(sys.argv[1])\n"
         "try:\n"
         "    ChoreLoop(settings, make_celery(settings, print)).start(0.5)\n"
@@ -254,3 +229,22 @@ def test_a_broker_that_cannot_be_reached_at_the_start_is_an_error_with_the_mend(
                                 timeout=LONG_S, check=False)
     assert "EYRIE_BROKER_URL" in ended_with.stderr
     assert ended_with.returncode == 1
+
+
+@pytest.mark.parametrize("kind", ["memory", "redis"])
+def test_the_length_of_a_queue_is_what_waits_in_it(rare: Settings, kind: str, request: pytest.FixtureRequest,
+                                                   tmp_path: Path) -> None:
+    url = "memory://" if kind == "memory" else request.getfixturevalue("redis").url
+    settings = rare.model_copy(update={"broker_url": url, "database_url": f"sqlite:///{tmp_path}/own.db"})
+    app = make_celery(settings, print)
+    assert queue_length(app, chore_queue(settings)) == 0
+    for _ in range(3):
+        app.send_task("eyrie.advance_job", args=["x"])
+    assert queue_length(app, chore_queue(settings)) == 3
+
+
+def test_a_broker_that_is_away_is_told_without_its_password(rare: Settings) -> None:
+    settings = rare.model_copy(update={"broker_url": "redis://:sesame@127.0.0.1:1/0"})
+    with pytest.raises(BrokerAway) as caught:
+        queue_length(make_celery(settings, print), chore_queue(settings))
+    assert "sesame" not in str(caught.value)

@@ -2,7 +2,8 @@
 
 LIFELINE is a FIFO whose writing end the test session holds. However the session ends, `kill -9` included, the kernel
 closes that end, and the server is ended. Should this process be killed instead, the kernel kills the server too
-(PR_SET_PDEATHSIG). So nothing that the tests start outlives them, and killing the keeper is killing the server.
+(PR_SET_PDEATHSIG). So nothing that the tests start outlives them. SIGUSR1 is kill -9 for the server, from its parent, so
+that no zombie keeps its process id; SIGTERM is passed on.
 """
 
 import ctypes
@@ -38,6 +39,7 @@ def main(lifeline: str, user: str, argv: list[str]) -> int:
     child = subprocess.Popen(argv, preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
                              **identity)  # type: ignore[call-overload]
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+    signal.signal(signal.SIGUSR1, lambda *_: child.kill())
 
     def end() -> None:
         wait_for_the_end(lifeline)

@@ -12,7 +12,7 @@ from typing import Any
 from tests.servers.processes import Server, Unavailable, shared, unprivileged_user
 
 # The files live as long as the session: nothing needs to reach a disk.
-_HASTY = {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off", "wal_level": "minimal",
+_HASTY = {"fsync": "off", "full_page_writes": "off", "wal_level": "minimal",
           "max_wal_senders": "0", "autovacuum": "off", "shared_buffers": "32MB", "max_connections": "200"}
 
 

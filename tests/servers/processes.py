@@ -11,6 +11,7 @@ import os
 import pwd
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 SESSION = "EYRIE_TEST_SERVERS"
+_TRIES = 5
 START_S = 60.0
 """A server that is not up by then on a loaded machine never will be."""
 
@@ -50,6 +52,13 @@ class Session:
 def session_dir() -> Path:
     """Where this session's servers keep their files."""
     return Path(os.environ[SESSION])
+
+
+def private_dir() -> Path:
+    """A new directory there that another user may enter, for a server of one test's own."""
+    made = Path(tempfile.mkdtemp(dir=session_dir()))
+    made.chmod(0o711)
+    return made
 
 
 def shared(name: str, start: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
@@ -82,7 +91,17 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start and wait until it answers. Raises Unavailable with the end of its log when it does not."""
+        """Start and wait until it answers. Raises Unavailable with the end of its log when it does not.
+
+        A server that ends at once is tried again: what a killed one left may need a moment to go.
+        """
+        for _ in range(_TRIES):
+            if self._comes_up():
+                return
+            time.sleep(0.5)
+        raise Unavailable(f"{self._argv(self.port)[0]} did not start: {self._log.read_text()[-500:]}")
+
+    def _comes_up(self) -> bool:
         keeper = [sys.executable, "-I", "-S", str(Path(__file__).with_name("keeper.py"))]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -92,13 +111,14 @@ class Server:
         while not self._ready(self.port):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.kill()
-                raise Unavailable(f"{self._argv(self.port)[0]} did not start: {self._log.read_text()[-500:]}")
+                return False
             time.sleep(0.02)
+        return True
 
     def kill(self) -> None:
-        """kill -9, as a power cut would."""
+        """kill -9, and wait until it is gone."""
         if self._process is not None:
-            self._process.kill()
+            self._process.send_signal(signal.SIGUSR1)
             self._process.wait(30)
         self._process = None
 

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 from collections.abc import Iterator
+from contextlib import suppress
 
 from fastapi import APIRouter, Request
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -58,6 +59,11 @@ class _Rows(Collector):
         yield GaugeMetricFamily("eyrie_events", "Events stored.", value=self._control.jobs.count_events())
         yield GaugeMetricFamily("eyrie_outbox_depth", "Chores promised and not dispatched.",
                                 value=self._control.outbox.depth())
+        lengths = GaugeMetricFamily("eyrie_queue_length", "Messages that wait at the broker.", labels=["queue"])
+        for name, length in self._control.queues.items():
+            with suppress(Transient):  # a broker that is away has no length; the other metrics are wanted now
+                lengths.add_metric([name], length())
+        yield lengths
 
 
 @router.get("/healthz")

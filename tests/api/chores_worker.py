@@ -1,0 +1,48 @@
+"""A prefork worker for tests: `python chores_worker.py DIRECTORY`, settings from EYRIE_* variables.
+
+Its step drives a job as the operator does: lease, look, act, store. The act takes as long as DIRECTORY/gate is not
+there, and notes its beginning in DIRECTORY/begun, so that a test can kill it in the middle.
+"""
+
+import os
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from eyrie_api.database import Database
+from eyrie_api.jobs import Jobs
+from eyrie_api.settings import Settings
+from eyrie_api.tasks import make_celery, run_worker
+from eyrie_api.v1alpha1.status import StageStatus
+
+LEASE_S = 1.0
+
+
+def main(directory: Path) -> None:
+    settings = Settings.from_env()
+    database = Database(settings.resolved_database_url)
+    jobs = Jobs(database)
+
+    def advance(job_id: str) -> None:
+        owner = str(os.getpid())
+        if not jobs.take_lease(job_id, owner, LEASE_S):
+            return
+        try:
+            if jobs.get(job_id).status.stages:
+                return
+            with (directory / "begun").open("a") as file:
+                file.write(f"{owner}\n")
+            while not (directory / "gate").exists():
+                time.sleep(0.02)
+                jobs.renew_lease(job_id, owner, LEASE_S)
+            now = datetime.now(UTC)
+            jobs.set_stage(job_id, StageStatus(stage="train", state="Succeeded", started_at=now, finished_at=now))
+        finally:
+            jobs.release_lease(job_id, owner)
+
+    run_worker(make_celery(settings, advance, database=database), settings, concurrency=2, database=database)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
