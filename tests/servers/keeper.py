@@ -2,8 +2,8 @@
 
 LIFELINE is a FIFO whose writing end the test session holds. However the session ends, `kill -9` included, the kernel
 closes that end, and the server is ended. Should this process be killed instead, the kernel kills the server too
-(PR_SET_PDEATHSIG). So nothing that the tests start outlives them. SIGUSR1 is kill -9 for the server, from its parent, so
-that no zombie keeps its process id; SIGTERM is passed on.
+(PR_SET_PDEATHSIG). So nothing that the tests start outlives them. SIGUSR1 is kill -9 for the server, from its parent:
+no zombie keeps its process id. SIGTERM is passed on.
 """
 
 import ctypes
