@@ -125,6 +125,40 @@ def test_a_window_of_positions_becomes_sglangs_count_of_those_behind() -> None:
     assert value(launch_arguments(plan(drafter=windowed)), "--speculative-draft-window-size") == "1023"
 
 
+WINDOWED = ServedDrafter(directory="/d", context_length=8192, sliding_window=1024)
+
+
+@pytest.mark.parametrize(("machine", "backend"), [("h100", "fa3"), ("a100-80gb", "fa3"), ("l40s", "fa3"),
+                                                  ("cpu", "intel_amx")])
+def test_a_chain_of_a_windowed_drafter_runs_where_the_window_is_kept(machine: str, backend: str) -> None:
+    lines = comparison(plan(machine, drafter=WINDOWED), [NGRAM])
+    assert {value(line, "--attention-backend") for line in lines.values()} == {backend}
+
+
+@pytest.mark.parametrize(("refused", "says"), [
+    (plan(drafter=WINDOWED, attention_backend="flashinfer"), "forgets it"),
+    (plan(drafter=WINDOWED, attention_backend="triton"), "one key too few"),
+    (plan(drafter=WINDOWED, setting=TREE), "overstep"),
+    (plan("cpu", drafter=WINDOWED, setting=TREE), "overstep"),
+    (plan("b200", drafter=WINDOWED), "nobody has examined"),
+    (plan("mi300x", drafter=WINDOWED, attention_backend="triton"), "one key too few"),
+    (plan("b200", drafter=WINDOWED, map=ADAPTIVE, adaptive_path="/a", setting=OFF), "nobody has examined"),
+])
+def test_a_windowed_drafter_is_refused_where_it_would_be_served_otherwise_than_trained(refused: LaunchPlan,
+                                                                                       says: str) -> None:
+    with pytest.raises(Unlaunchable, match=says) as raised:
+        launch_arguments(refused)
+    assert "as a chain (top_k 1)" in raised.value.mend
+    assert "without drafter.sliding_window" in raised.value.mend
+
+
+def test_a_windowed_drafter_restricts_no_setting_that_does_not_ask_it() -> None:
+    for setting in (OFF, NGRAM, NGRAM_TREE):
+        assert launch_arguments(plan("b200", setting, drafter=WINDOWED))
+    with pytest.raises(Unlaunchable, match="overstep"):
+        comparison(plan(drafter=WINDOWED), [TREE])
+
+
 def test_the_context_served_is_one_that_target_and_drafter_reach() -> None:
     short = ServedDrafter(directory="/d", context_length=2048)
     assert value(launch_arguments(plan(drafter=short)), "--context-length") == "2048"

@@ -1,11 +1,14 @@
 """The command line of a SGLang server, from a target, a drafter, a setting and a machine. Pure: values in, strings out.
 
-Three things go wrong when such lines are written by hand, and are made impossible here.
+Four things go wrong when such lines are written by hand, and are made impossible here.
 
 *A comparison that compares something else.* With speculation SGLang lowers max-running-requests to 48 when nobody sets
 it, captures CUDA graphs for more batch sizes (so the other arm is padded), and may take another attention backend for
 every top_k. Every line rendered here carries all of them, the memory fraction and the seed, and `comparison` gives all
 arms the same ones, the backend being one that serves every setting compared.
+
+*A drafter served otherwise than it was trained.* Its window (`drafter.sliding_window`) is kept by few backends and in
+no tree; elsewhere it drafts from other keys, and nobody is told. Refused.
 
 *A server that speculates less than it was told.* Adaptive speculation with LoRA, a tree or attention data parallelism
 falls back to static settings with a warning in the log; a drafter beside a target quantised by flag is quantised too.
@@ -28,6 +31,7 @@ from eyrie_api.capture_support import PLUGIN_ARCHITECTURES, require_capture
 from eyrie_api.v1alpha1.job import Dtype
 from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, Setting
 from eyrie_workers.engines.sglang.profiles import (
+    AttentionNeeds,
     HardwareProfile,
     Unlaunchable,
     attention_problem,
@@ -167,7 +171,7 @@ def pins_of(plan: LaunchPlan, also: Sequence[Setting] = ()) -> Pins:
     widths = {_width(setting) for setting in (plan.setting, *also)}
     if _adaptive_slots(plan) is not None:
         widths.add(1)
-    needs = plan.target.attention
+    needs = _needs(plan, (plan.setting, *also))
     if plan.attention_backend is None:
         backend, page_size = choose_attention(plan.machine, needs, widths, plan.page_size)
     else:
@@ -234,6 +238,16 @@ def _speculation(plan: LaunchPlan) -> list[str]:
     return line
 
 
+def _needs(plan: LaunchPlan, settings: Sequence[Setting]) -> AttentionNeeds:
+    """What target and drafter together ask of the backend under any of these settings, and under the plan's map."""
+    if plan.drafter is None or plan.drafter.sliding_window is None:
+        return plan.target.attention
+    drafted = [_width(setting) for setting in settings if setting.method == "drafter"]
+    if _adaptive_slots(plan) is not None:
+        drafted.append(1)
+    return replace(plan.target.attention, windowed_draft=max(drafted, default=0))
+
+
 def _width(setting: Setting) -> int:
     return setting.tree.top_k if setting.tree is not None else 0
 
@@ -278,7 +292,8 @@ def _check(plan: LaunchPlan, pins: Pins) -> None:
     adaptive = _adaptive_slots(plan) is not None
     drafting = adaptive or plan.setting.method == "drafter"
     widest = max(_width(plan.setting), 1 if adaptive else 0)
-    problem = attention_problem(plan.machine, plan.target.attention, pins.attention_backend, widest, pins.page_size)
+    needs = _needs(plan, (plan.setting,))
+    problem = attention_problem(plan.machine, needs, pins.attention_backend, widest, pins.page_size)
     if problem is not None:
         raise Unlaunchable(*problem)
     if pins.context_length > plan.target.context_length:

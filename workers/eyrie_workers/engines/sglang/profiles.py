@@ -90,7 +90,7 @@ def captured_batches(max_running_requests: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class AttentionNeeds:
-    """What a target asks of an attention backend."""
+    """What a target, and the drafter beside it, ask of an attention backend."""
 
     mla: bool = False
     """Multi-head latent attention (DeepSeek, Kimi)."""
@@ -103,6 +103,9 @@ class AttentionNeeds:
 
     linear: bool = False
     """Hybrid: some layers are recurrent."""
+
+    windowed_draft: int = 0
+    """Children per node asked of a drafter that sees a window only; 0 where none is to draft."""
 
 
 @dataclass(frozen=True)
@@ -121,12 +124,14 @@ class _Backend:
 
     sinks: bool = True
     speculates: bool = True
+    window: str = "whose windows nobody has examined"
+    """What becomes of a windowed drafter's chain (`--speculative-draft-window-size`); empty: as it was trained."""
 
 
 BACKENDS: dict[str, _Backend] = {
-    "fa3": _Backend(("cuda",), (80, 90)),
-    "flashinfer": _Backend(("cuda",), mla="chains", sinks=False),
-    "triton": _Backend(("cuda", "rocm")),
+    "fa3": _Backend(("cuda",), (80, 90), window=""),
+    "flashinfer": _Backend(("cuda",), mla="chains", sinks=False, window="that forgets it after the first step"),
+    "triton": _Backend(("cuda", "rocm"), window="that gives it one key too few from the second step on"),
     # 90 and 120 pass SGLang's check too, but only SM100 has the kernels this backend is named for.
     "trtllm_mha": _Backend(("cuda",), (100, 103), page_sizes=(64, 16, 32, 128), trees=False, mla="no"),
     "fa4": _Backend(("cuda",), (100, 103), page_sizes=(128,), paged_trees=False, mla="no"),
@@ -134,7 +139,7 @@ BACKENDS: dict[str, _Backend] = {
     "trtllm_mla": _Backend(("cuda",), (100, 120), page_sizes=(64, 32), trees=False, mla="only"),
     "cutedsl_mla": _Backend(("cuda",), (100, 103), page_sizes=(64, 32), trees=False, mla="only"),
     "aiter": _Backend(("rocm",), trees=False),
-    "intel_amx": _Backend(("cpu",), paged_trees=False, mla="no"),
+    "intel_amx": _Backend(("cpu",), paged_trees=False, mla="no", window=""),
     "torch_native": _Backend(("cpu",), mla="no", speculates=False),
 }
 
@@ -148,9 +153,9 @@ def preferred(machine: HardwareProfile, needs: AttentionNeeds) -> tuple[str, ...
     hopper_or_older, blackwell = machine.compute <= 90, machine.compute in (100, 103)
     if needs.mla:
         return ("fa3", "triton") if machine.compute == 90 else ("flashinfer", "triton") if blackwell else ("triton",)
-    if needs.sinks or needs.sliding:
+    if needs.sinks or needs.sliding or needs.windowed_draft:
         # SGLang's own choice for GPT-OSS, Olmo and Llama 4: windows are what flashinfer does worst.
-        fits = hopper_or_older if needs.sliding and not needs.sinks else machine.compute == 90
+        fits = machine.compute == 90 if needs.sinks else hopper_or_older
         return ("fa3", "triton") if fits else ("trtllm_mha", "triton") if blackwell else ("triton",)
     if machine.compute == 90:
         return ("fa3", "flashinfer", "triton")
@@ -198,6 +203,10 @@ def attention_problem(machine: HardwareProfile, needs: AttentionNeeds, backend: 
     if known.mla == "only":
         return (f"attention backend {backend!r} drafts only for MLA drafters; Eyrie's are Llama layers",
                 f"use {others}")
+    if needs.windowed_draft:
+        problem = _window_problem(machine, known, backend, needs.windowed_draft)
+        if problem is not None:
+            return problem
     if widest > 1 and (not known.trees or (needs.mla and known.mla == "chains")):
         return (f"attention backend {backend!r} verifies chains only{' for MLA targets' if needs.mla else ''}, and "
                 f"top_k is {widest}", f"use {others}, or top_k 1")
@@ -209,6 +218,26 @@ def attention_problem(machine: HardwareProfile, needs: AttentionNeeds, backend: 
             return (f"fa3 verifies trees (top_k {widest}) over sliding-window layers with page size 1 only, not "
                     f"{page_size}", "leave page_size out, use triton, or top_k 1")
     return _page_problem(known, backend, widest, page_size)
+
+
+def _window_problem(machine: HardwareProfile, known: _Backend, backend: str, top_k: int) -> tuple[str, str] | None:
+    """A drafter that sees a window is served as it was trained, or not at all.
+
+    Read in 0.5.23. Drafting steps get their keys from lists made for all layers at once. flashinfer makes them without
+    a window (`resolve_draft_decode_window` leaves it to the layer, whose own holds for the first step alone); triton
+    lists as many as the flag says, the step's own included, where the first step sees one more; fa3 and intel_amx cut
+    in the kernel, from the step's own position. In a tree fa3 cuts the settled text for all nodes at once: a node at
+    depth d sees d - 1 keys too many.
+    """
+    where = "fa3" if machine.platform == "cuda" and 80 <= machine.compute <= 90 else (
+        "intel_amx" if machine.platform == "cpu" else "fa3 (a GPU up to Hopper)")
+    mend = f"serve this drafter as a chain (top_k 1) on {where}, or train it without drafter.sliding_window"
+    if known.window:
+        return f"the drafter sees a window, and attention backend {backend!r} is one {known.window}", mend
+    if top_k > 1:
+        return (f"the drafter sees a window, which nodes of a tree (top_k {top_k}) overstep in attention backend "
+                f"{backend!r}", mend)
+    return None
 
 
 def _page_problem(known: _Backend, backend: str, widest: int, page_size: int) -> tuple[str, str] | None:
@@ -223,12 +252,13 @@ def choose_attention(machine: HardwareProfile, needs: AttentionNeeds, widths: Co
                      page_size: int | None = None) -> tuple[str, int]:
     """The best backend that serves all of these top_k (0: no speculation), and its page size. Raises Unlaunchable."""
     widest = max(widths, default=0)
-    problems: list[str] = []
+    problems: list[tuple[str, str]] = []
     for backend in preferred(machine, needs):
         size = page_size if page_size is not None else default_page_size(backend, widest)
         problem = attention_problem(machine, needs, backend, widest, size)
         if problem is None:
             return backend, size
-        problems.append(problem[0])
+        problems.append(problem)
+    mend = problems[0][1] if needs.windowed_draft else "use top_k 1, or leave page_size out"
     raise Unlaunchable(f"no attention backend of {machine.name} serves top_k {widest} for this target: "
-                       + "; ".join(problems), "use top_k 1, or leave page_size out")
+                       + "; ".join(text for text, _ in problems), mend)
