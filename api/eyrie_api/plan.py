@@ -206,12 +206,15 @@ def _suite_tokens(spec: JobSpec) -> int:
 
 
 def _tune(work: _Work, rates: Rates) -> StagePlan:
+    """Races at every concurrency between the settings that may be tried, then one measured anew."""
     tune, benchmark = work.spec.tune, work.spec.benchmark
-    arms = len(tree_shapes(tune)) + 1
-    grid = arms * tune.max_prompts * len(tune.temperatures) * tune.repeats * benchmark.max_new_tokens
-    tokens = grid + _suite_tokens(work.spec)
-    return StagePlan(stage="tune", tokens=tokens, bytes_on_disk=0,
-                     hours=_hours(tokens * work.flops_per_token, rates.single))
+    settings = len(tree_shapes(tune)) + (len(set(tune.num_steps)) if tune.ngram else 0) + 1
+    arms = min(settings, max(3, int(tune.trials_share * settings))) * len(set(tune.concurrencies))
+    raced = arms * tune.max_prompts * len(tune.temperatures) * tune.repeats * benchmark.max_new_tokens
+    anew = _suite_tokens(work.spec)
+    hours = min(_hours(raced * work.flops_per_token, rates.single), tune.budget_s / _SECONDS_PER_HOUR)
+    return StagePlan(stage="tune", tokens=raced + anew, bytes_on_disk=0,
+                     hours=hours + _hours(anew * work.flops_per_token, rates.single))
 
 
 def _prove(work: _Work, rates: Rates) -> StagePlan:

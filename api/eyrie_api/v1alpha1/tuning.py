@@ -95,7 +95,11 @@ class OperatingPoint(Frozen):
     concurrency: int
     setting: Setting
     speedup: float
+    """By prediction and measurement together, the surer the heavier; what was measured alone is in the trial."""
+
     speedup_interval: Interval | None = None
+    """Of the measurement."""
+
     tokens_per_s: float
     measured: bool
     """False: predicted between or beyond measured concurrencies."""

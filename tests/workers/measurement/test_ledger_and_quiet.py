@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyrie_api.errors import ArtifactCorrupt
@@ -31,6 +31,7 @@ def test_what_was_appended_is_there_when_opened_again(tmp_path: Path) -> None:
     assert Ledger(path, Entry, "spec-a").entries == [entry(n) for n in range(3)]
 
 
+@settings(deadline=None)  # it writes files
 @given(cut=st.integers(1, 400))
 def test_a_file_cut_anywhere_yields_a_prefix_of_its_entries_and_takes_more(
         tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:

@@ -304,3 +304,19 @@ def test_a_shape_may_not_change_under_way(targets: dict[str, TargetModel]) -> No
         engine.tree = None
     with pytest.raises(Conflict):
         engine.draft_by(lambda _num_rows: CHAIN, [CHAIN])
+
+
+def test_cancelling_in_a_cache_that_has_grown_leaves_the_others_their_answers(targets: dict[str, TargetModel]) -> None:
+    target = targets["llama"]
+    long = [Request(f"r{i}", [5 + i] * 250, 20) for i in range(3)]  # 256 places are what a cache begins with
+    plain = texts(Engine(target).generate(long))
+    engine = Engine(target, OracleDrafter(320, target=target), max_concurrency=3, tree=CHAIN)
+    for request in long:
+        engine.submit(request)
+    for _ in range(3):
+        engine.step()
+    engine.cancel("r0")
+    done: dict[str, Generation] = {}
+    while len(done) < 2:
+        done |= {progress.id: progress.generation for progress in engine.step() if progress.generation is not None}
+    assert [done["r1"].token_ids, done["r2"].token_ids] == plain[1:]

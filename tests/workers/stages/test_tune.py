@@ -1,4 +1,4 @@
-"""The real tune program: the grid, the fresh confirmation, and going on after a kill."""
+"""The real tune program: predictions, races, the map, the fresh confirmation, and going on after a kill."""
 
 import json
 import os
@@ -6,14 +6,16 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from eyrie_api.artifacts import read_manifest, verify_files
 from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.stages import TuneStage
+from eyrie_api.v1alpha1.tuning import OFF
 from eyrie_workers.catalog import command
-from eyrie_workers.measurement.grid import possible_shapes
+from eyrie_workers.measurement.grid import possible_settings
 from eyrie_workers.stages.program import run_program
 from eyrie_workers.stages.tune import tune
 from tests.workers.measurement.tiny_bench import stage_specs
@@ -42,24 +44,37 @@ def report_of(directory: Path) -> TuneReport:
     return report
 
 
-def prompts_in(ledger: Path) -> set[str]:
-    return {json.loads(line)["prompt_id"] for line in ledger.read_text().split("\n")[1:] if line}
+def lines(ledger: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in ledger.read_text().split("\n")[1:] if line]
 
 
-def test_the_whole_grid_is_reported_and_the_winner_confirmed_on_other_prompts(tmp_path: Path) -> None:
-    spec = stage_specs(tmp_path, prompts_per_suite=6)[1]
+def raced(directory: Path) -> set[str]:
+    asked = [name for row in lines(directory / "blocks.jsonl") for name in row["answers"]]
+    return {name.rsplit(" ", 1)[0].split("/")[1] for name in asked}
+
+
+def test_every_setting_has_a_prediction_and_the_drafters_best_is_confirmed_on_other_prompts(tmp_path: Path) -> None:
+    spec = stage_specs(tmp_path, prompts_per_suite=12)[1]
     directory = prepare(tmp_path, spec)
     assert run_here(directory) == 0
     verify_files(read_manifest(directory), directory)
     report = report_of(directory)
-    assert {cell.tree for cell in report.cells} == set(possible_shapes(spec.tune))
-    assert report.winner in {cell.tree for cell in report.cells if cell.prompts == 4}
+    settings, loads = set(possible_settings(spec.tune)), set(spec.tune.concurrencies)
+    assert {(t.setting, t.concurrency) for t in report.trials} == {(s, load) for s in settings for load in loads}
+    assert report.map is not None
+    assert {point.concurrency for point in report.map.points if point.measured} == loads
+    assert report.map.trials_measured == sum(trial.speedup is not None for trial in report.trials) <= 3 * len(loads)
+    for load in loads:  # the drafter and off are measured everywhere, whoever wins
+        tried = {t.setting for t in report.trials if t.concurrency == load and t.speedup is not None}
+        assert report.map.at(load).setting in tried
+        assert OFF in tried
+        assert any(setting.method == "drafter" for setting in tried)
     assert all(cell.identical == cell.prompts for cell in report.cells)
+    assert report.winner in {cell.tree for cell in report.cells}
     assert report.final.lossless
     assert {cell.tree for cell in report.final.cells} == {report.winner}
-    assert not prompts_in(directory / "cells.jsonl") & prompts_in(directory / "final.jsonl")
-    assert "prompts the grid did not use" in report.finding
-    assert report.winner.label() in report.finding
+    assert not raced(directory) & {row["prompt_id"] for row in lines(directory / "final.jsonl")}
+    assert "prompts the tuner had not used" in report.finding
 
 
 def test_a_suite_too_short_for_fresh_prompts_says_that_the_figure_is_flattered(tmp_path: Path) -> None:
@@ -68,23 +83,23 @@ def test_a_suite_too_short_for_fresh_prompts_says_that_the_figure_is_flattered(t
     assert "flatters" in report_of(directory).finding
 
 
-def test_killed_and_run_again_it_asks_no_prompt_twice(tmp_path: Path) -> None:
+def test_killed_and_run_again_it_predicts_and_measures_nothing_twice(tmp_path: Path) -> None:
     spec = stage_specs(tmp_path, prompts_per_suite=8, max_new_tokens=24)[1]
-    spec = spec.model_copy(update={"tune": spec.tune.model_copy(update={"max_prompts": 8})})
     directory = prepare(tmp_path, spec)
-    ledger = directory / "cells.jsonl"
+    ledger = directory / "blocks.jsonl"
     process = subprocess.Popen(command("tune", directory), env=os.environ | {"TMPDIR": str(tmp_path)})
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not ledger.exists() or ledger.read_bytes().count(b"\n") < 3:
         assert time.monotonic() < deadline, "tune wrote no ledger"
         time.sleep(0.02)
     process.kill()
     assert process.wait() == -signal.SIGKILL
-    kept = ledger.read_bytes().split(b"\n")[:-1]
+    kept, foundation = ledger.read_bytes().split(b"\n")[:-1], (directory / "foundation.json").read_bytes()
     assert run_here(directory) == 0
     assert ledger.read_bytes().split(b"\n")[: len(kept)] == kept
-    rows = [json.loads(line) for line in ledger.read_text().split("\n")[1:] if line]
-    assert len({(r["suite"], r["prompt_id"], r["temperature"]) for r in rows}) == len(rows) == 16
+    assert (directory / "foundation.json").read_bytes() == foundation
+    measured = [(row["concurrency"], row["temperature"], row["rung"], row["arm"]) for row in lines(ledger)]
+    assert len(set(measured)) == len(measured) > len(kept) - 1
 
 
 def test_a_grid_without_any_possible_shape_is_refused(tmp_path: Path) -> None:

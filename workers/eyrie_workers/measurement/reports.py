@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from statistics import median
 
 from eyrie_api.v1alpha1.job import DraftTreeShape
-from eyrie_api.v1alpha1.reports import CellReport, TuneCell
+from eyrie_api.v1alpha1.reports import CellReport
 from eyrie_workers.measurement.samples import BASELINE, Entry, Sample, first_difference
 from eyrie_workers.measurement.statistics import (
     Tally,
     acceptance_length,
     add_histograms,
     conditional_acceptance,
-    mean_speed_ratio,
     speed_interval,
     speed_ratio,
 )
@@ -74,39 +73,6 @@ def cell_report(entries: Sequence[Entry], suite: str, temperature: float, tree: 
         speedup_interval=speed_interval([tallies], seed), ttft_s=median(s.ttft_s for s in drafted),
         baseline_ttft_s=median(s.ttft_s for s in baseline), identical=sum(result.identical for result in results),
         divergences=tuple(divergences))
-
-
-def tune_cell(entries: Sequence[Entry], tree: DraftTreeShape, temperatures: Sequence[float],
-              prompts: frozenset[PromptKey] | None = None, seed: int = 0) -> TuneCell:
-    """One shape over the prompts it answered at every temperature, or over `prompts` of those.
-
-    Speed-up and tau are means over temperatures, so that the slower, sampled answers do not outvote the greedy ones.
-    """
-    by_temperature = {t: by_prompt(entries, tree.label(), t) for t in temperatures}
-    keys = sorted(frozenset.intersection(*(frozenset(results) for results in by_temperature.values())))
-    if prompts is not None:
-        keys = [key for key in keys if key in prompts]
-    if not keys:
-        raise ValueError(f"shape {tree.label()} has no prompt answered at every temperature")
-    groups = {t: [results[key].tally for key in keys] for t, results in by_temperature.items()}
-    drafted = {t: [s for key in keys for s in results[key].drafted] for t, results in by_temperature.items()}
-    tau = {str(t): acceptance_length(add_histograms([s.accepted_histogram for s in samples]))
-           for t, samples in drafted.items()}
-    return TuneCell(
-        tree=tree, tau=sum(tau.values()) / len(tau), tau_by_temperature=tau,
-        tokens_per_s=sum(_rate(samples) for samples in drafted.values()) / len(drafted),
-        speedup=mean_speed_ratio(list(groups.values())),
-        speedup_by_temperature={str(t): speed_ratio(group) for t, group in groups.items()},
-        speedup_interval=speed_interval(list(groups.values()), seed),
-        identical=sum(all(results[key].identical for results in by_temperature.values()) for key in keys),
-        prompts=len(keys))
-
-
-def common_prompts(entries: Sequence[Entry], trees: Sequence[DraftTreeShape],
-                   temperatures: Sequence[float]) -> frozenset[PromptKey]:
-    """Prompts that every one of these shapes answered at every temperature."""
-    return frozenset.intersection(*(
-        frozenset(by_prompt(entries, tree.label(), t)) for tree in trees for t in temperatures))
 
 
 def baseline_rate(entries: Sequence[Entry]) -> float:

@@ -101,13 +101,13 @@ def fitting(suites: Suites, tokenizer: ChatTokenizer, context: int, stage: Stage
     return kept
 
 
-def open_session(spec: BenchmarkStage | TuneStage, suites: Suites) -> Session:
+def open_session(spec: BenchmarkStage | TuneStage, suites: Suites, max_concurrency: int = 1) -> Session:
     """Load target and drafter."""
     torch.set_num_threads(spec.benchmark.threads or torch.get_num_threads())
     path = resolve(spec.target)
     tokenizer = ChatTokenizer(path)
     target = load_target(path, spec.target.dtype)
-    engine = Engine(target, open_drafter(Path(spec.drafter_dir), target), max_concurrency=1)
+    engine = Engine(target, open_drafter(Path(spec.drafter_dir), target), max_concurrency=max_concurrency)
     bench = Bench(engine, seed=spec.benchmark.seed, max_new_tokens=spec.benchmark.max_new_tokens,
                   stop_ids=tuple(tokenizer.eos_ids))
     return Session(bench, target, path, tokenizer, suites, spec.benchmark, spec.target.dtype)

@@ -19,6 +19,7 @@ prompts. One prompt says nothing about other prompts: its interval is the point.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise, zip_longest
 
 import numpy as np
@@ -108,8 +109,9 @@ def standard_error(fields: FloatArray, statistic: Callable[[FloatArray], FloatAr
     for start in range(0, _RESAMPLES, rows := max(1, _MOST_DRAWS // num_prompts)):
         draws = random.integers(0, num_prompts, size=(min(rows, _RESAMPLES - start), num_prompts))
         # Resampling by counts: [R, N] counts times [N, F] values gives all sums in one product.
-        counts = np.apply_along_axis(np.bincount, 1, draws, minlength=num_prompts).astype(np.float64)
-        values.append(statistic(counts @ fields))
+        places = (draws + num_prompts * np.arange(len(draws))[:, None]).ravel()
+        counts = np.bincount(places, minlength=draws.size).reshape(draws.shape)
+        values.append(statistic(counts.astype(np.float64) @ fields))
     return float(np.log(np.concatenate(values)).std()) * math.sqrt(num_prompts / (num_prompts - 1))
 
 
@@ -119,6 +121,7 @@ def interval_around(value: float, error: float, num_prompts: int) -> Interval:
     return Interval(low=value / reach, high=value * reach)
 
 
+@cache
 def student_quantile(probability: float, degrees: int) -> float:
     """Quantile of Student's t for 0.5 <= probability < 1, by bisection of the exact distribution function."""
     low, high = 0.0, 1e6

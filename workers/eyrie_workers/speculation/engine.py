@@ -52,6 +52,8 @@ class Spent:
     """Seconds of wall clock by what they were spent on, since the engine was made or `reset`."""
 
     prefill_s: float = 0.0
+    """Reading prompts: the target, and with it the drafter."""
+
     draft_s: float = 0.0
     """Proposing, and taking in settled pairs."""
 
@@ -59,11 +61,13 @@ class Spent:
     """The target's pass, its choices (noise included) and the bookkeeping of plain decoding."""
 
     rounds: int = 0
+    nodes: int = 0
+    """Of one row's trees, root included, summed over rounds."""
 
     def reset(self) -> None:
         """Back to zero."""
         self.prefill_s = self.draft_s = self.verify_s = 0.0
-        self.rounds = 0
+        self.rounds = self.nodes = 0
 
 
 class Engine:
@@ -143,6 +147,7 @@ class Engine:
             raise Conflict(f"request {request.id!r} is already in work", "give every request its own id")
         self._waiting.append((request, time.perf_counter()))
 
+    @torch.inference_mode()  # the row that moves up does so in a cache that grew in this mode
     def cancel(self, request_id: str) -> None:
         """Drop a request and free its slot; an id that is not in work is ignored."""
         self._waiting = deque(entry for entry in self._waiting if entry[0].id != request_id)
@@ -192,15 +197,14 @@ class Engine:
         first = choose(logits, root, [request.sampling], self._noise([row], 1))
         taken = row.take(first.flatten().tolist(), self.max_length)
         row.first_token_s = time.perf_counter() - submitted_at
-        self.spent.prefill_s += time.perf_counter() - began
         if row.finish_reason is not None:
             self._leave(slot)
         elif self._room is not None:
             self._begin_drafting(row, prompt, aux)
+        self.spent.prefill_s += time.perf_counter() - began
         return row.progress(taken, [])
 
     def _begin_drafting(self, row: Row, prompt: Tensor, aux: Tensor) -> None:
-        began = time.perf_counter()
         row.drafting = self._may_draft(row)
         if row.drafting:
             assert self.drafter is not None
@@ -209,7 +213,6 @@ class Engine:
             self.drafter.extend(self._state(), SettledPairs(
                 rows=torch.tensor([row.drafter_row]), starts=torch.tensor([0]), lengths=torch.tensor([len(prompt)]),
                 tokens=following[None], aux=aux[None]))
-        self.spent.draft_s += time.perf_counter() - began
 
     # A round
 
@@ -239,6 +242,7 @@ class Engine:
         self.spent.draft_s += proposed - asked + extended - verified
         self.spent.verify_s += asked - began + verified - proposed
         self.spent.rounds += 1
+        self.spent.nodes += tree.tokens.shape[1]
         return said
 
     def _propose(self, shape: DraftTreeShape | None, noise: RowNoise | None) -> DraftTree:

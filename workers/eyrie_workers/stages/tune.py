@@ -1,40 +1,45 @@
-"""The tune stage: the chosen drafter in every draft-tree shape of the grid, then the best shape measured anew.
+"""The tune stage: which setting is best at which load, and the drafter's best shape measured anew.
 
     python -m eyrie_workers.stages.tune --spec spec.json --out manifest.json
 
-The grid (`measurement.grid`) is walked prompt by prompt: all shapes still in the race and the undrafted engine answer
-the same prompt in turn, so one baseline serves them all. After every round over the suites the clearly slower shapes
-drop out; they stay in the table with the prompts they had.
+Three steps. The foundation (`measurement.foundation`): a few prompts in rounds of turning shapes, then the drafter
+along their answers, from which every setting is predicted at every load. The races (`measurement.race`), one per
+concurrency: what could still win is measured block by block against the undrafted engine, until it is decided or trials
+and seconds run out. The map (`measurement.operating`).
 
-The winner's figure on the grid's prompts is optimistic: it is the largest of several noisy numbers. So the figure that
-promotion decides on comes from a second measurement on other prompts, of every suite, that neither the grid nor, where
-the suites are long enough, the choice of the checkpoint has seen.
+A winner's figure is optimistic: it is the largest of several noisy numbers. So the figure that promotion decides on
+comes from a last measurement on other prompts, of every suite, that neither the foundation nor the races nor, where the
+suites are long enough, the choice of the checkpoint has seen. It is of the drafter's best shape at the lowest
+concurrency, whatever else won: promotion has to see a drafter that loses, too.
+
+Killed and run again, the stage reads its foundation and its ledger and goes on. The seconds a race may take are those
+of its measurements, so that it ends where it would have ended.
 """
 
+import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
 
-from eyrie_api.artifacts import write_model
+from eyrie_api.artifacts import digest_model, write_model
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.job import DraftTreeShape
-from eyrie_api.v1alpha1.reports import TuneCell, TuneReport
+from eyrie_api.v1alpha1.model import Interval
+from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneCell, TuneReport
 from eyrie_api.v1alpha1.stages import TuneStage
+from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, OperatingPoint, Setting, Trial
+from eyrie_workers.measurement.blocks import BlockRun, Track, agreeing, block_size, open_engines
 from eyrie_workers.measurement.environment import environment
-from eyrie_workers.measurement.grid import (
-    choose_winner,
-    describe_finding,
-    draw,
-    even_shares,
-    possible_shapes,
-    survivors,
-)
+from eyrie_workers.measurement.foundation import Foundation, lay
+from eyrie_workers.measurement.grid import depth_against_width, draw, even_shares, possible_settings
 from eyrie_workers.measurement.ledger import Ledger
-from eyrie_workers.measurement.reports import common_prompts, tune_cell
+from eyrie_workers.measurement.operating import between, compile_map, predicted_point
+from eyrie_workers.measurement.predict import Prediction
+from eyrie_workers.measurement.race import Measured, Race, trials_allowed, within_budget
 from eyrie_workers.measurement.samples import Arm, Entry
 from eyrie_workers.measurement.session import (
-    LEDGER,
     REPORT,
     Progress,
     Session,
@@ -48,108 +53,269 @@ from eyrie_workers.measurement.session import (
     read_suites,
     report_cells,
 )
+from eyrie_workers.measurement.statistics import acceptance_length, add_histograms
+from eyrie_workers.measurement.suites import Prompt
 from eyrie_workers.stages.program import Result, Stage, run_program
 
+FOUNDATION = "foundation.json"
+BLOCKS = "blocks.jsonl"
 FINAL_LEDGER = "final.jsonl"
+_FEWEST_RUNGS = 4  # an interval from fewer blocks says little
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Who is asked for what; disjoint as far as the suites are long enough."""
+
+    probed: list[Prompt]
+    raced: list[Prompt]
+    final: Suites
 
 
 @dataclass
-class _Race:
-    """The grid while it is walked."""
+class Tuning:
+    """The stage's work, once everything is loaded."""
 
-    shapes: tuple[DraftTreeShape, ...]
-    active: tuple[DraftTreeShape, ...]
-    entries: list[Entry] = field(default_factory=list)
+    spec: TuneStage
+    stage: Stage
+    track: Track
+    settings: tuple[Setting, ...]
+    foundation: Foundation
+    ledger: Ledger[BlockRun]
+    runs: dict[tuple[int, float, int, str], BlockRun]
+    spent_s: float = 0.0
+
+    def race(self, concurrency: int, budget_s: float) -> Race:
+        """Race at one concurrency to its end."""
+        predictions = self.foundation.predictions(concurrency)
+        race = Race(predictions, trials_allowed(len(self.settings), self.spec.tune.trials_share))
+        by_speed = sorted(predictions.values(), key=lambda one: -one.speedup)
+        drafted = next(one.setting for one in by_speed if one.setting.method == "drafter")
+        rung_tokens = (block_size(concurrency) * self.foundation.tokens_per_answer * len(self.spec.tune.temperatures))
+        costs = [rung_tokens / one.tokens_per_s for one in [predictions[OFF], *by_speed]]
+        affordable = within_budget(costs, budget_s)
+        spent, rung, most_rungs = 0.0, 0, self._most_rungs(concurrency)
+        while True:
+            for setting in race.admit(affordable, [drafted]):
+                if not self._known(setting, concurrency, rung):
+                    self.track.warm_up(setting, concurrency, self.spec.tune.temperatures)
+            seconds = self._rung(race, concurrency, rung)
+            spent, rung = spent + seconds, rung + 1
+            gone = race.drop()
+            if gone:
+                self.stage.event("Dropped", f"at concurrency {concurrency}: " + "; ".join(
+                    f"{setting.label()} {race.reasons[setting]}" for setting in gone))
+            if race.decided or rung >= most_rungs or spent + seconds > budget_s:
+                break
+        self.spent_s += spent
+        leader = race.leader()
+        self.stage.event("Raced", f"at concurrency {concurrency}: {leader.label()} is best after {rung} rungs, "
+                                  f"{race.estimate(leader):.2f}x; {len(race.blocks)} of {len(self.settings)} measured")
+        return race
+
+    def _most_rungs(self, concurrency: int) -> int:
+        """As many as ask every prompt twice, repeats apart."""
+        asked = 2 * self.spec.tune.max_prompts * self.spec.tune.repeats
+        return max(_FEWEST_RUNGS, math.ceil(asked / block_size(concurrency)))
+
+    def _known(self, setting: Setting, concurrency: int, rung: int) -> bool:
+        return all((concurrency, t, rung, setting.label()) in self.runs for t in self.spec.tune.temperatures)
+
+    def _rung(self, race: Race, concurrency: int, rung: int) -> float:
+        """One block of each temperature for everyone in the race; returns the seconds measured."""
+        seconds, arms = 0.0, list(race.active)
+        for turn, temperature in enumerate(self.spec.tune.temperatures):
+            start = (rung + turn) % len(arms)
+            for setting in [*arms[start:], *arms[:start]]:
+                self.stage.pause_point()
+                run = self.measure(setting, concurrency, temperature, rung)
+                race.take(setting, (temperature, rung), Measured(run.tokens, run.seconds))
+                seconds += run.seconds
+            plain = self.runs[concurrency, temperature, rung, OFF.label()]
+            race.spoilt |= {setting for setting in arms
+                            if agreeing(self.runs[concurrency, temperature, rung, setting.label()], plain)
+                            < len(plain.answers)}
+        return seconds
+
+    def measure(self, setting: Setting, concurrency: int, temperature: float, rung: int) -> BlockRun:
+        """One block, from the ledger if it was measured before."""
+        key = (concurrency, temperature, rung, setting.label())
+        if key not in self.runs:
+            run = self.track.run(setting, concurrency, temperature, rung)
+            self.ledger.append(run)
+            self.runs[key] = run
+        self.stage.progress(self.spent_s, self.spec.tune.budget_s, "seconds of racing",
+                            f"{setting.label()} at concurrency {concurrency}")
+        return self.runs[key]
+
+    # What is said of a race
+
+    def of(self, setting: Setting, concurrency: int) -> dict[float, list[BlockRun]]:
+        """The runs of one setting at one concurrency, by temperature."""
+        found: dict[float, list[BlockRun]] = {temperature: [] for temperature in self.spec.tune.temperatures}
+        for (rows, temperature, _, arm), run in sorted(self.runs.items()):
+            if (rows, arm) == (concurrency, setting.label()):
+                found[temperature].append(run)
+        return found
+
+    def trial(self, race: Race, prediction: Prediction, best: Setting) -> Trial:
+        """One setting at one concurrency."""
+        setting, concurrency = prediction.setting, prediction.concurrency
+        told = {"setting": setting, "concurrency": concurrency, "predicted_tokens_per_s": prediction.tokens_per_s,
+                "predicted_speedup": prediction.speedup, "predicted_tau": prediction.tau}
+        if setting not in race.blocks:
+            return Trial.model_validate(told | {"reason": "not tried: others were predicted faster"})
+        runs = self.of(setting, concurrency)
+        reason = ("chosen" if setting == best else "baseline" if setting == OFF
+                  else race.reasons.get(setting, "not separated from the leader; prediction and measurement decided"))
+        if setting in race.spoilt:
+            reason += "; changed an answer"
+        return Trial.model_validate(told | {
+            "measured_tokens_per_s": fmean(_rate(of) for of in runs.values()),
+            "speedup": race.speedup(setting), "speedup_interval": race.interval(setting, seed=self._seed),
+            "tau": _tau(runs), "blocks": len(race.blocks[setting]),
+            "seconds": sum(run.seconds for of in runs.values() for run in of), "reason": reason})
+
+    def cell(self, race: Race, setting: Setting, concurrency: int) -> TuneCell:
+        """A shape of the drafter in the table's terms."""
+        assert setting.tree is not None
+        runs, plain = self.of(setting, concurrency), self.of(OFF, concurrency)
+        by_temperature = {str(t): acceptance_length(add_histograms([r.accepted_histogram for r in of]))
+                          for t, of in runs.items()}
+        rates = {t: _rate(of) for t, of in runs.items()}
+        beside = {t: [r for r in of if r.rung in {ours.rung for ours in runs[t]}] for t, of in plain.items()}
+        pairs = [pair for t in runs for pair in zip(runs[t], beside[t], strict=True)]
+        interval, speedup = race.interval(setting, seed=self._seed), race.speedup(setting)
+        return TuneCell(
+            tree=setting.tree, tau=_tau(runs), tau_by_temperature=by_temperature, tokens_per_s=fmean(rates.values()),
+            speedup=speedup,
+            speedup_by_temperature={str(t): rate / _rate(beside[t]) for t, rate in rates.items()},
+            speedup_interval=interval or Interval(low=speedup, high=speedup),
+            identical=sum(agreeing(ours, theirs) for ours, theirs in pairs),
+            prompts=sum(len(run.answers) for of in runs.values() for run in of))
+
+    @property
+    def _seed(self) -> int:
+        return self.spec.benchmark.seed
+
+
+def _rate(runs: Sequence[BlockRun]) -> float:
+    return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
+
+
+def _tau(runs: dict[float, list[BlockRun]]) -> float:
+    return fmean(acceptance_length(add_histograms([run.accepted_histogram for run in of])) for of in runs.values())
 
 
 def tune(spec: TuneStage, stage: Stage) -> Result:
-    """Measure the grid of draft-tree shapes and confirm the winner."""
+    """Predict every setting at every load, race what could be best, and measure the drafter's best shape anew."""
     started = time.monotonic()
-    shapes = possible_shapes(spec.tune)
-    if not shapes:
+    settings = possible_settings(spec.tune)
+    if not any(setting.method == "drafter" for setting in settings):
         raise InvalidInput("tune: no combination of num_steps, top_k and num_draft_tokens is possible",
                            "add 1 to tune.top_k (chains), or raise tune.num_draft_tokens above num_steps")
+    concurrencies = sorted(set(spec.tune.concurrencies))
     suites = read_suites(spec, stage)
-    ledger, final_ledger = open_ledger(stage, spec), open_ledger(stage, spec, FINAL_LEDGER)
-    grid_prompts, final_prompts = _draw(suites, spec)
-    progress = Progress(stage)
+    final_ledger = open_ledger(stage, spec, FINAL_LEDGER)
+    ledger = Ledger(stage.out_dir / BLOCKS, BlockRun, digest_model(spec))
+    if ledger.entries:
+        stage.event("Resumed", f"{len(ledger.entries)} measured blocks found in {BLOCKS}")
+    prompts = draw_prompts(suites, spec)
     with measuring(stage):
-        session = open_session(spec, suites)
-        entries = _walk_grid(session, spec, stage, shapes, grid_prompts, ledger, progress)
-        cells = tuple(tune_cell(entries, shape, spec.tune.temperatures, seed=spec.benchmark.seed) for shape in shapes)
-        winner = choose_winner(cells)
-        stage.event("Chosen", f"{winner.tree.label()}: {winner.speedup:.2f}x at tau {winner.tau:.2f} on "
-                              f"{winner.prompts} prompts")
-        arm, final_started = Arm(winner.tree), time.monotonic()
-        units = session.units(interleave(final_prompts), spec.benchmark.temperatures, spec.benchmark.repeats)
-        final_entries = ask(session, units, [Arm(None), arm], final_ledger, progress)
-    final = benchmark_report(session, spec, final_entries, report_cells(session, final_entries, units, arm), None,
-                             time.monotonic() - final_started)
+        session = open_session(spec, suites, max_concurrency=concurrencies[-1])
+        track = Track(session, open_engines(session), prompts.raced)
+        foundation = found(stage, spec, track, settings, prompts.probed)
+        tuning = Tuning(spec, stage, track, settings, foundation, ledger, {run.key: run for run in ledger.entries})
+        races = {}
+        for number, concurrency in enumerate(concurrencies):
+            left = spec.tune.budget_s - tuning.spent_s
+            races[concurrency] = tuning.race(concurrency, left / (len(concurrencies) - number))
+        chart, trials = chart_of(tuning, races, time.monotonic() - started)
+        lowest = races[concurrencies[0]]
+        winner = lowest.best_drafted("drafter")
+        assert winner is not None  # the best predicted one was invited
+        assert winner.tree is not None
+        final = _measure_anew(session, spec, stage, Arm(winner.tree), prompts.final, final_ledger)
     report = TuneReport(
-        checkpoint=spec.checkpoint, path=spec.drafter_dir, cells=cells, winner=winner.tree,
-        finding=_finding(spec, entries, shapes, winner, grid_prompts, final_prompts), final=final,
+        checkpoint=spec.checkpoint, path=spec.drafter_dir,
+        cells=tuple(tuning.cell(lowest, setting, concurrencies[0]) for setting in lowest.blocks
+                    if setting.method == "drafter"),
+        winner=winner.tree, map=chart, trials=trials, step_times=foundation.step_times,
+        draft_times=foundation.draft_times, finding=f"{chart.finding} {_source(prompts)}", final=final,
         environment=environment(session.dtype), seconds=time.monotonic() - started)
-    for step, cell in enumerate(cells):
-        stage.metric(f"{cell.tree.label()}/speedup", step, cell.speedup)
-        stage.metric(f"{cell.tree.label()}/tau", step, cell.tau)
-    stage.event("Tuned", f"{report.finding} Measured anew: {final.speedup:.2f}x, "
+    for step, trial in enumerate(trial for trial in trials if trial.speedup is not None):
+        stage.metric(f"{trial.setting.label()}@{trial.concurrency}/speedup", step, trial.speedup or 0.0)
+        stage.metric(f"{trial.setting.label()}@{trial.concurrency}/tau", step, trial.tau or 1.0)
+    stage.event("Tuned", f"{report.finding} Measured anew, {winner.tree.label()}: {final.speedup:.2f}x, "
                          f"{'lossless' if final.lossless else 'NOT lossless'}.")
     write_model(stage.out_dir / REPORT, report)
-    return Result(report, [stage.out_dir / name for name in (LEDGER, FINAL_LEDGER, REPORT)])
+    return Result(report, [stage.out_dir / name for name in (FOUNDATION, BLOCKS, FINAL_LEDGER, REPORT)])
 
 
-def _draw(suites: Suites, spec: TuneStage) -> tuple[Suites, Suites]:
-    """Prompts of the grid and of the final measurement, by suite."""
-    shares = even_shares(spec.tune.max_prompts, len(spec.benchmark.suites))
-    drawn = {
-        suite.name: draw(suites[suite.name], suite.max_prompts, share)
-        for suite, share in zip(spec.benchmark.suites, shares, strict=True)
-    }
-    return {name: grid for name, (grid, _) in drawn.items()}, {name: final for name, (_, final) in drawn.items()}
+def draw_prompts(suites: Suites, spec: TuneStage) -> Prompts:
+    """Prompts to predict from, to race on, and for the final measurement."""
+    shares = even_shares(2 * spec.tune.max_prompts, len(spec.benchmark.suites))
+    drawn = {suite.name: draw(suites[suite.name], suite.max_prompts, share)
+             for suite, share in zip(spec.benchmark.suites, shares, strict=True)}
+    order = [prompt for _, prompt in interleave({name: grid for name, (grid, _) in drawn.items() if grid})]
+    half = (len(order) + 1) // 2
+    return Prompts(probed=order[:half], raced=order[half:] or order,
+                   final={name: final for name, (_, final) in drawn.items()})
 
 
-def _walk_grid(session: Session, spec: TuneStage, stage: Stage, shapes: tuple[DraftTreeShape, ...],
-               prompts: Suites, ledger: Ledger[Entry], progress: Progress) -> list[Entry]:
-    """Ask rung after rung of prompts (one of every suite), dropping slow shapes between rungs."""
-    race = _Race(shapes, shapes)
-    numbered = interleave(prompts)
-    per_prompt = len(spec.tune.temperatures) * spec.tune.repeats
-    finals = sum(s.max_prompts for s in spec.benchmark.suites) * len(spec.benchmark.temperatures)
-    rungs = [numbered[i : i + len(prompts)] for i in range(0, len(numbered), len(prompts))]
-    warm = session.units(numbered[:1], spec.tune.temperatures, 1)
-    session.bench.warm_up(warm[: spec.benchmark.warmup_prompts], [Arm(None), *map(Arm, shapes)], stage.pause_point)
-    for number, rung in enumerate(rungs, start=1):
-        left = sum(map(len, rungs[number - 1 :])) * per_prompt * (1 + len(race.active))
-        progress.total = progress.done + left + 2 * finals * spec.benchmark.repeats
-        units = session.units(rung, spec.tune.temperatures, spec.tune.repeats)
-        race.entries += ask(session, units, [Arm(None), *map(Arm, race.active)], ledger, progress)
-        if number < len(rungs):
-            _drop_the_slow(race, spec, stage)
-    return race.entries
+def found(stage: Stage, spec: TuneStage, track: Track, settings: Sequence[Setting],
+          prompts: Sequence[Prompt]) -> Foundation:
+    """The foundation of an earlier run of this spec, or a new one."""
+    path: Path = stage.out_dir / FOUNDATION
+    digest = digest_model(spec)
+    if path.exists():
+        kept = Foundation.model_validate_json(path.read_bytes())
+        if kept.belongs_to == digest:
+            stage.event("Resumed", f"predictions and costs found in {FOUNDATION}")
+            return kept
+    laid = lay(track, settings, prompts, spec.tune, digest, stage.pause_point)
+    write_model(path, laid)
+    stage.event("Predicted", f"{len(settings)} settings from {len(prompts)} prompts in {laid.seconds:.1f} s")
+    return laid
 
 
-def _drop_the_slow(race: _Race, spec: TuneStage, stage: Stage) -> None:
-    cells = [tune_cell(race.entries, shape, spec.tune.temperatures) for shape in race.active]
-    kept = survivors({cell.tree: cell.speedup for cell in cells}, cells[0].prompts)
-    dropped = [cell for cell in cells if cell.tree not in kept]
-    if dropped:
-        stage.event("Dropped", f"after {cells[0].prompts} prompts, clearly slower than the leader: "
-                    + ", ".join(f"{cell.tree.label()} ({cell.speedup:.2f}x)" for cell in dropped))
-    race.active = kept
+def chart_of(tuning: Tuning, races: dict[int, Race], seconds: float) -> tuple[OperatingMap, tuple[Trial, ...]]:
+    """The operating map, and every trial it rests on."""
+    points, trials = [], []
+    for concurrency, race in races.items():
+        best = race.leader()
+        of_race = [tuning.trial(race, prediction, best) for prediction in race.predictions.values()]
+        chosen = next(trial for trial in of_race if trial.setting == best)
+        points.append(OperatingPoint(
+            concurrency=concurrency, setting=best, speedup=race.estimate(best),
+            speedup_interval=chosen.speedup_interval, tokens_per_s=chosen.measured_tokens_per_s or 0.0, measured=True))
+        trials += of_race
+    tried = list({setting: None for race in races.values() for setting in race.blocks})
+    points += [predicted_point(tuning.foundation.predictions(concurrency), tried) for concurrency in between([*races])]
+    lowest = min(races)
+    shape = depth_against_width(list(races[lowest].predictions.values()))
+    remark = f"Predicted at concurrency {lowest}: {shape}." if shape else ""
+    return compile_map(points, trials, seconds, remark), tuple(trials)
 
 
-def _finding(spec: TuneStage, entries: Sequence[Entry], shapes: Sequence[DraftTreeShape], winner: TuneCell,
-             grid: Suites, final: Suites) -> str:
-    """The sentences of the grid, and where the final figures come from."""
-    common = common_prompts(entries, shapes, spec.tune.temperatures)
-    cells = [tune_cell(entries, shape, spec.tune.temperatures, common) for shape in shapes]
-    used = {(p.suite, p.id) for prompts in grid.values() for p in prompts}
-    asked = {(p.suite, p.id) for prompts in final.values() for p in prompts}
+def _measure_anew(session: Session, spec: TuneStage, stage: Stage, arm: Arm, prompts: Suites,
+                  ledger: Ledger[Entry]) -> BenchmarkReport:
+    started = time.monotonic()
+    units = session.units(interleave(prompts), spec.benchmark.temperatures, spec.benchmark.repeats)
+    entries = ask(session, units, [Arm(None), arm], ledger, Progress(stage, 2 * len(units)))
+    return benchmark_report(session, spec, entries, report_cells(session, entries, units, arm), None,
+                            time.monotonic() - started)
+
+
+def _source(prompts: Prompts) -> str:
+    """Where the final figures come from."""
+    used = {(p.suite, p.id) for p in [*prompts.probed, *prompts.raced]}
+    asked = {(p.suite, p.id) for of in prompts.final.values() for p in of}
     again = len(used & asked)
-    source = (f"The final figures are from {len(asked)} prompts the grid did not use." if not again else
-              f"The final figures are from {len(asked)} prompts, of which {again} were also used to choose the shape "
-              "(the suites have no more), which flatters them.")
-    return f"On {len(common)} prompts common to all shapes: {describe_finding(cells, winner)} {source}"
+    if not again:
+        return f"The final figures are from {len(asked)} prompts the tuner had not used."
+    return (f"The final figures are from {len(asked)} prompts, of which {again} were also used to choose the setting "
+            "(the suites have no more), which flatters them.")
 
 
 if __name__ == "__main__":
