@@ -14,7 +14,7 @@ SGLang `eagle_config.eagle_aux_hidden_state_layer_ids` means "output of layer v"
 models capture the input of layer v + 1. Some DeepSeek-like families do that only when the first id is 1 and else take
 the ids as they are, so there v = k (the wrong choice cost a tenth of a token per round on Kimi K2.5: sglang issue
 25454). The state after the last layer cannot be captured: `hidden_states` has it after the final norm, SGLang before
-that norm or not at all.
+that norm or not at all. (GPT-OSS alone can be told to, by ids that reach the number of its layers.)
 """
 
 from collections.abc import Sequence
@@ -91,8 +91,13 @@ def sglang_layer_ids(architecture: str, num_layers: int, aux_layers: Sequence[in
     return tuple(aux_layers)
 
 
-def captured_inputs(architecture: str, ids: Sequence[int]) -> tuple[int, ...]:
-    """What SGLang makes of explicit ids: the `hidden_states` indices it captures. The inverse of `sglang_layer_ids`."""
+def captured_inputs(architecture: str, ids: Sequence[int], num_layers: int | None = None) -> tuple[int, ...]:
+    """What SGLang makes of explicit ids: the `hidden_states` indices it captures. The inverse of `sglang_layer_ids`.
+
+    `num_layers` of the target decides where GPT-OSS is meant: it takes ids as they are when the largest is that number.
+    """
+    if architecture == "GptOssForCausalLM" and ids and max(ids) == num_layers:
+        return tuple(ids)
     if architecture in RAW_UNLESS_FIRST_IS_ONE and not (ids and ids[0] == 1):
         return tuple(ids)
     return tuple(value + 1 for value in ids)

@@ -46,6 +46,8 @@ class Checked:
 
 def check(spec: JobSpec, settings: Settings) -> Checked:
     """Check a job before it is accepted. Raises an InvalidInput or DiskTooSmall with the mend."""
+    _check_layers(spec)
+    _check_windows(spec)
     facts = _check_target(spec)
     for source in spec.data.sources:
         _check_source(source)
@@ -67,6 +69,8 @@ def check(spec: JobSpec, settings: Settings) -> Checked:
 
 def plan(spec: JobSpec, settings: Settings) -> Plan:
     """The dry run behind `POST /plans`. Raises InvalidInput when the target's config cannot be read here."""
+    _check_layers(spec)
+    _check_windows(spec)
     facts = _check_target(spec)
     for source in spec.data.sources:
         _check_source(source)
@@ -116,9 +120,36 @@ def _check_target(spec: JobSpec) -> TargetFacts | None:
             f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}")
     _check_tokenizer(directory)
     facts = target_facts(directory)
-    if spec.serve.engine == "sglang":
-        sglang_layer_ids(architectures[0], facts.num_layers, spec.capture.aux_layers or ())
+    # Whatever serves now: a checkpoint's config.json names its layers for SGLang, so they must have such names.
+    sglang_layer_ids(architectures[0], facts.num_layers, spec.capture.aux_layers or ())
     return facts
+
+
+def _check_layers(spec: JobSpec) -> None:
+    """What of capture.aux_layers is wrong for any target; `sglang_layer_ids` knows what is wrong for this one."""
+    layers = spec.capture.aux_layers
+    if layers is None:
+        return
+    if len(layers) < 2:
+        raise InvalidInput(f"capture.aux_layers {list(layers)} is one layer: SGLang takes a state as wide as the "
+                           "embedding for the drafter's own and would skip its fc",
+                           "give two or more, or leave it out for a low, a middle and a high one")
+    if list(layers) != sorted(set(layers)):
+        raise InvalidInput(f"capture.aux_layers {list(layers)} are not distinct and ascending",
+                           f"write {sorted(set(layers))}")
+
+
+def _check_windows(spec: JobSpec) -> None:
+    """SGLang keeps a drafter's window in chains only (`eyrie_workers.engines.sglang.profiles`)."""
+    widest = max(spec.tune.top_k)
+    if spec.serve.engine != "sglang" or widest == 1:
+        return
+    for candidate in expand(spec):
+        if candidate.spec.drafter.sliding_window is not None:
+            raise InvalidInput(
+                f"drafter.sliding_window {candidate.spec.drafter.sliding_window} (candidate {candidate.name}) with "
+                f"tune.top_k up to {widest}: in a tree SGLang lets the drafter see more than its window",
+                "set tune.top_k to [1], serve with the embedded engine, or leave drafter.sliding_window out")
 
 
 def _check_tokenizer(directory: Path) -> None:
@@ -185,7 +216,3 @@ def _check_sizes(spec: JobSpec, facts: TargetFacts | None) -> None:
             raise VocabularyTooLarge(f"drafter.draft_vocab_size {wanted} (candidate {candidate.name}) is larger than "
                                      f"the target's vocabulary of {facts.vocab_size}",
                                      f"give at most {facts.vocab_size}, or leave it out")
-    for layer in spec.capture.aux_layers or ():
-        if layer > facts.num_layers:
-            raise InvalidInput(f"capture.aux_layers names layer {layer}, but the target has {facts.num_layers}",
-                               f"give indices into hidden_states: 0 (embeddings) to {facts.num_layers}")

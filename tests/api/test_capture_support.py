@@ -27,6 +27,12 @@ def test_deepseek_like_families_take_ids_raw_unless_the_first_is_one() -> None:
         sglang_layer_ids("KimiK25ForConditionalGeneration", 61, (1, 30, 58))
 
 
+def test_gpt_oss_takes_ids_raw_when_they_reach_its_last_state() -> None:
+    assert captured_inputs("GptOssForCausalLM", (2, 12, 24), 24) == (2, 12, 24)
+    assert captured_inputs("GptOssForCausalLM", (2, 12, 22), 24) == (3, 13, 23)
+    assert captured_inputs("LlamaForCausalLM", (2, 12, 24), 24) == (3, 13, 25)
+
+
 @given(st.sampled_from([*CAPTURED_ARCHITECTURES, *PLUGIN_ARCHITECTURES]),
        st.sets(st.integers(0, 39), min_size=1, max_size=5))
 def test_sglang_captures_exactly_the_layers_meant_or_the_ids_are_refused(family: str, wanted: set[int]) -> None:
@@ -35,7 +41,7 @@ def test_sglang_captures_exactly_the_layers_meant_or_the_ids_are_refused(family:
         with pytest.raises(InvalidInput):
             sglang_layer_ids(family, 40, layers)
     else:
-        assert captured_inputs(family, sglang_layer_ids(family, 40, layers)) == layers
+        assert captured_inputs(family, sglang_layer_ids(family, 40, layers), 40) == layers
 
 
 def test_the_state_after_the_last_layer_cannot_be_asked_for() -> None:

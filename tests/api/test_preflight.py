@@ -142,7 +142,7 @@ def test_a_draft_vocabulary_larger_than_the_targets_is_refused_in_the_job_and_in
 
 
 def test_layers_the_target_does_not_have_are_refused(settings: Settings, target: Path) -> None:
-    refused(settings, InvalidInput, "layer 5, but the target has 4", target={"model": str(target)},
+    refused(settings, InvalidInput, r"\[5\] of a target with 4 layers", target={"model": str(target)},
             capture={"aux_layers": [1, 2, 5]})
 
 
@@ -164,9 +164,23 @@ def test_a_target_sglang_cannot_draft_for_is_refused_when_sglang_is_to_serve_it(
     refused(settings, UnsupportedTarget, "not supported", target={"model": str(mixtral)})
 
 
-def test_layers_sglang_cannot_hand_out_are_refused_when_sglang_is_to_serve_them(settings: Settings,
-                                                                                target: Path) -> None:
-    last = {"target": {"model": str(target)}, "capture": {"aux_layers": [1, 2, 4]}}
-    assert check(job_spec(**last), settings).plan is not None
-    refused(settings, InvalidInput, "last layer", **last, serve={"engine": "sglang"})
-    assert check(job_spec(target={"model": str(target)}, serve={"engine": "sglang"}), settings).plan is not None
+@pytest.mark.parametrize("engine", ["embedded", "sglang"])
+@pytest.mark.parametrize(("layers", "says"), [
+    ([1, 2, 4], "last layer"), ([2], "one layer"), ([1, 3, 2], "ascending"), ([1, 1, 3], "distinct")])
+def test_layers_no_checkpoint_can_name_are_refused_at_submission(settings: Settings, target: Path, engine: str,
+                                                                layers: list[int], says: str) -> None:
+    job = {"target": {"model": str(target)}, "serve": {"engine": engine}}
+    refused(settings, InvalidInput, says, **job, capture={"aux_layers": layers})
+    with pytest.raises(InvalidInput, match=says):
+        plan(job_spec(**job, capture={"aux_layers": layers}), settings)
+    for good in (None, [1, 2, 3], [0, 3]):
+        assert check(job_spec(**job, capture={"aux_layers": good}), settings).plan is not None
+
+
+def test_a_windowed_drafter_is_not_tuned_into_a_tree_that_sglang_would_serve(settings: Settings, target: Path) -> None:
+    job = {"target": {"model": str(target)}, "serve": {"engine": "sglang"}}
+    refused(settings, InvalidInput, "sliding_window 512", **job, drafter={"sliding_window": 512})
+    refused(settings, InvalidInput, "sliding_window 64", **job,
+            sweep={"axes": [{"field": "drafter.sliding_window", "values": [64]}]})
+    assert check(job_spec(**job, drafter={"sliding_window": 512}, tune={"top_k": [1]}), settings).plan is not None
+    assert check(job_spec(**job | {"serve": {}}, drafter={"sliding_window": 512}), settings).plan is not None

@@ -5,7 +5,7 @@ rotary base 10000); a flag SGLang does not know is ignored; a key in the wrong p
 like a wrong value wherever the default could not be right.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -167,7 +167,7 @@ def layer_rules(config: Mapping[str, Any], architecture: str | None, num_layers:
             return
     if inner is None:
         return
-    captured = captured_states(inner, architecture, num_layers)
+    captured = captured_inputs(architecture or "", inner, num_layers)
     if top is None:
         yield warning("layer-ids-vllm", f"{LAYER_IDS} are missing at the top level: vLLM would take its default layers",
                       f"write {list(captured)} there")
@@ -190,13 +190,6 @@ def layer_rules(config: Mapping[str, Any], architecture: str | None, num_layers:
     if len(inner) == 1 and config.get("target_hidden_size", config.get("hidden_size")) == config.get("hidden_size"):
         yield error("single-aux-layer", "one aux layer: SGLang takes a state as wide as the embedding for the "
                     "drafter's own and skips fc", "train on two or more layers")
-
-
-def captured_states(ids: Sequence[int], architecture: str | None, num_layers: int | None) -> tuple[int, ...]:
-    """`hidden_states` indices SGLang captures for nested ids. GPT-OSS takes them as they are when the largest is n."""
-    if architecture == "GptOssForCausalLM" and ids and max(ids) == num_layers:
-        return tuple(ids)
-    return captured_inputs(architecture or "", ids)
 
 
 def _ids_problem(ids: Any) -> str | None:

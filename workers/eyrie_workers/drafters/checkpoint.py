@@ -22,11 +22,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eyrie_api.capture_support import sglang_layer_ids
+from eyrie_api.capture_support import captured_inputs, sglang_layer_ids
 from eyrie_api.errors import ArtifactMissing, Permanent, UnsupportedTarget
 from eyrie_workers.drafters.card import Card, TargetIdentity, read_card, write_card
 from eyrie_workers.drafters.check import Parts, check
-from eyrie_workers.drafters.check_config import LAYER_IDS, captured_states
+from eyrie_workers.drafters.check_config import LAYER_IDS
 from eyrie_workers.drafters.contract import (
     ARCHITECTURE,
     CARD,
@@ -195,7 +195,7 @@ def parse_config(found: Mapping[str, Any]) -> Eagle3Config:
         hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size, num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, vocab_size=shape.vocab_size,
         draft_vocab_size=shape.draft_vocab_size,
-        aux_layers=tuple(top) if top is not None else captured_states(inner, None, None),
+        aux_layers=tuple(top) if top is not None else captured_inputs("", inner),
         rms_eps=decoder.rms_eps, rope=decoder.rope, max_position_embeddings=decoder.max_position_embeddings,
         eos_token_ids=decoder.eos_token_ids, bos_token_id=found.get("bos_token_id"), fc_norm=shape.fc_norm,
         norm_before_fc=shape.norm_before_fc, norm_output=bool(found.get("norm_output", False)),
