@@ -16,7 +16,7 @@ from typing import Literal
 from pydantic import ConfigDict, Field
 
 from eyrie_api.v1alpha1.job import JobSpec, ServeSpec, TargetSpec
-from eyrie_api.v1alpha1.model import Frozen, Name
+from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import LeaderboardEntry
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_api.v1alpha1.status import ConditionStatus, RevisionState, StageState
@@ -121,12 +121,6 @@ class DraftEndpointSpec(Frozen):
 
     desired: Literal["on", "off"] = "on"
     """off gives the hardware back and keeps name, URL and history."""
-
-    replicas: int = Field(1, ge=1, le=1000)
-    """Engines behind the URL."""
-
-    hardware_profile: Name | None = None
-    """The operator's profile of GPUs, memory and node selectors to serve on; default: the installation's."""
 
 
 class ResourceRevision(Frozen):

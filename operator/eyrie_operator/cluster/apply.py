@@ -1,0 +1,262 @@
+"""The Kubernetes client: everything we do to a cluster. The one door to `kubernetes`.
+
+Plain dicts in and out, by the dynamic client's raw request: the typed models differ between the client's versions 30
+and 37, dicts do not. Paths follow from apiVersion and kind, so nothing is discovered and no right to do so is needed.
+
+Manners, each for a reason:
+
+- statuses and children are written by server-side apply under one field manager, so that others may own other fields of
+  the same objects; a conflict is an error unless the caller owns the object (`force`);
+- a status carries the resourceVersion it was thought out for: thought out for an older object, it is refused;
+- finalizers and annotations are merge patches. Applied, each would have to repeat all the others or take them away;
+- every write asks the fence first (`leases`) and is counted, by kind and verb: a storm must be visible.
+"""
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import urllib3
+from kubernetes import client, config
+from kubernetes.dynamic import DynamicClient
+from kubernetes.dynamic.exceptions import DynamicApiError
+
+from eyrie_api.errors import Conflict, EyrieError, NotFound, Permanent, Transient
+from eyrie_api.v1alpha1.model import API_VERSION
+from eyrie_operator.cluster.leases import LeaseRecord
+from eyrie_operator.cluster.resources import Identity, Notice
+
+log = logging.getLogger(__name__)
+
+FIELD_MANAGER = "eyrie-operator"
+_APPLY, _MERGE, _JSON = "application/apply-patch+yaml", "application/merge-patch+json", "application/json"
+_TIMEOUT_S = (3.05, 4.0)
+"""To connect, to answer. A write must not outlive the lease it was begun under: see `leases.Terms`."""
+
+_PAGE = 500
+Object = dict[str, Any]
+Counted = Callable[[str, str], None]
+"""(verb, kind)."""
+
+
+class ClusterConflict(Conflict):
+    """The object has changed since, exists already, or a field belongs to another manager."""
+
+    reason = "ClusterConflict"
+
+
+class ClusterRefused(Permanent):
+    """The API server will not take it."""
+
+    reason = "ClusterRefused"
+
+
+class ClusterAway(Transient):
+    """The API server does not answer, or not now."""
+
+    reason = "ClusterAway"
+
+
+def _nothing(_verb: str, _kind: str) -> None:
+    """Nobody counts."""
+
+
+class Cluster:
+    """One cluster, by the kubeconfig of the environment or the service account of the pod."""
+
+    def __init__(self, check: Callable[[], None] | None = None, counted: Counted = _nothing) -> None:
+        try:
+            config.load_config()
+        except config.ConfigException as error:
+            raise Permanent(f"no cluster: {error}", "set KUBECONFIG, or run in a pod with a service account") from error
+        configuration = client.Configuration.get_default_copy()
+        configuration.retries = False  # a request sent again by itself would outlive its timeout, and the lease
+        self._client = DynamicClient(client.ApiClient(configuration), discoverer=lambda _client, _cache: None)
+        self._check, self._counted = check or (lambda: None), counted
+
+    # Reading.
+
+    def get(self, api_version: str, kind: str, namespace: str, name: str) -> Object:
+        """One object. Raises NotFound."""
+        return self._request("GET", kind, path_of(api_version, kind, namespace, name))
+
+    def list_all(self, api_version: str, kind: str, namespace: str | None = None) -> list[Object]:
+        """All of them, page by page."""
+        found: list[Object] = []
+        query: list[tuple[str, Any]] = [("limit", _PAGE)]
+        while True:
+            page = self._request("GET", kind, path_of(api_version, kind, namespace), query=query)
+            found += page["items"]
+            more = page["metadata"].get("continue")
+            if not more:
+                return found
+            query = [("limit", _PAGE), ("continue", more)]
+
+    def is_reachable(self) -> bool:
+        """Whether the API server answers."""
+        try:
+            self._request("GET", "version", "/version")
+        except EyrieError:
+            return False
+        return True
+
+    # Writing.
+
+    def apply(self, manifest: Mapping[str, Any], *, force: bool = False) -> Object:
+        """Server-side apply. Raises ClusterConflict when another manager holds a field, unless forced."""
+        metadata = manifest["metadata"]
+        path = path_of(manifest["apiVersion"], manifest["kind"], metadata.get("namespace"), metadata["name"])
+        return self._apply(path, manifest, force=force)
+
+    def create(self, manifest: Mapping[str, Any]) -> Object:
+        """Make it. Raises ClusterConflict when it is there."""
+        path = path_of(manifest["apiVersion"], manifest["kind"], manifest["metadata"].get("namespace"))
+        return self._write("POST", manifest["kind"], path, manifest, _JSON)
+
+    def write_status(self, identity: Identity, status: Mapping[str, Any]) -> Object:
+        """Apply the status of one of our resources, if the object is still the one that was read."""
+        manifest = {"apiVersion": API_VERSION, "kind": identity.kind, "status": status,
+                    "metadata": {"name": identity.name, "namespace": identity.namespace,
+                                 "resourceVersion": identity.resource_version}}
+        return self._apply(_own_path(identity) + "/status", manifest, force=True)
+
+    def annotate(self, identity: Identity, name: str, value: str | None) -> Object:
+        """Set an annotation of one of our resources, or take it away."""
+        body = {"metadata": {"annotations": {name: value}}}
+        return self._write("PATCH", identity.kind, _own_path(identity), body, _MERGE)
+
+    def set_finalizers(self, identity: Identity, finalizers: Sequence[str]) -> Object:
+        """Replace the finalizers of one of our resources, if it is still the one that was read."""
+        body = {"metadata": {"finalizers": list(finalizers), "resourceVersion": identity.resource_version}}
+        return self._write("PATCH", identity.kind, _own_path(identity), body, _MERGE)
+
+    def delete(self, api_version: str, kind: str, namespace: str, name: str, uid: str | None = None) -> None:
+        """Delete it, and only the object of that uid. Gone already is well."""
+        body = {"preconditions": {"uid": uid}} if uid else {}
+        with contextlib.suppress(NotFound):
+            self._write("DELETE", kind, path_of(api_version, kind, namespace, name), body, _JSON)
+
+    def post_event(self, identity: Identity, notice: Notice, now: datetime) -> None:
+        """Post an Event about one of our resources, once: its name says what it says."""
+        moment = now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        event = {
+            "apiVersion": "v1", "kind": "Event", "type": notice.type, "reason": notice.reason,
+            "message": notice.message, "count": 1, "firstTimestamp": moment, "lastTimestamp": moment,
+            "metadata": {"name": notice.name, "namespace": identity.namespace},
+            "source": {"component": FIELD_MANAGER}, "reportingComponent": FIELD_MANAGER,
+            "involvedObject": {"apiVersion": API_VERSION, "kind": identity.kind, "name": identity.name,
+                               "namespace": identity.namespace, "uid": identity.uid},
+        }
+        with contextlib.suppress(ClusterConflict):
+            self.create(event)
+
+    # Requests.
+
+    def _apply(self, path: str, manifest: Mapping[str, Any], *, force: bool) -> Object:
+        query = [("fieldManager", FIELD_MANAGER), ("force", "true" if force else "false")]
+        return self._write("PATCH", manifest["kind"], path, manifest, _APPLY, query)
+
+    def _write(self, verb: str, kind: str, path: str, body: Mapping[str, Any], content_type: str,
+               query: list[tuple[str, Any]] | None = None) -> Object:
+        self._check()
+        self._counted(verb, kind)
+        named = query or ([("fieldManager", FIELD_MANAGER)] if verb != "DELETE" else [])
+        return self._request(verb, kind, path, body, content_type, named)
+
+    def _request(self, verb: str, kind: str, path: str, body: Mapping[str, Any] | None = None,
+                 content_type: str | None = None, query: list[tuple[str, Any]] | None = None) -> Object:
+        with _translated(kind, path):
+            response = self._client.request(
+                verb, path, body=body, content_type=content_type, query_params=query or [], serialize=False,
+                header_params={"Accept": "application/json"}, _request_timeout=_TIMEOUT_S)
+            read: Object = json.loads(response.data)
+            return read
+
+
+class LeaseKeeper:
+    """A Lease in the cluster, for `leases.Elector`. Not fenced: it is what opens the fence."""
+
+    def __init__(self, cluster: Cluster, namespace: str, name: str) -> None:
+        self._cluster, self._namespace, self._name = cluster, namespace, name
+        self._path = path_of("coordination.k8s.io/v1", "Lease", namespace)
+
+    def read_lease(self) -> LeaseRecord | None:
+        """None when there is none yet."""
+        try:
+            raw = self._cluster.get("coordination.k8s.io/v1", "Lease", self._namespace, self._name)
+        except NotFound:
+            return None
+        return _read_lease(raw)
+
+    def write_lease(self, record: LeaseRecord) -> LeaseRecord | None:
+        """Make it, or update the version it names. None when another was faster."""
+        made = record.resource_version is None
+        metadata = {"name": self._name, "namespace": self._namespace}
+        body = {
+            "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
+            "metadata": metadata if made else {**metadata, "resourceVersion": record.resource_version},
+            "spec": {"holderIdentity": record.holder, "leaseDurationSeconds": max(1, round(record.duration_s)),
+                     "renewTime": _micro(record.renewed_at), "acquireTime": _micro(record.acquired_at),
+                     "leaseTransitions": record.transitions},
+        }
+        verb, path = ("POST", self._path) if made else ("PUT", f"{self._path}/{self._name}")
+        try:
+            return _read_lease(self._cluster._request(verb, "Lease", path, body, _JSON))
+        except ClusterConflict:
+            return None
+
+
+def _read_lease(raw: Object) -> LeaseRecord:
+    spec = raw["spec"]
+    renewed = datetime.fromisoformat(spec["renewTime"])
+    acquired = spec.get("acquireTime")
+    return LeaseRecord(
+        holder=spec.get("holderIdentity") or "", duration_s=float(spec.get("leaseDurationSeconds") or 15),
+        renewed_at=renewed, acquired_at=datetime.fromisoformat(acquired) if acquired else renewed,
+        transitions=int(spec.get("leaseTransitions") or 0), resource_version=raw["metadata"]["resourceVersion"])
+
+
+def _micro(moment: datetime) -> str:
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def path_of(api_version: str, kind: str, namespace: str | None = None, name: str | None = None) -> str:
+    """Where objects of a kind are, or one of them."""
+    lower = kind.lower()
+    plural = lower[:-1] + "ies" if lower.endswith("cy") else lower + "s"
+    root = "/api/v1" if api_version == "v1" else f"/apis/{api_version}"
+    place = f"/namespaces/{namespace}" if namespace else ""
+    return f"{root}{place}/{plural}" + (f"/{name}" if name else "")
+
+
+def _own_path(identity: Identity) -> str:
+    return path_of(API_VERSION, identity.kind, identity.namespace, identity.name)
+
+
+@contextlib.contextmanager
+def _translated(kind: str, path: str) -> Iterator[None]:
+    """The client's errors as ours."""
+    try:
+        yield
+    except DynamicApiError as error:
+        said = _message(error)
+        if error.status == 404:
+            raise NotFound(f"{path}: {said}", "it may have been deleted") from None
+        if error.status == 409:
+            raise ClusterConflict(f"{kind}: {said}", "look at the object again") from None
+        if error.status in (408, 425, 429) or error.status >= 500:
+            raise ClusterAway(f"{kind}: {error.status} {said}") from None
+        mend = "grant the operator's role the right" if error.status in (401, 403) else "correct what is sent"
+        raise ClusterRefused(f"{path}: {error.status} {said}", mend) from None
+    except (urllib3.exceptions.HTTPError, OSError) as error:
+        raise ClusterAway(f"the API server was not reached: {type(error).__name__}") from None
+
+
+def _message(error: DynamicApiError) -> str:
+    try:
+        return str(json.loads(error.body)["message"])
+    except (ValueError, KeyError, TypeError):
+        return str(error.reason)

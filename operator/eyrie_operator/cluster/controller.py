@@ -1,0 +1,343 @@
+"""Objects here, rows there, and the pure `reconcile` in between: looks, plans, does.
+
+`hear` is told of objects (by kopf), `poll` finds changed rows; both only put keys into the queue. A worker takes a key,
+reads the object from the cache and its row from the database, asks `reconcile` what to do and does it. The cache is
+what was heard last; a plan thought out for an object that has changed since is refused by the API server (its
+resourceVersion is sent along) and thought out anew when the change is heard.
+
+A restart hears every object once and writes nothing where the status is already right: 1,000 objects are 1,000 rows
+read, and as many writes as there are differences.
+
+Jobs are found by the id in the status, checked against the uid among the job's labels, or by that label; submission is
+claimed by uid (`eyrie_api.idempotency`), so an operator killed between submitting and telling finds the job again, and
+two operators cannot both submit. Jobs that were posted get an object of their own when mirrors have a namespace.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+from eyrie_api import preflight
+from eyrie_api.clock import Clock, utc_now
+from eyrie_api.database import Database
+from eyrie_api.endpoints import Endpoints
+from eyrie_api.errors import EyrieError, NotFound, Transient
+from eyrie_api.idempotency import Idempotency, Replay
+from eyrie_api.jobs import JobFilter, Jobs
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.model import API_VERSION
+from eyrie_api.v1alpha1.resources import FINALIZER, NAME_LABEL, NAMESPACE_LABEL, UID_LABEL
+from eyrie_api.v1alpha1.status import Endpoint, Job
+from eyrie_operator.cluster.apply import Cluster, ClusterConflict, Object
+from eyrie_operator.cluster.leases import NotLeader
+from eyrie_operator.cluster.reconcile import (
+    Action,
+    Actions,
+    Annotate,
+    CancelJob,
+    CheckAgain,
+    CreateEndpoint,
+    CreateJob,
+    DeleteJob,
+    DeleteResource,
+    Hold,
+    Memory,
+    Project,
+    Release,
+    RetryJob,
+    SetDesired,
+    Tell,
+    reconcile_endpoint,
+    reconcile_job,
+    refuse_job,
+)
+from eyrie_operator.cluster.resources import (
+    EndpointResource,
+    Identity,
+    JobResource,
+    applied_uid,
+    mirror_of,
+    read_endpoint,
+    read_job,
+)
+from eyrie_operator.cluster.telemetry import Telemetry
+from eyrie_operator.cluster.workqueue import Workqueue
+from eyrie_operator.conditions import is_over
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["DrafterJob", "DraftEndpoint"]
+Key = tuple[Kind, str, str]
+"""Kind, namespace, name."""
+
+_ROUTE = "kubernetes/drafterjobs"
+_FOR_EVER_S = 10 * 365 * 24 * 3600.0
+_OVERLAP = timedelta(seconds=10)
+"""Rows are stamped by several machines before they are committed: a poll looks this far back again."""
+
+
+class Controller:
+    """One operator's look at objects and rows. `workers` of it run at once, none on the same object."""
+
+    def __init__(self, settings: Settings, database: Database, cluster: Cluster, telemetry: Telemetry, *,
+                 mirror_namespace: str | None = None, clock: Clock = utc_now,
+                 monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._settings, self._cluster, self._telemetry, self._clock = settings, cluster, telemetry, clock
+        self._idempotency = Idempotency(database, _FOR_EVER_S, clock)
+        self._jobs, self._endpoints = Jobs(database, clock, self._idempotency), Endpoints(database, clock)
+        self._mirror_namespace = mirror_namespace
+        self.queue: Workqueue[Key] = Workqueue(monotonic)
+        self._objects: dict[Key, Object] = {}
+        self._key_of: dict[str, Key | None] = {}
+        """Which object shows a job; None: it was posted and needs none."""
+
+        self._rows_seen: dict[str, datetime] = {}
+        self._polled = clock() - _OVERLAP
+        self._monotonic = monotonic
+
+    # What is heard.
+
+    def hear(self, kind: Kind, event: str | None, raw: Object) -> None:
+        """An object is there, has changed, or (event DELETED) is gone."""
+        metadata = raw["metadata"]
+        key: Key = (kind, metadata["namespace"], metadata["name"])
+        if event == "DELETED":
+            self._objects.pop(key, None)
+        else:
+            self._keep(key, raw)
+        self.queue.add(key)
+
+    def resync(self) -> None:
+        """Look at every object again: what a lost event or a deleted row would leave behind."""
+        for key in tuple(self._objects):
+            self.queue.add(key)
+        if self._mirror_namespace is not None:
+            for job_id in self._jobs.live():
+                self._keys_for(job_id)
+
+    def poll(self) -> None:
+        """Look at the objects of rows that changed since the last poll."""
+        now = self._clock()
+        changed = dict(self._jobs.changed_since(self._polled - _OVERLAP))
+        for endpoint in self._endpoints.list().items:
+            self._see_row(f"endpoint/{endpoint.name}", endpoint.updated_at, self._keys_named(endpoint.name))
+        for job_id, updated_at in changed.items():
+            if self._rows_seen.get(job_id) != updated_at:
+                self._see_row(job_id, updated_at, self._keys_for(job_id))
+        self._polled = now
+
+    def _see_row(self, row: str, updated_at: datetime, keys: tuple[Key, ...]) -> None:
+        if self._rows_seen.get(row) != updated_at:
+            self._rows_seen[row] = updated_at
+            for key in keys:
+                self.queue.add(key)
+
+    def _keys_named(self, name: str) -> tuple[Key, ...]:
+        return tuple(key for key in tuple(self._objects) if key[0] == "DraftEndpoint" and key[2] == name)
+
+    def _keys_for(self, job_id: str) -> tuple[Key, ...]:
+        """The object of a job; a job that was posted gets its mirror here."""
+        if job_id not in self._key_of:
+            try:
+                job = self._jobs.get(job_id)
+            except NotFound:
+                return ()
+            labels = job.spec.labels
+            if applied_uid(job) is not None:
+                self._key_of[job_id] = ("DrafterJob", labels.get(NAMESPACE_LABEL, ""), labels.get(NAME_LABEL, ""))
+            elif self._mirror_namespace is None:
+                self._key_of[job_id] = None
+            else:
+                if not is_over(job.status.conditions):
+                    self._mirror(job, self._mirror_namespace)
+                self._key_of[job_id] = ("DrafterJob", self._mirror_namespace, job_id)
+        found = self._key_of[job_id]
+        return () if found is None else (found,)
+
+    def _mirror(self, job: Job, namespace: str) -> None:
+        key: Key = ("DrafterJob", namespace, job.id)
+        if key in self._objects:
+            return
+        try:
+            self._keep(key, self._cluster.get(API_VERSION, "DrafterJob", namespace, job.id))
+        except NotFound:
+            self._keep(key, self._cluster.apply(mirror_of(job, namespace)))
+
+    # What is done about it.
+
+    def work(self) -> bool:
+        """Look at the next object, waiting for one; False when the queue is closed."""
+        key = self.queue.take()
+        if key is None:
+            return False
+        began = self._monotonic()
+        try:
+            self._look(key)
+            self.queue.forget(key)
+        except NotLeader:
+            log.info("%s %s/%s: left to the new leader", *key)
+        except ClusterConflict as conflict:
+            # Changed since it was heard: that change is on its way. Should it get lost, the delay finds it.
+            log.info("%s %s/%s: %s", *key, conflict.message)
+            self.queue.failed(key)
+        except Exception as error:  # one object's trouble must not end the others' worker
+            reason = error.reason if isinstance(error, EyrieError) else type(error).__name__
+            self._telemetry.errors.labels(key[0], reason).inc()
+            delay_s = self.queue.failed(key)
+            log.warning("%s %s/%s: %s; again in %.1f s", *key, error, delay_s,
+                        exc_info=None if isinstance(error, EyrieError) else error)
+        finally:
+            self.queue.done(key)
+            self._telemetry.reconciled.labels(key[0]).inc()
+            self._telemetry.seconds.labels(key[0]).observe(self._monotonic() - began)
+        return True
+
+    def _look(self, key: Key) -> None:
+        raw = self._objects.get(key)
+        if raw is None:
+            return
+        if key[0] == "DrafterJob":
+            resource = read_job(raw)
+            job = self._find_job(resource)
+            if job is not None:
+                self._key_of[job.id] = key
+            self._carry_out(key, resource, reconcile_job(resource, job, self._memory(resource, job), self._clock()))
+        else:
+            endpoint = read_endpoint(raw)
+            row = self._find_endpoint(endpoint)
+            shown = _shown_model(endpoint.spec.target.model) if endpoint.spec is not None else ""
+            self._carry_out(key, endpoint, reconcile_endpoint(endpoint, row, shown, self._clock()))
+
+    def _find_job(self, resource: JobResource) -> Job | None:
+        uid = resource.identity.uid
+        if resource.job_id is not None:
+            try:
+                job = self._jobs.get(resource.job_id)
+            except NotFound:
+                return None
+            mine = resource.mirrored if applied_uid(job) is None else applied_uid(job) == uid
+            return job if mine else None
+        found = self._jobs.list(JobFilter(labels={UID_LABEL: uid}), limit=1).items
+        return found[0] if found else None
+
+    def _find_endpoint(self, resource: EndpointResource) -> Endpoint | None:
+        try:
+            return self._endpoints.get(resource.identity.name)
+        except NotFound:
+            return None
+
+    def _memory(self, resource: JobResource, job: Job | None) -> Memory:
+        """Asked only where it decides something: these are further queries."""
+        if job is None:
+            known = resource.job_id is not None and not resource.mirrored and not resource.deleting
+            return Memory(deleted=known and self._was_submitted(resource.identity.uid))
+        if not resource.deleting:
+            return Memory()
+        for endpoint in self._endpoints.list().items:
+            serving = (endpoint.active_revision, endpoint.candidate_revision)
+            if any(one.job_id == job.id and one.number in serving for one in endpoint.revisions):
+                return Memory(served_by=endpoint.name)
+        return Memory()
+
+    def _was_submitted(self, uid: str) -> bool:
+        claimed = self._idempotency.claim(uid, _ROUTE, uid)
+        if isinstance(claimed, Replay):
+            return True
+        self._idempotency.release(claimed)
+        return False
+
+    def _carry_out(self, key: Key, resource: JobResource | EndpointResource, actions: Actions) -> None:
+        """Do it in order. What changed the row or the object is looked at again at once."""
+        moved = False
+        for action in actions:
+            if moved and isinstance(action, Tell | Project):
+                continue  # thought out for what was there before
+            if isinstance(action, CreateJob):
+                assert isinstance(resource, JobResource)
+                refused = self._submit(action, resource)
+                self._carry_out(key, resource, refused)
+                moved = moved or not refused
+            else:
+                moved = self._do(key, action, resource.identity) or moved
+        if moved:
+            self.queue.add(key)
+
+    def _do(self, key: Key, action: Action, identity: Identity) -> bool:
+        """One action; whether the object or its row is another one afterwards."""
+        if isinstance(action, Hold | Release):
+            self._set_finalizer(key, identity, held=isinstance(action, Hold))
+        elif isinstance(action, Annotate):
+            self._keep(key, self._cluster.annotate(identity, action.name, action.value))
+        elif isinstance(action, DeleteResource):
+            log.info("%s %s/%s: deleted, %s", *key, action.why)
+            self._cluster.delete(API_VERSION, identity.kind, identity.namespace, identity.name, identity.uid)
+        elif isinstance(action, Project):
+            self._keep(key, self._cluster.write_status(identity, action.status))
+            return False
+        elif isinstance(action, Tell):
+            self._cluster.post_event(identity, action.notice, self._clock())
+            return False
+        elif isinstance(action, CheckAgain):
+            self.queue.add_after(key, action.after_s)
+            return False
+        else:
+            self._do_to_rows(action)
+        return True
+
+    def _do_to_rows(self, action: Action) -> None:
+        if isinstance(action, CancelJob):
+            self._jobs.cancel(action.job_id)
+        elif isinstance(action, RetryJob):
+            self._jobs.retry(action.job_id)
+        elif isinstance(action, DeleteJob):
+            self._jobs.delete(action.job_id)
+        elif isinstance(action, CreateEndpoint):
+            self._endpoints.create(action.name, action.target, action.serve, action.model)
+        elif isinstance(action, SetDesired):
+            self._endpoints.set_desired(action.name, action.desired)
+        else:
+            raise TypeError(f"no one does {type(action).__name__}")
+
+    def _submit(self, action: CreateJob, resource: JobResource) -> Actions:
+        """Submit once per uid; the refusal to be told, if there is one."""
+        claimed = self._idempotency.claim(action.key, _ROUTE, action.key)
+        if isinstance(claimed, Replay):
+            job_id = str(claimed.response["id"])
+            try:
+                self._jobs.get(job_id)
+            except NotFound:
+                return (DeleteResource(f"its job {job_id} was deleted at the REST API"),)
+            return ()
+        try:
+            self._jobs.submit(preflight.check(action.spec, self._settings).spec, claimed)
+        except BaseException as error:
+            self._idempotency.release(claimed)
+            if isinstance(error, EyrieError) and not isinstance(error, Transient):
+                return refuse_job(resource, error.reason, str(error), self._clock(), over=True)
+            raise
+        return ()
+
+    def _set_finalizer(self, key: Key, identity: Identity, *, held: bool) -> None:
+        current = self._objects[key]["metadata"].get("finalizers") or []
+        others = [one for one in current if one != FINALIZER]
+        self._keep(key, self._cluster.set_finalizers(identity, [*others, FINALIZER] if held else others))
+
+    def _keep(self, key: Key, raw: Object) -> None:
+        """Remember an object unless a newer version is known: our own writes answer before their events come."""
+        known = self._objects.get(key)
+        if known is None or known["metadata"]["uid"] != raw["metadata"]["uid"] or _version(raw) >= _version(known):
+            self._objects[key] = raw
+
+
+def _version(raw: Mapping[str, Any]) -> int:
+    """Documented as opaque for long, and as comparable numbers since Kubernetes 1.35; etcd's they have always been."""
+    version = str(raw["metadata"].get("resourceVersion", "0"))
+    return int(version) if version.isdigit() else 0
+
+
+def _shown_model(model: str) -> str:
+    """Clients name the model they want: a path's last part or a Hub id reads better than a path."""
+    return Path(model).name if Path(model).is_absolute() else model

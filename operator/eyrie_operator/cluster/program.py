@@ -1,0 +1,199 @@
+"""`eyrie operator`: election, watching, workers, and a port for probes and metrics, in one process.
+
+It stands for election first and touches nothing until it leads; then kopf watches, and a few threads work. When the
+lease is lost the process ends with 1 and is started anew by whoever runs it: that clears everything it believed.
+SIGTERM ends in order and gives the lease back, so that another operator takes over at once.
+
+    /healthz   200 while the election goes on: a frozen or dead loop is restarted
+    /readyz    200 when the API server and the database answer. Not "leads": a standby that never became ready would
+               hold up every rollout with two replicas
+    /metrics   Prometheus
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from eyrie_api.clock import utc_now
+from eyrie_api.database import Database
+from eyrie_api.errors import EyrieError
+from eyrie_api.settings import Settings
+from eyrie_operator.cluster.apply import Cluster, LeaseKeeper
+from eyrie_operator.cluster.controller import Controller
+from eyrie_operator.cluster.leases import Elector, Fence, Terms, campaign
+from eyrie_operator.cluster.telemetry import Telemetry
+from eyrie_operator.cluster.watch import watch
+
+log = logging.getLogger(__name__)
+
+LEASE = "eyrie-operator"
+_WORKERS = 4
+_STOP_S = 10.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """How one operator runs."""
+
+    lease_namespace: str
+    namespaces: tuple[str, ...] = ()
+    """To watch; all when empty."""
+
+    mirror_namespace: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8643
+    terms: Terms = field(default_factory=Terms)
+    poll_s: float = 2.0
+    resync_s: float = 60.0
+
+
+def run(settings: Settings, options: Options) -> int:
+    """Be an operator until SIGTERM or SIGINT (0), or until the lease is lost (1)."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for chatty in ("kopf", "httpx", "kubernetes", "aiohttp"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    database = Database(settings.resolved_database_url)
+    try:
+        return Operator(settings, database, options).run()
+    finally:
+        database.close()
+
+
+class Operator:
+    """The parts of an operator."""
+
+    def __init__(self, settings: Settings, database: Database, options: Options) -> None:
+        self._options, self._database = options, database
+        self.telemetry = Telemetry()
+        self._fence = Fence(time.monotonic)
+        self._cluster = Cluster(self._fence.check, self.telemetry.count_write)
+        self._controller = Controller(settings, database, self._cluster, self.telemetry,
+                                      mirror_namespace=options.mirror_namespace)
+        me = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        keeper = LeaseKeeper(self._cluster, options.lease_namespace, LEASE)
+        self._elector = Elector(me, keeper, options.terms, self._fence, monotonic=time.monotonic, clock=utc_now)
+        self._stopping, self._leading, self._lost = threading.Event(), threading.Event(), threading.Event()
+        self._campaign = threading.Thread(target=self._stand, name="eyrie-election", daemon=True)
+
+    def run(self) -> int:
+        """Until told to stop or deposed."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_caught: self._stopping.set())
+        probes = _serve_probes(self._options.host, self._options.port, self._answers())
+        log.info("stands for election; probes and metrics on port %d", probes.server_address[1])
+        self._campaign.start()
+        try:
+            while not self._leading.wait(0.2):
+                if self._stopping.is_set():
+                    return 0
+            self._lead()
+            return 1 if self._lost.is_set() else 0
+        finally:
+            self._stopping.set()
+            self._campaign.join(_STOP_S)
+            probes.shutdown()
+
+    def _lead(self) -> None:
+        log.info("leads")
+        self.telemetry.leads.set(1)
+        parts = [threading.Thread(target=self._work, name=f"eyrie-worker-{number}", daemon=True)
+                 for number in range(_WORKERS)]
+        parts.append(threading.Thread(target=self._tick, name="eyrie-ticker", daemon=True))
+        for part in parts:
+            part.start()
+        try:
+            asyncio.run(self._watch())
+        finally:
+            self.telemetry.leads.set(0)
+            self._controller.queue.close()
+            self._stopping.set()
+            for part in parts:
+                part.join(_STOP_S)
+
+    async def _watch(self) -> None:
+        stop = asyncio.Event()
+        watching = asyncio.ensure_future(
+            watch(self._controller.hear, stop, namespaces=self._options.namespaces))
+        try:
+            while not self._stopping.is_set() and not self._lost.is_set() and not watching.done():
+                await asyncio.wait({watching}, timeout=0.1)
+        finally:
+            stop.set()
+        await asyncio.wait_for(watching, _STOP_S)
+
+    def _work(self) -> None:
+        while self._controller.work():
+            self.telemetry.waiting.set(len(self._controller.queue))
+
+    def _tick(self) -> None:
+        resync_at = time.monotonic() + self._options.resync_s
+        self._guarded(self._controller.resync)  # once at the beginning: mirrors of jobs posted while nobody led
+        while not self._stopping.wait(self._options.poll_s) and not self._lost.is_set():
+            self._guarded(self._controller.poll)
+            if time.monotonic() >= resync_at:
+                resync_at = time.monotonic() + self._options.resync_s
+                self._guarded(self._controller.resync)
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        """A database or API server that is away for a while ends nothing: the next tick tries again."""
+        try:
+            step()
+        except (EyrieError, SQLAlchemyError) as error:
+            self.telemetry.errors.labels("poll", type(error).__name__).inc()
+            log.warning("%s: %s", step.__name__, error)
+
+    def _stand(self) -> None:
+        campaign(self._elector, self._fence, self._options.terms, self._stopping, self._leading.set, self._depose)
+
+    def _depose(self) -> None:
+        log.error("the lease was lost: ending")
+        self._lost.set()
+
+    def _answers(self) -> dict[str, Callable[[], tuple[int, bytes]]]:
+        def health() -> tuple[int, bytes]:
+            return (200, b"ok\n") if self._campaign.is_alive() else (500, b"the election has ended\n")
+
+        def ready() -> tuple[int, bytes]:
+            try:
+                reachable = self._database.is_reachable()
+            except SQLAlchemyError:
+                reachable = False
+            if not reachable:
+                return 503, b"the database does not answer\n"
+            return (200, b"ok\n") if self._cluster.is_reachable() else (503, b"the API server does not answer\n")
+
+        return {"/healthz": health, "/readyz": ready, "/metrics": lambda: (200, self.telemetry.render())}
+
+
+def _serve_probes(host: str, port: int, answers: dict[str, Callable[[], tuple[int, bytes]]]) -> ThreadingHTTPServer:
+    class Probe(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answer = answers.get(self.path.partition("?")[0])
+            status, body = answer() if answer else (404, b"no such page\n")
+            self.send_response(status)
+            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_line: object) -> None:
+            """Probes come every few seconds."""
+
+    server = ThreadingHTTPServer((host, port), Probe)
+    threading.Thread(target=server.serve_forever, name="eyrie-probes", daemon=True).start()
+    return server
+
+
+def split(namespaces: Sequence[str]) -> tuple[str, ...]:
+    """`a,b c` as separate names: a chart passes one variable."""
+    return tuple(name for given in namespaces for name in given.replace(",", " ").split())

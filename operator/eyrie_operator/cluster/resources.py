@@ -1,0 +1,256 @@
+"""Between objects of the cluster and values of the contract. Pure.
+
+Inwards: an object, as the API server gives it, becomes a `JobResource` or an `EndpointResource`; a spec that the
+contract refuses becomes the words to refuse it with, since a server without CEL lets through what fields alone cannot
+rule out. Outwards: a Job becomes a status. The projection leaves out what moves all the time (see
+`eyrie_api.v1alpha1.resources`), so equal statuses mean that nothing need be written.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from eyrie_api.v1alpha1.model import API_VERSION
+from eyrie_api.v1alpha1.resources import (
+    FINALIZER,
+    GROUP,
+    JOB_ID_ANNOTATION,
+    NAME_LABEL,
+    NAMESPACE_LABEL,
+    OUTSIDE_ANNOTATION,
+    UID_LABEL,
+    DraftEndpointSpec,
+    DraftEndpointStatus,
+    DrafterJobSpec,
+    DrafterJobStatus,
+    ResourceCondition,
+    ResourcePhase,
+    ResourceRevision,
+    ResourceStage,
+)
+from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, Revision
+
+SUSPENDED_ANNOTATION = f"{GROUP}/suspended-attempt"
+"""The attempt that was stopped because the object was suspended: what a resume goes on from. A job that a person
+cancelled stays cancelled."""
+
+ORIGIN_LABEL = f"{GROUP}/origin"
+MIRRORED = "rest"
+"""Value of the origin label on objects made for jobs that were posted."""
+
+_REVISIONS_SHOWN = 20
+_Spec = TypeVar("_Spec", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which object, in which version."""
+
+    kind: Literal["DrafterJob", "DraftEndpoint"]
+    namespace: str
+    name: str
+    uid: str
+    generation: int
+    resource_version: str
+
+    @property
+    def key(self) -> str:
+        """For queues and logs."""
+        return f"{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True)
+class JobResource:
+    """A DrafterJob as the API server has it."""
+
+    identity: Identity
+    spec: DrafterJobSpec | None
+    """None when the contract refuses it."""
+
+    refusal: str = ""
+    """Why."""
+
+    deleting: bool = False
+    held: bool = False
+    """Whether our finalizer is on it."""
+
+    keep_outside: bool = False
+    job_id: str | None = None
+    """Of the annotation, or as last projected."""
+
+    suspended_attempt: int | None = None
+    mirrored: bool = False
+    """Made by us for a job that was posted."""
+
+    status: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EndpointResource:
+    """A DraftEndpoint as the API server has it."""
+
+    identity: Identity
+    spec: DraftEndpointSpec | None
+    refusal: str = ""
+    deleting: bool = False
+    held: bool = False
+    keep_outside: bool = False
+    status: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_job(raw: Mapping[str, Any]) -> JobResource:
+    """A DrafterJob object."""
+    metadata = raw["metadata"]
+    annotations, labels = metadata.get("annotations") or {}, metadata.get("labels") or {}
+    spec, refusal = _read_spec(DrafterJobSpec, raw.get("spec"))
+    suspended = annotations.get(SUSPENDED_ANNOTATION, "")
+    status = raw.get("status") or {}
+    job_id = annotations.get(JOB_ID_ANNOTATION) or status.get("job_id")
+    return JobResource(
+        identity=_identity("DrafterJob", metadata), spec=spec, refusal=refusal,
+        deleting="deletionTimestamp" in metadata, held=FINALIZER in (metadata.get("finalizers") or ()),
+        keep_outside=annotations.get(OUTSIDE_ANNOTATION) == "keep", job_id=job_id,
+        suspended_attempt=int(suspended) if suspended.isdigit() else None,
+        # A mirror bears its job's id as its name: a copy of it, applied under another name, is a job of its own.
+        mirrored=labels.get(ORIGIN_LABEL) == MIRRORED and job_id is not None and metadata["name"] == job_id,
+        status=status)
+
+
+def read_endpoint(raw: Mapping[str, Any]) -> EndpointResource:
+    """A DraftEndpoint object."""
+    metadata = raw["metadata"]
+    spec, refusal = _read_spec(DraftEndpointSpec, raw.get("spec"))
+    return EndpointResource(
+        identity=_identity("DraftEndpoint", metadata), spec=spec, refusal=refusal,
+        deleting="deletionTimestamp" in metadata, held=FINALIZER in (metadata.get("finalizers") or ()),
+        keep_outside=(metadata.get("annotations") or {}).get(OUTSIDE_ANNOTATION) == "keep",
+        status=raw.get("status") or {})
+
+
+def _identity(kind: Literal["DrafterJob", "DraftEndpoint"], metadata: Mapping[str, Any]) -> Identity:
+    return Identity(kind, metadata["namespace"], metadata["name"], metadata["uid"], int(metadata.get("generation", 1)),
+                    str(metadata.get("resourceVersion", "")))
+
+
+def _read_spec(model: type[_Spec], raw: Any) -> tuple[_Spec | None, str]:
+    try:
+        return model.model_validate(raw), ""
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in ("spec", *first["loc"]))
+        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        return None, f"{where}: {first['msg'].removeprefix('Value error, ')}{more}"
+
+
+def labels_of(resource: JobResource) -> dict[str, str]:
+    """What marks the job of an applied object as its own."""
+    one = resource.identity
+    return {UID_LABEL: one.uid, NAMESPACE_LABEL: one.namespace, NAME_LABEL: one.name}
+
+
+def applied_uid(job: Job) -> str | None:
+    """The uid of the object a job was applied as; None for a job that was posted."""
+    return job.spec.labels.get(UID_LABEL)
+
+
+def mirror_of(job: Job, namespace: str) -> dict[str, Any]:
+    """The DrafterJob of a job that was posted, for server-side apply."""
+    return {
+        "apiVersion": API_VERSION, "kind": "DrafterJob",
+        "metadata": {"name": job.id, "namespace": namespace, "labels": {ORIGIN_LABEL: MIRRORED},
+                     "annotations": {JOB_ID_ANNOTATION: job.id}, "finalizers": [FINALIZER]},
+        "spec": {"job": job.spec.model_dump(mode="json", exclude_none=True)},
+    }
+
+
+# Outwards.
+
+
+def job_status(job: Job, resource: JobResource) -> DrafterJobStatus:
+    """The projection of a job onto its object."""
+    generation = resource.identity.generation
+    suspended = resource.spec is not None and resource.spec.suspend
+    phase: ResourcePhase = job.status.phase
+    if suspended and job.status.phase == "Cancelled":
+        phase = "Suspended"
+    status = job.status
+    return DrafterJobStatus(
+        observed_generation=generation, job_id=job.id, phase=phase,
+        conditions=conditions_of(status.conditions, generation),
+        stages=tuple(ResourceStage(stage=one.stage, key=one.key, state=one.state, attempt=one.attempt,
+                                   message=one.message) for one in status.stages),
+        attempt=status.attempt, run_id=status.run_id, best=status.best,
+        verdict=status.decision.verdict if status.decision else None, endpoint=status.endpoint,
+        started_at=status.started_at, finished_at=status.finished_at)
+
+
+def endpoint_status(endpoint: Endpoint, resource: EndpointResource) -> DraftEndpointStatus:
+    """The projection of an endpoint onto its object."""
+    generation = resource.identity.generation
+    return DraftEndpointStatus(
+        observed_generation=generation, url=endpoint.url, model=endpoint.model,
+        conditions=conditions_of(endpoint.conditions, generation), active_revision=endpoint.active_revision,
+        candidate_revision=endpoint.candidate_revision,
+        revisions=tuple(_revision(one) for one in endpoint.revisions[-_REVISIONS_SHOWN:]))
+
+
+def _revision(one: Revision) -> ResourceRevision:
+    return ResourceRevision(number=one.number, job_id=one.job_id, checkpoint=one.checkpoint,
+                            setting=one.use.setting.label(), state=one.state, speedup=one.speedup, tau=one.tau)
+
+
+def conditions_of(conditions: Iterable[Condition], generation: int) -> tuple[ResourceCondition, ...]:
+    """Conditions in Kubernetes' shape; they say of which generation of the object they hold."""
+    return tuple(ResourceCondition(
+        type=one.type, status=one.status, reason=one.reason, message=one.message[:32_768],
+        last_transition_time=one.last_transition_time, observed_generation=generation) for one in conditions)
+
+
+def dump(status: BaseModel) -> dict[str, Any]:
+    """A status as the API server stores it: nulls left out, times as metav1.Time (RFC 3339, whole seconds, Z)."""
+    plain: dict[str, Any] = _times(status.model_dump(mode="python", by_alias=True, exclude_none=True))
+    return plain
+
+
+def _times(value: Any) -> Any:
+    if isinstance(value, datetime):
+        return value.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    if isinstance(value, Mapping):
+        return {key: _times(one) for key, one in value.items()}
+    return [_times(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+# Events.
+
+
+@dataclass(frozen=True)
+class Notice:
+    """One Kubernetes Event to post. Its name is made of what it says, so that posting it again is refused."""
+
+    name: str
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+
+
+_BAD_WHEN_TRUE = frozenset({"Failed", "RolledBack"})
+
+
+def notices(identity: Identity, before: Iterable[Mapping[str, Any]],
+            after: Iterable[ResourceCondition]) -> tuple[Notice, ...]:
+    """An event per condition whose status or reason has changed; none for what stays as it was."""
+    known = {one.get("type"): (one.get("status"), one.get("reason")) for one in before}
+    changed = [one for one in after if known.get(one.type) != (one.status, one.reason)]
+    return tuple(_notice(identity, one) for one in changed)
+
+
+def _notice(identity: Identity, one: ResourceCondition) -> Notice:
+    bad = one.status == "True" if one.type in _BAD_WHEN_TRUE else one.status == "False"
+    said = f"{identity.uid}/{one.type}/{one.status}/{one.reason}/{one.last_transition_time.isoformat()}"
+    name = f"{identity.name[:200]}.{hashlib.sha256(said.encode()).hexdigest()[:16]}"
+    message = f"{one.type}={one.status}" + (f": {one.message}" if one.message else "")
+    return Notice(name, "Warning" if bad else "Normal", one.reason, message[:1024])

@@ -1,0 +1,101 @@
+"""What to look at next: a queue of keys, each at most once, none by two workers at a time.
+
+The level-triggered heart of every controller, as in client-go: an event says *that* something changed, never what, so
+ten events for one key are one look. A key added while it is being looked at is looked at again afterwards. Failures
+come back after a delay that doubles; `forget` ends that. Delays are on the clock that is passed in.
+"""
+
+import heapq
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 120.0
+
+
+class Workqueue(Generic[Key]):
+    """Safe between threads."""
+
+    def __init__(self, monotonic: Callable[[], float]) -> None:
+        self._monotonic = monotonic
+        self._ready: OrderedDict[Key, None] = OrderedDict()
+        self._working: set[Key] = set()
+        self._again: set[Key] = set()
+        self._later: list[tuple[float, int, Key]] = []
+        self._due: dict[Key, float] = {}
+        self._failures: dict[Key, int] = {}
+        self._order = itertools.count()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def add(self, key: Key) -> None:
+        """Look at it soon."""
+        with self._changed:
+            self._add(key)
+
+    def add_after(self, key: Key, delay_s: float) -> None:
+        """Look at it then, or earlier when it was to be earlier."""
+        with self._changed:
+            due = self._monotonic() + delay_s
+            if due < self._due.get(key, float("inf")):
+                self._due[key] = due
+                heapq.heappush(self._later, (due, next(self._order), key))
+                self._changed.notify()
+
+    def failed(self, key: Key) -> float:
+        """It could not be dealt with: look again later; returns in how many seconds."""
+        with self._changed:
+            times = self._failures[key] = self._failures.get(key, 0) + 1
+        delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** (times - 1))
+        self.add_after(key, delay_s)
+        return delay_s
+
+    def forget(self, key: Key) -> None:
+        """It was dealt with."""
+        with self._changed:
+            self._failures.pop(key, None)
+
+    def take(self) -> Key | None:
+        """The next key, waited for; `done` must follow. None when the queue is closed."""
+        with self._changed:
+            while not self._closed:
+                now = self._monotonic()
+                while self._later and self._later[0][0] <= now:
+                    due, _, key = heapq.heappop(self._later)
+                    if self._due.get(key) == due:
+                        del self._due[key]
+                        self._add(key)
+                if self._ready:
+                    key, _ = self._ready.popitem(last=False)
+                    self._working.add(key)
+                    return key
+                self._changed.wait(self._later[0][0] - now if self._later else None)
+            return None
+
+    def done(self, key: Key) -> None:
+        """It has been looked at."""
+        with self._changed:
+            self._working.discard(key)
+            if key in self._again:
+                self._again.discard(key)
+                self._add(key)
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def __len__(self) -> int:
+        return len(self._ready) + len(self._working)
+
+    def _add(self, key: Key) -> None:
+        if key in self._working:
+            self._again.add(key)
+        elif key not in self._ready:
+            self._ready[key] = None
+            self._changed.notify()
