@@ -1,6 +1,7 @@
 """A SGLang server as a process, with a program in its place that does what the wait and the end depend on."""
 
 import shlex
+import subprocess
 import sys
 import textwrap
 import time
@@ -10,7 +11,16 @@ import pytest
 
 from eyrie_api.errors import Transient
 from eyrie_workers.engines.process import EngineFailed
-from eyrie_workers.engines.sglang.process import PROGRAM, SglangServer, free_port, last_words, program, start_sglang
+from eyrie_workers.engines.sglang.process import (
+    PROGRAM,
+    SglangServer,
+    free_port,
+    last_words,
+    on_top,
+    plugin_root,
+    program,
+    start_sglang,
+)
 
 # Serves /ready on the port after --port, and keeps a child that would outlive it.
 SERVER = """
@@ -80,6 +90,34 @@ def test_a_server_that_is_not_ready_in_time_may_be_waited_for_again(tmp_path: Pa
             server.wait_ready(0.3)
     finally:
         server.stop(0.0)
+
+
+def test_a_servers_python_path_comes_before_ours_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    script = tmp_path / "launcher.py"
+    script.write_text("import os; print('path', os.environ['PYTHONPATH'], os.environ['ONE'])")
+    server = start_sglang((), tmp_path / "server", prefix=(sys.executable, str(script)),
+                          environment={"PYTHONPATH": "/its", "ONE": "1"})
+    assert server.process.wait(60.0) == 0
+    assert server.log_file.read_text().strip() == "path /its:/ours 1"
+    assert on_top({})["PYTHONPATH"] == "/ours"
+    monkeypatch.delenv("PYTHONPATH")
+    assert on_top({"PYTHONPATH": "/its"})["PYTHONPATH"] == "/its"
+
+
+def test_an_interpreter_without_eyrie_finds_our_model_package_and_nothing_else_of_ours(tmp_path: Path) -> None:
+    root = plugin_root(tmp_path)
+    assert plugin_root(tmp_path) == root
+    asked = ("import importlib.util as u; import eyrie_workers.engines.sglang.plugin as p; "
+             "print(p.__doc__ is not None, u.find_spec('eyrie_api'), u.find_spec('torch'))")
+    # -S: without this environment's site-packages, as in an interpreter that is not ours.
+    said = subprocess.run([sys.executable, "-S", "-c", asked], env={"PYTHONPATH": root}, cwd=tmp_path, text=True,
+                          capture_output=True, check=True).stdout
+    assert said.split() == ["True", "None", "None"]
+    dangling = Path(root) / "eyrie_workers"
+    dangling.unlink()
+    dangling.symlink_to(tmp_path / "gone")
+    assert (Path(plugin_root(tmp_path)) / "eyrie_workers" / "engines").is_dir()
 
 
 def test_last_words_are_the_last_lines_when_nothing_was_raised(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from eyrie_api.v1alpha1.job import EngineKind, TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.engines.process import EngineCommand, followable, start_engine
 from eyrie_workers.engines.sglang import launch
-from eyrie_workers.engines.sglang.process import free_port, program, start_sglang
+from eyrie_workers.engines.sglang.process import free_port, plugin_root, program, start_sglang
 from eyrie_workers.engines.sglang.profiles import HardwareProfile, profile
 from eyrie_workers.engines.sglang.served import read_drafter, read_target
 from eyrie_workers.targets.loading import resolve
@@ -141,6 +141,7 @@ def start_arm(plan: ArmPlan, name: str, uses: Uses, directory: Path) -> RunningA
         server = start_engine(_embedded(plan, use), directory, leash=True)
     else:
         told, pins = _sglang(plan, name, uses, directory, free_port())
+        told = replace(told, plugin_root=plugin_root(directory))
         document = launch.adaptive_document(told)
         if document is not None:
             directory.mkdir(parents=True, exist_ok=True)

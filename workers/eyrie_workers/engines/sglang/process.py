@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+import eyrie_workers
 from eyrie_api.errors import Transient
 from eyrie_workers.engines.leash import leashed
 from eyrie_workers.engines.process import EngineFailed
@@ -44,6 +45,29 @@ _AFTERMATH = ("Received sigquit", "Rank 0 scheduler", "Scheduler or DataParallel
 def program() -> tuple[str, ...]:
     """The words that start SGLang's launcher in this environment."""
     return tuple(shlex.split(os.environ.get(PROGRAM, ""))) or ("python", "-m", "sglang.launch_server")
+
+
+def on_top(variables: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with `variables` over it; a PYTHONPATH comes before ours, and does not replace it."""
+    found = {**os.environ, **variables}
+    ours = os.environ.get("PYTHONPATH")
+    if ours and "PYTHONPATH" in variables:
+        found["PYTHONPATH"] = f"{variables['PYTHONPATH']}{os.pathsep}{ours}"
+    return found
+
+
+def plugin_root(directory: Path) -> str:
+    """A folder in `directory` with our package and nothing else in it, for an interpreter that does not have Eyrie.
+
+    A link, because the package may lie in site-packages: with those on its path SGLang would import our torch.
+    """
+    root = directory.absolute() / "plugin"
+    root.mkdir(parents=True, exist_ok=True)
+    link, package = root / "eyrie_workers", Path(eyrie_workers.__file__).parent
+    if not link.exists():
+        link.unlink(missing_ok=True)  # one that leads nowhere any more
+        link.symlink_to(package, target_is_directory=True)
+    return str(root)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -117,7 +141,7 @@ def start_sglang(arguments: Sequence[str], directory: Path, *, environment: Mapp
     command = (*(program() if prefix is None else prefix), *arguments)
     with log_file.open("wb") as log:
         process = subprocess.Popen(leashed(command), stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                   start_new_session=True, env={**os.environ, **(environment or {})})
+                                   start_new_session=True, env=on_top(environment or {}))
     return SglangServer(process, f"http://{_address(arguments)}", log_file, command)
 
 

@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +26,7 @@ from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.engines.arms import machine_profile
 from eyrie_workers.engines.sglang import launch
-from eyrie_workers.engines.sglang.process import free_port, program
+from eyrie_workers.engines.sglang.process import free_port, on_top, plugin_root, program
 from eyrie_workers.engines.sglang.served import read_drafter, read_target
 
 _SHARE = 0.5
@@ -58,6 +59,7 @@ def main() -> NoReturn:
     port = free_port(options.host)
     try:
         plan = plan_of(options, DrafterUse.model_validate_json(options.use), port, options.ready_file.parent)
+        plan = replace(plan, plugin_root=plugin_root(options.ready_file.parent))
         line = (*program(), *launch.launch_arguments(plan))
     except EyrieError as error:
         print(json.dumps({"reason": error.reason, "message": error.message, "mend": error.mend}), file=sys.stderr)
@@ -66,7 +68,7 @@ def main() -> NoReturn:
     if document is not None and plan.adaptive_path is not None:
         write_atomically(Path(plan.adaptive_path), document)
     write_atomically(options.ready_file, json.dumps({"url": f"http://{options.host}:{port}"}) + "\n")
-    os.execvpe(line[0], line, {**os.environ, **launch.launch_environment(plan)})
+    os.execvpe(line[0], line, on_top(launch.launch_environment(plan)))
 
 
 def _config(directory: Path) -> dict[str, Any]:
