@@ -63,6 +63,9 @@ class Settings(Frozen):
     outbox_ttl_s: float = Field(24 * 3600.0, gt=0.0)
     """How long dispatched outbox rows are kept, for people who ask what happened."""
 
+    chore_queue: str | None = Field(None, min_length=1, max_length=128)
+    """Name of the chores' queue at the broker; default: made from the database's URL."""
+
     chore_threads: int = Field(2, ge=1, le=64)
     visibility_timeout_s: float = Field(300.0, ge=1.0)
     """Longer than any chore: Redis then hands the message out again, and a chore that ran on would run twice."""

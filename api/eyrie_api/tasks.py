@@ -86,8 +86,8 @@ def _configuration(settings: Settings) -> dict[str, Any]:
 
 
 def chore_queue(settings: Settings) -> str:
-    """The queue of this database's chores."""
-    return "eyrie-" + hashlib.sha256(settings.resolved_database_url.encode()).hexdigest()[:12]
+    """The queue of this database's chores. Named by whoever deploys, where something outside must know it (KEDA)."""
+    return settings.chore_queue or "eyrie-" + hashlib.sha256(settings.resolved_database_url.encode()).hexdigest()[:12]
 
 
 def queue_length(app: Celery, queue: str) -> int:
