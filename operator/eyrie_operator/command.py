@@ -3,6 +3,9 @@
     eyrie up [--detach]    the control plane here; its home holds the database, the jobs, a log and who runs it
     eyrie down             ends it; jobs stop at a safe line and go on at the next `up`
     eyrie worker           more hands for its chores, where the broker is Redis
+    eyrie serve-api        on a cluster: the API server alone, one of any number
+    eyrie migrate          makes the database's tables, or waits until another has (--check)
+    eyrie operator         on a cluster: drives DrafterJobs and DraftEndpoints; of several replicas one leads
     eyrie demo             the whole job on the shipped target, from one REST call to a faster endpoint
     eyrie check-drafter    whether a drafter directory is what SGLang and vLLM will serve
     eyrie load             servers under load, compared: a program of the workers, started as a child
@@ -111,6 +114,64 @@ def worker(
     from eyrie_operator.celery_app import work
 
     work(settings_for(home, None, None), concurrency)
+
+
+@app.command("serve-api")
+@verb
+def serve_api(
+    home: Home = None,
+    host: Annotated[str | None, typer.Option("--host", help="Default 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option("--port", min=0, max=65535, help=f"Default {DEFAULT_PORT}.")] = None,
+) -> None:
+    """Answer the API over a shared database and Redis, and do nothing else. On one machine use `up`."""
+    from eyrie_api.replica import serve
+
+    serve(settings_for(home, host, port))
+
+
+@app.command()
+@verb
+def migrate(
+    check: Annotated[bool, typer.Option("--check", help="Change nothing; wait until another has done it.")] = False,
+    timeout: Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for the database.")] = 300.0,
+    as_json: Json = False,
+) -> None:
+    """Bring the tables of EYRIE_DATABASE_URL up to date; those of a newer Eyrie stay as they are."""
+    from eyrie_api.database import Database
+    from eyrie_api.replica import await_tables, migrate_when_there
+
+    settings = settings_for(None, None, None)
+    standing = (await_tables if check else migrate_when_there)(Database(settings.resolved_database_url), timeout)
+    Screen(as_json=as_json).show({"tables": standing}, f"The tables are {standing}.")
+
+
+@app.command("operator")
+@verb
+def operate(
+    home: Home = None,
+    namespace: Annotated[list[str] | None, typer.Option(
+        "--namespace", "-n", envvar="EYRIE_OPERATOR_NAMESPACES", help="To watch; may be repeated. Default: all."
+    )] = None,
+    mirror: Annotated[str | None, typer.Option(
+        "--mirror-namespace", envvar="EYRIE_OPERATOR_MIRROR_NAMESPACE",
+        help="Show jobs posted to the REST API as DrafterJobs here. Default: not at all.")] = None,
+    lease: Annotated[str, typer.Option(
+        "--lease", envvar="EYRIE_OPERATOR_LEASE", help="[NAMESPACE/]NAME of the Lease; one per installation."
+    )] = "eyrie-operator",
+    host: Annotated[str, typer.Option("--host", help="For probes and metrics.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option("--port", envvar="EYRIE_OPERATOR_PORT", min=0, max=65535)] = 8080,
+    lease_s: Annotated[float, typer.Option(
+        "--lease-seconds", min=1.0, max=300.0, help="How long a silent leader is waited for.")] = 15.0,
+) -> None:
+    """Drive the custom resources of a cluster over the database of EYRIE_DATABASE_URL."""
+    from eyrie_operator.cluster import program
+    from eyrie_operator.cluster.leases import terms_of
+
+    where, _, name = lease.rpartition("/")
+    options = program.Options(
+        lease_namespace=where or program.own_namespace(), lease_name=name, namespaces=program.split(namespace or ()),
+        mirror_namespace=mirror, host=host, port=port, terms=terms_of(lease_s))
+    raise typer.Exit(program.run(settings_for(home, None, None), options))
 
 
 @app.command()
