@@ -36,7 +36,7 @@ def rounds(tokens: list[int], cuts: list[int]) -> list[Progress]:
         at += len(taken)
         if taken:
             reason = None if at < len(tokens) else ("stop" if tokens[-1] == EOS else "length")
-            said.append(Progress("r", taken, [len(taken) - 1], reason))  # type: ignore[arg-type]
+            said.append(Progress("r", taken, [len(taken) - 1], reason, drafted=[4]))  # type: ignore[arg-type]
     return said
 
 

@@ -85,7 +85,7 @@ def test_prompt_and_answer_never_exceed_the_context(num_prompt: int, asked: int 
 
 
 def test_spec_details_agree_with_their_histogram() -> None:
-    details = SpecDetails(rounds=4, histogram=(1, 1, 0, 2)).as_sglang()
-    assert details == {"spec_verify_ct": 4, "spec_num_correct_drafts": 7, "spec_accept_length": 2.75,
-                       "spec_correct_drafts_histogram": [1, 1, 0, 2]}
+    details = SpecDetails(rounds=4, proposed=12, histogram=(1, 1, 0, 2)).as_sglang()
+    assert details == {"spec_verify_ct": 4, "spec_num_proposed_drafts": 12, "spec_num_correct_drafts": 7,
+                       "spec_accept_length": 2.75, "spec_correct_drafts_histogram": [1, 1, 0, 2]}
     assert SpecDetails(rounds=0, histogram=()).acceptance_length == 1.0

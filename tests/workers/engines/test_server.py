@@ -130,7 +130,7 @@ def test_four_at_once_get_what_each_would_get_alone(http: httpx.Client) -> None:
 def test_without_a_drafter_every_token_is_a_round_of_its_own(http: httpx.Client) -> None:
     details = asked(http, return_spec_tokens_details=True)["sglext"]["spec_tokens_details"]
     assert details["spec_accept_length"] == 1.0
-    assert details["spec_num_correct_drafts"] == 0
+    assert details["spec_num_correct_drafts"] == details["spec_num_proposed_drafts"] == 0
     assert details["spec_verify_ct"] >= 23  # the first token may come from the prefill
 
 
@@ -184,6 +184,7 @@ def test_metrics_count_tokens_rounds_and_reasons(http: httpx.Client) -> None:
     assert (tokens, ended, firsts) == (24, 1, 1)
     assert 23 <= rounds <= 24
     assert metric(http, "eyrie_acceptance_length") == 1.0
+    assert metric(http, "eyrie_drafted_rounds_total") == metric(http, "eyrie_drafted_round_tokens_total") == 0.0
 
 
 def test_a_port_in_use_is_told_at_once_with_exit_code_69(target: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from eyrie_api.v1alpha1.job import DraftTreeShape
 from eyrie_workers.engines.process import EngineCommand, EngineFailed, start_engine
 from tests.workers.engines.conftest import chat_body
+from tests.workers.engines.test_server import metric
 
 
 def test_a_drafted_server_answers_like_the_undrafted_one_and_tells_its_rounds(
@@ -30,8 +31,12 @@ def test_a_drafted_server_answers_like_the_undrafted_one_and_tells_its_rounds(
                 assert details["spec_num_correct_drafts"] == sum(k * n for k, n in enumerate(histogram))
                 # The first token comes from the prefill, every other from a round.
                 assert details["spec_verify_ct"] + details["spec_num_correct_drafts"] == 63
-            metrics = client.get("/metrics").text
-            assert "eyrie_acceptance_length" in metrics
+                assert details["spec_num_proposed_drafts"] == 5 * details["spec_verify_ct"]
+            assert metric(client, "eyrie_drafted_rounds_total") == metric(client, "eyrie_verify_rounds_total") > 0
+            # Both answers' first tokens came from no round.
+            assert metric(client, "eyrie_drafted_round_tokens_total") == metric(
+                client, "eyrie_generated_tokens_total") - 2
+            assert metric(client, "eyrie_acceptance_length") >= 1.0
     finally:
         drafted.stop()
 

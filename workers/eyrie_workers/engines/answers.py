@@ -85,6 +85,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     _histogram: list[int] = field(default_factory=list)
+    _drafted: int = 0
     _reported: int = 0
     """Token ids already sent in chunks."""
 
@@ -96,6 +97,7 @@ class Answer:
         for count in progress.accepted:
             self._histogram += [0] * (count + 1 - len(self._histogram))
             self._histogram[count] += 1
+        self._drafted += sum(progress.drafted)
         shown = ""
         for token in progress.token_ids:
             self.token_ids.append(token)
@@ -112,7 +114,7 @@ class Answer:
 
     def details(self) -> SpecDetails:
         """What speculation did so far."""
-        return SpecDetails(rounds=sum(self._histogram), histogram=tuple(self._histogram))
+        return SpecDetails(rounds=sum(self._histogram), proposed=self._drafted, histogram=tuple(self._histogram))
 
     def usage(self) -> dict[str, int]:
         """Tokens in and out."""

@@ -1,9 +1,11 @@
 """What the engine server counts, in Prometheus words.
 
 Tokens and verify rounds are counted as they happen, in the thread that steps the engine, so that a scrape in the middle
-of a long answer is true. Acceptance length is a gauge over the last rounds rather than over the process's life: it is
-what a controller watches to notice that the traffic has left the drafter's world. Its counters
-(`eyrie_generated_tokens_total`, `eyrie_verify_rounds_total`) give any other window by `rate()`.
+of a long answer is true. Acceptance length is a gauge over the last rounds rather than over the process's life. Any
+other window is the quotient of two counters' `rate()`: `eyrie_generated_tokens_total` by `eyrie_verify_rounds_total`
+over all rounds, `eyrie_drafted_round_tokens_total` by `eyrie_drafted_rounds_total` over those that drafted. The latter
+is what a controller watches to notice that the traffic has left the drafter's world: an engine that switches drafting
+off under load has not, though all its rounds then give one token.
 """
 
 from collections import deque
@@ -29,6 +31,10 @@ class Meters:
                                       registry=self._registry)
         self._rounds = Counter("eyrie_verify_rounds", "Target passes over a draft tree; plain decode steps count too.",
                                registry=self._registry)
+        self._drafted = Counter("eyrie_drafted_rounds", "Target passes for which the drafter was asked.",
+                                registry=self._registry)
+        self._drafted_tokens = Counter("eyrie_drafted_round_tokens", "Tokens those passes gave, bonus token included.",
+                                       registry=self._registry)
         self._accepted = Counter("eyrie_accepted_tokens", "Draft tokens accepted, by their position in the draft.",
                                  ["position"], registry=self._registry)
         self._acceptance = Gauge("eyrie_acceptance_length",
@@ -58,11 +64,14 @@ class Meters:
         for _ in range(count):
             self._between.observe(since_s / count)
 
-    def rounds(self, accepted: Sequence[int]) -> None:
-        """Verify rounds happened; `accepted` holds each one's number of accepted draft tokens."""
+    def rounds(self, accepted: Sequence[int], drafted: Sequence[int]) -> None:
+        """Verify rounds happened, with so many draft tokens accepted, and asked for, in each."""
         if not accepted:
             return
         self._rounds.inc(len(accepted))
+        tried = [count for count, asked in zip(accepted, drafted, strict=True) if asked]
+        self._drafted.inc(len(tried))
+        self._drafted_tokens.inc(sum(tried) + len(tried))
         for count in accepted:
             for position in range(1, count + 1):
                 self._accepted.labels(str(position)).inc()

@@ -300,6 +300,9 @@ class SpecDetails:
 
     rounds: int
     histogram: tuple[int, ...]
+    proposed: int = 0
+    """Draft tokens asked for, as SGLang counts them: the size of the tree without its root, each round that drafted.
+    It tells a drafter that accepts nothing from no drafter."""
 
     @property
     def accepted(self) -> int:
@@ -315,6 +318,7 @@ class SpecDetails:
         """The object SGLang puts under `sglext.spec_tokens_details`."""
         return {
             "spec_verify_ct": self.rounds,
+            "spec_num_proposed_drafts": self.proposed,
             "spec_num_correct_drafts": self.accepted,
             "spec_accept_length": self.acceptance_length,
             "spec_correct_drafts_histogram": list(self.histogram),

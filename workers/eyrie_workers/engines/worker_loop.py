@@ -174,7 +174,7 @@ class EngineLoop:
         if progress.token_ids:
             self._meters.tokens(len(progress.token_ids), now - client.since, first=not client.heard)
             client.since, client.heard = now, True
-        self._meters.rounds(progress.accepted)
+        self._meters.rounds(progress.accepted, progress.drafted)
         if progress.finish_reason is not None:
             self._drop(progress.id)
         client.listener(progress)

@@ -202,7 +202,7 @@ class Engine:
         elif self._room is not None:
             self._begin_drafting(row, prompt, aux)
         self.spent.prefill_s += time.perf_counter() - began
-        return row.progress(taken, [])
+        return row.progress(taken, [], [])
 
     def _begin_drafting(self, row: Row, prompt: Tensor, aux: Tensor) -> None:
         row.drafting = self._may_draft(row)
@@ -231,7 +231,8 @@ class Engine:
         for row, path in zip(self._rows, paths, strict=True):
             taken = row.take(path.tokens, self.max_length)
             row.count_round(len(taken) - 1)
-            said.append(row.progress(taken, [len(taken) - 1]))
+            asked_for = shape.num_draft_tokens - 1 if shape is not None and row.drafting else 0
+            said.append(row.progress(taken, [len(taken) - 1], [asked_for]))
         verified = time.perf_counter()
         if self._room is not None:
             self._extend(starts, paths, aux)

@@ -45,6 +45,9 @@ class Progress:
     generation: "Generation | None" = None
     """The whole answer, with the finish reason."""
 
+    drafted: list[int] = field(default_factory=list)
+    """Draft tokens asked of the drafter in each of these rounds; 0: decoded plainly."""
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -128,12 +131,12 @@ class Row:
         self.histogram += [0] * (accepted + 1 - len(self.histogram))
         self.histogram[accepted] += 1
 
-    def progress(self, taken: list[int], accepted: list[int]) -> Progress:
+    def progress(self, taken: list[int], accepted: list[int], drafted: list[int]) -> Progress:
         """What to say about tokens just taken."""
         if self.finish_reason is None:
-            return Progress(self.request.id, taken, accepted)
+            return Progress(self.request.id, taken, accepted, drafted=drafted)
         num_prompt = len(self.request.prompt_ids)
         return Progress(self.request.id, taken, accepted, self.finish_reason, Generation(
             id=self.request.id, num_prompt_tokens=num_prompt, token_ids=self.tokens[num_prompt:],
             finish_reason=self.finish_reason, rounds=self.rounds, accepted_histogram=list(self.histogram),
-            first_token_s=self.first_token_s, total_s=time.perf_counter() - self.submitted_at))
+            first_token_s=self.first_token_s, total_s=time.perf_counter() - self.submitted_at), drafted)
