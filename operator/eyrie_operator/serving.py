@@ -332,7 +332,7 @@ def _watch_acceptance(endpoint: Endpoint, active: int, policy: ServePolicy, seen
     tau = window_tau(engine)
     if tau is None:
         return _drift(revision, policy.drift, seen)
-    close = CloseWindow(active, tau, engine.window_rounds, _proven(revision))
+    close = CloseWindow(active, tau, engine.window_rounds, proven_tau(revision))
     collapse = _collapse(revision, tau, engine.window_rounds, policy)
     if collapse is not None:
         # A new window, so that a fallback that fails is tried again only after as many rounds.
@@ -343,7 +343,7 @@ def _watch_acceptance(endpoint: Endpoint, active: int, policy: ServePolicy, seen
 
 def _collapse(revision: Revision | None, tau: float | None, rounds: float, policy: ServePolicy) -> str | None:
     """In words, that acceptance fell below the share of the proven one that is borne; None while it did not."""
-    proven = None if revision is None else _proven(revision)
+    proven = None if revision is None else proven_tau(revision)
     if tau is None or proven is None or tau >= policy.min_acceptance_ratio * proven:
         return None
     return (f"acceptance length fell to {tau:.2f} over {rounds:.0f} rounds, below "
@@ -352,7 +352,7 @@ def _collapse(revision: Revision | None, tau: float | None, rounds: float, polic
 
 def _drift(revision: Revision, drift: DriftSpec, seen: EndpointSeen) -> list[EndpointAction]:
     """Told once; again only after acceptance had recovered in between."""
-    proven = _proven(revision)
+    proven = proven_tau(revision)
     if drift.action == "ignore" or proven is None:
         return []
     least, windows = drift.ratio * proven, seen.windows
@@ -400,7 +400,7 @@ def _serving(endpoint: Endpoint, seen: EndpointSeen) -> tuple[Literal["True", "F
     return "Unknown", "Starting", f"revision {endpoint.active_revision} is coming up"
 
 
-def _proven(revision: Revision) -> float | None:
+def proven_tau(revision: Revision) -> float | None:
     """The acceptance length that live traffic is held against; None where it would accuse the innocent.
 
     An engine that follows its map and switches itself off under load counts plain rounds, of one token each: from its

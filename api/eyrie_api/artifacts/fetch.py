@@ -1,0 +1,59 @@
+"""Bring one directory of a finished stage here: a drafter, before its engine starts.
+
+    python -m eyrie_api.artifacts.fetch --prefix jobs/j1/stages/train/c1 --part checkpoints/c3 --directory DIR
+
+A stage's directory may hold much that a server never reads; of it only `part` is fetched, file by file, each compared
+with the stage's manifest. DIR then holds what `part` held. Fetching again fetches what is missing. The store is the one
+of EYRIE_ARTIFACTS_*.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from eyrie_api.artifacts import MANIFEST, digest_file, read_manifest, write_atomically
+from eyrie_api.artifacts.store import ArtifactStore, open_store
+from eyrie_api.errors import ArtifactMissing, EyrieError
+
+
+def fetch_part(store: ArtifactStore, prefix: str, part: str, directory: Path) -> int:
+    """Fetch the files below `part` of the stage at `prefix`; returns their number.
+
+    Raises ArtifactMissing when the stage is unfinished or has no such part, ArtifactCorrupt when a file differs.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    aside = directory / f".{MANIFEST}.fetched"
+    write_atomically(aside, store.read(f"{prefix}/{MANIFEST}"))
+    inside = f"{part.strip('/')}/" if part else ""
+    entries = [one for one in read_manifest(aside).files if one.path.startswith(inside)]
+    aside.unlink()
+    if not entries:
+        raise ArtifactMissing(f"the manifest of {prefix} in {store.url} lists nothing below {part!r}",
+                              "check the part's path, as the stage's report names it")
+    for entry in entries:
+        path = directory / entry.path.removeprefix(inside)
+        if not path.is_file() or digest_file(path) != entry.sha256:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            store.download(f"{prefix}/{entry.path}", path, sha256=entry.sha256)
+    return len(entries)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Fetch one directory of a finished stage from the artifact store.")
+    parser.add_argument("--prefix", required=True, help="the stage's directory in the store")
+    parser.add_argument("--part", default="", help="the directory wanted inside it; default: all of it")
+    parser.add_argument("--directory", type=Path, required=True, help="where its files go")
+    options = parser.parse_args(argv)
+    try:
+        count = fetch_part(open_store(), options.prefix, options.part, options.directory)
+    except EyrieError as error:
+        print(json.dumps({"reason": error.reason, "message": error.message, "mend": error.mend}), file=sys.stderr)
+        return error.exit_code
+    print(f"{count} files of {options.prefix}/{options.part} are in {options.directory}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Where the pods of a stage, or of an endpoint, run on a cluster, and what they are given there.
+
+One shape for both: a pipeline stage is placed by kfp-kubernetes, a serving pod by `eyrie_operator.manifests`. What only
+one of them has (replicas, probes, traffic) is not here. On one machine nothing of it is read.
+
+Secrets are named, never quoted: a placement may stand in a resource anybody can read.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints, model_validator
+
+from eyrie_api.v1alpha1.model import Frozen, Name
+
+_LABEL = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+_SUBDOMAIN = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*"
+
+LabelKey = Annotated[str, StringConstraints(pattern=rf"^({_SUBDOMAIN}/)?{_LABEL}$", max_length=253)]
+LabelValue = Annotated[str, StringConstraints(pattern=rf"^({_LABEL})?$")]
+ObjectName = Annotated[str, StringConstraints(pattern=rf"^{_SUBDOMAIN}$", max_length=253)]
+"""Name of a Kubernetes object in the same namespace."""
+
+Quantity = Annotated[str, StringConstraints(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$", max_length=32)]
+"""Kubernetes' way to write an amount: `500m`, `4`, `64Gi`."""
+
+AbsolutePath = Annotated[str, StringConstraints(pattern=r"^/[^:\s]*$", max_length=4096)]
+Image = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][^\s]*$", max_length=1024)]
+"""Pin it by digest (`name@sha256:...`): a tag that moves changes what serves without a trace."""
+
+
+class Toleration(Frozen):
+    """A taint of the node that does not keep the pod away, as `core/v1` has it."""
+
+    key: LabelKey | None = None
+    """None, with operator Exists, tolerates every taint."""
+
+    operator: Literal["Exists", "Equal"] = "Exists"
+    value: LabelValue | None = None
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+
+    @model_validator(mode="after")
+    def _value_belongs_to_equal(self) -> "Toleration":
+        if self.operator == "Exists" and self.value is not None:
+            raise ValueError(f"toleration of {self.key!r} has a value, {self.value!r}, and operator Exists: "
+                             "leave the value out, or use operator Equal")
+        if self.operator == "Equal" and self.key is None:
+            raise ValueError("a toleration with operator Equal needs a key: give it, or use operator Exists")
+        return self
+
+
+class SecretVariable(Frozen):
+    """One key of a Secret as an environment variable."""
+
+    variable: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)
+    secret: ObjectName
+    key: str = Field(pattern=r"^[A-Za-z0-9._-]+$", max_length=253)
+
+
+class HostPath(Frozen):
+    """A directory of the node, such as a model cache on its own disk. Namespaces that enforce PodSecurity `baseline` or
+    `restricted` refuse it."""
+
+    path: AbsolutePath
+    mount_path: AbsolutePath
+    read_only: bool = True
+
+
+class VolumeWork(Frozen):
+    """The work area is a PersistentVolumeClaim, shared (ReadWriteMany) where stages run on several nodes."""
+
+    kind: Literal["volume"] = "volume"
+    claim: ObjectName
+    mount_path: AbsolutePath = "/var/lib/eyrie"
+    """The same in every pod: paths recorded by one stage are read by the next."""
+
+    sub_path: str | None = Field(None, pattern=r"^[^/\s][^\s]*$", max_length=4096)
+
+
+class S3Work(Frozen):
+    """The work area is an artifact store; pods keep what they are working on in an emptyDir."""
+
+    kind: Literal["s3"] = "s3"
+    url: str = Field(pattern=r"^s3://[^\s]+$", max_length=4096)
+    endpoint_url: str | None = Field(None, pattern=r"^https?://[^\s]+$", max_length=4096)
+    region: str = Field("us-east-1", min_length=1, max_length=64)
+    credentials_secret: ObjectName | None = None
+    """Secret with the keys `access_key` and `secret_key`, mounted as files. Default: the pod's own identity."""
+
+    scratch_size: Quantity | None = None
+    """Bound of the emptyDir; default: the node's."""
+
+
+WorkArea = Annotated[VolumeWork | S3Work, Field(discriminator="kind")]
+
+
+class Placement(Frozen):
+    """One kind of pod: its image, its share of a node, and which nodes."""
+
+    image: Image
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    image_pull_secrets: tuple[ObjectName, ...] = Field((), max_length=16)
+    service_account: ObjectName | None = None
+    """Default: the namespace's, whose token is not mounted."""
+
+    num_gpus: int = Field(0, ge=0, le=64)
+    """GPUs of one pod."""
+
+    gpu_resource: LabelKey = "nvidia.com/gpu"
+    """What the device plugin calls a GPU; `amd.com/gpu` or a MIG profile elsewhere."""
+
+    gpu_type: LabelValue | None = None
+    """Node label value of the GPU model, for example `NVIDIA-H100-80GB-HBM3`."""
+
+    gpu_type_label: LabelKey = "nvidia.com/gpu.product"
+    requests: dict[LabelKey, Quantity] = Field(default_factory=dict, max_length=16)
+    """cpu, memory, ephemeral-storage and extended resources. GPUs come from `num_gpus`."""
+
+    limits: dict[LabelKey, Quantity] = Field(default_factory=dict, max_length=16)
+    node_selector: dict[LabelKey, LabelValue] = Field(default_factory=dict, max_length=32)
+    tolerations: tuple[Toleration, ...] = Field((), max_length=32)
+    priority_class: ObjectName | None = None
+    queue: Name | None = None
+    """Kueue LocalQueue, as the label `kueue.x-k8s.io/queue-name`."""
+
+    work: WorkArea | None = None
+    """None: everything the pod needs is in its image or on `host_paths`."""
+
+    shared_memory: Quantity | None = None
+    """Size of a memory-backed /dev/shm. NCCL between several GPUs needs gigabytes; the default of a container is 64
+    MiB. Counts against the memory limit."""
+
+    secret_variables: tuple[SecretVariable, ...] = Field((), max_length=32)
+    """For example HF_TOKEN."""
+
+    host_paths: tuple[HostPath, ...] = Field((), max_length=16)
+
+    @model_validator(mode="after")
+    def _gpus_said_once(self) -> "Placement":
+        for field in ("requests", "limits"):
+            if self.gpu_resource in getattr(self, field):
+                raise ValueError(f"placement.{field} names {self.gpu_resource}: give the count as num_gpus alone")
+        if self.gpu_type is not None and self.gpu_type_label in self.node_selector:
+            raise ValueError(f"placement.node_selector names {self.gpu_type_label}, which gpu_type sets: give one")
+        return self

@@ -1,0 +1,29 @@
+"""An endpoint and how it is deployed, as the manifests to be applied. Pure.
+
+Same values, same manifests, in the same order: what a pod needs comes before it, what leads to it after.
+"""
+
+from eyrie_api.v1alpha1.status import Endpoint
+from eyrie_operator.manifests.deployment import EndpointDeployment
+from eyrie_operator.manifests.monitoring import render_monitoring
+from eyrie_operator.manifests.names import Manifest
+from eyrie_operator.manifests.rollout import Wanted, at_rest
+from eyrie_operator.manifests.traffic import render_traffic
+from eyrie_operator.manifests.workloads import render_revision
+
+
+def render_endpoint(endpoint: Endpoint, deployment: EndpointDeployment,
+                    wanted: Wanted | None = None) -> tuple[Manifest, ...]:
+    """Every object of an endpoint. Raises Undeployable or Unlaunchable, naming what is wrong.
+
+    wanted   what should stand, from `rollout.follow`. Default: the endpoint at rest; a trial under way would lose its
+             share by that, so whoever drives a rollout gives it.
+    """
+    wanted = at_rest(endpoint) if wanted is None else wanted
+    rendered: list[Manifest] = []
+    for revision in endpoint.revisions:
+        if revision.number in wanted.engines:
+            rendered += render_revision(endpoint, revision, deployment)
+    rendered += render_traffic(endpoint, deployment, wanted)
+    rendered += render_monitoring(endpoint, deployment, wanted)
+    return tuple(rendered)

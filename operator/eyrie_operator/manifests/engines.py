@@ -1,0 +1,94 @@
+"""What one revision's engine is started with: arguments, environment, files. Pure.
+
+For SGLang the line comes from `launch_arguments`, with the paths the pod has: the drafter where it is mounted or
+fetched to, the adaptive map and the key file where their volumes are. The line is fixed when it is rendered and so can
+be read in the Deployment; nothing is worked out in the pod.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from eyrie_api.v1alpha1.status import Revision
+from eyrie_operator.manifests.deployment import (
+    DrafterFiles,
+    EmbeddedEngine,
+    EndpointDeployment,
+    StoredDrafter,
+    Undeployable,
+    fetched,
+)
+from eyrie_workers.engines.sglang.launch import (
+    MODULE,
+    adaptive_document,
+    launch_arguments,
+    launch_environment,
+)
+
+ADAPTIVE_DIR, ADAPTIVE_FILE = "/etc/eyrie/adaptive", "adaptive.json"
+KEY_DIR = "/etc/eyrie/key"
+DRAFTER_DIR = "/var/lib/eyrie-drafter"
+"""Where an init container puts a fetched drafter."""
+
+MEETING_PORT = 20000
+"""Where the nodes of one engine meet (--dist-init-addr)."""
+
+ANY_HOST = "0.0.0.0"  # the pod's own address is not known before it runs
+
+
+@dataclass(frozen=True)
+class EngineLine:
+    """How a revision's engine container is started, and how it is asked."""
+
+    command: tuple[str, ...]
+    ready_path: str
+    """200 only while new requests are welcome."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    adaptive: str | None = None
+    """Text of the file at ADAPTIVE_DIR/ADAPTIVE_FILE."""
+
+    drafter: DrafterFiles | None = None
+    fetch: StoredDrafter | None = None
+
+
+def engine_line(endpoint_model: str, revision: Revision, deployment: EndpointDeployment) -> EngineLine:
+    """The engine of one revision. Raises Undeployable or Unlaunchable."""
+    drafter = _drafter(revision, deployment)
+    stored = fetched(drafter, deployment.placement) if drafter is not None else None
+    directory = None if drafter is None else DRAFTER_DIR if stored is not None else drafter.facts.directory
+    if isinstance(deployment.engine, EmbeddedEngine):
+        use = revision.use.model_copy(update={"drafter_dir": directory})
+        return EngineLine(command=tuple(deployment.engine.argv(use, deployment.port)), ready_path="/health",
+                          drafter=drafter, fetch=stored)
+    shared = deployment.engine.plan
+    plan = replace(
+        shared, served_name=endpoint_model, setting=revision.use.setting, map=revision.use.map, host=ANY_HOST,
+        port=deployment.port, adaptive_path=f"{ADAPTIVE_DIR}/{ADAPTIVE_FILE}",
+        drafter=None if drafter is None or directory is None else replace(drafter.facts, directory=directory),
+        context_length=revision.use.context_length or shared.context_length, metrics=True,
+        key_file=None if deployment.api_key is None else f"{KEY_DIR}/{deployment.api_key.key}")
+    line = ("python3", "-m", MODULE, *launch_arguments(plan))
+    return EngineLine(command=(*line, *_nodes(deployment)), ready_path="/ready", environment=launch_environment(plan),
+                      adaptive=adaptive_document(plan), drafter=drafter, fetch=stored)
+
+
+def _nodes(deployment: EndpointDeployment) -> tuple[str, ...]:
+    """Several nodes find each other by what LeaderWorkerSet tells each of its pods; the kubelet fills it in."""
+    if deployment.num_nodes == 1:
+        return ()
+    return ("--nnodes", str(deployment.num_nodes), "--node-rank", "$(LWS_WORKER_INDEX)",
+            "--dist-init-addr", f"$(LWS_LEADER_ADDRESS):{MEETING_PORT}")
+
+
+def _drafter(revision: Revision, deployment: EndpointDeployment) -> DrafterFiles | None:
+    """The drafter's files, when the revision may draft with it."""
+    use = revision.use
+    drafts = use.setting.method == "drafter" or (
+        use.map is not None and any(point.setting.method == "drafter" for point in use.map.points))
+    if not drafts:
+        return None
+    files = deployment.drafters.get(revision.number)
+    if files is None:
+        raise Undeployable(f"revision {revision.number} drafts with {use.drafter_dir!r}, of which nothing is known",
+                           "read its config.json and give it in `drafters`")
+    return files

@@ -1,0 +1,206 @@
+"""What is measured, alerted and drawn of an endpoint, and how its replicas follow the load. Pure.
+
+Acceptance is watched as windowed tau, tokens over verify rounds: SGLang's own gauge covers the last 40 decode steps and
+jumps. Its counters are summed when a request ends, so a window must hold many; the alert asks for 200 rounds, as
+`serving.MIN_ROUNDS` does, and is only written for revisions whose proven tau can accuse nobody innocent
+(`serving.proven_tau`). The operator goes back by itself on a collapse; the alert tells people of it.
+
+Pods carry their endpoint and revision as labels, and the PodMonitor hands both to every series.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from eyrie_api.v1alpha1.status import Endpoint, Revision
+from eyrie_operator.manifests.deployment import EndpointDeployment, Monitoring, SglangEngine
+from eyrie_operator.manifests.names import (
+    ENDPOINT_LABEL,
+    REVISION_LABEL,
+    ROLE_LABEL,
+    Manifest,
+    digest,
+    object_name,
+    selector,
+)
+from eyrie_operator.manifests.rollout import Wanted
+from eyrie_operator.manifests.workloads import described, workload_reference
+from eyrie_operator.serving import MIN_ROUNDS, proven_tau
+
+_WINDOW = "10m"
+
+
+@dataclass(frozen=True)
+class Series:
+    """What an engine calls its metrics."""
+
+    tokens: str
+    rounds: str
+    running: str
+    queued: str
+    answered: str
+    """Counts answers; with these labels those of clients, and with these besides those that failed."""
+
+    client_labels: str
+    failed_labels: str
+    first_token: str
+    between_tokens: str
+
+
+SGLANG = Series(
+    tokens="sglang:generation_tokens_total", rounds="sglang:spec_verify_calls_total",
+    running="sglang:num_running_reqs", queued="sglang:num_queue_reqs", answered="sglang:http_responses_total",
+    client_labels=',endpoint=~"/v1/.+"', failed_labels=',status_code=~"5.."',
+    first_token="sglang:time_to_first_token_seconds", between_tokens="sglang:inter_token_latency_seconds")
+EMBEDDED = Series(
+    tokens="eyrie_generated_tokens_total", rounds="eyrie_verify_rounds_total", running="eyrie_running_requests",
+    queued="eyrie_queued_requests", answered="eyrie_requests_total", client_labels="",
+    failed_labels=',finish_reason="error"', first_token="eyrie_time_to_first_token_seconds",
+    between_tokens="eyrie_inter_token_latency_seconds")
+
+
+def render_monitoring(endpoint: Endpoint, deployment: EndpointDeployment, wanted: Wanted) -> list[Manifest]:
+    """PodMonitor, PrometheusRule and dashboard where asked for and possible; a scaler per revision."""
+    series = SGLANG if isinstance(deployment.engine, SglangEngine) else EMBEDDED
+    rendered: list[Manifest] = []
+    told = deployment.monitoring
+    if told is not None and wanted.open:
+        if deployment.has("monitoring.coreos.com/v1") is not None:
+            rendered += [_pod_monitor(endpoint, deployment, told), _rules(endpoint, deployment, told, wanted, series)]
+        if told.dashboard:
+            rendered.append(_dashboard(endpoint, deployment, series))
+    if deployment.scaled:
+        numbers = {one.number for one in endpoint.revisions}
+        rendered += [_scaler(endpoint, deployment, number, series) for number in wanted.engines if number in numbers]
+    return rendered
+
+
+def _pod_monitor(endpoint: Endpoint, deployment: EndpointDeployment, told: Monitoring) -> Manifest:
+    monitor = described("monitoring.coreos.com/v1", "PodMonitor", object_name(endpoint.name), endpoint, deployment)
+    monitor["metadata"]["labels"] |= dict(told.labels)
+    monitor["spec"] = {
+        "selector": {"matchLabels": selector(endpoint.name)},
+        "podTargetLabels": [ENDPOINT_LABEL, REVISION_LABEL, ROLE_LABEL],
+        # SGLang labels its HTTP counters with `endpoint`, as the Prometheus operator does targets: keep SGLang's.
+        "podMetricsEndpoints": [{"port": "http", "path": "/metrics", "interval": f"{told.interval_s}s",
+                                 "honorLabels": True}]}
+    return monitor
+
+
+def _rules(endpoint: Endpoint, deployment: EndpointDeployment, told: Monitoring, wanted: Wanted,
+           series: Series) -> Manifest:
+    ours = _ours(endpoint, deployment)
+    by = _label(REVISION_LABEL)
+    rules = [_collapse_rule(endpoint, deployment, one, told, series) for one in endpoint.revisions
+             if one.number in wanted.engines and proven_tau(one) is not None]
+    answered, failed = _answers(series, ours)
+    rules += [
+        _rule("EyrieRequestsFailing", f"sum(rate({failed}[{_WINDOW}])) / sum(rate({answered}[{_WINDOW}])) > "
+              f"{told.max_error_ratio:g}", "5m", "critical", endpoint,
+              f"More than {told.max_error_ratio:.0%} of the requests fail"),
+        _rule("EyrieRequestsWaiting", f"max by ({by}) ({series.queued}{{{ours}}}) > {told.max_queued:g}", "10m",
+              "warning", endpoint, f"A replica keeps more than {told.max_queued:g} requests waiting"),
+        _rule("EyrieNothingServes", f"absent(up{{{ours}}} == 1)", "5m", "critical", endpoint,
+              "No engine answers its metrics"),
+    ]
+    rendered = described("monitoring.coreos.com/v1", "PrometheusRule", object_name(endpoint.name), endpoint, deployment)
+    rendered["metadata"]["labels"] |= dict(told.labels)
+    rendered["spec"] = {"groups": [{"name": f"eyrie-{endpoint.name}", "rules": rules}]}
+    return rendered
+
+
+def _collapse_rule(endpoint: Endpoint, deployment: EndpointDeployment, revision: Revision, told: Monitoring,
+                   series: Series) -> Manifest:
+    proven = proven_tau(revision)
+    assert proven is not None
+    ours = _ours(endpoint, deployment, revision.number)
+    least = told.min_acceptance_ratio * proven
+    enough = f"sum(increase({series.rounds}{{{ours}}}[{_WINDOW}])) >= {MIN_ROUNDS}"
+    return _rule("EyrieAcceptanceCollapsed", f"({_tau(series, ours)}) < {least:.4g} and {enough}", "0m", "warning",
+                 endpoint, f"Acceptance length of revision {revision.number} is below {least:.2f} = "
+                 f"{told.min_acceptance_ratio:g} x the proven {proven:.2f}", revision=str(revision.number))
+
+
+def _rule(alert: str, expression: str, lasting: str, severity: str, endpoint: Endpoint, summary: str,
+          **labels: str) -> Manifest:
+    return {"alert": alert, "expr": expression, "for": lasting,
+            "labels": {"severity": severity, "endpoint": endpoint.name, **labels},
+            "annotations": {"summary": f"{summary} (endpoint {endpoint.name})"}}
+
+
+def _scaler(endpoint: Endpoint, deployment: EndpointDeployment, revision: int, series: Series) -> Manifest:
+    """One per revision: whoever is on trial must be able to take everything."""
+    scale = deployment.autoscale
+    assert scale is not None
+    ours = _ours(endpoint, deployment, revision)
+    rendered = described("keda.sh/v1alpha1", "ScaledObject", object_name(endpoint.name, revision), endpoint, deployment,
+                         revision)
+    rendered["spec"] = {
+        "scaleTargetRef": workload_reference(endpoint.name, revision, deployment),
+        "minReplicaCount": deployment.replicas, "maxReplicaCount": scale.max_replicas,
+        "cooldownPeriod": scale.cooldown_s,
+        "triggers": [{"type": "prometheus", "metricType": "AverageValue", "metadata": {
+            "serverAddress": scale.prometheus_url, "threshold": f"{scale.target_requests:g}",
+            "query": f"sum({series.running}{{{ours}}}) + sum({series.queued}{{{ours}}})"}}]}
+    return rendered
+
+
+def _dashboard(endpoint: Endpoint, deployment: EndpointDeployment, series: Series) -> Manifest:
+    """A ConfigMap that Grafana's sidecar picks up by its label."""
+    ours, by = _ours(endpoint, deployment), _label(REVISION_LABEL)
+    answered, failed = _answers(series, ours)
+
+    def p99(histogram: str) -> str:
+        return f"histogram_quantile(0.99, sum by (le, {by}) (rate({histogram}_bucket{{{ours}}}[5m])))"
+
+    drawn = (
+        ("Acceptance length (tau)", _tau(series, ours, by, "5m"), "short"),
+        ("Tokens per second", f"sum by ({by}) (rate({series.tokens}{{{ours}}}[1m]))", "short"),
+        ("Requests running", f"sum by ({by}) ({series.running}{{{ours}}})", "short"),
+        ("Requests waiting", f"sum by ({by}) ({series.queued}{{{ours}}})", "short"),
+        ("Time to first token, p99", p99(series.first_token), "s"),
+        ("Time between tokens, p99", p99(series.between_tokens), "s"),
+        ("Answers per second", f"sum by ({by}) (rate({answered}[5m]))", "reqps"),
+        ("Answers that failed per second", f"sum by ({by}) (rate({failed}[5m]))", "reqps"),
+    )
+    panels = [_panel(number, title, expression, unit, by) for number, (title, expression, unit) in enumerate(drawn)]
+    document: dict[str, Any] = {
+        "uid": digest(f"{deployment.namespace}/{endpoint.name}")[7:47],  # Grafana allows 40 characters
+        "title": f"Eyrie endpoint {endpoint.name}", "tags": ["eyrie"],
+        "schemaVersion": 39, "time": {"from": "now-6h", "to": "now"}, "refresh": "30s", "panels": panels,
+        "templating": {"list": [{"name": "datasource", "type": "datasource", "query": "prometheus"}]}}
+    rendered = described("v1", "ConfigMap", object_name(endpoint.name, part="dashboard"), endpoint, deployment)
+    rendered["metadata"]["labels"]["grafana_dashboard"] = "1"
+    return rendered | {"data": {f"eyrie-{endpoint.name}.json": json.dumps(document, indent=1, sort_keys=True) + "\n"}}
+
+
+def _panel(number: int, title: str, expression: str, unit: str, by: str) -> dict[str, Any]:
+    return {"id": number + 1, "type": "timeseries", "title": title,
+            "gridPos": {"x": 12 * (number % 2), "y": 8 * (number // 2), "w": 12, "h": 8},
+            "datasource": {"type": "prometheus", "uid": "${datasource}"},
+            "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
+            "targets": [{"refId": "A", "expr": expression, "legendFormat": f"revision {{{{{by}}}}}"}]}
+
+
+def _tau(series: Series, ours: str, by: str | None = None, window: str = _WINDOW) -> str:
+    total = "sum" if by is None else f"sum by ({by})"
+    return (f"{total} (rate({series.tokens}{{{ours}}}[{window}])) / "
+            f"{total} (rate({series.rounds}{{{ours}}}[{window}]))")
+
+
+def _answers(series: Series, ours: str) -> tuple[str, str]:
+    """Selectors of answers to clients, and of the failed ones among them."""
+    found = f"{ours}{series.client_labels}"
+    return f"{series.answered}{{{found}}}", f"{series.answered}{{{found}{series.failed_labels}}}"
+
+
+def _ours(endpoint: Endpoint, deployment: EndpointDeployment, revision: int | None = None) -> str:
+    """Label matchers of the endpoint's series."""
+    found = f'namespace="{deployment.namespace}",{_label(ENDPOINT_LABEL)}="{endpoint.name}"'
+    return found if revision is None else f'{found},{_label(REVISION_LABEL)}="{revision}"'
+
+
+def _label(name: str) -> str:
+    """What Prometheus makes of a Kubernetes label's name."""
+    return "".join(letter if letter.isalnum() else "_" for letter in name)
+

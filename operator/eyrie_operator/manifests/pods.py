@@ -1,0 +1,193 @@
+"""The pod of one revision's engine: probes, drain, volumes, what it may do. Pure.
+
+Probes follow what SGLang 0.5.23 answers. /health generates a token when the engine is idle, takes a second or more, and
+is 503 while starting, while draining, and 20 s after the scheduler stopped answering: a probe that gives up earlier
+than that would restart an engine that is only busy. /ready is 200 exactly while requests are welcome. All of them, and
+/metrics, answer without the API key.
+
+Leaving: the pod is taken out of the Service first, `preStop` waits until proxies know, then SIGTERM lets the engine
+finish what it has begun; terminationGracePeriodSeconds is the only deadline there is.
+
+The pod passes PodSecurity `restricted`. Its root file system stays writable: SGLang's kernels are compiled at run time,
+and where each library keeps them has not been tried with a real image. HOME and /tmp are volumes that may be lost.
+"""
+
+import math
+from typing import Any
+
+from eyrie_api.v1alpha1.placement import Placement, S3Work, VolumeWork
+from eyrie_operator.manifests.deployment import EndpointDeployment
+from eyrie_operator.manifests.engines import ADAPTIVE_DIR, DRAFTER_DIR, KEY_DIR, EngineLine
+from eyrie_operator.manifests.names import WORKER, Manifest, digest
+
+CREDENTIALS_DIR = "/var/run/secrets/eyrie/artifacts"
+SCRATCH_DIR = "/scratch"
+CACHE_DIR = f"{SCRATCH_DIR}/huggingface"
+
+_STARTUP_PERIOD_S = 10
+_HEALTH_TIMEOUT_S = 30
+"""Above the 20 s after which SGLang itself says that its scheduler is gone."""
+
+
+def pod_spec(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str | None, role: str) -> Manifest:
+    """The spec of one pod. `adaptive_map` names the ConfigMap of the line's adaptive file."""
+    placement = deployment.placement
+    spec: Manifest = {
+        "automountServiceAccountToken": False, "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": math.ceil(deployment.drain_timeout_s),
+        "securityContext": {"runAsNonRoot": True, "runAsUser": deployment.run_as, "runAsGroup": deployment.run_as,
+                            "fsGroup": deployment.run_as, "fsGroupChangePolicy": "OnRootMismatch",
+                            "seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [_engine(deployment, line, adaptive_map, role)],
+        "volumes": _volumes(deployment, line, adaptive_map),
+    }
+    if line.fetch is not None:
+        spec["initContainers"] = [_fetcher(deployment, line)]
+    return spec | _scheduling(placement)
+
+
+def pod_annotations(deployment: EndpointDeployment, line: EngineLine) -> dict[str, str]:
+    """Digests of what the pod reads but its spec does not show: when one changes, the pods are replaced."""
+    found: dict[str, str] = {}
+    if line.adaptive is not None:
+        found["eyrie.dev/adaptive-digest"] = digest(line.adaptive)
+    if line.drafter is not None and line.drafter.digest is not None:
+        found["eyrie.dev/drafter-digest"] = line.drafter.digest
+    if deployment.api_key is not None and deployment.api_key.version:
+        found["eyrie.dev/key-version"] = deployment.api_key.version
+    return found
+
+
+def _engine(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str | None, role: str) -> Manifest:
+    placement = deployment.placement
+    home = {"HOME": SCRATCH_DIR, "HF_HOME": CACHE_DIR, "PYTHONUNBUFFERED": "1"}
+    container: Manifest = {
+        "name": "engine", "image": placement.image, "imagePullPolicy": placement.image_pull_policy,
+        "command": list(line.command),
+        "env": [*({"name": name, "value": value} for name, value in sorted((home | dict(line.environment)).items())),
+                *_secret_variables(placement)],
+        "ports": [{"name": "http", "containerPort": deployment.port, "protocol": "TCP"}],
+        "resources": _resources(placement), "securityContext": _confined(),
+        "volumeMounts": _mounts(deployment, line, adaptive_map),
+    }
+    if role != WORKER:  # the other nodes of an engine answer no requests; the leader's end is theirs
+        container |= _probes(deployment, line)
+        container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", f"{deployment.leave_delay_s:g}"]}}}
+    return container
+
+
+def _probes(deployment: EndpointDeployment, line: EngineLine) -> Manifest:
+    def ask(path: str, period_s: int, timeout_s: int, failures: int) -> Manifest:
+        return {"httpGet": {"path": path, "port": "http"}, "periodSeconds": period_s, "timeoutSeconds": timeout_s,
+                "failureThreshold": failures}
+
+    tries = math.ceil(deployment.startup_timeout_s / _STARTUP_PERIOD_S)
+    return {"startupProbe": ask("/health", _STARTUP_PERIOD_S, _HEALTH_TIMEOUT_S, tries),
+            "readinessProbe": ask(line.ready_path, 5, 5, 2),
+            "livenessProbe": ask("/health", 30, _HEALTH_TIMEOUT_S, 3)}
+
+
+def _fetcher(deployment: EndpointDeployment, line: EngineLine) -> Manifest:
+    work, stored = deployment.placement.work, line.fetch
+    assert isinstance(work, S3Work)
+    assert stored is not None
+    variables = {"HOME": SCRATCH_DIR, "EYRIE_ARTIFACTS_URL": work.url, "EYRIE_ARTIFACTS_REGION": work.region}
+    if work.endpoint_url is not None:
+        variables["EYRIE_ARTIFACTS_ENDPOINT_URL"] = work.endpoint_url
+    mounts: list[Manifest] = [{"name": "scratch", "mountPath": SCRATCH_DIR},
+                              {"name": "drafter", "mountPath": DRAFTER_DIR}, {"name": "tmp", "mountPath": "/tmp"}]
+    if work.credentials_secret is not None:
+        variables["EYRIE_ARTIFACTS_CREDENTIALS_DIR"] = CREDENTIALS_DIR
+        mounts.append({"name": "artifacts", "mountPath": CREDENTIALS_DIR, "readOnly": True})
+    return {
+        "name": "fetch-drafter", "image": deployment.fetch_image or deployment.placement.image,
+        "imagePullPolicy": deployment.placement.image_pull_policy,
+        "command": ["python3", "-m", "eyrie_api.artifacts.fetch", "--prefix", stored.prefix, "--part", stored.part,
+                    "--directory", DRAFTER_DIR],
+        "env": [*({"name": name, "value": value} for name, value in sorted(variables.items())),
+                *_secret_variables(deployment.placement)],
+        "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
+        "securityContext": _confined(), "volumeMounts": mounts + _host_mounts(deployment.placement),
+    }
+
+
+def _secret_variables(placement: Placement) -> list[Manifest]:
+    return [{"name": one.variable, "valueFrom": {"secretKeyRef": {"name": one.secret, "key": one.key}}}
+            for one in placement.secret_variables]
+
+
+def _confined() -> Manifest:
+    return {"allowPrivilegeEscalation": False, "runAsNonRoot": True, "capabilities": {"drop": ["ALL"]},
+            "seccompProfile": {"type": "RuntimeDefault"}}
+
+
+def _resources(placement: Placement) -> Manifest:
+    gpus = {placement.gpu_resource: str(placement.num_gpus)} if placement.num_gpus else {}
+    found = {"requests": {**placement.requests, **gpus}, "limits": {**placement.limits, **gpus}}
+    return {kind: amounts for kind, amounts in found.items() if amounts}
+
+
+def _mounts(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str | None) -> list[Manifest]:
+    placement = deployment.placement
+    mounts: list[Manifest] = [{"name": "scratch", "mountPath": SCRATCH_DIR}, {"name": "tmp", "mountPath": "/tmp"},
+                              {"name": "models", "mountPath": CACHE_DIR}]
+    if placement.shared_memory is not None:
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
+    if isinstance(placement.work, VolumeWork):
+        sub = {} if placement.work.sub_path is None else {"subPath": placement.work.sub_path}
+        mounts.append({"name": "work", "mountPath": placement.work.mount_path, "readOnly": True, **sub})
+    if line.fetch is not None:
+        mounts.append({"name": "drafter", "mountPath": DRAFTER_DIR, "readOnly": True})
+    if adaptive_map is not None:
+        mounts.append({"name": "adaptive", "mountPath": ADAPTIVE_DIR, "readOnly": True})
+    if deployment.api_key is not None:
+        mounts.append({"name": "key", "mountPath": KEY_DIR, "readOnly": True})
+    return mounts + _host_mounts(placement)
+
+
+def _host_mounts(placement: Placement) -> list[Manifest]:
+    return [{"name": f"host-{number}", "mountPath": one.mount_path, "readOnly": one.read_only}
+            for number, one in enumerate(placement.host_paths)]
+
+
+def _volumes(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str | None) -> list[Manifest]:
+    placement, cache = deployment.placement, deployment.model_cache
+    work = placement.work
+    scratch_size = work.scratch_size if isinstance(work, S3Work) else None
+    models = {"emptyDir": _bounded(cache.size)} if cache.claim is None else {
+        "persistentVolumeClaim": {"claimName": cache.claim}}
+    volumes: list[Manifest] = [{"name": "scratch", "emptyDir": _bounded(scratch_size)},
+                               {"name": "tmp", "emptyDir": {}}, {"name": "models", **models}]
+    if placement.shared_memory is not None:
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": placement.shared_memory}})
+    if isinstance(work, VolumeWork):
+        volumes.append({"name": "work", "persistentVolumeClaim": {"claimName": work.claim, "readOnly": True}})
+    if line.fetch is not None:
+        volumes.append({"name": "drafter", "emptyDir": {}})
+        if isinstance(work, S3Work) and work.credentials_secret is not None:
+            volumes.append({"name": "artifacts", "secret": {"secretName": work.credentials_secret,
+                                                            "defaultMode": 0o440}})
+    if adaptive_map is not None:
+        volumes.append({"name": "adaptive", "configMap": {"name": adaptive_map}})
+    if deployment.api_key is not None:
+        key = deployment.api_key
+        volumes.append({"name": "key", "secret": {"secretName": key.secret, "defaultMode": 0o440,
+                                                  "items": [{"key": key.key, "path": key.key}]}})
+    return volumes + [{"name": f"host-{number}", "hostPath": {"path": one.path, "type": "Directory"}}
+                      for number, one in enumerate(placement.host_paths)]
+
+
+def _bounded(size: str | None) -> dict[str, Any]:
+    return {} if size is None else {"sizeLimit": size}
+
+
+def _scheduling(placement: Placement) -> Manifest:
+    wanted: Manifest = {
+        "serviceAccountName": placement.service_account, "priorityClassName": placement.priority_class,
+        "imagePullSecrets": [{"name": name} for name in placement.image_pull_secrets],
+        "nodeSelector": dict(placement.node_selector),
+        "tolerations": [one.model_dump(exclude_none=True) for one in placement.tolerations],
+    }
+    if placement.gpu_type is not None:
+        wanted["nodeSelector"][placement.gpu_type_label] = placement.gpu_type
+    return {name: value for name, value in wanted.items() if value}

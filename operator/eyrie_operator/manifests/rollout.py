@@ -1,0 +1,162 @@
+"""What should stand on the cluster, said in five words, and how it follows from the plan. Pure.
+
+`serving.plan_endpoint` answers with actions: start this engine, lead the route there, retire that one. On one machine
+each is a deed. On a cluster they change what is *wanted*, and what is wanted is rendered and applied whole:
+
+    found objects -> present() -> EndpointSeen -> plan_endpoint -> follow() -> Wanted -> render_endpoint -> apply,
+                                                                                 superseded() -> delete
+
+Nothing is kept besides the objects themselves: `present` reads back what `render_endpoint` wrote, so that an operator
+that starts anew goes on where the last one ended. Actions that only record something (Activate, Reject, GoBack,
+CloseWindow, TellDrift, ServeBare) change rows, not objects; what they bring about comes with the next plan.
+
+Retiring is deleting: the pod leaves the Services, drains and ends within its grace period, and nobody has to wait for
+it. An engine that died is restarted by its kubelet; StartEngine for one that stands changes nothing.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from eyrie_api.v1alpha1.job import CanarySpec
+from eyrie_api.v1alpha1.status import Endpoint
+from eyrie_operator.manifests.deployment import EndpointDeployment
+from eyrie_operator.manifests.names import ENDPOINT_LABEL, ENTRY, GROUP, REVISION_LABEL, ROLE_LABEL, Manifest
+from eyrie_operator.serving import (
+    EndpointPlan,
+    ForgetEngine,
+    KillEngine,
+    RetireEngine,
+    Route,
+    ServePolicy,
+    ShareRoute,
+    StartEngine,
+    StartGateway,
+    StopGateway,
+)
+
+TRIAL_REVISION, TRIAL_SHARE, TRIAL_SINCE = (f"{GROUP}/trial-{what}" for what in ("revision", "share", "since"))
+"""Annotations of the stable Service."""
+
+NOBODY = "none"
+"""Value of the revision label that no pod has: the stable Service before the first engine is healthy."""
+
+WORKLOADS = ("Deployment", "LeaderWorkerSet")
+KINDS = (*WORKLOADS, "ConfigMap", "Service", "PodDisruptionBudget", "HTTPRoute", "PodMonitor", "PrometheusRule",
+         "ScaledObject")
+"""Everything `render_endpoint` may render: what has to be listed to know what stands."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A revision that gets a share of the requests, since when."""
+
+    revision: int
+    share: float
+    since: datetime
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What should stand of an endpoint."""
+
+    open: bool = False
+    """The stable Service is there."""
+
+    engines: tuple[int, ...] = ()
+    """Revisions that have a workload, ascending."""
+
+    serving: int | None = None
+    """The revision the stable Service leads to."""
+
+    trial: Trial | None = None
+
+
+@dataclass(frozen=True)
+class ObjectRef:
+    """One object in the endpoint's namespace."""
+
+    api_version: str
+    kind: str
+    name: str
+
+
+def at_rest(endpoint: Endpoint) -> Wanted:
+    """What stands when nothing is under way: the active revision serves, a candidate runs beside it without a share."""
+    if endpoint.desired == "off":
+        return Wanted()
+    numbers = {one for one in (endpoint.active_revision, endpoint.candidate_revision) if one is not None}
+    return Wanted(open=True, engines=tuple(sorted(numbers)), serving=endpoint.active_revision)
+
+
+def follow(before: Wanted, plan: EndpointPlan, now: datetime) -> Wanted:
+    """What a plan makes of what stands."""
+    wanted = before
+    for action in plan.actions:
+        match action:
+            case StartGateway():
+                wanted = replace(wanted, open=True)
+            case StopGateway():
+                wanted = replace(wanted, open=False, serving=None, trial=None)
+            case StartEngine(revision=revision):
+                wanted = replace(wanted, engines=tuple(sorted({*wanted.engines, revision})))
+            case Route(revision=revision):
+                wanted = replace(wanted, serving=revision, trial=None)
+            case ShareRoute(revision=revision, serving=serving, share=share):
+                wanted = replace(wanted, serving=serving, trial=Trial(revision, share, now))
+            case RetireEngine(revision=revision) | KillEngine(revision=revision) | ForgetEngine(revision=revision):
+                wanted = replace(wanted, engines=tuple(one for one in wanted.engines if one != revision))
+            case _:
+                pass  # a record, not an object
+    # Nobody is led to an engine that is gone.
+    return replace(wanted, serving=wanted.serving if wanted.serving in wanted.engines else None,
+                   trial=wanted.trial if wanted.trial is not None and wanted.trial.revision in wanted.engines else None)
+
+
+def policy_here(policy: ServePolicy, deployment: EndpointDeployment) -> ServePolicy:
+    """The promotion's limits as this cluster can keep them: a Service cannot share requests, so it switches at once.
+
+    The time to become healthy is the pods': a new revision is given up when its startup probe would be.
+    """
+    canary = policy.canary if deployment.route_api is not None else CanarySpec(shares=())
+    return replace(policy, canary=canary, health_timeout_s=max(policy.health_timeout_s, deployment.startup_timeout_s))
+
+
+def present(endpoint: str, objects: Iterable[Mapping[str, Any]]) -> Wanted:
+    """What stands, read back from the endpoint's own objects (others are passed over)."""
+    engines: set[int] = set()
+    entry: Mapping[str, Any] | None = None
+    for one in objects:
+        labels = one["metadata"].get("labels", {})
+        if labels.get(ENDPOINT_LABEL) != endpoint:
+            continue
+        if one["kind"] in WORKLOADS:
+            engines.add(int(labels[REVISION_LABEL]))
+        elif one["kind"] == "Service" and labels.get(ROLE_LABEL) == ENTRY:
+            entry = one
+    wanted = Wanted(engines=tuple(sorted(engines)))
+    if entry is None:
+        return wanted
+    led_to = entry["spec"]["selector"][REVISION_LABEL]
+    return replace(wanted, open=True, serving=None if led_to == NOBODY else int(led_to), trial=_trial(entry))
+
+
+def superseded(endpoint: str, objects: Iterable[Mapping[str, Any]],
+               manifests: Iterable[Manifest]) -> tuple[ObjectRef, ...]:
+    """Objects of the endpoint that are not rendered any more, to be deleted.
+
+    What controllers make of ours (pods, ReplicaSets, an autoscaler) goes with its owner and is left to them.
+    """
+    kept = {(one["kind"], one["metadata"]["name"]) for one in manifests}
+    return tuple(ObjectRef(one["apiVersion"], one["kind"], one["metadata"]["name"]) for one in objects
+                 if one["metadata"].get("labels", {}).get(ENDPOINT_LABEL) == endpoint
+                 and one["kind"] in KINDS
+                 and (one["kind"], one["metadata"]["name"]) not in kept)
+
+
+def _trial(entry: Mapping[str, Any]) -> Trial | None:
+    notes = entry["metadata"].get("annotations", {})
+    if TRIAL_REVISION not in notes:
+        return None
+    return Trial(int(notes[TRIAL_REVISION]), float(notes[TRIAL_SHARE]), datetime.fromisoformat(notes[TRIAL_SINCE]))

@@ -1,0 +1,70 @@
+"""The stable way in: one Service whose name never changes and, where a Gateway is given, weights between revisions.
+
+Pure. The Service leads to the serving revision alone, by its selector. That is the whole of traffic without a Gateway:
+blue/green, switched in one write. With one, an HTTPRoute splits requests from outside between the revisions' own
+Services; a client inside the cluster that asks the stable Service goes to the serving revision. The route carries /v1
+alone: metrics and SGLang's administration are nobody's business outside.
+
+Weights are in hundredths. A trial always gets at least one of them, and never all: 0 would try nothing, 100 everything.
+"""
+
+from eyrie_api.v1alpha1.status import Endpoint
+from eyrie_operator.manifests.deployment import EndpointDeployment, GatewayRef
+from eyrie_operator.manifests.names import ENTRY, REVISION_LABEL, Manifest, object_name, selector, service_name
+from eyrie_operator.manifests.rollout import NOBODY, TRIAL_REVISION, TRIAL_SHARE, TRIAL_SINCE, Wanted
+from eyrie_operator.manifests.workloads import described, service_spec
+
+
+def render_traffic(endpoint: Endpoint, deployment: EndpointDeployment, wanted: Wanted) -> list[Manifest]:
+    """The stable Service and the route; nothing while the endpoint is closed."""
+    if not wanted.open:
+        return []
+    name = object_name(endpoint.name)
+    entry = described("v1", "Service", name, endpoint, deployment, role=ENTRY)
+    serving = NOBODY if wanted.serving is None else str(wanted.serving)
+    entry["spec"] = service_spec(selector(endpoint.name) | {REVISION_LABEL: serving})
+    if wanted.trial is not None:
+        entry["metadata"]["annotations"] = {
+            TRIAL_REVISION: str(wanted.trial.revision), TRIAL_SHARE: repr(wanted.trial.share),
+            TRIAL_SINCE: wanted.trial.since.isoformat()}
+    api, gateway = deployment.route_api, deployment.gateway
+    if api is None or gateway is None:
+        return [entry]
+    route = described(api, "HTTPRoute", name, endpoint, deployment)
+    route["spec"] = _route_spec(endpoint.name, gateway, wanted)
+    return [entry, route]
+
+
+def base_url(endpoint: str, namespace: str) -> str:
+    """OpenAI-compatible base URL of the stable Service, for clients in the cluster."""
+    return f"http://{object_name(endpoint)}.{namespace}.svc/v1"
+
+
+def weights(wanted: Wanted) -> dict[int, int]:
+    """Hundredths of the requests by revision; they sum to 100, or nobody serves."""
+    if wanted.serving is None:
+        return {}
+    trial = wanted.trial
+    if trial is None or trial.revision == wanted.serving:
+        return {wanted.serving: 100}
+    share = min(99, max(1, round(100 * trial.share)))
+    return {wanted.serving: 100 - share, trial.revision: share}
+
+
+def _route_spec(endpoint: str, gateway: GatewayRef, wanted: Wanted) -> Manifest:
+    parent: Manifest = {"name": gateway.name}
+    if gateway.namespace is not None:
+        parent["namespace"] = gateway.namespace
+    if gateway.section is not None:
+        parent["sectionName"] = gateway.section
+    # With nobody to serve, the stable Service answers for them all: it has no pods, so the gateway says 503.
+    backends = [{"name": service_name(endpoint, revision), "port": 80, "weight": weight}
+                for revision, weight in weights(wanted).items()] or [
+                    {"name": object_name(endpoint), "port": 80, "weight": 100}]
+    rule: Manifest = {"matches": [{"path": {"type": "PathPrefix", "value": "/v1"}}], "backendRefs": backends}
+    if gateway.request_timeout_s is not None:
+        rule["timeouts"] = {"request": f"{round(1000 * gateway.request_timeout_s)}ms"}
+    spec: Manifest = {"parentRefs": [parent], "rules": [rule]}
+    if gateway.hostnames:
+        spec["hostnames"] = list(gateway.hostnames)
+    return spec

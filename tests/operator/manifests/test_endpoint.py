@@ -1,0 +1,337 @@
+"""What stands for an endpoint: a workload per revision, probes that fit SGLang, files where the line looks for them."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyrie_api.v1alpha1.placement import HostPath, Placement, S3Work, SecretVariable, Toleration, VolumeWork
+from eyrie_api.v1alpha1.tuning import DrafterUse
+from eyrie_operator.manifests.deployment import EndpointDeployment, KeySecret, SglangEngine, Undeployable
+from eyrie_operator.manifests.endpoint import render_endpoint
+from eyrie_operator.manifests.names import object_name
+from eyrie_workers.engines.sglang.profiles import Unlaunchable, profile
+from tests.operator.manifests.samples import (
+    ADAPTIVE,
+    CHAIN,
+    EVERYTHING,
+    PLACEMENT,
+    PLAN,
+    S3,
+    deployment,
+    embedded,
+    endpoint,
+    one,
+    pods,
+    rich,
+    two_nodes,
+)
+
+LABEL_KEY = re.compile(r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
+LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
+SERVICE_NAME = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
+EVERY_WAY = pytest.mark.parametrize("how", [deployment, rich, two_nodes, embedded])
+
+
+def engine(pod: dict[str, Any]) -> dict[str, Any]:
+    return one_container(pod["spec"]["containers"])
+
+
+def one_container(containers: list[dict[str, Any]]) -> dict[str, Any]:
+    [container] = containers
+    return container
+
+
+def flag(container: dict[str, Any], name: str) -> str | None:
+    line = container["command"]
+    return str(line[line.index(name) + 1]) if name in line else None
+
+
+def test_active_and_candidate_stand_side_by_side_and_no_other_revision() -> None:
+    rendered = render_endpoint(endpoint(active=1, candidate=3), deployment())
+    assert [each["metadata"]["name"] for each in rendered if each["kind"] == "Deployment"] == [
+        "eyrie-chat-r1", "eyrie-chat-r3"]
+
+
+def test_an_endpoint_switched_off_leaves_nothing() -> None:
+    assert render_endpoint(endpoint(desired="off"), rich()) == ()
+
+
+@EVERY_WAY
+def test_what_selects_pods_finds_those_of_its_revision_and_no_others(how: Any) -> None:
+    rendered = render_endpoint(endpoint(active=2, candidate=3), how())
+
+    def found(selector: dict[str, str]) -> list[str]:
+        return sorted({pod["metadata"]["labels"]["eyrie.dev/revision"] for pod in pods(rendered)
+                       if selector.items() <= pod["metadata"]["labels"].items()})
+
+    services = [each for each in rendered if each["kind"] == "Service"]
+    budgets = [each for each in rendered if each["kind"] == "PodDisruptionBudget"]
+    assert [found(each["spec"]["selector"]) for each in services] == [["2"], ["3"], ["2"]]
+    assert [found(each["spec"]["selector"]["matchLabels"]) for each in budgets] == [["2"], ["3"]]
+    for each in rendered:
+        if each["kind"] == "Deployment":
+            spec = each["spec"]
+            assert spec["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
+
+
+def test_a_revision_serves_with_its_own_setting_and_drafter() -> None:
+    rendered = render_endpoint(endpoint(active=1, candidate=2), deployment())
+    bare, drafted = (engine(pod) for pod in pods(rendered))
+    assert flag(bare, "--speculative-algorithm") is None
+    assert flag(drafted, "--speculative-algorithm") == "EAGLE3"
+    assert flag(drafted, "--speculative-num-steps") == "5"
+    assert flag(drafted, "--speculative-draft-model-path") == "/var/lib/eyrie/jobs/j2/c"
+    assert {flag(each, "--host") for each in (bare, drafted)} == {"0.0.0.0"}
+    assert {flag(each, "--port") for each in (bare, drafted)} == {str(bare["ports"][0]["containerPort"])}
+
+
+@EVERY_WAY
+def test_probes_wait_for_a_slow_start_and_give_up_later_than_sglang_itself(how: Any) -> None:
+    told = how(startup_timeout_s=1200.0)
+    for pod in pods(render_endpoint(endpoint(), told)):
+        if pod["metadata"]["labels"]["eyrie.dev/role"] == "worker":
+            assert "startupProbe" not in engine(pod)
+            continue
+        container = engine(pod)
+        startup, live, ready = (container[f"{name}Probe"] for name in ("startup", "liveness", "readiness"))
+        assert startup["periodSeconds"] * startup["failureThreshold"] == 1200
+        assert (live["httpGet"]["path"], live["failureThreshold"]) == ("/health", 3)
+        assert 25 <= live["timeoutSeconds"] <= live["periodSeconds"]
+        sglang = isinstance(told.engine, SglangEngine)
+        assert ready["httpGet"]["path"] == ("/ready" if sglang else "/health")
+        assert {each["httpGet"]["port"] for each in (startup, live, ready)} == {container["ports"][0]["name"]}
+
+
+@EVERY_WAY
+def test_a_leaving_pod_waits_for_the_proxies_and_then_drains_within_its_grace_period(how: Any) -> None:
+    for pod in pods(render_endpoint(endpoint(), how(drain_timeout_s=90.0, leave_delay_s=5.0))):
+        assert pod["spec"]["terminationGracePeriodSeconds"] == 90
+        if pod["metadata"]["labels"]["eyrie.dev/role"] == "server":
+            assert engine(pod)["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "5"]
+
+
+@EVERY_WAY
+def test_pods_pass_the_restricted_profile(how: Any) -> None:
+    for pod in pods(render_endpoint(endpoint(active=1, candidate=2), how())):
+        spec = pod["spec"]
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert spec["securityContext"]["runAsUser"] > 0
+        assert not spec["automountServiceAccountToken"]
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+        kinds = {"emptyDir", "persistentVolumeClaim", "secret", "configMap"}
+        assert all(volume.keys() - {"name"} <= kinds for volume in spec["volumes"])
+        for container in (*spec["containers"], *spec.get("initContainers", ())):
+            confined = container["securityContext"]
+            assert not confined["allowPrivilegeEscalation"]
+            assert confined["capabilities"] == {"drop": ["ALL"]}
+            assert confined["seccompProfile"] == {"type": "RuntimeDefault"}
+
+
+def test_an_adaptive_map_is_mounted_where_the_line_reads_it_and_a_change_rolls_the_pods() -> None:
+    use = DrafterUse(drafter_dir="/d", setting=CHAIN, map=ADAPTIVE)
+    slots = dict(ADAPTIVE.adaptive or {})
+    changed = ADAPTIVE.model_copy(update={"adaptive": {**slots, "16": {"candidate_steps": [0, 1]}}})
+    rendered = render_endpoint(endpoint(active=3, use=use), deployment())
+    other = render_endpoint(endpoint(active=3, use=use.model_copy(update={"map": changed})), deployment())
+    [pod], [other_pod] = pods(rendered), pods(other)
+    config = one(rendered, "ConfigMap")
+    [text] = config["data"].values()
+    assert json.loads(text) == ADAPTIVE.adaptive
+    [volume] = [each for each in pod["spec"]["volumes"] if "configMap" in each]
+    [mount] = [each for each in engine(pod)["volumeMounts"] if each["name"] == volume["name"]]
+    assert volume["configMap"]["name"] == config["metadata"]["name"]
+    assert flag(engine(pod), "--speculative-adaptive-config") == f"{mount['mountPath']}/{next(iter(config['data']))}"
+    assert pod["metadata"]["annotations"] != other_pod["metadata"]["annotations"]
+
+
+def test_the_api_key_is_a_mounted_file_that_the_line_only_names() -> None:
+    [pod] = pods(render_endpoint(endpoint(), deployment(api_key=KeySecret("chat-key", version="7"))))
+    [volume] = [each for each in pod["spec"]["volumes"] if "secret" in each]
+    [mount] = [each for each in engine(pod)["volumeMounts"] if each["name"] == volume["name"]]
+    assert volume["secret"]["secretName"] == "chat-key"
+    assert flag(engine(pod), "--config") == f"{mount['mountPath']}/{volume['secret']['items'][0]['path']}"
+    assert "--api-key" not in engine(pod)["command"]
+    [rotated] = pods(render_endpoint(endpoint(), deployment(api_key=KeySecret("chat-key", version="8"))))
+    assert rotated["metadata"]["annotations"] != pod["metadata"]["annotations"]
+
+
+@EVERY_WAY
+def test_no_secret_is_quoted_only_named(how: Any) -> None:
+    placement = how().placement.model_copy(update={
+        "secret_variables": (SecretVariable(variable="HF_TOKEN", secret="hub", key="token"),), "work": S3})
+    rendered = render_endpoint(endpoint(active=1, candidate=2), how(placement=placement))
+    assert not [each for each in rendered if each["kind"] == "Secret"]
+    for pod in pods(rendered):
+        [token] = [each for each in engine(pod)["env"] if each["name"] == "HF_TOKEN"]
+        assert token == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
+
+
+def test_a_drafter_in_a_store_is_fetched_to_where_the_line_looks_for_it() -> None:
+    told = deployment(placement=PLACEMENT.model_copy(update={"work": S3}), fetch_image="eyrie:1")
+    bare, drafted = pods(render_endpoint(endpoint(active=1, candidate=2), told))
+    assert "initContainers" not in bare["spec"]
+    fetcher = one_container(drafted["spec"]["initContainers"])
+    directory = flag(engine(drafted), "--speculative-draft-model-path")
+    assert fetcher["image"] == "eyrie:1"
+    assert (flag(fetcher, "--prefix"), flag(fetcher, "--part")) == ("jobs/j2/stages/train/a", "checkpoints/c")
+    assert flag(fetcher, "--directory") == directory
+    for container in (fetcher, engine(drafted)):
+        assert "drafter" in [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == directory]
+    variables = {each["name"]: each.get("value") for each in fetcher["env"]}
+    assert variables["EYRIE_ARTIFACTS_URL"] == "s3://bucket/eyrie"
+    assert variables["EYRIE_ARTIFACTS_CREDENTIALS_DIR"] in [each["mountPath"] for each in fetcher["volumeMounts"]]
+    assert drafted["metadata"]["annotations"]["eyrie.dev/drafter-digest"] == "sha256:2"
+
+
+def test_the_work_volume_is_mounted_read_only_at_the_path_the_stages_wrote() -> None:
+    [pod] = pods(render_endpoint(endpoint(active=2), deployment()))
+    [mount] = [each for each in engine(pod)["volumeMounts"] if each["name"] == "work"]
+    assert mount["readOnly"]
+    assert str(flag(engine(pod), "--speculative-draft-model-path")).startswith(f"{mount['mountPath']}/")
+
+
+def test_gpus_shared_memory_and_the_node_are_those_of_the_placement() -> None:
+    [pod] = pods(render_endpoint(endpoint(), deployment()))
+    resources = engine(pod)["resources"]
+    assert resources == {"requests": {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": "1"},
+                         "limits": {"nvidia.com/gpu": "1"}}
+    assert pod["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+    [memory] = [each for each in pod["spec"]["volumes"] if each["name"] == "shm"]
+    assert memory["emptyDir"] == {"medium": "Memory", "sizeLimit": "16Gi"}
+    assert {"name": "shm", "mountPath": "/dev/shm"} in engine(pod)["volumeMounts"]
+
+
+def test_an_engine_over_two_nodes_is_one_group_that_finds_its_leader() -> None:
+    rendered = render_endpoint(endpoint(), two_nodes())
+    group = one(rendered, "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
+    leader, worker = pods(rendered)
+    assert group["size"] == 2
+    assert engine(leader)["command"] == engine(worker)["command"]
+    assert flag(engine(leader), "--tp-size") == "16"
+    assert flag(engine(leader), "--nnodes") == "2"
+    assert flag(engine(leader), "--node-rank") == "$(LWS_WORKER_INDEX)"
+    assert str(flag(engine(leader), "--dist-init-addr")).startswith("$(LWS_LEADER_ADDRESS):")
+    service = one(rendered, "Service", "eyrie-chat-r1-http")["spec"]["selector"]
+    assert service.items() <= leader["metadata"]["labels"].items()
+    assert not service.items() <= worker["metadata"]["labels"].items()
+    # LeaderWorkerSet makes a headless Service of its own name.
+    names = [each["metadata"]["name"] for each in rendered if each["kind"] == "Service"]
+    assert one(rendered, "LeaderWorkerSet")["metadata"]["name"] not in names
+
+
+def test_every_object_is_owned_by_the_endpoints_resource() -> None:
+    for each in render_endpoint(endpoint(active=1, candidate=3), rich()):
+        [owner] = each["metadata"]["ownerReferences"]
+        assert owner == {"apiVersion": "eyrie.dev/v1alpha1", "kind": "DraftEndpoint", "name": "chat", "uid": "u-1",
+                         "controller": True, "blockOwnerDeletion": True}
+
+
+def test_an_update_needs_a_spare_gpu_only_when_asked_to() -> None:
+    for surge, step in ((True, {"maxSurge": 1, "maxUnavailable": 0}), (False, {"maxSurge": 0, "maxUnavailable": 1})):
+        spec = one(render_endpoint(endpoint(), deployment(surge=surge)), "Deployment")["spec"]
+        assert spec["strategy"]["rollingUpdate"] == step
+
+
+def test_long_endpoint_names_keep_apart() -> None:
+    names = {object_name("x" * 60 + tail, 12, "adaptive") for tail in ("a", "b")}
+    assert len(names) == 2
+    assert all(len(name) <= 52 for name in names)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("gpus", {"engine": SglangEngine(replace(PLAN, tp_size=2))}, "= 2 GPUs.*num_gpus 1"),
+    ("cpu with gpus", {"engine": SglangEngine(replace(PLAN, machine=profile("cpu")))}, "profile 'cpu'"),
+    ("no group controller", {"num_nodes": 2, "engine": SglangEngine(replace(PLAN, tp_size=2))}, "leaderworkerset"),
+    ("no replicas", {"replicas": 0}, "at least 1"), ("no drain", {"drain_timeout_s": 5.0}, "leaves nothing"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), [each[1:] for each in REFUSED], ids=[each[0] for each in REFUSED])
+def test_a_deployment_that_cannot_stand_is_refused_with_the_numbers(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(Undeployable, match=said):
+        deployment(**changes)
+
+
+def test_an_embedded_engine_is_not_given_a_key_it_would_ignore() -> None:
+    with pytest.raises(Undeployable, match="knows none"):
+        embedded(api_key=KeySecret("chat-key"))
+
+
+def test_a_drafter_of_which_nothing_is_known_is_refused_by_its_revision() -> None:
+    with pytest.raises(Undeployable, match="revision 2"):
+        render_endpoint(endpoint(active=2), deployment(drafters={}))
+
+
+def test_what_sglang_would_refuse_is_refused_before_anything_is_applied() -> None:
+    short = endpoint(active=3, use=DrafterUse(drafter_dir="/d", setting=CHAIN, context_length=32_768))
+    with pytest.raises(Unlaunchable, match="32768"):
+        render_endpoint(short, deployment())
+
+
+NAMES = st.from_regex(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", fullmatch=True)
+SMALL = st.from_regex(r"[a-z]([a-z0-9-]{0,8}[a-z0-9])?", fullmatch=True)
+QUANTITIES = st.sampled_from(["1", "500m", "64Gi", "1.5"])
+PLACEMENTS = st.builds(
+    Placement, image=st.just("sglang:v1"), num_gpus=st.just(1), service_account=st.none() | SMALL,
+    image_pull_secrets=st.lists(SMALL, max_size=2).map(tuple), gpu_type=st.none() | SMALL,
+    requests=st.dictionaries(st.sampled_from(["cpu", "memory"]), QUANTITIES),
+    limits=st.dictionaries(st.sampled_from(["cpu", "memory"]), QUANTITIES),
+    node_selector=st.dictionaries(SMALL.map(lambda name: f"example.com/{name}"), SMALL, max_size=2),
+    tolerations=st.lists(st.builds(Toleration, key=SMALL, effect=st.none() | st.just("NoSchedule")),
+                         max_size=2).map(tuple),
+    priority_class=st.none() | SMALL, queue=st.none() | NAMES, shared_memory=st.none() | QUANTITIES,
+    work=st.none() | st.builds(VolumeWork, claim=SMALL) | st.builds(S3Work, url=st.just("s3://bucket")),
+    host_paths=st.lists(st.builds(HostPath, path=st.just("/models"), mount_path=st.just("/models")),
+                        max_size=1).map(tuple))
+
+
+def objects_of(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+        for each in value.values():
+            yield from objects_of(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from objects_of(each)
+
+
+@settings(max_examples=40)
+@given(name=NAMES, placement=PLACEMENTS, how=st.sampled_from([deployment, rich]), active=st.sampled_from([1, 2, None]))
+def test_whatever_the_placement_names_labels_and_volumes_are_valid(name: str, placement: Placement, how: Any,
+                                                                   active: int | None) -> None:
+    told: EndpointDeployment = how(placement=placement)
+    rendered = render_endpoint(endpoint(active=active, candidate=3, name=name), told)
+    assert len({(each["kind"], each["metadata"]["name"]) for each in rendered}) == len(rendered)
+    for each in rendered:
+        assert each["apiVersion"]
+        assert SERVICE_NAME.fullmatch(each["metadata"]["name"])
+        assert each["metadata"]["namespace"] == "serving"
+        for found in objects_of(each):
+            for field in ("labels", "matchLabels", "nodeSelector"):
+                for key, value in found.get(field, {}).items() if isinstance(found.get(field), dict) else ():
+                    assert LABEL_KEY.fullmatch(key)
+                    assert LABEL_VALUE.fullmatch(value)
+    for pod in pods(rendered):
+        spec = pod["spec"]
+        volumes = [volume["name"] for volume in spec["volumes"]]
+        assert len(set(volumes)) == len(volumes)
+        for container in (*spec["containers"], *spec.get("initContainers", ())):
+            mounts = container["volumeMounts"]
+            assert {mount["name"] for mount in mounts} <= set(volumes)
+            assert len({mount["mountPath"] for mount in mounts}) == len(mounts)
+            assert len({each["name"] for each in container["env"]}) == len(container["env"])
+    assert {each["apiVersion"] for each in rendered} <= EVERYTHING
+
+
+def test_the_embedded_engine_is_started_by_its_own_line() -> None:
+    [pod] = pods(render_endpoint(endpoint(active=2), embedded()))
+    line = engine(pod)["command"]
+    assert line[:3] == ["python3", "-m", "eyrie_workers.engines.server"]
+    assert flag(engine(pod), "--host") == "0.0.0.0"
+    assert flag(engine(pod), "--num-steps") == "5"

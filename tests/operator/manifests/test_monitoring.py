@@ -1,0 +1,85 @@
+"""Alerts name what is measured, thresholds come from what was proven, and scaling never takes capacity away."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from eyrie_api.v1alpha1.tuning import DrafterUse
+from eyrie_operator.manifests.deployment import Autoscale, Monitoring
+from eyrie_operator.manifests.endpoint import render_endpoint
+from eyrie_operator.manifests.rollout import Wanted
+from tests.operator.manifests.samples import ADAPTIVE, CHAIN, EVERYTHING, embedded, endpoint, one, pods, rich, two_nodes
+
+
+def rules(rendered: Any) -> list[dict[str, Any]]:
+    [group] = one(rendered, "PrometheusRule")["spec"]["groups"]
+    return list(group["rules"])
+
+
+def test_a_collapse_is_measured_over_a_window_against_the_proven_tau() -> None:
+    told = rich(monitoring=Monitoring(min_acceptance_ratio=0.5))
+    [rule] = [each for each in rules(render_endpoint(endpoint(active=2), told))
+              if each["alert"] == "EyrieAcceptanceCollapsed"]
+    assert "rate(sglang:generation_tokens_total{" in rule["expr"]
+    assert "rate(sglang:spec_verify_calls_total{" in rule["expr"]
+    assert " < 1.5 and " in rule["expr"]  # half of the proven 3.0
+    assert 'eyrie_dev_revision="2"' in rule["expr"]
+    assert rule["expr"].count("(") == rule["expr"].count(")")
+
+
+@pytest.mark.parametrize("use", [DrafterUse(), DrafterUse(drafter_dir="/d", setting=CHAIN, map=ADAPTIVE)],
+                         ids=["no drafter", "switches itself off"])
+def test_a_revision_whose_tau_nobody_can_hold_against_it_is_not_accused(use: DrafterUse) -> None:
+    found = rules(render_endpoint(endpoint(active=3, use=use), rich()))
+    assert "EyrieAcceptanceCollapsed" not in [each["alert"] for each in found]
+    assert {"EyrieRequestsFailing", "EyrieRequestsWaiting", "EyrieNothingServes"} <= {each["alert"] for each in found}
+
+
+def test_series_are_selected_by_labels_the_pods_carry_and_the_monitor_hands_on() -> None:
+    rendered = render_endpoint(endpoint(active=2), rich())
+    monitor = one(rendered, "PodMonitor")["spec"]
+    [pod] = pods(rendered)
+    assert monitor["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert set(monitor["podTargetLabels"]) <= pod["metadata"]["labels"].keys()
+    [scraped] = monitor["podMetricsEndpoints"]
+    assert scraped["port"] in [port["name"] for port in pod["spec"]["containers"][0]["ports"]]
+    handed_on = {re.sub(r"[^a-zA-Z0-9]", "_", name) for name in monitor["podTargetLabels"]}
+    for rule in rules(rendered):
+        used = set(re.findall(r"(eyrie_dev_\w+)", rule["expr"]))
+        assert used
+        assert used <= handed_on
+
+
+def test_each_engine_is_watched_by_its_own_names() -> None:
+    told = embedded(monitoring=Monitoring(), served=EVERYTHING)
+    text = json.dumps(render_endpoint(endpoint(active=2), told))
+    assert "eyrie_verify_rounds_total" in text
+    assert "sglang:" not in text
+
+
+def test_the_dashboard_is_a_document_grafana_can_load() -> None:
+    rendered = render_endpoint(endpoint(), rich(monitoring=Monitoring(labels={"release": "prometheus"})))
+    config = one(rendered, "ConfigMap", "eyrie-chat-dashboard")
+    [text] = config["data"].values()
+    board = json.loads(text)
+    assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert len(board["uid"]) <= 40
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"]) >= 6
+    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]}
+    assert len(places) == len(board["panels"])
+    assert one(rendered, "PodMonitor")["metadata"]["labels"]["release"] == "prometheus"
+
+
+@pytest.mark.parametrize("how", [rich, two_nodes])
+def test_scaled_revisions_keep_their_least_number_and_nobody_else_sets_it(how: Any) -> None:
+    told = how(replicas=3, autoscale=Autoscale("http://prometheus:9090", 6, 16.0))
+    rendered = render_endpoint(endpoint(active=1, candidate=2), told, Wanted(True, (1, 2), 1))
+    workloads = [each for each in rendered if each["kind"] in ("Deployment", "LeaderWorkerSet")]
+    scalers = [each for each in rendered if each["kind"] == "ScaledObject"]
+    assert all("replicas" not in each["spec"] for each in workloads)
+    assert [each["spec"]["scaleTargetRef"] for each in scalers] == [
+        {"apiVersion": each["apiVersion"], "kind": each["kind"], "name": each["metadata"]["name"]}
+        for each in workloads]
+    assert {(each["spec"]["minReplicaCount"], each["spec"]["maxReplicaCount"]) for each in scalers} == {(3, 6)}

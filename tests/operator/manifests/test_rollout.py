@@ -1,0 +1,196 @@
+"""The plan that drives processes drives objects too: the serving revision stands until another has proved itself."""
+
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyrie_api.v1alpha1.job import CanarySpec
+from eyrie_api.v1alpha1.status import Endpoint
+from eyrie_operator.manifests.deployment import EndpointDeployment
+from eyrie_operator.manifests.endpoint import render_endpoint
+from eyrie_operator.manifests.names import Manifest
+from eyrie_operator.manifests.rollout import (
+    ObjectRef,
+    Trial,
+    Wanted,
+    at_rest,
+    follow,
+    policy_here,
+    present,
+    superseded,
+)
+from eyrie_operator.manifests.traffic import base_url, weights
+from eyrie_operator.serving import (
+    Activate,
+    CanarySeen,
+    EndpointSeen,
+    EngineSeen,
+    Reject,
+    ServePolicy,
+    plan_endpoint,
+)
+from tests.operator.manifests.samples import NOW, deployment, endpoint, one, rich
+
+TRIED = ServePolicy(canary=CanarySpec(shares=(0.2, 0.5), min_requests=5, max_step_s=10.0), health_timeout_s=60.0)
+WANTED = st.builds(
+    lambda engines, serving, trial: Wanted(True, tuple(sorted(engines)), serving if serving in engines else None,
+                                           trial if trial is not None and trial.revision in engines else None),
+    st.sets(st.integers(1, 3)), st.none() | st.integers(1, 3),
+    st.none() | st.builds(Trial, st.integers(1, 3), st.floats(0.001, 0.999), st.just(NOW)))
+
+
+@dataclass
+class Cluster:
+    """A cluster that does as it is told: objects, which engines come up, and what the trial's requests come to."""
+
+    told: EndpointDeployment
+    broken: frozenset[int] = frozenset()
+    failing: frozenset[int] = frozenset()
+    objects: tuple[Manifest, ...] = ()
+    now: datetime = NOW
+    born: dict[int, datetime] = field(default_factory=dict)
+
+    def step(self, found: Endpoint) -> Endpoint:
+        """Observe, plan, apply, record: one round of an operator that remembers nothing."""
+        self.now += timedelta(seconds=15)
+        before = present(found.name, self.objects)
+        plan = plan_endpoint(found, policy_here(TRIED, self.told), self._seen(before), self.now)
+        wanted = follow(before, plan, self.now)
+        rendered = render_endpoint(found, self.told, wanted)
+        gone = superseded(found.name, self.objects, rendered)
+        assert {(one["kind"], one["metadata"]["name"]) for one in (*self.objects, *rendered)} == (
+            {(one.kind, one.name) for one in gone} | {(one["kind"], one["metadata"]["name"]) for one in rendered})
+        self.objects = rendered
+        for action in plan.actions:
+            if isinstance(action, Activate):
+                found = found.model_copy(update={"active_revision": action.revision, "candidate_revision": None})
+            elif isinstance(action, Reject):
+                found = found.model_copy(update={"candidate_revision": None})
+        return found
+
+    def _seen(self, wanted: Wanted) -> EndpointSeen:
+        for revision in wanted.engines:
+            self.born.setdefault(revision, self.now)
+        engines = tuple(EngineSeen(revision, "dead" if revision in self.broken else "healthy", self.born[revision])
+                        for revision in wanted.engines)
+        trial = wanted.trial
+        canary = None if trial is None else CanarySeen(trial.revision, trial.share, trial.since, 5,
+                                                       int(trial.revision in self.failing))
+        return EndpointSeen(gateway_alive=wanted.open, routed=wanted.serving, engines=engines, canary=canary)
+
+    @property
+    def wanted(self) -> Wanted:
+        return present("chat", self.objects)
+
+
+def settled(cluster: Cluster, found: Endpoint, *, rounds: int = 12) -> tuple[Endpoint, list[Wanted]]:
+    """Rounds until nothing changes any more, and what stood after each."""
+    history = []
+    for _ in range(rounds):
+        found = cluster.step(found)
+        history.append(cluster.wanted)
+    return found, history
+
+
+def test_the_first_revision_is_led_to_only_when_it_is_healthy() -> None:
+    found, history = settled(Cluster(deployment()), endpoint(active=None, candidate=1, num=1))
+    assert found.active_revision == 1
+    assert (history[0].engines, history[0].serving) == ((1,), None)
+    assert history[-1] == at_rest(found)
+
+
+@pytest.mark.parametrize("told", [deployment(), rich()], ids=["by service", "by route"])
+def test_the_old_revision_stands_and_serves_until_the_new_one_has_all_requests(told: EndpointDeployment) -> None:
+    cluster = Cluster(told)
+    found, _ = settled(cluster, endpoint(active=1, num=2))
+    found, history = settled(cluster, found.model_copy(update={"candidate_revision": 2}))
+    switched = next(place for place, wanted in enumerate(history) if wanted.serving == 2)
+    assert switched > 0
+    assert all(wanted.serving == 1 and 1 in wanted.engines for wanted in history[:switched])
+    assert found.active_revision == 2
+    assert history[-1] == Wanted(True, (2,), 2)
+
+
+def test_a_gateway_moves_traffic_in_steps_and_a_service_all_at_once() -> None:
+    shares: dict[str, list[dict[int, int]]] = {}
+    for name, told in (("route", rich()), ("service", deployment())):
+        cluster = Cluster(told)
+        found, _ = settled(cluster, endpoint(active=1, num=2))
+        _, history = settled(cluster, found.model_copy(update={"candidate_revision": 2}))
+        steps = [weights(wanted) for wanted in history]
+        shares[name] = [step for place, step in enumerate(steps) if place == 0 or step != steps[place - 1]]
+    assert shares["route"] == [{1: 100}, {1: 80, 2: 20}, {1: 50, 2: 50}, {2: 100}]
+    assert shares["service"] == [{1: 100}, {2: 100}]
+
+
+@pytest.mark.parametrize("fault", [{"broken": frozenset({2})}, {"failing": frozenset({2})}], ids=["dead", "failing"])
+def test_a_candidate_that_fails_leaves_nothing_and_the_old_one_never_moved(fault: dict[str, Any]) -> None:
+    cluster = Cluster(rich())
+    found, _ = settled(cluster, endpoint(active=1, num=2))
+    cluster = replace(cluster, **fault)
+    found, history = settled(cluster, found.model_copy(update={"candidate_revision": 2}))
+    assert (found.active_revision, found.candidate_revision) == (1, None)
+    assert all(wanted.serving == 1 for wanted in history)
+    assert history[-1] == Wanted(True, (1,), 1)
+
+
+def test_switching_off_removes_the_way_in_and_every_engine() -> None:
+    cluster = Cluster(rich())
+    found, _ = settled(cluster, endpoint(active=1, num=2))
+    settled(cluster, found.model_copy(update={"desired": "off"}))
+    assert cluster.objects == ()
+
+
+@settings(max_examples=25)
+@given(wanted=WANTED)
+def test_what_was_rendered_is_read_back_and_its_weights_sum_to_a_hundred(wanted: Wanted) -> None:
+    rendered = render_endpoint(endpoint(), rich(), wanted)
+    assert present("chat", rendered) == wanted
+    assert present("another", rendered) == Wanted()
+    [rule] = one(rendered, "HTTPRoute")["spec"]["rules"]
+    assert sum(backend["weight"] for backend in rule["backendRefs"]) == 100
+    services = {each["metadata"]["name"] for each in rendered if each["kind"] == "Service"}
+    assert {backend["name"] for backend in rule["backendRefs"]} <= services
+    trial = wanted.trial
+    if trial is not None and wanted.serving not in (None, trial.revision):
+        assert 1 <= weights(wanted)[trial.revision] <= 99
+
+
+@pytest.mark.parametrize("serving", [None, 1, 2])
+def test_the_stable_service_keeps_its_name_and_leads_to_the_serving_revision_alone(serving: int | None) -> None:
+    wanted = Wanted(True, (1, 2), serving, Trial(2, 0.2, NOW))
+    stable = one(render_endpoint(endpoint(), deployment(), wanted), "Service", "eyrie-chat")
+    assert stable["spec"]["selector"]["eyrie.dev/revision"] == ("none" if serving is None else str(serving))
+    assert base_url("chat", "serving") == "http://eyrie-chat.serving.svc/v1"
+
+
+def test_the_route_carries_the_api_and_not_the_engines_administration() -> None:
+    spec = one(render_endpoint(endpoint(), rich()), "HTTPRoute")["spec"]
+    assert spec["parentRefs"] == [{"name": "front", "namespace": "gateways"}]
+    assert spec["hostnames"] == ["chat.example.com"]
+    assert [match["path"]["value"] for match in spec["rules"][0]["matches"]] == ["/v1"]
+
+
+def test_without_a_gateway_api_traffic_is_switched_by_service_and_that_is_said() -> None:
+    told = rich(served=deployment().served)
+    kinds = {each["kind"] for each in render_endpoint(endpoint(), told)}
+    assert not kinds & {"HTTPRoute", "PodMonitor", "PrometheusRule", "ScaledObject"}
+    assert len(told.left_out()) == 3
+    assert policy_here(TRIED, told).canary.shares == ()
+    assert rich().left_out() == ()
+
+
+def test_only_what_is_ours_and_superseded_is_named_for_deletion() -> None:
+    before = render_endpoint(endpoint(active=1, candidate=2), deployment())
+    strangers: list[Manifest] = [
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "eyrie-chat-r1"}},
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p", "labels": {"eyrie.dev/endpoint": "chat"}}},
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "s", "labels": {"eyrie.dev/endpoint": "other"}}}]
+    after = render_endpoint(endpoint(active=2), deployment())
+    assert set(superseded("chat", [*before, *strangers], after)) == {
+        ObjectRef("apps/v1", "Deployment", "eyrie-chat-r1"), ObjectRef("v1", "Service", "eyrie-chat-r1-http"),
+        ObjectRef("policy/v1", "PodDisruptionBudget", "eyrie-chat-r1")}

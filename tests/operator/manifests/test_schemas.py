@@ -1,0 +1,45 @@
+"""What is rendered fits the published schemas of Kubernetes, from the oldest supported version to the newest known."""
+
+from typing import Any
+
+import pytest
+
+from eyrie_api.v1alpha1.placement import HostPath, Toleration
+from eyrie_operator.manifests.endpoint import render_endpoint
+from eyrie_operator.manifests.rollout import Trial, Wanted
+from tests.operator.manifests.samples import NOW, PLACEMENT, S3, deployment, embedded, endpoint, rich, two_nodes
+
+kubernetes_validate = pytest.importorskip(
+    "kubernetes_validate", reason="kubernetes-validate, which holds the schemas, is not installed (extra dev)")
+
+BUILT_IN = ("v1", "apps/v1", "policy/v1")
+FULL = PLACEMENT.model_copy(update={
+    "work": S3, "queue": "gpus", "priority_class": "serving", "service_account": "engines",
+    "image_pull_secrets": ("registry",), "host_paths": (HostPath(path="/models", mount_path="/models"),),
+    "tolerations": (Toleration(key="nvidia.com/gpu", effect="NoSchedule"),)})
+
+
+@pytest.mark.parametrize("version", ["1.27", kubernetes_validate.latest_version()])
+@pytest.mark.parametrize("how", [deployment, rich, two_nodes, embedded])
+def test_every_built_in_object_fits_the_strict_schema(how: Any, version: str) -> None:
+    told = how(placement=FULL.model_copy(update={"num_gpus": how().placement.num_gpus}))
+    wanted = Wanted(True, (1, 2), 1, Trial(2, 0.2, NOW))
+    checked = 0
+    for each in render_endpoint(endpoint(active=1, candidate=2), told, wanted):
+        if each["apiVersion"] in BUILT_IN:
+            kubernetes_validate.validate(each, version, strict=True)
+            checked += 1
+        elif each["kind"] == "LeaderWorkerSet":  # not built in, but its pods are
+            group = each["spec"]["leaderWorkerTemplate"]
+            for template in (group["leaderTemplate"], group["workerTemplate"]):
+                kubernetes_validate.validate({"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "p"},
+                                              "template": template}, version, strict=True)
+                checked += 1
+    assert checked >= 7
+
+
+def test_the_schema_check_would_notice_a_misspelt_field() -> None:
+    [first, *_] = render_endpoint(endpoint(), deployment())
+    first["spec"]["template"]["spec"]["terminationGracePeriod"] = 5
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(first, "1.27", strict=True)
