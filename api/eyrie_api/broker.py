@@ -1,4 +1,4 @@
-"""The broker beneath Celery: what kombu is told about it, how much waits there, and one defect of its made good.
+"""The broker beneath Celery: what kombu is told about it, how much waits there, who holds what, and one defect mended.
 
 Messages wait in Redis (or, on one machine, in this process's memory). A worker acknowledges one when its work is done;
 Redis hands those of dead workers out again after the visibility timeout.
@@ -11,13 +11,20 @@ and shards allow for, and the next request finds the dead connection and opens a
 """
 
 import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import redis as redis_client
 from kombu import Connection
 from kombu.exceptions import ChannelError, OperationalError
 from kombu.transport import redis, virtual
 
 from eyrie_api.errors import Transient
+
+SHARD_QUEUE = "eyrie-shards"
+"""Where shards of regeneration wait, whatever database their jobs are in: `LLEN eyrie-shards` is what to scale on."""
 
 POLLING_INTERVAL_S = 0.05
 """Of kombu's memory transport: a round trip takes 1.0 s with its default, 0.05 s with this."""
@@ -91,3 +98,56 @@ def messages_waiting(connection: Connection, queue: str) -> int:
 def without_password(url: str) -> str:
     """A broker's URL as it may be shown."""
     return re.sub(r"//[^/@]*@", "//", url)
+
+
+class Holds:
+    """Long work in whose hands, told to Redis beside kombu's own account of it.
+
+    Redis hands a message out again when it has not been acknowledged for the visibility timeout. Work that may take
+    longer renews its hold: the message's time in kombu's index is set to now (`unacked_index`, by delivery tag), and a
+    key of ours says that this piece is being worked on, so that a second message for it is let go. The key lives for
+    half the visibility timeout: when a dead worker's message comes back, its key is gone.
+    """
+
+    def __init__(self, broker_url: str, visibility_timeout_s: float) -> None:
+        self._client = redis_client.Redis.from_url(broker_url, socket_timeout=5.0, socket_connect_timeout=5.0)
+        self._ttl_ms = int(visibility_timeout_s * 500)
+
+    @property
+    def renew_every_s(self) -> float:
+        """Often enough: four times in the life of a key."""
+        return self._ttl_ms / 4000
+
+    def take(self, name: str, tag: str) -> bool:
+        """Begin to work on `name` under the message `tag`; False when another message's worker is at it."""
+        with _answering():
+            taken = self._client.set(_held(name), tag, px=self._ttl_ms, nx=True)
+            return bool(taken) or self._client.get(_held(name)) == tag.encode()
+
+    def renew(self, name: str, tag: str) -> None:
+        """Still at it."""
+        with _answering():
+            self._client.zadd("unacked_index", {tag: time.time()}, xx=True)
+            self._client.set(_held(name), tag, px=self._ttl_ms)
+
+    def release(self, name: str) -> None:
+        """Done, or given up."""
+        with _answering():
+            self._client.delete(_held(name))
+
+    def is_held(self, name: str) -> bool:
+        """Whether somebody is at it."""
+        with _answering():
+            return bool(self._client.exists(_held(name)))
+
+
+def _held(name: str) -> str:
+    return f"eyrie-held:{name}"
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    try:
+        yield
+    except redis_client.RedisError as error:
+        raise BrokerAway(f"the broker does not answer: {type(error).__name__}", "check EYRIE_BROKER_URL") from error

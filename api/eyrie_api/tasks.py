@@ -28,6 +28,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from celery import Celery
@@ -36,7 +37,7 @@ from celery.signals import worker_process_init
 from celery.worker import WorkController
 from kombu.exceptions import OperationalError
 
-from eyrie_api.broker import BrokerAway, messages_waiting, transport_settings, without_password
+from eyrie_api.broker import SHARD_QUEUE, BrokerAway, messages_waiting, transport_settings, without_password
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import Database
 from eyrie_api.endpoints import Endpoints
@@ -93,6 +94,14 @@ def chore_queue(settings: Settings) -> str:
 def queue_length(app: Celery, queue: str) -> int:
     """Messages that wait in a queue of the app's broker. Raises BrokerAway."""
     return messages_waiting(app.connection_for_read(connect_timeout=2), queue)
+
+
+def queue_lengths(app: Celery, settings: Settings) -> dict[str, Callable[[], int]]:
+    """What waits where, by name, for metrics and scalers: `chores`, and `shards` of regeneration where there is Redis."""
+    queues = {"chores": chore_queue(settings)}
+    if not settings.broker_url.startswith("memory:"):
+        queues["shards"] = SHARD_QUEUE
+    return {name: partial(queue_length, app, queue) for name, queue in queues.items()}
 
 
 def _add_chores(app: Celery, settings: Settings, database: Database, clock: Clock, advance: Step,

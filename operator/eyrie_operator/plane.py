@@ -19,7 +19,7 @@ import uvicorn
 from eyrie_api.database import Database
 from eyrie_api.server import create_app
 from eyrie_api.settings import Settings
-from eyrie_api.tasks import ChoreLoop, chore_queue, make_celery, queue_length
+from eyrie_api.tasks import ChoreLoop, make_celery, queue_lengths
 from eyrie_operator.embedded import Embedded
 from eyrie_operator.embedded_endpoints import EmbeddedEndpoints
 from eyrie_operator.endpoint_processes import stop_endpoints
@@ -64,7 +64,7 @@ class Plane:
         self._chores = ChoreLoop(settings, celery)
         app = create_app(settings, database=self._database, wake=self._chores.wake,
                          checks={"chores": lambda: self._chores.is_running},
-                         queues={"chores": lambda: queue_length(celery, chore_queue(settings))})
+                         queues=queue_lengths(celery, settings))
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False,
                                                      timeout_graceful_shutdown=_GRACEFUL_S))
 

@@ -16,7 +16,7 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.jobs import Jobs
 from eyrie_api.outbox import Outbox
 from eyrie_api.settings import Settings
-from eyrie_api.tasks import Ticker, chore_queue, make_celery, queue_length, run_worker
+from eyrie_api.tasks import Ticker, chore_queue, make_celery, queue_length, queue_lengths, run_worker
 from tests.api.conftest import Running
 from tests.api.samples import job_body, job_spec
 from tests.api.test_tasks import LONG_S, eventually
@@ -195,8 +195,10 @@ def test_the_metrics_tell_what_waits_at_the_broker_and_do_without_it(
         settings: Settings, database: Database, redis: Redis, serve: Callable[..., Running]) -> None:
     app = make_celery(settings, print, database=database)
     app.send_task("eyrie.advance_job", args=["x"])
-    with serve(settings, database, queues={"chores": lambda: queue_length(app, chore_queue(settings))}) as running:
-        assert 'eyrie_queue_length{queue="chores"} 1.0' in httpx.get(f"{running.url}/metrics").text
+    with serve(settings, database, queues=queue_lengths(app, settings)) as running:
+        text = httpx.get(f"{running.url}/metrics").text
+        assert 'eyrie_queue_length{queue="chores"} 1.0' in text
+        assert 'eyrie_queue_length{queue="shards"} 0.0' in text
         redis.kill()
         text = httpx.get(f"{running.url}/metrics", timeout=LONG_S).text
         assert "eyrie_outbox_depth" in text

@@ -41,6 +41,8 @@ class Troubles:
     """Chat completions wait until so many of them are there together."""
 
     api_key: str | None = None
+    gate: threading.Event | None = None
+    """Chat completions wait for it."""
 
 
 @dataclass
@@ -149,6 +151,8 @@ class _Handler(BaseHTTPRequestHandler):
             if self.path == "/v1/chat/completions":
                 if service.troubles.meeting is not None:
                     service.troubles.meeting.wait(30)
+                if service.troubles.gate is not None:
+                    service.troubles.gate.wait(120)
                 self._reply(*complete(service, json.loads(data)))
             elif self.path == "/v1/files":
                 head = f"Content-Type: {self.headers['Content-Type']}\r\n\r\n".encode()

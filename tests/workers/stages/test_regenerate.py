@@ -23,6 +23,7 @@ from eyrie_workers.stages.program import run_program
 from eyrie_workers.stages.regenerate import regenerate
 from eyrie_workers.targets.loading import load_target, target_digest
 from eyrie_workers.targets.templates import ChatTokenizer
+from tests.servers.redis import Redis
 from tests.tiny import chats_file, tiny_target
 from tests.workers.regeneration.openai_double import Troubles, openai_double
 
@@ -286,3 +287,23 @@ def test_rows_are_of_the_target_that_answered(tmp_path: Path, target: Path) -> N
     write_spec(tmp_path / "out", target, chats_file(tmp_path / "chats.jsonl", 3), data={"held_out_fraction": 0.0})
     assert run(tmp_path / "out") == 0
     assert json.loads((tmp_path / "out" / "rows.meta.json").read_text())["target_digest"] == target_digest(target)
+
+
+def test_an_endpoint_asked_in_shards_gives_the_artifact_of_one_asked_from_here(
+        tmp_path: Path, target: Path, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    chats = chats_file(tmp_path / "chats.jsonl", 9)
+    for name, value in {"BROKER_URL": redis.url, "ARTIFACTS_URL": str(tmp_path / "store")}.items():
+        monkeypatch.setenv(f"EYRIE_{name}", value)
+    worker = subprocess.Popen([sys.executable, "-m", "eyrie_workers.shards", "--concurrency", "1"],
+                              start_new_session=True)
+    try:
+        with openai_double(Troubles(decline={"nothing": 400})) as service:
+            for name, shard_rows in (("here", ""), ("shards", "2")):
+                monkeypatch.setenv("EYRIE_SHARD_ROWS", shard_rows)
+                write_spec(tmp_path / name, target, chats, engine="openai", base_url=service.url)
+                assert run(tmp_path / name) == 0
+    finally:
+        os.killpg(worker.pid, signal.SIGKILL)
+        worker.wait()
+    assert artifact(tmp_path / "shards") == artifact(tmp_path / "here")
+    assert list((tmp_path / "store").rglob("*.jsonl")) == []

@@ -23,6 +23,8 @@ class Prompt:
     tools: list[dict[str, Any]]
     prompt_ids: list[int]
     seed: int
+    place: int = 0
+    """Its number in the selection, which does not change when others have been answered."""
 
 
 @dataclass(frozen=True)

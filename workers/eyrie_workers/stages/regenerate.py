@@ -9,7 +9,8 @@ does not matter" (the second seed). Steps, each resumable:
     put in order         -> rows.jsonl, quarantine.jsonl, held_out.jsonl, rows.meta.json
 
 Each answer depends on its row alone (the seed is derived from the row's id), so a run that was killed ten times ends
-with the bytes of one that was not.
+with the bytes of one that was not. For the same reason the asking may be shared out: with EYRIE_SHARD_ROWS set, an
+endpoint is asked by the shard workers of a cluster instead of from here (`regeneration.sharded`).
 
     python -m eyrie_workers.stages.regenerate --spec spec.json --out <dir>/manifest.json
 """
@@ -35,6 +36,7 @@ from eyrie_workers.regeneration.endpoint import endpoint_of
 from eyrie_workers.regeneration.online import OnlineEngine
 from eyrie_workers.regeneration.retokenising import AnswerIds
 from eyrie_workers.regeneration.rows import META, ROWS, AnsweredRow, Ledger, RowSampling, RowsMeta, read_meta
+from eyrie_workers.regeneration.sharded import Sharding
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.stages.program import Result, Stage, run_program
 from eyrie_workers.targets.config import read_config
@@ -157,11 +159,11 @@ def _ask(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatTokeniz
 
 def _prompts(spec: RegenerateStage, directory: Path, ledger: Ledger,
              in_flight: dict[str, selection.SelectedRow]) -> Iterator[Prompt]:
-    for row in selection.selected(directory):
+    for place, row in enumerate(selection.selected(directory)):
         if row.id not in ledger:
             in_flight[row.id] = row
             yield Prompt(row_id=row.id, messages=row.messages, tools=row.tools, prompt_ids=row.prompt_ids,
-                         seed=row_seed(spec.regenerate.seed, row.id))
+                         seed=row_seed(spec.regenerate.seed, row.id), place=place)
 
 
 def _answered(spec: RegenerateStage, row: selection.SelectedRow, answer: Answer) -> AnsweredRow:
@@ -183,7 +185,12 @@ def _engine(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatToke
     def warn(reason: str, text: str) -> None:
         stage.event(reason, text, warning=True)
 
-    endpoint = endpoint_of(spec.regenerate, spec.target, read_config(path).max_position_embeddings)
+    context = read_config(path).max_position_embeddings
+    if spec.regenerate.engine == "openai" and (sharding := Sharding.from_env()).shard_rows is not None:
+        from eyrie_workers.shards import sharded_engine  # here: on one machine nobody needs celery
+
+        return sharded_engine(sharding, spec, context, path, warn)
+    endpoint = endpoint_of(spec.regenerate, spec.target, context)
     if spec.regenerate.engine == "openai":
         return OnlineEngine(endpoint, AnswerIds(tokenizer), warn)
     return BatchEngine(endpoint, AnswerIds(tokenizer), stage.out_dir / BATCH_MEMORY, warn)

@@ -1,0 +1,308 @@
+"""Asking shared out: prompts in shards, each answered by whichever worker takes it. No Celery here (see `shards`).
+
+Asking an endpoint is waiting: one cheap CPU worker keeps hundreds of requests in flight, and a dozen of them keep a
+pool of GPU endpoints busy. The stage cuts its prompts into shards by their place in the selection, puts each into the
+artifact store, sends a message with its name, and takes in the answers as shards are finished:
+
+    <prefix>/tokenizer/...          what turns a text answer back into ids
+    <prefix>/in/<shard>.jsonl       prompts
+    <prefix>/done/<shard>.jsonl     a report, then one line per outcome: written once, whole
+    <prefix>/failed/<shard>.json    why it never will be
+
+A shard's name is made of its place and a digest of its prompts and of how they are asked. So any message may be
+delivered twice, to a worker that has died or beside one that has not: whoever finds the shard done has nothing to do,
+whoever finishes second finds that it may not write. A stage that was killed sends what is not done and asks nothing
+twice that is. Messages may even be lost: when nothing has come for a while, nothing waits and nobody is at it, the
+shard is sent again.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import Field, ValidationError
+
+from eyrie_api.artifacts import digest_bytes, digest_model
+from eyrie_api.artifacts.store import AlreadyWritten, ArtifactStore
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, InvalidInput, Permanent, Transient
+from eyrie_api.v1alpha1.job import RegenerateSpec, TargetSpec
+from eyrie_api.v1alpha1.model import Frozen
+from eyrie_workers.regeneration.asking import Answer, Prompt, Refusal
+from eyrie_workers.regeneration.endpoint import endpoint_of
+from eyrie_workers.regeneration.online import OnlineEngine
+from eyrie_workers.regeneration.retokenising import AnswerIds
+from eyrie_workers.targets.templates import ChatTokenizer
+
+_LISTEN_S = 0.2
+"""How long a request to stop may go unheard."""
+
+_LARGEST_TOKENIZER_FILE = 64 * 2**20
+_TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+
+
+class Sharding(Frozen):
+    """How a deployment shares regeneration out: read from EYRIE_SHARD_* by the stage and by the shard workers."""
+
+    shard_rows: int | None = Field(None, ge=1, le=100_000)
+    """Prompts per shard, 64 for example; nothing is shared out where it is not set. A worker that dies loses the
+    answers of its shard, and no others."""
+
+    shard_window: int = Field(256, ge=1, le=100_000)
+    """Shards sent and not yet taken in: bounds what the stage holds in memory."""
+
+    shard_visibility_timeout_s: float = Field(120.0, ge=2.0)
+    """A shard whose worker has not renewed its hold for so long is handed to another."""
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> "Sharding":
+        """Read EYRIE_SHARD_ROWS, ... Raises InvalidInput naming the variable that is wrong."""
+        environ = os.environ if environ is None else environ
+        names = {name: f"EYRIE_{name.upper()}" for name in cls.model_fields}
+        found = {name: environ[variable] for name, variable in names.items() if environ.get(variable)}
+        try:
+            return cls.model_validate(found)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = str(first["loc"][0])
+            raise InvalidInput(f"{names[name]} = {found[name]!r}: {first['msg']}",
+                               "correct or unset the variable") from error
+
+
+class ShardOrder(Frozen):
+    """What a message says: where the shard is and how its prompts are asked. Keys are named, never carried."""
+
+    store_url: str
+    prefix: str
+    shard: str
+    target: TargetSpec
+    regenerate: RegenerateSpec
+    context: int | None
+
+    def key(self, kind: str) -> str:
+        """Where one of its objects lies."""
+        return f"{self.prefix}/{kind}/{self.shard}.{'json' if kind == 'failed' else 'jsonl'}"
+
+
+class ShardReport(Frozen):
+    """First line of a finished shard."""
+
+    shard: str
+    num_outcomes: int
+    warnings: tuple[tuple[str, str], ...]
+
+
+class ShardFailure(Frozen):
+    """Why a shard cannot be answered at all."""
+
+    reason: str
+    message: str
+    mend: str
+
+
+class ShardQueue(Protocol):
+    """How shards reach workers. Raises Transient while the broker is away."""
+
+    def send(self, order: ShardOrder) -> None:
+        """Have a shard answered."""
+
+    def length(self) -> int:
+        """Messages nobody has taken yet."""
+
+    def is_held(self, order: ShardOrder) -> bool:
+        """Whether a worker is at it."""
+
+
+@dataclass
+class ShardedEngine:
+    """`AnswerEngine` over shard workers: the stage's side."""
+
+    order: ShardOrder
+    """Every shard's order, but for the shard."""
+
+    store: ArtifactStore
+    queue: ShardQueue
+    sharding: Sharding
+    tokenizer_dir: Path
+    warn: Callable[[str, str], None]
+    poll_s: float = 1.0
+    resend_after_s: float = 300.0
+    _open: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Shards on their way, and the rows each of them must answer."""
+
+    def answers(self, prompts: Iterator[Prompt], pause: Callable[[], None]) -> Iterator[Answer | Refusal]:
+        """See `AnswerEngine`. Raises Permanent when a worker says that a shard cannot be answered."""
+        self._publish_tokenizer()
+        try:
+            yield from self._answers(prompts, pause)
+            self.store.delete_all(self.order.prefix)
+        finally:
+            # Asked to stop, or failed: messages that wait find nothing to do. What is in hand is written down still,
+            # and found by the next run.
+            with suppress(EyrieError):
+                for shard in self._open:
+                    self.store.delete(self._order(shard).key("in"))
+
+    def _answers(self, prompts: Iterator[Prompt], pause: Callable[[], None]) -> Iterator[Answer | Refusal]:
+        shard_rows = self.sharding.shard_rows or 1
+        groups = itertools.groupby(prompts, key=lambda prompt: prompt.place // shard_rows)
+        news, warned = time.monotonic(), set[str]()
+        while True:
+            while len(self._open) < self.sharding.shard_window and (group := next(groups, None)) is not None:
+                pause()
+                self._submit(group[0], list(group[1]))
+            if not self._open:
+                return
+            finished = self._finished()
+            for shard in finished:
+                report, outcomes = self._take_in(shard)
+                for reason, text in report.warnings:
+                    if reason not in warned:
+                        warned.add(reason)
+                        self.warn(reason, text)
+                yield from outcomes
+                # Whoever asked for more has kept all of them.
+                self._forget(shard)
+            if finished:
+                news = time.monotonic()
+                continue
+            self._raise_failures()
+            if time.monotonic() - news > self.resend_after_s:
+                self._send_again()
+                news = time.monotonic()
+            self._wait(pause)
+
+    def _submit(self, number: int, prompts: list[Prompt]) -> None:
+        order = self._order(shard_name(self.order, number, prompts))
+        self._open[order.shard] = frozenset(prompt.row_id for prompt in prompts)
+        self.store.delete(order.key("failed"))
+        if self.store.stat(order.key("done")) is None:
+            lines = "".join(json.dumps(asdict(prompt)) + "\n" for prompt in prompts)
+            self.store.write(order.key("in"), lines.encode())
+            self.queue.send(order)
+
+    def _finished(self) -> list[str]:
+        names = (Path(found.key).stem for found in self.store.list(f"{self.order.prefix}/done"))
+        return [name for name in names if name in self._open]
+
+    def _take_in(self, shard: str) -> tuple[ShardReport, list[Answer | Refusal]]:
+        key = self._order(shard).key("done")
+        report, outcomes = read_outcomes(self.store.read(key), key)
+        if report.shard != shard or {outcome.row_id for outcome in outcomes} != self._open[shard]:
+            self.store.delete(key)
+            raise ArtifactCorrupt(f"{key} answers other prompts than were asked", "retry the job: it is asked anew")
+        return report, outcomes
+
+    def _forget(self, shard: str) -> None:
+        for kind in ("in", "done"):
+            self.store.delete(self._order(shard).key(kind))
+        del self._open[shard]
+
+    def _raise_failures(self) -> None:
+        for found in self.store.list(f"{self.order.prefix}/failed"):
+            if Path(found.key).stem in self._open:
+                failure = ShardFailure.model_validate_json(self.store.read(found.key))
+                raise Permanent(f"shard {Path(found.key).stem}: {failure.reason}: {failure.message}", failure.mend)
+
+    def _send_again(self) -> None:
+        if self.queue.length() > 0:
+            return
+        lost = [order for order in map(self._order, sorted(self._open)) if not self.queue.is_held(order)]
+        if lost:
+            self.warn("ShardsSentAgain", f"nothing has come for {self.resend_after_s:g} s: {len(lost)} shards nobody "
+                      "is at are sent again")
+        for order in lost:
+            self.queue.send(order)
+
+    def _publish_tokenizer(self) -> None:
+        for path in sorted(path for pattern in _TOKENIZER_FILES for path in self.tokenizer_dir.glob(pattern)):
+            if path.stat().st_size <= _LARGEST_TOKENIZER_FILE:
+                self.store.upload(f"{self.order.prefix}/tokenizer/{path.name}", path)
+
+    def _order(self, shard: str) -> ShardOrder:
+        return self.order.model_copy(update={"shard": shard})
+
+    def _wait(self, pause: Callable[[], None]) -> None:
+        until = time.monotonic() + self.poll_s
+        while (left := until - time.monotonic()) > 0:
+            pause()
+            time.sleep(min(left, _LISTEN_S))
+
+
+def shard_name(order: ShardOrder, number: int, prompts: list[Prompt]) -> str:
+    """`<number>-<digest>`, of what is asked and how: the same prompts asked otherwise are another shard."""
+    how = digest_model(order.regenerate) + digest_model(order.target)
+    asked = json.dumps([[prompt.row_id, prompt.prompt_ids, prompt.seed] for prompt in prompts])
+    return f"{number:06d}-{hashlib.sha256((how + asked).encode()).hexdigest()[:16]}"
+
+
+def answer_shard(order: ShardOrder, store: ArtifactStore, cache: Path, pause: Callable[[], None]) -> bool:
+    """The worker's side: answer one shard and write it down; False when there is nothing left to do.
+
+    cache   a directory of this worker's own, for tokenizers
+    pause   called several times a second while the endpoint is asked
+    Raises Transient when the endpoint stays away. What can never succeed is written down for the stage instead.
+    """
+    try:
+        if store.stat(order.key("done")) is not None:
+            return False
+        try:
+            prompts = [Prompt(**json.loads(line)) for line in store.read(order.key("in")).splitlines()]
+        except ArtifactMissing:  # taken in and cleared away: this message was late
+            return False
+        warnings: list[tuple[str, str]] = []
+        tokenizer = AnswerIds(ChatTokenizer(_tokenizer(order, store, cache)))
+        engine = OnlineEngine(endpoint_of(order.regenerate, order.target, order.context), tokenizer,
+                              lambda reason, text: warnings.append((reason, text)))
+        outcomes = {outcome.row_id: outcome for outcome in engine.answers(iter(prompts), pause)}
+        report = ShardReport(shard=order.shard, num_outcomes=len(outcomes), warnings=tuple(warnings))
+        store.write_once(order.key("done"), write_outcomes(report, [outcomes[p.row_id] for p in prompts]))
+    except AlreadyWritten:
+        return False  # another worker was at it too, and was faster
+    except Transient:
+        raise
+    except EyrieError as error:
+        failure = ShardFailure(reason=error.reason, message=error.message, mend=error.mend)
+        store.write(order.key("failed"), failure.model_dump_json().encode())
+        return False
+    return True
+
+
+def write_outcomes(report: ShardReport, outcomes: list[Answer | Refusal]) -> bytes:
+    """A finished shard's bytes."""
+    lines = [report.model_dump_json()]
+    lines += [json.dumps({"answered": isinstance(outcome, Answer), **asdict(outcome)}) for outcome in outcomes]
+    return "".join(line + "\n" for line in lines).encode()
+
+
+def read_outcomes(data: bytes, key: str) -> tuple[ShardReport, list[Answer | Refusal]]:
+    """What `write_outcomes` wrote. Raises ArtifactCorrupt."""
+    try:
+        first, *rest = data.splitlines()
+        report = ShardReport.model_validate_json(first)
+        outcomes = [_outcome(json.loads(line)) for line in rest]
+        if len(outcomes) != report.num_outcomes:
+            raise ValueError(f"{len(outcomes)} outcomes instead of {report.num_outcomes}")
+    except (ValueError, TypeError, KeyError) as error:
+        raise ArtifactCorrupt(f"{key} is no finished shard: {error}", "delete it and retry the job") from error
+    return report, outcomes
+
+
+def _outcome(fields: dict[str, Any]) -> Answer | Refusal:
+    return Answer(**fields) if fields.pop("answered") else Refusal(**fields)
+
+
+def _tokenizer(order: ShardOrder, store: ArtifactStore, cache: Path) -> Path:
+    """The tokenizer's directory, fetched once per worker and job."""
+    directory = cache / digest_bytes(f"{order.store_url} {order.prefix}".encode()).removeprefix("sha256:")[:16]
+    if not (directory / ".whole").exists():
+        for found in store.list(f"{order.prefix}/tokenizer"):
+            store.download(found.key, directory / Path(found.key).name)
+        (directory / ".whole").touch()
+    return directory

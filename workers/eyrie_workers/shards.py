@@ -1,0 +1,146 @@
+"""Shards of regeneration as Celery tasks: the second door to Celery, beside the control plane's chores.
+
+    python -m eyrie_workers.shards --concurrency 4     a prefork worker; as many of them as the queue's length asks for
+
+What is done is in `regeneration.sharded`; here is only how it reaches a worker. One shard may take longer than the
+visibility timeout, so its worker renews its hold on the message while it asks (`eyrie_api.broker.Holds`): a dead
+worker's shard comes back within that time, a living one's does not. A worker needs EYRIE_BROKER_URL, EYRIE_ARTIFACTS_*
+and the key that `regenerate.api_key_env` names; no database, no GPU, no torch.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from celery import Celery
+from kombu.exceptions import OperationalError
+
+from eyrie_api.artifacts import digest_model
+from eyrie_api.artifacts.options import StoreOptions
+from eyrie_api.artifacts.store import open_store
+from eyrie_api.broker import SHARD_QUEUE, BrokerAway, Holds, messages_waiting, transport_settings
+from eyrie_api.errors import EyrieError, InvalidInput, Transient
+from eyrie_api.v1alpha1.stages import RegenerateStage
+from eyrie_workers.regeneration.sharded import ShardedEngine, Sharding, ShardOrder, answer_shard
+
+TASK = "eyrie.regenerate_shard"
+_RETRY_AFTER_MOST_S = 60.0
+
+
+def broker_url() -> str:
+    """The Redis of EYRIE_BROKER_URL. Raises InvalidInput when there is none."""
+    url = os.environ.get("EYRIE_BROKER_URL", "")
+    if not url or url.startswith("memory:"):
+        raise InvalidInput("regeneration in shards needs a broker that processes share",
+                           "set EYRIE_BROKER_URL to the cluster's Redis, or unset EYRIE_SHARD_ROWS")
+    return url
+
+
+def make_app(url: str, sharding: Sharding) -> Celery:
+    """The Celery app with its one task."""
+    app = Celery("eyrie-shards", broker=url, set_as_current=False)
+    app.conf.update({
+        **transport_settings(url, sharding.shard_visibility_timeout_s),
+        "task_default_queue": SHARD_QUEUE, "task_serializer": "json", "accept_content": ["json"],
+        "task_acks_late": True, "task_reject_on_worker_lost": True, "task_ignore_result": True,
+        "worker_prefetch_multiplier": 1, "task_publish_retry": False, "worker_hijack_root_logger": False,
+        "worker_enable_remote_control": False, "worker_cancel_long_running_tasks_on_connection_loss": False,
+    })
+    holds = Holds(url, sharding.shard_visibility_timeout_s)
+    cache = Path(tempfile.gettempdir()) / f"eyrie-shards-{os.getuid()}"
+
+    @app.task(name=TASK, bind=True, shared=False, max_retries=None)
+    def regenerate_shard(task: Any, text: str) -> None:
+        order = ShardOrder.model_validate_json(text)
+        tag = str(task.request.properties["delivery_tag"])
+        name = held_name(order)
+        if not holds.take(name, tag):
+            return
+        try:
+            store = open_store(order.store_url, StoreOptions.from_env())
+            answer_shard(order, store, cache / str(os.getpid()), _renewing(holds, name, tag))
+        except Transient as trouble:
+            raise task.retry(exc=trouble, countdown=min(trouble.after_s, _RETRY_AFTER_MOST_S)) from trouble
+        finally:
+            with contextlib.suppress(BrokerAway):  # it runs out by itself
+                holds.release(name)
+
+    return app
+
+
+def held_name(order: ShardOrder) -> str:
+    """A shard's name among all jobs'."""
+    return digest_model(order)
+
+
+def _renewing(holds: Holds, name: str, tag: str) -> Callable[[], None]:
+    due = time.monotonic() + holds.renew_every_s
+
+    def pause() -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            with contextlib.suppress(BrokerAway):  # at worst another worker does the same shard
+                holds.renew(name, tag)
+            due = time.monotonic() + holds.renew_every_s
+
+    return pause
+
+
+class CeleryShards:
+    """`ShardQueue` over Celery."""
+
+    def __init__(self, url: str, sharding: Sharding) -> None:
+        self._app = make_app(url, sharding)
+        self._holds = Holds(url, sharding.shard_visibility_timeout_s)
+
+    def send(self, order: ShardOrder) -> None:
+        """See `ShardQueue`."""
+        try:
+            self._app.send_task(TASK, args=[order.model_dump_json()])
+        except OperationalError as error:
+            raise BrokerAway(f"the broker does not answer: {type(error).__name__}", "check EYRIE_BROKER_URL") from error
+
+    def length(self) -> int:
+        """See `ShardQueue`."""
+        return messages_waiting(self._app.connection_for_read(connect_timeout=2), SHARD_QUEUE)
+
+    def is_held(self, order: ShardOrder) -> bool:
+        """See `ShardQueue`."""
+        return self._holds.is_held(held_name(order))
+
+
+def sharded_engine(sharding: Sharding, spec: RegenerateStage, context: int, target_dir: Path,
+                   warn: Callable[[str, str], None]) -> ShardedEngine:
+    """The engine of a stage whose asking is shared out. Raises InvalidInput where broker or store are not named."""
+    store = open_store()
+    order = ShardOrder(store_url=store.url, prefix=f"jobs/{spec.job_id}/regenerate-shards", shard="",
+                       target=spec.target, regenerate=spec.regenerate, context=context)
+    return ShardedEngine(order=order, store=store, queue=CeleryShards(broker_url(), sharding), sharding=sharding,
+                         tokenizer_dir=target_dir, warn=warn,
+                         resend_after_s=2 * sharding.shard_visibility_timeout_s)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Answer shards until SIGTERM or SIGINT; those in hand are finished."""
+    parser = argparse.ArgumentParser(description="Answers shards of regeneration from Redis (EYRIE_BROKER_URL).")
+    parser.add_argument("--concurrency", type=int, default=2, help="shards at once, each with many requests in flight")
+    arguments = parser.parse_args(argv)
+    try:
+        app = make_app(broker_url(), Sharding.from_env())
+    except EyrieError as error:
+        print(f"error: {error.message}\nmend: {error.mend}", file=sys.stderr)
+        return error.exit_code
+    app.worker_main([
+        "worker", "--pool", "prefork", "--concurrency", str(arguments.concurrency), "--loglevel", "WARNING",
+        "--hostname", f"eyrie-shards-{os.getpid()}@%h", "--without-heartbeat", "--without-mingle", "--without-gossip"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
