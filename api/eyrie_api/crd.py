@@ -225,6 +225,8 @@ class _Writer:
             target["additionalProperties"] = self.write(source["additionalProperties"])
         else:
             target["x-kubernetes-preserve-unknown-fields"] = True
+        if not self._defaults:  # what we write ourselves is not held against rules for users
+            return
         rules = [*source.get("x-kubernetes-validations", ()),
                  *({"rule": rule, "message": message} for rule, message in _RULES.get(source.get("title", ""), ()))]
         if rules:

@@ -59,6 +59,11 @@ class Terms:
     retry_s: float = 2.0
 
 
+def terms_of(duration_s: float) -> Terms:
+    """The proportions of the defaults, for another duration."""
+    return Terms(duration_s, duration_s * 2 / 3, duration_s * 2 / 15)
+
+
 class LeaseDoor(Protocol):
     """Where the lease is kept."""
 

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -36,7 +37,7 @@ from eyrie_operator.cluster.watch import watch
 
 log = logging.getLogger(__name__)
 
-LEASE = "eyrie-operator"
+_OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _WORKERS = 4
 _STOP_S = 10.0
 
@@ -46,12 +47,15 @@ class Options:
     """How one operator runs."""
 
     lease_namespace: str
+    lease_name: str = "eyrie-operator"
     namespaces: tuple[str, ...] = ()
     """To watch; all when empty."""
 
     mirror_namespace: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8643
+    host: str = "0.0.0.0"
+    """Probes come from the node. Nothing that is answered is secret."""
+
+    port: int = 8080
     terms: Terms = field(default_factory=Terms)
     poll_s: float = 2.0
     resync_s: float = 60.0
@@ -80,7 +84,7 @@ class Operator:
         self._controller = Controller(settings, database, self._cluster, self.telemetry,
                                       mirror_namespace=options.mirror_namespace)
         me = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-        keeper = LeaseKeeper(self._cluster, options.lease_namespace, LEASE)
+        keeper = LeaseKeeper(self._cluster, options.lease_namespace, options.lease_name)
         self._elector = Elector(me, keeper, options.terms, self._fence, monotonic=time.monotonic, clock=utc_now)
         self._stopping, self._leading, self._lost = threading.Event(), threading.Event(), threading.Event()
         self._campaign = threading.Thread(target=self._stand, name="eyrie-election", daemon=True)
@@ -192,6 +196,14 @@ def _serve_probes(host: str, port: int, answers: dict[str, Callable[[], tuple[in
     server = ThreadingHTTPServer((host, port), Probe)
     threading.Thread(target=server.serve_forever, name="eyrie-probes", daemon=True).start()
     return server
+
+
+def own_namespace() -> str:
+    """Of the pod this is; `default` outside of one."""
+    try:
+        return _OWN_NAMESPACE.read_text(encoding="ascii").strip() or "default"
+    except OSError:
+        return "default"
 
 
 def split(namespaces: Sequence[str]) -> tuple[str, ...]:

@@ -1,0 +1,239 @@
+"""What a DrafterJob or DraftEndpoint needs next: plain values in, actions out."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from eyrie_api.v1alpha1.resources import JOB_ID_ANNOTATION, OUTSIDE_ANNOTATION, UID_LABEL
+from eyrie_api.v1alpha1.status import Endpoint, Job
+from eyrie_operator.cluster.reconcile import (
+    Actions,
+    Annotate,
+    CancelJob,
+    CheckAgain,
+    CreateEndpoint,
+    CreateJob,
+    DeleteJob,
+    DeleteResource,
+    Hold,
+    Memory,
+    Project,
+    Release,
+    RetryJob,
+    SetDesired,
+    Tell,
+    reconcile_endpoint,
+    reconcile_job,
+    refuse_job,
+)
+from eyrie_operator.cluster.resources import (
+    MIRRORED,
+    ORIGIN_LABEL,
+    SUSPENDED_ANNOTATION,
+    mirror_of,
+    read_endpoint,
+    read_job,
+)
+from tests.operator.cluster.objects import NOW, UID, cancelled, conditions, drafter_job, job, projected, succeeded
+
+
+def look(raw: dict[str, Any], row: Job | None, memory: Memory | None = None) -> Actions:
+    return reconcile_job(read_job(raw), row, memory or Memory(), NOW)
+
+
+def settled(raw: dict[str, Any], row: Job) -> dict[str, Any]:
+    """The object after what is to be told has been written."""
+    return {**raw, "status": projected(look(raw, row))}
+
+
+def test_an_applied_object_is_held_and_submitted_with_its_uid_as_key_and_label() -> None:
+    hold, create = look(drafter_job(held=False), None)
+    assert hold == Hold()
+    assert isinstance(create, CreateJob)
+    assert create.key == UID
+    assert create.spec.labels == {UID_LABEL: UID, "kubernetes-namespace": "team", "kubernetes-name": "mine"}
+
+
+def test_a_status_that_is_right_already_is_not_written_again() -> None:
+    raw = settled(drafter_job(), job())
+    assert look(raw, job()) == ()
+
+
+def test_a_change_is_written_once_with_one_event_per_changed_condition() -> None:
+    raw = settled(drafter_job(), job())
+    told = look(raw, job("Running", ("Trained", "Unknown", "Running")))
+    assert [one.notice.reason for one in told if isinstance(one, Tell)] == ["Running"]
+    assert isinstance(told[-1], Project)
+    assert conditions(told)["Trained"] == ("Unknown", "Running")
+
+
+def test_events_of_the_same_transition_have_the_same_name() -> None:
+    first = [one for one in look(drafter_job(), succeeded()) if isinstance(one, Tell)]
+    again = [one for one in look(drafter_job(), succeeded()) if isinstance(one, Tell)]
+    assert first == again
+    assert len({one.notice.name for one in first}) == len(first) == 2
+
+
+def test_times_are_whole_seconds_in_utc_and_generations_are_the_objects() -> None:
+    status = projected(look(drafter_job(generation=4), succeeded()))
+    assert status["observedGeneration"] == 4
+    assert status["conditions"][1] == {
+        "type": "Succeeded", "status": "True", "reason": "Completed", "message": "", "observedGeneration": 4,
+        "lastTransitionTime": "2026-11-21T11:00:00Z"}
+
+
+def test_what_the_contract_refuses_is_told_as_an_end_and_not_submitted() -> None:
+    raw = drafter_job()
+    raw["spec"]["job"]["benchmark"] = {"tree": {"num_steps": 5, "top_k": 1, "num_draft_tokens": 9}}
+    told = look(raw, None)
+    assert not any(isinstance(one, CreateJob) for one in told)
+    assert conditions(told) == {"Accepted": ("False", "InvalidSpec"), "Succeeded": ("False", "InvalidSpec"),
+                                "Failed": ("True", "InvalidSpec")}
+    assert "spec.job.benchmark.tree" in projected(told)["conditions"][0]["message"]
+    assert look({**raw, "status": projected(told)}, None) == ()
+
+
+def test_what_was_refused_is_submitted_only_after_the_object_changed() -> None:
+    refused = projected(refuse_job(read_job(drafter_job()), "TargetNotFound", "no such model", NOW, over=True))
+    assert look(drafter_job(status=refused), None) == ()
+    assert any(isinstance(one, CreateJob) for one in look(drafter_job(status=refused, generation=2), None))
+
+
+def test_an_object_applied_suspended_waits_without_a_job() -> None:
+    told = look(drafter_job(suspend=True), None)
+    assert conditions(told) == {"Accepted": ("False", "Suspended"), "Suspended": ("True", "Suspended")}
+    resumed = look(drafter_job(status=projected(told)), None)
+    assert any(isinstance(one, CreateJob) for one in resumed)
+
+
+def test_suspending_marks_the_attempt_before_it_cancels() -> None:
+    told = look(drafter_job(suspend=True), job(attempt=2))
+    assert told[:2] == (Annotate(SUSPENDED_ANNOTATION, "2"), CancelJob("job-abc"))
+    assert conditions(told)["Suspended"] == ("False", "Stopping")
+
+
+def test_a_suspended_job_is_resumed_as_another_attempt_and_the_mark_taken_away() -> None:
+    marked = {SUSPENDED_ANNOTATION: "1"}
+    stopped = look(drafter_job(suspend=True, annotations=marked), cancelled())
+    assert conditions(stopped)["Suspended"] == ("True", "Suspended")
+    assert projected(stopped)["phase"] == "Suspended"
+    assert RetryJob("job-abc") in look(drafter_job(annotations=marked), cancelled())
+    assert Annotate(SUSPENDED_ANNOTATION, None) in look(drafter_job(annotations=marked), job(attempt=2))
+
+
+def test_a_job_that_a_person_cancelled_is_not_resumed() -> None:
+    assert not any(isinstance(one, RetryJob) for one in look(drafter_job(), cancelled()))
+    assert not any(isinstance(one, RetryJob)
+                   for one in look(drafter_job(annotations={SUSPENDED_ANNOTATION: "1"}), cancelled(attempt=2)))
+
+
+def test_suspending_what_has_succeeded_changes_nothing() -> None:
+    told = look(drafter_job(suspend=True), succeeded())
+    assert not any(isinstance(one, CancelJob | Annotate) for one in told)
+    assert projected(told)["phase"] == "Succeeded"
+
+
+@pytest.mark.parametrize(("ago_s", "left_s"), [(59.0, 1.0), (10.0, 50.0)])
+def test_an_ended_object_is_looked_at_again_when_its_time_is_up(ago_s: float, left_s: float) -> None:
+    raw = settled(drafter_job(ttl_seconds_after_finished=60), succeeded(ago_s))
+    assert look(raw, succeeded(ago_s)) == (CheckAgain(left_s),)
+
+
+def test_an_object_whose_time_is_up_goes_and_leaves_its_job() -> None:
+    keep, delete = look(drafter_job(ttl_seconds_after_finished=60), succeeded(60.0))
+    assert keep == Annotate(OUTSIDE_ANNOTATION, "keep")
+    assert isinstance(delete, DeleteResource)
+    assert look(drafter_job(deleting=True, annotations={OUTSIDE_ANNOTATION: "keep"}), succeeded()) == (Release(),)
+
+
+def test_a_running_job_has_no_time_to_live() -> None:
+    assert not any(isinstance(one, DeleteResource | CheckAgain)
+                   for one in look(drafter_job(ttl_seconds_after_finished=0), job()))
+
+
+def test_deleting_an_object_ends_its_job_first_and_releases_it_when_the_record_is_gone() -> None:
+    waiting = look(drafter_job(deleting=True), job())
+    assert DeleteJob("job-abc") in waiting
+    assert not any(isinstance(one, Release) for one in waiting)
+    assert look(drafter_job(deleting=True), None) == (Release(),)
+    assert look(drafter_job(deleting=True, held=False), None) == ()
+
+
+def test_an_object_whose_drafter_serves_is_held_and_says_how_to_go_on() -> None:
+    told = look(drafter_job(deleting=True), succeeded(), Memory(served_by="support"))
+    assert not any(isinstance(one, DeleteJob | Release) for one in told)
+    assert conditions(told)["Deleted"] == ("False", "EndpointServes")
+    assert "support" in projected(told)["conditions"][-1]["message"]
+
+
+def test_an_object_whose_job_was_deleted_elsewhere_goes_too() -> None:
+    gone = drafter_job(status={"job_id": "job-abc"})
+    assert isinstance(look(gone, None, Memory(deleted=True))[0], DeleteResource)
+
+
+def test_a_database_that_never_had_the_job_empties_no_cluster() -> None:
+    told = look(drafter_job(status={"job_id": "job-abc"}), None)
+    assert not any(isinstance(one, DeleteResource | CreateJob) for one in told)
+    assert conditions(told)["Accepted"] == ("False", "JobUnknown")
+
+
+def test_a_mirror_is_the_job_it_shows_and_goes_with_it() -> None:
+    posted = job(labels={})
+    raw = mirror_of(posted, "team")
+    raw["metadata"] |= {"uid": UID, "generation": 1, "resourceVersion": "1"}
+    assert read_job(raw).mirrored
+    assert read_job(raw).spec is not None
+    assert read_job(raw).spec.job == posted.spec  # type: ignore[union-attr]
+    assert projected(look(raw, posted))["job_id"] == posted.id
+    assert isinstance(look(raw, None)[0], DeleteResource)
+
+
+def test_a_copy_of_a_mirror_under_another_name_is_no_mirror() -> None:
+    raw = drafter_job(labels={ORIGIN_LABEL: MIRRORED}, annotations={JOB_ID_ANNOTATION: "job-abc"})
+    assert not read_job(raw).mirrored
+
+
+def draft_endpoint(**spec: Any) -> dict[str, Any]:
+    raw = drafter_job(name="support")
+    return {**raw, "kind": "DraftEndpoint", "spec": {"target": {"model": "quickstart"}, **spec}}
+
+
+def endpoint(**changes: Any) -> Endpoint:
+    return Endpoint.model_validate({
+        "name": "support", "target": "quickstart", "url": "http://127.0.0.1:1/v1", "model": "quickstart",
+        "active_revision": 1, "updated_at": NOW} | changes)
+
+
+def test_an_applied_endpoint_is_made_under_the_objects_own_name() -> None:
+    raw = draft_endpoint(serve={"endpoint": "another"})
+    _, create = reconcile_endpoint(read_endpoint({**raw, "metadata": {**raw["metadata"], "finalizers": []}}), None,
+                                   "quickstart", NOW)
+    assert isinstance(create, CreateEndpoint)
+    assert (create.name, create.serve.endpoint) == ("support", "support")
+
+
+def test_an_endpoint_is_switched_as_its_object_says_and_off_before_it_is_let_go() -> None:
+    off = reconcile_endpoint(read_endpoint(draft_endpoint(desired="off")), endpoint(), "quickstart", NOW)
+    assert SetDesired("support", "off") in off
+    deleting = draft_endpoint()
+    deleting["metadata"]["deletionTimestamp"] = "2026-11-21T11:59:00Z"
+    assert SetDesired("support", "off") in reconcile_endpoint(read_endpoint(deleting), endpoint(), "quickstart", NOW)
+    assert reconcile_endpoint(read_endpoint(deleting), endpoint(desired="off"), "quickstart", NOW) == (Release(),)
+
+
+def test_an_endpoint_of_another_target_is_refused_and_left_alone() -> None:
+    told = reconcile_endpoint(read_endpoint(draft_endpoint()), endpoint(target="other"), "quickstart", NOW)
+    assert conditions(told) == {"Accepted": ("False", "TargetDiffers")}
+    assert not any(isinstance(one, SetDesired | CreateEndpoint) for one in told)
+
+
+def test_an_endpoint_s_status_shows_url_and_revisions_and_is_written_once() -> None:
+    row = endpoint(revisions=[{"number": 1, "job_id": None, "checkpoint": None, "tree": None, "drafter_dir": None,
+                               "created_at": NOW - timedelta(hours=1), "reason": "bare", "state": "active"}])
+    raw = draft_endpoint()
+    told = reconcile_endpoint(read_endpoint(raw), row, "quickstart", NOW)
+    assert projected(told)["url"] == "http://127.0.0.1:1/v1"
+    assert projected(told)["revisions"][0]["setting"] == "off"
+    later = NOW + timedelta(minutes=5)
+    assert reconcile_endpoint(read_endpoint({**raw, "status": projected(told)}), row, "quickstart", later) == ()
