@@ -104,7 +104,7 @@ def running_arms(plan: ArmPlan, uses: Uses, directory: Path,
     try:
         for name in uses:
             arms[name] = start_arm(plan, name, uses, directory / name)
-            if plan.kind == "sglang":
+            if plan.kind == "sglang" and machine_profile().platform != "cpu":
                 # One after the other: each takes its share of the memory that those before it have left.
                 wait_ready([arms[name]], _READY_S[plan.kind], pause_point)
         wait_ready(list(arms.values()), _READY_S[plan.kind], pause_point)
@@ -180,10 +180,13 @@ def _sglang(plan: ArmPlan, name: str, uses: Uses, directory: Path,
                        adaptive_path=str(_adaptive_file(directory)))
 
     plans = {arm: told(use) for arm, use in uses.items()}
-    pins = launch.pins_of(plans[name], [use.setting for use in uses.values()])
     context = min(launch.pins_of(one).context_length for one in plans.values())
-    return plans[name], replace(pins, context_length=context, mem_fraction=_fraction(machine, list(uses).index(name),
-                                                                                    len(uses)))
+    own = plans[name]
+    if machine.platform == "cpu":  # its memory is not all SGLang's: no more of it than its requests can fill
+        own = replace(own, max_total_tokens=plan.max_concurrency * context)
+    pins = launch.pins_of(own, [use.setting for use in uses.values()])
+    fraction = _fraction(machine, list(uses).index(name), len(uses))
+    return own, replace(pins, context_length=context, mem_fraction=fraction)
 
 
 def _fraction(machine: HardwareProfile, place: int, num_arms: int) -> float:
