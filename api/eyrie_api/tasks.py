@@ -97,7 +97,7 @@ def queue_length(app: Celery, queue: str) -> int:
 
 
 def queue_lengths(app: Celery, settings: Settings) -> dict[str, Callable[[], int]]:
-    """What waits where, by name, for metrics and scalers: `chores`, and `shards` of regeneration where there is Redis."""
+    """What waits, by name, for metrics and scalers: `chores`, and `shards` of regeneration where there is Redis."""
     queues = {"chores": chore_queue(settings)}
     if not settings.broker_url.startswith("memory:"):
         queues["shards"] = SHARD_QUEUE
