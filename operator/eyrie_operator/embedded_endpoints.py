@@ -134,7 +134,7 @@ class EmbeddedEndpoints:
         job = self._promoted_from(endpoint, number)
         promotion = job.spec.promotion if job is not None else PromotionPolicy()
         return ServePolicy(serving.serve.health_timeout_s, serving.serve.min_acceptance_ratio, promotion.canary,
-                           promotion.drift)
+                           promotion.drift, counts_drafted=serving.serve.engine == "embedded")
 
     def _promoted_from(self, endpoint: Endpoint, number: int | None) -> Job | None:
         """The job of a revision; None for one that came from no job, or whose job was deleted."""

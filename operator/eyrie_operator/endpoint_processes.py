@@ -172,15 +172,16 @@ class Ready(BaseModel):
     url: str
 
 
-_ROUNDS = ("eyrie_verify_rounds_total", "sglang:spec_verify_calls_total")
-_TOKENS = ("eyrie_generated_tokens_total", "sglang:generation_tokens_total")
+_ROUNDS = ("eyrie_drafted_rounds_total", "sglang:spec_verify_calls_total")
+_TOKENS = ("eyrie_drafted_round_tokens_total", "sglang:generation_tokens_total")
 
 
 def read_counters(url: str) -> tuple[float, float] | None:
-    """(verify rounds, generated tokens) so far, from the engine's /metrics; None when it does not answer.
+    """(drafted rounds, tokens they gave) so far, from the engine's /metrics; None when it does not answer.
 
     SGLang adds to both when a request ends and counts the first token, which no round gave: with answers of 100 tokens
-    its tau reads one hundredth high. Undrafted it counts no rounds, so no window of it ever fills.
+    its tau reads one hundredth high. A round that its adaptive form left without drafting counts like any other
+    (`serving.ServePolicy.counts_drafted`). Undrafted neither engine counts rounds: no window ever fills.
     """
     try:
         text = httpx.get(f"{url}/metrics", timeout=2.0, trust_env=False).text

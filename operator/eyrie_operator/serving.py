@@ -100,6 +100,8 @@ class ServePolicy:
     min_acceptance_ratio: float = 0.5
     canary: CanarySpec = field(default_factory=CanarySpec)
     drift: DriftSpec = field(default_factory=DriftSpec)
+    counts_drafted: bool = False
+    """The engine counts rounds that drafted apart from plain ones. Ours does, SGLang does not."""
 
 
 @dataclass(frozen=True)
@@ -331,28 +333,28 @@ def _watch_acceptance(endpoint: Endpoint, active: int, policy: ServePolicy, seen
         return []
     tau = window_tau(engine)
     if tau is None:
-        return _drift(revision, policy.drift, seen)
-    close = CloseWindow(active, tau, engine.window_rounds, proven_tau(revision))
+        return _drift(revision, policy, seen)
+    close = CloseWindow(active, tau, engine.window_rounds, proven_tau(revision, policy.counts_drafted))
     collapse = _collapse(revision, tau, engine.window_rounds, policy)
     if collapse is not None:
         # A new window, so that a fallback that fails is tried again only after as many rounds.
         return [close, GoBack(active, "AcceptanceCollapsed", collapse)]
     short = engine.window_since is not None and now - engine.window_since < timedelta(seconds=policy.drift.window_s)
-    return _drift(revision, policy.drift, seen) if short else [close]
+    return _drift(revision, policy, seen) if short else [close]
 
 
 def _collapse(revision: Revision | None, tau: float | None, rounds: float, policy: ServePolicy) -> str | None:
     """In words, that acceptance fell below the share of the proven one that is borne; None while it did not."""
-    proven = None if revision is None else proven_tau(revision)
+    proven = None if revision is None else proven_tau(revision, policy.counts_drafted)
     if tau is None or proven is None or tau >= policy.min_acceptance_ratio * proven:
         return None
     return (f"acceptance length fell to {tau:.2f} over {rounds:.0f} rounds, below "
             f"{policy.min_acceptance_ratio * proven:.2f} = {policy.min_acceptance_ratio:g} x the proven {proven:.2f}")
 
 
-def _drift(revision: Revision, drift: DriftSpec, seen: EndpointSeen) -> list[EndpointAction]:
+def _drift(revision: Revision, policy: ServePolicy, seen: EndpointSeen) -> list[EndpointAction]:
     """Told once; again only after acceptance had recovered in between."""
-    proven = proven_tau(revision)
+    drift, proven = policy.drift, proven_tau(revision, policy.counts_drafted)
     if drift.action == "ignore" or proven is None:
         return []
     least, windows = drift.ratio * proven, seen.windows
@@ -400,15 +402,15 @@ def _serving(endpoint: Endpoint, seen: EndpointSeen) -> tuple[Literal["True", "F
     return "Unknown", "Starting", f"revision {endpoint.active_revision} is coming up"
 
 
-def proven_tau(revision: Revision) -> float | None:
+def proven_tau(revision: Revision, counts_drafted: bool = False) -> float | None:
     """The acceptance length that live traffic is held against; None where it would accuse the innocent.
 
-    An engine that follows its map and switches itself off under load counts plain rounds, of one token each: from its
-    counters that cannot be told from a drafter that has gone blind.
+    An engine that follows its map switches itself off under load and then gives one token per round. Unless it counts
+    the rounds that drafted apart (`counts_drafted`), that cannot be told from a drafter that has gone blind.
     """
     chart = revision.use.map
     switches_off = chart is not None and any(point.setting.method == "off" for point in chart.points)
-    return revision.tau if _drafts(revision) and not switches_off else None
+    return revision.tau if _drafts(revision) and (counts_drafted or not switches_off) else None
 
 
 def _drafts(revision: Revision) -> bool:

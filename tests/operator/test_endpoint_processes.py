@@ -19,9 +19,11 @@ from tests.api.samples import target_directory
 
 CHAIN = Setting(tree=DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4))
 
-EMBEDDED = """# HELP eyrie_verify_rounds_total x
-eyrie_verify_rounds_total 200.0
-eyrie_generated_tokens_total 500.0
+EMBEDDED = """# HELP eyrie_drafted_rounds_total x
+eyrie_verify_rounds_total 900.0
+eyrie_generated_tokens_total 1210.0
+eyrie_drafted_rounds_total 200.0
+eyrie_drafted_round_tokens_total 500.0
 eyrie_accepted_tokens_total{position="1"} 9.0
 """
 SGLANG = """sglang:spec_verify_calls_total{model_name="m"} 200.0

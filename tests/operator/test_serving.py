@@ -138,7 +138,7 @@ def test_a_window_is_closed_when_it_is_long_enough_too_but_a_collapse_does_not_w
     assert GoBack in kinds(plan(endpoint(2), poor, routed=2, policy=policy))
 
 
-def test_an_engine_that_switches_itself_off_under_load_is_not_blamed_for_rounds_of_one_token() -> None:
+def test_an_engine_that_switches_itself_off_under_load_is_blamed_for_its_drafted_rounds_alone() -> None:
     poor = {"window_tokens": 1.0 * MIN_ROUNDS, "window_rounds": float(MIN_ROUNDS)}
     points = tuple(OperatingPoint(concurrency=load, setting=setting, speedup=1.0, tokens_per_s=1.0, measured=True)
                    for load, setting in ((1, Setting(tree=DraftTreeShape())), (8, OFF)))
@@ -148,6 +148,10 @@ def test_an_engine_that_switches_itself_off_under_load_is_not_blamed_for_rounds_
     wanted = wanted.model_copy(update={"revisions": (wanted.revisions[0], follows)})
     assert kinds(plan(wanted, engine(2, **poor), routed=2)) == [CloseWindow]
     assert plan(wanted, engine(2), routed=2, policy=DRIFTING, windows=(1.0, 1.0, 1.0)).actions == ()
+    apart = replace(AT_ONCE, counts_drafted=True)
+    assert kinds(plan(wanted, engine(2, **poor), routed=2, policy=apart)) == [CloseWindow, GoBack]
+    apart = replace(DRIFTING, counts_drafted=True)
+    assert kinds(plan(wanted, engine(2), routed=2, policy=apart, windows=(1.0, 1.0, 1.0))) == [TellDrift]
 
 
 def test_acceptance_is_not_judged_while_another_revision_is_coming_up() -> None:
