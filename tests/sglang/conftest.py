@@ -11,6 +11,16 @@ from eyrie_workers.engines.sglang.process import SglangServer
 collect_ignore_glob = [] if os.environ.get("EYRIE_TEST_SGLANG") == "1" else ["*.py"]
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Figures after the verdicts."""
+    from tests.sglang.seen import SEEN
+
+    if SEEN:
+        terminalreporter.section("what SGLang was seen to do")
+        for line in SEEN:
+            terminalreporter.line(line)
+
+
 @pytest.fixture(scope="session")
 def drafter() -> Path:
     """A drafter trained by our stages; never written to. EYRIE_SGLANG_DRAFTER names another one of the quickstart's."""

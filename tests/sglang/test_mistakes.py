@@ -24,7 +24,7 @@ def test_a_drafter_served_wrongly_loses_speed_fails_parity_and_the_cause_is_name
     broken = copied(drafter, tmp_path / "broken")
     spoil(broken)
     with serving(flags(*drafting(broken, CHAIN)), tmp_path) as drafted:
-        report = parity(plain, drafted, drafter, CHAIN, prompts)
+        report = parity(spoil.__name__, plain, drafted, drafter, CHAIN, prompts)
     assert not report.passed
     assert report.identical == report.prompts
     assert report.tau < report.reference_tau
@@ -40,7 +40,7 @@ def test_a_vocabulary_map_of_ids_instead_of_offsets_fails_parity_and_the_map_is_
     broken = copied(drafter, tmp_path / "broken")
     ids_for_offsets(broken)
     with serving(flags(*drafting(broken, CHAIN)), tmp_path) as drafted:
-        report = parity(plain, drafted, drafter, CHAIN, prompts)
+        report = parity(ids_for_offsets.__name__, plain, drafted, drafter, CHAIN, prompts)
     assert not report.passed
     said = " ".join(report.reasons)
     assert "d2t holds" in said or "ids read as offsets" in said, said

@@ -14,6 +14,7 @@ from eyrie_workers.engines.sglang.process import SglangServer, free_port
 from eyrie_workers.engines.sglang.profiles import profile
 from eyrie_workers.engines.sglang.served import read_drafter, read_target
 from eyrie_workers.measurement.parity import prove_parity
+from tests.sglang.seen import tell
 from tests.sglang.servers import MODEL, TARGET, drafting, flags, serving
 
 CHAIN = DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)
@@ -33,10 +34,12 @@ def chain(drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield server
 
 
-def parity(plain: SglangServer, drafted: SglangServer, drafter: Path, tree: DraftTreeShape,
+def parity(what: str, plain: SglangServer, drafted: SglangServer, drafter: Path, tree: DraftTreeShape,
            prompts: Sequence[Sequence[int]], in_flight: int = 1) -> ParityReport:
-    return prove_parity("sglang", plain.url, drafted.url, MODEL, TARGET, drafter, tree, prompts, TOKENS, "float32",
-                        in_flight=in_flight)
+    report = prove_parity("sglang", plain.url, drafted.url, MODEL, TARGET, drafter, tree, prompts, TOKENS, "float32",
+                          in_flight=in_flight)
+    tell(f"{what}, {in_flight} at a time", report)
+    return report
 
 
 def assert_proven(report: ParityReport) -> None:
@@ -55,18 +58,18 @@ def assert_proven(report: ParityReport) -> None:
 
 def test_a_chain_is_drafted_as_in_the_reference_engine_request_by_request(
         plain: SglangServer, chain: SglangServer, drafter: Path, prompts: list[list[int]]) -> None:
-    assert_proven(parity(plain, chain, drafter, CHAIN, prompts))
+    assert_proven(parity("chain", plain, chain, drafter, CHAIN, prompts))
 
 
 def test_a_chain_is_drafted_the_same_in_batches_and_from_cached_prefixes(
         plain: SglangServer, chain: SglangServer, drafter: Path, prompts: list[list[int]]) -> None:
     """Six requests at a time, of texts this server has answered before: their prefixes come from its cache."""
-    assert_proven(parity(plain, chain, drafter, CHAIN, prompts, in_flight=6))
+    assert_proven(parity("chain", plain, chain, drafter, CHAIN, prompts, in_flight=6))
 
 
 @pytest.mark.parametrize("tree", [TREE, NARROW_TREE], ids=DraftTreeShape.label)
 def test_a_tree_is_drafted_as_in_the_reference_engine_alone_and_in_batches(
         tree: DraftTreeShape, plain: SglangServer, drafter: Path, prompts: list[list[int]], tmp_path: Path) -> None:
     with serving(flags(*drafting(drafter, tree)), tmp_path) as drafted:
-        assert_proven(parity(plain, drafted, drafter, tree, prompts))
-        assert_proven(parity(plain, drafted, drafter, tree, prompts, in_flight=6))
+        assert_proven(parity("tree", plain, drafted, drafter, tree, prompts))
+        assert_proven(parity("tree", plain, drafted, drafter, tree, prompts, in_flight=6))

@@ -44,7 +44,7 @@ def test_a_variant_of_the_drafter_accepts_the_same_rounds_in_sglang(
         tmp_path: Path) -> None:
     served = variant(drafter, tmp_path / "variant", **changed)
     with serving(flags(*drafting(served, CHAIN), *more), tmp_path) as drafted:
-        report = parity(plain, drafted, served, CHAIN, prompts[::2])
+        report = parity(f"variant {' and '.join(changed)}", plain, drafted, served, CHAIN, prompts[::2])
     assert report.passed, report.reasons
     assert report.histogram == report.reference_histogram or report.rounds_explained > 0
     assert sum(report.histogram[2:]) > 0, "hardly anything is accepted: the comparison says little"
