@@ -247,7 +247,15 @@ def test_ngram_lookup_is_promoted_by_the_same_questions() -> None:
     assert decide(PromotionPolicy(), STEADY, None, SUITES, proof_of(STEADY, use=use)).promote
 
 
-def test_live_traffic_is_held_against_the_lowest_tau_of_the_proof_or_the_benchmarks_mean() -> None:
-    load = load_report(against("candidate", 1, 2.0), against("candidate", 4, 1.5), taus={1: 3.4, 4: 2.8})
-    assert proven_tau(STEADY, proof_of(STEADY, load)) == 2.8
-    assert proven_tau(STEADY, proof_of(STEADY)) == proven_tau(STEADY) == pytest.approx(4.0)
+def test_live_traffic_is_held_against_the_lowest_tau_of_the_proof_and_of_sampled_benchmarks() -> None:
+    def with_taus(at_one: float, at_four: float) -> LoadReport:
+        return load_report(against("candidate", 1, 2.0), against("candidate", 4, 1.5), taus={1: at_one, 4: at_four})
+
+    assert proven_tau(STEADY, proof_of(STEADY, with_taus(3.4, 2.8))) == 2.8
+    sampled = pytest.approx(3.8)  # at temperature 1; greedily 4.2
+    assert proven_tau(STEADY, proof_of(STEADY, with_taus(4.4, 4.1))) == sampled
+    assert proven_tau(STEADY, proof_of(STEADY)) == proven_tau(STEADY) == sampled
+    follows = DrafterUse(drafter_dir="/d", setting=CHAIN, map=chart((1, CHAIN), (4, OFF)))
+    assert proven_tau(STEADY, proof_of(STEADY, with_taus(3.4, 1.0), use=follows)) == 3.4
+    ngram = DrafterUse(setting=Setting(method="ngram", tree=DraftTreeShape()))
+    assert proven_tau(STEADY, proof_of(STEADY, with_taus(4.4, 4.1), use=ngram)) == 4.1
