@@ -83,7 +83,7 @@ def demo_job(short: bool) -> JobSpec:
                         parity_prompts=4 if short else 8),
         # Predictions cost the same for a wide grid; the races are what takes time.
         tune=TuneSpec(num_steps=(3, 5) if short else (2, 3, 4, 5, 6, 7), top_k=(1,) if short else (1, 2),
-                      num_draft_tokens=(10,), max_prompts=4 if short else 8, budget_s=6.0 if short else 16.0),
+                      num_draft_tokens=(10,), max_prompts=4 if short else 8, budget_s=6.0 if short else 14.0),
     )
 
 

@@ -17,8 +17,10 @@ from eyrie_api.v1alpha1.reports import (
     VocabularyReport,
 )
 from eyrie_api.v1alpha1.stages import Manifest, StageName, StageReport
+from eyrie_api.v1alpha1.tuning import OFF, OperatingPoint, Setting, Trial
 from eyrie_workers.catalog import stage_dir
-from eyrie_workers.measurement.grid import possible_shapes
+from eyrie_workers.measurement.grid import possible_settings, possible_shapes
+from eyrie_workers.measurement.operating import compile_map
 
 DIGEST = digest_bytes(b"synthetic")
 WHEN = "2026-01-01T00:00:00+00:00"
@@ -71,6 +73,22 @@ def tune_report() -> TuneReport:
     return TuneReport(checkpoint="default-step-300", path="x", cells=tuple(cells), winner=winner.tree, finding="-",
                       final=benchmark_report("default-step-300", 0.8, winner.tree), environment=ENVIRONMENT,
                       seconds=50.0)
+
+
+def tuned_by_prediction() -> TuneReport:
+    """Every shape predicted at two loads, the best chain and off measured, off best at the higher load."""
+    winner = Setting(tree=CHAIN)
+    trials = [
+        Trial(setting=setting, concurrency=load, predicted_tokens_per_s=65 * speed, predicted_speedup=speed,
+              predicted_tau=2.0, **({"speedup": speed, "tau": 2.0, "blocks": 4,
+                                     "speedup_interval": Interval(low=0.9 * speed, high=1.1 * speed)}
+                                    if setting in (OFF, winner) else {}))
+        for load, share in ((1, 1.0), (8, 0.4)) for setting in possible_settings(TuneSpec())
+        for speed in (1.0 if setting == OFF else share * (speed_of(setting.tree, 0.8) if setting.tree else 1.0),)]
+    points = [OperatingPoint(concurrency=load, setting=best, speedup=1.5, tokens_per_s=90.0, measured=True)
+              for load, best in ((1, winner), (8, OFF))]
+    return tune_report().model_copy(update={
+        "winner": CHAIN, "trials": tuple(trials), "map": compile_map(points, trials, 20.0)})
 
 
 def train_report(steps: tuple[int, ...] = (100, 200, 300)) -> TrainReport:

@@ -11,13 +11,14 @@ from eyrie_workers.plots.__main__ import draw_all, drawings, main
 from eyrie_workers.plots.measured import throughput, well_founded
 from eyrie_workers.plots.reading import read_job, read_series
 from eyrie_workers.plots.training import checkpoint_curves, cumulative_speedup
-from eyrie_workers.plots.tuning import heat_maps
+from eyrie_workers.plots.tuning import draw_trial, heat_maps, operating_map, predicted_against_measured
 from tests.pipelines.rehearsal.rehearsal_stage import load_report
 from tests.workers.plots.synthetic import (
     benchmark_report,
     finished_job,
     train_report,
     tune_report,
+    tuned_by_prediction,
     write_metrics,
     write_stage,
 )
@@ -86,6 +87,25 @@ def test_the_throughput_title_names_the_best_average_not_the_best_peak() -> None
 def test_the_heat_map_names_the_winner() -> None:
     report = tune_report()
     assert report.winner.label() in heat_maps(report).get_suptitle()
+
+
+def test_a_predicted_winner_is_drawn_though_few_shapes_were_measured() -> None:
+    report = tuned_by_prediction()
+    figure = heat_maps(report)
+    assert f"Chain {report.winner.label()}" in figure.get_suptitle()
+    marked = [sum("*" in text.get_text() for text in axes.texts) for axes in figure.axes[:-1]]
+    assert marked == [1] * len(marked)  # a chain stands in the map of every num_draft_tokens; the last is the scale
+
+
+def test_the_operating_map_names_the_load_at_which_speculation_stops_paying(tmp_path: Path) -> None:
+    report = tuned_by_prediction()
+    assert report.map is not None
+    assert "stops paying at concurrency 8" in operating_map(report.map, report.trials, "").get_suptitle()
+    outcomes = [(t.setting, t.concurrency, t.predicted_speedup, t.predicted_speedup * 1.1) for t in report.trials]
+    assert "off by 9.1%" in predicted_against_measured(outcomes, "").get_suptitle()
+    paths = draw_trial(report, outcomes, tmp_path)
+    assert len(paths) == 6
+    assert all(path.stat().st_size > 1000 for path in paths)
 
 
 def test_positions_that_hardly_any_round_reached_are_not_drawn() -> None:

@@ -34,6 +34,10 @@ def drawings(record: JobRecord) -> Iterator[Drawing]:
     if record.tune:
         tune = record.tune
         yield "tuning", lambda: tuning.heat_maps(tune)
+        if tune.map is not None:
+            chart = tune.map
+            yield "operating-map", lambda: tuning.operating_map(
+                chart, tune.trials, measured.describe_environment(tune))
     if record.benchmarks or record.tune:
         yield "tau-throughput", lambda: measured.acceptance_against_throughput(record.benchmarks, record.tune)
     if record.prove and record.prove.load:

@@ -93,13 +93,14 @@ class Tuning:
         drafted = next(one.setting for one in by_speed if one.setting.method == "drafter")
         rung_tokens = (block_size(concurrency) * self.foundation.tokens_per_answer * len(self.spec.tune.temperatures))
         costs = [rung_tokens / one.tokens_per_s for one in [predictions[OFF], *by_speed]]
-        affordable = within_budget(costs, budget_s)
-        spent, rung, most_rungs = 0.0, 0, self._most_rungs(concurrency)
+        # Half for the first rung leaves a second one: fewer in the race, and an interval, beat more and none.
+        affordable = within_budget(costs, budget_s / 2)
+        spent, rung, most_rungs = 0.0, 0, self.most_rungs(concurrency)
         while True:
             for setting in race.admit(affordable, [drafted]):
                 if not self._known(setting, concurrency, rung):
                     self.track.warm_up(setting, concurrency, self.spec.tune.temperatures)
-            seconds = self._rung(race, concurrency, rung)
+            seconds = self.rung(race, concurrency, rung)
             spent, rung = spent + seconds, rung + 1
             gone = race.drop()
             if gone:
@@ -113,7 +114,7 @@ class Tuning:
                                   f"{race.estimate(leader):.2f}x; {len(race.blocks)} of {len(self.settings)} measured")
         return race
 
-    def _most_rungs(self, concurrency: int) -> int:
+    def most_rungs(self, concurrency: int) -> int:
         """As many as ask every prompt twice, repeats apart."""
         asked = 2 * self.spec.tune.max_prompts * self.spec.tune.repeats
         return max(_FEWEST_RUNGS, math.ceil(asked / block_size(concurrency)))
@@ -121,7 +122,7 @@ class Tuning:
     def _known(self, setting: Setting, concurrency: int, rung: int) -> bool:
         return all((concurrency, t, rung, setting.label()) in self.runs for t in self.spec.tune.temperatures)
 
-    def _rung(self, race: Race, concurrency: int, rung: int) -> float:
+    def rung(self, race: Race, concurrency: int, rung: int) -> float:
         """One block of each temperature for everyone in the race; returns the seconds measured."""
         seconds, arms = 0.0, list(race.active)
         for turn, temperature in enumerate(self.spec.tune.temperatures):
