@@ -1,0 +1,159 @@
+{{/* Parts of a pod that all components share. */}}
+
+{{- define "eyrie.podSecurity" -}}
+{{- toYaml .Values.podSecurityContext -}}
+{{- end -}}
+
+{{- define "eyrie.containerSecurity" -}}
+{{- toYaml .Values.containerSecurityContext -}}
+{{- end -}}
+
+{{/* (dict "root" $ "part" .Values.api): where a pod may run, and how urgently. */}}
+{{- define "eyrie.scheduling" -}}
+{{- with .part.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .part.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .part.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .part.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .root.Values.images.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* (dict "root" $ "component" "api"): spread over nodes where the values say nothing. */}}
+{{- define "eyrie.spread" -}}
+{{- $part := index .root.Values .component -}}
+{{- if $part.topologySpreadConstraints }}
+topologySpreadConstraints: {{- toYaml $part.topologySpreadConstraints | nindent 2 }}
+{{- else if gt (int $part.replicas) 1 }}
+topologySpreadConstraints:
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels: {{- include "eyrie.selector" . | nindent 8 }}
+{{- end }}
+{{- end -}}
+
+{{/*
+(dict "root" $ "component" "api"): annotations of its pods. The checksums restart them when a setting changes; of
+generated secrets none is taken, since without a server each rendering makes another.
+*/}}
+{{- define "eyrie.podAnnotations" -}}
+{{- $values := .root.Values -}}
+checksum/settings: {{ include "eyrie.settings" .root | sha256sum }}
+checksum/stores: {{ list $values.database $values.broker $values.artifacts $values.api.token | toJson | sha256sum }}
+{{- with (index $values .component).podAnnotations }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* The settings that are no secret: a ConfigMap's data. */}}
+{{- define "eyrie.settings" -}}
+EYRIE_HOME: /var/lib/eyrie
+EYRIE_CHORE_QUEUE: {{ include "eyrie.fullname" . }}
+{{- if (include "eyrie.artifacts.bundled" .) }}
+EYRIE_ARTIFACTS_URL: s3://eyrie
+EYRIE_ARTIFACTS_ENDPOINT_URL: http://{{ include "eyrie.fullname" . }}-s3:9000
+{{- else }}
+EYRIE_ARTIFACTS_URL: {{ .Values.artifacts.url | quote }}
+{{- with .Values.artifacts.endpointUrl }}
+EYRIE_ARTIFACTS_ENDPOINT_URL: {{ . | quote }}
+{{- end }}
+{{- end }}
+EYRIE_ARTIFACTS_REGION: {{ .Values.artifacts.region | quote }}
+EYRIE_ARTIFACTS_ADDRESSING: {{ .Values.artifacts.addressing | quote }}
+{{- if (include "eyrie.artifacts.secret" .) }}
+EYRIE_ARTIFACTS_CREDENTIALS_DIR: /var/run/secrets/eyrie/artifacts
+{{- end }}
+{{- range $name, $value := .Values.settings }}
+{{- /* Helm reads every number as a float, and would write 2097152 as 2.097152e+06. */}}
+{{- if kindIs "float64" $value }}{{ if eq (floor $value) $value }}{{ $value = int64 $value }}{{ end }}{{ end }}
+EYRIE_{{ upper $name }}: {{ $value | toString | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* The one variable that `eyrie migrate` needs. */}}
+{{- define "eyrie.databaseVariable" -}}
+- name: EYRIE_DATABASE_URL
+  valueFrom:
+    secretKeyRef:
+      name: {{ include "eyrie.store.secret" (dict "root" . "store" "database") }}
+      key: {{ include "eyrie.store.key" (dict "root" . "store" "database") }}
+{{- end -}}
+
+{{/* (dict "root" $ "component" "api"): variables of a part of the control plane. */}}
+{{- define "eyrie.variables" -}}
+envFrom:
+  - configMapRef:
+      name: {{ include "eyrie.fullname" .root }}-settings
+env:
+  {{- include "eyrie.databaseVariable" .root | nindent 2 }}
+  - name: EYRIE_BROKER_URL
+    valueFrom:
+      secretKeyRef:
+        name: {{ include "eyrie.store.secret" (dict "root" .root "store" "broker") }}
+        key: {{ include "eyrie.store.key" (dict "root" .root "store" "broker") }}
+  # The root file system is read-only: what looks for a home finds one that may be lost.
+  - {name: HOME, value: /tmp}
+  {{- with (index .root.Values .component).extraEnv }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end -}}
+
+{{- define "eyrie.mounts" -}}
+- {name: tmp, mountPath: /tmp}
+- {name: home, mountPath: /var/lib/eyrie}
+{{- if (include "eyrie.artifacts.secret" .) }}
+- {name: artifacts, mountPath: /var/run/secrets/eyrie/artifacts, readOnly: true}
+{{- end }}
+{{- with .Values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "eyrie.volumes" -}}
+- name: tmp
+  emptyDir: {}
+- name: home
+  {{- toYaml .Values.home.volume | nindent 2 }}
+{{- with (include "eyrie.artifacts.secret" .) }}
+- name: artifacts
+  secret:
+    secretName: {{ . }}
+    # Whoever the pod runs as is in fsGroup, and nobody else reads it.
+    defaultMode: 0440
+{{- end }}
+{{- with .Values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* (dict "root" $ "image" .Values.images.api): waits until the tables are there, so that no part meets old ones. */}}
+{{- define "eyrie.waitForTables" -}}
+- name: wait-for-tables
+  image: {{ include "eyrie.image" . }}
+  imagePullPolicy: {{ .root.Values.images.pullPolicy }}
+  command: {{- toYaml .root.Values.images.program | nindent 4 }}
+  args: [migrate, --check, --timeout, "600"]
+  env:
+    {{- include "eyrie.databaseVariable" .root | nindent 4 }}
+    - {name: HOME, value: /tmp}
+  resources: {{- toYaml .root.Values.migrations.resources | nindent 4 }}
+  securityContext: {{- include "eyrie.containerSecurity" .root | nindent 4 }}
+  volumeMounts:
+    - {name: tmp, mountPath: /tmp}
+    {{- with .root.Values.extraVolumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end -}}

@@ -1,0 +1,80 @@
+{{/*
+Where PostgreSQL, Redis and the bucket are, and which Secret says so.
+An external one is named by `existingSecret`, or by a plain `url` from which the chart makes a Secret. Only without
+either is the bundled one set up.
+*/}}
+
+{{- define "eyrie.database.bundled" -}}
+{{- if and .Values.bundled.postgresql.enabled (not .Values.database.url) (not .Values.database.existingSecret.name) -}}yes{{- end -}}
+{{- end -}}
+
+{{- define "eyrie.broker.bundled" -}}
+{{- if and .Values.bundled.redis.enabled (not .Values.broker.url) (not .Values.broker.existingSecret.name) -}}yes{{- end -}}
+{{- end -}}
+
+{{- define "eyrie.artifacts.bundled" -}}
+{{- if and .Values.bundled.s3.enabled (not .Values.artifacts.url) -}}yes{{- end -}}
+{{- end -}}
+
+{{/* (dict "root" $ "store" "database"): name of the Secret. */}}
+{{- define "eyrie.store.secret" -}}
+{{- (index .root.Values .store).existingSecret.name | default (printf "%s-%s" (include "eyrie.fullname" .root) .store) -}}
+{{- end -}}
+
+{{/* (dict "root" $ "store" "database"): key of the URL in it. The Secret that the chart makes always says "url". */}}
+{{- define "eyrie.store.key" -}}
+{{- $given := (index .root.Values .store).existingSecret -}}
+{{- if $given.name }}{{ $given.key }}{{ else }}url{{ end -}}
+{{- end -}}
+
+{{/* Name of the Secret with access_key and secret_key; nothing where boto3 finds its way by itself (web identity). */}}
+{{- define "eyrie.artifacts.secret" -}}
+{{- with .Values.artifacts.credentials -}}
+{{- if .existingSecret -}}{{ .existingSecret }}
+{{- else if or .accessKey (include "eyrie.artifacts.bundled" $) -}}{{ include "eyrie.fullname" $ }}-artifacts
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "eyrie.api.tokenSecret" -}}
+{{- .Values.api.token.existingSecret.name | default (printf "%s-api-token" (include "eyrie.fullname" .)) -}}
+{{- end -}}
+
+{{- define "eyrie.api.tokenKey" -}}
+{{- with .Values.api.token.existingSecret -}}{{ if .name }}{{ .key }}{{ else }}token{{ end }}{{- end -}}
+{{- end -}}
+
+{{/*
+(dict "root" $ "secret" "name" "key" "password" "length" 32): the value that the Secret in the cluster has, or a new one.
+Without a server (helm template) there is nothing to look up, and each rendering makes another.
+*/}}
+{{- define "eyrie.keptOrNew" -}}
+{{- $found := lookup "v1" "Secret" .root.Release.Namespace .secret -}}
+{{- if and $found (hasKey ($found.data | default dict) .key) -}}
+{{- index $found.data .key | b64dec -}}
+{{- else -}}
+{{- randAlphaNum .length -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Refuses what the schema cannot see: a store that is nowhere. */}}
+{{- define "eyrie.checks" -}}
+{{- if not (or .Values.database.url .Values.database.existingSecret.name .Values.bundled.postgresql.enabled) -}}
+{{- fail "no database: set database.existingSecret.name (or database.url), or bundled.postgresql.enabled=true for a trial" -}}
+{{- end -}}
+{{- if not (or .Values.broker.url .Values.broker.existingSecret.name .Values.bundled.redis.enabled) -}}
+{{- fail "no broker: set broker.existingSecret.name (or broker.url), or bundled.redis.enabled=true for a trial" -}}
+{{- end -}}
+{{- if not (or .Values.artifacts.url .Values.bundled.s3.enabled) -}}
+{{- fail "no artifact store: set artifacts.url to s3://bucket/prefix, or bundled.s3.enabled=true for a trial" -}}
+{{- end -}}
+{{- if and .Values.artifacts.credentials.accessKey .Values.artifacts.credentials.existingSecret -}}
+{{- fail "artifacts.credentials: accessKey and existingSecret are both set; keep one" -}}
+{{- end -}}
+{{- if and .Values.operator.watchNamespaces (not .Values.operator.namespaced) -}}
+{{- fail "operator.watchNamespaces is set, and operator.namespaced is not: a cluster-wide operator watches them all" -}}
+{{- end -}}
+{{- if and .Values.worker.keda.enabled (not (include "eyrie.broker.bundled" .)) (not .Values.worker.keda.address) -}}
+{{- fail "worker.keda.enabled: KEDA cannot read the broker's URL; set worker.keda.address to host:port of the Redis" -}}
+{{- end -}}
+{{- end -}}

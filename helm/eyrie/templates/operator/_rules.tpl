@@ -1,0 +1,54 @@
+{{/*
+What the operator may do where it watches. Every group is named, no verb is a wildcard, and no Secret can be read: what
+pods need of Secrets they are given by name, by the kubelet. Groups that the server lacks are left out; after installing
+Gateway API, KEDA and the like, upgrade the release.
+*/}}
+{{- define "eyrie.operator.rules" -}}
+# Its own resources. `create` because a job posted by REST can be shown as a DrafterJob, `delete` when its time is up.
+- apiGroups: [eyrie.dev]
+  resources: [drafterjobs, draftendpoints]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [eyrie.dev]
+  resources: [drafterjobs/status, draftendpoints/status]
+  verbs: [get, patch]
+- apiGroups: [eyrie.dev]
+  resources: [drafterjobs/finalizers, draftendpoints/finalizers]
+  verbs: [update]
+# Engines and their stable address. Server-side apply is `create` and `patch`.
+- apiGroups: [apps]
+  resources: [deployments]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [services, configmaps]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, list, watch, create, patch, delete]
+# Why something is not ready.
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [create]
+{{- if or (include "eyrie.has" (dict "root" . "api" "gateway.networking.k8s.io/v1")) (include "eyrie.has" (dict "root" . "api" "gateway.networking.k8s.io/v1beta1")) }}
+- apiGroups: [gateway.networking.k8s.io]
+  resources: [httproutes]
+  verbs: [get, list, watch, create, patch, delete]
+{{- end }}
+{{- if (include "eyrie.has" (dict "root" . "api" "monitoring.coreos.com/v1")) }}
+- apiGroups: [monitoring.coreos.com]
+  resources: [podmonitors, prometheusrules]
+  verbs: [get, list, watch, create, patch, delete]
+{{- end }}
+{{- if (include "eyrie.has" (dict "root" . "api" "keda.sh/v1alpha1")) }}
+- apiGroups: [keda.sh]
+  resources: [scaledobjects]
+  verbs: [get, list, watch, create, patch, delete]
+{{- end }}
+{{- if (include "eyrie.has" (dict "root" . "api" "leaderworkerset.x-k8s.io/v1")) }}
+- apiGroups: [leaderworkerset.x-k8s.io]
+  resources: [leaderworkersets]
+  verbs: [get, list, watch, create, patch, delete]
+{{- end }}
+{{- end -}}

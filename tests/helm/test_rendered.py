@@ -1,0 +1,313 @@
+"""What the chart makes of several sets of values, held against the published schemas and our own promises."""
+
+import json
+
+import pytest
+import yaml
+from kubernetes_validate import SchemaNotFoundError, validate
+
+from eyrie_api.settings import Settings
+from tests.helm.rendering import CHART, EVERYTHING, EXTERNAL, SECRET_WORDS, SETS, Rendered, from_file, render, sdk
+
+OTHERS_KINDS = {"HTTPRoute", "PodMonitor", "PrometheusRule", "ScaledObject", "TriggerAuthentication"}
+"""Custom resources of other projects: Kubernetes' schemas do not have them."""
+
+
+def test_helm_finds_nothing_to_complain_of() -> None:
+    report = sdk().lint(str(CHART), strict=True)
+    assert [one for one in report["messages"] if one["severity"] >= 2] == []
+    assert not report["errors"]
+
+
+@pytest.mark.parametrize("kube", ["1.27.0", "1.32.0", "1.37.0"])
+def test_every_object_passes_the_strict_schema_of_its_kind(kube: str) -> None:
+    # The sets have much in common, and holding one object against a schema takes a tenth of a second: each but once.
+    objects = {json.dumps({**one, "stringData": None}): one for values, apis in SETS.values()
+               for one in render(values, kube=kube, apis=apis)}
+    unknown = set()
+    for one in objects.values():
+        if one["kind"] == "CustomResourceDefinition":
+            continue  # their schemas are the contract's: tests of crd.py hold them against Kubernetes'
+        try:
+            validate(one, kube, strict=True)
+        except SchemaNotFoundError:
+            unknown.add(one["kind"])
+    assert unknown == OTHERS_KINDS
+    assert len(objects) > 60
+
+
+def test_names_and_labels_stay_within_what_kubernetes_allows_for_the_longest_release() -> None:
+    for one in render(name="a" * 53, values={"nameOverride": "b" * 40}):
+        assert len(one["metadata"]["name"]) <= 63, one["metadata"]["name"]
+        for value in one["metadata"].get("labels", {}).values():
+            assert len(value) <= 63, value
+
+
+def test_selectors_find_their_pods_and_only_those(rendered: Rendered) -> None:
+    templates = dict(rendered.pods())
+    owners = [one for one in rendered if one["kind"] in ("Deployment", "StatefulSet")]
+    for owner in owners:
+        wanted = owner["spec"]["selector"]["matchLabels"].items()
+        found = [name for name, template in templates.items() if wanted <= template["metadata"]["labels"].items()]
+        assert found == [f"{owner['kind']}/{owner['metadata']['name']}"]
+    for one in [*rendered.of("Service"), *rendered.of("NetworkPolicy"), *rendered.of("PodDisruptionBudget")]:
+        selector = one["spec"].get("selector") or one["spec"]["podSelector"]
+        wanted = selector.get("matchLabels", selector).items()
+        assert any(wanted <= template["metadata"]["labels"].items() for template in templates.values())
+
+
+def test_every_container_is_restricted(rendered: Rendered) -> None:
+    for name, template in rendered.pods():
+        spec, pod = template["spec"], template["spec"]["securityContext"]
+        assert pod["runAsNonRoot"] is True, name
+        assert pod["runAsUser"] > 0, name
+        assert pod["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec), name
+        assert not [volume for volume in spec["volumes"] if "hostPath" in volume], name
+    for name, container in rendered.containers():
+        context = container["securityContext"]
+        assert context["allowPrivilegeEscalation"] is False, name
+        assert context["readOnlyRootFilesystem"] is True, name
+        assert context["capabilities"] == {"drop": ["ALL"]}, name
+        assert "/tmp" in {mount["mountPath"] for mount in container["volumeMounts"]}, name
+        assert container["resources"]["requests"], name
+        assert container["resources"]["limits"]["memory"], name
+
+
+def test_only_the_operator_has_a_token_of_the_kubernetes_api(rendered: Rendered) -> None:
+    with_token = [name for name, template in rendered.pods() if template["spec"]["automountServiceAccountToken"]]
+    assert with_token == ["Deployment/rel-eyrie-operator"]
+    accounts = {template["spec"]["serviceAccountName"] for name, template in rendered.pods() if "bundled" not in name}
+    assert {"rel-eyrie-api", "rel-eyrie-worker", "rel-eyrie-operator", "rel-eyrie-migrations"} <= accounts
+
+
+def test_rights_are_named_one_by_one_and_reach_no_secret(rendered: Rendered) -> None:
+    rules = [rule for kind in ("Role", "ClusterRole") for one in rendered.of(kind) for rule in one["rules"]]
+    assert rules
+    for rule in rules:
+        assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]], rule
+        assert not {"secrets", "pods/exec", "roles", "rolebindings", "clusterroles"} & set(rule["resources"]), rule
+        assert not {"escalate", "bind", "impersonate", "deletecollection"} & set(rule["verbs"]), rule
+
+
+def test_namespaced_the_operator_has_roles_where_it_watches_and_nothing_in_the_cluster() -> None:
+    values, _ = SETS["namespaced"]
+    rendered = render(values)
+    assert rendered.of("ClusterRole") == rendered.of("ClusterRoleBinding") == []
+    where = {one["metadata"].get("namespace") for one in rendered.of("Role", "rel-eyrie-operator")}
+    assert where == {"a", "b"}
+    (operator,) = rendered.the("Deployment", "rel-eyrie-operator")["spec"]["template"]["spec"]["containers"]
+    variables = {one["name"]: one.get("value") for one in operator["env"]}
+    assert variables["EYRIE_OPERATOR_NAMESPACES"] == "a,b"
+    assert variables["EYRIE_OPERATOR_LEASE"] == "team/rel-eyrie-operator"
+
+
+def test_secret_values_are_in_secrets_and_nowhere_else() -> None:
+    seen = set()
+    for one in render(EXTERNAL):
+        text = json.dumps(one)
+        found = {word for word in SECRET_WORDS if word in text}
+        if one["kind"] == "Secret":
+            seen |= found
+        else:
+            assert not found, f"{one['kind']}/{one['metadata']['name']}"
+    assert seen == set(SECRET_WORDS)
+
+
+def test_generated_secret_values_are_in_their_secret_alone() -> None:
+    rendered = render()
+    values = [value for one in rendered.of("Secret") for value in one["stringData"].values()]
+    words = [value for value in values if "://" not in value]
+    assert len(words) == 5  # token, two passwords, two S3 keys
+    others = json.dumps([one for one in rendered if one["kind"] != "Secret"])
+    assert [word for word in words if word in others] == []
+
+
+def test_existing_secrets_are_used_everywhere_and_none_is_made_beside_them() -> None:
+    values = from_file("values-ha.yaml") | {"api": {"token": {"existingSecret": {"name": "mine", "key": "bearer"}}}}
+    rendered = render(values)
+    assert rendered.of("Secret") == rendered.of("StatefulSet") == []
+    named = {(variable["valueFrom"]["secretKeyRef"]["name"], variable["valueFrom"]["secretKeyRef"]["key"])
+             for _, container in rendered.containers() for variable in container["env"] if "valueFrom" in variable}
+    assert named == {("eyrie-database", "url"), ("eyrie-broker", "url"), ("mine", "bearer")}
+    mounted = {volume["secret"]["secretName"] for _, template in rendered.pods()
+               for volume in template["spec"]["volumes"] if "secret" in volume}
+    assert mounted == {"eyrie-artifacts"}
+
+
+def test_no_variable_that_can_hold_a_secret_is_written_out(rendered: Rendered) -> None:
+    for name, container in rendered.containers():
+        for variable in container.get("env", []):
+            if "value" in variable:
+                assert not any(word in variable["name"] for word in ("URL", "TOKEN", "PASSWORD", "KEY")), name
+
+
+def test_every_variable_the_chart_sets_is_one_the_programs_read(rendered: Rendered) -> None:
+    from eyrie_api.artifacts.options import StoreOptions
+
+    known = {f"EYRIE_{name.upper()}" for name in Settings.model_fields}
+    known |= {f"EYRIE_ARTIFACTS_{name.upper()}" for name in StoreOptions.model_fields}
+    known |= {"EYRIE_OPERATOR_LEASE", "EYRIE_OPERATOR_NAMESPACES", "EYRIE_OPERATOR_MIRROR_NAMESPACE"}
+    settings = rendered.the("ConfigMap", "rel-eyrie-settings")["data"]
+    named = set(settings) | {variable["name"] for _, container in rendered.containers()
+                             for variable in container.get("env", []) if variable["name"].startswith("EYRIE_")}
+    assert named <= known
+    secrets = {"EYRIE_TOKEN": "a-token-of-a-test-0123", "EYRIE_DATABASE_URL": "postgresql://u@h/d",
+               "EYRIE_BROKER_URL": "redis://h:6379/0"}
+    assert Settings.from_env(settings | secrets).artifacts.url == settings["EYRIE_ARTIFACTS_URL"]
+
+
+def test_what_containers_start_is_a_verb_of_the_command(rendered: Rendered) -> None:
+    from typer.main import get_command
+
+    from eyrie_operator.command import app
+
+    command = get_command(app)
+    ours = [(name, one["args"]) for name, one in rendered.containers() if one.get("command") == ["eyrie"]]
+    assert len(ours) == 7  # three parts, their init containers, the migrations
+    for _name, (verb, *arguments) in ours:
+        command.commands[verb].make_context(verb, list(arguments), resilient_parsing=False)  # type: ignore[attr-defined]
+
+
+def test_no_image_floats(rendered: Rendered) -> None:
+    for name, container in rendered.containers():
+        _, _, last = container["image"].rpartition("/")
+        assert "@sha256:" in last or (":" in last and not last.endswith(":latest")), name
+    digest = "sha256:" + "0" * 64
+    pinned = render({"images": {"registry": "r.example/x", "api": {"digest": digest}}})
+    (api,) = pinned.the("Deployment", "rel-eyrie-api")["spec"]["template"]["spec"]["containers"]
+    assert api["image"] == f"r.example/x/eyrie/api@{digest}"
+
+
+def test_tables_are_made_by_a_hook_that_needs_nothing_of_the_release() -> None:
+    rendered = render(EXTERNAL)
+    hooks = [one for one in rendered if "helm.sh/hook" in one["metadata"].get("annotations", {})]
+    assert {one["kind"] for one in hooks} == {"Secret", "ServiceAccount", "Job"}
+    weights = {one["kind"]: int(one["metadata"]["annotations"]["helm.sh/hook-weight"]) for one in hooks}
+    assert weights["Job"] > max(weights["Secret"], weights["ServiceAccount"])
+    (job,) = [one for one in hooks if one["kind"] == "Job"]
+    pod = job["spec"]["template"]["spec"]
+    names = {one["metadata"]["name"] for one in hooks if one["kind"] != "Job"}
+    assert names == {pod["serviceAccountName"]} == {
+        variable["valueFrom"]["secretKeyRef"]["name"] for variable in pod["containers"][0]["env"]
+        if "valueFrom" in variable}
+
+
+def test_with_the_bundled_database_tables_are_made_beside_the_release() -> None:
+    (job,) = render().of("Job")
+    assert "annotations" not in job["metadata"]
+    assert job["metadata"]["name"] == "rel-eyrie-migrations-1"  # a Job cannot be changed: one for each revision
+
+
+def test_an_external_store_takes_the_bundled_ones_place() -> None:
+    assert {one["metadata"]["name"] for one in render().of("StatefulSet")} == {
+        "rel-eyrie-postgresql", "rel-eyrie-redis", "rel-eyrie-s3"}
+    assert render(EXTERNAL).of("StatefulSet") == []
+    values = {"database": EXTERNAL["database"]}
+    assert len(render(values).of("StatefulSet")) == 2
+
+
+def test_a_part_with_several_replicas_has_a_budget_in_the_servers_own_version() -> None:
+    assert render().of("PodDisruptionBudget") == []
+    budgets = render(from_file("values-ha.yaml")).of("PodDisruptionBudget")
+    assert len(budgets) == 3
+    assert {one["apiVersion"] for one in budgets} == {"policy/v1"}
+
+
+def test_what_the_server_lacks_is_left_out() -> None:
+    values, _ = SETS["everything on"]
+    assert {one["kind"] for one in render(values)} & OTHERS_KINDS == set()
+    assert {one["kind"] for one in render(values, apis=EVERYTHING)} >= OTHERS_KINDS
+    assumed = values | {"capabilities": {"apiVersions": list(EVERYTHING)}}  # for renderers that ask no server
+    assert {one["kind"] for one in render(assumed)} >= OTHERS_KINDS
+    assert "replicas" in render(values).the("Deployment", "rel-eyrie-worker")["spec"]
+    assert "replicas" not in render(values, apis=EVERYTHING).the("Deployment", "rel-eyrie-worker")["spec"]
+
+
+def test_the_custom_resources_are_those_of_the_contract_and_kept_when_asked() -> None:
+    from eyrie_api.crd import custom_resource_definitions
+
+    wanted = {one["metadata"]["name"]: one["spec"] for one in custom_resource_definitions().values()}
+    kept = render().of("CustomResourceDefinition")
+    assert {one["metadata"]["name"]: one["spec"] for one in kept} == wanted
+    assert {one["metadata"]["annotations"]["helm.sh/resource-policy"] for one in kept} == {"keep"}
+    loose = render({"crds": {"keep": False}}).of("CustomResourceDefinition")
+    assert [one for one in loose if "helm.sh/resource-policy" in one["metadata"].get("annotations", {})] == []
+    assert render({"crds": {"install": False}}).of("CustomResourceDefinition") == []
+
+
+def test_rules_an_old_server_does_not_know_are_taken_out_of_the_definitions() -> None:
+    assert "x-kubernetes-validations" in json.dumps(render(kube="1.25.0"))
+    old = render(kube="1.20.2").of("CustomResourceDefinition")
+    assert "x-kubernetes-validations" not in json.dumps(old)
+    assert len(old) == 2
+
+
+def test_what_is_kept_says_so() -> None:
+    def kept(values: dict[str, object]) -> set[str]:
+        return {one["metadata"]["name"] for one in render(values).of("Secret")
+                if "helm.sh/resource-policy" in one["metadata"].get("annotations", {})}
+
+    assert kept({}) == {"rel-eyrie-database", "rel-eyrie-artifacts"}  # whose volumes outlive the release too
+    assert kept({"bundled": {"keep": False}}) == set()
+    assert kept(EXTERNAL) == set()
+    policy = "persistentVolumeClaimRetentionPolicy"
+    loose = render({"bundled": {"keep": False}}).the("StatefulSet", "rel-eyrie-postgresql")["spec"]
+    assert loose[policy]["whenDeleted"] == "Delete"
+    old = render({"bundled": {"keep": False}}, kube="1.26.0").the("StatefulSet", "rel-eyrie-postgresql")["spec"]
+    assert policy not in old
+
+
+def test_a_changed_setting_restarts_the_pods_and_nothing_else_does() -> None:
+    def checksum(values: dict[str, object]) -> str:
+        template = render(values).the("Deployment", "rel-eyrie-api")["spec"]["template"]
+        return json.dumps(template["metadata"]["annotations"], sort_keys=True)
+
+    assert checksum({}) == checksum({"worker": {"replicas": 3}})
+    assert checksum({}) != checksum({"settings": {"lease_ttl_s": 60}})
+    assert checksum({}) != checksum({"broker": EXTERNAL["broker"]})
+
+
+def test_alerts_and_dashboard_ask_for_metrics_that_exist(tmp_path: object) -> None:
+    import re
+    from pathlib import Path
+
+    from prometheus_client.parser import text_string_to_metric_families
+    from starlette.testclient import TestClient
+
+    from eyrie_api.database import Database
+    from eyrie_api.server import create_app
+
+    assert isinstance(tmp_path, Path)
+    settings = Settings(home=tmp_path)
+    database = Database(settings.resolved_database_url)
+    database.migrate()
+    with TestClient(create_app(settings, database=database), base_url="http://localhost") as client:
+        client.get("/healthz")
+        answer = client.get("/metrics").text
+    database.close()
+    exposed = {sample.name for family in text_string_to_metric_families(answer) for sample in family.samples}
+    exposed |= {family.name for family in text_string_to_metric_families(answer)}
+    values, apis = SETS["everything on"]
+    rendered = render(values, apis=apis)
+    rules = rendered.the("PrometheusRule", "rel-eyrie")["spec"]["groups"][0]["rules"]
+    dashboard = json.loads(rendered.the("ConfigMap", "rel-eyrie-dashboard")["data"]["eyrie.json"])
+    asked = [one["expr"] for one in rules]
+    asked += [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    names = {name for expression in asked for name in re.findall(r"\beyrie_\w+", expression)}
+    assert len(names) >= 5
+    assert names <= exposed
+    assert all("namespace=" in expression for expression in asked)
+
+
+def test_the_ha_values_are_values_of_the_chart() -> None:
+    defaults = from_file("values.yaml")
+
+    def check(given: object, known: object, path: str) -> None:
+        if isinstance(given, dict) and isinstance(known, dict) and known:
+            for name, value in given.items():
+                assert name in known, f"{path}.{name}"
+                check(value, known[name], f"{path}.{name}")
+
+    check(from_file("values-ha.yaml"), defaults, "")
+    assert yaml.safe_load((CHART / "Chart.yaml").read_text()).get("kubeVersion") is None
