@@ -133,7 +133,7 @@ class EmbeddedEndpoints:
         number = endpoint.candidate_revision or endpoint.active_revision
         job = self._promoted_from(endpoint, number)
         promotion = job.spec.promotion if job is not None else PromotionPolicy()
-        return ServePolicy(serving.serve.health_timeout_s, serving.serve.min_acceptance_ratio, promotion.canary,
+        return ServePolicy(serving.serve.healthy_within_s, serving.serve.min_acceptance_ratio, promotion.canary,
                            promotion.drift, counts_drafted=serving.serve.engine == "embedded")
 
     def _promoted_from(self, endpoint: Endpoint, number: int | None) -> Job | None:

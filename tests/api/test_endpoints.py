@@ -260,3 +260,10 @@ def test_results_are_ranked_filtered_and_replaced_when_recorded_again(jobs: Jobs
     assert results.find(job_id, "base-step-1").drafter_dir == "/d/base-step-1"
     with pytest.raises(NotFound, match="'base-step-9'"):
         results.find(job_id, "base-step-9")
+
+
+def test_sglang_has_ten_minutes_to_become_healthy_unless_told_otherwise() -> None:
+    assert ServeSpec().healthy_within_s == 60.0
+    assert ServeSpec(engine="sglang").healthy_within_s == 600.0
+    assert ServeSpec(engine="sglang", health_timeout_s=90.0).healthy_within_s == 90.0
+    assert ServeSpec.model_validate(ServeSpec(engine="sglang").model_dump(mode="json")).healthy_within_s == 600.0

@@ -413,8 +413,9 @@ class ServeSpec(Frozen):
     max_concurrency: int = Field(8, ge=1, le=1024)
     """Requests decoded at once; more wait in line."""
 
-    health_timeout_s: float = Field(60.0, gt=0.0)
-    """A new engine that is not healthy by then is rolled back. SGLang takes minutes over a large target: raise it."""
+    health_timeout_s: float | None = Field(None, gt=0.0)
+    """A new engine that is not healthy by then is rolled back. Default: 60; 600 for SGLang, which loads weights and
+    captures graphs for minutes. Raise it for a target of hundreds of gigabytes."""
 
     min_acceptance_ratio: Probability = 0.5
     """Roll back when served acceptance length falls below this share of the benchmarked one."""
@@ -423,6 +424,13 @@ class ServeSpec(Frozen):
     """Keep the messages of this many latest chat requests, to retrain on when the traffic drifts; 0 keeps none.
     Privacy: users' words are written in clear to `traffic.jsonl` of the endpoint's directory, readable by the
     operating user alone (mode 0600), never sent anywhere, and pushed out by newer ones. Tell your users."""
+
+    @property
+    def healthy_within_s(self) -> float:
+        """`health_timeout_s`, or its default for the engine."""
+        if self.health_timeout_s is not None:
+            return self.health_timeout_s
+        return 600.0 if self.engine == "sglang" else 60.0
 
 
 class JobSpec(Frozen):
