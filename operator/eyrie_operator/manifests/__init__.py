@@ -10,6 +10,7 @@ on one machine, through `rollout.follow`.
     workloads   Deployment or LeaderWorkerSet, ConfigMap, Service, PodDisruptionBudget of one revision
     traffic     the stable Service, and weights by HTTPRoute where a gateway is given
     monitoring  PodMonitor, PrometheusRule, Grafana dashboard, KEDA scaling
+    observed    what workloads and pods say of the engines, in the words of the plan
     rollout     from the plan's actions to what should stand, and back from what stands
     names       object names, labels, digests
 """

@@ -216,6 +216,11 @@ class EndpointDeployment:
         return tuple(missing)
 
     @property
+    def counts_drafted(self) -> bool:
+        """The engine counts rounds that drafted apart (`serving.proven_tau`). SGLang does not."""
+        return isinstance(self.engine, EmbeddedEngine)
+
+    @property
     def route_api(self) -> str | None:
         """API version of the HTTPRoute; None where traffic is switched by Service."""
         if self.gateway is None:

@@ -1,9 +1,9 @@
 """What is measured, alerted and drawn of an endpoint, and how its replicas follow the load. Pure.
 
 Acceptance is watched as windowed tau, tokens over verify rounds: SGLang's own gauge covers the last 40 decode steps and
-jumps. Its counters are summed when a request ends, so a window must hold many; the alert asks for 200 rounds, as
-`serving.MIN_ROUNDS` does, and is only written for revisions whose proven tau can accuse nobody innocent
-(`serving.proven_tau`). The operator goes back by itself on a collapse; the alert tells people of it.
+jumps. Its counters are summed when a request ends, so a window must hold many; the alert asks for as many rounds as the
+operator does (`serving.MIN_ROUNDS`), and is only written for revisions whose tau was proven (`serving.proven_tau`).
+The operator goes back by itself on a collapse; the alert tells people of it.
 
 Pods carry their endpoint and revision as labels, and the PodMonitor hands both to every series.
 """
@@ -36,6 +36,9 @@ class Series:
 
     tokens: str
     rounds: str
+    """Verify rounds, and the tokens they gave."""
+
+    round_tokens: str
     running: str
     queued: str
     answered: str
@@ -49,14 +52,16 @@ class Series:
 
 SGLANG = Series(
     tokens="sglang:generation_tokens_total", rounds="sglang:spec_verify_calls_total",
-    running="sglang:num_running_reqs", queued="sglang:num_queue_reqs", answered="sglang:http_responses_total",
-    client_labels=',endpoint=~"/v1/.+"', failed_labels=',status_code=~"5.."',
-    first_token="sglang:time_to_first_token_seconds", between_tokens="sglang:inter_token_latency_seconds")
+    round_tokens="sglang:generation_tokens_total", running="sglang:num_running_reqs",
+    queued="sglang:num_queue_reqs", answered="sglang:http_responses_total", client_labels=',endpoint=~"/v1/.+"',
+    failed_labels=',status_code=~"5.."', first_token="sglang:time_to_first_token_seconds",
+    between_tokens="sglang:inter_token_latency_seconds")
 EMBEDDED = Series(
-    tokens="eyrie_generated_tokens_total", rounds="eyrie_verify_rounds_total", running="eyrie_running_requests",
-    queued="eyrie_queued_requests", answered="eyrie_requests_total", client_labels="",
-    failed_labels=',finish_reason="error"', first_token="eyrie_time_to_first_token_seconds",
-    between_tokens="eyrie_inter_token_latency_seconds")
+    tokens="eyrie_generated_tokens_total", rounds="eyrie_drafted_rounds_total",
+    round_tokens="eyrie_drafted_round_tokens_total", running="eyrie_running_requests",
+    queued="eyrie_queued_requests",
+    answered="eyrie_requests_total", client_labels="", failed_labels=',finish_reason="error"',
+    first_token="eyrie_time_to_first_token_seconds", between_tokens="eyrie_inter_token_latency_seconds")
 
 
 def render_monitoring(endpoint: Endpoint, deployment: EndpointDeployment, wanted: Wanted) -> list[Manifest]:
@@ -92,7 +97,7 @@ def _rules(endpoint: Endpoint, deployment: EndpointDeployment, told: Monitoring,
     ours = _ours(endpoint, deployment)
     by = _label(REVISION_LABEL)
     rules = [_collapse_rule(endpoint, deployment, one, told, series) for one in endpoint.revisions
-             if one.number in wanted.engines and proven_tau(one) is not None]
+             if one.number in wanted.engines and proven_tau(one, deployment.counts_drafted) is not None]
     answered, failed = _answers(series, ours)
     rules += [
         _rule("EyrieRequestsFailing", f"sum(rate({failed}[{_WINDOW}])) / sum(rate({answered}[{_WINDOW}])) > "
@@ -111,7 +116,7 @@ def _rules(endpoint: Endpoint, deployment: EndpointDeployment, told: Monitoring,
 
 def _collapse_rule(endpoint: Endpoint, deployment: EndpointDeployment, revision: Revision, told: Monitoring,
                    series: Series) -> Manifest:
-    proven = proven_tau(revision)
+    proven = proven_tau(revision, deployment.counts_drafted)
     assert proven is not None
     ours = _ours(endpoint, deployment, revision.number)
     least = told.min_acceptance_ratio * proven
@@ -184,7 +189,7 @@ def _panel(number: int, title: str, expression: str, unit: str, by: str) -> dict
 
 def _tau(series: Series, ours: str, by: str | None = None, window: str = _WINDOW) -> str:
     total = "sum" if by is None else f"sum by ({by})"
-    return (f"{total} (rate({series.tokens}{{{ours}}}[{window}])) / "
+    return (f"{total} (rate({series.round_tokens}{{{ours}}}[{window}])) / "
             f"{total} (rate({series.rounds}{{{ours}}}[{window}]))")
 
 

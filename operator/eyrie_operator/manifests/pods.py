@@ -24,6 +24,9 @@ CREDENTIALS_DIR = "/var/run/secrets/eyrie/artifacts"
 SCRATCH_DIR = "/scratch"
 CACHE_DIR = f"{SCRATCH_DIR}/huggingface"
 
+_LAST_WORDS = "FallbackToLogsOnError"
+"""The end of the log becomes the container's message: `observed` tells it."""
+
 _STARTUP_PERIOD_S = 10
 _HEALTH_TIMEOUT_S = 30
 """Above the 20 s after which SGLang itself says that its scheduler is gone."""
@@ -68,6 +71,7 @@ def _engine(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str 
                 *_secret_variables(placement)],
         "ports": [{"name": "http", "containerPort": deployment.port, "protocol": "TCP"}],
         "resources": _resources(placement), "securityContext": _confined(),
+        "terminationMessagePolicy": _LAST_WORDS,
         "volumeMounts": _mounts(deployment, line, adaptive_map),
     }
     if role != WORKER:  # the other nodes of an engine answer no requests; the leader's end is theirs
@@ -107,7 +111,7 @@ def _fetcher(deployment: EndpointDeployment, line: EngineLine) -> Manifest:
         "env": [*({"name": name, "value": value} for name, value in sorted(variables.items())),
                 *_secret_variables(deployment.placement)],
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
-        "securityContext": _confined(), "volumeMounts": mounts + _host_mounts(deployment.placement),
+        "terminationMessagePolicy": _LAST_WORDS, "securityContext": _confined(), "volumeMounts": mounts + _host_mounts(deployment.placement),
     }
 
 

@@ -120,7 +120,8 @@ def policy_here(policy: ServePolicy, deployment: EndpointDeployment) -> ServePol
     The time to become healthy is the pods': a new revision is given up when its startup probe would be.
     """
     canary = policy.canary if deployment.route_api is not None else CanarySpec(shares=())
-    return replace(policy, canary=canary, health_timeout_s=max(policy.health_timeout_s, deployment.startup_timeout_s))
+    return replace(policy, canary=canary, health_timeout_s=max(policy.health_timeout_s, deployment.startup_timeout_s),
+                   counts_drafted=deployment.counts_drafted)
 
 
 def present(endpoint: str, objects: Iterable[Mapping[str, Any]]) -> Wanted:

@@ -29,12 +29,14 @@ def test_a_collapse_is_measured_over_a_window_against_the_proven_tau() -> None:
     assert rule["expr"].count("(") == rule["expr"].count(")")
 
 
-@pytest.mark.parametrize("use", [DrafterUse(), DrafterUse(drafter_dir="/d", setting=CHAIN, map=ADAPTIVE)],
-                         ids=["no drafter", "switches itself off"])
-def test_a_revision_whose_tau_nobody_can_hold_against_it_is_not_accused(use: DrafterUse) -> None:
-    found = rules(render_endpoint(endpoint(active=3, use=use), rich()))
-    assert "EyrieAcceptanceCollapsed" not in [each["alert"] for each in found]
-    assert {"EyrieRequestsFailing", "EyrieRequestsWaiting", "EyrieNothingServes"} <= {each["alert"] for each in found}
+def test_no_revision_is_accused_of_what_its_engine_cannot_count() -> None:
+    adaptive = endpoint(active=3, use=DrafterUse(drafter_dir="/d", setting=CHAIN, map=ADAPTIVE))
+    ours = embedded(monitoring=Monitoring(), served=EVERYTHING)
+    for found, told, accused in ((endpoint(active=1), rich(), False), (adaptive, rich(), False),
+                                 (endpoint(active=1), ours, False), (adaptive, ours, True)):
+        alerts = {each["alert"] for each in rules(render_endpoint(found, told))}
+        assert ("EyrieAcceptanceCollapsed" in alerts) == accused
+        assert {"EyrieNothingServes", "EyrieRequestsFailing", "EyrieRequestsWaiting"} <= alerts
 
 
 def test_series_are_selected_by_labels_the_pods_carry_and_the_monitor_hands_on() -> None:
@@ -55,7 +57,7 @@ def test_series_are_selected_by_labels_the_pods_carry_and_the_monitor_hands_on()
 def test_each_engine_is_watched_by_its_own_names() -> None:
     told = embedded(monitoring=Monitoring(), served=EVERYTHING)
     text = json.dumps(render_endpoint(endpoint(active=2), told))
-    assert "eyrie_verify_rounds_total" in text
+    assert "eyrie_drafted_round_tokens_total" in text
     assert "sglang:" not in text
 
 

@@ -1,0 +1,77 @@
+"""What workloads and pods look like to the plan: when an engine is healthy, when it is given up, and what is said."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from eyrie_operator.manifests.endpoint import render_endpoint
+from eyrie_operator.manifests.observed import CRASHES, engines_seen
+from eyrie_operator.serving import EngineSeen
+from tests.operator.manifests.samples import deployment, endpoint, one, pods, two_nodes
+
+BORN = "2026-01-02T00:00:00Z"
+
+
+def seen(status: dict[str, Any], pod_status: dict[str, Any] | None = None, *, serving: int | None = None,
+         replicas: int = 2, told: Any = None, **pod_metadata: Any) -> EngineSeen:
+    """The engine of revision 1, as rendered, with these statuses."""
+    rendered = render_endpoint(endpoint(active=1), told or deployment(replicas=2))
+    kind = "Deployment" if told is None else "LeaderWorkerSet"
+    workload = one(rendered, kind)
+    workload["metadata"] |= {"creationTimestamp": BORN, "generation": 1}
+    workload["status"] = {"observedGeneration": 1} | status
+    pod = {"apiVersion": "v1", "kind": "Pod", **pods(rendered)[0], "status": pod_status or {}}
+    pod["metadata"] = {"name": "p", **pod["metadata"], **pod_metadata}
+    [engine] = engines_seen("chat", [*rendered, pod], serving=serving, replicas=replicas)
+    return engine
+
+
+def container(restarts: int = 0, **state: Any) -> dict[str, Any]:
+    return {"containerStatuses": [{"name": "engine", "restartCount": restarts, **state}]}
+
+
+LOOPING = {"state": {"waiting": {"reason": "CrashLoopBackOff"}},
+           "lastState": {"terminated": {"exitCode": 70, "message": "out of\nmemory"}}}
+
+
+@pytest.mark.parametrize(("serving", "available", "state"), [
+    (None, 1, "starting"), (None, 2, "healthy"), (1, 1, "healthy"), (1, 0, "starting")])
+def test_a_serving_revision_needs_one_replica_and_one_on_trial_all(serving: int | None, available: int,
+                                                                   state: str) -> None:
+    assert seen({"availableReplicas": available}, serving=serving).state == state
+
+
+def test_a_status_of_an_older_spec_says_nothing_of_this_one() -> None:
+    assert seen({"availableReplicas": 2, "observedGeneration": 0}).state == "starting"
+
+
+def test_a_group_over_several_nodes_is_healthy_when_its_groups_are() -> None:
+    assert seen({"readyReplicas": 2}, told=two_nodes()).state == "healthy"
+
+
+def test_an_engine_that_keeps_ending_is_dead_and_its_last_words_are_kept() -> None:
+    engine = seen({}, container(CRASHES, **LOOPING))
+    assert engine.state == "dead"
+    assert engine.message == "engine ended with exit code 70: out of memory"
+    assert engine.started_at == datetime(2026, 1, 2, tzinfo=UTC)
+
+
+def test_one_end_is_not_death() -> None:
+    assert seen({}, container(1, **LOOPING)).state == "starting"
+
+
+def test_a_replica_that_answers_keeps_its_revision_alive_though_another_keeps_ending() -> None:
+    assert seen({"availableReplicas": 1}, container(CRASHES, **LOOPING), serving=1).state == "healthy"
+    assert seen({"availableReplicas": 1}, container(CRASHES, **LOOPING)).state == "starting"
+
+
+def test_what_may_be_mended_from_outside_is_waited_for_and_said() -> None:
+    pulling = seen({}, container(state={"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}))
+    assert (pulling.state, pulling.message) == ("starting", "engine waits: ImagePullBackOff no such image")
+    pending = seen({}, {"conditions": [{"type": "PodScheduled", "status": "False", "message": "0/3 nodes: no GPU"}]})
+    assert (pending.state, pending.message) == ("starting", "no node takes it: 0/3 nodes: no GPU")
+
+
+def test_pods_that_are_leaving_do_not_speak_for_their_revision() -> None:
+    assert seen({}, container(CRASHES, **LOOPING), deletionTimestamp=BORN).state == "starting"
