@@ -14,8 +14,8 @@ from datetime import datetime
 from typing import Any, Literal
 
 from eyrie_operator.manifests.names import ENDPOINT_LABEL, REVISION_LABEL
-from eyrie_operator.manifests.rollout import WORKLOADS
-from eyrie_operator.serving import EngineSeen
+from eyrie_operator.manifests.rollout import WORKLOADS, present
+from eyrie_operator.serving import CanarySeen, EndpointSeen, EngineSeen
 
 CRASHES = 3
 """Ends in a row until an engine is given up. The first may be a node's; three are its own."""
@@ -24,6 +24,23 @@ _LONGEST = 500
 """Of a message, in characters."""
 
 _Object = Mapping[str, Any]
+
+
+def endpoint_seen(endpoint: str, objects: Iterable[_Object], *, replicas: int,
+                  answers: tuple[int, int] = (0, 0)) -> EndpointSeen:
+    """What the plan is asked with; windows of acceptance are for whoever reads metrics to fill in.
+
+    objects   everything that carries the endpoint's label: what `rollout.KINDS` names, and pods
+    answers   answered and failed requests of the revision on trial since it has its share; without them a trial goes
+              on by time alone
+    """
+    listed = list(objects)
+    stands = present(endpoint, listed)
+    canary = None if stands.trial is None else CanarySeen(
+        stands.trial.revision, stands.trial.share, stands.trial.since, answered=answers[0], errors=answers[1])
+    return EndpointSeen(
+        gateway_alive=stands.open, routed=stands.serving, canary=canary,
+        engines=engines_seen(endpoint, listed, serving=stands.serving, replicas=replicas))
 
 
 def engines_seen(endpoint: str, objects: Iterable[_Object], *, serving: int | None,

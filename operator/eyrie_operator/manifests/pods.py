@@ -111,7 +111,8 @@ def _fetcher(deployment: EndpointDeployment, line: EngineLine) -> Manifest:
         "env": [*({"name": name, "value": value} for name, value in sorted(variables.items())),
                 *_secret_variables(deployment.placement)],
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
-        "terminationMessagePolicy": _LAST_WORDS, "securityContext": _confined(), "volumeMounts": mounts + _host_mounts(deployment.placement),
+        "terminationMessagePolicy": _LAST_WORDS, "securityContext": _confined(),
+        "volumeMounts": mounts + _host_mounts(deployment.placement),
     }
 
 

@@ -3,8 +3,8 @@
 `serving.plan_endpoint` answers with actions: start this engine, lead the route there, retire that one. On one machine
 each is a deed. On a cluster they change what is *wanted*, and what is wanted is rendered and applied whole:
 
-    found objects -> present() -> EndpointSeen -> plan_endpoint -> follow() -> Wanted -> render_endpoint -> apply,
-                                                                                 superseded() -> delete
+    found objects -> observed.endpoint_seen -> serving.plan_endpoint -> follow -> endpoint.render_endpoint -> apply
+                                                                                  superseded -> delete
 
 Nothing is kept besides the objects themselves: `present` reads back what `render_endpoint` wrote, so that an operator
 that starts anew goes on where the last one ended. Actions that only record something (Activate, Reject, GoBack,

@@ -8,6 +8,8 @@ alone: metrics and SGLang's administration are nobody's business outside.
 Weights are in hundredths. A trial always gets at least one of them, and never all: 0 would try nothing, 100 everything.
 """
 
+import math
+
 from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_operator.manifests.deployment import EndpointDeployment, GatewayRef
 from eyrie_operator.manifests.names import ENTRY, REVISION_LABEL, Manifest, object_name, selector, service_name
@@ -63,7 +65,7 @@ def _route_spec(endpoint: str, gateway: GatewayRef, wanted: Wanted) -> Manifest:
                     {"name": object_name(endpoint), "port": 80, "weight": 100}]
     rule: Manifest = {"matches": [{"path": {"type": "PathPrefix", "value": "/v1"}}], "backendRefs": backends}
     if gateway.request_timeout_s is not None:
-        rule["timeouts"] = {"request": f"{round(1000 * gateway.request_timeout_s)}ms"}
+        rule["timeouts"] = {"request": f"{math.ceil(gateway.request_timeout_s)}s"}
     spec: Manifest = {"parentRefs": [parent], "rules": [rule]}
     if gateway.hostnames:
         spec["hostnames"] = list(gateway.hostnames)

@@ -1,5 +1,6 @@
 """The plan that drives processes drives objects too: the serving revision stands until another has proved itself."""
 
+import re
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 
 from eyrie_api.v1alpha1.job import CanarySpec
 from eyrie_api.v1alpha1.status import Endpoint
-from eyrie_operator.manifests.deployment import EndpointDeployment
+from eyrie_operator.manifests.deployment import EndpointDeployment, GatewayRef
 from eyrie_operator.manifests.endpoint import render_endpoint
 from eyrie_operator.manifests.names import Manifest
+from eyrie_operator.manifests.observed import endpoint_seen
 from eyrie_operator.manifests.rollout import (
     ObjectRef,
     Trial,
@@ -26,9 +28,6 @@ from eyrie_operator.manifests.rollout import (
 from eyrie_operator.manifests.traffic import base_url, weights
 from eyrie_operator.serving import (
     Activate,
-    CanarySeen,
-    EndpointSeen,
-    EngineSeen,
     Reject,
     ServePolicy,
     plan_endpoint,
@@ -58,7 +57,8 @@ class Cluster:
         """Observe, plan, apply, record: one round of an operator that remembers nothing."""
         self.now += timedelta(seconds=15)
         before = present(found.name, self.objects)
-        plan = plan_endpoint(found, policy_here(TRIED, self.told), self._seen(before), self.now)
+        seen = endpoint_seen(found.name, self._reported(), replicas=self.told.replicas, answers=self._answers(before))
+        plan = plan_endpoint(found, policy_here(TRIED, self.told), seen, self.now)
         wanted = follow(before, plan, self.now)
         rendered = render_endpoint(found, self.told, wanted)
         gone = superseded(found.name, self.objects, rendered)
@@ -72,15 +72,27 @@ class Cluster:
                 found = found.model_copy(update={"candidate_revision": None})
         return found
 
-    def _seen(self, wanted: Wanted) -> EndpointSeen:
-        for revision in wanted.engines:
-            self.born.setdefault(revision, self.now)
-        engines = tuple(EngineSeen(revision, "dead" if revision in self.broken else "healthy", self.born[revision])
-                        for revision in wanted.engines)
-        trial = wanted.trial
-        canary = None if trial is None else CanarySeen(trial.revision, trial.share, trial.since, 5,
-                                                       int(trial.revision in self.failing))
-        return EndpointSeen(gateway_alive=wanted.open, routed=wanted.serving, engines=engines, canary=canary)
+    def _reported(self) -> list[dict[str, Any]]:
+        """The objects with the statuses a cluster would give them, and a pod of every broken engine."""
+        reported: list[dict[str, Any]] = []
+        for found in self.objects:
+            if found["kind"] != "Deployment":
+                reported.append(found)
+                continue
+            revision = int(found["metadata"]["labels"]["eyrie.dev/revision"])
+            born = self.born.setdefault(revision, self.now)
+            metadata = found["metadata"] | {"creationTimestamp": born.isoformat(), "generation": 1}
+            broken = revision in self.broken
+            reported.append(found | {"metadata": metadata, "status": {
+                "observedGeneration": 1, "availableReplicas": 0 if broken else self.told.replicas}})
+            if broken:
+                crashing = {"name": "engine", "restartCount": 5, "state": {"waiting": {"reason": "CrashLoopBackOff"}}}
+                reported.append({"apiVersion": "v1", "kind": "Pod", "metadata": found["metadata"],
+                                 "status": {"containerStatuses": [crashing]}})
+        return reported
+
+    def _answers(self, wanted: Wanted) -> tuple[int, int]:
+        return 5, int(wanted.trial is not None and wanted.trial.revision in self.failing)
 
     @property
     def wanted(self) -> Wanted:
@@ -173,6 +185,14 @@ def test_the_route_carries_the_api_and_not_the_engines_administration() -> None:
     assert spec["parentRefs"] == [{"name": "front", "namespace": "gateways"}]
     assert spec["hostnames"] == ["chat.example.com"]
     assert [match["path"]["value"] for match in spec["rules"][0]["matches"]] == ["/v1"]
+
+
+@pytest.mark.parametrize(("timeout_s", "written"), [(0.0, "0s"), (600.0, "600s"), (1.5, "2s")])
+def test_a_gateways_limit_is_written_as_its_api_takes_it(timeout_s: float, written: str) -> None:
+    told = rich(gateway=GatewayRef("front", request_timeout_s=timeout_s))
+    [rule] = one(render_endpoint(endpoint(), told), "HTTPRoute")["spec"]["rules"]
+    assert rule["timeouts"] == {"request": written}
+    assert re.fullmatch(r"([0-9]{1,5}(h|m|s|ms)){1,4}", written)  # the pattern of Gateway API's Duration
 
 
 def test_without_a_gateway_api_traffic_is_switched_by_service_and_that_is_said() -> None:
