@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 
-.PHONY: help setup demo demo-short demo-stop test lint bench bench-load clean
+.PHONY: help setup demo demo-short demo-stop test test-cluster lint bench bench-load bench-tuner clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -34,6 +34,13 @@ test-sglang: setup  ## the real SGLang on this machine's processors, drafted and
 	@PYTHON="$(PYTHON)" bash tests/sglang/environment/setup
 	@EYRIE_TEST_SGLANG=1 timeout --kill-after=30 1500 $(BIN)/pytest -v --timeout 1200 tests/sglang
 
+# Any cluster whose administrator you are will do: kind, minikube, or one of your own. It gets the two definitions and
+# namespaces named eyrie-test-*, which are deleted again. One worker: the tests share the machine with the API server.
+test-cluster: setup  ## the operator on a real API server (needs KUBECONFIG; one way: kind create cluster)
+	@test -n "$$KUBECONFIG" || { echo "error: KUBECONFIG is not set: these tests need a cluster that is yours to fill" >&2; \
+	  echo "mend: kind create cluster && export KUBECONFIG=~/.kube/config, or any other cluster's file" >&2; exit 1; }
+	@EYRIE_TEST_CLUSTER=1 timeout --kill-after=30 2400 $(BIN)/pytest -v -s --timeout 1200 tests/cluster
+
 lint: setup  ## ruff, mypy --strict, import contracts
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
@@ -44,6 +51,10 @@ bench: setup  ## engine figures for this machine: baseline against transformers,
 
 bench-load: setup  ## what the load generator can take on this machine: 256 streams against a responder of known pace
 	@$(BIN)/python -m eyrie_workers.load.bench
+
+bench-tuner: setup  ## the tuner against the exhaustive grid, a quarter of an hour: make bench-tuner DRAFTER=<directory>
+	@$(BIN)/python -m eyrie_workers.measurement.tuner_trial --target quickstart --prompts 16 \
+		--drafter $(or $(DRAFTER),$(error give DRAFTER=<a drafter for the quickstart target>)) --out .eyrie/tuner-trial/report.json
 
 clean:  ## remove the environment and local state
 	rm -rf $(VENV) .eyrie
