@@ -77,8 +77,7 @@ _RULES: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
 }
 
-_LIST_KEYS: Mapping[str, tuple[str, ...]] = {"ResourceCondition": ("type",), "ResourceStage": ("stage", "key"),
-                                             "ResourceRevision": ("number",)}
+_LIST_KEYS: Mapping[str, tuple[str, ...]] = {"ResourceCondition": ("type",), "ResourceRevision": ("number",)}
 """Lists that are maps by key: server-side apply merges them entry by entry."""
 
 

@@ -75,7 +75,7 @@ class ResourceStage(Frozen):
     """One box of the pipeline, without its progress."""
 
     stage: StageName
-    key: str
+    key: str = ""
     """Candidate or checkpoint; empty for the stages that run once."""
 
     state: StageState

@@ -116,6 +116,18 @@ class Cluster:
         path = path_of(manifest["apiVersion"], manifest["kind"], manifest["metadata"].get("namespace"))
         return self._write("POST", manifest["kind"], path, manifest, _JSON)
 
+    def replace(self, manifest: Mapping[str, Any]) -> Object:
+        """Put it in place of the version it names. Raises ClusterConflict when there is a newer one."""
+        metadata = manifest["metadata"]
+        path = path_of(manifest["apiVersion"], manifest["kind"], metadata.get("namespace"), metadata["name"])
+        return self._write("PUT", manifest["kind"], path, manifest, _JSON)
+
+    def merge(self, api_version: str, kind: str, namespace: str, name: str, body: Mapping[str, Any], *,
+              field_manager: str = FIELD_MANAGER) -> Object:
+        """Merge patch."""
+        path = path_of(api_version, kind, namespace, name)
+        return self._write("PATCH", kind, path, body, _MERGE, [("fieldManager", field_manager)])
+
     def write_status(self, identity: Identity, status: Mapping[str, Any]) -> Object:
         """Apply the status of one of our resources, if the object is still the one that was read."""
         manifest = {"apiVersion": API_VERSION, "kind": identity.kind, "status": status,
@@ -126,12 +138,12 @@ class Cluster:
     def annotate(self, identity: Identity, name: str, value: str | None) -> Object:
         """Set an annotation of one of our resources, or take it away."""
         body = {"metadata": {"annotations": {name: value}}}
-        return self._write("PATCH", identity.kind, _own_path(identity), body, _MERGE)
+        return self.merge(API_VERSION, identity.kind, identity.namespace, identity.name, body)
 
     def set_finalizers(self, identity: Identity, finalizers: Sequence[str]) -> Object:
         """Replace the finalizers of one of our resources, if it is still the one that was read."""
         body = {"metadata": {"finalizers": list(finalizers), "resourceVersion": identity.resource_version}}
-        return self._write("PATCH", identity.kind, _own_path(identity), body, _MERGE)
+        return self.merge(API_VERSION, identity.kind, identity.namespace, identity.name, body)
 
     def delete(self, api_version: str, kind: str, namespace: str, name: str, uid: str | None = None) -> None:
         """Delete it, and only the object of that uid. Gone already is well."""

@@ -25,7 +25,7 @@ from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import Database
 from eyrie_api.endpoints import Endpoints
 from eyrie_api.errors import EyrieError, NotFound, Transient
-from eyrie_api.idempotency import Idempotency, Replay
+from eyrie_api.idempotency import Idempotency, Replay, RequestInFlight
 from eyrie_api.jobs import JobFilter, Jobs
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.model import API_VERSION
@@ -34,6 +34,7 @@ from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_operator.cluster.apply import Cluster, ClusterConflict, Object
 from eyrie_operator.cluster.leases import NotLeader
 from eyrie_operator.cluster.reconcile import (
+    STOPPING_CHECK_S,
     Action,
     Actions,
     Annotate,
@@ -179,6 +180,8 @@ class Controller:
             self.queue.forget(key)
         except NotLeader:
             log.info("%s %s/%s: left to the new leader", *key)
+        except RequestInFlight:  # an operator was killed over it, or is at it: its claim is free within a minute
+            self.queue.add_after(key, STOPPING_CHECK_S)
         except ClusterConflict as conflict:
             # Changed since it was heard: that change is on its way. Should it get lost, the delay finds it.
             log.info("%s %s/%s: %s", *key, conflict.message)

@@ -211,17 +211,20 @@ def conditions_of(conditions: Iterable[Condition], generation: int) -> tuple[Res
 
 
 def dump(status: BaseModel) -> dict[str, Any]:
-    """A status as the API server stores it: nulls left out, times as metav1.Time (RFC 3339, whole seconds, Z)."""
-    plain: dict[str, Any] = _times(status.model_dump(mode="python", by_alias=True, exclude_none=True))
+    """A status as the API server stores it: nulls left out, times as metav1.Time (RFC 3339, whole seconds, Z).
+
+    Empty words are left out as well: server-side apply of Kubernetes 1.20 makes nulls of them, and refuses those.
+    """
+    plain: dict[str, Any] = _plain(status.model_dump(mode="python", by_alias=True, exclude_none=True))
     return plain
 
 
-def _times(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     if isinstance(value, datetime):
         return value.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     if isinstance(value, Mapping):
-        return {key: _times(one) for key, one in value.items()}
-    return [_times(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _plain(one) for key, one in value.items() if one != ""}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 # Events.
