@@ -65,6 +65,9 @@ class ArmPlan:
     threads: int | None = None
     """Of the embedded engine."""
 
+    machine: HardwareProfile | None = None
+    """What SGLang runs on; default: what is found here."""
+
     @property
     def model(self) -> str:
         """The name clients ask for."""
@@ -104,7 +107,7 @@ def running_arms(plan: ArmPlan, uses: Uses, directory: Path,
     try:
         for name in uses:
             arms[name] = start_arm(plan, name, uses, directory / name)
-            if plan.kind == "sglang" and machine_profile().platform != "cpu":
+            if plan.kind == "sglang" and (plan.machine or machine_profile()).platform != "cpu":
                 # One after the other: each takes its share of the memory that those before it have left.
                 wait_ready([arms[name]], _READY_S[plan.kind], pause_point)
         wait_ready(list(arms.values()), _READY_S[plan.kind], pause_point)
@@ -169,13 +172,13 @@ def _sglang(plan: ArmPlan, name: str, uses: Uses, directory: Path,
             port: int) -> tuple[launch.LaunchPlan, launch.Pins]:
     """One arm's plan, and the pins that make it comparable with the others."""
     target_dir = resolve(plan.target)
-    machine = machine_profile()
+    machine = plan.machine or machine_profile()
     shared = launch.LaunchPlan(
-        target=read_target(str(target_dir), _config(target_dir), None), machine=machine, served_name=plan.model,
+        target=read_target(str(target_dir), config_of(target_dir), None), machine=machine, served_name=plan.model,
         port=port, dtype=plan.target.dtype, max_running_requests=plan.max_concurrency)
 
     def told(use: DrafterUse) -> launch.LaunchPlan:
-        drafter = None if use.drafter_dir is None else read_drafter(use.drafter_dir, _config(Path(use.drafter_dir)))
+        drafter = None if use.drafter_dir is None else read_drafter(use.drafter_dir, config_of(Path(use.drafter_dir)))
         return replace(shared, drafter=drafter, setting=use.setting, map=use.map, context_length=use.context_length,
                        adaptive_path=str(_adaptive_file(directory)))
 
@@ -184,9 +187,18 @@ def _sglang(plan: ArmPlan, name: str, uses: Uses, directory: Path,
     own = plans[name]
     if machine.platform == "cpu":  # its memory is not all SGLang's: no more of it than its requests can fill
         own = replace(own, max_total_tokens=plan.max_concurrency * context)
-    pins = launch.pins_of(own, [use.setting for use in uses.values()])
+    # One backend for all: asked of the drafter that is hardest to serve, under every setting compared.
+    hardest = max(plans.values(), key=_demands)
+    pins = launch.pins_of(hardest, [use.setting for use in uses.values()])
     fraction = _fraction(machine, list(uses).index(name), len(uses))
     return own, replace(pins, context_length=context, mem_fraction=fraction)
+
+
+def _demands(plan: launch.LaunchPlan) -> int:
+    """A windowed drafter narrows the choice of attention backends, and no drafter asks nothing."""
+    if plan.drafter is None:
+        return 0
+    return 1 if plan.drafter.sliding_window is None else 2
 
 
 def _fraction(machine: HardwareProfile, place: int, num_arms: int) -> float:
@@ -217,7 +229,8 @@ def machine_profile() -> HardwareProfile:
     return HardwareProfile(seen.name, "cuda", 10 * seen.major + seen.minor, memory_gib)
 
 
-def _config(directory: Path) -> dict[str, Any]:
+def config_of(directory: Path) -> dict[str, Any]:
+    """`config.json` of a target or drafter. Raises InvalidInput."""
     try:
         config = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError) as error:

@@ -19,12 +19,12 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from eyrie_api.artifacts import write_atomically
-from eyrie_api.errors import EyrieError, InvalidInput
+from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.tuning import DrafterUse
-from eyrie_workers.engines.arms import machine_profile
+from eyrie_workers.engines.arms import config_of, machine_profile
 from eyrie_workers.engines.sglang import launch
 from eyrie_workers.engines.sglang.process import free_port, on_top, plugin_root, program
 from eyrie_workers.engines.sglang.served import read_drafter, read_target
@@ -38,8 +38,8 @@ def plan_of(options: argparse.Namespace, use: DrafterUse, port: int, directory: 
     machine = machine_profile()
     drafts = use.setting.method == "drafter" and use.drafter_dir is not None
     return launch.LaunchPlan(
-        target=read_target(options.target, _config(Path(options.target))), machine=machine, served_name=options.model,
-        drafter=read_drafter(use.drafter_dir, _config(Path(use.drafter_dir))) if drafts and use.drafter_dir else None,
+        target=read_target(options.target, config_of(Path(options.target))), machine=machine, served_name=options.model,
+        drafter=read_drafter(use.drafter_dir, config_of(Path(use.drafter_dir))) if drafts and use.drafter_dir else None,
         setting=use.setting, map=use.map, adaptive_path=str(directory / "adaptive.json"), host=options.host, port=port,
         dtype=options.dtype, context_length=use.context_length, max_running_requests=options.max_concurrency,
         mem_fraction=machine.mem_fraction if machine.platform == "cpu" else round(machine.mem_fraction * _SHARE, 3))
@@ -69,16 +69,6 @@ def main() -> NoReturn:
         write_atomically(Path(plan.adaptive_path), document)
     write_atomically(options.ready_file, json.dumps({"url": f"http://{options.host}:{port}"}) + "\n")
     os.execvpe(line[0], line, on_top(launch.launch_environment(plan)))
-
-
-def _config(directory: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"{directory / 'config.json'} cannot be read: {error}", "check the directory") from None
-    if not isinstance(config, dict):
-        raise InvalidInput(f"{directory / 'config.json'} is not a JSON object", "check the directory")
-    return config
 
 
 if __name__ == "__main__":

@@ -1,0 +1,66 @@
+"""What the servers of a comparison are told: alike in everything but how they draft."""
+
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.v1alpha1.job import DraftTreeShape, EngineKind, TargetSpec
+from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
+from eyrie_workers.engines.arms import ArmPlan, Uses, command_line
+from eyrie_workers.engines.sglang.profiles import profile
+
+CHAIN = Setting(tree=DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3))
+TREE = Setting(tree=DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=8))
+SHARED = ("--attention-backend", "--page-size", "--max-running-requests", "--context-length", "--dtype")
+
+
+@pytest.fixture
+def uses(drafter: Path) -> Uses:
+    return {"off": DrafterUse(), "candidate": DrafterUse(drafter_dir=str(drafter), setting=CHAIN),
+            "incumbent": DrafterUse(drafter_dir=str(drafter), setting=TREE)}
+
+
+def value(line: tuple[str, ...], flag: str) -> str | None:
+    return line[line.index(flag) + 1] if flag in line else None
+
+
+def plan_for(kind: EngineKind, target: Path, machine: str) -> ArmPlan:
+    return ArmPlan(kind, TargetSpec(model=str(target), dtype="bfloat16"), 8, machine=profile(machine))
+
+
+def test_sglang_arms_differ_in_drafting_and_in_the_share_of_memory_that_is_left_to_them(
+        target: Path, uses: Uses, tmp_path: Path) -> None:
+    # A B200 would run a chain and a tree on different attention backends if each were left to choose.
+    plan = plan_for("sglang", target, "b200")
+    lines = {name: command_line(plan, name, uses, tmp_path) for name in uses}
+    for flag in SHARED:
+        assert len({value(line, flag) for line in lines.values()}) == 1, flag
+    assert value(lines["off"], "--speculative-algorithm") is None
+    assert value(lines["candidate"], "--speculative-eagle-topk") == "1"
+    assert value(lines["incumbent"], "--speculative-eagle-topk") == "2"
+    fractions = [float(value(line, "--mem-fraction-static") or "nan") for line in lines.values()]
+    left, taken = 1.0, []
+    for fraction in fractions:  # each takes its fraction of what those before it have left
+        taken.append(left * fraction)
+        left -= left * fraction
+    assert taken == pytest.approx([taken[0]] * 3, rel=0.02)
+    assert left > taken[0]  # the reference engine of the parity gate fits beside them
+
+
+def test_on_a_processor_sglang_keeps_no_more_memory_than_its_requests_can_fill(
+        target: Path, uses: Uses, tmp_path: Path) -> None:
+    line = command_line(plan_for("sglang", target, "cpu"), "off", uses, tmp_path)
+    assert value(line, "--max-total-tokens") == str(8 * int(value(line, "--context-length") or 0))
+
+
+def test_an_engine_of_ours_is_told_the_map_it_can_follow(target: Path, uses: Uses, tmp_path: Path) -> None:
+    chart = OperatingMap(points=tuple(
+        OperatingPoint(concurrency=load, setting=setting, speedup=1.0, tokens_per_s=1.0, measured=True)
+        for load, setting in ((1, CHAIN), (4, OFF))))
+    candidate = uses["candidate"].model_copy(update={"map": chart})
+    plan = plan_for("embedded", target, "cpu")
+    assert plan.follows(candidate)
+    line = command_line(plan, "candidate", {"candidate": candidate}, tmp_path)
+    assert value(line, "--by-load") == "1=2/1/3,4=off"
+    assert value(command_line(plan, "candidate", uses, tmp_path), "--num-steps") == "2"
+    assert not plan_for("sglang", target, "h100").follows(candidate)  # the map has no adaptive form
