@@ -263,7 +263,11 @@ class Embedded:
             proof = read_manifest(stage_dir(job_dir, "prove")).report
             assert isinstance(tuned, TuneReport)
             assert isinstance(proof, ProveReport)
-            use = proof.use.model_copy(update={"drafter_dir": self._drafter_dir(job, tuned.checkpoint)})
+            drafter = Path(self._drafter_dir(job, tuned.checkpoint))
+            # Beside the checkpoint and not in it: its bytes are named by digest and served as they are.
+            write_atomically(drafter.with_name(f"{drafter.name}-results.json"),
+                             json.dumps(reports.results(tuned.final, proof), indent=2) + "\n")
+            use = proof.use.model_copy(update={"drafter_dir": str(drafter)})
             revision = self._endpoints.propose(
                 name, job_id=job.id, checkpoint=tuned.checkpoint, use=use, reason=in_short(settled.decision),
                 speedup=tuned.final.speedup, tau=proven_tau(tuned.final, proof)).number

@@ -43,6 +43,13 @@ def build(job_id: str, manifests: Sequence[Manifest], conditions: Sequence[Condi
     }
 
 
+def results(final: BenchmarkReport, proof: ProveReport) -> dict[str, JsonValue]:
+    """What was measured of a promoted drafter, for its card (`eyrie_workers.drafters.card --results`)."""
+    environment = final.environment.model_dump(mode="json")
+    return {"benchmark": {**_checkpoint(final), "environment": environment},
+            "proof": {**_proof(proof), "environment": proof.environment.model_dump(mode="json")}}
+
+
 def _outcome(conditions: Sequence[Condition]) -> dict[str, JsonValue]:
     succeeded = find(conditions, "Succeeded")
     if succeeded is None:

@@ -1,5 +1,6 @@
 """After the pipeline: decided once, promoted once, watched until it serves. Real rows and files, no process started."""
 
+import json
 import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -99,6 +100,11 @@ def test_a_faster_drafter_becomes_the_candidate_once_and_the_job_ends_when_it_se
     assert promoted.checkpoint == "base-step-20"
     assert promoted.drafter_dir == str(world.settings.job_dir(job_id) / "stages/train/base/checkpoints/base-step-20")
     assert promoted.tau == 2.5
+    measured = json.loads(Path(f"{promoted.drafter_dir}-results.json").read_text())
+    assert measured["benchmark"]["name"] == "base-step-20"
+    assert measured["benchmark"]["speedup"] == promoted.speedup
+    assert measured["proof"]["parity"]["passed"]
+    assert not Path(str(promoted.drafter_dir)).exists()  # its directory is left as the training run made it
     world.endpoints.activate("default", 2, "http://127.0.0.1:1/v1")
     job = world.look(job_id)
     assert job.status.phase == "Succeeded"

@@ -8,9 +8,10 @@ clock and no path, so that making it again gives the same bytes.
 A checkpoint is immutable, and what was measured comes after it. So results never go into a checkpoint's own card:
 `with_results` makes a copy of the directory (weights linked, not copied, where the file system can) whose card has
 them. `weights_digest` covers config and weights alone and is the same for both: that is the drafter's identity, the
-digest of the whole directory is the artifact's.
+digest of the whole directory is the artifact's. When a drafter is promoted, its final benchmark and its proof are
+written beside its directory, ready to be given to whoever the drafter is given to:
 
-    python -m eyrie_workers.drafters.card DIR OUT --results results.json
+    python -m eyrie_workers.drafters.card DIR OUT --results DIR-results.json
 """
 
 import argparse
