@@ -78,6 +78,11 @@ def test_a_blackwell_chain_runs_on_trtllm_and_gives_it_up_when_compared_with_a_t
     assert pins_of(plan("h100", CHAIN)).attention_backend == pins_of(plan("h100", TREE)).attention_backend == "fa3"
 
 
+@pytest.mark.parametrize("machine", list(PROFILES))
+def test_idle_arms_sleep_on_a_processor_they_share_with_the_one_measured(machine: str) -> None:
+    assert all(("--sleep-on-idle" in line) == (machine == "cpu") for line in comparison(plan(machine)).values())
+
+
 def test_the_setting_is_written_in_sglangs_words() -> None:
     line = launch_arguments(plan(setting=TREE))
     assert value(line, "--speculative-algorithm") == "EAGLE3"
