@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
+SGLANG_LIMIT_S ?= 1500
 
 .PHONY: help setup demo demo-short demo-stop test test-cluster lint bench bench-load bench-tuner clean
 
@@ -32,7 +33,7 @@ test: setup  ## every test of the fast tier
 # per test is for the fast tier: here a fixture trains for minutes.
 test-sglang: setup  ## the real SGLang on this machine's processors, drafted and not (needs 3 GB of disk, 6 GB of memory)
 	@PYTHON="$(PYTHON)" bash tests/sglang/environment/setup
-	@EYRIE_TEST_SGLANG=1 timeout --kill-after=30 1500 $(BIN)/pytest -v --timeout 1200 tests/sglang
+	@EYRIE_TEST_SGLANG=1 timeout --kill-after=30 $(SGLANG_LIMIT_S) $(BIN)/pytest -v --timeout 1200 tests/sglang
 
 # Any cluster whose administrator you are will do: kind, minikube, or one of your own. It gets the two definitions and
 # namespaces named eyrie-test-*, which are deleted again. One worker: the tests share the machine with the API server.
@@ -40,6 +41,12 @@ test-cluster: setup  ## the operator on a real API server (needs KUBECONFIG; one
 	@test -n "$$KUBECONFIG" || { echo "error: KUBECONFIG is not set: these tests need a cluster that is yours to fill" >&2; \
 	  echo "mend: kind create cluster && export KUBECONFIG=~/.kube/config, or any other cluster's file" >&2; exit 1; }
 	@EYRIE_TEST_CLUSTER=1 timeout --kill-after=30 2400 $(BIN)/pytest -v -s --timeout 1200 tests/cluster
+
+# Helm's SDK is fetched for this target alone. With KUBECONFIG set the chart is also installed there, in namespaces of its
+# own, with definitions that the whole cluster sees: not on a cluster where Eyrie serves somebody (it would skip).
+test-helm: setup  ## the chart rendered by Helm's SDK; installed too where KUBECONFIG names an API server
+	@$(BIN)/python -c 'import helm_python' 2>/dev/null || timeout 300 $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt helm-python-sdk
+	@EYRIE_TEST_CLUSTER=1 timeout --kill-after=30 600 $(BIN)/pytest tests/helm
 
 lint: setup  ## ruff, mypy --strict, import contracts
 	@$(BIN)/ruff check .
