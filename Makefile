@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 SGLANG_LIMIT_S ?= 1500
 
-.PHONY: help setup demo demo-short demo-stop test test-cluster lint bench bench-load bench-tuner clean
+.PHONY: help setup demo demo-short demo-stop test test-sglang test-cluster lint bench bench-load bench-tuner clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
