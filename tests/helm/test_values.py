@@ -6,20 +6,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from eyrie_api.settings import Settings
 from tests.helm.rendering import CHART, Values, from_file, render, sdk
+from tests.helm.values_table import README, readme_with, resolved, settings_schema, table
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
-OWN = {"home", "host", "port", "artifacts", "chore_queue"}
-"""Settings the chart gives by itself."""
-SECRET = {"token", "database_url", "broker_url"}
-
-
-def resolved(schema: dict[str, Any]) -> dict[str, Any]:
-    for one in schema.get("allOf", []):
-        schema = {**SCHEMA["definitions"][one["$ref"].rpartition("/")[2]], **schema}
-    return schema
-
 
 def test_the_defaults_pass() -> None:
     jsonschema.validate(from_file("values.yaml"), SCHEMA)
@@ -27,7 +17,7 @@ def test_the_defaults_pass() -> None:
 
 def test_every_default_is_described_and_everything_described_has_a_default() -> None:
     def compare(value: object, schema: dict[str, Any], path: str) -> None:
-        schema = resolved(schema)
+        schema = resolved(schema, SCHEMA)
         assert len(schema["description"]) > 3, path
         properties = schema.get("properties")
         if properties is None or not isinstance(value, dict):
@@ -41,8 +31,26 @@ def test_every_default_is_described_and_everything_described_has_a_default() -> 
     compare(from_file("values.yaml"), SCHEMA, "")
 
 
-def test_settings_that_may_be_given_are_those_of_the_control_plane() -> None:
-    assert set(SCHEMA["properties"]["settings"]["properties"]) == set(Settings.model_fields) - OWN - SECRET
+def test_every_value_is_read_by_some_template() -> None:
+    templates = "".join(path.read_text() for path in sorted((CHART / "templates").rglob("*.*")))
+
+    def names(values: object) -> set[str]:
+        if not isinstance(values, dict):
+            return set()
+        return set(values) | {inner for one in values.values() for inner in names(one)}
+
+    values = from_file("values.yaml")
+    handed_on = {"runAsUser", "runAsGroup", "fsGroup", "runAsNonRoot", "seccompProfile", "type", "drop", "requests",
+                 "limits", "cpu", "memory", "emptyDir", "allowPrivilegeEscalation", "readOnlyRootFilesystem",
+                 "capabilities", "grafana_dashboard"}
+    unread = {name for name in names(values) - handed_on if f".{name}" not in templates}
+    assert unread == set()
+
+
+def test_schema_and_readme_are_in_step_with_settings_and_values() -> None:
+    mend = "python -m tests.helm.values_table"
+    assert SCHEMA["properties"]["settings"] == settings_schema(), mend
+    assert README.read_text() == readme_with(table()), mend
 
 
 @pytest.mark.parametrize(("values", "words"), [

@@ -1,0 +1,155 @@
+"""The chart on a real API server, by Helm's SDK: installed, upgraded, rolled back, uninstalled.
+
+Needs KUBECONFIG, somebody's word that this cluster is for tests (EYRIE_TEST_CLUSTER, which make sets), and the right to
+make namespaces and definitions. Nothing has to run there, so an API server with controllers is enough. Whether the pods
+then work is for tests/cluster.
+"""
+
+import base64
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from kubernetes import client, config
+from kubernetes.client.exceptions import ApiException
+
+from tests.helm.rendering import CHART, Values, sdk
+
+# A cluster busy with other things takes its time.
+LONG_S = 120.0
+CRDS = ("drafterjobs.eyrie.dev", "draftendpoints.eyrie.dev")
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not holds():
+        assert time.monotonic() < deadline, "never came about"
+        time.sleep(0.2)
+
+
+class Server:
+    """A namespace of the test's own on the server of KUBECONFIG, and Helm for it."""
+
+    def __init__(self) -> None:
+        if not os.environ.get("KUBECONFIG") or not os.environ.get("EYRIE_TEST_CLUSTER"):
+            pytest.skip("no API server to install on: set KUBECONFIG, and run make test-helm")
+        helm = sdk()
+        config.load_kube_config()
+        self.namespace = f"eyrie-test-{secrets.token_hex(3)}"
+        self.core, self.apps = client.CoreV1Api(), client.AppsV1Api()
+        self.batch, self.extensions = client.BatchV1Api(), client.ApiextensionsV1Api()
+        self.rights, self.custom = client.RbacAuthorizationV1Api(), client.CustomObjectsApi()
+        self.core.create_namespace({"metadata": {"name": self.namespace}})
+        self.helm: Any = helm.Config(namespace=self.namespace)
+        self.chart = helm.Chart.load(CHART)
+
+    def install(self, values: Values) -> None:
+        # Where a cluster has our definitions already, they are another's to keep or delete.
+        self.helm.install(self.chart, "rel", values, timeout=int(LONG_S))
+
+    def replicas(self, name: str) -> int:
+        found: int = self.apps.read_namespaced_deployment(name, self.namespace).spec.replicas
+        return found
+
+    def secret(self, name: str) -> dict[str, str]:
+        data = self.core.read_namespaced_secret(name, self.namespace).data
+        return {key: base64.b64decode(value).decode() for key, value in data.items()}
+
+    def names(self, of: Callable[..., Any]) -> set[str]:
+        return {one.metadata.name for one in of(self.namespace).items}
+
+    def definitions(self) -> set[str]:
+        return {one.metadata.name for one in self.extensions.list_custom_resource_definition().items
+                if one.metadata.name in CRDS}
+
+    def clean(self) -> None:
+        self.helm.uninstall("rel", ignore_not_found=True)
+        for name in CRDS:
+            with contextlib.suppress(ApiException):
+                self.extensions.delete_custom_resource_definition(name)
+        self.core.delete_namespace(self.namespace)
+        eventually(lambda: not self.definitions())
+        self.chart.close()
+        self.helm.close()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    if made.definitions():
+        made.core.delete_namespace(made.namespace)
+        pytest.skip("this cluster has Eyrie's custom resources already: the test would delete them")
+    try:
+        yield made
+    finally:
+        made.clean()
+
+
+TRIAL: Values = {"worker": {"replicas": 2}}
+
+
+@pytest.mark.xdist_group("cluster")
+def test_a_trial_is_installed_upgraded_rolled_back_and_leaves_what_the_switches_say(server: Server) -> None:
+    server.install(TRIAL)
+    assert server.names(server.apps.list_namespaced_deployment) == {
+        "rel-eyrie-api", "rel-eyrie-worker", "rel-eyrie-operator"}
+    assert server.definitions() == set(CRDS)
+    token, database = server.secret("rel-eyrie-api-token"), server.secret("rel-eyrie-database")
+    assert database["password"] in database["url"]
+    eventually(lambda: server.names(server.batch.list_namespaced_job) == {"rel-eyrie-migrations-1"})
+
+    server.helm.upgrade(server.chart, "rel", {"worker": {"replicas": 3}}, timeout=int(LONG_S))
+    assert server.replicas("rel-eyrie-worker") == 3
+    assert (server.secret("rel-eyrie-api-token"), server.secret("rel-eyrie-database")) == (token, database)
+    eventually(lambda: server.names(server.batch.list_namespaced_job) == {"rel-eyrie-migrations-2"})
+
+    server.helm.rollback("rel", version=1, timeout=int(LONG_S))
+    assert server.replicas("rel-eyrie-worker") == 2
+    assert server.secret("rel-eyrie-database") == database
+
+    server.helm.uninstall("rel", timeout=int(LONG_S))
+    assert server.definitions() == set(CRDS)
+    assert "rel-eyrie-database" in server.names(server.core.list_namespaced_secret)
+    assert "rel-eyrie-api-token" not in server.names(server.core.list_namespaced_secret)
+    eventually(lambda: not server.names(server.apps.list_namespaced_deployment))
+
+    server.install(TRIAL)  # takes up what was kept: the volume knows the old password alone
+    assert server.secret("rel-eyrie-database") == database
+
+
+@pytest.mark.xdist_group("cluster")
+def test_nothing_is_left_where_nothing_is_to_be_kept(server: Server) -> None:
+    server.install({"crds": {"keep": False}, "bundled": {"keep": False}})
+    assert server.definitions() == set(CRDS)
+    server.helm.uninstall("rel", timeout=int(LONG_S))
+    eventually(lambda: not server.definitions())
+    left = {name for name in server.names(server.core.list_namespaced_secret) if name.startswith("rel-")}
+    assert left == set()
+    eventually(lambda: not server.names(server.apps.list_namespaced_stateful_set))
+
+
+@pytest.mark.xdist_group("cluster")
+def test_the_operator_may_do_what_its_work_needs_and_no_more(server: Server) -> None:
+    server.install({"operator": {"namespaced": True}, "rbac": {"userRoles": False}})
+    account = f"system:serviceaccount:{server.namespace}:rel-eyrie-operator"
+    reviews = client.AuthorizationV1Api()
+
+    def may(verb: str, group: str, resource: str, namespace: str | None = None, subresource: str = "") -> bool:
+        asked = {"user": account, "resourceAttributes": {
+            "verb": verb, "group": group, "resource": resource, "subresource": subresource,
+            "namespace": namespace or server.namespace}}
+        allowed: bool = reviews.create_subject_access_review({"spec": asked}).status.allowed
+        return allowed
+
+    eventually(lambda: may("watch", "eyrie.dev", "drafterjobs"))
+    assert may("patch", "eyrie.dev", "drafterjobs", subresource="status")
+    assert may("patch", "apps", "deployments")
+    assert may("update", "coordination.k8s.io", "leases")
+    assert not may("get", "", "secrets")
+    assert not may("create", "", "pods", subresource="exec")
+    assert not may("watch", "eyrie.dev", "drafterjobs", namespace="kube-system")
+    assert not may("create", "rbac.authorization.k8s.io", "roles")

@@ -1,0 +1,92 @@
+"""Brings what follows from other files up to date: `python -m tests.helm.values_table`.
+
+Two things would otherwise drift: the settings that values.schema.json lets through (they are those of
+`eyrie_api.settings`), and the table of values in helm/README.md (from the schema and values.yaml). The tests compare.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from eyrie_api.settings import Settings
+
+HELM = Path(__file__).parents[2] / "helm"
+SCHEMA, VALUES, README = HELM / "eyrie/values.schema.json", HELM / "eyrie/values.yaml", HELM / "README.md"
+BEGIN, END = "<!-- values: python -m tests.helm.values_table -->\n", "<!-- end of values -->\n"
+
+GIVEN = {"home", "host", "port", "artifacts", "chore_queue", "token", "database_url", "broker_url"}
+"""Settings that the chart gives by itself, most of them from Secrets."""
+
+_LEAVES = ("image", "resources", "serviceAccount", "existingSecret", "persistence")
+"""Shapes that are one line in the table."""
+
+_SAME = ("resources", "serviceAccount", "extraEnv", "podAnnotations", "nodeSelector", "tolerations", "affinity",
+         "topologySpreadConstraints", "priorityClassName")
+"""What every part has: told once."""
+
+
+def settings_schema() -> dict[str, Any]:
+    """The schema of `settings`."""
+    kinds = {int: "integer", float: "number"}
+    told = {}
+    for name, field in sorted(Settings.model_fields.items()):
+        if name not in GIVEN:
+            words = " ".join((field.description or "").split()) or f"EYRIE_{name.upper()}; default {field.default}."
+            told[name] = {"type": kinds.get(field.annotation, "string"), "description": words}  # type: ignore[arg-type]
+    return {"type": "object", "additionalProperties": False, "properties": told,
+            "description": "Further settings of the control plane, by the names of eyrie_api.settings."}
+
+
+def resolved(schema: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
+    """A schema with what it refers to laid under it."""
+    for one in schema.get("allOf", []):
+        schema = {**document["definitions"][one["$ref"].rpartition("/")[2]], **schema}
+    return schema
+
+
+def table() -> str:
+    """Every value with its default and meaning, in Markdown."""
+    document, values = json.loads(SCHEMA.read_text()), yaml.safe_load(VALUES.read_text())
+    lines = ["| value | default | meaning |", "|---|---|---|"]
+
+    def walk(schema: dict[str, Any], value: Any, path: str) -> None:
+        schema = resolved(schema, document)
+        name = path.rpartition(".")[2]
+        if path.startswith(("worker.", "operator.", "migrations.")) and name in _SAME:
+            return
+        inner = schema.get("properties")
+        if inner is None or name in _LEAVES or path in ("settings", "images.api", "images.operator"):
+            words = schema["description"] + (" Likewise of worker and operator." if
+                                             path.startswith("api.") and name in _SAME else "")
+            lines.append(f"| `{path}` | `{json.dumps(value)}` | {words} |".replace("\\|", "|"))
+            return
+        if path:
+            lines.append(f"| **`{path}`** | | {schema['description']} |")
+        for key, one in inner.items():
+            if key != "global":
+                walk(one, value[key], f"{path}.{key}".lstrip("."))
+
+    walk(document, values, "")
+    return "\n".join(lines) + "\n"
+
+
+def readme_with(rows: str) -> str:
+    """helm/README.md with this table in it."""
+    text = README.read_text()
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return head + BEGIN + "\n" + rows + "\n" + END + tail
+
+
+def schema_text() -> str:
+    """values.schema.json with the settings of today."""
+    document = json.loads(SCHEMA.read_text())
+    document["properties"]["settings"] = settings_schema()
+    return json.dumps(document, indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    SCHEMA.write_text(schema_text())
+    README.write_text(readme_with(table()))
