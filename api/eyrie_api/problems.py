@@ -115,6 +115,9 @@ async def _on_eyrie_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_database_away(request: Request, error: Exception) -> Response:
+    # SQLite calls a statement that is wrong an operational error too; that will not pass.
+    if getattr(getattr(error, "orig", None), "sqlite_errorname", "") == "SQLITE_ERROR":
+        return await _on_bug(request, error)
     log.warning("%s %s: the database does not answer: %s", request.method, request.url.path, error)
     away = DatabaseAway(f"the database does not answer: {type(error).__name__}",
                         "try again, with the same Idempotency-Key; the control plane's log says more")
