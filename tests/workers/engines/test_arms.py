@@ -1,5 +1,6 @@
 """What the servers of a comparison are told: alike in everything but how they draft."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from eyrie_api.v1alpha1.job import DraftTreeShape, EngineKind, TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_workers.engines.arms import ArmPlan, Uses, command_line
-from eyrie_workers.engines.sglang.profiles import profile
+from eyrie_workers.engines.sglang.profiles import Unlaunchable, profile
 
 CHAIN = Setting(tree=DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3))
 TREE = Setting(tree=DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=8))
@@ -45,6 +46,21 @@ def test_sglang_arms_differ_in_drafting_and_in_the_share_of_memory_that_is_left_
         left -= left * fraction
     assert taken == pytest.approx([taken[0]] * 3, rel=0.02)
     assert left > taken[0]  # the reference engine of the parity gate fits beside them
+
+
+def test_a_windowed_candidate_stands_beside_an_incumbent_that_drafts_trees(target: Path, drafter: Path, uses: Uses,
+                                                                           tmp_path: Path) -> None:
+    windowed = tmp_path / "windowed"
+    windowed.mkdir()
+    config = json.loads((drafter / "config.json").read_text())
+    (windowed / "config.json").write_text(json.dumps(config | {"sliding_window": 16}))
+    uses["candidate"] = DrafterUse(drafter_dir=str(windowed), setting=CHAIN)
+    # An L40S would run all but the windowed one on flashinfer.
+    lines = [command_line(plan_for("sglang", target, "l40s"), name, uses, tmp_path) for name in uses]
+    assert [value(line, "--attention-backend") for line in lines] == ["fa3", "fa3", "fa3"]
+    uses["candidate"] = DrafterUse(drafter_dir=str(windowed), setting=TREE)
+    with pytest.raises(Unlaunchable, match="window"):
+        command_line(plan_for("sglang", target, "l40s"), "candidate", uses, tmp_path)
 
 
 def test_on_a_processor_sglang_keeps_no_more_memory_than_its_requests_can_fill(

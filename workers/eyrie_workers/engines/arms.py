@@ -189,7 +189,7 @@ def _sglang(plan: ArmPlan, name: str, uses: Uses, directory: Path,
         own = replace(own, max_total_tokens=plan.max_concurrency * context)
     # One backend for all: asked of the drafter that is hardest to serve, under every setting compared.
     hardest = max(plans.values(), key=_demands)
-    pins = launch.pins_of(hardest, [use.setting for use in uses.values()])
+    pins = launch.pins_of(hardest, beside=[use.setting for use in uses.values()])
     fraction = _fraction(machine, list(uses).index(name), len(uses))
     return own, replace(pins, context_length=context, mem_fraction=fraction)
 

@@ -166,9 +166,12 @@ def adaptive_document(plan: LaunchPlan) -> str | None:
     return None if slots is None else json.dumps(slots, indent=1) + "\n"
 
 
-def pins_of(plan: LaunchPlan, also: Sequence[Setting] = ()) -> Pins:
-    """What to pin for this plan, and for the same plan under these settings too. Raises Unlaunchable."""
-    widths = {_width(setting) for setting in (plan.setting, *also)}
+def pins_of(plan: LaunchPlan, also: Sequence[Setting] = (), beside: Sequence[Setting] = ()) -> Pins:
+    """What to pin for this plan, and for the same plan under these settings too. Raises Unlaunchable.
+
+    beside   settings of other drafters' plans that are to have the same pins
+    """
+    widths = {_width(setting) for setting in (plan.setting, *also, *beside)}
     if _adaptive_slots(plan) is not None:
         widths.add(1)
     needs = _needs(plan, (plan.setting, *also))
