@@ -6,7 +6,7 @@ are interpolated, caches are warm or cold. So
     admit   off, always: it is the baseline and may win. Then, in the order of prediction, whoever could still win: its
             optimistic speed is at least the leader's pessimistic one. Before any measurement both ends are predictions
             give or take MARGIN; afterwards the prediction is corrected by how it did on the settings tried so far, give
-            or take twice the scatter around that, and the leader's end is its measured one.
+            or take twice the scatter around that, and the leader's end is what its measurements leave possible.
     drop    whose paired interval against the leader ends below 1 + TIE: slower, or not faster by more than anyone would
             notice. Without that zone of indifference (Bechhofer 1954) equals would race for ever.
     stop    when nobody is left to beat the leader, or trials, blocks or seconds run out.
@@ -14,7 +14,8 @@ are interpolated, caches are warm or cold. So
 A block is a few prompts at one temperature, answered by every setting in the race in turn; a rung is one block of each
 temperature. Comparisons use the blocks both have answered. Two sources then name the winner among those not separated:
 prediction and measurement, weighted by the inverse of their variances, because a short race is noisier than a replay
-and a long one is not. Speculation is switched on only when it wins by more than TIE: off is simpler.
+and a long one is not. Where the two contradict each other by more than both errors allow, the prediction is taken to be
+wrong by the rest. Speculation is switched on only when it wins by more than TIE: off is simpler.
 """
 
 import math
@@ -113,8 +114,7 @@ class Race:
         if not self._compared():
             return max(prediction.speedup for prediction in self.predictions.values()) * math.exp(-MARGIN)
         leader = self.leader()
-        interval = self.interval(leader)
-        return 1.0 if interval is None else min(interval.low, self.estimate(leader))
+        return self.estimate(leader) * math.exp(-2.0 * self._error(leader))
 
     def _prediction_error(self) -> tuple[float, float]:
         """Mean of log(measured / predicted) over the settings tried, and how far a prediction may still be off."""
@@ -161,12 +161,25 @@ class Race:
         """Speed-up over off by prediction and measurement together."""
         if setting == OFF:
             return 1.0
-        predicted = self.predictions[setting].speedup
         if not self._common(setting, OFF):
-            return predicted
-        weight_predicted, weight_measured = _PREDICTION_ERROR**-2, self._measurement_error(setting) ** -2
-        return math.exp((weight_predicted * math.log(predicted) + weight_measured * math.log(self.speedup(setting)))
-                        / (weight_predicted + weight_measured))
+            return self.predictions[setting].speedup
+        corrected, error = self._corrected(setting)
+        measured = self._measurement_error(setting)
+        weight = error**2 / (error**2 + measured**2)
+        return math.exp((1.0 - weight) * math.log(corrected) + weight * math.log(self.speedup(setting)))
+
+    def _error(self, setting: Setting) -> float:
+        """Standard error of the logarithm of `estimate`."""
+        if setting == OFF:
+            return 0.0
+        return (self._corrected(setting)[1] ** -2 + self._measurement_error(setting) ** -2) ** -0.5
+
+    def _corrected(self, setting: Setting) -> tuple[float, float]:
+        """The prediction of a measured setting without what all predictions have in common, and its standard error."""
+        corrected = self.predictions[setting].speedup * math.exp(self._prediction_error()[0])
+        surprise = math.log(self.speedup(setting) / corrected)
+        unexplained = surprise**2 - self._measurement_error(setting) ** 2
+        return corrected, math.sqrt(max(_PREDICTION_ERROR**2, unexplained))
 
     def _measurement_error(self, setting: Setting) -> float:
         groups = self._groups(setting, OFF)

@@ -1,0 +1,49 @@
+"""The trial of the tuner against the exhaustive grid, on a tiny target: that it measures all it says, and compares."""
+
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.tuning import OFF
+from eyrie_workers.measurement.grid import possible_settings
+from eyrie_workers.measurement.tuner_trial import FINALISTS, GRID, _spearman, parse, run
+from tests.workers.measurement.tiny_bench import stage_specs
+
+
+def test_the_grid_is_measured_whole_and_the_finalists_on_blocks_of_their_own(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the lock for measuring alone
+    spec = stage_specs(tmp_path, prompts_per_suite=6, max_new_tokens=6)[1]
+    tune = spec.tune.model_copy(update={"num_steps": (2,), "temperatures": (0.0,), "concurrencies": (2,),
+                                        "max_prompts": 2})
+    spec = spec.model_copy(update={"tune": tune})
+    report = run(spec, tmp_path / "report.json")
+    settings = possible_settings(tune)
+    assert {row.setting for row in report.grid} == set(settings)
+    (verdict,) = report.verdicts
+    assert verdict.trials_possible == len(settings)
+    assert 2 <= verdict.trials <= 3  # off, the drafter's best prediction, and a rival if it could win
+    assert verdict.blocks <= verdict.blocks_possible
+    assert verdict.best in settings
+    assert verdict.behind >= 0.0
+    rows = {row.setting: row for row in report.grid}
+    assert rows[OFF].speedup == 1.0
+    work = tmp_path / "report.work"
+    grid, finalists = ((work / name).read_text().count("\n") - 1 for name in (GRID, FINALISTS))
+    assert grid == len(settings) * 4
+    assert finalists % 8 == 0
+    again = run(spec, tmp_path / "report.json")  # everything is in the ledgers
+    assert again.grid == report.grid
+    assert again.verdicts == report.verdicts
+
+
+def test_rank_correlation_looks_at_order_alone() -> None:
+    assert _spearman([1.0, 2.0, 3.0], [1.0, 10.0, 11.0]) == pytest.approx(1.0)
+    assert _spearman([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == pytest.approx(-1.0)
+    assert _spearman([1.0, 1.0], [1.0, 2.0]) == 0.0
+
+
+def test_a_grid_that_cannot_be_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="cannot be"):
+        parse(["--drafter", "d", "--out", "o.json", "--concurrencies", "0"])
