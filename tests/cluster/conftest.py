@@ -25,14 +25,14 @@ DEADLINE_S = 90.0
 """Generous: API servers of tests share two cores with everything else."""
 
 
-def eventually(found: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+def eventually(found: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S, every_s: float = 0.1) -> Any:
     """The first true answer of `found`."""
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         answer = found()
         if answer:
             return answer
-        time.sleep(0.1)
+        time.sleep(every_s)
     raise AssertionError(f"not within {deadline_s:.0f} s: {what}")
 
 

@@ -304,16 +304,17 @@ def test_a_thousand_objects_reconverge_after_a_restart_without_a_storm(
         cluster.create(manifest(namespace, f"job-{one}"))
     with operating(tmp_path, namespace) as first:
         eventually(lambda: first.figure("eyrie_operator_queue_length") == 0 and accepted(cluster, namespace) == number,
-                   "all are accepted", deadline_s=600)
+                   "all are accepted", deadline_s=600, every_s=5.0)
         submitting = first.figure("eyrie_operator_writes_total")
         first.kill()
-    listed = [job for labels in range(5) for job in page(jobs, labels)]
+    listed = [job for part in range(5) for job in page(jobs, part)]
     assert len(listed) == number
     for job in listed[::2]:
         jobs.save_status(job.id, ended("Succeeded", utc_now()))
-    with operating(tmp_path, namespace) as second:
+    with operating(tmp_path, namespace) as second:  # returns when it leads
         began = utc_now()
-        eventually(lambda: finished(cluster, namespace) == number // 2, "what moved is shown", deadline_s=300)
+        eventually(lambda: finished(cluster, namespace) == number // 2, "what moved is shown", deadline_s=300,
+                   every_s=2.0)
         took_s = (utc_now() - began).total_seconds()
         eventually(lambda: second.figure("eyrie_operator_queue_length") == 0, "nothing is left to look at")
         writes = second.figure("eyrie_operator_writes_total")

@@ -36,7 +36,8 @@ _APPLY, _MERGE, _JSON = "application/apply-patch+yaml", "application/merge-patch
 _TIMEOUT_S = (3.05, 4.0)
 """To connect, to answer. A write must not outlive the lease it was begun under: see `leases.Terms`."""
 
-_PAGE = 500
+_LIST_TIMEOUT_S = (3.05, 60.0)
+_PAGE = 250
 Object = dict[str, Any]
 Counted = Callable[[str, str], None]
 """(verb, kind)."""
@@ -88,7 +89,8 @@ class Cluster:
         found: list[Object] = []
         query: list[tuple[str, Any]] = [("limit", _PAGE)]
         while True:
-            page = self._request("GET", kind, path_of(api_version, kind, namespace), query=query)
+            page = self._request("GET", kind, path_of(api_version, kind, namespace), query=query,
+                                 timeout_s=_LIST_TIMEOUT_S)
             found += page["items"]
             more = page["metadata"].get("continue")
             if not more:
@@ -179,11 +181,12 @@ class Cluster:
         return self._request(verb, kind, path, body, content_type, named)
 
     def _request(self, verb: str, kind: str, path: str, body: Mapping[str, Any] | None = None,
-                 content_type: str | None = None, query: list[tuple[str, Any]] | None = None) -> Object:
+                 content_type: str | None = None, query: list[tuple[str, Any]] | None = None,
+                 timeout_s: tuple[float, float] = _TIMEOUT_S) -> Object:
         with _translated(kind, path):
             response = self._client.request(
                 verb, path, body=body, content_type=content_type, query_params=query or [], serialize=False,
-                header_params={"Accept": "application/json"}, _request_timeout=_TIMEOUT_S)
+                header_params={"Accept": "application/json"}, _request_timeout=timeout_s)
             read: Object = json.loads(response.data)
             return read
 

@@ -8,9 +8,9 @@ resourceVersion is sent along) and thought out anew when the change is heard.
 A restart hears every object once and writes nothing where the status is already right: 1,000 objects are 1,000 rows
 read, and as many writes as there are differences.
 
-Jobs are found by the id in the status, checked against the uid among the job's labels, or by that label; submission is
-claimed by uid (`eyrie_api.idempotency`), so an operator killed between submitting and telling finds the job again, and
-two operators cannot both submit. Jobs that were posted get an object of their own when mirrors have a namespace.
+Jobs are found by the id in the status, checked against the uid among the job's labels. Submission is claimed by uid
+(`eyrie_api.idempotency`), so an operator killed between submitting and telling is given the same job again, and two
+operators cannot both submit. Jobs that were posted get an object of their own when mirrors have a namespace.
 """
 
 import logging
@@ -26,10 +26,10 @@ from eyrie_api.database import Database
 from eyrie_api.endpoints import Endpoints
 from eyrie_api.errors import EyrieError, NotFound, Transient
 from eyrie_api.idempotency import Idempotency, Replay, RequestInFlight
-from eyrie_api.jobs import JobFilter, Jobs
+from eyrie_api.jobs import Jobs
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.model import API_VERSION
-from eyrie_api.v1alpha1.resources import FINALIZER, NAME_LABEL, NAMESPACE_LABEL, UID_LABEL
+from eyrie_api.v1alpha1.resources import FINALIZER, NAME_LABEL, NAMESPACE_LABEL
 from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_operator.cluster.apply import Cluster, ClusterConflict, Object
 from eyrie_operator.cluster.leases import NotLeader
@@ -94,6 +94,9 @@ class Controller:
         self._objects: dict[Key, Object] = {}
         self._key_of: dict[str, Key | None] = {}
         """Which object shows a job; None: it was posted and needs none."""
+
+        self._job_of: dict[str, str] = {}
+        """By uid: submitted, and perhaps not yet in the object's status."""
 
         self._rows_seen: dict[str, datetime] = {}
         self._polled = clock() - _OVERLAP
@@ -212,19 +215,26 @@ class Controller:
             endpoint = read_endpoint(raw)
             row = self._find_endpoint(endpoint)
             shown = _shown_model(endpoint.spec.target.model) if endpoint.spec is not None else ""
-            self._carry_out(key, endpoint, reconcile_endpoint(endpoint, row, shown, self._clock()))
+            first = min(self._keys_named(key[2]), key=self._age)
+            taken_by = None if first == key else f"{first[1]}/{first[2]}"
+            self._carry_out(key, endpoint, reconcile_endpoint(endpoint, row, shown, self._clock(), taken_by))
 
     def _find_job(self, resource: JobResource) -> Job | None:
         uid = resource.identity.uid
-        if resource.job_id is not None:
-            try:
-                job = self._jobs.get(resource.job_id)
-            except NotFound:
-                return None
-            mine = resource.mirrored if applied_uid(job) is None else applied_uid(job) == uid
-            return job if mine else None
-        found = self._jobs.list(JobFilter(labels={UID_LABEL: uid}), limit=1).items
-        return found[0] if found else None
+        job_id = resource.job_id or self._job_of.get(uid)
+        if job_id is None:
+            return None
+        try:
+            job = self._jobs.get(job_id)
+        except NotFound:
+            return None
+        mine = resource.mirrored if applied_uid(job) is None else applied_uid(job) == uid
+        return job if mine else None
+
+    def _age(self, key: Key) -> tuple[str, str]:
+        """Orders objects by when they were made."""
+        raw = self._objects.get(key)
+        return ("" if raw is None else raw["metadata"].get("creationTimestamp", ""), key[1])
 
     def _find_endpoint(self, resource: EndpointResource) -> Endpoint | None:
         try:
@@ -308,14 +318,14 @@ class Controller:
         """Submit once per uid; the refusal to be told, if there is one."""
         claimed = self._idempotency.claim(action.key, _ROUTE, action.key)
         if isinstance(claimed, Replay):
-            job_id = str(claimed.response["id"])
+            job_id = self._job_of[action.key] = str(claimed.response["id"])
             try:
                 self._jobs.get(job_id)
             except NotFound:
                 return (DeleteResource(f"its job {job_id} was deleted at the REST API"),)
             return ()
         try:
-            self._jobs.submit(preflight.check(action.spec, self._settings).spec, claimed)
+            self._job_of[action.key] = self._jobs.submit(preflight.check(action.spec, self._settings).spec, claimed).id
         except BaseException as error:
             self._idempotency.release(claimed)
             if isinstance(error, EyrieError) and not isinstance(error, Transient):

@@ -267,16 +267,22 @@ def refuse_job(resource: JobResource, reason: str, message: str, now: datetime, 
 # Endpoints.
 
 
-def reconcile_endpoint(resource: EndpointResource, endpoint: Endpoint | None, model: str, now: datetime) -> Actions:
-    """What a DraftEndpoint needs next. Its row outlives it, switched off: name, URL and history stay."""
+def reconcile_endpoint(resource: EndpointResource, endpoint: Endpoint | None, model: str, now: datetime,
+                       taken_by: str | None = None) -> Actions:
+    """What a DraftEndpoint needs next. Its row outlives it, switched off: name, URL and history stay.
+
+    `taken_by` is an older object of the same name in another namespace: endpoints have one name in all of them.
+    """
     if resource.deleting:
         if not resource.held:
             return ()
-        if resource.keep_outside or endpoint is None:
+        if resource.keep_outside or endpoint is None or taken_by is not None:
             return (Release(),)
         if endpoint.desired == "on":
             return (SetDesired(endpoint.name, "off"), CheckAgain(STOPPING_CHECK_S))
         return (Release(),)
+    if taken_by is not None:
+        return _refuse_endpoint(resource, "NameTaken", f"{taken_by} is the endpoint of that name: choose another", now)
     if resource.spec is None:
         return _refuse_endpoint(resource, "InvalidSpec", resource.refusal, now)
     if endpoint is None:

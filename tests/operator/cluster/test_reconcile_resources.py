@@ -233,6 +233,15 @@ def test_an_endpoint_of_another_target_is_refused_and_left_alone() -> None:
     assert not any(isinstance(one, SetDesired | CreateEndpoint) for one in told)
 
 
+def test_of_two_endpoints_of_one_name_the_younger_is_refused_and_switches_nothing() -> None:
+    off = read_endpoint(draft_endpoint(desired="off"))
+    told = reconcile_endpoint(off, endpoint(), "quickstart", NOW, "other/support")
+    assert conditions(told) == {"Accepted": ("False", "NameTaken")}
+    deleting = draft_endpoint()
+    deleting["metadata"]["deletionTimestamp"] = "2026-11-21T11:59:00Z"
+    assert reconcile_endpoint(read_endpoint(deleting), endpoint(), "quickstart", NOW, "other/support") == (Release(),)
+
+
 def test_an_endpoint_s_status_shows_url_and_revisions_and_is_written_once() -> None:
     row = endpoint(revisions=[{"number": 1, "job_id": None, "checkpoint": None, "tree": None, "drafter_dir": None,
                                "created_at": NOW - timedelta(hours=1), "reason": "bare", "state": "active"}])
