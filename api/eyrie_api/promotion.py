@@ -16,7 +16,8 @@ Of the proof, in the engine that will serve (`ProveReport`):
 5. `load:<users>`: faster than no drafter by the margin at every declared load, and not by luck (`require_confidence`)?
    Where the operating map itself says *off*, nothing is claimed, and it must only not be shown to be slower.
 6. `load-suite:<name>`: no required suite slower than without a drafter, over the declared loads together?
-7. `ttft:<users>`: is p99 time to first token within its bounds?
+7. `ttft:<users>`: is time to first token within its bounds, at p99 where a level has the requests to know it, at p90
+   where it has not? And `answered:<users>`: did it fail no request that no drafter would have answered?
 8. `incumbent-loads`: faster than the incumbent by the margin over the declared loads together, asked in the same run?
 9. `changed-prompt`: still as fast as no drafter, and identical, when the system prompt is another?
 
@@ -30,7 +31,7 @@ from typing import Literal
 
 from eyrie_api.leaderboard import mean_speedup, suite_means
 from eyrie_api.v1alpha1.job import PromotionPolicy
-from eyrie_api.v1alpha1.load import LoadComparison, LoadReport
+from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadReport
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import BenchmarkReport, PromotionCheck, PromotionDecision
 
@@ -38,6 +39,9 @@ Verdict = Literal["promote", "keep-incumbent", "no-drafter", "awaits-approval"]
 
 OFF, CANDIDATE, INCUMBENT = "off", "candidate", "incumbent"
 """Arms of the proof's load test."""
+
+_KNOWS_P99 = 100
+"""With fewer requests p99 is the slowest of them, and one disturbed moment would decide."""
 
 
 def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: BenchmarkReport | None,
@@ -208,25 +212,41 @@ def _at_load(policy: PromotionPolicy, proof: ProveReport, load: LoadReport, user
             words += ", and its interval reaches below 1 (promotion.require_confidence)"
     yield PromotionCheck(name=name, passed=ok, figure=ratio, bound=bound, interval=interval, words=words)
     yield _first_token(policy, load, seen, users)
+    yield from _answered(load, users)
+
+
+def _answered(load: LoadReport, users: int) -> Iterator[PromotionCheck]:
+    mine, bare = _cell(load, CANDIDATE, users), _cell(load, OFF, users)
+    if mine is None or bare is None:
+        return
+    failed, excused = (sum(cell.failed.values()) for cell in (mine, bare))
+    told = ", ".join(f"{count} {reason}" for reason, count in sorted(mine.failed.items())) or "none"
+    yield PromotionCheck(name=f"answered:{users}", passed=failed <= excused, figure=float(failed), bound=float(excused),
+                         words=f"{_at(users)}: {failed} of {mine.requests} requests failed ({told}), {excused} without "
+                               "a drafter")
 
 
 def _first_token(policy: PromotionPolicy, load: LoadReport, seen: LoadComparison, users: int) -> PromotionCheck:
-    name, bound = f"ttft:{users}", policy.max_ttft_p99_ratio
-    if seen.ttft_p99_ratio is None:
+    name, bound, quantile, ratio = f"ttft:{users}", policy.max_ttft_p99_ratio, "p99", seen.ttft_p99_ratio
+    mine, bare = _cell(load, CANDIDATE, users), _cell(load, OFF, users)
+    if mine is not None and bare is not None and mine.ttft_s is not None and bare.ttft_s is not None \
+            and min(mine.completed, bare.completed) < _KNOWS_P99:
+        quantile, ratio = "p90", mine.ttft_s.p90 / max(bare.ttft_s.p90, 1e-9)
+    if ratio is None:
         return PromotionCheck(name=name, passed=False, bound=bound,
                               words=f"{_at(users)}: p99 time to first token was not measured")
-    ok = seen.ttft_p99_ratio <= bound
-    words = (f"{_at(users)}: p99 time to first token {seen.ttft_p99_ratio:.2f}x that of no drafter, "
+    ok = ratio <= bound
+    words = (f"{_at(users)}: {quantile} time to first token {ratio:.2f}x that of no drafter, "
              f"{'within' if ok else 'above'} {bound:.2f}x")
+    if quantile == "p90" and mine is not None:
+        words += f" ({mine.completed} requests: their p99 is one request)"
     if policy.max_ttft_p99_s is not None:
-        cells = [one.total.ttft_s for one in load.levels
-                 if (one.arm, one.mode, one.level) == (CANDIDATE, "closed", float(users))]
-        worst = max((cell.p99 for cell in cells if cell is not None), default=None)
+        worst = mine.ttft_s.p99 if mine is not None and mine.ttft_s is not None else None
         within = worst is not None and worst <= policy.max_ttft_p99_s
-        took = "not measured in seconds" if worst is None else f"{worst:.3f} s"
+        took = "not measured in seconds" if worst is None else f"p99 {worst:.3f} s"
         words += f"; {took}, {'within' if within else 'not within'} {policy.max_ttft_p99_s:g} s"
         ok = ok and within
-    return PromotionCheck(name=name, passed=ok, figure=seen.ttft_p99_ratio, bound=bound, words=words)
+    return PromotionCheck(name=name, passed=ok, figure=ratio, bound=bound, words=words)
 
 
 def _suites_under_load(proof: ProveReport, load: LoadReport,
@@ -281,6 +301,11 @@ def _survives_changed_prompt(policy: PromotionPolicy, load: LoadReport) -> Promo
 def _comparison(load: LoadReport, arm: str, baseline: str, users: int) -> LoadComparison | None:
     return next((one for one in load.comparisons
                  if (one.arm, one.baseline, one.mode, one.level) == (arm, baseline, "closed", float(users))), None)
+
+
+def _cell(load: LoadReport, arm: str, users: int) -> LoadCell | None:
+    return next((one.total for one in load.levels
+                 if (one.arm, one.mode, one.level) == (arm, "closed", float(users))), None)
 
 
 def _has_arm(proof: ProveReport | None, arm: str) -> bool:

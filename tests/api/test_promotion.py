@@ -20,10 +20,12 @@ SUITES = ("chat", "math")
 CHAIN = Setting(tree=DraftTreeShape())
 
 
-def cell(tau: float | None = None, ttft_p99: float = 0.1) -> LoadCell:
-    seconds = Quantiles(mean=0.05, p50=0.05, p90=0.08, p99=ttft_p99)
-    return LoadCell(requests=24, completed=24, output_tokens=960, seconds=9.6, tokens_per_s=100.0,
-                    tokens_per_s_per_user=50.0, ttft_s=seconds, inter_token_s=seconds, end_to_end_s=seconds, tau=tau)
+def cell(tau: float | None = None, ttft_p99: float = 0.1, ttft_p90: float = 0.08, requests: int = 200,
+         lost: int = 0) -> LoadCell:
+    seconds = Quantiles(mean=0.05, p50=0.05, p90=ttft_p90, p99=ttft_p99)
+    return LoadCell(requests=requests, completed=requests - lost, failed={"http-500": lost} if lost else {},
+                    output_tokens=960, seconds=9.6, tokens_per_s=100.0, tokens_per_s_per_user=50.0, ttft_s=seconds,
+                    inter_token_s=seconds, end_to_end_s=seconds, tau=tau)
 
 
 def against(arm: str, level: int, ratio: float, **changes: Any) -> LoadComparison:
@@ -35,10 +37,11 @@ def against(arm: str, level: int, ratio: float, **changes: Any) -> LoadCompariso
 
 
 def load_report(*comparisons: LoadComparison, loads: tuple[int, ...] = (1, 4), taus: dict[int, float] | None = None,
-                ttft_p99: float = 0.1) -> LoadReport:
+                ttft_p99: float = 0.1, candidate: LoadCell | None = None) -> LoadReport:
     arms = {"off": "no drafter"} | {one.arm: "drafted" for one in comparisons}
-    levels = [LoadLevel(arm=arm, mode="closed", level=load, total=cell((taus or {}).get(load), ttft_p99))
-              for arm in arms for load in loads]
+    given = {"candidate": candidate} if candidate else {}
+    levels = [LoadLevel(arm=arm, mode="closed", level=load,
+                        total=given.get(arm) or cell((taus or {}).get(load), ttft_p99)) for arm in arms for load in loads]
     return LoadReport(model="m", spec=LoadSpec(concurrencies=loads), arms=arms, levels=tuple(levels),
                       comparisons=comparisons, environment=STEADY.environment, seconds=1.0)
 
@@ -165,7 +168,7 @@ def test_every_check_is_stored_with_its_figure_bound_and_interval() -> None:
     decision = judge(PromotionPolicy(), STEADY, STEADY)
     assert [check.name for check in decision.checks] == [
         "identical", "suite:chat", "suite:math", "incumbent", "incumbent:chat", "incumbent:math", "parity", "load:1",
-        "ttft:1", "load:4", "ttft:4", "changed-prompt"]
+        "ttft:1", "answered:1", "load:4", "ttft:4", "answered:4", "changed-prompt"]
     load = the(decision, "load:4")
     assert (load.figure, load.bound, load.interval) == (1.5, 1.05, Interval(low=1.45, high=1.55))
     assert tuple(check.words for check in decision.checks) == decision.reasons
@@ -199,6 +202,21 @@ def test_confidence_and_an_absolute_bound_on_the_first_token_are_the_policys_to_
     assert decide(PromotionPolicy(max_ttft_p99_s=0.5), STEADY, None, SUITES, proof_of(STEADY, late)).promote
     assert refused(decide(PromotionPolicy(max_ttft_p99_s=0.3), STEADY, None, SUITES, proof_of(STEADY, late))) == [
         "ttft:1"]
+
+
+def test_few_requests_are_judged_by_p90_since_their_p99_is_one_disturbed_request() -> None:
+    one_late = cell(ttft_p99=0.9, requests=24)
+    disturbed = load_report(against("candidate", 1, 2.0, ttft_p99_ratio=9.0), loads=(1,), candidate=one_late)
+    assert decide(PromotionPolicy(), STEADY, None, SUITES, proof_of(STEADY, disturbed)).promote
+    late = load_report(against("candidate", 1, 2.0), loads=(1,), candidate=cell(ttft_p90=0.2, requests=24))
+    assert refused(decide(PromotionPolicy(), STEADY, None, SUITES, proof_of(STEADY, late))) == ["ttft:1"]
+
+
+def test_a_candidate_that_fails_requests_its_target_would_have_answered_is_refused() -> None:
+    lossy = load_report(against("candidate", 1, 2.0), loads=(1,), candidate=cell(lost=2))
+    decision = decide(PromotionPolicy(), STEADY, None, SUITES, proof_of(STEADY, lossy))
+    assert refused(decision) == ["answered:1"]
+    assert "2 http-500" in the(decision, "answered:1").words
 
 
 @pytest.mark.parametrize(("ratios", "promoted"), [((1.6, 1.3), True), ((1.5, 1.3), False)])
