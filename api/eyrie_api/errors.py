@@ -115,6 +115,22 @@ class NotFound(EyrieError):
     reason = "NotFound"
 
 
+class Unauthorized(EyrieError):
+    """No token or key, or not the right one."""
+
+    http_status = 401
+    exit_code = 77  # EX_NOPERM
+    reason = "Unauthorized"
+
+
+class Forbidden(EyrieError):
+    """Known, but not allowed; or a request this server does not answer from there."""
+
+    http_status = 403
+    exit_code = 77
+    reason = "Forbidden"
+
+
 class Conflict(EyrieError):
     """The request contradicts the present state."""
 

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eyrie_api.errors import EyrieError, TooLarge
-from eyrie_api.problems import Forbidden, Unauthorized, UnsupportedMediaType, refuse
+from eyrie_api.errors import EyrieError, Forbidden, TooLarge, Unauthorized
+from eyrie_api.problems import UnsupportedMediaType, refuse
 from eyrie_api.settings import Settings, is_loopback_host
 
 PROBES = ("/healthz", "/readyz")

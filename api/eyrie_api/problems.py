@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from eyrie_api.errors import EyrieError, InvalidInput, NotFound, Transient
+from eyrie_api.errors import EyrieError, InvalidInput, NotFound, Transient, Unauthorized
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.status import Problem
 
@@ -30,22 +30,6 @@ log = logging.getLogger(__name__)
 MEDIA_TYPE = "application/problem+json"
 TYPE_PREFIX = "urn:eyrie:problem:"
 _SHOWN = 200
-
-
-class Unauthorized(EyrieError):
-    """No token, or not the right one."""
-
-    http_status = 401
-    exit_code = 77  # EX_NOPERM
-    reason = "Unauthorized"
-
-
-class Forbidden(EyrieError):
-    """A request this server does not answer from there."""
-
-    http_status = 403
-    exit_code = 77
-    reason = "Forbidden"
 
 
 class DatabaseAway(Transient):
