@@ -41,7 +41,8 @@ def load_report(*comparisons: LoadComparison, loads: tuple[int, ...] = (1, 4), t
     arms = {"off": "no drafter"} | {one.arm: "drafted" for one in comparisons}
     given = {"candidate": candidate} if candidate else {}
     levels = [LoadLevel(arm=arm, mode="closed", level=load,
-                        total=given.get(arm) or cell((taus or {}).get(load), ttft_p99)) for arm in arms for load in loads]
+                        total=given.get(arm) or cell((taus or {}).get(load), ttft_p99))
+              for arm in arms for load in loads]
     return LoadReport(model="m", spec=LoadSpec(concurrencies=loads), arms=arms, levels=tuple(levels),
                       comparisons=comparisons, environment=STEADY.environment, seconds=1.0)
 
