@@ -65,7 +65,7 @@ def mint(name: str, creator: Principal, roles: dict[str, Role], now: datetime, *
     for project in roles:
         beyond = sorted(action for action in held_actions(held, project) if not creator.allows(action, project))
         if beyond:
-            raise InvalidInput(f"roles[{project!r}]: {creator.subject} may not {beyond[0]} there, and so no key of theirs",
+            raise InvalidInput(f"roles[{project!r}]: {creator.subject} may not {beyond[0]} there, nor may their keys",
                                "give a lower role, or scopes that you hold yourself")
     secret = _random(_SECRET_LENGTH)
     body = f"{PREFIX}_{record.id}_{secret}"
