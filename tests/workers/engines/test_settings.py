@@ -8,8 +8,11 @@ import pytest
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.job import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, OperatingPoint, Setting
+from eyrie_workers.drafters.ngram import NgramDrafter
 from eyrie_workers.engines.process import EngineCommand, followable
-from eyrie_workers.engines.server import Options, parse_options
+from eyrie_workers.engines.server import Options, load, parse_options
+from eyrie_workers.speculation.engine import Engine, Request
+from tests.tiny import tiny_target
 
 CHAIN = DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4)
 TREE = DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6)
@@ -53,6 +56,31 @@ def test_a_map_that_changes_drafters_or_never_changes_is_not_followed() -> None:
     assert followable(chart(OFF, OFF)) is None
     options = said(drafter=DRAFTER, setting=trained, map=chart(trained, ngram))
     assert (options.tree, options.by_load) == (TREE, {})
+
+
+def test_a_loaded_engine_decodes_by_load_with_the_method_it_was_told(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path / "target", "llama", initializer_range=0.05)
+    options = parse_options(["--target", str(target), "--method", "ngram", "--by-load", "1=3/1/4,3=off",
+                             "--max-concurrency", "3", "--threads", "1"])
+    engine = load(options).engine
+    assert isinstance(engine.drafter, NgramDrafter)
+    assert engine.tree == CHAIN  # at one row
+    requests = [Request(f"r{i}", [7 + i, 8, 9], 20 + 10 * i) for i in range(3)]
+    plain = [answer.token_ids for answer in Engine(engine.target).generate(requests)]
+    for request in requests:
+        engine.submit(request)
+    done: dict[str, list[int]] = {}
+    drafted_at = set()
+    while len(done) < 3:
+        rows = engine.num_running
+        nodes = engine.spent.nodes
+        said = engine.step()
+        if rows == len(said) and engine.spent.nodes - nodes > 1:
+            drafted_at.add(rows)
+        done |= {one.id: one.generation.token_ids for one in said if one.generation is not None}
+    assert [done[request.id] for request in requests] == plain
+    assert drafted_at
+    assert 3 not in drafted_at
 
 
 @pytest.mark.parametrize("argv", [["--method", "drafter"], ["--method", "ngram", "--by-load", "1=deep"],
