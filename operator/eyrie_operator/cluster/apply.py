@@ -105,6 +105,14 @@ class Cluster:
             return False
         return True
 
+    def serves_ours(self) -> bool:
+        """Whether our resources are defined. Raises ClusterAway."""
+        try:
+            found = self._request("GET", "APIResourceList", f"/apis/{API_VERSION}")
+        except NotFound:
+            return False
+        return {"DrafterJob", "DraftEndpoint"} <= {one["kind"] for one in found["resources"]}
+
     # Writing.
 
     def apply(self, manifest: Mapping[str, Any], *, force: bool = False) -> Object:

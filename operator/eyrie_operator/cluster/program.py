@@ -11,6 +11,7 @@ SIGTERM ends in order and gives the lease back, so that another operator takes o
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -29,7 +30,7 @@ from eyrie_api.clock import utc_now
 from eyrie_api.database import Database
 from eyrie_api.errors import EyrieError
 from eyrie_api.settings import Settings
-from eyrie_operator.cluster.apply import Cluster, LeaseKeeper
+from eyrie_operator.cluster.apply import Cluster, ClusterAway, LeaseKeeper
 from eyrie_operator.cluster.controller import Controller
 from eyrie_operator.cluster.leases import Elector, Fence, Terms, campaign
 from eyrie_operator.cluster.telemetry import Telemetry
@@ -124,7 +125,20 @@ class Operator:
             for part in parts:
                 part.join(_STOP_S)
 
+    async def _await_definitions(self) -> None:
+        """kopf looks once for what it shall watch: a chart may start us before its definitions are served."""
+        waited = False
+        while not self._stopping.is_set() and not self._lost.is_set():
+            with contextlib.suppress(ClusterAway):
+                if await asyncio.to_thread(self._cluster.serves_ours):
+                    return
+            if not waited:
+                log.warning("DrafterJob and DraftEndpoint are not defined here: waiting; helm/eyrie brings them")
+            waited = True
+            await asyncio.sleep(1.0)
+
     async def _watch(self) -> None:
+        await self._await_definitions()
         stop = asyncio.Event()
         watching = asyncio.ensure_future(
             watch(self._controller.hear, stop, namespaces=self._options.namespaces))
