@@ -22,7 +22,7 @@ from tests.api.samples import job_body, job_spec
 from tests.api.test_tasks import LONG_S, eventually
 from tests.servers import postgres
 from tests.servers.fixtures import or_skip
-from tests.servers.processes import private_dir
+from tests.servers.processes import kept, private_dir
 from tests.servers.redis import Redis
 
 DATABASES = ("postgresql",)
@@ -42,7 +42,7 @@ class Workers:
                "EYRIE_DATABASE_URL": settings.resolved_database_url, "EYRIE_BROKER_URL": settings.broker_url,
                "EYRIE_VISIBILITY_TIMEOUT_S": str(settings.visibility_timeout_s)}
         program = Path(__file__).with_name("chores_worker.py")
-        process = subprocess.Popen([sys.executable, str(program), str(self.directory)], env=env, cwd=root,
+        process = subprocess.Popen(kept([sys.executable, str(program), str(self.directory)]), env=env, cwd=root,
                                    start_new_session=True)
         self._running.append(process)
         return process
@@ -212,7 +212,7 @@ def test_the_worker_command_takes_chores(settings: Settings, database: Database,
     app = make_celery(settings, print, database=database)
     for _ in range(3):
         app.send_task("eyrie.retention")
-    process = subprocess.Popen([sys.executable, "-m", "eyrie_operator.command", "worker", "--concurrency", "1"],
+    process = subprocess.Popen(kept([sys.executable, "-m", "eyrie_operator.command", "worker", "--concurrency", "1"]),
                                env=env, cwd=tmp_path, start_new_session=True)
     try:
         eventually(lambda: queue_length(app, chore_queue(settings)) == 0)

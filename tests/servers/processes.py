@@ -35,6 +35,7 @@ class Session:
     """The directory and the lifeline of everything the tests start."""
 
     def __init__(self) -> None:
+        sweep_killed_sessions()
         self.directory = Path(tempfile.mkdtemp(prefix="eyrie-servers-"))
         self.directory.chmod(0o711)  # PostgreSQL runs as another user and must reach its data through here
         lifeline = self.directory / "lifeline"
@@ -47,6 +48,24 @@ class Session:
         os.close(self._held)
         os.environ.pop(SESSION, None)
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def sweep_killed_sessions() -> None:
+    """Remove the files of sessions that ended without doing so: nobody holds their lifelines. A cluster is 40 MB."""
+    for directory in Path(tempfile.gettempdir()).glob("eyrie-servers-*"):
+        try:
+            if time.time() - directory.stat().st_mtime < START_S:
+                continue  # perhaps just being made
+            descriptor = os.open(directory / "lifeline", os.O_RDONLY | os.O_NONBLOCK)
+        except OSError:
+            continue
+        try:
+            abandoned = os.read(descriptor, 1) == b""
+        except BlockingIOError:
+            abandoned = False
+        os.close(descriptor)
+        if abandoned:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def session_dir() -> Path:
@@ -102,10 +121,9 @@ class Server:
         raise Unavailable(f"{self._argv(self.port)[0]} did not start: {self._log.read_text()[-500:]}")
 
     def _comes_up(self) -> bool:
-        keeper = [sys.executable, "-I", "-S", str(Path(__file__).with_name("keeper.py"))]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*keeper, str(session_dir() / "lifeline"), self._user, "--", *self._argv(self.port)],
+                kept(self._argv(self.port), self._user),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._env, cwd="/", start_new_session=True)
         deadline = time.monotonic() + START_S
         while not self._ready(self.port):
@@ -121,6 +139,12 @@ class Server:
             self._process.send_signal(signal.SIGUSR1)
             self._process.wait(30)
         self._process = None
+
+
+def kept(argv: list[str], user: str = "") -> list[str]:
+    """The command line that runs another as long as the session lasts, and ends as it ends."""
+    keeper = str(Path(__file__).with_name("keeper.py"))
+    return [sys.executable, "-I", "-S", keeper, str(session_dir() / "lifeline"), user, "--", *argv]
 
 
 def free_port() -> int:

@@ -31,6 +31,7 @@ from eyrie_workers.regeneration.sharded import (
 )
 from eyrie_workers.shards import CeleryShards, broker_url, held_name
 from eyrie_workers.targets.templates import ChatTokenizer
+from tests.servers.processes import kept
 from tests.servers.redis import Redis
 from tests.tiny import tiny_target
 from tests.workers.regeneration.openai_double import Service, Troubles, answer_text, openai_double, question
@@ -84,7 +85,7 @@ class World:
     def worker(self) -> subprocess.Popen[bytes]:
         env = {**os.environ, "EYRIE_BROKER_URL": self.redis.url, "EYRIE_ARTIFACTS_URL": self.store.url,
                "EYRIE_SHARD_VISIBILITY_TIMEOUT_S": str(VISIBILITY_S), "TMPDIR": str(self.directory)}
-        process = subprocess.Popen([sys.executable, "-m", "eyrie_workers.shards", "--concurrency", "2"], env=env,
+        process = subprocess.Popen(kept([sys.executable, "-m", "eyrie_workers.shards", "--concurrency", "2"]), env=env,
                                    start_new_session=True)
         self._workers.append(process)
         return process

@@ -23,6 +23,7 @@ from eyrie_workers.stages.program import run_program
 from eyrie_workers.stages.regenerate import regenerate
 from eyrie_workers.targets.loading import load_target, target_digest
 from eyrie_workers.targets.templates import ChatTokenizer
+from tests.servers.processes import kept
 from tests.servers.redis import Redis
 from tests.tiny import chats_file, tiny_target
 from tests.workers.regeneration.openai_double import Troubles, openai_double
@@ -294,7 +295,7 @@ def test_an_endpoint_asked_in_shards_gives_the_artifact_of_one_asked_from_here(
     chats = chats_file(tmp_path / "chats.jsonl", 9)
     for name, value in {"BROKER_URL": redis.url, "ARTIFACTS_URL": str(tmp_path / "store")}.items():
         monkeypatch.setenv(f"EYRIE_{name}", value)
-    worker = subprocess.Popen([sys.executable, "-m", "eyrie_workers.shards", "--concurrency", "1"],
+    worker = subprocess.Popen(kept([sys.executable, "-m", "eyrie_workers.shards", "--concurrency", "1"]),
                               start_new_session=True)
     try:
         with openai_double(Troubles(decline={"nothing": 400})) as service:
