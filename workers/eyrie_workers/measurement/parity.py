@@ -10,8 +10,8 @@ flag flipped lose no answer, raise no error and cost most of the speed. Histogra
 prompt by prompt. In float32 they are equal, digit for digit; what differs must be explained one by one, a changed token
 by a near-tie of the target's two best (`losslessness`), a changed round by near-ties of the drafter whose deciding
 otherwise gives exactly the served rounds (`retracing`). In half precision near-ties are no exception, so up to 2 % of
-rounds may stay unexplained as long as the reference's tau lies within the served one's interval (that share was chosen,
-not measured: no such engine has been run here).
+rounds may stay unexplained as long as the reference's tau lies within the served one's interval. That share was chosen:
+SGLang on CPU in bfloat16 needed none of it (1 of 414 rounds differed, explained); no GPU has been run.
 
 When it fails, the known mistakes are tried (`suspects`): the one that reproduces the served rounds is named.
 
