@@ -9,11 +9,15 @@ import base64
 import contextlib
 import os
 import secrets
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 
@@ -153,3 +157,56 @@ def test_the_operator_may_do_what_its_work_needs_and_no_more(server: Server) -> 
     assert not may("create", "", "pods", subresource="exec")
     assert not may("watch", "eyrie.dev", "drafterjobs", namespace="kube-system")
     assert not may("create", "rbac.authorization.k8s.io", "roles")
+
+
+def kubeconfig_of(server: Server, account: str, directory: Path) -> Path:
+    """How a pod of that ServiceAccount would speak to the server."""
+    token = server.core.create_namespaced_service_account_token(account, server.namespace, {"spec": {}}).status.token
+    found = client.Configuration.get_default_copy()
+    cluster = {"server": found.host}
+    if found.ssl_ca_cert:
+        cluster["certificate-authority"] = found.ssl_ca_cert
+    path = directory / "kubeconfig"
+    path.write_text(yaml.safe_dump({
+        "apiVersion": "v1", "kind": "Config", "current-context": "it",
+        "clusters": [{"name": "it", "cluster": cluster}], "users": [{"name": "it", "user": {"token": token}}],
+        "contexts": [{"name": "it", "context": {"cluster": "it", "user": "it", "namespace": server.namespace}}]}))
+    path.chmod(0o600)
+    return path
+
+
+@pytest.mark.xdist_group("cluster")
+def test_the_operator_leads_and_takes_up_a_job_with_the_rights_it_is_given(server: Server, tmp_path: Path) -> None:
+    server.install({"operator": {"namespaced": True}, "rbac": {"userRoles": False}})
+    deployment = server.apps.read_namespaced_deployment("rel-eyrie-operator", server.namespace)
+    container = deployment.spec.template.spec.containers[0]
+    env = {one.name: one.value for one in container.env if one.value and one.name != "HOME"}
+    env |= {name: value for name, value in os.environ.items() if not name.startswith("EYRIE_")}
+    env |= {"EYRIE_HOME": str(tmp_path), "EYRIE_OPERATOR_PORT": "0",
+            "KUBECONFIG": str(kubeconfig_of(server, "rel-eyrie-operator", tmp_path))}
+    command = [sys.executable, "-m", "eyrie_operator.command"]
+    subprocess.run([*command, "migrate"], env=env, check=True, timeout=LONG_S, capture_output=True)
+    resource = ("eyrie.dev", "v1alpha1", server.namespace, "drafterjobs")
+    body = {"apiVersion": "eyrie.dev/v1alpha1", "kind": "DrafterJob", "metadata": {"name": "one"},
+            "spec": {"job": {"target": {"model": "quickstart"}, "data": {"sources": [{"path": "quickstart"}]}}}}
+    log = tmp_path / "operator.log"
+    with log.open("wb") as out:
+        operator = subprocess.Popen([*command, *container.args], env=env, stdout=out, stderr=out)
+    try:
+        server.custom.create_namespaced_custom_object(*resource, body)
+
+        def taken_up() -> bool:
+            assert operator.poll() is None, log.read_text()
+            found: dict[str, Any] = server.custom.get_namespaced_custom_object(*resource, "one")
+            return bool(found.get("status", {}).get("job_id")) and bool(found["metadata"].get("finalizers"))
+
+        eventually(taken_up)
+        eventually(lambda: any(one.involved_object.name == "one" for one in
+                               server.core.list_namespaced_event(server.namespace).items))
+        assert "forbidden" not in log.read_text().lower()
+    finally:
+        operator.kill()
+        operator.wait()
+        # Nobody is left to finish what the finalizer waits for.
+        with contextlib.suppress(ApiException):
+            server.custom.patch_namespaced_custom_object(*resource, "one", {"metadata": {"finalizers": None}})
