@@ -128,7 +128,8 @@ def test_the_artifact_is_loadable_drafters_evenly_spaced(finished: Path) -> None
         assert len(checkpoint.accuracy) == len(checkpoint.conditional_acceptance) == 3
         assert 1.0 <= checkpoint.theoretical_speedup <= 4.0
     assert {entry.path for entry in manifest.files} == {
-        f"{c.path}/{name}" for c in report.checkpoints for name in ("README.md", "config.json", "eyrie-card.json", "model.safetensors")}
+        f"{c.path}/{name}" for c in report.checkpoints
+        for name in ("README.md", "config.json", "eyrie-card.json", "model.safetensors")}
 
 
 def test_training_lowers_the_loss_on_rows_it_never_saw(finished: Path) -> None:
