@@ -92,6 +92,8 @@ SETS: dict[str, tuple[Values, tuple[str, ...]]] = {
                 "nodeSelector": {"kubernetes.io/os": "linux"}, "tolerations": [{"operator": "Exists"}],
                 "affinity": {"nodeAffinity": {}}, "priorityClassName": "high"},
         "worker": {"replicas": 2, "keda": {"enabled": True}},
+        "shards": {"enabled": True, "keda": {"enabled": True}, "extraEnv": [
+            {"name": "MODEL_KEY", "valueFrom": {"secretKeyRef": {"name": "model", "key": "key"}}}]},
         "operator": {"replicas": 2},
         "images": {"registry": "registry.example/team", "pullSecrets": ["pull"]},
         "settings": {"lease_ttl_s": 60, "max_body_bytes": 2097152},

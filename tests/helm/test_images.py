@@ -17,7 +17,8 @@ EXTRAS = {"api": ["api"], "operator": ["operator"], "workers": ["workers", "pipe
 PROGRAMS = {
     "api": ["eyrie_operator.command", "eyrie_api.replica", "eyrie_api.migrations"],
     "operator": ["eyrie_operator.command", "eyrie_operator.celery_app", "eyrie_operator.cluster.program"],
-    "workers": ["eyrie_pipelines.drafter", "eyrie_workers.stages.train", "eyrie_workers.stages.prove"],
+    "workers": ["eyrie_pipelines.drafter", "eyrie_workers.stages.train", "eyrie_workers.stages.prove",
+                "eyrie_workers.shards"],
 }
 
 Instruction = tuple[str, str]

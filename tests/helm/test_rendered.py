@@ -169,6 +169,22 @@ def test_what_containers_start_is_a_verb_of_the_command(rendered: Rendered) -> N
         command.commands[verb].make_context(verb, list(arguments), resilient_parsing=False)  # type: ignore[attr-defined]
 
 
+def test_shard_workers_know_redis_and_bucket_and_no_database() -> None:
+    from eyrie_api.broker import SHARD_QUEUE
+
+    values, apis = SETS["everything on"]
+    rendered = render(values, apis=apis)
+    (shards,) = rendered.the("Deployment", "rel-eyrie-shards")["spec"]["template"]["spec"]["containers"]
+    assert {one["name"] for one in shards["env"]} == {"EYRIE_BROKER_URL", "HOME", "MODEL_KEY"}
+    assert [*shards["command"], *shards["args"]] == ["python", "-m", "eyrie_workers.shards", "--concurrency", "4"]
+    (trigger,) = rendered.the("ScaledObject", "rel-eyrie-shards")["spec"]["triggers"]
+    assert trigger["metadata"]["listName"] == SHARD_QUEUE
+    (trigger,) = rendered.the("ScaledObject", "rel-eyrie-worker")["spec"]["triggers"]
+    settings = rendered.the("ConfigMap", "rel-eyrie-settings")["data"]
+    assert trigger["metadata"]["listName"] == settings["EYRIE_CHORE_QUEUE"]
+    assert render().of("Deployment", "rel-eyrie-shards") == []
+
+
 def test_no_image_floats(rendered: Rendered) -> None:
     for name, container in rendered.containers():
         _, _, last = container["image"].rpartition("/")

@@ -54,11 +54,11 @@ def table() -> str:
     def walk(schema: dict[str, Any], value: Any, path: str) -> None:
         schema = resolved(schema, document)
         name = path.rpartition(".")[2]
-        if path.startswith(("worker.", "operator.", "migrations.")) and name in _SAME:
+        if path.startswith(("worker.", "shards.", "operator.", "migrations.")) and name in _SAME:
             return
         inner = schema.get("properties")
-        if inner is None or name in _LEAVES or path in ("settings", "images.api", "images.operator"):
-            words = schema["description"] + (" Likewise of worker and operator." if
+        if inner is None or name in _LEAVES or path in ("settings", "images.api", "images.operator", "images.workers"):
+            words = schema["description"] + (" Likewise of worker, shards and operator." if
                                              path.startswith("api.") and name in _SAME else "")
             lines.append(f"| `{path}` | `{json.dumps(value)}` | {words} |".replace("\\|", "|"))
             return

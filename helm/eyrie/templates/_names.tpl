@@ -57,3 +57,8 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- define "eyrie.foreignImage" -}}
 {{- if .digest -}}{{ printf "%s@%s" .repository .digest }}{{- else -}}{{ printf "%s:%s" .repository .tag }}{{- end -}}
 {{- end -}}
+
+{{/* The parts that are Deployments of this release, in one string. */}}
+{{- define "eyrie.parts" -}}
+api,worker,operator{{ if .Values.shards.enabled }},shards{{ end }}
+{{- end -}}

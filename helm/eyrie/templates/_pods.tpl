@@ -92,6 +92,14 @@ EYRIE_{{ upper $name }}: {{ $value | toString | quote }}
       key: {{ include "eyrie.store.key" (dict "root" . "store" "database") }}
 {{- end -}}
 
+{{- define "eyrie.brokerVariable" -}}
+- name: EYRIE_BROKER_URL
+  valueFrom:
+    secretKeyRef:
+      name: {{ include "eyrie.store.secret" (dict "root" . "store" "broker") }}
+      key: {{ include "eyrie.store.key" (dict "root" . "store" "broker") }}
+{{- end -}}
+
 {{/* (dict "root" $ "component" "api"): variables of a part of the control plane. */}}
 {{- define "eyrie.variables" -}}
 envFrom:
@@ -99,11 +107,7 @@ envFrom:
       name: {{ include "eyrie.fullname" .root }}-settings
 env:
   {{- include "eyrie.databaseVariable" .root | nindent 2 }}
-  - name: EYRIE_BROKER_URL
-    valueFrom:
-      secretKeyRef:
-        name: {{ include "eyrie.store.secret" (dict "root" .root "store" "broker") }}
-        key: {{ include "eyrie.store.key" (dict "root" .root "store" "broker") }}
+  {{- include "eyrie.brokerVariable" .root | nindent 2 }}
   # The root file system is read-only: what looks for a home finds one that may be lost.
   - {name: HOME, value: /tmp}
   {{- with (index .root.Values .component).extraEnv }}

@@ -74,7 +74,10 @@ Without a server (helm template) there is nothing to look up, and each rendering
 {{- if and .Values.operator.watchNamespaces (not .Values.operator.namespaced) -}}
 {{- fail "operator.watchNamespaces is set, and operator.namespaced is not: a cluster-wide operator watches them all" -}}
 {{- end -}}
-{{- if and .Values.worker.keda.enabled (not (include "eyrie.broker.bundled" .)) (not .Values.worker.keda.address) -}}
-{{- fail "worker.keda.enabled: KEDA cannot read the broker's URL; set worker.keda.address to host:port of the Redis" -}}
+{{- range $part := list "worker" "shards" -}}
+{{- $keda := (index $.Values $part).keda -}}
+{{- if and $keda.enabled (not (include "eyrie.broker.bundled" $)) (not $keda.address) -}}
+{{- fail (printf "%s.keda.enabled: KEDA cannot read the broker's URL; set %s.keda.address to host:port of the Redis" $part $part) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
