@@ -1,6 +1,8 @@
 """Three ways to serve a drafter wrongly, each loaded by SGLang without a word, and each caught by the parity gate.
 
-The server gets the broken directory, the reference the drafter as it was trained. What is lost is speed, not answers.
+The server gets the broken directory, the reference the drafter as it was trained. What is lost is speed, not answers,
+and sometimes little of it: layers one off cost 2 % of tau when this was written, which no average over prompts would
+show beside its interval, and round by round every sixth differed.
 """
 
 from collections.abc import Callable
@@ -27,7 +29,6 @@ def test_a_drafter_served_wrongly_loses_speed_fails_parity_and_the_cause_is_name
         report = parity(spoil.__name__, plain, drafted, drafter, CHAIN, prompts)
     assert not report.passed
     assert report.identical == report.prompts
-    assert report.tau < report.reference_tau
     assert report.rounds_unexplained > 0
     said = " ".join(report.reasons)
     assert cause in said, said
