@@ -162,7 +162,8 @@ def test_what_is_not_json_or_too_large_or_nowhere_is_refused(http: httpx.Client)
 def test_a_client_that_goes_away_frees_its_slot(http: httpx.Client) -> None:
     cancelled = metric(http, 'eyrie_requests_total{finish_reason="cancelled"}')
     with http.stream("POST", CHAT, json=chat_body(max_tokens=4000, stream=True)) as answer:
-        next(answer.iter_lines())  # the head of a stream may precede the engine's first step by a moment
+        lines = answer.iter_lines()  # kept: a reader that is dropped closes the connection
+        next(lines)  # the head of a stream may precede the engine's first step by a moment
         until = time.monotonic() + 30
         while metric(http, "eyrie_running_requests") != 1:
             assert time.monotonic() < until, http.get("/metrics").text
