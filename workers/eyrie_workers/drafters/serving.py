@@ -184,12 +184,33 @@ class Eagle3Server:
               depth: int) -> DraftStep:
         """`protocol.StepFunction` of these rows."""
         num_nodes, num_scratch = tokens_BN.shape[1], mask_BNM.shape[2]
+        if len(rows) == num_nodes == 1 and self._dtype == torch.float32:
+            return self._lone_step(state, rows[0], tokens_BN, hidden_BNH, depth)
         settled_B1 = torch.tensor([[state.settled[row]] for row in rows])
         positions_BN = (settled_B1 + (depth - 1)).expand(-1, num_nodes)
         hidden_TH = hidden_BNH.flatten(0, 1)
         q, k, v = self._heads(self._served.qkv(hidden_TH, tokens_BN.flatten()), positions_BN)
         _write(state, rows, settled_B1 + torch.arange(num_scratch - num_nodes, num_scratch), k, v)
         return self._layer(state, rows, hidden_TH, q, mask_BNM, num_scratch)
+
+    def _lone_step(self, state: Eagle3State, row: int, tokens_11: Tensor, hidden_11H: Tensor, depth: int) -> DraftStep:
+        """`_step` for one node of one row, the common case on one machine: the same arithmetic in fewer calls.
+
+        Such a step is bound by the number of its calls, not by their work; positions are plain numbers here, so that
+        heads are turned, written and read through views.
+        """
+        config, place = self._config, state.settled[row] + depth - 1
+        hidden_1H, num_turned = hidden_11H[0], config.num_heads + config.num_kv_heads
+        heads = self._served.qkv(hidden_1H, tokens_11[0]).view(-1, config.head_dim)
+        turned, keys, values = heads[:num_turned], state.keys[row], state.values[row]
+        torch.view_as_complex(turned.view(num_turned, -1, 2)).mul_(self._turns[place])
+        keys[place], values[place] = turned[config.num_heads:], heads[num_turned:]
+        first = 0 if config.sliding_window is None else max(0, place + 1 - config.sliding_window)
+        attended = F.scaled_dot_product_attention(
+            turned[: config.num_heads].view(1, config.num_kv_heads, -1, config.head_dim),
+            keys[first: place + 1].transpose(0, 1)[None], values[first: place + 1].transpose(0, 1)[None])
+        logits_1D, hidden_1H = self._served.predict(self._served.finish(hidden_1H, attended.view(1, -1)))
+        return DraftStep(logits_1D[None], hidden_1H[None])
 
     def _heads(self, qkv_TQ: Tensor, positions_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated q [B, N, K, W, E] and k [B, N, K, E], and v [B, N, K, E]; T = B * N."""

@@ -74,7 +74,7 @@ def _grow_chain(first: DraftStep, step: StepFunction, shape: DraftTreeShape, voc
     tokens, scores = [logits.new_full((num_rows, 1), NO_TOKEN, dtype=torch.int64)], [logits.new_zeros(num_rows, 1)]
     for depth in range(1, shape.num_steps + 1):
         best, ids = _confidence(logits, depth, vocabulary, noise).max(dim=-1)
-        tokens.append(ids if vocabulary is None else vocabulary[ids])
+        tokens.append(ids if vocabulary is None else vocabulary.index_select(0, ids.flatten()).view_as(ids))
         scores.append(scores[-1] + best)
         if depth < shape.num_steps:
             mask = torch.ones(num_rows, 1, depth, dtype=torch.bool, device=logits.device)
