@@ -16,8 +16,8 @@ Of the proof, in the engine that will serve (`ProveReport`):
 5. `load:<users>`: faster than no drafter by the margin at every declared load, and not by luck (`require_confidence`)?
    Where the operating map itself says *off*, nothing is claimed, and it must only not be shown to be slower.
 6. `load-suite:<name>`: no required suite slower than without a drafter, over the declared loads together?
-7. `ttft:<users>`: is time to first token within its bounds, at p99 where a level has the requests to know it, at p90
-   where it has not? And `answered:<users>`: did it fail no request that no drafter would have answered?
+7. `ttft:<users>`: is time to first token within its bounds, at p99 where a level has the requests to know it, at the
+   median where it has not? And `answered:<users>`: did it fail no request that no drafter would have answered?
 8. `incumbent-loads`: faster than the incumbent by the margin over the declared loads together, asked in the same run?
 9. `changed-prompt`: still as fast as no drafter, and identical, when the system prompt is another?
 
@@ -41,7 +41,8 @@ OFF, CANDIDATE, INCUMBENT = "off", "candidate", "incumbent"
 """Arms of the proof's load test."""
 
 _KNOWS_P99 = 100
-"""With fewer requests p99 is the slowest of them, and one disturbed moment would decide."""
+"""With fewer requests p99 is the slowest of them, and one disturbed moment would decide: of 16 requests by 4 users it
+was 1.08x that of no drafter in one run of the demo and 1.79x in the next, the median 1.10x."""
 
 
 def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: BenchmarkReport | None,
@@ -231,15 +232,17 @@ def _first_token(policy: PromotionPolicy, load: LoadReport, seen: LoadComparison
     mine, bare = _cell(load, CANDIDATE, users), _cell(load, OFF, users)
     if mine is not None and bare is not None and mine.ttft_s is not None and bare.ttft_s is not None \
             and min(mine.completed, bare.completed) < _KNOWS_P99:
-        quantile, ratio = "p90", mine.ttft_s.p90 / max(bare.ttft_s.p90, 1e-9)
+        quantile, ratio = "median", mine.ttft_s.p50 / max(bare.ttft_s.p50, 1e-9)
     if ratio is None:
         return PromotionCheck(name=name, passed=False, bound=bound,
                               words=f"{_at(users)}: p99 time to first token was not measured")
     ok = ratio <= bound
     words = (f"{_at(users)}: {quantile} time to first token {ratio:.2f}x that of no drafter, "
              f"{'within' if ok else 'above'} {bound:.2f}x")
-    if quantile == "p90" and mine is not None:
-        words += f" ({mine.completed} requests: their p99 is one request)"
+    if quantile == "median" and mine is not None and mine.ttft_s is not None and bare is not None \
+            and bare.ttft_s is not None:
+        words += (f" (of {mine.completed} requests p99 is one: {mine.ttft_s.p99:.3f} s against "
+                  f"{bare.ttft_s.p99:.3f} s; raise prove.requests to {_KNOWS_P99} to have it judged)")
     if policy.max_ttft_p99_s is not None:
         worst = mine.ttft_s.p99 if mine is not None and mine.ttft_s is not None else None
         within = worst is not None and worst <= policy.max_ttft_p99_s

@@ -388,8 +388,8 @@ class PromotionPolicy(Frozen):
     """The lower end of the 95 % interval of the speed-up at each declared load must be above 1."""
 
     max_ttft_p99_ratio: float = Field(1.5, gt=0.0)
-    """p99 time to first token against no drafter, at each declared load; p90 where a load was asked fewer than 100
-    times (prove.requests), since p99 would then be one request. The bound is loose on purpose."""
+    """p99 time to first token against no drafter, at each declared load; the median where a load was asked fewer than
+    100 times (prove.requests), since p99 would then be one request. The bound is loose on purpose."""
 
     max_ttft_p99_s: float | None = Field(None, gt=0.0)
     min_speedup_changed_prompt: float = Field(1.0, gt=0.0)
