@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from eyrie_api.errors import EyrieError, Transient
 from eyrie_api.v1alpha1.job import DraftTreeShape, Dtype
@@ -102,6 +103,30 @@ class EngineFailed(EyrieError):
     reason = "EngineFailed"
 
 
+class Starting(Protocol):
+    """A server that is coming up, whatever engine it is."""
+
+    @property
+    def log_file(self) -> Path: ...
+
+    def check(self) -> None:
+        """Raises EngineFailed when it has ended."""
+
+    def ready(self) -> bool:
+        """Whether it answers now."""
+
+
+def await_ready(server: Starting, name: str, timeout_s: float, poll_s: float) -> None:
+    """Wait until it answers. Raises EngineFailed when it ended, Transient when time is up."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        server.check()
+        if server.ready():
+            return
+        time.sleep(poll_s)
+    raise Transient(f"{name} was not ready after {timeout_s:g} s", f"read {server.log_file}, or wait longer")
+
+
 @dataclass
 class EngineProcess:
     """A running engine server."""
@@ -113,13 +138,8 @@ class EngineProcess:
 
     def wait_ready(self, timeout_s: float = 60.0) -> str:
         """Wait until the engine answers; return its base URL (without /v1). Raises EngineFailed or Transient."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            self.check()
-            if self.ready():
-                return self.url
-            time.sleep(_POLL_S)
-        raise Transient(f"the engine was not ready after {timeout_s:g} s", f"read {self.log_file}, or wait longer")
+        await_ready(self, "the engine", timeout_s, _POLL_S)
+        return self.url
 
     def check(self) -> None:
         """Raises EngineFailed, with its last words, when the engine has ended."""

@@ -20,7 +20,6 @@ import shlex
 import signal
 import socket
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -29,9 +28,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import eyrie_workers
-from eyrie_api.errors import Transient
 from eyrie_workers.engines.leash import leashed
-from eyrie_workers.engines.process import EngineFailed
+from eyrie_workers.engines.process import EngineFailed, await_ready
 
 PROGRAM = "EYRIE_SGLANG_PROGRAM"
 _POLL_S = 0.25
@@ -91,13 +89,8 @@ class SglangServer:
 
     def wait_ready(self, timeout_s: float = 1800.0) -> str:
         """Wait until it serves; return `url`. Raises EngineFailed when it ended, Transient when time is up."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            self.check()
-            if self.ready():
-                return self.url
-            time.sleep(_POLL_S)
-        raise Transient(f"SGLang was not ready after {timeout_s:g} s", f"read {self.log_file}, or wait longer")
+        await_ready(self, "SGLang", timeout_s, _POLL_S)
+        return self.url
 
     def check(self) -> None:
         """Raises EngineFailed, with its last words, when the server has ended."""
