@@ -11,7 +11,7 @@ called `start`: a control plane that was killed finds the run again, and adopts 
     <job>/run/pipeline.log      what kfp.local and the boxes print
     <job>/run/failure.json      the stage that failed, and why (`run_stage`)
     <job>/run/result.json       how the run ended; written last
-    <job>/run/root/, tmp/       kfp.local's own files
+    <job>/run/{root,tmp}        kfp.local's own files
 
 kfp.local also replaces the text `python3` in every argument of a box, a path in it included, by `sys.executable`
 unquoted. The leader therefore puts its interpreter's directory first in PATH and calls itself plainly `python3`:
