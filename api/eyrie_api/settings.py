@@ -42,6 +42,10 @@ class Settings(Frozen):
     artifacts: StoreOptions = StoreOptions()
     """Where finished stages are kept beyond this machine. Read from EYRIE_ARTIFACTS_*, as stage programs do."""
 
+    cluster_profile: Path | None = None
+    """File with a `v1alpha1.cluster.ClusterProfile`: jobs run as Kubeflow pipelines, endpoints as Deployments. Unset:
+    both run on this machine."""
+
     host: str = "127.0.0.1"
     port: int = Field(DEFAULT_PORT, ge=0, le=65535)
     token: str | None = Field(None, min_length=16)

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, model_validator
 
 from eyrie_api.v1alpha1.model import Frozen, Name, Probability
+from eyrie_api.v1alpha1.requests import JobPlacement, PlacementRequest
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Family = Literal["eagle3"]
@@ -425,6 +426,16 @@ class ServeSpec(Frozen):
     Privacy: users' words are written in clear to `traffic.jsonl` of the endpoint's directory, readable by the
     operating user alone (mode 0600), never sent anywhere, and pushed out by newer ones. Tell your users."""
 
+    replicas: int | None = Field(None, ge=1, le=1000)
+    """On a cluster; default: the administrator's."""
+
+    hardware_profile: str | None = Field(None, min_length=1, max_length=64)
+    """On a cluster, what SGLang is launched for (`eyrie_workers.engines.sglang.profiles`); default: the
+    administrator's."""
+
+    placement: PlacementRequest = PlacementRequest()
+    """On a cluster, over the administrator's placement of engines."""
+
     @property
     def healthy_within_s(self) -> float:
         """`health_timeout_s`, or its default for the engine."""
@@ -451,6 +462,9 @@ class JobSpec(Frozen):
     prove: ProveSpec = ProveSpec()
     promotion: PromotionPolicy = PromotionPolicy()
     serve: ServeSpec = ServeSpec()
+    placement: JobPlacement = JobPlacement()
+    """Where its stages run on a cluster."""
+
     labels: dict[Name, str] = Field(default_factory=dict, max_length=64)
 
     @model_validator(mode="after")

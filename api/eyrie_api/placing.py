@@ -1,0 +1,54 @@
+"""What a job asks for, laid over what the administrator gives: a pod's placement. Pure, but for reading the profile."""
+
+import json
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError
+
+from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.cluster import ClusterProfile
+from eyrie_api.v1alpha1.placement import Placement
+from eyrie_api.v1alpha1.requests import JobPlacement, PlacementRequest, StageKey
+
+
+def read_profile(path: Path) -> ClusterProfile:
+    """The cluster profile in a YAML or JSON file. Raises InvalidInput naming file, field and rule."""
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidInput(f"cluster profile {path} cannot be read: {error.strerror}",
+                           "correct EYRIE_CLUSTER_PROFILE, or unset it to work on one machine") from None
+    except yaml.YAMLError as error:
+        raise InvalidInput(f"cluster profile {path} is not YAML: {' '.join(str(error).split())}",
+                           "correct the file") from None
+    try:
+        return ClusterProfile.model_validate_json(json.dumps(document))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the document"
+        raise InvalidInput(f"cluster profile {path}: {where}: {first['msg'].removeprefix('Value error, ')}",
+                           "correct the file") from error
+
+
+def place_stage(profile: ClusterProfile, wanted: JobPlacement, stage: StageKey) -> Placement:
+    """The placement of one stage of one job. Raises InvalidInput when the two contradict each other."""
+    given = profile.per_stage.get(stage, profile.stages).model_copy(update={"work": profile.stages.work})
+    return overlay(overlay(given, wanted.every), wanted.stages.get(stage, PlacementRequest()))
+
+
+def overlay(given: Placement, wanted: PlacementRequest) -> Placement:
+    """`wanted` over `given`; see `PlacementRequest` for the rule. Raises InvalidInput."""
+    changed: dict[str, object] = {}
+    for name in ("num_gpus", "gpu_type", "shared_memory", "queue", "priority_class"):
+        value = getattr(wanted, name)
+        if value is not None:
+            changed[name] = value
+    for name in ("requests", "limits", "node_selector"):
+        changed[name] = {**getattr(given, name), **getattr(wanted, name)}
+    changed["tolerations"] = tuple(dict.fromkeys((*given.tolerations, *wanted.tolerations)))
+    try:
+        return Placement.model_validate({**dict(given), **changed})
+    except ValidationError as error:
+        raise InvalidInput(f"placement: {error.errors()[0]['msg'].removeprefix('Value error, ')}",
+                           "change the job's placement or the cluster profile") from error

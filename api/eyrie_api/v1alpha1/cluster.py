@@ -1,0 +1,119 @@
+"""What a cluster's administrator decides, once, for every job and endpoint; and what a job may ask for beyond it.
+
+A `ClusterProfile` is a file of the installation (EYRIE_CLUSTER_PROFILE; the chart makes it of its values): images, work
+area, service accounts, secrets, host paths, where Kubeflow is. A `PlacementRequest` is part of a job, written by
+whoever may post one, and so holds nothing by which one could reach other people's data: no image, no account, no
+Secret, no path of a node. `eyrie_api.placing` lays the one over the other.
+"""
+
+from pydantic import Field, model_validator
+
+from eyrie_api.v1alpha1.model import Frozen, Name
+from eyrie_api.v1alpha1.placement import AbsolutePath, LabelKey, LabelValue, ObjectName, Placement
+from eyrie_api.v1alpha1.requests import StageKey
+
+
+class KubeflowSpec(Frozen):
+    """Where pipelines run."""
+
+    url: str = Field(pattern=r"^https?://[^\s]+$", max_length=4096)
+    """Of the KFP API server, without `/apis`: `http://ml-pipeline.kubeflow:8888`."""
+
+    namespace: Name | None = None
+    """Of the runs, in a multi-user installation; None in a single-user one."""
+
+    experiment: str = Field("eyrie", min_length=1, max_length=256)
+    token_file: AbsolutePath | None = None
+    """Bearer token, read anew for each request: a projected service account token is rotated."""
+
+    ca_file: AbsolutePath | None = None
+    service_account: ObjectName | None = None
+    """Of the runs' pods. Default: KFP's own."""
+
+    timeout_s: float = Field(30.0, gt=0.0, le=600.0)
+    """Of one request."""
+
+
+class GatewaySpec(Frozen):
+    """The Gateway whose listener leads to endpoints."""
+
+    name: ObjectName
+    namespace: Name | None = None
+    section: str | None = Field(None, min_length=1, max_length=253)
+    hostnames: tuple[str, ...] = Field((), max_length=16)
+    """`{endpoint}` in a name stands for the endpoint's."""
+
+    request_timeout_s: float | None = Field(None, ge=0.0, le=86_400.0)
+
+
+class AutoscaleSpec(Frozen):
+    """KEDA keeps requests per replica near a number."""
+
+    prometheus_url: str = Field(pattern=r"^https?://[^\s]+$", max_length=4096)
+    max_replicas: int = Field(8, ge=1, le=1000)
+    target_requests: float = Field(8.0, gt=0.0)
+
+
+class ServingSpec(Frozen):
+    """How endpoints stand on this cluster."""
+
+    namespace: Name
+    placement: Placement
+    hardware_profile: str = Field("cpu", min_length=1, max_length=64)
+    """Row of `eyrie_workers.engines.sglang.profiles`, unless an endpoint names another."""
+
+    replicas: int = Field(1, ge=1, le=1000)
+    port: int = Field(30000, ge=1, le=65535)
+    startup_timeout_s: float = Field(1800.0, gt=0.0, le=86_400.0)
+    drain_timeout_s: float = Field(600.0, gt=0.0, le=86_400.0)
+    leave_delay_s: float = Field(10.0, gt=0.0, le=600.0)
+    surge: bool = True
+    run_as: int = Field(65532, ge=1, le=2**31 - 1)
+    model_cache_claim: ObjectName | None = None
+    key_secret: ObjectName | None = None
+    """Secret with `engine.yaml`, SGLang's --config file with the line `api-key: ...`."""
+
+    gateway: GatewaySpec | None = None
+    autoscale: AutoscaleSpec | None = None
+    monitoring: bool = False
+    monitoring_labels: dict[LabelKey, LabelValue] = Field(default_factory=dict, max_length=16)
+    python: tuple[str, ...] = Field(("python3",), min_length=1, max_length=8)
+    """How the image starts Python."""
+
+
+class ClusterProfile(Frozen):
+    """One installation on one cluster."""
+
+    kubeflow: KubeflowSpec
+    stages: Placement
+    """Pods of the pipeline, unless `per_stage` says otherwise. Its `work` is the job's work area."""
+
+    per_stage: dict[StageKey, Placement] = Field(default_factory=dict)
+    """Whole placements, for stages that need another image or other nodes; `work` is taken from `stages`."""
+
+    home: AbsolutePath = "/var/lib/eyrie"
+    """EYRIE_HOME in every pod, the control plane's included: paths in stage specs are the same wherever they are read.
+    """
+
+    python: tuple[str, ...] = Field(("python3",), min_length=1, max_length=8)
+    """How the stages' images start Python."""
+
+    serving: ServingSpec | None = None
+    """None: nothing is served from here; winners are measured and kept."""
+
+    max_runs: int = Field(16, ge=1, le=100_000)
+    """Pipelines at once; further jobs wait in line. Kueue, where it is, queues their pods besides."""
+
+    sync_s: float = Field(15.0, gt=0.0, le=3600.0)
+    """How often a stage's pod puts progress and resumable state into the store: what a lost node costs at most."""
+
+    @model_validator(mode="after")
+    def _work_is_shared(self) -> "ClusterProfile":
+        if self.stages.work is None:
+            raise ValueError("cluster profile: stages.work is missing: stages run in pods of their own and pass their "
+                             "output on by a volume or an artifact store; give kind `s3` or `volume`")
+        for name, placement in self.per_stage.items():
+            if placement.work is not None and placement.work != self.stages.work:
+                raise ValueError(f"cluster profile: per_stage.{name}.work differs from stages.work: a job has one work "
+                                 "area; leave it out")
+        return self

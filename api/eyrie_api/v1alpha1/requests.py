@@ -1,0 +1,60 @@
+"""What a job or an endpoint may ask of a cluster: amounts and kinds of hardware, queues, and nothing else.
+
+No image, service account, Secret or path of a node: whoever may post a job must not reach other people's data by it.
+Those are the administrator's (`v1alpha1.cluster`). On one machine nothing of this is read.
+"""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from eyrie_api.v1alpha1.model import Frozen, Name
+from eyrie_api.v1alpha1.placement import LabelKey, LabelValue, ObjectName, Quantity, Toleration
+
+StageKey = Literal["regenerate", "capture", "train", "benchmark", "tune", "prove"]
+"""Names of stages. `v1alpha1.stages` has the same list, and a test compares them: stages are made of jobs and jobs of
+this, so it cannot be imported here."""
+
+
+class PlacementRequest(Frozen):
+    """Laid over the administrator's placement: what is None or empty stays as it was; dicts are merged by key,
+    tolerations are added."""
+
+    num_gpus: int | None = Field(None, ge=0, le=64)
+    """GPUs of one pod."""
+
+    gpu_type: LabelValue | None = None
+    """Node label value of the GPU model, for example `NVIDIA-H100-80GB-HBM3`."""
+
+    requests: dict[LabelKey, Quantity] = Field(default_factory=dict, max_length=16)
+    limits: dict[LabelKey, Quantity] = Field(default_factory=dict, max_length=16)
+    node_selector: dict[LabelKey, LabelValue] = Field(default_factory=dict, max_length=32)
+    tolerations: tuple[Toleration, ...] = Field((), max_length=32)
+    shared_memory: Quantity | None = None
+    queue: Name | None = None
+    """Kueue LocalQueue."""
+
+    priority_class: ObjectName | None = None
+
+
+class JobPlacement(Frozen):
+    """Where a job's stages run."""
+
+    every: PlacementRequest = PlacementRequest()
+    """For every stage."""
+
+    stages: dict[StageKey, PlacementRequest] = Field(default_factory=dict)
+    """Laid over `every`, for single stages."""
+
+    train_nodes: int = Field(1, ge=1, le=256)
+    """Nodes of one training. More than one, or `train_launcher` trainjob, goes through Kubeflow Trainer."""
+
+    train_launcher: Literal["pod", "trainjob"] = "pod"
+    """pod: torchrun inside the stage's own pod, over its GPUs. trainjob: a TrainJob that the stage's pod waits for."""
+
+    @model_validator(mode="after")
+    def _nodes_need_a_trainjob(self) -> "JobPlacement":
+        if self.train_nodes > 1 and self.train_launcher == "pod":
+            raise ValueError(f"placement.train_nodes is {self.train_nodes} and placement.train_launcher is pod, which "
+                             "has one node: say trainjob, or train on one node")
+        return self

@@ -1,0 +1,82 @@
+"""What a job may ask of a cluster, over what its administrator gives."""
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from eyrie_api.errors import InvalidInput
+from eyrie_api.placing import overlay, place_stage, read_profile
+from eyrie_api.v1alpha1.cluster import ClusterProfile
+from eyrie_api.v1alpha1.placement import Placement
+from eyrie_api.v1alpha1.requests import JobPlacement, PlacementRequest, StageKey
+from eyrie_api.v1alpha1.stages import STAGES
+
+WORK = {"kind": "s3", "url": "s3://bucket/eyrie"}
+
+
+def profile(**changes: Any) -> ClusterProfile:
+    document = {"kubeflow": {"url": "http://ml-pipeline:8888"}, "stages": {"image": "eyrie/workers", "work": WORK}}
+    return ClusterProfile.model_validate_json(json.dumps({**document, **changes}))
+
+
+def test_a_job_may_name_every_stage_there_is() -> None:
+    assert set(get_args(StageKey)) == set(STAGES)
+
+
+def test_a_request_changes_what_it_names_and_leaves_the_rest() -> None:
+    given = Placement.model_validate({"image": "a", "num_gpus": 1, "requests": {"cpu": "2", "memory": "4Gi"},
+                                      "tolerations": [{"key": "gpu"}], "queue": "small"})
+    wanted = PlacementRequest.model_validate({"num_gpus": 8, "requests": {"cpu": "16"},
+                                              "tolerations": [{"key": "gpu"}, {"key": "spot"}]})
+    placed = overlay(given, wanted)
+    assert (placed.num_gpus, placed.queue, placed.image) == (8, "small", "a")
+    assert placed.requests == {"cpu": "16", "memory": "4Gi"}
+    assert [one.key for one in placed.tolerations] == ["gpu", "spot"]
+    assert overlay(given, PlacementRequest()) == given
+
+
+def test_a_stage_gets_the_jobs_wish_over_every_stages_over_the_administrators() -> None:
+    whole = profile(per_stage={"train": {"image": "eyrie/train", "num_gpus": 2}})
+    wanted = JobPlacement.model_validate({"every": {"queue": "team"}, "stages": {"train": {"num_gpus": 4}}})
+    train, tune = place_stage(whole, wanted, "train"), place_stage(whole, wanted, "tune")
+    assert (train.image, train.num_gpus, train.queue) == ("eyrie/train", 4, "team")
+    assert (tune.image, tune.num_gpus, tune.queue) == ("eyrie/workers", 0, "team")
+    assert train.work == tune.work == whole.stages.work
+
+
+def test_a_request_that_contradicts_the_administrator_is_refused_in_words() -> None:
+    given = Placement.model_validate({"image": "a", "gpu_type": "H100"})
+    with pytest.raises(InvalidInput, match="gpu_type"):
+        overlay(given, PlacementRequest(node_selector={"nvidia.com/gpu.product": "A100"}))
+
+
+@pytest.mark.parametrize(("field", "value"), [("image", "evil"), ("host_paths", []), ("service_account", "admin"),
+                                              ("secret_variables", []), ("work", WORK)])
+def test_a_job_cannot_ask_for_what_reaches_other_peoples_data(field: str, value: object) -> None:
+    with pytest.raises(ValidationError, match=field):
+        PlacementRequest.model_validate({field: value})
+
+
+def test_several_nodes_without_a_trainjob_are_refused() -> None:
+    with pytest.raises(ValidationError, match="train_launcher"):
+        JobPlacement(train_nodes=2)
+
+
+def test_a_profile_is_read_and_a_wrong_one_named_with_its_field(tmp_path: Path) -> None:
+    path = tmp_path / "profile.yaml"
+    path.write_text(yaml.safe_dump(profile().model_dump(mode="json", exclude_none=True)))
+    assert read_profile(path) == profile()
+    path.write_text("kubeflow: {url: nowhere}\nstages: {image: a}\n")
+    with pytest.raises(InvalidInput, match=r"kubeflow\.url"):
+        read_profile(path)
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        read_profile(tmp_path / "absent.yaml")
+
+
+def test_a_profile_without_a_shared_work_area_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"stages\.work is missing"):
+        profile(stages={"image": "a"})
