@@ -1,12 +1,16 @@
 """What the chart makes of several sets of values, held against the published schemas and our own promises."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
 from kubernetes_validate import SchemaNotFoundError, validate
 
+from eyrie_api.placing import read_profile
 from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.cluster import ClusterProfile
+from eyrie_api.v1alpha1.placement import S3Work, VolumeWork
 from tests.helm.rendering import CHART, EVERYTHING, EXTERNAL, SECRET_WORDS, SETS, Rendered, from_file, render, sdk
 
 OTHERS_KINDS = {"HTTPRoute", "PodMonitor", "PrometheusRule", "ScaledObject", "TriggerAuthentication"}
@@ -147,6 +151,7 @@ def test_every_variable_the_chart_sets_is_one_the_programs_read(rendered: Render
 
     known = {f"EYRIE_{name.upper()}" for name in Settings.model_fields}
     known |= {f"EYRIE_ARTIFACTS_{name.upper()}" for name in StoreOptions.model_fields}
+    assert "EYRIE_CLUSTER_PROFILE" in known
     known |= {"EYRIE_OPERATOR_LEASE", "EYRIE_OPERATOR_NAMESPACES", "EYRIE_OPERATOR_MIRROR_NAMESPACE"}
     settings = rendered.the("ConfigMap", "rel-eyrie-settings")["data"]
     named = set(settings) | {variable["name"] for _, container in rendered.containers()
@@ -183,6 +188,100 @@ def test_shard_workers_know_redis_and_bucket_and_no_database() -> None:
     settings = rendered.the("ConfigMap", "rel-eyrie-settings")["data"]
     assert trigger["metadata"]["listName"] == settings["EYRIE_CHORE_QUEUE"]
     assert render().of("Deployment", "rel-eyrie-shards") == []
+
+
+def profile_of(rendered: Rendered, directory: Path) -> ClusterProfile:
+    """The profile as a pod would read it."""
+    path = directory / "profile.yaml"
+    path.write_text(rendered.the("ConfigMap", "rel-eyrie-cluster")["data"]["profile.yaml"])
+    return read_profile(path)
+
+
+KUBEFLOW = {"url": "http://ml-pipeline.kubeflow:8888"}
+
+
+def test_the_cluster_profile_is_one_the_programs_read_and_mounted_where_they_are_told(tmp_path: Path) -> None:
+    rendered = render({"cluster": {"kubeflow": KUBEFLOW}, "images": {"registry": "r.example/x"}, "shards": {
+        "enabled": True}})
+    profile = profile_of(rendered, tmp_path)
+    assert profile.kubeflow.url == KUBEFLOW["url"]
+    assert profile.stages.image.startswith("r.example/x/eyrie/workers:")
+    assert profile.python == ("python",)
+    assert isinstance(profile.stages.work, S3Work)
+    # Stages may run in another namespace than the bundled store.
+    assert profile.stages.work.endpoint_url == "http://rel-eyrie-s3.team.svc:9000"
+    assert profile.stages.work.credentials_secret == "rel-eyrie-artifacts"
+    assert profile.serving is not None
+    assert profile.serving.namespace == "team"
+    settings = rendered.the("ConfigMap", "rel-eyrie-settings")["data"]
+    assert settings["EYRIE_HOME"] == profile.home
+    for part, told in (("api", True), ("worker", True), ("operator", True), ("shards", False)):
+        pod = rendered.the("Deployment", f"rel-eyrie-{part}")["spec"]["template"]["spec"]
+        variables = {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
+        mounts = {one["mountPath"]: one["name"] for one in pod["containers"][0]["volumeMounts"]}
+        assert (variables.get("EYRIE_CLUSTER_PROFILE") == "/etc/eyrie/cluster/profile.yaml") is told, part
+        assert ("/etc/eyrie/cluster" in mounts) is told, part
+        volumes = {one["name"]: one for one in pod["volumes"]}
+        assert not told or volumes[mounts["/etc/eyrie/cluster"]]["configMap"]["name"] == "rel-eyrie-cluster"
+
+
+def test_without_kubeflow_there_is_no_profile() -> None:
+    rendered = render()
+    assert rendered.of("ConfigMap", "rel-eyrie-cluster") == []
+    assert "EYRIE_CLUSTER_PROFILE" not in json.dumps(rendered)
+
+
+def test_what_the_values_say_of_the_cluster_lies_over_what_the_chart_knows(tmp_path: Path) -> None:
+    cluster = {
+        "kubeflow": {**KUBEFLOW, "namespace": "team-a", "service_account": "runner"},
+        "stages": {"num_gpus": 1, "requests": {"memory": "64Gi"}, "tolerations": [{"key": "nvidia.com/gpu"}]},
+        "per_stage": {"train": {"num_gpus": 8, "shared_memory": "16Gi"}, "regenerate": {"image": "r.example/light:1"}},
+        "serving": {"placement": {"image": "r.example/sglang:1", "num_gpus": 2}, "hardware_profile": "h100",
+                    "gateway": {"name": "public"}},
+        "max_runs": 3, "sync_s": 60}
+    profile = profile_of(render(from_file("values-ha.yaml") | {"cluster": cluster}), tmp_path)
+    assert (profile.kubeflow.namespace, profile.kubeflow.service_account) == ("team-a", "runner")
+    train = profile.per_stage["train"]
+    assert (train.num_gpus, train.shared_memory, train.requests) == (8, "16Gi", {"memory": "64Gi"})
+    assert train.image == profile.stages.image
+    assert profile.per_stage["regenerate"].image == "r.example/light:1"
+    assert isinstance(profile.stages.work, S3Work)
+    assert (profile.stages.work.url, profile.stages.work.credentials_secret) == ("s3://eyrie/artifacts",
+                                                                                 "eyrie-artifacts")
+    assert profile.serving is not None
+    assert (profile.serving.placement.image, profile.serving.placement.num_gpus) == ("r.example/sglang:1", 2)
+    assert profile.serving.gateway is not None
+    assert (profile.max_runs, profile.sync_s) == (3, 60.0)
+    unserved = render({"cluster": {"kubeflow": KUBEFLOW, "serve": False}})
+    assert profile_of(unserved, tmp_path).serving is None
+
+
+def test_a_volume_in_place_of_the_store_is_the_home_of_the_control_plane_too(tmp_path: Path) -> None:
+    work = {"kind": "volume", "claim": "shared", "sub_path": "eyrie"}
+    rendered = render({"cluster": {"kubeflow": KUBEFLOW, "stages": {"work": work}}})
+    assert isinstance(profile_of(rendered, tmp_path).stages.work, VolumeWork)
+    pod = rendered.the("Deployment", "rel-eyrie-worker")["spec"]["template"]["spec"]
+    (volume,) = [one for one in pod["volumes"] if one["name"] == "home"]
+    assert volume == {"name": "home", "persistentVolumeClaim": {"claimName": "shared"}}
+    (mount,) = [one for one in pod["containers"][0]["volumeMounts"] if one["name"] == "home"]
+    assert mount == {"name": "home", "mountPath": "/var/lib/eyrie", "subPath": "eyrie"}
+
+
+def test_a_token_for_kubeflow_is_the_workers_alone_and_no_token_of_the_kubernetes_api(tmp_path: Path) -> None:
+    access = {"tokenAudience": "pipelines.kubeflow.org", "caConfigMap": "their-ca"}
+    rendered = render({"cluster": {"kubeflow": {"url": "https://kubeflow.example"}, "access": access}})
+    kubeflow = profile_of(rendered, tmp_path).kubeflow
+    pod = rendered.the("Deployment", "rel-eyrie-worker")["spec"]["template"]["spec"]
+    mounts = {one["mountPath"]: one["name"] for one in pod["containers"][0]["volumeMounts"]}
+    volumes = {one["name"]: one for one in pod["volumes"]}
+    assert kubeflow.token_file is not None
+    assert kubeflow.ca_file is not None
+    token = volumes[mounts[str(Path(kubeflow.token_file).parent)]]["projected"]["sources"][0]["serviceAccountToken"]
+    assert (token["audience"], token["path"]) == ("pipelines.kubeflow.org", Path(kubeflow.token_file).name)
+    assert volumes[mounts[str(Path(kubeflow.ca_file).parent)]]["configMap"]["name"] == "their-ca"
+    assert pod["automountServiceAccountToken"] is False
+    others = [one for one in rendered.of("Deployment") if not one["metadata"]["name"].endswith("worker")]
+    assert "serviceAccountToken" not in json.dumps(others)
 
 
 def test_no_image_floats(rendered: Rendered) -> None:
@@ -284,9 +383,8 @@ def test_a_changed_setting_restarts_the_pods_and_nothing_else_does() -> None:
     assert checksum({}) != checksum({"broker": EXTERNAL["broker"]})
 
 
-def test_alerts_and_dashboard_ask_for_metrics_that_exist(tmp_path: object) -> None:
+def test_alerts_and_dashboard_ask_for_metrics_that_exist(tmp_path: Path) -> None:
     import re
-    from pathlib import Path
 
     from prometheus_client.parser import text_string_to_metric_families
     from starlette.testclient import TestClient
@@ -294,7 +392,6 @@ def test_alerts_and_dashboard_ask_for_metrics_that_exist(tmp_path: object) -> No
     from eyrie_api.database import Database
     from eyrie_api.server import create_app
 
-    assert isinstance(tmp_path, Path)
     settings = Settings(home=tmp_path)
     database = Database(settings.resolved_database_url)
     database.migrate()

@@ -7,9 +7,12 @@ import jsonschema
 import pytest
 
 from tests.helm.rendering import CHART, Values, from_file, render, sdk
-from tests.helm.values_table import README, readme_with, resolved, settings_schema, table
+from tests.helm.values_table import README, profile_definitions, readme_with, resolved, settings_schema, table
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
+
+PROFILED = (".cluster.kubeflow", ".cluster.stages", ".cluster.per_stage", ".cluster.serving")
+
 
 def test_the_defaults_pass() -> None:
     jsonschema.validate(from_file("values.yaml"), SCHEMA)
@@ -20,6 +23,9 @@ def test_every_default_is_described_and_everything_described_has_a_default() -> 
         schema = resolved(schema, SCHEMA)
         assert len(schema["description"]) > 3, path
         properties = schema.get("properties")
+        if path in PROFILED:  # its words are the contract's, its defaults too
+            assert properties is None or schema["additionalProperties"] is False
+            return
         if properties is None or not isinstance(value, dict):
             return
         assert schema["additionalProperties"] is False, path
@@ -50,6 +56,7 @@ def test_every_value_is_read_by_some_template() -> None:
 def test_schema_and_readme_are_in_step_with_settings_and_values() -> None:
     mend = "python -m tests.helm.values_table"
     assert SCHEMA["properties"]["settings"] == settings_schema(), mend
+    assert {**SCHEMA["definitions"], **profile_definitions()} == SCHEMA["definitions"], mend
     assert README.read_text() == readme_with(table()), mend
 
 
@@ -63,6 +70,10 @@ def test_schema_and_readme_are_in_step_with_settings_and_values() -> None:
     ({"artifacts": {"addressing": "both"}}, ["/artifacts/addressing", "auto", "path", "virtual"]),
     ({"api": {"token": {"value": "short"}}}, ["/api/token/value"]),
     ({"settings": {"database_url": "postgresql://u:p@h/d"}}, ["/settings", "database_url"]),
+    ({"cluster": {"kubeflow": {"url": "kubeflow:8888"}}}, ["/cluster/kubeflow/url", "pattern"]),
+    ({"cluster": {"stages": {"gpus": 1}}}, ["/cluster/stages", "gpus"]),
+    ({"cluster": {"per_stage": {"training": {}}}}, ["/cluster/per_stage", "training"]),
+    ({"cluster": {"serving": {"placement": {"num_gpus": 65}}}}, ["/cluster/serving/placement/num_gpus", "maximum"]),
     ({"api": {"ingress": {"enabled": True}}}, ["/api/ingress/host", "minLength"]),
     ({"api": {"httpRoute": {"enabled": True}}}, ["/api/httpRoute/parentRefs", "minItems"]),
 ], ids=lambda one: json.dumps(one) if isinstance(one, dict) else "")

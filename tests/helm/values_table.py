@@ -1,7 +1,8 @@
 """Brings what follows from other files up to date: `python -m tests.helm.values_table`.
 
-Two things would otherwise drift: the settings that values.schema.json lets through (they are those of
-`eyrie_api.settings`), and the table of values in helm/README.md (from the schema and values.yaml). The tests compare.
+Three things would otherwise drift: the settings that values.schema.json lets through (they are those of
+`eyrie_api.settings`), what `cluster` may hold (it is `eyrie_api.v1alpha1.cluster`'s, and its words), and the table of
+values in helm/README.md (from the schema and values.yaml). The tests compare.
 """
 
 import json
@@ -11,15 +12,20 @@ from typing import Any
 import yaml
 
 from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.cluster import ClusterProfile
 
 HELM = Path(__file__).parents[2] / "helm"
 SCHEMA, VALUES, README = HELM / "eyrie/values.schema.json", HELM / "eyrie/values.yaml", HELM / "README.md"
 BEGIN, END = "<!-- values: python -m tests.helm.values_table -->\n", "<!-- end of values -->\n"
 
-GIVEN = {"home", "host", "port", "artifacts", "chore_queue", "token", "database_url", "broker_url"}
+GIVEN = {"home", "host", "port", "artifacts", "chore_queue", "token", "database_url", "broker_url", "cluster_profile"}
 """Settings that the chart gives by itself, most of them from Secrets."""
 
-_LEAVES = ("image", "resources", "serviceAccount", "existingSecret", "persistence")
+_PROFILE = "Profile"
+"""Prefix of the definitions that are the contract's."""
+
+_LEAVES = ("image", "resources", "serviceAccount", "existingSecret", "persistence", "kubeflow", "stages", "per_stage",
+           "serving")
 """Shapes that are one line in the table."""
 
 _SAME = ("resources", "serviceAccount", "extraEnv", "podAnnotations", "nodeSelector", "tolerations", "affinity",
@@ -37,6 +43,34 @@ def settings_schema() -> dict[str, Any]:
             told[name] = {"type": kinds.get(field.annotation, "string"), "description": words}  # type: ignore[arg-type]
     return {"type": "object", "additionalProperties": False, "properties": told,
             "description": "Further settings of the control plane, by the names of eyrie_api.settings."}
+
+
+def profile_definitions() -> dict[str, Any]:
+    """The parts of a ClusterProfile as `cluster` may hold them: what the chart fills in is not required."""
+    document = ClusterProfile.model_json_schema()
+    told = {_PROFILE + name: _draft_07(one) for name, one in document["$defs"].items()}
+    url = told["ProfileKubeflowSpec"]["properties"]["url"]
+    url["pattern"] = f"^({url['pattern'].strip('^$')})?$"  # empty: no Kubeflow
+    for name in ("KubeflowSpec", "Placement", "ServingSpec"):
+        told[_PROFILE + name].pop("required")
+    return told
+
+
+def _draft_07(schema: Any) -> Any:
+    """As Helm's validator reads it, and closed: keys that match no pattern are refused."""
+    if isinstance(schema, list):
+        return [_draft_07(one) for one in schema]
+    if isinstance(schema, str):
+        return schema.replace("#/$defs/", f"#/definitions/{_PROFILE}")
+    if not isinstance(schema, dict):
+        return schema
+    told = {name: _draft_07(one) for name, one in schema.items()
+            if name != "discriminator" and not (name in ("title", "default") and not isinstance(one, dict))}
+    if isinstance(told.get("description"), str):
+        told["description"] = " ".join(told["description"].split())
+    if "patternProperties" in told:
+        told["additionalProperties"] = False
+    return told
 
 
 def resolved(schema: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
@@ -84,6 +118,8 @@ def schema_text() -> str:
     """values.schema.json with the settings of today."""
     document = json.loads(SCHEMA.read_text())
     document["properties"]["settings"] = settings_schema()
+    kept = {name: one for name, one in document["definitions"].items() if not name.startswith(_PROFILE)}
+    document["definitions"] = kept | profile_definitions()
     return json.dumps(document, indent=2) + "\n"
 
 

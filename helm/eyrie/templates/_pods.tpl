@@ -52,6 +52,7 @@ generated secrets none is taken, since without a server each rendering makes ano
 {{- define "eyrie.podAnnotations" -}}
 {{- $values := .root.Values -}}
 checksum/settings: {{ include "eyrie.settings" .root | sha256sum }}
+checksum/cluster: {{ toJson $values.cluster | sha256sum }}
 checksum/stores: {{ list $values.database $values.broker $values.artifacts $values.api.token | toJson | sha256sum }}
 {{- with (index $values .component).podAnnotations }}
 {{ toYaml . }}
@@ -108,6 +109,9 @@ envFrom:
 env:
   {{- include "eyrie.databaseVariable" .root | nindent 2 }}
   {{- include "eyrie.brokerVariable" .root | nindent 2 }}
+  {{- if (include "eyrie.cluster.known" .root) }}
+  - {name: EYRIE_CLUSTER_PROFILE, value: /etc/eyrie/cluster/profile.yaml}
+  {{- end }}
   # The root file system is read-only: what looks for a home finds one that may be lost.
   - {name: HOME, value: /tmp}
   {{- with (index .root.Values .component).extraEnv }}
@@ -115,9 +119,14 @@ env:
   {{- end }}
 {{- end -}}
 
-{{- define "eyrie.mounts" -}}
+{{/* What every part mounts, and what those mount besides that know the cluster. */}}
+{{- define "eyrie.storeMounts" -}}
 - {name: tmp, mountPath: /tmp}
-- {name: home, mountPath: /var/lib/eyrie}
+- name: home
+  mountPath: /var/lib/eyrie
+  {{- with (.Values.cluster.stages.work).sub_path }}
+  subPath: {{ . }}
+  {{- end }}
 {{- if (include "eyrie.artifacts.secret" .) }}
 - {name: artifacts, mountPath: /var/run/secrets/eyrie/artifacts, readOnly: true}
 {{- end }}
@@ -126,11 +135,22 @@ env:
 {{- end }}
 {{- end -}}
 
-{{- define "eyrie.volumes" -}}
+{{- define "eyrie.mounts" -}}
+{{ include "eyrie.storeMounts" . }}
+{{- if (include "eyrie.cluster.known" .) }}
+- {name: cluster, mountPath: /etc/eyrie/cluster, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "eyrie.storeVolumes" -}}
 - name: tmp
   emptyDir: {}
 - name: home
+  {{- if (include "eyrie.cluster.volume" .) }}
+  persistentVolumeClaim: {claimName: {{ include "eyrie.cluster.volume" . }}}
+  {{- else }}
   {{- toYaml .Values.home.volume | nindent 2 }}
+  {{- end }}
 {{- with (include "eyrie.artifacts.secret" .) }}
 - name: artifacts
   secret:
@@ -140,6 +160,15 @@ env:
 {{- end }}
 {{- with .Values.extraVolumes }}
 {{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "eyrie.volumes" -}}
+{{ include "eyrie.storeVolumes" . }}
+{{- if (include "eyrie.cluster.known" .) }}
+- name: cluster
+  configMap:
+    name: {{ include "eyrie.fullname" . }}-cluster
 {{- end }}
 {{- end -}}
 

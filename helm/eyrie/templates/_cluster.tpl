@@ -1,0 +1,62 @@
+{{/*
+The cluster profile (eyrie_api.v1alpha1.cluster): what `cluster` says, over what the chart knows by itself. Rendered only
+where cluster.kubeflow.url is set: without Kubeflow there is nowhere to run a job.
+*/}}
+
+{{- define "eyrie.cluster.known" -}}
+{{- if .Values.cluster.kubeflow.url -}}yes{{- end -}}
+{{- end -}}
+
+{{/* A pod of a stage or an engine that runs our own programs. */}}
+{{- define "eyrie.cluster.placement" -}}
+image: {{ include "eyrie.image" (dict "root" . "image" .Values.images.workers) }}
+image_pull_policy: {{ .Values.images.pullPolicy }}
+{{- with .Values.images.pullSecrets }}
+image_pull_secrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* The artifact store as stages reach it: they may run in another namespace, so a bundled one is named in full. */}}
+{{- define "eyrie.cluster.work" -}}
+kind: s3
+{{- if (include "eyrie.artifacts.bundled" .) }}
+url: s3://eyrie
+endpoint_url: http://{{ include "eyrie.fullname" . }}-s3.{{ .Release.Namespace }}.svc:9000
+{{- else }}
+url: {{ .Values.artifacts.url | quote }}
+{{- with .Values.artifacts.endpointUrl }}
+endpoint_url: {{ . | quote }}
+{{- end }}
+{{- end }}
+region: {{ .Values.artifacts.region | quote }}
+{{- with (include "eyrie.artifacts.secret" .) }}
+credentials_secret: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{- define "eyrie.cluster.profile" -}}
+{{- $given := .Values.cluster -}}
+{{- $kubeflow := deepCopy $given.kubeflow -}}
+{{- if $given.access.tokenAudience -}}{{- $_ := set $kubeflow "token_file" "/var/run/secrets/eyrie/kubeflow/token" -}}{{- end -}}
+{{- if $given.access.caConfigMap -}}{{- $_ := set $kubeflow "ca_file" "/etc/eyrie/kubeflow/ca.crt" -}}{{- end -}}
+{{- $python := $given.python | default .Values.images.python -}}
+{{- $stages := mergeOverwrite (include "eyrie.cluster.placement" . | fromYaml) (deepCopy $given.stages) -}}
+{{- if not $given.stages.work -}}{{- $_ := set $stages "work" (include "eyrie.cluster.work" . | fromYaml) -}}{{- end -}}
+{{- $single := dict -}}
+{{- range $stage, $placement := $given.per_stage -}}
+{{- $_ := set $single $stage (mergeOverwrite (deepCopy $stages) (deepCopy $placement)) -}}
+{{- end -}}
+{{- $profile := dict "kubeflow" $kubeflow "stages" $stages "per_stage" $single "home" "/var/lib/eyrie" "python" $python "max_runs" $given.max_runs "sync_s" $given.sync_s -}}
+{{- if $given.serve -}}
+{{- $pods := dict "namespace" .Release.Namespace "placement" (include "eyrie.cluster.placement" . | fromYaml) "python" $python -}}
+{{- $_ := set $profile "serving" (mergeOverwrite $pods (deepCopy $given.serving)) -}}
+{{- end -}}
+{{- toYaml $profile -}}
+{{- end -}}
+
+{{/* The claim that is the work area, where it is a volume: the control plane's home is in it then. */}}
+{{- define "eyrie.cluster.volume" -}}
+{{- with .Values.cluster.stages.work -}}
+{{- if eq .kind "volume" -}}{{- .claim -}}{{- end -}}
+{{- end -}}
+{{- end -}}
