@@ -98,6 +98,6 @@ def _snapshot(spec: JobSpec, directory: Path, name: str) -> Path | None:
         return to
     if not source.is_file() or source.stat().st_size == 0:
         return None
-    to.parent.mkdir(mode=0o700, exist_ok=True)
+    to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_latest(source, to, KEPT_ROWS)
     return to

@@ -19,16 +19,11 @@ from pathlib import Path
 from eyrie_api.artifacts import write_model
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import Database
-from eyrie_api.endpoints import Endpoints, Serving
+from eyrie_api.endpoints import Serving
 from eyrie_api.errors import EyrieError, NotFound, Transient
-from eyrie_api.history import Histories, Watched
-from eyrie_api.idempotency import Idempotency
-from eyrie_api.jobs import Jobs
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.job import PromotionPolicy
-from eyrie_api.v1alpha1.status import Condition, Endpoint, Job
+from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_operator.conditions import observe
-from eyrie_operator.drift import Drift
 from eyrie_operator.endpoint_processes import (
     ENGINE_FILE,
     HOST,
@@ -47,10 +42,10 @@ from eyrie_operator.endpoint_processes import (
     start_gateway,
     stop_gateway,
 )
+from eyrie_operator.endpoint_records import EndpointRecords
 from eyrie_operator.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.routing import ROUTE_FILE, Counted, Counters, RouteRecord, Share
 from eyrie_operator.serving import (
-    Activate,
     CanarySeen,
     CloseWindow,
     EndpointAction,
@@ -58,17 +53,13 @@ from eyrie_operator.serving import (
     EndpointSeen,
     EngineSeen,
     ForgetEngine,
-    GoBack,
     KillEngine,
-    Reject,
     RetireEngine,
     Route,
-    ServeBare,
-    ServePolicy,
     ShareRoute,
     StartEngine,
     StartGateway,
-    TellDrift,
+    StopGateway,
     plan_endpoint,
 )
 from eyrie_pipelines.processes import is_alive, stop_group
@@ -80,16 +71,13 @@ _LASTING_S = 60.0
 """Healthy for this long, an engine's earlier failed starts are forgiven."""
 
 
-
 class EmbeddedEndpoints:
     """The one who tends one machine's endpoints."""
 
     def __init__(self, settings: Settings, database: Database, clock: Clock = utc_now) -> None:
         self._settings, self._clock = settings, clock
-        idempotency = Idempotency(database, settings.idempotency_ttl_s, clock)
-        self._endpoints, self._histories = Endpoints(database, clock), Histories(database, clock)
-        self._jobs = Jobs(database, clock, idempotency)
-        self._drift = Drift(self._histories, self._jobs, idempotency)
+        self._records = EndpointRecords(settings, database, clock)
+        self._endpoints = self._records.endpoints
 
     def tend(self, name: str) -> None:
         """One step of one endpoint; harmless for one that is gone or being tended by another process."""
@@ -108,41 +96,22 @@ class EmbeddedEndpoints:
     def _step(self, name: str, directory: Path) -> bool:
         """Look, plan, act, tell; whether another look is worth while at once."""
         endpoint, serving = self._endpoints.get(name), self._endpoints.serving(name)
-        policy, now = self._policy(endpoint, serving), self._clock()
+        policy, now = self._records.policy(endpoint, serving), self._clock()
         plan = plan_endpoint(endpoint, policy, self._observe(endpoint, directory), now)
         conditions = endpoint.conditions
         try:
             for action in plan.actions:
-                conditions = self._apply(action, endpoint, serving, directory, conditions)
+                self._act(action, endpoint, serving, directory)
+                conditions = self._records.record(action, endpoint, conditions, directory)
         except Transient as reason:
             plan = EndpointPlan((), "Unknown", reason.reason, str(reason))
         except EyrieError as error:  # its port is taken, its target is gone: waiting will not mend it
             plan = EndpointPlan((), "False", error.reason, str(error))
-            if endpoint.candidate_revision is not None:
-                self._endpoints.reject(name, endpoint.candidate_revision, error.reason, str(error))
-                conditions = observe(conditions, "RolledBack", "True", error.reason, str(error), now)
+            conditions = self._records.refuse(error, endpoint, conditions)
         conditions = observe(conditions, "Serving", plan.serving, plan.reason, plan.message, now)
         port = read_port(directory)
-        url = f"http://{HOST}:{port}/v1" if port is not None else None
-        if conditions != endpoint.conditions or url != endpoint.url:
-            self._endpoints.observe(name, url=url, conditions=conditions)
+        self._records.show(endpoint, conditions, f"http://{HOST}:{port}/v1" if port is not None else None)
         return bool(plan.actions)
-
-    def _policy(self, endpoint: Endpoint, serving: Serving) -> ServePolicy:
-        """The limits of the job whose drafter is on trial, or serves: it is kept as long as that is so."""
-        number = endpoint.candidate_revision or endpoint.active_revision
-        job = self._promoted_from(endpoint, number)
-        promotion = job.spec.promotion if job is not None else PromotionPolicy()
-        return ServePolicy(serving.serve.healthy_within_s, serving.serve.min_acceptance_ratio, promotion.canary,
-                           promotion.drift, counts_drafted=serving.serve.engine == "embedded")
-
-    def _promoted_from(self, endpoint: Endpoint, number: int | None) -> Job | None:
-        """The job of a revision; None for one that came from no job, or whose job was deleted."""
-        job_id = next((one.job_id for one in endpoint.revisions if one.number == number), None)
-        try:
-            return None if job_id is None else self._jobs.get(job_id)
-        except NotFound:
-            return None
 
     # Looking.
 
@@ -155,8 +124,7 @@ class EmbeddedEndpoints:
         urls = {record.revision: record.url for _, record in list_engines(directory)}
         routed = route.revision if route is not None and urls.get(route.revision) == route.url else None
         alive = gateway is not None and is_alive(gateway.process)
-        active = endpoint.active_revision
-        watched = Watched() if active is None else self._histories.watched(endpoint.name, active)
+        watched = self._records.watched(endpoint)
         trial = route is not None and bool(route.others)
         canary = _observe_canary(route, read_shares(gateway.port) if gateway is not None and alive and trial else None)
         return EndpointSeen(gateway_alive=alive, routed=routed, engines=engines, windows=watched.windows,
@@ -186,45 +154,24 @@ class EmbeddedEndpoints:
 
     # Doing. Every action may be applied twice.
 
-    def _apply(self, action: EndpointAction, endpoint: Endpoint, serving: Serving, directory: Path,
-               conditions: tuple[Condition, ...]) -> tuple[Condition, ...]:
-        name, now = endpoint.name, self._clock()
+    def _act(self, action: EndpointAction, endpoint: Endpoint, serving: Serving, directory: Path) -> None:
+        now = self._clock()
         if isinstance(action, StartGateway):
             start_gateway(directory, serving.serve.port)
+        elif isinstance(action, StopGateway):
+            stop_gateway(directory)
         elif isinstance(action, StartEngine):
             self._start_engine(action, endpoint, serving, directory)
-        elif isinstance(action, Activate):
-            self._endpoints.activate(name, action.revision, figures={"answered": action.answered, "tau": action.tau})
-            if action.revision < (endpoint.active_revision or 0):
-                return conditions  # gone back: what it was rolled back for stays told
-            return observe(conditions, "RolledBack", "False", "Activated", f"revision {action.revision} serves", now)
-        elif isinstance(action, Reject):
-            self._endpoints.reject(name, action.revision, action.reason, action.message)
-            told = f"revision {action.revision}: {action.message}"
-            return observe(conditions, "RolledBack", "True", action.reason, told, now)
-        elif isinstance(action, GoBack):
-            self._endpoints.roll_back(name, actor="watch", reason=action.reason, message=action.message)
-            told = f"revision {action.revision}: {action.message}"
-            return observe(conditions, "RolledBack", "True", action.reason, told, now)
         elif isinstance(action, ShareRoute):
             _share_route(action, directory, serving.serve.record_prompts, now)
-            self._endpoints.canary(name, action.revision, action.share)
         elif isinstance(action, Route):
             main = _engine_url(directory, action.revision)
             write_model(directory / ROUTE_FILE, RouteRecord(revision=action.revision, url=main, since=now,
                                                             record_prompts=serving.serve.record_prompts))
         elif isinstance(action, CloseWindow):
-            if action.proven is not None:
-                self._histories.record_window(name, action.revision, action.tau, action.rounds, action.proven)
             _restart_window(engine_dir(directory, action.revision), now)
-        elif isinstance(action, TellDrift):
-            self._drift.tell(action, name, directory, self._promoted_from(endpoint, action.revision))
-        elif isinstance(action, ServeBare):
-            self._endpoints.propose(name, job_id=None, checkpoint=None, tree=None, drafter_dir=None,
-                                    reason="the target without a drafter, since no drafter came up")
-        else:
-            _act_on_processes(action, directory, now)
-        return conditions
+        elif isinstance(action, RetireEngine | KillEngine | ForgetEngine):
+            _act_on_engine(action, engine_dir(directory, action.revision), now)
 
     def _start_engine(self, action: StartEngine, endpoint: Endpoint, serving: Serving, directory: Path) -> None:
         revision = next(one for one in endpoint.revisions if one.number == action.revision)
@@ -262,14 +209,6 @@ def _share_route(action: ShareRoute, directory: Path, record_prompts: int, now: 
     write_model(directory / ROUTE_FILE, RouteRecord(
         revision=action.serving, url=_engine_url(directory, action.serving), since=now, others=(trial,),
         record_prompts=record_prompts))
-
-
-def _act_on_processes(action: EndpointAction, directory: Path, now: datetime) -> None:
-    """The actions that touch nothing but processes and their files."""
-    if isinstance(action, RetireEngine | KillEngine | ForgetEngine):
-        _act_on_engine(action, engine_dir(directory, action.revision), now)
-    else:  # StopGateway
-        stop_gateway(directory)
 
 
 def _act_on_engine(action: RetireEngine | KillEngine | ForgetEngine, folder: Path, now: datetime) -> None:

@@ -1,0 +1,111 @@
+"""What a plan changes of an endpoint's rows, wherever its engines run: one place knows it for both worlds.
+
+`serving.plan_endpoint` answers with actions. Some are deeds (start, route, retire) and belong to whoever has the
+processes or the cluster; the others only record what was seen or decided, and are here. All may be applied twice.
+"""
+
+import logging
+from pathlib import Path
+
+from eyrie_api.clock import Clock, utc_now
+from eyrie_api.database import Database
+from eyrie_api.endpoints import Endpoints, Serving
+from eyrie_api.errors import EyrieError, NotFound
+from eyrie_api.history import Histories, Watched
+from eyrie_api.idempotency import Idempotency
+from eyrie_api.jobs import Jobs
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.job import PromotionPolicy
+from eyrie_api.v1alpha1.status import Endpoint, Job
+from eyrie_operator.conditions import Conditions, observe
+from eyrie_operator.drift import Drift
+from eyrie_operator.serving import (
+    Activate,
+    CloseWindow,
+    EndpointAction,
+    GoBack,
+    Reject,
+    ServeBare,
+    ServePolicy,
+    ShareRoute,
+    TellDrift,
+)
+
+log = logging.getLogger(__name__)
+
+
+class EndpointRecords:
+    """The rows of endpoints, as those who tend them read and write them."""
+
+    def __init__(self, settings: Settings, database: Database, clock: Clock = utc_now) -> None:
+        self._clock = clock
+        idempotency = Idempotency(database, settings.idempotency_ttl_s, clock)
+        self.endpoints, self._histories = Endpoints(database, clock), Histories(database, clock)
+        self._jobs = Jobs(database, clock, idempotency)
+        self._drift = Drift(self._histories, self._jobs, idempotency)
+
+    def policy(self, endpoint: Endpoint, serving: Serving) -> ServePolicy:
+        """The limits of the job whose drafter is on trial, or serves: it is kept as long as that is so."""
+        job = self.promoted_from(endpoint, endpoint.candidate_revision or endpoint.active_revision)
+        promotion = job.spec.promotion if job is not None else PromotionPolicy()
+        return ServePolicy(serving.serve.healthy_within_s, serving.serve.min_acceptance_ratio, promotion.canary,
+                           promotion.drift, counts_drafted=serving.serve.engine == "embedded")
+
+    def promoted_from(self, endpoint: Endpoint, number: int | None) -> Job | None:
+        """The job of a revision; None for one that came from no job, or whose job was deleted."""
+        job_id = next((one.job_id for one in endpoint.revisions if one.number == number), None)
+        try:
+            return None if job_id is None else self._jobs.get(job_id)
+        except NotFound:
+            return None
+
+    def watched(self, endpoint: Endpoint) -> Watched:
+        """What recent windows said of the revision that serves."""
+        active = endpoint.active_revision
+        return Watched() if active is None else self._histories.watched(endpoint.name, active)
+
+    def record(self, action: EndpointAction, endpoint: Endpoint, conditions: Conditions,
+               directory: Path) -> Conditions:
+        """Write down what an action says, if it says something; the conditions afterwards.
+
+        directory   where recent traffic of the endpoint lies, and copies of it are kept
+        """
+        name, now = endpoint.name, self._clock()
+        if isinstance(action, Activate):
+            self.endpoints.activate(name, action.revision, figures={"answered": action.answered, "tau": action.tau})
+            if action.revision < (endpoint.active_revision or 0):
+                return conditions  # gone back: what it was rolled back for stays told
+            return observe(conditions, "RolledBack", "False", "Activated", f"revision {action.revision} serves", now)
+        if isinstance(action, Reject):
+            self.endpoints.reject(name, action.revision, action.reason, action.message)
+            told = f"revision {action.revision}: {action.message}"
+            return observe(conditions, "RolledBack", "True", action.reason, told, now)
+        if isinstance(action, GoBack):
+            self.endpoints.roll_back(name, actor="watch", reason=action.reason, message=action.message)
+            told = f"revision {action.revision}: {action.message}"
+            return observe(conditions, "RolledBack", "True", action.reason, told, now)
+        if isinstance(action, ShareRoute):
+            self.endpoints.canary(name, action.revision, action.share)
+        elif isinstance(action, CloseWindow):
+            if action.proven is not None:
+                self._histories.record_window(name, action.revision, action.tau, action.rounds, action.proven)
+        elif isinstance(action, TellDrift):
+            self._drift.tell(action, name, directory, self.promoted_from(endpoint, action.revision))
+        elif isinstance(action, ServeBare):
+            self.endpoints.propose(name, job_id=None, checkpoint=None, tree=None, drafter_dir=None,
+                                   reason="the target without a drafter, since no drafter came up")
+        return conditions
+
+    def refuse(self, error: EyrieError, endpoint: Endpoint, conditions: Conditions) -> Conditions:
+        """The candidate cannot be served as asked, and waiting will not mend it: it is given up."""
+        if endpoint.candidate_revision is None:
+            return conditions
+        self.endpoints.reject(endpoint.name, endpoint.candidate_revision, error.reason, str(error))
+        return observe(conditions, "RolledBack", "True", error.reason, str(error), self._clock())
+
+    def show(self, endpoint: Endpoint, conditions: Conditions, url: str | None) -> bool:
+        """Store conditions and URL (None: as it was) where they differ from the row that was read; whether they did."""
+        if conditions == endpoint.conditions and url in (None, endpoint.url):
+            return False
+        self.endpoints.observe(endpoint.name, url=url, conditions=conditions)
+        return True
