@@ -169,10 +169,10 @@ class _Writer:
         self._bounds(source, target)
         if "const" in source:
             target["enum"] = [source["const"]]
-        if nullable:
+        # One of a few words or nothing is left out when it is nothing: a null among the words makes a server of 1.20
+        # refuse the whole definition, and without one every server refuses null for a nullable field.
+        if nullable and "enum" not in target:
             target["nullable"] = True
-            if "enum" in target:
-                target["enum"] = [*target["enum"], None]
         if "type" not in target:  # any JSON value
             target["x-kubernetes-preserve-unknown-fields"] = True
             return target
@@ -215,9 +215,10 @@ class _Writer:
 
     def _object(self, source: Schema, target: Schema) -> None:
         if "properties" in source:
-            target["properties"] = inside = {name: self.write(one) for name, one in source["properties"].items()}
+            target["properties"] = {name: self.write(one) for name, one in source["properties"].items()}
             if not self._defaults and "required" in target:  # a status is written without its nulls
-                target["required"] = [name for name in target["required"] if not inside[name].get("nullable")]
+                target["required"] = [name for name in target["required"]
+                                      if not self._resolve(source["properties"][name])[1]]
         elif "patternProperties" in source:  # the keys' pattern cannot be said
             target["additionalProperties"] = self.write(next(iter(source["patternProperties"].values())))
         elif isinstance(source.get("additionalProperties"), dict):

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import kubernetes_validate
 import pytest
@@ -158,6 +158,16 @@ def accepts(model: type[BaseModel], values: dict[str, Any]) -> bool:
     except ValueError:
         return False
     return True
+
+
+def test_a_choice_that_may_be_left_out_names_no_null() -> None:
+    class Choice(BaseModel):
+        effect: Literal["a", "b"] | None = None
+
+    field = structural(Choice)["properties"]["effect"]
+    assert field == {"type": "string", "enum": ["a", "b"]}
+    assert "null" not in [line.strip("- \n") for name in DEFINITIONS for line in
+                          (CHECKED_IN / name).read_text(encoding="utf-8").splitlines()]
 
 
 def test_a_tagged_union_becomes_one_object_with_rules() -> None:
