@@ -265,3 +265,32 @@ def test_a_server_that_is_not_there_is_unreachable_with_the_mend() -> None:
         assert not client.is_ready()
     with pytest.raises(InvalidInput, match="not a URL"):
         Client("http://host:port")
+
+
+def test_an_event_id_that_a_reader_made_up_hides_nothing_from_the_next_reader(server: Running, job: Job) -> None:
+    url, headers = f"{server.url}{JOBS}/{job.id}/events", {"Last-Event-ID": "9" * 15}
+    with httpx.stream("GET", url, headers=headers, timeout=60) as silent:
+        assert ": heartbeat" in silent.iter_lines()
+        thread, seen = in_thread(server.client.events(job.id))
+        while "Accepted" not in seen:
+            thread.join(0.01)
+        server.control.jobs.record_event(job.id, "Later", "x")
+        server.control.jobs.save_status(job.id, ended("Failed"))
+        thread.join(60)
+    assert not thread.is_alive()
+    assert seen == ["Accepted", "Later"]
+
+
+def test_readers_of_one_job_and_of_others_all_see_everything_whoever_came_first(server: Running) -> None:
+    jobs = [server.client.create_job(job_spec()) for _ in range(3)]
+    readers = [in_thread(Client(server.url).events(job.id)) for job in jobs for _ in range(2)]
+    for number in range(10):
+        for job in jobs:
+            server.control.jobs.record_event(job.id, f"Step{number}", "x")
+        readers.append(in_thread(Client(server.url).events(jobs[0].id)))
+    for job in jobs:
+        server.control.jobs.save_status(job.id, ended("Succeeded"))
+    for thread, seen in readers:
+        thread.join(60)
+        assert not thread.is_alive()
+        assert seen == ["Accepted", *(f"Step{number}" for number in range(10))]

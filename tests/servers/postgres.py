@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,8 @@ class Postgres:
             connection.execute(statement)  # type: ignore[arg-type]
 
 
-def start(directory: Path) -> Postgres:
-    """A cluster of one's own under `directory`. Raises Unavailable."""
+def start(directory: Path, settings: Mapping[str, str] = _HASTY) -> Postgres:
+    """A cluster of one's own under `directory`, hasty rather than durable unless told. Raises Unavailable."""
     if importlib.util.find_spec("psycopg") is None:
         raise Unavailable('no PostgreSQL driver: pip install "psycopg[binary]"')
     initdb, postgres, user = program("initdb"), program("postgres"), unprivileged_user()
@@ -76,7 +76,7 @@ def start(directory: Path) -> Postgres:
                           env={**os.environ, "TZ": "UTC"}, **identity)
     if made.returncode != 0:
         raise Unavailable(f"initdb failed: {made.stderr[-500:]}")
-    flags = [part for name, value in _HASTY.items() for part in ("-c", f"{name}={value}")]
+    flags = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
     server = Server(lambda port: [postgres, "-D", str(data), "-h", "127.0.0.1", "-p", str(port), "-k", "", *flags],
                     home / "log.txt", user=user, ready=_takes_queries)
     server.start()

@@ -133,6 +133,12 @@ class Server:
             time.sleep(0.02)
         return True
 
+    @property
+    def pid(self) -> int:
+        """Of the process that keeps it; the server is its child."""
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self) -> None:
         """kill -9, and wait until it is gone."""
         if self._process is not None:

@@ -14,15 +14,15 @@ class Redis:
         program = os.environ.get("EYRIE_TEST_REDIS_SERVER") or shutil.which("redis-server")
         if program is None:
             raise Unavailable("no redis-server on this machine: apt-get install redis-server")
-        self._server = Server(
+        self.server = Server(
             lambda port: [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no",
                           "--dir", str(directory)], directory / "redis.log")
-        self.url = f"redis://127.0.0.1:{self._server.port}/0"
+        self.url = f"redis://127.0.0.1:{self.server.port}/0"
 
     def start(self) -> None:
         """Start, or start again."""
-        self._server.start()
+        self.server.start()
 
     def kill(self) -> None:
         """kill -9: what was queued is gone."""
-        self._server.kill()
+        self.server.kill()

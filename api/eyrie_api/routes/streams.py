@@ -1,11 +1,12 @@
 """What a job says while it runs: events (SSE or JSON), logs, metric series.
 
-A stream polls its source, because the writer may be another process; it ends when the job has ended and everything was
-sent. Events resume behind `Last-Event-ID`: their ids are rows, so nothing is lost or repeated across reconnects and
-restarts. A reader that comes back after the end gets 204, at which an EventSource stops asking.
+A stream follows its source by looking, because the writer may be another process: all event streams together by one
+look (`following`), each log by its own. It ends when the job has ended and everything was sent. Events resume behind
+`Last-Event-ID`: their ids are rows, so nothing is lost or repeated across reconnects and restarts. A reader that comes
+back after the end gets 204, at which an EventSource stops asking.
 """
 
-import time
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, StreamingRespon
 
 from eyrie_api.control import Control, Here
 from eyrie_api.errors import InvalidInput, NotFound
+from eyrie_api.following import Following, message_of
 from eyrie_api.routes.jobs import JOBS
 from eyrie_api.rows import is_over
 from eyrie_api.v1alpha1.model import Name
@@ -26,6 +28,9 @@ router = APIRouter(tags=["progress"])
 _CHUNK = 1 << 16
 _BATCH = 500
 _EVENT_STREAM = "text/event-stream"
+_RETRY_MS = 1000
+_LOG_POLLS = 4
+"""A log is looked at once in so many polls: each costs a statement and a file."""
 
 
 @router.get(JOBS + "/{job_id}/events", response_model=EventList,
@@ -62,34 +67,30 @@ async def _fetch(control: Control, job_id: str, after: int) -> tuple[Event, ...]
 
 
 async def _event_lines(control: Control, job_id: str, after: int, request: Request) -> AsyncIterator[str]:
-    settings = control.settings
-    quiet_since = time.monotonic()
-    yield f"retry: {round(settings.sse_poll_s * 5000)}\n\n"
-    while not await request.is_disconnected():
+    following: Following = request.app.state.following
+    yield f"retry: {_RETRY_MS}\n\n"
+    with following.joined(job_id) as seat:
         try:
-            # Whether it is over is asked first: an event written in between is then still found.
-            over = await to_thread.run_sync(_is_over, control, job_id)
-            batch = await _fetch(control, job_id, after)
+            while batch := await _fetch(control, job_id, after):
+                after = batch[-1].id
+                yield "".join(map(message_of, batch))
         except NotFound:
             yield "event: deleted\ndata: {}\n\n"
             return
-        for event in batch:
-            after = event.id
-            yield f"id: {event.id}\nevent: {event.reason}\ndata: {event.model_dump_json()}\n\n"
-        if batch:
-            quiet_since = time.monotonic()
-            continue
-        if over:
-            yield "event: end\ndata: {}\n\n"
-            return
-        if time.monotonic() - quiet_since >= settings.sse_heartbeat_s:
-            quiet_since = time.monotonic()
-            yield ": heartbeat\n\n"
-        await sleep(settings.sse_poll_s)
-
-
-def _is_over(control: Control, job_id: str) -> bool:
-    return is_over(control.jobs.get(job_id).status.conditions)
+        await following.begin(seat, after)
+        while True:
+            try:
+                news = await asyncio.wait_for(seat.news.get(), control.settings.sse_heartbeat_s)
+            except TimeoutError:
+                yield ": heartbeat\n\n"
+                continue
+            new = [(number, text) for number, text in news.messages if number > after]
+            if new:
+                after = new[-1][0]
+                yield "".join(text for _, text in new)
+            if news.over or news.gone:
+                yield f"event: {'end' if news.over else 'deleted'}\ndata: {{}}\n\n"
+                return
 
 
 @router.get(JOBS + "/{job_id}/metrics")
@@ -134,7 +135,7 @@ async def _log_bytes(control: Control, job_id: str, stage: str, key: str, path: 
             yield data
         if done:
             return
-        await sleep(control.settings.sse_poll_s)
+        await sleep(_LOG_POLLS * control.settings.sse_poll_s)
 
 
 def _read(path: Path, offset: int) -> bytes:
