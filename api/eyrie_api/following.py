@@ -4,8 +4,8 @@ A stream that asks for its own rows costs statements at every poll; five hundred
 server busy with finding nothing. Here one task per process looks, and tells those who read.
 
     glance   which jobs have events above the last id seen: a few index entries, whoever reads
-    look     at those of them that somebody reads: the events behind what was told before, and whether the job has ended;
-             now and then at all that somebody reads, for what a glance cannot see
+    look     at those of them that somebody reads: the events behind what was told before, and whether the job has
+             ended; now and then at all that somebody reads, for what a glance cannot see
 
 Ids are not committed in their order, but those of one job are: its writers take turns by its row (`Jobs`). So a job's
 events are fetched from where its last fetch ended, and none is skipped. That one was committed late means only that a
@@ -152,7 +152,7 @@ class Following:
             if not top:
                 top = session.execute(select(func.max(EventRow.id))).scalar() or 0
             newest = select(EventRow.job_id, func.max(EventRow.id)).where(EventRow.id > top - _OVERLAP)
-            return {job_id: last for job_id, last in session.execute(newest.group_by(EventRow.job_id))}
+            return {row[0]: row[1] for row in session.execute(newest.group_by(EventRow.job_id))}
 
     def _look(self, asked: Mapping[str, int]) -> dict[str, News]:
         """News of these jobs, each behind the id it was told up to. A job without any is left out."""

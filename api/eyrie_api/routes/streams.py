@@ -28,6 +28,9 @@ router = APIRouter(tags=["progress"])
 _CHUNK = 1 << 16
 _BATCH = 500
 _EVENT_STREAM = "text/event-stream"
+_LAST_ID = 2**31 - 1
+"""Of PostgreSQL's INTEGER; a larger one cannot even be asked for."""
+
 _RETRY_MS = 1000
 _LOG_POLLS = 4
 """A log is looked at once in so many polls: each costs a statement and a file."""
@@ -56,10 +59,10 @@ async def events(
 
 def _resume_point(last_event_id: str | None, after: int) -> int:
     if last_event_id is None:
-        return after
+        return min(after, _LAST_ID)
     if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) < 16):
         raise InvalidInput(f"Last-Event-ID {last_event_id!r} is not an event id", "send the id of the last event seen")
-    return max(after, int(last_event_id))
+    return min(max(after, int(last_event_id)), _LAST_ID)
 
 
 async def _fetch(control: Control, job_id: str, after: int) -> tuple[Event, ...]:
