@@ -128,17 +128,16 @@ class Backend:
     def terminate(self, run_id: str) -> None:
         with self._lock:
             run = self.run(run_id).model_copy(deep=True)
-            if run.state.ended:
-                raise Wrong(INVALID_ARGUMENT, f"Failed to terminate run {run_id}: it has ended, {run.state}")
+            if run.state.ended or run.state is Runtime.CANCELING:
+                raise Wrong(INVALID_ARGUMENT, f"Failed to terminate run {run_id}: it is {run.state}")
             run.becomes(Runtime.CANCELING, _now())
             self._keep(run)
 
     def retry(self, run_id: str) -> None:
         with self._lock:
             run = self.run(run_id)
-            if run.state not in (Runtime.FAILED, Runtime.CANCELED):
-                raise Wrong(INVALID_ARGUMENT, f"Failed to retry run {run_id}: it is {run.state}, neither failed nor "
-                                              "cancelled")
+            if run.state is not Runtime.FAILED:
+                raise Wrong(INVALID_ARGUMENT, f"Failed to retry run {run_id}: it is {run.state}, it has not failed")
             self._keep(retried(run, _now()))
 
     def archive(self, run_id: str, archived: bool) -> None:
@@ -171,7 +170,14 @@ class Backend:
             for run in active:
                 of_run = {name: pod for name, pod in pods.items()
                           if pod["metadata"]["labels"].get(RUN_LABEL) == run.run_id}
-                self._carry_on(run, of_run)
+                try:
+                    self._carry_on(run, of_run)
+                except (Refused, ValueError, KeyError, TypeError) as error:
+                    # What was put out is not what the pipeline goes on with: a loop item without the field, say.
+                    log.exception("run %s cannot go on", run.run_id)
+                    failed = run.model_copy(deep=True, update={"error": f"cannot go on: {error!r}"})
+                    failed.becomes(Runtime.FAILED, _now())
+                    self._keep(failed)
 
     def _carry_on(self, run: Run, pods: Mapping[str, Mapping[str, Any]]) -> None:
         pipeline = Pipeline.of(run.pipeline_spec)

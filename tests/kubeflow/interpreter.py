@@ -7,9 +7,9 @@ nothing: a backend that was killed asks again and gets the same answer. `startab
 
 What the compiler writes and this reads: constants with placeholders, a DAG's inputs, another task's outputs, the path
 into a loop item (`parseJson(string_value)["a"]`), items given raw or by an input, limits of parallelism, outputs of
-DAGs and of loops (`dsl.Collected`: one list, in the items' order, at each level of nesting). What it does not read is
-refused when a run is made, so that no run does something else than it says: artifacts (this double carries parameters
-alone), conditions, exit handlers, importers, `dsl.Concat`.
+DAGs and of loops (`dsl.Collected`: one list in the items' order; of loops in loops one flat list, since that is what
+the real backend collects). What it does not read is refused when a run is made, so that no run does something else
+than it says: artifacts (this double carries parameters alone), conditions, exit handlers, importers, `dsl.Concat`.
 
 Numbers cross a box border as the real backend writes them: a whole number is written without its point. Once a task of
 a DAG has failed nothing new starts in that DAG or below; what runs there finishes, and then the DAG has failed. So does
@@ -79,6 +79,8 @@ class Node:
     inputs: Mapping[str, Any] = field(default_factory=dict)
     outputs: Mapping[str, Any] = field(default_factory=dict)
     scope: Scope = field(default_factory=lambda: Scope({}, {}))
+    gathered: frozenset[str] = frozenset()
+    """Outputs that a loop has collected, here or below."""
     children: tuple["Node", ...] = ()
     parallelism: int = 0
     """Children at a time; 0: any number."""
@@ -229,12 +231,14 @@ class _Walk:
             done[one] = self.task(f"{path}/{one}".lstrip("/"), one, tasks[one], Scope(inputs, produced))
         children = tuple(done.values())
         state = _state_of(children)
-        outputs = {}
+        outputs, gathered = {}, set()
         if state is State.SUCCEEDED:
             for key, selector in component["dag"].get("outputs", {}).get("parameters", {}).items():
                 source = selector["valueFromParameter"]
-                outputs[key] = done[source["producerSubtask"]].outputs[source["outputParameterKey"]]
-        return Node(path, name, state, reference, task, inputs, outputs, scope, children)
+                producer, name_there = done[source["producerSubtask"]], source["outputParameterKey"]
+                outputs[key] = producer.outputs[name_there]
+                gathered |= {key} if name_there in producer.gathered else set()
+        return Node(path, name, state, reference, task, inputs, outputs, scope, frozenset(gathered), children)
 
     def task(self, path: str, name: str, task: Mapping[str, Any], scope: Scope) -> Node:
         """A task of a DAG."""
@@ -255,9 +259,9 @@ class _Walk:
         outputs = {}
         if state is State.SUCCEEDED:
             keys = self.pipeline.component(reference).get("outputDefinitions", {}).get("parameters", {})
-            outputs = {key: [child.outputs.get(key) for child in children] for key in keys}
+            outputs = {key: _collected(children, key) for key in keys}
         limit = int(task.get("iteratorPolicy", {}).get("parallelismLimit", 0))
-        return Node(path, name, state, reference, task, inputs, outputs, scope, children, limit)
+        return Node(path, name, state, reference, task, inputs, outputs, scope, frozenset(outputs), children, limit)
 
     def component(self, path: str, name: str, task: Mapping[str, Any], inputs: Mapping[str, Any],
                   scope: Scope) -> Node:
@@ -267,6 +271,14 @@ class _Walk:
             return self.dag(path, name, reference, task, component, inputs, scope)
         seen = self.seen.get(path, Seen(State.READY))
         return Node(path, name, seen.state, reference, task, inputs, seen.outputs, scope)
+
+
+def _collected(iterations: tuple[Node, ...], key: str) -> list[Any]:
+    """One output of every iteration. What a loop inside has collected is laid end to end."""
+    found: list[Any] = []
+    for one in iterations:
+        found += one.outputs[key] if key in one.gathered else [one.outputs[key]]
+    return found
 
 
 def needs(task: Mapping[str, Any]) -> set[str]:

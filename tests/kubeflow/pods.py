@@ -177,11 +177,11 @@ def _place(asked: Mapping[str, Any], node: Node, metadata: dict[str, Any], spec:
     for index, one in enumerate(asked.get("configMapAsVolume", ())):
         source = {"name": named(one, "configMap"), "optional": bool(one.get("optional", False))}
         mount({"name": f"config-{index}", "configMap": source}, one["mountPath"], readOnly=True)
-    for one in asked.get("pvcMount", ()):
+    for index, one in enumerate(asked.get("pvcMount", ())):
         claim = value(one["pvcNameParameter"]) if "pvcNameParameter" in one else (
             one["constant"] if "constant" in one else value(one))
         more = {"subPath": one["subPath"]} if one.get("subPath") else {}
-        mount({"name": f"claim-{claim}", "persistentVolumeClaim": {"claimName": claim}}, one["mountPath"], **more)
+        mount({"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim}}, one["mountPath"], **more)
     for one in asked.get("emptyDirMounts", ()):
         source = {key: one[key] for key in ("medium", "sizeLimit") if one.get(key)}
         mount({"name": one["volumeName"], "emptyDir": source}, one["mountPath"])

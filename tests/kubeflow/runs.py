@@ -5,7 +5,11 @@ An attempt is a pod. It is written down after its pod was made, under a name tha
 attempt's number: a double killed between the two makes the same pod again and is told that it exists.
 
 A pod that fails or vanishes (deleted, evicted, its node lost) is one attempt gone; the task's `retryPolicy` says how
-many more there are, and how long to wait. Without one there are none: that is the real backend's default too.
+many more there are, and how long to wait. Without one there are none: that is the real backend's default too. (Argo
+tries again after pods that failed, which a pod deleted with grace usually has, and not after pods that vanished.)
+
+A terminated run is CANCELING while its pods end, and then FAILED: so ends the real backend's, whose Workflow has
+failed; the API's CANCELED exists and is not reached. The real backend leaves `error` empty; here it names the task.
 """
 
 import re
@@ -28,11 +32,10 @@ class Runtime(StrEnum):
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
     CANCELING = "CANCELING"
-    CANCELED = "CANCELED"
 
     @property
     def ended(self) -> bool:
-        return self in (Runtime.SUCCEEDED, Runtime.FAILED, Runtime.CANCELED)
+        return self in (Runtime.SUCCEEDED, Runtime.FAILED)
 
 
 class Change(BaseModel):
@@ -106,7 +109,7 @@ def advanced(run: Run, pipeline: Pipeline, pods: Mapping[str, Mapping[str, Any]]
     """(the run as it stands now, (container, attempt) to make pods of, pods to delete)."""
     run = run.model_copy(deep=True)
     for task in run.tasks.values():
-        _look(task, pipeline, pods, now, Runtime.CANCELED if run.state is Runtime.CANCELING else Runtime.FAILED)
+        _look(task, pipeline, pods, now, may_retry=run.state is not Runtime.CANCELING)
     if run.state is Runtime.CANCELING:
         return _cancelled(run, pods, now)
     tree = walk(pipeline, run.arguments, {path: _seen(task) for path, task in run.tasks.items()})
@@ -166,9 +169,9 @@ def _seen(task: Task) -> Seen:
     return Seen(State.READY if task.forgiven == len(task.attempts) else State.RUNNING)
 
 
-def _look(task: Task, pipeline: Pipeline, pods: Mapping[str, Mapping[str, Any]], now: datetime,
-          without_success: Runtime) -> None:
-    """What has become of the task's latest pod; what the task becomes when it did not end well and is not retried."""
+def _look(task: Task, pipeline: Pipeline, pods: Mapping[str, Mapping[str, Any]], now: datetime, *,
+          may_retry: bool) -> None:
+    """What has become of the task's latest pod."""
     if task.state.ended or not task.attempts or task.attempts[-1].ended is not None:
         return
     attempt = task.attempts[-1]
@@ -195,9 +198,10 @@ def _look(task: Task, pipeline: Pipeline, pods: Mapping[str, Mapping[str, Any]],
             attempt.problem = _problem(pod, ended)
         elif "running" in container:
             task.becomes(Runtime.RUNNING, now)
-    if attempt.ended is not None and len(task.attempts) - task.forgiven > _retries(task, pipeline):
+    retries = _retries(task, pipeline) if may_retry else 0
+    if attempt.ended is not None and len(task.attempts) - task.forgiven > retries:
         task.error = attempt.problem
-        task.becomes(without_success, now)
+        task.becomes(Runtime.FAILED, now)
 
 
 def _time(ended: Mapping[str, Any], now: datetime) -> datetime:
@@ -254,15 +258,17 @@ def _seconds(duration: str) -> float:
 
 def _cancelled(run: Run, pods: Mapping[str, Mapping[str, Any]], now: datetime) \
         -> tuple[Run, list[tuple[Node, int]], list[str]]:
-    """A run that is being cancelled: its pods go, with their grace period; then it is cancelled."""
+    """A run that is being cancelled: its pods go, with their grace period; then it has failed."""
     alive = [name for name in _pods_of(run.tasks.values()) if name in pods
              and pods[name].get("status", {}).get("phase") not in ("Succeeded", "Failed")]
     if alive:
         return run, [], [name for name in alive if "deletionTimestamp" not in pods[name]["metadata"]]
     for task in run.tasks.values():
         if not task.state.ended:
-            task.becomes(Runtime.CANCELED, now)
-    run.becomes(Runtime.CANCELED, now)
+            task.error = "the run was terminated"
+            task.becomes(Runtime.FAILED, now)
+    run.error = "the run was terminated"
+    run.becomes(Runtime.FAILED, now)
     return run, [], []
 
 
