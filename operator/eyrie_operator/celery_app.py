@@ -1,35 +1,86 @@
 """The chores as a Celery app of their own process: `eyrie worker`, or `celery -A eyrie_operator.celery_app worker`.
 
-For chore workers beside the API server, on one Redis (EYRIE_BROKER_URL) and one database (EYRIE_DATABASE_URL).
-The embedded world's files must be shared, so all of them run on one machine or on one shared volume; leases keep them
-apart. On one machine without Redis nothing of this is needed: `eyrie up` runs the same chores in its own process.
+For chore workers beside the API server, on one Redis (EYRIE_BROKER_URL) and one database (EYRIE_DATABASE_URL). Without
+a cluster profile they drive runs and endpoints of this machine; their files must be shared, so all of them run on one
+machine or on one shared volume; leases keep them apart. With EYRIE_CLUSTER_PROFILE they drive runs of Kubeflow, and
+endpoints are the operator's. On one machine without Redis nothing of this is needed: `eyrie up` runs the same chores in
+its own process.
 """
 
+import logging
+from dataclasses import dataclass
 from typing import Any
 
+from eyrie_api.artifacts.store import ArtifactStore, open_store
 from eyrie_api.database import Database
+from eyrie_api.errors import InvalidInput
+from eyrie_api.placing import read_profile
 from eyrie_api.settings import Settings
-from eyrie_api.tasks import make_celery, run_worker
-from eyrie_operator.embedded import Embedded
+from eyrie_api.tasks import Step, make_celery, run_worker
+from eyrie_api.v1alpha1.cluster import ClusterProfile
+from eyrie_api.v1alpha1.placement import S3Work
+from eyrie_operator.driver import Driver
 from eyrie_operator.embedded_endpoints import EmbeddedEndpoints
+from eyrie_pipelines.kubeflow import KubeflowRunner
+from eyrie_pipelines.local import LocalRunner
+from eyrie_pipelines.runner import Runner
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class World:
+    """Where jobs run, and who tends endpoints from here."""
+
+    runner: Runner
+    tend: Step | None
+    store: ArtifactStore | None = None
+    """The work area, where it is a store."""
+
+
+def world_of(settings: Settings, database: Database) -> World:
+    """The cluster of the profile, or this machine. Raises InvalidInput for a profile that cannot be followed."""
+    if settings.cluster_profile is None:
+        return World(LocalRunner(settings.home), EmbeddedEndpoints(settings, database).tend)
+    profile = read_profile(settings.cluster_profile)
+    if str(settings.home.absolute()) != profile.home:
+        raise InvalidInput(f"EYRIE_HOME is {settings.home.absolute()} and the cluster profile's home is {profile.home}",
+                           "make them equal: paths in stage specs are the same in every pod")
+    store = work_store(profile, settings)
+    return World(KubeflowRunner(profile, settings.home, store), None, store)
+
+
+def work_store(profile: ClusterProfile, settings: Settings) -> ArtifactStore | None:
+    """The store that is the jobs' work area; None where that is a volume. The profile says where, as it tells the
+    pods; EYRIE_ARTIFACTS_* say the rest, credentials above all."""
+    work = profile.stages.work
+    if not isinstance(work, S3Work):
+        return None
+    where = {"url": work.url, "endpoint_url": work.endpoint_url, "region": work.region}
+    return open_store(options=settings.artifacts.model_copy(update=where))
 
 
 def make_app() -> Any:
     """The Celery app, from EYRIE_* variables."""
     settings = Settings.from_env()
-    database = Database(settings.resolved_database_url)
-    return make_celery(settings, Embedded(settings, database).advance,
-                       tend=EmbeddedEndpoints(settings, database).tend, database=database)
+    return _celery(settings, Database(settings.resolved_database_url))
+
+
+def _celery(settings: Settings, database: Database) -> Any:
+    world = world_of(settings, database)
+    return make_celery(settings, Driver(settings, database, world.runner).advance, tend=world.tend, database=database)
 
 
 def work(settings: Settings, concurrency: int) -> None:
     """Take chores in prefork processes until told to stop."""
     database = Database(settings.resolved_database_url)
     database.migrate()
+    world = world_of(settings, database)
+    if world.store is not None:
+        world.store.check()
+        log.info("the work area %s can be written", world.store.url)
     database.engine.dispose()  # children open connections of their own
-    app = make_celery(settings, Embedded(settings, database).advance,
-                      tend=EmbeddedEndpoints(settings, database).tend, database=database)
-    run_worker(app, settings, concurrency=concurrency, database=database)
+    run_worker(_celery(settings, database), settings, concurrency=concurrency, database=database)
 
 
 def __getattr__(name: str) -> Any:

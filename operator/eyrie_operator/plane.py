@@ -20,10 +20,11 @@ from eyrie_api.database import Database
 from eyrie_api.server import create_app
 from eyrie_api.settings import Settings
 from eyrie_api.tasks import ChoreLoop, make_celery, queue_lengths
-from eyrie_operator.embedded import Embedded
+from eyrie_operator.driver import Driver
 from eyrie_operator.embedded_endpoints import EmbeddedEndpoints
 from eyrie_operator.endpoint_processes import stop_endpoints
 from eyrie_operator.gateway import bind
+from eyrie_pipelines.local import LocalRunner
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class Plane:
         self._settings = settings
         self._database = Database(settings.resolved_database_url)
         self._database.migrate()
-        self._jobs = Embedded(settings, self._database)
+        self._jobs = Driver(settings, self._database, LocalRunner(settings.home))
         self._endpoints = EmbeddedEndpoints(settings, self._database)
         celery = make_celery(settings, self._jobs.advance, tend=self._endpoints.tend, database=self._database)
         self._chores = ChoreLoop(settings, celery)
@@ -97,7 +98,7 @@ def stop_leftovers(settings: Settings) -> None:
     database = Database(settings.resolved_database_url)
     try:
         database.migrate()
-        Embedded(settings, database).stop_runs()
+        Driver(settings, database, LocalRunner(settings.home)).stop_runs()
     finally:
         database.close()
     stop_endpoints(settings.home)

@@ -26,6 +26,7 @@ from eyrie_api.v1alpha1.reports import LeaderboardEntry, PromotionDecision
 from eyrie_api.v1alpha1.stages import STAGES, Manifest, StageName
 from eyrie_api.v1alpha1.status import ConditionType, JobStatus, Progress, StageState, StageStatus
 from eyrie_operator.conditions import Conditions, forget, is_over, observe, phase_of
+from eyrie_pipelines.runner import RunFailed, RunSeen
 from eyrie_workers.catalog import CATALOG
 
 MAX_STARTS = 5
@@ -44,34 +45,6 @@ class StageSeen:
     manifest: Manifest | None = None
     failure: Failure | None = None
     progress: ProgressRecord | None = None
-
-
-@dataclass(frozen=True)
-class RunFailed:
-    """The stage a run ended with, and why."""
-
-    stage: StageName | None
-    key: str
-    reason: str
-    message: str
-    mend: str = ""
-
-
-@dataclass(frozen=True)
-class RunSeen:
-    """The job's latest run."""
-
-    state: Literal["none", "running", "succeeded", "failed", "gone"] = "none"
-    attempt: int = 0
-    starts: int = 0
-    run_id: str | None = None
-    failure: RunFailed | None = None
-    leftovers: bool = False
-    """The leader is gone but processes of its group still live."""
-
-    @property
-    def alive(self) -> bool:
-        return self.state == "running" or self.leftovers
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
     regenerate -> capture -> each candidate: train -> each checkpoint: benchmark -> select -> tune -> prove
 
-On one machine `eyrie_pipelines.local` calls `train_drafter` under kfp.local; for a cluster the same source is compiled
-to YAML (`python -m eyrie_pipelines.drafter --compile out.yaml`). The components are thin: no pip at run time, the body
-is one call into `run_stage`, so all logic can be tested without kfp.
+On one machine `eyrie_pipelines.local` calls `train_drafter` under kfp.local; for a cluster `define` is given what
+`placement` says of each box, and compiled (`python -m eyrie_pipelines.drafter --compile out.yaml` shows it unplaced).
+The components are thin: no pip at run time, the body is one call into `run_stage`, so all logic can be tested without
+kfp.
 
 What kfp.local 2.17 does differently from a cluster, and how the definition avoids meeting it:
 
@@ -21,10 +22,13 @@ What kfp.local 2.17 does differently from a cluster, and how the definition avoi
 
 import argparse
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kfp import compiler, dsl
+
+from eyrie_api.v1alpha1.stages import StageName
 
 # kfp.local warns about image names without "python" in them; ours says the truth and keeps it quiet.
 IMAGE = "eyrie-workers-python:0.1.0"
@@ -109,28 +113,44 @@ def prove(job_dir: str, spec_digest: str, code_version: str, checkpoint: str, tu
     return run_stage.prove(job_dir, spec_digest, checkpoint, tuned)
 
 
-def _fresh(task: Any) -> Any:
-    """No kfp cache: its key cannot see what a stage program reads."""
-    return task.set_caching_options(False)
+def _anywhere(task: Any, _stage: StageName | None) -> Any:
+    """On one machine every box runs in its place already."""
+    return task
 
 
-@dsl.pipeline(name="train-drafter", description="Train, measure, tune and prove a speculative-decoding drafter.")  # type: ignore[untyped-decorator]
-def train_drafter(job_dir: str, spec_digest: str, code_version: str) -> str:
-    """The whole job. `job_dir` holds `job.json`; everything the run makes lies under it."""
-    of_job = {"job_dir": job_dir, "spec_digest": spec_digest, "code_version": code_version}
-    of_code = {"job_dir": job_dir, "code_version": code_version}
-    rows = _fresh(regenerate(**of_job))
-    store = _fresh(capture(**of_job, rows=rows.output))
-    candidates = _fresh(list_candidates(**of_job))
-    with dsl.ParallelFor(candidates.output, parallelism=1) as candidate:
-        trained = _fresh(train(**of_job, store=store.output, candidate=candidate))
-    checkpoints = _fresh(list_checkpoints(**of_job, trained=dsl.Collected(trained.output)))
-    with dsl.ParallelFor(checkpoints.output, parallelism=1) as checkpoint:
-        measured = _fresh(benchmark(**of_job, checkpoint=checkpoint))
-    best = _fresh(select(**of_code, benchmarked=dsl.Collected(measured.output)))
-    tuned = _fresh(tune(**of_job, checkpoint=best.output))
-    proven = _fresh(prove(**of_job, checkpoint=best.output, tuned=tuned.output))
-    return proven.output  # type: ignore[no-any-return]
+def define(place: Callable[[Any, StageName | None], Any] = _anywhere, trainings: int | None = 1) -> Any:
+    """The whole job as a kfp pipeline.
+
+    place       says where a box runs, by its stage; None for the small boxes between stages
+    trainings   how many candidates are trained side by side; None for as many as find room
+    """
+
+    def placed(task: Any, stage: StageName | None = None) -> Any:
+        # No kfp cache: its key cannot see what a stage program reads.
+        return place(task.set_caching_options(False), stage)
+
+    @dsl.pipeline(name="train-drafter", description="Train, measure, tune and prove a speculative-decoding drafter.")  # type: ignore[untyped-decorator]
+    def train_drafter(job_dir: str, spec_digest: str, code_version: str) -> str:
+        """The whole job. `job_dir` holds `job.json`; everything the run makes lies under it."""
+        of_job = {"job_dir": job_dir, "spec_digest": spec_digest, "code_version": code_version}
+        of_code = {"job_dir": job_dir, "code_version": code_version}
+        rows = placed(regenerate(**of_job), "regenerate")
+        store = placed(capture(**of_job, rows=rows.output), "capture")
+        candidates = placed(list_candidates(**of_job))
+        with dsl.ParallelFor(candidates.output, parallelism=trainings) as candidate:
+            trained = placed(train(**of_job, store=store.output, candidate=candidate), "train")
+        checkpoints = placed(list_checkpoints(**of_job, trained=dsl.Collected(trained.output)))
+        with dsl.ParallelFor(checkpoints.output, parallelism=1) as checkpoint:
+            measured = placed(benchmark(**of_job, checkpoint=checkpoint), "benchmark")
+        best = placed(select(**of_code, benchmarked=dsl.Collected(measured.output)))
+        tuned = placed(tune(**of_job, checkpoint=best.output), "tune")
+        proven = placed(prove(**of_job, checkpoint=best.output, tuned=tuned.output), "prove")
+        return proven.output  # type: ignore[no-any-return]
+
+    return train_drafter
+
+
+train_drafter = define()
 
 
 def compile_to(path: Path) -> None:

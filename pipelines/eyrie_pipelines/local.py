@@ -13,6 +13,8 @@ called `start`: a control plane that was killed finds the run again, and adopts 
     <job>/run/result.json       how the run ended; written last
     <job>/run/{root,tmp}        kfp.local's own files
 
+`LocalRunner` is these functions behind the protocol of `runner`.
+
 kfp.local also replaces the text `python3` in every argument of a box, a path in it included, by `sys.executable`
 unquoted. The leader therefore puts its interpreter's directory first in PATH and calls itself plainly `python3`:
 the replacement becomes harmless for paths that contain that word, or a space.
@@ -38,9 +40,9 @@ from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_pipelines.processes import ProcessName, group_members, is_alive, name_of, stop_group
 from eyrie_pipelines.run_stage import OUTER_TMPDIR, RUN_DIR, RunFailure, load_job, read_failure
+from eyrie_pipelines.runner import RunFailed, RunSeen, RunState
 from eyrie_pipelines.steps import JOB_FILE, JobFile
 
-RunState = Literal["none", "running", "succeeded", "failed", "gone"]
 GRACE_S = 5.0
 """Between SIGTERM and SIGKILL. A stage saves what it has at the next pause point; what it cannot save it redoes."""
 
@@ -87,6 +89,69 @@ class RunNotStarted(Permanent):
     """The run's process ended before it could say who it is."""
 
     reason = "RunNotStarted"
+
+
+class LocalRunner:
+    """Runs of one home. At most `max_runs` of them share the machine's cores."""
+
+    def __init__(self, home: Path, *, max_runs: int = 1) -> None:
+        self._home, self._max_runs = home.absolute(), max_runs
+
+    def refresh(self, job_id: str, spec: JobSpec) -> None:
+        """See `Runner`: stages work in the job's own directory."""
+
+    def observe(self, job_id: str) -> RunSeen:
+        """See `Runner`."""
+        run = observe(self._dir(job_id))
+        if run.handle is None:
+            return RunSeen()
+        failure = None
+        if run.result is not None and run.result.state == "failed":
+            failure = _failure_of(run.result)
+        return RunSeen(state=run.state, attempt=run.handle.attempt, starts=run.handle.starts, run_id=run.handle.run_id,
+                       failure=failure, leftovers=run.state != "running" and bool(leftovers(self._dir(job_id))))
+
+    def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None) -> None:
+        """See `Runner`, and `start` in this module."""
+        start(self._dir(job_id), job_id, spec, attempt, incumbent)
+
+    def stop(self, job_id: str) -> None:
+        """See `Runner`."""
+        stop(self._dir(job_id))
+
+    def pause(self, job_id: str) -> None:
+        """See `Runner`."""
+        if observe(self._dir(job_id)).state == "running":
+            pause(self._dir(job_id))
+
+    def keep(self, job_id: str, name: str) -> None:
+        """See `Runner`: this disk is where jobs are kept."""
+
+    def forget(self, job_id: str) -> None:
+        """See `Runner`."""
+        stop(self._dir(job_id))
+
+    def has_place(self, job_id: str, live: tuple[str, ...], num_running: int) -> bool:
+        """See `Runner`: a place is free, and no older job waits for it. Processes count, whatever rows say."""
+        older, running, older_waits = True, 0, False
+        for other in live:
+            if other == job_id:
+                older = False
+                continue
+            state = observe(self._dir(other)).state
+            running += state == "running"
+            older_waits = older_waits or (older and state == "none")
+        return running < self._max_runs and not older_waits
+
+    def _dir(self, job_id: str) -> Path:
+        return self._home / "jobs" / job_id
+
+
+def _failure_of(result: RunResult) -> RunFailed:
+    first = result.failure
+    if first is None:
+        return RunFailed(None, "", "PipelineFailed", result.message, "read run/pipeline.log, then retry the job")
+    return RunFailed(first.stage, first.key, first.failure.reason, first.failure.message, first.failure.mend)
 
 
 def start(job_dir: Path, job_id: str, spec: JobSpec, attempt: int = 1,

@@ -10,6 +10,8 @@ process with the command line of `catalog.command`, so a stage is the same progr
 - stages that measure take the machine's measuring lock themselves: two measurements at once would both be wrong, and a
   run started by hand must queue behind the same lock as ours.
 
+Where the work area is an artifact store, `work` brings a box's inputs before and its output back after; see there.
+
 kfp.local still starts the queued members of a fan-out after one has failed. They find `run/failure.json` and stop.
 """
 
@@ -26,7 +28,7 @@ from types import FrameType
 from typing import TypeVar
 
 from eyrie_api.artifacts import MANIFEST, digest_model, read_manifest, write_model
-from eyrie_api.errors import ArtifactMissing, Conflict, EyrieError, Permanent
+from eyrie_api.errors import ArtifactMissing, Conflict, EyrieError, Permanent, Transient
 from eyrie_api.leaderboard import select_best
 from eyrie_api.sweep import expand
 from eyrie_api.v1alpha1.model import Frozen
@@ -34,6 +36,7 @@ from eyrie_api.v1alpha1.records import Failure
 from eyrie_api.v1alpha1.reports import BenchmarkReport, RegenerateReport, TrainReport
 from eyrie_api.v1alpha1.stages import StageName, StageSpec
 from eyrie_pipelines import steps
+from eyrie_pipelines.work import Work, patiently
 from eyrie_workers.catalog import command, stage_dir
 
 RUN_DIR = "run"
@@ -142,23 +145,31 @@ def prove(job_dir: str, spec_digest: str, checkpoint: str, tuned: str) -> str:
 def _clear_of_another_incumbent(spec: StageSpec, directory: Path) -> None:
     """Remove a finished proof that was made of another spec. The incumbent is the one thing a job's stages depend on
     that the job does not say: a retry finds the endpoint serving something else, and an old comparison is no proof."""
+    work = Work.of(directory.parent.parent)
+    work.bring_report(directory)
     if (directory / MANIFEST).exists() and read_manifest(directory).spec_digest != digest_model(spec):
         shutil.rmtree(directory)
+        work.remove(directory)
 
 
 @contextlib.contextmanager
 def _telling(job_dir: str, stage: StageName, key: str = "") -> Iterator[None]:
     """Note the first failure of a run in `run/failure.json`; refuse to begin when there is one."""
     root = Path(job_dir)
+    work = Work.of(root)
+    work.begin()
     first = read_failure(root)
     if first is not None:
         raise StageFailed(f"the run has already failed in stage {first.stage} {first.key}".rstrip(),
                           "nothing to do here: mend that stage and retry the job")
     try:
         yield
+    except Transient:  # the store is away: whoever runs the box starts it again
+        raise
     except EyrieError as error:
         failure = _failure_of(error, stage_dir(root, stage, key))
         write_model(root / RUN_DIR / FAILURE_FILE, RunFailure(stage=stage, key=key, failure=failure))
+        patiently(lambda: work.put(root / RUN_DIR / FAILURE_FILE))
         raise StageFailed(f"{stage} {key}".rstrip() + f": {failure.reason}: {failure.message}",
                           failure.mend) from error
 
@@ -182,6 +193,7 @@ def _train_reports(job_dir: str, job: steps.JobFile) -> list[TrainReport]:
 
 
 def _report(job_dir: str, ref: str, kind: type[ReportT]) -> ReportT:
+    Work.of(Path(job_dir)).bring_report(Path(job_dir) / ref)
     report = read_manifest(Path(job_dir) / ref).report_as(kind)
     assert isinstance(report, kind)
     return report
@@ -189,7 +201,10 @@ def _report(job_dir: str, ref: str, kind: type[ReportT]) -> ReportT:
 
 def _run(job_dir: str, spec: StageSpec, key: str = "") -> str:
     """Run one stage of a job to its manifest; return its reference. Raises StageFailed, or exits 143 on SIGTERM."""
-    run_program(spec, stage_dir(Path(job_dir), spec.stage, key))
+    directory = stage_dir(Path(job_dir), spec.stage, key)
+    with Work.of(Path(job_dir)).stage(spec, directory) as needed:
+        if needed:
+            run_program(spec, directory)
     return steps.reference(spec.stage, key)
 
 

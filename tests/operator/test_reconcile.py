@@ -20,8 +20,6 @@ from eyrie_operator.reconcile import (
     Decide,
     Observed,
     Promote,
-    RunFailed,
-    RunSeen,
     ServingSeen,
     StageSeen,
     StartRun,
@@ -29,6 +27,7 @@ from eyrie_operator.reconcile import (
     WriteReport,
     reconcile,
 )
+from eyrie_pipelines.runner import RunFailed, RunSeen
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 SPEC = JobSpec(target=TargetSpec(model="quickstart"), data=DataSpec(sources=(DataSource(path="quickstart"),)))

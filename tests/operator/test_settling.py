@@ -19,8 +19,9 @@ from eyrie_api.v1alpha1.reports import TrainReport
 from eyrie_api.v1alpha1.stages import Manifest, StageSpec
 from eyrie_api.v1alpha1.status import Job
 from eyrie_operator.conditions import find
-from eyrie_operator.embedded import Embedded
+from eyrie_operator.driver import Driver
 from eyrie_pipelines import local, steps
+from eyrie_pipelines.local import LocalRunner
 from eyrie_pipelines.processes import name_of
 from eyrie_workers.catalog import stage_dir
 from tests.pipelines.conftest import spec_of
@@ -72,7 +73,7 @@ class World:
 
     def look(self, job_id: str) -> Job:
         """One look by a control plane that remembers nothing."""
-        Embedded(self.settings, self.database).advance(job_id)
+        Driver(self.settings, self.database, LocalRunner(self.settings.home)).advance(job_id)
         return self.jobs.get(job_id)
 
 

@@ -1,17 +1,18 @@
-"""World 2: jobs on one machine, as rows, files and child processes.
+"""The driver of jobs, on one machine and on a cluster: rows and job directories here, runs behind `Runner`.
 
 `advance` is one step of one job: take its lease, look at the world, ask the pure `reconcile` what to do, do it, store
-what was seen. The world is what lies on disk and in the process table (`eyrie_pipelines.local.observe`, manifests,
-failures) and what the rows say the user wants; nothing is kept in memory between two steps. So the control plane may be
-killed at any line: the run goes on in its own session, and the next control plane adopts it by looking. If the machine
-went down, the run is started again and its stages go on from their manifests, ledgers and checkpoints.
+what was seen. The world is what the job's directory holds (manifests, failures), what the runner sees of the run, and
+what the rows say the user wants; nothing is kept in memory between two steps. So the control plane may be killed at any
+line: the run goes on without it, and the next control plane adopts it by looking. If the machine went down, the run is
+started again and its stages go on from their manifests, ledgers and checkpoints.
 
-One job directory holds, beside what `eyrie_pipelines.local` keeps there:
+Which runner it is makes the world: `eyrie_pipelines.local` runs child processes that work in the job's directory;
+`eyrie_pipelines.kubeflow` runs pods, and brings what they say into it. Beside that, a job's directory holds
 
     settled.json    the decision of the present attempt, and the endpoint revision it was promoted to
     report.json     the whole job on one page (`eyrie_operator.report`)
 
-Runs share the machine's cores, so only `max_runs` of them run at once, one by default; the others wait in line.
+and the runner is asked to keep both. How many runs there may be at once is the runner's to say; the others wait.
 """
 
 import contextlib
@@ -54,8 +55,6 @@ from eyrie_operator.reconcile import (
     Observed,
     Plan,
     Promote,
-    RunFailed,
-    RunSeen,
     ServingSeen,
     StageSeen,
     StartRun,
@@ -63,8 +62,8 @@ from eyrie_operator.reconcile import (
     give_up,
     reconcile,
 )
-from eyrie_pipelines import local
 from eyrie_pipelines.run_stage import FAILURE_FILE
+from eyrie_pipelines.runner import Runner
 from eyrie_pipelines.steps import list_checkpoints
 from eyrie_workers.catalog import CATALOG, stage_dir
 
@@ -85,15 +84,15 @@ class Settled(Frozen):
     revision: int | None = None
 
 
-class Embedded:
-    """The driver of one machine's jobs. Cheap to make; any number may share a database, the lease keeps them apart."""
+class Driver:
+    """Drives jobs. Cheap to make; any number may share a database, the lease keeps them apart."""
 
-    def __init__(self, settings: Settings, database: Database, clock: Clock = utc_now, *, max_runs: int = 1) -> None:
-        self._settings, self._clock, self._max_runs = settings, clock, max_runs
+    def __init__(self, settings: Settings, database: Database, runner: Runner, clock: Clock = utc_now) -> None:
+        self._settings, self._runner, self._clock = settings, runner, clock
         self._jobs, self._ingest = Jobs(database, clock), Ingest(database, clock)
         self._results, self._endpoints = Results(database, clock), Endpoints(database, clock)
         self._histories = Histories(database, clock)
-        self._owner = f"embedded-{os.getpid()}-{secrets.token_hex(4)}"
+        self._owner = f"driver-{os.getpid()}-{secrets.token_hex(4)}"
 
     def advance(self, job_id: str) -> None:
         """One short step of one job; harmless for jobs that have ended, are gone, or are driven by another."""
@@ -104,16 +103,16 @@ class Embedded:
             self._advance(job_id, owner)
         except (NotFound, LeaseLost) as reason:
             log.info("job %s: %s", job_id, reason)
+        except Transient as reason:
+            log.warning("job %s: %s", job_id, reason)
         finally:
             self._jobs.release_lease(job_id, owner)
 
     def _advance(self, job_id: str, owner: str) -> None:
-        self._tail(job_id)
         for _ in range(_MAX_STEPS):
             job = self._jobs.get(job_id)
             seen, plan = self._look(job)
-            if is_over(plan.status.conditions):
-                self._tail(job_id)  # what the last stage said between the first look and its end
+            self._tail(job_id)  # after the look: what a stage said before its end is told before its end is
             moved = self._carry_out(job, seen, plan, owner)
             if not moved or not self._jobs.renew_lease(job_id, owner, self._settings.lease_ttl_s):
                 return
@@ -148,26 +147,21 @@ class Embedded:
     def _observe(self, job: Job) -> Observed:
         job_dir = self._settings.job_dir(job.id)
         intent = self._jobs.intent(job.id)
+        run = self._runner.observe(job.id)
+        self._runner.refresh(job.id, job.spec)  # after: of a run that has ended, everything is there
         settled = _read_settled(job_dir, intent.attempt)
         best = self._results.leaderboard(ResultFilter(job_id=job.id, tuned=True), limit=1) if settled else ()
         return Observed(
             attempt=intent.attempt, previous=job.status, cancel_requested=intent.cancel_requested,
-            delete_requested=intent.delete_requested, place_free=self._place_free(job.id),
-            run=_observe_run(job_dir), stages=tuple(_observe_stages(job, job_dir)),
+            delete_requested=intent.delete_requested, place_free=self._place_free(job),
+            run=run, stages=tuple(_observe_stages(job, job_dir)),
             decision=settled.decision if settled else None, best=best[0] if best else None,
             serving=self._observe_serving(settled))
 
-    def _place_free(self, job_id: str) -> bool:
-        """Whether a run may start: a place is free, and no older job waits for it."""
-        older, running, older_waits = True, 0, False
-        for other in self._jobs.live():
-            if other == job_id:
-                older = False
-                continue
-            state = local.observe(self._settings.job_dir(other)).state
-            running += state == "running"
-            older_waits = older_waits or (older and state == "none")
-        return running < self._max_runs and not older_waits
+    def _place_free(self, job: Job) -> bool:
+        """Whether a run may start now."""
+        running = self._jobs.count_by_phase().get("Running", 0) - (job.status.phase == "Running")
+        return self._runner.has_place(job.id, self._jobs.live(), running)
 
     def _observe_serving(self, settled: Settled | None) -> ServingSeen:
         if settled is None or settled.endpoint is None or settled.revision is None:
@@ -178,13 +172,12 @@ class Embedded:
     # Doing. Every action may be applied twice.
 
     def _apply(self, action: Action, job: Job, status: JobStatus) -> None:
-        job_dir = self._settings.job_dir(job.id)
         if isinstance(action, StartRun):
             with self._starting_alone():
-                if self._place_free(job.id):
-                    local.start(job_dir, job.id, job.spec, action.attempt, self._incumbent_use(job.spec))
+                if self._place_free(job):
+                    self._runner.start(job.id, job.spec, action.attempt, self._incumbent_use(job.spec))
         elif isinstance(action, StopRun):
-            local.stop(job_dir)
+            self._runner.stop(job.id)
         elif isinstance(action, Decide):
             self._decide(job, status.attempt)
         elif isinstance(action, Promote):
@@ -194,7 +187,7 @@ class Embedded:
 
     @contextlib.contextmanager
     def _starting_alone(self) -> Iterator[None]:
-        """Two drivers must not both see the last free place."""
+        """Two drivers of one machine must not both see the last free place."""
         self._settings.home.mkdir(parents=True, exist_ok=True)
         with (self._settings.home / "starting.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -213,7 +206,11 @@ class Embedded:
         required = [suite.name for suite in job.spec.benchmark.suites if suite.required]
         decision = decide(job.spec.promotion, tuned.final, self._incumbent(job.spec.serve.endpoint), required, proof)
         self._histories.record_decision(job.spec.serve.endpoint, decision, job_id=job.id, attempt=attempt)
-        write_model(job_dir / SETTLED_FILE, Settled(attempt=attempt, decision=decision))
+        self._settle(job.id, Settled(attempt=attempt, decision=decision))
+
+    def _settle(self, job_id: str, settled: Settled) -> None:
+        write_model(self._settings.job_dir(job_id) / SETTLED_FILE, settled)
+        self._runner.keep(job_id, SETTLED_FILE)
 
     def _record(self, job: Job, report: BenchmarkReport, *, tuned: bool) -> None:
         measured = Measured(job.id, job.spec.drafter.family, job.spec.target.model, tuned, report)
@@ -265,13 +262,14 @@ class Embedded:
             assert isinstance(proof, ProveReport)
             drafter = Path(self._drafter_dir(job, tuned.checkpoint))
             # Beside the checkpoint and not in it: its bytes are named by digest and served as they are.
-            write_atomically(drafter.with_name(f"{drafter.name}-results.json"),
-                             json.dumps(reports.results(tuned.final, proof), indent=2) + "\n")
+            beside = drafter.with_name(f"{drafter.name}-results.json")
+            write_atomically(beside, json.dumps(reports.results(tuned.final, proof), indent=2) + "\n")
+            self._runner.keep(job.id, beside.relative_to(job_dir).as_posix())
             use = proof.use.model_copy(update={"drafter_dir": str(drafter)})
             revision = self._endpoints.propose(
                 name, job_id=job.id, checkpoint=tuned.checkpoint, use=use, reason=in_short(settled.decision),
                 speedup=tuned.final.speedup, tau=proven_tau(tuned.final, proof)).number
-        write_model(job_dir / SETTLED_FILE, settled.model_copy(update={"endpoint": name, "revision": revision}))
+        self._settle(job.id, settled.model_copy(update={"endpoint": name, "revision": revision}))
 
     def _write_report(self, job: Job, status: JobStatus) -> None:
         job_dir = self._settings.job_dir(job.id)
@@ -281,6 +279,7 @@ class Embedded:
         content = reports.build(job.id, read_manifests(job, job_dir), status.conditions, total_s,
                                 settled.decision if settled else None, endpoint)
         write_atomically(job_dir / REPORT_FILE, json.dumps(content, indent=2) + "\n")
+        self._runner.keep(job.id, REPORT_FILE)
 
     # Telling.
 
@@ -321,9 +320,7 @@ class Embedded:
     def stop_runs(self) -> None:
         """End every run in order; a control plane started later goes on with them. Their jobs keep their state."""
         for job_id in self._jobs.live():
-            job_dir = self._settings.job_dir(job_id)
-            if local.observe(job_dir).state == "running":
-                local.pause(job_dir)
+            self._runner.pause(job_id)
 
 
 def serving_of(endpoint: Endpoint, revision: int) -> ServingSeen:
@@ -352,24 +349,6 @@ def _read_settled(job_dir: Path, attempt: int) -> Settled | None:
     except FileNotFoundError:
         return None
     return settled if settled.attempt == attempt else None
-
-
-def _observe_run(job_dir: Path) -> RunSeen:
-    run = local.observe(job_dir)
-    if run.handle is None:
-        return RunSeen()
-    failure = None
-    if run.result is not None and run.result.state == "failed":
-        failure = _failure_of(run.result)
-    return RunSeen(state=run.state, attempt=run.handle.attempt, starts=run.handle.starts, run_id=run.handle.run_id,
-                   failure=failure, leftovers=run.state != "running" and bool(local.leftovers(job_dir)))
-
-
-def _failure_of(result: local.RunResult) -> RunFailed:
-    first = result.failure
-    if first is None:
-        return RunFailed(None, "", "PipelineFailed", result.message, "read run/pipeline.log, then retry the job")
-    return RunFailed(first.stage, first.key, first.failure.reason, first.failure.message, first.failure.mend)
 
 
 def _observe_stages(job: Job, job_dir: Path) -> Iterator[StageSeen]:

@@ -18,8 +18,9 @@ from eyrie_api.v1alpha1.job import DraftTreeShape, JobSpec, ServeSpec
 from eyrie_api.v1alpha1.status import Job
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_operator.conditions import find, is_over
-from eyrie_operator.embedded import Embedded
+from eyrie_operator.driver import Driver
 from eyrie_pipelines import local
+from eyrie_pipelines.local import LocalRunner
 from eyrie_pipelines.processes import group_members, wait_until
 from eyrie_pipelines.run_stage import load_job
 from tests.pipelines.conftest import Rehearsal, spec_of
@@ -36,7 +37,7 @@ class World:
         self.database = Database(self.settings.resolved_database_url)
         self.database.migrate()
         self.jobs = Jobs(self.database)
-        self.embedded = Embedded(self.settings, self.database)
+        self.driver = Driver(self.settings, self.database, LocalRunner(self.settings.home))
 
     def submit(self, spec: JobSpec = SPEC) -> str:
         return self.jobs.submit(spec).id
@@ -47,7 +48,7 @@ class World:
     def drive(self, job_id: str) -> Job:
         """Advance until the job is over."""
         def over() -> bool:
-            self.embedded.advance(job_id)
+            self.driver.advance(job_id)
             return is_over(self.jobs.get(job_id).status.conditions)
         assert wait_until(over, LIMIT_S), self.jobs.get(job_id).status
         return self.jobs.get(job_id)
@@ -109,9 +110,9 @@ def test_a_failed_stage_fails_the_job_in_its_own_words_and_a_retry_goes_on_from_
     assert (failed.state, failed.reason, failed.mend) == ("Failed", "LossDiverged", "lower train.learning_rate")
     assert json.loads((world.directory(job_id) / "report.json").read_text())["outcome"]["succeeded"] is False
     world.jobs.retry(job_id)
-    world.embedded.advance(job_id)
+    world.driver.advance(job_id)
     assert wait_until(lambda: "train/base" in rehearsal.starts(), LIMIT_S)
-    world.embedded.advance(job_id)
+    world.driver.advance(job_id)
     status = world.jobs.get(job_id).status
     assert (status.phase, status.attempt) == ("Running", 2)
     assert rehearsal.starts() == ["regenerate", "capture", "capture", "train/base"]
@@ -120,12 +121,12 @@ def test_a_failed_stage_fails_the_job_in_its_own_words_and_a_retry_goes_on_from_
 def test_cancelling_frees_the_machine_and_ends_the_job_cancelled(world: World, rehearsal: Rehearsal) -> None:
     rehearsal.plan(capture=["stubborn"])
     job_id = world.submit()
-    world.embedded.advance(job_id)
+    world.driver.advance(job_id)
     assert wait_until(lambda: "capture" in rehearsal.starts(), LIMIT_S)
     handle = local.observe(world.directory(job_id)).handle
     assert handle is not None
     world.jobs.cancel(job_id)
-    world.embedded.advance(job_id)
+    world.driver.advance(job_id)
     assert group_members(handle.process.pid) == []
     job = world.jobs.get(job_id)
     assert job.status.phase == "Cancelled"
@@ -140,7 +141,7 @@ def test_a_run_is_told_what_its_endpoint_serves_when_it_begins(world: World, reh
     endpoints.propose("default", job_id=None, checkpoint="before", use=serving, reason="by hand")
     endpoints.activate("default", 2, "http://127.0.0.1:1/v1")
     job_id = world.submit(spec)
-    world.embedded.advance(job_id)
+    world.driver.advance(job_id)
     assert load_job(str(world.directory(job_id))).incumbent == serving
 
 
@@ -150,9 +151,9 @@ def test_a_killed_control_plane_leaves_the_run_alone_and_the_next_one_adopts_it(
     job_id = world.submit()
     code = (
         "import sys, time; from pathlib import Path; from eyrie_api.settings import Settings\n"
-        "from eyrie_api.database import Database; from eyrie_operator.embedded import Embedded\n"
-        "settings = Settings(home=Path(sys.argv[1])); world = Embedded(settings, Database("
-        "settings.resolved_database_url))\n"
+        "from eyrie_api.database import Database; from eyrie_operator.driver import Driver\n"
+        "from eyrie_pipelines.local import LocalRunner; settings = Settings(home=Path(sys.argv[1]))\n"
+        "world = Driver(settings, Database(settings.resolved_database_url), LocalRunner(settings.home))\n"
         "world.advance(sys.argv[2]); print('advanced', flush=True); time.sleep(600)\n")
     plane = subprocess.Popen([sys.executable, "-c", code, str(world.settings.home), job_id], stdout=subprocess.PIPE)
     assert plane.stdout is not None
@@ -160,7 +161,7 @@ def test_a_killed_control_plane_leaves_the_run_alone_and_the_next_one_adopts_it(
     plane.kill()
     plane.wait()
     assert wait_until(lambda: "capture" in rehearsal.starts(), LIMIT_S)
-    world.embedded.advance(job_id)
+    world.driver.advance(job_id)
     assert world.jobs.get(job_id).status.phase == "Running"
     handle = local.observe(world.directory(job_id)).handle
     assert handle is not None
@@ -177,30 +178,30 @@ def test_a_killed_control_plane_leaves_the_run_alone_and_the_next_one_adopts_it(
 def test_jobs_wait_in_line_for_the_machine_and_run_in_order(world: World, rehearsal: Rehearsal) -> None:
     rehearsal.plan(regenerate=["hang"])
     first, second = world.submit(), world.submit()
-    world.embedded.advance(second)
+    world.driver.advance(second)
     assert local.observe(world.directory(second)).state == "none"  # the older job goes first
-    world.embedded.advance(first)
-    world.embedded.advance(second)
+    world.driver.advance(first)
+    world.driver.advance(second)
     assert local.observe(world.directory(first)).state == "running"
     assert local.observe(world.directory(second)).state == "none"
     waiting = find(world.jobs.get(second).status.conditions, "Accepted")
     assert waiting is not None
     assert waiting.reason == "Queued"
     world.jobs.cancel(first)
-    world.embedded.advance(first)
-    world.embedded.advance(second)
+    world.driver.advance(first)
+    world.driver.advance(second)
     assert local.observe(world.directory(second)).state == "running"
 
 
 def test_stopping_in_order_pauses_runs_and_the_next_start_goes_on(world: World, rehearsal: Rehearsal) -> None:
     rehearsal.plan(capture=["hang"])
     job_id = world.submit()
-    world.embedded.advance(job_id)
+    world.driver.advance(job_id)
     assert wait_until(lambda: "capture" in rehearsal.starts(), LIMIT_S)
-    world.embedded.stop_runs()
+    world.driver.stop_runs()
     assert local.observe(world.directory(job_id)).state == "none"
     assert not is_over(world.jobs.get(job_id).status.conditions)
-    world.embedded.advance(job_id)
+    world.driver.advance(job_id)
     assert wait_until(lambda: rehearsal.starts() == ["regenerate", "capture", "capture"], LIMIT_S)
 
 
@@ -217,8 +218,8 @@ def test_a_manifest_that_cannot_be_read_fails_the_job_with_a_mend(world: World, 
 
 
 def test_advancing_what_is_gone_over_or_driven_by_another_does_nothing(world: World, rehearsal: Rehearsal) -> None:
-    world.embedded.advance("job-unknown")
+    world.driver.advance("job-unknown")
     job_id = world.submit()
     assert world.jobs.take_lease(job_id, "somebody-else", 60.0)
-    world.embedded.advance(job_id)
+    world.driver.advance(job_id)
     assert local.observe(world.directory(job_id)).state == "none"
