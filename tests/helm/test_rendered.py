@@ -180,7 +180,7 @@ def test_shard_workers_know_redis_and_bucket_and_no_database() -> None:
     values, apis = SETS["everything on"]
     rendered = render(values, apis=apis)
     (shards,) = rendered.the("Deployment", "rel-eyrie-shards")["spec"]["template"]["spec"]["containers"]
-    assert {one["name"] for one in shards["env"]} == {"EYRIE_BROKER_URL", "HOME", "MODEL_KEY"}
+    assert {one["name"] for one in shards["env"]} == {"EYRIE_BROKER_URL", "HOME", "USER", "MODEL_KEY"}
     assert [*shards["command"], *shards["args"]] == ["python", "-m", "eyrie_workers.shards", "--concurrency", "4"]
     (trigger,) = rendered.the("ScaledObject", "rel-eyrie-shards")["spec"]["triggers"]
     assert trigger["metadata"]["listName"] == SHARD_QUEUE

@@ -101,6 +101,15 @@ EYRIE_{{ upper $name }}: {{ $value | toString | quote }}
       key: {{ include "eyrie.store.key" (dict "root" . "store" "broker") }}
 {{- end -}}
 
+{{/*
+Who runs here. The root file system is read-only: what looks for a home finds one that may be lost. And the user may be
+one that /etc/passwd does not know, as on OpenShift: libraries that ask for the user's name look here first.
+*/}}
+{{- define "eyrie.userVariables" -}}
+- {name: HOME, value: /tmp}
+- {name: USER, value: eyrie}
+{{- end -}}
+
 {{/* (dict "root" $ "component" "api"): variables of a part of the control plane. */}}
 {{- define "eyrie.variables" -}}
 envFrom:
@@ -112,8 +121,7 @@ env:
   {{- if (include "eyrie.cluster.known" .root) }}
   - {name: EYRIE_CLUSTER_PROFILE, value: /etc/eyrie/cluster/profile.yaml}
   {{- end }}
-  # The root file system is read-only: what looks for a home finds one that may be lost.
-  - {name: HOME, value: /tmp}
+  {{- include "eyrie.userVariables" . | nindent 2 }}
   {{- with (index .root.Values .component).extraEnv }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
@@ -181,7 +189,7 @@ env:
   args: [migrate, --check, --timeout, "600"]
   env:
     {{- include "eyrie.databaseVariable" .root | nindent 4 }}
-    - {name: HOME, value: /tmp}
+    {{- include "eyrie.userVariables" . | nindent 4 }}
   resources: {{- toYaml .root.Values.migrations.resources | nindent 4 }}
   securityContext: {{- include "eyrie.containerSecurity" .root | nindent 4 }}
   volumeMounts:
