@@ -304,9 +304,9 @@ class Database:
     def writing(self) -> Iterator[Session]:
         """A transaction: committed at the end, rolled back on any exception. SQLite: write-locked from the start."""
         with (self.engine.connect().execution_options(**_WRITES) as connection, connection.begin(),
-              Session(connection, join_transaction_mode="create_savepoint") as session):
+              Session(connection, join_transaction_mode="rollback_only") as session):
             yield session
-            session.commit()
+            session.commit()  # flushes; the transaction is the connection's, and ends after this
 
     def migrate(self) -> None:
         """Bring the tables to the newest revision; several processes may try at once."""

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def local_path(path: str) -> Path | None:
         return Path(path)
 
 
+@cache
 def quickstart_dir() -> Path | None:
     """Where the packaged target lies, found by location: the control plane does not import the workers."""
     package = importlib.util.find_spec("eyrie_workers")

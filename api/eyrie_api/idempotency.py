@@ -6,11 +6,12 @@ answer; with another body it is refused (422); while the first is still in fligh
 never completed, because its process died, is free again after a minute.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import delete
+from sqlalchemy import delete, insert
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -60,21 +61,30 @@ class Idempotency:
         """Claim the key, or give the earlier answer. Raises InvalidInput, IdempotencyMismatch or RequestInFlight."""
         if not 1 <= len(key) <= MAX_KEY_LENGTH or not key.isprintable():
             raise InvalidInput(f"Idempotency-Key of {len(key)} characters", "send 1 to 255 printable ones, e.g. a UUID")
-        try:
-            return self._claim(key, route, body_digest)
-        except IntegrityError:  # another request made the row at the same moment
-            raise RequestInFlight(f"another request with Idempotency-Key {key!r} came at the same moment",
-                                  "repeat it in a moment to get its answer") from None
+        for _ in range(2):
+            # A new key, as nearly all are, costs this one statement.
+            with suppress(IntegrityError), self._database.writing() as session:
+                now = self._clock()
+                session.execute(insert(IdempotencyRow).values(
+                    key=key, route=route, body_digest=body_digest, status=None, response=None, created_at=now,
+                    expires_at=now + timedelta(seconds=IN_FLIGHT_TTL_S)))
+                return Claim(key, route)
+            if (replay := self._replay(key, route, body_digest)) is not None:
+                return replay
+        raise RequestInFlight(f"another request with Idempotency-Key {key!r} came at the same moment",
+                              "repeat it in a moment to get its answer")
 
-    def _claim(self, key: str, route: str, body_digest: str) -> Claim | Replay:
-        now = self._clock()
+    def _replay(self, key: str, route: str, body_digest: str) -> Replay | None:
+        """What the first request was answered; None when it has expired, or was given back, and may be claimed."""
         with self._database.writing() as session:
-            session.execute(delete(IdempotencyRow).where(IdempotencyRow.expires_at < now))
             row = session.get(IdempotencyRow, (key, route))
             if row is None:
-                session.add(IdempotencyRow(key=key, route=route, body_digest=body_digest, status=None, response=None,
-                                           created_at=now, expires_at=now + timedelta(seconds=IN_FLIGHT_TTL_S)))
-                return Claim(key, route)
+                return None
+            if row.expires_at < self._clock():
+                session.execute(delete(IdempotencyRow).where(
+                    IdempotencyRow.key == key, IdempotencyRow.route == route,
+                    IdempotencyRow.expires_at == row.expires_at))
+                return None
             if row.body_digest != body_digest:
                 raise IdempotencyMismatch(f"Idempotency-Key {key!r} was used before with another body",
                                           "send a new key with a new request")

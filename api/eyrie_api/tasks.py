@@ -52,6 +52,8 @@ log = logging.getLogger(__name__)
 _STOP_TIMEOUT_S = 15.0
 # A tick that nobody took for so many intervals is not worth taking: a newer one waits behind it.
 _TICKS_WORTH_TAKING = 30
+_GATHER_S = 0.05
+"""What is promised within so long is dispatched together: one message instead of one for each job."""
 
 Step = Callable[[str], None]
 
@@ -198,6 +200,7 @@ class Ticker:
             except OperationalError as error:
                 log.warning("the broker is away (%s); the outbox keeps the chores", type(error).__name__)
             self._woken.wait(interval_s)
+            self._stopping.wait(_GATHER_S)
             self._woken.clear()
 
 
