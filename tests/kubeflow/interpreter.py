@@ -413,12 +413,14 @@ def filled(text: str, inputs: Mapping[str, Any], *, outputs: Mapping[str, Any] |
     def one(match: re.Match[str]) -> str:
         inside = match.group(1)
         if outputs is not None and inside in ("", ".json_escape[1]"):
-            text = json.dumps(whole)
-            return json.dumps(text)[1:-1] if inside else text
+            told = json.dumps(whole)
+            return json.dumps(told)[1:-1] if inside else told
         if outputs is not None and inside in (".outputs.output_file", ".outputMetadataUri"):
             return str(outputs["outputFile"])
         if (named := _INPUT.match(inside)) is not None:
-            value = inputs.get(named.group(1))
+            if named.group(1) not in inputs:
+                raise Refused(f"{text!r} names the input {named.group(1)!r}, which was not given")
+            value = inputs[named.group(1)]
             return value if isinstance(value, str) else json.dumps(value)
         if outputs is not None and (named := _OUTPUT.match(inside)) is not None:
             return str(outputs["parameters"][named.group(1)]["outputFile"])

@@ -1,0 +1,105 @@
+"""A task's pod says what kfp and kfp-kubernetes asked for, hands over the launcher's part, and carries outputs back."""
+
+# mypy: disable-error-code="untyped-decorator"
+
+import base64
+import io
+import tarfile
+from typing import Any
+
+import pytest
+from kfp import dsl, kubernetes
+
+from tests.kubeflow import samples
+from tests.kubeflow.interpreter import Pipeline, Refused, arguments_of, startable, walk
+from tests.kubeflow.pods import pod_name, pod_of, refuse_settings_not_read, unpacked
+
+
+def first_pod(pipeline: Pipeline, patch: dict[str, Any] | None = None, **arguments: Any) -> dict[str, Any]:
+    """Of the first container that may start."""
+    refuse_settings_not_read(pipeline)
+    node = next(startable(walk(pipeline, arguments_of(pipeline, arguments), {})))
+    return pod_of(pipeline, node, run_id="0123456789", attempt=1, namespace="ns", patch=patch)
+
+
+def test_everything_asked_of_a_container_is_in_its_pod() -> None:
+    pod = first_pod(samples.read(samples.greeted), who="you", secret="hub")
+    spec, container = pod["spec"], pod["spec"]["containers"][0]
+    assert container["args"] == ["sh", "-c", 'printf %s "$0" > "$1"', "hello dear you", "/tmp/kfp/outputs/greeting"]
+    assert container["resources"] == {"limits": {"memory": "1Gi", "nvidia.com/gpu": "2"}, "requests": {"cpu": "500m"}}
+    assert container["imagePullPolicy"] == "Never"
+    assert container["securityContext"] == {"runAsUser": 7}
+    env = {one["name"]: one.get("value", one.get("valueFrom")) for one in container["env"]}
+    assert env["MOOD"] == "good"
+    assert env["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "token", "optional": False}}
+    assert env["LEVEL"] == {"configMapKeyRef": {"name": "settings", "key": "level", "optional": False}}
+    assert env["NODE"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
+    mounted = {one["mountPath"]: (one["name"], one.get("subPath")) for one in container["volumeMounts"]}
+    volumes = {one["name"]: one for one in spec["volumes"]}
+    assert volumes[mounted["/keys"][0]]["secret"] == {"secretName": "keys", "optional": True}
+    assert volumes[mounted["/var/lib/eyrie"][0]]["persistentVolumeClaim"] == {"claimName": "work"}
+    assert mounted["/var/lib/eyrie"][1] == "a"
+    assert volumes["scratch"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"}
+    assert spec["nodeSelector"] == {"pool": "gpu"}
+    assert spec["tolerations"] == [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule",
+                                    "tolerationSeconds": 5}]
+    assert spec["imagePullSecrets"] == [{"name": "registry"}]
+    assert (spec["activeDeadlineSeconds"], spec["restartPolicy"]) == (30, "Never")
+    assert pod["metadata"]["labels"]["queue"] == "q"
+    assert pod["metadata"]["annotations"]["note"] == "n"
+
+
+def test_the_pod_annotation_becomes_the_pods_fields() -> None:
+    @dsl.pipeline(name="beyond")
+    def beyond() -> None:
+        kubernetes.add_pod_annotation(samples.step(), "eyrie.dev/pod", (
+            '{"host_paths": [{"path": "/usr", "mount_path": "/host/usr", "read_only": true}],'
+            ' "priority_class": "batch", "service_account": "train"}'))
+
+    spec = first_pod(samples.read(beyond))["spec"]
+    assert spec["volumes"] == [{"name": "host-0", "hostPath": {"path": "/usr"}}]
+    assert spec["containers"][0]["volumeMounts"] == [{"name": "host-0", "mountPath": "/host/usr", "readOnly": True}]
+    assert (spec["priorityClassName"], spec["serviceAccountName"]) == ("batch", "train")
+
+
+def test_a_patch_lies_under_what_the_task_says() -> None:
+    patch = {"metadata": {"labels": {"queue": "other", "of": "patch"}},
+             "spec": {"volumes": [{"name": "usr", "hostPath": {"path": "/usr"}}], "hostNetwork": True},
+             "container": {"env": [{"name": "MOOD", "value": "bad"}], "imagePullPolicy": "Always"}}
+    pod = first_pod(samples.read(samples.greeted), patch, who="you", secret="hub")
+    assert pod["metadata"]["labels"]["queue"] == "q"
+    assert pod["metadata"]["labels"]["of"] == "patch"
+    assert pod["spec"]["hostNetwork"] is True
+    assert pod["spec"]["volumes"][0]["name"] == "usr"
+    container = pod["spec"]["containers"][0]
+    assert container["imagePullPolicy"] == "Never"
+    # Kubernetes takes the last of several.
+    assert [one["value"] for one in container["env"] if one["name"] == "MOOD"] == ["bad", "good"]
+
+
+def test_a_platform_setting_that_is_not_read_is_refused() -> None:
+    given = samples.compiled(samples.greeted)
+    given["platform_spec"]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]["exec-greet"]["newIdea"] = {}
+    with pytest.raises(Refused, match="newIdea"):
+        refuse_settings_not_read(Pipeline.of(given))
+
+
+def test_a_pods_name_follows_from_run_task_and_attempt_and_fits() -> None:
+    path = "for-loop-1/0/" + "a-very-long-name-of-a-task/" * 8 + "end"
+    names = {pod_name("0123456789", one, attempt) for one in (path, path + "x", "short") for attempt in (0, 1)}
+    assert len(names) == 6
+    assert all(len(name) <= 63 and "--" not in name for name in names)
+    assert pod_name("0123456789", path, 0) in names
+
+
+def test_files_come_out_of_a_termination_message_as_they_went_in() -> None:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for name, content in (("tmp/kfp/outputs/a", b"[1]"), ("tmp/kfp_outputs/b", b"")):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    message = base64.b64encode(packed.getvalue()).decode()
+    assert unpacked(message) == {"/tmp/kfp/outputs/a": b"[1]", "/tmp/kfp_outputs/b": b""}
+    with pytest.raises(ValueError, match=r"base64|padding"):
+        unpacked("Traceback: no archive")
