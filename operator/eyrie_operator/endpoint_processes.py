@@ -33,6 +33,7 @@ from eyrie_api.facts import target_dir
 from eyrie_api.v1alpha1.job import TargetSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.tuning import DrafterUse
+from eyrie_operator.engine_metrics import read_metrics
 from eyrie_operator.gateway import GATEWAY_FILE, GatewayRecord, bind
 from eyrie_operator.routing import COUNTERS_PATH, ROUTE_FILE, Counters
 from eyrie_pipelines.processes import ProcessName, is_alive, name_of, stop_group
@@ -172,29 +173,13 @@ class Ready(BaseModel):
     url: str
 
 
-_ROUNDS = ("eyrie_drafted_rounds_total", "sglang:spec_verify_calls_total")
-_TOKENS = ("eyrie_drafted_round_tokens_total", "sglang:generation_tokens_total")
-
-
 def read_counters(url: str) -> tuple[float, float] | None:
-    """(drafted rounds, tokens they gave) so far, from the engine's /metrics; None when it does not answer.
-
-    SGLang adds to both when a request ends and counts the first token, which no round gave: with answers of 100 tokens
-    its tau reads one hundredth high. A round that its adaptive form left without drafting counts like any other
-    (`serving.ServePolicy.counts_drafted`). Undrafted neither engine counts rounds: no window ever fills.
-    """
+    """(drafted rounds, tokens they gave) so far, from the engine's /metrics; None when it does not answer."""
     try:
-        text = httpx.get(f"{url}/metrics", timeout=2.0, trust_env=False).text
+        found = read_metrics(httpx.get(f"{url}/metrics", timeout=2.0, trust_env=False).text)
     except httpx.HTTPError:
         return None
-    rounds = tokens = 0.0
-    for line in text.splitlines():
-        name = line.partition(" ")[0].partition("{")[0]
-        if name in _ROUNDS:
-            rounds += float(line.rpartition(" ")[2])
-        elif name in _TOKENS:
-            tokens += float(line.rpartition(" ")[2])
-    return rounds, tokens
+    return found.rounds, found.tokens
 
 
 def read_shares(port: int) -> Counters | None:

@@ -271,7 +271,8 @@ def _deploy(endpoint: Endpoint, policy: ServePolicy, seen: EndpointSeen, now: da
         actions.append(Reject(candidate, "EngineDied", f"the new engine ended: {engine.message}"))
         return True
     elif now - engine.started_at > timedelta(seconds=policy.health_timeout_s):
-        message = f"the new engine was not healthy after {policy.health_timeout_s:g} s (serve.health_timeout_s)"
+        message = (f"the new engine was not healthy after {policy.health_timeout_s:g} s (serve.health_timeout_s)"
+                   f"{_because(engine)}")
         actions.append(Reject(candidate, "HealthTimeout", message))
         return True
     return False
@@ -393,13 +394,19 @@ def _serving(endpoint: Endpoint, seen: EndpointSeen) -> tuple[Literal["True", "F
             trial = f"; revision {seen.canary.revision} is on trial with {seen.canary.share:.0%} of the requests"
         return "True", "Healthy", f"revision {routed.revision} serves with {what}{trial}"
     if endpoint.candidate_revision is not None:
-        return "Unknown", "Deploying", f"revision {endpoint.candidate_revision} is coming up"
+        coming = seen.engine(endpoint.candidate_revision)
+        return "Unknown", "Deploying", f"revision {endpoint.candidate_revision} is coming up{_because(coming)}"
     if endpoint.active_revision is None:
         return "False", "NothingToServe", "no revision has been promoted"
     engine = seen.engine(endpoint.active_revision)
     if engine is not None and engine.state == "dead":
         return "False", "EngineDied", f"the engine ended and is being restarted: {engine.message}"
-    return "Unknown", "Starting", f"revision {endpoint.active_revision} is coming up"
+    return "Unknown", "Starting", f"revision {endpoint.active_revision} is coming up{_because(engine)}"
+
+
+def _because(engine: EngineSeen | None) -> str:
+    """What keeps an engine from answering, where that is known."""
+    return f": {engine.message}" if engine is not None and engine.message else ""
 
 
 def proven_tau(revision: Revision, counts_drafted: bool = False) -> float | None:

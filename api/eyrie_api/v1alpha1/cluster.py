@@ -68,7 +68,10 @@ class ServingSpec(Frozen):
     drain_timeout_s: float = Field(600.0, gt=0.0, le=86_400.0)
     leave_delay_s: float = Field(10.0, gt=0.0, le=600.0)
     surge: bool = True
-    run_as: int = Field(65532, ge=1, le=2**31 - 1)
+    run_as: int = Field(65532, ge=0, le=2**31 - 1)
+    """User and group of the pods. 0 is root, which namespaces that enforce PodSecurity `baseline` let through and those
+    that enforce `restricted` refuse: for images and host paths that only root may read."""
+
     model_cache_claim: ObjectName | None = None
     key_secret: ObjectName | None = None
     """Secret with `engine.yaml`, SGLang's --config file with the line `api-key: ...`."""

@@ -84,10 +84,12 @@ class Cluster:
         """One object. Raises NotFound."""
         return self._request("GET", kind, path_of(api_version, kind, namespace, name))
 
-    def list_all(self, api_version: str, kind: str, namespace: str | None = None) -> list[Object]:
-        """All of them, page by page."""
+    def list_all(self, api_version: str, kind: str, namespace: str | None = None, *,
+                 labelled: str | None = None) -> list[Object]:
+        """All of them, page by page; with a label selector, those it chooses."""
         found: list[Object] = []
-        query: list[tuple[str, Any]] = [("limit", _PAGE)]
+        first: list[tuple[str, Any]] = [("limit", _PAGE), *((("labelSelector", labelled),) if labelled else ())]
+        query = first
         while True:
             page = self._request("GET", kind, path_of(api_version, kind, namespace), query=query,
                                  timeout_s=_LIST_TIMEOUT_S)
@@ -95,7 +97,7 @@ class Cluster:
             more = page["metadata"].get("continue")
             if not more:
                 return found
-            query = [("limit", _PAGE), ("continue", more)]
+            query = [*first, ("continue", more)]
 
     def is_reachable(self) -> bool:
         """Whether the API server answers."""
@@ -113,7 +115,16 @@ class Cluster:
             return False
         return {"DrafterJob", "DraftEndpoint"} <= {one["kind"] for one in found["resources"]}
 
+    def list_apis(self) -> frozenset[str]:
+        """`group/version` of what the server has, and `v1`. Anybody who is known to the server may ask this."""
+        groups = self._request("GET", "APIGroupList", "/apis")["groups"]
+        return frozenset({"v1", *(version["groupVersion"] for one in groups for version in one["versions"])})
+
     # Writing.
+
+    def check(self) -> None:
+        """Raises NotLeader when nothing may be written: for writes that go elsewhere."""
+        self._check()
 
     def apply(self, manifest: Mapping[str, Any], *, force: bool = False) -> Object:
         """Server-side apply. Raises ClusterConflict when another manager holds a field, unless forced."""

@@ -10,12 +10,15 @@ read, and as many writes as there are differences.
 
 Jobs are found by the id in the status, checked against the uid among the job's labels. Submission is claimed by uid
 (`eyrie_api.idempotency`), so an operator killed between submitting and telling is given the same job again, and two
-operators cannot both submit. Jobs that were posted get an object of their own when mirrors have a namespace.
+operators cannot both submit. Jobs that were posted and endpoints that were not applied get an object of their own when
+mirrors have a namespace.
+
+Endpoint rows are keys as well where endpoints stand on the cluster: the same workers tend them (`endpoints`).
 """
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -27,11 +30,13 @@ from eyrie_api.endpoints import Endpoints
 from eyrie_api.errors import EyrieError, NotFound, Transient
 from eyrie_api.idempotency import Idempotency, Replay, RequestInFlight
 from eyrie_api.jobs import Jobs
+from eyrie_api.placing import read_profile
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.model import API_VERSION
 from eyrie_api.v1alpha1.resources import FINALIZER, NAME_LABEL, NAMESPACE_LABEL
 from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_operator.cluster.apply import Cluster, ClusterConflict, Object
+from eyrie_operator.cluster.endpoints import EndpointTender
 from eyrie_operator.cluster.leases import NotLeader
 from eyrie_operator.cluster.reconcile import (
     STOPPING_CHECK_S,
@@ -50,7 +55,10 @@ from eyrie_operator.cluster.reconcile import (
     Release,
     RetryJob,
     SetDesired,
+    ShowEndpoint,
+    Standing,
     Tell,
+    UpdateServing,
     reconcile_endpoint,
     reconcile_job,
     refuse_job,
@@ -61,18 +69,20 @@ from eyrie_operator.cluster.resources import (
     JobResource,
     applied_uid,
     mirror_of,
+    mirror_of_endpoint,
     read_endpoint,
     read_job,
 )
 from eyrie_operator.cluster.telemetry import Telemetry
 from eyrie_operator.cluster.workqueue import Workqueue
 from eyrie_operator.conditions import is_over
+from eyrie_operator.manifests.deployment import Owner
 
 log = logging.getLogger(__name__)
 
 Kind = Literal["DrafterJob", "DraftEndpoint"]
-Key = tuple[Kind, str, str]
-"""Kind, namespace, name."""
+Key = tuple[Kind | Literal["Endpoint"], str, str]
+"""Kind, namespace, name. An Endpoint is a row and has no namespace."""
 
 _ROUTE = "kubernetes/drafterjobs"
 _FOR_EVER_S = 10 * 365 * 24 * 3600.0
@@ -84,12 +94,16 @@ class Controller:
     """One operator's look at objects and rows. `workers` of it run at once, none on the same object."""
 
     def __init__(self, settings: Settings, database: Database, cluster: Cluster, telemetry: Telemetry, *,
-                 mirror_namespace: str | None = None, clock: Clock = utc_now,
+                 mirror_namespace: str | None = None, namespaces: Sequence[str] = (), clock: Clock = utc_now,
                  monotonic: Callable[[], float] = time.monotonic) -> None:
         self._settings, self._cluster, self._telemetry, self._clock = settings, cluster, telemetry, clock
         self._idempotency = Idempotency(database, _FOR_EVER_S, clock)
         self._jobs, self._endpoints = Jobs(database, clock, self._idempotency), Endpoints(database, clock)
-        self._mirror_namespace = mirror_namespace
+        self._mirror_namespace, self._namespaces = mirror_namespace, tuple(namespaces)
+        self._tender: EndpointTender | None = None
+        profile = None if settings.cluster_profile is None else read_profile(settings.cluster_profile)
+        if profile is not None and profile.serving is not None:
+            self._tender = EndpointTender(settings, profile, profile.serving, database, cluster, self._owner, clock)
         self.queue: Workqueue[Key] = Workqueue(monotonic)
         self._objects: dict[Key, Object] = {}
         self._key_of: dict[str, Key | None] = {}
@@ -121,17 +135,33 @@ class Controller:
         if self._mirror_namespace is not None:
             for job_id in self._jobs.live():
                 self._keys_for(job_id)
+            self._mirror_endpoints(self._mirror_namespace)
+        if self._tender is not None:
+            self._tender.discover()
+            for endpoint in self._endpoints.list().items:
+                self.queue.add(("Endpoint", "", endpoint.name))
 
     def poll(self) -> None:
         """Look at the objects of rows that changed since the last poll."""
         now = self._clock()
         changed = dict(self._jobs.changed_since(self._polled - _OVERLAP))
         for endpoint in self._endpoints.list().items:
-            self._see_row(f"endpoint/{endpoint.name}", endpoint.updated_at, self._keys_named(endpoint.name))
+            keys = self._keys_named(endpoint.name)
+            if self._tender is not None:
+                keys = (*keys, ("Endpoint", "", endpoint.name))
+            self._see_row(f"endpoint/{endpoint.name}", endpoint.updated_at, keys)
         for job_id, updated_at in changed.items():
             if self._rows_seen.get(job_id) != updated_at:
                 self._see_row(job_id, updated_at, self._keys_for(job_id))
         self._polled = now
+
+    def sweep(self) -> None:
+        """Look at the endpoints of which something in the cluster has changed."""
+        if self._tender is not None:
+            for name in self._tender.sweep():
+                self.queue.add(("Endpoint", "", name))
+                for key in self._keys_named(name):  # one that is let go waits for its objects
+                    self.queue.add(key)
 
     def _see_row(self, row: str, updated_at: datetime, keys: tuple[Key, ...]) -> None:
         if self._rows_seen.get(row) != updated_at:
@@ -170,6 +200,35 @@ class Controller:
         except NotFound:
             self._keep(key, self._cluster.apply(mirror_of(job, namespace)))
 
+    def _mirror_endpoints(self, namespace: str) -> None:
+        """An object for each endpoint that is on and has none, in any namespace that is watched."""
+        bare = [one for one in self._endpoints.list().items if one.desired == "on" and not self._keys_named(one.name)]
+        if not bare:
+            return
+        # What is heard may be behind, at first above all; an object made for an applied one would be refused by it.
+        there = {one["metadata"]["name"] for watched in self._namespaces or (None,)
+                 for one in self._cluster.list_all(API_VERSION, "DraftEndpoint", watched)}
+        for endpoint in bare:
+            if endpoint.name not in there:
+                self._show_endpoint(endpoint, namespace)
+
+    def _show_endpoint(self, endpoint: Endpoint, namespace: str) -> None:
+        serving = self._endpoints.serving(endpoint.name)
+        shown = mirror_of_endpoint(endpoint, serving.target, serving.serve, namespace)
+        self._keep(("DraftEndpoint", namespace, endpoint.name), self._cluster.apply(shown, force=True))
+
+    def _owner(self, namespace: str, name: str, now: Owner | None) -> Owner | None:
+        """Whom an endpoint's objects belong to; as it is now when no such object has been heard of."""
+        key: Key = ("DraftEndpoint", namespace, name)
+        raw = self._objects.get(key)
+        if raw is None:
+            return now
+        resource = read_endpoint(raw)
+        first = min(self._keys_named(name), key=self._age, default=key)
+        if resource.keep_outside or first != key:
+            return None
+        return Owner(uid=resource.identity.uid, name=name)
+
     # What is done about it.
 
     def work(self) -> bool:
@@ -202,6 +261,11 @@ class Controller:
         return True
 
     def _look(self, key: Key) -> None:
+        if key[0] == "Endpoint":
+            again_s = self._tender.tend(key[2]) if self._tender is not None else None
+            if again_s is not None:
+                self.queue.add_after(key, again_s)
+            return
         raw = self._objects.get(key)
         if raw is None:
             return
@@ -217,7 +281,17 @@ class Controller:
             shown = _shown_model(endpoint.spec.target.model) if endpoint.spec is not None else ""
             first = min(self._keys_named(key[2]), key=self._age)
             taken_by = None if first == key else f"{first[1]}/{first[2]}"
-            self._carry_out(key, endpoint, reconcile_endpoint(endpoint, row, shown, self._clock(), taken_by))
+            serve = None if row is None else self._endpoints.serving(row.name).serve
+            self._carry_out(key, endpoint, reconcile_endpoint(
+                endpoint, row, shown, self._clock(), taken_by, serve, self._standing(endpoint.identity)))
+            if self._tender is not None:  # who owns its objects may have changed
+                self.queue.add(("Endpoint", "", key[2]))
+
+    def _standing(self, identity: Identity) -> Standing:
+        if self._tender is None:
+            return Standing()
+        standing = self._tender.standing
+        return Standing(standing.stands(identity.name), standing.owned_by(identity.name, identity.uid))
 
     def _find_job(self, resource: JobResource) -> Job | None:
         uid = resource.identity.uid
@@ -287,6 +361,8 @@ class Controller:
         elif isinstance(action, DeleteResource):
             log.info("%s %s/%s: deleted, %s", *key, action.why)
             self._cluster.delete(API_VERSION, identity.kind, identity.namespace, identity.name, identity.uid)
+        elif isinstance(action, ShowEndpoint):
+            self._show_endpoint(self._endpoints.get(action.name), identity.namespace)
         elif isinstance(action, Project):
             self._keep(key, self._cluster.write_status(identity, action.status))
             return False
@@ -298,6 +374,8 @@ class Controller:
             return False
         else:
             self._do_to_rows(action)
+            # Of this the status says nothing, so it can be written in the same breath, with the generation it is of.
+            return not isinstance(action, UpdateServing)
         return True
 
     def _do_to_rows(self, action: Action) -> None:
@@ -309,6 +387,9 @@ class Controller:
             self._jobs.delete(action.job_id)
         elif isinstance(action, CreateEndpoint):
             self._endpoints.create(action.name, action.target, action.serve, action.model)
+        elif isinstance(action, UpdateServing):
+            target = self._endpoints.serving(action.name).target
+            self._endpoints.create(action.name, target, action.serve, _shown_model(target.model))
         elif isinstance(action, SetDesired):
             self._endpoints.set_desired(action.name, action.desired)
         else:

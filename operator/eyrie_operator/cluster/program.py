@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -67,6 +68,7 @@ def run(settings: Settings, options: Options) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("kopf", "httpx", "kubernetes", "aiohttp"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)  # that signals are none of its business
     database = Database(settings.resolved_database_url)
     try:
         return Operator(settings, database, options).run()
@@ -83,7 +85,7 @@ class Operator:
         self._fence = Fence(time.monotonic)
         self._cluster = Cluster(self._fence.check, self.telemetry.count_write)
         self._controller = Controller(settings, database, self._cluster, self.telemetry,
-                                      mirror_namespace=options.mirror_namespace)
+                                      mirror_namespace=options.mirror_namespace, namespaces=options.namespaces)
         me = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         keeper = LeaseKeeper(self._cluster, options.lease_namespace, options.lease_name)
         self._elector = Elector(me, keeper, options.terms, self._fence, monotonic=time.monotonic, clock=utc_now)
@@ -117,7 +119,10 @@ class Operator:
         for part in parts:
             part.start()
         try:
-            asyncio.run(self._watch())
+            # In a thread of its own: in the main one kopf would answer the signals, which are ours, and breaks on the
+            # second (it sets a future's result twice).
+            with ThreadPoolExecutor(1, thread_name_prefix="eyrie-watch") as aside:
+                aside.submit(asyncio.run, self._watch()).result()
         finally:
             self.telemetry.leads.set(0)
             self._controller.queue.close()
@@ -158,6 +163,7 @@ class Operator:
         self._guarded(self._controller.resync)  # once at the beginning: mirrors of jobs posted while nobody led
         while not self._stopping.wait(self._options.poll_s) and not self._lost.is_set():
             self._guarded(self._controller.poll)
+            self._guarded(self._controller.sweep)
             if time.monotonic() >= resync_at:
                 resync_at = time.monotonic() + self._options.resync_s
                 self._guarded(self._controller.resync)
@@ -166,9 +172,10 @@ class Operator:
         """A database or API server that is away for a while ends nothing: the next tick tries again."""
         try:
             step()
-        except (EyrieError, SQLAlchemyError) as error:
+        except Exception as error:  # whatever it is, the next tick may find it mended
             self.telemetry.errors.labels("poll", type(error).__name__).inc()
-            log.warning("%s: %s", step.__name__, error)
+            known = isinstance(error, EyrieError | SQLAlchemyError)
+            log.warning("%s: %s", step.__name__, error, exc_info=None if known else error)
 
     def _stand(self) -> None:
         campaign(self._elector, self._fence, self._options.terms, self._stopping, self._leading.set, self._depose)

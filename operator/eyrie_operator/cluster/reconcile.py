@@ -14,6 +14,9 @@ applied twice or not at all. What happens to a DrafterJob:
 The last line is drawn with care. A database that was lost or mistaken for another must not empty the cluster: an object
 goes only when this database remembers having had its job (`Memory.deleted`). Otherwise it is told and left alone.
 
+A DraftEndpoint that was applied says how its row is served; one made for a row of its own (a promotion's, the REST
+API's) shows the row, and speaks only when somebody has written to it since it was last shown.
+
 Submission is idempotent by the object's uid. Not by its generation too: `spec.suspend` raises that, and a suspended
 job must not become two.
 """
@@ -26,6 +29,7 @@ from eyrie_api.v1alpha1.job import JobSpec, ServeSpec, TargetSpec
 from eyrie_api.v1alpha1.resources import (
     JOB_ID_ANNOTATION,
     OUTSIDE_ANNOTATION,
+    DraftEndpointSpec,
     DraftEndpointStatus,
     DrafterJobStatus,
     ResourceCondition,
@@ -58,6 +62,17 @@ class Memory:
 
     served_by: str | None = None
     """An endpoint that serves, or is about to serve, its drafter."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What of an endpoint is in the cluster besides its DraftEndpoint."""
+
+    objects: bool = False
+    """Anything at all."""
+
+    owned: bool = False
+    """Something that the garbage collector would take with the DraftEndpoint."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +140,21 @@ class CreateEndpoint:
 
 
 @dataclass(frozen=True)
+class UpdateServing:
+    """Serve the endpoint as the object says from now on."""
+
+    name: str
+    serve: ServeSpec
+
+
+@dataclass(frozen=True)
+class ShowEndpoint:
+    """Write the row into the spec of the object that was made for it."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class SetDesired:
     """Switch an endpoint."""
 
@@ -154,7 +184,7 @@ class CheckAgain:
 
 
 Action = (Hold | Release | CreateJob | CancelJob | RetryJob | DeleteJob | Annotate | DeleteResource | CreateEndpoint
-          | SetDesired | Project | Tell | CheckAgain)
+          | UpdateServing | ShowEndpoint | SetDesired | Project | Tell | CheckAgain)
 Actions = tuple[Action, ...]
 
 
@@ -268,37 +298,66 @@ def refuse_job(resource: JobResource, reason: str, message: str, now: datetime, 
 
 
 def reconcile_endpoint(resource: EndpointResource, endpoint: Endpoint | None, model: str, now: datetime,
-                       taken_by: str | None = None) -> Actions:
+                       taken_by: str | None = None, serve: ServeSpec | None = None,
+                       standing: Standing | None = None) -> Actions:
     """What a DraftEndpoint needs next. Its row outlives it, switched off: name, URL and history stay.
 
-    `taken_by` is an older object of the same name in another namespace: endpoints have one name in all of them.
+    taken_by  an older object of the same name in another namespace: endpoints have one name in all of them
+    serve     the row's serving section
     """
+    standing = standing or Standing()
     if resource.deleting:
-        if not resource.held:
-            return ()
-        if resource.keep_outside or endpoint is None or taken_by is not None:
-            return (Release(),)
-        if endpoint.desired == "on":
-            return (SetDesired(endpoint.name, "off"), CheckAgain(STOPPING_CHECK_S))
-        return (Release(),)
+        return _let_endpoint_go(resource, endpoint, standing, ours=taken_by is None)
     if taken_by is not None:
         return _refuse_endpoint(resource, "NameTaken", f"{taken_by} is the endpoint of that name: choose another", now)
     if resource.spec is None:
         return _refuse_endpoint(resource, "InvalidSpec", resource.refusal, now)
     if endpoint is None:
-        serve = resource.spec.serve.model_copy(update={"endpoint": resource.identity.name})
-        return (Hold(), CreateEndpoint(resource.identity.name, resource.spec.target, serve, model))
+        if resource.mirrored:
+            return _refuse_endpoint(resource, "EndpointUnknown", "this database has no endpoint of that name: restore "
+                                    "the database, or delete this object", now)
+        wanted = resource.spec.serve.model_copy(update={"endpoint": resource.identity.name})
+        return (Hold(), CreateEndpoint(resource.identity.name, resource.spec.target, wanted, model))
     if endpoint.target != resource.spec.target.model:
         message = (f"the name serves target {endpoint.target!r} already, not {resource.spec.target.model!r}: apply "
                    "this endpoint under another name")
         return _refuse_endpoint(resource, "TargetDiffers", message, now)
     actions: list[Action] = [] if resource.held else [Hold()]
-    if endpoint.desired != resource.spec.desired:
-        actions.append(SetDesired(endpoint.name, resource.spec.desired))
+    actions += _serve_as_said(resource, resource.spec, endpoint, serve)
     accepted = _condition("Accepted", "True", "EndpointAccepted", "the spec is valid", resource, now)
     status = endpoint_status(endpoint, resource)
     status = status.model_copy(update={"conditions": (accepted, *status.conditions)})
     return (*actions, *_write(resource.identity, resource.status, status))
+
+
+def _serve_as_said(resource: EndpointResource, spec: DraftEndpointSpec, endpoint: Endpoint,
+                   serve: ServeSpec | None) -> list[Action]:
+    """Who has the last word: an applied object on `desired`, always; on how it is served whoever spoke last, since a
+    promotion brings the serving section of its job. For a mirror, whoever spoke last, on both."""
+    serve = serve or spec.serve
+    wanted = spec.serve.model_copy(update={"endpoint": endpoint.name, "port": serve.port})
+    if resource.changed or not resource.mirrored:
+        actions: list[Action] = []
+        if endpoint.desired != spec.desired:
+            actions.append(SetDesired(endpoint.name, spec.desired))
+        if resource.changed and wanted != serve:
+            actions.append(UpdateServing(endpoint.name, wanted))
+        return actions
+    return [] if (spec.desired, wanted) == (endpoint.desired, serve) else [ShowEndpoint(endpoint.name)]
+
+
+def _let_endpoint_go(resource: EndpointResource, endpoint: Endpoint | None, standing: Standing, *,
+                     ours: bool) -> Actions:
+    """Switched off and its objects gone; kept, once nothing of it would be taken along."""
+    if not resource.held:
+        return ()
+    if endpoint is None or not ours:
+        return (Release(),)
+    if resource.keep_outside:
+        return (CheckAgain(STOPPING_CHECK_S),) if standing.owned else (Release(),)
+    if endpoint.desired == "on":
+        return (SetDesired(endpoint.name, "off"), CheckAgain(STOPPING_CHECK_S))
+    return (CheckAgain(STOPPING_CHECK_S),) if standing.objects else (Release(),)
 
 
 def _refuse_endpoint(resource: EndpointResource, reason: str, message: str, now: datetime) -> Actions:

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from eyrie_api.v1alpha1.job import ServeSpec, TargetSpec
 from eyrie_api.v1alpha1.model import API_VERSION
 from eyrie_api.v1alpha1.resources import (
     FINALIZER,
@@ -99,7 +100,15 @@ class EndpointResource:
     deleting: bool = False
     held: bool = False
     keep_outside: bool = False
+    mirrored: bool = False
+    """Made by us for an endpoint that a promotion or the REST API made."""
+
     status: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def changed(self) -> bool:
+        """Its spec has been written since its status was."""
+        return self.status.get("observedGeneration") != self.identity.generation
 
 
 def read_job(raw: Mapping[str, Any]) -> JobResource:
@@ -128,7 +137,7 @@ def read_endpoint(raw: Mapping[str, Any]) -> EndpointResource:
         identity=_identity("DraftEndpoint", metadata), spec=spec, refusal=refusal,
         deleting="deletionTimestamp" in metadata, held=FINALIZER in (metadata.get("finalizers") or ()),
         keep_outside=(metadata.get("annotations") or {}).get(OUTSIDE_ANNOTATION) == "keep",
-        status=raw.get("status") or {})
+        mirrored=(metadata.get("labels") or {}).get(ORIGIN_LABEL) == MIRRORED, status=raw.get("status") or {})
 
 
 def _identity(kind: Literal["DrafterJob", "DraftEndpoint"], metadata: Mapping[str, Any]) -> Identity:
@@ -164,6 +173,17 @@ def mirror_of(job: Job, namespace: str) -> dict[str, Any]:
         "metadata": {"name": job.id, "namespace": namespace, "labels": {ORIGIN_LABEL: MIRRORED},
                      "annotations": {JOB_ID_ANNOTATION: job.id}, "finalizers": [FINALIZER]},
         "spec": {"job": job.spec.model_dump(mode="json", exclude_none=True)},
+    }
+
+
+def mirror_of_endpoint(endpoint: Endpoint, target: TargetSpec, serve: ServeSpec, namespace: str) -> dict[str, Any]:
+    """The DraftEndpoint of an endpoint that was not applied, for server-side apply."""
+    return {
+        "apiVersion": API_VERSION, "kind": "DraftEndpoint",
+        "metadata": {"name": endpoint.name, "namespace": namespace, "labels": {ORIGIN_LABEL: MIRRORED},
+                     "finalizers": [FINALIZER]},
+        "spec": {"target": target.model_dump(mode="json", exclude_none=True),
+                 "serve": serve.model_dump(mode="json", exclude_none=True), "desired": endpoint.desired},
     }
 
 

@@ -168,7 +168,10 @@ class EndpointDeployment:
     """A changed revision first starts a further pod. False needs no spare GPU, and serves with one replica less."""
 
     run_as: int = 65532
-    """User and group of the pods; a work volume must be readable to it."""
+    """User and group of the pods; a work volume must be readable to it. 0 is refused by PodSecurity `restricted`."""
+
+    python: tuple[str, ...] = ("python3",)
+    """How the images start Python."""
 
     api_key: KeySecret | None = None
     model_cache: ModelCache = ModelCache()

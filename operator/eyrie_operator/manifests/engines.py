@@ -67,7 +67,7 @@ def engine_line(endpoint_model: str, revision: Revision, deployment: EndpointDep
         drafter=None if drafter is None or directory is None else replace(drafter.facts, directory=directory),
         context_length=revision.use.context_length or shared.context_length, metrics=True,
         key_file=None if deployment.api_key is None else f"{KEY_DIR}/{deployment.api_key.key}")
-    line = ("python3", "-m", MODULE, *launch_arguments(plan))
+    line = (*deployment.python, "-m", MODULE, *launch_arguments(plan))
     return EngineLine(command=(*line, *_nodes(deployment)), ready_path="/ready", environment=launch_environment(plan),
                       adaptive=adaptive_document(plan), drafter=drafter, fetch=stored)
 

@@ -8,8 +8,9 @@ than that would restart an engine that is only busy. /ready is 200 exactly while
 Leaving: the pod is taken out of the Service first, `preStop` waits until proxies know, then SIGTERM lets the engine
 finish what it has begun; terminationGracePeriodSeconds is the only deadline there is.
 
-The pod passes PodSecurity `restricted`. Its root file system stays writable: SGLang's kernels are compiled at run time,
-and where each library keeps them has not been tried with a real image. HOME and /tmp are volumes that may be lost.
+The pod passes PodSecurity `restricted`, unless the administrator has it run as root. Its root file system stays
+writable: SGLang's kernels are compiled at run time, and where each library keeps them has not been tried with a real
+image. HOME and /tmp are volumes that may be lost.
 """
 
 import math
@@ -38,9 +39,9 @@ def pod_spec(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str
     spec: Manifest = {
         "automountServiceAccountToken": False, "enableServiceLinks": False,
         "terminationGracePeriodSeconds": math.ceil(deployment.drain_timeout_s),
-        "securityContext": {"runAsNonRoot": True, "runAsUser": deployment.run_as, "runAsGroup": deployment.run_as,
-                            "fsGroup": deployment.run_as, "fsGroupChangePolicy": "OnRootMismatch",
-                            "seccompProfile": {"type": "RuntimeDefault"}},
+        "securityContext": {"runAsNonRoot": deployment.run_as > 0, "runAsUser": deployment.run_as,
+                            "runAsGroup": deployment.run_as, "fsGroup": deployment.run_as,
+                            "fsGroupChangePolicy": "OnRootMismatch", "seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [_engine(deployment, line, adaptive_map, role)],
         "volumes": _volumes(deployment, line, adaptive_map),
     }
@@ -70,7 +71,7 @@ def _engine(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str 
         "env": [*({"name": name, "value": value} for name, value in sorted((home | dict(line.environment)).items())),
                 *_secret_variables(placement)],
         "ports": [{"name": "http", "containerPort": deployment.port, "protocol": "TCP"}],
-        "resources": _resources(placement), "securityContext": _confined(),
+        "resources": _resources(placement), "securityContext": _confined(deployment),
         "terminationMessagePolicy": _LAST_WORDS,
         "volumeMounts": _mounts(deployment, line, adaptive_map),
     }
@@ -106,12 +107,12 @@ def _fetcher(deployment: EndpointDeployment, line: EngineLine) -> Manifest:
     return {
         "name": "fetch-drafter", "image": deployment.fetch_image or deployment.placement.image,
         "imagePullPolicy": deployment.placement.image_pull_policy,
-        "command": ["python3", "-m", "eyrie_api.artifacts.fetch", "--prefix", stored.prefix, "--part", stored.part,
-                    "--directory", DRAFTER_DIR],
+        "command": [*deployment.python, "-m", "eyrie_api.artifacts.fetch", "--prefix", stored.prefix,
+                    "--part", stored.part, "--directory", DRAFTER_DIR],
         "env": [*({"name": name, "value": value} for name, value in sorted(variables.items())),
                 *_secret_variables(deployment.placement)],
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
-        "terminationMessagePolicy": _LAST_WORDS, "securityContext": _confined(),
+        "terminationMessagePolicy": _LAST_WORDS, "securityContext": _confined(deployment),
         "volumeMounts": mounts + _host_mounts(deployment.placement),
     }
 
@@ -121,8 +122,8 @@ def _secret_variables(placement: Placement) -> list[Manifest]:
             for one in placement.secret_variables]
 
 
-def _confined() -> Manifest:
-    return {"allowPrivilegeEscalation": False, "runAsNonRoot": True, "capabilities": {"drop": ["ALL"]},
+def _confined(deployment: EndpointDeployment) -> Manifest:
+    return {"allowPrivilegeEscalation": False, "runAsNonRoot": deployment.run_as > 0, "capabilities": {"drop": ["ALL"]},
             "seccompProfile": {"type": "RuntimeDefault"}}
 
 

@@ -1,0 +1,144 @@
+"""How one endpoint stands on this cluster: what the administrator gives, what the endpoint asks for, laid over it.
+
+The manifests are pure and want one value, `EndpointDeployment`; here it is put together. Drafters come in revision by
+revision, so that one that cannot be served is told from an endpoint that cannot.
+
+SGLang's launch line follows from the target's config.json. The operator reads it where it can: a directory it has
+mounted, or a Hub cache (HF_HOME). Otherwise it takes what the drafter's card says of its target, architecture and
+layers, and serves as long a text as the drafter reaches; that is enough for targets whose attention is of the plain
+kind, and for others it is refused with the words to mend it.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+from eyrie_api.endpoints import Serving
+from eyrie_api.errors import EyrieError
+from eyrie_api.facts import read_config, target_dir
+from eyrie_api.placing import overlay
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.cluster import ClusterProfile, ServingSpec
+from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.placement import Placement
+from eyrie_api.v1alpha1.status import Endpoint, Revision
+from eyrie_api.v1alpha1.tuning import DrafterUse
+from eyrie_operator.cluster.drafters import Drafters
+from eyrie_operator.manifests.deployment import (
+    Autoscale,
+    EmbeddedEngine,
+    EndpointDeployment,
+    GatewayRef,
+    KeySecret,
+    ModelCache,
+    Monitoring,
+    Owner,
+    SglangEngine,
+    Undeployable,
+)
+from eyrie_operator.manifests.engines import ANY_HOST
+from eyrie_workers.engines.process import EngineCommand
+from eyrie_workers.engines.sglang.launch import LaunchPlan
+from eyrie_workers.engines.sglang.profiles import profile as machine_profile
+from eyrie_workers.engines.sglang.served import ServedTarget, read_drafter, read_target
+
+PLAIN_ATTENTION = frozenset({
+    "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MistralForCausalLM",
+    "Olmo2ForCausalLM"})
+"""Architectures whose every layer attends to everything, whatever the config says: nothing else need be known."""
+
+
+class Deployments:
+    """Of one installation."""
+
+    def __init__(self, settings: Settings, profile: ClusterProfile, given: ServingSpec) -> None:
+        self._given = given
+        self._work = given.placement.work or profile.stages.work
+        self._drafters = Drafters(PurePosixPath(profile.home), self._work, settings.artifacts)
+
+    @property
+    def namespace(self) -> str:
+        """Where endpoints stand."""
+        return self._given.namespace
+
+    def of(self, endpoint: Endpoint, serving: Serving, *, served: Collection[str],
+           owner: Owner | None) -> EndpointDeployment:
+        """Everything but the drafters. Raises InvalidInput naming what cannot be."""
+        given, serve = self._given, serving.serve
+        placement = overlay(given.placement, serve.placement).model_copy(update={"work": self._work})
+        replicas = serve.replicas or given.replicas
+        engine = (self._embedded(endpoint, serving) if serve.engine == "embedded" else
+                  self._sglang(endpoint, serving, placement))
+        gateway, scale = given.gateway, given.autoscale
+        return EndpointDeployment(
+            namespace=given.namespace, placement=placement, engine=engine, served=frozenset(served), replicas=replicas,
+            port=given.port, startup_timeout_s=given.startup_timeout_s, drain_timeout_s=given.drain_timeout_s,
+            leave_delay_s=given.leave_delay_s, surge=given.surge, run_as=given.run_as, python=given.python,
+            api_key=None if given.key_secret is None else KeySecret(given.key_secret),
+            model_cache=ModelCache(given.model_cache_claim), owner=owner,
+            gateway=None if gateway is None else GatewayRef(
+                gateway.name, gateway.namespace, gateway.section,
+                tuple(one.replace("{endpoint}", endpoint.name) for one in gateway.hostnames),
+                gateway.request_timeout_s),
+            autoscale=None if scale is None else Autoscale(
+                scale.prometheus_url, max(scale.max_replicas, replicas), scale.target_requests),
+            monitoring=Monitoring(labels=given.monitoring_labels, min_acceptance_ratio=serve.min_acceptance_ratio)
+            if given.monitoring else None)
+
+    def with_drafter(self, deployment: EndpointDeployment, revision: Revision,
+                     job: JobSpec | None) -> EndpointDeployment:
+        """The deployment that also knows this revision's drafter. Raises as `Drafters.files` does."""
+        directory = revision.use.drafter_dir
+        if directory is None:
+            return deployment
+        files = self._drafters.files(directory, job, facts_needed=isinstance(deployment.engine, SglangEngine))
+        return replace(deployment, drafters={**deployment.drafters, revision.number: files})
+
+    def _embedded(self, endpoint: Endpoint, serving: Serving) -> EmbeddedEngine:
+        target, serve = serving.target, serving.serve
+
+        def argv(use: DrafterUse, port: int) -> tuple[str, ...]:
+            command = EngineCommand(
+                target=target.model, model=endpoint.model, drafter=Path(use.drafter_dir) if use.drafter_dir else None,
+                setting=use.setting, map=use.map, host=ANY_HOST, port=port, max_concurrency=serve.max_concurrency,
+                dtype=target.dtype)
+            return (*self._given.python, *command.argv()[1:])  # the image's Python instead of this one
+
+        return EmbeddedEngine(target.model, argv)
+
+    def _sglang(self, endpoint: Endpoint, serving: Serving, placement: Placement) -> SglangEngine:
+        machine = machine_profile(serving.serve.hardware_profile or self._given.hardware_profile)
+        return SglangEngine(LaunchPlan(
+            target=self._target(endpoint, serving), machine=machine, served_name=endpoint.model,
+            dtype=serving.target.dtype, max_running_requests=serving.serve.max_concurrency,
+            tp_size=max(1, placement.num_gpus)))
+
+    def _target(self, endpoint: Endpoint, serving: Serving) -> ServedTarget:
+        target = serving.target
+        try:
+            directory = target_dir(target)
+        except EyrieError:  # a path of the pods', not of ours
+            directory = None
+        if directory is not None:
+            return read_target(target.model, read_config(directory), target.revision)
+        for revision in reversed(endpoint.revisions):
+            if revision.use.drafter_dir is not None:
+                told = self._told_by_card(target.model, target.revision, revision.use.drafter_dir)
+                if told is not None:
+                    return told
+        raise Undeployable(
+            f"target {target.model!r}: its config.json cannot be read by the operator, and no drafter's card says that "
+            "it is of a plain kind", "mount the target's directory, or a Hub cache that has it (HF_HOME), into the "
+            "operator's pod")
+
+    def _told_by_card(self, model: str, commit: str | None, drafter_dir: str) -> ServedTarget | None:
+        try:
+            found = self._drafters.find(drafter_dir)
+            reach = read_drafter(drafter_dir, found.config).context_length if found.config is not None else None
+        except EyrieError:
+            return None
+        about = (found.card or {}).get("target", {})
+        if reach is None or about.get("architecture") not in PLAIN_ATTENTION:
+            return None
+        return ServedTarget(model=model, revision=commit, architecture=about["architecture"],
+                            num_layers=int(about["num_layers"]), context_length=reach)

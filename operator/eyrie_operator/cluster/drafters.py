@@ -1,0 +1,127 @@
+"""What the operator must know of a drafter's directory: two small files, and where an engine's pod gets the rest.
+
+A revision names its drafter by the absolute path it has below EYRIE_HOME, which is the same in every pod. On a work
+volume that path is all there is to say. In an artifact store the same directory lies under the same names, relative to
+the home: the stage's directory is the prefix, what is below it the part.
+
+The operator reads config.json and the card from the store, or from the path where it has the volume mounted. A finished
+stage never changes, so what was read once is kept. Where neither can be read, the job that trained the drafter says
+what it asked for; that is enough for a launch line when it said how long a text the drafter reaches.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from eyrie_api.artifacts import MANIFEST
+from eyrie_api.artifacts.options import StoreOptions
+from eyrie_api.artifacts.store import open_store
+from eyrie_api.errors import ArtifactMissing
+from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.placement import S3Work, WorkArea
+from eyrie_api.v1alpha1.stages import Manifest
+from eyrie_operator.manifests.deployment import DrafterFiles, StoredDrafter, Undeployable
+from eyrie_operator.manifests.names import digest
+from eyrie_workers.engines.sglang.served import ServedDrafter, read_drafter
+
+log = logging.getLogger(__name__)
+
+CONFIG, CARD = "config.json", "eyrie-card.json"
+_STAGE_DEPTH = {"train": 5}
+"""Names of a stage's directory, `jobs/<id>/stages/train/<candidate>`: below it is the drafter's own."""
+
+
+@dataclass(frozen=True)
+class DrafterFound:
+    """One drafter's directory, as far as it can be read."""
+
+    config: Mapping[str, Any] | None = None
+    card: Mapping[str, Any] | None = None
+    stored: StoredDrafter | None = None
+    digest: str | None = None
+
+
+class Drafters:
+    """The drafters of one installation."""
+
+    def __init__(self, home: PurePosixPath, work: WorkArea | None, options: StoreOptions) -> None:
+        self._home, self._work, self._options = home, work, options
+        self._known: dict[str, DrafterFound] = {}
+
+    def find(self, directory: str) -> DrafterFound:
+        """What can be read of it. Raises ArtifactMissing or StoreAway."""
+        known = self._known.get(directory)
+        if known is None:
+            stored = stored_at(directory, self._home)
+            if isinstance(self._work, S3Work) and stored is not None:
+                known = self._fetch(self._work, stored)
+            else:
+                known = DrafterFound(_json(_bytes(Path(directory) / CONFIG)), _json(_bytes(Path(directory) / CARD)))
+            if known.config is not None:
+                self._known[directory] = known
+        return known
+
+    def files(self, directory: str, job: JobSpec | None, *, facts_needed: bool) -> DrafterFiles:
+        """For the manifests. Raises Undeployable, Unlaunchable, ArtifactMissing or StoreAway.
+
+        facts_needed  SGLang's launch line follows from them; our engine reads the directory itself
+        """
+        found = self.find(directory)
+        if found.config is not None:
+            facts = read_drafter(directory, found.config)
+        elif not facts_needed:
+            facts = ServedDrafter(directory, context_length=1)  # nobody reads it
+        elif job is not None and job.drafter.max_position_embeddings is not None:
+            facts = ServedDrafter(directory, job.drafter.max_position_embeddings, job.drafter.sliding_window)
+        else:
+            raise Undeployable(f"{directory}/{CONFIG} cannot be read by the operator, and the drafter's job does not "
+                               "say drafter.max_position_embeddings", "mount the work volume into the operator's pod, "
+                               "or keep work in an artifact store")
+        return DrafterFiles(facts, found.stored, found.digest)
+
+    def _fetch(self, work: S3Work, stored: StoredDrafter) -> DrafterFound:
+        options = self._options.model_copy(update={
+            "url": work.url, "endpoint_url": work.endpoint_url, "region": work.region})
+        store = open_store(work.url, options)
+        manifest = Manifest.model_validate_json(store.read(f"{stored.prefix}/{MANIFEST}"))
+        inside = {one.path: one.sha256 for one in manifest.files if one.path.startswith(f"{stored.part}/")}
+        if f"{stored.part}/{CONFIG}" not in inside:
+            raise ArtifactMissing(f"the manifest of {stored.prefix} in {store.url} lists no {stored.part}/{CONFIG}",
+                                  "promote a drafter that is there")
+        card = f"{stored.part}/{CARD}"
+        return DrafterFound(
+            _json(store.read(f"{stored.prefix}/{stored.part}/{CONFIG}")),
+            _json(store.read(f"{stored.prefix}/{card}")) if card in inside else None, stored, digest(inside))
+
+
+def stored_at(directory: str, home: PurePosixPath) -> StoredDrafter | None:
+    """Where the store has what lies at this path; None for a path outside the home or not of a training stage."""
+    path = PurePosixPath(directory)
+    if not path.is_relative_to(home):
+        return None
+    parts = path.relative_to(home).parts
+    depth = _STAGE_DEPTH.get(parts[3]) if len(parts) > 3 and (parts[0], parts[2]) == ("jobs", "stages") else None
+    if depth is None or len(parts) <= depth:
+        return None
+    return StoredDrafter("/".join(parts[:depth]), "/".join(parts[depth:]))
+
+
+def _bytes(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+def _json(data: bytes | None) -> Mapping[str, Any] | None:
+    if data is None:
+        return None
+    try:
+        read = json.loads(data)
+    except ValueError:
+        log.warning("a drafter's file is not JSON")
+        return None
+    return read if isinstance(read, dict) else None

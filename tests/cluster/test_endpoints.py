@@ -1,0 +1,256 @@
+"""Endpoints on a real cluster: rows become Deployments and Services, and what is worse never takes over.
+
+The engines are Eyrie's own on the quickstart target, in pods made of this machine's programs: the nodes must be this
+machine, as in ../shared/cluster, and have the image of empty folders that EYRIE_TEST_IMAGE names. Requests go through
+the API server to the stable Service, as a client's would in the cluster.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes import client, config
+
+from eyrie_api.database import Database
+from eyrie_api.endpoints import Endpoints
+from eyrie_api.errors import NotFound
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.job import DraftTreeShape, ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.status import Endpoint
+from eyrie_operator.cluster.apply import Cluster
+from eyrie_operator.conditions import find
+from eyrie_operator.manifests.names import ENDPOINT_LABEL
+from tests.cluster.conftest import eventually
+from tests.cluster.operators import OperatorProcess, operating
+
+IMAGE = os.environ.get("EYRIE_TEST_IMAGE", "localhost/host:v1")
+REPOSITORY = Path(__file__).parents[2]
+HOME = "/var/lib/eyrie"
+CHAIN = DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4)
+SERVE_S = 240.0
+"""An engine loads in seconds, and its pod waits for two cores that everything else wants too."""
+
+API = "eyrie.dev/v1alpha1"
+
+
+class World:
+    """A serving namespace, a work volume, a database; and what a client in the cluster sees."""
+
+    def __init__(self, cluster: Cluster, namespace: str, home: Path) -> None:
+        self.cluster, self.namespace, self.home = cluster, namespace, home
+        self.work = home / "work"
+        self.work.mkdir()
+        self.database = Database(Settings(home=home).resolved_database_url)
+        self.database.migrate()
+        self.endpoints = Endpoints(self.database)
+        self._client = config.new_client_from_config()
+
+    def profile(self) -> dict[str, Any]:
+        """What an administrator of this machine would write."""
+        paths = ["/usr", str(REPOSITORY), *([] if sys.base_prefix.startswith("/usr") else [sys.base_prefix])]
+        mounts = [{"path": one, "mount_path": one} for one in paths]
+        placement = {"image": IMAGE, "image_pull_policy": "Never", "host_paths": mounts,
+                     "requests": {"cpu": "100m", "memory": "256Mi"}}
+        return {
+            "kubeflow": {"url": "http://nowhere"}, "home": HOME,
+            "stages": {**placement, "work": {"kind": "volume", "claim": "work", "mount_path": HOME}},
+            "serving": {"namespace": self.namespace, "placement": placement, "python": [sys.executable],
+                        "startup_timeout_s": 300, "drain_timeout_s": 20, "leave_delay_s": 2}}
+
+    def create(self, name: str = "chat", **serve: Any) -> Endpoint:
+        return self.endpoints.create(name, TargetSpec(model="quickstart"), ServeSpec(endpoint=name, **serve), "q")
+
+    def propose(self, drafter: str, name: str = "chat") -> int:
+        return self.endpoints.propose(name, job_id=None, checkpoint=drafter, tree=CHAIN, reason="better",
+                                      drafter_dir=f"{HOME}/jobs/j1/stages/train/a/checkpoints/{drafter}").number
+
+    def checkpoint(self, name: str) -> Path:
+        """Where a drafter's files go, on this machine."""
+        path = self.work / "jobs/j1/stages/train/a/checkpoints" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def served_by(self, revision: int, name: str = "chat") -> Endpoint:
+        def serving() -> bool:
+            seen = self.endpoints.get(name)
+            told = find(seen.conditions, "Serving")
+            return seen.active_revision == revision and told is not None and told.status == "True"
+
+        eventually(serving, f"revision {revision} serves: {self.endpoints.get(name)}", deadline_s=SERVE_S, every_s=0.5)
+        return self.endpoints.get(name)
+
+    def ask(self, name: str = "chat") -> str:
+        """A chat completion by the stable Service."""
+        path = f"/api/v1/namespaces/{self.namespace}/services/eyrie-{name}:http/proxy/v1/chat/completions"
+        body = {"model": "q", "messages": [{"role": "user", "content": "What is 12 plus 7?"}], "max_tokens": 24,
+                "temperature": 0}
+        answer = self._client.call_api(
+            path, "POST", header_params={"Content-Type": "application/json"}, body=body, auth_settings=["BearerToken"],
+            response_type="object", _return_http_data_only=True, _request_timeout=60)
+        return str(answer["choices"][0]["message"]["content"])
+
+    def objects(self, name: str = "chat") -> set[tuple[str, str]]:
+        kinds = (("apps/v1", "Deployment"), ("v1", "Service"), ("v1", "ConfigMap"),
+                 ("policy/v1beta1", "PodDisruptionBudget"))
+        return {(kind, one["metadata"]["name"]) for api, kind in kinds
+                for one in self.cluster.list_all(api, kind, self.namespace, labelled=f"{ENDPOINT_LABEL}={name}")}
+
+
+@pytest.fixture
+def world(cluster: Cluster, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    made = World(cluster, namespace, tmp_path)
+    path = tmp_path / "profile.yaml"
+    path.write_text(yaml.safe_dump(made.profile()))
+    monkeypatch.setenv("EYRIE_CLUSTER_PROFILE", str(path))
+    with volume(cluster, namespace, made.work):
+        yield made
+    made.database.close()
+
+
+@contextlib.contextmanager
+def volume(cluster: Cluster, namespace: str, directory: Path) -> Iterator[None]:
+    """A claim over a directory of this machine."""
+    name = f"eyrie-test-{secrets.token_hex(3)}"
+    size = {"storage": "1Gi"}
+    cluster.create({"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": name}, "spec": {
+        "capacity": size, "accessModes": ["ReadWriteMany"], "hostPath": {"path": str(directory)},
+        "storageClassName": name, "persistentVolumeReclaimPolicy": "Retain"}})
+    cluster.create({"apiVersion": "v1", "kind": "PersistentVolumeClaim",
+                    "metadata": {"name": "work", "namespace": namespace}, "spec": {
+                        "accessModes": ["ReadWriteMany"], "storageClassName": name, "resources": {"requests": size}}})
+    try:
+        yield
+    finally:
+        cluster.delete("v1", "PersistentVolume", "", name)
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A drafter of random weights for the quickstart target: its guesses are poor, its text is the target's."""
+    import torch
+
+    from eyrie_api.facts import quickstart_dir
+    from eyrie_workers.drafters.checkpoint import save_drafter
+    from eyrie_workers.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+    from eyrie_workers.drafters.vocabulary import DraftVocabulary
+    from eyrie_workers.targets.config import read_config
+
+    target = quickstart_dir()
+    assert target is not None
+    known = read_config(target)
+    torch.manual_seed(0)
+    made = Eagle3Drafter(Eagle3Config(
+        hidden_size=known.hidden_size, intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=16,
+        vocab_size=known.vocab_size, draft_vocab_size=known.vocab_size, aux_layers=(1, 2, 3), rms_eps=known.rms_eps,
+        rope=known.rope, max_position_embeddings=known.max_position_embeddings, eos_token_ids=known.eos_token_ids),
+        DraftVocabulary(torch.arange(known.vocab_size), known.vocab_size))
+    path = tmp_path_factory.mktemp("drafter") / "random"
+    save_drafter(path, made)
+    return path
+
+
+@pytest.fixture
+def operator(world: World) -> Iterator[OperatorProcess]:
+    with operating(world.home, world.namespace) as one:
+        yield one
+
+
+def test_a_better_revision_takes_over_a_broken_one_does_not_and_nobody_is_kept_waiting(
+        world: World, drafter: Path, operator: OperatorProcess) -> None:
+    world.create()
+    bare = world.served_by(1)
+    assert bare.url == f"http://eyrie-chat.{world.namespace}.svc/v1"
+    first = world.ask()
+
+    shutil.copytree(drafter, world.checkpoint("c1"))
+    world.checkpoint("broken").mkdir()
+    (world.checkpoint("broken") / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
+    answers: list[str] = []
+    failures: list[Exception] = []
+    done = threading.Event()
+
+    def keep_asking() -> None:
+        while not done.wait(0.2):
+            try:
+                answers.append(world.ask())
+            except client.ApiException as error:
+                failures.append(error)
+
+    asking = threading.Thread(target=keep_asking)
+    asking.start()
+    try:
+        drafted = world.served_by(world.propose("c1"))
+        assert drafted.url == bare.url
+        eventually(lambda: ("Deployment", "eyrie-chat-r1") not in world.objects(), "the old engine goes")
+        broken = world.propose("broken")
+        eventually(lambda: world.endpoints.get("chat").revisions[-1].state == "rejected", "the broken one is given up",
+                   deadline_s=SERVE_S, every_s=0.5)
+        eventually(lambda: ("Deployment", f"eyrie-chat-r{broken}") not in world.objects(), "and cleared away")
+    finally:
+        done.set()
+        asking.join(90)
+    assert failures == []
+    assert set(answers) == {first}
+    after = world.endpoints.get("chat")
+    assert after.active_revision == drafted.active_revision
+    told = find(after.conditions, "RolledBack")
+    assert told is not None
+    assert told.status == "True"
+    assert told.reason == "EngineDied"
+
+    settled = operator.figure("eyrie_operator_writes_total")
+    looks = operator.figure("eyrie_operator_reconcile_total")
+    eventually(lambda: operator.figure("eyrie_operator_reconcile_total") >= looks + 2, "it is looked at again")
+    assert operator.figure("eyrie_operator_writes_total") == settled
+
+    world.endpoints.set_desired("chat", "off")
+    eventually(lambda: world.objects() == set(), "everything is gone")
+    eventually(lambda: find(world.endpoints.get("chat").conditions, "Serving").reason == "Off", "and that is told")
+
+
+def test_an_applied_endpoint_is_finished_by_another_operator_when_the_first_is_killed_half_way(
+        world: World, drafter: Path) -> None:
+    shutil.copytree(drafter, world.checkpoint("c1"))
+    with operating(world.home, world.namespace) as first:
+        world.cluster.create({
+            "apiVersion": API, "kind": "DraftEndpoint", "metadata": {"name": "chat", "namespace": world.namespace},
+            "spec": {"target": {"model": "quickstart"}, "serve": {"max_concurrency": 2}}})
+        eventually(lambda: ("Deployment", "eyrie-chat-r1") in world.objects(), "an engine is started")
+        first.kill()
+    with operating(world.home, world.namespace) as second:
+        world.served_by(1)
+        bare = world.endpoints.serving("chat")
+        assert bare.serve.max_concurrency == 2
+        number = world.propose("c1")
+        eventually(lambda: ("Deployment", f"eyrie-chat-r{number}") in world.objects(), "the next is started")
+        second.kill()
+    with operating(world.home, world.namespace):
+        world.served_by(number)
+        shown = world.cluster.get(API, "DraftEndpoint", world.namespace, "chat")
+        owners = [owner["uid"] for one in world.cluster.list_all("apps/v1", "Deployment", world.namespace)
+                  for owner in one["metadata"].get("ownerReferences", ())]
+        assert owners == [shown["metadata"]["uid"]] * len(owners)
+        assert owners
+        eventually(lambda: world.cluster.get(API, "DraftEndpoint", world.namespace, "chat")["status"].get(
+            "active_revision") == number, "the object shows it")
+        world.cluster.delete(API, "DraftEndpoint", world.namespace, "chat")
+
+        def gone() -> bool:
+            try:
+                world.cluster.get(API, "DraftEndpoint", world.namespace, "chat")
+            except NotFound:
+                return True
+            return False
+
+        eventually(gone, "the object is let go")
+        assert world.objects() == set()
+        assert world.endpoints.get("chat").desired == "off"
