@@ -1,15 +1,17 @@
 """What a job will cost before it runs: tokens, bytes on disk, hours. Pure arithmetic; every assumption is named.
 
-Storage is the cost that surprises people. A captured token stores `A` aux hidden states and the final one, so
+Storage is the cost that surprises people. A captured token stores `A` aux hidden states, and an answer token the final
+one besides, in a codec (`v1alpha1.codecs`), so
 
-    bytes per token = (A + 1) * H * itemsize, plus 4 for its id and 1 for its loss mask
+    bytes = tokens * (A * state + 5) + answer tokens * final state,     state ~ H * bytes per value
 
 whatever the number of layers or parameters: it scales with the hidden size alone, as the second seed says. Its example,
-recomputed: H = 5120, bfloat16, A = 3, 2048 tokens per sample: 4 * 5120 * 2 * 2048 = 83 886 080 bytes, *exactly* 80 MiB.
-500 000 samples are 40 000 000 MiB = 38.147 TiB (41.943 TB), and with the post's 5 % for serialization 40.054 TiB. The
-post says "~42 TiB": it divides 40 000 000 MiB by 1 000 000 instead of 1 048 576, which gives "40 TiB", and 5 % on top
-make 42.000. Its last section's "40 TiB" is the right figure. (Ids and masks, which the post leaves out, add 4.8 GiB;
-our shards have no 5 %: their overhead is 8 bytes per row and one header per shard.)
+which stores the final state of every token in two bytes per value, recomputed: H = 5120, bfloat16, A = 3, 2048 tokens
+per sample: 4 * 5120 * 2 * 2048 = 83 886 080 bytes, *exactly* 80 MiB. 500 000 samples are 40 000 000 MiB = 38.147 TiB
+(41.943 TB), and with the post's 5 % for serialization 40.054 TiB. The post says "~42 TiB": it divides 40 000 000 MiB by
+1 000 000 instead of 1 048 576, which gives "40 TiB", and 5 % on top make 42.000. Its last section's "40 TiB" is the
+right figure. (Ids and masks, which the post leaves out, add 4.8 GiB; our shards have no 5 %: their overhead is about
+100 bytes per row. In our default codec, with half of the tokens answers, the same job stores 16.7 TiB.)
 
 Time is `arithmetic / effective arithmetic per second` by kind of work: 2 FLOPs per parameter and token for the target,
 6 per drafter parameter, token and TTT step for training. The rates are settings with measured defaults; a plan is good
@@ -24,12 +26,11 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from eyrie_api.sweep import Candidate, expand
+from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES, StoredAs, choose
 from eyrie_api.v1alpha1.job import DraftTreeShape, JobSpec, TuneSpec
 from eyrie_api.v1alpha1.plan import Assumption, Plan, StagePlan
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 DEFAULT_AUX_LAYERS = 3
-ID_AND_MASK_BYTES = 4 + 1
 ROW_JSON_BYTES_PER_TOKEN = 6
 """Token ids as decimal text with a comma."""
 
@@ -105,11 +106,6 @@ class Rates:
     source: str = "measured on a 2-core AVX-512 CPU; set EYRIE_*_GFLOPS for yours"
 
 
-def state_bytes_per_token(num_aux_layers: int, hidden_size: int, itemsize: int) -> int:
-    """Bytes of hidden states per captured token: the aux layers and the final state."""
-    return (num_aux_layers + 1) * hidden_size * itemsize
-
-
 def make_plan(spec: JobSpec, target_facts: TargetFacts, free_bytes: int | None, *,
               data_facts: DataFacts | None = None, rates: Rates | None = None) -> Plan:
     """The cost of `spec` for a target, stage by stage.
@@ -133,6 +129,8 @@ def make_plan(spec: JobSpec, target_facts: TargetFacts, free_bytes: int | None, 
     fits = None if free_bytes is None else total <= free_bytes
     if fits is False:
         warnings.append(f"the job needs {total} bytes on disk and {free_bytes} are free")
+    if not work.within_budget:
+        fits = False
     return Plan(
         stages=stages, total_tokens=sum(stage.tokens for stage in stages), total_bytes_on_disk=total,
         total_hours=sum(stage.hours for stage in stages), bytes_per_token=work.state_bytes,
@@ -152,7 +150,20 @@ class _Work:
         self.row_tokens = min(self.prompt + self.answer, float(spec.capture.max_length))
         self.captured = round(self.rows * self.row_tokens)
         self.num_aux = len(spec.capture.aux_layers or ()) or DEFAULT_AUX_LAYERS
-        self.state_bytes = state_bytes_per_token(self.num_aux, target.hidden_size, ITEMSIZE[spec.capture.codec])
+        self.taught = round(self.rows * max(0.0, self.row_tokens - self.prompt))
+        capture = spec.capture
+        vocabulary = capture.draft_vocab_size or min(target.vocab_size, DEFAULT_DRAFT_VOCABULARY)
+        wanted = StoredAs(capture.codec, capture.final_state, capture.final_top_k, vocabulary)
+        sizes = (self.captured, self.taught, self.num_aux, target.hidden_size)
+        chosen = choose(wanted, capture.max_bytes, *sizes)
+        self.within_budget = chosen is not None
+        self.stored = chosen or wanted
+        self.store_bytes = self.stored.bytes_of(*sizes)
+
+    @property
+    def state_bytes(self) -> int:
+        """Stored states per captured token, ids and masks left out."""
+        return round(self.store_bytes / max(1, self.captured)) - ID_AND_MASK_BYTES if self.captured else 0
 
     @property
     def flops_per_token(self) -> float:
@@ -172,7 +183,7 @@ def _regenerate(work: _Work, rates: Rates) -> StagePlan:
 
 def _capture(work: _Work, rates: Rates) -> StagePlan:
     return StagePlan(stage="capture", tokens=work.captured,
-                     bytes_on_disk=work.captured * (work.state_bytes + ID_AND_MASK_BYTES),
+                     bytes_on_disk=work.store_bytes,
                      hours=_hours(work.captured * work.flops_per_token, rates.prefill))
 
 
@@ -243,6 +254,13 @@ def _warnings(work: _Work, candidates: Sequence[Candidate]) -> tuple[str, ...]:
     found = []
     if work.data.prompt_tokens is None:
         found.append("row lengths are the limits of the spec: tokens, bytes and hours are upper bounds")
+    capture = work.spec.capture
+    if not work.within_budget:
+        found.append(f"no codec fits capture.max_bytes {capture.max_bytes}: {work.captured} tokens of which "
+                     f"{work.taught} answer need more")
+    elif (work.stored.codec, work.stored.final_state) != (capture.codec, capture.final_state):
+        found.append(f"states will be stored as {work.stored.name}: capture.codec {capture.codec} does not fit "
+                     f"capture.max_bytes {capture.max_bytes}")
     if work.prompt + work.answer > work.spec.capture.max_length:
         found.append(f"rows of up to {work.prompt + work.answer:.0f} tokens are cut at capture.max_length "
                      f"{work.spec.capture.max_length}")
@@ -269,7 +287,8 @@ def _assumptions(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> 
             f"estimated for candidate {candidates[0].name}"),
         say("aux layers", work.num_aux, "layers",
             "capture.aux_layers" if work.spec.capture.aux_layers else "default: low, middle, high"),
-        say("stored value", ITEMSIZE[work.spec.capture.codec], "bytes", "capture.codec"),
+        say("stored states", work.state_bytes, "bytes per token",
+            f"{work.stored.name}: {'capture.codec' if work.spec.capture.max_bytes is None else 'capture.max_bytes'}"),
         say("token id and loss mask", ID_AND_MASK_BYTES, "bytes per token", "layout of the store"),
         say("candidates", len(candidates), "drafters", "sweep"),
         say("prefill rate", rates.prefill, "GFLOP/s", rates.source),

@@ -62,8 +62,8 @@ def check(spec: JobSpec, settings: Settings) -> Checked:
     if plan.fits_disk is False and known.prompt_tokens is not None:
         raise DiskTooSmall(f"the job needs about {plan.total_bytes_on_disk / 2**30:.1f} GiB under {settings.home} and "
                            f"{free_bytes(settings.home) / 2**30:.1f} GiB are free",
-                           "lower data.max_conversations or capture.max_length, use capture.codec bfloat16, or set "
-                           "EYRIE_HOME to a larger disk")
+                           "lower data.max_conversations or capture.max_length, use capture.codec int4 or "
+                           "capture.final_state topk, or set EYRIE_HOME to a larger disk")
     return Checked(absolute(spec), plan)
 
 

@@ -76,6 +76,16 @@ class CaptureReport(Frozen):
     layers: LayerChoice
     hidden_size: int
     codec: str
+    final_state: str = "keep"
+    states_error: dict[str, float] = {}
+    """What the codec changes: |stored - state| / |state|, root mean square over a sample, by aux layer, and `final`."""
+
+    checked: dict[str, float] = {}
+    """By aux layer: relative distance to the same state computed by `transformers`, on a few rows."""
+
+    repaired_shards: tuple[str, ...] = ()
+    """Made again because they were damaged."""
+
     rows_cut: int = 0
     """Cut at `max_length` tokens."""
 
@@ -84,6 +94,10 @@ class CaptureReport(Frozen):
 
     seconds: float
     tokens_per_s: float
+    """While states were being recorded: loading the target and the check left out."""
+
+    prefill_tokens_per_s: float = 0.0
+    """Of the target's forward passes alone: what capture could reach if storing cost nothing."""
 
 
 class VocabularyReport(Frozen):

@@ -1,6 +1,7 @@
 """The hidden-state store gives back what was written, survives kills, and names what is broken."""
 
 import itertools
+import pickle
 from pathlib import Path
 
 import pytest
@@ -8,18 +9,46 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from eyrie_api.artifacts.directories import upload_dir
+from eyrie_api.artifacts.local import LocalStore
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Conflict
-from eyrie_workers.features.layout import INDEX, FeatureRow, StoreLayout, plan_shards
-from eyrie_workers.features.store import FeatureStore
-from eyrie_workers.features.writer import FeatureWriter
+from eyrie_api.v1alpha1.codecs import BEST_FIRST
+from eyrie_workers.features.layout import (
+    INDEX,
+    FeatureRow,
+    ShardMap,
+    StoreLayout,
+    plan_shards,
+    shard_name,
+    taught_positions,
+)
+from eyrie_workers.features.places import Stored
+from eyrie_workers.features.store import FeatureStore, StoreDamaged
+from eyrie_workers.features.writer import FeatureWriter, is_whole, read_shard_end
 
 DIGEST = "sha256:" + "0" * 64
 COUNTER = itertools.count()
 
 
-def layout(codec: str = "float32", num_aux: int = 3, hidden: int = 8) -> StoreLayout:
+def layout(codec: str = "float32", num_aux: int = 3, hidden: int = 8, block_tokens: int = 1024) -> StoreLayout:
     return StoreLayout(aux_layers=tuple(range(1, num_aux + 1)), hidden_size=hidden, codec=codec,  # type: ignore[arg-type]
-                       target_digest=DIGEST)
+                       target_digest=DIGEST, block_tokens=block_tokens)
+
+
+def store_of(directory: Path, of: StoreLayout, lengths: list[int], rows_per_shard: int = 1) -> list[FeatureRow]:
+    """A finished store of random rows."""
+    rows = [random_row(f"r{i}", length, of, seed=i) for i, length in enumerate(lengths)]
+    writer = FeatureWriter(directory, of)
+    for start in range(0, len(rows), rows_per_shard):
+        writer.write_shard(rows[start:start + rows_per_shard])
+    writer.finish()
+    return rows
+
+
+def flip_a_bit(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
 
 
 def random_row(row_id: str, length: int, of: StoreLayout, seed: int = 0) -> FeatureRow:
@@ -33,26 +62,92 @@ def random_row(row_id: str, length: int, of: StoreLayout, seed: int = 0) -> Feat
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12), codec=st.sampled_from(["float32", "bfloat16"]),
-       num_aux=st.integers(1, 4), limit=st.integers(1, 20_000))
-def test_rows_come_back_as_written_in_the_stored_dtype(tmp_path: Path, lengths: list[int], codec: str, num_aux: int,
-                                                       limit: int) -> None:
-    of = layout(codec, num_aux)
+       num_aux=st.integers(1, 4), limit=st.integers(1, 20_000), block_tokens=st.sampled_from([1, 7, 1024]))
+def test_rows_come_back_as_written_and_final_states_where_they_teach(
+        tmp_path: Path, lengths: list[int], codec: str, num_aux: int, limit: int, block_tokens: int) -> None:
+    of = layout(codec, num_aux, block_tokens=block_tokens)
     rows = [random_row(f"r{i}", length, of, seed=i) for i, length in enumerate(lengths)]
     directory = tmp_path / str(next(COUNTER))
     writer = FeatureWriter(directory, of)
     for shard in plan_shards(lengths, of, limit):
         writer.write_shard([rows[i] for i in shard])
+    writer.finish()
     store = FeatureStore(directory)
     store.verify()
     assert (store.num_rows, store.num_tokens, store.lengths) == (len(rows), sum(lengths), lengths)
     assert store.row_ids == [row.row_id for row in rows]
     for i in reversed(range(len(rows))):
-        back = store.row(i)
+        back, taught = store.row(i), taught_positions(rows[i].loss_mask)
         assert back.row_id == rows[i].row_id
         assert torch.equal(back.token_ids, rows[i].token_ids)
         assert torch.equal(back.loss_mask, rows[i].loss_mask)
         assert torch.equal(back.aux, rows[i].aux.to(of.dtype))
-        assert torch.equal(back.last, rows[i].last.to(of.dtype))
+        assert torch.equal(back.last[taught], rows[i].last.to(of.dtype)[taught])
+        assert not back.last[~taught].any()
+        ids, mask = store.tokens(i)
+        assert torch.equal(ids, rows[i].token_ids)
+        assert torch.equal(mask, rows[i].loss_mask)
+
+
+@pytest.mark.parametrize("codec", BEST_FIRST)
+@pytest.mark.parametrize("hidden", [8, 64])
+def test_a_batch_is_its_rows_end_to_end_in_the_order_asked(tmp_path: Path, codec: str, hidden: int) -> None:
+    of = layout(codec, hidden=hidden, block_tokens=7)
+    store_of(tmp_path, of, [5, 30, 1, 14], rows_per_shard=2)
+    store = FeatureStore(tmp_path)
+    order = [3, 0, 1]
+    packed = store.read(order)
+    rows = [store.row(i) for i in order]
+    assert packed.lengths == (14, 5, 30)
+    for name in ("token_ids", "loss_mask", "aux", "last"):
+        assert torch.equal(getattr(packed, name), torch.cat([getattr(row, name) for row in rows])), name
+    assert packed.aux.dtype == of.dtype
+    assert store.read(order, torch.bfloat16).aux.dtype == torch.bfloat16
+
+
+def test_a_part_of_a_long_row_reads_only_the_blocks_it_touches(tmp_path: Path) -> None:
+    of = layout("int8", block_tokens=16)
+    store_of(tmp_path, of, [100])
+    whole = FeatureStore(tmp_path).row(0)
+    end = read_shard_end(tmp_path / shard_name(0))
+    assert end is not None
+    flip_a_bit(tmp_path / shard_name(0), ShardMap(end.record, of).rows[0][6].offset)  # tokens 96 to 99
+    store = FeatureStore(tmp_path)
+    for start, stop in ((0, 96), (15, 17), (40, 41), (16, 32)):
+        part = store.row(0, start, stop)
+        assert torch.equal(part.aux, whole.aux[start:stop])
+        assert torch.equal(part.last, whole.last[start:stop])
+        assert torch.equal(part.token_ids, whole.token_ids[start:stop])
+    with pytest.raises(StoreDamaged, match="row 0 of the store"):
+        store.row(0, 90)
+
+
+def test_reading_ahead_gives_the_same_batches_and_ends_when_it_is_left(tmp_path: Path) -> None:
+    store_of(tmp_path, layout("int8"), [9, 4, 7, 12, 3, 8], rows_per_shard=2)
+    store = FeatureStore(tmp_path)
+    groups = [[5, 0], [1], [4, 3], [2]]
+    for ahead in (0, 1, 5):
+        for packed, group in zip(store.batches(groups, ahead=ahead), groups, strict=True):
+            assert torch.equal(packed.aux, store.read(group).aux)
+    reading = store.batches(groups)
+    next(reading)
+    reading.close()
+
+
+def test_the_same_store_is_read_from_an_artifact_store_by_ranges(tmp_path: Path) -> None:
+    of = layout("int8", block_tokens=8)
+    store_of(tmp_path / "here", of, [9, 20, 3, 12], rows_per_shard=2)
+    elsewhere = LocalStore(tmp_path / "elsewhere")
+    upload_dir(elsewhere, tmp_path / "here", "jobs/1/capture", unfinished=True)
+    here, there = FeatureStore(tmp_path / "here"), FeatureStore(Stored(elsewhere, "jobs/1/capture"))
+    there.verify()
+    assert there.row_ids == here.row_ids
+    assert torch.equal(there.read([2, 0, 1, 3]).aux, here.read([2, 0, 1, 3]).aux)
+    assert torch.equal(there.row(1, 10, 12).last, here.row(1, 10, 12).last)
+    flip_a_bit(tmp_path / "elsewhere/jobs/1/capture" / shard_name(1), 200)
+    with pytest.raises(StoreDamaged, match="shard-00001"):
+        FeatureStore(Stored(elsewhere, "jobs/1/capture")).read([2, 3])
+    assert (tmp_path / "elsewhere/jobs/1/capture/shard-00001.damaged").is_file(), "whoever repairs it finds a note"
 
 
 @given(lengths=st.lists(st.integers(1, 500), max_size=60), limit=st.integers(1, 200_000))
@@ -64,63 +159,97 @@ def test_a_shard_plan_covers_every_row_once_and_keeps_the_size_limit(lengths: li
         assert len(shard) == 1 or sum(of.row_bytes(lengths[i]) for i in shard) <= limit
 
 
-def test_bytes_per_token_is_what_the_files_weigh(tmp_path: Path) -> None:
-    of = layout("bfloat16", hidden=64)
-    writer = FeatureWriter(tmp_path, of)
-    shard = writer.write_shard([random_row("a", 1000, of)])
-    header = 1000
-    assert of.row_bytes(1000) <= shard.size_bytes <= of.row_bytes(1000) + header
+@pytest.mark.parametrize("codec", BEST_FIRST)
+def test_the_plans_bytes_are_what_the_files_weigh(tmp_path: Path, codec: str) -> None:
+    of = layout(codec, hidden=64)
+    row = random_row("a", 1000, of)
+    FeatureWriter(tmp_path, of).write_shard([row])
+    size = (tmp_path / shard_name(0)).stat().st_size
+    taught = int(taught_positions(row.loss_mask).sum())
+    planned = of.stored_as.bytes_of(1000, taught, 3, 64)
+    record_and_alignment = 1000
+    assert planned <= size <= planned + record_and_alignment
 
 
-def test_a_shard_not_yet_in_the_index_is_written_again_to_the_same_bytes(tmp_path: Path) -> None:
+def test_shards_stand_alone_so_a_killed_writer_repeats_only_the_open_one(tmp_path: Path) -> None:
     of = layout()
-    rows = [random_row(f"r{i}", 10 + i, of, seed=i) for i in range(4)]
-    whole = FeatureWriter(tmp_path / "whole", of)
-    for row in rows:
-        whole.write_shard([row])
-
+    rows = store_of(tmp_path / "whole", of, [10, 11, 12, 13])
     broken = tmp_path / "broken"
     first = FeatureWriter(broken, of)
     first.write_shard([rows[0]])
-    index_before = (broken / INDEX).read_bytes()
-    first.write_shard([rows[1]])
-    # What a kill leaves between the rename and the index, and in the middle of a shard:
-    (broken / INDEX).write_bytes(index_before)
-    (broken / ".shard-00002.safetensors.part").write_bytes(b"half")
+    first.write_shard([rows[3]], 3)
+    (broken / ".shard-00001.states.part").write_bytes(b"half")
     (broken / ".index.json.abcdefgh").write_bytes(b"half")
     again = FeatureWriter(broken, of)
-    assert again.row_ids == ["r0"]
-    for row in rows[again.num_rows:]:
-        again.write_shard([row])
+    assert [number for number in range(4) if again.holds(number, [f"r{number}"])] == [0, 3]
+    with pytest.raises(ValueError, match="not whole"):
+        again.finish()
+    for number in (2, 1):
+        again.write_shard([rows[number]], number)
+    again.finish()
     one, other = ({p.name: p.read_bytes() for p in d.iterdir()} for d in (tmp_path / "whole", broken))
     assert one == other
 
 
-def test_verify_names_the_shard_whose_bytes_changed(tmp_path: Path) -> None:
-    of = layout()
-    writer = FeatureWriter(tmp_path, of)
-    for i in range(3):
-        writer.write_shard([random_row(f"r{i}", 10, of, seed=i)])
-    path = tmp_path / "shard-00001.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(ArtifactCorrupt, match="shard-00001"):
-        FeatureStore(tmp_path).verify()
+def test_a_lost_index_is_composed_again_from_the_shards(tmp_path: Path) -> None:
+    store_of(tmp_path, layout(), [5, 6, 7])
+    before = (tmp_path / INDEX).read_bytes()
+    (tmp_path / INDEX).unlink()
+    assert FeatureStore(tmp_path).lengths == [5, 6, 7]
+    FeatureWriter(tmp_path, layout()).finish()
+    assert (tmp_path / INDEX).read_bytes() == before
 
 
-def test_a_cut_or_missing_shard_is_refused_by_name(tmp_path: Path) -> None:
-    of = layout()
-    FeatureWriter(tmp_path, of).write_shard([random_row("a", 10, of)])
-    path = tmp_path / "shard-00000.safetensors"
+def flip(path: Path) -> None:
+    flip_a_bit(path, path.stat().st_size // 3)
+
+
+def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(ArtifactCorrupt, match="shard-00000"):
-        FeatureStore(tmp_path)
-    with pytest.raises(ArtifactCorrupt, match="shard-00000"):
-        FeatureWriter(tmp_path, of)
-    path.unlink()
-    with pytest.raises(ArtifactMissing, match="shard-00000"):
-        FeatureStore(tmp_path)
+
+
+def cut_to_nothing(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("harm", [flip, cut, cut_to_nothing, Path.unlink])
+def test_every_damage_is_named_with_its_rows_and_repaired_alone(tmp_path: Path, harm: object) -> None:
+    of = layout("int8")
+    rows = store_of(tmp_path, of, [10, 11, 12, 13, 14, 15], rows_per_shard=2)
+    whole = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert is_whole(tmp_path)
+    harm(tmp_path / shard_name(1))  # type: ignore[operator]
+    with pytest.raises(StoreDamaged, match=r"shard-00001.*rows? [23]"):
+        FeatureStore(tmp_path).read(range(6))
+    assert not is_whole(tmp_path)
+    writer = FeatureWriter(tmp_path, of)
+    assert sorted(writer.shards) == [0, 2]
+    writer.write_shard(rows[2:4], 1)
+    writer.finish()
+    assert is_whole(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == whole
+    FeatureStore(tmp_path).verify()
+
+
+def test_a_flipped_bit_anywhere_in_a_shard_is_found(tmp_path: Path) -> None:
+    store_of(tmp_path, layout("int4", num_aux=1), [3, 2], rows_per_shard=2)
+    path = tmp_path / shard_name(0)
+    data = path.read_bytes()
+    for at in range(0, len(data), 7):
+        flip_a_bit(path, at)
+        damaged = list(FeatureStore(tmp_path).damage())
+        end = read_shard_end(path)
+        assert damaged or end is None, f"byte {at}"
+        path.write_bytes(data)
+        for note in tmp_path.glob("*.damaged"):
+            note.unlink()
+
+
+def test_a_store_goes_to_another_process(tmp_path: Path) -> None:
+    store_of(tmp_path, layout("fp8"), [10, 4])
+    store = FeatureStore(tmp_path)
+    wanted = store.read([1, 0]).aux
+    assert torch.equal(pickle.loads(pickle.dumps(store)).read([1, 0]).aux, wanted)
 
 
 def test_a_directory_without_an_index_is_no_store(tmp_path: Path) -> None:
@@ -132,7 +261,7 @@ def test_a_directory_without_an_index_is_no_store(tmp_path: Path) -> None:
 
 
 def test_states_of_another_layout_are_refused(tmp_path: Path) -> None:
-    FeatureWriter(tmp_path, layout())
+    store_of(tmp_path, layout(), [3])
     with pytest.raises(Conflict, match="codec: float32 instead of bfloat16"):
         FeatureWriter(tmp_path, layout("bfloat16"))
 

@@ -19,11 +19,15 @@ from eyrie_api.artifacts import read_manifest, verify_files
 from eyrie_api.v1alpha1.job import CaptureSpec, TargetSpec
 from eyrie_api.v1alpha1.reports import CaptureReport
 from eyrie_api.v1alpha1.stages import CaptureStage
-from eyrie_workers.features.store import FeatureStore
+from eyrie_workers.features.layout import shard_name, taught_positions
+from eyrie_workers.features.opinions import rebuild
+from eyrie_workers.features.store import FeatureStore, StoreDamaged
+from eyrie_workers.features.writer import is_whole
 from eyrie_workers.regeneration.rows import META, ROWS, AnsweredRow, RowSampling, RowsMeta
 from eyrie_workers.stages.capture import capture, plan_batches, plan_rows
 from eyrie_workers.stages.program import run_program
-from eyrie_workers.targets.loading import target_digest
+from eyrie_workers.targets.agreement import LayersDisagree, compare
+from eyrie_workers.targets.loading import load_target, target_digest
 from tests.tiny import tiny_target
 
 NOT_THE_ARTIFACT = {"events.jsonl", "manifest.json", "spec.json", ".lock", "failure.json"}
@@ -47,13 +51,14 @@ def write_rows(directory: Path, target: Path, num: int, *, longest: int = 60, se
 def write_spec(out: Path, target: Path, rows_dir: Path, **fields: Any) -> CaptureStage:
     out.mkdir(parents=True, exist_ok=True)
     spec = CaptureStage(job_id="job", target=TargetSpec(model=str(target)), rows_dir=str(rows_dir),
-                        capture=CaptureSpec(**{"codec": "float32"} | fields))
+                        capture=CaptureSpec(**{"codec": "float32", "check_rows": 0} | fields))
     (out / "spec.json").write_text(spec.model_dump_json())
     return spec
 
 
 def run(out: Path) -> int:
-    return run_program(CaptureStage, capture, ["--spec", str(out / "spec.json"), "--out", str(out / "manifest.json")])
+    return run_program(CaptureStage, capture, ["--spec", str(out / "spec.json"), "--out", str(out / "manifest.json")],
+                       is_whole)
 
 
 def artifact(out: Path) -> dict[str, bytes]:
@@ -86,8 +91,9 @@ def test_captured_states_equal_hugging_face_hidden_states(tmp_path: Path, family
         wanted = torch.stack([reference.hidden_states[layer][0] for layer in (0, 2, 5)], dim=1)
         # Two orders of float32 summation over 32 to 64 terms, through five layers.
         torch.testing.assert_close(got.aux, wanted, atol=1e-4, rtol=1e-4)
-        logits = got.last @ model.lm_head.weight.T.detach()
-        torch.testing.assert_close(logits, reference.logits[0], atol=1e-4, rtol=1e-4)
+        taught = taught_positions(got.loss_mask)
+        logits = got.last[taught] @ model.lm_head.weight.T.detach()
+        torch.testing.assert_close(logits, reference.logits[0][taught], atol=1e-4, rtol=1e-4)
 
 
 def test_the_report_counts_what_the_store_holds(tmp_path: Path) -> None:
@@ -103,7 +109,7 @@ def test_the_report_counts_what_the_store_holds(tmp_path: Path) -> None:
     assert report.supervised_tokens == sum(int(store.row(i).loss_mask.sum()) for i in range(30)) \
         == sum(len(row.answer_ids) for row in rows)
     assert report.shards > 1
-    assert report.bytes == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+    assert report.bytes == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.states"))
     assert report.layers.aux_layers == store.layout.aux_layers
     assert report.layers.reason
     assert store.row(0).aux.dtype == torch.bfloat16
@@ -139,7 +145,7 @@ def test_rows_of_another_target_are_refused(tmp_path: Path) -> None:
     write_spec(tmp_path / "out", target, tmp_path / "rows")
     assert run(tmp_path / "out") != 0
     assert failure(tmp_path / "out")["reason"] == "Conflict"
-    assert not list((tmp_path / "out").glob("*.safetensors"))
+    assert not list((tmp_path / "out").glob("*.states"))
 
 
 def test_missing_rows_and_nothing_to_record_are_named(tmp_path: Path) -> None:
@@ -165,6 +171,95 @@ def test_other_rows_in_a_half_filled_directory_are_refused(tmp_path: Path) -> No
     assert "other rows" in failure(tmp_path / "out")["message"]
 
 
+@pytest.mark.parametrize("harm", ["flip", "cut", "delete"])
+def test_capture_run_again_makes_exactly_the_damaged_shard_anew(tmp_path: Path, harm: str) -> None:
+    target, out = tiny_target(tmp_path / "target"), tmp_path / "out"
+    write_rows(tmp_path / "rows", target, 60)
+    write_spec(out, target, tmp_path / "rows", codec="int8", shard_size_bytes=2**16)
+    assert run(out) == 0
+    before, manifest = artifact(out), (out / "manifest.json").read_bytes()
+    before_rows = FeatureStore(out).num_rows
+    written = {path.name: path.stat().st_mtime_ns for path in out.glob("*.states")}
+    assert len(written) > 2
+    path = out / shard_name(1)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    if harm == "delete":
+        path.unlink()
+    else:
+        path.write_bytes(data if harm == "flip" else data[:-100])
+    with pytest.raises(StoreDamaged, match="shard-00001"):
+        FeatureStore(out).read(range(before_rows))
+    assert run(out) == 0
+    assert artifact(out) == before
+    assert (out / "manifest.json").read_bytes() == manifest, "the same bytes are the same artifact"
+    again = {path.name: path.stat().st_mtime_ns for path in out.glob("*.states")}
+    assert [name for name in again if again[name] != written[name]] == [shard_name(1)]
+    FeatureStore(out).verify()
+
+
+def test_states_are_compared_with_transformers_before_anything_is_stored(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path / "target", num_layers=5)
+    write_rows(tmp_path / "rows", target, 3)
+    write_spec(tmp_path / "out", target, tmp_path / "rows", check_rows=2, aux_layers=(1, 3))
+    assert run(tmp_path / "out") == 0
+    report = read_manifest(tmp_path / "out").report_as(CaptureReport)
+    assert isinstance(report, CaptureReport)
+    assert set(report.checked) == {"1", "3"}
+    assert all(error < 1e-5 for error in report.checked.values())
+    assert report.states_error == {"1": 0.0, "3": 0.0, "final": 0.0}
+
+
+def test_states_of_the_layer_beside_are_refused() -> None:
+    generator = torch.Generator().manual_seed(0)
+    layers = [torch.randn(9, 8, generator=generator) for _ in range(4)]
+    right = [torch.stack([layers[1], layers[2]], dim=1)]
+    found = compare(right, [layers], (1, 2), "float32")
+    assert all(one.error == 0.0 < 0.5 < one.neighbour for one in found)
+    with pytest.raises(LayersDisagree, match="layer 2"):
+        compare([torch.stack([layers[1], layers[3]], dim=1)], [layers], (1, 2), "float32")
+
+
+def test_a_budget_of_bytes_decides_the_codec_before_anything_is_stored(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path / "target")
+    write_rows(tmp_path / "rows", target, 200)
+    write_spec(tmp_path / "out", target, tmp_path / "rows", max_bytes=1_200_000)
+    assert run(tmp_path / "out") == 0
+    report = read_manifest(tmp_path / "out").report_as(CaptureReport)
+    assert isinstance(report, CaptureReport)
+    assert report.codec != "float32"
+    assert report.bytes < 1_200_000 * 1.1
+    write_spec(tmp_path / "none", target, tmp_path / "rows", max_bytes=2**16)
+    assert run(tmp_path / "none") != 0
+    assert failure(tmp_path / "none")["reason"] == "DiskTooSmall"
+    assert not list((tmp_path / "none").glob("*.states"))
+
+
+def test_an_opinion_holds_the_likeliest_tokens_and_exactly_the_mass_of_the_rest(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path / "target")
+    write_rows(tmp_path / "rows", target, 6)
+    write_spec(tmp_path / "plain", target, tmp_path / "rows")
+    write_spec(tmp_path / "topk", target, tmp_path / "rows", final_state="topk", final_top_k=8, draft_vocab_size=50)
+    assert (run(tmp_path / "plain"), run(tmp_path / "topk")) == (0, 0)
+    plain, store = FeatureStore(tmp_path / "plain"), FeatureStore(tmp_path / "topk")
+    head, ids = load_target(target).lm_head_weight, torch.tensor(store.layout.draft_ids)
+    packed = store.read(range(6))
+    assert packed.opinion is not None
+    assert packed.last.shape[1] == 0
+    rebuilt = rebuild(packed.opinion, 50)
+    logits = torch.cat([row.last[taught_positions(row.loss_mask)] for row in map(plain.row, range(6))]) @ head.T
+    wanted = logits[:, ids].softmax(-1)
+    torch.testing.assert_close(rebuilt.sum(-1), torch.ones(rebuilt.shape[0]), atol=1e-6, rtol=0)
+    kept = torch.zeros_like(wanted, dtype=torch.bool).scatter_(1, wanted.topk(8).indices, True)
+    torch.testing.assert_close((rebuilt * ~kept).sum(-1), (wanted * ~kept).sum(-1), atol=1e-6, rtol=1e-5)
+    # float16 keeps a logit to one part in 2048.
+    torch.testing.assert_close(rebuilt[kept], wanted[kept], atol=1e-5, rtol=5e-3)
+    first = logits.argmax(-1)
+    assert torch.equal(packed.opinion.choice >= 0, torch.isin(first, ids))
+    inside = packed.opinion.choice >= 0
+    assert torch.equal(ids[packed.opinion.choice[inside]], first[inside])
+
+
 def start(out: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "eyrie_workers.stages.capture", "--spec", str(out / "spec.json"),
@@ -174,7 +269,7 @@ def start(out: Path) -> subprocess.Popen[bytes]:
 
 def end_after(process: subprocess.Popen[bytes], out: Path, shards: int, number: signal.Signals) -> int:
     """Send a signal as soon as so many shards are in place."""
-    while len(list(out.glob("shard-*.safetensors"))) < shards and process.poll() is None:
+    while len(list(out.glob("shard-*.states"))) < shards and process.poll() is None:
         time.sleep(0.002)
     process.send_signal(number)
     return process.wait(60)
@@ -191,8 +286,8 @@ def test_a_program_stopped_midway_ends_with_the_same_bytes(tmp_path: Path, numbe
     broken = tmp_path / "broken"
     assert end_after(start(broken), broken, 3, number) == code
     assert not (broken / "manifest.json").exists()
-    shards_before = len(list(broken.glob("shard-*.safetensors")))
-    assert 3 <= shards_before < len(list((tmp_path / "whole").glob("shard-*.safetensors")))
+    shards_before = len(list(broken.glob("shard-*.states")))
+    assert 3 <= shards_before < len(list((tmp_path / "whole").glob("shard-*.states")))
     assert start(broken).wait(60) == 0
     assert artifact(broken) == artifact(tmp_path / "whole")
     events = [json.loads(line) for line in (broken / "events.jsonl").read_text().splitlines()]

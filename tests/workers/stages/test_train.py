@@ -54,6 +54,7 @@ def write_store(directory: Path, target_dir: Path, num_rows: int, *, answers: bo
         mask = (torch.arange(length) >= length // 2) & answers
         rows.append(FeatureRow(f"row-{number}", tokens, mask, aux.bfloat16(), last.bfloat16()))
     writer.write_shard(rows)
+    writer.finish()
     return directory
 
 

@@ -1,45 +1,148 @@
-"""Reads a hidden-state store in any order, without loading it.
+"""Reads a hidden-state store in any order, without loading it: from a directory, or from an artifact store by ranges.
 
-Shards are memory-mapped: `row(i)` touches the pages of row i alone, and the page cache, not this process, decides what
-stays in memory. A store of terabytes therefore opens in the time it takes to read its index and row offsets. Tensors of
-a row are views of the mapping in the stored dtype: whoever computes with them casts, whoever changes them copies first.
+`row(i)` and `read(rows)` touch the blocks of those rows alone and decode them straight into the tensors they return, so
+a store of terabytes opens in the time it takes to read its index. Blocks that lie side by side are read together; from
+an artifact store several reads are in flight, and `batches` reads ahead while the caller computes.
+
+Every block is compared with its digest before it is decoded: from a directory the first time it is read, from the
+network always. What does not match raises StoreDamaged with the shard and its rows, and leaves a note where capture
+finds it. Nothing damaged is ever trained on, and one damaged shard costs one shard.
 """
 
+import threading
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from pydantic import ValidationError
 from torch import Tensor
 
-from eyrie_api.artifacts import digest_file
+from eyrie_api.artifacts.store import open_store
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
-from eyrie_workers.features.layout import INDEX, FeatureRow, ShardEntry, StoreLayout
-from eyrie_workers.features.writer import read_index
+from eyrie_api.v1alpha1.codecs import final_codec
+from eyrie_workers.features.codecs import decode_into
+from eyrie_workers.features.layout import (
+    INDEX,
+    TRAILER_BYTES,
+    Block,
+    FeatureRow,
+    Opinion,
+    ShardEnd,
+    ShardMap,
+    StoreIndex,
+    StoreLayout,
+    block_sections,
+    end_of_shard,
+    from_bytes,
+    read_end,
+    record_size,
+    shard_name,
+    short_digest,
+    taught_positions,
+)
+from eyrie_workers.features.places import Directory, Place, Stored
 
-_MAX_OPEN_SHARDS = 256
-"""Mappings kept at once; Linux allows a process 65530 and torch maps once per tensor."""
+_READ_TOGETHER = 16 * 2**20
+"""Most bytes of neighbouring blocks asked for at once: enough to hide a request, small enough to be one of several."""
 
-_TENSORS = ("token_ids", "loss_mask", "aux", "last")
+_MAX_TOKENS_KEPT = 32 * 2**20
+"""Tokens whose ids and masks are kept, 9 bytes each: a random walk over shards would else fetch them over and over."""
+
+
+class StoreDamaged(ArtifactCorrupt):
+    """Bytes of a store are not what was written."""
+
+    def __init__(self, place: str, damage: "Damage") -> None:
+        super().__init__(f"{damage.shard} in {place} is damaged: {damage}",
+                         "run capture again: it makes this shard anew and leaves the others as they are")
+        self.damage = damage
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with a shard."""
+
+    shard: str
+    rows: range
+    """Of the store: those that cannot be trusted."""
+
+    what: str
+
+    def __str__(self) -> str:
+        rows = f"row {self.rows.start}" if len(self.rows) == 1 else f"rows {self.rows.start} to {self.rows.stop - 1}"
+        return f"{self.what} ({rows} of the store)"
+
+
+@dataclass(frozen=True)
+class PackedFeatures:
+    """Rows end to end, decoded."""
+
+    token_ids: Tensor
+    """[T] int64."""
+
+    loss_mask: Tensor
+    """[T] bool."""
+
+    aux: Tensor
+    """[T, A, H]."""
+
+    last: Tensor
+    """[T, H], 0 where nothing is taught; [T, 0] in a store of opinions."""
+
+    opinion: Opinion | None
+    """At the taught positions (`layout.taught_positions` of each row), in a store of opinions."""
+
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A block to be read."""
+
+    shard: int
+    row: int
+    """Of the shard."""
+
+    block: Block
+
+
+def open_features(where: str | Path) -> "FeatureStore":
+    """The store in a directory, or below `s3://bucket/prefix` (credentials as `artifacts.options` says)."""
+    if "://" not in str(where):
+        return FeatureStore(Path(where))
+    root, _, prefix = str(where).rstrip("/").rpartition("/")
+    return FeatureStore(Stored(open_store(root), prefix))
 
 
 class FeatureStore:
-    """Random access to the rows of a store, in the order they were written."""
+    """Random access to the rows of a store, in the order they were captured."""
 
-    def __init__(self, directory: Path) -> None:
-        """Open the store in `directory`. Raises ArtifactMissing without an index or a listed shard, ArtifactCorrupt
-        when a shard cannot be read."""
-        self._directory = Path(directory)
-        index = read_index(self._directory)
-        if index is None:
-            raise ArtifactMissing(f"no {INDEX} in {directory}: it is not a hidden-state store", "run capture first")
+    def __init__(self, place: Path | Place) -> None:
+        """Open a store. Raises ArtifactMissing without one, StoreDamaged for a shard that is gone or cut, and
+        ArtifactCorrupt when the index cannot be read."""
+        self._place: Place = Directory(place) if isinstance(place, Path) else place
+        index = _read_index(self._place)
         self.layout: StoreLayout = index.layout
         self._shards = index.shards
         self._row_starts = [0, *accumulate(shard.rows for shard in self._shards)]
-        self._offsets = [self._read_offsets(shard) for shard in self._shards]
-        self._open: OrderedDict[int, dict[str, Tensor]] = OrderedDict()
+        self._maps: dict[int, ShardMap] = {}
+        self._checked: set[tuple[int, int]] = set()
+        self._tokens: OrderedDict[int, tuple[Tensor, Tensor]] = OrderedDict()
+        self._lock = threading.Lock()
+        for number in range(len(self._shards)):
+            damage = self._look_at(number)
+            if damage is not None:
+                raise self._damaged(damage)
+
+    @property
+    def place(self) -> Place:
+        """Where the bytes are."""
+        return self._place
 
     @property
     def num_rows(self) -> int:
@@ -59,54 +162,280 @@ class FeatureStore:
     @property
     def lengths(self) -> list[int]:
         """Tokens of each row."""
-        return [length for offsets in self._offsets for length in offsets.diff().tolist()]
+        return [length for shard in self._shards for length in shard.lengths]
 
-    def row(self, index: int) -> FeatureRow:
-        """Row `index`, 0 <= index < num_rows. Raises IndexError outside."""
+    @property
+    def size_bytes(self) -> int:
+        """Of all shards."""
+        return sum(_shard_size(self._map(number), self.layout) for number in range(len(self._shards)))
+
+    def tokens(self, index: int) -> tuple[Tensor, Tensor]:
+        """Ids [T] int64 and loss mask [T] bool of a row, without touching its states."""
+        number, within = self._find(index)
+        ids, mask = self._shard_tokens(number)
+        first, last = self._map(number).row_tokens[within: within + 2]
+        return ids[first:last], mask[first:last]
+
+    def row(self, index: int, start: int = 0, stop: int | None = None, dtype: torch.dtype | None = None) -> FeatureRow:
+        """Row `index`, or its tokens [start, stop), reading the blocks they lie in. Raises IndexError outside.
+
+        The opinion is given for a whole row alone.
+        """
+        number, within = self._find(index)
+        ids, mask = self.tokens(index)
+        chosen = range(ids.shape[0])[start:stop]
+        pieces = [_Piece(number, within, block) for block in self._map(number).rows[within]
+                  if block.tokens.start < chosen.stop and block.tokens.stop > chosen.start]
+        packed = self._decode([(pieces, ids, mask)], dtype)
+        at = pieces[0].block.tokens.start if pieces else 0
+        here = slice(chosen.start - at, chosen.stop - at)
+        return FeatureRow(
+            row_id=self._shards[number].row_ids[within], token_ids=ids[chosen.start:chosen.stop],
+            loss_mask=mask[chosen.start:chosen.stop], aux=packed.aux[here], last=packed.last[here],
+            opinion=packed.opinion if len(chosen) == ids.shape[0] else None)
+
+    def read(self, rows: Sequence[int], dtype: torch.dtype | None = None) -> PackedFeatures:
+        """Some rows end to end, in that order, decoded to `dtype` (float32 or bfloat16; default: `layout.dtype`)."""
+        wanted = []
+        for index in rows:
+            number, within = self._find(index)
+            pieces = [_Piece(number, within, block) for block in self._map(number).rows[within]]
+            wanted.append((pieces, *self.tokens(index)))
+        return self._decode(wanted, dtype)
+
+    def batches(self, groups: Iterable[Sequence[int]], *, ahead: int = 2,
+                dtype: torch.dtype | None = None) -> Iterator[PackedFeatures]:
+        """`read` of each group in order, up to `ahead` of them read before they are asked for.
+
+        The memory in use is `ahead + 1` batches. Closing the iterator ends the reading.
+        """
+        waiting: deque[Future[PackedFeatures]] = deque()
+        pool = ThreadPoolExecutor(max(1, ahead), thread_name_prefix="eyrie-features")
+        try:
+            for group in groups:
+                waiting.append(pool.submit(self.read, group, dtype))
+                if len(waiting) > ahead:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def damage(self) -> Iterator[Damage]:
+        """Read everything and tell what is not as it was written, leaving a note for each."""
+        for number in range(len(self._shards)):
+            found = self._look_at(number) or self._verify_shard(number)
+            if found is not None:
+                self._place.note_damage(found.shard, str(found))
+                yield found
+
+    def verify(self) -> None:
+        """Raise StoreDamaged for the first damaged shard."""
+        for found in self.damage():
+            raise self._damaged(found)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Caches and the lock stay behind when a store is sent to another process."""
+        left: dict[str, object] = {"_maps": {}, "_tokens": OrderedDict(), "_checked": set(), "_lock": None}
+        return {**self.__dict__, **left}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """See `__getstate__`."""
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+
+    def _find(self, index: int) -> tuple[int, int]:
         if not 0 <= index < self.num_rows:
             raise IndexError(f"row {index} of a store of {self.num_rows} rows")
         number = bisect_right(self._row_starts, index) - 1
-        within = index - self._row_starts[number]
-        start, end = self._offsets[number][within: within + 2].tolist()
-        tensors = self._tensors(number)
-        return FeatureRow(
-            row_id=self._shards[number].row_ids[within], token_ids=tensors["token_ids"][start:end].to(torch.int64),
-            loss_mask=tensors["loss_mask"][start:end], aux=tensors["aux"][start:end], last=tensors["last"][start:end])
+        return number, index - self._row_starts[number]
 
-    def verify(self) -> None:
-        """Compare every shard with its digest. Raises ArtifactCorrupt naming the first shard that differs."""
-        for shard in self._shards:
-            path = self._directory / shard.name
-            if path.stat().st_size != shard.size_bytes or digest_file(path) != shard.sha256:
-                raise ArtifactCorrupt(f"{path} differs from the digest in {INDEX}",
-                                      "delete the directory and capture again")
+    def _map(self, number: int) -> ShardMap:
+        found = self._maps.get(number)
+        if found is None:
+            found = self._maps[number] = ShardMap(self._shards[number], self.layout)
+        return found
 
-    def __getstate__(self) -> dict[str, object]:
-        """Mappings stay behind when a store is sent to another process; they are opened again there."""
-        return {**self.__dict__, "_open": OrderedDict()}
+    def _shard_tokens(self, number: int) -> tuple[Tensor, Tensor]:
+        with self._lock:
+            if number in self._tokens:
+                self._tokens.move_to_end(number)
+                return self._tokens[number]
+        count = self._shards[number].tokens
+        data = self._place.read(self._shards[number].name, 0, self._map(number).tokens_size)
+        self._check(number, 0, data, self._rows_of(number))
+        ids = data[: 4 * count].view(torch.int32).to(torch.int64)
+        kept = (ids, data[4 * count: 5 * count].to(torch.bool))
+        with self._lock:
+            self._tokens[number] = kept
+            while len(self._tokens) > 1 and sum(ids.numel() for ids, _ in self._tokens.values()) > _MAX_TOKENS_KEPT:
+                self._tokens.popitem(last=False)
+        return kept
 
-    def _tensors(self, number: int) -> dict[str, Tensor]:
-        if number in self._open:
-            self._open.move_to_end(number)
-            return self._open[number]
-        with safe_open(self._directory / self._shards[number].name, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in _TENSORS}
-        self._open[number] = tensors
-        if len(self._open) > _MAX_OPEN_SHARDS:
-            self._open.popitem(last=False)
-        return tensors
+    def _decode(self, wanted: Sequence[tuple[Sequence[_Piece], Tensor, Tensor]],
+                dtype: torch.dtype | None) -> PackedFeatures:
+        layout, dtype = self.layout, dtype or self.layout.dtype
+        pieces = [(piece, mask) for row, _, mask in wanted for piece in row]
+        num_tokens = sum(len(piece.block.tokens) for piece, _ in pieces)
+        keeps = layout.final_state == "keep"
+        aux = torch.empty(num_tokens, len(layout.aux_layers), layout.hidden_size, dtype=dtype)
+        last = torch.zeros(num_tokens, layout.hidden_size if keeps else 0, dtype=dtype)
+        opinions = []
+        at = 0
+        for (piece, mask), data in zip(pieces, self._fetch([piece for piece, _ in pieces]), strict=True):
+            block = piece.block
+            tensors = from_bytes(block_sections(layout, len(block.tokens), block.taught), data)
+            here = slice(at, at + len(block.tokens))
+            decode_into(layout.codec, tensors["aux_codes"], tensors.get("aux_scales"), aux[here])
+            if keeps:
+                _place_final(layout, tensors, taught_positions(mask)[block.tokens.start:block.tokens.stop], last[here])
+            else:
+                opinions.append(tensors)
+            at = here.stop
+        return PackedFeatures(
+            token_ids=torch.cat([ids for _, ids, _ in wanted]), loss_mask=torch.cat([mask for _, _, mask in wanted]),
+            aux=aux, last=last, opinion=None if keeps else _joined(opinions),
+            lengths=tuple(ids.shape[0] for _, ids, _ in wanted))
 
-    def _read_offsets(self, shard: ShardEntry) -> Tensor:
-        path = self._directory / shard.name
+    def _fetch(self, pieces: Sequence[_Piece]) -> list[Tensor]:
+        """The bytes of each block, verified; neighbours are read together."""
+        order = sorted(range(len(pieces)), key=lambda i: (pieces[i].shard, pieces[i].block.offset))
+        groups: list[list[int]] = []
+        for i in order:
+            piece, before = pieces[i], pieces[groups[-1][-1]] if groups else None
+            if before is not None and before.shard == piece.shard \
+                    and before.block.offset + before.block.size == piece.block.offset \
+                    and piece.block.offset + piece.block.size - pieces[groups[-1][0]].block.offset <= _READ_TOGETHER:
+                groups[-1].append(i)
+            else:
+                groups.append([i])
+        found: list[Tensor] = [torch.empty(0)] * len(pieces)
+
+        def read(group: list[int]) -> None:
+            first, final = pieces[group[0]], pieces[group[-1]]
+            start = first.block.offset
+            size = final.block.offset + final.block.size - start
+            data = self._place.read(self._shards[first.shard].name, start, size)
+            for i in group:
+                piece = pieces[i]
+                part = data[piece.block.offset - start: piece.block.offset - start + piece.block.size]
+                row = self._row_starts[piece.shard] + piece.row
+                self._check(piece.shard, piece.block.number + 1, part, range(row, row + 1))
+                found[i] = part
+
+        _all(read, groups, self._place.parallel)
+        return found
+
+    def _check(self, number: int, digest: int, data: Tensor, rows: range) -> None:
+        """Compare bytes with digest `digest` of the shard: 0 is its tokens', 1 + b its block b's."""
+        if (number, digest) in self._checked:
+            return
+        shard = self._shards[number]
+        if short_digest(data.numpy().data) != shard.digests[digest]:
+            raise self._damaged(Damage(shard.name, rows, "its bytes differ from their digest"))
+        if isinstance(self._place, Directory):
+            self._checked.add((number, digest))
+
+    def _verify_shard(self, number: int) -> Damage | None:
+        shard, of = self._shards[number], self._map(number)
+        ranges = [(0, of.tokens_size, self._rows_of(number))]
+        for row, blocks in enumerate(of.rows):
+            index = self._row_starts[number] + row
+            ranges += [(block.offset, block.size, range(index, index + 1)) for block in blocks]
+        wrong = [rows for (start, size, rows), digest in zip(ranges, shard.digests, strict=True)
+                 if short_digest(self._place.read(shard.name, start, size).numpy().data) != digest]
+        if not wrong:
+            return None
+        return Damage(shard.name, range(min(rows.start for rows in wrong), max(rows.stop for rows in wrong)),
+                      "its bytes differ from their digest")
+
+    def _rows_of(self, number: int) -> range:
+        return range(self._row_starts[number], self._row_starts[number + 1])
+
+    def _look_at(self, number: int) -> Damage | None:
+        name, rows = self._shards[number].name, self._rows_of(number)
+        size, wanted = self._place.size(name), _shard_size(self._map(number), self.layout)
+        if size is None:
+            return Damage(name, rows, "it is gone")
+        return None if size == wanted else Damage(name, rows, f"it has {size} bytes instead of {wanted}")
+
+    def _damaged(self, damage: Damage) -> StoreDamaged:
+        self._place.note_damage(damage.shard, str(damage))
+        return StoreDamaged(self._place.name, damage)
+
+
+def _all(do: Callable[[list[int]], None], groups: Sequence[list[int]], parallel: int) -> None:
+    if parallel == 1 or len(groups) == 1:
+        for group in groups:
+            do(group)
+        return
+    with ThreadPoolExecutor(min(parallel, len(groups)), thread_name_prefix="eyrie-ranges") as pool:
+        for _ in pool.map(do, groups):
+            pass
+
+
+def _place_final(layout: StoreLayout, tensors: dict[str, Tensor], taught_N: Tensor, last_NH: Tensor) -> None:
+    codes, scales, codec = tensors["final_codes"], tensors.get("final_scales"), final_codec(layout.codec)
+    where = taught_N.nonzero().squeeze(1)
+    if where.numel() == 0:
+        return
+    first, final = int(where[0]), int(where[-1])
+    if final - first + 1 == where.numel():  # one answer: straight into its place
+        decode_into(codec, codes, scales, last_NH[first:final + 1])
+        return
+    decoded = last_NH.new_empty(where.numel(), last_NH.shape[1])
+    decode_into(codec, codes, scales, decoded)
+    last_NH[where] = decoded
+
+
+def _joined(parts: Sequence[dict[str, Tensor]]) -> Opinion:
+    ids, logits, tail, choice = (torch.cat([part[name] for part in parts])
+                                 for name in ("ids", "logits", "tail", "choice"))
+    return Opinion(ids.to(torch.int64), logits, tail, choice.to(torch.int64))
+
+
+def _shard_size(of: ShardMap, layout: StoreLayout) -> int:
+    return of.states_end + len(end_of_shard(ShardEnd(layout=layout, record=of.record)))
+
+
+def _read_index(place: Place) -> StoreIndex:
+    data = place.index()
+    if data is None:
+        return _compose_index(place)
+    try:
+        return StoreIndex.model_validate_json(data)
+    except ValidationError as error:
+        raise ArtifactCorrupt(f"{INDEX} in {place.name} is not a readable store index: {error.errors()[0]['msg']}",
+                              "run capture again: it is composed from the shards") from error
+
+
+def _compose_index(place: Place) -> StoreIndex:
+    """The index of a store that is not finished, or has lost it: from the shards' ends."""
+    names = place.shards()
+    if not names:
+        raise ArtifactMissing(f"no {INDEX} and no shard in {place.name}: it is not a hidden-state store",
+                              "run capture first")
+    ends: list[ShardEnd] = []
+    for number, name in enumerate(names):
+        if name != shard_name(number):
+            raise ArtifactMissing(f"{shard_name(number)} is missing in {place.name}", "run capture again")
+        ends.append(_read_end(place, name))
+    return StoreIndex(layout=ends[0].layout, shards=tuple(end.record for end in ends))
+
+
+def _read_end(place: Place, name: str) -> ShardEnd:
+    size = place.size(name) or 0
+    trailer = place.read(name, max(0, size - TRAILER_BYTES), TRAILER_BYTES).numpy().tobytes()
+    length = record_size(trailer)
+    record = b"" if length is None else place.read(name, size - TRAILER_BYTES - length, length).numpy().tobytes()
+    end: ShardEnd | None = None
+    if record:
         try:
-            with safe_open(path, framework="pt") as file:
-                offsets: Tensor = file.get_tensor("offsets").clone()
-        except FileNotFoundError:
-            raise ArtifactMissing(f"{path} is listed in {INDEX} but is gone", "run capture again") from None
-        except SafetensorError as error:
-            raise ArtifactCorrupt(f"{path} is not a readable shard: {error}",
-                                  "delete the directory and capture again") from error
-        if offsets.shape[0] != shard.rows + 1 or int(offsets[-1]) != shard.tokens:
-            raise ArtifactCorrupt(f"{path} holds other rows than {INDEX} says",
-                                  "delete the directory and capture again")
-        return offsets
+            end = read_end(record, trailer)
+        except ValidationError:
+            end = None
+    if end is None:
+        place.note_damage(name, "its end cannot be read")
+        raise ArtifactCorrupt(f"{name} in {place.name} is damaged: its end cannot be read", "run capture again")
+    return end
+

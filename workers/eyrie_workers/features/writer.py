@@ -1,39 +1,62 @@
-"""Writes a hidden-state store shard by shard, so that a kill loses at most the open shard.
+"""Writes a hidden-state store, one whole shard at a time.
 
-The order of every step is the point:
+A shard is written under a hidden name, flushed and renamed; its end says what it holds. Nothing else is written until
+the store is finished: no list grows with every shard, no shard depends on another, and any order will do.
+A writer that opens a directory looks at the ends of the shards it finds:
 
-    1. the shard is written under a hidden name and flushed to disk;
-    2. it is renamed to its place;
-    3. the index that lists it replaces the old index.
+    whole, its size right, nobody complained    it is kept
+    cut, unreadable, or with a note beside it   it is written again, and nothing else
 
-Killed before 3, the shard is not in the index and is removed when the writer opens the directory again; the caller then
-goes on with row `num_rows`. That demands that rows come in the same order every time, which the caller owes (`capture`
-takes them in the order of `rows.jsonl`). One writer per directory: the stage program's lock sees to it.
-
-The index is rewritten whole after each shard: about 100 bytes per row, against tens of megabytes of states per shard.
+The note is `shard-00003.damaged`: a reader whose digest did not match left it there (`features.store`), so that
+capture, run again, repairs what was found without reading everything. One writer per directory: the stage program's
+lock sees to it. The caller owes the same rows in the same shards every time, which `capture` does by planning them from
+the rows' lengths.
 """
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from pydantic import ValidationError
-from safetensors.torch import save_file
 
-from eyrie_api.artifacts import digest_file, write_model
+from eyrie_api.artifacts import write_model
 from eyrie_api.errors import ArtifactCorrupt, Conflict
+from eyrie_api.v1alpha1.codecs import final_codec
+from eyrie_workers.features.codecs import encode
 from eyrie_workers.features.layout import (
     INDEX,
+    SHARD_PATTERN,
+    TRAILER_BYTES,
     FeatureRow,
-    ShardEntry,
+    ShardEnd,
+    ShardMap,
+    ShardRecord,
     StoreIndex,
     StoreLayout,
-    join_rows,
+    block_sections,
+    check_row,
+    end_of_shard,
+    read_end,
+    record_size,
     shard_name,
+    shard_number,
+    short_digest,
+    taught_positions,
+    to_bytes,
+    tokens_bytes,
 )
+
+NOTE_SUFFIX = ".damaged"
+
+
+def note_name(shard: str) -> str:
+    """Of the note that a shard is damaged."""
+    return Path(shard).stem + NOTE_SUFFIX
 
 
 def read_index(directory: Path) -> StoreIndex | None:
-    """The index of a store, None when there is none. Raises ArtifactCorrupt when it cannot be read."""
+    """The index of a finished store, None when there is none. Raises ArtifactCorrupt when it cannot be read."""
     path = directory / INDEX
     try:
         return StoreIndex.model_validate_json(path.read_bytes())
@@ -41,95 +64,173 @@ def read_index(directory: Path) -> StoreIndex | None:
         return None
     except ValidationError as error:
         raise ArtifactCorrupt(f"{path} is not a readable store index: {error.errors()[0]['msg']}",
-                              "delete the directory and capture again") from error
+                              "delete it and run capture again: it is composed from the shards") from error
+
+
+def read_shard_end(path: Path) -> ShardEnd | None:
+    """What a shard's own end says it holds; None for a file that is not a whole shard of ours."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(max(0, size - TRAILER_BYTES))
+        trailer = file.read()
+        length = record_size(trailer)
+        if length is None or length > size - TRAILER_BYTES:
+            return None
+        file.seek(size - TRAILER_BYTES - length)
+        record = file.read(length)
+    try:
+        end = read_end(record, trailer)
+    except ValidationError:
+        return None
+    if end is None or end.record.name != path.name:
+        return None
+    return end if ShardMap(end.record, end.layout).states_end + length + TRAILER_BYTES == size else None
+
+
+def is_whole(directory: Path) -> bool:
+    """Whether a finished store is there as its index says and nobody has found damage. Reads the shards' ends alone."""
+    index = read_index_or_none(directory)
+    if index is None or any(directory.glob(f"shard-*{NOTE_SUFFIX}")):
+        return False
+    paths = [(directory / shard.name, shard) for shard in index.shards]
+    return all(path.is_file() and (end := read_shard_end(path)) is not None and end.record == shard
+               for path, shard in paths)
 
 
 class FeatureWriter:
-    """Appends whole shards to a store; opening an unfinished store goes on after its last whole shard."""
+    """Writes whole shards; opening an unfinished or damaged store finds what is missing."""
 
     def __init__(self, directory: Path, layout: StoreLayout) -> None:
-        """Open or create the store in `directory`.
-
-        Raises Conflict when the directory holds states of another layout, and ArtifactCorrupt when a listed shard is
-        gone or has another size.
-        """
+        """Open or create the store in `directory`. Raises Conflict when it holds states of another layout."""
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
-        found = read_index(directory)
-        if found is not None and found.layout != layout:
-            raise Conflict(f"{directory} holds hidden states of another layout ({_difference(found.layout, layout)})",
-                           "capture into an empty directory, or delete this one")
-        self._index = found or StoreIndex(layout=layout)
-        self._check_listed()
-        self._remove_unlisted()
-        write_model(directory / INDEX, self._index)
+        self.layout = layout
+        self._shards: dict[int, ShardRecord] = {}
+        self.damaged: dict[str, str] = {}
+        """Shards that are to be written again, and why."""
+
+        for path in sorted(directory.glob(SHARD_PATTERN)):
+            self._look_at(path)
+        for aside in [*directory.glob(".shard-*.part"), *directory.glob(f".{INDEX}.*")]:
+            aside.unlink()
 
     @property
-    def layout(self) -> StoreLayout:
-        """What every row must look like."""
-        return self._index.layout
-
-    @property
-    def index(self) -> StoreIndex:
-        """The store so far."""
-        return self._index
+    def shards(self) -> dict[int, ShardRecord]:
+        """Whole shards by number."""
+        return dict(self._shards)
 
     @property
     def num_rows(self) -> int:
-        """Rows in whole shards: where the caller goes on."""
-        return sum(shard.rows for shard in self._index.shards)
+        """Rows in whole shards."""
+        return sum(shard.rows for shard in self._shards.values())
 
     @property
-    def row_ids(self) -> list[str]:
-        """Ids of the rows in whole shards, in order."""
-        return [row_id for shard in self._index.shards for row_id in shard.row_ids]
+    def size_bytes(self) -> int:
+        """Of all whole shards."""
+        return sum((self._directory / shard.name).stat().st_size for shard in self._shards.values())
 
-    @property
-    def paths(self) -> list[Path]:
-        """Every file of the store, for the manifest."""
-        return [self._directory / INDEX, *(self._directory / shard.name for shard in self._index.shards)]
+    def holds(self, number: int, row_ids: Sequence[str]) -> bool:
+        """Whether shard `number` is there. Raises Conflict when it holds other rows than these."""
+        shard = self._shards.get(number)
+        if shard is not None and shard.row_ids != tuple(row_ids):
+            raise Conflict(f"{self._directory} holds hidden states of other rows",
+                           "capture into an empty directory, or delete this one")
+        return shard is not None
 
-    def write_shard(self, rows: list[FeatureRow]) -> ShardEntry:
-        """Append one whole shard. Raises ValueError for no rows, or a row that does not fit the layout."""
+    def write_shard(self, rows: Sequence[FeatureRow], number: int | None = None) -> ShardRecord:
+        """Write one whole shard, by default the next. Raises ValueError for no rows or a row that does not fit."""
         if not rows:
             raise ValueError("a shard needs at least one row")
-        tensors = join_rows(rows, self.layout)
-        path = self._directory / shard_name(len(self._index.shards))
+        number = max(self._shards, default=-1) + 1 if number is None else number
+        path = self._directory / shard_name(number)
         aside = path.with_name(f".{path.name}.part")
-        save_file(tensors, aside)
-        aside.chmod(0o644)  # safetensors makes files for their owner alone; a pod of another user reads them
-        _flush(aside)
+        with aside.open("wb") as file:
+            record = _write_rows(file.write, path.name, rows, self.layout)
+            file.write(end_of_shard(ShardEnd(layout=self.layout, record=record)))
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(aside, path)
-        entry = ShardEntry(name=path.name, rows=len(rows), tokens=tensors["token_ids"].shape[0],
-                           size_bytes=path.stat().st_size, sha256=digest_file(path),
-                           row_ids=tuple(row.row_id for row in rows))
-        self._index = self._index.model_copy(update={"shards": (*self._index.shards, entry)})
-        write_model(self._directory / INDEX, self._index)
-        return entry
+        (self._directory / note_name(path.name)).unlink(missing_ok=True)
+        self._shards[number] = record
+        self.damaged.pop(path.name, None)
+        return record
 
-    def _check_listed(self) -> None:
-        for shard in self._index.shards:
-            path = self._directory / shard.name
-            if not path.is_file() or path.stat().st_size != shard.size_bytes:
-                raise ArtifactCorrupt(f"{path} is listed in {INDEX} but is gone or has another size",
-                                      "delete the directory and capture again")
+    def finish(self) -> list[Path]:
+        """Compose the index; every file of the store, for the manifest. Raises ValueError for a shard left out."""
+        if sorted(self._shards) != list(range(len(self._shards))) or not self._shards or self.damaged:
+            raise ValueError(f"the store in {self._directory} is not whole: it has shards {sorted(self._shards)}")
+        shards = tuple(self._shards[number] for number in sorted(self._shards))
+        index = StoreIndex(layout=self.layout, shards=shards)
+        if read_index_or_none(self._directory) != index:
+            write_model(self._directory / INDEX, index)
+        return [self._directory / INDEX, *(self._directory / shard.name for shard in shards)]
 
-    def _remove_unlisted(self) -> None:
-        listed = {shard.name for shard in self._index.shards}
-        patterns = ("shard-*.safetensors", ".shard-*.part", f".{INDEX}.*")  # the last: an index that was being written
-        for path in [path for pattern in patterns for path in self._directory.glob(pattern)]:
-            if path.name not in listed:
-                path.unlink()
+    def _look_at(self, path: Path) -> None:
+        note = path.with_name(note_name(path.name))
+        end = read_shard_end(path)
+        if end is None:
+            self.damaged[path.name] = "it is cut, or its end cannot be read"
+        elif note.exists():
+            self.damaged[path.name] = note.read_text().strip()
+        elif end.layout != self.layout:
+            raise Conflict(
+                f"{self._directory} holds hidden states of another layout ({_difference(end.layout, self.layout)})",
+                "capture into an empty directory, or delete this one")
+        else:
+            self._shards[shard_number(path.name)] = end.record
 
 
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def read_index_or_none(directory: Path) -> StoreIndex | None:
+    """The index, None also for one that cannot be read: for whoever is about to write it."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        return read_index(directory)
+    except ArtifactCorrupt:
+        return None
+
+
+def _write_rows(write: Callable[[bytes], object], name: str, rows: Sequence[FeatureRow],
+                layout: StoreLayout) -> ShardRecord:
+    for row in rows:
+        check_row(row, layout)
+    lengths = tuple(row.token_ids.shape[0] for row in rows)
+    ids = torch.cat([row.token_ids.to(torch.int32) for row in rows])
+    masks = torch.cat([row.loss_mask.to(torch.uint8) for row in rows])
+    tokens = (ids.numpy().tobytes() + masks.numpy().tobytes()).ljust(tokens_bytes(sum(lengths)), b"\0")
+    write(tokens)
+    digests, taught = [short_digest(tokens)], []
+    for row in rows:
+        done = 0
+        is_taught = taught_positions(row.loss_mask.to(torch.bool))
+        for block in layout.cut(row.token_ids.shape[0]):
+            here = is_taught[block.start:block.stop]
+            num = int(here.sum())
+            data = _encode_block(row, layout, block, here, slice(done, done + num))
+            done += num
+            write(data)
+            digests.append(short_digest(data))
+            taught.append(num)
+    return ShardRecord(name=name, row_ids=tuple(row.row_id for row in rows), lengths=lengths, taught=tuple(taught),
+                       digests=tuple(digests))
+
+
+def _encode_block(row: FeatureRow, layout: StoreLayout, block: range, taught: torch.Tensor, opinions: slice) -> bytes:
+    here = slice(block.start, block.stop)
+    tensors = _named("aux", *encode(layout.codec, row.aux[here]))
+    if layout.final_state == "keep":
+        tensors |= _named("final", *encode(final_codec(layout.codec), row.last[here][taught]))
+    else:
+        assert row.opinion is not None
+        sections = {section.name: section.dtype for section in block_sections(layout, 1, 1)}
+        tensors |= {name: getattr(row.opinion, name)[opinions].to(sections[name])
+                    for name in ("ids", "logits", "tail", "choice")}
+    return to_bytes(block_sections(layout, len(block), int(taught.sum())), tensors)
+
+
+def _named(of: str, codes: torch.Tensor, scales: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    return {f"{of}_codes": codes} | ({} if scales is None else {f"{of}_scales": scales})
 
 
 def _difference(found: StoreLayout, wanted: StoreLayout) -> str:
     one, other = found.model_dump(), wanted.model_dump()
-    return ", ".join(f"{name}: {one[name]} instead of {other[name]}" for name in one if one[name] != other[name])
+    return ", ".join(f"{name}: {one[name]} instead of {other[name]}" if name != "draft_ids" else "draft_ids"
+                     for name in one if one[name] != other[name])

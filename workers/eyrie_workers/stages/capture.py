@@ -3,8 +3,13 @@
     rows.jsonl -> shards planned -> target forward over whole rows, teacher forced -> features/
 
 Everything about the output is decided before the first forward pass, from the rows' lengths alone: which rows share a
-shard, and within a shard which rows share a forward pass. A shard is the unit of work: killed at any line, the program
-loses the open shard and repeats exactly its passes, so the bytes do not depend on how often it was interrupted.
+shard, within a shard which rows share a forward pass, and how states are stored (`v1alpha1.codecs`: what the spec says,
+or the best that fits `max_bytes`). A shard is the unit of work: killed at any line, the program loses the open shard
+and repeats exactly its passes, so the bytes do not depend on how often it was interrupted. Run again over a finished
+store in which damage was found, it makes the damaged shards anew and nothing else.
+
+Before anything is stored, the states of a few rows are compared with those `transformers` computes
+(`targets.agreement`).
 
 Rows are laid end to end, never padded. The loss mask is True exactly at answer tokens; the prompt is recorded because
 the drafter attends to it. Rows longer than `max_length` are cut at the end, and a row whose answer is cut away entirely
@@ -17,22 +22,32 @@ is left out; both are counted in the report.
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from eyrie_api.errors import ArtifactMissing, Conflict, NoUsableData
+from eyrie_api.errors import ArtifactMissing, Conflict, DiskTooSmall, NoUsableData
+from eyrie_api.v1alpha1.codecs import StoredAs, candidates, choose, final_codec
+from eyrie_api.v1alpha1.job import CaptureSpec
 from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice
 from eyrie_api.v1alpha1.stages import CaptureStage
-from eyrie_workers.features.layout import FeatureRow, StoreLayout, plan_shards
-from eyrie_workers.features.writer import FeatureWriter
+from eyrie_workers.drafters import vocabulary as draft_vocabulary
+from eyrie_workers.features.codecs import relative_error
+from eyrie_workers.features.layout import FeatureRow, StoreLayout, plan_shards, taught_positions
+from eyrie_workers.features.opinions import form_opinion
+from eyrie_workers.features.writer import FeatureWriter, is_whole
 from eyrie_workers.regeneration.rows import META, ROWS, AnsweredRow, read_meta, read_rows
 from eyrie_workers.stages.program import Result, Stage, run_program
+from eyrie_workers.targets.agreement import LayerAgreement, compare, reference_states
+from eyrie_workers.targets.config import TargetConfig, read_config
 from eyrie_workers.targets.layers import choose_aux_layers
-from eyrie_workers.targets.loading import load_target, resolve, target_digest
+from eyrie_workers.targets.loading import load_target, resolve, special_token_ids, target_digest
 from eyrie_workers.targets.model import TargetModel
+
+# Of a row that is compared with transformers: layers are told apart by far fewer, and its attention grows as a square.
+_CHECKED_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -42,6 +57,11 @@ class RowPlan:
     row_id: str
     num_tokens: int
     num_prompt_tokens: int
+
+    @property
+    def num_taught(self) -> int:
+        """Positions before an answer token: those that keep a final state."""
+        return self.num_tokens - max(1, self.num_prompt_tokens)
 
 
 @dataclass(frozen=True)
@@ -56,6 +76,11 @@ class CapturePlan:
     def lengths(self) -> list[int]:
         """Tokens of each recorded row."""
         return [row.num_tokens for row in self.rows]
+
+    @property
+    def taught(self) -> list[int]:
+        """Taught positions of each recorded row."""
+        return [row.num_taught for row in self.rows]
 
 
 def plan_rows(rows: Iterator[AnsweredRow], max_length: int) -> CapturePlan:
@@ -84,27 +109,68 @@ def plan_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[range]:
         yield range(start, len(lengths))
 
 
+def plan_layout(spec: CaptureSpec, plan: CapturePlan, target: TargetConfig, aux_layers: tuple[int, ...], digest: str,
+                rows: Iterable[AnsweredRow], always: Sequence[int]) -> StoreLayout:
+    """How the planned rows are stored. Raises DiskTooSmall when nothing fits `max_bytes`.
+
+    rows     the answered rows, read only where opinions need a draft vocabulary.
+    always   tokens that are in it whatever was answered.
+    """
+    size = draft_vocabulary.choose_size(target.vocab_size, spec.draft_vocab_size)
+    wanted = StoredAs(spec.codec, spec.final_state, min(spec.final_top_k, size), size)
+    sizes = (sum(plan.lengths), sum(plan.taught), len(aux_layers), target.hidden_size)
+    chosen = choose(wanted, spec.max_bytes, *sizes)
+    if chosen is None:
+        smallest = min(way.bytes_of(*sizes) for way in candidates(wanted))
+        raise DiskTooSmall(f"{sizes[0]} tokens need {smallest} bytes in the smallest codec, capture.max_bytes is "
+                           f"{spec.max_bytes}", "raise capture.max_bytes, or lower data.max_conversations")
+    draft_ids: tuple[int, ...] = ()
+    if chosen.final_state == "topk":
+        counts = torch.zeros(target.vocab_size, dtype=torch.int64)
+        for row_plan, row in _kept(iter(rows), plan):
+            answer = torch.tensor(row.answer_ids[: row_plan.num_tokens - row_plan.num_prompt_tokens])
+            counts += torch.bincount(answer, minlength=target.vocab_size)
+        draft_ids = tuple(draft_vocabulary.build(counts, size, always).ids.tolist())
+    return StoreLayout(aux_layers=aux_layers, hidden_size=target.hidden_size, codec=chosen.codec, target_digest=digest,
+                       final_state=chosen.final_state, top_k=chosen.top_k, draft_ids=draft_ids)
+
+
 def capture_rows(target: TargetModel, rows: Sequence[tuple[RowPlan, AnsweredRow]], layout: StoreLayout) \
         -> list[FeatureRow]:
-    """One teacher-forced pass over some rows; states in the stored dtype, on the CPU."""
+    """One teacher-forced pass over some rows; states as the target computes them, on the CPU."""
     token_ids = [torch.tensor((row.prompt_ids + row.answer_ids)[: plan.num_tokens]) for plan, row in rows]
     states = target.hidden_states(token_ids, layout.aux_layers)
-    return [
-        FeatureRow(plan.row_id, tokens, torch.arange(plan.num_tokens) >= plan.num_prompt_tokens,
-                   aux.to("cpu", layout.dtype), last.to("cpu", layout.dtype))
-        for (plan, _), tokens, (aux, last) in zip(rows, token_ids, states, strict=True)
-    ]
+    made = []
+    for (plan, _), tokens, (aux, last) in zip(rows, token_ids, states, strict=True):
+        mask = torch.arange(plan.num_tokens) >= plan.num_prompt_tokens
+        opinion = None
+        if layout.final_state == "topk":
+            opinion = form_opinion(last[taught_positions(mask).to(last.device)], target.lm_head_weight, layout)
+        made.append(FeatureRow(plan.row_id, tokens, mask, aux.cpu(), last.cpu(), opinion))
+    return made
+
+
+@dataclass
+class _Work:
+    """What was done, for the report."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    prefill_s: float = 0.0
+    errors: dict[str, float] = field(default_factory=dict)
+    repaired: list[str] = field(default_factory=list)
 
 
 def capture(spec: CaptureStage, stage: Stage) -> Result:
     """Record the target's hidden states over its own answers (see the module's essay).
 
-    Raises ArtifactMissing without rows, Conflict for rows of another target, NoUsableData when nothing is left.
+    Raises ArtifactMissing without rows, Conflict for rows of another target, NoUsableData when nothing is left,
+    LayersDisagree when our states are not those of `transformers`.
     """
     started = time.monotonic()
     rows_dir = Path(spec.rows_dir)
     path = resolve(spec.target)
-    digest = target_digest(path)
+    digest, config = target_digest(path), read_config(path)
     _check_rows_are_of(digest, rows_dir, spec.target.model)
     plan = plan_rows(read_rows(rows_dir / ROWS), spec.capture.max_length)
     if not plan.rows:
@@ -113,51 +179,109 @@ def capture(spec: CaptureStage, stage: Stage) -> Result:
     if plan.rows_cut or plan.rows_dropped:
         stage.event("RowsCut", f"{plan.rows_cut} rows are cut at capture.max_length {spec.capture.max_length}, "
                     f"{plan.rows_dropped} left out because their prompt alone reaches it", warning=True)
-    stage.pause_point()
-    target = load_target(path, spec.target.dtype)
-    choice = choose_aux_layers(target.config.num_layers, target.config.layer_types, spec.capture.aux_layers)
+    choice = choose_aux_layers(config.num_layers, config.layer_types, spec.capture.aux_layers)
     stage.event("LayersChosen", f"aux hidden states {list(choice.aux_layers)}: {choice.reason}")
-    layout = StoreLayout(aux_layers=choice.aux_layers, hidden_size=target.config.hidden_size,
-                         codec=spec.capture.codec, target_digest=digest)
+    always = [*config.eos_token_ids, *special_token_ids(path)]
+    layout = plan_layout(spec.capture, plan, config, choice.aux_layers, digest, read_rows(rows_dir / ROWS), always)
+    _tell_codec(spec.capture, layout, stage)
     writer = FeatureWriter(stage.out_dir, layout)
-    num_new = _write_shards(spec, stage, plan, target, writer)
-    seconds = time.monotonic() - started
-    tokens, size = sum(plan.lengths), sum(shard.size_bytes for shard in writer.index.shards)
+    for name, why in writer.damaged.items():
+        stage.event("ShardDamaged", f"{name} is made again: {why}", warning=True)
+    stage.pause_point()
+    target, checked = _load_checked(spec, stage, plan, layout, fresh=not writer.shards)
+    work = _write_shards(spec, stage, plan, target, writer)
+    files = writer.finish()
+    tokens = sum(plan.lengths)
     return Result(CaptureReport(
         rows=len(plan.rows), tokens=tokens,
         supervised_tokens=sum(row.num_tokens - row.num_prompt_tokens for row in plan.rows),
-        bytes=size, bytes_per_token=size / tokens, shards=len(writer.index.shards),
+        bytes=writer.size_bytes, bytes_per_token=writer.size_bytes / tokens, shards=len(writer.shards),
         layers=LayerChoice(aux_layers=choice.aux_layers, reason=choice.reason), hidden_size=layout.hidden_size,
-        codec=layout.codec, rows_cut=plan.rows_cut, rows_dropped=plan.rows_dropped, seconds=seconds,
-        tokens_per_s=num_new / seconds), writer.paths)
+        codec=layout.codec, final_state=layout.final_state, states_error=work.errors,
+        checked={str(one.layer): one.error for one in checked}, repaired_shards=tuple(work.repaired),
+        rows_cut=plan.rows_cut, rows_dropped=plan.rows_dropped, seconds=time.monotonic() - started,
+        tokens_per_s=work.tokens / work.seconds if work.seconds else 0.0,
+        prefill_tokens_per_s=work.tokens / work.prefill_s if work.prefill_s else 0.0), files)
+
+
+def _tell_codec(spec: CaptureSpec, layout: StoreLayout, stage: Stage) -> None:
+    chosen = layout.stored_as
+    if (chosen.codec, chosen.final_state) != (spec.codec, spec.final_state):
+        stage.event("CodecChosen", f"states are stored as {chosen.name}: capture.codec {spec.codec} with final_state "
+                                   f"{spec.final_state} does not fit capture.max_bytes {spec.max_bytes}", warning=True)
+
+
+def _load_checked(spec: CaptureStage, stage: Stage, plan: CapturePlan, layout: StoreLayout, *,
+                  fresh: bool) -> tuple[TargetModel, tuple[LayerAgreement, ...]]:
+    """The target, after its states were seen to agree with `transformers`; asked once per store."""
+    path = resolve(spec.target)
+    if not (fresh and spec.capture.check_rows):
+        return load_target(path, spec.target.dtype), ()
+    kept = _kept(read_rows(Path(spec.rows_dir) / ROWS), plan)
+    samples = [torch.tensor((row.prompt_ids + row.answer_ids)[:min(of.num_tokens, _CHECKED_TOKENS)])
+               for (of, row), _ in zip(kept, range(spec.capture.check_rows), strict=False)]
+    theirs = reference_states(path, spec.target.dtype, samples)  # first, and let go: two targets need not fit
+    stage.pause_point()
+    target = load_target(path, spec.target.dtype)
+    ours = [aux.cpu() for aux, _ in target.hidden_states(samples, layout.aux_layers)]
+    found = compare(ours, theirs, layout.aux_layers, spec.target.dtype)
+    worst, nearest = max(one.error for one in found), min(one.neighbour for one in found)
+    stage.event("LayersAgree", f"aux states of {len(samples)} rows agree with transformers to {worst:.1g}; "
+                               f"one layer off would be {nearest:.2g}")
+    return target, found
 
 
 def _write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: TargetModel,
-                  writer: FeatureWriter) -> int:
-    """Capture the shards that are not there yet; return the tokens captured now."""
+                  writer: FeatureWriter) -> _Work:
+    """Capture the shards that are not there yet, or damaged."""
     done = writer.num_rows
-    if writer.row_ids != [row.row_id for row in plan.rows[:done]]:
+    shards = list(plan_shards(plan.lengths, writer.layout, spec.capture.shard_size_bytes, plan.taught))
+    beyond = [number for number in writer.shards if number >= len(shards)]
+    if beyond:
         raise Conflict(f"{stage.out_dir} holds hidden states of other rows than {spec.rows_dir}",
                        "capture into an empty directory, or delete this one")
     if done:
         stage.event("Resumed", f"{done} of {len(plan.rows)} rows were captured before")
+    work, damaged = _Work(), set(writer.damaged)
     answered = _kept(read_rows(Path(spec.rows_dir) / ROWS), plan)
-    lengths = plan.lengths
-    total, resumed = sum(lengths), sum(lengths[:done])
-    captured = resumed
-    stage.progress(captured, total, "tokens")
-    for shard in plan_shards(lengths, writer.layout, spec.capture.shard_size_bytes):
+    total, began = sum(plan.lengths), time.monotonic()
+    passed = 0
+    stage.progress(0, total, "tokens")
+    for number, shard in enumerate(shards):
         rows = [next(answered) for _ in shard]
-        if shard.stop <= done:
+        if writer.holds(number, [row.row_id for row, _ in rows]):
+            passed += sum(row.num_tokens for row, _ in rows)
             continue
         features: list[FeatureRow] = []
         for batch in plan_batches([row.num_tokens for row, _ in rows], spec.capture.batch_tokens):
             stage.pause_point()
-            features += capture_rows(target, [rows[i] for i in batch], writer.layout)
-            captured += sum(rows[i][0].num_tokens for i in batch)
-            stage.progress(captured, total, "tokens")
-        writer.write_shard(features)
-    return captured - resumed
+            before = time.monotonic()
+            made = capture_rows(target, [rows[i] for i in batch], writer.layout)
+            work.prefill_s += time.monotonic() - before
+            work.errors = work.errors or _errors(made, writer.layout)
+            features += made
+            work.tokens += sum(rows[i][0].num_tokens for i in batch)
+            stage.progress(passed + work.tokens, total, "tokens")
+        record = writer.write_shard(features, number)
+        if record.name in damaged:
+            work.repaired.append(record.name)
+    work.seconds = time.monotonic() - began
+    return work
+
+
+def _errors(rows: Sequence[FeatureRow], layout: StoreLayout) -> dict[str, float]:
+    """What the codec changes, over the tokens of one pass."""
+    aux = torch.cat([row.aux for row in rows])
+    found = {str(layer): _mean(relative_error(aux[:, place], layout.codec))
+             for place, layer in enumerate(layout.aux_layers)}
+    if layout.final_state == "keep":
+        last = torch.cat([row.last[taught_positions(row.loss_mask)] for row in rows])
+        found["final"] = _mean(relative_error(last, final_codec(layout.codec)))
+    return found
+
+
+def _mean(errors: torch.Tensor) -> float:
+    return float(errors.square().mean().sqrt()) if errors.numel() else 0.0
 
 
 def _kept(rows: Iterator[AnsweredRow], plan: CapturePlan) -> Iterator[tuple[RowPlan, AnsweredRow]]:
@@ -180,4 +304,4 @@ def _check_rows_are_of(digest: str, rows_dir: Path, model: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(CaptureStage, capture))
+    sys.exit(run_program(CaptureStage, capture, is_whole=is_whole))

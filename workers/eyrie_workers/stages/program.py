@@ -3,7 +3,8 @@
 A stage's own file holds its work as a function `(spec, Stage) -> Result`; this room turns it into a program that is
 safe to kill at any line and to run again:
 
-- a manifest of the same spec already there: nothing to do, exit 0;
+- a manifest of the same spec already there: nothing to do, exit 0 (unless the stage knows how to see that its artifact
+  is damaged, and to mend it: then it does, and the manifest stays if the files are again what it says);
 - a manifest of another spec there: refused, because an artifact is immutable;
 - two programs in one directory: the second is refused (advisory lock, freed by the kernel when the holder dies);
 - SIGTERM or SIGINT: `stage.pause_point()` raises Interrupted at the next safe line, exit 143; run again, it goes on;
@@ -116,8 +117,12 @@ class Stage:
 SpecT = TypeVar("SpecT", bound=Frozen)
 
 
-def run_program(kind: type[SpecT], work: Callable[[SpecT, Stage], Result], argv: list[str] | None = None) -> int:
-    """Run one stage program and return its exit code (see the module's essay)."""
+def run_program(kind: type[SpecT], work: Callable[[SpecT, Stage], Result], argv: list[str] | None = None,
+                is_whole: Callable[[Path], bool] = lambda _: True) -> int:
+    """Run one stage program and return its exit code (see the module's essay).
+
+    is_whole   of a finished directory: whether its artifact still is what it was. Cheap: it is asked on every run.
+    """
     parser = argparse.ArgumentParser(description=(work.__doc__ or kind.__doc__ or "").strip())
     parser.add_argument("--spec", type=Path, required=True, help="JSON file: the stage's spec")
     parser.add_argument("--out", type=Path, required=True, help="manifest to write; its directory is the workplace")
@@ -137,7 +142,7 @@ def run_program(kind: type[SpecT], work: Callable[[SpecT, Stage], Result], argv:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise Conflict(f"another program works in {out_dir}", "wait for it, or cancel its job") from None
-            _run_locked(kind, work, arguments.spec, arguments.out.resolve(), stage)
+            _run_locked(kind, work, arguments.spec, arguments.out.resolve(), stage, is_whole)
         return 0
     except Interrupted:
         stage.event("Interrupted", "stopped on request; run again to go on from here", warning=True)
@@ -156,7 +161,7 @@ def run_program(kind: type[SpecT], work: Callable[[SpecT, Stage], Result], argv:
 
 
 def _run_locked(kind: type[SpecT], work: Callable[[SpecT, Stage], Result], spec_file: Path, out: Path,
-                stage: Stage) -> None:
+                stage: Stage, is_whole: Callable[[Path], bool]) -> None:
     try:
         spec = kind.model_validate_json(spec_file.read_text())
     except FileNotFoundError:
@@ -166,14 +171,18 @@ def _run_locked(kind: type[SpecT], work: Callable[[SpecT, Stage], Result], spec_
         raise InvalidInput(f"--spec {spec_file}: {'.'.join(map(str, first['loc']))}: {first['msg']} "
                            f"(got {first['input']!r})", f"see {kind.__name__} in eyrie_api.v1alpha1.stages") from error
     digest = digest_model(spec)
-    if out.exists():
-        if read_manifest(out).spec_digest == digest:
-            return
+    before = read_manifest(out) if out.exists() else None
+    if before is not None and before.spec_digest == digest and is_whole(stage.out_dir):
+        return
+    if before is not None and before.spec_digest != digest:
         raise Conflict(f"{out} was made from another spec", "give an empty directory, or delete the old output")
     started = _now()
     result = work(spec, stage)
     stage.pause_point()
+    files = list_files(stage.out_dir, result.files)
+    if before is not None and before.files == files:
+        return
     write_model(out, Manifest(
         stage=spec.stage, job_id=spec.job_id, candidate=getattr(spec, "candidate", None),  # type: ignore[attr-defined]
         spec_digest=digest, code_version=code_version(), started_at=started.isoformat(),
-        finished_at=_now().isoformat(), files=list_files(stage.out_dir, result.files), report=result.report))
+        finished_at=_now().isoformat(), files=files, report=result.report))

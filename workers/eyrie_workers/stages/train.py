@@ -38,10 +38,9 @@ from eyrie_workers.features.layout import INDEX
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.stages.program import Result, Stage, run_program
 from eyrie_workers.targets.config import TargetConfig, read_config
-from eyrie_workers.targets.loading import resolve, target_digest
+from eyrie_workers.targets.loading import resolve, special_token_ids, target_digest
 from eyrie_workers.training.evaluation import Evaluation, evaluate
 from eyrie_workers.training.loop import StepReport, Trainer
-from eyrie_workers.training.objective import join
 from eyrie_workers.training.packing import Schedule, checkpoint_steps, cut_evenly, split_held_out
 from eyrie_workers.training.state import load_state, save_state
 from eyrie_workers.training.unroll import PackedDocuments
@@ -70,8 +69,8 @@ def train(spec: TrainStage, stage: Stage) -> Result:
     objective = family.objective(drafter, ends, spec.train, max(lengths), dtype)
 
     def read(rows: Sequence[int]) -> PackedDocuments:
-        found = [store.row(row) for row in rows]
-        return join([(row.token_ids, row.loss_mask, row.aux, row.last) for row in found])
+        found = store.read(rows)
+        return PackedDocuments(found.token_ids, found.loss_mask, found.aux, found.last, found.lengths)
 
     trainer = Trainer(objective, schedule, spec.train, read)
     evaluation_rows = held_out or train_rows  # a single row has nothing to hold out; better its own curve than none
@@ -105,15 +104,6 @@ def fastest_dtype() -> torch.dtype:
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
-def special_token_ids(path: Path) -> list[int]:
-    """Ids of the tokens that `tokenizer.json` marks as special; empty without that file."""
-    file = path / "tokenizer.json"
-    if not file.is_file():
-        return []
-    added = json.loads(file.read_text()).get("added_tokens") or []
-    return [int(token["id"]) for token in added if token.get("special")]
-
-
 def _check_origin(store: FeatureStore, path: Path, spec: TrainStage) -> None:
     if store.layout.target_digest != target_digest(path):
         raise Conflict(f"the hidden states in {spec.store_dir} were captured from another target than "
@@ -125,8 +115,8 @@ def _check_origin(store: FeatureStore, path: Path, spec: TrainStage) -> None:
 def _build_vocabulary(spec: TrainStage, stage: Stage, store: FeatureStore, rows: Sequence[int], config: TargetConfig,
                       path: Path) -> tuple[DraftVocabulary, VocabularyReport]:
     counts = torch.zeros(config.vocab_size, dtype=torch.int64)
-    for row in map(store.row, rows):
-        counts += draft_vocabulary.count_tokens(row.token_ids, row.loss_mask, config.vocab_size)
+    for row in rows:
+        counts += draft_vocabulary.count_tokens(*store.tokens(row), config.vocab_size)
     if int(counts.sum()) == 0:
         raise NoUsableData(f"no row of {spec.store_dir} holds an answer token", "capture rows with answers")
     always = [*config.eos_token_ids, *special_token_ids(path)]

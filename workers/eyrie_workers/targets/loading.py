@@ -100,6 +100,15 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return weights
 
 
+def special_token_ids(path: Path) -> list[int]:
+    """Ids of the tokens that `tokenizer.json` marks as special; empty without that file."""
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        return []
+    added = json.loads(file.read_text()).get("added_tokens") or []
+    return [int(token["id"]) for token in added if token.get("special")]
+
+
 def target_digest(path: Path) -> str:
     """`sha256:<hex>` over everything that decides what the target answers: config, weights, tokenizer, template."""
     names = {file.name for file in weight_files(path)} | {

@@ -1,0 +1,74 @@
+"""Do our hidden states mean what everybody else's do? Asked of a few rows before hours are spent on many.
+
+A drafter trained on the states of the wrong layer trains well and is worth little when served: the loss cannot tell.
+So the states that capture is about to record are compared with `hidden_states` of `transformers`, computed by other
+code from the same files, index by index. The error to the right layer must be rounding; the error to its neighbours is
+told beside it, because a check that would pass for any layer is none.
+
+(The serving engine's own layers are compared by tests/sglang, round by round, and before a promotion by the parity gate
+of `measurement.parity`: an engine hands out text, and what it captured shows in what it accepts.)
+"""
+
+# T tokens of a row, A aux layers, H hidden
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eyrie_api.errors import Permanent
+
+# Two orders of summation through all layers: rounding grows with depth, the distance to a neighbour hardly does.
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
+
+
+class LayersDisagree(Permanent):
+    """Our forward pass does not compute what `transformers` does."""
+
+    reason = "LayersDisagree"
+
+
+@dataclass(frozen=True)
+class LayerAgreement:
+    """Relative distances |ours - theirs| / |theirs| over some rows."""
+
+    layer: int
+    error: float
+    neighbour: float
+    """To the nearer of the two layers beside it."""
+
+
+def reference_states(path: Path, dtype: str, token_ids: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Per row all `hidden_states` [T, H] of `transformers`, in float32. Loads the target and lets it go."""
+    import transformers  # here: importing it takes longer than a small capture
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=getattr(torch, dtype), local_files_only=True).eval()
+    with torch.inference_mode():
+        return [[state[0].float() for state in model(tokens[None], output_hidden_states=True).hidden_states]
+                for tokens in token_ids]
+
+
+def compare(ours: Sequence[Tensor], theirs: Sequence[Sequence[Tensor]], aux_layers: Sequence[int],
+            dtype: str) -> tuple[LayerAgreement, ...]:
+    """Compare aux states [T, A, H] of some rows with the reference's. Raises LayersDisagree naming the layers."""
+    found = []
+    for place, layer in enumerate(aux_layers):
+        mine = torch.cat([aux[:, place].float() for aux in ours])
+        beside = [one for one in (layer - 1, layer + 1) if 0 <= one < len(theirs[0])]
+        found.append(LayerAgreement(
+            layer, _distance(mine, theirs, layer), min(_distance(mine, theirs, one) for one in beside)))
+    wrong = [one for one in found if not one.error <= _TOLERANCE[dtype]]
+    if wrong:
+        told = ", ".join(f"layer {one.layer}: {one.error:.2g}" for one in wrong)
+        raise LayersDisagree(f"aux hidden states differ from those of transformers ({told}; {_TOLERANCE[dtype]:g} is "
+                             f"rounding in {dtype})", "report this target's config.json: its forward pass has "
+                             "something ours lacks; capture.check_rows 0 leaves the check out")
+    return tuple(found)
+
+
+def _distance(mine: Tensor, theirs: Sequence[Sequence[Tensor]], layer: int) -> float:
+    reference = torch.cat([row[layer] for row in theirs])
+    return float((mine - reference).norm() / reference.norm())
