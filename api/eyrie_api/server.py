@@ -6,9 +6,11 @@ than at the next tick.
 """
 
 import importlib.metadata
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
+from anyio import to_thread
 from fastapi import FastAPI
 from starlette.routing import Route
 
@@ -36,6 +38,17 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 
+_THREADS = 8
+"""In which handlers run; the framework would take 40. They wait for one interpreter and for fewer connections than that,
+and while they push each other about, streams and probes get no turn."""
+
+
+@asynccontextmanager
+async def _few_threads(_app: FastAPI) -> AsyncIterator[None]:
+    to_thread.current_default_thread_limiter().total_tokens = _THREADS
+    yield
+
+
 def create_app(settings: Settings, *, database: Database | None = None, wake: Callable[[], None] | None = None,
                checks: Mapping[str, Callable[[], bool]] | None = None,
                queues: Mapping[str, Callable[[], int]] | None = None) -> FastAPI:
@@ -49,7 +62,7 @@ def create_app(settings: Settings, *, database: Database | None = None, wake: Ca
     database = database or Database(settings.resolved_database_url)
     control = Control.over(settings, database, wake, checks, queues)
     app = FastAPI(title="Eyrie", version=importlib.metadata.version("eyrie"), description=DESCRIPTION,
-                  responses=_REFUSALS, redirect_slashes=False)
+                  responses=_REFUSALS, redirect_slashes=False, lifespan=_few_threads)
     app.state.control = control
     app.state.following = Following(database, settings.sse_poll_s)
     app.state.telemetry = operations.Telemetry(control)
