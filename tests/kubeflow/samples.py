@@ -15,13 +15,15 @@ from tests.kubeflow.interpreter import Pipeline
 IMAGE = "localhost/host:v1"
 
 
-def compiled(pipeline: Any) -> dict[str, Any]:
+def compiled(pipeline: Any, image: str = IMAGE) -> dict[str, Any]:
     """As a run carries it."""
     with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         path = Path(scratch) / "pipeline.yaml"
         compiler.Compiler().compile(pipeline, str(path))
         documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+    for executor in documents[0]["deploymentSpec"]["executors"].values():
+        executor["container"]["image"] = image
     return {"pipeline_spec": documents[0], "platform_spec": documents[1] if len(documents) > 1 else {}}
 
 
@@ -59,6 +61,24 @@ def plus(left: int, right: int) -> int:
 @box
 def step(after: str = "") -> str:
     return "done"
+
+
+@dsl.container_component
+def nap(seconds: int, said: dsl.OutputPath(str)) -> dsl.ContainerSpec:  # type: ignore[valid-type]
+    return dsl.ContainerSpec(image=IMAGE, command=["sh", "-c", 'sleep "$0" && printf rested > "$1"'],
+                             args=[seconds, said])
+
+
+@dsl.container_component
+def say(num_bytes: int, said: dsl.OutputPath(str)) -> dsl.ContainerSpec:  # type: ignore[valid-type]
+    """So many random letters."""
+    return dsl.ContainerSpec(image=IMAGE, command=["sh", "-c", 'head -c "$0" /dev/urandom | base64 -w0 > "$1"'],
+                             args=[num_bytes, said])
+
+
+@dsl.container_component
+def fail(words: str) -> dsl.ContainerSpec:
+    return dsl.ContainerSpec(image=IMAGE, command=["sh", "-c", 'echo "$0" >&2; exit 3'], args=[words])
 
 
 @dsl.container_component
@@ -119,6 +139,23 @@ def greeted(who: str, secret: str) -> None:
     kubernetes.set_image_pull_policy(task, "Never")
     kubernetes.set_image_pull_secrets(task, ["registry"])
     kubernetes.set_security_context(task, run_as_user=7)
+
+
+@dsl.pipeline(name="rested")
+def rested(seconds: int) -> str:
+    """A nap between two steps. It may be disturbed twice."""
+    task = nap(seconds=seconds).after(step())
+    task.set_retry(2, backoff_duration="0s")
+    return step(after=task.output).output  # type: ignore[no-any-return]
+
+
+@dsl.pipeline(name="doomed")
+def doomed() -> None:
+    """One fails, one says too much, one is well, and one would have come after the first."""
+    failed = fail(words="out of luck")
+    say(num_bytes=20_000)
+    nap(seconds=1)
+    step().after(failed)
 
 
 @dsl.pipeline(name="two-branches")
