@@ -39,8 +39,8 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 
 
 _THREADS = 8
-"""In which handlers run; the framework would take 40. They wait for one interpreter and for fewer connections than that,
-and while they push each other about, streams and probes get no turn."""
+"""In which handlers run; the framework would take 40. They wait for one interpreter and for fewer connections than
+that, and while they push each other about, streams and probes get no turn."""
 
 
 @asynccontextmanager
