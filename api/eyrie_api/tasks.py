@@ -52,6 +52,9 @@ log = logging.getLogger(__name__)
 _STOP_TIMEOUT_S = 15.0
 # A tick that nobody took for so many intervals is not worth taking: a newer one waits behind it.
 _TICKS_WORTH_TAKING = 30
+_ENOUGH_WAITS = 1000
+"""With so many messages waiting a tick adds none."""
+
 _GATHER_S = 0.05
 """What is promised within so long is dispatched together: one message instead of one for each job."""
 
@@ -137,6 +140,10 @@ def _add_chores(app: Celery, settings: Settings, database: Database, clock: Cloc
 
     @app.task(name="eyrie.reconcile_tick", shared=False)  # type: ignore[untyped-decorator]
     def reconcile_tick() -> None:
+        # Every job in every tick, whatever the workers manage, would be a pile that only grows: 1,000 jobs are 500
+        # messages a second.
+        if queue_length(app, chore_queue(settings)) >= _ENOUGH_WAITS:
+            return
         for job_id in jobs.unfinished():
             app.send_task("eyrie.advance_job", args=[job_id])
         if tend is not None:

@@ -248,3 +248,14 @@ def test_a_broker_that_is_away_is_told_without_its_password(rare: Settings) -> N
     with pytest.raises(BrokerAway) as caught:
         queue_length(make_celery(settings, print), chore_queue(settings))
     assert "sesame" not in str(caught.value)
+
+
+def test_a_tick_adds_nothing_to_a_queue_that_workers_do_not_keep_up_with(
+        rare: Settings, database: Database, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = rare.model_copy(update={"broker_url": redis.url})
+    app = make_celery(settings, print, database=database)
+    Jobs(database).submit(job_spec())
+    monkeypatch.setattr("eyrie_api.tasks._ENOUGH_WAITS", 2)
+    for expected in (1, 2, 2, 2):
+        app.tasks["eyrie.reconcile_tick"]()
+        assert queue_length(app, chore_queue(settings)) == expected
