@@ -1,11 +1,19 @@
-"""Everything a request handler may use, in one value: rows, settings, and how to wake the chores."""
+"""Everything a request handler may use, in one value: rows, settings, and how to wake the chores.
+
+A handler gets it as its caller may see it (`Here`): every repository in it has the request's scope, so that a route
+cannot read or change what is not its caller's by forgetting to ask.
+"""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from fastapi import Depends, Request
 
+from eyrie_api.access.audit import Audit
+from eyrie_api.access.issued import Keys
+from eyrie_api.access.projects import Projects
+from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.database import Database
 from eyrie_api.endpoints import Endpoints
 from eyrie_api.history import Histories
@@ -32,6 +40,10 @@ class Control:
     results: Results
     outbox: Outbox
     idempotency: Idempotency
+    keys: Keys
+    projects: Projects
+    audit: Audit
+    scope: Scope = SYSTEM
     wake: Callable[[], None] = _nothing
     checks: Mapping[str, Callable[[], bool]] = field(default_factory=dict)
     """Named readiness checks beyond the database."""
@@ -46,13 +58,22 @@ class Control:
         """The control plane over one database."""
         idempotency = Idempotency(database, settings.idempotency_ttl_s)
         return cls(settings, database, Jobs(database, idempotency=idempotency), Endpoints(database),
-                   Histories(database), Results(database), Outbox(database), idempotency, wake or _nothing,
-                   checks or {}, queues or {})
+                   Histories(database), Results(database), Outbox(database), idempotency, Keys(database),
+                   Projects(database), Audit(database), SYSTEM, wake or _nothing, checks or {}, queues or {})
+
+    def within(self, scope: Scope) -> "Control":
+        """The same, as `scope` sees it."""
+        database = self.database
+        return replace(
+            self, scope=scope, jobs=Jobs(database, idempotency=self.idempotency, scope=scope),
+            endpoints=Endpoints(database, scope=scope), histories=Histories(database, scope=scope),
+            results=Results(database, scope=scope), keys=Keys(database, scope=scope),
+            projects=Projects(database, scope=scope), audit=Audit(database, scope=scope))
 
 
-def _of(request: Request) -> Control:
+async def _of(request: Request) -> Control:
     control: Control = request.app.state.control
-    return control
+    return control.within(request.state.access)
 
 
 Here = Annotated[Control, Depends(_of)]

@@ -12,8 +12,11 @@ PostgreSQL needs one thing said: `reading()` asks for REPEATABLE READ, READ ONLY
 statement a snapshot of its own. Writers take turns by the rows they hold (`SELECT ... FOR UPDATE`), not by one lock.
 
 Upserts are UPDATE, then INSERT in a savepoint, then UPDATE again: three portable statements instead of one dialect's.
-Only `jobs`, `endpoints`, `history`, `results`, `ingest`, `outbox` and `idempotency` open sessions. The tables are made
-by `eyrie_api.migrations`.
+Only `jobs`, `endpoints`, `history`, `results`, `ingest`, `outbox`, `idempotency`, `webhooks` and `access` open
+sessions. The tables are made by `eyrie_api.migrations`.
+
+A job belongs to a project, and what hangs on a job (labels, stages, events, metrics, results) is reached through it and
+carries no project of its own; so it is with an endpoint, its revisions and its history, through the name.
 """
 
 from collections.abc import Iterator, Mapping
@@ -105,7 +108,9 @@ class JobRow(Base):
     updated_at: Mapped[datetime]
     lease_owner: Mapped[str | None] = mapped_column(String(255))
     lease_until: Mapped[datetime | None]
-    __table_args__ = (Index("ix_jobs_created_at_id", "created_at", "id"),)
+    project: Mapped[str] = mapped_column(String(63), server_default="default")
+    __table_args__ = (Index("ix_jobs_created_at_id", "created_at", "id"),
+                      Index("ix_jobs_project_created_at_id", "project", "created_at", "id"))
 
 
 class LabelRow(Base):
@@ -271,6 +276,111 @@ class HistoryRow(Base):
     once: Mapped[str | None] = mapped_column(String(255))
     __table_args__ = (Index("ix_history_endpoint_id", "endpoint", "id"),
                       UniqueConstraint("endpoint", "once"), {"sqlite_autoincrement": True})
+
+
+class EndpointNameRow(Base):
+    """Whose an endpoint's name is: taken by the first job or promotion that speaks of it, for good. A name without a
+    row belongs to the project `default`."""
+
+    __tablename__ = "endpoint_names"
+    name: Mapped[str] = mapped_column(String(63), primary_key=True)
+    project: Mapped[str] = mapped_column(String(63), index=True)
+    claimed_at: Mapped[datetime]
+
+
+class ProjectRow(Base):
+    """A project and what it may use; an empty limit is none."""
+
+    __tablename__ = "projects"
+    name: Mapped[str] = mapped_column(String(63), primary_key=True)
+    description: Mapped[str] = mapped_column(String(255))
+    max_jobs: Mapped[int | None]
+    max_endpoints: Mapped[int | None]
+    requests_per_minute: Mapped[int | None]
+    created_at: Mapped[datetime]
+
+
+class ApiKeyRow(Base):
+    """What is kept of an API key. Without a project it is for all of them."""
+
+    __tablename__ = "api_keys"
+    id: Mapped[str] = mapped_column(String(12), primary_key=True)
+    name: Mapped[str] = mapped_column(String(63))
+    secret_sha256: Mapped[str] = mapped_column(String(64))
+    project: Mapped[str | None] = mapped_column(ForeignKey("projects.name"), index=True)
+    role: Mapped[str] = mapped_column(String(16))
+    scopes: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
+    created_by: Mapped[str] = mapped_column(String(512))
+    created_at: Mapped[datetime]
+    expires_at: Mapped[datetime | None]
+    revoked_at: Mapped[datetime | None]
+    last_used_at: Mapped[datetime | None]
+
+
+class MembershipRow(Base):
+    """The role that a subject or a group of an OIDC issuer has in a project."""
+
+    __tablename__ = "memberships"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    project: Mapped[str] = mapped_column(ForeignKey("projects.name"))
+    issuer: Mapped[str] = mapped_column(String(255))
+    kind: Mapped[str] = mapped_column(String(8))
+    value: Mapped[str] = mapped_column(String(255))
+    role: Mapped[str] = mapped_column(String(16))
+    created_at: Mapped[datetime]
+    __table_args__ = (UniqueConstraint("project", "issuer", "kind", "value"),
+                      Index("ix_memberships_issuer_kind_value", "issuer", "kind", "value"),
+                      {"sqlite_autoincrement": True})
+
+
+class AuditRow(Base):
+    """One thing somebody did or was refused. A trigger keeps rows from being changed or deleted."""
+
+    __tablename__ = "audit"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    time: Mapped[datetime]
+    actor: Mapped[str] = mapped_column(String(512))
+    verb: Mapped[str] = mapped_column(String(63))
+    object: Mapped[str] = mapped_column(String(512))
+    project: Mapped[str | None] = mapped_column(String(63))
+    outcome: Mapped[str] = mapped_column(String(63))
+    request_id: Mapped[str] = mapped_column(String(64))
+    __table_args__ = (Index("ix_audit_project_id", "project", "id"), {"sqlite_autoincrement": True})
+
+
+class WebhookRow(Base):
+    """Where a project's events are posted. The secret is kept as it is: signing needs it. Whoever reads the database
+    can forge a delivery with it, and do nothing to Eyrie."""
+
+    __tablename__ = "webhooks"
+    id: Mapped[str] = mapped_column(String(16), primary_key=True)
+    project: Mapped[str] = mapped_column(ForeignKey("projects.name"), index=True)
+    url: Mapped[str] = mapped_column(String(2048))
+    events: Mapped[list[Any]]
+    secret: Mapped[str] = mapped_column(String(63))
+    failures: Mapped[int]
+    disabled_reason: Mapped[str | None] = mapped_column(String(255))
+    created_by: Mapped[str] = mapped_column(String(512))
+    created_at: Mapped[datetime]
+
+
+class DeliveryRow(Base):
+    """One event on its way to one webhook."""
+
+    __tablename__ = "deliveries"
+    id: Mapped[str] = mapped_column(String(16), primary_key=True)
+    webhook_id: Mapped[str] = mapped_column(ForeignKey("webhooks.id", ondelete="CASCADE"))
+    event: Mapped[str] = mapped_column(String(32))
+    body: Mapped[str] = mapped_column(Text)
+    state: Mapped[str] = mapped_column(String(16))
+    attempts: Mapped[int]
+    next_at: Mapped[datetime | None]
+    status: Mapped[int | None]
+    error: Mapped[str | None] = mapped_column(String(255))
+    created_at: Mapped[datetime]
+    ended_at: Mapped[datetime | None]
+    __table_args__ = (Index("ix_deliveries_webhook_id_created_at", "webhook_id", "created_at"),
+                      Index("ix_deliveries_state_next_at", "state", "next_at"))
 
 
 class Database:

@@ -6,7 +6,8 @@ to roll back to before the first drafter was ever promoted. Nothing here starts 
 Whoever tends the endpoint brings the candidate up beside the active engine, gives it a share of the requests (`canary`)
 and says how that went: `activate` or `reject`. Until then the active revision keeps serving.
 
-Every change writes what it did into the endpoint's history (`eyrie_api.history`) in the same transaction.
+Every change writes what it did into the endpoint's history (`eyrie_api.history`) in the same transaction. An endpoint
+is in the project its name belongs to (`eyrie_api.names`).
 """
 
 from collections.abc import Mapping
@@ -16,12 +17,15 @@ from typing import Literal
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from eyrie_api import names
+from eyrie_api.access.scope import DEFAULT_PROJECT, SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
-from eyrie_api.database import Database, EndpointRow, RevisionRow
+from eyrie_api.database import Database, EndpointRow, JobRow, RevisionRow
 from eyrie_api.errors import Conflict, NotFound
 from eyrie_api.history import tell
 from eyrie_api.outbox import promise
 from eyrie_api.rows import render_endpoint, render_revision
+from eyrie_api.v1alpha1.access import Action
 from eyrie_api.v1alpha1.history import Actor
 from eyrie_api.v1alpha1.job import DraftTreeShape, ServeSpec, TargetSpec
 from eyrie_api.v1alpha1.status import Condition, Endpoint, EndpointList, Revision
@@ -37,19 +41,24 @@ class Serving:
 
 
 class Endpoints:
-    """Endpoint rows of one database."""
+    """Endpoint rows of one database, as `scope` sees them."""
 
-    def __init__(self, database: Database, clock: Clock = utc_now) -> None:
-        self._database, self._clock = database, clock
+    def __init__(self, database: Database, clock: Clock = utc_now, scope: Scope = SYSTEM) -> None:
+        self._database, self._clock, self._scope = database, clock, scope
 
-    def create(self, name: str, target: TargetSpec, serve: ServeSpec, model: str) -> Endpoint:
+    def create(self, name: str, target: TargetSpec, serve: ServeSpec, model: str,
+               project: str | None = None) -> Endpoint:
         """Make the endpoint with the bare target as its first candidate, or find it.
 
         The serving section of the job that promoted last holds from the next engine on, but for the port, which is
-        kept. Raises Conflict when it exists for another target: a URL must not change its model under its users.
+        kept. Raises Conflict when it exists for another target: a URL must not change its model under its users; and
+        when its name belongs to another project. Without a `project` it is the one the name belongs to.
         """
         now = self._clock()
         with self._database.writing() as session:
+            owner = names.owner(session, name) or project or self._scope.home("endpoints:write")
+            self._scope.check("endpoints:write", owner, _missing(name))
+            names.claim(session, name, project or owner, self._clock)
             row = session.get(EndpointRow, name)
             if row is None:
                 row = EndpointRow(
@@ -64,6 +73,7 @@ class Endpoints:
                                         state="proposed", rejected_reason=None))
                 promise(session, "tend_endpoint", name, self._clock)
                 tell(session, self._clock, name, "created", "Created", f"serves {target.model}", revision=1)
+                self._scope.note(session, self._clock, "endpoint.create", f"endpoint/{name}", owner)
             elif row.target != target.model_dump(mode="json"):
                 raise Conflict(f"endpoint {name!r} serves target {row.target['model']!r}, not {target.model!r}",
                                "give serve.endpoint another name")
@@ -75,18 +85,19 @@ class Endpoints:
     def get(self, name: str) -> Endpoint:
         """One endpoint. Raises NotFound."""
         with self._database.reading() as session:
-            return self._render(session, _find(session, name))
+            return self._render(session, self._find(session, name))
 
     def list(self) -> EndpointList:
         """All endpoints, by name."""
+        seen = names.seen(EndpointRow.name, self._scope, "endpoints:read")
         with self._database.reading() as session:
-            rows = session.scalars(select(EndpointRow).order_by(EndpointRow.name)).all()
+            rows = session.scalars(select(EndpointRow).where(seen).order_by(EndpointRow.name)).all()
             return EndpointList(items=tuple(self._render(session, row) for row in rows))
 
     def serving(self, name: str) -> Serving:
         """Target and serving section the endpoint was made with. Raises NotFound."""
         with self._database.reading() as session:
-            row = _find(session, name)
+            row = self._find(session, name)
             return Serving(TargetSpec.model_validate(row.target), ServeSpec.model_validate(row.serve))
 
     def propose(self, name: str, *, job_id: str | None, checkpoint: str | None, tree: DraftTreeShape | None = None,
@@ -100,7 +111,9 @@ class Endpoints:
         use = use or _use(drafter_dir, tree)
         told = use.model_dump(mode="json")
         with self._database.writing() as session:
-            row = _find(session, name, hold=True)
+            row = self._hold(session, name)
+            self._check_job(session, row, job_id)
+            self._note(session, "endpoint.promote", name)
             for number in (row.candidate_revision, row.active_revision):
                 same = None if number is None else session.get(RevisionRow, (name, number))
                 if same is not None and same.use == told:
@@ -124,7 +137,8 @@ class Endpoints:
         Raises Conflict when there is none before, and NotFound when the revision named does not exist.
         """
         with self._database.writing() as session:
-            row = _find(session, name, hold=True)
+            row = self._hold(session, name)
+            self._note(session, "endpoint.rollback", name)
             back = _earlier(session, row) if revision is None else session.get(RevisionRow, (name, revision))
             if back is None:
                 raise NotFound(f"endpoint {name!r} has no revision {revision}", "get the endpoint to see them")
@@ -139,7 +153,8 @@ class Endpoints:
     def set_desired(self, name: str, desired: Literal["on", "off"], *, actor: Actor = "person") -> Endpoint:
         """Switch it `on` or `off`; off keeps name, URL and history."""
         with self._database.writing() as session:
-            row = _find(session, name, hold=True)
+            row = self._hold(session, name)
+            self._note(session, f"endpoint.{desired}", name)
             if row.desired != desired:
                 tell(session, self._clock, name, desired, "SwitchedOn" if desired == "on" else "SwitchedOff",
                      "asked for", revision=row.active_revision, actor=actor)
@@ -152,7 +167,7 @@ class Endpoints:
     def canary(self, name: str, number: int, share: float) -> Endpoint:
         """The candidate `number` is given that share of the requests."""
         with self._database.writing() as session:
-            row = _find(session, name, hold=True)
+            row = self._hold(session, name)
             revision = session.get(RevisionRow, (name, number))
             if revision is not None:
                 revision.state = "canary"
@@ -164,7 +179,7 @@ class Endpoints:
                  figures: Mapping[str, float | None] | None = None) -> Endpoint:
         """The candidate `number` is healthy and serves now; `figures` are what its canary showed."""
         with self._database.writing() as session:
-            row = _find(session, name, hold=True)
+            row = self._hold(session, name)
             revision = session.get(RevisionRow, (name, number))
             if revision is None:
                 raise NotFound(f"endpoint {name!r} has no revision {number}", "propose it first")
@@ -186,7 +201,7 @@ class Endpoints:
         """The candidate `number` did not become healthy, failed requests, or accepted too little: the active one
         stays. `reason` is a CamelCase word."""
         with self._database.writing() as session:
-            row = _find(session, name, hold=True)
+            row = self._hold(session, name)
             revision, active = (self._revision(session, row, one) for one in (number, row.active_revision))
             if revision is not None:
                 revision.state, revision.rejected_reason = "rejected", f"{reason}: {message}"
@@ -203,11 +218,34 @@ class Endpoints:
     def observe(self, name: str, *, url: str | None = None, conditions: tuple[Condition, ...] | None = None) -> None:
         """Store the URL or conditions seen. Raises NotFound."""
         with self._database.writing() as session:
-            row = _find(session, name, hold=True)
+            row = self._hold(session, name)
             row.url = url or row.url
             if conditions is not None:
                 row.conditions = [one.model_dump(mode="json") for one in conditions]
             row.updated_at = self._clock()
+
+    def _find(self, session: Session, name: str, action: Action = "endpoints:read", *,
+              hold: bool = False) -> EndpointRow:
+        """The row, if it is there for this scope. Raises NotFound, or Forbidden."""
+        row = session.get(EndpointRow, name, with_for_update=hold or None)
+        if row is None:
+            raise _missing(name)
+        if not self._scope.is_system:
+            self._scope.check(action, names.owner(session, name), _missing(name))
+        return row
+
+    def _hold(self, session: Session, name: str) -> EndpointRow:
+        return self._find(session, name, "endpoints:write", hold=True)
+
+    def _note(self, session: Session, verb: str, name: str) -> None:
+        self._scope.note(session, self._clock, verb, f"endpoint/{name}", names.owner(session, name))
+
+    def _check_job(self, session: Session, row: EndpointRow, job_id: str | None) -> None:
+        """A drafter never crosses from one project to another's endpoint. Raises Conflict."""
+        job = None if job_id is None else session.get(JobRow, job_id)
+        if job is not None and job.project != (names.owner(session, row.name) or DEFAULT_PROJECT):
+            raise Conflict(f"job {job_id} and endpoint {row.name!r} are in different projects",
+                           "promote a job of the endpoint's own project")
 
     def _aim(self, session: Session, row: EndpointRow, revision: RevisionRow) -> None:
         waiting = self._revision(session, row, row.candidate_revision)
@@ -232,11 +270,8 @@ class Endpoints:
         return render_endpoint(row, session.scalars(select(RevisionRow).where(RevisionRow.endpoint == row.name)))
 
 
-def _find(session: Session, name: str, *, hold: bool = False) -> EndpointRow:
-    row = session.get(EndpointRow, name, with_for_update=hold or None)
-    if row is None:
-        raise NotFound(f"no endpoint {name!r}", "list the endpoints; one is made when a job first promotes to it")
-    return row
+def _missing(name: str) -> NotFound:
+    return NotFound(f"no endpoint {name!r}", "list the endpoints; one is made when a job first promotes to it")
 
 
 def _earlier(session: Session, row: EndpointRow) -> RevisionRow:

@@ -12,6 +12,8 @@ from typing import Any
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
+from eyrie_api import names
+from eyrie_api.access.scope import DEFAULT_PROJECT, SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import Database, EndpointRow, HistoryRow
 from eyrie_api.errors import InvalidInput, NotFound
@@ -57,10 +59,10 @@ def tell(session: Session, clock: Clock, endpoint: str, kind: HistoryKind, reaso
 
 
 class Histories:
-    """History rows of one database."""
+    """History rows of one database, as `scope` sees them."""
 
-    def __init__(self, database: Database, clock: Clock = utc_now) -> None:
-        self._database, self._clock = database, clock
+    def __init__(self, database: Database, clock: Clock = utc_now, scope: Scope = SYSTEM) -> None:
+        self._database, self._clock, self._scope = database, clock, scope
 
     def read(self, endpoint: str, *, limit: int = 200, before: int | None = None,
              kind: HistoryKind | None = None) -> History:
@@ -71,10 +73,13 @@ class Histories:
         query = query if before is None else query.where(HistoryRow.id < before)
         query = query if kind is None else query.where(HistoryRow.kind == kind)
         with self._database.reading() as session:
+            project = names.owner(session, endpoint) or DEFAULT_PROJECT
+            absent = NotFound(f"no endpoint {endpoint!r}, and nothing was ever decided for one",
+                              "list the endpoints; one is made when a job first promotes to it")
+            self._scope.check("endpoints:read", project, absent)
             rows = session.scalars(query.order_by(HistoryRow.id.desc()).limit(limit + 1)).all()
             if not rows and session.get(EndpointRow, endpoint) is None and not _known(session, endpoint):
-                raise NotFound(f"no endpoint {endpoint!r}, and nothing was ever decided for one",
-                               "list the endpoints; one is made when a job first promotes to it")
+                raise absent
             items = tuple(render_history(row) for row in reversed(rows[:limit]))
         return History(items=items, next_before=items[0].id if len(rows) > limit else None)
 

@@ -3,7 +3,8 @@
 The first request claims the key in a transaction of its own; the claim is completed in the *same* transaction as the
 change (`complete`), so a crash leaves either both or neither. A second request with the same body gets the first one's
 answer; with another body it is refused (422); while the first is still in flight it is told so (409). A claim that was
-never completed, because its process died, is free again after a minute.
+never completed, because its process died, is free again after a minute. Two projects may use the same key: a route is
+kept with the project it was called in, and without for `default`.
 """
 
 from contextlib import suppress
@@ -15,6 +16,7 @@ from sqlalchemy import delete, insert
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
+from eyrie_api.access.scope import DEFAULT_PROJECT
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import Database, IdempotencyRow, rowcount, upsert
 from eyrie_api.errors import Conflict, InvalidInput
@@ -33,6 +35,11 @@ class RequestInFlight(Conflict):
     """The first request with this key has not been answered yet."""
 
     reason = "RequestInFlight"
+
+
+def route_within(project: str, route: str) -> str:
+    """The route as it is kept."""
+    return route if project == DEFAULT_PROJECT else f"{project}:{route}"
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@ Three groups of verbs:
   `save_status` is refused once it has lost the lease: a late write by a stale driver would undo the new one's.
 
 Nothing here is decided by `phase`; a job is over when a condition says so.
+
+A user's verbs and all reading go by the scope the value was made with (`access.scope`); drivers and observers are the
+control plane itself.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +25,8 @@ from pydantic import JsonValue
 from sqlalchemy import Select, and_, exists, func, or_, select, update
 from sqlalchemy.orm import Session
 
+from eyrie_api import names
+from eyrie_api.access.scope import DEFAULT_PROJECT, SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import (
     Database,
@@ -48,6 +53,7 @@ from eyrie_api.rows import (
     render_job,
     stage_values,
 )
+from eyrie_api.v1alpha1.access import Action
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_api.v1alpha1.status import (
@@ -102,20 +108,24 @@ class Metric:
 
 
 class Jobs:
-    """Job rows of one database. `clock` stamps every change."""
+    """Job rows of one database, as `scope` sees them. `clock` stamps every change."""
 
-    def __init__(self, database: Database, clock: Clock = utc_now, idempotency: Idempotency | None = None) -> None:
-        self.database, self._clock = database, clock
+    def __init__(self, database: Database, clock: Clock = utc_now, idempotency: Idempotency | None = None,
+                 scope: Scope = SYSTEM) -> None:
+        self.database, self._clock, self._scope = database, clock, scope
         self._idempotency = idempotency
 
     # A user's verbs.
 
-    def submit(self, spec: JobSpec, claim: Claim | None = None) -> Job:
+    def submit(self, spec: JobSpec, claim: Claim | None = None, project: str | None = None) -> Job:
         """Accept a job: its row, its first event and the chore that starts it, in one transaction.
 
-        With a `claim`, the answer is kept for its Idempotency-Key in that same transaction.
+        With a `claim`, the answer is kept for its Idempotency-Key in that same transaction. Without a `project` it is
+        the scope's; for the control plane itself, which goes on with what somebody began, that of the endpoint's name.
+        Raises Conflict when the name belongs to another project.
         """
         now = self._clock()
+        asked = project or (None if self._scope.is_system else self._scope.home("jobs:write"))
         accepted = Condition(type="Accepted", status="True", reason="JobAccepted", message="the spec is valid",
                              last_transition_time=now)
         status = JobStatus(conditions=(accepted,))
@@ -125,11 +135,14 @@ class Jobs:
             cancel_requested=False, delete_requested=False, created_at=now, updated_at=now, lease_owner=None,
             lease_until=None)
         with self.database.writing() as session:
+            row.project = asked or names.owner(session, spec.serve.endpoint) or DEFAULT_PROJECT
+            names.claim(session, spec.serve.endpoint, row.project, self._clock)
             session.add(row)
             session.flush()
             session.add_all(LabelRow(job_id=row.id, key=key, value=value) for key, value in spec.labels.items())
             self._note(session, row.id, "Accepted", f"job {spec.name or row.id} accepted")
             promise(session, "advance_job", row.id, self._clock)
+            self._scope.note(session, self._clock, "job.create", f"job/{row.id}", row.project)
             job = render_job(row, ())
             if claim is not None and self._idempotency is not None:
                 self._idempotency.complete(session, claim, 202, job.model_dump(mode="json"))
@@ -138,13 +151,18 @@ class Jobs:
     def get(self, job_id: str) -> Job:
         """One job. Raises NotFound."""
         with self.database.reading() as session:
-            return self._render(session, _find(session, job_id))
+            return self._render(session, self._find(session, job_id))
+
+    def project_of(self, job_id: str) -> str:
+        """The project a job is in. Raises NotFound."""
+        with self.database.reading() as session:
+            return self._find(session, job_id).project
 
     def list(self, wanted: JobFilter | None = None, *, limit: int = 50, cursor: str | None = None) -> JobList:
         """One page of jobs, newest first. Raises InvalidInput for a limit or cursor that is wrong."""
         if not 1 <= limit <= MAX_PAGE:
             raise InvalidInput(f"limit {limit} is out of range", f"ask for 1 to {MAX_PAGE} jobs at a time")
-        query = _filtered(wanted or JobFilter())
+        query = _filtered(wanted or JobFilter()).where(self._scope.sees(JobRow.project, "jobs:read"))
         if cursor is not None:
             when, job_id = decode_cursor(cursor)
             query = query.where(or_(JobRow.created_at < when, and_(JobRow.created_at == when, JobRow.id < job_id)))
@@ -164,11 +182,12 @@ class Jobs:
     def cancel(self, job_id: str) -> Job:
         """Ask for a job to be stopped; asking again is harmless. Raises Conflict when it has ended otherwise."""
         with self.database.writing() as session:
-            row = _hold(session, job_id)
+            row = self._hold(session, job_id, "jobs:write")
             if row.ended and row.phase != "Cancelled":
                 raise Conflict(f"job {job_id} has already ended: {row.phase}", "delete it, or retry it if it failed")
             if not row.ended and not row.cancel_requested:
                 self._request_cancel(session, row)
+            self._scope.note(session, self._clock, "job.cancel", f"job/{job_id}", row.project)
             return self._render(session, row)
 
     def retry(self, job_id: str) -> Job:
@@ -177,7 +196,7 @@ class Jobs:
         Raises Conflict when the job has not ended, has succeeded, or is being deleted.
         """
         with self.database.writing() as session:
-            row = _hold(session, job_id)
+            row = self._hold(session, job_id, "jobs:write")
             if row.delete_requested:
                 raise Conflict(f"job {job_id} is being deleted", "submit it anew")
             if not row.ended:
@@ -197,6 +216,7 @@ class Jobs:
                 StageRow.job_id == job_id, StageRow.state.in_(("Failed", "Cancelled", "Running")),
             ).values(state="Pending", progress=None, reason=None, message=None, mend=None, finished_at=None))
             self._note(session, job_id, "Retried", f"attempt {row.attempt}: going on from the last finished stage")
+            self._scope.note(session, self._clock, "job.retry", f"job/{job_id}", row.project)
             promise(session, "advance_job", job_id, self._clock)
             session.flush()
             return self._render(session, row)
@@ -208,7 +228,7 @@ class Jobs:
         Conflict while an endpoint serves, or is about to serve, a drafter of this job.
         """
         with self.database.writing() as session:
-            row = _hold(session, job_id)
+            row = self._hold(session, job_id, "jobs:write")
             serving = session.scalars(select(RevisionRow.endpoint).join(
                 EndpointRow, EndpointRow.name == RevisionRow.endpoint).where(
                 RevisionRow.job_id == job_id,
@@ -217,6 +237,7 @@ class Jobs:
             if serving is not None:
                 raise Conflict(f"endpoint {serving!r} serves a drafter of job {job_id}",
                                "promote another job's drafter or roll the endpoint back first")
+            self._scope.note(session, self._clock, "job.delete", f"job/{job_id}", row.project)
             if row.ended:
                 session.delete(row)
                 promise(session, "remove_files", job_id, self._clock)
@@ -239,7 +260,7 @@ class Jobs:
     def intent(self, job_id: str) -> Intent:
         """What the user wants beyond the spec. Raises NotFound."""
         with self.database.reading() as session:
-            row = _find(session, job_id)
+            row = self._find(session, job_id)
             return Intent(row.attempt, row.generation, row.cancel_requested, row.delete_requested)
 
     def take_lease(self, job_id: str, owner: str, ttl_s: float) -> bool:
@@ -292,7 +313,7 @@ class Jobs:
         """
         now = self._clock()
         with self.database.writing() as session:
-            row = _hold(session, job_id)
+            row = self._hold(session, job_id)
             if owner is not None and (row.lease_owner != owner or row.lease_until is None or row.lease_until < now):
                 raise LeaseLost(f"job {job_id} is no longer driven by {owner}", "leave it to its new driver")
             row.status = status.model_copy(update={"stages": ()}).model_dump(mode="json")
@@ -304,7 +325,7 @@ class Jobs:
     def set_stage(self, job_id: str, stage: StageStatus) -> None:
         """Store one box of the pipeline. Progress left out stays as it was. Raises NotFound."""
         with self.database.writing() as session:
-            _hold(session, job_id)
+            self._hold(session, job_id)
             _put_stage(session, job_id, stage)
 
     def record_event(self, job_id: str, reason: str, message: str, *, type: Literal["Normal", "Warning"] = "Normal",
@@ -312,7 +333,7 @@ class Jobs:
                      data: Mapping[str, JsonValue] | None = None) -> Event:
         """Append an event. Raises NotFound."""
         with self.database.writing() as session:
-            _hold(session, job_id)
+            self._hold(session, job_id)
             row = self._note(session, job_id, reason, message, type=type, stage=stage, key=key, data=data)
             session.flush()
             return render_event(row)
@@ -320,7 +341,7 @@ class Jobs:
     def record_metrics(self, job_id: str, stage: StageName, key: str, points: Iterable[Metric]) -> None:
         """Record points of series; a point recorded again is replaced."""
         with self.database.writing() as session:
-            _hold(session, job_id)
+            self._hold(session, job_id)
             for point in points:
                 put_metric(session, job_id, stage, key, point)
 
@@ -328,7 +349,7 @@ class Jobs:
         """Events of a job with an id above `after`, in order. Raises NotFound."""
         query = select(EventRow).where(EventRow.job_id == job_id, EventRow.id > after).order_by(EventRow.id)
         with self.database.reading() as session:
-            _find(session, job_id)
+            self._find(session, job_id)
             return tuple(render_event(row) for row in session.scalars(query.limit(limit)))
 
     def count_events(self) -> int:
@@ -345,7 +366,7 @@ class Jobs:
         query = query.order_by(MetricRow.stage, MetricRow.key, MetricRow.name, MetricRow.step)
         series: dict[tuple[str, str, str], list[MetricPoint]] = {}
         with self.database.reading() as session:
-            _find(session, job_id)
+            self._find(session, job_id)
             for row in session.scalars(query):
                 point = MetricPoint(step=row.step, time=row.time, value=row.value)
                 series.setdefault((row.stage, row.key, row.name), []).append(point)
@@ -370,27 +391,24 @@ class Jobs:
         session.add(row)
         return row
 
+    def _find(self, session: Session, job_id: str, action: Action = "jobs:read", *, hold: bool = False) -> JobRow:
+        """The row, if it is there for this scope. Raises NotFound, or Forbidden."""
+        row, absent = session.get(JobRow, job_id, with_for_update=hold or None), _missing(job_id)
+        if row is None:
+            raise absent
+        self._scope.check(action, row.project, absent)
+        return row
+
+    def _hold(self, session: Session, job_id: str, action: Action = "jobs:read") -> JobRow:
+        """The row, locked until the transaction ends where the database has row locks (SQLite locks the whole file).
+
+        Every writer of a job takes turns by it: what was read stays true until it is written, and events become visible
+        in the order of their ids, so that a stream behind the last id misses none.
+        """
+        return self._find(session, job_id, action, hold=True)
+
     def _render(self, session: Session, row: JobRow) -> Job:
         return render_job(row, session.scalars(select(StageRow).where(StageRow.job_id == row.id)))
-
-
-def _find(session: Session, job_id: str) -> JobRow:
-    row = session.get(JobRow, job_id)
-    if row is None:
-        raise _missing(job_id)
-    return row
-
-
-def _hold(session: Session, job_id: str) -> JobRow:
-    """The row, locked until the transaction ends where the database has row locks (SQLite locks the whole file).
-
-    Every writer of a job takes turns by it: what was read stays true until it is written, and events become visible in
-    the order of their ids, so that a stream behind the last id misses none.
-    """
-    row = session.get(JobRow, job_id, with_for_update=True)
-    if row is None:
-        raise _missing(job_id)
-    return row
 
 
 def _missing(job_id: str) -> NotFound:

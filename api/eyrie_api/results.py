@@ -1,15 +1,17 @@
 """Measured checkpoints as rows: what the leaderboard ranks and promotion looks up.
 
 A benchmark report is kept whole; the columns beside it are for filters. Recording it again replaces it, so a benchmark
-that was repeated after a crash does not appear twice. Ranking itself is pure and lives in `eyrie_api.leaderboard`.
+that was repeated after a crash does not appear twice. A result is seen by whoever sees its job. Ranking itself is pure
+and lives in `eyrie_api.leaderboard`.
 """
 
 from dataclasses import dataclass
 
 from sqlalchemy import select
 
+from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
-from eyrie_api.database import Database, ResultRow, upsert
+from eyrie_api.database import Database, JobRow, ResultRow, upsert
 from eyrie_api.errors import NotFound
 from eyrie_api.leaderboard import Measured, mean_speedup, rank, select_best
 from eyrie_api.v1alpha1.reports import BenchmarkReport, LeaderboardEntry
@@ -35,10 +37,10 @@ class ResultFilter:
 
 
 class Results:
-    """Result rows of one database."""
+    """Result rows of one database, as `scope` sees them."""
 
-    def __init__(self, database: Database, clock: Clock = utc_now) -> None:
-        self._database, self._clock = database, clock
+    def __init__(self, database: Database, clock: Clock = utc_now, scope: Scope = SYSTEM) -> None:
+        self._database, self._clock, self._scope = database, clock, scope
 
     def record(self, measured: Measured, drafter_dir: str) -> None:
         """Keep a report. `drafter_dir` is the checkpoint's directory, absolute."""
@@ -59,7 +61,8 @@ class Results:
     def list(self, wanted: ResultFilter | None = None) -> tuple[Result, ...]:
         """Results, in no particular order."""
         wanted = wanted or ResultFilter()
-        query = select(ResultRow)
+        query = select(ResultRow).join(JobRow, JobRow.id == ResultRow.job_id)
+        query = query.where(self._scope.sees(JobRow.project, "jobs:read"))
         for column, value in (
             (ResultRow.job_id, wanted.job_id), (ResultRow.target, wanted.target), (ResultRow.family, wanted.family),
         ):

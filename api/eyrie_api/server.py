@@ -15,11 +15,12 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from eyrie_api import problems
+from eyrie_api.access.callers import Callers
 from eyrie_api.control import Control
 from eyrie_api.database import Database
 from eyrie_api.following import Following
 from eyrie_api.guards import Guard, Stopwatch
-from eyrie_api.routes import endpoints, jobs, operations, outcomes, streams
+from eyrie_api.routes import access, audit, endpoints, jobs, operations, outcomes, streams
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.status import Problem
 
@@ -31,8 +32,9 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"description": words, "content": {problems.MEDIA_TYPE: {
         "schema": {"$ref": "#/components/schemas/Problem"}}}}
     for status, words in (
-        (401, "No bearer token, or a wrong one"), (403, "Not answered from there"), (404, "No such thing"),
-        (409, "The present state forbids it"), (413, "The body is too large"), (415, "The body is not JSON"),
+        (401, "No bearer token, or a wrong one"), (403, "Not allowed, or not answered from there"),
+        (404, "No such thing"), (409, "The present state forbids it"),
+        (413, "The body is too large"), (415, "The body is not JSON"),
         (422, "The request is wrong; `errors` has pointers, values and rules"), (503, "Try again later"),
         (507, "The disk is too small"))
 }
@@ -66,14 +68,14 @@ def create_app(settings: Settings, *, database: Database | None = None, wake: Ca
     app.state.control = control
     app.state.following = Following(database, settings.sse_poll_s)
     app.state.telemetry = operations.Telemetry(control)
-    routers = [part.router for part in (jobs, streams, outcomes, endpoints, operations)]
+    routers = [part.router for part in (jobs, streams, outcomes, endpoints, access, audit, operations)]
     for router in routers:
         app.include_router(router)
     # Flat, for the Allow header: newer FastAPI keeps an included router as one opaque entry.
     app.state.routes = [route for router in (app.router, *routers) for route in router.routes
                         if isinstance(route, Route)]
     problems.install(app)
-    app.add_middleware(Guard, settings=settings)
+    app.add_middleware(Guard, settings=settings, callers=Callers(settings, database), audit=control.audit)
     app.add_middleware(Stopwatch, observe=app.state.telemetry.observe)
     _describe_problem(app)
     return app

@@ -51,6 +51,25 @@ class Settings(Frozen):
     token: str | None = Field(None, min_length=16)
     """Bearer token. Required for binds that are not loopback; one is generated under home when absent."""
 
+    oidc_issuer: str | None = None
+    """URL of an OIDC issuer whose bearer tokens are taken; every request must then prove itself, on loopback too."""
+
+    oidc_audience: str | None = None
+    """What `aud` must name."""
+
+    oidc_groups_claim: str = "groups"
+    oidc_admin_group: str | None = None
+    """Members of it are administrators of everything."""
+
+    oidc_leeway_s: float = Field(30.0, ge=0.0, le=300.0)
+    """How far the issuer's clock may be off."""
+
+    rate_limit_per_minute: int = Field(60_000, ge=1)
+    """Requests of one caller. High: it is there for programs that run away. Not asked on loopback without a token."""
+
+    webhooks_allow_private: bool = False
+    """Let webhooks go to private, loopback and link-local addresses: for receivers in the same cluster."""
+
     max_body_bytes: int = Field(1 << 20, ge=1024)
     """Larger request bodies are refused. A job spec is a few KiB."""
 

@@ -1,1 +1,1 @@
-"""Who may do what: API keys, roles in projects, and the one question `roles.refusal`. Not yet asked by the server."""
+"""Who may do what: callers and how they are proved, projects and roles, and the scope by which every row is seen."""

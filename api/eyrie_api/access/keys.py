@@ -18,8 +18,9 @@ from datetime import datetime
 
 from pydantic import Field
 
-from eyrie_api.access.roles import ACTIONS, Action, Principal, Role
+from eyrie_api.access.roles import ACTIONS, Principal
 from eyrie_api.errors import InvalidInput, Unauthorized
+from eyrie_api.v1alpha1.access import Action, Role
 from eyrie_api.v1alpha1.model import Frozen
 
 PREFIX = "eyk"

@@ -6,23 +6,19 @@ if it is a key that was narrowed, what its scopes allow as well: a key can never
 
     viewer     reads
     operator   also submits, cancels and deletes jobs, promotes and rolls back
-    admin      also keys, members and quotas of the project
+    admin      also keys, members, webhooks and audit of the project; in all projects also projects and quotas
 
 Whoever has no role in a project is told that the thing is not there, not that it is forbidden: ids must not tell what
 other projects do.
 """
 
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import get_args
 
 from eyrie_api.errors import EyrieError, Forbidden, NotFound
+from eyrie_api.v1alpha1.access import Action, Role
 from eyrie_api.v1alpha1.model import Frozen
 
-Role = Literal["viewer", "operator", "admin"]
-Action = Literal[
-    "jobs:read", "jobs:write", "endpoints:read", "endpoints:write", "audit:read", "keys:write", "members:write",
-    "quotas:write",
-]
 ACTIONS: tuple[Action, ...] = get_args(Action)
 ROLES: tuple[Role, ...] = get_args(Role)
 ALL_PROJECTS = "*"

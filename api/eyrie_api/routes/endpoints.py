@@ -34,7 +34,7 @@ def read_history(name: Name, control: Here, limit: Annotated[int, Query(ge=1, le
     return control.histories.read(name, limit=limit, before=before, kind=kind)
 
 
-@router.post(ENDPOINTS + "/{name}/promote", status_code=202)
+@router.post(ENDPOINTS + "/{name}/promote", status_code=202, name="endpoint.promote")
 def promote(name: Name, request: PromoteRequest, control: Here) -> Endpoint:
     """Serve a measured drafter of a job, blue/green. A person's decision: the promotion policy is not asked."""
     job = control.jobs.get(request.job_id)
@@ -42,7 +42,8 @@ def promote(name: Name, request: PromoteRequest, control: Here) -> Endpoint:
     report = result.measured.report
     target = job.spec.target
     model = Path(target.model).name if Path(target.model).is_absolute() else target.model
-    control.endpoints.create(name, target, job.spec.serve.model_copy(update={"endpoint": name}), model)
+    control.endpoints.create(name, target, job.spec.serve.model_copy(update={"endpoint": name}), model,
+                             control.jobs.project_of(job.id))
     tau = sum(cell.tau for cell in report.cells) / len(report.cells)
     control.endpoints.propose(name, job_id=job.id, checkpoint=report.checkpoint, tree=report.cells[0].tree,
                               drafter_dir=_drafter_dir(control, job.id, result.drafter_dir), speedup=report.speedup,
@@ -54,21 +55,21 @@ def _drafter_dir(control: Control, job_id: str, recorded: str) -> str:
     return str(control.settings.job_dir(job_id) / recorded)  # an absolute path stays as it is
 
 
-@router.post(ENDPOINTS + "/{name}/rollback", status_code=202)
+@router.post(ENDPOINTS + "/{name}/rollback", status_code=202, name="endpoint.rollback")
 def roll_back(name: Name, control: Here, request: Annotated[RollbackRequest | None, Body()] = None) -> Endpoint:
     """Serve an earlier revision again, by default the one before."""
     control.endpoints.roll_back(name, request.revision if request is not None else None)
     return _after(control, name)
 
 
-@router.post(ENDPOINTS + "/{name}/off", status_code=202)
+@router.post(ENDPOINTS + "/{name}/off", status_code=202, name="endpoint.off")
 def off(name: Name, control: Here) -> Endpoint:
     """End its engine. Name, URL and history stay."""
     control.endpoints.set_desired(name, "off")
     return _after(control, name)
 
 
-@router.post(ENDPOINTS + "/{name}/on", status_code=202)
+@router.post(ENDPOINTS + "/{name}/on", status_code=202, name="endpoint.on")
 def on(name: Name, control: Here) -> Endpoint:
     """Serve again what was active."""
     control.endpoints.set_desired(name, "on")

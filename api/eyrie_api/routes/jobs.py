@@ -5,11 +5,11 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Header, Query, Response
 from starlette.responses import JSONResponse
 
-from eyrie_api import preflight
+from eyrie_api import names, preflight
 from eyrie_api.artifacts import digest_model
 from eyrie_api.control import Here
 from eyrie_api.errors import InvalidInput
-from eyrie_api.idempotency import Claim, Replay
+from eyrie_api.idempotency import Claim, Replay, route_within
 from eyrie_api.jobs import MAX_PAGE, JobFilter
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan
@@ -38,17 +38,19 @@ Spec = Annotated[JobSpec, Body(openapi_examples=EXAMPLES)]
 IdempotencyKey = Annotated[str | None, Header(alias="Idempotency-Key", description="Sent twice, done once.")]
 
 
-@router.post(JOBS, status_code=202, response_model=Job)
+@router.post(JOBS, status_code=202, response_model=Job, name="job.create")
 def create_job(spec: Spec, control: Here, key: IdempotencyKey = None) -> Response:
     """Accept a job. 202 with its Location; it runs on its own from here."""
     claim: Claim | None = None
+    project = control.scope.home("jobs:write")
+    spec = names.suited(spec, project)
     if key is not None:
-        claimed = control.idempotency.claim(key, JOBS, digest_model(spec))
+        claimed = control.idempotency.claim(key, route_within(project, JOBS), digest_model(spec))
         if isinstance(claimed, Replay):
             return _accepted(claimed.response, claimed.status, replayed=True)
         claim = claimed
     try:
-        job = control.jobs.submit(preflight.check(spec, control.settings).spec, claim)
+        job = control.jobs.submit(preflight.check(spec, control.settings).spec, claim, project)
     except BaseException:
         if claim is not None:
             control.idempotency.release(claim)
@@ -90,7 +92,7 @@ def get_job(job_id: str, control: Here) -> Job:
     return control.jobs.get(job_id)
 
 
-@router.post(JOBS + "/{job_id}/cancel", status_code=202)
+@router.post(JOBS + "/{job_id}/cancel", status_code=202, name="job.cancel")
 def cancel_job(job_id: str, control: Here) -> Job:
     """Stop a job. What has finished stays; `retry` goes on from there."""
     job = control.jobs.cancel(job_id)
@@ -98,7 +100,7 @@ def cancel_job(job_id: str, control: Here) -> Job:
     return job
 
 
-@router.post(JOBS + "/{job_id}/retry", status_code=202)
+@router.post(JOBS + "/{job_id}/retry", status_code=202, name="job.retry")
 def retry_job(job_id: str, control: Here) -> Job:
     """Go on from the failed or cancelled stage."""
     job = control.jobs.retry(job_id)
@@ -106,7 +108,7 @@ def retry_job(job_id: str, control: Here) -> Job:
     return job
 
 
-@router.delete(JOBS + "/{job_id}", status_code=204, response_model=None,
+@router.delete(JOBS + "/{job_id}", status_code=204, response_model=None, name="job.delete",
                responses={202: {"model": Job, "description": "cancelled first; deleted once it has stopped"}})
 def delete_job(job_id: str, control: Here) -> Response:
     """Delete an ended job and its files (204), or cancel it first and delete it then (202)."""
@@ -117,7 +119,8 @@ def delete_job(job_id: str, control: Here) -> Response:
     return JSONResponse(control.jobs.get(job_id).model_dump(mode="json"), status_code=202)
 
 
-@router.post("/v1alpha1/plans", tags=["plans"])
+@router.post("/v1alpha1/plans", tags=["plans"], name="plan.make")
 def make_plan(spec: Spec, control: Here) -> Plan:
     """What a job would cost in tokens, bytes and hours, with the assumptions named. Nothing runs."""
+    control.scope.home("jobs:read")
     return preflight.plan(spec, control.settings)

@@ -86,8 +86,9 @@ def readyz(control: Here) -> dict[str, str]:
 
 
 @router.get("/metrics", response_class=Response)
-def metrics(request: Request) -> Response:
-    """Prometheus exposition."""
+def metrics(request: Request, control: Here) -> Response:
+    """Prometheus exposition: of the whole installation, so for those who may read in all projects."""
+    control.scope.check_installation("jobs:read")
     telemetry: Telemetry = request.app.state.telemetry
     return Response(generate_latest(telemetry.registry), media_type=CONTENT_TYPE_LATEST)
 

@@ -1,0 +1,54 @@
+"""The audit, read; and what was refused, written. What was done is written by `Scope.note`, with the change itself."""
+
+import logging
+
+from sqlalchemy import or_, select
+from sqlalchemy.exc import SQLAlchemyError
+
+from eyrie_api.access.roles import ALL_PROJECTS
+from eyrie_api.access.scope import SYSTEM, Scope
+from eyrie_api.clock import Clock, utc_now
+from eyrie_api.database import AuditRow, Database
+from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.access import AuditEntry, AuditPage
+
+log = logging.getLogger(__name__)
+
+MAX_PAGE = 500
+
+
+class Audit:
+    """Audit rows of one database, as `scope` sees them."""
+
+    def __init__(self, database: Database, clock: Clock = utc_now, scope: Scope = SYSTEM) -> None:
+        self._database, self._clock, self._scope = database, clock, scope
+
+    def read(self, *, actor: str | None = None, verb: str | None = None, thing: str | None = None,
+             before: int | None = None, limit: int = 100) -> AuditPage:
+        """The latest entries, or the latest before an id; newest first. Raises InvalidInput."""
+        if not 1 <= limit <= MAX_PAGE:
+            raise InvalidInput(f"limit {limit} is out of range", f"ask for 1 to {MAX_PAGE} entries at a time")
+        seen, principal = self._scope.sees(AuditRow.project, "audit:read"), self._scope.principal
+        if self._scope.project is None and (principal is None or principal.allows("audit:read", ALL_PROJECTS)):
+            seen = or_(seen, AuditRow.project.is_(None))
+        query = select(AuditRow).where(seen)
+        for column, value in ((AuditRow.actor, actor), (AuditRow.verb, verb), (AuditRow.object, thing)):
+            query = query if value is None else query.where(column == value)
+        query = query if before is None else query.where(AuditRow.id < before)
+        with self._database.reading() as session:
+            rows = session.scalars(query.order_by(AuditRow.id.desc()).limit(limit + 1)).all()
+            items = tuple(AuditEntry(id=row.id, time=row.time, actor=row.actor, verb=row.verb, object=row.object,
+                                     project=row.project, outcome=row.outcome, request_id=row.request_id)
+                          for row in rows[:limit])
+        return AuditPage(items=items, next_before=items[-1].id if len(rows) > limit else None)
+
+    def refused(self, actor: str, verb: str, thing: str, project: str | None, status: int, request_id: str) -> None:
+        """Write down an attempt that was refused. The answer is out already, so a database that is away is only told
+        to the log."""
+        try:
+            with self._database.writing() as session:
+                session.add(AuditRow(time=self._clock(), actor=actor[:512], verb=verb[:63], object=thing[:512],
+                                     project=project, outcome=f"refused: {status}", request_id=request_id))
+        except SQLAlchemyError as error:
+            log.warning("%s was refused %s %s (%d), and the audit could not be written: %s", actor, verb, thing, status,
+                        type(error).__name__)

@@ -1,0 +1,140 @@
+"""API keys as rows: made, listed, revoked, replaced; and looked up when one is shown."""
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import or_, select, update
+from sqlalchemy.orm import Session
+
+from eyrie_api.access.keys import KeyRecord, NewKey, mint
+from eyrie_api.access.roles import ALL_PROJECTS, Principal
+from eyrie_api.access.scope import SYSTEM, Scope
+from eyrie_api.clock import Clock, utc_now
+from eyrie_api.database import ApiKeyRow, Database
+from eyrie_api.errors import Conflict, NotFound
+from eyrie_api.v1alpha1.access import Action, ApiKey, Role
+
+USED_EVERY_S = 60.0
+"""When a key was last used is written at most so often."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A key to be made."""
+
+    name: str
+    role: Role
+    scopes: frozenset[Action] | None = None
+    expires_at: datetime | None = None
+    everywhere: bool = False
+    """In every project, present and to come."""
+
+
+class Keys:
+    """Key rows of one database, as `scope` sees them."""
+
+    def __init__(self, database: Database, clock: Clock = utc_now, scope: Scope = SYSTEM) -> None:
+        self._database, self._clock, self._scope = database, clock, scope
+
+    def create(self, wanted: Wanted) -> tuple[ApiKey, str]:
+        """A new key and its text, which is shown this once. Raises Forbidden, or InvalidInput when the key would do
+        more than its creator."""
+        project = None if wanted.everywhere else self._scope.home("keys:write")
+        if project is None:
+            self._scope.check_installation("keys:write")
+        made = self._mint(wanted, project)
+        with self._database.writing() as session:
+            row = _row(made.record, project, wanted.role)
+            session.add(row)
+            self._scope.note(session, self._clock, "key.create", f"key/{row.id}", project)
+            return _render(row), made.text
+
+    def list(self) -> tuple[ApiKey, ...]:
+        """Keys of the projects whose keys may be seen, newest first, revoked ones included."""
+        query = select(ApiKeyRow).where(self._seen()).order_by(ApiKeyRow.created_at.desc(), ApiKeyRow.id)
+        with self._database.reading() as session:
+            return tuple(_render(row) for row in session.scalars(query))
+
+    def revoke(self, key_id: str) -> ApiKey:
+        """End a key; ending it again changes nothing. Raises NotFound or Forbidden."""
+        with self._database.writing() as session:
+            row = self._hold(session, key_id)
+            row.revoked_at = row.revoked_at or self._clock()
+            self._scope.note(session, self._clock, "key.revoke", f"key/{key_id}", row.project)
+            return _render(row)
+
+    def rotate(self, key_id: str, overlap_s: float = 0.0) -> tuple[ApiKey, str]:
+        """A new key that may do the same; the old one ends after `overlap_s`. Raises NotFound, Forbidden, Conflict."""
+        with self._database.writing() as session:
+            row = self._hold(session, key_id)
+            now = self._clock()
+            if row.revoked_at is not None or (row.expires_at is not None and row.expires_at <= now):
+                raise Conflict(f"key {key_id} has ended", "create a new one")
+            record = _record(row)
+            made = self._mint(Wanted(name=row.name, role=record.roles[row.project or ALL_PROJECTS],
+                                     scopes=record.scopes, expires_at=row.expires_at), row.project)
+            row.revoked_at = now + timedelta(seconds=overlap_s)
+            new = _row(made.record, row.project, row.role)
+            session.add(new)
+            self._scope.note(session, self._clock, "key.rotate", f"key/{key_id}", row.project)
+            self._scope.note(session, self._clock, "key.create", f"key/{new.id}", row.project)
+            return _render(new), made.text
+
+    def find(self, key_id: str) -> KeyRecord | None:
+        """What is kept of a key, for proving it; unscoped."""
+        with self._database.reading() as session:
+            row = session.get(ApiKeyRow, key_id)
+            return None if row is None else _record(row)
+
+    def used(self, key_id: str) -> None:
+        """Note that it was used, if that was not noted within the last minute."""
+        now = self._clock()
+        old = or_(ApiKeyRow.last_used_at.is_(None), ApiKeyRow.last_used_at < now - timedelta(seconds=USED_EVERY_S))
+        query = select(ApiKeyRow.id).where(ApiKeyRow.id == key_id, old)
+        with self._database.reading() as session:
+            if session.execute(query).first() is None:
+                return
+        with self._database.writing() as session:
+            session.execute(update(ApiKeyRow).where(ApiKeyRow.id == key_id, old).values(last_used_at=now))
+
+    def _mint(self, wanted: Wanted, project: str | None) -> NewKey:
+        creator = self._scope.principal or Principal(subject="system", roles={ALL_PROJECTS: "admin"})
+        return mint(wanted.name, creator, {project or ALL_PROJECTS: wanted.role}, self._clock(),
+                    expires_at=wanted.expires_at, scopes=wanted.scopes)
+
+    def _hold(self, session: Session, key_id: str) -> ApiKeyRow:
+        row = session.get(ApiKeyRow, key_id, with_for_update=True)
+        absent = NotFound(f"no key {key_id!r}", "list the keys to see their ids")
+        if row is None:
+            raise absent
+        self._scope.check("keys:write", row.project, absent)
+        return row
+
+    def _seen(self) -> Any:
+        seen = self._scope.sees(ApiKeyRow.project, "keys:write")
+        principal = self._scope.principal
+        if self._scope.project is None and (principal is None or principal.allows("keys:write", ALL_PROJECTS)):
+            return or_(seen, ApiKeyRow.project.is_(None))
+        return seen
+
+
+def _row(record: KeyRecord, project: str | None, role: str) -> ApiKeyRow:
+    return ApiKeyRow(
+        id=record.id, name=record.name, secret_sha256=record.secret_sha256, project=project, role=role,
+        scopes=None if record.scopes is None else sorted(record.scopes), created_by=record.created_by,
+        created_at=record.created_at, expires_at=record.expires_at, revoked_at=None, last_used_at=None)
+
+
+def _record(row: ApiKeyRow) -> KeyRecord:
+    return KeyRecord.model_validate({
+        "id": row.id, "name": row.name, "secret_sha256": row.secret_sha256,
+        "roles": {row.project or ALL_PROJECTS: row.role}, "scopes": row.scopes, "created_by": row.created_by,
+        "created_at": row.created_at, "expires_at": row.expires_at, "revoked_at": row.revoked_at})
+
+
+def _render(row: ApiKeyRow) -> ApiKey:
+    return ApiKey.model_validate({
+        "id": row.id, "name": row.name, "project": row.project, "role": row.role, "scopes": row.scopes,
+        "created_by": row.created_by, "created_at": row.created_at, "expires_at": row.expires_at,
+        "revoked_at": row.revoked_at, "last_used_at": row.last_used_at})

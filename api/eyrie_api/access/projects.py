@@ -1,0 +1,145 @@
+"""Projects as rows: what there is, who is a member, what each may use.
+
+A project is made once and stays: its name is in the audit, in keys and in jobs. What it uses is counted from the rows
+themselves, when it is asked for.
+"""
+
+from collections.abc import Iterable
+
+from sqlalchemy import func, or_, select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from eyrie_api import names
+from eyrie_api.access.roles import ROLES
+from eyrie_api.access.scope import SYSTEM, Scope
+from eyrie_api.clock import Clock, utc_now
+from eyrie_api.database import Database, EndpointRow, JobRow, MembershipRow, ProjectRow
+from eyrie_api.errors import Conflict, NotFound
+from eyrie_api.v1alpha1.access import Action, CreateMember, CreateProject, Member, Project, Quotas, Role
+
+
+class Projects:
+    """Project and membership rows of one database, as `scope` sees them."""
+
+    def __init__(self, database: Database, clock: Clock = utc_now, scope: Scope = SYSTEM) -> None:
+        self._database, self._clock, self._scope = database, clock, scope
+
+    def create(self, wanted: CreateProject) -> Project:
+        """Make a project. Raises Forbidden but for those with a role in all of them, and Conflict when it is there."""
+        self._scope.check_installation("quotas:write")
+        try:
+            with self._database.writing() as session:
+                row = ProjectRow(name=wanted.name, description=wanted.description, created_at=self._clock(),
+                                 **wanted.quotas.model_dump())
+                session.add(row)
+                session.flush()
+                self._scope.note(session, self._clock, "project.create", f"project/{row.name}", row.name)
+                return _render(session, row)
+        except IntegrityError:
+            raise Conflict(f"project {wanted.name!r} is there already", "give it another name, or use it") from None
+
+    def list(self) -> tuple[Project, ...]:
+        """Projects the caller has a role in, by name."""
+        query = select(ProjectRow).where(self._scope.sees(ProjectRow.name, "jobs:read")).order_by(ProjectRow.name)
+        with self._database.reading() as session:
+            return tuple(_render(session, row) for row in session.scalars(query).all())
+
+    def get(self, name: str) -> Project:
+        """One project. Raises NotFound."""
+        with self._database.reading() as session:
+            return _render(session, self._find(session, name))
+
+    def set_quotas(self, name: str, quotas: Quotas) -> Project:
+        """Replace what a project may use; for those with a role in all of them. Raises NotFound or Forbidden."""
+        with self._database.writing() as session:
+            row = self._find(session, name)
+            self._scope.check_installation("quotas:write")
+            for field, value in quotas.model_dump().items():
+                setattr(row, field, value)
+            self._scope.note(session, self._clock, "project.quotas", f"project/{name}", name)
+            session.flush()
+            return _render(session, row)
+
+    def members(self, name: str) -> tuple[Member, ...]:
+        """Roles given in a project. Raises NotFound or Forbidden."""
+        with self._database.reading() as session:
+            self._find(session, name, "members:write")
+            query = select(MembershipRow).where(MembershipRow.project == name).order_by(MembershipRow.id)
+            return tuple(_member(row) for row in session.scalars(query))
+
+    def add_member(self, name: str, wanted: CreateMember, issuer: str) -> Member:
+        """Give a role. Raises NotFound, or Forbidden."""
+        with self._database.writing() as session:
+            self._find(session, name, "members:write")
+            row = session.scalars(select(MembershipRow).where(
+                MembershipRow.project == name, MembershipRow.issuer == issuer, MembershipRow.kind == wanted.kind,
+                MembershipRow.value == wanted.value)).first()
+            if row is None:
+                row = MembershipRow(project=name, issuer=issuer, kind=wanted.kind, value=wanted.value,
+                                    role=wanted.role, created_at=self._clock())
+                session.add(row)
+            row.role = wanted.role
+            session.flush()
+            self._scope.note(session, self._clock, "member.add", f"member/{row.id}", name)
+            return _member(row)
+
+    def remove_member(self, name: str, member_id: int) -> None:
+        """Take a role back. Raises NotFound or Forbidden."""
+        with self._database.writing() as session:
+            self._find(session, name, "members:write")
+            row = session.get(MembershipRow, member_id)
+            if row is None or row.project != name:
+                raise NotFound(f"no member {member_id} in project {name!r}", "list the members to see their ids")
+            session.delete(row)
+            self._scope.note(session, self._clock, "member.remove", f"member/{member_id}", name)
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a project; unscoped."""
+        with self._database.reading() as session:
+            return session.get(ProjectRow, name) is not None
+
+    def roles_of(self, issuer: str, subject: str, groups: Iterable[str]) -> dict[str, Role]:
+        """The highest role a subject has in each project, by itself or by a group; unscoped."""
+        by_subject = (MembershipRow.kind == "subject") & (MembershipRow.value == subject)
+        by_group = (MembershipRow.kind == "group") & MembershipRow.value.in_(sorted(groups))
+        query = select(MembershipRow).where(MembershipRow.issuer == issuer, or_(by_subject, by_group))
+        held: dict[str, Role] = {}
+        with self._database.reading() as session:
+            for row in session.scalars(query):
+                rank = max(ROLES.index(row.role), ROLES.index(held.get(row.project, ROLES[0])))
+                held[row.project] = ROLES[rank]
+        return held
+
+    def _find(self, session: Session, name: str, action: Action = "jobs:read") -> ProjectRow:
+        row, absent = session.get(ProjectRow, name), NotFound(f"no project {name!r}", "list the projects you are in")
+        if row is None:
+            raise absent
+        self._scope.check(action, name, absent)
+        return row
+
+
+def live_jobs(session: Session, project: str) -> int:
+    """Jobs of a project that have not ended."""
+    query = select(func.count()).select_from(JobRow).where(JobRow.project == project, JobRow.ended.is_(False))
+    return session.execute(query).scalar_one()
+
+
+def live_endpoints(session: Session, project: str) -> int:
+    """Endpoints of a project that are on."""
+    query = select(func.count()).select_from(EndpointRow).where(
+        names.belongs(EndpointRow.name, project), EndpointRow.desired == "on")
+    return session.execute(query).scalar_one()
+
+
+def _render(session: Session, row: ProjectRow) -> Project:
+    quotas = Quotas(max_jobs=row.max_jobs, max_endpoints=row.max_endpoints,
+                    requests_per_minute=row.requests_per_minute)
+    return Project(name=row.name, description=row.description, quotas=quotas, live_jobs=live_jobs(session, row.name),
+                   live_endpoints=live_endpoints(session, row.name), created_at=row.created_at)
+
+
+def _member(row: MembershipRow) -> Member:
+    return Member.model_validate({
+        "id": row.id, "project": row.project, "issuer": row.issuer, "kind": row.kind, "value": row.value,
+        "role": row.role, "created_at": row.created_at})

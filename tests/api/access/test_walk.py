@@ -1,0 +1,230 @@
+"""Every route of the server is walked by the admin of one project with the ids of another's: none of it is there.
+
+The table below has an entry for each route. A route without one fails the first test, so that a new route is thought
+about before it can show one project what another does.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pytest
+
+from eyrie_api.database import Database
+from eyrie_api.guards import MUTATING
+from eyrie_api.server import create_app
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.access import AuditEntry
+from tests.api.access.world import ENDPOINTS, JOBS, KEYS, PROJECTS, TOKEN, World, as_admin_of, two_projects
+from tests.api.samples import ended, job_body
+
+DATABASES = ("sqlite",)  # what a statement is on PostgreSQL, `test_scopes` asks
+
+Kind = Literal[
+    "one",           # names a thing by its id: another's is answered with 404
+    "many",          # lists: nothing of another's is in it
+    "made",          # makes something, in one's own project
+    "installation",  # of the whole installation: 403 to whoever is not its administrator
+    "nobody's",      # holds nothing of any project
+]
+ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
+    ("GET", "/openapi.json"): ("nobody's", None),
+    ("GET", "/docs"): ("nobody's", None),
+    ("GET", "/docs/oauth2-redirect"): ("nobody's", None),
+    ("GET", "/redoc"): ("nobody's", None),
+    ("GET", "/healthz"): ("nobody's", None),
+    ("GET", "/readyz"): ("nobody's", None),
+    ("GET", "/version"): ("nobody's", None),
+    ("GET", "/metrics"): ("installation", None),
+    ("GET", "/v1alpha1/whoami"): ("many", None),
+    ("POST", JOBS): ("made", job_body()),
+    ("GET", JOBS): ("many", None),
+    ("GET", JOBS + "/{job_id}"): ("one", None),
+    ("POST", JOBS + "/{job_id}/cancel"): ("one", None),
+    ("POST", JOBS + "/{job_id}/retry"): ("one", None),
+    ("DELETE", JOBS + "/{job_id}"): ("one", None),
+    ("GET", JOBS + "/{job_id}/events"): ("one", None),
+    ("GET", JOBS + "/{job_id}/metrics"): ("one", None),
+    ("GET", JOBS + "/{job_id}/logs"): ("one", None),
+    ("GET", JOBS + "/{job_id}/artifacts"): ("one", None),
+    ("GET", JOBS + "/{job_id}/artifacts/{stage}/{path:path}"): ("one", None),
+    ("GET", JOBS + "/{job_id}/report"): ("one", None),
+    ("POST", "/v1alpha1/plans"): ("nobody's", job_body()),
+    ("GET", "/v1alpha1/leaderboard"): ("many", None),
+    ("GET", ENDPOINTS): ("many", None),
+    ("GET", ENDPOINTS + "/{name}"): ("one", None),
+    ("GET", ENDPOINTS + "/{name}/history"): ("one", None),
+    ("POST", ENDPOINTS + "/{name}/promote"): ("one", {"job_id": "{job_id}"}),
+    ("POST", ENDPOINTS + "/{name}/rollback"): ("one", None),
+    ("POST", ENDPOINTS + "/{name}/off"): ("one", None),
+    ("POST", ENDPOINTS + "/{name}/on"): ("one", None),
+    ("POST", KEYS): ("made", {"name": "another"}),
+    ("GET", KEYS): ("many", None),
+    ("POST", KEYS + "/{key_id}/revoke"): ("one", None),
+    ("POST", KEYS + "/{key_id}/rotate"): ("one", None),
+    ("POST", PROJECTS): ("installation", {"name": "gamma"}),
+    ("GET", PROJECTS): ("many", None),
+    ("GET", PROJECTS + "/{project}"): ("one", None),
+    ("PUT", PROJECTS + "/{project}/quotas"): ("one", {"max_jobs": 1}),
+    ("GET", PROJECTS + "/{project}/members"): ("one", None),
+    ("POST", PROJECTS + "/{project}/members"): ("one", {"kind": "group", "value": "x", "role": "admin",
+                                                        "issuer": "https://issuer.example"}),
+    ("DELETE", PROJECTS + "/{project}/members/{member_id}"): ("one", None),
+    ("GET", "/v1alpha1/audit"): ("many", None),
+}
+
+
+@pytest.fixture
+def world(settings: Settings, database: Database) -> Iterator[World]:
+    with two_projects(settings, database) as made:
+        yield made
+
+
+def of_kind(*kinds: Kind) -> list[tuple[str, str, Any]]:
+    return [(method, path, body) for (method, path), (kind, body) in ROUTES.items() if kind in kinds]
+
+
+def filled(path: str, ids: dict[str, str]) -> str:
+    """The path with its parameters, and the query that some routes need."""
+    made = re.sub(r"{(\w+)(?::path)?}", lambda found: ids[found[1]], path)
+    if path.endswith("/logs"):
+        made += f"?stage=benchmark&key={ids['key']}"
+    if "/artifacts/" in path:
+        made += f"?key={ids['key']}"
+    if path.endswith("/events"):
+        made += "?limit=10"
+    return made
+
+
+def body_of(body: Any, ids: dict[str, str]) -> Any:
+    return {key: ids[value[1:-1]] if isinstance(value, str) and value.startswith("{") else value
+            for key, value in body.items()} if isinstance(body, dict) else body
+
+
+NEVER = {"job_id": "job-never", "name": "never", "key_id": "000000000000", "project": "never", "member_id": "4711",
+         "stage": "benchmark", "path": "never", "key": "never"}
+
+
+def words(answer: Any, ids: dict[str, str]) -> str:
+    """What was said, but for the ids that were asked for."""
+    problem = answer.json() | {"instance": None}
+    return re.sub("|".join(ids[name] for name in ("job_id", "name", "key_id", "project", "member_id")), "-",
+                  f"{answer.status_code} {problem}")
+
+
+def test_every_route_of_the_server_is_in_the_table(settings: Settings, database: Database) -> None:
+    routes = create_app(settings, database=database).state.routes
+    served = {(method, route.path) for route in routes for method in route.methods - {"HEAD"}}
+    assert served == set(ROUTES)
+
+
+def test_what_is_anothers_is_not_there_to_be_read_or_changed(world: World) -> None:
+    for method, path, body in of_kind("one"):
+        asked = filled(path, world.a.ids)
+        for headers in ({}, {"Eyrie-Project": "south"}, {"Eyrie-Project": "north"}):
+            answer = world.ask(world.b.secret, method, asked, json=body_of(body, world.a.ids), headers=headers)
+            assert answer.status_code == 404, f"{method} {path} {headers}: {answer.text}"
+            never = world.ask(world.b.secret, method, filled(path, NEVER), json=body_of(body, NEVER),
+                              headers={name: value.replace("north", "never") for name, value in headers.items()})
+            assert words(answer, world.a.ids) == words(never, NEVER), "told apart from what never was"
+
+
+def test_one_s_own_is_there_by_the_same_requests(world: World) -> None:
+    for method, path, _body in of_kind("one"):
+        if method == "GET":
+            asked = filled(path, world.b.ids)
+            answer = world.ask(world.b.secret, method, asked, headers={"Accept": "application/json"})
+            assert answer.status_code == 200, f"{method} {path}: {answer.text}"
+
+
+def test_lists_hold_one_s_own_and_nothing_of_anothers(world: World) -> None:
+    foreign = {"north", *(world.a.ids[name] for name in ("job_id", "name", "key_id"))}
+    for method, path, _body in of_kind("many"):
+        for headers in ({}, {"Eyrie-Project": "south"}):
+            text = world.ask(world.b.secret, method, path, headers=headers).text
+            assert "south" in text or world.b.ids["job_id"] in text, f"{path} shows nothing of one's own: {text}"
+            assert not [one for one in foreign if one in text], f"{path} shows another's: {text}"
+        assert world.ask(world.b.secret, method, path, headers={"Eyrie-Project": "north"}).status_code == 404
+        assert world.ask(world.b.secret, method, path + "?project=north").status_code == 404
+
+
+def test_the_installation_is_not_for_a_projects_admin(world: World) -> None:
+    for method, path, body in of_kind("installation"):
+        assert world.ask(world.b.secret, method, path, json=body).status_code == 403, path
+        assert world.ask(TOKEN, method, path, json=body).status_code in (200, 201), path
+
+
+def test_without_a_token_or_with_a_wrong_one_only_the_probes_answer(world: World) -> None:
+    for (method, path), (_kind, body) in ROUTES.items():
+        for secret in ("x", world.b.secret[:-1] + "x", "eyk_nobody"):
+            answer = world.ask(secret, method, filled(path, world.a.ids), json=body_of(body, world.a.ids))
+            assert answer.status_code == (200 if path in ("/healthz", "/readyz") else 401), f"{method} {path}"
+
+
+def test_what_is_made_is_made_in_one_s_own_project(world: World) -> None:
+    for _method, path, body in of_kind("made"):
+        made = world.ask(world.b.secret, "POST", path, json=body)
+        assert made.status_code in (201, 202), made.text
+        assert world.ask(world.b.secret, "POST", path, json=body, headers={"Eyrie-Project": "north"}).status_code == 404
+    theirs = as_admin_of(world.server.control, "north")
+    assert [job.id for job in theirs.jobs.list().items] == [world.a.ids["job_id"]]
+    assert [key.id for key in theirs.keys.list()] == [world.a.ids["key_id"]]
+
+
+def test_a_drafter_does_not_cross_from_one_project_to_anothers_endpoint(world: World) -> None:
+    for name, job in ((world.a.ids["name"], world.b.ids["job_id"]), (world.b.ids["name"], world.a.ids["job_id"])):
+        path = f"{ENDPOINTS}/{name}/promote"
+        assert world.ask(world.b.secret, "POST", path, json={"job_id": job}).status_code == 404
+        assert world.ask(TOKEN, "POST", path, json={"job_id": job}).status_code == 409, "not even the administrator"
+    body = job_body(serve={"endpoint": world.a.ids["name"]})
+    taken = world.ask(world.b.secret, "POST", JOBS, json=body)
+    assert taken.status_code == 409, "said before the training, not after it"
+    assert "taken by another project" in taken.text
+
+
+def test_every_change_and_every_refused_one_is_in_the_audit(world: World) -> None:
+    control = world.server.control
+    verbs = {(method, route.path): route.name for route in create_app(control.settings, database=control.database
+                                                                      ).state.routes for method in route.methods}
+    mutating = [(method, path, kind, body, verbs[method, path]) for (method, path), (kind, body) in ROUTES.items()
+                if method in MUTATING and path != "/v1alpha1/plans"]
+    for method, path, kind, body, verb in mutating:
+        headers = {"X-Request-Id": f"refused-{verb}"} | ({"Eyrie-Project": "north"} if kind == "made" else {})
+        refused = world.ask(world.b.secret, method, filled(path, world.a.ids), json=body_of(body, world.a.ids),
+                            headers=headers)
+        assert refused.status_code == (403 if kind == "installation" else 404)
+        assert refused.headers["x-request-id"] == f"refused-{verb}"
+    for method, path, _kind, body, verb in mutating:
+        ids = world.b.ids | fresh_ids(world, verb)
+        done = world.ask(TOKEN, method, filled(path, ids), json=body_of(body, ids),
+                         headers={"X-Request-Id": f"done-{verb}"})
+        assert done.status_code < 300, f"{method} {path}: {done.text}"
+    told = {(one.request_id, one.verb, one.actor, one.outcome.partition(":")[0]) for one in audited(world)}
+    for *_rest, verb in mutating:
+        assert (f"done-{verb}", verb, "token", "done") in told
+        assert (f"refused-{verb}", verb, f"key:{world.b.ids['key_id']}", "refused") in told
+
+
+def fresh_ids(world: World, verb: str) -> dict[str, str]:
+    """Ids of what the verb can be done to, once."""
+    south = {"Eyrie-Project": "south"}
+    if verb in ("job.cancel", "job.retry", "job.delete"):
+        job_id = str(world.ask(TOKEN, "POST", JOBS, json=job_body(), headers=south).json()["id"])
+        if verb == "job.retry":
+            world.server.control.jobs.save_status(job_id, ended("Failed"))
+        return {"job_id": job_id}
+    if verb in ("key.revoke", "key.rotate"):
+        return {"key_id": world.ask(TOKEN, "POST", KEYS, json={"name": "x"}, headers=south).json()["key"]["id"]}
+    return {}
+
+
+def audited(world: World) -> list[AuditEntry]:
+    """Every entry, page by page."""
+    entries: list[AuditEntry] = []
+    before: int | None = None
+    while True:
+        page = world.server.control.audit.read(before=before, limit=7)
+        entries += page.items
+        before = page.next_before
+        if before is None:
+            return entries

@@ -1,0 +1,97 @@
+"""Two projects that know nothing of each other, with one of everything in each, on one real server."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from eyrie_api.access.roles import Principal
+from eyrie_api.access.scope import Scope
+from eyrie_api.control import Control
+from eyrie_api.database import Database
+from eyrie_api.jobs import Metric
+from eyrie_api.leaderboard import Measured
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.status import StageStatus
+from tests.api.conftest import Running, serving
+from tests.api.samples import NOW, benchmark_report, ended, finish_stage, job_spec
+
+TOKEN = "the-installation-s-own-token"
+KEYS, PROJECTS, JOBS, ENDPOINTS = (f"/v1alpha1/{what}" for what in ("keys", "projects", "jobs", "endpoints"))
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """A project, the key of its admin, and the ids of what is in it."""
+
+    project: str
+    secret: str
+    ids: dict[str, str]
+    """Path parameter of a route -> this project's object."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The server and who is on it."""
+
+    server: Running
+    http: httpx.Client
+    a: Tenant
+    b: Tenant
+
+    def ask(self, secret: str, method: str, path: str, **options: Any) -> httpx.Response:
+        """A request with a bearer token."""
+        headers = {"Authorization": f"Bearer {secret}"} | options.pop("headers", {})
+        return self.http.request(method, path, headers=headers, **options)
+
+
+def as_admin_of(control: Control, project: str) -> Control:
+    """The control plane as the project's admin sees it."""
+    return control.within(Scope(Principal(subject="user:boss", roles={project: "admin"})))
+
+
+@contextmanager
+def two_projects(settings: Settings, database: Database) -> Iterator[World]:
+    """A world, for as long as the context lasts."""
+    closed = settings.model_copy(update={"token": TOKEN, "oidc_issuer": None})
+    with (serving(closed, database) as server,
+          httpx.Client(base_url=server.url, timeout=30.0, trust_env=False) as http):
+        a, b = (_tenant(server, http, project) for project in ("north", "south"))
+        yield World(server, http, a, b)
+
+
+def _tenant(server: Running, http: httpx.Client, project: str) -> Tenant:
+    control, settings = server.control, server.control.settings
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    made = http.post(PROJECTS, json={"name": project}, headers=headers)
+    assert made.status_code == 201, made.text
+    made = http.post(KEYS, json={"name": "ci", "role": "admin"},
+                      headers=headers | {"Eyrie-Project": project})
+    assert made.status_code == 201, made.text
+    member = http.post(f"{PROJECTS}/{project}/members", headers=headers, json={
+        "kind": "subject", "value": f"{project}-person", "role": "viewer", "issuer": "https://issuer.example"})
+    assert member.status_code == 201, member.text
+
+    spec = job_spec(name=f"{project}-job", serve={"endpoint": f"{project}-endpoint"})
+    job_id = control.jobs.submit(spec, project=project).id
+    key = f"{project}-c1-step-1"
+    control.jobs.set_stage(job_id, StageStatus(stage="benchmark", key=key, state="Succeeded", started_at=NOW))
+    control.jobs.record_event(job_id, "Told", f"a word of {project}")
+    control.jobs.record_metrics(job_id, "benchmark", key, [Metric("loss", 1, 0.5, NOW)])
+    directory = settings.stage_dir(job_id, "benchmark", key)
+    report = benchmark_report(key, {"chat": (1.5,)})
+    finish_stage(directory, "benchmark", report, {"cells.bin": project.encode()}, job_id)
+    (directory / "log.txt").write_text(f"printed by {project}\n")
+    control.results.record(Measured(job_id, "eagle3", "quickstart", True, report), str(directory))
+    control.jobs.save_status(job_id, ended("Succeeded"))
+    endpoint = f"{project}-endpoint"
+    control.endpoints.create(endpoint, spec.target, spec.serve, "quickstart")
+    control.endpoints.activate(endpoint, 1)
+    control.endpoints.propose(endpoint, job_id=job_id, checkpoint=report.checkpoint, reason="better",
+                              drafter_dir=str(directory))
+    control.endpoints.activate(endpoint, 2)
+    return Tenant(project, made.json()["secret"], {
+        "job_id": job_id, "name": endpoint, "key_id": made.json()["key"]["id"], "project": project,
+        "member_id": str(member.json()["id"]), "stage": "benchmark", "path": "cells.bin", "key": key})
