@@ -99,7 +99,7 @@ class KfpApi:
             self._ask(lambda options: self._runs.run_service_terminate_run(run_id, **options), f"run {run_id}")
         except (KubeflowMissing, PipelineRefused):
             run = self.read_run(run_id)
-            if run is not None and run.finished_at is None:
+            if run is not None and run.state in ("PENDING", "RUNNING", "PAUSED"):
                 raise
 
     def _experiment(self) -> str:

@@ -102,8 +102,9 @@ class Work:
             yield read_manifest(directory).spec_digest != digest_model(spec)
             return
         download_dir(self._store, self._key(directory), directory, unfinished=True)
-        self._bring_inputs(spec)
         sync = _Sync(self._store, directory, self._key(directory))
+        sync.begin()
+        self._bring_inputs(spec)
         with sync.every(self._sync_s):
             yield True
         patiently(lambda: self._put_finished(directory))
@@ -167,6 +168,11 @@ class _Sync:
         self._sent: dict[str, tuple[int, int, int]] = {}
         self._ending = threading.Event()
 
+    def begin(self) -> None:
+        """What the store has of this directory is here, and the same."""
+        there = {one.key.removeprefix(f"{self._prefix}/") for one in self._store.list(self._prefix)}
+        self._sent = {name: mark for name, mark in _marks(self._directory).items() if name in there}
+
     @contextmanager
     def every(self, sync_s: float) -> Iterator[None]:
         """Sync in a thread, and once more when the stage ends without a manifest (told to stop, or failed)."""
@@ -200,7 +206,7 @@ class _Sync:
         picture = self._directory / _PICTURE
         # In the order the stage wrote them, data before its mention: killed on the way, the store holds what a stage
         # could have left that was killed itself.
-        for name in sorted(found, key=lambda one: found[one][2]):
+        for name in sorted(found, key=lambda one: _written(one, found[one])):
             if self._sent.get(name) != found[name]:
                 self._store.upload(f"{self._prefix}/{name}", picture / name)
                 self._sent[name] = found[name]
@@ -245,6 +251,12 @@ def _marks(directory: Path) -> dict[str, tuple[int, int, int]]:
                 continue
             marks[name.as_posix()] = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
     return marks
+
+
+def _written(name: str, mark: tuple[int, int, int]) -> tuple[int, int, bool]:
+    """When a file was written. Clocks of file systems tick some hundred times a second: within a tick, what lies deeper
+    was first, and what is text came last, since indexes are text and training states lie above checkpoints."""
+    return mark[2], -name.count("/"), name.endswith((".json", *_GROWING))
 
 
 def _renamed(marks: dict[str, tuple[int, int, int]]) -> dict[str, int]:

@@ -1,0 +1,287 @@
+"""Pods with an artifact store between them: each begins with an empty home, and may be killed anywhere."""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import boto3
+import pytest
+
+from eyrie_api.artifacts import digest_model
+from eyrie_api.artifacts.local import LocalStore
+from eyrie_api.artifacts.options import StoreOptions
+from eyrie_api.artifacts.store import ArtifactStore, StoreAway, StoredObject, open_store
+from eyrie_api.v1alpha1.job import BenchmarkSpec, DraftTreeShape, JobSpec, SuiteSpec
+from eyrie_api.v1alpha1.stages import RegenerateStage
+from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
+from eyrie_pipelines import run_stage, work
+from eyrie_pipelines.processes import wait_until
+from eyrie_pipelines.steps import JobFile, regenerate_spec
+from eyrie_workers.catalog import CATALOG
+from tests.pipelines.conftest import Rehearsal, spec_of
+from tests.servers.s3 import S3Server
+
+LIMIT_S = 120.0
+INCUMBENT = DrafterUse(drafter_dir="/drafters/before", setting=Setting(tree=DraftTreeShape()))
+SPEC = spec_of(benchmark=BenchmarkSpec(suites=(SuiteSpec(name="chat", path="held-out"),)))
+
+
+class Pods:
+    """A job whose pods have nothing in common but the store. Their homes have one path, as in a cluster."""
+
+    def __init__(self, home: Path, store: ArtifactStore, spec: JobSpec = SPEC) -> None:
+        self.job_dir, self.store = home / "jobs" / "job-1", store
+        self.take(JobFile(id="job-1", spec=spec))
+
+    def take(self, job: JobFile) -> None:
+        """Be about that job."""
+        self.job = job
+        self.store.write("jobs/job-1/job.json", job.model_dump_json().encode())
+
+    def run(self, box: Callable[..., object], *arguments: object) -> object:
+        """One box in a pod of its own."""
+        self.lose_the_node()
+        given = () if box is run_stage.select else (digest_model(self.job),)
+        return box(str(self.job_dir), *given, *arguments)
+
+    def start(self, box: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """The same, as a process that can be killed."""
+        self.lose_the_node()
+        code = "import sys; from eyrie_pipelines import run_stage; getattr(run_stage, sys.argv[1])(*sys.argv[2:])"
+        return subprocess.Popen([sys.executable, "-c", code, box, str(self.job_dir), digest_model(self.job),
+                                 *arguments], start_new_session=True)
+
+    def lose_the_node(self) -> None:
+        shutil.rmtree(self.job_dir.parent.parent, ignore_errors=True)
+
+    def stored(self) -> set[str]:
+        return {one.key.removeprefix("jobs/job-1/") for one in self.store.list("jobs/job-1")}
+
+    def here(self) -> set[str]:
+        return {path.relative_to(self.job_dir).as_posix() for path in self.job_dir.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def environment(tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What `placement` gives a pod."""
+    monkeypatch.setenv("EYRIE_ARTIFACTS_URL", str(tmp_path / "store"))
+    monkeypatch.setenv(work.SYNC_VARIABLE, "0.05")
+    for name, stage in CATALOG.items():  # boxes run in this process: what `sitecustomize` does for others
+        monkeypatch.setitem(CATALOG, name, dataclasses.replace(stage, module="rehearsal_stage"))
+    return tmp_path
+
+
+@pytest.fixture
+def pods(environment: Path) -> Pods:
+    return Pods(environment / "home", LocalStore(environment / "store"))
+
+
+def test_a_job_passes_from_pod_to_pod_through_the_store_and_each_brings_only_what_it_reads(
+        pods: Pods, rehearsal: Rehearsal) -> None:
+    rows = pods.run(run_stage.regenerate)
+    store = pods.run(run_stage.capture, rows)
+    assert {"stages/regenerate/rows.jsonl", "stages/regenerate/held_out.jsonl"} <= pods.here()
+    assert pods.run(run_stage.list_candidates) == ["base"]
+    trained = pods.run(run_stage.train, store, "base")
+    assert "stages/capture/index.json" in pods.here()
+    assert "stages/regenerate/rows.jsonl" not in pods.here()
+    names = pods.run(run_stage.list_checkpoints, [trained])
+    assert names == ["base-step-10", "base-step-20"]
+    measured = [pods.run(run_stage.benchmark, name) for name in ("base-step-10", "base-step-20")]
+    assert {"stages/regenerate/held_out.jsonl", "stages/train/base/checkpoints/base-step-20/config.json",
+            } <= pods.here()
+    assert not {"stages/regenerate/rows.jsonl", "stages/train/base/checkpoints/base-step-10/config.json",
+                "stages/capture/index.json"} & pods.here()
+    best = pods.run(run_stage.select, measured)
+    tuned = pods.run(run_stage.tune, best)
+    pods.run(run_stage.prove, best, tuned)
+    assert rehearsal.starts() == ["regenerate", "capture", "train/base", "benchmark/base-step-10",
+                                  "benchmark/base-step-20", "tune", "prove"]
+    done = {f"stages/{name}/manifest.json" for name in (
+        "regenerate", "capture", "train/base", "benchmark/base-step-10", "benchmark/base-step-20", "tune", "prove")}
+    assert done <= pods.stored()
+    assert {"stages/prove/events.jsonl", "stages/prove/log.txt", "stages/prove/spec.json"} <= pods.stored()
+    # A run that is started again finds every stage finished.
+    assert pods.run(run_stage.train, store, "base") == trained
+    assert len(rehearsal.starts()) == 7
+    # A proof is of one incumbent. Another one's is made anew, and takes the old one's place.
+    proof = pods.store.read("jobs/job-1/stages/prove/manifest.json")
+    pods.take(pods.job.model_copy(update={"incumbent": INCUMBENT}))
+    pods.run(run_stage.prove, best, tuned)
+    assert rehearsal.starts()[7:] == ["prove"]
+    assert pods.store.read("jobs/job-1/stages/prove/manifest.json") != proof
+
+
+def test_a_pod_killed_at_work_loses_nothing_it_had_put_into_the_store(pods: Pods, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(regenerate=["hang", "ok"])
+    pod = pods.start("regenerate")
+    assert wait_until(lambda: "stages/regenerate/events.jsonl" in pods.stored(), LIMIT_S)
+    os.killpg(pod.pid, signal.SIGKILL)
+    pod.wait()
+    said = pods.store.read("jobs/job-1/stages/regenerate/events.jsonl")
+    assert said
+    pods.run(run_stage.regenerate)
+    assert rehearsal.starts() == ["regenerate", "regenerate"]
+    assert pods.store.read("jobs/job-1/stages/regenerate/events.jsonl").startswith(said)
+
+
+def test_a_pod_told_to_end_puts_what_it_has_into_the_store_first(
+        pods: Pods, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(work.SYNC_VARIABLE, "3600")
+    rehearsal.plan(regenerate=["hang", "ok"])
+    pod = pods.start("regenerate")
+    assert wait_until(lambda: rehearsal.starts() == ["regenerate"], LIMIT_S)
+    pod.terminate()
+    assert pod.wait(LIMIT_S) == run_stage.INTERRUPTED_EXIT_CODE
+    assert b"Interrupted" in pods.store.read("jobs/job-1/stages/regenerate/events.jsonl")
+
+
+def test_the_first_failure_of_a_run_stops_boxes_in_other_pods_and_is_told_in_the_stages_words(
+        pods: Pods, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(regenerate=["permanent"])
+    with pytest.raises(run_stage.StageFailed, match=r"lower train\.learning_rate"):
+        pods.run(run_stage.regenerate)
+    assert {"run/failure.json", "stages/regenerate/failure.json"} <= pods.stored()
+    with pytest.raises(run_stage.StageFailed, match="already failed in stage regenerate"):
+        pods.run(run_stage.capture, "stages/regenerate")
+    pods.store.delete("jobs/job-1/run/failure.json")  # as the runner does when it starts the next attempt
+    rehearsal.plan(regenerate=["permanent", "ok"])
+    pods.run(run_stage.regenerate)
+
+
+def interrupted(area: work.Work, spec: RegenerateStage, directory: Path, shards: int) -> list[str]:
+    """A pod whose stage writes so many shards before it is told to end; which ones it found."""
+    with contextlib.suppress(KeyboardInterrupt), area.stage(spec, directory) as needed:
+        assert needed
+        found = sorted(path.name for path in directory.glob("shard-*"))
+        write_shards(directory, shards)
+        raise KeyboardInterrupt
+    return found
+
+
+class Leaving:
+    """A store that goes away after so many uploads."""
+
+    def __init__(self, store: LocalStore, uploads: int) -> None:
+        self._store, self._left = store, uploads
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    def upload(self, key: str, source: Path) -> StoredObject:
+        if self._left == 0:
+            raise StoreAway("the bucket is away")
+        self._left -= 1
+        return self._store.upload(key, source)
+
+
+@pytest.mark.parametrize("uploads", range(5))
+def test_what_lies_in_the_store_never_mentions_what_is_not_there_wherever_a_sync_is_cut_off(
+        tmp_path: Path, uploads: int) -> None:
+    directory, store = tmp_path / "stage", LocalStore(tmp_path / "store")
+    write_shards(directory, 2)
+    work._Sync(store, directory, "s").once()
+    sync = work._Sync(Leaving(store, uploads), directory, "s")  # type: ignore[arg-type]
+    sync.begin()
+    write_shards(directory, 5)  # three shards and the index have changed
+    with pytest.raises(StoreAway) if uploads < 4 else contextlib.nullcontext():
+        sync.once()
+    stored = {one.key for one in store.list("s")}
+    mentioned = store.read("s/index.json").decode().split()
+    assert {f"s/{name}" for name in mentioned} <= stored
+
+
+def write_shards(directory: Path, number: int) -> None:
+    """As the feature writer does: a shard, then the index that lists it, each renamed into place."""
+    names: list[str] = []
+    for one in range(number):
+        names.append(f"shard-{one}.safetensors")
+        for name, text in ((names[-1], f"{one}"), ("index.json", " ".join(names))):
+            if not (directory / name).exists() or name == "index.json":
+                aside = directory / f".{name}.part"
+                aside.parent.mkdir(parents=True, exist_ok=True)
+                aside.write_text(text)
+                aside.replace(directory / name)
+
+
+def test_a_picture_of_a_stage_at_work_is_one_moment_of_it(tmp_path: Path) -> None:
+    directory, ended = tmp_path / "stage", threading.Event()
+
+    def write_on() -> None:
+        names: list[str] = []
+        while not ended.wait(0.004):
+            names.append(f"shard-{len(names)}.safetensors")
+            for name, text in ((names[-1], "data"), ("index.json", " ".join(names))):
+                aside = directory / f".{name}.part"
+                aside.write_text(text)
+                aside.replace(directory / name)
+
+    directory.mkdir()
+    writer = threading.Thread(target=write_on)
+    writer.start()
+    try:
+        for _ in range(20):
+            found = work._take_picture(directory)
+            picture = directory / ".sync"
+            if "index.json" in found:
+                mentioned = set((picture / "index.json").read_text().split())
+                assert mentioned <= set(found)
+                assert all((picture / name).read_text() == "data" for name in mentioned)
+    finally:
+        ended.set()
+        writer.join()
+
+
+def test_what_a_stage_removes_leaves_the_store_too(tmp_path: Path) -> None:
+    directory, store = tmp_path / "stage", LocalStore(tmp_path / "store")
+    write_shards(directory, 2)
+    sync = work._Sync(store, directory, "s")
+    sync.once()
+    (directory / "shard-0.safetensors").unlink()
+    sync.once()
+    assert {one.key for one in store.list("s")} == {"s/shard-1.safetensors", "s/index.json"}
+
+
+def test_a_stage_goes_on_while_the_store_is_away_and_what_it_made_arrives_later(pods: Pods) -> None:
+    directory, spec = pods.job_dir / "stages" / "regenerate", regenerate_spec(pods.job)
+    assert isinstance(pods.store, LocalStore)
+    away = work.Work(pods.job_dir, Leaving(pods.store, 0), 0.01)  # type: ignore[arg-type]
+    assert interrupted(away, spec, directory, 1) == []
+    assert "stages/regenerate/shard-0.safetensors" not in pods.stored()
+    # The container is started again where it was.
+    assert interrupted(work.Work(pods.job_dir, pods.store, 0.01), spec, directory, 1) == ["shard-0.safetensors"]
+    assert "stages/regenerate/shard-0.safetensors" in pods.stored()
+    assert "stages/regenerate/manifest.json" not in pods.stored()
+
+
+def test_through_s3_a_stage_is_resumed_where_another_pod_left_it(tmp_path: Path, moto_s3: S3Server) -> None:
+    store = bucket(moto_s3, tmp_path)
+    pods = Pods(tmp_path / "home", store)
+    directory, spec = pods.job_dir / "stages" / "regenerate", regenerate_spec(pods.job)
+    area = work.Work(pods.job_dir, store, 3600)
+    assert interrupted(area, spec, directory, 2) == []
+    pods.lose_the_node()
+    assert interrupted(area, spec, directory, 3) == ["shard-0.safetensors", "shard-1.safetensors"]
+    assert store.read("jobs/job-1/stages/regenerate/index.json").count(b"shard") == 3
+    assert store.stat("jobs/job-1/stages/regenerate/shard-2.safetensors") is not None
+
+
+def bucket(server: S3Server, directory: Path) -> ArtifactStore:
+    """A place of the test's own on a real server, with its secret as Kubernetes mounts it."""
+    secret = directory / "secret"
+    secret.mkdir()
+    (secret / "access_key").write_text(server.access_key)
+    (secret / "secret_key").write_text(server.secret_key)
+    name = f"work-{uuid.uuid4().hex[:12]}"
+    boto3.client("s3", endpoint_url=server.endpoint_url, region_name="us-east-1",
+                 aws_access_key_id=server.access_key, aws_secret_access_key=server.secret_key,
+                 ).create_bucket(Bucket=name)
+    return open_store(f"s3://{name}/eyrie", StoreOptions(endpoint_url=server.endpoint_url, credentials_dir=secret))
