@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_api.broker import BrokerAway
+from eyrie_api.broker import BrokerAway, RedisTransport
 from eyrie_api.database import Database
 from eyrie_api.endpoints import Endpoints
 from eyrie_api.idempotency import Claim, Idempotency
@@ -21,6 +21,7 @@ from eyrie_api.settings import Settings
 from eyrie_api.tasks import ChoreLoop, chore_queue, make_celery, queue_length
 from eyrie_api.v1alpha1.job import ServeSpec, TargetSpec
 from tests.api.samples import ended, job_spec
+from tests.servers.fixtures import or_skip
 from tests.servers.redis import Redis
 
 LONG_S = 60.0
@@ -259,3 +260,21 @@ def test_a_tick_adds_nothing_to_a_queue_that_workers_do_not_keep_up_with(
     for expected in (1, 2, 2, 2):
         app.tasks["eyrie.reconcile_tick"]()
         assert queue_length(app, chore_queue(settings)) == expected
+
+
+def test_a_redis_behind_tls_is_spoken_to_when_its_certificate_is_trusted_and_not_otherwise(tmp_path: Path) -> None:
+    server = or_skip(lambda: Redis(tmp_path, tls=True))
+    or_skip(server.start)
+    database = Database(f"sqlite:///{tmp_path / 'eyrie.db'}")
+    try:
+        strange = Settings(home=tmp_path, broker_url=f"{server.url}?ssl_cert_reqs=required")
+        with pytest.raises(BrokerAway):
+            queue_length(make_celery(strange, print, database=database), "any")
+        trusted = Settings(home=tmp_path, broker_url=f"{strange.broker_url}&ssl_ca_certs={server.certificate}")
+        app = make_celery(trusted, print, database=database)
+        app.send_task("eyrie.retention")
+        assert queue_length(app, chore_queue(trusted)) == 1
+        assert isinstance(app.connection_for_write().transport, RedisTransport), "lost acknowledgements are let go"
+    finally:
+        server.kill()
+        database.close()
