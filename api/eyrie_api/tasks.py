@@ -61,17 +61,20 @@ _GATHER_S = 0.05
 Step = Callable[[str], None]
 
 
-def make_celery(settings: Settings, advance: Step, *, tend: Step | None = None, database: Database | None = None,
+def make_celery(settings: Settings, advance: Step, *, tend: Step | None = None, forget: Step | None = None,
+                sweep: Callable[[], None] | None = None, database: Database | None = None,
                 clock: Clock = utc_now) -> Celery:
     """The Celery app with its chores.
 
     `advance(job_id)` takes the job's lease, does one short step, and returns; it may be called at any time, twice, and
-    for jobs that have ended or gone. `tend(endpoint)` likewise. Without `database` one is opened from the settings.
+    for jobs that have ended or gone. `tend(endpoint)` likewise. `forget(job_id)` removes what a deleted job has left
+    beyond its directory here, `sweep()` what nobody will ever ask for. Without `database` one is opened from the
+    settings.
     """
     database = database or Database(settings.resolved_database_url)
     app = Celery("eyrie", broker=settings.broker_url, set_as_current=False)
     app.conf.update(_configuration(settings))
-    _add_chores(app, settings, database, clock, advance, tend)
+    _add_chores(app, settings, database, clock, advance, tend, forget, sweep)
     return app
 
 
@@ -110,7 +113,7 @@ def queue_lengths(app: Celery, settings: Settings) -> dict[str, Callable[[], int
 
 
 def _add_chores(app: Celery, settings: Settings, database: Database, clock: Clock, advance: Step,
-                tend: Step | None) -> None:
+                tend: Step | None, forget: Step | None, sweep: Callable[[], None] | None) -> None:
     jobs, outbox = Jobs(database, clock), Outbox(database, clock)
     endpoints, idempotency = Endpoints(database, clock), Idempotency(database, settings.idempotency_ttl_s, clock)
 
@@ -128,6 +131,8 @@ def _add_chores(app: Celery, settings: Settings, database: Database, clock: Cloc
         try:
             jobs.get(job_id)
         except NotFound:
+            if forget is not None:
+                forget(job_id)
             shutil.rmtree(settings.job_dir(job_id), ignore_errors=True)
 
     @app.task(name="eyrie.dispatch_outbox", shared=False)  # type: ignore[untyped-decorator]
@@ -161,6 +166,8 @@ def _add_chores(app: Celery, settings: Settings, database: Database, clock: Cloc
             remove_files(argument)  # again, for a worker that was killed half-way
         outbox.sweep(settings.outbox_ttl_s)
         idempotency.sweep()
+        if sweep is not None:
+            sweep()
 
 
 class Ticker:

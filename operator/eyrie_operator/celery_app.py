@@ -27,6 +27,9 @@ from eyrie_pipelines.runner import Runner
 
 log = logging.getLogger(__name__)
 
+_UPLOAD_S = 7 * 24 * 3600.0
+"""No upload takes so long."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -36,6 +39,11 @@ class World:
     tend: Step | None
     store: ArtifactStore | None = None
     """The work area, where it is a store."""
+
+    def sweep(self) -> None:
+        """Remove what uploads of pods that were killed have left in the work area, where nobody sees it."""
+        if self.store is not None:
+            self.store.sweep_unfinished("jobs", older_than_s=_UPLOAD_S)
 
 
 def world_of(settings: Settings, database: Database) -> World:
@@ -68,7 +76,8 @@ def make_app() -> Any:
 
 def _celery(settings: Settings, database: Database) -> Any:
     world = world_of(settings, database)
-    return make_celery(settings, Driver(settings, database, world.runner).advance, tend=world.tend, database=database)
+    return make_celery(settings, Driver(settings, database, world.runner).advance, tend=world.tend,
+                       forget=world.runner.forget, sweep=world.sweep, database=database)
 
 
 def work(settings: Settings, concurrency: int) -> None:
