@@ -79,9 +79,9 @@ def vector_bytes(codec: Codec, hidden_size: int) -> int:
 
 
 def topk_bytes(top_k: int, draft_vocab_size: int) -> int:
-    """One opinion: k ids, k float16 logits, the float32 mass of the rest, the target's first choice."""
+    """One opinion: k ids, k float16 logits, the float32 masses of the rest and of all, the target's first choice."""
     id_bytes = 2 if draft_vocab_size <= NARROW_VOCABULARY else 4
-    return top_k * (id_bytes + 2) + 4 + id_bytes
+    return top_k * (id_bytes + 2) + 8 + id_bytes
 
 
 def choose(wanted: StoredAs, max_bytes: int | None, tokens: int, answer_tokens: int, num_aux_layers: int,

@@ -145,8 +145,8 @@ class CaptureSpec(Frozen):
     @model_validator(mode="after")
     def _vocabulary_has_a_use(self) -> "CaptureSpec":
         if self.draft_vocab_size is not None and self.final_state != "topk":
-            raise ValueError("capture.draft_vocab_size is given with capture.final_state 'keep', which serves any draft "
-                             "vocabulary: set drafter.draft_vocab_size, or capture.final_state to 'topk'")
+            raise ValueError("capture.draft_vocab_size is given with capture.final_state 'keep', which serves any "
+                             "draft vocabulary: set drafter.draft_vocab_size, or capture.final_state to 'topk'")
         return self
 
 

@@ -254,6 +254,7 @@ def test_an_opinion_holds_the_likeliest_tokens_and_exactly_the_mass_of_the_rest(
     torch.testing.assert_close((rebuilt * ~kept).sum(-1), (wanted * ~kept).sum(-1), atol=1e-6, rtol=1e-5)
     # float16 keeps a logit to one part in 2048.
     torch.testing.assert_close(rebuilt[kept], wanted[kept], atol=1e-5, rtol=5e-3)
+    torch.testing.assert_close(packed.opinion.mass, logits.softmax(-1)[:, ids].sum(-1), atol=1e-5, rtol=1e-5)
     first = logits.argmax(-1)
     assert torch.equal(packed.opinion.choice >= 0, torch.isin(first, ids))
     inside = packed.opinion.choice >= 0

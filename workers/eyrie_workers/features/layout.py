@@ -58,12 +58,14 @@ class Opinion:
     """What the target says at M taught positions, over the draft vocabulary (`features.opinions`).
 
     ids [M, K] int64 draft ids, likeliest first   logits [M, K]   tail [M] float32: the mass of all other draft ids
+    mass [M] float32: the target's probability of the whole draft vocabulary
     choice [M] int64: the draft id of the target's first choice over its whole vocabulary, -1 where it has none
     """
 
     ids: Tensor
     logits: Tensor
     tail: Tensor
+    mass: Tensor
     choice: Tensor
 
 
@@ -168,7 +170,8 @@ def block_sections(layout: StoreLayout, num_tokens: int, num_taught: int) -> lis
     ids = torch.int16 if len(layout.draft_ids) <= NARROW_VOCABULARY else torch.int32
     return [*sections, Section("ids", ids, (num_taught, layout.top_k)),
             Section("logits", torch.float16, (num_taught, layout.top_k)),
-            Section("tail", torch.float32, (num_taught,)), Section("choice", ids, (num_taught,))]
+            Section("tail", torch.float32, (num_taught,)), Section("mass", torch.float32, (num_taught,)),
+            Section("choice", ids, (num_taught,))]
 
 
 def section_bytes(section: Section) -> int:

@@ -6,6 +6,7 @@ which is what a drafter is taught (`training.losses`). Kept are
     ids j_1 .. j_K        of the K largest p, likeliest first
     logits z_j - z_j1     float16: differences, because softmax does not know an offset
     tail = 1 - sum p_j    float32, computed from all D logits before anything is rounded
+    mass                  the target's probability of the whole draft vocabulary, for losses that ask for it
     choice                the target's first choice over all of V as a draft id, -1 outside the draft vocabulary
 
 and the distribution is rebuilt as
@@ -21,7 +22,7 @@ rounding of a logit. What is lost is how the tail is divided; evenly is the choi
 import torch
 from torch import Tensor
 
-from eyrie_workers.features.layout import Opinion, StoreLayout
+from eyrie_workers.features.layout import Opinion, StoreLayout, taught_positions
 
 _MAX_LOGITS = 1 << 26
 """Elements of a [M, V] product made at a time: 256 MiB."""
@@ -43,13 +44,16 @@ def form_opinion(last_MH: Tensor, lm_head_VH: Tensor, layout: StoreLayout) -> Op
         share_MK = logits_MD.double().softmax(-1).gather(1, ids_MK)
         tail_M = (1.0 - share_MK.sum(-1)).clamp_(0.0, 1.0) if layout.top_k < ids_D.numel() else share_MK.new_zeros(
             share_MK.shape[0])
-        parts.append((ids_MK, top_MK - top_MK[:, :1], tail_M.float(), draft_id_V[logits_MV.argmax(-1)]))
+        mass_M = (logits_MD.double().logsumexp(-1) - logits_MV.double().logsumexp(-1)).exp()
+        parts.append((ids_MK, top_MK - top_MK[:, :1], tail_M.float(), mass_M.float(),
+                      draft_id_V[logits_MV.argmax(-1)]))
     if not parts:
         nothing = torch.zeros(0, layout.top_k, dtype=torch.int64)
-        return Opinion(nothing, nothing.to(torch.float16), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
-    ids, logits, tail, choice = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
+        return Opinion(nothing, nothing.to(torch.float16), torch.zeros(0), torch.zeros(0),
+                       torch.zeros(0, dtype=torch.int64))
+    ids, logits, tail, mass, choice = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
     # A difference below float16's range is a probability of 0 either way.
-    return Opinion(ids, logits.clamp_min(torch.finfo(torch.float16).min).to(torch.float16), tail, choice)
+    return Opinion(ids, logits.clamp_min(torch.finfo(torch.float16).min).to(torch.float16), tail, mass, choice)
 
 
 def shares(opinion: Opinion) -> Tensor:
@@ -66,3 +70,9 @@ def rebuild(opinion: Opinion, draft_vocab_size: int) -> Tensor:
     else:
         rebuilt = torch.zeros(num, draft_vocab_size)
     return rebuilt.scatter_(1, opinion.ids, shares(opinion))
+
+
+def opinion_rows(loss_mask_T: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """[T] int64: for packed rows, which opinion belongs to a position; -1 where nothing is taught."""
+    taught_T = torch.cat([taught_positions(mask) for mask in loss_mask_T.split(lengths)])
+    return torch.where(taught_T, taught_T.cumsum(0) - 1, -1)

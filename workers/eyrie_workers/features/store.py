@@ -389,9 +389,9 @@ def _place_final(layout: StoreLayout, tensors: dict[str, Tensor], taught_N: Tens
 
 
 def _joined(parts: Sequence[dict[str, Tensor]]) -> Opinion:
-    ids, logits, tail, choice = (torch.cat([part[name] for part in parts])
-                                 for name in ("ids", "logits", "tail", "choice"))
-    return Opinion(ids.to(torch.int64), logits, tail, choice.to(torch.int64))
+    ids, logits, tail, mass, choice = (torch.cat([part[name] for part in parts])
+                                       for name in ("ids", "logits", "tail", "mass", "choice"))
+    return Opinion(ids.to(torch.int64), logits, tail, mass, choice.to(torch.int64))
 
 
 def _shard_size(of: ShardMap, layout: StoreLayout) -> int:

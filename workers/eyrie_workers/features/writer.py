@@ -222,7 +222,7 @@ def _encode_block(row: FeatureRow, layout: StoreLayout, block: range, taught: to
         assert row.opinion is not None
         sections = {section.name: section.dtype for section in block_sections(layout, 1, 1)}
         tensors |= {name: getattr(row.opinion, name)[opinions].to(sections[name])
-                    for name in ("ids", "logits", "tail", "choice")}
+                    for name in ("ids", "logits", "tail", "mass", "choice")}
     return to_bytes(block_sections(layout, len(block), int(taught.sum())), tensors)
 
 
