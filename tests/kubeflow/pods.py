@@ -41,7 +41,7 @@ LAUNCHER = f"""
 mkdir -p {OUTPUT_FILE.rpartition("/")[0]} {OUTPUT_PARAMETERS} || exit 70
 setsid "$@" &
 child=$!
-trap 'kill -TERM -- "-$child" 2>/dev/null' TERM
+trap 'kill -s TERM -- "-$child"' TERM
 wait "$child"
 code=$?
 while kill -0 "$child" 2>/dev/null; do
