@@ -101,7 +101,8 @@ def test_unrolled_logits_equal_serving_logits_at_every_root_and_step(flags: dict
         life = sum(row_of_roots < alive for alive in layout.alive)
         served = chain(server, state, documents.token_ids[root + 2: root + 1 + life])
         for step in range(life):
-            torch.testing.assert_close(unrolled[step].logits[row_of_roots], served[step], atol=TOLERANCE, rtol=0)
+            logits = drafter.lm_head(unrolled[step].state[row_of_roots])
+            torch.testing.assert_close(logits, served[step], atol=TOLERANCE, rtol=0)
             assert unrolled[step].teacher[row_of_roots] == root + 1 + step
             compared += 1
     assert compared == layout.num_supervised > 40
@@ -125,7 +126,7 @@ def test_a_key_behind_the_window_has_no_influence_and_the_oldest_within_has(wind
         state = server.new_state(1, 64, DraftTreeShape(num_steps=STEPS, top_k=1, num_draft_tokens=STEPS + 1))
         server.extend(state, pairs_of(documents, 0, 0, root + 1))
         served = chain(server, state, documents.token_ids[root + 2: root + 1 + STEPS])
-        return torch.stack([step.logits[row] for step in steps]), torch.stack(served)
+        return torch.stack([drafter.lm_head(step.state[row]).detach() for step in steps]), torch.stack(served)
 
     oldest_seen = root - window + 1
     unchanged, outside, inside = (predictions(at) for at in (None, oldest_seen - 1, oldest_seen))

@@ -32,31 +32,38 @@ def test_roots_are_ordered_by_life_and_every_root_has_its_own_cell(masks: list[l
     assert sorted(layout.roots.tolist()) == np.flatnonzero(life).tolist()
     for step, alive in enumerate(layout.alive):
         assert set(layout.roots[:alive].tolist()) == set(np.flatnonzero(life > step).tolist())
-    assert layout.query_cell.unique().numel() == layout.roots.numel()
-    assert sum(tile.num_documents * tile.num_queries for tile in layout.tiles) == layout.num_query_cells
+        cells, sizes = layout.query_cells(step) if alive else (torch.zeros(0), ())
+        assert cells.unique().numel() == alive
+        assert alive == 0 or 0 <= int(cells.min()) <= int(cells.max()) < sum(sizes)
     assert layout.num_supervised == int(life.sum())
 
 
-@given(masks=st.lists(MASKS, min_size=1, max_size=8))
-def test_in_a_tile_a_root_sees_the_positions_up_to_itself_in_its_own_document(masks: list[list[bool]]) -> None:
+@given(masks=st.lists(MASKS, min_size=1, max_size=8), step=st.integers(0, 2), block=st.sampled_from([3, 8, 128]))
+def test_in_a_tile_a_root_sees_the_positions_up_to_itself_in_its_own_document(masks: list[list[bool]], step: int,
+                                                                              block: int) -> None:
     mask = torch.tensor([bit for one in masks for bit in one])
     lengths = [len(one) for one in masks]
-    layout = lay_out(mask, lengths, 3)
+    layout = lay_out(mask, lengths, 3, query_block=block)
+    if layout.alive[step] == 0:
+        return
+    cells, _ = layout.query_cells(step)
     document = np.repeat(np.arange(len(masks)), lengths)
-    cell_root = {int(cell): int(root) for cell, root in zip(layout.query_cell, layout.roots, strict=True)}
+    cell_root = {int(cell): int(root) for cell, root in zip(cells, layout.roots[: layout.alive[step]], strict=True)}
     first_cell = 0
     for tile in layout.tiles:
+        num_queries, hidden = tile.queries_at[step], tile.hidden_at(step, None)
+        assert tile.key_index.unique().numel() == tile.key_index.numel()
         cell_key = {int(cell): int(key) for cell, key in zip(tile.key_cell, tile.key_index, strict=True)}
         for row in range(tile.num_documents):
-            for query in range(tile.num_queries):
-                root = cell_root.get(first_cell + row * tile.num_queries + query)
+            for query in range(num_queries):
+                root = cell_root.get(first_cell + row * num_queries + query)
                 if root is None:
                     continue
                 seen = [cell_key.get(row * tile.num_keys + key) for key in range(tile.num_keys)
-                        if not tile.hidden[row, 0, query, key]]
+                        if not hidden[row, 0, query, key]]
                 own = [i for i in range(len(document)) if document[i] == document[root] and i <= root]
                 assert seen == own
-        first_cell += tile.num_documents * tile.num_queries
+        first_cell += tile.num_documents * num_queries
 
 
 @given(mask=MASKS, data=st.data())

@@ -22,7 +22,7 @@ and counts the keys before the current one: `--speculative-draft-window-size` is
 `layer_types` from config.json and counts as we do.
 
 Training and serving are two faces of the same handful of functions below: `Eagle3Weights` joins the projections that
-share an input, and `fuse`, `embed_half`, `hidden_half`, `finish` and `predict` are the layer cut at its attention,
+share an input, and `fuse`, `embed_half`, `hidden_half`, `finish` and `normed` are the layer cut at its attention,
 which is where the two faces differ (`eyrie_workers.training.unroll` against `eyrie_workers.drafters.serving`).
 
 One cut pays more than it looks: the q, k and v projections are linear in the two halves of x, and the token's half does
@@ -35,11 +35,12 @@ vocabulary is small, it becomes a table.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyrie_workers.drafters.vocabulary import DraftVocabulary
 from eyrie_workers.targets.config import RopeConfig
+from eyrie_workers.training.fused import mlp, normed_linear, rms_norm
+from eyrie_workers.training.products import linear
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class Eagle3Drafter(nn.Module):
         """The projections joined by input, in `dtype` (default: as they are); gradients flow to the parameters."""
         attention, mlp, hidden = self.midlayer.self_attn, self.midlayer.mlp, self.config.hidden_size
         dtype = dtype or self.fc.weight.dtype
-        qkv = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]).to(dtype)
+        qkv = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
         return Eagle3Weights(
             config=self.config,
             fc=self.fc.weight.to(dtype),
@@ -165,8 +166,8 @@ class Eagle3Drafter(nn.Module):
             hidden_norm=self.midlayer.hidden_norm.weight,
             post_attention_layernorm=self.midlayer.post_attention_layernorm.weight,
             norm=self.norm.weight,
-            embed_qkv=qkv[:, :hidden],
-            hidden_qkv=qkv[:, hidden:],
+            embed_qkv=torch.cat([weight[:, :hidden] for weight in qkv]).to(dtype),
+            hidden_qkv=torch.cat([weight[:, hidden:] for weight in qkv]).to(dtype),
             out=attention.o_proj.weight.to(dtype),
             gate_up=torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).to(dtype),
             down=mlp.down_proj.weight.to(dtype),
@@ -196,39 +197,33 @@ class Eagle3Weights:
     down: Tensor
     lm_head: Tensor
 
-    def rms(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm over the last axis, in the residual stream's dtype."""
-        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_eps)
-
     def fuse(self, aux_TAH: Tensor) -> Tensor:
         """[T, A, H] aux states -> [T, H], the beginning of the residual stream."""
         if self.fc_norm:
             chunks = aux_TAH.to(self.norm.dtype).unbind(1)
-            aux_TAH = torch.stack([self.rms(chunk, w) for chunk, w in zip(chunks, self.fc_norm, strict=True)], 1)
+            aux_TAH = torch.stack([self._rms(chunk, w) for chunk, w in zip(chunks, self.fc_norm, strict=True)], 1)
         joined_TC = aux_TAH.flatten(-2)  # C = A * H
         if self.input_norm is not None:
-            joined_TC = self.rms(joined_TC.to(self.norm.dtype), self.input_norm)
-        return F.linear(joined_TC.to(self.fc.dtype), self.fc).to(self.norm.dtype)
+            return normed_linear(joined_TC.to(self.norm.dtype), self.input_norm, self.fc,
+                                 self.config.rms_eps).to(self.norm.dtype)
+        return linear(joined_TC, self.fc).to(self.norm.dtype)
 
     def embed_half(self, embed_TH: Tensor) -> Tensor:
         """The token's share of q, k and v: [T, H] embeddings -> [T, Q]."""
-        normed = self.rms(embed_TH.to(self.norm.dtype), self.input_layernorm)
-        return F.linear(normed.to(self.embed_qkv.dtype), self.embed_qkv)
+        return normed_linear(embed_TH.to(self.norm.dtype), self.input_layernorm, self.embed_qkv, self.config.rms_eps)
 
     def hidden_half(self, hidden_TH: Tensor) -> Tensor:
         """The state's share of q, k and v: [T, H] residual stream -> [T, Q]."""
-        normed = self.rms(hidden_TH, self.hidden_norm)
-        return F.linear(normed.to(self.hidden_qkv.dtype), self.hidden_qkv)
+        return normed_linear(hidden_TH, self.hidden_norm, self.hidden_qkv, self.config.rms_eps)
 
-    def finish(self, hidden_TH: Tensor, attended_TQ: Tensor) -> Tensor:
+    def finish(self, hidden_TH: Tensor, attended_TQ: Tensor, recompute: bool = False) -> Tensor:
         """What follows attention: [T, H] residual stream and [T, q] attention output -> [T, H] residual stream."""
-        hidden_TH = hidden_TH + F.linear(attended_TQ.to(self.out.dtype), self.out)
-        normed = self.rms(hidden_TH, self.post_attention_layernorm)
-        gate, up = F.linear(normed.to(self.gate_up.dtype), self.gate_up).chunk(2, -1)
-        return hidden_TH + F.linear(F.silu(gate) * up, self.down)
+        hidden_TH = hidden_TH + linear(attended_TQ, self.out)
+        return mlp(hidden_TH, self.post_attention_layernorm, self.gate_up, self.down, self.config.rms_eps, recompute)
 
-    def predict(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, H] residual stream -> [T, D] logits, and the [T, H] state to feed back."""
-        normed = self.rms(hidden_TH, self.norm)
-        logits_TD = F.linear(normed.to(self.lm_head.dtype), self.lm_head)
-        return logits_TD, normed if self.config.norm_output else hidden_TH
+    def normed(self, hidden_TH: Tensor) -> Tensor:
+        """[T, H] residual stream -> what the output matrix reads, and with `norm_output` the next step too."""
+        return self._rms(hidden_TH, self.norm)
+
+    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self.config.rms_eps)

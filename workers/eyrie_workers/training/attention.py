@@ -11,7 +11,7 @@ diagonal mask; the diagonal is one dot product per step, not a matrix.) So the s
 and only the first half is large. `TileAttention` computes it and, backwards, computes the scores again from q, k and
 lse instead of keeping them (FlashAttention, arXiv:2205.14135): with G = dL/dout and g = dL/dlse,
 
-    P = exp(QK' c - lse)     dV = P' G     dS = P * (G V' - rowsum(G * out) + g)     dQ = c dS K     dK = c dS' Q
+    P = exp(QK' - lse)     dV = P' G     dS = P * (G V' - rowsum(G * out) + g)     dQ = dS K     dK = dS' Q
 
 A drafter with a sliding window of w keys sees the w latest positions, its own included: at step s root i looks at
 step-0 keys j > i + s - w and at its own keys r > s - w. The first is a mask that moves with the step, the second drops
@@ -21,6 +21,7 @@ whole steps.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ from eyrie_workers.training.layout import Tile, UnrollLayout
 # is then about -1e30, the tile's weight in the merge exactly 0, and nothing is nan. Beside any visible key, exp(-1e30)
 # is exactly 0 as well.
 _HIDDEN = -1e30
+
+# Scores made at a time: 256 Ki floats are 1 MiB, a core's own cache.
+_PART_ELEMENTS = 1 << 18
 
 
 class _Move(torch.autograd.Function):
@@ -74,39 +78,86 @@ def place(x: Tensor, cells: Tensor, num_cells: int, source: Tensor | None = None
     return out
 
 
+def first(x: Tensor, num_rows: int) -> Tensor:
+    """The first rows of x; x itself, without a copy of its gradient, when that is all of them."""
+    return x if x.shape[0] == num_rows else x[:num_rows]
+
+
 class TileAttention(torch.autograd.Function):
-    """softmax(q k' c) v of one tile with its log-sum-exp.
+    """softmax(q k') v of one tile with its log-sum-exp; q comes scaled.
 
     q [G*K, W*Lq, E]   k, v [G*K, Lk, E]   hidden [G, 1, Lq, Lk] bool   ->   out like q, lse [G*K, W*Lq] float32
+
+    Scores exist for a few heads, or a few queries of one head, at a time: as many as stay in a core's own cache. So
+    memory does not grow with the square of a document's length.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        scores = _scores(q, k, hidden, scale)
-        lse = scores.logsumexp(-1)
-        out = torch.bmm(scores.sub_(lse.unsqueeze(-1)).exp_().to(v.dtype), v)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=_wide(q.dtype))
+        for part in _parts(q, k):
+            scores = _scores(q, k, hidden, part)
+            most = scores.amax(-1, keepdim=True)
+            total = scores.sub_(most).exp_().sum(-1, keepdim=True)
+            out[part.cells] = torch.bmm(scores.to(v.dtype), v[part.heads]).div_(total)
+            lse[part.cells] = most.add_(total.log_()).squeeze(-1)
         ctx.save_for_backward(q, k, v, hidden, out, lse)
-        ctx.scale = scale
         return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, hidden, out, lse = ctx.saved_tensors
-        probabilities = _scores(q, k, hidden, ctx.scale).sub_(lse.unsqueeze(-1)).exp_()
-        grad_out = grad_out.contiguous()
-        grad_v = torch.bmm(probabilities.to(v.dtype).transpose(1, 2), grad_out)
-        shift = grad_lse - (grad_out * out).sum(-1, dtype=torch.float32)
-        grad_scores = torch.bmm(grad_out, v.transpose(1, 2)).float().add_(shift.unsqueeze(-1)).mul_(probabilities)
-        grad_scores = grad_scores.mul_(ctx.scale).to(q.dtype)
-        return torch.bmm(grad_scores, k), torch.bmm(grad_scores.transpose(1, 2), q), grad_v, None, None
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        shift = grad_lse - torch.linalg.vecdot(grad_out.to(lse.dtype), out.to(lse.dtype))
+        for part in _parts(q, k):
+            heads, cells = part.heads, part.cells
+            probabilities = _scores(q, k, hidden, part).sub_(lse[cells].unsqueeze(-1)).exp_()
+            grad_v[heads].baddbmm_(probabilities.to(v.dtype).transpose(1, 2), grad_out[cells])
+            grad_scores = torch.bmm(grad_out[cells], v[heads].transpose(1, 2)).to(lse.dtype)
+            grad_scores = grad_scores.add_(shift[cells].unsqueeze(-1)).mul_(probabilities).to(q.dtype)
+            grad_q[cells] = torch.bmm(grad_scores, k[heads])
+            grad_k[heads].baddbmm_(grad_scores.transpose(1, 2), q[cells])
+        return grad_q, grad_k, grad_v, None
 
 
-def _scores(q: Tensor, k: Tensor, hidden: Tensor, scale: float) -> Tensor:
+@dataclass(frozen=True)
+class _Part:
+    """Some key-value heads, and of each the same run of query cells."""
+
+    heads: slice
+    queries: slice
+
+    @property
+    def cells(self) -> tuple[slice, slice]:
+        return self.heads, self.queries
+
+
+def _parts(q: Tensor, k: Tensor) -> list[_Part]:
+    num_heads, num_queries, num_keys = q.shape[0], q.shape[1], k.shape[1]
+    queries = max(1, min(num_queries, _PART_ELEMENTS // num_keys))
+    heads = max(1, _PART_ELEMENTS // (num_queries * num_keys))
+    return [_Part(slice(head, min(head + heads, num_heads)), slice(query, min(query + queries, num_queries)))
+            for head in range(0, num_heads, heads) for query in range(0, num_queries, queries)]
+
+
+def _scores(q: Tensor, k: Tensor, hidden: Tensor, part: _Part) -> Tensor:
+    """[heads, queries, Lk] of one part, hidden ones at `_HIDDEN`."""
     num_documents, _, num_queries, num_keys = hidden.shape
-    scores = torch.bmm(q, k.transpose(1, 2)).float().mul_(scale)
-    scores.view(num_documents, -1, num_queries, num_keys).masked_fill_(hidden, _HIDDEN)
+    scores = torch.bmm(q[part.cells], k[part.heads].transpose(1, 2)).to(_wide(q.dtype))
+    per_document = q.shape[0] // num_documents
+    document = (slice(None) if num_documents == 1
+                else torch.arange(part.heads.start, part.heads.stop, device=q.device) // per_document)
+    if part.queries == slice(0, q.shape[1]):
+        scores.view(scores.shape[0], -1, num_queries, num_keys).masked_fill_(hidden[document], _HIDDEN)
+    else:
+        query = torch.arange(part.queries.start, part.queries.stop, device=q.device) % num_queries
+        scores.masked_fill_(hidden[document, 0][:, query], _HIDDEN)
     return scores
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 class SharedKeys:
@@ -118,25 +169,28 @@ class SharedKeys:
         self._tiles = [(tile, _tiled(tile, k_TKE), _tiled(tile, v_TKE)) for tile in layout.tiles]
 
     def attend(self, q_RKWE: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Attention of the first R roots over the shared keys at `step`: out [R, K, W, E] and lse [R, K, W]."""
-        layout, (num_roots, kv_heads, per_kv, head) = self._layout, q_RKWE.shape
-        cells = place(q_RKWE, layout.query_cell[:num_roots], layout.num_query_cells)
-        sizes = [tile.num_documents * tile.num_queries for tile, _, _ in self._tiles]
+        """Attention of the first R roots, scaled queries, over the shared keys at `step`: out [R, K, W, E] and
+        lse [R, K, W]."""
+        kv_heads, per_kv, head = q_RKWE.shape[1:]
+        index, sizes = self._layout.query_cells(step)
+        cells = place(q_RKWE, index, sum(sizes))
         outs, lses = [], []
-        for q, (tile, k, v) in zip(cells.split(sizes), self._tiles, strict=True):
-            shape = (tile.num_documents, tile.num_queries, kv_heads, per_kv)
-            tiled = q.view(*shape, head).permute(0, 2, 3, 1, 4).reshape(-1, per_kv * tile.num_queries, head)
-            out, lse = TileAttention.apply(tiled, k, v, tile.hidden_at(step, self.window), head**-0.5)
-            back = (tile.num_documents, kv_heads, per_kv, tile.num_queries)
+        for q, (tile, k, v) in zip(cells.split(list(sizes)), self._tiles, strict=True):
+            num_queries = tile.queries_at[step]
+            if num_queries == 0:
+                continue
+            shape = (tile.num_documents, num_queries, kv_heads, per_kv)
+            tiled = q.view(*shape, head).permute(0, 2, 3, 1, 4).reshape(-1, per_kv * num_queries, head)
+            out, lse = TileAttention.apply(tiled, k, v, tile.hidden_at(step, self.window))
+            back = (tile.num_documents, kv_heads, per_kv, num_queries)
             outs.append(out.view(*back, head).permute(0, 3, 1, 2, 4).reshape(-1, kv_heads, per_kv, head))
             lses.append(lse.view(*back).permute(0, 3, 1, 2).reshape(-1, kv_heads, per_kv))
-        index = layout.query_cell[:num_roots]
         return pick(torch.cat(outs), index), pick(torch.cat(lses), index)
 
 
 def _tiled(tile: Tile, x_TKE: Tensor) -> Tensor:
     cells = place(x_TKE, tile.key_cell, tile.num_documents * tile.num_keys, tile.key_index)
-    return cells.view(tile.num_documents, tile.num_keys, *x_TKE.shape[1:]).transpose(1, 2).flatten(0, 1)
+    return cells.view(tile.num_documents, tile.num_keys, *x_TKE.shape[1:]).transpose(1, 2).flatten(0, 1).contiguous()
 
 
 def attend(q_RKWE: Tensor, shared: SharedKeys, own: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -146,16 +200,14 @@ def attend(q_RKWE: Tensor, shared: SharedKeys, own: Sequence[tuple[Tensor, Tenso
     own      keys and values [R_r, K, E] of steps 1 .. s with R_r >= R; empty at step 0.
     returns  [R, K, W, E]
     """
+    q_RKWE = q_RKWE * q_RKWE.shape[-1] ** -0.5
     out, lse = shared.attend(q_RKWE, len(own))
     if shared.window is not None:
         own = own[-shared.window:]
     if not own:
         return out
-    num_roots, scale = q_RKWE.shape[0], q_RKWE.shape[-1] ** -0.5
-    keys = [key[:num_roots].unsqueeze(2) for key, _ in own]
-    own_scores = [(q_RKWE * key).sum(-1, dtype=torch.float32) * scale for key in keys]
-    weights = torch.stack([lse, *own_scores]).softmax(0).to(out.dtype).unsqueeze(-1)
-    for weight, part in zip(weights.unbind(0), [out, *(value[:num_roots].unsqueeze(2) for _, value in own)],
-                            strict=True):
-        out = weight * part if part is out else out + weight * part
-    return out
+    num_roots, wide = q_RKWE.shape[0], lse.dtype
+    keys, values = (torch.stack([first(part, num_roots) for part in parts], 2) for parts in zip(*own, strict=True))
+    own_scores = q_RKWE.to(wide) @ keys.to(wide).transpose(-1, -2)  # [R, K, W, s]
+    weights = torch.cat([lse.unsqueeze(-1), own_scores], -1).softmax(-1)
+    return torch.addcmul(weights[..., 1:] @ values.to(wide), weights[..., :1], out.to(wide)).to(out.dtype)

@@ -10,16 +10,17 @@ first answer tokens and teaches the ones after the answer's end.)
 `alive[s]`, and "drop the dead" is a slice. With one layer, a position that is no root only lends its key and value; its
 attention, MLP and logits are never needed.
 
-**Tiles.** Step 0 of every position is a key for the later roots of its own document, at every step. Documents of
-similar size are stacked into a tile [G, Lq, Lk] of attention scores. A tile is the one place with padding, inside
-attention alone and bounded by `_MAX_TILE_WASTE`; documents in one tile share an axis, never a score.
+**Tiles.** Step 0 of every position is a key for the later roots of its own document, at every step. Blocks of a
+document's queries, of similar size, are stacked into a tile [G, Lq, Lk] of attention scores; later steps compute its
+first queries only. A tile is the one place with padding, inside attention alone and bounded by `_MAX_TILE_WASTE`;
+documents in one tile share an axis, never a score.
 
-    T packed tokens, R roots, S steps, G documents of a tile, Lq its most roots, Lk its most keys
+    T packed tokens, R roots, S steps, G blocks of a tile, Lq its most roots, Lk its most keys
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -28,14 +29,18 @@ from torch import Tensor
 # Attention is a few percent of a step's arithmetic, so up to 40 % more of it costs less than launching more tiles.
 _MAX_TILE_WASTE = 1.4
 
+# A document's queries are cut into blocks of so many, for each looks at no key behind its last; and into no more blocks
+# than this, for every block copies its keys.
+QUERY_BLOCK, _MAX_BLOCKS = 128, 8
+
 
 @dataclass(frozen=True)
 class Tile:
     """Documents whose attention runs as one batched product."""
 
     num_documents: int
-    num_queries: int
-    """Lq"""
+    queries_at: tuple[int, ...]
+    """[S] most queries a document has at each step: non-increasing. The first is Lq."""
 
     num_keys: int
     """Lk"""
@@ -47,17 +52,20 @@ class Tile:
     """Cell of each real key, same order."""
 
     hidden: Tensor
-    """[G, 1, Lq, Lk] bool, True where a query may not look. Unused query cells see key 0, to stay finite."""
+    """[G, 1, Lq, Lk] bool, True where a query may not look. Unused query cells see key 0, to stay finite. A document's
+    queries stand by decreasing life: those of step s are the first."""
 
     query_positions: Tensor
     """[G, Lq] int64 position of each query within its document; 0 in unused cells."""
 
     def hidden_at(self, step: int, window: int | None) -> Tensor:
         """`hidden` at an unrolled step, when a position sees no further back than `window` positions."""
+        num_queries = self.queries_at[step]
+        hidden = self.hidden[:, :, :num_queries]
         if window is None:
-            return self.hidden
-        oldest = self.query_positions + (step - window + 1)
-        return self.hidden | (torch.arange(self.num_keys) < oldest[:, None, :, None])
+            return hidden
+        oldest = self.query_positions[:, :num_queries] + (step - window + 1)
+        return hidden | (torch.arange(self.num_keys) < oldest[:, None, :, None])
 
 
 @dataclass(frozen=True)
@@ -74,15 +82,28 @@ class UnrollLayout:
     """[S] roots alive at each step: non-increasing, alive[0] = R."""
 
     tiles: tuple[Tile, ...]
-    query_cell: Tensor
-    """[R] cell of each root in the tiles' query cells laid end to end (G * Lq each)."""
+    seats: Tensor
+    """[R, 3] int64 of each root: its tile, its document in the tile, its rank among that document's queries."""
 
-    num_query_cells: int
+    def query_cells(self, step: int) -> tuple[Tensor, tuple[int, ...]]:
+        """[R_s] cell of each root alive at `step` in the tiles' query cells laid end to end, and each tile's cells."""
+        queries = torch.tensor([tile.queries_at[step] for tile in self.tiles])
+        sizes = [tile.num_documents * tile.queries_at[step] for tile in self.tiles]
+        bases = torch.tensor([0, *accumulate(sizes)])
+        tile, document, rank = self.seats[: self.alive[step]].unbind(1)
+        return bases[tile] + document * queries[tile] + rank, tuple(sizes)
 
     @property
     def num_supervised(self) -> int:
         """Token predictions over all steps: the work of the unroll."""
         return sum(self.alive)
+
+    def teacher_positions(self) -> Tensor:
+        """Ascending packed positions whose final state some step compares with: step s of root i asks i + 1 + s."""
+        asked_T = torch.zeros(self.positions.numel(), dtype=torch.bool)
+        for step, num_alive in enumerate(self.alive):
+            asked_T[self.roots[:num_alive] + 1 + step] = True
+        return asked_T.nonzero().squeeze(1)
 
 
 def lives(loss_mask: np.ndarray, ttt_length: int) -> np.ndarray:
@@ -100,12 +121,14 @@ def lives(loss_mask: np.ndarray, ttt_length: int) -> np.ndarray:
     return np.where(padded[1:-1], np.maximum(after, 0), 0)
 
 
-def lay_out(loss_mask: Tensor, lengths: Sequence[int], ttt_length: int, deep: Tensor | None = None) -> UnrollLayout:
+def lay_out(loss_mask: Tensor, lengths: Sequence[int], ttt_length: int, deep: Tensor | None = None,
+            query_block: int = QUERY_BLOCK) -> UnrollLayout:
     """Plan the unroll of one batch.
 
     loss_mask  [T] bool, documents end to end.
     lengths    tokens of each document, summing to T.
     deep       [T] bool, positions whose draft goes on after step 0; None: all.
+    query_block  queries of one document that share a tile's rows of keys, at most.
     """
     mask = loss_mask.numpy()
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -116,23 +139,31 @@ def lay_out(loss_mask: Tensor, lengths: Sequence[int], ttt_length: int, deep: Te
     roots = np.flatnonzero(life)
     roots = roots[np.argsort(-life[roots], kind="stable")]
     alive = tuple(int((life[roots] > step).sum()) for step in range(ttt_length))
-    tiles, query_cell_T, num_cells = _tiles(life, starts)
+    tiles, seats_T = _tiles(life, starts, ttt_length, query_block)
     return UnrollLayout(roots=torch.from_numpy(roots), positions=torch.from_numpy(positions), alive=alive, tiles=tiles,
-                        query_cell=torch.from_numpy(query_cell_T[roots]), num_query_cells=num_cells)
+                        seats=torch.from_numpy(seats_T[roots]))
 
 
-def _tiles(life: np.ndarray, starts: np.ndarray) -> tuple[tuple[Tile, ...], np.ndarray, int]:
-    """Stack documents of similar size; also the query cell of every root (by packed position) and how many cells."""
-    documents = []
+def _blocks(queries: np.ndarray, size: int) -> list[np.ndarray]:
+    """Runs of a document's queries. Each needs the keys up to its own last query: the later half of a long document's
+    keys is no key of the first half's queries."""
+    size = max(size, -(-queries.size // _MAX_BLOCKS))
+    return [queries[at:at + size] for at in range(0, queries.size, size)]
+
+
+def _tiles(life: np.ndarray, starts: np.ndarray, ttt_length: int,
+           query_block: int) -> tuple[tuple[Tile, ...], np.ndarray]:
+    """Stack blocks of queries with their documents' keys, similar sizes together; also the seat of every root."""
+    blocks = []
     for start, end in pairwise(starts.tolist()):
-        queries = np.flatnonzero(life[start:end])
-        if queries.size:
-            documents.append((int(queries[-1]) + 1, start, queries))
-    documents.sort(key=lambda document: (-document[0], -document[2].size, document[1]))
-    query_cell, num_cells, tiles = np.full(life.shape[0], -1), 0, []
-    for members in _group([(keys, queries.size) for keys, _, queries in documents]):
-        chosen = [documents[member] for member in members]
-        num_queries, num_keys = max(d[2].size for d in chosen), chosen[0][0]
+        for queries in _blocks(np.flatnonzero(life[start:end]), query_block):
+            blocks.append((int(queries[-1]) + 1, start, queries[np.argsort(-life[start + queries], kind="stable")]))
+    blocks.sort(key=lambda block: (-block[0], -block[2].size, block[1]))
+    seats = np.full((life.shape[0], 3), -1)
+    tiles: list[Tile] = []
+    for members in _group([(keys, queries.size, start) for keys, start, queries in blocks]):
+        chosen = [blocks[member] for member in members]
+        num_queries, num_keys = max(block[2].size for block in chosen), chosen[0][0]
         hidden = np.ones((len(chosen), 1, num_queries, num_keys), dtype=bool)
         hidden[..., 0] = False
         query_positions = np.zeros((len(chosen), num_queries), dtype=np.int64)
@@ -142,24 +173,31 @@ def _tiles(life: np.ndarray, starts: np.ndarray) -> tuple[tuple[Tile, ...], np.n
             query_positions[row, : queries.size] = queries
             key_index.append(start + np.arange(keys))
             key_cell.append(row * num_keys + np.arange(keys))
-            query_cell[start + queries] = num_cells + row * num_queries + np.arange(queries.size)
-        num_cells += len(chosen) * num_queries
-        tiles.append(Tile(len(chosen), num_queries, num_keys, torch.from_numpy(np.concatenate(key_index)),
+            seats[start + queries] = np.stack([np.full(queries.size, len(tiles)), np.full(queries.size, row),
+                                               np.arange(queries.size)], 1)
+        lifetimes = [life[start + queries] for _, start, queries in chosen]
+        queries_at = tuple(max(int((lived > step).sum()) for lived in lifetimes) for step in range(ttt_length))
+        tiles.append(Tile(len(chosen), queries_at, num_keys, torch.from_numpy(np.concatenate(key_index)),
                           torch.from_numpy(np.concatenate(key_cell)), torch.from_numpy(hidden),
                           torch.from_numpy(query_positions)))
-    return tuple(tiles), query_cell, num_cells
+    return tuple(tiles), seats
 
 
-def _group(sizes: list[tuple[int, int]]) -> list[list[int]]:
-    """Consecutive groups of (keys, queries) whose common rectangle wastes at most `_MAX_TILE_WASTE`."""
+def _group(sizes: list[tuple[int, int, int]]) -> list[list[int]]:
+    """Consecutive groups of (keys, queries, document) whose common rectangle wastes at most `_MAX_TILE_WASTE`, no
+    document twice in one: a key is copied once into a tile, so that its gradient is a copy as well."""
     groups: list[list[int]] = []
     real = most_keys = most_queries = 0
-    for index, (keys, queries) in enumerate(sizes):
+    inside: set[int] = set()
+    for index, (keys, queries, document) in enumerate(sizes):
         grown_keys, grown_queries = max(most_keys, keys), max(most_queries, queries)
-        if groups and (len(groups[-1]) + 1) * grown_keys * grown_queries <= _MAX_TILE_WASTE * (real + keys * queries):
+        fits = groups and document not in inside
+        if fits and (len(groups[-1]) + 1) * grown_keys * grown_queries <= _MAX_TILE_WASTE * (real + keys * queries):
             groups[-1].append(index)
             real, most_keys, most_queries = real + keys * queries, grown_keys, grown_queries
         else:
             groups.append([index])
+            inside = set()
             real, most_keys, most_queries = keys * queries, keys, queries
+        inside.add(document)
     return groups

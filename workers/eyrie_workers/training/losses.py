@@ -1,78 +1,81 @@
-"""What the drafter is asked to match: the target's own next-token distribution, restricted to the draft vocabulary.
+"""What the drafter is asked to match: the target's own next-token distribution over the draft vocabulary; and how much
+each prediction weighs in the loss.
 
-Forward KL with a soft teacher, as EAGLE-3 trains (arXiv:2503.01840 section 3.1; the reference uses the cross-entropy,
-which differs from KL by the teacher's entropy, a constant). The teacher is `softmax(last @ lm_head.T)` renormalised
-over the draft vocabulary, which is what the drafter could at best reach. Where the target's own first choice lies
-outside that vocabulary a draft token cannot be right; such positions are left out rather than taught to guess.
+The teacher is `softmax(last @ lm_head.T)`, renormalised over the draft vocabulary, which is what the drafter could at
+best reach (EAGLE-3, arXiv:2503.01840 section 3.1). Where the target's own first choice lies outside that vocabulary a
+draft token cannot be right; such positions are left out rather than taught to guess.
 
-The mean is over positions that were really supervised, at each unrolled step by itself. Dividing by all positions
-of a batch, prompts and padding included, would make the learning rate depend on how talkative the prompts are.
+A step's loss is a mean over the predictions that were really supervised, at each unrolled step by itself, and the steps
+are weighed by `decay ** s`. Dividing by all positions of a batch, prompts and padding included, would make the learning
+rate depend on how talkative the prompts are. Two means are offered:
 
-    R rows, D draft vocabulary, V target vocabulary, H hidden, S steps
+    token      every prediction of a step weighs the same
+    sequence   every document of a step weighs the same, however long its answer
+
+All counts are over the whole batch of a step, on all processes, so that the loss does not depend on how the batch was
+split. The losses themselves are in `training.softloss`.
+
+    R rows, N predictions, D draft vocabulary, V target vocabulary, H hidden, S steps
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-# Full-vocabulary logits are made this many elements at a time: 64 Mi floats are 256 MiB, whatever the vocabulary.
-_MAX_LOGITS = 1 << 26
+from eyrie_workers.training.products import padded, product
+
+Normalisation = Literal["token", "sequence"]
+
+# Full-vocabulary logits are made this many elements at a time: 4 Mi floats are 16 MiB.
+_MAX_LOGITS = 1 << 22
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """What the target says at each supervised position.
+    """What the target says at each asked position: a table, looked up by every step that asks.
 
     probabilities  [R, D]  softmax over the draft vocabulary.
+    mass           [R]     the target's probability of the whole draft vocabulary.
     inside         [R]     bool: the target's first choice over all of V is in the draft vocabulary.
     choice         [R]     int64: the target's first choice, a draft id where `inside`, meaningless elsewhere.
     """
 
     probabilities_RD: Tensor
+    mass_R: Tensor
     inside_R: Tensor
     choice_R: Tensor
-
-    @torch.no_grad()
-    def take(self, index_R: Tensor) -> "Teacher":
-        """The rows named by `index_R`, in that order."""
-        return Teacher(self.probabilities_RD.index_select(0, index_R), self.inside_R.index_select(0, index_R),
-                       self.choice_R.index_select(0, index_R))
 
 
 @torch.no_grad()
 def teach(last_RH: Tensor, lm_head_VH: Tensor, draft_ids_D: Tensor, t2d_V: Tensor) -> Teacher:
     """The teacher's distributions at the positions whose final states are given.
 
-    last_RH      [R, H]  states after the target's final norm.
+    last_RH      [R, H]  states after the target's final norm; R may be 0.
     lm_head_VH   [V, H]  the target's output matrix.
     draft_ids_D  [D]     target ids of the draft vocabulary, ascending.
     t2d_V        [V]     bool membership.
     """
-    num_rows, (vocab_size, _) = last_RH.shape[0], lm_head_VH.shape
-    whole = draft_ids_D.numel() == vocab_size
-    probabilities, inside, choice = [], [], []
-    for chunk in last_RH.to(lm_head_VH.dtype).split(max(1, min(num_rows, _MAX_LOGITS // vocab_size))):
-        logits_RV = (chunk @ lm_head_VH.T).float()
-        first_R = logits_RV.argmax(-1)
+    (num_rows, _), (vocab_size, _), draft_vocab = last_RH.shape, lm_head_VH.shape, draft_ids_D.numel()
+    whole, device = draft_vocab == vocab_size, last_RH.device
+    taught = Teacher(torch.empty(num_rows, draft_vocab, device=device), torch.ones(num_rows, device=device),
+                     torch.empty(num_rows, dtype=torch.bool, device=device),
+                     torch.empty(num_rows, dtype=torch.int64, device=device))
+    size = max(64, _MAX_LOGITS // vocab_size // 32 * 32)
+    for start in range(0, num_rows, size):
+        rows = slice(start, min(start + size, num_rows))
+        logits_RV = product(padded(last_RH[rows], lm_head_VH.dtype), lm_head_VH.T)[: rows.stop - start].float()
+        most_R, first_R = logits_RV.max(-1)
         logits_RD = logits_RV if whole else logits_RV.index_select(1, draft_ids_D)
-        probabilities.append(logits_RD.softmax(-1))
-        inside.append(t2d_V[first_R])
-        choice.append(torch.searchsorted(draft_ids_D, first_R).clamp_(max=draft_ids_D.numel() - 1))
-    return Teacher(torch.cat(probabilities), torch.cat(inside), torch.cat(choice))
-
-
-def step_loss(logits_RD: Tensor, teacher: Teacher) -> Tensor:
-    """Cross-entropy of one unrolled step, a mean over the rows whose teacher chooses inside the draft vocabulary.
-
-    logits_RD  [R, D]  the drafter's logits; R may be 0.
-    returns    scalar  nats per supervised token; exactly 0 (with zero gradients) when no row counts.
-    """
-    weight_R = teacher.inside_R.to(torch.float32)
-    loss_R = F.cross_entropy(logits_RD.float(), teacher.probabilities_RD, reduction="none")
-    return (loss_R * weight_R).sum() / weight_R.sum().clamp_(min=1.0)
+        torch.softmax(logits_RD, -1, out=taught.probabilities_RD[rows])
+        if not whole:
+            inner_R, outer_R = (logits.sub_(most_R[:, None]).exp_().sum(-1) for logits in (logits_RD, logits_RV))
+            taught.mass_R[rows] = inner_R / outer_R
+        taught.inside_R[rows] = t2d_V[first_R]
+        taught.choice_R[rows] = torch.searchsorted(draft_ids_D, first_R).clamp_(max=draft_vocab - 1)
+    return taught
 
 
 def step_weights(ttt_length: int, decay: float) -> list[float]:
@@ -81,7 +84,26 @@ def step_weights(ttt_length: int, decay: float) -> list[float]:
     return [weight / sum(raw) for weight in raw]
 
 
-def total_loss(losses: Sequence[Tensor], decay: float) -> Tensor:
-    """The weighted mean of the steps' losses."""
-    weights = step_weights(len(losses), decay)
-    return torch.stack([weight * loss for weight, loss in zip(weights, losses, strict=True)]).sum()
+def shares(step_N: Tensor, document_N: Tensor, counts_N: Tensor, ttt_length: int, decay: float,
+           normalisation: Normalisation, total: Callable[[Tensor], Tensor]) -> Tensor:
+    """[N] float32: what each prediction's loss is multiplied by; over all processes they sum to 1.
+
+    step_N      the unrolled step of each prediction, < `ttt_length`.
+    document_N  its document, >= 0.
+    counts_N    bool: whether it is supervised; the others' share is 0.
+    total       sums a tensor over all processes.
+    """
+    counted = counts_N.to(torch.float64)
+    asked_S, supervised_S = (torch.bincount(step_N, weights=weight, minlength=ttt_length)
+                             for weight in (torch.ones_like(counted), counted))
+    one_N = counted
+    if normalisation == "sequence":
+        cell_N = document_N * ttt_length + step_N
+        per_cell = torch.bincount(cell_N, weights=counted)
+        one_N = counted / per_cell.clamp(min=1.0)[cell_N]
+        supervised_S = torch.bincount(step_N, weights=one_N, minlength=ttt_length)  # documents of the step
+    asked_S, supervised_S = total(torch.stack([asked_S, supervised_S])).unbind(0)
+    weights = step_weights(max(1, int((asked_S > 0).sum())), decay)
+    weight_S = torch.zeros_like(asked_S)
+    weight_S[: len(weights)] = torch.tensor(weights, dtype=weight_S.dtype)
+    return (one_N * (weight_S / supervised_S.clamp(min=1.0))[step_N]).float()

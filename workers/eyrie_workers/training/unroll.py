@@ -8,7 +8,7 @@ Position i at step s sits at rope position i + s, reads the embedding of token i
 the target's distribution at i+1+s. Which (i, s) exist is decided in `training.layout`; everything here is dense.
 
     T packed tokens, R roots, S steps, A aux layers, H hidden, Q = q + k + v widths, K kv heads, W heads per kv head,
-    E head size, D draft vocabulary
+    E head size
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from eyrie_workers.drafters.eagle3 import Eagle3Config, Eagle3Weights
-from eyrie_workers.drafters.rotary import Rotary, rotate
-from eyrie_workers.training.attention import SharedKeys, attend, pick
+from eyrie_workers.drafters.rotary import Rotary
+from eyrie_workers.training.attention import SharedKeys, attend, first, pick
+from eyrie_workers.training.fused import turn
 from eyrie_workers.training.layout import UnrollLayout
 
 
@@ -41,18 +42,21 @@ class PackedDocuments:
 class UnrolledStep:
     """One step's predictions.
 
-    logits   [R_s, D]  of the first R_s roots.
+    state    [R_s, H]  of the first R_s roots, as the output matrix reads it.
     teacher  [R_s]     packed position whose `last` state holds the target's opinion on the same token.
     """
 
     step: int
-    logits: Tensor
+    state: Tensor
     teacher: Tensor
 
 
 def unroll(weights: Eagle3Weights, rotary: Rotary, embed_VH: Tensor, documents: PackedDocuments,
-           layout: UnrollLayout) -> Iterator[UnrolledStep]:
-    """Run the drafter over a batch, step by step; ends early when no root is alive."""
+           layout: UnrollLayout, recompute: bool = False) -> Iterator[UnrolledStep]:
+    """Run the drafter over a batch, step by step; ends early when no root is alive.
+
+    recompute  keep less for the gradient and compute it again (`training.fused.mlp`).
+    """
     config = weights.config
     # The embedding's share of q, k, v belongs to a token, not to a step: computed once, picked at every step.
     embed_TQ = weights.embed_half(embed_VH.index_select(0, documents.token_ids))
@@ -60,26 +64,28 @@ def unroll(weights: Eagle3Weights, rotary: Rotary, embed_VH: Tensor, documents: 
     # Position i pairs with token i+1. The last token of a document has none of its own, but no root reads its key.
     shared_TQ = weights.hidden_half(fused_TH) + torch.cat([embed_TQ[1:], embed_TQ[-1:]])
     q_TKWE, k_TKE, v_TKE = split_heads(shared_TQ, config)
-    shared = SharedKeys(layout, rotate(k_TKE, rotary.at(layout.positions)), v_TKE, config.sliding_window)
+    shared = SharedKeys(layout, turn(k_TKE, rotary.at(layout.positions)), v_TKE, config.sliding_window)
     hidden_RH = pick(fused_TH, layout.roots)
     own: list[tuple[Tensor, Tensor]] = []
     for step, num_alive in enumerate(layout.alive):
         if num_alive == 0:
             return
         roots = layout.roots[:num_alive]
-        turn = rotary.at(layout.positions[roots] + step)
+        angles = rotary.at(layout.positions[roots] + step)
         if step == 0:
-            q_RKWE = rotate(pick(q_TKWE, roots), turn)
+            q_RKWE = turn(pick(q_TKWE, roots), angles)
         else:
-            hidden_RH = hidden_RH[:num_alive]
+            hidden_RH = first(hidden_RH, num_alive)
             qkv_RQ = weights.hidden_half(hidden_RH) + pick(embed_TQ, roots + 1 + step)
             q_RKWE, k_RKE, v_RKE = split_heads(qkv_RQ, config)
-            q_RKWE = rotate(q_RKWE, turn)
-            own.append((rotate(k_RKE, turn), v_RKE))
+            q_RKWE = turn(q_RKWE, angles)
+            own.append((turn(k_RKE, angles), v_RKE))
         attended = attend(q_RKWE, shared, own)
-        hidden_RH = weights.finish(hidden_RH, attended.flatten(1))
-        logits_RD, hidden_RH = weights.predict(hidden_RH)
-        yield UnrolledStep(step=step, logits=logits_RD, teacher=roots + 1 + step)
+        hidden_RH = weights.finish(hidden_RH, attended.flatten(1), recompute)
+        state_RH = weights.normed(hidden_RH)
+        if config.norm_output:
+            hidden_RH = state_RH
+        yield UnrolledStep(step=step, state=state_RH, teacher=roots + 1 + step)
 
 
 def split_heads(qkv_TQ: Tensor, config: Eagle3Config) -> tuple[Tensor, Tensor, Tensor]:

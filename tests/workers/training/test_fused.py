@@ -1,0 +1,122 @@
+"""Hand-written gradients against autograd's of the plain formulas, in float64, at odd and round sizes."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from eyrie_workers.drafters.rotary import rotate
+from eyrie_workers.training.fused import (
+    mlp,
+    normed_linear,
+    reference_mlp,
+    reference_normed_linear,
+    rms_norm,
+    turn,
+)
+from eyrie_workers.training.losses import Teacher
+from eyrie_workers.training.products import linear, padded, product, rounded
+from eyrie_workers.training.softloss import Loss, reference_losses, soft_loss
+
+EPS = 1e-5
+LOSSES: list[Loss] = ["kl", "tv", "lk", "lk_hybrid"]
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def leaves(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(tensor.clone().requires_grad_() for tensor in tensors)
+
+
+def agree(ours: Tensor, theirs: Tensor, inputs: tuple[Tensor, ...], same_inputs: tuple[Tensor, ...],
+          tolerance: float = 1e-9) -> None:
+    torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+    weight = noise(*ours.shape, dtype=ours.dtype, seed=9)
+    found, wanted = (torch.autograd.grad((out * weight).sum(), variables)
+                     for out, variables in ((ours, inputs), (theirs, same_inputs)))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 32, 123])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_mlp_and_its_gradients_equal_the_formula(rows: int, recompute: bool) -> None:
+    values = noise(rows, 12), 1 + 0.1 * noise(12), noise(14, 12), noise(12, 7)
+    ours, theirs = leaves(*values), leaves(*values)
+    agree(mlp(*ours, EPS, recompute), reference_mlp(*theirs, EPS), ours, theirs)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 32, 123])
+def test_normed_product_and_its_gradients_equal_the_formula(rows: int) -> None:
+    values = noise(rows, 12), 1 + 0.1 * noise(12), noise(9, 12)
+    ours, theirs = leaves(*values), leaves(*values)
+    agree(normed_linear(*ours, EPS), reference_normed_linear(*theirs, EPS), ours, theirs)
+
+
+def test_product_norm_and_turn_have_the_gradients_of_their_formulas() -> None:
+    (x, norm), (y, other) = leaves(noise(5, 12), noise(12)), leaves(noise(5, 12), noise(12))
+    agree(rms_norm(x, norm, EPS), torch.nn.functional.rms_norm(y, (12,), other, EPS), (x, norm), (y, other))
+    (x, weight), (y, same) = leaves(noise(5, 12), noise(3, 12)), leaves(noise(5, 12), noise(3, 12))
+    agree(linear(x, weight), y @ same.T, (x, weight), (y, same))
+    angles = noise(5, 6, seed=3)
+    cos_sin = torch.stack([angles.cos(), angles.sin()], 1)
+    (x,), (y,) = leaves(noise(5, 2, 12)), leaves(noise(5, 2, 12))
+    agree(turn(x, cos_sin), rotate(y, cos_sin), (x,), (y,))
+
+
+@pytest.mark.parametrize("shape", [(5, 123, 7), (64, 32, 48), (1, 3, 1), (0, 4, 5)])
+def test_products_in_float32_are_float32_whatever_the_layout(shape: tuple[int, int, int]) -> None:
+    rows, inner, columns = shape
+    a, b = noise(rows, inner), noise(inner, columns, seed=1)
+    gaps = torch.empty(inner, 2 * columns)
+    gaps[:, columns:] = b
+    for right in (b.float(), b.float().T.contiguous().T, gaps[:, columns:]):
+        for left in (a.float(), a.float().T.contiguous().T):
+            torch.testing.assert_close(product(left, right).double(), a @ b, atol=1e-4, rtol=1e-5)
+
+
+def test_rows_are_rounded_to_few_sizes_and_padding_is_zero() -> None:
+    assert [rounded(n) for n in (1, 32, 33, 1023, 1024, 1025, 5000)] == [32, 32, 64, 1024, 1024, 1088, 5120]
+    assert len({rounded(n) for n in range(1, 20_000)}) < 110
+    x = noise(5, 3)
+    assert torch.equal(padded(x, x.dtype), torch.cat([x, torch.zeros(27, 3, dtype=x.dtype)]))
+    assert padded(noise(64, 3), torch.float64).shape == (64, 3)
+
+
+def lesson(positions: int, draft_vocab: int) -> Teacher:
+    mass = torch.rand(positions, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return Teacher(noise(positions, draft_vocab, seed=1).mul(2).softmax(-1), mass, torch.ones(positions).bool(),
+                   torch.zeros(positions, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("predictions", [3, 700])
+def test_the_fused_loss_equals_its_formula_and_so_do_its_gradients(kind: Loss, predictions: int) -> None:
+    # 700 predictions over 3001 draft ids are two chunks, neither a round number.
+    draft_vocab = 3001 if predictions == 700 else 5
+    x, weight = noise(predictions, 6), noise(draft_vocab, 6, seed=4) * 0.5
+    teacher, row = lesson(11, draft_vocab), torch.arange(predictions) % 11
+    share = torch.rand(predictions, generator=torch.Generator().manual_seed(5))
+    share[::3] = 0
+    ours, theirs = leaves(x, weight), leaves(x, weight)
+    loss, losses, _ = soft_loss(*ours, teacher, row, share, kind)
+    plain = reference_losses(theirs[0] @ theirs[1].T, teacher.probabilities_RD[row], teacher.mass_R[row], kind)
+    agree(loss, (plain * share).sum(), ours, theirs)
+    torch.testing.assert_close(losses[share > 0], plain.detach()[share > 0])
+    assert float(losses[share == 0].abs().max()) == 0.0
+
+
+def test_losses_of_acceptance_are_zero_where_drafter_and_target_agree_and_kl_is_not_below_entropy() -> None:
+    logits = noise(4, 9)
+    teacher = logits.softmax(-1)
+    for kind in ("tv", "lk"):
+        assert float(reference_losses(logits, teacher, torch.ones(4), kind).abs().max()) < 1e-12  # type: ignore[arg-type]
+    entropy = -(teacher * teacher.log()).sum(-1)
+    torch.testing.assert_close(reference_losses(logits, teacher, torch.ones(4), "kl"), entropy)
+
+
+def test_first_choices_are_found_for_every_row_also_those_that_do_not_count() -> None:
+    x, weight = noise(40, 6), noise(5, 6, seed=4)
+    _, _, choice = soft_loss(x, weight, lesson(3, 5), torch.zeros(40, dtype=torch.int64), torch.zeros(40), choose=True)
+    assert torch.equal(choice, (x @ weight.T).argmax(-1))
