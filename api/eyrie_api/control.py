@@ -22,6 +22,7 @@ from eyrie_api.jobs import Jobs
 from eyrie_api.outbox import Outbox
 from eyrie_api.results import Results
 from eyrie_api.settings import Settings
+from eyrie_api.webhooks import Webhooks
 
 
 def _nothing() -> None:
@@ -43,6 +44,7 @@ class Control:
     keys: Keys
     projects: Projects
     audit: Audit
+    webhooks: Webhooks
     scope: Scope = SYSTEM
     wake: Callable[[], None] = _nothing
     checks: Mapping[str, Callable[[], bool]] = field(default_factory=dict)
@@ -59,7 +61,8 @@ class Control:
         idempotency = Idempotency(database, settings.idempotency_ttl_s)
         return cls(settings, database, Jobs(database, idempotency=idempotency), Endpoints(database),
                    Histories(database), Results(database), Outbox(database), idempotency, Keys(database),
-                   Projects(database), Audit(database), SYSTEM, wake or _nothing, checks or {}, queues or {})
+                   Projects(database), Audit(database), Webhooks(database), SYSTEM, wake or _nothing, checks or {},
+                   queues or {})
 
     def within(self, scope: Scope) -> "Control":
         """The same, as `scope` sees it."""
@@ -68,7 +71,8 @@ class Control:
             self, scope=scope, jobs=Jobs(database, idempotency=self.idempotency, scope=scope),
             endpoints=Endpoints(database, scope=scope), histories=Histories(database, scope=scope),
             results=Results(database, scope=scope), keys=Keys(database, scope=scope),
-            projects=Projects(database, scope=scope), audit=Audit(database, scope=scope))
+            projects=Projects(database, scope=scope), audit=Audit(database, scope=scope),
+            webhooks=Webhooks(database, scope=scope, allow_private=self.settings.webhooks_allow_private))
 
 
 async def _of(request: Request) -> Control:

@@ -30,6 +30,7 @@ from eyrie_api.v1alpha1.history import Actor
 from eyrie_api.v1alpha1.job import DraftTreeShape, ServeSpec, TargetSpec
 from eyrie_api.v1alpha1.status import Condition, Endpoint, EndpointList, Revision
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
+from eyrie_api.webhooks import announce
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,7 @@ class Endpoints:
                 before.state = "retired" if before.rejected_reason is None else "rolled-back"
             revision.state, revision.rejected_reason = "active", None
             if row.active_revision != number:
+                self._announce(session, revision, before)
                 tell(session, self._clock, name, "activated", "Activated", _serves(revision), revision=number,
                      job_id=revision.job_id, actor="watch", figures=figures)
             row.active_revision = number
@@ -239,6 +241,17 @@ class Endpoints:
 
     def _note(self, session: Session, verb: str, name: str) -> None:
         self._scope.note(session, self._clock, verb, f"endpoint/{name}", names.owner(session, name))
+
+    def _announce(self, session: Session, revision: RevisionRow, before: RevisionRow | None) -> None:
+        back = before is not None and before.state == "rolled-back"
+        if not back and revision.checkpoint is None:
+            return  # the bare target, with which every endpoint begins
+        announce(session, self._clock, names.owner(session, revision.endpoint) or DEFAULT_PROJECT,
+                 "endpoint.rolled_back" if back else "endpoint.promoted", {"endpoint": {
+                     "name": revision.endpoint, "revision": revision.number, "job": revision.job_id,
+                     "checkpoint": revision.checkpoint, "speedup": revision.speedup,
+                     "from_revision": None if before is None else before.number,
+                     "reason": before.rejected_reason if back and before is not None else revision.reason}})
 
     def _check_job(self, session: Session, row: EndpointRow, job_id: str | None) -> None:
         """A drafter never crosses from one project to another's endpoint. Raises Conflict."""

@@ -20,6 +20,7 @@ from eyrie_api.errors import InvalidInput, NotFound
 from eyrie_api.rows import render_history
 from eyrie_api.v1alpha1.history import Actor, History, HistoryEntry, HistoryKind
 from eyrie_api.v1alpha1.reports import PromotionDecision
+from eyrie_api.webhooks import announce
 
 KEPT_WINDOWS = 200
 """Per endpoint: over three hours of one-minute windows, and more than any drift rule looks back."""
@@ -119,8 +120,11 @@ class Histories:
                data: Mapping[str, Any] | None = None) -> None:
         """Keep something the watch has seen or done."""
         with self._database.writing() as session:
-            tell(session, self._clock, endpoint, kind, reason, message, revision=revision, job_id=job_id,
-                 actor="watch", figures=figures, data=data, once=once)
+            told = tell(session, self._clock, endpoint, kind, reason, message, revision=revision, job_id=job_id,
+                        actor="watch", figures=figures, data=data, once=once)
+            if kind == "drift" and told is not None:
+                announce(session, self._clock, names.owner(session, endpoint) or DEFAULT_PROJECT, "endpoint.drift",
+                         {"endpoint": {"name": endpoint, "revision": revision, "reason": reason, "message": message}})
 
     def watched(self, endpoint: str, revision: int) -> Watched:
         """What was seen of a revision since it was last activated."""

@@ -53,7 +53,7 @@ from eyrie_api.rows import (
     render_job,
     stage_values,
 )
-from eyrie_api.v1alpha1.access import Action
+from eyrie_api.v1alpha1.access import Action, WebhookEvent
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_api.v1alpha1.status import (
@@ -67,8 +67,11 @@ from eyrie_api.v1alpha1.status import (
     Phase,
     StageStatus,
 )
+from eyrie_api.webhooks import announce
 
 MAX_PAGE = 200
+_TOLD: Mapping[str, WebhookEvent] = {"Succeeded": "job.succeeded", "Failed": "job.failed",
+                                     "Cancelled": "job.cancelled"}
 
 
 class LeaseLost(Conflict):
@@ -316,6 +319,8 @@ class Jobs:
             row = self._hold(session, job_id)
             if owner is not None and (row.lease_owner != owner or row.lease_until is None or row.lease_until < now):
                 raise LeaseLost(f"job {job_id} is no longer driven by {owner}", "leave it to its new driver")
+            if is_over(status.conditions) and not row.ended:
+                self._announce_end(session, row, status)
             row.status = status.model_copy(update={"stages": ()}).model_dump(mode="json")
             row.phase, row.ended = status.phase, is_over(status.conditions)
             row.updated_at = now
@@ -374,6 +379,11 @@ class Jobs:
                      for (of, keyed, named), points in series.items())
 
     # Inside a transaction.
+
+    def _announce_end(self, session: Session, row: JobRow, status: JobStatus) -> None:
+        end = next(one for one in status.conditions if one.type in _TOLD and one.status == "True")
+        announce(session, self._clock, row.project, _TOLD[end.type], {"job": {
+            "id": row.id, "name": row.name, "target": row.target, "reason": end.reason, "message": end.message}})
 
     def _request_cancel(self, session: Session, row: JobRow) -> None:
         row.cancel_requested = True

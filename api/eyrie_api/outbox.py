@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import Database, OutboxRow, rowcount
 
-ChoreName = Literal["advance_job", "tend_endpoint", "remove_files"]
+ChoreName = Literal["advance_job", "tend_endpoint", "remove_files", "deliver"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Chore:
     id: int
     task: ChoreName
     argument: str
-    """The job's id or the endpoint's name."""
+    """The job's id, the endpoint's name, or the delivery's id."""
 
 
 def promise(session: Session, task: ChoreName, argument: str, clock: Clock) -> None:

@@ -20,7 +20,7 @@ from eyrie_api.control import Control
 from eyrie_api.database import Database
 from eyrie_api.following import Following
 from eyrie_api.guards import Guard, Stopwatch
-from eyrie_api.routes import access, audit, endpoints, jobs, operations, outcomes, streams
+from eyrie_api.routes import access, audit, endpoints, jobs, operations, outcomes, streams, webhooks
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.status import Problem
 
@@ -68,7 +68,7 @@ def create_app(settings: Settings, *, database: Database | None = None, wake: Ca
     app.state.control = control
     app.state.following = Following(database, settings.sse_poll_s)
     app.state.telemetry = operations.Telemetry(control)
-    routers = [part.router for part in (jobs, streams, outcomes, endpoints, access, audit, operations)]
+    routers = [part.router for part in (jobs, streams, outcomes, endpoints, access, audit, webhooks, operations)]
     for router in routers:
         app.include_router(router)
     # Flat, for the Allow header: newer FastAPI keeps an included router as one opaque entry.

@@ -68,7 +68,7 @@ class Settings(Frozen):
     """Requests of one caller. High: it is there for programs that run away. Not asked on loopback without a token."""
 
     webhooks_allow_private: bool = False
-    """Let webhooks go to private, loopback and link-local addresses: for receivers in the same cluster."""
+    """Let webhooks go to private and loopback addresses too: for receivers in the same cluster."""
 
     max_body_bytes: int = Field(1 << 20, ge=1024)
     """Larger request bodies are refused. A job spec is a few KiB."""

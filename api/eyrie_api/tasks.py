@@ -6,6 +6,7 @@
     reconcile_tick    advance every unfinished job that nobody drives
     retention         delete what was marked, sweep what expired
     remove_files      the directory of a deleted job
+    deliver           one attempt to post an event to a webhook
 
 No chore is long and every chore may run twice or not at all: state is in SQL, a lease keeps two drivers apart, and the
 periodic tick finds whatever a broker or a killed process has dropped. That is why `memory://` with a worker thread in
@@ -46,6 +47,7 @@ from eyrie_api.idempotency import Idempotency
 from eyrie_api.jobs import Jobs
 from eyrie_api.outbox import Outbox
 from eyrie_api.settings import Settings
+from eyrie_api.webhooks import Webhooks
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +118,7 @@ def _add_chores(app: Celery, settings: Settings, database: Database, clock: Cloc
                 tend: Step | None, forget: Step | None, sweep: Callable[[], None] | None) -> None:
     jobs, outbox = Jobs(database, clock), Outbox(database, clock)
     endpoints, idempotency = Endpoints(database, clock), Idempotency(database, settings.idempotency_ttl_s, clock)
+    webhooks = Webhooks(database, clock, allow_private=settings.webhooks_allow_private)
 
     @app.task(name="eyrie.advance_job", shared=False)  # type: ignore[untyped-decorator]
     def advance_job(job_id: str) -> None:
@@ -134,6 +137,10 @@ def _add_chores(app: Celery, settings: Settings, database: Database, clock: Cloc
             if forget is not None:
                 forget(job_id)
             shutil.rmtree(settings.job_dir(job_id), ignore_errors=True)
+
+    @app.task(name="eyrie.deliver", shared=False)  # type: ignore[untyped-decorator]
+    def deliver(delivery_id: str) -> None:
+        webhooks.deliver(delivery_id)
 
     @app.task(name="eyrie.dispatch_outbox", shared=False)  # type: ignore[untyped-decorator]
     def dispatch_outbox() -> None:
@@ -154,6 +161,8 @@ def _add_chores(app: Celery, settings: Settings, database: Database, clock: Cloc
         if tend is not None:
             for endpoint in endpoints.list().items:
                 app.send_task("eyrie.tend_endpoint", args=[endpoint.name])
+        for delivery_id in webhooks.due():
+            app.send_task("eyrie.deliver", args=[delivery_id])
 
     @app.task(name="eyrie.retention", shared=False)  # type: ignore[untyped-decorator]
     def retention() -> None:
@@ -166,6 +175,7 @@ def _add_chores(app: Celery, settings: Settings, database: Database, clock: Cloc
             remove_files(argument)  # again, for a worker that was killed half-way
         outbox.sweep(settings.outbox_ttl_s)
         idempotency.sweep()
+        webhooks.sweep()
         if sweep is not None:
             sweep()
 

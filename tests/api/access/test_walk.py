@@ -15,7 +15,17 @@ from eyrie_api.guards import MUTATING
 from eyrie_api.server import create_app
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import AuditEntry
-from tests.api.access.world import ENDPOINTS, JOBS, KEYS, PROJECTS, TOKEN, World, as_admin_of, two_projects
+from tests.api.access.world import (
+    ENDPOINTS,
+    JOBS,
+    KEYS,
+    PROJECTS,
+    TOKEN,
+    WEBHOOKS,
+    World,
+    as_admin_of,
+    two_projects,
+)
 from tests.api.samples import ended, job_body
 
 DATABASES = ("sqlite",)  # what a statement is on PostgreSQL, `test_scopes` asks
@@ -71,6 +81,11 @@ ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
                                                         "issuer": "https://issuer.example"}),
     ("DELETE", PROJECTS + "/{project}/members/{member_id}"): ("one", None),
     ("GET", "/v1alpha1/audit"): ("many", None),
+    ("POST", WEBHOOKS): ("made", {"url": "http://127.0.0.1:9/made"}),
+    ("GET", WEBHOOKS): ("many", None),
+    ("DELETE", WEBHOOKS + "/{webhook_id}"): ("one", None),
+    ("GET", WEBHOOKS + "/{webhook_id}/deliveries"): ("one", None),
+    ("POST", WEBHOOKS + "/{webhook_id}/ping"): ("one", None),
 }
 
 
@@ -102,14 +117,14 @@ def body_of(body: Any, ids: dict[str, str]) -> Any:
 
 
 NEVER = {"job_id": "job-never", "name": "never", "key_id": "000000000000", "project": "never", "member_id": "4711",
-         "stage": "benchmark", "path": "never", "key": "never"}
+         "stage": "benchmark", "path": "never", "key": "never", "webhook_id": "whk_never"}
 
 
 def words(answer: Any, ids: dict[str, str]) -> str:
     """What was said, but for the ids that were asked for."""
     problem = answer.json() | {"instance": None}
-    return re.sub("|".join(ids[name] for name in ("job_id", "name", "key_id", "project", "member_id")), "-",
-                  f"{answer.status_code} {problem}")
+    told = "|".join(ids[name] for name in ("job_id", "name", "key_id", "project", "member_id", "webhook_id"))
+    return re.sub(told, "-", f"{answer.status_code} {problem}")
 
 
 def test_every_route_of_the_server_is_in_the_table(settings: Settings, database: Database) -> None:
@@ -138,7 +153,7 @@ def test_one_s_own_is_there_by_the_same_requests(world: World) -> None:
 
 
 def test_lists_hold_one_s_own_and_nothing_of_anothers(world: World) -> None:
-    foreign = {"north", *(world.a.ids[name] for name in ("job_id", "name", "key_id"))}
+    foreign = {"north", *(world.a.ids[name] for name in ("job_id", "name", "key_id", "webhook_id"))}
     for method, path, _body in of_kind("many"):
         for headers in ({}, {"Eyrie-Project": "south"}):
             text = world.ask(world.b.secret, method, path, headers=headers).text
@@ -213,6 +228,9 @@ def fresh_ids(world: World, verb: str) -> dict[str, str]:
         if verb == "job.retry":
             world.server.control.jobs.save_status(job_id, ended("Failed"))
         return {"job_id": job_id}
+    if verb == "webhook.delete":
+        made = world.ask(TOKEN, "POST", WEBHOOKS, json={"url": "http://127.0.0.1:9/x"}, headers=south).json()
+        return {"webhook_id": made["webhook"]["id"]}
     if verb in ("key.revoke", "key.rotate"):
         return {"key_id": world.ask(TOKEN, "POST", KEYS, json={"name": "x"}, headers=south).json()["key"]["id"]}
     return {}

@@ -19,7 +19,8 @@ from tests.api.conftest import Running, serving
 from tests.api.samples import NOW, benchmark_report, ended, finish_stage, job_spec
 
 TOKEN = "the-installation-s-own-token"
-KEYS, PROJECTS, JOBS, ENDPOINTS = (f"/v1alpha1/{what}" for what in ("keys", "projects", "jobs", "endpoints"))
+KEYS, PROJECTS, JOBS, ENDPOINTS, WEBHOOKS = (
+    f"/v1alpha1/{what}" for what in ("keys", "projects", "jobs", "endpoints", "webhooks"))
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def as_admin_of(control: Control, project: str) -> Control:
 @contextmanager
 def two_projects(settings: Settings, database: Database) -> Iterator[World]:
     """A world, for as long as the context lasts."""
-    closed = settings.model_copy(update={"token": TOKEN, "oidc_issuer": None})
+    closed = settings.model_copy(update={"token": TOKEN, "webhooks_allow_private": True})
     with (serving(closed, database) as server,
           httpx.Client(base_url=server.url, timeout=30.0, trust_env=False) as http):
         a, b = (_tenant(server, http, project) for project in ("north", "south"))
@@ -73,6 +74,9 @@ def _tenant(server: Running, http: httpx.Client, project: str) -> Tenant:
     member = http.post(f"{PROJECTS}/{project}/members", headers=headers, json={
         "kind": "subject", "value": f"{project}-person", "role": "viewer", "issuer": "https://issuer.example"})
     assert member.status_code == 201, member.text
+    hook = http.post(WEBHOOKS, json={"url": f"http://127.0.0.1:9/{project}"},
+                     headers=headers | {"Eyrie-Project": project})
+    assert hook.status_code == 201, hook.text
 
     spec = job_spec(name=f"{project}-job", serve={"endpoint": f"{project}-endpoint"})
     job_id = control.jobs.submit(spec, project=project).id
@@ -94,4 +98,5 @@ def _tenant(server: Running, http: httpx.Client, project: str) -> Tenant:
     control.endpoints.activate(endpoint, 2)
     return Tenant(project, made.json()["secret"], {
         "job_id": job_id, "name": endpoint, "key_id": made.json()["key"]["id"], "project": project,
-        "member_id": str(member.json()["id"]), "stage": "benchmark", "path": "cells.bin", "key": key})
+        "member_id": str(member.json()["id"]), "stage": "benchmark", "path": "cells.bin", "key": key,
+        "webhook_id": hook.json()["webhook"]["id"]})
