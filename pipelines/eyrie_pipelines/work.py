@@ -38,6 +38,7 @@ from eyrie_api.v1alpha1.stages import (
     TrainStage,
     TuneStage,
 )
+from eyrie_workers.catalog import STATE_DIR
 
 SYNC_VARIABLE = "EYRIE_SYNC_S"
 """Set: the store of EYRIE_ARTIFACTS_* is the work area, and this is how often unfinished work goes there."""
@@ -111,7 +112,9 @@ class Work:
 
     def _put_finished(self, directory: Path) -> None:
         assert self._store is not None
+        shutil.rmtree(directory / STATE_DIR, ignore_errors=True)  # several times a drafter's size, and of no more use
         upload_dir(self._store, directory, self._key(directory))
+        self._store.delete_all(self._key(directory / STATE_DIR))
 
     def _bring_inputs(self, spec: StageSpec) -> None:
         """Exactly what the stage reads of stages before it."""

@@ -25,7 +25,7 @@ from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_pipelines import run_stage, work
 from eyrie_pipelines.processes import wait_until
 from eyrie_pipelines.steps import JobFile, regenerate_spec
-from eyrie_workers.catalog import CATALOG
+from eyrie_workers.catalog import CATALOG, STATE_DIR
 from tests.pipelines.conftest import Rehearsal, spec_of
 from tests.servers.s3 import S3Server
 
@@ -248,6 +248,23 @@ def test_what_a_stage_removes_leaves_the_store_too(tmp_path: Path) -> None:
     (directory / "shard-0.safetensors").unlink()
     sync.once()
     assert {one.key for one in store.list("s")} == {"s/shard-1.safetensors", "s/index.json"}
+
+
+def test_what_a_killed_stage_goes_on_from_is_in_the_store_until_it_has_finished(pods: Pods) -> None:
+    directory, spec = pods.job_dir / "stages" / "regenerate", regenerate_spec(pods.job)
+    state = directory / STATE_DIR / "training.safetensors"
+    with contextlib.suppress(SystemExit), work.Work(pods.job_dir, pods.store, 3600).stage(spec, directory):
+        state.parent.mkdir(parents=True)
+        state.write_bytes(b"step 50")
+        raise SystemExit(143)
+    pods.lose_the_node()
+    with contextlib.suppress(SystemExit), work.Work(pods.job_dir, pods.store, 3600).stage(spec, directory):
+        assert state.read_bytes() == b"step 50"
+        raise SystemExit(143)
+    pods.run(run_stage.regenerate)
+    stored = {name for name in pods.stored() if name.startswith("stages/regenerate/")}
+    assert "stages/regenerate/manifest.json" in stored
+    assert not [name for name in stored if f"/{STATE_DIR}/" in name]
 
 
 def test_a_stage_goes_on_while_the_store_is_away_and_what_it_made_arrives_later(pods: Pods) -> None:

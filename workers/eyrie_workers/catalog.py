@@ -3,6 +3,8 @@
 A job's directory on one machine is laid out by this table alone:
 
     <job>/stages/<stage>[/<key>]/   spec.json, events.jsonl, log.txt, then the stage's files, then manifest.json
+
+A folder `state/` in it is what a killed stage goes on from; once the manifest is there nobody reads it.
 """
 
 import sys
@@ -10,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eyrie_api.v1alpha1.stages import StageName
+
+STATE_DIR = "state"
+"""Not hidden: what is hidden is being written aside, and stays on its machine."""
 
 
 @dataclass(frozen=True)

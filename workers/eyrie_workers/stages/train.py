@@ -7,7 +7,7 @@ since the last save and changes nothing else: the exported drafters are the same
 this order: evaluate, export, save. The reports of exported checkpoints travel in the saved state; an export whose save
 did not follow is made again, identically.
 
-    .state/training.safetensors    what a killed run goes on from
+    state/training.safetensors     what a killed run goes on from
     checkpoints/<name>/            drafters in the form serving engines load
 
     python -m eyrie_workers.stages.train --spec spec.json --out <dir>/manifest.json
@@ -28,6 +28,7 @@ from eyrie_api.artifacts import code_version, digest_bytes, digest_directory, di
 from eyrie_api.errors import Conflict, NoUsableData
 from eyrie_api.v1alpha1.reports import CheckpointReport, TrainReport, VocabularyReport
 from eyrie_api.v1alpha1.stages import TrainStage
+from eyrie_workers.catalog import STATE_DIR
 from eyrie_workers.drafters import vocabulary as draft_vocabulary
 from eyrie_workers.drafters.card import Card, DataIdentity, TargetIdentity, identify
 from eyrie_workers.drafters.checkpoint import files_of
@@ -163,7 +164,7 @@ class _Run:
         self._exports = set(checkpoint_steps(num_steps, self.spec.train.num_checkpoints))
         self._evaluations = set(checkpoint_steps(num_steps, _NUM_EVALUATIONS)) | self._exports
         self._log_every = max(1, num_steps // _NUM_LOGGED_STEPS)
-        self._state_file = self.stage.out_dir / ".state" / "training.safetensors"
+        self._state_file = self.stage.out_dir / STATE_DIR / "training.safetensors"
 
     def resume(self) -> int:
         """Go on from the saved state if there is one; the step it had reached."""
