@@ -11,7 +11,7 @@ creation whose answer was lost is found the next time. The lease of a job keeps 
     CANCELED                             failed: somebody ended it in Kubeflow (the job's own cancel is told before)
     SKIPPED, or no longer there          gone
 
-The pipeline is compiled for each run, with every box in its place (`placement`; 0.1 s), and travels inline. Only then
+The pipeline is compiled for each run, with every box in its place (`placement`), and travels inline. Only then
 is kfp imported.
 """
 

@@ -1,0 +1,242 @@
+"""Runs of Kubeflow, seen through the real client: what is asked once, what may be asked again, what an answer means."""
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.artifacts import write_model
+from eyrie_api.artifacts.local import LocalStore
+from eyrie_api.errors import Permanent, Transient
+from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
+from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.placement import Placement, S3Work
+from eyrie_api.v1alpha1.records import Failure
+from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
+from eyrie_pipelines.kfp_api import KfpApi, KubeflowAway, KubeflowMissing, KubeflowRefused, PipelineRefused
+from eyrie_pipelines.kubeflow import KubeflowRunner
+from eyrie_pipelines.run_stage import RunFailure
+from eyrie_pipelines.runner import RunSeen
+from eyrie_pipelines.steps import JobFile
+from tests.pipelines.conftest import spec_of
+from tests.pipelines.kfp_server import KfpServer
+
+SPEC = spec_of()
+INCUMBENT = DrafterUse(drafter_dir="/drafters/before", setting=Setting(tree=DraftTreeShape()))
+
+
+@pytest.fixture
+def server() -> Iterator[KfpServer]:
+    server = KfpServer()
+    yield server
+    server.close()
+
+
+class World:
+    """A runner with its home and its work area."""
+
+    def __init__(self, server: KfpServer, directory: Path, **kubeflow: object) -> None:
+        self.home, self.store = directory / "home", LocalStore(directory / "store")
+        self.profile = ClusterProfile(
+            kubeflow=KubeflowSpec(url=server.url, **kubeflow),  # type: ignore[arg-type]
+            stages=Placement(image="eyrie/workers:1", work=S3Work(url="s3://bucket/eyrie")), home=str(self.home))
+        self.runner = self.another()
+
+    def another(self) -> KubeflowRunner:
+        """Of another worker process: nothing is remembered."""
+        return KubeflowRunner(self.profile, self.home, self.store)
+
+    def start(self, attempt: int = 1, incumbent: DrafterUse | None = None) -> None:
+        self.runner.start("job-1", SPEC, attempt, incumbent)
+
+    def put(self, name: str, text: str) -> None:
+        self.store.write(f"jobs/job-1/{name}", text.encode())
+
+    def read(self, name: str) -> str | None:
+        path = self.home / "jobs" / "job-1" / name
+        return path.read_text() if path.exists() else None
+
+
+@pytest.fixture
+def world(server: KfpServer, tmp_path: Path) -> World:
+    return World(server, tmp_path, experiment="ours", namespace="team", service_account="runs")
+
+
+def names(server: KfpServer) -> list[str]:
+    return [run["display_name"] for run in server.runs]
+
+
+def test_an_attempt_is_started_once_however_often_and_by_whomever_it_is_asked_for(
+        world: World, server: KfpServer) -> None:
+    assert world.runner.observe("job-1") == RunSeen()
+    world.start()
+    world.start()
+    world.another().start("job-1", SPEC, 1, INCUMBENT)
+    assert names(server) == ["job-1-1.1"]
+    seen = world.runner.observe("job-1")
+    assert (seen.state, seen.attempt, seen.starts, seen.run_id) == ("running", 1, 1, server.runs[0]["run_id"])
+    assert [one["display_name"] for one in server.experiments] == ["ours"]
+    assert server.experiments[0]["namespace"] == "team"
+
+
+def test_a_run_carries_the_pipeline_the_platform_and_what_the_boxes_are_told(world: World, server: KfpServer) -> None:
+    world.start()
+    run = server.runs[0]
+    assert run["service_account"] == "runs"
+    assert run["experiment_id"] == server.experiments[0]["experiment_id"]
+    assert set(run["pipeline_spec"]) == {"pipeline_spec", "platform_spec"}
+    assert run["runtime_config"]["parameters"]["job_dir"] == str(world.home / "jobs" / "job-1")
+    assert json.loads(world.store.read("jobs/job-1/job.json"))["id"] == "job-1"
+
+
+def test_a_creation_whose_answer_was_lost_is_found_and_not_repeated(world: World, server: KfpServer) -> None:
+    world.runner.observe("job-1")
+    server.refusals = [(200, True), (503, True)]
+    with pytest.raises(KubeflowAway):
+        world.start()
+    assert names(server) == ["job-1-1.1"]
+    world.start()
+    assert names(server) == ["job-1-1.1"]
+
+
+def test_another_jobs_runs_are_not_this_jobs_and_the_latest_of_many_pages_counts(
+        world: World, server: KfpServer) -> None:
+    for attempt in range(1, 7):
+        world.start(attempt)
+        server.runs[-1]["state"] = "FAILED" if attempt < 3 else "SUCCEEDED"
+    server.runs.append({**server.runs[0], "display_name": "other-job-1-9.1"})
+    assert world.runner.observe("job-1").attempt == 6
+    assert world.runner.observe("job-2") == RunSeen()
+
+
+@pytest.mark.parametrize(("state", "seen"), [
+    ("PENDING", "running"), ("RUNNING", "running"), ("PAUSED", "running"), ("CANCELING", "running"),
+    ("RUNTIME_STATE_UNSPECIFIED", "running"), ("SUCCEEDED", "succeeded"), ("FAILED", "gone"), ("CANCELED", "failed"),
+    ("SKIPPED", "gone")])
+def test_every_state_of_kubeflow_means_something(world: World, server: KfpServer, state: str, seen: str) -> None:
+    world.start()
+    server.runs[0]["state"] = state
+    assert world.runner.observe("job-1").state == seen
+
+
+def test_a_failed_run_is_told_in_its_stages_words_before_kubeflows(world: World, server: KfpServer) -> None:
+    world.start()
+    server.runs[0] |= {"state": "FAILED", "error": {"code": 2, "message": "task train: exit status 70"}}
+    write_model(world.home / "told.json", RunFailure(stage="train", key="base", failure=Failure(
+        reason="LossDiverged", message="loss was nan", mend="lower it", exit_code=70, time=datetime.now(UTC))))
+    world.put("run/failure.json", (world.home / "told.json").read_text())
+    failure = world.runner.observe("job-1").failure
+    assert failure is not None
+    assert (failure.stage, failure.key, failure.reason, failure.mend) == ("train", "base", "LossDiverged", "lower it")
+    world.start(2)  # the next attempt is not held back by the last one's failure
+    assert world.store.stat("jobs/job-1/run/failure.json") is None
+    assert world.read("run/failure.json") is None
+
+
+def test_a_run_that_fails_without_a_stages_word_is_started_again_and_believed_the_third_time(
+        world: World, server: KfpServer) -> None:
+    for start in (1, 2, 3):
+        world.start()
+        assert names(server)[-1] == f"job-1-1.{start}"
+        server.runs[-1] |= {"state": "FAILED", "error": {"code": 2, "message": "ImagePullBackOff"}}
+        seen = world.runner.observe("job-1")
+        assert (seen.state, seen.starts) == (("failed" if start == 3 else "gone"), start)
+    assert seen.failure is not None
+    assert "ImagePullBackOff" in seen.failure.message
+
+
+def test_the_first_start_of_an_attempt_decides_the_incumbent(world: World, server: KfpServer) -> None:
+    world.start(1, INCUMBENT)
+    server.runs[0]["state"] = "SKIPPED"
+    world.start(1, None)
+    assert JobFile.model_validate_json(world.store.read("jobs/job-1/job.json")).incumbent == INCUMBENT
+    told = [run["runtime_config"]["parameters"]["spec_digest"] for run in server.runs]
+    assert len(told) == 2
+    assert told[0] == told[1]
+
+
+def test_stopping_ends_what_lives_and_may_be_asked_again(world: World, server: KfpServer) -> None:
+    world.runner.stop("job-1")
+    world.start()
+    world.runner.stop("job-1")
+    world.runner.stop("job-1")
+    assert server.runs[0]["state"] == "CANCELING"
+    assert [path for method, path, _ in server.asked if path.endswith(":terminate")] == [
+        f"/apis/v2beta1/runs/{server.runs[0]['run_id']}:terminate"]
+
+
+@pytest.mark.parametrize(("status", "kind", "base"), [
+    (500, KubeflowAway, Transient), (502, KubeflowAway, Transient), (503, KubeflowAway, Transient),
+    (429, KubeflowAway, Transient), (401, KubeflowRefused, Permanent), (403, KubeflowRefused, Permanent),
+    (404, KubeflowMissing, Permanent), (400, PipelineRefused, Permanent), (409, PipelineRefused, Permanent)])
+def test_what_may_pass_is_told_from_what_will_not(
+        server: KfpServer, tmp_path: Path, status: int, kind: type[Exception], base: type[Exception]) -> None:
+    token = tmp_path / "token"
+    token.write_text("a-secret-token\n")
+    api = KfpApi(KubeflowSpec(url=server.url, token_file=str(token)))
+    server.refusals = [(status, False)]
+    with pytest.raises(kind, match=f"answered {status}|refused .* with {status}|has no") as told:
+        api.find_runs("job-1-")
+    assert isinstance(told.value, base)
+    assert "because of the server" in str(told.value)
+    assert "a-secret-token" not in str(told.value)
+    assert told.value.mend  # type: ignore[attr-defined]
+
+
+def test_a_server_that_is_not_there_may_come_back(server: KfpServer) -> None:
+    server.close()
+    with pytest.raises(KubeflowAway, match="does not answer"):
+        KfpApi(KubeflowSpec(url=server.url, timeout_s=5.0)).find_runs("job-1-")
+
+
+def test_a_rotated_token_is_used_at_once(server: KfpServer, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    api = KfpApi(KubeflowSpec(url=server.url, token_file=str(token)))
+    with pytest.raises(KubeflowAway, match="cannot be read"):
+        api.find_runs("x")
+    for value in ("first", "second"):
+        token.write_text(value + "\n")
+        api.find_runs("x")
+    told = [authorization for _method, path, authorization in server.asked if path.endswith("/runs")]
+    assert told == ["Bearer first", "Bearer second"]
+
+
+def test_what_stages_say_is_brought_here_piece_by_piece(world: World, server: KfpServer) -> None:
+    world.start()
+    world.put("stages/regenerate/spec.json", "{}")
+    world.put("stages/regenerate/events.jsonl", "one\n")
+    world.runner.refresh("job-1", SPEC)
+    assert world.read("stages/regenerate/events.jsonl") == "one\n"
+    began = (world.home / "jobs/job-1/stages/regenerate/spec.json").stat().st_mtime_ns
+    world.put("stages/regenerate/events.jsonl", "one\ntwo\n")
+    world.put("stages/regenerate/failure.json", "{}")
+    world.runner.refresh("job-1", SPEC)
+    assert world.read("stages/regenerate/events.jsonl") == "one\ntwo\n"
+    assert world.read("stages/regenerate/failure.json") == "{}"
+    assert (world.home / "jobs/job-1/stages/regenerate/spec.json").stat().st_mtime_ns == began
+    world.store.delete("jobs/job-1/stages/regenerate/failure.json")  # the stage is tried again
+    world.put("stages/regenerate/events.jsonl", "anew\n")
+    world.runner.refresh("job-1", SPEC)
+    assert world.read("stages/regenerate/events.jsonl") == "anew\n"
+    assert world.read("stages/regenerate/failure.json") is None
+
+
+def test_what_the_driver_decided_outlives_its_disk(world: World, tmp_path: Path) -> None:
+    write_model(world.home / "jobs" / "job-1" / "settled.json", INCUMBENT)
+    world.runner.keep("job-1", "settled.json")
+    kept = world.read("settled.json")
+    world.home = tmp_path / "another"
+    other = KubeflowRunner(world.profile, world.home, world.store)
+    other.refresh("job-1", SPEC)
+    assert world.read("settled.json") == kept
+
+
+def test_a_deleted_job_leaves_neither_a_run_nor_bytes(world: World, server: KfpServer) -> None:
+    world.start()
+    world.put("stages/regenerate/events.jsonl", "one\n")
+    world.runner.forget("job-1")
+    assert server.runs[0]["state"] == "CANCELING"
+    assert list(world.store.list("jobs/job-1")) == []
+    world.runner.forget("job-1")

@@ -1,0 +1,144 @@
+"""What a placement asks for stands in the compiled pipeline, for the boxes it is meant for, and nothing else does."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
+from eyrie_api.v1alpha1.placement import HostPath, Placement, S3Work, SecretVariable, Toleration, VolumeWork, WorkArea
+from eyrie_api.v1alpha1.requests import JobPlacement, PlacementRequest
+from eyrie_pipelines.placement import CREDENTIALS_DIR, POD_ANNOTATION, compile_for
+
+S3 = S3Work(url="s3://bucket/eyrie", endpoint_url="http://minio:9000", credentials_secret="s3-keys",
+            scratch_size="50Gi")
+EVERYTHING = Placement(
+    image="registry/eyrie/workers@sha256:" + "0" * 64, image_pull_policy="Always", image_pull_secrets=("pull",),
+    num_gpus=2, gpu_type="NVIDIA-H100-80GB-HBM3", requests={"cpu": "500m", "memory": "2Gi"},
+    limits={"cpu": "4", "memory": "64Gi"}, node_selector={"pool": "spot"},
+    tolerations=(Toleration(key="spot", effect="NoSchedule"), Toleration(key="team", operator="Equal", value="a")),
+    priority_class="batch", queue="gpus", work=S3, shared_memory="8Gi", service_account="stages",
+    secret_variables=(SecretVariable(variable="HF_TOKEN", secret="hub", key="token"),),
+    host_paths=(HostPath(path="/models", mount_path="/models"),))
+
+
+def compiled(stages: Placement = EVERYTHING, wanted: JobPlacement | None = None, **profile: Any) -> dict[str, Any]:
+    return compile_for(ClusterProfile(kubeflow=KubeflowSpec(url="http://kfp:8888"), stages=stages, **profile),
+                       wanted or JobPlacement())
+
+
+def container(pipeline: dict[str, Any], box: str) -> dict[str, Any]:
+    found: dict[str, Any] = pipeline["pipeline_spec"]["deploymentSpec"]["executors"][f"exec-{box}"]["container"]
+    return found
+
+
+def platform(pipeline: dict[str, Any], box: str) -> dict[str, Any]:
+    executors = pipeline["platform_spec"]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    found: dict[str, Any] = executors[f"exec-{box}"]
+    return found
+
+
+def variables(pipeline: dict[str, Any], box: str) -> dict[str, str]:
+    return {one["name"]: one["value"] for one in container(pipeline, box)["env"]}
+
+
+def test_a_stages_box_has_all_its_placement_asks_for() -> None:
+    pipeline = compiled()
+    box = container(pipeline, "train")
+    assert box["image"] == EVERYTHING.image
+    resources = box["resources"]
+    assert (resources["resourceCpuRequest"], resources["resourceCpuLimit"]) == ("500m", "4")
+    assert (resources["resourceMemoryRequest"], resources["resourceMemoryLimit"]) == ("2Gi", "64Gi")
+    assert resources["accelerator"]["resourceType"] == "nvidia.com/gpu"
+    assert resources["accelerator"]["resourceCount"] == "2"
+    asked = platform(pipeline, "train")
+    assert asked["imagePullPolicy"] == "Always"
+    assert [one["secretName"] for one in asked["imagePullSecret"]] == ["pull"]
+    assert asked["nodeSelector"]["labels"] == {"pool": "spot", "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+    assert asked["tolerations"] == [{"key": "spot", "operator": "Exists", "effect": "NoSchedule"},
+                                    {"key": "team", "operator": "Equal", "value": "a"}]
+    assert asked["podMetadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "gpus"}
+    assert {"volumeName": "shared-memory", "mountPath": "/dev/shm", "medium": "Memory", "sizeLimit": "8Gi",
+            } in asked["emptyDirMounts"]
+    assert asked["secretAsEnv"][0]["secretName"] == "hub"
+    assert asked["secretAsEnv"][0]["keyToEnv"] == [{"secretKey": "token", "envVar": "HF_TOKEN"}]
+    beyond = json.loads(asked["podMetadata"]["annotations"][POD_ANNOTATION])
+    assert beyond == {"host_paths": [{"path": "/models", "mount_path": "/models", "read_only": True}],
+                      "priority_class": "batch", "service_account": "stages"}
+
+
+def test_a_store_as_work_area_is_reached_with_mounted_keys_from_a_home_of_the_pods_own() -> None:
+    pipeline = compiled(sync_s=20.0)
+    told = variables(pipeline, "capture")
+    assert told["EYRIE_ARTIFACTS_URL"] == "s3://bucket/eyrie"
+    assert told["EYRIE_ARTIFACTS_ENDPOINT_URL"] == "http://minio:9000"
+    assert told["EYRIE_ARTIFACTS_CREDENTIALS_DIR"] == CREDENTIALS_DIR
+    assert (told["EYRIE_HOME"], told["EYRIE_SYNC_S"]) == ("/var/lib/eyrie", "20")
+    asked = platform(pipeline, "capture")
+    assert [(one["secretName"], one["mountPath"]) for one in asked["secretAsVolume"]] == [("s3-keys", CREDENTIALS_DIR)]
+    assert {"volumeName": "work", "mountPath": "/var/lib/eyrie", "sizeLimit": "50Gi"} in asked["emptyDirMounts"]
+
+
+def test_a_volume_as_work_area_is_mounted_where_paths_lead_and_nothing_is_copied() -> None:
+    work = VolumeWork(claim="shared", sub_path="eyrie")
+    pipeline = compiled(EVERYTHING.model_copy(update={"work": work, "shared_memory": None}))
+    asked = platform(pipeline, "tune")
+    assert [(one["constant"], one["mountPath"], one["subPath"]) for one in asked["pvcMount"]] == [
+        ("shared", "/var/lib/eyrie", "eyrie")]
+    assert "EYRIE_SYNC_S" not in variables(pipeline, "tune")
+    assert "emptyDirMounts" not in asked
+
+
+def test_the_boxes_between_stages_take_little_and_no_gpu() -> None:
+    pipeline = compiled()
+    for box in ("list-candidates", "list-checkpoints", "select"):
+        resources = container(pipeline, box)["resources"]
+        assert "accelerator" not in resources
+        assert resources["resourceCpuRequest"] == "100m"
+        assert "secretAsEnv" not in platform(pipeline, box)
+        assert variables(pipeline, box)["EYRIE_ARTIFACTS_URL"] == "s3://bucket/eyrie"
+
+
+def test_a_stage_of_its_own_kind_and_a_jobs_wishes_are_laid_over() -> None:
+    wanted = JobPlacement(every=PlacementRequest(queue="team-b"), stages={"train": PlacementRequest(num_gpus=8)})
+    pipeline = compiled(wanted=wanted, per_stage={"prove": Placement(image="sglang:1", num_gpus=1)})
+    assert container(pipeline, "prove")["image"] == "sglang:1"
+    assert variables(pipeline, "prove")["EYRIE_ARTIFACTS_URL"] == "s3://bucket/eyrie"
+    assert container(pipeline, "train")["resources"]["accelerator"]["resourceCount"] == "8"
+    assert container(pipeline, "tune")["resources"]["accelerator"]["resourceCount"] == "2"
+    assert platform(pipeline, "capture")["podMetadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team-b"}
+
+
+def test_every_box_is_retried_when_its_pod_is_taken_away_and_starts_the_images_python() -> None:
+    pipeline = compiled(python=("/opt/my venv/bin/python",))
+    spec = pipeline["pipeline_spec"]
+    tasks = dict(spec["root"]["dag"]["tasks"])
+    for component in spec["components"].values():
+        tasks |= component.get("dag", {}).get("tasks", {})
+    boxes = {name: task for name, task in tasks.items() if not name.startswith("for-loop")}
+    assert len(boxes) == 9
+    assert all(task["retryPolicy"]["maxRetryCount"] == 5 for task in boxes.values())
+    for executor in spec["deploymentSpec"]["executors"].values():
+        assert "exec env _KFP_RUNTIME=true '/opt/my venv/bin/python' -m kfp.dsl.executor_main" in (
+            executor["container"]["command"][2])
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"limits": {"ephemeral-storage": "10Gi"}}, "ephemeral-storage"), ({"requests": {"memory": "1.5Gi"}}, "memory")])
+def test_amounts_kubeflow_cannot_express_are_refused_with_their_names(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        compiled(Placement(image="i", work=S3, **changes))
+
+
+@pytest.mark.parametrize("work", [S3, VolumeWork(claim="shared")])
+def test_no_secrets_value_known_here_gets_into_the_pipeline(
+        work: WorkArea, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "secret_key").write_text("known-to-the-worker-alone")
+    monkeypatch.setenv("EYRIE_ARTIFACTS_CREDENTIALS_DIR", str(tmp_path))
+    for name in ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "EYRIE_TOKEN", "EYRIE_DATABASE_URL", "EYRIE_BROKER_URL"):
+        monkeypatch.setenv(name, "known-to-the-worker-alone")
+    text = json.dumps(compiled(EVERYTHING.model_copy(update={"work": work})))
+    assert "known-to-the-worker-alone" not in text
+    assert str(tmp_path) not in text
