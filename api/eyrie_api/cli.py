@@ -20,7 +20,7 @@ from rich.text import Text
 
 from eyrie_api.client import DEFAULT_SERVER, Client
 from eyrie_api.errors import EyrieError, InvalidInput
-from eyrie_api.settings import DEFAULT_PORT
+from eyrie_api.settings import DEFAULT_PORT, Settings
 from eyrie_api.terminal import chat as chatting
 from eyrie_api.terminal import history, tables, watch
 from eyrie_api.terminal.screen import Screen, printable
@@ -361,6 +361,36 @@ def delete(
         gone = client.delete(found.id)
     words = "deleted." if gone else "is being cancelled and will be deleted once it has stopped."
     Screen(as_json=as_json).show({"id": found.id, "deleted": gone}, f"Job {found.id} {words}")
+
+
+@app.command()
+@verb
+def storage(
+    clean: Annotated[bool, typer.Option("--clean/--dry-run", help="Remove what may go. Default: only tell.")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="Of failed jobs too, which then start anew.")] = False,
+    home: Annotated[Path | None, typer.Option("--home", help="The server's home. Default: EYRIE_HOME.")] = None,
+    store: Annotated[str | None, typer.Option("--store", help="An artifact store instead, as s3://...")] = None,
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """What jobs hold on disk, and what of it nobody needs: captured states, training states, losing checkpoints."""
+    from eyrie_api import storage as holds
+    from eyrie_api.artifacts.store import open_store
+    from eyrie_api.terminal.storage import all_jobs, storage_view
+
+    root = home or Settings.from_env().home
+    if store is None and not (root / "jobs").is_dir():
+        raise InvalidInput(f"no jobs below {root}", "run it where the server's files are, with --home, or give --store")
+    place = open_store(store) if store is not None else None
+    with connect(server) as client:
+        jobs, served = holds.facts_of(all_jobs(client)), holds.served_by(client.endpoints().items)
+    files = holds.files_in_home(root) if place is None else holds.files_in_store(place)
+    found = holds.judge(holds.holdings(files), jobs, served, failed_too=failed)
+    freed = None
+    if clean:
+        freed = holds.remove_from_home(root, found) if place is None else holds.remove_from_store(place, found)
+    told = {"removed_bytes": freed, **found.model_dump(mode="json")}
+    Screen(as_json=as_json).show(told, storage_view(found, freed))
 
 
 @endpoints_app.callback(invoke_without_command=True)

@@ -355,3 +355,19 @@ def test_a_pipe_gets_no_colour(eyrie: Eyrie) -> None:
     for arguments in (("jobs",), ("job", "mine"), ("endpoints",), ("events", "mine"), ("job", "nowhere")):
         done = eyrie(*arguments)
         assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_storage_tells_what_may_go_and_removes_it_only_when_asked(eyrie: Eyrie) -> None:
+    job, home = eyrie.submit(), eyrie.plane.settings.home
+    shard = home / "jobs" / job / "stages" / "capture" / "shard-00000.states"
+    shard.parent.mkdir(parents=True)
+    shard.write_bytes(b"x" * 1000)
+    at = ("--home", str(home))
+    running = eyrie.json("storage", *at)
+    assert (running["total_bytes"], running["removable_bytes"]) == (1000, 0)
+    eyrie.plane.jobs.save_status(job, ended("Cancelled"))
+    assert eyrie.json("storage", *at)["removable_bytes"] == 1000
+    assert "1000 B may go" in eyrie("storage", *at).stdout
+    assert shard.exists()
+    assert eyrie.json("storage", "--clean", *at)["removed_bytes"] == 1000
+    assert not shard.exists()

@@ -1,0 +1,113 @@
+"""What may be deleted: nothing of a job that may go on, nothing an endpoint may serve; and only that is."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eyrie_api.artifacts.local import LocalStore
+from eyrie_api.storage import (
+    JobFacts,
+    Storage,
+    files_in_home,
+    files_in_store,
+    holdings,
+    judge,
+    remove_from_home,
+    remove_from_store,
+    served_by,
+)
+from eyrie_api.v1alpha1.status import Endpoint, Phase, Revision
+from tests.api.samples import NOW
+
+FILES = (
+    "stages/capture/shard-00000.states", "stages/capture/index.json", "stages/capture/manifest.json",
+    "stages/regenerate/rows.jsonl", "stages/train/c0/.state/training.safetensors", "stages/train/c0/manifest.json",
+    "stages/train/c0/checkpoints/c0-step-5/model.safetensors", "stages/train/c0/checkpoints/c0-step-9/config.json",
+    "stages/train/c0/checkpoints/c0-step-9/model.safetensors", "job.json",
+)
+
+
+def make_home(home: Path, *jobs: str) -> Path:
+    for job in jobs:
+        for name in FILES:
+            path = home / "jobs" / job / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"x" * 10)
+    return home
+
+
+def judged(home: Path, jobs: dict[str, JobFacts], served: set[tuple[str, str]] | None = None, *,
+           failed_too: bool = False) -> Storage:
+    return judge(holdings(files_in_home(home)), jobs, served or set(), failed_too=failed_too)
+
+
+def goes(storage: Storage) -> set[tuple[str, str, str]]:
+    return {(one.holding.job_id, one.holding.kind, one.holding.name) for one in storage.findings if one.removable}
+
+
+def test_of_a_succeeded_job_states_and_losing_checkpoints_go_and_its_best_stays(tmp_path: Path) -> None:
+    storage = judged(make_home(tmp_path, "j1"), {"j1": JobFacts("Succeeded", "c0-step-9")})
+    assert goes(storage) == {("j1", "captured-states", ""), ("j1", "training-state", ""),
+                             ("j1", "checkpoint", "c0-step-5")}
+    assert (storage.total_bytes, storage.removable_bytes) == (100, 40)
+    assert remove_from_home(tmp_path, storage) == 40
+    left = {path.relative_to(tmp_path / "jobs/j1").as_posix() for path in (tmp_path / "jobs").rglob("*")
+            if path.is_file()}
+    assert left == {"stages/capture/manifest.json", "stages/regenerate/rows.jsonl", "stages/train/c0/manifest.json",
+                    "stages/train/c0/checkpoints/c0-step-9/config.json", "job.json",
+                    "stages/train/c0/checkpoints/c0-step-9/model.safetensors"}
+    assert not (tmp_path / "jobs/j1/stages/train/c0/checkpoints/c0-step-5").exists()
+    assert remove_from_home(tmp_path, storage) == 0, "twice is fine"
+    assert goes(judged(tmp_path, {"j1": JobFacts("Succeeded", "c0-step-9")})) == set()
+
+
+@pytest.mark.parametrize("phase", ["Pending", "Running", "Cancelling"])
+def test_nothing_goes_of_a_job_that_has_not_ended(tmp_path: Path, phase: Phase) -> None:
+    assert not goes(judged(make_home(tmp_path, "j1"), {"j1": JobFacts(phase, None)}, failed_too=True))
+
+
+def test_nothing_goes_of_a_job_that_nobody_knows(tmp_path: Path) -> None:
+    assert not goes(judged(make_home(tmp_path, "j1"), {}, failed_too=True))
+
+
+def test_a_failed_job_keeps_what_a_retry_goes_on_from_unless_asked(tmp_path: Path) -> None:
+    home, jobs = make_home(tmp_path, "j1"), {"j1": JobFacts("Failed", None)}
+    assert not goes(judged(home, jobs))
+    assert len(goes(judged(home, jobs, failed_too=True))) == 4
+
+
+def revision(number: int, checkpoint: str, state: str) -> Revision:
+    return Revision(number=number, job_id="j1", checkpoint=checkpoint, tree=None, drafter_dir=None, created_at=NOW,
+                    reason="", state=state)  # type: ignore[arg-type]
+
+
+def test_what_an_endpoint_serves_or_may_go_back_to_stays() -> None:
+    endpoint = Endpoint.model_construct(
+        name="e", active_revision=2, revisions=(
+            revision(1, "old", "retired"), revision(2, "now", "active"), revision(3, "next", "canary"),
+            revision(4, "bad", "rejected"), revision(5, "worse", "rolled-back")))
+    assert served_by([endpoint]) == {("j1", "old"), ("j1", "now"), ("j1", "next")}
+
+
+@given(phase=st.sampled_from(["Pending", "Running", "Succeeded", "Failed", "Cancelling", "Cancelled"]),
+       best=st.sampled_from([None, "c0-step-5", "c0-step-9"]), failed=st.booleans(),
+       served=st.sets(st.sampled_from(["c0-step-5", "c0-step-9"])))
+def test_whatever_ends_a_job_records_and_served_checkpoints_never_go(phase: Phase, best: str | None, failed: bool,
+                                                                     served: set[str]) -> None:
+    found = holdings((f"jobs/j1/{name}", 10) for name in FILES)
+    gone = goes(judge(found, {"j1": JobFacts(phase, best)}, {("j1", one) for one in served}, failed_too=failed))
+    assert not any(kind == "record" for _, kind, _ in gone)
+    assert not any(name in served or name == best for _, kind, name in gone if kind == "checkpoint")
+
+
+def test_an_artifact_store_is_cleaned_by_the_same_rules(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    for name in FILES:
+        if "/." not in name:
+            store.write(f"jobs/j1/{name}", b"x" * 10)
+    storage = judge(holdings(files_in_store(store)), {"j1": JobFacts("Cancelled", None)}, {("j1", "c0-step-5")})
+    assert goes(storage) == {("j1", "captured-states", ""), ("j1", "checkpoint", "c0-step-9")}
+    assert remove_from_store(store, storage) == 40
+    assert "jobs/j1/stages/train/c0/checkpoints/c0-step-5/model.safetensors" in {one.key for one in store.list()}
