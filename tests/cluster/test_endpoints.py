@@ -73,10 +73,12 @@ class World:
         return self.endpoints.propose(name, job_id=None, checkpoint=drafter, tree=CHAIN, reason="better",
                                       drafter_dir=f"{HOME}/jobs/j1/stages/train/a/checkpoints/{drafter}").number
 
-    def checkpoint(self, name: str) -> Path:
-        """Where a drafter's files go, on this machine."""
+    def checkpoint(self, name: str, source: Path | None = None) -> Path:
+        """A drafter's directory on the work volume, with the files of `source`, readable to the pods' user."""
         path = self.work / "jobs/j1/stages/train/a/checkpoints" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True)
+        for file in sorted(source.iterdir()) if source is not None else ():
+            shutil.copyfile(file, path / file.name)
         return path
 
     def served_by(self, revision: int, name: str = "chat") -> Endpoint:
@@ -171,8 +173,7 @@ def test_a_better_revision_takes_over_a_broken_one_does_not_and_nobody_is_kept_w
     assert bare.url == f"http://eyrie-chat.{world.namespace}.svc/v1"
     first = world.ask()
 
-    shutil.copytree(drafter, world.checkpoint("c1"))
-    world.checkpoint("broken").mkdir()
+    world.checkpoint("c1", drafter)
     (world.checkpoint("broken") / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
     answers: list[str] = []
     failures: list[Exception] = []
@@ -219,7 +220,7 @@ def test_a_better_revision_takes_over_a_broken_one_does_not_and_nobody_is_kept_w
 
 def test_an_applied_endpoint_is_finished_by_another_operator_when_the_first_is_killed_half_way(
         world: World, drafter: Path) -> None:
-    shutil.copytree(drafter, world.checkpoint("c1"))
+    world.checkpoint("c1", drafter)
     with operating(world.home, world.namespace) as first:
         world.cluster.create({
             "apiVersion": API, "kind": "DraftEndpoint", "metadata": {"name": "chat", "namespace": world.namespace},

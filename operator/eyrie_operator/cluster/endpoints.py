@@ -147,11 +147,12 @@ class EndpointTender:
         wanted = follow(present(look.name, look.objects), plan, look.now)
         try:
             manifests, refusal = self._render(look, deployment, wanted)
-            refused = self._apply(look, manifests) or refusal
+            refused, applied = self._apply(look, manifests)
         except Transient:
             raise
         except EyrieError as error:
             return self._stuck(look, error, conditions)
+        refused, moved = refused or refusal, moved or applied
         if refused is not None:
             self._cluster.check()
             conditions, moved = self._records.refuse(refused, look.endpoint, conditions), True
@@ -258,9 +259,12 @@ class EndpointTender:
                 wanted = _without(wanted, candidate)
         return render_endpoint(look.endpoint, deployment, wanted), refusal
 
-    def _apply(self, look: _Look, manifests: Iterable[Manifest]) -> EyrieError | None:
-        """Apply what differs; why the server refuses the candidate's objects, if it does. Raises other refusals."""
-        found = {(one["kind"], one["metadata"]["name"]): one for one in look.objects}
+    def _apply(self, look: _Look, manifests: Iterable[Manifest]) -> tuple[EyrieError | None, bool]:
+        """Apply what differs: why the server refuses the candidate's objects, if it does; whether anything was written.
+
+        Raises other refusals.
+        """
+        applied, found = False, {(one["kind"], one["metadata"]["name"]): one for one in look.objects}
         candidate = str(look.endpoint.candidate_revision)
         for manifest in map(signed, manifests):
             key = (manifest["kind"], manifest["metadata"]["name"])
@@ -274,14 +278,15 @@ class EndpointTender:
                 written = self._cluster.apply(manifest, force=True)
             except ClusterRefused as refused:
                 if manifest["metadata"]["labels"].get(REVISION_LABEL) == candidate:
-                    return refused
+                    return refused, applied
                 raise
+            applied = True
             where = difference(manifest, written)
             if where is not None:
                 log.warning("%s %s: the server keeps %s otherwise than it was written", *key, where)
                 self._settled[key] = manifest["metadata"]["annotations"]["eyrie.dev/applied"]
             log.info("endpoint %s: applied %s %s", look.name, *key)
-        return None
+        return None, applied
 
     def _is_right(self, key: tuple[str, str], manifest: Manifest, there: Object) -> bool:
         if not is_applied(manifest, there):

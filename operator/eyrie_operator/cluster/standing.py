@@ -37,6 +37,7 @@ class Standing:
         self.served: frozenset[str] = frozenset()
         """`group/version` of the server's APIs, without those we have no right to. Empty before the first sweep."""
 
+        self._swept = False
         self._kinds: tuple[tuple[str, str], ...] = ()
         self._denied: set[str] = set()
         self._lock, self._order = threading.Lock(), itertools.count()
@@ -63,12 +64,12 @@ class Standing:
         began = next(self._order)
         found = _by_endpoint(self._list(ENDPOINT_LABEL))
         with self._lock:
-            self._objects = found
+            self._objects, self._swept = found, True
             self._touched = {name: at for name, at in self._touched.items() if at > began}
 
     def of(self, endpoint: str) -> tuple[Object, ...]:
         """Everything that carries the endpoint's label. Raises ClusterAway."""
-        if not self.served:
+        if not self._swept:
             self.sweep()
         with self._lock:
             if endpoint not in self._touched:
@@ -89,12 +90,13 @@ class Standing:
     def stands(self, endpoint: str) -> bool:
         """Whether anything of it is there, pods that are ending left out."""
         with self._lock:
-            return endpoint in self._touched or any(one["kind"] != "Pod" for one in self._objects.get(endpoint, ()))
+            return not self._swept or endpoint in self._touched or any(
+                one["kind"] != "Pod" for one in self._objects.get(endpoint, ()))
 
     def owned_by(self, endpoint: str, uid: str) -> bool:
         """Whether the garbage collector would take anything of it with that object."""
         with self._lock:
-            return endpoint in self._touched or any(
+            return not self._swept or endpoint in self._touched or any(
                 owner["uid"] == uid for one in self._objects.get(endpoint, ())
                 for owner in one["metadata"].get("ownerReferences", ()))
 

@@ -1,0 +1,168 @@
+"""A double of the Kubernetes API server, as much of it as endpoints need: objects by HTTP, and no controllers.
+
+What the real one does with the same requests is tested in tests/cluster. This one is for what a real one makes slow or
+impossible to arrange: a hundred endpoints, an operator that dies at each of its writes, refusals. One field manager is
+known: applying replaces what was applied before and leaves what was merged. Deployments do nothing by themselves: tests
+say when they are available, with `run`.
+"""
+
+import itertools
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from eyrie_api.clock import utc_now
+
+Object = dict[str, Any]
+CORE = ("apps/v1", "policy/v1")
+GATEWAY = "gateway.networking.k8s.io/v1"
+
+
+class ApiServer:
+    """The objects, by path."""
+
+    def __init__(self, apis: tuple[str, ...] = CORE) -> None:
+        self.apis = apis
+        self.objects: dict[str, Object] = {}
+        self.requests: Counter[str] = Counter()
+        """By verb."""
+
+        self.refused: set[tuple[str, str]] = set()
+        """Kinds and names that are not let in."""
+
+        self._merged: dict[str, dict[str, str]] = {}
+        self._version = itertools.count(1)
+        self._lock = threading.RLock()
+
+    def answer(self, verb: str, path: str, query: dict[str, list[str]], body: Object) -> tuple[int, Object]:
+        """Status and document of one request."""
+        with self._lock:
+            self.requests[verb] += 1
+            if path == "/apis":
+                return 200, {"groups": [{"versions": [{"groupVersion": one}]} for one in self.apis]}
+            if verb == "GET" and path in self.objects:
+                return 200, self.objects[path]
+            if verb == "GET":
+                return self._list(path, query.get("labelSelector", [""])[0])
+            if verb == "DELETE":
+                return (200, self.objects.pop(path)) if path in self.objects else (404, {"message": "not found"})
+            if verb == "PATCH" and "force" in query:
+                return self._apply(path, body)
+            if verb == "PATCH" and path in self.objects:
+                self._merged.setdefault(path, {}).update(body["metadata"]["annotations"])
+                return 200, self._store(path, self.objects[path])
+            return 404, {"message": f"{verb} {path} is not answered"}
+
+    def _list(self, path: str, selector: str) -> tuple[int, Object]:
+        known = {"/api/v1", *(f"/apis/{one}" for one in self.apis)}
+        if not any(path.startswith(one + "/") for one in known) or not path.rpartition("/")[2].endswith("s"):
+            return 404, {"message": "not found"}
+        key, _, value = selector.partition("=")
+        found = []
+        for where, one in self.objects.items():
+            labels = one["metadata"].get("labels", {})
+            if where.rpartition("/")[0] == path and (not key or (key in labels and value in ("", labels[key]))):
+                found.append({name: part for name, part in one.items() if name not in ("apiVersion", "kind")})
+        return 200, {"items": found, "metadata": {}}
+
+    def _apply(self, path: str, manifest: Object) -> tuple[int, Object]:
+        if (manifest["kind"], manifest["metadata"]["name"]) in self.refused:
+            return 422, {"message": "admission webhook says no"}
+        return 200, self._store(path, manifest)
+
+    def _store(self, path: str, manifest: Object) -> Object:
+        before = self.objects.get(path)
+        system: Object = {"uid": f"uid-{next(self._version)}", "creationTimestamp": utc_now().isoformat(),
+                          "generation": 1}
+        if before is not None:
+            system = {name: before["metadata"][name] for name in system}
+        metadata = {**manifest["metadata"], **system}
+        metadata["annotations"] = {**metadata.get("annotations", {}), **self._merged.get(path, {})}
+        stored = {**manifest, "metadata": metadata}
+        if before is not None:
+            stored["status"] = before.get("status", {})
+            if before == {**stored, "metadata": {**metadata, "resourceVersion": before["metadata"]["resourceVersion"]}}:
+                return before
+            if manifest.get("spec") != before.get("spec"):
+                metadata["generation"] += 1
+        metadata["resourceVersion"] = str(next(self._version))
+        self.objects[path] = stored
+        return stored
+
+    # What the cluster's controllers would do.
+
+    def of(self, kind: str) -> dict[str, Object]:
+        """Objects of a kind, by name."""
+        return {one["metadata"]["name"]: one for one in self.objects.values() if one["kind"] == kind}
+
+    def put(self, path: str, stored: Object) -> None:
+        """As somebody else would."""
+        with self._lock:
+            self._store(path, stored)
+
+    def set_status(self, kind: str, name: str, status: Object) -> None:
+        with self._lock:
+            path, one = next((path, one) for path, one in self.objects.items()
+                             if (one["kind"], one["metadata"]["name"]) == (kind, name))
+            metadata = {**one["metadata"], "resourceVersion": str(next(self._version))}
+            self.objects[path] = {**one, "metadata": metadata, "status": status}
+
+    def run(self, deployment: str, available: int = 1) -> None:
+        """Its pods answer."""
+        generation = self.of("Deployment")[deployment]["metadata"]["generation"]
+        self.set_status("Deployment", deployment, {"observedGeneration": generation, "availableReplicas": available})
+
+    def num_writes(self) -> int:
+        return self.requests["PATCH"] + self.requests["DELETE"] + self.requests["POST"]
+
+
+@contextmanager
+def serving(server: ApiServer, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The double behind a port, and KUBECONFIG that leads there."""
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        wbufsize = 65536  # head and body in one packet: the second would wait 40 ms for the first to be acknowledged
+
+        def handle_one(self) -> None:
+            parts = urlsplit(self.path)
+            length = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(length)) if length else {}
+            status, document = server.answer(self.command, parts.path, parse_qs(parts.query), body or {})
+            data = json.dumps(document).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_PATCH = do_DELETE = do_POST = handle_one
+
+        def log_message(self, *_line: object) -> None:
+            """Nobody reads it."""
+
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    listening.daemon_threads = True
+    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{listening.server_address[1]}"
+    kubeconfig = directory / "kubeconfig"
+    kubeconfig.write_text(json.dumps({
+        "apiVersion": "v1", "kind": "Config", "current-context": "here", "users": [{"name": "me", "user": {}}],
+        "clusters": [{"name": "here", "cluster": {"server": address}}],
+        "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me"}}]}))
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
+    # The client reads it when it is imported, so it may have been imported with another.
+    for place in ("kubernetes.config", "kubernetes.config.kube_config"):
+        monkeypatch.setattr(f"{place}.KUBE_CONFIG_DEFAULT_LOCATION", str(kubeconfig))
+    try:
+        yield
+    finally:
+        listening.shutdown()
+        listening.server_close()

@@ -1,0 +1,463 @@
+"""Endpoints tended against a double of the API server: what is written, what is not, and what a death costs."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from eyrie_api.database import Database
+from eyrie_api.endpoints import Endpoints
+from eyrie_api.history import Histories
+from eyrie_api.jobs import Jobs
+from eyrie_api.placing import read_profile
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.job import CanarySpec, DraftTreeShape, JobSpec, ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.status import Condition, Endpoint
+from eyrie_operator.cluster.apply import Cluster
+from eyrie_operator.cluster.endpoints import EndpointTender, OwnerOf
+from eyrie_operator.cluster.leases import NotLeader
+from eyrie_operator.conditions import find
+from eyrie_operator.manifests.deployment import Owner
+from eyrie_operator.manifests.names import REVISION_LABEL
+from tests.api.samples import job_body
+from tests.operator.cluster.apiserver import CORE, GATEWAY, ApiServer, serving
+from tests.operator.cluster.engine_pages import EnginePages
+
+HOME = "/var/lib/eyrie"
+CHAIN = DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4)
+ENTRY = "/api/v1/namespaces/serving/services/eyrie-chat"
+SPACES = "/apis/apps/v1/namespaces/serving/deployments"
+
+
+class Killed(BaseException):
+    """The operator ends here and now."""
+
+
+class World:
+    """One database and one double."""
+
+    def __init__(self, home: Path, server: ApiServer, profile: dict[str, Any] | None = None) -> None:
+        self.server = server
+        path = home / "profile.yaml"
+        placement = {"image": "eyrie-workers:test", "requests": {"cpu": "1000m"}}
+        stages = placement | {"work": {"kind": "volume", "claim": "work"}}
+        path.write_text(yaml.safe_dump({
+            "kubeflow": {"url": "http://nowhere"}, "home": HOME, "stages": stages,
+            "serving": {"namespace": "serving", "placement": placement, **(profile or {})}}))
+        self.settings = Settings(home=home, cluster_profile=path)
+        self.database = Database(self.settings.resolved_database_url)
+        self.database.migrate()
+        self.endpoints, self.histories = Endpoints(self.database), Histories(self.database)
+        self.jobs = Jobs(self.database)
+        self.owner: Owner | None = None
+
+    def tender(self, check: Callable[[], None] | None = None, owner_of: OwnerOf | None = None) -> EndpointTender:
+        """An operator that starts anew, remembering nothing."""
+        profile = read_profile(self.settings.cluster_profile or Path())
+        assert profile.serving is not None
+        return EndpointTender(self.settings, profile, profile.serving, self.database, Cluster(check),
+                              owner_of or (lambda _namespace, _name, _now: self.owner))
+
+    def create(self, name: str = "chat", **serve: Any) -> Endpoint:
+        return self.endpoints.create(name, TargetSpec(model="quickstart"), ServeSpec(endpoint=name, **serve), "q")
+
+    def propose(self, job_id: str | None = None, tau: float | None = None) -> int:
+        return self.endpoints.propose("chat", job_id=job_id, checkpoint="c1", tree=CHAIN, reason="better", tau=tau,
+                                      drafter_dir=f"{HOME}/jobs/j1/stages/train/a/checkpoints/c1").number
+
+    def promoted_job(self, canary: CanarySpec) -> str:
+        spec = JobSpec.model_validate(job_body())
+        promotion = spec.promotion.model_copy(update={"canary": canary})
+        return self.jobs.submit(spec.model_copy(update={"promotion": promotion})).id
+
+    def serve_bare(self) -> EndpointTender:
+        """The endpoint chat, with the target alone."""
+        self.create()
+        tender = self.tender()
+        settle(tender)
+        self.server.run("eyrie-chat-r1")
+        settle(tender)
+        assert self.chat.active_revision == 1
+        return tender
+
+    @property
+    def chat(self) -> Endpoint:
+        return self.endpoints.get("chat")
+
+    def told(self, kind: str) -> Condition:
+        found = find(self.chat.conditions, kind)
+        assert found is not None
+        return found
+
+    @property
+    def led_to(self) -> str:
+        """The revision that the stable Service leads to."""
+        selector: dict[str, str] = self.server.objects[ENTRY]["spec"]["selector"]
+        return selector[REVISION_LABEL]
+
+
+def settle(tender: EndpointTender, name: str = "chat") -> None:
+    """Look until there is nothing to do at once."""
+    for _ in range(10):
+        tender.sweep()
+        if tender.tend(name) != 0.0:
+            return
+    raise AssertionError("it never rests")
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    made = ApiServer()
+    with serving(made, tmp_path, monkeypatch):
+        yield made
+
+
+@pytest.fixture
+def world(tmp_path: Path, server: ApiServer) -> Iterator[World]:
+    made = World(tmp_path, server)
+    yield made
+    made.database.close()
+
+
+def test_a_row_becomes_an_engine_and_is_activated_when_it_answers(world: World) -> None:
+    world.create(replicas=2)
+    tender = world.tender()
+    settle(tender)
+    assert set(world.server.of("Deployment")) == {"eyrie-chat-r1"}
+    assert world.server.of("Deployment")["eyrie-chat-r1"]["spec"]["replicas"] == 2
+    assert world.led_to == "none"
+    assert world.told("Serving").status == "Unknown"
+    world.server.run("eyrie-chat-r1", available=1)
+    settle(tender)
+    assert world.chat.active_revision is None
+    world.server.run("eyrie-chat-r1", available=2)
+    settle(tender)
+    assert world.chat.active_revision == 1
+    assert world.chat.url == "http://eyrie-chat.serving.svc/v1"
+    assert world.told("Serving").reason == "Healthy"
+
+
+def test_a_new_revision_takes_over_by_the_service_and_then_the_old_one_goes(world: World) -> None:
+    tender = world.serve_bare()
+    number = world.propose()
+    settle(tender)
+    assert set(world.server.of("Deployment")) == {"eyrie-chat-r1", "eyrie-chat-r2"}
+    assert world.led_to == "1"
+    world.server.run("eyrie-chat-r2")
+    settle(tender)
+    assert world.led_to == str(number) == "2"
+    assert world.chat.active_revision == 2
+    assert set(world.server.of("Deployment")) == {"eyrie-chat-r2"}
+    [container] = world.server.of("Deployment")["eyrie-chat-r2"]["spec"]["template"]["spec"]["containers"]
+    assert f"{HOME}/jobs/j1/stages/train/a/checkpoints/c1" in container["command"]
+
+
+def test_an_engine_that_keeps_dying_never_takes_over(world: World) -> None:
+    tender = world.serve_bare()
+    world.propose()
+    settle(tender)
+    pod = {"apiVersion": "v1", "kind": "Pod", **world.server.of("Deployment")["eyrie-chat-r2"]["spec"]["template"]}
+    pod["metadata"] = {**pod["metadata"], "name": "r2-pod", "namespace": "serving"}
+    world.server.put("/api/v1/namespaces/serving/pods/r2-pod", pod)
+    world.server.set_status("Pod", "r2-pod", {"containerStatuses": [{
+        "name": "engine", "restartCount": 3, "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+        "lastState": {"terminated": {"exitCode": 65, "message": "no such tensor"}}}]})
+    settle(tender)
+    assert world.led_to == "1"
+    assert set(world.server.of("Deployment")) == {"eyrie-chat-r1"}
+    assert (world.told("RolledBack").status, world.told("RolledBack").reason) == ("True", "EngineDied")
+    assert "no such tensor" in world.told("RolledBack").message
+    assert world.chat.revisions[1].state == "rejected"
+
+
+def test_endpoints_at_rest_cost_no_writes_and_a_list_per_kind_for_all_of_them(world: World) -> None:
+    names = [f"e{number}" for number in range(8)]
+    tender = world.tender()
+    for name in names:
+        world.create(name)
+        settle(tender, name)
+        world.server.run(f"eyrie-{name}-r1")
+        settle(tender, name)
+    fresh = world.tender()  # another operator, which has written none of it
+    changed = fresh.sweep()
+    assert set(changed) == set(names)
+    before = [one.updated_at for one in world.endpoints.list().items]
+    world.server.requests.clear()
+    assert fresh.sweep() == ()
+    listed = world.server.requests["GET"]
+    assert all((fresh.tend(name) or 0.0) > 0.0 for name in names)
+    assert world.server.num_writes() == 0
+    assert world.server.requests["GET"] == listed <= 6
+    assert [one.updated_at for one in world.endpoints.list().items] == before
+
+
+def test_killed_at_any_write_another_operator_finishes_and_users_are_always_led_to_an_engine(world: World) -> None:
+    tender = world.serve_bare()
+    deaths = 0
+
+    def dying(at: int) -> Callable[[], None]:
+        count = itertools.count(1)
+
+        def check() -> None:
+            assert f"eyrie-chat-r{world.led_to}" in world.server.of("Deployment")
+            if next(count) == at:
+                raise Killed
+        return check
+
+    for revision in (2, 3):  # the first death of each operator comes later and later
+        world.endpoints.propose("chat", job_id=None, checkpoint=f"c{revision}", tree=CHAIN, reason="better",
+                                drafter_dir=f"{HOME}/jobs/j1/stages/train/a/checkpoints/c{revision}")
+        for at in itertools.count(1):
+            one = world.tender(dying(at))
+            try:
+                for _ in range(10):
+                    settle(one)
+                    if f"eyrie-chat-r{revision}" in world.server.of("Deployment"):
+                        world.server.run(f"eyrie-chat-r{revision}")
+                    if world.chat.active_revision == revision and one.tend("chat") != 0.0:
+                        break
+                break
+            except Killed:
+                deaths += 1
+    settle(tender)
+    assert deaths >= 6
+    assert world.chat.active_revision == 3
+    assert set(world.server.of("Deployment")) == {"eyrie-chat-r3"}
+    assert {one.state for one in world.chat.revisions[:2]} == {"retired"}
+    assert [one.kind for one in world.histories.read("chat").items if one.kind == "activated"] == ["activated"] * 3
+
+
+def test_an_operator_that_begins_looks_before_it_writes(world: World) -> None:
+    world.owner = Owner(uid="u-7", name="chat")
+    world.serve_bare()
+    owners: list[Owner | None] = []
+
+    def nothing_heard(_namespace: str, _name: str, now: Owner | None) -> Owner | None:
+        owners.append(now)
+        return now
+
+    fresh = world.tender(owner_of=nothing_heard)
+    written = world.server.num_writes()
+    fresh.discover()
+    fresh.tend("chat")
+    assert owners == [world.owner]
+    assert world.server.num_writes() == written
+
+
+def test_who_does_not_lead_writes_neither_objects_nor_rows(world: World) -> None:
+    def deposed() -> None:
+        raise NotLeader("another leads", "leave it")
+
+    world.create()
+    before = world.chat
+    with pytest.raises(NotLeader):
+        settle(world.tender(deposed))
+    assert world.server.objects == {}
+    world.tender().tend("chat")
+    world.server.run("eyrie-chat-r1")
+    told = world.chat
+    stale = world.tender(deposed)
+    with pytest.raises(NotLeader):
+        settle(stale)
+    assert world.chat == told != before
+
+
+def test_what_somebody_changed_by_hand_is_put_right(world: World) -> None:
+    tender = world.serve_bare()
+    path = f"{SPACES}/eyrie-chat-r1"
+    found = world.server.objects[path]
+    world.server.put(path, {**found, "spec": {**found["spec"], "replicas": 7}})
+    assert tender.sweep() == ("chat",)
+    settle(tender)
+    assert world.server.objects[path]["spec"]["replicas"] == 1
+    world.server.run("eyrie-chat-r1")  # its controller has seen the change
+    entry = world.server.objects[ENTRY]
+    selector = {**entry["spec"]["selector"], REVISION_LABEL: "9"}
+    world.server.put(ENTRY, {**entry, "spec": {**entry["spec"], "selector": selector}})
+    settle(tender)
+    assert world.led_to == "1"
+
+
+def test_an_object_of_the_same_name_that_is_somebodys_is_not_taken_over(world: World) -> None:
+    theirs = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "eyrie-chat", "namespace": "serving"},
+              "spec": {"selector": {"app": "theirs"}}}
+    world.server.put(ENTRY, theirs)
+    world.create()
+    settle(world.tender())
+    assert world.server.objects[ENTRY]["spec"] == theirs["spec"]
+    assert world.told("Serving").reason == "Undeployable"
+    assert "Service eyrie-chat" in world.told("Serving").message
+
+
+def test_a_candidate_the_server_refuses_is_rejected_and_what_served_goes_on(world: World) -> None:
+    tender = world.serve_bare()
+    world.server.refused.add(("Deployment", "eyrie-chat-r2"))
+    world.propose()
+    settle(tender)
+    assert world.chat.candidate_revision is None
+    assert world.told("RolledBack").reason == "ClusterRefused"
+    assert "admission webhook says no" in world.told("RolledBack").message
+    assert world.told("Serving").status == "True"
+    settle(tender)
+    assert set(world.server.of("Service")) == {"eyrie-chat", "eyrie-chat-r1-http"}
+
+
+def test_a_drafter_nothing_is_known_of_is_rejected_before_anything_is_started(world: World) -> None:
+    world.endpoints.create("chat", TargetSpec(model="quickstart"), ServeSpec(engine="sglang"), "q")
+    tender = world.tender()
+    settle(tender)
+    world.server.run("eyrie-chat-r1")
+    settle(tender)
+    world.propose()
+    settle(tender)
+    assert set(world.server.of("Deployment")) == {"eyrie-chat-r1"}
+    assert world.told("RolledBack").reason == "Undeployable"
+    assert "config.json cannot be read" in world.told("RolledBack").message
+
+
+def test_what_stands_is_left_as_it_is_when_the_endpoint_asks_for_what_cannot_be(world: World) -> None:
+    tender = world.serve_bare()
+    world.create(engine="sglang", hardware_profile="abacus")
+    settle(tender)
+    assert world.told("Serving").status == "True"
+    assert world.told("Serving").reason == "Unlaunchable"
+    assert "abacus" in world.told("Serving").message
+    assert world.led_to == "1"
+
+
+def test_switched_off_everything_goes_and_on_again_it_comes_back(world: World) -> None:
+    tender = world.serve_bare()
+    world.endpoints.set_desired("chat", "off")
+    settle(tender)
+    assert world.server.objects == {}
+    assert world.told("Serving").reason == "Off"
+    tender.sweep()
+    assert not tender.standing.stands("chat")
+    world.endpoints.set_desired("chat", "on")
+    settle(tender)
+    world.server.run("eyrie-chat-r1")
+    settle(tender)
+    assert world.told("Serving").reason == "Healthy"
+
+
+def test_objects_belong_to_the_draft_endpoint_while_it_is_to_take_them_along(world: World) -> None:
+    world.owner = Owner(uid="u-7", name="chat")
+    tender = world.serve_bare()
+    assert tender.standing.owned_by("chat", "u-7")
+    world.owner = None
+    settle(tender)
+    tender.sweep()
+    assert not tender.standing.owned_by("chat", "u-7")
+    assert tender.standing.stands("chat")
+
+
+def test_objects_of_an_unknown_endpoint_are_left_alone(world: World) -> None:
+    tender = world.serve_bare()
+    other = Database(f"sqlite:///{world.settings.home}/other.db")
+    other.migrate()
+    profile = read_profile(world.settings.cluster_profile or Path())
+    assert profile.serving is not None
+    stranger = EndpointTender(world.settings, profile, profile.serving, other, Cluster(), lambda *_: None)
+    count = len(world.server.objects)
+    stranger.sweep()
+    assert stranger.tend("chat") is None
+    assert len(world.server.objects) == count
+    other.close()
+    settle(tender)
+
+
+@pytest.fixture
+def pages() -> Iterator[EnginePages]:
+    with EnginePages() as made:
+        yield made
+
+
+def engine_pod(server: ApiServer, deployment: str, uid: str) -> None:
+    """A running pod of a workload, at this machine's address."""
+    pod = {"apiVersion": "v1", "kind": "Pod", **server.of("Deployment")[deployment]["spec"]["template"]}
+    pod["metadata"] = {**pod["metadata"], "name": uid, "namespace": "serving"}
+    server.put(f"/api/v1/namespaces/serving/pods/{uid}", pod)
+    server.set_status("Pod", uid, {"podIP": "127.0.0.1", "containerStatuses": [{"ready": True, "restartCount": 0}]})
+
+
+def test_live_acceptance_is_watched_across_restarts_and_a_collapse_leads_back(
+        tmp_path: Path, server: ApiServer, pages: EnginePages) -> None:
+    world = World(tmp_path, server, {"port": pages.port})
+    tender = world.serve_bare()
+    job = world.promoted_job(CanarySpec(shares=()))
+    world.propose(job, tau=3.0)
+    settle(tender)
+    server.run("eyrie-chat-r2")
+    engine_pod(server, "eyrie-chat-r2", "pod-a")
+    pages.count(rounds=1000, tokens=1000)  # before the window
+    settle(tender)
+    assert world.chat.active_revision == 2
+    pages.count(rounds=100, tokens=300)
+    settle(world.tender())
+    assert world.chat.active_revision == 2
+    pages.count(rounds=200, tokens=210)  # 300 rounds since the window began, 1.7 tokens each: above half of 3.0
+    settle(world.tender())
+    assert world.chat.candidate_revision is None
+    settle(tender)
+    pages.count(rounds=1000, tokens=1010)
+    settle(world.tender())
+    assert world.chat.candidate_revision == 1
+    assert world.told("RolledBack").reason == "AcceptanceCollapsed"
+    server.run("eyrie-chat-r1")
+    settle(tender)
+    assert world.chat.active_revision == 1
+    assert world.led_to == "1"
+    world.database.close()
+
+
+def trial(tmp_path: Path, server: ApiServer, port: int) -> tuple[World, EndpointTender]:
+    """A drafter that has been given a tenth of the requests, by a gateway."""
+    server.apis = (*CORE, GATEWAY)
+    gateway = {"name": "front", "hostnames": ["{endpoint}.example.org"]}
+    world = World(tmp_path, server, {"port": port, "gateway": gateway})
+    tender = world.serve_bare()
+    world.propose(world.promoted_job(CanarySpec(shares=(0.1, 0.5), min_requests=20, max_step_s=3600)))
+    settle(tender)
+    server.run("eyrie-chat-r2")
+    engine_pod(server, "eyrie-chat-r2", "pod-a")
+    settle(tender)
+    assert weights(server) == [90, 10]
+    assert world.chat.revisions[1].state == "canary"
+    return world, tender
+
+
+def weights(server: ApiServer) -> list[int]:
+    [rule] = server.of("HTTPRoute")["eyrie-chat"]["spec"]["rules"]
+    return [one["weight"] for one in rule["backendRefs"]]
+
+
+def test_with_a_gateway_a_trial_gets_more_as_it_answers_and_then_everything(
+        tmp_path: Path, server: ApiServer, pages: EnginePages) -> None:
+    world, tender = trial(tmp_path, server, pages.port)
+    assert world.chat.url == "http://chat.example.org/v1"
+    pages.count(answered=19)
+    settle(tender)
+    assert weights(server) == [90, 10]
+    pages.count(answered=1)
+    settle(world.tender())
+    assert weights(server) == [50, 50]
+    settle(tender)
+    assert weights(server) == [50, 50]
+    pages.count(answered=20)
+    settle(world.tender())
+    assert world.chat.active_revision == 2
+    assert weights(server) == [100]
+    world.database.close()
+
+
+def test_one_failed_request_on_trial_ends_it(tmp_path: Path, server: ApiServer, pages: EnginePages) -> None:
+    world, tender = trial(tmp_path, server, pages.port)
+    pages.count(answered=5, failed=1)
+    settle(tender)
+    assert world.told("RolledBack").reason == "CanaryFailed"
+    assert weights(server) == [100]
+    assert set(server.of("Deployment")) == {"eyrie-chat-r1"}
+    world.database.close()
