@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,16 +91,19 @@ class Double:
 
 
 @contextmanager
-def doubling(namespace: str, home: Path, own: Programs) -> Iterator[Double]:
-    """A double for one namespace."""
+def doubling(namespace: str, home: Path, own: Programs, env: Mapping[str, str] | None = None) -> Iterator[Double]:
+    """A double for one namespace, whose pods find this machine's programs and have `env` besides."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    told = dict(env or {})
+    if own.on_host:
+        told["PATH"] = f"{Path(own.python[0]).parent}:/usr/bin:/bin"
     patch = home / "pod-patch.yaml"
-    path = f"{Path(own.python[0]).parent}:/usr/bin:/bin" if own.on_host else ""
-    patch.write_text(yaml.safe_dump({} if not own.on_host else {
+    patch.write_text(yaml.safe_dump({
         "spec": {"volumes": own.volumes()},
-        "container": {"env": [{"name": "PATH", "value": path}], "volumeMounts": own.mounts()}}))
+        "container": {"env": [{"name": name, "value": value} for name, value in told.items()],
+                      "volumeMounts": own.mounts()}}))
     log = home / "double.log"
 
     def start() -> "subprocess.Popen[bytes]":

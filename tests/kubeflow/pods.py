@@ -233,8 +233,8 @@ def _go_beyond(annotations: Mapping[str, str], spec: dict[str, Any], container: 
     if others:
         raise Refused(f"annotation {POD_ANNOTATION}: {', '.join(others)} is not read by this double")
     for index, one in enumerate(beyond.get("host_paths", ())):
-        spec["volumes"].append({"name": f"host-{index}", "hostPath": {"path": one["path"]}})
-        container["volumeMounts"].append({"name": f"host-{index}", "mountPath": one["mount_path"],
+        spec["volumes"].append({"name": f"node-{index}", "hostPath": {"path": one["path"]}})
+        container["volumeMounts"].append({"name": f"node-{index}", "mountPath": one["mount_path"],
                                           "readOnly": bool(one.get("read_only", False))})
     for key, field in (("priority_class", "priorityClassName"), ("service_account", "serviceAccountName")):
         if beyond.get(key):

@@ -57,8 +57,8 @@ def test_the_pod_annotation_becomes_the_pods_fields() -> None:
             ' "priority_class": "batch", "service_account": "train"}'))
 
     spec = first_pod(samples.read(beyond))["spec"]
-    assert spec["volumes"] == [{"name": "host-0", "hostPath": {"path": "/usr"}}]
-    assert spec["containers"][0]["volumeMounts"] == [{"name": "host-0", "mountPath": "/host/usr", "readOnly": True}]
+    assert spec["volumes"] == [{"name": "node-0", "hostPath": {"path": "/usr"}}]
+    assert spec["containers"][0]["volumeMounts"] == [{"name": "node-0", "mountPath": "/host/usr", "readOnly": True}]
     assert (spec["priorityClassName"], spec["serviceAccountName"]) == ("batch", "train")
 
 

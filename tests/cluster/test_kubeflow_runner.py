@@ -1,0 +1,96 @@
+"""The runner of a cluster drives whole jobs through the double: every box in a pod of its own, placed as it says.
+
+Stages are rehearsed: everything about a run is real but the work. The work area is a volume, a directory of this
+machine, which the job's pods and the test see at the same path.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.v1alpha1.cluster import ClusterProfile
+from eyrie_operator.cluster.apply import Cluster
+from eyrie_pipelines.kubeflow import KubeflowRunner
+from tests.cluster.patience import eventually
+from tests.cluster.programs import programs
+from tests.cluster.test_kubeflow_double import Double, doubling
+from tests.pipelines.conftest import REHEARSAL, Rehearsal, spec_of
+
+DEADLINE_S = 400.0
+"""For the nine pods of the smallest job on a crowded machine."""
+
+
+@dataclass
+class Stage:
+    """A runner, what it drives, and where."""
+
+    runner: KubeflowRunner
+    double: Double
+    rehearsal: Rehearsal
+    home: Path
+
+
+@pytest.fixture
+def stage(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[Stage]:
+    own = programs()
+    if not own.on_host:
+        pytest.skip("rehearsed stages lie in a directory of this machine")
+    home = tmp_path / "home"
+    (home / "rehearsal").mkdir(parents=True)
+    volume = f"{namespace}-work"
+    cluster.create({"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": volume}, "spec": {
+        "capacity": {"storage": "1Gi"}, "accessModes": ["ReadWriteMany"], "hostPath": {"path": str(home)},
+        "persistentVolumeReclaimPolicy": "Retain", "claimRef": {"namespace": namespace, "name": "work"}}})
+    cluster.create({"apiVersion": "v1", "kind": "PersistentVolumeClaim",
+                    "metadata": {"name": "work", "namespace": namespace}, "spec": {
+                        "accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}},
+                        "storageClassName": "", "volumeName": volume}})
+    rehearsed = {"PYTHONPATH": str(REHEARSAL), "EYRIE_REHEARSAL": str(home / "rehearsal")}
+    try:
+        with doubling(namespace, tmp_path, own, rehearsed) as double:
+            profile = ClusterProfile.model_validate({
+                "kubeflow": {"url": f"http://127.0.0.1:{double.port}"}, "home": str(home), "python": own.python,
+                "stages": {"image": own.image, "work": {"kind": "volume", "claim": "work", "mount_path": str(home)},
+                           "host_paths": [{"path": str(REHEARSAL), "mount_path": str(REHEARSAL)}]}})
+            yield Stage(KubeflowRunner(profile, home, None), double, Rehearsal(home / "rehearsal"), home)
+    finally:
+        cluster.delete("v1", "PersistentVolume", "", volume)
+
+
+def test_a_job_runs_through_in_pods_and_is_started_once(stage: Stage) -> None:
+    spec = spec_of()
+    stage.runner.start("dj-1", spec, 1, None)
+    stage.runner.start("dj-1", spec, 1, None)
+
+    def over() -> object:
+        stage.runner.refresh("dj-1", spec)
+        seen = stage.runner.observe("dj-1")
+        return seen if seen.state != "running" else None
+
+    seen = eventually(over, "the run ends", DEADLINE_S, every_s=1.0)
+    told = stage.double.log.read_text()
+    assert (seen.state, seen.attempt, seen.starts, seen.failure) == ("succeeded", 1, 1, None), told
+    assert stage.rehearsal.starts() == ["regenerate", "capture", "train/base", "benchmark/base-step-10",
+                                        "benchmark/base-step-20", "tune", "prove"]
+    assert (stage.home / "jobs" / "dj-1" / "stages" / "prove" / "manifest.json").exists()
+    assert len(stage.double.runs.run_service_list_runs().runs) == 1
+
+
+def test_a_stopped_job_leaves_no_pod_and_its_stage_is_told(cluster: Cluster, stage: Stage) -> None:
+    stage.rehearsal.plan(regenerate=["hang"])
+    stage.runner.start("dj-1", spec_of(), 1, None)
+    eventually(stage.rehearsal.starts, "the first stage runs", DEADLINE_S)
+    stage.runner.stop("dj-1")
+    stage.runner.stop("dj-1")
+    eventually(lambda: stage.runner.observe("dj-1").state != "running", "the run ends", DEADLINE_S)
+
+    def alive() -> list[str]:
+        return [one["metadata"]["name"] for one in cluster.list_all("v1", "Pod", stage.double.namespace)
+                if one["status"].get("phase") in ("Pending", "Running")]
+
+    eventually(lambda: not alive(), "no pod runs", DEADLINE_S)
+    # Told to end and not killed: it has said so.
+    events = (stage.home / "jobs" / "dj-1" / "stages" / "regenerate" / "events.jsonl").read_text()
+    assert "nterrupted" in events, events
