@@ -6,13 +6,14 @@ whole cluster and stay: give a cluster that is yours.
 
 import os
 import secrets
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from tests.cluster.patience import eventually
 
 collect_ignore_glob = [] if os.environ.get("EYRIE_TEST_CLUSTER") == "1" else ["*.py"]
 
@@ -21,19 +22,6 @@ if os.environ.get("EYRIE_TEST_CLUSTER") == "1":
     from eyrie_operator.cluster.apply import Cluster, ClusterConflict
 
 CRDS = Path(__file__).parents[2] / "helm" / "eyrie" / "files" / "crds"
-DEADLINE_S = 90.0
-"""Generous: API servers of tests share two cores with everything else."""
-
-
-def eventually(found: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S, every_s: float = 0.1) -> Any:
-    """The first true answer of `found`."""
-    end = time.monotonic() + deadline_s
-    while time.monotonic() < end:
-        answer = found()
-        if answer:
-            return answer
-        time.sleep(every_s)
-    raise AssertionError(f"not within {deadline_s:.0f} s: {what}")
 
 
 @pytest.fixture(scope="session")
