@@ -16,9 +16,9 @@ from kubernetes.client.exceptions import ApiException
 from urllib3.exceptions import HTTPError
 
 from tests.kubeflow.cluster import Namespace
-from tests.kubeflow.interpreter import Node, Pipeline, Refused, arguments_of, in_order, refuse_what_is_not_read
+from tests.kubeflow.interpreter import Pipeline, Refused, arguments_of, in_order, refuse_what_is_not_read
 from tests.kubeflow.pods import RUN_LABEL, pod_of, refuse_settings_not_read
-from tests.kubeflow.runs import Run, Runtime, advanced, begun, refused, retried
+from tests.kubeflow.runs import Run, Runtime, Start, advanced, begun, refused, retried
 
 log = logging.getLogger("kubeflow-double")
 
@@ -184,18 +184,19 @@ class Backend:
         after, starting, deleting = advanced(run, pipeline, pods, _now())
         for name in deleting:
             self._cluster.delete_pod(name)
-        for node, attempt in starting:
-            self._start(after, pipeline, node, attempt)
+        for start in starting:
+            self._start(after, pipeline, start)
         if after != run:
             if after.state is not run.state:
                 log.info("run %s (%s) is %s %s", run.run_id, run.display_name, after.state, after.error)
             self._keep(after)
 
-    def _start(self, run: Run, pipeline: Pipeline, node: Node, attempt: int) -> None:
+    def _start(self, run: Run, pipeline: Pipeline, start: Start) -> None:
+        node = start.node
         try:
-            pod = pod_of(pipeline, node, run_id=run.run_id, attempt=attempt, namespace=self._cluster.name,
-                         service_account=run.service_account, owner=self._cluster.owner(run.run_id),
-                         patch=self._pod_patch)
+            pod = pod_of(pipeline, node, run_id=run.run_id, attempt=start.attempt, within_s=start.within_s,
+                         namespace=self._cluster.name, service_account=run.service_account,
+                         owner=self._cluster.owner(run.run_id), patch=self._pod_patch)
             self._cluster.make_pod(pod)
         except Refused as error:
             refused(run, node, str(error), _now())

@@ -78,8 +78,9 @@ def pod_name(run_id: str, path: str, attempt: int) -> str:
 
 
 def pod_of(pipeline: Pipeline, node: Node, *, run_id: str, attempt: int, namespace: str, service_account: str = "",
-           owner: Mapping[str, Any] | None = None, patch: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The pod of one attempt at a container."""
+           within_s: int | None = None, owner: Mapping[str, Any] | None = None,
+           patch: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The pod of one attempt at a container. `within_s` goes before a deadline of the task's own, as with Argo."""
     declared = pipeline.container(node.component)
     asked = pipeline.kubernetes(node.component)
     handed = executor_input(pipeline, node)
@@ -117,6 +118,8 @@ def pod_of(pipeline: Pipeline, node: Node, *, run_id: str, attempt: int, namespa
         spec["serviceAccountName"] = service_account
     _place(asked, node, metadata, spec, container)
     _go_beyond(metadata["annotations"], spec, container)
+    if within_s is not None:
+        spec["activeDeadlineSeconds"] = within_s
     laid = patch or {}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": _laid_under(laid.get("metadata", {}), metadata),
             "spec": {**_laid_under(laid.get("spec", {}), spec),

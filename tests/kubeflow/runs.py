@@ -7,6 +7,8 @@ attempt's number: a double killed between the two makes the same pod again and i
 A pod that fails or vanishes (deleted, evicted, its node lost) is one attempt gone; the task's `retryPolicy` says how
 many more there are, and how long to wait. Without one there are none: that is the real backend's default too. (Argo
 tries again after pods that failed, which a pod deleted with grace usually has, and not after pods that vanished.)
+`backoffMaxDuration` is Argo's `maxDuration`, no bound of one wait: that long after the task's first pod began there are
+no more attempts, and a second or later pod is ended then, however well it does. kfp's own default is an hour.
 
 A terminated run is CANCELING while its pods end, and then FAILED: so ends the real backend's, whose Workflow has
 failed; the API's CANCELED exists and is not reached. The real backend leaves `error` empty; here it names the task.
@@ -14,6 +16,7 @@ failed; the API's CANCELED exists and is not reached. The real backend leaves `e
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any
@@ -104,12 +107,24 @@ class Run(BaseModel):
             self.finished_at = now if state.ended else None
 
 
+@dataclass(frozen=True)
+class Start:
+    """A pod to make."""
+
+    node: Node
+    attempt: int
+    within_s: int | None = None
+    """It is ended after that."""
+
+
 def advanced(run: Run, pipeline: Pipeline, pods: Mapping[str, Mapping[str, Any]], now: datetime) \
-        -> tuple[Run, list[tuple[Node, int]], list[str]]:
-    """(the run as it stands now, (container, attempt) to make pods of, pods to delete)."""
+        -> tuple[Run, list[Start], list[str]]:
+    """(the run as it stands now, pods to make, pods to delete)."""
     run = run.model_copy(deep=True)
     for task in run.tasks.values():
-        _look(task, pipeline, pods, now, may_retry=run.state is not Runtime.CANCELING)
+        if not task.state.ended and len(task.attempts) > task.forgiven:
+            _look(task, pipeline, pods, now)
+            _give_up(task, _policy(pipeline, task.path), now, may_retry=run.state is not Runtime.CANCELING)
     if run.state is Runtime.CANCELING:
         return _cancelled(run, pods, now)
     tree = walk(pipeline, run.arguments, {path: _seen(task) for path, task in run.tasks.items()})
@@ -123,10 +138,16 @@ def advanced(run: Run, pipeline: Pipeline, pods: Mapping[str, Mapping[str, Any]]
         run.becomes(Runtime.FAILED, now)
         return run, [], []
     run.becomes(Runtime.RUNNING, now)
-    starting = [(node, len(run.tasks[node.path].attempts) if node.path in run.tasks else 0)
+    starting = [Start(node, len(run.tasks[node.path].attempts) if node.path in run.tasks else 0)
                 for node in startable(tree)]
-    again = {leaf.path: leaf for leaf in tree.leaves() if _is_due(run.tasks.get(leaf.path), leaf, now)}
-    return run, [*starting, *((leaf, len(run.tasks[path].attempts)) for path, leaf in again.items())], []
+    for leaf in tree.leaves():
+        tried = run.tasks.get(leaf.path)
+        policy = leaf.task.get("retryPolicy", {})
+        if tried is not None and _is_due(tried, policy, now):
+            last = _no_more_after(tried, policy)
+            within_s = None if last is None else max(1, int((last - now).total_seconds()))
+            starting.append(Start(leaf, len(tried.attempts), within_s))
+    return run, starting, []
 
 
 def begun(run: Run, node: Node, now: datetime) -> None:
@@ -169,12 +190,11 @@ def _seen(task: Task) -> Seen:
     return Seen(State.READY if task.forgiven == len(task.attempts) else State.RUNNING)
 
 
-def _look(task: Task, pipeline: Pipeline, pods: Mapping[str, Mapping[str, Any]], now: datetime, *,
-          may_retry: bool) -> None:
+def _look(task: Task, pipeline: Pipeline, pods: Mapping[str, Mapping[str, Any]], now: datetime) -> None:
     """What has become of the task's latest pod."""
-    if task.state.ended or not task.attempts or task.attempts[-1].ended is not None:
-        return
     attempt = task.attempts[-1]
+    if attempt.ended is not None:
+        return
     pod = pods.get(attempt.pod)
     if pod is None:
         attempt.ended, attempt.problem = now, f"pod {attempt.pod} was deleted"
@@ -198,9 +218,20 @@ def _look(task: Task, pipeline: Pipeline, pods: Mapping[str, Mapping[str, Any]],
             attempt.problem = _problem(pod, ended)
         elif "running" in container:
             task.becomes(Runtime.RUNNING, now)
-    retries = _retries(task, pipeline) if may_retry else 0
-    if attempt.ended is not None and len(task.attempts) - task.forgiven > retries:
+
+
+def _give_up(task: Task, policy: Mapping[str, Any], now: datetime, *, may_retry: bool) -> None:
+    """A task whose latest pod ended badly has failed, when it may not be tried again."""
+    attempt = task.attempts[-1]
+    if attempt.ended is None or task.state.ended:
+        return
+    last = _no_more_after(task, policy)
+    retries = int(policy.get("maxRetryCount", 0)) if may_retry else 0
+    if len(task.attempts) - task.forgiven > retries:
         task.error = attempt.problem
+        task.becomes(Runtime.FAILED, now)
+    elif last is not None and now > last:
+        task.error = f"{attempt.problem} (max duration limit exceeded)"
         task.becomes(Runtime.FAILED, now)
 
 
@@ -230,22 +261,21 @@ def _policy(pipeline: Pipeline, path: str) -> Mapping[str, Any]:
     return found
 
 
-def _retries(task: Task, pipeline: Pipeline) -> int:
-    return int(_policy(pipeline, task.path).get("maxRetryCount", 0))
+def _no_more_after(task: Task, policy: Mapping[str, Any]) -> datetime | None:
+    """When its attempts end for good."""
+    if "backoffMaxDuration" not in policy:
+        return None
+    return task.attempts[task.forgiven].created + timedelta(seconds=_seconds(policy["backoffMaxDuration"]))
 
 
-def _is_due(task: Task | None, leaf: Node, now: datetime) -> bool:
+def _is_due(task: Task, policy: Mapping[str, Any], now: datetime) -> bool:
     """Whether a task whose pod ended badly is to be tried again now."""
-    if task is None or task.state.ended or task.forgiven == len(task.attempts):
-        return False
-    latest = task.attempts[-1]
-    if latest.ended is None:
-        return False
-    policy = leaf.task.get("retryPolicy", {})
     tries = len(task.attempts) - task.forgiven
+    if task.state.ended or tries == 0:
+        return False
+    ended = task.attempts[-1].ended
     wait_s = _seconds(policy.get("backoffDuration", "0s")) * float(policy.get("backoffFactor", 2.0)) ** (tries - 1)
-    wait_s = min(wait_s, _seconds(policy.get("backoffMaxDuration", "3600s")))
-    return now >= latest.ended + timedelta(seconds=wait_s)
+    return ended is not None and now >= ended + timedelta(seconds=wait_s)
 
 
 def _seconds(duration: str) -> float:
@@ -257,7 +287,7 @@ def _seconds(duration: str) -> float:
 
 
 def _cancelled(run: Run, pods: Mapping[str, Mapping[str, Any]], now: datetime) \
-        -> tuple[Run, list[tuple[Node, int]], list[str]]:
+        -> tuple[Run, list[Start], list[str]]:
     """A run that is being cancelled: its pods go, with their grace period; then it has failed."""
     alive = [name for name in _pods_of(run.tasks.values()) if name in pods
              and pods[name].get("status", {}).get("phase") not in ("Succeeded", "Failed")]

@@ -29,12 +29,14 @@ class Driven:
         self.pods: dict[str, dict[str, Any]] = {}
         self.now = START
         self.deleted: list[str] = []
+        self.within_s: list[int | None] = []
 
     def step(self, later_s: float = 1.0) -> list[str]:
         """Look once; (path, attempt) of the pods that started."""
         self.now += timedelta(seconds=later_s)
         self.run, starting, self.deleted = advanced(self.run, self.pipeline, self.pods, self.now)
-        return [self._start(node) for node, _attempt in starting]
+        self.within_s = [one.within_s for one in starting]
+        return [self._start(one.node) for one in starting]
 
     def _start(self, node: Node) -> str:
         begun(self.run, node, self.now)
@@ -116,6 +118,20 @@ def test_a_pod_that_is_gone_is_made_again_as_often_and_as_late_as_the_policy_say
     driven.step()
     assert driven.run.state is Runtime.FAILED
     assert "was deleted" in driven.run.error
+
+
+def test_the_longest_backoff_counts_from_the_first_pod_and_ends_later_ones() -> None:
+    driven = Driven(patient)
+    (pod,) = driven.step()
+    assert driven.within_s == [None]
+    del driven.pods[pod]
+    driven.step(3000.0)
+    (pod,) = driven.step(10.0)
+    assert driven.within_s == [3600 - 3010]
+    del driven.pods[pod]
+    driven.step(600.0)
+    assert driven.run.state is Runtime.FAILED
+    assert driven.run.error.endswith("(max duration limit exceeded)")
 
 
 def test_without_a_policy_one_lost_pod_is_the_end() -> None:
