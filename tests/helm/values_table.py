@@ -35,7 +35,7 @@ _SAME = ("resources", "serviceAccount", "extraEnv", "podAnnotations", "nodeSelec
 
 def settings_schema() -> dict[str, Any]:
     """The schema of `settings`."""
-    kinds = {int: "integer", float: "number"}
+    kinds = {int: "integer", float: "number", bool: "boolean"}
     told = {}
     for name, field in sorted(Settings.model_fields.items()):
         if name not in GIVEN:
