@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from eyrie_api.errors import NotFound
 from eyrie_api.jobs import JobFilter, Jobs
 from eyrie_api.server import create_app
 from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.job import ServeSpec, TargetSpec
 from eyrie_api.v1alpha1.resources import FINALIZER
 from eyrie_api.v1alpha1.status import Job
 from eyrie_operator.cluster.apply import FIELD_MANAGER, Cluster, ClusterConflict, ClusterRefused
@@ -266,12 +268,37 @@ def test_an_applied_endpoint_is_made_shown_and_switched_off_when_deleted(cluster
     assert endpoints.get("support").desired == "off"
 
 
+def test_a_promoted_endpoint_gets_an_object_that_shows_it_and_switches_it(cluster: Cluster, namespace: str,
+                                                                         database: Database,
+                                                                         operator: OperatorProcess) -> None:
+    endpoints = Endpoints(database)
+    endpoints.create("promoted", TargetSpec(model="quickstart"), ServeSpec(endpoint="promoted"), "quickstart")
+
+    def shown() -> dict[str, Any]:
+        try:
+            return cluster.get(API, "DraftEndpoint", namespace, "promoted")
+        except NotFound:
+            return {}
+
+    eventually(lambda: shown().get("status", {}).get("candidate_revision") == 1, "it is shown")
+    endpoints.set_desired("promoted", "off")
+    eventually(lambda: shown()["spec"]["desired"] == "off", "the row is shown, not undone")
+    cluster.merge(API, "DraftEndpoint", namespace, "promoted", {"spec": {"desired": "on"}})
+    eventually(lambda: endpoints.get("promoted").desired == "on", "what somebody writes to the object counts")
+    cluster.delete(API, "DraftEndpoint", namespace, "promoted")
+    eventually(lambda: shown() == {}, "the object is let go")
+    assert endpoints.get("promoted").desired == "off"
+
+
 def test_probes_answer_and_ending_in_order_gives_the_lease_back(cluster: Cluster, namespace: str,
                                                                 operator: OperatorProcess) -> None:
     assert operator.page("/healthz")[0] == 200
     assert operator.page("/readyz")[0] == 200
     assert operator.page("/nothing")[0] == 404
-    assert operator.stop() == 0
+    for _ in range(2):  # whoever is impatient sends it twice
+        operator.process.send_signal(signal.SIGTERM)
+    assert operator.process.wait(60) == 0
+    assert "Traceback" not in operator.log.read_text()
     lease = cluster.get("coordination.k8s.io/v1", "Lease", namespace, "eyrie-operator")
     assert lease["spec"]["holderIdentity"] == ""
 

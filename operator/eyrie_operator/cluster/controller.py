@@ -135,7 +135,6 @@ class Controller:
         if self._mirror_namespace is not None:
             for job_id in self._jobs.live():
                 self._keys_for(job_id)
-            self._mirror_endpoints(self._mirror_namespace)
         if self._tender is not None:
             self._tender.discover()
             for endpoint in self._endpoints.list().items:
@@ -145,7 +144,8 @@ class Controller:
         """Look at the objects of rows that changed since the last poll."""
         now = self._clock()
         changed = dict(self._jobs.changed_since(self._polled - _OVERLAP))
-        for endpoint in self._endpoints.list().items:
+        endpoints = self._endpoints.list().items
+        for endpoint in endpoints:
             keys = self._keys_named(endpoint.name)
             if self._tender is not None:
                 keys = (*keys, ("Endpoint", "", endpoint.name))
@@ -154,6 +154,8 @@ class Controller:
             if self._rows_seen.get(job_id) != updated_at:
                 self._see_row(job_id, updated_at, self._keys_for(job_id))
         self._polled = now
+        if self._mirror_namespace is not None:
+            self._mirror_endpoints(endpoints, self._mirror_namespace)
 
     def sweep(self) -> None:
         """Look at the endpoints of which something in the cluster has changed."""
@@ -200,9 +202,9 @@ class Controller:
         except NotFound:
             self._keep(key, self._cluster.apply(mirror_of(job, namespace)))
 
-    def _mirror_endpoints(self, namespace: str) -> None:
+    def _mirror_endpoints(self, endpoints: Sequence[Endpoint], namespace: str) -> None:
         """An object for each endpoint that is on and has none, in any namespace that is watched."""
-        bare = [one for one in self._endpoints.list().items if one.desired == "on" and not self._keys_named(one.name)]
+        bare = [one for one in endpoints if one.desired == "on" and not self._keys_named(one.name)]
         if not bare:
             return
         # What is heard may be behind, at first above all; an object made for an applied one would be refused by it.

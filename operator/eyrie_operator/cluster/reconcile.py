@@ -333,17 +333,18 @@ def reconcile_endpoint(resource: EndpointResource, endpoint: Endpoint | None, mo
 def _serve_as_said(resource: EndpointResource, spec: DraftEndpointSpec, endpoint: Endpoint,
                    serve: ServeSpec | None) -> list[Action]:
     """Who has the last word: an applied object on `desired`, always; on how it is served whoever spoke last, since a
-    promotion brings the serving section of its job. For a mirror, whoever spoke last, on both."""
+    promotion brings the serving section of its job. For a mirror, on both, whoever has written to it, once."""
     serve = serve or spec.serve
     wanted = spec.serve.model_copy(update={"endpoint": endpoint.name, "port": serve.port})
-    if resource.changed or not resource.mirrored:
-        actions: list[Action] = []
-        if endpoint.desired != spec.desired:
-            actions.append(SetDesired(endpoint.name, spec.desired))
-        if resource.changed and wanted != serve:
-            actions.append(UpdateServing(endpoint.name, wanted))
-        return actions
-    return [] if (spec.desired, wanted) == (endpoint.desired, serve) else [ShowEndpoint(endpoint.name)]
+    actions: list[Action] = []
+    if endpoint.desired != spec.desired and (resource.edited or not resource.mirrored):
+        actions.append(SetDesired(endpoint.name, spec.desired))
+    if wanted != serve and resource.edited:
+        actions.append(UpdateServing(endpoint.name, wanted))
+    differs = (spec.desired, wanted) != (endpoint.desired, serve)
+    if resource.mirrored and not actions and (differs or resource.edited):
+        actions.append(ShowEndpoint(endpoint.name))
+    return actions
 
 
 def _let_endpoint_go(resource: EndpointResource, endpoint: Endpoint | None, standing: Standing, *,

@@ -34,6 +34,7 @@ from eyrie_api.v1alpha1.resources import (
     ResourceStage,
 )
 from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, Revision
+from eyrie_operator.manifests.names import digest
 
 SUSPENDED_ANNOTATION = f"{GROUP}/suspended-attempt"
 """The attempt that was stopped because the object was suspended: what a resume goes on from. A job that a person
@@ -42,6 +43,9 @@ cancelled stays cancelled."""
 ORIGIN_LABEL = f"{GROUP}/origin"
 MIRRORED = "rest"
 """Value of the origin label on objects made for jobs that were posted."""
+
+SHOWN_ANNOTATION = f"{GROUP}/shown"
+"""On a mirrored DraftEndpoint: digest of the spec as we wrote it. Another spec is somebody's wish."""
 
 _REVISIONS_SHOWN = 20
 _Spec = TypeVar("_Spec", bound=BaseModel)
@@ -103,12 +107,11 @@ class EndpointResource:
     mirrored: bool = False
     """Made by us for an endpoint that a promotion or the REST API made."""
 
-    status: Mapping[str, Any] = field(default_factory=dict)
+    edited: bool = False
+    """Somebody has written its spec since we looked at it: since its status was written or, of a mirror, since we
+    wrote it."""
 
-    @property
-    def changed(self) -> bool:
-        """Its spec has been written since its status was."""
-        return self.status.get("observedGeneration") != self.identity.generation
+    status: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_job(raw: Mapping[str, Any]) -> JobResource:
@@ -133,11 +136,16 @@ def read_endpoint(raw: Mapping[str, Any]) -> EndpointResource:
     """A DraftEndpoint object."""
     metadata = raw["metadata"]
     spec, refusal = _read_spec(DraftEndpointSpec, raw.get("spec"))
+    annotations, status = metadata.get("annotations") or {}, raw.get("status") or {}
+    mirrored = (metadata.get("labels") or {}).get(ORIGIN_LABEL) == MIRRORED
+    if mirrored:
+        edited = spec is not None and annotations.get(SHOWN_ANNOTATION) != _digest_of(spec)
+    else:
+        edited = status.get("observedGeneration") != metadata.get("generation", 1)
     return EndpointResource(
         identity=_identity("DraftEndpoint", metadata), spec=spec, refusal=refusal,
         deleting="deletionTimestamp" in metadata, held=FINALIZER in (metadata.get("finalizers") or ()),
-        keep_outside=(metadata.get("annotations") or {}).get(OUTSIDE_ANNOTATION) == "keep",
-        mirrored=(metadata.get("labels") or {}).get(ORIGIN_LABEL) == MIRRORED, status=raw.get("status") or {})
+        keep_outside=annotations.get(OUTSIDE_ANNOTATION) == "keep", mirrored=mirrored, edited=edited, status=status)
 
 
 def _identity(kind: Literal["DrafterJob", "DraftEndpoint"], metadata: Mapping[str, Any]) -> Identity:
@@ -178,13 +186,17 @@ def mirror_of(job: Job, namespace: str) -> dict[str, Any]:
 
 def mirror_of_endpoint(endpoint: Endpoint, target: TargetSpec, serve: ServeSpec, namespace: str) -> dict[str, Any]:
     """The DraftEndpoint of an endpoint that was not applied, for server-side apply."""
+    spec = DraftEndpointSpec(target=target, serve=serve, desired=endpoint.desired)
     return {
         "apiVersion": API_VERSION, "kind": "DraftEndpoint",
         "metadata": {"name": endpoint.name, "namespace": namespace, "labels": {ORIGIN_LABEL: MIRRORED},
-                     "finalizers": [FINALIZER]},
-        "spec": {"target": target.model_dump(mode="json", exclude_none=True),
-                 "serve": serve.model_dump(mode="json", exclude_none=True), "desired": endpoint.desired},
+                     "annotations": {SHOWN_ANNOTATION: _digest_of(spec)}, "finalizers": [FINALIZER]},
+        "spec": spec.model_dump(mode="json", exclude_none=True),
     }
+
+
+def _digest_of(spec: DraftEndpointSpec) -> str:
+    return digest(spec.model_dump(mode="json"))
 
 
 # Outwards.

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from eyrie_api.v1alpha1.job import ServeSpec, TargetSpec
 from eyrie_api.v1alpha1.resources import JOB_ID_ANNOTATION, OUTSIDE_ANNOTATION, UID_LABEL
 from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_operator.cluster.reconcile import (
@@ -23,7 +24,10 @@ from eyrie_operator.cluster.reconcile import (
     Release,
     RetryJob,
     SetDesired,
+    ShowEndpoint,
+    Standing,
     Tell,
+    UpdateServing,
     reconcile_endpoint,
     reconcile_job,
     refuse_job,
@@ -33,6 +37,7 @@ from eyrie_operator.cluster.resources import (
     ORIGIN_LABEL,
     SUSPENDED_ANNOTATION,
     mirror_of,
+    mirror_of_endpoint,
     read_endpoint,
     read_job,
 )
@@ -251,3 +256,72 @@ def test_an_endpoint_s_status_shows_url_and_revisions_and_is_written_once() -> N
     assert projected(told)["revisions"][0]["setting"] == "off"
     later = NOW + timedelta(minutes=5)
     assert reconcile_endpoint(read_endpoint({**raw, "status": projected(told)}), row, "quickstart", later) == ()
+
+
+def test_an_edited_object_says_how_its_endpoint_is_served_until_a_promotion_says_otherwise() -> None:
+    raw, row = draft_endpoint(serve={"endpoint": "support", "replicas": 3}), endpoint()
+    served = ServeSpec(endpoint="support", port=4711)
+    told = reconcile_endpoint(read_endpoint(raw), row, "quickstart", NOW, serve=served)
+    wanted = ServeSpec(endpoint="support", port=4711, replicas=3)
+    assert UpdateServing("support", wanted) in told
+    assert projected(told)["observedGeneration"] == 1
+    seen = read_endpoint({**raw, "status": projected(told)})
+    assert reconcile_endpoint(seen, row, "quickstart", NOW, serve=wanted) == ()
+    promoted = wanted.model_copy(update={"replicas": None})
+    assert reconcile_endpoint(seen, row, "quickstart", NOW, serve=promoted) == ()
+
+
+def mirrored(row: Endpoint, serve: ServeSpec, **spec: Any) -> dict[str, Any]:
+    """The mirror of a row as the API server has it, with a spec that somebody has changed."""
+    raw = mirror_of_endpoint(row, TargetSpec(model=row.target), serve, "team")
+    made = draft_endpoint()["metadata"] | raw["metadata"]
+    return {**raw, "metadata": made, "spec": {**raw["spec"], **spec}}
+
+
+def test_a_mirrored_endpoint_shows_its_row_and_switches_nothing_by_itself() -> None:
+    serve = ServeSpec(endpoint="support")
+    raw, off = mirrored(endpoint(), serve), endpoint(desired="off")
+    first = reconcile_endpoint(read_endpoint(raw), endpoint(), "quickstart", NOW, serve=serve)
+    assert not any(isinstance(one, SetDesired | UpdateServing | ShowEndpoint) for one in first)
+    told = reconcile_endpoint(read_endpoint(raw), off, "quickstart", NOW, serve=serve)
+    assert ShowEndpoint("support") in told
+    assert not any(isinstance(one, SetDesired) for one in told)
+
+
+def test_what_somebody_writes_to_a_mirrored_endpoint_counts_once() -> None:
+    serve = ServeSpec(endpoint="support")
+    raw = mirrored(endpoint(), serve, desired="off")
+    told = reconcile_endpoint(read_endpoint(raw), endpoint(), "quickstart", NOW, serve=serve)
+    assert SetDesired("support", "off") in told
+    done = reconcile_endpoint(read_endpoint(raw), endpoint(desired="off"), "quickstart", NOW, serve=serve)
+    assert ShowEndpoint("support") in done
+    signed = mirrored(endpoint(desired="off"), serve)
+    later = reconcile_endpoint(read_endpoint(signed), endpoint(), "quickstart", NOW, serve=serve)
+    assert ShowEndpoint("support") in later
+    assert not any(isinstance(one, SetDesired) for one in later)
+
+
+def test_a_mirror_without_a_row_makes_none() -> None:
+    raw = mirrored(endpoint(), ServeSpec(endpoint="support"))
+    told = reconcile_endpoint(read_endpoint(raw), None, "quickstart", NOW)
+    assert conditions(told) == {"Accepted": ("False", "EndpointUnknown")}
+    assert not any(isinstance(one, CreateEndpoint) for one in told)
+
+
+def test_an_endpoint_is_let_go_when_its_objects_are_gone() -> None:
+    deleting = draft_endpoint()
+    deleting["metadata"]["deletionTimestamp"] = "2026-11-21T11:59:00Z"
+    off = endpoint(desired="off")
+    waits = reconcile_endpoint(read_endpoint(deleting), off, "quickstart", NOW, standing=Standing(objects=True))
+    assert [type(one) for one in waits] == [CheckAgain]
+    assert reconcile_endpoint(read_endpoint(deleting), off, "quickstart", NOW, standing=Standing()) == (Release(),)
+
+
+def test_an_endpoint_that_is_kept_is_let_go_when_nothing_of_it_would_be_taken_along() -> None:
+    kept = draft_endpoint()
+    kept["metadata"] |= {"deletionTimestamp": "2026-11-21T11:59:00Z", "annotations": {OUTSIDE_ANNOTATION: "keep"}}
+    owned = Standing(objects=True, owned=True)
+    waits = reconcile_endpoint(read_endpoint(kept), endpoint(), "quickstart", NOW, standing=owned)
+    assert [type(one) for one in waits] == [CheckAgain]
+    disowned = Standing(objects=True)
+    assert reconcile_endpoint(read_endpoint(kept), endpoint(), "quickstart", NOW, standing=disowned) == (Release(),)

@@ -1,0 +1,125 @@
+"""How an endpoint stands on a cluster: the profile, what the endpoint asks for, what is read of its drafter."""
+
+import json
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+
+from eyrie_api.artifacts.options import StoreOptions
+from eyrie_api.endpoints import Serving
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.cluster import ClusterProfile
+from eyrie_api.v1alpha1.job import JobSpec, ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.placement import VolumeWork
+from eyrie_api.v1alpha1.status import Endpoint
+from eyrie_api.v1alpha1.tuning import DrafterUse
+from eyrie_operator.cluster.deployments import Deployments
+from eyrie_operator.cluster.drafters import Drafters, stored_at
+from eyrie_operator.manifests.deployment import (
+    EmbeddedEngine,
+    EndpointDeployment,
+    SglangEngine,
+    StoredDrafter,
+    Undeployable,
+)
+from tests.api.samples import job_body
+from tests.operator.manifests.samples import CHAIN, CORE, endpoint, revision
+
+HOME = PurePosixPath("/var/lib/eyrie")
+PLACEMENT: dict[str, Any] = {"image": "sglang:test", "num_gpus": 1, "requests": {"cpu": "8"}}
+
+
+def profile(**serving: Any) -> ClusterProfile:
+    work = {"kind": "volume", "claim": "work"}
+    return ClusterProfile.model_validate({
+        "kubeflow": {"url": "http://kfp"}, "stages": {"image": "eyrie:test", "work": work},
+        "serving": {"namespace": "serving", "placement": PLACEMENT, "hardware_profile": "h100", **serving}})
+
+
+def deployed(home: Path, serve: ServeSpec, row: Endpoint | None = None, target: str = "quickstart",
+             **serving: Any) -> EndpointDeployment:
+    told = profile(**serving)
+    assert told.serving is not None
+    row = row or endpoint(active=1, num=1)
+    return Deployments(Settings(home=home), told, told.serving).of(
+        row, Serving(TargetSpec(model=target), serve), served=CORE, owner=None)
+
+
+def drafter_at(directory: Path, architecture: str = "LlamaForCausalLM") -> Path:
+    """What the operator reads of a drafter."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 2048, "sliding_window": 64}))
+    (directory / "eyrie-card.json").write_text(json.dumps({
+        "target": {"architecture": architecture, "num_layers": 32}}))
+    return directory
+
+
+def test_what_the_endpoint_asks_for_is_laid_over_what_the_administrator_gives(tmp_path: Path) -> None:
+    serve = ServeSpec.model_validate({"engine": "sglang", "replicas": 3, "hardware_profile": "a100-80gb", "placement": {
+        "num_gpus": 2, "requests": {"memory": "64Gi"}, "queue": "team"}})
+    made = deployed(tmp_path, serve, run_as=0, gateway={"name": "front", "hostnames": ["{endpoint}.example.org"]})
+    assert made.replicas == 3
+    assert made.placement.requests == {"cpu": "8", "memory": "64Gi"}
+    assert (made.placement.image, made.placement.queue) == ("sglang:test", "team")
+    assert made.placement.work == VolumeWork(claim="work")
+    assert isinstance(made.engine, SglangEngine)
+    assert (made.engine.plan.tp_size, made.engine.plan.machine.name) == (2, "a100-80gb")
+    assert made.gateway is not None
+    assert made.gateway.hostnames == ("chat.example.org",)
+    assert made.run_as == 0
+
+
+def test_our_engine_is_started_by_the_image_s_python_and_listens_to_the_cluster(tmp_path: Path) -> None:
+    made = deployed(tmp_path, ServeSpec(max_concurrency=5), python=["/opt/python", "-X", "dev"])
+    assert isinstance(made.engine, EmbeddedEngine)
+    line = list(made.engine.argv(DrafterUse(drafter_dir="/d", setting=CHAIN), 30000))
+    assert line[:5] == ["/opt/python", "-X", "dev", "-m", "eyrie_workers.engines.server"]
+    for pair in (["--host", "0.0.0.0"], ["--port", "30000"], ["--drafter", "/d"], ["--max-concurrency", "5"],
+                 ["--target", "quickstart"], ["--model", "model"]):
+        at = line.index(pair[0])
+        assert line[at:at + 2] == pair
+
+
+def test_a_target_out_of_reach_is_known_by_its_drafter_s_card_where_its_attention_is_plain(tmp_path: Path) -> None:
+    drafter = drafter_at(tmp_path / "plain")
+    row = endpoint(active=1, num=2, use=DrafterUse(drafter_dir=str(drafter), setting=CHAIN))
+    made = deployed(tmp_path, ServeSpec(engine="sglang"), row, target="org/big")
+    assert isinstance(made.engine, SglangEngine)
+    target = made.engine.plan.target
+    assert (target.architecture, target.num_layers, target.context_length) == ("LlamaForCausalLM", 32, 2048)
+    windowed = drafter_at(tmp_path / "windowed", "GptOssForCausalLM")
+    row = endpoint(active=1, num=2, use=DrafterUse(drafter_dir=str(windowed), setting=CHAIN))
+    with pytest.raises(Undeployable, match="HF_HOME"):
+        deployed(tmp_path, ServeSpec(engine="sglang"), row, target="org/big")
+
+
+def test_a_drafter_s_facts_come_from_its_own_config_else_from_what_its_job_asked_for(tmp_path: Path) -> None:
+    drafters = Drafters(HOME, VolumeWork(claim="work"), StoreOptions())
+    read = drafters.files(str(drafter_at(tmp_path / "d")), None, facts_needed=True)
+    assert (read.facts.context_length, read.facts.sliding_window) == (2048, 64)
+    job = JobSpec.model_validate(job_body(drafter={"max_position_embeddings": 1024}))
+    told = drafters.files("/not/here", job, facts_needed=True)
+    assert told.facts.context_length == 1024
+    assert drafters.files("/not/here", None, facts_needed=False).facts.directory == "/not/here"
+    with pytest.raises(Undeployable, match="max_position_embeddings"):
+        drafters.files("/not/here", None, facts_needed=True)
+
+
+@pytest.mark.parametrize(("directory", "stored"), [
+    ("/var/lib/eyrie/jobs/j1/stages/train/a/checkpoints/c3",
+     StoredDrafter("jobs/j1/stages/train/a", "checkpoints/c3")),
+    ("/var/lib/eyrie/jobs/j1/stages/train/a", None),
+    ("/var/lib/eyrie/jobs/j1/elsewhere/train/a/checkpoints/c3", None),
+    ("/home/me/drafter", None),
+])
+def test_where_the_store_has_a_drafter_follows_from_its_path(directory: str, stored: StoredDrafter | None) -> None:
+    assert stored_at(directory, HOME) == stored
+
+
+def test_revisions_without_a_drafter_need_no_files(tmp_path: Path) -> None:
+    told = profile()
+    assert told.serving is not None
+    made = deployed(tmp_path, ServeSpec())
+    deployments = Deployments(Settings(home=tmp_path), told, told.serving)
+    assert deployments.with_drafter(made, revision(1), None).drafters == {}
