@@ -23,7 +23,7 @@ from eyrie_workers.features.layout import (
     taught_positions,
 )
 from eyrie_workers.features.places import Stored
-from eyrie_workers.features.store import FeatureStore, StoreDamaged
+from eyrie_workers.features.store import Buffers, FeatureStore, StoreDamaged
 from eyrie_workers.features.writer import FeatureWriter, is_whole, read_shard_end
 
 DIGEST = "sha256:" + "0" * 64
@@ -103,6 +103,11 @@ def test_a_batch_is_its_rows_end_to_end_in_the_order_asked(tmp_path: Path, codec
         assert torch.equal(getattr(packed, name), torch.cat([getattr(row, name) for row in rows])), name
     assert packed.aux.dtype == of.dtype
     assert store.read(order, torch.bfloat16).aux.dtype == torch.bfloat16
+    buffers = Buffers(torch.full((60, 3, hidden), torch.nan), torch.full((60, hidden), torch.nan))
+    again = store.read(order, into=buffers)
+    assert torch.equal(again.aux, packed.aux.float())
+    assert torch.equal(again.last, packed.last.float())
+    assert again.aux.data_ptr() == buffers.aux.data_ptr()
 
 
 def test_a_part_of_a_long_row_reads_only_the_blocks_it_touches(tmp_path: Path) -> None:

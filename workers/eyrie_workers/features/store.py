@@ -101,6 +101,17 @@ class PackedFeatures:
 
 
 @dataclass(frozen=True)
+class Buffers:
+    """Memory to decode into, used again batch after batch: pinned for a device, or simply not faulted in anew."""
+
+    aux: Tensor
+    """[most tokens, A, H], float32 or bfloat16."""
+
+    last: Tensor
+    """[most tokens, H] of the same dtype."""
+
+
+@dataclass(frozen=True)
 class _Piece:
     """A block to be read."""
 
@@ -194,14 +205,18 @@ class FeatureStore:
             loss_mask=mask[chosen.start:chosen.stop], aux=packed.aux[here], last=packed.last[here],
             opinion=packed.opinion if len(chosen) == ids.shape[0] else None)
 
-    def read(self, rows: Sequence[int], dtype: torch.dtype | None = None) -> PackedFeatures:
-        """Some rows end to end, in that order, decoded to `dtype` (float32 or bfloat16; default: `layout.dtype`)."""
+    def read(self, rows: Sequence[int], dtype: torch.dtype | None = None,
+             into: Buffers | None = None) -> PackedFeatures:
+        """Some rows end to end, in that order, decoded to `dtype` (float32 or bfloat16; default: `layout.dtype`).
+
+        into   memory for the states, whose dtype then counts; the result's states are views of its beginning.
+        """
         wanted = []
         for index in rows:
             number, within = self._find(index)
             pieces = [_Piece(number, within, block) for block in self._map(number).rows[within]]
             wanted.append((pieces, *self.tokens(index)))
-        return self._decode(wanted, dtype)
+        return self._decode(wanted, dtype, into)
 
     def batches(self, groups: Iterable[Sequence[int]], *, ahead: int = 2,
                 dtype: torch.dtype | None = None) -> Iterator[PackedFeatures]:
@@ -273,13 +288,16 @@ class FeatureStore:
         return kept
 
     def _decode(self, wanted: Sequence[tuple[Sequence[_Piece], Tensor, Tensor]],
-                dtype: torch.dtype | None) -> PackedFeatures:
+                dtype: torch.dtype | None, into: Buffers | None = None) -> PackedFeatures:
         layout, dtype = self.layout, dtype or self.layout.dtype
         pieces = [(piece, mask) for row, _, mask in wanted for piece in row]
         num_tokens = sum(len(piece.block.tokens) for piece, _ in pieces)
         keeps = layout.final_state == "keep"
-        aux = torch.empty(num_tokens, len(layout.aux_layers), layout.hidden_size, dtype=dtype)
-        last = torch.zeros(num_tokens, layout.hidden_size if keeps else 0, dtype=dtype)
+        if into is None:
+            aux = torch.empty(num_tokens, len(layout.aux_layers), layout.hidden_size, dtype=dtype)
+            last = torch.zeros(num_tokens, layout.hidden_size if keeps else 0, dtype=dtype)
+        else:
+            aux, last = into.aux[:num_tokens], into.last[:num_tokens, :layout.hidden_size if keeps else 0].zero_()
         opinions = []
         at = 0
         for (piece, mask), data in zip(pieces, self._fetch([piece for piece, _ in pieces]), strict=True):
