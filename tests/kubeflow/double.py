@@ -3,8 +3,8 @@
     python -m tests.kubeflow.double --namespace NS --port 8888 [--host 0.0.0.0] [--pod-patch FILE]
 
 It is no Kubeflow. It speaks to the real client (`kfp_server_api`, `kfp.Client`) and executes the compiled pipeline that
-a run carries, one pod per attempt at a task, in one namespace; it asks for a kubeconfig or a service account and for
-nothing else. What it keeps lies in ConfigMaps there: kill it, start it again, and it goes on.
+a run carries, one pod per attempt at a task as Argo does (a Job would make pods anew by rules of its own), in one
+namespace; it asks for a kubeconfig or a service account and for nothing else. What it keeps lies in ConfigMaps there: kill it, start it again, and it goes on.
 
     interpreter   the compiled pipeline: which task may run, with which inputs      pure
     pods          a task's pod, and the launcher's part in it                       pure
@@ -33,6 +33,7 @@ from typing import Any
 import uvicorn
 import yaml
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -59,7 +60,7 @@ def application(backend: Backend, namespace: str) -> Starlette:
                 raise Wrong(INVALID_ARGUMENT, f"the request's body is no JSON: {error}") from error
             if not isinstance(asked, dict):
                 raise Wrong(INVALID_ARGUMENT, "the request's body is no JSON object")
-            return JSONResponse(await _in_thread(lambda: answer(request, asked)))
+            return JSONResponse(await run_in_threadpool(answer, request, asked))
 
         return Route(f"/apis/v2beta1{path}", endpoint, methods=list(methods))
 
@@ -115,12 +116,6 @@ def application(backend: Backend, namespace: str) -> Starlette:
         answered(delete_run, "DELETE", path="/runs/{named}"),
         answered(run_verb, "POST", path="/runs/{named}"),
     ], exception_handlers={Wrong: _error})
-
-
-async def _in_thread(call: Callable[[], Any]) -> Any:
-    from starlette.concurrency import run_in_threadpool
-
-    return await run_in_threadpool(call)
 
 
 def _error(request: Request, error: Exception) -> JSONResponse:
