@@ -18,6 +18,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from eyrie_api import names
+from eyrie_api.access.quotas import check_endpoints
 from eyrie_api.access.scope import DEFAULT_PROJECT, SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import Database, EndpointRow, JobRow, RevisionRow
@@ -60,6 +61,7 @@ class Endpoints:
             owner = names.owner(session, name) or project or self._scope.home("endpoints:write")
             self._scope.check("endpoints:write", owner, _missing(name))
             names.claim(session, name, project or owner, self._clock)
+            self._check_quota(session, owner, name)
             row = session.get(EndpointRow, name)
             if row is None:
                 row = EndpointRow(
@@ -140,6 +142,7 @@ class Endpoints:
         with self._database.writing() as session:
             row = self._hold(session, name)
             self._note(session, "endpoint.rollback", name)
+            self._check_quota(session, names.owner(session, name) or DEFAULT_PROJECT, name)
             back = _earlier(session, row) if revision is None else session.get(RevisionRow, (name, revision))
             if back is None:
                 raise NotFound(f"endpoint {name!r} has no revision {revision}", "get the endpoint to see them")
@@ -156,6 +159,8 @@ class Endpoints:
         with self._database.writing() as session:
             row = self._hold(session, name)
             self._note(session, f"endpoint.{desired}", name)
+            if desired == "on":
+                self._check_quota(session, names.owner(session, name) or DEFAULT_PROJECT, name)
             if row.desired != desired:
                 tell(session, self._clock, name, desired, "SwitchedOn" if desired == "on" else "SwitchedOff",
                      "asked for", revision=row.active_revision, actor=actor)
@@ -241,6 +246,11 @@ class Endpoints:
 
     def _note(self, session: Session, verb: str, name: str) -> None:
         self._scope.note(session, self._clock, verb, f"endpoint/{name}", names.owner(session, name))
+
+    def _check_quota(self, session: Session, project: str, name: str) -> None:
+        """Of whoever asks; the control plane itself brings to its end what was accepted. Raises QuotaReached."""
+        if not self._scope.is_system:
+            check_endpoints(session, project, name)
 
     def _announce(self, session: Session, revision: RevisionRow, before: RevisionRow | None) -> None:
         back = before is not None and before.state == "rolled-back"

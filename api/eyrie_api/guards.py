@@ -6,6 +6,7 @@ Plain ASGI middleware, because a streamed body has to be counted as it arrives a
   A bind that others can reach demands proof of it on everything but the two probes.
 - Where no proof is demanded (loopback) the Host header must name this machine: otherwise a web page could reach the API
   of whoever reads it, by a DNS name that resolves to 127.0.0.1. For the same reason a body must say that it is JSON.
+- A caller or a project that makes too many requests is told to wait (429, Retry-After).
 - Bodies over the limit are refused at the announced length already, or at the byte that passes it.
 - A change that was refused goes into the audit; one that was made is written there by whoever made it.
 - A stream held open asks again, as it sends, whether its reader is still let in.
@@ -23,7 +24,8 @@ from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as Request
 
 from eyrie_api.access.audit import Audit
-from eyrie_api.access.callers import Callers
+from eyrie_api.access.callers import LOCAL, Callers
+from eyrie_api.access.limits import buckets_of, require
 from eyrie_api.access.roles import ALL_PROJECTS, Principal
 from eyrie_api.access.scope import Scope
 from eyrie_api.errors import EyrieError, Forbidden, NotFound, TooLarge, Unauthorized
@@ -50,8 +52,8 @@ class Guard:
     """Refuses what no route should see, and says to the others who asks."""
 
     def __init__(self, app: ASGIApp, settings: Settings, callers: Callers, audit: Audit) -> None:
-        self._app, self._limit = app, settings.max_body_bytes
-        self._callers, self._audit = callers, audit
+        self._app, self._settings = app, settings
+        self._callers, self._audit, self._buckets = callers, audit, buckets_of(settings)
         self._nobody_until = 0.0
 
     async def __call__(self, request: Request, receive: Receive, send: Send) -> None:
@@ -74,6 +76,7 @@ class Guard:
         try:
             access = Scope(await self._caller(request), request_id=request_id)
             access = await self._narrowed(request, access)
+            await self._limit(access)
             request.setdefault("state", {})["access"] = access
             self._check_body(request)
             await self._app(request, self._counted(receive), self._watched(request, access, noted))
@@ -110,9 +113,25 @@ class Guard:
             raise NotFound(f"no project {name!r}", "list the projects you are in")
         return Scope(access.principal, name, access.request_id)
 
+    async def _limit(self, access: Scope) -> None:
+        """Raises RateLimited. Who needs no proof on this machine needs no limit either."""
+        principal = access.principal
+        if principal is None or principal is NOBODY or principal is LOCAL:
+            return
+        most = self._settings.rate_limit_per_minute
+        require(await self._buckets.take(principal.subject, most), principal.subject, most)
+        project = access.project or (next(iter(principal.roles)) if len(principal.roles) == 1 else ALL_PROJECTS)
+        if project == ALL_PROJECTS:
+            return
+        known = self._callers.known_limit(project)
+        limit = known[0] if known is not None else await to_thread.run_sync(self._callers.limit, project)
+        if limit is not None:
+            whose = f"project {project!r}"
+            require(await self._buckets.take(whose, limit), whose, limit)
+
     def _check_body(self, request: Request) -> None:
         announced = _header(request, b"content-length")
-        if announced.isdigit() and int(announced) > self._limit:
+        if announced.isdigit() and int(announced) > self._settings.max_body_bytes:
             raise self._too_large(f"{announced} bytes")
         if request["method"] in ("POST", "PUT", "PATCH") and announced != "0":
             kind = _header(request, b"content-type").partition(";")[0].strip().lower()
@@ -122,7 +141,7 @@ class Guard:
                                            "send the body as Content-Type: application/json")
 
     def _too_large(self, size: str) -> TooLarge:
-        return TooLarge(f"the body has {size}, more than the {self._limit} allowed",
+        return TooLarge(f"the body has {size}, more than the {self._settings.max_body_bytes} allowed",
                         "send less (data belongs in files the spec names), or raise EYRIE_MAX_BODY_BYTES")
 
     def _counted(self, receive: Receive) -> Receive:
@@ -132,8 +151,8 @@ class Guard:
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
-            if seen > self._limit:
-                raise self._too_large(f"over {self._limit} bytes")
+            if seen > self._settings.max_body_bytes:
+                raise self._too_large(f"over {self._settings.max_body_bytes} bytes")
             return message
 
         return counted

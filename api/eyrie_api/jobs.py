@@ -26,6 +26,7 @@ from sqlalchemy import Select, and_, exists, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from eyrie_api import names
+from eyrie_api.access.quotas import check_endpoints, check_jobs
 from eyrie_api.access.scope import DEFAULT_PROJECT, SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import (
@@ -125,7 +126,7 @@ class Jobs:
 
         With a `claim`, the answer is kept for its Idempotency-Key in that same transaction. Without a `project` it is
         the scope's; for the control plane itself, which goes on with what somebody began, that of the endpoint's name.
-        Raises Conflict when the name belongs to another project.
+        Raises Conflict when the name belongs to another project, and QuotaReached.
         """
         now = self._clock()
         asked = project or (None if self._scope.is_system else self._scope.home("jobs:write"))
@@ -140,6 +141,10 @@ class Jobs:
         with self.database.writing() as session:
             row.project = asked or names.owner(session, spec.serve.endpoint) or DEFAULT_PROJECT
             names.claim(session, spec.serve.endpoint, row.project, self._clock)
+            if asked is not None:
+                check_jobs(session, asked)
+                if spec.serve.enabled:
+                    check_endpoints(session, asked, spec.serve.endpoint)
             session.add(row)
             session.flush()
             session.add_all(LabelRow(job_id=row.id, key=key, value=value) for key, value in spec.labels.items())

@@ -35,6 +35,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
         (401, "No bearer token, or a wrong one"), (403, "Not allowed, or not answered from there"),
         (404, "No such thing"), (409, "The present state forbids it"),
         (413, "The body is too large"), (415, "The body is not JSON"),
+        (429, "Too many requests, or the project's quota is used up"),
         (422, "The request is wrong; `errors` has pointers, values and rules"), (503, "Try again later"),
         (507, "The disk is too small"))
 }

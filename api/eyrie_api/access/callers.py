@@ -42,6 +42,7 @@ class Callers:
         self._clock, self._elapsed = clock, elapsed
         self._known: dict[bytes, tuple[Principal, float]] = {}
         self._known_projects: set[str] = set()
+        self._limits: dict[str, tuple[int | None, float]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -89,6 +90,17 @@ class Callers:
         if issuer.admin_group is not None and issuer.admin_group in claims.groups:
             roles[ALL_PROJECTS] = "admin"
         return Principal(subject=f"user:{issuer.url}#{claims.subject}", roles=roles)
+
+    def known_limit(self, project: str) -> tuple[int | None] | None:
+        """The project's requests per minute, in a tuple; None when the database has to be asked."""
+        found = self._limits.get(project)
+        return (found[0],) if found is not None and found[1] > self._elapsed() else None
+
+    def limit(self, project: str) -> int | None:
+        """The project's requests per minute."""
+        found = self._projects.requests_per_minute(project)
+        self._limits[project] = (found, self._elapsed() + REMEMBERED_S)
+        return found
 
     def is_known_project(self, name: str) -> bool | None:
         """Whether there is such a project; None when the database has to be asked. A project is never deleted."""

@@ -6,15 +6,15 @@ themselves, when it is asked for.
 
 from collections.abc import Iterable
 
-from sqlalchemy import func, or_, select
+from sqlalchemy import or_, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from eyrie_api import names
+from eyrie_api.access.quotas import live_endpoints, live_jobs
 from eyrie_api.access.roles import ROLES
 from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
-from eyrie_api.database import Database, EndpointRow, JobRow, MembershipRow, ProjectRow
+from eyrie_api.database import Database, MembershipRow, ProjectRow
 from eyrie_api.errors import Conflict, NotFound
 from eyrie_api.v1alpha1.access import Action, CreateMember, CreateProject, Member, Project, Quotas, Role
 
@@ -99,6 +99,12 @@ class Projects:
         with self._database.reading() as session:
             return session.get(ProjectRow, name) is not None
 
+    def requests_per_minute(self, name: str) -> int | None:
+        """The project's limit, if it has one; unscoped."""
+        with self._database.reading() as session:
+            row = session.get(ProjectRow, name)
+            return None if row is None else row.requests_per_minute
+
     def roles_of(self, issuer: str, subject: str, groups: Iterable[str]) -> dict[str, Role]:
         """The highest role a subject has in each project, by itself or by a group; unscoped."""
         by_subject = (MembershipRow.kind == "subject") & (MembershipRow.value == subject)
@@ -117,19 +123,6 @@ class Projects:
             raise absent
         self._scope.check(action, name, absent)
         return row
-
-
-def live_jobs(session: Session, project: str) -> int:
-    """Jobs of a project that have not ended."""
-    query = select(func.count()).select_from(JobRow).where(JobRow.project == project, JobRow.ended.is_(False))
-    return session.execute(query).scalar_one()
-
-
-def live_endpoints(session: Session, project: str) -> int:
-    """Endpoints of a project that are on."""
-    query = select(func.count()).select_from(EndpointRow).where(
-        names.belongs(EndpointRow.name, project), EndpointRow.desired == "on")
-    return session.execute(query).scalar_one()
 
 
 def _render(session: Session, row: ProjectRow) -> Project:

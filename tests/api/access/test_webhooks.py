@@ -51,7 +51,7 @@ def test_what_happens_is_told_once_and_signed(database: Database, clock: ManualC
     for kind in ("Succeeded", "Failed", "Cancelled"):
         job = jobs.submit(job_spec(name=f"{kind.lower()}-job"))
         for _ in range(2):
-            jobs.save_status(job.id, ended(kind))  # type: ignore[arg-type]
+            jobs.save_status(job.id, ended(kind))
     endpoints.create("default", TargetSpec(model="m"), ServeSpec(), "m")
     endpoints.activate("default", 1)
     for checkpoint in ("a", "b"):

@@ -1,0 +1,64 @@
+"""What a project uses, held against what it may; asked inside the transaction that would use more.
+
+Counted from the rows themselves. Where there is a limit the project's row is held until the transaction ends, so that
+two requests at once cannot both be the last one allowed; where there is none, that costs one read.
+
+GPU hours are not among the limits: which devices a stage had is not recorded with it, and a figure made from requests
+and wall time would be charged for waiting.
+"""
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from eyrie_api import names
+from eyrie_api.database import EndpointRow, JobRow, ProjectRow
+from eyrie_api.errors import EyrieError
+
+
+class QuotaReached(EyrieError):
+    """The project uses all it may."""
+
+    http_status = 429
+    exit_code = 75  # EX_TEMPFAIL
+    reason = "QuotaReached"
+
+
+def live_jobs(session: Session, project: str) -> int:
+    """Jobs of a project that have not ended."""
+    query = select(func.count()).select_from(JobRow).where(JobRow.project == project, JobRow.ended.is_(False))
+    return session.execute(query).scalar_one()
+
+
+def live_endpoints(session: Session, project: str) -> int:
+    """Endpoints of a project that are on."""
+    query = select(func.count()).select_from(EndpointRow).where(
+        names.belongs(EndpointRow.name, project), EndpointRow.desired == "on")
+    return session.execute(query).scalar_one()
+
+
+def check_jobs(session: Session, project: str) -> None:
+    """Whether one job more is allowed. Raises QuotaReached."""
+    most = _held(session, project, "max_jobs")
+    if most is not None and live_jobs(session, project) >= most:
+        raise QuotaReached(f"project {project!r} has {most} jobs that have not ended, and may have no more",
+                           "wait until one ends, cancel one, or ask an administrator for more")
+
+
+def check_endpoints(session: Session, project: str, name: str) -> None:
+    """Whether the endpoint may be on. Raises QuotaReached."""
+    most = _held(session, project, "max_endpoints")
+    if most is None:
+        return
+    row = session.get(EndpointRow, name)
+    if (row is None or row.desired != "on") and live_endpoints(session, project) >= most:
+        raise QuotaReached(f"project {project!r} has {most} endpoints that are on, and may have no more",
+                           "switch one off, promote to one of them, or ask an administrator for more")
+
+
+def _held(session: Session, project: str, limit: str) -> int | None:
+    row = session.get(ProjectRow, project)
+    if row is None or getattr(row, limit) is None:
+        return None
+    session.refresh(row, with_for_update=True)
+    most: int | None = getattr(row, limit)
+    return most

@@ -1,0 +1,171 @@
+"""Keys on the server: cheap to ask, refused within seconds of their end, never more than their maker, kept secret."""
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import delete, event, inspect, select, text, update
+from sqlalchemy.exc import DatabaseError
+
+from eyrie_api.access.callers import LOCAL, REMEMBERED_S, Callers
+from eyrie_api.access.issued import USED_EVERY_S, Keys, Wanted
+from eyrie_api.access.projects import Projects
+from eyrie_api.access.roles import Principal
+from eyrie_api.access.scope import Scope
+from eyrie_api.database import ApiKeyRow, AuditRow, Base, Database
+from eyrie_api.errors import Forbidden, InvalidInput, Unauthorized
+from eyrie_api.jobs import Jobs
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.access import CreateProject
+from tests.api.access.receiver import receiving
+from tests.api.access.test_oidc import Elapsed
+from tests.api.access.world import JOBS, KEYS, TOKEN, WEBHOOKS, two_projects
+from tests.api.samples import ManualClock, job_body, job_spec
+
+ROOT = Scope(Principal(subject="token", roles={"*": "admin"}))
+
+
+def test_a_key_is_asked_for_once_in_some_seconds_and_its_use_is_noted_once_a_minute(
+        settings: Settings, database: Database, clock: ManualClock) -> None:
+    elapsed, statements = Elapsed(), []
+    callers = Callers(settings.model_copy(update={"token": TOKEN}), database, clock, elapsed)
+    key, secret = Keys(database, clock, ROOT).create(Wanted("ci", "operator"))
+    assert callers.remembered(secret) is None
+    principal = callers.identify(secret)
+    assert principal.roles == {"default": "operator"}
+
+    event.listen(database.engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
+    for _ in range(100):
+        assert callers.remembered(secret) == principal
+    assert statements == [], "no statement at all"
+    elapsed.now += REMEMBERED_S + 1
+    assert callers.remembered(secret) is None
+    callers.identify(secret)
+    assert not [one for one in statements if one.startswith("UPDATE")]
+    elapsed.now += REMEMBERED_S + 1
+    clock.pass_(USED_EVERY_S + 1)
+    callers.identify(secret)
+    assert len([one for one in statements if one.startswith("UPDATE")]) == 1
+    used = next(one for one in Keys(database, clock).list() if one.id == key.id).last_used_at
+    assert used == clock()
+
+
+def test_a_key_that_was_revoked_rotated_or_has_expired_is_refused_within_seconds(
+        settings: Settings, database: Database, clock: ManualClock) -> None:
+    elapsed, keys = Elapsed(), Keys(database, clock, ROOT)
+    callers = Callers(settings.model_copy(update={"token": TOKEN}), database, clock, elapsed)
+    revoked, rotated = (keys.create(Wanted(name, "operator")) for name in ("a", "b"))
+    expiring = keys.create(Wanted("c", "viewer", expires_at=clock() + timedelta(seconds=100)))
+    for _key, secret in (revoked, rotated, expiring):
+        callers.identify(secret)
+    keys.revoke(revoked[0].id)
+    again, fresh = keys.rotate(rotated[0].id, overlap_s=50.0)
+    elapsed.now += REMEMBERED_S + 0.1
+    with pytest.raises(Unauthorized, match="revoked"):
+        callers.identify(revoked[1])
+    assert callers.identify(rotated[1]).roles == callers.identify(fresh).roles, "for the overlap both go"
+    assert (again.role, again.project) == ("operator", "default")
+    clock.pass_(101)
+    elapsed.now += REMEMBERED_S + 0.1
+    for _key, secret in (rotated, expiring):
+        with pytest.raises(Unauthorized, match=r"revoked|expired"):
+            callers.identify(secret)
+
+
+def test_no_one_makes_a_key_that_may_do_more_than_they(database: Database, clock: ManualClock) -> None:
+    Projects(database, clock, ROOT).create(CreateProject(name="north"))
+    narrow = Scope(Principal(subject="key:x", roles={"north": "admin"}, scopes=frozenset({"keys:write", "jobs:read"})))
+    with pytest.raises(InvalidInput, match="may not"):
+        Keys(database, clock, narrow).create(Wanted("more", "operator"))
+    made, _secret = Keys(database, clock, narrow).create(Wanted("less", "viewer", scopes=frozenset({"jobs:read"})))
+    assert made.project == "north"
+    with pytest.raises(Forbidden):
+        Keys(database, clock, narrow).create(Wanted("all", "viewer", everywhere=True))
+    for role in ("viewer", "operator"):
+        lower = Scope(Principal(subject="key:y", roles={"north": role}))
+        with pytest.raises(Forbidden):
+            Keys(database, clock, lower).create(Wanted("x", "viewer"))
+
+
+def test_on_loopback_nothing_is_demanded_and_a_key_that_is_shown_counts(
+        settings: Settings, database: Database, clock: ManualClock) -> None:
+    callers = Callers(settings, database, clock)
+    assert callers.remembered("") is LOCAL
+    assert callers.remembered("whatever the environment holds") is LOCAL
+    _key, secret = Keys(database, clock, ROOT).create(Wanted("ci", "viewer"))
+    assert callers.identify(secret).roles == {"default": "viewer"}
+    with pytest.raises(Unauthorized):
+        callers.identify(secret[:-1] + "-")
+    with pytest.raises(Unauthorized):
+        Callers(settings.model_copy(update={"host": "0.0.0.0"}), database).identify("")
+
+
+def test_the_audit_cannot_be_changed_or_deleted(database: Database, clock: ManualClock) -> None:
+    Jobs(database, clock, scope=ROOT).submit(job_spec())
+    for statement in (delete(AuditRow), update(AuditRow).values(actor="nobody")):
+        with pytest.raises(DatabaseError, match="the audit is kept"), database.writing() as session:
+            session.execute(statement)
+    if not database.is_sqlite:
+        with pytest.raises(DatabaseError, match="the audit is kept"), database.writing() as session:
+            session.execute(text("TRUNCATE audit"))
+    with database.reading() as session:
+        assert [row.verb for row in session.scalars(select(AuditRow))] == ["job.create"]
+
+
+def test_a_change_that_fails_leaves_no_word_of_itself(database: Database, clock: ManualClock) -> None:
+    def half_way() -> None:
+        with database.writing() as session:
+            ROOT.note(session, clock, "job.create", "job/x", "default")
+            session.flush()
+            raise RuntimeError("half-way")
+
+    with pytest.raises(RuntimeError, match="half-way"):
+        half_way()
+    with database.reading() as session:
+        assert session.scalars(select(AuditRow)).all() == []
+
+
+def test_no_secret_is_in_rows_logs_or_answers(settings: Settings, database: Database,
+                                              caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with receiving() as receiver, two_projects(settings, database) as world:
+        created = world.ask(TOKEN, "POST", KEYS, json={"name": "known", "everywhere": True, "role": "admin"})
+        key, key_id = created.json()["secret"], created.json()["key"]["id"]
+        hook = world.ask(key, "POST", WEBHOOKS, json={"url": receiver.url}).json()
+        answers = [world.ask(key, method, path, **options).text for method, path, options in _uses(key_id, hook)]
+        for delivery in world.server.control.webhooks.deliveries(hook["webhook"]["id"]):
+            world.server.control.within(ROOT).webhooks.deliver(delivery.id)
+        answers += [world.ask(wrong, "GET", JOBS).text for wrong in (key[:-1], key + "x", key.replace("_", "-"))]
+        answers.append(world.ask(TOKEN[:-1], "GET", JOBS).text)
+    everything = "\n".join([*answers, caplog.text, _dump(database, without=("webhooks",))])
+    assert key_id in everything, "what was done is there to be searched"
+    for secret in (key, key[17:-6], TOKEN, hook["secret"]):
+        assert secret not in everything
+    assert key[17:-6] not in _dump(database)
+    assert _dump(database).count(hook["secret"]) == 1, "the one place that signs with it"
+
+
+def _uses(key_id: str, hook: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    webhook = f"{WEBHOOKS}/{hook['webhook']['id']}"
+    return [("POST", JOBS, {"json": job_body()}), ("POST", JOBS, {"json": {"target": 1}}), ("GET", JOBS, {}),
+            ("GET", KEYS, {}), ("GET", WEBHOOKS, {}), ("POST", webhook + "/ping", {}),
+            ("GET", webhook + "/deliveries", {}),
+            ("GET", "/v1alpha1/audit", {}), ("GET", "/v1alpha1/whoami", {}), ("GET", "/metrics", {}),
+            ("GET", JOBS + "/nothing", {}), ("POST", f"{KEYS}/{key_id}/revoke", {})]
+
+
+def _dump(database: Database, without: tuple[str, ...] = ()) -> str:
+    """Every row of every table."""
+    assert set(Base.metadata.tables) < set(inspect(database.engine).get_table_names())
+    with database.reading() as session:
+        return "\n".join(str(tuple(row)) for table in Base.metadata.sorted_tables if table.name not in without
+                         for row in session.execute(select(table)))
+
+
+def test_what_is_kept_of_a_key_is_a_digest(database: Database, clock: ManualClock) -> None:
+    _key, secret = Keys(database, clock, ROOT).create(Wanted("ci", "viewer"))
+    with database.reading() as session:
+        row = session.scalars(select(ApiKeyRow)).one()
+    assert len(row.secret_sha256) == 64
+    assert row.secret_sha256 not in secret

@@ -1,0 +1,118 @@
+"""Quotas and rate limits: what is too much is refused with words and when to come again."""
+
+import asyncio
+import threading
+
+import httpx
+import pytest
+
+from eyrie_api.access.limits import Buckets, LocalBuckets, SharedBuckets
+from eyrie_api.access.projects import Projects
+from eyrie_api.access.quotas import QuotaReached
+from eyrie_api.access.roles import Principal
+from eyrie_api.access.scope import Scope
+from eyrie_api.database import Database
+from eyrie_api.endpoints import Endpoints
+from eyrie_api.jobs import Jobs
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.access import Quotas
+from eyrie_api.v1alpha1.job import ServeSpec, TargetSpec
+from tests.api.access.test_oidc import Elapsed
+from tests.api.access.world import JOBS, PROJECTS, TOKEN, two_projects
+from tests.api.conftest import Running
+from tests.api.samples import ManualClock, ended, job_spec
+from tests.servers.redis import Redis
+
+ADMIN = Scope(Principal(subject="user:boss", roles={"default": "admin"}))
+
+
+def allowed(buckets: Buckets, asked: int, per_minute: int) -> int:
+    async def ask() -> int:
+        return sum([await buckets.take("one", per_minute) == 0.0 for _ in range(asked)])
+
+    return asyncio.run(ask())
+
+
+def test_a_bucket_holds_ten_seconds_worth_and_fills_steadily() -> None:
+    elapsed = Elapsed()
+    buckets = LocalBuckets(elapsed)
+    assert allowed(buckets, 100, 60) == 10
+    elapsed.now += 3
+    assert allowed(buckets, 100, 60) == 3
+    elapsed.now += 3600
+    assert allowed(buckets, 100, 60) == 10
+    assert 0 < asyncio.run(buckets.take("one", 60)) <= 1
+    assert asyncio.run(buckets.take("another", 60)) == 0
+
+
+def test_servers_on_one_redis_share_their_buckets_and_go_on_without_it(redis: Redis) -> None:
+    async def share() -> int:
+        servers = [SharedBuckets(redis.url) for _ in range(2)]
+        return sum([await server.take("shared", 6) == 0.0 for _ in range(20) for server in servers])
+
+    assert asyncio.run(share()) == 1, "one request in ten seconds, whichever server is asked"
+    away = SharedBuckets("redis://127.0.0.1:1/0")
+    assert allowed(away, 100, 60) == 10
+
+
+def test_a_caller_and_a_project_that_ask_too_often_are_told_when_to_come_again(
+        settings: Settings, database: Database) -> None:
+    with two_projects(settings.model_copy(update={"rate_limit_per_minute": 120}), database) as world:
+        path = f"{PROJECTS}/south/quotas"
+        assert world.ask(TOKEN, "PUT", path, json={"requests_per_minute": 1}).status_code == 200
+        answers = [world.ask(world.a.secret, "GET", JOBS) for _ in range(100)]
+        refused = [one for one in answers if one.status_code == 429]
+        assert refused
+        assert int(refused[0].headers["retry-after"]) >= 1
+        assert refused[0].json()["type"].endswith("RateLimited")
+        assert world.ask(world.b.secret, "GET", JOBS).status_code == 200, "another caller is not held up"
+        slow = world.ask(world.b.secret, "GET", JOBS)  # the second of a project that has one in a minute
+        assert slow.status_code == 429
+        assert "project 'south'" in slow.json()["detail"]
+
+
+def test_nothing_is_limited_on_loopback_without_a_token(settings: Settings, server: Running) -> None:
+    assert settings.token is None
+    with httpx.Client(base_url=server.url, trust_env=False) as http:
+        assert {http.get("/version").status_code for _ in range(50)} == {200}
+
+
+def test_a_project_may_have_so_many_jobs_at_once(database: Database, clock: ManualClock) -> None:
+    Projects(database, clock).set_quotas("default", Quotas(max_jobs=2))
+    jobs, outcomes = Jobs(database, clock, scope=ADMIN), list[str | QuotaReached]()
+
+    def submit() -> None:
+        try:
+            outcomes.append(jobs.submit(job_spec()).id)
+        except QuotaReached as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=submit) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    accepted = [one for one in outcomes if isinstance(one, str)]
+    assert len(accepted) == 2, "not even when all come at once"
+    Jobs(database, clock).save_status(accepted[0], ended("Failed"))
+    assert jobs.submit(job_spec()).id
+    with pytest.raises(QuotaReached, match="2 jobs"):
+        jobs.submit(job_spec())
+    assert Projects(database, clock).get("default").live_jobs == 2
+
+
+def test_a_project_may_have_so_many_endpoints_and_is_told_before_it_trains(
+        database: Database, clock: ManualClock) -> None:
+    Projects(database, clock).set_quotas("default", Quotas(max_endpoints=1))
+    jobs, endpoints = Jobs(database, clock, scope=ADMIN), Endpoints(database, clock, ADMIN)
+    endpoints.create("one", TargetSpec(model="m"), ServeSpec(), "m")
+    assert jobs.submit(job_spec(serve={"endpoint": "one"})).id, "to the one there is"
+    assert jobs.submit(job_spec(serve={"endpoint": "two", "enabled": False})).id
+    with pytest.raises(QuotaReached, match="1 endpoints"):
+        jobs.submit(job_spec(serve={"endpoint": "three"}))
+    with pytest.raises(QuotaReached):
+        endpoints.create("two", TargetSpec(model="m"), ServeSpec(), "m")
+    endpoints.set_desired("one", "off")
+    endpoints.create("two", TargetSpec(model="m"), ServeSpec(), "m")
+    with pytest.raises(QuotaReached):
+        endpoints.set_desired("one", "on")
