@@ -4,7 +4,8 @@
 
 It is no Kubeflow. It speaks to the real client (`kfp_server_api`, `kfp.Client`) and executes the compiled pipeline that
 a run carries, one pod per attempt at a task as Argo does (a Job would make pods anew by rules of its own), in one
-namespace; it asks for a kubeconfig or a service account and for nothing else. What it keeps lies in ConfigMaps there: kill it, start it again, and it goes on.
+namespace; it asks for a kubeconfig or a service account and for nothing else. What it keeps lies in ConfigMaps there:
+kill it, start it again, and it goes on. One at a time: two would write over each other.
 
     interpreter   the compiled pipeline: which task may run, with which inputs      pure
     pods          a task's pod, and the launcher's part in it                       pure
