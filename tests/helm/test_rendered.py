@@ -106,6 +106,13 @@ def test_namespaced_the_operator_has_roles_where_it_watches_and_nothing_in_the_c
     assert variables["EYRIE_OPERATOR_LEASE"] == "team/rel-eyrie-operator"
 
 
+def test_namespaced_the_operator_has_a_role_where_engines_stand_too() -> None:
+    values, _ = SETS["namespaced"]
+    cluster = {"kubeflow": {"url": "http://kfp:8888"}, "serving": {"namespace": "serving"}}
+    rendered = render({**values, "cluster": cluster})
+    assert {one["metadata"]["namespace"] for one in rendered.of("Role", "rel-eyrie-operator")} == {"a", "b", "serving"}
+
+
 def test_secret_values_are_in_secrets_and_nowhere_else() -> None:
     seen = set()
     for one in render(EXTERNAL):

@@ -14,7 +14,8 @@ Gateway API, KEDA and the like, upgrade the release.
 - apiGroups: [eyrie.dev]
   resources: [drafterjobs/finalizers, draftendpoints/finalizers]
   verbs: [update]
-# Engines and their stable address. Server-side apply is `create` and `patch`.
+# Engines and their stable address. Server-side apply is `create` and `patch`. Engines' metrics are asked by the pods' own
+# addresses, which needs no right.
 - apiGroups: [apps]
   resources: [deployments]
   verbs: [get, list, watch, create, patch, delete]
