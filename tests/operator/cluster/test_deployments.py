@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+from eyrie_api.artifacts.directories import upload_dir
 from eyrie_api.artifacts.options import StoreOptions
 from eyrie_api.endpoints import Serving
+from eyrie_api.errors import ArtifactMissing
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.job import JobSpec, ServeSpec, TargetSpec
-from eyrie_api.v1alpha1.placement import VolumeWork
+from eyrie_api.v1alpha1.placement import S3Work, VolumeWork
 from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.cluster.deployments import Deployments
@@ -23,8 +25,10 @@ from eyrie_operator.manifests.deployment import (
     StoredDrafter,
     Undeployable,
 )
-from tests.api.samples import job_body
+from tests.api.artifacts.conftest import make_bucket
+from tests.api.samples import benchmark_report, finish_stage, job_body
 from tests.operator.manifests.samples import CHAIN, CORE, endpoint, revision
+from tests.servers.s3 import S3Server
 
 HOME = PurePosixPath("/var/lib/eyrie")
 PLACEMENT: dict[str, Any] = {"image": "sglang:test", "num_gpus": 1, "requests": {"cpu": "8"}}
@@ -104,6 +108,26 @@ def test_a_drafter_s_facts_come_from_its_own_config_else_from_what_its_job_asked
     assert drafters.files("/not/here", None, facts_needed=False).facts.directory == "/not/here"
     with pytest.raises(Undeployable, match="max_position_embeddings"):
         drafters.files("/not/here", None, facts_needed=True)
+
+
+def test_in_an_artifact_store_config_card_and_digest_are_read_once(moto_s3: S3Server, tmp_path: Path) -> None:
+    bucket, made, prefix = make_bucket(moto_s3, tmp_path), tmp_path / "made", "jobs/j/stages/train/a"
+    card = json.dumps({"target": {"architecture": "LlamaForCausalLM", "num_layers": 2}}).encode()
+    finish_stage(made, "benchmark", benchmark_report("c", {"chat": (2.0,)}), {
+        "checkpoints/c/config.json": b'{"max_position_embeddings": 512}', "checkpoints/c/eyrie-card.json": card}, "j")
+    store = bucket.store()
+    upload_dir(store, made, prefix)
+    work = S3Work(url=store.url, endpoint_url=moto_s3.endpoint_url, credentials_secret="s3")
+    drafters = Drafters(HOME, work, bucket.options())
+    files = drafters.files(f"{HOME}/{prefix}/checkpoints/c", None, facts_needed=True)
+    assert files.facts.context_length == 512
+    assert files.stored == StoredDrafter(prefix, "checkpoints/c")
+    assert files.digest is not None
+    with pytest.raises(ArtifactMissing, match="checkpoints/x"):
+        drafters.files(f"{HOME}/{prefix}/checkpoints/x", None, facts_needed=True)
+    store.delete_all("jobs/j")
+    again = drafters.find(f"{HOME}/{prefix}/checkpoints/c")
+    assert (again.card or {})["target"]["num_layers"] == 2
 
 
 @pytest.mark.parametrize(("directory", "stored"), [
