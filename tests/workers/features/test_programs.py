@@ -29,12 +29,12 @@ def test_a_way_is_named_as_the_report_names_it() -> None:
         assert way_named(name).name == name
 
 
-def test_rotating_gaussian_states_changes_nothing_and_an_outlier_then_costs_everybody() -> None:
+def test_rotation_changes_nothing_for_gaussian_states_and_spreads_an_outlier() -> None:
     states = torch.randn(16, 1, 64, generator=torch.Generator().manual_seed(0))
     plain = float(relative_error(states, "int4").mean())
     assert hadamard_error(states) == pytest.approx(plain, rel=0.1)
     states[:, :, 3] = 1000.0
-    assert float(relative_error(states, "int4").mean()) < hadamard_error(states) / 3
+    assert float(relative_error(states, "int4").mean()) < hadamard_error(states)
 
 
 def test_the_plot_is_drawn_for_any_number_of_seeds(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from eyrie_api.v1alpha1.job import CaptureSpec
 from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice
 from eyrie_api.v1alpha1.stages import CaptureStage
 from eyrie_workers.drafters import vocabulary as draft_vocabulary
-from eyrie_workers.features.codecs import relative_error
+from eyrie_workers.features.codecs import relative_error, zero_share
 from eyrie_workers.features.layout import FeatureRow, StoreLayout, plan_shards, taught_positions
 from eyrie_workers.features.opinions import form_opinion
 from eyrie_workers.features.writer import FeatureWriter, is_whole
@@ -48,6 +48,9 @@ from eyrie_workers.targets.model import TargetModel
 
 # Of a row that is compared with transformers: layers are told apart by far fewer, and its attention grows as a square.
 _CHECKED_TOKENS = 256
+
+_MOST_DROWNED = {"float32": 0.0, "bfloat16": 0.0, "int8": 0.2, "fp8": 0.2, "int4": 0.4}
+"""Share of values stored as 0 beyond which a person should know. Gaussian states: 1 % in int8, 10 % in int4."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +261,9 @@ def _write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: T
             before = time.monotonic()
             made = capture_rows(target, [rows[i] for i in batch], writer.layout)
             work.prefill_s += time.monotonic() - before
-            work.errors = work.errors or _errors(made, writer.layout)
+            if not work.errors:
+                work.errors = _errors(made, writer.layout)
+                _tell_outliers(made, writer.layout, stage)
             features += made
             work.tokens += sum(rows[i][0].num_tokens for i in batch)
             stage.progress(passed + work.tokens, total, "tokens")
@@ -278,6 +283,17 @@ def _errors(rows: Sequence[FeatureRow], layout: StoreLayout) -> dict[str, float]
         last = torch.cat([row.last[taught_positions(row.loss_mask)] for row in rows])
         found["final"] = _mean(relative_error(last, final_codec(layout.codec)))
     return found
+
+
+def _tell_outliers(rows: Sequence[FeatureRow], layout: StoreLayout, stage: Stage) -> None:
+    """Warn where a few large values leave no codes for the others."""
+    aux = torch.cat([row.aux for row in rows])
+    drowned = {layer: share for place, layer in enumerate(layout.aux_layers)
+               if (share := zero_share(aux[:, place], layout.codec)) > _MOST_DROWNED[layout.codec]}
+    if drowned:
+        told = ", ".join(f"{share:.0%} of layer {layer}" for layer, share in drowned.items())
+        stage.event("StatesDrowned", f"{told} is stored as 0 beside values many times as large: capture.codec fp8 "
+                                     f"keeps both", warning=True)
 
 
 def _mean(errors: torch.Tensor) -> float:
