@@ -18,6 +18,7 @@ from eyrie_api.database import Database
 from eyrie_api.endpoints import Endpoints
 from eyrie_api.history import Histories
 from eyrie_api.idempotency import Idempotency
+from eyrie_api.job_files import JobFiles
 from eyrie_api.jobs import Jobs
 from eyrie_api.outbox import Outbox
 from eyrie_api.results import Results
@@ -35,6 +36,7 @@ class Control:
 
     settings: Settings
     database: Database
+    files: JobFiles
     jobs: Jobs
     endpoints: Endpoints
     histories: Histories
@@ -59,10 +61,10 @@ class Control:
              queues: Mapping[str, Callable[[], int]] | None = None) -> "Control":
         """The control plane over one database."""
         idempotency = Idempotency(database, settings.idempotency_ttl_s)
-        return cls(settings, database, Jobs(database, idempotency=idempotency), Endpoints(database),
-                   Histories(database), Results(database), Outbox(database), idempotency, Keys(database),
-                   Projects(database), Audit(database), Webhooks(database), SYSTEM, wake or _nothing, checks or {},
-                   queues or {})
+        return cls(settings, database, JobFiles.of(settings), Jobs(database, idempotency=idempotency),
+                   Endpoints(database), Histories(database), Results(database), Outbox(database), idempotency,
+                   Keys(database), Projects(database), Audit(database), Webhooks(database), SYSTEM, wake or _nothing,
+                   checks or {}, queues or {})
 
     def within(self, scope: Scope) -> "Control":
         """The same, as `scope` sees it."""

@@ -11,14 +11,13 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from eyrie_api.artifacts.store import ArtifactStore, open_store
+from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.database import Database
 from eyrie_api.errors import InvalidInput
+from eyrie_api.job_files import work_store
 from eyrie_api.placing import read_profile
 from eyrie_api.settings import Settings
 from eyrie_api.tasks import Step, make_celery, run_worker
-from eyrie_api.v1alpha1.cluster import ClusterProfile
-from eyrie_api.v1alpha1.placement import S3Work
 from eyrie_operator.driver import Driver
 from eyrie_operator.embedded_endpoints import EmbeddedEndpoints
 from eyrie_pipelines.kubeflow import KubeflowRunner
@@ -56,16 +55,6 @@ def world_of(settings: Settings, database: Database) -> World:
                            "make them equal: paths in stage specs are the same in every pod")
     store = work_store(profile, settings)
     return World(KubeflowRunner(profile, settings.home, store), None, store)
-
-
-def work_store(profile: ClusterProfile, settings: Settings) -> ArtifactStore | None:
-    """The store that is the jobs' work area; None where that is a volume. The profile says where, as it tells the
-    pods; EYRIE_ARTIFACTS_* say the rest, credentials above all."""
-    work = profile.stages.work
-    if not isinstance(work, S3Work):
-        return None
-    where = {"url": work.url, "endpoint_url": work.endpoint_url, "region": work.region}
-    return open_store(options=settings.artifacts.model_copy(update=where))
 
 
 def make_app() -> Any:

@@ -9,15 +9,15 @@ from typing import Annotated
 from urllib.parse import quote
 
 from fastapi import APIRouter, Query
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, Response, StreamingResponse
 
-from eyrie_api.control import Here
-from eyrie_api.errors import ArtifactCorrupt, NotFound
-from eyrie_api.manifests import StageManifest, read_manifests, report_of
+from eyrie_api.control import Control, Here
+from eyrie_api.errors import NotFound
+from eyrie_api.manifests import StageManifest, report_of
 from eyrie_api.results import ResultFilter
 from eyrie_api.routes.jobs import JOBS
 from eyrie_api.v1alpha1.model import Name
-from eyrie_api.v1alpha1.stages import StageName
+from eyrie_api.v1alpha1.stages import FileEntry, StageName
 from eyrie_api.v1alpha1.status import JobReport, Leaderboard, StageFile, StageFileList
 
 router = APIRouter(tags=["outcomes"])
@@ -27,7 +27,7 @@ router = APIRouter(tags=["outcomes"])
 def list_artifacts(job_id: str, control: Here, stage: StageName | None = None) -> StageFileList:
     """Files of the finished stages, with digests and where to download them."""
     control.jobs.get(job_id)
-    found = read_manifests(control.settings.job_dir(job_id))
+    found = control.files.manifests(job_id)
     return StageFileList(items=tuple(
         StageFile(stage=one.stage, key=one.key, path=entry.path, size_bytes=entry.size_bytes, sha256=entry.sha256,
                   url=_url(job_id, one, entry.path))
@@ -44,19 +44,20 @@ def download(job_id: str, stage: StageName, path: str, control: Here,
              key: Annotated[Name | None, Query(description="candidate or checkpoint")] = None) -> Response:
     """One file of a finished stage."""
     control.jobs.get(job_id)
-    for one in read_manifests(control.settings.job_dir(job_id)):
-        if (one.stage, one.key) == (stage, key or "") and any(entry.path == path for entry in one.manifest.files):
-            return FileResponse(_inside(one.directory, path), filename=Path(path).name)
+    for one in control.files.manifests(job_id):
+        entry = next((entry for entry in one.manifest.files if entry.path == path), None)
+        if (one.stage, one.key) == (stage, key or "") and entry is not None:
+            return _file(control, one, entry)
     raise NotFound(f"no file {path!r} in the manifest of stage {stage} {key or ''}".rstrip(),
                    "list the job's artifacts: only files of finished stages can be downloaded")
 
 
-def _inside(directory: Path, path: str) -> Path:
-    root, file = directory.resolve(), (directory / path).resolve()
-    if not file.is_relative_to(root) or not file.is_file():
-        raise ArtifactCorrupt(f"{path!r} is in the manifest but is not a file of its stage's directory",
-                              "retry the job from that stage")
-    return file
+def _file(control: Control, one: StageManifest, entry: FileEntry) -> Response:
+    path, name = control.files.path(one, entry), Path(entry.path).name
+    if path is not None:
+        return FileResponse(path, filename=name)
+    return StreamingResponse(control.files.pieces(one, entry), media_type="application/octet-stream", headers={
+        "Content-Length": str(entry.size_bytes), "Content-Disposition": f"attachment; filename*=UTF-8''{quote(name)}"})
 
 
 @router.get(JOBS + "/{job_id}/report")
@@ -64,7 +65,7 @@ def report(job_id: str, control: Here) -> JobReport:
     """Everything measured of a job, as far as it has come."""
     job = control.jobs.get(job_id)
     entries = control.results.leaderboard(ResultFilter(job_id=job_id))
-    return report_of(job, read_manifests(control.settings.job_dir(job_id)), entries)
+    return report_of(job, control.files.manifests(job_id), entries)
 
 
 @router.get("/v1alpha1/leaderboard")

@@ -8,7 +8,6 @@ back after the end gets 204, at which an EventSource stops asking.
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Annotated
 
 from anyio import sleep, to_thread
@@ -116,11 +115,10 @@ async def logs(
 ) -> Response:
     """What a stage program printed."""
     job = await to_thread.run_sync(control.jobs.get, job_id)
-    path = control.settings.stage_dir(job_id, stage, key or "") / "log.txt"
-    if not follow and not path.is_file():
+    if not follow and await to_thread.run_sync(_read, control, job_id, stage, key or "", 0) is None:
         raise NotFound(f"stage {stage} {key or ''} of job {job_id} has printed nothing".replace("  ", " "),
                        f"it has: {_known(job) or 'no stage has started yet'}")
-    return StreamingResponse(_log_bytes(control, job_id, stage, key or "", path, request, follow=follow),
+    return StreamingResponse(_log_bytes(control, job_id, stage, key or "", request, follow=follow),
                              media_type="text/plain; charset=utf-8", headers={"X-Accel-Buffering": "no"})
 
 
@@ -128,12 +126,12 @@ def _known(job: Job) -> str:
     return ", ".join(f"{one.stage} {one.key}".strip() for one in job.status.stages if one.started_at is not None)
 
 
-async def _log_bytes(control: Control, job_id: str, stage: str, key: str, path: Path, request: Request, *,
+async def _log_bytes(control: Control, job_id: str, stage: str, key: str, request: Request, *,
                      follow: bool) -> AsyncIterator[bytes]:
     offset = 0
     while not await request.is_disconnected():
         done = not follow or await to_thread.run_sync(_stage_ended, control, job_id, stage, key)
-        while data := await to_thread.run_sync(_read, path, offset):
+        while data := await to_thread.run_sync(_read, control, job_id, stage, key, offset):
             offset += len(data)
             yield data
         if done:
@@ -141,13 +139,8 @@ async def _log_bytes(control: Control, job_id: str, stage: str, key: str, path: 
         await sleep(_LOG_POLLS * control.settings.sse_poll_s)
 
 
-def _read(path: Path, offset: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            return file.read(_CHUNK)
-    except FileNotFoundError:
-        return b""
+def _read(control: Control, job_id: str, stage: str, key: str, offset: int) -> bytes | None:
+    return control.files.log(job_id, stage, key, offset, _CHUNK)
 
 
 def _stage_ended(control: Control, job_id: str, stage: str, key: str) -> bool:

@@ -1,0 +1,81 @@
+"""What the API shows of a job's files where the work area is an S3 store and the API's own home is empty."""
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import yaml
+from starlette.testclient import TestClient
+
+from eyrie_api.artifacts import digest_bytes
+from eyrie_api.artifacts.directories import upload_dir
+from eyrie_api.artifacts.options import StoreOptions
+from eyrie_api.artifacts.store import open_store
+from eyrie_api.database import Database
+from eyrie_api.errors import InvalidInput
+from eyrie_api.job_files import PIECE_BYTES
+from eyrie_api.jobs import Jobs
+from eyrie_api.server import create_app
+from eyrie_api.settings import Settings
+from tests.api.samples import benchmark_report, finish_stage, job_spec
+from tests.servers.s3 import S3Server
+
+LARGE = bytes(range(256)) * (PIECE_BYTES // 256) + b"the end"
+
+
+def profile(path: Path, work: dict[str, Any]) -> Path:
+    """The administrator's file."""
+    path.write_text(yaml.safe_dump({"kubeflow": {"url": "http://nowhere"}, "stages": {"image": "a", "work": work}}))
+    return path
+
+
+def test_an_api_server_without_the_files_shows_them_from_the_store(tmp_path: Path, moto_s3: S3Server) -> None:
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "access_key").write_text(moto_s3.access_key)
+    (secret / "secret_key").write_text(moto_s3.secret_key)
+    bucket = f"files-{uuid.uuid4().hex[:12]}"
+    boto3.client("s3", endpoint_url=moto_s3.endpoint_url, region_name="us-east-1",
+                 aws_access_key_id=moto_s3.access_key, aws_secret_access_key=moto_s3.secret_key,
+                 ).create_bucket(Bucket=bucket)
+    options = StoreOptions(endpoint_url=moto_s3.endpoint_url, credentials_dir=secret)
+    work = {"kind": "s3", "url": f"s3://{bucket}/eyrie", "endpoint_url": moto_s3.endpoint_url}
+    settings = Settings(home=tmp_path / "home", artifacts=options,
+                        cluster_profile=profile(tmp_path / "profile.yaml", work))
+    database = Database(settings.resolved_database_url)
+    database.migrate()
+    job = Jobs(database).submit(job_spec())
+    # A pod's directory, as it comes into the store.
+    pod = tmp_path / "pod"
+    finish_stage(pod, "benchmark", benchmark_report("base-step-9", {"chat": (2.0,)}),
+                 {"cells.json": b"[]", "large.bin": LARGE}, job.id)
+    (pod / "log.txt").write_text("measured\n")
+    store = open_store(work["url"], options)
+    upload_dir(store, pod, f"jobs/{job.id}/stages/benchmark/base-step-9")
+    store.write(f"jobs/{job.id}/stages/tune/log.txt", b"at work")
+
+    jobs = f"/v1alpha1/jobs/{job.id}"
+    with TestClient(create_app(settings, database=database), base_url="http://127.0.0.1") as client:
+        assert not settings.job_dir(job.id).exists()
+        listed = {one["path"]: one for one in client.get(f"{jobs}/artifacts").json()["items"]}
+        assert set(listed) == {"cells.json", "large.bin"}
+        answer = client.get(listed["large.bin"]["url"])
+        assert (answer.status_code, answer.headers["content-length"]) == (200, str(len(LARGE)))
+        assert digest_bytes(answer.content) == listed["large.bin"]["sha256"]
+        assert client.get(f"{jobs}/report").json()["benchmark"][0]["checkpoint"] == "base-step-9"
+        assert client.get(f"{jobs}/logs?stage=benchmark&key=base-step-9").text == "measured\n"
+        assert client.get(f"{jobs}/logs?stage=tune").text == "at work"
+        assert client.get(f"{jobs}/logs?stage=prove").status_code == 404
+        store.delete(f"jobs/{job.id}/stages/benchmark/base-step-9/cells.json")
+        assert client.get(listed["cells.json"]["url"]).json()["type"].endswith("ArtifactMissing")
+    database.close()
+
+
+def test_a_profile_that_cannot_be_read_keeps_the_api_from_starting(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path, cluster_profile=tmp_path / "none.yaml")
+    database = Database(settings.resolved_database_url)
+    with pytest.raises(InvalidInput, match=r"none\.yaml"):
+        create_app(settings, database=database)
+    database.close()
