@@ -1,5 +1,6 @@
 """The unroll of training and the steps of serving are the same function: what is trained is what serves."""
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -13,8 +14,8 @@ from eyrie_workers.drafters.rotary import Rotary
 from eyrie_workers.drafters.serving import Eagle3Server, Eagle3State
 from eyrie_workers.drafters.vocabulary import DraftVocabulary
 from eyrie_workers.targets.config import RopeConfig
-from eyrie_workers.training.layout import lay_out
-from eyrie_workers.training.unroll import PackedDocuments, unroll
+from eyrie_workers.training.layout import UnrollLayout, lay_out
+from eyrie_workers.training.unroll import PackedDocuments, UnrolledStep, lay_ground, unroll
 
 HIDDEN, VOCAB, STEPS = 16, 40, 4
 # Same weights, same sums in another order: float32 rounding only. Logits here are of order one.
@@ -82,6 +83,12 @@ def chain(server: Eagle3Server, state: Eagle3State, tokens: torch.Tensor, row: i
     return logits
 
 
+def unrolled_steps(drafter: Eagle3Drafter, rotary: Rotary, embed: torch.Tensor, documents: PackedDocuments,
+                   layout: UnrollLayout) -> Iterator[UnrolledStep]:
+    weights = drafter.weights()
+    return unroll(weights, rotary, lay_ground(weights, rotary, embed, documents, layout.positions), layout)
+
+
 @variants
 def test_unrolled_logits_equal_serving_logits_at_every_root_and_step(flags: dict[str, Any]) -> None:
     drafter, embed = random_drafter(**flags), embedding()
@@ -89,7 +96,7 @@ def test_unrolled_logits_equal_serving_logits_at_every_root_and_step(flags: dict
     layout = lay_out(documents.loss_mask, documents.lengths, STEPS)
     rotary = Rotary(drafter.config.rope, drafter.config.head_dim, 64)
     with torch.no_grad():
-        unrolled = list(unroll(drafter.weights(), rotary, embed, documents, layout))
+        unrolled = list(unrolled_steps(drafter, rotary, embed, documents, layout))
     server = Eagle3Server(drafter, embed)
     starts = [0, 14, 23, 40]
     compared = 0
@@ -120,7 +127,7 @@ def test_a_key_behind_the_window_has_no_influence_and_the_oldest_within_has(wind
             documents.aux[changed] += 1.0
         layout = lay_out(documents.loss_mask, documents.lengths, STEPS)
         with torch.no_grad():
-            steps = list(unroll(drafter.weights(), rotary, embed, documents, layout))
+            steps = list(unrolled_steps(drafter, rotary, embed, documents, layout))
         row = layout.roots.tolist().index(root)
         server = Eagle3Server(drafter, embed)
         state = server.new_state(1, 64, DraftTreeShape(num_steps=STEPS, top_k=1, num_draft_tokens=STEPS + 1))

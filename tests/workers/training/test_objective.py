@@ -253,6 +253,22 @@ def test_every_loss_trains(loss: Loss) -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.parametrize("name", ["plain", "norm_output", "window-3"])
+def test_roots_unrolled_in_parts_give_the_gradients_of_all_at_once(name: str) -> None:
+    drafter = random_drafter(**VARIANTS[name]).double()
+    documents, found = random_documents((90, 30, 50), num_aux=drafter.config.num_aux), []
+    for kept in (1, 1 << 40):  # one byte: the fewest roots at a time, 32
+        learner = TrainingTimeTest(drafter, embedding(), lm_head(), ttt_length=STEPS, step_decay=DECAY,
+                                   max_positions=128, max_kept_bytes=kept, dtype=torch.float64)
+        drafter.zero_grad()
+        outcome = learner(documents, Moment(0, 1, 0))
+        (2 * outcome.loss).backward()
+        found.append([outcome.loss.detach(), *(parameter.grad.clone() for parameter in drafter.parameters())])
+    for one, other in zip(*found, strict=True):
+        # float32: the teacher and the log-sum-exp of the plain path are; sums differ in order
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+
+
 def test_recomputation_changes_no_gradient() -> None:
     drafter, documents = random_drafter(), random_documents((20, 20))
     found = []

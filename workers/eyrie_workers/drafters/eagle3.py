@@ -32,7 +32,8 @@ vocabulary is small, it becomes a table.
     T tokens or rows, A aux layers, H hidden, Q = q + k + v widths, I intermediate, D draft vocabulary, V vocabulary
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -196,6 +197,16 @@ class Eagle3Weights:
     gate_up: Tensor
     down: Tensor
     lm_head: Tensor
+
+    def unrolled(self) -> tuple[Tensor, ...]:
+        """The weights that every unrolled step uses, in the order `with_unrolled` takes them."""
+        return (self.hidden_norm, self.post_attention_layernorm, self.norm, self.hidden_qkv, self.out, self.gate_up,
+                self.down, self.lm_head)
+
+    def with_unrolled(self, tensors: Sequence[Tensor]) -> "Eagle3Weights":
+        """These weights with others in the place of `unrolled`."""
+        names = ("hidden_norm", "post_attention_layernorm", "norm", "hidden_qkv", "out", "gate_up", "down", "lm_head")
+        return replace(self, **dict(zip(names, tensors, strict=True)))
 
     def fuse(self, aux_TAH: Tensor) -> Tensor:
         """[T, A, H] aux states -> [T, H], the beginning of the residual stream."""

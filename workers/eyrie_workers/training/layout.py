@@ -85,6 +85,12 @@ class UnrollLayout:
     seats: Tensor
     """[R, 3] int64 of each root: its tile, its document in the tile, its rank among that document's queries."""
 
+    life: Tensor
+    """[T] int64 steps each packed position lives."""
+
+    starts: Tensor
+    """[documents + 1] int64 where each document begins, and the last one's end."""
+
     def query_cells(self, step: int) -> tuple[Tensor, tuple[int, ...]]:
         """[R_s] cell of each root alive at `step` in the tiles' query cells laid end to end, and each tile's cells."""
         queries = torch.tensor([tile.queries_at[step] for tile in self.tiles])
@@ -135,13 +141,32 @@ def lay_out(loss_mask: Tensor, lengths: Sequence[int], ttt_length: int, deep: Te
     life = np.concatenate([lives(mask[a:b], ttt_length) for a, b in pairwise(starts)])
     if deep is not None:
         life = np.where(deep.numpy(), life, np.minimum(life, 1))
-    positions = np.concatenate([np.arange(length) for length in lengths])
+    return _laid_out(life, starts, ttt_length, query_block)
+
+
+def _laid_out(life: np.ndarray, starts: np.ndarray, ttt_length: int, query_block: int) -> UnrollLayout:
+    positions = np.arange(life.shape[0]) - np.repeat(starts[:-1], np.diff(starts))
     roots = np.flatnonzero(life)
     roots = roots[np.argsort(-life[roots], kind="stable")]
     alive = tuple(int((life[roots] > step).sum()) for step in range(ttt_length))
     tiles, seats_T = _tiles(life, starts, ttt_length, query_block)
     return UnrollLayout(roots=torch.from_numpy(roots), positions=torch.from_numpy(positions), alive=alive, tiles=tiles,
-                        seats=torch.from_numpy(seats_T[roots]))
+                        seats=torch.from_numpy(seats_T[roots]), life=torch.from_numpy(life),
+                        starts=torch.from_numpy(starts))
+
+
+def parts(layout: UnrollLayout, most_roots: int) -> list[UnrollLayout]:
+    """The same unroll as several, of at most `most_roots` neighbouring roots each, that may run one after the other:
+    roots of a batch meet in nothing but the step-0 keys."""
+    roots = layout.roots.sort().values
+    if roots.numel() <= most_roots:
+        return [layout]
+    cut = []
+    for some in roots.chunk(-(-roots.numel() // most_roots)):
+        life = torch.zeros_like(layout.life)
+        life[some] = layout.life[some]
+        cut.append(_laid_out(life.numpy(), layout.starts.numpy(), len(layout.alive), QUERY_BLOCK))
+    return cut
 
 
 def _blocks(queries: np.ndarray, size: int) -> list[np.ndarray]:

@@ -29,8 +29,8 @@ from eyrie_workers.training.products import padded, product
 
 Normalisation = Literal["token", "sequence"]
 
-# Full-vocabulary logits are made this many elements at a time: 4 Mi floats are 16 MiB.
-_MAX_LOGITS = 1 << 22
+# Logits of the target are made this many elements at a time: 1 Mi floats are 4 MiB.
+_MAX_LOGITS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -50,32 +50,39 @@ class Teacher:
 
 
 @torch.no_grad()
-def teach(last_RH: Tensor, lm_head_VH: Tensor, draft_ids_D: Tensor, t2d_V: Tensor) -> Teacher:
+def teach(last_RH: Tensor, lm_head_VH: Tensor, draft_ids_D: Tensor, t2d_V: Tensor, weigh: bool = True) -> Teacher:
     """The teacher's distributions at the positions whose final states are given.
 
     last_RH      [R, H]  states after the target's final norm; R may be 0.
     lm_head_VH   [V, H]  the target's output matrix.
     draft_ids_D  [D]     target ids of the draft vocabulary, ascending.
     t2d_V        [V]     bool membership.
+    weigh        whether `mass` is wanted; without it, 1 everywhere.
+
+    The vocabulary is gone through in blocks, of which the first choice and the draft ids' logits are kept: [R, V] is
+    never made, and most of the target's matrix is read once.
     """
-    (num_rows, _), (vocab_size, _), draft_vocab = last_RH.shape, lm_head_VH.shape, draft_ids_D.numel()
-    whole, device = draft_vocab == vocab_size, last_RH.device
-    taught = Teacher(torch.empty(num_rows, draft_vocab, device=device), torch.ones(num_rows, device=device),
-                     torch.empty(num_rows, dtype=torch.bool, device=device),
-                     torch.empty(num_rows, dtype=torch.int64, device=device))
-    size = max(64, _MAX_LOGITS // vocab_size // 32 * 32)
-    for start in range(0, num_rows, size):
-        rows = slice(start, min(start + size, num_rows))
-        logits_RV = product(padded(last_RH[rows], lm_head_VH.dtype), lm_head_VH.T)[: rows.stop - start].float()
-        most_R, first_R = logits_RV.max(-1)
-        logits_RD = logits_RV if whole else logits_RV.index_select(1, draft_ids_D)
-        torch.softmax(logits_RD, -1, out=taught.probabilities_RD[rows])
-        if not whole:
-            inner_R, outer_R = (logits.sub_(most_R[:, None]).exp_().sum(-1) for logits in (logits_RD, logits_RV))
-            taught.mass_R[rows] = inner_R / outer_R
-        taught.inside_R[rows] = t2d_V[first_R]
-        taught.choice_R[rows] = torch.searchsorted(draft_ids_D, first_R).clamp_(max=draft_vocab - 1)
-    return taught
+    num_rows, draft_vocab, device = last_RH.shape[0], draft_ids_D.numel(), last_RH.device
+    table_RD = torch.empty(num_rows, draft_vocab, device=device)
+    most_R = torch.full((num_rows,), -torch.inf, device=device)
+    first_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    total_R = torch.full((num_rows,), -torch.inf, device=device)
+    rows, size = padded(last_RH, lm_head_VH.dtype), max(1024, _MAX_LOGITS // max(1, num_rows) // 1024 * 1024)
+    ends = torch.searchsorted(draft_ids_D, torch.arange(0, lm_head_VH.shape[0] + size, size, device=device)).tolist()
+    for number, block_VH in enumerate(lm_head_VH.split(size)):
+        logits_RV = product(rows, block_VH.T)[:num_rows].float()
+        block_most_R, block_first_R = logits_RV.max(-1)
+        first_R = torch.where(block_most_R > most_R, block_first_R + number * size, first_R)
+        most_R = torch.maximum(most_R, block_most_R)
+        ids = draft_ids_D[ends[number]: ends[number + 1]] - number * size
+        table_RD[:, ends[number]: ends[number + 1]] = (
+            logits_RV if ids.numel() == logits_RV.shape[1] else logits_RV.index_select(1, ids))
+        if weigh:
+            total_R = torch.logaddexp(total_R, logits_RV.logsumexp(-1))
+    mass_R = (table_RD.logsumexp(-1) - total_R).exp_() if weigh else torch.ones(num_rows, device=device)
+    torch.softmax(table_RD, -1, out=table_RD)
+    return Teacher(table_RD, mass_R, t2d_V[first_R],
+                   torch.searchsorted(draft_ids_D, first_R).clamp_(max=max(0, draft_vocab - 1)))
 
 
 def step_weights(ttt_length: int, decay: float) -> list[float]:

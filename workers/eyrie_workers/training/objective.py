@@ -7,18 +7,21 @@ A family of drafters trains by any objective with these two verbs (`Objective`):
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from eyrie_workers.drafters.eagle3 import Eagle3Drafter
+from eyrie_workers.drafters.eagle3 import Eagle3Drafter, Eagle3Weights
 from eyrie_workers.drafters.rotary import Rotary
-from eyrie_workers.training.layout import UnrollLayout, lay_out
+from eyrie_workers.features.opinions import opinion_rows
+from eyrie_workers.training.layout import UnrollLayout, lay_out, parts
 from eyrie_workers.training.losses import Normalisation, Teacher, shares, teach
+from eyrie_workers.training.opinions import teacher_of
 from eyrie_workers.training.softloss import Loss, soft_loss
-from eyrie_workers.training.unroll import PackedDocuments, unroll
+from eyrie_workers.training.unroll import Ground, PackedDocuments, lay_ground, unroll
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,10 @@ class Objective(Protocol):
         ...
 
 
+# What autograd may keep of the roots unrolled at a time.
+MAX_KEPT_BYTES = 64 << 20
+
+
 class TrainingTimeTest:
     """Eagle3Drafter unrolled `ttt_length` steps against the frozen target's embedding and output matrix.
 
@@ -97,12 +104,14 @@ class TrainingTimeTest:
     def __init__(self, drafter: Eagle3Drafter, embed_VH: Tensor, lm_head_VH: Tensor, *, ttt_length: int,
                  step_decay: float, max_positions: int, unrolled_fraction: float = 1.0,
                  single_step_ratio: float = 0.0, dtype: torch.dtype = torch.float32, loss: Loss = "kl",
-                 normalisation: Normalisation = "token", recompute: bool = False) -> None:
+                 normalisation: Normalisation = "token", recompute: bool = False,
+                 max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
         config = drafter.config
         self._drafter, self._embed_VH, self._lm_head_VH = drafter, embed_VH, lm_head_VH
         self._ttt_length, self._step_decay, self.dtype = ttt_length, step_decay, dtype
         self._unrolled_fraction, self._single_step_ratio = unrolled_fraction, single_step_ratio
         self._loss, self._normalisation, self._recompute = loss, normalisation, recompute
+        self._max_kept_bytes = max_kept_bytes
         self._draft_ids_D = drafter.vocabulary.ids
         self._rotary = Rotary(config.rope, config.head_dim, max_positions + ttt_length)
 
@@ -116,25 +125,43 @@ class TrainingTimeTest:
         """Unroll, compare, weigh. See `training.layout` for what is supervised, `training.losses` for how."""
         layout = self.plan(documents, moment)
         lesson = lesson or self.teach(documents, layout.teacher_positions())
-        weights = self._drafter.weights(self.dtype)
-        steps = list(unroll(weights, self._rotary, self._embed_VH, documents, layout, self._recompute))
-        total = _alone if moment is None else moment.total
-        sizes = torch.tensor([step.teacher.numel() for step in steps], dtype=torch.int64)
-        step_N = torch.repeat_interleave(torch.arange(len(steps)), sizes)
-        asked_N = torch.cat([step.teacher for step in steps]) if steps else torch.zeros(0, dtype=torch.int64)
-        row_N, teacher = lesson.row_T[asked_N], lesson.teacher
+        judged = moment is None
+        cuts = [layout] if judged else parts(layout, self._most_roots(layout))
+        asked = [_asked(cut) for cut in cuts]
+        step_N, position_N = (torch.cat(column) for column in zip(*asked, strict=True))
+        row_N, inside_T = lesson.row_T[position_N], lesson.teacher.inside_R
         document_T = torch.repeat_interleave(torch.arange(len(documents.lengths)), torch.tensor(documents.lengths))
-        inside_N = teacher.inside_R[row_N]
-        share_N = shares(step_N, document_T[asked_N], inside_N, self._ttt_length, self._step_decay,
-                         self._normalisation, total)
-        if not steps:
+        share_N = shares(step_N, document_T[position_N], inside_T[row_N], self._ttt_length, self._step_decay,
+                         self._normalisation, _alone if moment is None else moment.total)
+        if layout.num_supervised == 0:
             return Outcome(self._zero(), torch.zeros(0), 0)
-        loss, losses_N, choice_N = soft_loss(torch.cat([step.state for step in steps]), weights.lm_head, teacher, row_N,
-                                             share_N, self._loss, choose=moment is None)
-        sums_S = torch.bincount(step_N, weights=losses_N * inside_N)
-        hits_N = (choice_N == teacher.choice_R[row_N]) & inside_N if moment is None else None
-        return Outcome(loss, sums_S / torch.bincount(step_N, weights=inside_N).clamp(min=1.0), layout.num_supervised,
-                       () if hits_N is None else hits_N.split(sizes.tolist()))
+        weights = self._drafter.weights(self.dtype)
+        ground = lay_ground(weights, self._rotary, self._embed_VH, documents, layout.positions)
+        told: list[tuple[Tensor, Tensor]] = []
+
+        def lose(number: int, ground: Ground, weights: Eagle3Weights) -> Tensor:
+            """The loss of one part of the roots."""
+            before = sum(steps.numel() for steps, _ in asked[:number])
+            mine = slice(before, before + asked[number][0].numel())
+            states = [step.state for step in unroll(weights, self._rotary, ground, cuts[number], self._recompute)]
+            loss, losses_N, choice_N = soft_loss(torch.cat(states), weights.lm_head, lesson.teacher, row_N[mine],
+                                                 share_N[mine], self._loss, choose=judged)
+            told.append((losses_N, choice_N))
+            return loss
+
+        loss = lose(0, ground, weights) if len(cuts) == 1 else in_parts(len(cuts), lose, ground, weights)
+        losses_N, choice_N = (torch.cat(column) for column in zip(*told, strict=True))
+        inside_N = inside_T[row_N]
+        counts_S = torch.bincount(step_N, weights=inside_N).clamp(min=1.0)
+        hits_N = (choice_N == lesson.teacher.choice_R[row_N]) & inside_N if judged else torch.zeros(0)
+        return Outcome(loss, torch.bincount(step_N, weights=losses_N * inside_N) / counts_S, layout.num_supervised,
+                       hits_N.split([alive for alive in layout.alive if alive]) if judged else ())
+
+    def _most_roots(self, layout: UnrollLayout) -> int:
+        """Roots unrolled at a time, from what one keeps for its gradient."""
+        config, steps = self._drafter.config, sum(alive > 0 for alive in layout.alive)
+        kept = 12 * config.hidden_size + (0 if self._recompute else 2 * config.intermediate_size)
+        return max(32, self._max_kept_bytes // (kept * max(1, steps) * self.dtype.itemsize) // 32 * 32)
 
     def plan(self, documents: PackedDocuments, moment: Moment | None) -> UnrollLayout:
         """What of a batch is computed at a moment."""
@@ -154,11 +181,60 @@ class TrainingTimeTest:
         """The teacher at the given packed positions, ascending."""
         row_T = torch.full_like(documents.token_ids, -1)
         row_T[positions] = torch.arange(positions.numel())
+        if documents.opinion is not None:
+            rows = opinion_rows(documents.loss_mask, documents.lengths)[positions]
+            return Lesson(row_T, teacher_of(documents.opinion, rows, self._draft_ids_D.numel()))
         last = documents.last.index_select(0, positions)
-        return Lesson(row_T, teach(last, self._lm_head_VH, self._draft_ids_D, self._drafter.t2d))
+        return Lesson(row_T, teach(last, self._lm_head_VH, self._draft_ids_D, self._drafter.t2d,
+                                   weigh=self._loss != "kl"))
 
     def _zero(self) -> Tensor:
         return torch.stack([parameter.sum() * 0 for parameter in self._drafter.parameters()]).sum()
+
+
+def _asked(layout: UnrollLayout) -> tuple[Tensor, Tensor]:
+    """Of every prediction, step by step: its step, and the packed position the teacher is asked at."""
+    steps = torch.repeat_interleave(torch.arange(len(layout.alive)), torch.tensor(layout.alive))
+    roots = torch.cat([layout.roots[:alive] for alive in layout.alive])
+    return steps, roots + 1 + steps
+
+
+class _InParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, num_parts: int, lose: Callable[[int, Sequence[Tensor]], Tensor], *tensors: Tensor) -> Tensor:
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        loss = torch.zeros((), dtype=torch.float64)
+        for number in range(num_parts):
+            with torch.enable_grad():
+                part = lose(number, leaves)
+            part.backward()
+            loss += part.detach()
+        ctx.grads = [leaf.grad for leaf in leaves]
+        return loss.to(part.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grads, ctx.grads = ctx.grads, None
+        return None, None, *(grads if grad == 1 else [None if one is None else one * grad for one in grads])
+
+
+def in_parts(num_parts: int, lose: Callable[[int, Ground, Eagle3Weights], Tensor], ground: Ground,
+             weights: Eagle3Weights) -> Tensor:
+    """sum over parts of lose(part, ground, weights), each part's gradient made before the next part begins.
+
+    Roots of a batch share nothing but ground and weights. So a part's activations are done with when its gradients to
+    these two are known: memory is that of one part, and nothing is computed twice.
+    """
+    on = (ground.embed, ground.fused, ground.q, ground.k, ground.v)
+
+    def lose_with(number: int, leaves: Sequence[Tensor]) -> Tensor:
+        return lose(number, Ground(*leaves[: len(on)]), weights.with_unrolled(leaves[len(on):]))
+
+    if not torch.is_grad_enabled():
+        return torch.stack([lose(number, ground, weights) for number in range(num_parts)]).sum()
+    loss: Tensor = _InParts.apply(num_parts, lose_with, *on, *weights.unrolled())
+    return loss
 
 
 def _end(documents: PackedDocuments, moment: Moment) -> int:

@@ -39,8 +39,8 @@ Loss = Literal["kl", "tv", "lk", "lk_hybrid"]
 LK_ETA = 3.0
 _TINY = 1e-8
 
-# A chunk's logits in elements: 2 Mi floats are 8 MiB, which with its temporaries stays near the last cache.
-_CHUNK_ELEMENTS = 1 << 21
+# A chunk's logits in elements: 1 Mi floats are 4 MiB, which with its temporaries stays near the last cache.
+_CHUNK_ELEMENTS = 1 << 20
 
 
 def reference_losses(logits_ND: Tensor, teacher_ND: Tensor, mass_N: Tensor, kind: Loss) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from eyrie_workers.drafters.eagle3 import Eagle3Config, Eagle3Weights
 from eyrie_workers.drafters.rotary import Rotary
+from eyrie_workers.features.layout import Opinion
 from eyrie_workers.training.attention import SharedKeys, attend, first, pick
 from eyrie_workers.training.fused import turn
 from eyrie_workers.training.layout import UnrollLayout
@@ -29,6 +30,7 @@ class PackedDocuments:
     """Documents end to end, as captured.
 
     token_ids [T] int64   aux [T, A, H]   last [T, H] (after the target's final norm)   lengths of the documents
+    opinion   the target's, at the taught positions, in place of `last` where the store keeps opinions
     """
 
     token_ids: Tensor
@@ -36,6 +38,7 @@ class PackedDocuments:
     aux: Tensor
     last: Tensor
     lengths: tuple[int, ...]
+    opinion: Opinion | None = None
 
 
 @dataclass(frozen=True)
@@ -51,21 +54,42 @@ class UnrolledStep:
     teacher: Tensor
 
 
-def unroll(weights: Eagle3Weights, rotary: Rotary, embed_VH: Tensor, documents: PackedDocuments,
-           layout: UnrollLayout, recompute: bool = False) -> Iterator[UnrolledStep]:
-    """Run the drafter over a batch, step by step; ends early when no root is alive.
+@dataclass(frozen=True)
+class Ground:
+    """What all roots of a batch stand on: one row per packed token.
 
-    recompute  keep less for the gradient and compute it again (`training.fused.mlp`).
+    embed [T, Q] the token's share of q, k, v   fused [T, H] the residual stream   q [T, K, W, E], k, v [T, K, E] of
+    step 0, k turned to its position
     """
-    config = weights.config
+
+    embed: Tensor
+    fused: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def lay_ground(weights: Eagle3Weights, rotary: Rotary, embed_VH: Tensor, documents: PackedDocuments,
+               positions_T: Tensor) -> Ground:
+    """Compute it."""
     # The embedding's share of q, k, v belongs to a token, not to a step: computed once, picked at every step.
     embed_TQ = weights.embed_half(embed_VH.index_select(0, documents.token_ids))
     fused_TH = weights.fuse(documents.aux)
     # Position i pairs with token i+1. The last token of a document has none of its own, but no root reads its key.
     shared_TQ = weights.hidden_half(fused_TH) + torch.cat([embed_TQ[1:], embed_TQ[-1:]])
-    q_TKWE, k_TKE, v_TKE = split_heads(shared_TQ, config)
-    shared = SharedKeys(layout, turn(k_TKE, rotary.at(layout.positions)), v_TKE, config.sliding_window)
-    hidden_RH = pick(fused_TH, layout.roots)
+    q_TKWE, k_TKE, v_TKE = split_heads(shared_TQ, weights.config)
+    return Ground(embed_TQ, fused_TH, q_TKWE, turn(k_TKE, rotary.at(positions_T)), v_TKE)
+
+
+def unroll(weights: Eagle3Weights, rotary: Rotary, ground: Ground, layout: UnrollLayout,
+           recompute: bool = False) -> Iterator[UnrolledStep]:
+    """Run the drafter from the roots of a layout, step by step; ends early when no root is alive.
+
+    recompute  keep less for the gradient and compute it again (`training.fused.mlp`).
+    """
+    config = weights.config
+    shared = SharedKeys(layout, ground.k, ground.v, config.sliding_window)
+    hidden_RH = pick(ground.fused, layout.roots)
     own: list[tuple[Tensor, Tensor]] = []
     for step, num_alive in enumerate(layout.alive):
         if num_alive == 0:
@@ -73,10 +97,10 @@ def unroll(weights: Eagle3Weights, rotary: Rotary, embed_VH: Tensor, documents: 
         roots = layout.roots[:num_alive]
         angles = rotary.at(layout.positions[roots] + step)
         if step == 0:
-            q_RKWE = turn(pick(q_TKWE, roots), angles)
+            q_RKWE = turn(pick(ground.q, roots), angles)
         else:
             hidden_RH = first(hidden_RH, num_alive)
-            qkv_RQ = weights.hidden_half(hidden_RH) + pick(embed_TQ, roots + 1 + step)
+            qkv_RQ = weights.hidden_half(hidden_RH) + pick(ground.embed, roots + 1 + step)
             q_RKWE, k_RKE, v_RKE = split_heads(qkv_RQ, config)
             q_RKWE = turn(q_RKWE, angles)
             own.append((turn(k_RKE, angles), v_RKE))
