@@ -22,6 +22,7 @@ from eyrie_operator.driver import Driver
 from eyrie_operator.embedded_endpoints import EmbeddedEndpoints
 from eyrie_pipelines.kubeflow import KubeflowRunner
 from eyrie_pipelines.local import LocalRunner
+from eyrie_pipelines.nowhere import Nowhere, stages_run_here
 from eyrie_pipelines.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,8 @@ class World:
 def world_of(settings: Settings, database: Database) -> World:
     """The cluster of the profile, or this machine. Raises InvalidInput for a profile that cannot be followed."""
     if settings.cluster_profile is None:
-        return World(LocalRunner(settings.home), EmbeddedEndpoints(settings, database).tend)
+        runner = LocalRunner(settings.home) if stages_run_here() else Nowhere()
+        return World(runner, EmbeddedEndpoints(settings, database).tend)
     profile = read_profile(settings.cluster_profile)
     if str(settings.home.absolute()) != profile.home:
         raise InvalidInput(f"EYRIE_HOME is {settings.home.absolute()} and the cluster profile's home is {profile.home}",
