@@ -6,13 +6,11 @@ this one. Every verb takes --json (see `terminal.screen`) and ends with the exit
 otherwise; 2 is a wrong command line.
 """
 
-import functools
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, cast, get_args
+from typing import Annotated, Any, cast, get_args
 from urllib.parse import urlsplit
 
 import typer
@@ -21,10 +19,11 @@ from rich.text import Text
 from eyrie_api.client import DEFAULT_SERVER, Client
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.settings import DEFAULT_PORT, Settings
+from eyrie_api.terminal import access, history, tables, watch
 from eyrie_api.terminal import chat as chatting
-from eyrie_api.terminal import history, tables, watch
 from eyrie_api.terminal.screen import Screen, printable
 from eyrie_api.terminal.spec import build_job
+from eyrie_api.terminal.verbs import Json, Server, connect, verb
 from eyrie_api.v1alpha1.history import HistoryKind
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.stages import StageName
@@ -36,42 +35,14 @@ app = typer.Typer(
 )
 endpoints_app = typer.Typer(no_args_is_help=False, help="List endpoints; promote, roll back, switch off and on.")
 app.add_typer(endpoints_app, name="endpoints")
+access.add_to(app)
 
-Params = ParamSpec("Params")
-Json = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of words.")]
-Server = Annotated[str, typer.Option("--server", envvar="EYRIE_SERVER", help="Address of the control plane.")]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id, its beginning, or its name.")]
 Watch = Annotated[bool, typer.Option("--watch/--no-watch", help="Follow until it ends. Ctrl-C stops watching only.")]
 Target = Annotated[str | None, typer.Option("--target", help="Hugging Face directory, Hub id, or quickstart.")]
 Data = Annotated[list[str] | None, typer.Option("--data", help="JSONL, parquet, Hub data set, quickstart.")]
 File = Annotated[Path | None, typer.Option("--file", "-f", help="Job document in YAML or JSON.")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Any field, e.g. train.epochs=3.")]
-
-
-def verb(function: Callable[Params, None]) -> Callable[Params, None]:
-    """Tell an EyrieError the way the screen tells things and end with its exit code."""
-
-    @functools.wraps(function)
-    def told(*args: Params.args, **kwargs: Params.kwargs) -> None:
-        try:
-            function(*args, **kwargs)
-        except EyrieError as error:
-            Screen(as_json=bool(kwargs.get("as_json"))).error(error)
-            raise typer.Exit(error.exit_code) from None
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
-        except BrokenPipeError:  # `eyrie events | head` is no error
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it once more at exit
-            raise typer.Exit(0) from None
-
-    return told
-
-
-def connect(server: str) -> Client:
-    """A client of the server. Raises InvalidInput when its address is none."""
-    if urlsplit(server).scheme not in ("http", "https") or not urlsplit(server).hostname:
-        raise InvalidInput(f"--server {server!r} is not an address", f"write it like {DEFAULT_SERVER}")
-    return Client(server)
 
 
 def is_here(server: str) -> bool:

@@ -28,6 +28,26 @@ from pydantic import BaseModel, ValidationError
 from eyrie_api import errors
 from eyrie_api.artifacts import digest_bytes
 from eyrie_api.errors import ArtifactCorrupt, EyrieError, Transient
+from eyrie_api.v1alpha1.access import (
+    ApiKey,
+    ApiKeyList,
+    AuditPage,
+    CreatedKey,
+    CreatedWebhook,
+    CreateKey,
+    CreateMember,
+    CreateProject,
+    CreateWebhook,
+    Delivery,
+    DeliveryList,
+    Member,
+    MemberList,
+    Project,
+    ProjectList,
+    Quotas,
+    WebhookList,
+    WhoAmI,
+)
 from eyrie_api.v1alpha1.history import History, HistoryKind
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan
@@ -83,11 +103,15 @@ def error_of(problem: Problem) -> EyrieError:
 class Client:
     """A connection to one control plane. Thread-safe; close it or use it as a context manager."""
 
-    def __init__(self, base_url: str = DEFAULT_SERVER, token: str | None = None, timeout_s: float = 30.0) -> None:
-        """`token` defaults to EYRIE_TOKEN."""
+    def __init__(self, base_url: str = DEFAULT_SERVER, token: str | None = None, timeout_s: float = 30.0,
+                 project: str | None = None) -> None:
+        """`token`, an API key or whatever else the server takes, defaults to EYRIE_TOKEN; `project`, the one that is
+        read and written, to EYRIE_PROJECT, and then to what the server finds fitting."""
         self.base_url = base_url.rstrip("/")
         token = token or os.environ.get("EYRIE_TOKEN") or None
+        project = project or os.environ.get("EYRIE_PROJECT") or None
         headers = {"Authorization": f"Bearer {token}"} if token else {}
+        headers |= {"Eyrie-Project": project} if project else {}
         self._timeout_s = timeout_s
         # trust_env off: a proxy meant for the internet must not stand between us and a loopback address.
         with self._translated():
@@ -287,6 +311,84 @@ class Client:
 
     def _endpoint_verb(self, name: str, verb: str, body: dict[str, Any] | None = None) -> Endpoint:
         return self._post(f"{_API}/endpoints/{quote(name, safe='')}/{verb}", Endpoint, body)
+
+    # Access.
+
+    def whoami(self) -> WhoAmI:
+        """Whom the server takes us for."""
+        return self._get(f"{_API}/whoami", WhoAmI)
+
+    def create_key(self, wanted: CreateKey) -> CreatedKey:
+        """A new API key, whole this once."""
+        return self._post(f"{_API}/keys", CreatedKey, wanted.model_dump(mode="json"))
+
+    def keys(self) -> ApiKeyList:
+        """Keys, newest first."""
+        return self._get(f"{_API}/keys", ApiKeyList)
+
+    def revoke_key(self, key_id: str) -> ApiKey:
+        """End a key."""
+        return self._post(f"{_API}/keys/{quote(key_id, safe='')}/revoke", ApiKey)
+
+    def rotate_key(self, key_id: str, overlap_s: float = 0.0) -> CreatedKey:
+        """A new key for an old one."""
+        return self._post(f"{_API}/keys/{quote(key_id, safe='')}/rotate", CreatedKey, {"overlap_s": overlap_s})
+
+    def create_project(self, wanted: CreateProject) -> Project:
+        """A new project."""
+        return self._post(f"{_API}/projects", Project, wanted.model_dump(mode="json"))
+
+    def projects(self) -> ProjectList:
+        """Projects we have a role in."""
+        return self._get(f"{_API}/projects", ProjectList)
+
+    def project(self, name: str) -> Project:
+        """One project."""
+        return self._get(f"{_API}/projects/{quote(name, safe='')}", Project)
+
+    def set_quotas(self, name: str, quotas: Quotas) -> Project:
+        """Replace what a project may use."""
+        path = f"{_API}/projects/{quote(name, safe='')}/quotas"
+        return self._parse(self._request("PUT", path, json=quotas.model_dump(mode="json")), Project)
+
+    def members(self, name: str) -> MemberList:
+        """Roles given in a project."""
+        return self._get(f"{_API}/projects/{quote(name, safe='')}/members", MemberList)
+
+    def add_member(self, name: str, wanted: CreateMember) -> Member:
+        """Give a role."""
+        return self._post(f"{_API}/projects/{quote(name, safe='')}/members", Member, wanted.model_dump(mode="json"))
+
+    def remove_member(self, name: str, member_id: int) -> None:
+        """Take a role back."""
+        self._request("DELETE", f"{_API}/projects/{quote(name, safe='')}/members/{member_id}")
+
+    def audit(self, *, actor: str | None = None, verb: str | None = None, thing: str | None = None,
+              before: int | None = None, limit: int = 100) -> AuditPage:
+        """Who did or was refused what, newest first."""
+        return self._get(f"{_API}/audit", AuditPage, actor=actor, verb=verb, object=thing, before=before, limit=limit)
+
+    # Webhooks.
+
+    def create_webhook(self, wanted: CreateWebhook) -> CreatedWebhook:
+        """A new webhook, with its secret this once."""
+        return self._post(f"{_API}/webhooks", CreatedWebhook, wanted.model_dump(mode="json"))
+
+    def webhooks(self) -> WebhookList:
+        """Webhooks."""
+        return self._get(f"{_API}/webhooks", WebhookList)
+
+    def delete_webhook(self, webhook_id: str) -> None:
+        """Delete one."""
+        self._request("DELETE", f"{_API}/webhooks/{quote(webhook_id, safe='')}")
+
+    def deliveries(self, webhook_id: str) -> DeliveryList:
+        """Its latest deliveries, newest first."""
+        return self._get(f"{_API}/webhooks/{quote(webhook_id, safe='')}/deliveries", DeliveryList)
+
+    def ping_webhook(self, webhook_id: str) -> Delivery:
+        """Send it a test event."""
+        return self._post(f"{_API}/webhooks/{quote(webhook_id, safe='')}/ping", Delivery)
 
     # The server.
 

@@ -37,8 +37,6 @@ Resolve = Callable[[str, int], list[str]]
 class AddressRefused(InvalidInput):
     """An address this server does not call for its users."""
 
-    reason = "AddressRefused"
-
 
 @dataclass(frozen=True)
 class Place:

@@ -22,10 +22,11 @@ from typing import Annotated
 
 import typer
 
-from eyrie_api.cli import Json, app, verb
+from eyrie_api.cli import app
 from eyrie_api.client import DEFAULT_SERVER
 from eyrie_api.settings import DEFAULT_PORT, Settings
 from eyrie_api.terminal.screen import Screen
+from eyrie_api.terminal.verbs import Json, verb
 from eyrie_operator.detached import (
     Plane,
     check_port,
