@@ -1,16 +1,14 @@
 """Endpoints on a real cluster: rows become Deployments and Services, and what is worse never takes over.
 
-The engines are Eyrie's own on the quickstart target, in pods made of this machine's programs: the nodes must be this
-machine, as in ../shared/cluster, and have the image of empty folders that EYRIE_TEST_IMAGE names. Requests go through
-the API server to the stable Service, as a client's would in the cluster.
+The engines are Eyrie's own on the quickstart target, in pods made of this machine's programs (`programs`): the work
+volume is a directory of this machine, so the nodes must be this machine. Requests go through the API server to the
+stable Service, as a client's would in the cluster.
 """
 
 import contextlib
 import json
-import os
 import secrets
 import shutil
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,9 +29,8 @@ from eyrie_operator.conditions import find
 from eyrie_operator.manifests.names import ENDPOINT_LABEL
 from tests.cluster.conftest import eventually
 from tests.cluster.operators import OperatorProcess, operating
+from tests.cluster.programs import missing, programs
 
-IMAGE = os.environ.get("EYRIE_TEST_IMAGE", "localhost/host:v1")
-REPOSITORY = Path(__file__).parents[2]
 HOME = "/var/lib/eyrie"
 CHAIN = DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4)
 SERVE_S = 240.0
@@ -56,14 +53,14 @@ class World:
 
     def profile(self) -> dict[str, Any]:
         """What an administrator of this machine would write."""
-        paths = ["/usr", str(REPOSITORY), *([] if sys.base_prefix.startswith("/usr") else [sys.base_prefix])]
-        mounts = [{"path": one, "mount_path": one} for one in paths]
-        placement = {"image": IMAGE, "image_pull_policy": "Never", "host_paths": mounts,
-                     "requests": {"cpu": "100m", "memory": "256Mi"}}
+        run = programs()
+        if not run.on_host:
+            missing("the nodes are not this machine, and the test's work volume is a directory of it")
+        placement = {"image": run.image, "host_paths": run.host_paths(), "requests": {"cpu": "100m", "memory": "256Mi"}}
         return {
             "kubeflow": {"url": "http://nowhere"}, "home": HOME,
             "stages": {**placement, "work": {"kind": "volume", "claim": "work", "mount_path": HOME}},
-            "serving": {"namespace": self.namespace, "placement": placement, "python": [sys.executable],
+            "serving": {"namespace": self.namespace, "placement": placement, "python": list(run.python),
                         "startup_timeout_s": 300, "drain_timeout_s": 20, "leave_delay_s": 2}}
 
     def create(self, name: str = "chat", **serve: Any) -> Endpoint:

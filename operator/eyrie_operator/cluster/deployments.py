@@ -52,7 +52,7 @@ class Deployments:
     """Of one installation."""
 
     def __init__(self, settings: Settings, profile: ClusterProfile, given: ServingSpec) -> None:
-        self._given = given
+        self._given, self._profile = given, profile
         self._work = given.placement.work or profile.stages.work
         self._drafters = Drafters(PurePosixPath(profile.home), self._work, settings.artifacts)
 
@@ -65,7 +65,9 @@ class Deployments:
            owner: Owner | None) -> EndpointDeployment:
         """Everything but the drafters. Raises InvalidInput naming what cannot be."""
         given, serve = self._given, serving.serve
-        placement = overlay(given.placement, serve.placement).model_copy(update={"work": self._work})
+        placement = overlay(given.placement, serve.placement)
+        pull_secrets = dict.fromkeys((*placement.image_pull_secrets, *self._profile.stages.image_pull_secrets))
+        placement = placement.model_copy(update={"work": self._work, "image_pull_secrets": tuple(pull_secrets)})
         replicas = serve.replicas or given.replicas
         engine = (self._embedded(endpoint, serving) if serve.engine == "embedded" else
                   self._sglang(endpoint, serving, placement))
@@ -74,6 +76,7 @@ class Deployments:
             namespace=given.namespace, placement=placement, engine=engine, served=frozenset(served), replicas=replicas,
             port=given.port, startup_timeout_s=given.startup_timeout_s, drain_timeout_s=given.drain_timeout_s,
             leave_delay_s=given.leave_delay_s, surge=given.surge, run_as=given.run_as, python=given.python,
+            fetch_image=self._profile.stages.image, fetch_python=self._profile.python,
             api_key=None if given.key_secret is None else KeySecret(given.key_secret),
             model_cache=ModelCache(given.model_cache_claim), owner=owner,
             gateway=None if gateway is None else GatewayRef(

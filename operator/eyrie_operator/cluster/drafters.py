@@ -27,13 +27,14 @@ from eyrie_api.v1alpha1.placement import S3Work, WorkArea
 from eyrie_api.v1alpha1.stages import Manifest
 from eyrie_operator.manifests.deployment import DrafterFiles, StoredDrafter, Undeployable
 from eyrie_operator.manifests.names import digest
+from eyrie_pipelines.work import split_drafter
 from eyrie_workers.engines.sglang.served import ServedDrafter, read_drafter
 
 log = logging.getLogger(__name__)
 
 CONFIG, CARD = "config.json", "eyrie-card.json"
-_STAGE_DEPTH = {"train": 5}
-"""Names of a stage's directory, `jobs/<id>/stages/train/<candidate>`: below it is the drafter's own."""
+_TRAINING_DEPTH = 5
+"""Names in `jobs/<id>/stages/train/<candidate>`: below it is the drafter's own."""
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,10 @@ def stored_at(directory: str, home: PurePosixPath) -> StoredDrafter | None:
     path = PurePosixPath(directory)
     if not path.is_relative_to(home):
         return None
-    parts = path.relative_to(home).parts
-    depth = _STAGE_DEPTH.get(parts[3]) if len(parts) > 3 and (parts[0], parts[2]) == ("jobs", "stages") else None
-    if depth is None or len(parts) <= depth:
+    inside = path.relative_to(home)
+    if len(inside.parts) <= _TRAINING_DEPTH or (inside.parts[0], *inside.parts[2:4]) != ("jobs", "stages", "train"):
         return None
-    return StoredDrafter("/".join(parts[:depth]), "/".join(parts[depth:]))
+    return StoredDrafter(*split_drafter(Path(inside)))
 
 
 def _bytes(path: Path) -> bytes | None:

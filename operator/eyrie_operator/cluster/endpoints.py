@@ -128,7 +128,7 @@ class EndpointTender:
         except Transient:
             raise
         except EyrieError as error:
-            return self._stuck(look, error, self._records.refuse(error, endpoint, endpoint.conditions))
+            return self._stuck(look, error, self._refuse(look, error, endpoint.conditions))
         policy = policy_here(self._records.policy(endpoint, serving), deployment)
         plan = plan_endpoint(endpoint, policy, self._see(look, deployment), look.now)
         return self._carry_out(look, deployment, plan)
@@ -154,14 +154,17 @@ class EndpointTender:
             return self._stuck(look, error, conditions)
         refused, moved = refused or refusal, moved or applied
         if refused is not None:
-            self._cluster.check()
-            conditions, moved = self._records.refuse(refused, look.endpoint, conditions), True
+            before, conditions = conditions, self._refuse(look, refused, conditions)
+            if conditions == before:  # it is waited for
+                return self._stuck(look, refused, conditions)
+            moved = True
         else:
             moved = self._clear(look, manifests) or moved
             for action in plan.actions:  # what serves: after it does
                 if isinstance(action, Activate | ShareRoute):
                     conditions, moved = self._record(action, look, conditions), True
         conditions = _lacking(look, deployment, conditions)
+        plan = replace(plan, message=plan.message + _replica_words(look, deployment, plan))
         moved = self._tell(look, plan, conditions, _url(look.name, deployment)) or moved
         if moved:
             return 0.0
@@ -177,6 +180,16 @@ class EndpointTender:
         self._tell(look, plan, conditions, None)
         log.warning("endpoint %s: %s", look.name, error)
         return AT_REST_S
+
+    def _refuse(self, look: _Look, error: EyrieError, conditions: Conditions) -> Conditions:
+        """Give the candidate up. Not where there is nothing else: the bare target, with nothing serving, waits for
+        whoever mends it."""
+        endpoint = look.endpoint
+        candidate = next((one for one in endpoint.revisions if one.number == endpoint.candidate_revision), None)
+        if candidate is None or (endpoint.active_revision is None and candidate.use.setting.method == "off"):
+            return conditions
+        self._cluster.check()
+        return self._records.refuse(error, endpoint, conditions)
 
     # Looking.
 
@@ -344,12 +357,25 @@ def _owner_now(objects: Iterable[Object]) -> Owner | None:
 
 def _lacking(look: _Look, deployment: EndpointDeployment, conditions: Conditions) -> Conditions:
     """What was asked for and this cluster has not: told as a condition, since nothing of it stops serving."""
-    missing = deployment.left_out()
+    missing = list(deployment.left_out())
+    if look.serving.serve.record_prompts:
+        missing.append("serve.record_prompts keeps nothing on a cluster: give promotion.drift.traffic_file a log of "
+                       "your gateway's")
     if missing:
         return observe(conditions, "Complete", "False", "ClusterLacks", "; ".join(missing), look.now)
     if find(conditions, "Complete") is not None:
         return observe(conditions, "Complete", "True", "ClusterHas", "", look.now)
     return conditions
+
+
+def _replica_words(look: _Look, deployment: EndpointDeployment, plan: EndpointPlan) -> str:
+    """How many of several replicas answer."""
+    workload = look.workload(look.endpoint.active_revision or 0)
+    if plan.serving != "True" or deployment.replicas == 1 or workload is None:
+        return ""
+    status = workload.get("status", {})
+    answering = status.get("availableReplicas", status.get("readyReplicas", 0))
+    return f"; {answering} of {deployment.replicas} replicas answer"
 
 
 def _url(name: str, deployment: EndpointDeployment) -> str:

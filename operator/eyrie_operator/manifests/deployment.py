@@ -176,7 +176,11 @@ class EndpointDeployment:
     api_key: KeySecret | None = None
     model_cache: ModelCache = ModelCache()
     fetch_image: str | None = None
-    """Image with Eyrie in it, that fetches drafters from an artifact store; default: the placement's."""
+    """Image with Eyrie in it, that fetches drafters from an artifact store; default: the placement's. SGLang's own has
+    none."""
+
+    fetch_python: tuple[str, ...] | None = None
+    """How it starts Python; default: `python`."""
 
     gateway: GatewayRef | None = None
     autoscale: Autoscale | None = None

@@ -107,8 +107,8 @@ def _fetcher(deployment: EndpointDeployment, line: EngineLine) -> Manifest:
     return {
         "name": "fetch-drafter", "image": deployment.fetch_image or deployment.placement.image,
         "imagePullPolicy": deployment.placement.image_pull_policy,
-        "command": [*deployment.python, "-m", "eyrie_api.artifacts.fetch", "--prefix", stored.prefix,
-                    "--part", stored.part, "--directory", DRAFTER_DIR],
+        "command": [*(deployment.fetch_python or deployment.python), "-m", "eyrie_api.artifacts.fetch",
+                    "--prefix", stored.prefix, "--part", stored.part, "--directory", DRAFTER_DIR],
         "env": [*({"name": name, "value": value} for name, value in sorted(variables.items())),
                 *_secret_variables(deployment.placement)],
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},

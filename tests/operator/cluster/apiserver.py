@@ -35,6 +35,9 @@ class ApiServer:
         self.requests: Counter[str] = Counter()
         """By verb."""
 
+        self.away = False
+        """Answers nothing but 503."""
+
         self.refused: set[tuple[str, str]] = set()
         """Kinds and names that are not let in."""
 
@@ -46,6 +49,8 @@ class ApiServer:
         """Status and document of one request."""
         with self._lock:
             self.requests[verb] += 1
+            if self.away:
+                return 503, {"message": "the API server is being replaced"}
             if path == "/apis":
                 return 200, {"groups": [{"versions": [{"groupVersion": one}]} for one in self.apis]}
             if verb == "GET" and path in self.objects:

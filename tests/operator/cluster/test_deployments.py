@@ -72,6 +72,7 @@ def test_what_the_endpoint_asks_for_is_laid_over_what_the_administrator_gives(tm
     assert made.gateway is not None
     assert made.gateway.hostnames == ("chat.example.org",)
     assert made.run_as == 0
+    assert (made.fetch_image, made.fetch_python) == ("eyrie:test", ("python3",))  # SGLang's image has no Eyrie in it
 
 
 def test_our_engine_is_started_by_the_image_s_python_and_listens_to_the_cluster(tmp_path: Path) -> None:

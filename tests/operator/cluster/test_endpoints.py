@@ -155,6 +155,44 @@ def test_a_new_revision_takes_over_by_the_service_and_then_the_old_one_goes(worl
     assert f"{HOME}/jobs/j1/stages/train/a/checkpoints/c1" in container["command"]
 
 
+def test_replicas_are_told_and_one_that_is_missing_ends_nothing(world: World) -> None:
+    world.create(replicas=3)
+    tender = world.tender()
+    settle(tender)
+    world.server.run("eyrie-chat-r1", available=3)
+    settle(tender)
+    assert world.told("Serving").message.endswith("3 of 3 replicas answer")
+    world.server.run("eyrie-chat-r1", available=1)
+    settle(tender)
+    assert world.told("Serving").status == "True"
+    assert world.told("Serving").message.endswith("1 of 3 replicas answer")
+
+
+def test_the_bare_target_waits_for_whoever_mends_what_keeps_it_from_being_served(world: World) -> None:
+    world.create(engine="sglang", hardware_profile="abacus")
+    tender = world.tender()
+    settle(tender)
+    assert (world.told("Serving").status, world.told("Serving").reason) == ("False", "Unlaunchable")
+    assert world.chat.candidate_revision == 1
+    world.create(engine="sglang", hardware_profile="cpu")
+    world.server.refused.add(("Deployment", "eyrie-chat-r1"))
+    settle(tender)
+    assert world.told("Serving").reason == "ClusterRefused"
+    world.server.refused.clear()
+    settle(tender)
+    world.server.run("eyrie-chat-r1")
+    settle(tender)
+    assert world.told("Serving").reason == "Healthy"
+
+
+def test_what_is_asked_for_and_cannot_be_had_here_is_told_and_stops_nothing(world: World) -> None:
+    world.create(record_prompts=10)
+    settle(world.tender())
+    assert (world.told("Complete").status, world.told("Complete").reason) == ("False", "ClusterLacks")
+    assert "record_prompts" in world.told("Complete").message
+    assert set(world.server.of("Deployment")) == {"eyrie-chat-r1"}
+
+
 def test_an_engine_that_keeps_dying_never_takes_over(world: World) -> None:
     tender = world.serve_bare()
     world.propose()

@@ -1,0 +1,94 @@
+"""The operator's workers over a database and a double of the API server: an outage of either ends nothing."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import OperationalError
+
+from eyrie_operator.cluster.apply import Cluster, ClusterAway
+from eyrie_operator.cluster.controller import Controller
+from eyrie_operator.cluster.telemetry import Telemetry
+from tests.operator.cluster.apiserver import ApiServer, serving
+from tests.operator.cluster.test_endpoints import World
+
+
+class Clock:
+    """Waits are over when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    server = ApiServer()
+    with serving(server, tmp_path, monkeypatch):
+        made = World(tmp_path, server)
+        yield made
+        made.database.close()
+
+
+def controller(world: World, clock: Clock, mirror: str | None = None) -> Controller:
+    telemetry = Telemetry()
+    return Controller(world.settings, world.database, Cluster(counted=telemetry.count_write), telemetry,
+                      mirror_namespace=mirror, monotonic=clock)
+
+
+def work_off(one: Controller, clock: Clock) -> None:
+    """What the ticker and the workers do in some minutes."""
+    for _ in range(4):
+        one.poll()
+        one.sweep()
+        one.resync()
+        while len(one.queue):
+            assert one.work()
+        clock.now += 60.0
+
+
+def test_a_row_is_tended_by_the_workers_and_shown_when_its_engine_answers(world: World) -> None:
+    clock = Clock()
+    one = controller(world, clock)
+    world.create()
+    one.resync()
+    work_off(one, clock)
+    world.server.run("eyrie-chat-r1")
+    work_off(one, clock)
+    assert world.chat.active_revision == 1
+
+
+def test_while_the_api_server_is_away_nothing_ends_and_afterwards_it_goes_on(world: World) -> None:
+    clock = Clock()
+    one = controller(world, clock)
+    world.create()
+    one.resync()
+    world.server.away = True
+    with pytest.raises(ClusterAway):
+        one.sweep()
+    one.poll()
+    assert one.work()
+    assert world.server.objects == {}
+    world.server.away = False
+    work_off(one, clock)
+    assert set(world.server.of("Deployment")) == {"eyrie-chat-r1"}
+
+
+def test_while_the_database_is_away_nothing_ends_and_afterwards_it_goes_on(world: World) -> None:
+    clock = Clock()
+    one = controller(world, clock)
+    world.create()
+    one.resync()
+    with world.database.engine.begin() as connection:
+        connection.execute(text("ALTER TABLE endpoints RENAME TO elsewhere"))
+    with pytest.raises(OperationalError):
+        one.poll()
+    assert one.work()
+    assert world.server.objects == {}
+    with world.database.engine.begin() as connection:
+        connection.execute(text("ALTER TABLE elsewhere RENAME TO endpoints"))
+    work_off(one, clock)
+    assert set(world.server.of("Deployment")) == {"eyrie-chat-r1"}
