@@ -5,6 +5,7 @@ here, because stage programs run elsewhere. What cannot be known cheaply (a Hub 
 turn out malformed) is left to the stage that meets it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,9 +27,9 @@ from eyrie_api.facts import (
     target_dir,
     target_facts,
 )
-from eyrie_api.plan import Rates, TargetFacts, make_plan
+from eyrie_api.plan import DEFAULT_DRAFT_VOCABULARY, Rates, TargetFacts, make_plan
 from eyrie_api.settings import Settings
-from eyrie_api.sweep import expand
+from eyrie_api.sweep import Candidate, expand
 from eyrie_api.v1alpha1.job import DataSource, JobSpec, SuiteSpec
 from eyrie_api.v1alpha1.plan import Plan
 from eyrie_api.v1alpha1.targets import HELD_OUT, QUICKSTART, QUICKSTART_SUITE_NAMES, SUPPORTED_ARCHITECTURES
@@ -210,9 +211,22 @@ def _check_sizes(spec: JobSpec, facts: TargetFacts | None) -> None:
     candidates = expand(spec)
     if facts is None:
         return
+    _check_opinions(candidates, facts)
     for candidate in candidates:
         wanted = candidate.drafter.draft_vocab_size
         if wanted is not None and wanted > facts.vocab_size:
             raise VocabularyTooLarge(f"drafter.draft_vocab_size {wanted} (candidate {candidate.name}) is larger than "
                                      f"the target's vocabulary of {facts.vocab_size}",
                                      f"give at most {facts.vocab_size}, or leave it out")
+
+
+def _check_opinions(candidates: Sequence[Candidate], facts: TargetFacts) -> None:
+    """A store of opinions is about one draft vocabulary: every drafter trained from it must have that one."""
+    for candidate in candidates:
+        capture, wanted = candidate.spec.capture, candidate.drafter.draft_vocab_size
+        stored = capture.draft_vocab_size or min(facts.vocab_size, DEFAULT_DRAFT_VOCABULARY)
+        if capture.final_state == "topk" and wanted not in (None, stored):
+            raise InvalidInput(
+                f"drafter.draft_vocab_size {wanted} (candidate {candidate.name}) with capture.final_state topk, which "
+                f"keeps opinions over {stored} draft tokens",
+                f"set capture.draft_vocab_size {wanted} and no other in the sweep, or capture.final_state keep")

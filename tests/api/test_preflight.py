@@ -141,6 +141,14 @@ def test_a_draft_vocabulary_larger_than_the_targets_is_refused_in_the_job_and_in
     check(job_spec(target=model, drafter={"draft_vocab_size": 320}), settings)
 
 
+def test_stored_opinions_are_about_one_draft_vocabulary_which_every_candidate_must_have(
+        settings: Settings, target: Path) -> None:
+    topk = {"final_state": "topk", "draft_vocab_size": 64}
+    refused(settings, InvalidInput, "128 .*candidate c2.* 64 draft tokens", target={"model": str(target)},
+            capture=topk, sweep={"axes": [{"field": "drafter.draft_vocab_size", "values": [64, 128]}]})
+    check(job_spec(target={"model": str(target)}, capture=topk, drafter={"draft_vocab_size": 64}), settings)
+
+
 def test_layers_the_target_does_not_have_are_refused(settings: Settings, target: Path) -> None:
     refused(settings, InvalidInput, r"\[5\] of a target with 4 layers", target={"model": str(target)},
             capture={"aux_layers": [1, 2, 5]})

@@ -95,9 +95,7 @@ def choose(wanted: StoredAs, max_bytes: int | None, tokens: int, answer_tokens: 
 
 
 def candidates(wanted: StoredAs) -> Iterator[StoredAs]:
-    """`wanted`, then what comes after it: lesser codecs with the final state as wanted, then int4 with the opinion."""
-    last = StoredAs("int4", "topk", wanted.top_k, wanted.draft_vocab_size)
+    """`wanted`, then the lesser codecs, with the final state as wanted: an opinion is about one draft vocabulary, which
+    is not for a budget to decide."""
     for codec in BEST_FIRST[BEST_FIRST.index(wanted.codec):]:
         yield StoredAs(codec, wanted.final_state, wanted.top_k, wanted.draft_vocab_size)
-    if wanted.final_state == "keep":
-        yield last

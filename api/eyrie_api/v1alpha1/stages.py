@@ -49,7 +49,7 @@ class RegenerateStage(Frozen):
 
 
 class CaptureStage(Frozen):
-    """Answered rows in, a feature store out (`index.json`, `shard-*.safetensors`)."""
+    """Answered rows in, a feature store out (`index.json`, `shard-*.states`)."""
 
     stage: Literal["capture"] = "capture"
     job_id: str
