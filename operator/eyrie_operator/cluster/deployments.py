@@ -84,7 +84,7 @@ class Deployments:
                 tuple(one.replace("{endpoint}", endpoint.name) for one in gateway.hostnames),
                 gateway.request_timeout_s),
             autoscale=None if scale is None else Autoscale(
-                scale.prometheus_url, max(scale.max_replicas, replicas), scale.target_requests),
+                scale.prometheus_url, scale.max_replicas, scale.target_requests),
             monitoring=Monitoring(labels=given.monitoring_labels, min_acceptance_ratio=serve.min_acceptance_ratio)
             if given.monitoring else None)
 
