@@ -13,6 +13,8 @@ one annotation of the box's pod, `eyrie.dev/pod`:
 Kubeflow passes annotations on, and does nothing with this one: on a real cluster an admission policy has to turn it
 into the pod's fields. The test double reads it itself. Other resources than CPU, memory and GPUs are refused.
 
+With `train_launcher: trainjob` the train box is small and orders a TrainJob (`trainjob`).
+
 A run's service account is the run's (`KubeflowSpec.service_account`). Secrets appear by their names only.
 
 The image's Python: kfp starts a box by `python3` in a shell. The compiled command names the profile's instead, and is
@@ -36,10 +38,10 @@ from eyrie_api.v1alpha1.placement import Placement, S3Work, VolumeWork
 from eyrie_api.v1alpha1.requests import JobPlacement
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_pipelines.drafter import define
-from eyrie_pipelines.work import SYNC_VARIABLE
+from eyrie_pipelines.trainjob import ORDER_VARIABLE, Order
+from eyrie_pipelines.work import CREDENTIALS_DIR, pod_variables
 
 POD_ANNOTATION = "eyrie.dev/pod"
-CREDENTIALS_DIR = "/var/run/eyrie/artifacts"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _SMALL = {"cpu": "100m", "memory": "512Mi"}
 """Of the boxes between stages: they read manifests."""
@@ -68,7 +70,14 @@ def _compiled(profile_text: str, wanted_text: str) -> str:
     wanted = JobPlacement.model_validate_json(wanted_text)
 
     def placed(task: Any, stage: StageName | None) -> Any:
-        return place(task, small(profile.stages) if stage is None else place_stage(profile, wanted, stage), profile)
+        if stage is None:
+            return place(task, small(profile.stages), profile)
+        given = place_stage(profile, wanted, stage)
+        if stage != "train" or wanted.train_launcher == "pod":
+            return place(task, given, profile)
+        order = Order(nodes=wanted.train_nodes, placement=given, home=profile.home, sync_s=profile.sync_s,
+                      python=profile.python)
+        return place(task, small(given), profile).set_env_variable(ORDER_VARIABLE, order.model_dump_json())
 
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "pipeline.yaml"
@@ -92,7 +101,7 @@ def place(task: Any, placement: Placement, profile: ClusterProfile) -> Any:
     """Put one task in its place. Raises InvalidInput for amounts kfp cannot express."""
     task.set_container_image(placement.image)
     task.set_retry(_RETRIES, backoff_duration="10s", backoff_factor=2.0, backoff_max_duration="300s")
-    for name, value in {"EYRIE_HOME": profile.home, "HOME": "/tmp"}.items():
+    for name, value in pod_variables(placement, profile.home, profile.sync_s).items():
         task.set_env_variable(name, value)
     kubernetes.set_image_pull_policy(task, placement.image_pull_policy)
     if placement.image_pull_secrets:
@@ -147,14 +156,8 @@ def _give_work_area(task: Any, placement: Placement, profile: ClusterProfile) ->
         kubernetes.mount_pvc(task, work.claim, work.mount_path, work.sub_path or "")
     elif isinstance(work, S3Work):
         kubernetes.empty_dir_mount(task, "work", profile.home, size_limit=work.scratch_size)
-        variables = {"URL": work.url, "ENDPOINT_URL": work.endpoint_url, "REGION": work.region}
         if work.credentials_secret is not None:
             kubernetes.use_secret_as_volume(task, work.credentials_secret, CREDENTIALS_DIR)
-            variables["CREDENTIALS_DIR"] = CREDENTIALS_DIR
-        for name, value in variables.items():
-            if value is not None:
-                task.set_env_variable(f"EYRIE_ARTIFACTS_{name}", value)
-        task.set_env_variable(SYNC_VARIABLE, f"{profile.sync_s:g}")
 
 
 def _beyond_kfp(placement: Placement) -> dict[str, Any]:

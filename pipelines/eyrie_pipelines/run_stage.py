@@ -34,9 +34,9 @@ from eyrie_api.sweep import expand
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.records import Failure
 from eyrie_api.v1alpha1.reports import BenchmarkReport, RegenerateReport, TrainReport
-from eyrie_api.v1alpha1.stages import StageName, StageSpec
-from eyrie_pipelines import steps
-from eyrie_pipelines.work import Work, patiently
+from eyrie_api.v1alpha1.stages import StageName, StageSpec, TrainStage
+from eyrie_pipelines import steps, trainjob
+from eyrie_pipelines.work import Work, is_first_node, patiently
 from eyrie_workers.catalog import command, stage_dir
 
 RUN_DIR = "run"
@@ -98,7 +98,31 @@ def train(job_dir: str, spec_digest: str, _store: str, candidate: str) -> str:
     with _telling(job_dir, "train", candidate):
         job = load_job(job_dir, spec_digest)
         candidates = {one.name: one.spec for one in expand(job.spec)}
-        return _run(job_dir, steps.train_spec(job, Path(job_dir), candidates, candidate), candidate)
+        spec = steps.train_spec(job, Path(job_dir), candidates, candidate)
+        order = trainjob.order_of_environment()
+        return _run(job_dir, spec, candidate) if order is None else _order(job_dir, spec, spec_digest, order)
+
+
+def _order(job_dir: str, spec: TrainStage, spec_digest: str, order: trainjob.Order) -> str:
+    """Have one candidate trained by a TrainJob, whose nodes are this box without the order."""
+    directory = stage_dir(Path(job_dir), "train", spec.candidate)
+    work = Work.of(Path(job_dir))
+    work.bring_report(directory)
+    if not (directory / MANIFEST).exists() or read_manifest(directory).spec_digest != digest_model(spec):
+        trainer = trainjob.Trainer.of_pod()
+        arguments = ["--job-dir", job_dir, "--spec-digest", spec_digest, "--candidate", spec.candidate]
+        name = trainjob.name_of(spec.job_id, spec.candidate, digest_model(spec))
+        end = trainer.carry_out(trainjob.render(order, name, trainer.namespace, arguments))
+        work.begin()
+        first = read_failure(Path(job_dir))
+        if first is not None:
+            raise StageFailed(first.failure.message, first.failure.mend)
+        if end.state == "failed":
+            raise StageFailed(f"TrainJob {name} failed: {end.message}",
+                              f"read the logs of its pods in namespace {trainer.namespace}, then retry the job")
+        work.bring_report(directory)
+        read_manifest(directory)
+    return steps.reference("train", spec.candidate)
 
 
 def list_checkpoints(job_dir: str, spec_digest: str, _trained: list[str]) -> list[str]:
@@ -168,8 +192,9 @@ def _telling(job_dir: str, stage: StageName, key: str = "") -> Iterator[None]:
         raise
     except EyrieError as error:
         failure = _failure_of(error, stage_dir(root, stage, key))
-        write_model(root / RUN_DIR / FAILURE_FILE, RunFailure(stage=stage, key=key, failure=failure))
-        patiently(lambda: work.put(root / RUN_DIR / FAILURE_FILE))
+        if read_failure(root) is None:  # another pod's may have come here meanwhile
+            write_model(root / RUN_DIR / FAILURE_FILE, RunFailure(stage=stage, key=key, failure=failure))
+            patiently(lambda: work.put(root / RUN_DIR / FAILURE_FILE))
         raise StageFailed(f"{stage} {key}".rstrip() + f": {failure.reason}: {failure.message}",
                           failure.mend) from error
 
@@ -237,17 +262,22 @@ def run_program(spec: StageSpec, directory: Path) -> None:
     """
     directory.mkdir(parents=True, exist_ok=True)
     write_model(directory / "spec.json", spec)
-    for attempt in range(1, MAX_ATTEMPTS + 1):
-        code, asked = _run_once(command(spec.stage, directory), directory)
+    node = trainjob.is_node()
+    starting = trainjob.torchrun_command(directory) if node else command(spec.stage, directory)
+    # One node of several does not start again by itself: its peers would not know.
+    attempts = 1 if node else MAX_ATTEMPTS
+    for attempt in range(1, attempts + 1):
+        code, asked = _run_once(starting, directory)
         if code == 0:
-            read_manifest(directory)  # exit 0 without a manifest is a defect of the stage: say so here
+            if is_first_node():
+                read_manifest(directory)  # exit 0 without a manifest is a defect of the stage: say so here
             return
         if asked:
             raise SystemExit(INTERRUPTED_EXIT_CODE)
         failure = _stage_failure(directory)
         # Killed from outside (out of memory, an operator's hand): its ledger or checkpoint lets it go on.
         may_pass = failure.transient if failure is not None else code < 0 or code == INTERRUPTED_EXIT_CODE
-        if not may_pass or attempt == MAX_ATTEMPTS:
+        if not may_pass or attempt == attempts:
             if failure is None:
                 raise StageFailed(*_explain(code, directory))
             raise StageFailed(failure.message, failure.mend)

@@ -30,6 +30,7 @@ from eyrie_api.artifacts.directories import download_dir, upload_dir
 from eyrie_api.artifacts.fetch import fetch_part
 from eyrie_api.artifacts.store import ArtifactStore, open_store
 from eyrie_api.errors import ArtifactMissing, EyrieError, Transient
+from eyrie_api.v1alpha1.placement import Placement, S3Work
 from eyrie_api.v1alpha1.stages import (
     BenchmarkStage,
     CaptureStage,
@@ -42,6 +43,9 @@ from eyrie_workers.catalog import STATE_DIR
 
 SYNC_VARIABLE = "EYRIE_SYNC_S"
 """Set: the store of EYRIE_ARTIFACTS_* is the work area, and this is how often unfinished work goes there."""
+
+CREDENTIALS_DIR = "/var/run/eyrie/artifacts"
+"""Where a pod finds the store's keys."""
 
 JOB_FILE, RUN_FAILURE = "job.json", "run/failure.json"
 _GROWING = (".jsonl", ".txt")
@@ -57,15 +61,17 @@ _PATIENCE_S = 900.0
 class Work:
     """The work area of one job, seen from the pod of one box. Without a store it does nothing."""
 
-    def __init__(self, job_dir: Path, store: ArtifactStore | None, sync_s: float = 15.0) -> None:
-        self._job_dir, self._store, self._sync_s = job_dir, store, sync_s
+    def __init__(self, job_dir: Path, store: ArtifactStore | None, sync_s: float = 15.0, *,
+                 puts: bool = True) -> None:
+        """`puts` is false on the other nodes of a training: they read, and the first one puts what comes out."""
+        self._job_dir, self._store, self._sync_s, self._puts = job_dir, store, sync_s, puts
         self._home = job_dir.parent.parent
 
     @classmethod
     def of(cls, job_dir: Path) -> "Work":
         """As the pod's environment says."""
         sync_s = os.environ.get(SYNC_VARIABLE)
-        return cls(job_dir, open_store(), float(sync_s)) if sync_s else cls(job_dir, None)
+        return cls(job_dir, open_store(), float(sync_s), puts=is_first_node()) if sync_s else cls(job_dir, None)
 
     def begin(self) -> None:
         """Bring what every box reads: the job, and whether its run has failed already."""
@@ -80,7 +86,7 @@ class Work:
 
     def put(self, path: Path) -> None:
         """Put one small file up."""
-        if self._store is not None:
+        if self._store is not None and self._puts:
             self._store.write(self._key(path), path.read_bytes())
 
     def remove(self, directory: Path) -> None:
@@ -106,6 +112,9 @@ class Work:
         sync = _Sync(self._store, directory, self._key(directory))
         sync.begin()
         self._bring_inputs(spec)
+        if not self._puts:
+            yield True
+            return
         with sync.every(self._sync_s):
             yield True
         patiently(lambda: self._put_finished(directory))
@@ -156,6 +165,24 @@ class Work:
 
     def _key(self, path: Path) -> str:
         return path.relative_to(self._home).as_posix()
+
+
+def is_first_node() -> bool:
+    """Whether what comes out of a stage is this pod's to put up: of the nodes of a training, the first one's."""
+    return os.environ.get("PET_NODE_RANK", "0") == "0"
+
+
+def pod_variables(placement: Placement, home: str, sync_s: float) -> dict[str, str]:
+    """What a pod is told of its home and of the work area; `Work.of` and `open_store` read it."""
+    told = {"EYRIE_HOME": home, "HOME": "/tmp"}
+    if isinstance(placement.work, S3Work):
+        told |= {"EYRIE_ARTIFACTS_URL": placement.work.url, "EYRIE_ARTIFACTS_REGION": placement.work.region,
+                 SYNC_VARIABLE: f"{sync_s:g}"}
+        if placement.work.endpoint_url is not None:
+            told["EYRIE_ARTIFACTS_ENDPOINT_URL"] = placement.work.endpoint_url
+        if placement.work.credentials_secret is not None:
+            told["EYRIE_ARTIFACTS_CREDENTIALS_DIR"] = CREDENTIALS_DIR
+    return told
 
 
 def split_drafter(path: Path) -> tuple[str, str]:

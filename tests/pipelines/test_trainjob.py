@@ -1,0 +1,121 @@
+"""A TrainJob as Kubeflow Trainer 2.2 reads it, and what its nodes run. No Trainer is here: see tests/cluster."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from eyrie_api.v1alpha1.placement import Placement, VolumeWork
+from eyrie_api.v1alpha1.requests import JobPlacement
+from eyrie_pipelines import work
+from eyrie_pipelines.trainjob import ORDER_VARIABLE, Ended, Order, ended, name_of, render, torchrun_command
+from tests.pipelines.test_placement import EVERYTHING, compiled, container, platform, variables
+
+ARGUMENTS = ["--job-dir", "/var/lib/eyrie/jobs/j", "--spec-digest", "sha256:0", "--candidate", "base"]
+
+
+def order(placement: Placement = EVERYTHING, nodes: int = 4) -> Order:
+    return Order(nodes=nodes, placement=placement, home="/var/lib/eyrie", sync_s=15.0, python=("python3",))
+
+
+def test_a_trainjob_says_how_many_nodes_what_they_run_and_what_each_is_given() -> None:
+    job = render(order(), "eyrie-j", "team", ARGUMENTS)
+    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert job["metadata"] == {"name": "eyrie-j", "namespace": "team", "labels": {"kueue.x-k8s.io/queue-name": "gpus"}}
+    spec = job["spec"]
+    assert spec["runtimeRef"] == {"name": "torch-distributed", "apiGroup": "trainer.kubeflow.org",
+                                  "kind": "ClusterTrainingRuntime"}
+    trainer = spec["trainer"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (4, 2)
+    assert trainer["command"] + trainer["args"] == ["python3", "-m", "eyrie_pipelines.trainjob", *ARGUMENTS]
+    assert trainer["resourcesPerNode"] == {"requests": {"cpu": "500m", "memory": "2Gi"},
+                                           "limits": {"cpu": "4", "memory": "64Gi", "nvidia.com/gpu": "2"}}
+    assert {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}} in trainer["env"]
+    assert {"name": "EYRIE_SYNC_S", "value": "15"} in trainer["env"]
+
+
+def test_what_the_runtimes_pods_are_given_is_one_patch_of_ours_with_the_fields_patches_may_have() -> None:
+    patches = render(order(), "eyrie-j", "team", ARGUMENTS)["spec"]["runtimePatches"]
+    assert [one["manager"] for one in patches] == ["eyrie.dev/pipelines"]
+    replicated = patches[0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    assert [one["name"] for one in replicated] == ["node"]
+    pod = replicated[0]["template"]["spec"]["template"]["spec"]
+    assert set(pod) <= {"serviceAccountName", "volumes", "initContainers", "containers", "imagePullSecrets",
+                        "securityContext", "nodeSelector", "affinity", "tolerations", "schedulingGates"}
+    assert [set(one) for one in pod["containers"]] == [{"name", "volumeMounts"}]  # variables are the trainer's
+    assert pod["nodeSelector"] == {"pool": "spot", "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+    mounts = {one["mountPath"]: one["name"] for one in pod["containers"][0]["volumeMounts"]}
+    assert set(mounts) == {"/var/lib/eyrie", work.CREDENTIALS_DIR, "/dev/shm", "/models"}
+    assert set(mounts.values()) == {one["name"] for one in pod["volumes"]}
+
+
+def test_a_shared_volume_is_mounted_and_nothing_is_copied() -> None:
+    placed = Placement(image="i", work=VolumeWork(claim="shared", sub_path="eyrie"))
+    spec = render(order(placed), "eyrie-j", "team", ARGUMENTS)["spec"]
+    pod = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"][
+        "template"]["spec"]
+    assert pod["volumes"] == [{"name": "work", "persistentVolumeClaim": {"claimName": "shared"}}]
+    assert pod["containers"][0]["volumeMounts"] == [
+        {"name": "work", "mountPath": "/var/lib/eyrie", "subPath": "eyrie"}]
+    assert "EYRIE_SYNC_S" not in {one["name"] for one in spec["trainer"]["env"]}
+    assert spec["trainer"]["resourcesPerNode"] == {}
+
+
+def test_the_box_that_orders_is_small_and_is_told_what_to_order() -> None:
+    pipeline = compiled(wanted=JobPlacement(train_nodes=4, train_launcher="trainjob"))
+    assert "accelerator" not in container(pipeline, "train")["resources"]
+    told = Order.model_validate_json(variables(pipeline, "train")[ORDER_VARIABLE])
+    assert (told.nodes, told.placement.num_gpus, told.placement.image) == (4, 2, EVERYTHING.image)
+    assert "service_account" in platform(pipeline, "train")["podMetadata"]["annotations"]["eyrie.dev/pod"]
+    assert container(pipeline, "benchmark")["resources"]["accelerator"]["resourceCount"] == "2"
+    assert ORDER_VARIABLE not in variables(compiled(), "train")
+
+
+def test_its_name_is_a_label_of_dns_and_follows_from_what_is_trained() -> None:
+    names = {name_of(job, candidate, digest) for job in ("dj-1", "Job_" + "x" * 300)
+             for candidate in ("base", "c1") for digest in ("sha256:0", "sha256:1")}
+    assert len(names) == 8
+    for name in names:
+        assert len(name) <= 40
+        assert name.replace("-", "").isalnum()
+        assert name == name.lower()
+        assert name[0].isalpha()
+        assert name[-1] != "-"
+
+
+def test_an_end_is_told_from_suspension_and_from_work() -> None:
+    def seen(*conditions: tuple[str, str]) -> dict[str, object]:
+        return {"status": {"conditions": [{"type": kind, "status": status, "reason": "R", "message": "m"}
+                                          for kind, status in conditions]}}
+
+    assert ended({}) is None
+    assert ended(seen(("Suspended", "True"))) is None
+    assert ended(seen(("Suspended", "False"), ("Complete", "False"))) is None
+    assert ended(seen(("Suspended", "False"), ("Complete", "True"))) == Ended(state="complete", message="R: m")
+    assert ended(seen(("Failed", "True"))) == Ended(state="failed", message="R: m")
+
+
+def test_torchrun_finds_its_peers_in_the_environment_and_runs_the_stage_as_it_is() -> None:
+    directory = Path("/var/lib/eyrie/jobs/j/stages/train/base")
+    assert torchrun_command(directory) == [
+        sys.executable, "-m", "torch.distributed.run", "-m", "eyrie_workers.stages.train",
+        "--spec", f"{directory}/spec.json", "--out", f"{directory}/manifest.json"]
+
+
+def test_of_several_nodes_the_first_alone_puts_things_into_the_store(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_dir = tmp_path / "home" / "jobs" / "j"
+    monkeypatch.setenv("EYRIE_ARTIFACTS_URL", str(tmp_path / "store"))
+    monkeypatch.setenv(work.SYNC_VARIABLE, "1")
+    for rank in ("1", "0"):
+        monkeypatch.setenv("PET_NODE_RANK", rank)
+        (job_dir / "run").mkdir(parents=True, exist_ok=True)
+        (job_dir / "run" / "failure.json").write_text(rank)
+        work.Work.of(job_dir).put(job_dir / "run" / "failure.json")
+        found = tmp_path / "store" / "jobs" / "j" / "run" / "failure.json"
+        assert found.exists() is (rank == "0")
+
+
+def test_secrets_are_named_and_not_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "known-to-the-box-alone")
+    assert "known-to-the-box-alone" not in str(render(order(), "eyrie-j", "team", ARGUMENTS))
