@@ -133,6 +133,24 @@ def test_pods_pass_the_restricted_profile(how: Any) -> None:
             assert confined["seccompProfile"] == {"type": "RuntimeDefault"}
 
 
+def test_only_an_administrator_who_says_so_has_pods_run_as_root() -> None:
+    [pod] = pods(render_endpoint(endpoint(active=1), deployment(run_as=0)))
+    contexts = [pod["spec"]["securityContext"], *(one["securityContext"] for one in pod["spec"]["containers"])]
+    assert [one["runAsNonRoot"] for one in contexts] == [False, False]
+    assert pod["spec"]["securityContext"]["runAsUser"] == 0
+    assert contexts[1]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_each_image_starts_its_own_python() -> None:
+    how = deployment(placement=PLACEMENT.model_copy(update={"work": S3}), python=("/opt/sglang/python",),
+                     fetch_image="eyrie:1", fetch_python=("/opt/eyrie/python", "-s"))
+    [pod] = pods(render_endpoint(endpoint(active=2), how))
+    [engine], [fetcher] = pod["spec"]["containers"], pod["spec"]["initContainers"]
+    assert engine["command"][:2] == ["/opt/sglang/python", "-m"]
+    assert fetcher["command"][:3] == ["/opt/eyrie/python", "-s", "-m"]
+    assert (engine["image"], fetcher["image"]) == (PLACEMENT.image, "eyrie:1")
+
+
 def test_an_adaptive_map_is_mounted_where_the_line_reads_it_and_a_change_rolls_the_pods() -> None:
     use = DrafterUse(drafter_dir="/d", setting=CHAIN, map=ADAPTIVE)
     slots = dict(ADAPTIVE.adaptive or {})
