@@ -10,12 +10,15 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from eyrie_api.access import reach
 from eyrie_api.access.audit import Audit
 from eyrie_api.access.issued import Keys
 from eyrie_api.access.projects import Projects
+from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.database import Database
 from eyrie_api.endpoints import Endpoints
+from eyrie_api.errors import Forbidden, NotFound
 from eyrie_api.history import Histories
 from eyrie_api.idempotency import Idempotency
 from eyrie_api.job_files import JobFiles
@@ -23,6 +26,7 @@ from eyrie_api.jobs import Jobs
 from eyrie_api.outbox import Outbox
 from eyrie_api.results import Results
 from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.webhooks import Webhooks
 
 
@@ -75,6 +79,23 @@ class Control:
             results=Results(database, scope=scope), keys=Keys(database, scope=scope),
             projects=Projects(database, scope=scope), audit=Audit(database, scope=scope),
             webhooks=Webhooks(database, scope=scope, allow_private=self.settings.webhooks_allow_private))
+
+
+    def check_reach(self, spec: JobSpec) -> None:
+        """Whether a job reaches only what its submitter may. Raises InvalidInput."""
+        principal = self.scope.principal
+        if principal is not None and ALL_PROJECTS not in principal.roles:
+            reach.check(spec, self.settings.home, self._is_mine)
+
+    def _is_mine(self, kind: str, name: str) -> bool:
+        try:
+            if kind == "jobs":
+                self.jobs.get(name)
+            else:
+                self.endpoints.get(name)
+        except (NotFound, Forbidden):
+            return False
+        return True
 
 
 async def _of(request: Request) -> Control:

@@ -44,6 +44,7 @@ def create_job(spec: Spec, control: Here, key: IdempotencyKey = None) -> Respons
     claim: Claim | None = None
     project = control.scope.home("jobs:write")
     spec = names.suited(spec, project)
+    control.check_reach(spec)
     if key is not None:
         claimed = control.idempotency.claim(key, route_within(project, JOBS), digest_model(spec))
         if isinstance(claimed, Replay):
@@ -123,4 +124,5 @@ def delete_job(job_id: str, control: Here) -> Response:
 def make_plan(spec: Spec, control: Here) -> Plan:
     """What a job would cost in tokens, bytes and hours, with the assumptions named. Nothing runs."""
     control.scope.home("jobs:read")
+    control.check_reach(spec)
     return preflight.plan(spec, control.settings)

@@ -1,0 +1,53 @@
+"""A job may not fetch by its spec what no route would show its submitter."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyrie_api.access.reach import check
+from eyrie_api.errors import InvalidInput
+from tests.api.samples import job_spec
+
+
+def reaches(home: Path, **changes: Any) -> None:
+    check(job_spec(**changes), home, lambda kind, name: (kind, name) in {("jobs", "job-mine"), ("endpoints", "mine")})
+
+
+def source(path: object) -> dict[str, Any]:
+    return {"sources": [{"path": str(path)}]}
+
+
+def regenerate(**changes: Any) -> dict[str, Any]:
+    return {"engine": "openai", "base_url": "http://10.0.0.5/v1", "served_model": "m"} | changes
+
+
+def test_files_of_another_project_and_of_the_system_are_out_of_reach(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (home / "jobs" / "job-theirs").mkdir(parents=True)
+    outside = tmp_path / "data"
+    outside.mkdir()
+    (outside / "link").symlink_to(home / "jobs" / "job-theirs")
+    for path in (home / "jobs" / "job-theirs" / "x.jsonl", home / "eyrie.db", home / "token", home, tmp_path, "/",
+                 home / "jobs" / "job-mine" / ".." / "job-theirs" / "x",
+                 home / "endpoints" / "theirs" / "traffic.jsonl", outside / "link" / "x.jsonl",
+                 "/proc/self/environ", "/etc/passwd",
+                 "/var/run/secrets/kubernetes.io/serviceaccount/token"):
+        with pytest.raises(InvalidInput, match=r"data\.sources\[0\]\.path"):
+            reaches(home, data=source(path))
+        with pytest.raises(InvalidInput, match=r"target\.model"):
+            reaches(home, target={"model": str(path)})
+    reaches(home, data=source(home / "jobs" / "job-mine" / "x.jsonl"))
+    reaches(home, data=source(home / "endpoints" / "mine" / "traffic.jsonl"))
+    reaches(home, data=source(outside / "chats.jsonl"), target={"model": "org/name"})
+    reaches(home)
+
+
+def test_no_secret_of_eyrie_or_a_cloud_is_sent_to_an_endpoint_by_a_job(tmp_path: Path) -> None:
+    for variable in ("EYRIE_TOKEN", "EYRIE_DATABASE_URL", "EYRIE_X_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN"):
+        with pytest.raises(InvalidInput, match="api_key_env"):
+            reaches(tmp_path, regenerate=regenerate(api_key_env=variable))
+    for url in ("http://169.254.169.254/v1", "http://[fd00:ec2::254]/v1", "http://metadata.google.internal/v1"):
+        with pytest.raises(InvalidInput, match="base_url"):
+            reaches(tmp_path, regenerate=regenerate(base_url=url))
+    reaches(tmp_path, regenerate=regenerate(api_key_env="OPENAI_API_KEY"))
