@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,13 @@ def job(name: str, promotion: dict[str, Any], *, conversations: int, tokens: int
         "data": {"sources": [{"path": "quickstart"}], "max_conversations": conversations},
         "regenerate": {"max_new_tokens": tokens, "concurrency": 32},
         "drafter": {"draft_vocab_size": 1536},
-        "train": {"learning_rate": 2e-3, "num_checkpoints": 1, "max_tokens_per_batch": 512, "save_every_steps": 10,
+        "train": {"learning_rate": 2e-3, "num_checkpoints": 1, "max_tokens_per_batch": 1024, "save_every_steps": 10,
                   **train},
-        "benchmark": {"suites": [{"name": "chat", "path": "quickstart:chat", "max_prompts": 2}],
+        "benchmark": {"suites": [{"name": "chat", "path": "quickstart:chat", "max_prompts": 2}], "temperatures": [0.0],
                       "tree": {"num_steps": 3, "top_k": 1, "num_draft_tokens": 4}, "max_new_tokens": 48,
                       "warmup_prompts": 1},
         "tune": {"num_steps": [3, 5], "top_k": [1], "num_draft_tokens": [10], "ngram": False, "max_prompts": 4,
-                 "budget_s": 6.0},
+                 "temperatures": [0.0], "budget_s": 6.0},
         "prove": {"loads": [1, 4], "requests": 8, "max_new_tokens": 48, "parity_prompts": 4},
         "promotion": promotion,
         "serve": {"endpoint": "chat", "health_timeout_s": 180 * PATIENCE},
@@ -88,7 +89,8 @@ def release(tmp_path: Path) -> Iterator["Release"]:
         made.install({
             # Where a cluster has our definitions already, they are another's to keep or delete.
             "crds": {"install": not made.definitions()},
-            "operator": {"replicas": 2, "namespaced": True}, "rbac": {"userRoles": False},
+            "operator": {"replicas": 2, "namespaced": True, "mirrorNamespace": made.namespace},
+            "rbac": {"userRoles": False},
             "worker": {"concurrency": 2},
             "cluster": {
                 "kubeflow": {"url": f"http://{DOUBLE}:8888"},
@@ -106,7 +108,7 @@ def release(tmp_path: Path) -> Iterator["Release"]:
 
 def test_a_drafter_is_trained_promoted_and_served_while_everything_is_killed_once(release: "Release") -> None:
     say = Diary()
-    release.apply("DrafterJob", "first", {"job": job("first", LENIENT, conversations=160, tokens=128, epochs=8.0)})
+    release.apply("DrafterJob", "first", {"job": job("first", LENIENT, conversations=600, tokens=128, epochs=8.0)})
     first = str(eventually(lambda: release.object("drafterjobs", "first").get("status", {}).get("job_id"),
                            "the applied object is a job"))
     eventually(lambda: phase(release, first) == "Running", "the first job runs", every_s=1.0)
@@ -238,44 +240,48 @@ def wait_with_kubectl(release: "Release", name: str) -> None:
                "the object shows its success")
 
 
-def serving(release: "Release", name: str, revision: int) -> str:
-    """The URL of an endpoint, once that revision serves it."""
-    def served() -> str | None:
-        status = release.object("draftendpoints", name).get("status", {})
+@dataclass(frozen=True)
+class Served:
+    """What clients need to know of an endpoint."""
+
+    url: str
+    model: str
+
+
+def serving(release: "Release", name: str, revision: int) -> Served:
+    """An endpoint, once that revision serves it and its object says so."""
+    def served() -> Served | None:
+        found = next((one for one in release.objects("draftendpoints") if one["metadata"]["name"] == name), {})
+        status = found.get("status", {})
         conditions = {one["type"]: one["status"] for one in status.get("conditions", ())}
         active = status.get("active_revision") == revision and conditions.get("Serving") == "True"
-        return status.get("url") if active else None
+        return Served(status["url"], status["model"]) if active else None
 
-    return str(eventually(served, f"revision {revision} of {name} serves", LONG_S, every_s=1.0))
+    found = eventually(served, f"revision {revision} of {name} serves", LONG_S, every_s=1.0)
+    assert isinstance(found, Served)
+    return found
 
 
-def chat(release: "Release", url: str, tokens: int = 64) -> tuple[str, float]:
+def chat(release: "Release", endpoint: Served, tokens: int = 64) -> tuple[str, float]:
     """An answer by the Service, and the tokens per second it came with."""
-    model = release.ask(f"{url}/models").body["data"][0]["id"]
-
     def asked() -> Any:
-        answer = release.ask(f"{url}/chat/completions", {
-            "model": model, "temperature": 0, "max_tokens": tokens,
+        answer = release.ask(f"{endpoint.url}/chat/completions", {
+            "model": endpoint.model, "temperature": 0, "max_tokens": tokens,
             "messages": [{"role": "user", "content": QUESTION}]})
         return answer if answer.status == 200 else None
 
-    answer = eventually(asked, f"{url} answers", every_s=1.0)
+    answer = eventually(asked, f"{endpoint.url} answers", every_s=1.0)
     said = answer.body
     return said["choices"][0]["message"]["content"], said["usage"]["completion_tokens"] / answer.seconds
 
 
-def compare(release: "Release", drafted: str, bare: str, say: Diary) -> None:
+def compare(release: "Release", drafted: Served, bare: Served, say: Diary) -> None:
     """The same words from both Services; how much faster is printed, and judged by the job's own proof."""
-    rates: dict[str, list[float]] = {drafted: [], bare: []}
-    texts = set()
-    for _ in range(3):
-        for url in rates:
-            text, rate = chat(release, url)
-            texts.add(text)
-            rates[url].append(rate)
-    assert len(texts) == 1, texts
-    best = {url: max(seen) for url, seen in rates.items()}
-    say(f"the same answer from {drafted} and {bare}: {best[drafted]:.0f} against {best[bare]:.0f} tokens/s")
+    seen = [(chat(release, drafted), chat(release, bare)) for _ in range(3)]
+    assert len({text for pair in seen for text, _ in pair}) == 1, seen
+    fast, slow = (max(rate for _, rate in one) for one in zip(*seen, strict=True))
+    say(f"the same answer from {drafted.url} and {bare.url}: {fast:.0f} against {slow:.0f} tokens/s, "
+        f"{fast / slow:.2f}x")
 
 
 def proven(release: "Release", job_id: str) -> list[str]:
@@ -285,12 +291,12 @@ def proven(release: "Release", job_id: str) -> list[str]:
             if (one["arm"], one["baseline"]) == ("candidate", "off")]
 
 
-def a_broken_drafter_is_rolled_back(release: "Release", job_id: str, url: str, say: Diary) -> None:
+def a_broken_drafter_is_rolled_back(release: "Release", job_id: str, drafted: Served, say: Diary) -> None:
     """A person promotes, over the policy's head, a drafter whose file has been damaged meanwhile."""
     (weights,) = [path for path in release.stored(f"jobs/{job_id}/stages/train") if path.endswith("model.safetensors")]
     code, out = release.execute(release.pod(release.part("s3")), ["sh", "-c", f"echo broken > /data/eyrie/{weights}"])
     assert code == 0, out
-    before, _ = chat(release, url)
+    before, _ = chat(release, drafted)
     promoted = release.rest("/endpoints/chat/promote", {"job_id": job_id})
     assert promoted.status == 202, promoted.text
     number = promoted.body["candidate_revision"]
@@ -303,7 +309,7 @@ def a_broken_drafter_is_rolled_back(release: "Release", job_id: str, url: str, s
 
     revision = eventually(rejected, "the broken drafter is given up", LONG_S, every_s=2.0)
     assert release.told_by_rest("/endpoints/chat")["active_revision"] == 2
-    assert chat(release, url)[0] == before
+    assert chat(release, drafted)[0] == before
     say(f"a broken drafter was rolled back, revision 2 serves on: {revision['rejected_reason']}")
 
 
@@ -328,7 +334,7 @@ def audit(release: "Release", killed: dict[str, int], say: Diary) -> None:
 
 def uninstall(release: "Release", say: Diary) -> None:
     """What the switches say is kept: definitions and what people applied, volumes and their passwords."""
-    for kind in ("drafterjobs", "draftendpoints"):
+    for kind in ("draftendpoints", "drafterjobs"):
         for one in release.objects(kind):
             release.custom.delete_namespaced_custom_object("eyrie.dev", "v1alpha1", release.namespace, kind,
                                                            one["metadata"]["name"])
