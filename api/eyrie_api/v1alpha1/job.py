@@ -203,6 +203,13 @@ class TrainSpec(Frozen):
     """Share of the optimiser steps, at the beginning, that train the first TTT step alone: it is what the later steps
     build on, and costs a seventh."""
 
+    loss: Literal["kl", "tv", "lk", "lk_hybrid"] = "kl"
+    """kl: match the target's distribution. tv, lk (minus log), lk_hybrid (kl first, then tv): raise the chance that a
+    sampled draft token is accepted (arXiv:2602.23881); for drafters served at temperature above 0."""
+
+    normalisation: Literal["token", "sequence"] = "token"
+    """Whether every supervised token of a batch weighs the same, or every answer, however long."""
+
     learning_rate: float = Field(1e-3, gt=0.0, le=1.0)
     warmup_ratio: Probability = 0.05
     schedule: Literal["cosine", "wsd", "constant"] = "wsd"
@@ -216,8 +223,12 @@ class TrainSpec(Frozen):
     max_steps: int | None = Field(None, ge=1)
     """Stop after this many optimiser steps even if epochs remain."""
 
+    early_stop_patience: int | None = Field(None, ge=1, le=1000)
+    """Stop after this many evaluations in a row without a better simulated speed-up on held-out rows (about ten are
+    made over a run). A wsd run stopped early misses its decay. Default: never."""
+
     max_tokens_per_batch: int = Field(2048, ge=64)
-    """Packed tokens per step. Activation memory grows linearly with it."""
+    """Packed tokens per step, over all processes. What autograd keeps is bounded and does not grow with it."""
 
     num_checkpoints: int = Field(3, ge=1, le=100)
     """Exported drafters, evenly spaced over the run, the last at its end; each is benchmarked."""
@@ -226,8 +237,18 @@ class TrainSpec(Frozen):
     """Resumable training state is written this often."""
 
     seed: int = Field(0, ge=0, le=2**31 - 1)
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the matrix products; all else is float32. auto: bfloat16 where the hardware multiplies it natively."""
+
+    grad_checkpoint: bool = False
+    """Keep less for the gradient and compute it again: a tenth more arithmetic, a third less of what grows with the
+    drafter's width."""
+
     threads: int | None = Field(None, ge=1, le=1024)
-    """CPU threads; default: all."""
+    """CPU threads of each process; default: all."""
+
+    trackers: tuple[Literal["mlflow", "wandb", "tensorboard"], ...] = Field((), max_length=3)
+    """Where curves are sent besides the job's own record; each finds its server in its own environment variables."""
 
 
 class SweepAxis(Frozen):

@@ -144,11 +144,18 @@ class TrainReport(Frozen):
     seconds: float
     tokens_per_s: float
     padding_share: Probability
+    """Of the rows that were computed, how many were there for a round number only."""
+
     data_wait_share: Probability
     vocabulary: VocabularyReport
     checkpoints: tuple[CheckpointReport, ...]
     resumed_from_step: int = 0
     parameters: int = 0
+    mfu: float = 0.0
+    """Arithmetic the loss and its gradient need, per second, over the fastest matrix product measured here."""
+
+    processes: int = 1
+    stopped_early: bool = False
 
 
 class CellReport(Frozen):

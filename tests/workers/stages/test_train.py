@@ -140,7 +140,8 @@ def test_training_lowers_the_loss_on_rows_it_never_saw(finished: Path) -> None:
 
 def test_the_series_are_logged(finished: Path) -> None:
     names = {metric.name for metric in metrics(finished)}
-    assert names == {"loss", "learning_rate", "grad_norm", "tokens_per_s", "theoretical_speedup", "evaluation_loss",
+    assert names == {"loss", "learning_rate", "grad_norm", "tokens_per_s", "mfu", "padding_share", "data_wait_share",
+                     "theoretical_speedup", "evaluation_loss",
                      *(f"{kind}/{step}" for kind in ("accuracy", "acceptance") for step in range(3))}
 
 
@@ -180,6 +181,55 @@ def test_kill_9_at_any_step_changes_no_bit_of_the_result(
     assert [c.digest for c in ours.checkpoints] == [c.digest for c in theirs.checkpoints]
     assert [c.theoretical_speedup for c in ours.checkpoints] == [c.theoretical_speedup for c in theirs.checkpoints]
     assert (ours.tokens, ours.supervised_tokens) == (theirs.tokens, theirs.supervised_tokens)
+
+
+def start_two(out: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
+         "eyrie_workers.stages.train", "--spec", str(out / "spec.json"), "--out", str(out / "manifest.json")],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+
+
+def test_two_processes_killed_midway_and_one_that_goes_on_make_the_drafter_of_one(
+        finished: Path, tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
+    # 9 documents a step at most and two processes: some steps have more on one side.
+    write_spec(tmp_path, target_dir, store_dir, save_every_steps=1)
+    processes = start_two(tmp_path)
+    wait_for_steps(tmp_path, processes, 6)
+    # The launcher gives each process a session of its own: the end of one ends no other.
+    children = Path(f"/proc/{processes.pid}/task/{processes.pid}/children").read_text().split()
+    assert len(children) == 2
+    for pid in map(int, children):
+        os.kill(pid, signal.SIGKILL)
+    processes.kill()
+    processes.wait()
+    assert sum(metric.name == "loss" for metric in metrics(tmp_path)) >= 6
+    assert start(tmp_path).wait() == 0
+    ours, theirs = report_of(tmp_path), report_of(finished)
+    assert ours.resumed_from_step >= 5
+    assert (ours.tokens, ours.supervised_tokens) == (theirs.tokens, theirs.supervised_tokens)
+    for mine, other in zip(weights(tmp_path).values(), weights(finished).values(), strict=True):
+        for name, tensor in mine.items():
+            # Sums in another order, through a few dozen optimiser steps; weights are of order 0.1 and exported rounded.
+            torch.testing.assert_close(tensor.float(), other[name].float(), atol=2e-3, rtol=2e-2, msg=name)
+
+
+def test_patience_ends_a_run_with_a_checkpoint_of_where_it_stood(
+        tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
+    write_spec(tmp_path, target_dir, store_dir, early_stop_patience=1, learning_rate=1e-7)  # nothing can get better
+    assert run(tmp_path) == 0
+    report = report_of(tmp_path)
+    assert report.stopped_early
+    assert report.checkpoints[-1].step == report.steps
+    assert any("StoppedEarly" in line for line in (tmp_path / "events.jsonl").read_text().splitlines())
+
+
+def test_a_tracker_that_is_not_installed_is_named_before_anything_is_trained(
+        tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
+    write_spec(tmp_path, target_dir, store_dir, trackers=("wandb",))
+    failure = fails(tmp_path)
+    assert failure["reason"] == "InvalidInput"
+    assert "install wandb" in failure["mend"]
 
 
 def test_sigterm_ends_with_143_and_the_next_run_goes_on_from_that_step(

@@ -205,8 +205,9 @@ class Eagle3Weights:
 
     def with_unrolled(self, tensors: Sequence[Tensor]) -> "Eagle3Weights":
         """These weights with others in the place of `unrolled`."""
-        names = ("hidden_norm", "post_attention_layernorm", "norm", "hidden_qkv", "out", "gate_up", "down", "lm_head")
-        return replace(self, **dict(zip(names, tensors, strict=True)))
+        hidden_norm, post_attention_layernorm, norm, hidden_qkv, out, gate_up, down, lm_head = tensors
+        return replace(self, hidden_norm=hidden_norm, post_attention_layernorm=post_attention_layernorm, norm=norm,
+                       hidden_qkv=hidden_qkv, out=out, gate_up=gate_up, down=down, lm_head=lm_head)
 
     def fuse(self, aux_TAH: Tensor) -> Tensor:
         """[T, A, H] aux states -> [T, H], the beginning of the residual stream."""

@@ -77,7 +77,8 @@ def _objective_eagle3(drafter: Eagle3Drafter, ends: TargetEnds, spec: TrainSpec,
                       dtype: torch.dtype) -> Objective:
     return TrainingTimeTest(drafter, ends.embed, ends.lm_head, ttt_length=spec.ttt_length, step_decay=spec.step_decay,
                             max_positions=max_positions, unrolled_fraction=spec.unrolled_fraction,
-                            single_step_ratio=spec.single_step_ratio, dtype=dtype)
+                            single_step_ratio=spec.single_step_ratio, dtype=dtype, loss=spec.loss,
+                            normalisation=spec.normalisation, recompute=spec.grad_checkpoint)
 
 
 def _save_eagle3(directory: Path, drafter: Eagle3Drafter, dtype: str, card: Card | None) -> None:

@@ -11,21 +11,33 @@ did not follow is made again, identically.
     checkpoints/<name>/            drafters in the form serving engines load
 
     python -m eyrie_workers.stages.train --spec spec.json --out <dir>/manifest.json
+
+On several GPUs or processes, on one node or many (`training.world`):
+
+    torchrun --nproc-per-node N -m eyrie_workers.stages.train --spec spec.json --out <dir>/manifest.json
+
+Process 0 is the stage as everyone knows it: lock, events, checkpoints, manifest. The others follow it, read the same
+store and write nothing. All see the same `max_tokens_per_batch`, which is the whole step's, so a run may be killed on
+four processes and go on upon one.
 """
 
+import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
 from eyrie_api.artifacts import code_version, digest_bytes, digest_directory, digest_file
-from eyrie_api.errors import Conflict, NoUsableData
+from eyrie_api.errors import Conflict, EyrieError, NoUsableData
+from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import CheckpointReport, TrainReport, VocabularyReport
 from eyrie_api.v1alpha1.stages import TrainStage
 from eyrie_workers.catalog import STATE_DIR
@@ -37,24 +49,30 @@ from eyrie_workers.drafters.registry import Family, family_named
 from eyrie_workers.drafters.vocabulary import DraftVocabulary
 from eyrie_workers.features.layout import INDEX
 from eyrie_workers.features.store import FeatureStore
-from eyrie_workers.stages.program import Result, Stage, run_program
+from eyrie_workers.stages.program import INTERRUPTED_EXIT_CODE, Interrupted, Result, Stage, run_program
 from eyrie_workers.targets.config import TargetConfig, read_config
 from eyrie_workers.targets.loading import resolve, special_token_ids, target_digest
 from eyrie_workers.training.evaluation import Evaluation, evaluate
+from eyrie_workers.training.flops import peak_rate
 from eyrie_workers.training.loop import StepReport, Trainer
 from eyrie_workers.training.packing import Schedule, checkpoint_steps, cut_evenly, split_held_out
 from eyrie_workers.training.state import load_state, save_state
+from eyrie_workers.training.trackers import open_trackers
 from eyrie_workers.training.unroll import PackedDocuments
+from eyrie_workers.training.world import ALONE, World
 
 _HELD_OUT_FRACTION = 0.05
 # Evaluations are for a curve and for ranking checkpoints: 64 rows put the standard error of an acceptance near .01.
 _MAX_HELD_OUT_ROWS = 64
 _NUM_EVALUATIONS = 10
 _NUM_LOGGED_STEPS = 200
+_GO, _END = "go", "end"
 
 
-def train(spec: TrainStage, stage: Stage) -> Result:
+def train(spec: TrainStage, stage: Stage, world: World = ALONE) -> Result:
     """Train a drafter on captured hidden states."""
+    if world.leads:
+        world.tell(_GO)
     torch.set_num_threads(spec.train.threads or os.cpu_count() or 1)
     path, store = resolve(spec.target), FeatureStore(Path(spec.store_dir))
     _check_origin(store, path, spec)
@@ -66,19 +84,20 @@ def train(spec: TrainStage, stage: Stage) -> Result:
     vocabulary, vocabulary_report = _build_vocabulary(spec, stage, store, train_rows, config, path)
     family, ends = family_named(spec.drafter.family), read_target_ends(path, config.tie_word_embeddings)
     drafter = family.create(spec.drafter, config, ends, store.layout.aux_layers, vocabulary, spec.train.seed)
-    dtype = fastest_dtype()
+    dtype = fastest_dtype() if spec.train.dtype == "auto" else getattr(torch, spec.train.dtype)
     objective = family.objective(drafter, ends, spec.train, max(lengths), dtype)
 
     def read(rows: Sequence[int]) -> PackedDocuments:
         found = store.read(rows)
-        return PackedDocuments(found.token_ids, found.loss_mask, found.aux, found.last, found.lengths)
+        return PackedDocuments(found.token_ids, found.loss_mask, found.aux, found.last, found.lengths, found.opinion)
 
-    trainer = Trainer(objective, schedule, spec.train, read)
+    trainer = Trainer(objective, schedule, spec.train, read, world)
     evaluation_rows = held_out or train_rows  # a single row has nothing to hold out; better its own curve than none
     cuts = cut_evenly([lengths[row] for row in evaluation_rows], spec.train.max_tokens_per_batch)
     run = _Run(spec, stage, family, drafter, trainer, path=path, digest=_run_digest(spec, path, dtype),
+               dtype=dtype,
                tokens_per_step=sum(lengths[row] for row in train_rows) * spec.train.epochs / schedule.num_steps,
-               held_out=lambda: (read(evaluation_rows[cut.start:cut.stop]) for cut in cuts),
+               held_out=lambda: (read(evaluation_rows[cut.start:cut.stop]) for cut in cuts[world.rank::world.size]),
                coverage=vocabulary_report.coverage, aux_layers=store.layout.aux_layers,
                target=identify(path, spec.target, digest=store.layout.target_digest),
                data=DataIdentity(store_digest=digest_file(Path(spec.store_dir) / INDEX), rows=store.num_rows,
@@ -90,11 +109,62 @@ def train(spec: TrainStage, stage: Stage) -> Result:
         report=TrainReport(
             candidate=spec.candidate, steps=counters.step, tokens=counters.tokens,
             supervised_tokens=counters.supervised_tokens, seconds=counters.seconds,
-            tokens_per_s=counters.tokens / max(counters.seconds, 1e-9), padding_share=0.0,
+            tokens_per_s=counters.tokens / max(counters.seconds, 1e-9),
+            padding_share=1 - counters.supervised_tokens / max(1, counters.computed_tokens),
             data_wait_share=min(1.0, counters.data_wait_s / max(counters.seconds, 1e-9)),
             vocabulary=vocabulary_report, checkpoints=tuple(run.reports), resumed_from_step=resumed_from,
-            parameters=sum(parameter.numel() for parameter in drafter.parameters())),
+            parameters=sum(parameter.numel() for parameter in drafter.parameters()), mfu=run.mfu,
+            processes=world.size, stopped_early=run.stopped_early),
         files=[file for report in run.reports for file in files_of(stage.out_dir / report.path)])
+
+
+class _Silent(Stage):
+    """The voice of a process that follows."""
+
+    def _write(self, record: Frozen) -> None:
+        pass
+
+
+def follow(world: World, argv: Sequence[str]) -> int:
+    """Be one of the processes that process 0 leads, until it has no more work; the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--spec", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    told = parser.parse_args(argv)
+    stage = _Silent(told.out.resolve().parent, quiet=True)
+
+    def ask_to_stop(_number: int, _frame: FrameType | None) -> None:
+        stage.stop_requested = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, ask_to_stop)
+    try:
+        while world.tell(None) == _GO:
+            train(TrainStage.model_validate_json(told.spec.read_text()), stage, world)
+        return 0
+    except Interrupted:
+        return INTERRUPTED_EXIT_CODE
+    except EyrieError as error:  # process 0 meets the same and tells it
+        return error.exit_code
+
+
+def main(argv: Sequence[str]) -> int:
+    """The program, in a world of any size; the exit code."""
+    world = World.join()
+
+    def lead(spec: TrainStage, stage: Stage) -> Result:
+        return train(spec, stage, world)
+
+    lead.__doc__ = train.__doc__
+    try:
+        if not world.leads:
+            return follow(world, argv)
+        code = run_program(TrainStage, lead, list(argv))
+        if code == 0:
+            world.tell(_END)
+        return code
+    finally:
+        world.leave()
 
 
 def fastest_dtype() -> torch.dtype:
@@ -122,20 +192,28 @@ def _build_vocabulary(spec: TrainStage, stage: Stage, store: FeatureStore, rows:
         raise NoUsableData(f"no row of {spec.store_dir} holds an answer token", "capture rows with answers")
     always = [*config.eos_token_ids, *special_token_ids(path)]
     size = draft_vocabulary.choose_size(config.vocab_size, spec.drafter.draft_vocab_size)
-    vocabulary = draft_vocabulary.build(counts, size, always)
+    if store.layout.draft_ids:  # the target's opinions are about these tokens and no others
+        if spec.drafter.draft_vocab_size not in (None, len(store.layout.draft_ids)):
+            raise Conflict(f"drafter.draft_vocab_size is {spec.drafter.draft_vocab_size}, and the store in "
+                           f"{spec.store_dir} keeps opinions over {len(store.layout.draft_ids)} draft tokens",
+                           "leave drafter.draft_vocab_size out, or capture with final_state keep")
+        vocabulary = DraftVocabulary(torch.tensor(store.layout.draft_ids), config.vocab_size)
+    else:
+        vocabulary = draft_vocabulary.build(counts, size, always)
     report = VocabularyReport(
-        draft_vocab_size=size, vocab_size=config.vocab_size,
+        draft_vocab_size=vocabulary.size, vocab_size=config.vocab_size,
         coverage=draft_vocabulary.coverage(counts, vocabulary),
         coverage_curve=draft_vocabulary.coverage_curve(counts, always))
-    stage.event("DraftVocabularyBuilt", f"{size} of {config.vocab_size} tokens cover {report.coverage:.2%} of the "
-                                        f"answers", warning=report.coverage < 0.95)
+    stage.event("DraftVocabularyBuilt", f"{vocabulary.size} of {config.vocab_size} tokens cover {report.coverage:.2%} "
+                                        f"of the answers", warning=report.coverage < 0.95)
     return vocabulary, report
 
 
 def _run_digest(spec: TrainStage, path: Path, dtype: torch.dtype) -> str:
     """Of everything the trained bits depend on, except the machine."""
     told = spec.model_dump(mode="json", exclude={"job_id", "store_dir", "target"})
-    told["train"].pop("threads")
+    for name in ("threads", "trackers"):
+        told["train"].pop(name)
     told |= {"store": digest_file(Path(spec.store_dir) / INDEX), "target": target_digest(path), "dtype": str(dtype)}
     return digest_bytes(json.dumps(told, sort_keys=True).encode())
 
@@ -151,6 +229,7 @@ class _Run:
     trainer: Trainer
     path: Path
     digest: str
+    dtype: torch.dtype
     tokens_per_step: float
     held_out: Callable[[], Any]
     coverage: float
@@ -159,60 +238,111 @@ class _Run:
     aux_layers: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        num_steps = self.trainer.schedule.num_steps
+        num_steps, train = self.trainer.schedule.num_steps, self.spec.train
         self.reports: list[CheckpointReport] = []
-        self._exports = set(checkpoint_steps(num_steps, self.spec.train.num_checkpoints))
+        self.best, self.evaluations_since_best, self.stopped_early = 0.0, 0, False
+        self._exports = set(checkpoint_steps(num_steps, train.num_checkpoints))
         self._evaluations = set(checkpoint_steps(num_steps, _NUM_EVALUATIONS)) | self._exports
         self._log_every = max(1, num_steps // _NUM_LOGGED_STEPS)
         self._state_file = self.stage.out_dir / STATE_DIR / "training.safetensors"
+        self._world = self.trainer.world
+        self._peak = peak_rate(self.dtype)
+        self._trackers = open_trackers(
+            train.trackers if self._world.leads else (), f"{self.spec.job_id}/{self.spec.candidate}",
+            train.model_dump(mode="json"), self.stage.out_dir / "trackers")
+
+    @property
+    def mfu(self) -> float:
+        """Of all processes together, on average so far."""
+        counters = self.trainer.counters
+        return counters.flops / max(counters.seconds, 1e-9) / (self._peak * self._world.size)
 
     def resume(self) -> int:
         """Go on from the saved state if there is one; the step it had reached."""
-        found = load_state(self._state_file, self.drafter, self.trainer.optimizer, self.digest)
-        if found is None:
+        notes: dict[str, Any] | None = None
+        if self._world.leads:
+            found = load_state(self._state_file, self.drafter, self.trainer.optimizer, self.digest)
+            if found is not None:
+                self.trainer.counters, notes = found
+        notes = self._world.tell(notes)
+        if notes is None:
             return 0
-        self.trainer.counters, notes = found
+        self.trainer.counters = self._world.share_state(self.drafter, self.trainer.optimizer, self.trainer.counters)
         self.reports = [CheckpointReport.model_validate(report) for report in notes["checkpoints"]]
+        self.best, self.evaluations_since_best = notes.get("best", 0.0), notes.get("evaluations_since_best", 0)
+        self.stopped_early = notes.get("stopped_early", False)
         self.stage.event("Resumed", f"going on from step {self.trainer.counters.step}")
         return self.trainer.counters.step
 
     def to_the_end(self) -> None:
-        """Train until the schedule ends. Raises Interrupted after a save when asked to stop, LossDiverged."""
+        """Train until the schedule ends, or patience does. Raises Interrupted after a save when asked to stop,
+        LossDiverged."""
+        try:
+            while not (self.trainer.finished or self.stopped_early):
+                self._step()
+        finally:
+            for tracker in self._trackers:
+                tracker.close()
+
+    def _step(self) -> None:
         trainer, num_steps = self.trainer, self.trainer.schedule.num_steps
-        while not trainer.finished:
-            report = trainer.step()
-            self._tell(report)
-            if report.step in self._evaluations:
-                self._evaluate_and_export(report)
-            stopping = self.stage.stop_requested
-            if stopping or report.step in self._exports or report.step % self.spec.train.save_every_steps == 0:
-                self._save()
-            self.stage.progress(trainer.counters.tokens, round(self.tokens_per_step * num_steps), "tokens",
-                                f"step {report.step} of {num_steps}, loss {trainer.counters.loss_ema:.3f}")
-            if stopping and not trainer.finished:
-                self.stage.pause_point()
+        report = trainer.step()
+        self._tell(report)
+        if report.step in self._evaluations:
+            self._evaluate_and_export(report)
+        stopping = self._world.any(self.stage.stop_requested)
+        if (stopping or self.stopped_early or report.step in self._exports
+                or report.step % self.spec.train.save_every_steps == 0):
+            self._save()
+        self.stage.progress(trainer.counters.tokens, round(self.tokens_per_step * num_steps), "tokens",
+                            f"step {report.step} of {num_steps}, loss {trainer.counters.loss_ema:.3f}")
+        if stopping and not (trainer.finished or self.stopped_early):
+            self.stage.stop_requested = True
+            self.stage.pause_point()
 
     def _save(self) -> None:
-        save_state(self._state_file, self.drafter, self.trainer.optimizer, self.trainer.counters, self.digest,
-                   {"checkpoints": [report.model_dump(mode="json") for report in self.reports]})
+        if self._world.leads:
+            save_state(self._state_file, self.drafter, self.trainer.optimizer, self.trainer.counters, self.digest,
+                       {"checkpoints": [report.model_dump(mode="json") for report in self.reports], "best": self.best,
+                        "evaluations_since_best": self.evaluations_since_best, "stopped_early": self.stopped_early})
 
     def _tell(self, report: StepReport) -> None:
         if report.step % self._log_every and report.step != self.trainer.schedule.num_steps:
             return
         counters = self.trainer.counters
-        for name, value in (("loss", report.loss), ("learning_rate", report.learning_rate),
-                            ("grad_norm", report.grad_norm), ("tokens_per_s", counters.tokens / counters.seconds)):
-            self.stage.metric(name, report.step, value)
+        seconds = max(counters.seconds, 1e-9)
+        for name, value in (
+                ("loss", report.loss), ("learning_rate", report.learning_rate), ("grad_norm", report.grad_norm),
+                ("tokens_per_s", counters.tokens / seconds), ("mfu", self.mfu),
+                ("padding_share", 1 - counters.supervised_tokens / max(1, counters.computed_tokens)),
+                ("data_wait_share", counters.data_wait_s / seconds)):
+            self._metric(name, report.step, value)
+
+    def _metric(self, name: str, step: int, value: float) -> None:
+        self.stage.metric(name, step, value)
+        for tracker in self._trackers:
+            tracker.metric(name, step, value)
 
     def _evaluate_and_export(self, report: StepReport) -> None:
-        evaluation = evaluate(self.trainer.objective, self.held_out(), self.spec.train.ttt_length)
+        evaluation = evaluate(self.trainer.objective, self.held_out(), self.spec.train.ttt_length, self._world.total)
         for index, (accuracy, acceptance) in enumerate(zip(evaluation.accuracy, evaluation.acceptance, strict=True)):
-            self.stage.metric(f"accuracy/{index}", report.step, accuracy)
-            self.stage.metric(f"acceptance/{index}", report.step, acceptance)
-        self.stage.metric("theoretical_speedup", report.step, evaluation.theoretical_speedup)
-        self.stage.metric("evaluation_loss", report.step, evaluation.loss)
-        if report.step in self._exports:
+            self._metric(f"accuracy/{index}", report.step, accuracy)
+            self._metric(f"acceptance/{index}", report.step, acceptance)
+        self._metric("theoretical_speedup", report.step, evaluation.theoretical_speedup)
+        self._metric("evaluation_loss", report.step, evaluation.loss)
+        self._consider_stopping(evaluation.theoretical_speedup, report.step)
+        if self._world.leads and (report.step in self._exports or self.stopped_early):
             self._export(report, evaluation)
+
+    def _consider_stopping(self, speedup: float, step: int) -> None:
+        patience = self.spec.train.early_stop_patience
+        better = speedup > self.best
+        self.best = max(self.best, speedup)
+        self.evaluations_since_best = 0 if better else self.evaluations_since_best + 1
+        if patience is not None and self.evaluations_since_best >= patience and not self.trainer.finished:
+            self.stopped_early = True
+            self.stage.event("StoppedEarly", f"no evaluation since step {step} was better than {self.best:.2f}: "
+                                             f"{patience} in a row")
 
     def _export(self, report: StepReport, evaluation: Evaluation) -> None:
         name = f"{self.spec.candidate}-step-{report.step}"
@@ -228,7 +358,7 @@ class _Run:
 
     def _card(self, report: StepReport) -> Card:
         """What a checkpoint says of its making. No clock and no path: the same run writes the same bytes."""
-        settings = self.spec.train.model_dump(mode="json", exclude={"threads"})
+        settings = self.spec.train.model_dump(mode="json", exclude={"threads", "trackers"})
         return Card(family=self.family.name, candidate=self.spec.candidate, target=self.target, data=self.data,
                     drafter=self.spec.drafter, aux_layers=self.aux_layers, train=settings, step=report.step,
                     epoch=round(report.epoch, 4), tokens=self.trainer.counters.tokens,
@@ -236,4 +366,4 @@ class _Run:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(TrainStage, train))
+    sys.exit(main(sys.argv[1:]))

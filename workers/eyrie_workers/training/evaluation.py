@@ -11,7 +11,7 @@ the last being the tokens per target pass of a chain if drafting and verifying m
 before anything is served. Counts are kept, not ratios, so that batches add up exactly.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -64,8 +64,12 @@ def tally(hits: Sequence[Tensor], ttt_length: int) -> list[tuple[int, int, int, 
 
 
 @torch.no_grad()
-def evaluate(objective: Objective, batches: Iterable[PackedDocuments], ttt_length: int) -> Evaluation:
-    """Run the objective over held-out batches. The loss is the mean over supervised token predictions' batches."""
+def evaluate(objective: Objective, batches: Iterable[PackedDocuments], ttt_length: int,
+             total: Callable[[Tensor], Tensor] = lambda x: x) -> Evaluation:
+    """Run the objective over held-out batches. The loss is the mean over supervised token predictions' batches.
+
+    total  sums over all processes, each of which gives its own batches.
+    """
     totals = [(0, 0, 0, 0)] * ttt_length
     loss_sum, weight = 0.0, 0
     for documents in batches:
@@ -75,5 +79,8 @@ def evaluate(objective: Objective, batches: Iterable[PackedDocuments], ttt_lengt
                   for total, count in zip(totals, counts, strict=True)]
         loss_sum += float(outcome.loss) * outcome.supervised
         weight += outcome.supervised
-    asked, hit, before, after = (tuple(column) for column in zip(*totals, strict=True))
-    return Evaluation(asked, hit, before, after, loss_sum / max(1, weight))
+    sums = total(torch.tensor([*(float(count) for counts in totals for count in counts), loss_sum, float(weight)],
+                              dtype=torch.float64))
+    table = sums[:-2].round().to(torch.int64).view(ttt_length, 4).T.tolist()
+    asked, hit, before, after = (tuple(column) for column in table)
+    return Evaluation(asked, hit, before, after, float(sums[-2] / sums[-1].clamp(min=1.0)))

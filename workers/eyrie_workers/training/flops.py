@@ -16,7 +16,7 @@ from eyrie_workers.drafters.eagle3 import Eagle3Config
 from eyrie_workers.training.layout import UnrollLayout
 from eyrie_workers.training.products import product
 
-_PROBE_SIZE, _PROBE_S = 1024, 0.2
+_PROBE_SIZE, _PROBE_S = 1024, 0.1
 
 
 def step_flops(config: Eagle3Config, layout: UnrollLayout) -> int:

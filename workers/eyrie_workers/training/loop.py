@@ -12,16 +12,19 @@ before it and the step's number, which is what makes a resumed run equal an unin
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
 from eyrie_api.errors import LossDiverged
 from eyrie_api.v1alpha1.job import TrainSpec
-from eyrie_workers.training.objective import Moment, Objective
-from eyrie_workers.training.packing import Schedule
+from eyrie_workers.training.objective import Lesson, Moment, Objective
+from eyrie_workers.training.packing import Schedule, StepPlan
 from eyrie_workers.training.state import Counters
 from eyrie_workers.training.unroll import PackedDocuments
+from eyrie_workers.training.world import ALONE, World, split
 
 _WSD_DECAY_SHARE = 0.2
 _EMA = 0.95
@@ -61,13 +64,13 @@ class StepReport:
 
 
 class Trainer:
-    """Runs an objective over a schedule."""
+    """Runs an objective over a schedule, in this process's part of a world."""
 
     def __init__(self, objective: Objective, schedule: Schedule, spec: TrainSpec,
-                 read: Callable[[Sequence[int]], PackedDocuments]) -> None:
-        self.objective, self.schedule, self.spec = objective, schedule, spec
+                 read: Callable[[Sequence[int]], PackedDocuments], world: World = ALONE) -> None:
+        self.objective, self.schedule, self.spec, self.world = objective, schedule, spec, world
         self.counters = Counters()
-        self._read = read
+        self._feed = Feed(schedule, read, world)
         self._parameters = [p for p in objective.drafter.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self._parameters, lr=spec.learning_rate, betas=(spec.beta1, spec.beta2),
                                            weight_decay=spec.weight_decay, fused=True)
@@ -81,31 +84,81 @@ class Trainer:
         """Do the next step. Raises LossDiverged, before any parameter has changed, when the loss or its gradient is
         not a number."""
         number, started = self.counters.step, time.perf_counter()
-        plan = self.schedule.at(number)
-        documents = self._read(plan.rows)
+        batch = self._feed.take(number)
         waited = time.perf_counter() - started
-        rate = learning_rate_at(number, self.schedule.num_steps, self.spec)
+        return self.learn(batch, started, waited)
+
+    def learn(self, batch: "Batch", started: float, waited: float = 0.0, lesson: Lesson | None = None) -> StepReport:
+        """Do the next step on its batch, which others may have read, and its teacher, which others may have asked."""
+        number, num_steps = self.counters.step, self.schedule.num_steps
+        rate = learning_rate_at(number, num_steps, self.spec)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
-        outcome = self.objective(documents, Moment(number, self.schedule.num_steps, self.spec.seed))
+        outcome = self.objective(batch.documents, self.moment(batch), lesson)
         outcome.loss.backward()
+        self.world.sum_gradients(self._parameters)
         grad_norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.spec.max_grad_norm, foreach=True)
-        loss, norm = float(outcome.loss.detach()), float(grad_norm)
+        told = self.world.total(torch.tensor([float(outcome.loss.detach()), outcome.supervised, batch.num_tokens,
+                                              outcome.flops, outcome.computed], dtype=torch.float64)).tolist()
+        loss, supervised, tokens, flops, norm = told[0], round(told[1]), round(told[2]), told[3], float(grad_norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise LossDiverged(
-                f"loss was {loss} with gradient norm {norm} at step {number + 1} of {self.schedule.num_steps}",
+                f"loss was {loss} with gradient norm {norm} at step {number + 1} of {num_steps}",
                 f"lower train.learning_rate (now {self.spec.learning_rate:g}) or train.max_grad_norm "
                 f"(now {self.spec.max_grad_norm:g}), or lengthen train.warmup_ratio")
         self.optimizer.step()
-        self._count(documents, outcome.supervised, loss, started, waited)
-        return StepReport(step=number + 1, epoch=plan.epoch, loss=loss, learning_rate=rate, grad_norm=norm,
-                          tokens=documents.token_ids.numel(), supervised_tokens=outcome.supervised)
-
-    def _count(self, documents: PackedDocuments, supervised: int, loss: float, started: float, waited: float) -> None:
         before, old = self.counters, self.counters.loss_ema
         self.counters = replace(
-            before, step=before.step + 1, tokens=before.tokens + documents.token_ids.numel(),
-            supervised_tokens=before.supervised_tokens + supervised,
+            before, step=before.step + 1, tokens=before.tokens + tokens,
+            supervised_tokens=before.supervised_tokens + supervised, flops=before.flops + flops,
+            computed_tokens=before.computed_tokens + round(told[4]),
             seconds=before.seconds + time.perf_counter() - started, data_wait_s=before.data_wait_s + waited,
             loss_ema=loss if old is None else _EMA * old + (1 - _EMA) * loss)
+        return StepReport(step=number + 1, epoch=batch.plan.epoch, loss=loss, learning_rate=rate, grad_norm=norm,
+                          tokens=tokens, supervised_tokens=supervised)
+
+    def moment(self, batch: "Batch") -> Moment:
+        """Where the run stands with this batch."""
+        return Moment(batch.plan.step, self.schedule.num_steps, self.spec.seed, batch.starts, self.world.total)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This process's part of one step's documents."""
+
+    plan: StepPlan
+    documents: PackedDocuments
+    starts: tuple[int, ...]
+    num_tokens: int
+    """0 where this process has no document of the step: it then sees one of which nothing is taught."""
+
+
+class Feed:
+    """A schedule's batches, in order, each read while the one before is learnt from."""
+
+    def __init__(self, schedule: Schedule, read: Callable[[Sequence[int]], PackedDocuments], world: World) -> None:
+        self._schedule, self._read, self._world = schedule, read, world
+        self._ahead: tuple[int, Future[Batch]] | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="eyrie-feed")
+
+    def take(self, step: int) -> Batch:
+        """The batch of a step; the next one's reading begins."""
+        ahead, self._ahead = self._ahead, None
+        batch = ahead[1].result() if ahead is not None and ahead[0] == step else self._make(step)
+        if step + 1 < self._schedule.num_steps:
+            self._ahead = step + 1, self._pool.submit(self._make, step + 1)
+        return batch
+
+    def _make(self, step: int) -> Batch:
+        plan = self._schedule.at(step)
+        if self._world.size == 1:
+            documents = self._read(plan.rows)
+            return Batch(plan, documents, tuple(accumulate(documents.lengths, initial=0))[:-1],
+                         documents.token_ids.numel())
+        part = split(plan.rows, self._schedule.lengths, self._world.size)[self._world.rank]
+        if part.rows:
+            documents = self._read(part.rows)
+            return Batch(plan, documents, part.starts, documents.token_ids.numel())
+        documents = self._read(plan.rows[:1])
+        return Batch(plan, replace(documents, loss_mask=torch.zeros_like(documents.loss_mask)), (0,), 0)

@@ -17,9 +17,11 @@ from torch.autograd.function import once_differentiable
 from eyrie_workers.drafters.eagle3 import Eagle3Drafter, Eagle3Weights
 from eyrie_workers.drafters.rotary import Rotary
 from eyrie_workers.features.opinions import opinion_rows
+from eyrie_workers.training.flops import step_flops
 from eyrie_workers.training.layout import UnrollLayout, lay_out, parts
 from eyrie_workers.training.losses import Normalisation, Teacher, shares, teach
 from eyrie_workers.training.opinions import teacher_of
+from eyrie_workers.training.products import rounded
 from eyrie_workers.training.softloss import Loss, soft_loss
 from eyrie_workers.training.unroll import Ground, PackedDocuments, lay_ground, unroll
 
@@ -40,6 +42,11 @@ class Outcome:
     step_losses: Tensor
     supervised: int
     hits: tuple[Tensor, ...] = ()
+    flops: int = 0
+    """Arithmetic that learning from the batch needed (`training.flops`)."""
+
+    computed: int = 0
+    """Token predictions computed, those included that fill up a round number of rows."""
 
 
 def _alone(x: Tensor) -> Tensor:
@@ -78,8 +85,11 @@ class Objective(Protocol):
         """The module whose parameters are trained."""
         ...
 
-    def __call__(self, documents: PackedDocuments, moment: Moment | None = None) -> Outcome:
+    def __call__(self, documents: PackedDocuments, moment: Moment | None = None,
+                 lesson: "Lesson | None" = None) -> Outcome:
         """Loss of a batch at a moment of training; without a moment it is judged: everything unrolled, hits counted.
+
+        lesson  the teacher of the batch, when it has been asked already (`training.together`).
 
         A function of its arguments and the parameters alone. A batch without roots has loss 0.
         """
@@ -155,7 +165,9 @@ class TrainingTimeTest:
         counts_S = torch.bincount(step_N, weights=inside_N).clamp(min=1.0)
         hits_N = (choice_N == lesson.teacher.choice_R[row_N]) & inside_N if judged else torch.zeros(0)
         return Outcome(loss, torch.bincount(step_N, weights=losses_N * inside_N) / counts_S, layout.num_supervised,
-                       hits_N.split([alive for alive in layout.alive if alive]) if judged else ())
+                       hits_N.split([alive for alive in layout.alive if alive]) if judged else (),
+                       step_flops(self._drafter.config, layout),
+                       sum(rounded(alive) for cut in cuts for alive in cut.alive if alive))
 
     def _most_roots(self, layout: UnrollLayout) -> int:
         """Roots unrolled at a time, from what one keeps for its gradient."""

@@ -43,6 +43,12 @@ class Counters:
     supervised_tokens: int = 0
     """Token predictions compared with the target, over all unrolled steps."""
 
+    computed_tokens: int = 0
+    """The same with those that fill up a round number of rows."""
+
+    flops: float = 0.0
+    """Arithmetic the steps needed (`training.flops`)."""
+
     seconds: float = 0.0
     data_wait_s: float = 0.0
     loss_ema: float | None = None
