@@ -43,6 +43,9 @@ from eyrie_pipelines.work import CREDENTIALS_DIR, pod_variables
 
 POD_ANNOTATION = "eyrie.dev/pod"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+PART_LABEL = ("app.kubernetes.io/part-of", "eyrie")
+"""By which the chart's NetworkPolicy lets pods reach the bundled store."""
+
 _SMALL = {"cpu": "100m", "memory": "512Mi"}
 """Of the boxes between stages: they read manifests."""
 
@@ -104,6 +107,7 @@ def place(task: Any, placement: Placement, profile: ClusterProfile) -> Any:
     for name, value in pod_variables(placement, profile.home, profile.sync_s).items():
         task.set_env_variable(name, value)
     kubernetes.set_image_pull_policy(task, placement.image_pull_policy)
+    kubernetes.add_pod_label(task, *PART_LABEL)
     if placement.image_pull_secrets:
         kubernetes.set_image_pull_secrets(task, list(placement.image_pull_secrets))
     _give_resources(task, placement)

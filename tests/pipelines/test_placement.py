@@ -60,7 +60,7 @@ def test_a_stages_box_has_all_its_placement_asks_for() -> None:
     assert asked["nodeSelector"]["labels"] == {"pool": "spot", "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
     assert asked["tolerations"] == [{"key": "spot", "operator": "Exists", "effect": "NoSchedule"},
                                     {"key": "team", "operator": "Equal", "value": "a"}]
-    assert asked["podMetadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "gpus"}
+    assert asked["podMetadata"]["labels"] == {"app.kubernetes.io/part-of": "eyrie", "kueue.x-k8s.io/queue-name": "gpus"}
     assert {"volumeName": "shared-memory", "mountPath": "/dev/shm", "medium": "Memory", "sizeLimit": "8Gi",
             } in asked["emptyDirMounts"]
     assert asked["secretAsEnv"][0]["secretName"] == "hub"
@@ -109,7 +109,7 @@ def test_a_stage_of_its_own_kind_and_a_jobs_wishes_are_laid_over() -> None:
     assert variables(pipeline, "prove")["EYRIE_ARTIFACTS_URL"] == "s3://bucket/eyrie"
     assert container(pipeline, "train")["resources"]["accelerator"]["resourceCount"] == "8"
     assert container(pipeline, "tune")["resources"]["accelerator"]["resourceCount"] == "2"
-    assert platform(pipeline, "capture")["podMetadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team-b"}
+    assert platform(pipeline, "capture")["podMetadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-b"
 
 
 def test_every_box_is_retried_when_its_pod_is_taken_away_and_starts_the_images_python() -> None:
