@@ -1,4 +1,4 @@
-"""The double of the Kubeflow Pipelines backend on a cluster: real clients, real pods, real deaths.
+"""The double of the Kubeflow Pipelines backend on a cluster: real clients, real Jobs, real deaths.
 
 The double itself runs beside the test here; that it also runs in a pod is the walk's concern.
 """
@@ -131,7 +131,11 @@ def pods_of(cluster: Cluster, namespace: str) -> list[str]:
     return [one["metadata"]["name"] for one in cluster.list_all("v1", "Pod", namespace)]
 
 
-def test_a_pipeline_with_a_loop_runs_through_in_pods_by_kfps_own_client(double: Double, tmp_path: Path) -> None:
+def jobs_of(cluster: Cluster, namespace: str) -> list[str]:
+    return [one["metadata"]["name"] for one in cluster.list_all("batch/v1", "Job", namespace)]
+
+
+def test_a_pipeline_with_a_loop_runs_through_in_jobs_by_kfps_own_client(double: Double, tmp_path: Path) -> None:
     package = tmp_path / "doubled.yaml"
     both = samples.compiled(samples.doubled, double.image)
     package.write_text(yaml.safe_dump(both["pipeline_spec"]))
@@ -143,6 +147,9 @@ def test_a_pipeline_with_a_loop_runs_through_in_pods_by_kfps_own_client(double: 
     assert set(tasks) == {"root", "count", "for-loop-1/0/double", "for-loop-1/1/double", "total"}
     assert {one.state for one in tasks.values()} == {"SUCCEEDED"}
     assert all(one.start_time <= one.end_time for one in tasks.values())
+    pods = Cluster().list_all("v1", "Pod", double.namespace)
+    assert {one["metadata"]["ownerReferences"][0]["kind"] for one in pods} == {"Job"}
+    assert len(pods) == len(jobs_of(Cluster(), double.namespace)) == 4, "one Job per task, one pod per Job"
     kept = yaml.safe_load(Cluster().get("v1", "ConfigMap", double.namespace, f"kfp-run-{made.run_id}")["data"]["run"])
     assert kept["outputs"] == {"Output": 2}
     assert [one.state for one in run.state_history] == ["PENDING", "RUNNING", "SUCCEEDED"]
@@ -168,6 +175,7 @@ def test_a_terminated_run_takes_its_pods_with_it(cluster: Cluster, double: Doubl
     run = double.ended(run_id)
     assert [one.state for one in run.state_history] == ["PENDING", "RUNNING", "CANCELING", "FAILED"]
     eventually(lambda: pod not in pods_of(cluster, double.namespace), "the pod is gone", DEADLINE_S)
+    eventually(lambda: len(jobs_of(cluster, double.namespace)) == 1, "of its Jobs only the finished one is left")
     assert double.task(run_id, "step-2") is None
     with pytest.raises(kfp_server_api.ApiException) as refused:
         double.runs.run_service_terminate_run(run_id)
@@ -183,7 +191,7 @@ def test_a_double_killed_half_way_goes_on_where_it_was(cluster: Cluster, double:
     assert run.state == "SUCCEEDED", run
     assert (run.display_name, run.created_at) == (before.display_name, before.created_at)
     assert double.task(run_id, "nap").pod_name == pod
-    assert len(pods_of(cluster, double.namespace)) == 3
+    assert len(pods_of(cluster, double.namespace)) == len(jobs_of(cluster, double.namespace)) == 3
 
 
 def test_a_pod_deleted_half_way_is_tried_again(cluster: Cluster, double: Double) -> None:
@@ -194,7 +202,11 @@ def test_a_pod_deleted_half_way_is_tried_again(cluster: Cluster, double: Double)
     assert run.state == "SUCCEEDED", run
     nap = double.task(run_id, "nap")
     assert nap.pod_name != pod
-    assert nap.executor_detail.failed_main_jobs == [pod]
+    lost, last = (one.pod_name for one in nap.child_tasks)
+    assert (lost, last) == (pod, nap.pod_name), "one lost pod is one attempt gone"
+    assert len(nap.executor_detail.failed_main_jobs) == 1
+    assert pod.startswith(nap.executor_detail.failed_main_jobs[0])
+    eventually(lambda: len(jobs_of(cluster, double.namespace)) == 3, "the Job that lost its pod went with it")
 
 
 def test_a_failed_run_can_be_retried_and_a_deleted_one_takes_its_pods(cluster: Cluster, double: Double) -> None:
@@ -204,7 +216,8 @@ def test_a_failed_run_can_be_retried_and_a_deleted_one_takes_its_pods(cluster: C
     run = double.ended(run_id)
     assert [one.state for one in run.state_history].count("FAILED") == 2
     double.runs.run_service_delete_run(run_id)
-    eventually(lambda: not pods_of(cluster, double.namespace), "the run's pods are gone", DEADLINE_S)
+    eventually(lambda: not jobs_of(cluster, double.namespace) + pods_of(cluster, double.namespace),
+               "the run's Jobs and their pods are gone", DEADLINE_S)
     with pytest.raises(kfp_server_api.ApiException) as gone:
         double.runs.run_service_get_run(run_id)
     assert gone.value.status == 404

@@ -1,4 +1,4 @@
-"""The runner of a cluster drives whole jobs through the double: every box in a pod of its own, placed as it says.
+"""The runner of a cluster drives whole jobs through the double: every box in a Job of its own, placed as it says.
 
 Stages are rehearsed: everything about a run is real but the work. The work area is a volume, a directory of this
 machine, which the job's pods and the test see at the same path.
@@ -59,7 +59,7 @@ def stage(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[Stage]:
         cluster.delete("v1", "PersistentVolume", "", volume)
 
 
-def test_a_job_runs_through_in_pods_and_is_started_once(stage: Stage) -> None:
+def test_a_job_runs_through_in_jobs_of_the_cluster_and_is_started_once(stage: Stage) -> None:
     spec = spec_of()
     stage.runner.start("dj-1", spec, 1, None)
     stage.runner.start("dj-1", spec, 1, None)

@@ -17,7 +17,7 @@ from urllib3.exceptions import HTTPError
 
 from tests.kubeflow.cluster import Namespace
 from tests.kubeflow.interpreter import Pipeline, Refused, arguments_of, in_order, refuse_what_is_not_read
-from tests.kubeflow.pods import RUN_LABEL, pod_of, refuse_settings_not_read
+from tests.kubeflow.jobs import Found, job_of, refuse_settings_not_read
 from tests.kubeflow.runs import Run, Runtime, Start, advanced, begun, refused, retried
 
 log = logging.getLogger("kubeflow-double")
@@ -166,12 +166,10 @@ class Backend:
             active = [run for run in self._runs.values() if not run.state.ended]
             if not active:
                 return
-            pods = self._cluster.pods()
+            found = self._cluster.jobs()
             for run in active:
-                of_run = {name: pod for name, pod in pods.items()
-                          if pod["metadata"]["labels"].get(RUN_LABEL) == run.run_id}
                 try:
-                    self._carry_on(run, of_run)
+                    self._carry_on(run, found.get(run.run_id, {}))
                 except (Refused, ValueError, KeyError, TypeError) as error:
                     # What was put out is not what the pipeline goes on with: a loop item without the field, say.
                     log.exception("run %s cannot go on", run.run_id)
@@ -179,11 +177,11 @@ class Backend:
                     failed.becomes(Runtime.FAILED, _now())
                     self._keep(failed)
 
-    def _carry_on(self, run: Run, pods: Mapping[str, Mapping[str, Any]]) -> None:
+    def _carry_on(self, run: Run, found: Mapping[str, Found]) -> None:
         pipeline = Pipeline.of(run.pipeline_spec)
-        after, starting, deleting = advanced(run, pipeline, pods, _now())
+        after, starting, deleting = advanced(run, pipeline, found, _now())
         for name in deleting:
-            self._cluster.delete_pod(name)
+            self._cluster.delete_job(name)
         for start in starting:
             self._start(after, pipeline, start)
         if after != run:
@@ -194,19 +192,19 @@ class Backend:
     def _start(self, run: Run, pipeline: Pipeline, start: Start) -> None:
         node = start.node
         try:
-            pod = pod_of(pipeline, node, run_id=run.run_id, attempt=start.attempt, within_s=start.within_s,
+            job = job_of(pipeline, node, run_id=run.run_id, attempt=start.attempt, within_s=start.within_s,
                          namespace=self._cluster.name, service_account=run.service_account,
                          owner=self._cluster.owner(run.run_id), patch=self._pod_patch)
-            self._cluster.make_pod(pod)
+            self._cluster.make_job(job)
         except Refused as error:
             refused(run, node, str(error), _now())
         except ApiException as error:
             if error.status not in (400, 403, 422):
                 raise
             said = json.loads(error.body or "{}").get("message", error.reason)
-            refused(run, node, f"the cluster refused its pod: {said}", _now())
+            refused(run, node, f"the cluster refused its Job: {said}", _now())
         else:
-            log.info("run %s: task %s starts in pod %s", run.run_id, node.path, pod["metadata"]["name"])
+            log.info("run %s: task %s starts as Job %s", run.run_id, node.path, job["metadata"]["name"])
             begun(run, node, _now())
 
     def _keep(self, run: Run) -> None:

@@ -1,8 +1,8 @@
-"""The double's door to Kubernetes: pods of tasks, and ConfigMaps in which runs are kept.
+"""The double's door to Kubernetes: Jobs of tasks and their pods, and ConfigMaps in which runs are kept.
 
-Rights it needs in its namespace: pods get, list, create, delete; configmaps get, list, create, update, delete. Real
-Kubeflow keeps runs in MySQL and has Argo make pods from a Workflow; here one ConfigMap is one run (at most 1 MiB: the
-compiled pipeline, arguments, outputs), and it owns the run's pods.
+Rights it needs in its namespace: jobs list, create, delete; pods list; configmaps get, list, create, update, delete.
+Real Kubeflow keeps runs in MySQL and has Argo make pods from a Workflow; here one ConfigMap is one run (at most 1 MiB:
+the compiled pipeline, arguments, outputs), and it owns the run's Jobs.
 """
 
 import json
@@ -12,9 +12,11 @@ from typing import Any
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 
-from tests.kubeflow.pods import RUN_LABEL
+from tests.kubeflow.jobs import RUN_LABEL, Found
 from tests.kubeflow.runs import Run
 
+JOB_LABEL = "job-name"
+"""On a Job's pods, by the Job controller of every version."""
 KIND_LABEL = "kubeflow-double/kind"
 TIMEOUT_S = (5, 30)
 """To connect, to answer: a lost connection must not stand still."""
@@ -29,24 +31,35 @@ class Namespace:
             config.load_incluster_config()
         except config.ConfigException:
             config.load_kube_config()
-        self._core = client.CoreV1Api()
+        self._core, self._batch = client.CoreV1Api(), client.BatchV1Api()
 
-    def pods(self) -> dict[str, dict[str, Any]]:
-        """Every run's pods, by name."""
-        listed = self._read(self._core.list_namespaced_pod, self.name, label_selector=RUN_LABEL)
-        return {pod["metadata"]["name"]: pod for pod in listed["items"]}
+    def jobs(self) -> dict[str, dict[str, Found]]:
+        """The Jobs by their names, by their run's id. A Job that is gone is among them while it has pods."""
+        # Jobs first: a pod that is listed then is there although its Job has not been told.
+        jobs = self._read(self._batch.list_namespaced_job, self.name, label_selector=RUN_LABEL)["items"]
+        pods = self._read(self._core.list_namespaced_pod, self.name, label_selector=f"{RUN_LABEL},{JOB_LABEL}")["items"]
+        found: dict[str, dict[str, Found]] = {}
+        for job in jobs:
+            found.setdefault(job["metadata"]["labels"][RUN_LABEL], {})[job["metadata"]["name"]] = Found(job)
+        for pod in sorted(pods, key=lambda one: str(one["metadata"]["creationTimestamp"])):
+            labels = pod["metadata"]["labels"]
+            of_run = found.setdefault(labels[RUN_LABEL], {})
+            known = of_run.get(labels[JOB_LABEL], Found(None))
+            of_run[labels[JOB_LABEL]] = Found(known.job, (*known.pods, pod))
+        return found
 
-    def make_pod(self, pod: dict[str, Any]) -> None:
+    def make_job(self, job: dict[str, Any]) -> None:
         """Make it, unless it is there: then it was made before the double was killed."""
         try:
-            self._core.create_namespaced_pod(self.name, pod, _request_timeout=TIMEOUT_S)
+            self._batch.create_namespaced_job(self.name, job, _request_timeout=TIMEOUT_S)
         except ApiException as error:
             if not _exists(error):
                 raise
 
-    def delete_pod(self, name: str) -> None:
-        """End it, with its own grace period."""
-        _unless_gone(lambda: self._core.delete_namespaced_pod(name, self.name, _request_timeout=TIMEOUT_S))
+    def delete_job(self, name: str) -> None:
+        """End its pods, with their own grace period; it goes after them."""
+        _unless_gone(lambda: self._batch.delete_namespaced_job(
+            name, self.name, propagation_policy="Foreground", _request_timeout=TIMEOUT_S))
 
     def runs(self) -> dict[str, Run]:
         """Every run that is kept, by its id."""
@@ -59,12 +72,12 @@ class Namespace:
         self._keep(_of_run(run.run_id), "run", {"run": run.model_dump_json()}, {RUN_LABEL: run.run_id})
 
     def owner(self, run_id: str) -> dict[str, Any]:
-        """The run as an owner of its pods."""
+        """The run as an owner of its Jobs."""
         kept = self._read(self._core.read_namespaced_config_map, _of_run(run_id), self.name)
         return {"apiVersion": "v1", "kind": "ConfigMap", "name": _of_run(run_id), "uid": kept["metadata"]["uid"]}
 
     def forget_run(self, run_id: str) -> None:
-        """Delete the run; its pods go with it."""
+        """Delete the run; its Jobs go with it, and their pods with them."""
         _unless_gone(lambda: self._core.delete_namespaced_config_map(
             _of_run(run_id), self.name, _request_timeout=TIMEOUT_S))
 

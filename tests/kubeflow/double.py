@@ -1,14 +1,14 @@
-"""A test double of the Kubeflow Pipelines backend: its REST API v2beta1 before pods that really run.
+"""A test double of the Kubeflow Pipelines backend: its REST API v2beta1 before Jobs that really run.
 
     python -m tests.kubeflow.double --namespace NS --port 8888 [--host 0.0.0.0] [--pod-patch FILE]
 
 It is no Kubeflow. It speaks to the real client (`kfp_server_api`, `kfp.Client`) and executes the compiled pipeline that
-a run carries, one pod per attempt at a task as Argo does (a Job would make pods anew by rules of its own), in one
-namespace; it asks for a kubeconfig or a service account and for nothing else. What it keeps lies in ConfigMaps there:
-kill it, start it again, and it goes on. One at a time: two would write over each other.
+a run carries, one Kubernetes Job per task (and one more each time a task is tried again), in one namespace; it asks for
+a kubeconfig or a service account and for nothing else. What it keeps lies in ConfigMaps there: kill it, start it again,
+and it goes on. One at a time: two would write over each other.
 
     interpreter   the compiled pipeline: which task may run, with which inputs      pure
-    pods          a task's pod, and the launcher's part in it                       pure
+    jobs          a task's Job, and the launcher's part in its pod                  pure
     runs          a run: what is kept of it, what happens next                      pure
     cluster       Kubernetes                                                        acts
     backend       runs and experiments, and the loop that drives them               acts
@@ -16,8 +16,8 @@ kill it, start it again, and it goes on. One at a time: two would write over eac
 
 What the real backend does otherwise: it is multi-user if set up so (this is not: a namespace given must be its own, or
 none); it keeps pipelines, versions and recurring runs; it passes artifacts by an object store and caches tasks; Argo
-makes the pods; a retried run is a Workflow made again. What this double does not read of a pipeline it refuses when
-the run is made.
+makes pods and no Jobs; a retried run is a Workflow made again. What this double does not read of a pipeline it refuses
+when the run is made.
 
 The JSON is the API's: snake_case names, enums by name, times in RFC 3339, errors as gRPC's gateway writes them.
 """
@@ -173,8 +173,8 @@ def _task(run: Run, task: Task) -> dict[str, Any]:
         first, latest = task.attempts[0], task.attempts[-1]
         shown |= {"create_time": _time(first.created), "start_time": _time(first.started or first.created),
                   "pod_name": latest.pod, "child_tasks": [{"pod_name": one.pod} for one in task.attempts],
-                  "executor_detail": {"main_job": latest.pod,
-                                      "failed_main_jobs": [one.pod for one in task.attempts if one.problem]}}
+                  "executor_detail": {"main_job": latest.job,
+                                      "failed_main_jobs": [one.job for one in task.attempts if one.problem]}}
         if task.state.ended:
             shown["end_time"] = _time(latest.ended or task.history[-1].update_time)
     if task.error and task.state is Runtime.FAILED:
@@ -231,10 +231,10 @@ def _matches(row: Mapping[str, Any], predicate: Mapping[str, Any]) -> bool:
 def main() -> None:
     """Serve until told to end."""
     parser = argparse.ArgumentParser(description="A test double of the Kubeflow Pipelines backend. Not for real work.")
-    parser.add_argument("--namespace", required=True, help="where pods run and runs are kept")
+    parser.add_argument("--namespace", required=True, help="where Jobs run and runs are kept")
     parser.add_argument("--port", type=int, default=8888)
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--every", type=float, default=0.5, metavar="SECONDS", help="between looks at the pods")
+    parser.add_argument("--every", type=float, default=0.5, metavar="SECONDS", help="between looks at the Jobs")
     parser.add_argument("--pod-patch", type=Path, metavar="FILE",
                         help="YAML {metadata, spec, container} laid under every pod: for a test cluster's own needs")
     given = parser.parse_args()

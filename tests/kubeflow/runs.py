@@ -1,21 +1,26 @@
-"""One run of the double: what is kept of it, and what happens next. Pure: pods and the time go in, decisions come out.
+"""One run of the double: what is kept of it, and what happens next. Pure: Jobs and the time go in, decisions come out.
 
 A run is one document (`Run`), kept in a ConfigMap: what was asked, and of each container its attempts and its outputs.
-An attempt is a pod. It is written down after its pod was made, under a name that follows from the run, the task and the
-attempt's number: a double killed between the two makes the same pod again and is told that it exists.
+An attempt is a Job. It is written down after its Job was made, under a name that follows from the run, the task and the
+attempt's number: a double killed between the two makes the same Job again and is told that it exists.
 
-A pod that fails or vanishes (deleted, evicted, its node lost) is one attempt gone; the task's `retryPolicy` says how
-many more there are, and how long to wait. Without one there are none: that is the real backend's default too. (Argo
-tries again after pods that failed, which a pod deleted with grace usually has, and not after pods that vanished.)
+How an attempt ended its Job's condition says, and its pod says why. A pod that fails or vanishes (deleted, evicted, its
+node lost) is one attempt gone; the task's `retryPolicy` says how many more there are, and how long to wait. Without one
+there are none: that is the real backend's default too. (Argo tries again after pods that failed, which a pod deleted
+with grace usually has, and not after pods that vanished.)
+
+An attempt has one pod. A Job whose pod is deleted fails on a newer Kubernetes; an older one (1.20) makes another pod
+there and then, beside one that may still be saving its work. So a Job that has lost its pod is deleted, and the task is
+tried again when all its pods are gone. Only what such a second pod has finished before anyone looked is taken.
 `backoffMaxDuration` is Argo's `maxDuration`, no bound of one wait: that long after the task's first pod began there are
 no more attempts, and a second or later pod is ended then, however well it does. kfp's own default is an hour.
 
-A terminated run is CANCELING while its pods end, and then FAILED: so ends the real backend's, whose Workflow has
-failed; the API's CANCELED exists and is not reached. The real backend leaves `error` empty; here it names the task.
+A terminated run is CANCELING until its Jobs have ended, and then FAILED: so ends the real backend's, whose Workflow
+has failed; the API's CANCELED exists and is not reached. The real backend leaves `error` empty; here it names the task.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -24,7 +29,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from tests.kubeflow.interpreter import Node, Pipeline, Refused, Seen, State, outputs_of, startable, walk
-from tests.kubeflow.pods import pod_name, unpacked
+from tests.kubeflow.jobs import Found, job_name, phase_of, unpacked
 
 
 class Runtime(StrEnum):
@@ -49,9 +54,11 @@ class Change(BaseModel):
 
 
 class Attempt(BaseModel):
-    """One pod of a task."""
+    """One Job of a task."""
 
-    pod: str
+    job: str
+    pod: str = ""
+    """Its pod, once there is one."""
     created: datetime
     started: datetime | None = None
     ended: datetime | None = None
@@ -59,7 +66,7 @@ class Attempt(BaseModel):
 
 
 class Task(BaseModel):
-    """One container of the pipeline, from its first pod on."""
+    """One container of the pipeline, from its first Job on."""
 
     path: str
     component: str
@@ -109,24 +116,27 @@ class Run(BaseModel):
 
 @dataclass(frozen=True)
 class Start:
-    """A pod to make."""
+    """A Job to make."""
 
     node: Node
     attempt: int
     within_s: int | None = None
-    """It is ended after that."""
+    """Its pod is ended after that."""
 
 
-def advanced(run: Run, pipeline: Pipeline, pods: Mapping[str, Mapping[str, Any]], now: datetime) \
+def advanced(run: Run, pipeline: Pipeline, found: Mapping[str, Found], now: datetime) \
         -> tuple[Run, list[Start], list[str]]:
-    """(the run as it stands now, pods to make, pods to delete)."""
+    """(the run as it stands now, Jobs to make, Jobs to delete). `found`: the run's Jobs by their names."""
     run = run.model_copy(deep=True)
+    deleting = []
     for task in run.tasks.values():
         if not task.state.ended and len(task.attempts) > task.forgiven:
-            _look(task, pipeline, pods, now)
+            job = task.attempts[-1].job
+            if not _look(task, pipeline, found.get(job, Found(None)), now):
+                deleting.append(job)
             _give_up(task, _policy(pipeline, task.path), now, may_retry=run.state is not Runtime.CANCELING)
     if run.state is Runtime.CANCELING:
-        return _cancelled(run, pods, now)
+        return _cancelled(run, found, now)
     tree = walk(pipeline, run.arguments, {path: _seen(task) for path, task in run.tasks.items()})
     if tree.state is State.SUCCEEDED:
         run.outputs = dict(tree.outputs)
@@ -147,18 +157,18 @@ def advanced(run: Run, pipeline: Pipeline, pods: Mapping[str, Mapping[str, Any]]
             last = _no_more_after(tried, policy)
             within_s = None if last is None else max(1, int((last - now).total_seconds()))
             starting.append(Start(leaf, len(tried.attempts), within_s))
-    return run, starting, []
+    return run, starting, deleting
 
 
 def begun(run: Run, node: Node, now: datetime) -> None:
-    """Write down that a pod was made for `node`."""
+    """Write down that a Job was made for `node`."""
     task = run.tasks.setdefault(node.path, Task(path=node.path, component=node.component))
-    task.attempts.append(Attempt(pod=pod_name(run.run_id, node.path, len(task.attempts)), created=now))
+    task.attempts.append(Attempt(job=job_name(run.run_id, node.path, len(task.attempts)), created=now))
     task.becomes(Runtime.PENDING, now)
 
 
 def refused(run: Run, node: Node, why: str, now: datetime) -> None:
-    """Write down that no pod can be made for `node`."""
+    """Write down that no Job can be made for `node`."""
     task = run.tasks.setdefault(node.path, Task(path=node.path, component=node.component))
     task.error = why
     task.becomes(Runtime.FAILED, now)
@@ -190,38 +200,76 @@ def _seen(task: Task) -> Seen:
     return Seen(State.READY if task.forgiven == len(task.attempts) else State.RUNNING)
 
 
-def _look(task: Task, pipeline: Pipeline, pods: Mapping[str, Mapping[str, Any]], now: datetime) -> None:
-    """What has become of the task's latest pod."""
+def _look(task: Task, pipeline: Pipeline, found: Found, now: datetime) -> bool:
+    """See what has become of the task's latest Job. Whether that Job may stay."""
     attempt = task.attempts[-1]
     if attempt.ended is not None:
-        return
-    pod = pods.get(attempt.pod)
-    if pod is None:
-        attempt.ended, attempt.problem = now, f"pod {attempt.pod} was deleted"
-    else:
-        containers = [one["state"] for one in pod.get("status", {}).get("containerStatuses", ())]
-        container = containers[0] if containers else {}
-        ended = container.get("terminated", {})
-        started = ended.get("startedAt") or container.get("running", {}).get("startedAt")
-        attempt.started = datetime.fromisoformat(started) if started else attempt.started
-        phase = pod.get("status", {}).get("phase")
-        if phase == "Succeeded":
-            attempt.ended = _time(ended, now)
-            try:
-                task.outputs = outputs_of(pipeline, task.component, unpacked(ended.get("message", "")))
-                task.becomes(Runtime.SUCCEEDED, now)
-                return
-            except (Refused, ValueError, OSError) as error:
-                attempt.problem = f"its outputs cannot be read: {error}"
-        elif phase == "Failed":
-            attempt.ended = _time(ended, now)
-            attempt.problem = _problem(pod, ended)
-        elif "running" in container:
+        return True
+    condition = found.condition
+    if condition.get("type") == "Complete":
+        _succeed(task, pipeline, found, now)
+    elif condition or found.deleted:
+        if not found.alive(now):
+            _fail(attempt, found, now)
+    elif _has_lost_its_pod(attempt, found):
+        attempt.problem = f"pod {attempt.pod or found.pods[0]['metadata']['name']} was deleted"
+        return False
+    elif found.pods:
+        container = _note(attempt, found.pods[-1])
+        if "running" in container:
             task.becomes(Runtime.RUNNING, now)
+    return True
+
+
+def _has_lost_its_pod(attempt: Attempt, found: Found) -> bool:
+    """Whether its Job makes, or will make, another one."""
+    names = [pod["metadata"]["name"] for pod in found.pods]
+    deleted = any("deletionTimestamp" in pod["metadata"] for pod in found.pods)
+    return deleted or len(names) > 1 or attempt.pod not in ("", *names)
+
+
+def _note(attempt: Attempt, pod: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Write down which pod it is and since when it runs; the state of its container."""
+    containers = [one["state"] for one in pod.get("status", {}).get("containerStatuses", ())]
+    container: Mapping[str, Any] = containers[0] if containers else {}
+    started = (container.get("terminated") or container.get("running") or {}).get("startedAt")
+    attempt.pod = pod["metadata"]["name"]
+    attempt.started = datetime.fromisoformat(started) if started else attempt.started
+    return container
+
+
+def _succeed(task: Task, pipeline: Pipeline, found: Found, now: datetime) -> None:
+    """Of a Job that is complete: the outputs its pod tells."""
+    attempt = task.attempts[-1]
+    pod = next((one for one in found.pods if phase_of(one) == "Succeeded"), None)
+    ended = {} if pod is None else _note(attempt, pod).get("terminated", {})
+    attempt.ended = _time(ended, now)
+    try:
+        task.outputs = outputs_of(pipeline, task.component, unpacked(ended.get("message", "")))
+        attempt.problem = ""
+        task.becomes(Runtime.SUCCEEDED, now)
+    except (Refused, ValueError, OSError) as error:
+        attempt.problem = f"its outputs cannot be read: {error}"
+
+
+def _fail(attempt: Attempt, found: Found, now: datetime) -> None:
+    """Of a Job that failed or was deleted: why."""
+    failed = [pod for pod in found.pods if phase_of(pod) == "Failed"]
+    ended = _note(attempt, failed[-1]).get("terminated", {}) if failed else {}
+    attempt.ended = _time(ended, now)
+    if attempt.problem:
+        return  # it had lost its pod
+    if failed:
+        attempt.problem = _problem(failed[-1], ended)
+    elif found.condition:
+        said = found.condition.get("message", "")
+        attempt.problem = f"Job {attempt.job} failed ({found.condition.get('reason', 'Failed')}): {said}"
+    else:
+        attempt.problem = f"Job {attempt.job} was deleted"
 
 
 def _give_up(task: Task, policy: Mapping[str, Any], now: datetime, *, may_retry: bool) -> None:
-    """A task whose latest pod ended badly has failed, when it may not be tried again."""
+    """A task whose latest Job ended badly has failed, when it may not be tried again."""
     attempt = task.attempts[-1]
     if attempt.ended is None or task.state.ended:
         return
@@ -269,7 +317,7 @@ def _no_more_after(task: Task, policy: Mapping[str, Any]) -> datetime | None:
 
 
 def _is_due(task: Task, policy: Mapping[str, Any], now: datetime) -> bool:
-    """Whether a task whose pod ended badly is to be tried again now."""
+    """Whether a task whose Job ended badly is to be tried again now."""
     tries = len(task.attempts) - task.forgiven
     if task.state.ended or tries == 0:
         return False
@@ -286,13 +334,12 @@ def _seconds(duration: str) -> float:
     return float(matched.group(1))
 
 
-def _cancelled(run: Run, pods: Mapping[str, Mapping[str, Any]], now: datetime) \
-        -> tuple[Run, list[Start], list[str]]:
-    """A run that is being cancelled: its pods go, with their grace period; then it has failed."""
-    alive = [name for name in _pods_of(run.tasks.values()) if name in pods
-             and pods[name].get("status", {}).get("phase") not in ("Succeeded", "Failed")]
-    if alive:
-        return run, [], [name for name in alive if "deletionTimestamp" not in pods[name]["metadata"]]
+def _cancelled(run: Run, found: Mapping[str, Found], now: datetime) -> tuple[Run, list[Start], list[str]]:
+    """A run that is being cancelled: its Jobs go, their pods with their grace period; then it has failed."""
+    ending = {name: one for name, one in found.items()
+              if one.alive(now) or not (one.condition or one.deleted)}
+    if ending:
+        return run, [], [name for name, one in ending.items() if not one.deleted]
     for task in run.tasks.values():
         if not task.state.ended:
             task.error = "the run was terminated"
@@ -300,7 +347,3 @@ def _cancelled(run: Run, pods: Mapping[str, Mapping[str, Any]], now: datetime) \
     run.error = "the run was terminated"
     run.becomes(Runtime.FAILED, now)
     return run, [], []
-
-
-def _pods_of(tasks: Iterable[Task]) -> list[str]:
-    return [attempt.pod for task in tasks for attempt in task.attempts]

@@ -162,7 +162,7 @@ def test_the_job_pipeline_is_read_from_its_first_stage_to_its_last() -> None:
     from eyrie_api.v1alpha1.cluster import ClusterProfile
     from eyrie_api.v1alpha1.requests import JobPlacement
     from eyrie_pipelines.placement import compile_for
-    from tests.kubeflow.pods import refuse_settings_not_read
+    from tests.kubeflow.jobs import refuse_settings_not_read
 
     profile = ClusterProfile.model_validate({
         "kubeflow": {"url": "http://kubeflow:8888"},

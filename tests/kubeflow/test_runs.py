@@ -1,4 +1,4 @@
-"""A run goes on from what its pods have become: retried within its policy, failed with words, ended when told to."""
+"""A run goes on from what its Jobs have become: retried within its policy, failed with words, ended when told to."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -13,38 +13,58 @@ from kfp import dsl
 
 from tests.kubeflow import samples
 from tests.kubeflow.interpreter import OUTPUT_FILE, Node, Pipeline, arguments_of
+from tests.kubeflow.jobs import Found
 from tests.kubeflow.runs import Run, Runtime, advanced, begun, retried
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class Driven:
-    """A run, its pods as values, and a clock."""
+    """A run, its Jobs and their pods as values, and a clock. A Job's first pod is named as the Job, and `-x` more."""
 
     def __init__(self, pipeline: Any) -> None:
         given = samples.compiled(pipeline)
         self.pipeline = Pipeline.of(given)
         self.run = Run(run_id="r", display_name="one", experiment_id="e", pipeline_spec=given, created_at=START,
                        arguments=arguments_of(self.pipeline, {}))
-        self.pods: dict[str, dict[str, Any]] = {}
+        self.jobs: dict[str, dict[str, Any]] = {}
+        self.pods: dict[str, list[dict[str, Any]]] = {}
         self.now = START
         self.deleted: list[str] = []
         self.within_s: list[int | None] = []
 
     def step(self, later_s: float = 1.0) -> list[str]:
-        """Look once; (path, attempt) of the pods that started."""
+        """Look once; the Jobs that started."""
         self.now += timedelta(seconds=later_s)
-        self.run, starting, self.deleted = advanced(self.run, self.pipeline, self.pods, self.now)
+        found = {name: Found(self.jobs.get(name), tuple(self.pods.get(name, ())))
+                 for name in {*self.jobs, *self.pods}}
+        self.run, starting, self.deleted = advanced(self.run, self.pipeline, found, self.now)
         self.within_s = [one.within_s for one in starting]
         return [self._start(one.node) for one in starting]
 
     def _start(self, node: Node) -> str:
         begun(self.run, node, self.now)
-        name = self.run.tasks[node.path].attempts[-1].pod
-        self.pods[name] = {"metadata": {"name": name}, "status": {"phase": "Pending"}}
+        name = self.run.tasks[node.path].attempts[-1].job
+        self.jobs[name] = {"metadata": {"name": name}, "status": {}}
+        self.gets_a_pod(name)
         return name
 
-    def ends(self, pod: str, **outputs: Any) -> None:
+    def gets_a_pod(self, job: str) -> None:
+        pods = self.pods.setdefault(job, [])
+        pods.append({"metadata": {"name": f"{job}{'-x' * (len(pods) + 1)}"}, "status": {"phase": "Pending"}})
+
+    def loses_its_pod(self, job: str, grace_s: float | None = None) -> None:
+        """At once, or it is being deleted and has so long."""
+        if grace_s is None:
+            self.pods[job].pop(0)
+        else:
+            self.pods[job][0]["metadata"]["deletionTimestamp"] = (self.now + timedelta(seconds=grace_s)).isoformat()
+
+    def goes(self, job: str) -> None:
+        self.pods.pop(job, None)
+        del self.jobs[job]
+
+    def ends(self, job: str, **outputs: Any) -> None:
         content = json.dumps({"parameterValues": outputs}).encode()
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w:gz") as archive:
@@ -52,12 +72,16 @@ class Driven:
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
         message = base64.b64encode(packed.getvalue()).decode()
-        self.shows(pod, "Succeeded", terminated={"exitCode": 0, "message": message,
+        self.shows(job, "Succeeded", terminated={"exitCode": 0, "message": message,
                                                  "startedAt": "2026-01-01T00:00:00Z",
                                                  "finishedAt": "2026-01-01T00:00:01Z"})
 
-    def shows(self, pod: str, phase: str, **state: Any) -> None:
-        self.pods[pod]["status"] = {"phase": phase, "containerStatuses": [{"state": state}]}
+    def shows(self, job: str, phase: str, **state: Any) -> None:
+        """The newest pod, and then the Job."""
+        self.pods[job][-1]["status"] = {"phase": phase, "containerStatuses": [{"state": state}]}
+        kind = {"Succeeded": "Complete", "Failed": "Failed"}.get(phase)
+        if kind is not None:
+            self.jobs[job]["status"] = {"conditions": [{"type": kind, "status": "True"}]}
 
 
 @dsl.pipeline(name="patient")
@@ -89,6 +113,7 @@ def test_a_run_goes_from_pending_over_running_to_its_outputs() -> None:
 def test_looking_twice_starts_nothing_twice_and_a_run_read_back_is_the_same() -> None:
     driven = Driven(samples.doubled)
     driven.step()
+    driven.step()
     driven.run = Run.model_validate_json(driven.run.model_dump_json())
     before = driven.run
     assert driven.step() == []
@@ -101,20 +126,31 @@ def test_a_failed_task_fails_the_run_with_its_last_words() -> None:
     driven.shows(pod, "Failed", terminated={"exitCode": 3, "reason": "Error", "message": "ValueError: no"})
     driven.step()
     assert driven.run.state is Runtime.FAILED
-    assert driven.run.error == f"task count failed: pod {pod} ended with exit code 3 (Error): ValueError: no"
+    assert driven.run.error == f"task count failed: pod {pod}-x ended with exit code 3 (Error): ValueError: no"
+
+
+def test_a_pod_that_has_failed_is_no_end_before_its_job_says_so() -> None:
+    driven = Driven(samples.doubled)
+    (job,) = driven.step()
+    driven.pods[job][0]["status"] = {"phase": "Failed", "containerStatuses": [{"state": {}}]}
+    driven.step()
+    assert driven.run.state is Runtime.RUNNING
+    driven.jobs[job]["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
+    driven.step()
+    assert driven.run.state is Runtime.FAILED
 
 
 def test_a_pod_that_is_gone_is_made_again_as_often_and_as_late_as_the_policy_says() -> None:
     driven = Driven(patient)
     pods = driven.step()
     for wait_s in (10.0, 30.0):
-        del driven.pods[pods[-1]]
+        driven.goes(pods[-1])
         assert driven.step() == []
         assert driven.step(wait_s - 0.5) == []
         pods += driven.step(0.5)
-        assert len(driven.pods) == 1
+        assert len(driven.jobs) == 1
     assert len(set(pods)) == 3
-    del driven.pods[pods[-1]]
+    driven.goes(pods[-1])
     driven.step()
     assert driven.run.state is Runtime.FAILED
     assert "was deleted" in driven.run.error
@@ -124,11 +160,11 @@ def test_the_longest_backoff_counts_from_the_first_pod_and_ends_later_ones() -> 
     driven = Driven(patient)
     (pod,) = driven.step()
     assert driven.within_s == [None]
-    del driven.pods[pod]
+    driven.goes(pod)
     driven.step(3000.0)
     (pod,) = driven.step(10.0)
     assert driven.within_s == [3600 - 3010]
-    del driven.pods[pod]
+    driven.goes(pod)
     driven.step(600.0)
     assert driven.run.state is Runtime.FAILED
     assert driven.run.error.endswith("(max duration limit exceeded)")
@@ -137,9 +173,65 @@ def test_the_longest_backoff_counts_from_the_first_pod_and_ends_later_ones() -> 
 def test_without_a_policy_one_lost_pod_is_the_end() -> None:
     driven = Driven(samples.doubled)
     (pod,) = driven.step()
-    del driven.pods[pod]
+    driven.goes(pod)
     driven.step()
     assert driven.run.state is Runtime.FAILED
+
+
+def test_a_job_that_makes_a_second_pod_is_deleted_and_tried_again_when_both_are_gone() -> None:
+    driven = Driven(patient)
+    (job,) = driven.step()
+    driven.shows(job, "Running", running={"startedAt": "2026-01-01T00:00:00Z"})
+    driven.step()
+    driven.loses_its_pod(job, grace_s=30.0)
+    driven.gets_a_pod(job)
+    assert driven.step() == []
+    assert driven.deleted == [job]
+    driven.jobs[job]["metadata"]["deletionTimestamp"] = driven.now.isoformat()
+    assert driven.step(30.0) == []
+    assert driven.deleted == []
+    driven.pods[job].pop()
+    assert driven.step() == [], "its first pod is still there"
+    driven.goes(job)
+    driven.step()
+    (again,) = driven.step(10.0)
+    assert again != job
+    driven.ends(again, Output="done")
+    driven.step()
+    assert driven.run.state is Runtime.SUCCEEDED
+    assert [one.problem for one in driven.run.tasks["step"].attempts] == [f"pod {job}-x was deleted", ""]
+
+
+def test_a_pod_that_vanished_is_missed_before_its_job_makes_another() -> None:
+    driven = Driven(patient)
+    (job,) = driven.step()
+    driven.step()
+    driven.loses_its_pod(job)
+    assert driven.step() == []
+    assert driven.deleted == [job]
+
+
+def test_a_pod_on_a_lost_node_is_not_waited_for_for_ever() -> None:
+    driven = Driven(patient)
+    (job,) = driven.step()
+    driven.loses_its_pod(job, grace_s=30.0)
+    driven.step()
+    driven.jobs[job]["metadata"]["deletionTimestamp"] = driven.now.isoformat()
+    assert driven.step(80.0) == []
+    assert driven.step(20.0) == []
+    assert len(driven.step(10.0)) == 1
+
+
+def test_what_a_second_pod_has_finished_meanwhile_is_taken() -> None:
+    driven = Driven(patient)
+    (job,) = driven.step()
+    driven.step()
+    driven.gets_a_pod(job)
+    driven.loses_its_pod(job)
+    driven.ends(job, Output="done")
+    driven.step()
+    assert driven.run.state is Runtime.SUCCEEDED
+    assert driven.run.tasks["step"].attempts[-1].pod == f"{job}-x-x"
 
 
 def test_outputs_that_cannot_be_read_fail_the_task() -> None:
@@ -157,10 +249,10 @@ def test_a_terminated_run_waits_for_its_pods_and_has_failed() -> None:
     driven.run.becomes(Runtime.CANCELING, driven.now)
     driven.step()
     assert (driven.run.state, driven.deleted) == (Runtime.CANCELING, [pod])
-    driven.pods[pod]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:02Z"
+    driven.jobs[pod]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:02Z"
     driven.step()
     assert (driven.run.state, driven.deleted) == (Runtime.CANCELING, [])
-    del driven.pods[pod]
+    driven.goes(pod)
     assert driven.step() == []
     assert [one.state for one in driven.run.history] == ["RUNNING", "CANCELING", "FAILED"]
     assert states(driven.run)[-1] == "FAILED"

@@ -1,4 +1,4 @@
-"""A task's pod says what kfp and kfp-kubernetes asked for, hands over the launcher's part, and carries outputs back."""
+"""A task's Job says what kfp and kfp-kubernetes asked for, hands over the launcher's part, and carries outputs back."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -12,14 +12,32 @@ from kfp import dsl, kubernetes
 
 from tests.kubeflow import samples
 from tests.kubeflow.interpreter import Pipeline, Refused, arguments_of, startable, walk
-from tests.kubeflow.pods import pod_name, pod_of, refuse_settings_not_read, unpacked
+from tests.kubeflow.jobs import job_name, job_of, refuse_settings_not_read, unpacked
 
 
-def first_pod(pipeline: Pipeline, patch: dict[str, Any] | None = None, **arguments: Any) -> dict[str, Any]:
+def first_job(pipeline: Pipeline, patch: dict[str, Any] | None = None, **arguments: Any) -> dict[str, Any]:
     """Of the first container that may start."""
     refuse_settings_not_read(pipeline)
     node = next(startable(walk(pipeline, arguments_of(pipeline, arguments), {})))
-    return pod_of(pipeline, node, run_id="0123456789", attempt=1, namespace="ns", patch=patch)
+    return job_of(pipeline, node, run_id="0123456789", attempt=1, namespace="ns", patch=patch,
+                  owner={"kind": "ConfigMap", "name": "kfp-run-0123456789"})
+
+
+def first_pod(pipeline: Pipeline, patch: dict[str, Any] | None = None, **arguments: Any) -> dict[str, Any]:
+    """Of that Job."""
+    pod: dict[str, Any] = first_job(pipeline, patch, **arguments)["spec"]["template"]
+    return pod
+
+
+def test_a_job_makes_one_pod_and_belongs_to_its_run() -> None:
+    job = first_job(samples.read(samples.greeted), who="you", secret="hub")
+    assert job["kind"] == "Job"
+    assert {key: job["spec"][key] for key in ("parallelism", "completions", "backoffLimit")} == {
+        "parallelism": 1, "completions": 1, "backoffLimit": 0}
+    assert [one["name"] for one in job["metadata"]["ownerReferences"]] == ["kfp-run-0123456789"]
+    pod = job["spec"]["template"]
+    assert pod["metadata"]["labels"]["pipeline/runid"] == job["metadata"]["labels"]["pipeline/runid"] == "0123456789"
+    assert "ttlSecondsAfterFinished" not in job["spec"]
 
 
 def test_everything_asked_of_a_container_is_in_its_pod() -> None:
@@ -84,12 +102,12 @@ def test_a_platform_setting_that_is_not_read_is_refused() -> None:
         refuse_settings_not_read(Pipeline.of(given))
 
 
-def test_a_pods_name_follows_from_run_task_and_attempt_and_fits() -> None:
+def test_a_jobs_name_follows_from_run_task_and_attempt_and_fits() -> None:
     path = "for-loop-1/0/" + "a-very-long-name-of-a-task/" * 8 + "end"
-    names = {pod_name("0123456789", one, attempt) for one in (path, path + "x", "short") for attempt in (0, 1)}
+    names = {job_name("0123456789", one, attempt) for one in (path, path + "x", "short") for attempt in (0, 1)}
     assert len(names) == 6
     assert all(len(name) <= 63 and "--" not in name for name in names)
-    assert pod_name("0123456789", path, 0) in names
+    assert job_name("0123456789", path, 0) in names
 
 
 def test_files_come_out_of_a_termination_message_as_they_went_in() -> None:
@@ -101,5 +119,6 @@ def test_files_come_out_of_a_termination_message_as_they_went_in() -> None:
             archive.addfile(member, io.BytesIO(content))
     message = base64.b64encode(packed.getvalue()).decode()
     assert unpacked(message) == {"/tmp/kfp/outputs/a": b"[1]", "/tmp/kfp_outputs/b": b""}
-    with pytest.raises(ValueError, match=r"base64|padding"):
-        unpacked("Traceback: no archive")
+    for other in ("Traceback: no archive", "", base64.b64encode(packed.getvalue()[:40]).decode()):
+        with pytest.raises(ValueError, match=r"base64|padding|no archive"):
+            unpacked(other)

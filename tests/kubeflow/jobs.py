@@ -1,4 +1,7 @@
-"""A task's pod: from the container of the pipeline, what kfp-kubernetes asked for, and the test cluster's patch. Pure.
+"""A task's Job: from the container of the pipeline, what kfp-kubernetes asked for, and the test cluster's patch. Pure.
+
+One Job is one attempt and makes one pod: it never tries again by itself (`backoffLimit: 0`), because how often and how
+late to try again is the pipeline's own to say. It is kept until its run is deleted.
 
 The real backend puts a launcher before the component's command; it reads inputs, runs the command, and writes outputs
 to a metadata store and an object store. This double has neither. Its launcher is the few lines of shell in `LAUNCHER`:
@@ -21,7 +24,10 @@ import io
 import json
 import re
 import tarfile
+import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any
 
 from tests.kubeflow.interpreter import OUTPUT_FILE, OUTPUT_PARAMETERS, Node, Pipeline, Refused, executor_input, filled
@@ -36,6 +42,9 @@ TASK_ANNOTATION = "kubeflow-double/task"
 POD_ANNOTATION = "eyrie.dev/pod"
 CONTAINER = "main"
 """As Argo calls it."""
+
+_LOST_AFTER = timedelta(seconds=60)
+"""A pod that is to be gone and is not for so long is on a node that does not answer: nobody waits for it."""
 
 LAUNCHER = f"""
 mkdir -p {OUTPUT_FILE.rpartition("/")[0]} {OUTPUT_PARAMETERS} || exit 70
@@ -59,28 +68,66 @@ printf %s "$packed" > /dev/termination-log
 """
 
 
+@dataclass(frozen=True)
+class Found:
+    """What the cluster has of one Job: itself, if it is still there, and its pods, the oldest first."""
+
+    job: Mapping[str, Any] | None
+    pods: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def condition(self) -> Mapping[str, Any]:
+        """`Complete` or `Failed`, when it has ended; else empty."""
+        conditions = (self.job or {}).get("status", {}).get("conditions") or ()
+        return next((one for one in conditions if one["type"] in ("Complete", "Failed") and one["status"] == "True"),
+                    {})
+
+    @property
+    def deleted(self) -> bool:
+        """Whether it is gone, or will be when its pods are."""
+        return self.job is None or "deletionTimestamp" in self.job["metadata"]
+
+    def alive(self, now: datetime) -> bool:
+        """Whether a pod of it may still do something."""
+        return any(phase_of(pod) not in ("Succeeded", "Failed") and not _is_lost(pod, now) for pod in self.pods)
+
+
+def phase_of(pod: Mapping[str, Any]) -> str:
+    return str(pod.get("status", {}).get("phase", "Pending"))
+
+
+def _is_lost(pod: Mapping[str, Any], now: datetime) -> bool:
+    """Its deletion's time is the one at which its grace is over."""
+    due = pod["metadata"].get("deletionTimestamp")
+    return due is not None and now > datetime.fromisoformat(due) + _LOST_AFTER
+
+
 def unpacked(message: str) -> dict[str, bytes]:
     """The files of a termination message, by their absolute paths."""
-    with tarfile.open(fileobj=io.BytesIO(base64.b64decode(message, validate=True)), mode="r:gz") as archive:
-        files = {}
-        for member in archive.getmembers():
-            content = archive.extractfile(member)
-            if content is not None:
-                files["/" + member.name.lstrip("/")] = content.read()
-        return files
+    packed = io.BytesIO(base64.b64decode(message, validate=True))
+    try:
+        with tarfile.open(fileobj=packed, mode="r:gz") as archive:
+            files = {}
+            for member in archive.getmembers():
+                content = archive.extractfile(member)
+                if content is not None:
+                    files["/" + member.name.lstrip("/")] = content.read()
+            return files
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        raise ValueError(f"the pod's termination message is no archive: {error}") from error
 
 
-def pod_name(run_id: str, path: str, attempt: int) -> str:
+def job_name(run_id: str, path: str, attempt: int) -> str:
     """The same for the same attempt, however often it is asked; at most 63 letters."""
     digest = hashlib.sha256(f"{run_id}/{path}".encode()).hexdigest()[:8]
     words = re.sub(r"[^a-z0-9]+", "-", path.lower()).strip("-")[-34:].strip("-")
     return f"kfp-{run_id[:8]}-{words}-{digest}-{attempt}"
 
 
-def pod_of(pipeline: Pipeline, node: Node, *, run_id: str, attempt: int, namespace: str, service_account: str = "",
+def job_of(pipeline: Pipeline, node: Node, *, run_id: str, attempt: int, namespace: str, service_account: str = "",
            within_s: int | None = None, owner: Mapping[str, Any] | None = None,
            patch: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The pod of one attempt at a container. `within_s` goes before a deadline of the task's own, as with Argo."""
+    """The Job of one attempt at a container. `within_s` goes before a deadline of the task's own, as with Argo."""
     declared = pipeline.container(node.component)
     asked = pipeline.kubernetes(node.component)
     handed = executor_input(pipeline, node)
@@ -107,12 +154,9 @@ def pod_of(pipeline: Pipeline, node: Node, *, run_id: str, attempt: int, namespa
     if resources:
         container["resources"] = resources
     metadata: dict[str, Any] = {
-        "name": pod_name(run_id, node.path, attempt), "namespace": namespace,
         "labels": {RUN_LABEL: run_id, "pipelines.kubeflow.org/v2_component": "true"},
         "annotations": {TASK_ANNOTATION: node.path},
     }
-    if owner is not None:
-        metadata["ownerReferences"] = [dict(owner)]
     spec: dict[str, Any] = {"restartPolicy": "Never", "volumes": [], "containers": [container]}
     if service_account:
         spec["serviceAccountName"] = service_account
@@ -121,9 +165,16 @@ def pod_of(pipeline: Pipeline, node: Node, *, run_id: str, attempt: int, namespa
     if within_s is not None:
         spec["activeDeadlineSeconds"] = within_s
     laid = patch or {}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": _laid_under(laid.get("metadata", {}), metadata),
-            "spec": {**_laid_under(laid.get("spec", {}), spec),
-                     "containers": [_laid_under(laid.get("container", {}), container)]}}
+    template = {"metadata": _laid_under(laid.get("metadata", {}), metadata),
+                "spec": {**_laid_under(laid.get("spec", {}), spec),
+                         "containers": [_laid_under(laid.get("container", {}), container)]}}
+    of_job: dict[str, Any] = {
+        "name": job_name(run_id, node.path, attempt), "namespace": namespace,
+        "labels": template["metadata"]["labels"], "annotations": {TASK_ANNOTATION: node.path}}
+    if owner is not None:
+        of_job["ownerReferences"] = [dict(owner)]
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": of_job,
+            "spec": {"parallelism": 1, "completions": 1, "backoffLimit": 0, "template": template}}
 
 
 def _resources(asked: Mapping[str, Any], text: Any) -> dict[str, Any]:
