@@ -28,7 +28,7 @@ def test_int8_errs_by_half_a_step_and_int4_by_a_whole_one_at_most(num: int, hidd
     largest = values.abs().amax(-1, keepdim=True)
     # A bfloat16 scale is up to 1/128 larger than need be.
     assert ((decoded("int8", values) - values).abs() <= largest / 127 / 2 * 1.02).all()
-    padded = torch.nn.functional.pad(values, (0, -hidden % BLOCK_VALUES)).unflatten(-1, (-1, BLOCK_VALUES))
+    padded = torch.nn.functional.pad(values, (0, -hidden % BLOCK_VALUES)).view(num, -1, BLOCK_VALUES)
     of_block = padded.abs().amax(-1, keepdim=True).expand_as(padded).flatten(-2)[:, :hidden]
     # Half a step, but a whole one for a value as large as the largest with the other sign: there are 7 codes on that
     # side, 8 on its own.

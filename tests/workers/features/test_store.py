@@ -31,7 +31,7 @@ COUNTER = itertools.count()
 
 
 def layout(codec: str = "float32", num_aux: int = 3, hidden: int = 8, block_tokens: int = 1024) -> StoreLayout:
-    return StoreLayout(aux_layers=tuple(range(1, num_aux + 1)), hidden_size=hidden, codec=codec,  # type: ignore[arg-type]
+    return StoreLayout(aux_layers=tuple(range(1, num_aux + 1)), hidden_size=hidden, codec=codec,
                        target_digest=DIGEST, block_tokens=block_tokens)
 
 

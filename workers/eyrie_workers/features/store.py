@@ -12,7 +12,7 @@ finds it. Nothing damaged is ever trained on, and one damaged shard costs one sh
 import threading
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -219,7 +219,7 @@ class FeatureStore:
         return self._decode(wanted, dtype, into)
 
     def batches(self, groups: Iterable[Sequence[int]], *, ahead: int = 2,
-                dtype: torch.dtype | None = None) -> Iterator[PackedFeatures]:
+                dtype: torch.dtype | None = None) -> Generator[PackedFeatures, None, None]:
         """`read` of each group in order, up to `ahead` of them read before they are asked for.
 
         The memory in use is `ahead + 1` batches. Closing the iterator ends the reading.

@@ -1,0 +1,61 @@
+"""A store is read through real S3 by ranges: the same tensors, verified as they arrive."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from eyrie_api.artifacts.directories import upload_dir
+from eyrie_api.errors import ArtifactCorrupt
+from eyrie_workers.features.layout import INDEX, shard_name
+from eyrie_workers.features.places import Stored
+from eyrie_workers.features.store import FeatureStore, StoreDamaged
+from eyrie_workers.features.verify import main as verify
+from tests.api.artifacts.conftest import make_bucket
+from tests.servers.s3 import S3Server
+from tests.workers.features.test_store import flip_a_bit, layout, store_of
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+def test_rows_read_through_s3_are_those_of_the_directory(rclone_s3: S3Server, tmp_path: Path, *,
+                                                         with_index: bool) -> None:
+    here = tmp_path / "here"
+    store_of(here, layout("int8", hidden=64, block_tokens=32), [40, 90, 7, 120, 64, 33], rows_per_shard=2)
+    if not with_index:
+        (here / INDEX).unlink()
+    remote = make_bucket(rclone_s3, tmp_path).store()
+    upload_dir(remote, here, "capture", unfinished=True)
+    near, far = FeatureStore(here), FeatureStore(Stored(remote, "capture"))
+    assert far.lengths == near.lengths
+    groups = [[4, 1], [0, 5, 2], [3]]
+    for packed, group in zip(far.batches(groups, ahead=2), groups, strict=True):
+        wanted = near.read(group)
+        for name in ("token_ids", "loss_mask", "aux", "last"):
+            assert torch.equal(getattr(packed, name), getattr(wanted, name)), name
+    assert torch.equal(far.row(3, 50, 70).aux, near.row(3, 50, 70).aux)
+
+
+def test_damage_behind_s3_is_found_when_the_row_is_read_and_noted_there(rclone_s3: S3Server, tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    store_of(here, layout("int8", hidden=64), [40, 90, 7, 120], rows_per_shard=2)
+    flip_a_bit(here / shard_name(1), 2000)
+    remote = make_bucket(rclone_s3, tmp_path).store()
+    upload_dir(remote, here, "capture", unfinished=True)
+    store = FeatureStore(Stored(remote, "capture"))
+    store.read([0, 1])
+    with pytest.raises(StoreDamaged, match="shard-00001"):
+        store.read([1, 2, 3])
+    assert remote.stat("capture/shard-00001.damaged") is not None
+
+
+def test_the_verify_program_names_every_damaged_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store_of(tmp_path, layout("int8"), [10, 20, 30])
+    assert verify([str(tmp_path)]) == 0
+    for number in (0, 2):
+        flip_a_bit(tmp_path / shard_name(number), 100)
+    assert verify([str(tmp_path)]) == ArtifactCorrupt.exit_code
+    told = capsys.readouterr().out
+    assert "shard-00000" in told
+    assert "shard-00002" in told
+    assert "2 damaged shards" in told
+    assert verify([str(tmp_path / "nowhere")]) != 0
