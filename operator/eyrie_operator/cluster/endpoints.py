@@ -21,7 +21,7 @@ from datetime import datetime
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import Database
 from eyrie_api.endpoints import Serving
-from eyrie_api.errors import EyrieError, NotFound, Transient
+from eyrie_api.errors import Conflict, EyrieError, NotFound, Transient
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.cluster import ClusterProfile, ServingSpec
 from eyrie_api.v1alpha1.status import Endpoint
@@ -128,7 +128,7 @@ class EndpointTender:
         except Transient:
             raise
         except EyrieError as error:
-            return self._stuck(look, error, self._refuse(look, error, endpoint.conditions))
+            return self._stuck(look, error, self._refuse(look, error, endpoint.conditions)[0])
         policy = policy_here(self._records.policy(endpoint, serving), deployment)
         plan = plan_endpoint(endpoint, policy, self._see(look, deployment), look.now)
         return self._carry_out(look, deployment, plan)
@@ -148,16 +148,15 @@ class EndpointTender:
         try:
             manifests, refusal = self._render(look, deployment, wanted)
             refused, applied = self._apply(look, manifests)
-        except Transient:
+        except (Transient, Conflict):  # another leads, or was faster: looked at again
             raise
         except EyrieError as error:
             return self._stuck(look, error, conditions)
         refused, moved = refused or refusal, moved or applied
         if refused is not None:
-            before, conditions = conditions, self._refuse(look, refused, conditions)
-            if conditions == before:  # it is waited for
+            conditions, moved = self._refuse(look, refused, conditions)
+            if not moved:
                 return self._stuck(look, refused, conditions)
-            moved = True
         else:
             moved = self._clear(look, manifests) or moved
             for action in plan.actions:  # what serves: after it does
@@ -174,22 +173,22 @@ class EndpointTender:
         """What stands is left as it is; the words say what keeps it from being changed."""
         seen = endpoint_seen(look.name, look.objects, replicas=1)
         serves = seen.engine(seen.routed)
-        status = "True" if serves is not None and serves.state == "healthy" else "False"
         words = f"what stands is left as it is: {error}" if look.objects else str(error)
-        plan = EndpointPlan((), "True" if status == "True" else "False", error.reason, words)
+        healthy = serves is not None and serves.state == "healthy"
+        plan = EndpointPlan((), "True" if healthy else "False", error.reason, words)
         self._tell(look, plan, conditions, None)
         log.warning("endpoint %s: %s", look.name, error)
         return AT_REST_S
 
-    def _refuse(self, look: _Look, error: EyrieError, conditions: Conditions) -> Conditions:
-        """Give the candidate up. Not where there is nothing else: the bare target, with nothing serving, waits for
-        whoever mends it."""
+    def _refuse(self, look: _Look, error: EyrieError, conditions: Conditions) -> tuple[Conditions, bool]:
+        """Give the candidate up; whether that was done. Not where there is nothing else: the bare target, with nothing
+        serving, waits for whoever mends it."""
         endpoint = look.endpoint
         candidate = next((one for one in endpoint.revisions if one.number == endpoint.candidate_revision), None)
         if candidate is None or (endpoint.active_revision is None and candidate.use.setting.method == "off"):
-            return conditions
+            return conditions, False
         self._cluster.check()
-        return self._records.refuse(error, endpoint, conditions)
+        return self._records.refuse(error, endpoint, conditions), True
 
     # Looking.
 
