@@ -48,7 +48,7 @@ from eyrie_api.v1alpha1.stages import STAGES, Manifest, StageName
 from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, JobStatus, Revision, StageState, StageStatus
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator import report as reports
-from eyrie_operator.conditions import find, is_over
+from eyrie_operator.conditions import find, is_over, observe
 from eyrie_operator.reconcile import (
     Action,
     Decide,
@@ -105,6 +105,8 @@ class Driver:
             log.info("job %s: %s", job_id, reason)
         except Transient as reason:
             log.warning("job %s: %s", job_id, reason)
+            job = self._jobs.get(job_id)
+            self._wait_out(job, job.status, reason, owner)
         finally:
             self._jobs.release_lease(job_id, owner)
 
@@ -123,7 +125,7 @@ class Driver:
             for action in plan.actions:
                 self._apply(action, job, plan.status)
         except Transient as reason:
-            self._jobs.record_event(job.id, reason.reason, str(reason), type="Warning")
+            self._wait_out(job, plan.status, reason, owner)
             return False
         except EyrieError as error:
             plan = give_up(seen, error, self._clock())
@@ -131,6 +133,13 @@ class Driver:
         self._jobs.save_status(job.id, plan.status, owner)
         self._tell(job, plan.status)
         return bool(plan.actions) and not is_over(plan.status.conditions)
+
+    def _wait_out(self, job: Job, status: JobStatus, reason: Transient, owner: str) -> None:
+        """Trouble that may pass is told once, however often it is met."""
+        conditions = observe(status.conditions, "Accepted", "True", reason.reason, str(reason), self._clock())
+        after = status.model_copy(update={"conditions": conditions})
+        self._jobs.save_status(job.id, after, owner)
+        self._tell(job, after)
 
     # Looking.
 
@@ -395,6 +404,8 @@ def _observe_stage(job: Job, job_dir: Path, stage: StageName, key: str) -> Stage
 
 def _event_of(condition: Condition) -> tuple[str, bool]:
     """Reason and whether it is a warning, for the event of a changed condition."""
+    if condition.type == "Accepted" and condition.reason not in ("JobAccepted", "Queued"):
+        return condition.reason, True
     if condition.status == "True":
         return (condition.reason, True) if condition.type == "Failed" else (condition.type, False)
     return condition.reason, condition.status == "False" and condition.reason not in ("Cancelled", "NotFaster")

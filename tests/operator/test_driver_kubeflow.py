@@ -1,0 +1,130 @@
+"""The driver of jobs over Kubeflow: what it makes of a server that is away, of a run that fails, of a cancellation."""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import yaml
+
+from eyrie_api.artifacts.local import LocalStore
+from eyrie_api.database import Database
+from eyrie_api.errors import InvalidInput
+from eyrie_api.jobs import Jobs
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
+from eyrie_api.v1alpha1.job import ServeSpec
+from eyrie_api.v1alpha1.placement import Placement, S3Work
+from eyrie_api.v1alpha1.records import Failure
+from eyrie_operator.celery_app import world_of
+from eyrie_operator.conditions import find
+from eyrie_operator.driver import Driver
+from eyrie_pipelines.kubeflow import KubeflowRunner
+from eyrie_pipelines.local import LocalRunner
+from eyrie_pipelines.run_stage import RunFailure
+from tests.pipelines.conftest import spec_of
+from tests.pipelines.kfp_server import KfpServer
+
+SPEC = spec_of(serve=ServeSpec(enabled=False))
+
+
+class World:
+    """Rows, a runner, a store, and a stand-in for Kubeflow's API."""
+
+    def __init__(self, directory: Path, max_runs: int = 16) -> None:
+        self.kubeflow = KfpServer()
+        home = directory / "home"
+        self.profile = ClusterProfile(
+            kubeflow=KubeflowSpec(url=self.kubeflow.url), max_runs=max_runs, home=str(home),
+            stages=Placement(image="eyrie/workers:1", work=S3Work(url="s3://bucket/eyrie")))
+        self.settings = Settings(home=home)
+        self.database = Database(self.settings.resolved_database_url)
+        self.database.migrate()
+        self.jobs, self.store = Jobs(self.database), LocalStore(directory / "store")
+        self.driver = Driver(self.settings, self.database, KubeflowRunner(self.profile, home, self.store))
+
+    def submit(self) -> str:
+        return self.jobs.submit(SPEC).id
+
+    def reason(self, job_id: str) -> str:
+        accepted = find(self.jobs.get(job_id).status.conditions, "Accepted")
+        assert accepted is not None
+        return accepted.reason
+
+    def phase(self, job_id: str) -> str:
+        return self.jobs.get(job_id).status.phase
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    world.kubeflow.close()
+    world.database.close()
+
+
+def test_a_job_waits_for_kubeflow_to_come_back_and_says_so_once(world: World) -> None:
+    job_id = world.submit()
+    for _ in range(3):
+        world.kubeflow.refusals = [(503, False)]
+        world.driver.advance(job_id)
+    assert (world.reason(job_id), world.phase(job_id)) == ("KubeflowAway", "Pending")
+    told = [event for event in world.jobs.events(job_id, limit=100) if event.reason == "KubeflowAway"]
+    assert len(told) == 1
+    assert told[0].type == "Warning"
+    world.driver.advance(job_id)
+    assert (world.reason(job_id), world.phase(job_id)) == ("JobAccepted", "Running")
+    assert len(world.kubeflow.runs) == 1
+
+
+def test_a_failed_stage_fails_the_job_with_its_own_words(world: World) -> None:
+    job_id = world.submit()
+    world.driver.advance(job_id)
+    world.store.write(f"jobs/{job_id}/run/failure.json", RunFailure(stage="regenerate", failure=Failure(
+        reason="TargetNotFound", message="no model there", mend="correct target.model", exit_code=66,
+        time=datetime.now(UTC))).model_dump_json().encode())
+    world.kubeflow.runs[0]["state"] = "FAILED"
+    world.driver.advance(job_id)
+    failed = find(world.jobs.get(job_id).status.conditions, "Failed")
+    assert failed is not None
+    assert (failed.reason, world.phase(job_id)) == ("TargetNotFound", "Failed")
+    assert "correct target.model" in failed.message
+    assert world.store.stat(f"jobs/{job_id}/report.json") is not None
+
+
+def test_a_cancelled_job_is_cancelled_when_kubeflow_has_ended_its_run(world: World) -> None:
+    job_id = world.submit()
+    world.driver.advance(job_id)
+    world.jobs.cancel(job_id)
+    world.driver.advance(job_id)
+    assert world.kubeflow.runs[0]["state"] == "CANCELING"
+    assert world.phase(job_id) == "Cancelling"
+    world.kubeflow.runs[0]["state"] = "CANCELED"
+    world.driver.advance(job_id)
+    assert world.phase(job_id) == "Cancelled"
+
+
+def test_no_more_runs_than_the_administrator_allows(tmp_path: Path) -> None:
+    world = World(tmp_path, max_runs=1)
+    first, second = world.submit(), world.submit()
+    world.driver.advance(first)
+    world.driver.advance(second)
+    assert (world.phase(first), world.phase(second), world.reason(second)) == ("Running", "Pending", "Queued")
+    world.kubeflow.runs[0]["state"] = "SKIPPED"  # its own place counts as its own when it is started again
+    world.driver.advance(first)
+    assert [run["display_name"] for run in world.kubeflow.runs] == [f"{first}-1.1", f"{first}-1.2"]
+    world.kubeflow.close()
+    world.database.close()
+
+
+def test_a_worker_follows_the_profile_or_works_on_this_machine(tmp_path: Path, world: World) -> None:
+    assert isinstance(world_of(Settings(home=tmp_path), world.database).runner, LocalRunner)
+    path = tmp_path / "profile.yaml"
+    path.write_text(yaml.safe_dump(world.profile.model_dump(mode="json")))
+    chosen = world_of(Settings(home=tmp_path / "home", cluster_profile=path), world.database)
+    assert isinstance(chosen.runner, KubeflowRunner)
+    assert chosen.tend is None
+    assert chosen.store is not None
+    assert chosen.store.url == "s3://bucket/eyrie"
+    with pytest.raises(InvalidInput, match="EYRIE_HOME"):
+        world_of(Settings(home=tmp_path / "elsewhere", cluster_profile=path), world.database)
