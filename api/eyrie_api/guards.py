@@ -12,6 +12,7 @@ Plain ASGI middleware, because a streamed body has to be counted as it arrives a
 - A stream held open asks again, as it sends, whether its reader is still let in.
 """
 
+import asyncio
 import re
 import secrets
 import time
@@ -79,7 +80,8 @@ class Guard:
             await self._limit(access)
             request.setdefault("state", {})["access"] = access
             self._check_body(request)
-            await self._app(request, self._counted(receive), self._watched(request, access, noted))
+            ended = asyncio.Event()
+            await self._app(request, self._counted(receive, ended), self._watched(request, access, noted, ended))
         except EyrieError as error:  # ours, raised before a route began to answer
             await refuse(error, request["path"])(request, receive, noted)
         if request["method"] in MUTATING and 400 <= status < 500:
@@ -144,12 +146,15 @@ class Guard:
         return TooLarge(f"the body has {size}, more than the {self._settings.max_body_bytes} allowed",
                         "send less (data belongs in files the spec names), or raise EYRIE_MAX_BODY_BYTES")
 
-    def _counted(self, receive: Receive) -> Receive:
-        seen = 0
+    def _counted(self, receive: Receive, ended: asyncio.Event) -> Receive:
+        seen, whole = 0, False
 
         async def counted() -> Message:
-            nonlocal seen
+            nonlocal seen, whole
+            if whole:  # what is still waited for is the end of the connection
+                return await _first(receive, ended)
             message = await receive()
+            whole = not message.get("more_body", False)
             seen += len(message.get("body", b""))
             if seen > self._settings.max_body_bytes:
                 raise self._too_large(f"over {self._settings.max_body_bytes} bytes")
@@ -157,23 +162,30 @@ class Guard:
 
         return counted
 
-    def _watched(self, request: Request, access: Scope | None, send: Send) -> Send:
-        """Sends as long as the caller is let in; a stream of one who no longer is, ends."""
+    def _watched(self, request: Request, access: Scope, send: Send, ended: asyncio.Event) -> Send:
+        """Sends as long as the caller is let in. A stream of one who no longer is, ends in order, and its route is told
+        that the reader has gone."""
         asked_at = time.monotonic()
 
         async def watched(message: Message) -> None:
             nonlocal asked_at
+            if ended.is_set():
+                return
             if message["type"] == "http.response.body" and time.monotonic() - asked_at > _STREAM_ASKS_AGAIN_S:
                 asked_at = time.monotonic()
-                try:
-                    still = access is None or await self._caller(request) == access.principal
-                except Unauthorized:
-                    still = False
-                if not still:
-                    raise StreamEnded("whoever read this stream is no longer let in, or may now do other things")
+                if not await self._is_still(request, access):
+                    ended.set()
+                    message = {"type": "http.response.body", "body": b"", "more_body": False}
             await send(message)
 
         return watched
+
+    async def _is_still(self, request: Request, access: Scope) -> bool:
+        """Whether the caller is who it was, and may what it might."""
+        try:
+            return await self._caller(request) == access.principal
+        except Unauthorized:
+            return False
 
     async def _audit_refusal(self, request: Request, access: Scope | None, status: int, request_id: str) -> None:
         principal = NOBODY if access is None or access.principal is None else access.principal
@@ -193,8 +205,15 @@ def _verb(request: Request) -> str:
     return next((str(one.name) for one in routes if one.matches(request)[0] is Match.FULL), str(request["method"]))
 
 
-class StreamEnded(ConnectionError):
-    """The caller's right to a stream has ended while it ran."""
+async def _first(receive: Receive, ended: asyncio.Event) -> Message:
+    """What comes, or that the reader has gone, whichever is first."""
+    coming, end = asyncio.ensure_future(receive()), asyncio.ensure_future(ended.wait())
+    try:
+        await asyncio.wait((coming, end), return_when=asyncio.FIRST_COMPLETED)
+        return coming.result() if coming.done() else {"type": "http.disconnect"}
+    finally:
+        coming.cancel()
+        end.cancel()
 
 
 class Stopwatch:
