@@ -73,6 +73,13 @@ def train(spec: TrainStage, stage: Stage, world: World = ALONE) -> Result:
     """Train a drafter on captured hidden states."""
     if world.leads:
         world.tell(_GO)
+    run = prepare(spec, stage, world)
+    run.to_the_end()
+    return run.result()
+
+
+def prepare(spec: TrainStage, stage: Stage, world: World = ALONE) -> "Run":
+    """Everything before the next optimiser step: the first one, or the one a killed run had come to."""
     torch.set_num_threads(spec.train.threads or os.cpu_count() or 1)
     path, store = resolve(spec.target), FeatureStore(Path(spec.store_dir))
     _check_origin(store, path, spec)
@@ -94,28 +101,15 @@ def train(spec: TrainStage, stage: Stage, world: World = ALONE) -> Result:
     trainer = Trainer(objective, schedule, spec.train, read, world)
     evaluation_rows = held_out or train_rows  # a single row has nothing to hold out; better its own curve than none
     cuts = cut_evenly([lengths[row] for row in evaluation_rows], spec.train.max_tokens_per_batch)
-    run = _Run(spec, stage, family, drafter, trainer, path=path, digest=_run_digest(spec, path, dtype),
-               dtype=dtype,
+    run = Run(spec, stage, family, drafter, trainer, digest=_run_digest(spec, path, dtype), dtype=dtype,
                tokens_per_step=sum(lengths[row] for row in train_rows) * spec.train.epochs / schedule.num_steps,
                held_out=lambda: (read(evaluation_rows[cut.start:cut.stop]) for cut in cuts[world.rank::world.size]),
-               coverage=vocabulary_report.coverage, aux_layers=store.layout.aux_layers,
+               vocabulary=vocabulary_report, aux_layers=store.layout.aux_layers,
                target=identify(path, spec.target, digest=store.layout.target_digest),
                data=DataIdentity(store_digest=digest_file(Path(spec.store_dir) / INDEX), rows=store.num_rows,
                                  tokens=sum(lengths), longest_row=max(lengths)))
-    resumed_from = run.resume()
-    run.to_the_end()
-    counters = trainer.counters
-    return Result(
-        report=TrainReport(
-            candidate=spec.candidate, steps=counters.step, tokens=counters.tokens,
-            supervised_tokens=counters.supervised_tokens, seconds=counters.seconds,
-            tokens_per_s=counters.tokens / max(counters.seconds, 1e-9),
-            padding_share=1 - counters.supervised_tokens / max(1, counters.computed_tokens),
-            data_wait_share=min(1.0, counters.data_wait_s / max(counters.seconds, 1e-9)),
-            vocabulary=vocabulary_report, checkpoints=tuple(run.reports), resumed_from_step=resumed_from,
-            parameters=sum(parameter.numel() for parameter in drafter.parameters()), mfu=run.mfu,
-            processes=world.size, stopped_early=run.stopped_early),
-        files=[file for report in run.reports for file in files_of(stage.out_dir / report.path)])
+    run.resume()
+    return run
 
 
 class _Silent(Stage):
@@ -219,7 +213,7 @@ def _run_digest(spec: TrainStage, path: Path, dtype: torch.dtype) -> str:
 
 
 @dataclass
-class _Run:
+class Run:
     """The loop between steps: what is said, evaluated, exported and saved, and when."""
 
     spec: TrainStage
@@ -227,12 +221,11 @@ class _Run:
     family: Family
     drafter: nn.Module
     trainer: Trainer
-    path: Path
     digest: str
     dtype: torch.dtype
     tokens_per_step: float
     held_out: Callable[[], Any]
-    coverage: float
+    vocabulary: VocabularyReport
     target: TargetIdentity
     data: DataIdentity
     aux_layers: tuple[int, ...]
@@ -241,6 +234,12 @@ class _Run:
         num_steps, train = self.trainer.schedule.num_steps, self.spec.train
         self.reports: list[CheckpointReport] = []
         self.best, self.evaluations_since_best, self.stopped_early = 0.0, 0, False
+        self.speedup = 0.0
+        """Simulated, at the latest evaluation."""
+
+        self.resumed_from = 0
+        self._giving_up = ""
+        self._told_to_stop: Callable[[], bool] = lambda: self.stage.stop_requested
         self._exports = set(checkpoint_steps(num_steps, train.num_checkpoints))
         self._evaluations = set(checkpoint_steps(num_steps, _NUM_EVALUATIONS)) | self._exports
         self._log_every = max(1, num_steps // _NUM_LOGGED_STEPS)
@@ -257,8 +256,8 @@ class _Run:
         counters = self.trainer.counters
         return counters.flops / max(counters.seconds, 1e-9) / (self._peak * self._world.size)
 
-    def resume(self) -> int:
-        """Go on from the saved state if there is one; the step it had reached."""
+    def resume(self) -> None:
+        """Go on from the saved state if there is one."""
         notes: dict[str, Any] | None = None
         if self._world.leads:
             found = load_state(self._state_file, self.drafter, self.trainer.optimizer, self.digest)
@@ -266,37 +265,54 @@ class _Run:
                 self.trainer.counters, notes = found
         notes = self._world.tell(notes)
         if notes is None:
-            return 0
+            return
         self.trainer.counters = self._world.share_state(self.drafter, self.trainer.optimizer, self.trainer.counters)
         self.reports = [CheckpointReport.model_validate(report) for report in notes["checkpoints"]]
         self.best, self.evaluations_since_best = notes.get("best", 0.0), notes.get("evaluations_since_best", 0)
         self.stopped_early = notes.get("stopped_early", False)
+        self.speedup = notes.get("speedup", 0.0)
+        self.resumed_from = self.trainer.counters.step
         self.stage.event("Resumed", f"going on from step {self.trainer.counters.step}")
-        return self.trainer.counters.step
+
+    @property
+    def finished(self) -> bool:
+        """Whether the schedule has ended, or patience has."""
+        return self.trainer.finished or self.stopped_early
 
     def to_the_end(self) -> None:
-        """Train until the schedule ends, or patience does. Raises Interrupted after a save when asked to stop,
-        LossDiverged."""
+        """Train until finished. Raises Interrupted after a save when asked to stop, LossDiverged."""
         try:
-            while not (self.trainer.finished or self.stopped_early):
-                self._step()
+            while not self.finished:
+                self.follow_up(self.trainer.step())
         finally:
-            for tracker in self._trackers:
-                tracker.close()
+            self.close()
 
-    def _step(self) -> None:
+    def close(self) -> None:
+        """Let the trackers go."""
+        for tracker in self._trackers:
+            tracker.close()
+
+    def heed(self, told_to_stop: Callable[[], bool]) -> None:
+        """Ask this, instead of the own stage, whether to stop."""
+        self._told_to_stop = told_to_stop
+
+    def give_up(self, why: str) -> None:
+        """Make the next step's evaluation the last."""
+        self._giving_up = why
+
+    def follow_up(self, report: StepReport) -> None:
+        """What is due after a step: evaluate, export, save, stop. Raises Interrupted after a save when asked to."""
         trainer, num_steps = self.trainer, self.trainer.schedule.num_steps
-        report = trainer.step()
         self._tell(report)
-        if report.step in self._evaluations:
+        if report.step in self._evaluations or self._giving_up:
             self._evaluate_and_export(report)
-        stopping = self._world.any(self.stage.stop_requested)
+        stopping = self._world.any(self._told_to_stop())
         if (stopping or self.stopped_early or report.step in self._exports
                 or report.step % self.spec.train.save_every_steps == 0):
             self._save()
         self.stage.progress(trainer.counters.tokens, round(self.tokens_per_step * num_steps), "tokens",
                             f"step {report.step} of {num_steps}, loss {trainer.counters.loss_ema:.3f}")
-        if stopping and not (trainer.finished or self.stopped_early):
+        if stopping and not self.finished:
             self.stage.stop_requested = True
             self.stage.pause_point()
 
@@ -304,7 +320,8 @@ class _Run:
         if self._world.leads:
             save_state(self._state_file, self.drafter, self.trainer.optimizer, self.trainer.counters, self.digest,
                        {"checkpoints": [report.model_dump(mode="json") for report in self.reports], "best": self.best,
-                        "evaluations_since_best": self.evaluations_since_best, "stopped_early": self.stopped_early})
+                        "evaluations_since_best": self.evaluations_since_best, "stopped_early": self.stopped_early,
+                        "speedup": self.speedup})
 
     def _tell(self, report: StepReport) -> None:
         if report.step % self._log_every and report.step != self.trainer.schedule.num_steps:
@@ -335,6 +352,11 @@ class _Run:
             self._export(report, evaluation)
 
     def _consider_stopping(self, speedup: float, step: int) -> None:
+        self.speedup = speedup
+        if self._giving_up and not self.trainer.finished:
+            self.stopped_early = True
+            self.stage.event("StoppedEarly", self._giving_up)
+            return
         patience = self.spec.train.early_stop_patience
         better = speedup > self.best
         self.best = max(self.best, speedup)
@@ -356,13 +378,29 @@ class _Run:
         self.stage.event("CheckpointExported", f"{name}: theoretical speed-up {evaluation.theoretical_speedup:.2f}, "
                                                f"first-step accuracy {evaluation.accuracy[0]:.3f}")
 
+    def result(self) -> Result:
+        """What the run leaves."""
+        counters, trainer = self.trainer.counters, self.trainer
+        seconds = max(counters.seconds, 1e-9)
+        return Result(
+            report=TrainReport(
+                candidate=self.spec.candidate, steps=counters.step, tokens=counters.tokens,
+                supervised_tokens=counters.supervised_tokens, seconds=counters.seconds,
+                tokens_per_s=counters.tokens / seconds,
+                padding_share=1 - counters.supervised_tokens / max(1, counters.computed_tokens),
+                data_wait_share=min(1.0, counters.data_wait_s / seconds), vocabulary=self.vocabulary,
+                checkpoints=tuple(self.reports), resumed_from_step=self.resumed_from,
+                parameters=sum(parameter.numel() for parameter in self.drafter.parameters()), mfu=self.mfu,
+                processes=trainer.world.size, stopped_early=self.stopped_early),
+            files=[file for report in self.reports for file in files_of(self.stage.out_dir / report.path)])
+
     def _card(self, report: StepReport) -> Card:
         """What a checkpoint says of its making. No clock and no path: the same run writes the same bytes."""
         settings = self.spec.train.model_dump(mode="json", exclude={"threads", "trackers"})
         return Card(family=self.family.name, candidate=self.spec.candidate, target=self.target, data=self.data,
                     drafter=self.spec.drafter, aux_layers=self.aux_layers, train=settings, step=report.step,
                     epoch=round(report.epoch, 4), tokens=self.trainer.counters.tokens,
-                    draft_vocabulary_coverage=self.coverage, code_version=code_version())
+                    draft_vocabulary_coverage=self.vocabulary.coverage, code_version=code_version())
 
 
 if __name__ == "__main__":

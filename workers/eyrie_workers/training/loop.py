@@ -69,6 +69,7 @@ class Trainer:
     def __init__(self, objective: Objective, schedule: Schedule, spec: TrainSpec,
                  read: Callable[[Sequence[int]], PackedDocuments], world: World = ALONE) -> None:
         self.objective, self.schedule, self.spec, self.world = objective, schedule, spec, world
+        self.read = read
         self.counters = Counters()
         self._feed = Feed(schedule, read, world)
         self._parameters = [p for p in objective.drafter.parameters() if p.requires_grad]

@@ -175,6 +175,11 @@ class TrainingTimeTest:
         kept = 12 * config.hidden_size + (0 if self._recompute else 2 * config.intermediate_size)
         return max(32, self._max_kept_bytes // (kept * max(1, steps) * self.dtype.itemsize) // 32 * 32)
 
+    @property
+    def teacher_key(self) -> tuple[int, bool]:
+        """Objectives over the same states with the same key may share a lesson."""
+        return self._draft_ids_D.numel(), self._loss != "kl"
+
     def plan(self, documents: PackedDocuments, moment: Moment | None) -> UnrollLayout:
         """What of a batch is computed at a moment."""
         if moment is None:

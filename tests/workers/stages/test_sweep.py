@@ -1,0 +1,91 @@
+"""Candidates trained together are what they would have been alone, and cost less."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from eyrie_workers.stages.sweep import groups, losers, sweep
+from tests.tiny import tiny_target
+from tests.workers.stages.test_train import metrics, report_of, run, weights, write_spec, write_store
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def store_dir(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Path:
+    return write_store(tmp_path_factory.mktemp("store"), target_dir, 24)
+
+
+def test_candidates_trained_together_are_those_trained_alone(
+        tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
+    settings = {"rate": {"learning_rate": 3e-3}, "loss": {"loss": "lk_hybrid", "normalisation": "sequence"},
+                "shorter": {"max_steps": 5, "ttt_length": 2},
+                "narrow": {"drafter": {"intermediate_size": 24, "draft_vocab_size": 48}}}
+    for name, fields in settings.items():
+        for way in ("together", "alone"):
+            write_spec(tmp_path / way / name, target_dir, store_dir,
+                       **{"max_steps": 8} | fields)  # type: ignore[operator, arg-type]
+    assert sweep([tmp_path / "together" / name for name in settings]) == 0
+    for name in settings:
+        assert run(tmp_path / "alone" / name) == 0
+        ours, theirs = (report_of(tmp_path / way / name) for way in ("together", "alone"))
+        assert (ours.steps, ours.tokens, ours.supervised_tokens) == (theirs.steps, theirs.tokens,
+                                                                     theirs.supervised_tokens)
+        for mine, other in zip(*(weights(tmp_path / way / name).values() for way in ("together", "alone")),
+                               strict=True):
+            for key, tensor in mine.items():  # the teacher's products have more rows: the last bits may differ
+                torch.testing.assert_close(tensor.float(), other[key].float(), atol=2e-3, rtol=2e-2, msg=key)
+        # The train program finds the manifest and has nothing to do.
+        before = (tmp_path / "together" / name / "manifest.json").read_bytes()
+        assert run(tmp_path / "together" / name) == 0
+        assert (tmp_path / "together" / name / "manifest.json").read_bytes() == before
+
+
+def test_at_a_rung_the_slower_half_stops_with_a_checkpoint(tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
+    rates = {"a": 1e-7, "b": 1e-2, "c": 1e-7, "d": 5e-3}
+    for name, rate in rates.items():
+        write_spec(tmp_path / name, target_dir, store_dir, learning_rate=rate, max_steps=10)
+    assert sweep([tmp_path / name for name in rates], rungs=(0.5,)) == 0
+    stopped = {name: report_of(tmp_path / name).stopped_early for name in rates}
+    assert sum(stopped.values()) == 2
+    steps = {name: report_of(tmp_path / name).steps for name in rates}
+    assert len({steps[name] for name in rates if stopped[name]}) == 1
+    assert max(steps[n] for n in rates if stopped[n]) < min(steps[n] for n in rates if not stopped[n])
+    for name in rates:
+        assert report_of(tmp_path / name).checkpoints[-1].step == steps[name]
+
+
+def test_one_candidates_failure_is_its_own(tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
+    write_spec(tmp_path / "bad", target_dir, store_dir, drafter={"draft_vocab_size": 321})
+    write_spec(tmp_path / "good", target_dir, store_dir, max_steps=4)
+    assert sweep([tmp_path / "bad", tmp_path / "good"]) != 0
+    assert json.loads((tmp_path / "bad" / "failure.json").read_text())["reason"] == "VocabularyTooLarge"
+    assert report_of(tmp_path / "good").steps == 4
+
+
+def test_a_candidate_that_was_further_waits_for_the_others(tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
+    write_spec(tmp_path / "a", target_dir, store_dir, max_steps=6, save_every_steps=1)
+    write_spec(tmp_path / "b", target_dir, store_dir, max_steps=6, learning_rate=2e-3)
+    assert run(tmp_path / "a") == 0
+    assert sweep([tmp_path / "a", tmp_path / "b"]) == 0
+    assert sum(metric.name == "loss" for metric in metrics(tmp_path / "a")) == 6
+    assert report_of(tmp_path / "b").steps == 6
+
+
+def test_candidates_of_the_same_documents_are_a_group(tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
+    one = ({"learning_rate": 1e-4}, {"epochs": 2, "ttt_length": 5}, {"seed": 1}, {"max_tokens_per_batch": 128},
+           {"loss": "tv"})
+    specs = {str(number): write_spec(tmp_path / str(number), target_dir, store_dir, **fields)  # type: ignore[arg-type]
+             for number, fields in enumerate(one)}
+    assert groups(specs) == [("0", "1", "4"), ("2",), ("3",)]
+
+
+def test_the_slower_half_loses_and_of_an_odd_number_the_middle_stays() -> None:
+    assert losers({"a": 2.0, "b": 3.0, "c": 1.0}) == {"c"}
+    assert losers({"a": 2.0, "b": 2.0}) == {"b"}
+    assert losers({"a": 2.0}) == set()

@@ -1,0 +1,187 @@
+"""Trains the candidates of a sweep together: one read of the states and one teacher for all of them.
+
+    python -m eyrie_workers.stages.sweep --train <dir a> --train <dir b> ... [--rungs 0.25,0.5]
+
+Each directory holds the `spec.json` of a train stage and afterwards what that stage would have left there:
+checkpoints, events, manifest. It is no stage of its own: the train program, run later on such a directory, finds its
+manifest and has nothing to do, and run on one that is not finished goes on from its state, alone. So a pipeline may
+call this first, or not at all.
+
+What candidates share they share by `groups`: same target, store, seed and batch size means the same documents at every
+step. Of one group, states are read and decoded once, and the target is asked once about every position that any
+candidate asks about (once per size of draft vocabulary), which is a fifth of a candidate's arithmetic at the default
+settings. Drafters of other widths, rates, losses, depths and lengths of training go together. A candidate that fails,
+or was further when all were killed, stands aside; the others go on.
+
+**Rungs** (successive halving, arXiv:1502.07943) spend less on what will not win: at each given share of the longest
+candidate's steps, the half with the lower simulated speed-up on held-out rows stops there, with a checkpoint. With
+rungs at a quarter and a half, eight candidates cost the steps of four.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from eyrie_api.errors import EyrieError
+from eyrie_api.v1alpha1.stages import TrainStage
+from eyrie_workers.stages.program import INTERRUPTED_EXIT_CODE, Interrupted, Result, Stage, run_program
+from eyrie_workers.stages.train import Run, prepare
+from eyrie_workers.training.loop import Batch, Feed
+from eyrie_workers.training.objective import Lesson, TrainingTimeTest
+from eyrie_workers.training.world import ALONE
+
+
+def groups(candidates: Mapping[str, TrainStage]) -> list[tuple[str, ...]]:
+    """Names of the candidates that see the same documents at the same steps, in the order given. Pure."""
+    together: dict[str, list[str]] = {}
+    for name, spec in candidates.items():
+        key = "\n".join((spec.target.model_dump_json(), spec.store_dir, str(spec.train.seed),
+                         str(spec.train.max_tokens_per_batch), str(spec.train.threads)))
+        together.setdefault(key, []).append(name)
+    return [tuple(names) for names in together.values()]
+
+
+def losers(speedups: Mapping[str, float]) -> set[str]:
+    """The half, rounded down, with the lower speed-up; among equals the later. Pure."""
+    ranked = sorted(speedups, key=lambda name: -speedups[name])
+    return set(ranked[len(ranked) - len(ranked) // 2:])
+
+
+class Together:
+    """Several runs over one feed."""
+
+    def __init__(self, runs: Mapping[str, Run], rungs: Sequence[float] = ()) -> None:
+        self._runs = dict(runs)
+        self.failed: dict[str, EyrieError] = {}
+        longest = max(runs.values(), key=lambda run: run.trainer.schedule.num_steps)
+        self._feed = Feed(longest.trainer.schedule, longest.trainer.read, ALONE)
+        self._rungs = {max(1, round(share * longest.trainer.schedule.num_steps)) for share in rungs}
+
+    def to_the_end(self) -> None:
+        """Train all until each is finished or failed. Raises Interrupted once every one is saved."""
+        while active := {name: run for name, run in self._runs.items()
+                         if not run.finished and name not in self.failed}:
+            # Those that were killed at an earlier step catch up first.
+            step = min(run.trainer.counters.step for run in active.values())
+            self._step({name: run for name, run in active.items() if run.trainer.counters.step == step}, step)
+
+    def _step(self, runs: Mapping[str, Run], step: int) -> None:
+        started = time.perf_counter()
+        batch = self._feed.take(step)
+        waited = time.perf_counter() - started
+        lessons = teach_all(runs, batch)
+        if step + 1 in self._rungs and len(runs) > 1:
+            for name in losers({name: run.speedup for name, run in runs.items()}):
+                runs[name].give_up(f"the other half of {len(runs)} candidates simulated faster when last evaluated")
+        shared = (time.perf_counter() - started) / len(runs)
+        interrupted = False
+        for name, run in runs.items():
+            try:
+                report = run.trainer.learn(batch, time.perf_counter() - shared, waited / len(runs), lessons[name])
+                run.follow_up(report)
+            except Interrupted:
+                interrupted = True
+            except EyrieError as error:
+                self.failed[name] = error
+        if interrupted:
+            raise Interrupted
+
+
+def teach_all(runs: Mapping[str, Run], batch: Batch) -> dict[str, Lesson]:
+    """Each run's teacher of a batch, asked once for all runs of the same draft vocabulary."""
+    asked: dict[tuple[int, bool], list[str]] = {}
+    learners: dict[str, TrainingTimeTest] = {}
+    for name, run in runs.items():
+        learner = run.trainer.objective
+        assert isinstance(learner, TrainingTimeTest)
+        learners[name] = learner
+        asked.setdefault(learner.teacher_key, []).append(name)
+    lessons: dict[str, Lesson] = {}
+    for names in asked.values():
+        positions = torch.cat([learners[name].plan(batch.documents, runs[name].trainer.moment(batch))
+                               .teacher_positions() for name in names]).unique()
+        lesson = learners[names[0]].teach(batch.documents, positions)
+        lessons |= dict.fromkeys(names, lesson)
+    return lessons
+
+
+def sweep(directories: Sequence[Path], rungs: Sequence[float] = ()) -> int:
+    """Train what the directories' specs say; the exit code: 0, or that of the first candidate that failed.
+
+    The train programs stand inside one another, so that each has its lock, its manifest and its failure as if alone;
+    the innermost does the work of all.
+    """
+    todo: list[tuple[TrainStage, Stage]] = []
+    outcome: dict[str, Result | EyrieError] = {}
+
+    def stand_in(number: int) -> int:
+        if number == len(directories):
+            _train_all(todo, rungs, outcome)
+            return 0
+        directory = directories[number]
+        entered = False
+
+        def work(spec: TrainStage, stage: Stage) -> Result:
+            nonlocal entered
+            entered = True
+            todo.append((spec, stage))
+            code = stand_in(number + 1)
+            if code == INTERRUPTED_EXIT_CODE:
+                raise Interrupted
+            found = outcome[str(stage.out_dir)]
+            if isinstance(found, EyrieError):
+                raise found
+            inner.append(code)
+            return found
+
+        inner: list[int] = []
+        code = run_program(TrainStage, work, ["--spec", str(directory / "spec.json"),
+                                              "--out", str(directory / "manifest.json")])
+        if not entered:  # finished before, or refused
+            return stand_in(number + 1) or code
+        return code or inner[0]
+
+    return stand_in(0)
+
+
+def _train_all(todo: Sequence[tuple[TrainStage, Stage]], rungs: Sequence[float],
+               outcome: dict[str, Result | EyrieError]) -> None:
+    stages = {str(stage.out_dir): (spec, stage) for spec, stage in todo}
+    innermost = todo[-1][1] if todo else None
+    for names in groups({name: spec for name, (spec, _) in stages.items()}):
+        runs: dict[str, Run] = {}
+        for name in names:
+            try:
+                runs[name] = prepare(*stages[name])
+            except EyrieError as error:
+                outcome[name] = error
+        if not runs:
+            continue
+        for run in runs.values():  # a signal reaches the innermost program alone
+            run.heed(lambda: innermost is not None and innermost.stop_requested)
+        together = Together(runs, rungs)
+        try:
+            together.to_the_end()
+        finally:
+            for run in runs.values():
+                run.close()
+        outcome |= together.failed
+        outcome |= {name: run.result() for name, run in runs.items() if name not in together.failed}
+
+
+def main(argv: Sequence[str]) -> int:
+    """The program."""
+    parser = argparse.ArgumentParser(description="Train the candidates of a sweep together.")
+    parser.add_argument("--train", type=Path, action="append", required=True, metavar="DIR",
+                        help="directory with the spec.json of a train stage; once per candidate")
+    parser.add_argument("--rungs", default="", help="shares of the steps at which the slower half stops: 0.25,0.5")
+    told = parser.parse_args(argv)
+    return sweep(told.train, [float(share) for share in told.rungs.split(",") if share])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
