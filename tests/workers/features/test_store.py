@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from eyrie_api.artifacts import digest_bytes
 from eyrie_api.artifacts.directories import upload_dir
 from eyrie_api.artifacts.local import LocalStore
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Conflict
@@ -201,6 +202,7 @@ def test_a_lost_index_is_composed_again_from_the_shards(tmp_path: Path) -> None:
     before = (tmp_path / INDEX).read_bytes()
     (tmp_path / INDEX).unlink()
     assert FeatureStore(tmp_path).lengths == [5, 6, 7]
+    assert FeatureStore(tmp_path).digest == digest_bytes(before)
     FeatureWriter(tmp_path, layout()).finish()
     assert (tmp_path / INDEX).read_bytes() == before
 

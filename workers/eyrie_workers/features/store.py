@@ -22,6 +22,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from eyrie_api.artifacts import digest_bytes
 from eyrie_api.artifacts.store import open_store
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_api.v1alpha1.codecs import final_codec
@@ -139,6 +140,9 @@ class FeatureStore:
         self._place: Place = Directory(place) if isinstance(place, Path) else place
         index = _read_index(self._place)
         self.layout: StoreLayout = index.layout
+        self.digest = digest_bytes((index.model_dump_json(indent=2) + "\n").encode())
+        """Of the index, and so of every byte: that of `index.json` where it is there."""
+
         self._shards = index.shards
         self._row_starts = [0, *accumulate(shard.rows for shard in self._shards)]
         self._maps: dict[int, ShardMap] = {}
