@@ -8,7 +8,7 @@ SGLANG_LIMIT_S ?= 1500
 CLUSTER_LIMIT_S ?= 3000
 HELM_SDK = $(BIN)/python -c 'import helm_python' 2>/dev/null || timeout 300 $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt helm-python-sdk
 
-.PHONY: help setup demo demo-short demo-stop test test-sglang test-cluster lint bench bench-load bench-control bench-tuner clean
+.PHONY: help setup demo demo-short demo-stop test test-sglang test-cluster lint bench bench-load bench-control bench-tuner bench-store bench-codecs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -72,6 +72,12 @@ bench-control: setup  ## what the control plane carries: 200 jobs/s and 500 even
 bench-tuner: setup  ## the tuner against the exhaustive grid, a quarter of an hour: make bench-tuner DRAFTER=<directory>
 	@$(BIN)/python -m eyrie_workers.measurement.tuner_trial --target quickstart --prompts 16 \
 		--drafter $(or $(DRAFTER),$(error give DRAFTER=<a drafter for the quickstart target>)) --out .eyrie/tuner-trial/report.json
+
+bench-store: setup  ## the hidden-state store's reader, from a directory and through S3 (with rclone)
+	@$(BIN)/python -m eyrie_workers.features.bench --out .eyrie/bench/store.json
+
+bench-codecs: setup  ## what each codec costs in acceptance length, ten minutes on two idle cores
+	@$(BIN)/python -m eyrie_workers.features.codec_trial --out .eyrie/bench/codecs.json
 
 clean:  ## remove the environment and local state
 	rm -rf $(VENV) .eyrie
