@@ -245,7 +245,7 @@ class Run:
         self._log_every = max(1, num_steps // _NUM_LOGGED_STEPS)
         self._state_file = self.stage.out_dir / STATE_DIR / "training.safetensors"
         self._world = self.trainer.world
-        self._peak = peak_rate(self.dtype)
+        self._peak, _ = peak_rate(self.dtype)
         self._trackers = open_trackers(
             train.trackers if self._world.leads else (), f"{self.spec.job_id}/{self.spec.candidate}",
             train.model_dump(mode="json"), self.stage.out_dir / "trackers")

@@ -8,7 +8,8 @@ vocabulary 16384, draft vocabulary 4096, seven steps, float32.
 
 Printed as one JSON line: medians over the iterations of wall and CPU seconds, tokens per second of either, peak memory
 above what the process held after its imports, and MFU: the arithmetic the loss and its gradient need (recomputation is
-not counted) over the fastest matrix product this process can do. CPU seconds are the steadier figure on a busy machine.
+not counted) over the fastest matrix product this process can do, by wall and by CPU seconds. The latter are the
+steadier on a busy machine.
 
 A bench, not a test: nothing here decides anything.
 """
@@ -38,6 +39,9 @@ for _name, _default, _help in (
     _PARSER.add_argument(f"--{_name}", type=int, default=_default, help=f"{_help} (default {_default})")
 _PARSER.add_argument("--lengths", default="512", help="tokens of each document, comma separated")
 _PARSER.add_argument("--prompt", type=float, default=0.0, help="share of each document that is prompt")
+_PARSER.add_argument("--vary", type=int, default=0, metavar="N",
+                     help="lengthen the documents by N tokens from step to step: no two batches of a training are alike")
+_PARSER.add_argument("--recompute", action="store_true", help="train.grad_checkpoint")
 _PARSER.add_argument("--unrolled", type=float, default=1.0, help="train.unrolled_fraction")
 _PARSER.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
 
@@ -53,9 +57,9 @@ def drafter_of(options: argparse.Namespace) -> Eagle3Drafter:
     return Eagle3Drafter(config, DraftVocabulary(torch.arange(0, vocab, vocab // draft)[:draft], vocab))
 
 
-def documents_of(options: argparse.Namespace) -> PackedDocuments:
+def documents_of(options: argparse.Namespace, longer: int = 0) -> PackedDocuments:
     """Random states; of each document the first share is prompt."""
-    lengths = tuple(map(int, options.lengths.split(",")))
+    lengths = tuple(int(length) + longer for length in options.lengths.split(","))
     total = sum(lengths)
     mask = torch.cat([torch.arange(length) >= round(options.prompt * length) for length in lengths])
     return PackedDocuments(torch.randint(options.vocab, (total,)), mask,
@@ -71,12 +75,13 @@ def main() -> None:
     drafter, documents = drafter_of(options), documents_of(options)
     objective = TrainingTimeTest(
         drafter, torch.randn(options.vocab, options.hidden), torch.randn(options.vocab, options.hidden) * 0.1,
-        ttt_length=options.ttt, step_decay=0.8, max_positions=max(documents.lengths),
-        unrolled_fraction=options.unrolled, dtype=getattr(torch, options.dtype))
+        ttt_length=options.ttt, step_decay=0.8, max_positions=1 << 14,
+        unrolled_fraction=options.unrolled, dtype=getattr(torch, options.dtype), recompute=options.recompute)
     parameters = list(drafter.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     walls, cpus, losses = [], [], []
     for number in range(2 + options.iterations):
+        documents = documents_of(options, number * options.vary) if options.vary else documents
         wall, cpu = time.perf_counter(), time.process_time()
         optimizer.zero_grad(set_to_none=True)
         outcome = objective(documents, Moment(0, 1, 0))
@@ -89,13 +94,15 @@ def main() -> None:
         losses.append(float(outcome.loss.detach()))
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - baseline_mb
     tokens, wall, cpu = documents.token_ids.numel(), median(walls), median(cpus)
-    flops, rate = step_flops(drafter.config, objective.plan(documents, Moment(0, 1, 0))), peak_rate(objective.dtype)
+    flops = step_flops(drafter.config, objective.plan(documents, Moment(0, 1, 0)))
+    rate, cpu_rate = peak_rate(objective.dtype)
     print(json.dumps({
         "tokens": tokens, "supervised": outcome.supervised, "wall_s": round(wall, 4), "cpu_s": round(cpu, 4),
         "wall_s_min": round(min(walls), 4), "cpu_s_min": round(min(cpus), 4),
         "tokens_per_s": round(tokens / wall, 1), "tokens_per_cpu_s": round(tokens / cpu, 1),
         "peak_mb_above_imports": round(peak_mb, 1), "gflop": round(flops / 1e9, 2),
         "peak_gflop_per_s": round(rate / 1e9, 1), "mfu": round(flops / wall / rate, 3),
+        "mfu_by_cpu_s": round(flops / cpu / cpu_rate, 3),
         "loss_first": losses[0], "loss_last": losses[-1], "threads": options.threads, "dtype": options.dtype}))
 
 

@@ -33,12 +33,14 @@ def step_flops(config: Eagle3Config, layout: UnrollLayout) -> int:
     return 2 * (once + token_half + unrolled + 3 * 2 * sight * q + asked * hidden * config.vocab_size)
 
 
-def peak_rate(dtype: torch.dtype, device: torch.device | str = "cpu") -> float:
-    """Floating-point operations per second of a large square product: the fastest of a few, measured now."""
+def peak_rate(dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[float, float]:
+    """Floating-point operations of a large square product per wall second and per CPU second: the fastest of a few,
+    measured now."""
     a, b = (torch.randn(_PROBE_SIZE, _PROBE_SIZE, dtype=dtype, device=device) for _ in range(2))
-    best, started = float("inf"), time.perf_counter()
+    wall, cpu, started = float("inf"), float("inf"), time.perf_counter()
     while time.perf_counter() - started < _PROBE_S:
-        before = time.perf_counter()
+        before, spent = time.perf_counter(), time.process_time()
         product(a, b).sum().item()
-        best = min(best, time.perf_counter() - before)
-    return float(2 * _PROBE_SIZE**3 / best)
+        wall, cpu = min(wall, time.perf_counter() - before), min(cpu, time.process_time() - spent)
+    operations = 2.0 * _PROBE_SIZE**3
+    return operations / wall, operations / max(cpu, 1e-9)
