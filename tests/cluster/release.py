@@ -288,9 +288,11 @@ class Release:
 
     @contextlib.contextmanager
     def cut(self, store: str) -> Iterator[None]:
-        """The bundled store is gone meanwhile; its volume stays."""
+        """The bundled store is gone meanwhile, without a farewell; its volume stays."""
         name = f"{NAME}-eyrie-{store}"
         self._scale(name, 0)
+        for pod in self.pods(self.part(store)):
+            self.kill(pod)
         eventually(lambda: not self.pods(self.part(store)), f"{store} is gone", every_s=0.5)
         try:
             yield
