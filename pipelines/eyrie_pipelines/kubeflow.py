@@ -5,11 +5,17 @@ needs to be remembered between two looks. `start` looks first and creates only w
 creation whose answer was lost is found the next time. The lease of a job keeps two drivers from creating at once.
 
     PENDING RUNNING PAUSED CANCELING     running
+    these, and a stage said it failed    failed, with leftovers: whoever looks ends the run
     SUCCEEDED                            succeeded
     FAILED, and a stage said why         failed, with the stage's own reason, message and mend
-    FAILED, and none did                 gone: its pods were taken away once too often; from the third time on: failed
-    CANCELED                             failed: somebody ended it in Kubeflow (the job's own cancel is told before)
+    FAILED, and it was CANCELING before  failed: somebody ended it in Kubeflow (the job's own cancel is told before)
+    CANCELED                             the same
+    FAILED else                          gone: its pods were taken away once too often; from the third time on: failed
     SKIPPED, or no longer there          gone
+
+A stage's failure is final (`run/failure.json`), but Kubeflow does not know: it would start the box again and again,
+with growing pauses, each time to be told the same, and let the other boxes go on. So it is believed while the run
+lives. What other boxes have done is kept, and a retry goes on from it.
 
 The pipeline is compiled for each run, with every box in its place (`placement`), and travels inline. Only then
 is kfp imported.
@@ -62,17 +68,24 @@ class KubeflowRunner:
             return RunSeen()
         attempt, starts, run = runs[-1]
         state = _STATES.get(str(run.state), "running")
-        failure = None
-        if state == "failed":
-            failure = self._failure_of(job_id, run)
-            if failure.stage is None and run.state == "FAILED" and starts < _SILENT_FAILURES:
-                state, failure = "gone", None
-        return RunSeen(state=state, attempt=attempt, starts=starts, run_id=run.run_id, failure=failure)
+        failure = self._told_failure(job_id) if state in ("running", "failed") else None
+        lives = state == "running"
+        if failure is not None:
+            state = "failed"
+        elif state == "failed" and _was_terminated(run):
+            failure = RunFailed(None, "", "RunTerminated", f"run {run.display_name} was ended in Kubeflow Pipelines",
+                                "retry the job: it goes on from what its stages have finished")
+        elif state == "failed" and starts < _SILENT_FAILURES:
+            state = "gone"
+        elif state == "failed":
+            failure = _unexplained(run)
+        return RunSeen(state=state, attempt=attempt, starts=starts, run_id=run.run_id, failure=failure,
+                       leftovers=lives and state == "failed")
 
     def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None) -> None:
         """See `Runner`."""
         seen = self.observe(job_id)
-        if seen.attempt == attempt and seen.state in ("running", "succeeded"):
+        if seen.attempt == attempt and (seen.alive or seen.state == "succeeded"):
             return
         from eyrie_pipelines.placement import compile_for  # kfp comes with it, a second and 80 MB
 
@@ -105,17 +118,13 @@ class KubeflowRunner:
                  if (match := pattern.fullmatch(run.display_name or ""))]
         return sorted(((int(match[1]), int(match[2]), run) for match, run in found), key=lambda one: one[:2])
 
-    def _failure_of(self, job_id: str, run: Any) -> RunFailed:
-        if run.state == "CANCELED":
-            return RunFailed(None, "", "RunTerminated", f"run {run.display_name} was ended in Kubeflow",
-                             "retry the job")
+    def _told_failure(self, job_id: str) -> RunFailed | None:
+        """What a stage of the latest run failed of, if one did: a start removes what the runs before it said."""
         self._fetch(self._dir(job_id) / RUN_FAILURE)
         first = read_failure(self._dir(job_id))
-        if first is not None:
-            return RunFailed(first.stage, first.key, first.failure.reason, first.failure.message, first.failure.mend)
-        said = " ".join(str(run.error.message).split())[:1000] if run.error is not None and run.error.message else ""
-        return RunFailed(None, "", "PipelineFailed", said or f"run {run.display_name} failed and no stage says why",
-                         f"look at run {run.run_id} in Kubeflow Pipelines, then retry the job")
+        if first is None:
+            return None
+        return RunFailed(first.stage, first.key, first.failure.reason, first.failure.message, first.failure.mend)
 
     # What lies in the work area.
 
@@ -219,3 +228,14 @@ class KubeflowRunner:
 
     def _key(self, path: Path) -> str:
         return path.relative_to(self._home).as_posix()
+
+
+def _was_terminated(run: Any) -> bool:
+    """By somebody's hand. A Workflow that is ended has failed, for Kubeflow; its history knows better."""
+    return run.state == "CANCELED" or any(one.state == "CANCELING" for one in run.state_history or ())
+
+
+def _unexplained(run: Any) -> RunFailed:
+    said = " ".join(str(run.error.message).split())[:1000] if run.error is not None and run.error.message else ""
+    return RunFailed(None, "", "PipelineFailed", said or f"run {run.display_name} failed and no stage says why",
+                     f"look at run {run.run_id} in Kubeflow Pipelines, then retry the job")

@@ -51,7 +51,11 @@ _SMALL = {"cpu": "100m", "memory": "512Mi"}
 
 _RETRIES = 5
 """Pods of a box that were taken away (spot nodes, memory, drained nodes): the next goes on from what the last one put
-into the work area. A stage that failed for good fails again at once."""
+into the work area. A stage that failed for good fails again at once; its run is ended before that (`kubeflow`)."""
+
+_RETRY_WITHIN = "2592000s"
+"""30 days. Argo takes kfp's `backoff_max_duration` for a bound on all attempts together, from the first pod's start on:
+that long after it nothing is tried again, and what is being tried again is killed. kfp's own default is an hour."""
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _STARTS_BOX = "_KFP_RUNTIME=true python3 -m kfp.dsl.executor_main"
@@ -103,7 +107,7 @@ def small(given: Placement) -> Placement:
 def place(task: Any, placement: Placement, profile: ClusterProfile) -> Any:
     """Put one task in its place. Raises InvalidInput for amounts kfp cannot express."""
     task.set_container_image(placement.image)
-    task.set_retry(_RETRIES, backoff_duration="10s", backoff_factor=2.0, backoff_max_duration="300s")
+    task.set_retry(_RETRIES, backoff_duration="10s", backoff_factor=2.0, backoff_max_duration=_RETRY_WITHIN)
     for name, value in pod_variables(placement, profile.home, profile.sync_s).items():
         task.set_env_variable(name, value)
     kubernetes.set_image_pull_policy(task, placement.image_pull_policy)

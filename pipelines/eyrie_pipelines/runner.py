@@ -40,7 +40,7 @@ class RunSeen:
     run_id: str | None = None
     failure: RunFailed | None = None
     leftovers: bool = False
-    """The leader is gone but processes of its group still live."""
+    """Its result is known, but something of it still lives: processes of its group, boxes beside one that failed."""
 
     @property
     def alive(self) -> bool:

@@ -78,6 +78,19 @@ def test_a_job_runs_through_in_jobs_of_the_cluster_and_is_started_once(stage: St
     assert len(stage.double.runs.run_service_list_runs().runs) == 1
 
 
+def test_a_stages_failure_is_told_while_the_run_lives_and_ends_it(stage: Stage) -> None:
+    stage.rehearsal.plan(regenerate=["permanent"])
+    stage.runner.start("dj-1", spec_of(), 1, None)
+    seen = eventually(lambda: (one := stage.runner.observe("dj-1")).state == "failed" and one, "the failure is told",
+                      DEADLINE_S)
+    assert seen.failure is not None
+    assert (seen.failure.stage, seen.alive) == ("regenerate", True), "Kubeflow would still try again"
+    stage.runner.stop("dj-1")
+    ended = eventually(lambda: not (one := stage.runner.observe("dj-1")).alive and one, "the run ends", DEADLINE_S)
+    assert (ended.state, ended.failure) == ("failed", seen.failure)
+    assert stage.rehearsal.starts() == ["regenerate"], "not tried again"
+
+
 def test_a_stopped_job_leaves_no_pod_and_its_stage_is_told(cluster: Cluster, stage: Stage) -> None:
     stage.rehearsal.plan(regenerate=["hang"])
     stage.runner.start("dj-1", spec_of(), 1, None)

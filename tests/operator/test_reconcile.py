@@ -102,6 +102,8 @@ def test_a_run_that_vanished_is_started_again_but_not_forever() -> None:
 
 def test_orphans_of_a_dead_leader_are_ended_before_the_run_is_started_again() -> None:
     assert reconcile(SPEC, seen(run=RunSeen("gone", 1, 1, leftovers=True)), NOW).actions == (StopRun(),)
+    told = RunFailed("train", "base", "LossDiverged", "loss was nan")
+    assert reconcile(SPEC, seen(run=RunSeen("failed", 1, 1, failure=told, leftovers=True)), NOW).actions == (StopRun(),)
 
 
 def test_a_failed_run_fails_the_job_with_the_stages_own_words() -> None:

@@ -135,6 +135,40 @@ def test_a_failed_run_is_told_in_its_stages_words_before_kubeflows(world: World,
     assert world.read("run/failure.json") is None
 
 
+def test_a_stages_failure_ends_the_run_while_kubeflow_would_still_try_again(world: World, server: KfpServer) -> None:
+    world.start()
+    server.runs[0]["state"] = "RUNNING"
+    failure = RunFailure(stage="regenerate", failure=Failure(
+        reason="DataInvalid", message="no conversation left", mend="give some", exit_code=65, time=datetime.now(UTC)))
+    world.put("run/failure.json", failure.model_dump_json())
+    seen = world.runner.observe("job-1")
+    assert (seen.state, seen.alive) == ("failed", True)
+    assert seen.failure is not None
+    assert seen.failure.reason == "DataInvalid"
+    world.start()
+    assert names(server) == ["job-1-1.1"], "nothing begins beside what lives"
+    world.runner.stop("job-1")
+    assert server.runs[0]["state"] == "CANCELING"
+    assert world.runner.observe("job-1").alive
+    server.runs[0] |= {"state": "FAILED", "state_history": [{"state": "CANCELING"}, {"state": "FAILED"}]}
+    seen = world.runner.observe("job-1")
+    assert (seen.state, seen.alive) == ("failed", False)
+    assert seen.failure is not None
+    assert seen.failure.reason == "DataInvalid", "the stage's words, not how the run was ended"
+
+
+@pytest.mark.parametrize("state", ["FAILED", "CANCELED"])
+def test_a_run_that_somebody_terminated_is_not_started_again_behind_his_back(
+        world: World, server: KfpServer, state: str) -> None:
+    world.start()
+    server.runs[0] |= {"state": state, "state_history": [{"state": "RUNNING"}, {"state": "CANCELING"},
+                                                         {"state": state}]}
+    seen = world.runner.observe("job-1")
+    assert seen.state == "failed"
+    assert seen.failure is not None
+    assert (seen.failure.reason, seen.failure.mend[:13]) == ("RunTerminated", "retry the job")
+
+
 def test_a_run_that_fails_without_a_stages_word_is_started_again_and_believed_the_third_time(
         world: World, server: KfpServer) -> None:
     for start in (1, 2, 3):

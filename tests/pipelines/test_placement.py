@@ -121,6 +121,8 @@ def test_every_box_is_retried_when_its_pod_is_taken_away_and_starts_the_images_p
     boxes = {name: task for name, task in tasks.items() if not name.startswith("for-loop")}
     assert len(boxes) == 9
     assert all(task["retryPolicy"]["maxRetryCount"] == 5 for task in boxes.values())
+    # From a box's first pod on, all its attempts together: a training takes days.
+    assert all(int(task["retryPolicy"]["backoffMaxDuration"][:-1]) >= 14 * 86400 for task in boxes.values())
     for executor in spec["deploymentSpec"]["executors"].values():
         assert "exec env _KFP_RUNTIME=true '/opt/my venv/bin/python' -m kfp.dsl.executor_main" in (
             executor["container"]["command"][2])
