@@ -40,7 +40,7 @@ for _name, _default, _help in (
 _PARSER.add_argument("--lengths", default="512", help="tokens of each document, comma separated")
 _PARSER.add_argument("--prompt", type=float, default=0.0, help="share of each document that is prompt")
 _PARSER.add_argument("--vary", type=int, default=0, metavar="N",
-                     help="lengthen the documents by N tokens from step to step: no two batches of a training are alike")
+                     help="lengthen the documents by N tokens from step to step, as in training no two are alike")
 _PARSER.add_argument("--recompute", action="store_true", help="train.grad_checkpoint")
 _PARSER.add_argument("--unrolled", type=float, default=1.0, help="train.unrolled_fraction")
 _PARSER.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
