@@ -156,6 +156,9 @@ def operate(
     mirror: Annotated[str | None, typer.Option(
         "--mirror-namespace", envvar="EYRIE_OPERATOR_MIRROR_NAMESPACE",
         help="Show jobs posted to the REST API as DrafterJobs here. Default: not at all.")] = None,
+    project: Annotated[list[str] | None, typer.Option(
+        "--project", envvar="EYRIE_OPERATOR_PROJECTS", metavar="NAMESPACE=PROJECT",
+        help="Whose a namespace's objects are; may be repeated. Default: the project `default`.")] = None,
     lease: Annotated[str, typer.Option(
         "--lease", envvar="EYRIE_OPERATOR_LEASE", help="[NAMESPACE/]NAME of the Lease; one per installation."
     )] = "eyrie-operator",
@@ -171,7 +174,8 @@ def operate(
     where, _, name = lease.rpartition("/")
     options = program.Options(
         lease_namespace=where or program.own_namespace(), lease_name=name, namespaces=program.split(namespace or ()),
-        mirror_namespace=mirror, host=host, port=port, terms=terms_of(lease_s))
+        mirror_namespace=mirror, projects=program.pairs(project or ()), host=host, port=port,
+        terms=terms_of(lease_s))
     raise typer.Exit(program.run(settings_for(home, None, None), options))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from eyrie_api.access.projects import Projects
 from eyrie_api.clock import utc_now
 from eyrie_api.database import Database
 from eyrie_api.endpoints import Endpoints
@@ -18,12 +19,13 @@ from eyrie_api.errors import NotFound
 from eyrie_api.jobs import JobFilter, Jobs
 from eyrie_api.server import create_app
 from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.access import CreateProject, Quotas
 from eyrie_api.v1alpha1.job import ServeSpec, TargetSpec
 from eyrie_api.v1alpha1.resources import FINALIZER
 from eyrie_api.v1alpha1.status import Job
 from eyrie_operator.cluster.apply import FIELD_MANAGER, Cluster, ClusterConflict, ClusterRefused
 from eyrie_operator.cluster.resources import read_job
-from tests.api.samples import ended, job_body
+from tests.api.samples import ended, job_body, job_spec
 from tests.cluster.conftest import eventually
 from tests.cluster.operators import OperatorProcess, operating
 
@@ -369,3 +371,27 @@ def accepted(cluster: Cluster, namespace: str) -> int:
 
 def finished(cluster: Cluster, namespace: str) -> int:
     return sum(condition(one, "Succeeded") is not None for one in cluster.list_all(API, "DrafterJob", namespace))
+
+
+def test_a_namespace_says_whose_its_objects_are_and_a_full_project_waits(cluster: Cluster, namespace: str,
+                                                                        database: Database, jobs: Jobs,
+                                                                        tmp_path: Path) -> None:
+    projects = Projects(database)
+    projects.create(CreateProject(name="search", quotas=Quotas(max_jobs=1)))
+    with operating(tmp_path, namespace, "--project", f"{namespace}=search"):
+        cluster.create(manifest(namespace, "first"))
+        first = submitted(cluster, namespace, jobs, "first")
+        assert jobs.project_of(first.id) == "search"
+        cluster.create(manifest(namespace, "second"))
+        eventually(lambda: condition(read(cluster, namespace, "second"), "Accepted") == ("False", "QuotaReached"),
+                   "the second job is told that there is no room for it")
+        jobs.save_status(first.id, ended("Succeeded", utc_now()))
+        second = submitted(cluster, namespace, jobs, "second")
+        assert jobs.project_of(second.id) == "search"
+        # What the REST API would not let a caller of the project name, kubectl does not either.
+        other = jobs.submit(job_spec(), project="default")
+        body = manifest(namespace, "thief")
+        body["spec"]["job"] = job_body(data={"sources": [{"path": str(tmp_path / "jobs" / other.id / "rows.jsonl")}]})
+        cluster.create(body)
+        told = eventually(lambda: condition(read(cluster, namespace, "thief"), "Failed"), "the thief is refused")
+        assert told == ("True", "InvalidInput")

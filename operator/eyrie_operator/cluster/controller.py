@@ -23,11 +23,15 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from eyrie_api import preflight
+from eyrie_api import names, preflight
+from eyrie_api.access import reach
+from eyrie_api.access.quotas import QuotaReached
+from eyrie_api.access.roles import Principal
+from eyrie_api.access.scope import DEFAULT_PROJECT, Scope
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import Database
 from eyrie_api.endpoints import Endpoints
-from eyrie_api.errors import EyrieError, NotFound, Transient
+from eyrie_api.errors import EyrieError, Forbidden, NotFound, Transient
 from eyrie_api.idempotency import Idempotency, Replay, RequestInFlight
 from eyrie_api.jobs import Jobs
 from eyrie_api.placing import read_profile
@@ -85,6 +89,9 @@ Key = tuple[Kind | Literal["Endpoint"], str, str]
 """Kind, namespace, name. An Endpoint is a row and has no namespace."""
 
 _ROUTE = "kubernetes/drafterjobs"
+_FULL_CHECK_S = 15.0
+"""Between two looks of an object whose project has all the jobs it may."""
+
 _FOR_EVER_S = 10 * 365 * 24 * 3600.0
 _OVERLAP = timedelta(seconds=10)
 """Rows are stamped by several machines before they are committed: a poll looks this far back again."""
@@ -94,12 +101,17 @@ class Controller:
     """One operator's look at objects and rows. `workers` of it run at once, none on the same object."""
 
     def __init__(self, settings: Settings, database: Database, cluster: Cluster, telemetry: Telemetry, *,
-                 mirror_namespace: str | None = None, namespaces: Sequence[str] = (), clock: Clock = utc_now,
+                 mirror_namespace: str | None = None, namespaces: Sequence[str] = (),
+                 projects: Mapping[str, str] | None = None, clock: Clock = utc_now,
                  monotonic: Callable[[], float] = time.monotonic) -> None:
+        """`projects` says whose the objects of a namespace are; of namespaces that are not in it, the project
+        `default`'s."""
         self._settings, self._cluster, self._telemetry, self._clock = settings, cluster, telemetry, clock
+        self._database = database
         self._idempotency = Idempotency(database, _FOR_EVER_S, clock)
         self._jobs, self._endpoints = Jobs(database, clock, self._idempotency), Endpoints(database, clock)
         self._mirror_namespace, self._namespaces = mirror_namespace, tuple(namespaces)
+        self._projects = dict(projects or {})
         self._tender: EndpointTender | None = None
         profile = None if settings.cluster_profile is None else read_profile(settings.cluster_profile)
         if profile is not None and profile.serving is not None:
@@ -375,12 +387,12 @@ class Controller:
             self.queue.add_after(key, action.after_s)
             return False
         else:
-            self._do_to_rows(action)
+            self._do_to_rows(action, identity)
             # Of this the status says nothing, so it can be written in the same breath, with the generation it is of.
             return not isinstance(action, UpdateServing)
         return True
 
-    def _do_to_rows(self, action: Action) -> None:
+    def _do_to_rows(self, action: Action, identity: Identity) -> None:
         if isinstance(action, CancelJob):
             self._jobs.cancel(action.job_id)
         elif isinstance(action, RetryJob):
@@ -388,7 +400,7 @@ class Controller:
         elif isinstance(action, DeleteJob):
             self._jobs.delete(action.job_id)
         elif isinstance(action, CreateEndpoint):
-            self._endpoints.create(action.name, action.target, action.serve, action.model)
+            self._endpoints.create(action.name, action.target, action.serve, action.model, self._project_of(identity))
         elif isinstance(action, UpdateServing):
             target = self._endpoints.serving(action.name).target
             self._endpoints.create(action.name, target, action.serve, _shown_model(target.model))
@@ -407,14 +419,39 @@ class Controller:
             except NotFound:
                 return (DeleteResource(f"its job {job_id} was deleted at the REST API"),)
             return ()
+        project = self._project_of(resource.identity)
         try:
-            self._job_of[action.key] = self._jobs.submit(preflight.check(action.spec, self._settings).spec, claimed).id
+            spec = names.suited(action.spec, project)
+            if project != DEFAULT_PROJECT:  # shared: as a caller of the REST API who is bound to the project
+                reach.check(spec, self._settings.home, self._belongs_to(project))
+            accepted = preflight.check(spec, self._settings).spec
+            self._job_of[action.key] = self._jobs.submit(accepted, claimed, project).id
+        except QuotaReached as full:  # a place comes free by itself, and the next look takes it
+            self._idempotency.release(claimed)
+            return (*refuse_job(resource, full.reason, str(full), self._clock(), over=False), CheckAgain(_FULL_CHECK_S))
         except BaseException as error:
             self._idempotency.release(claimed)
             if isinstance(error, EyrieError) and not isinstance(error, Transient):
                 return refuse_job(resource, error.reason, str(error), self._clock(), over=True)
             raise
         return ()
+
+    def _project_of(self, identity: Identity) -> str:
+        return self._projects.get(identity.namespace, DEFAULT_PROJECT)
+
+    def _belongs_to(self, project: str) -> reach.IsMine:
+        """What a namespace's objects may name under EYRIE_HOME: what their project's viewers may read."""
+        scope = Scope(Principal(subject="kubernetes", roles={project: "viewer"}), project)
+        jobs, endpoints = Jobs(self._database, scope=scope), Endpoints(self._database, scope=scope)
+
+        def is_mine(kind: str, name: str) -> bool:
+            try:
+                (jobs if kind == "jobs" else endpoints).get(name)
+            except (NotFound, Forbidden):
+                return False
+            return True
+
+        return is_mine
 
     def _set_finalizer(self, key: Key, identity: Identity, *, held: bool) -> None:
         current = self._objects[key]["metadata"].get("finalizers") or []

@@ -19,7 +19,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,7 +29,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from eyrie_api.clock import utc_now
 from eyrie_api.database import Database
-from eyrie_api.errors import EyrieError
+from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.settings import Settings
 from eyrie_operator.cluster.apply import Cluster, ClusterAway, LeaseKeeper
 from eyrie_operator.cluster.controller import Controller
@@ -54,6 +54,9 @@ class Options:
     """To watch; all when empty."""
 
     mirror_namespace: str | None = None
+    projects: Mapping[str, str] = field(default_factory=dict)
+    """Namespace -> project of its objects; of others `default`."""
+
     host: str = "0.0.0.0"
     """Probes come from the node. Nothing that is answered is secret."""
 
@@ -85,7 +88,8 @@ class Operator:
         self._fence = Fence(time.monotonic)
         self._cluster = Cluster(self._fence.check, self.telemetry.count_write)
         self._controller = Controller(settings, database, self._cluster, self.telemetry,
-                                      mirror_namespace=options.mirror_namespace, namespaces=options.namespaces)
+                                      mirror_namespace=options.mirror_namespace, namespaces=options.namespaces,
+                                      projects=options.projects)
         me = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         keeper = LeaseKeeper(self._cluster, options.lease_namespace, options.lease_name)
         self._elector = Elector(me, keeper, options.terms, self._fence, monotonic=time.monotonic, clock=utc_now)
@@ -230,3 +234,14 @@ def own_namespace() -> str:
 def split(namespaces: Sequence[str]) -> tuple[str, ...]:
     """`a,b c` as separate names: a chart passes one variable."""
     return tuple(name for given in namespaces for name in given.replace(",", " ").split())
+
+
+def pairs(given: Sequence[str]) -> dict[str, str]:
+    """`namespace=project,...`. Raises InvalidInput."""
+    found: dict[str, str] = {}
+    for one in split(given):
+        namespace, equals, project = one.partition("=")
+        if not (namespace and equals and project):
+            raise InvalidInput(f"--project {one!r} is not NAMESPACE=PROJECT", "write team-a=search, for example")
+        found[namespace] = project
+    return found
