@@ -135,6 +135,10 @@ def test_reading_ahead_gives_the_same_batches_and_ends_when_it_is_left(tmp_path:
     for ahead in (0, 1, 5):
         for packed, group in zip(store.batches(groups, ahead=ahead), groups, strict=True):
             assert torch.equal(packed.aux, store.read(group).aux)
+        again = store.batches(groups * 2, ahead=ahead, reuse=True)
+        for packed, group in zip(again, groups * 2, strict=True):
+            assert torch.equal(packed.aux, store.read(group).aux)
+            assert torch.equal(packed.last, store.read(group).last)
     reading = store.batches(groups)
     next(reading)
     reading.close()

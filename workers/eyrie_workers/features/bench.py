@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
@@ -130,7 +130,7 @@ class Reading:
         store, options = self.make(), self.options
         for way in ("first", "again"):
             groups = random_batches(store.lengths, options.batch_tokens, number)
-            self._time(way, lambda groups=groups: [store.read(group) for group in groups])  # type: ignore[misc]
+            self._time(way, lambda groups=groups: _drain(store.batches(groups, ahead=1, reuse=True)))  # type: ignore[misc]
         groups = random_batches(store.lengths, options.batch_tokens, number + 100)[:options.fed_batches]
         tokens = [sum(store.lengths[i] for i in group) for group in groups]
         for way, ahead in (("fed", options.ahead), ("fed, nothing ahead", 0)):
@@ -138,7 +138,7 @@ class Reading:
         self.size = (store.num_tokens, store.size_bytes, sum(tokens))
 
     def _feed(self, store: FeatureStore, groups: list[list[int]], tokens: list[int], ahead: int) -> None:
-        for packed, count in zip(store.batches(groups, ahead=ahead), tokens, strict=True):
+        for packed, count in zip(store.batches(groups, ahead=ahead, reuse=True), tokens, strict=True):
             assert packed.aux.shape[0] == count
             busy(count / self.options.trainer_tokens_per_s)
 
@@ -157,6 +157,11 @@ class Reading:
                        spread=(max(seconds) - min(seconds)) / median(seconds),
                        stored_bytes_per_s=tokens / median(seconds) * size / whole,
                        cpu_s_per_million_tokens=median(cpu for _, cpu in taken) / tokens * 1e6)
+
+
+def _drain(batches: Iterable[object]) -> None:
+    for _ in batches:
+        pass
 
 
 def run(options: argparse.Namespace, home: Path) -> StoreBench:
