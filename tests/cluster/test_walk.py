@@ -62,7 +62,7 @@ def job(name: str, promotion: dict[str, Any], *, conversations: int, tokens: int
                  "temperatures": [0.0], "budget_s": 6.0},
         "prove": {"loads": [1, 4], "requests": 8, "max_new_tokens": 48, "parity_prompts": 4},
         "promotion": promotion,
-        "serve": {"endpoint": "chat", "health_timeout_s": 180 * PATIENCE},
+        "serve": {"endpoint": "chat", "health_timeout_s": 90 * PATIENCE},
     }
 
 
