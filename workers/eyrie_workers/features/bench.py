@@ -19,6 +19,7 @@ import argparse
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -257,6 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the bench; returns the exit code."""
     options = parse(argv)
     torch.set_num_threads(options.threads or torch.get_num_threads())
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(143))  # so that rclone ends with us
     try:
         with tempfile.TemporaryDirectory(prefix="eyrie-store-bench-") as home:
             report = run(options, Path(home))
