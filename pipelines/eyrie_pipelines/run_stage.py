@@ -264,9 +264,7 @@ def run_program(spec: StageSpec, directory: Path) -> None:
     write_model(directory / "spec.json", spec)
     node = trainjob.is_node()
     starting = trainjob.torchrun_command(directory) if node else command(spec.stage, directory)
-    # One node of several does not start again by itself: its peers would not know.
-    attempts = 1 if node else MAX_ATTEMPTS
-    for attempt in range(1, attempts + 1):
+    for attempt in range(1, MAX_ATTEMPTS + 1):
         code, asked = _run_once(starting, directory)
         if code == 0:
             if is_first_node():
@@ -275,9 +273,13 @@ def run_program(spec: StageSpec, directory: Path) -> None:
         if asked:
             raise SystemExit(INTERRUPTED_EXIT_CODE)
         failure = _stage_failure(directory)
+        if node and (failure is None or failure.transient):
+            # It may be a peer that went. A node does not start again by itself, for its peers would not know: the
+            # runtime starts them all, and says when it gives up.
+            raise SystemExit(code if code > 0 else 1)
         # Killed from outside (out of memory, an operator's hand): its ledger or checkpoint lets it go on.
         may_pass = failure.transient if failure is not None else code < 0 or code == INTERRUPTED_EXIT_CODE
-        if not may_pass or attempt == attempts:
+        if not may_pass or attempt == MAX_ATTEMPTS:
             if failure is None:
                 raise StageFailed(*_explain(code, directory))
             raise StageFailed(failure.message, failure.mend)

@@ -1,14 +1,18 @@
 """A TrainJob as Kubeflow Trainer 2.2 reads it, and what its nodes run. No Trainer is here: see tests/cluster."""
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from eyrie_api.artifacts import digest_model, write_model
 from eyrie_api.v1alpha1.placement import Placement, VolumeWork
 from eyrie_api.v1alpha1.requests import JobPlacement
-from eyrie_pipelines import work
+from eyrie_pipelines import run_stage, work
+from eyrie_pipelines.steps import JOB_FILE, JobFile
 from eyrie_pipelines.trainjob import ORDER_VARIABLE, Ended, Order, ended, name_of, render, torchrun_command
+from tests.pipelines.conftest import Rehearsal, spec_of
 from tests.pipelines.test_placement import EVERYTHING, compiled, container, platform, variables
 
 ARGUMENTS = ["--job-dir", "/var/lib/eyrie/jobs/j", "--spec-digest", "sha256:0", "--candidate", "base"]
@@ -119,3 +123,17 @@ def test_of_several_nodes_the_first_alone_puts_things_into_the_store(
 def test_secrets_are_named_and_not_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "known-to-the-box-alone")
     assert "known-to-the-box-alone" not in str(render(order(), "eyrie-j", "team", ARGUMENTS))
+
+
+@pytest.mark.parametrize(("word", "final"), [("die", False), ("permanent", True)])
+def test_a_node_whose_training_was_killed_does_not_fail_the_run_and_one_that_cannot_go_on_does(
+        rehearsal: Rehearsal, job_dir: Path, monkeypatch: pytest.MonkeyPatch, word: str, final: bool) -> None:
+    monkeypatch.setenv("PET_NNODES", "1")
+    rehearsal.plan(train__base=[word])
+    job = JobFile(id="job-1", spec=spec_of(), attempt=1)
+    write_model(job_dir / JOB_FILE, job)
+    node = subprocess.run([sys.executable, "-m", "eyrie_pipelines.trainjob", "--job-dir", str(job_dir), "--spec-digest",
+                           digest_model(job), "--candidate", "base"], capture_output=True, text=True, timeout=300)
+    assert node.returncode != 0
+    assert (run_stage.read_failure(job_dir) is not None) == final, node.stderr
+    assert rehearsal.starts() == ["train/base"]
