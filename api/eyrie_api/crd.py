@@ -60,7 +60,7 @@ _RULES: Mapping[str, tuple[tuple[str, str], ...]] = {
          "benchmark.tree.num_steps is far beyond train.ttt_length: raise ttt_length or lower num_steps"),
     ),
     "RegenerateSpec": (
-        ("self.engine == 'embedded' || has(self.base_url)",
+        ("self.engine == 'embedded' || has(self.base_url) || (has(self.endpoints) && size(self.endpoints) > 0)",
          "base_url is required unless engine is embedded: give the endpoint's URL including /v1"),
     ),
     "DrafterSpec": (

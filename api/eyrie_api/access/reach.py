@@ -37,9 +37,17 @@ def check(spec: JobSpec, home: Path, is_mine: IsMine) -> None:
     if variable is not None and (variable.startswith(_NOT_FOR_JOBS) or not variable.endswith("_API_KEY")):
         raise InvalidInput(f"regenerate.api_key_env {variable} is not for jobs to send",
                            "keys for endpoints are in variables that end with _API_KEY")
-    host = (urlsplit(spec.regenerate.base_url or "").hostname or "").rstrip(".")
-    if host in _METADATA or not _may_be_asked(host):
-        raise InvalidInput(f"regenerate.base_url names {host}, which jobs may not ask", "give the endpoint's address")
+    for field, url in _urls(spec):
+        host = (urlsplit(url).hostname or "").rstrip(".")
+        if host in _METADATA or not _may_be_asked(host):
+            raise InvalidInput(f"{field} names {host}, which jobs may not ask", "give the endpoint's address")
+
+
+def _urls(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    if spec.regenerate.base_url is not None:
+        yield "regenerate.base_url", spec.regenerate.base_url
+    for number, url in enumerate(spec.regenerate.endpoints):
+        yield f"regenerate.endpoints[{number}]", url
 
 
 def _paths(spec: JobSpec) -> Iterator[tuple[str, str]]:

@@ -63,6 +63,14 @@ class DataSpec(Frozen):
     max_prompt_tokens: int = Field(1024, ge=8, le=1_048_576)
     """Longer prompts are quarantined, with the reason."""
 
+    near_duplicates: float | None = Field(None, gt=0.0, le=1.0)
+    """Leave out prompts whose similarity to an earlier one (Jaccard, by MinHash) reaches this; 0.8 is usual.
+    Not set, only equal prompts are left out."""
+
+    overlaps: Literal["report", "drop"] = "report"
+    """What becomes of conversations that share 13 words in a row with a benchmark suite. Whole prompts of a suite are
+    always left out."""
+
     seed: int = Field(0, ge=0, le=2**63 - 1)
 
 
@@ -86,6 +94,10 @@ class RegenerateSpec(Frozen):
     base_url: str | None = Field(None, pattern=r"^https?://")
     """Endpoint for the openai engines, up to and including `/v1`."""
 
+    endpoints: tuple[Annotated[str, Field(pattern=r"^https?://", max_length=4096)], ...] = Field((), max_length=1024)
+    """More endpoints of the same model, asked beside `base_url`: each request goes to the one with the least in flight.
+    Only for engine `openai`."""
+
     served_model: str | None = None
     """Model name to send to the endpoint; default: the target's name."""
 
@@ -100,15 +112,34 @@ class RegenerateSpec(Frozen):
     seed: int = Field(0, ge=0, le=2**31 - 1)
     """Row i is sampled with a seed derived from this and the row id, so a restart repeats the same answer."""
 
+    turns: Literal["last", "all"] = "last"
+    """`all`: each assistant turn is answered anew in the context of the answers before it, and is a row of its own."""
+
+    truncated: Literal["train", "quarantine"] = "train"
+    """Answers cut at `max_new_tokens` do not end with an end-of-turn token; here they may be kept from training."""
+
     timeout_s: float = Field(600.0, gt=0.0)
+    """Of one request."""
+
     max_retries: int = Field(5, ge=0, le=100)
+    deadline_s: float = Field(3600.0, gt=0.0)
+    """Of one row, all its retries together."""
 
     @model_validator(mode="after")
     def _endpoint_named(self) -> "RegenerateSpec":
-        if self.engine != "embedded" and self.base_url is None:
+        if self.engine != "embedded" and self.base_url is None and not self.endpoints:
             raise ValueError(f"regenerate.base_url is required when regenerate.engine is {self.engine!r}: "
                              "give the endpoint's URL including /v1, or use engine 'embedded'")
+        if self.endpoints and self.engine != "openai":
+            raise ValueError(f"regenerate.endpoints is for engine 'openai', the engine is {self.engine!r}: "
+                             "remove the field or change the engine")
         return self
+
+    @property
+    def base_urls(self) -> tuple[str, ...]:
+        """Every endpoint once, `base_url` first."""
+        urls = (self.base_url, *self.endpoints) if self.base_url is not None else self.endpoints
+        return tuple(dict.fromkeys(url.rstrip("/") for url in urls))
 
 
 class CaptureSpec(Frozen):

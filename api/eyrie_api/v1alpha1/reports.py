@@ -26,12 +26,27 @@ class Environment(Frozen):
     date: str
 
 
+QuarantineKind = Literal["malformed", "too-long", "benchmark", "declined", "filtered", "failed", "empty", "truncated"]
+
+
 class QuarantinedRow(Frozen):
     """One input row that could not be used."""
 
     source: str
     line: int = Field(ge=1)
     reason: str
+    kind: QuarantineKind = "malformed"
+    """Of the data: malformed, too-long, benchmark. Of the endpoint: declined, filtered, failed. Of the answer: empty,
+    truncated."""
+
+
+class Lengths(Frozen):
+    """How long texts are, in tokens."""
+
+    p50: int
+    p90: int
+    p99: int
+    most: int
 
 
 class RegenerateReport(Frozen):
@@ -45,6 +60,27 @@ class RegenerateReport(Frozen):
     """Answered by an earlier run of this stage and kept."""
 
     duplicates: int = 0
+    near_duplicates: int = 0
+    outcomes: dict[str, dict[str, int]] = {}
+    """By source: rows `answered`, of them `truncated`, and rows quarantined, by kind."""
+
+    conversations_ended: dict[str, int] = {}
+    """With `turns: all`: conversations that ended before their last turn, by reason."""
+
+    rows_retokenised: int = 0
+    """Answered in text alone: their ids are the tokenizer's, not the target's."""
+
+    rows_ids_differ: int = 0
+    """Of these, rows whose ids are certainly not those the target produced: another number of them, or another text."""
+
+    overlaps: dict[str, int] = {}
+    """Rows that share 13 words in a row with a benchmark suite (`suites`) or a held-out prompt (`held-out`)."""
+
+    prompt_lengths: Lengths | None = None
+    answer_lengths: Lengths | None = None
+    languages: dict[str, int] = {}
+    """Prompts by language, guessed from their letters and commonest words."""
+
     prompt_tokens: int
     answer_tokens: int
     finish_reasons: dict[str, int]

@@ -31,6 +31,10 @@ class Troubles:
 
     know_token_ids: bool = False
     forbid_token_ids: bool = False
+    know_sglext: bool = False
+    completion_tokens: int | None = None
+    """What `usage` says, if anything."""
+
     finish_reason: str = "stop"
     message: dict[str, Any] | None = None
     expire_every: int = 0
@@ -94,6 +98,10 @@ def complete(service: Service, body: dict[str, Any]) -> tuple[int, dict[str, Any
     if troubles.know_token_ids and body.get("return_token_ids"):
         choice["token_ids"] = token_ids(text)
         reply["prompt_token_ids"] = [7, 8, 9]
+    if troubles.know_sglext and body.get("return_output_ids_in_sglext"):
+        reply["sglext"] = {"output_ids": [token_ids(text)]}
+    if troubles.completion_tokens is not None:
+        reply["usage"] = {"completion_tokens": troubles.completion_tokens}
     return 200, reply
 
 

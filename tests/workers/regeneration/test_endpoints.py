@@ -38,7 +38,7 @@ def prompts(tokenizer: ChatTokenizer, num: int) -> list[Prompt]:
 def endpoint(service: Service, **changes: Any) -> Endpoint:
     settings: dict[str, Any] = {"asking": Asking(SamplingSpec(temperature=0.7, top_k=5), 16), "max_retries": 2,
                                 "concurrency": 4} | changes
-    return Endpoint(base_url=service.url, model="tiny", **settings)
+    return Endpoint(base_urls=(service.url,), model="tiny", **settings)
 
 
 class World:

@@ -39,6 +39,17 @@ class Answer:
     finish_reason: Literal["stop", "length"]
     text: str
     ids_exact: bool
+    ids_differ: bool = False
+    """Known not to be the ids the target produced: another number of them, or another text."""
+
+    reasoning: str = ""
+    """What the endpoint gave apart from the text."""
+
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    """As the endpoint read them out of the answer."""
+
+
+RefusalKind = Literal["declined", "filtered", "failed", "empty"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,7 @@ class Refusal:
 
     row_id: str
     reason: str
+    kind: RefusalKind = "failed"
 
 
 @dataclass(frozen=True)

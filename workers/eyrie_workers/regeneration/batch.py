@@ -123,7 +123,7 @@ class BatchEngine:
             return None
 
     def _line(self, prompt: Prompt) -> bytes:
-        body = request_body(self.endpoint, prompt, want_ids=False)
+        body = request_body(self.endpoint, prompt, ids_field=None)
         return json.dumps({"custom_id": prompt.row_id, "method": "POST", "url": _CHAT_PATH, "body": body}).encode() \
             + b"\n"
 

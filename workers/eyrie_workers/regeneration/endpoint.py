@@ -1,8 +1,10 @@
 """The OpenAI dialect as regeneration speaks it: requests, answers, and what each failure means. No network here.
 
-Token ids are asked for (`return_token_ids`, understood by vLLM and by Eyrie's own server) and taken as they come.
-Servers that cannot return them answer in text, which is tokenised again by the target's own tokenizer; the row says so.
-A server that refuses the unknown field is asked again without it.
+Token ids are asked for (`return_token_ids`, understood by vLLM and by Eyrie's own server, then SGLang's
+`return_output_ids_in_sglext`) and taken as they come. Servers that cannot return them answer in text, which is
+tokenised again by the target's own tokenizer; the row says so, and says when the ids are certainly others than the
+target's: text that does not come back from them, or another number of tokens than the server counted. A server that
+refuses an unknown field is asked again without it.
 
 Failures are three kinds, told by status: trouble that may pass (429, 5xx, timeouts, refused connections) is retried;
 a prompt that is declined (400, 413, 422: too long, filtered) becomes a Refusal and the job goes on; anything else
@@ -10,7 +12,7 @@ a prompt that is declined (400, 413, 422: too long, filtered) becomes a Refusal 
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,7 +20,6 @@ from eyrie_api.errors import InvalidInput, Permanent
 from eyrie_api.v1alpha1.job import RegenerateSpec, TargetSpec
 from eyrie_workers.regeneration.asking import Answer, Asking, Prompt, Refusal
 
-TOKEN_IDS_FIELD = "return_token_ids"
 _MAX_QUOTED = 300
 _DECLINED = (400, 413, 422)
 _MAY_PASS = (408, 409, 425, 429)
@@ -33,6 +34,9 @@ class AnswerTokenizer(Protocol):
         Raises ValueError when the message cannot be put into ids.
         """
 
+    def text(self, ids: Sequence[int]) -> str:
+        """Text of some ids, without special tokens."""
+
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Ids that end an answer, the one the template ends a turn with first."""
@@ -42,15 +46,23 @@ class AnswerTokenizer(Protocol):
 class Endpoint:
     """Where to ask, and how."""
 
-    base_url: str
+    base_urls: tuple[str, ...]
+    """The same model behind each of them."""
+
     model: str
     asking: Asking
     api_key: str | None = field(default=None, repr=False)
     timeout_s: float = 600.0
     max_retries: int = 5
+    deadline_s: float = 3600.0
     concurrency: int = 24
     context: int | None = None
     """The target's longest text. Asking for more than what the prompt leaves of it is an error to most servers."""
+
+    @property
+    def base_url(self) -> str:
+        """The first, for engines that ask one alone."""
+        return self.base_urls[0]
 
     @property
     def headers(self) -> dict[str, str]:
@@ -66,14 +78,18 @@ def endpoint_of(spec: RegenerateSpec, target: TargetSpec, context: int | None = 
         if not key:
             raise InvalidInput(f"regenerate.api_key_env names {spec.api_key_env}, which is not set",
                                f"export {spec.api_key_env}=<key> where the stage runs, or remove the field")
-    assert spec.base_url is not None  # the contract demands it for these engines
-    return Endpoint(base_url=spec.base_url.rstrip("/"), model=spec.served_model or target.model, api_key=key,
+    assert spec.base_urls  # the contract demands it for these engines
+    return Endpoint(base_urls=spec.base_urls, model=spec.served_model or target.model, api_key=key,
                     asking=Asking(spec.sampling, spec.max_new_tokens), timeout_s=spec.timeout_s,
-                    max_retries=spec.max_retries, concurrency=spec.concurrency, context=context)
+                    max_retries=spec.max_retries, deadline_s=spec.deadline_s, concurrency=spec.concurrency,
+                    context=context)
 
 
-def request_body(endpoint: Endpoint, prompt: Prompt, *, want_ids: bool) -> dict[str, Any]:
-    """Body of one chat completion request."""
+def request_body(endpoint: Endpoint, prompt: Prompt, *, ids_field: str | None) -> dict[str, Any]:
+    """Body of one chat completion request.
+
+    ids_field   what asks this server for token ids; None does not ask
+    """
     sampling = endpoint.asking.sampling
     most = endpoint.asking.max_new_tokens
     if endpoint.context is not None:
@@ -86,8 +102,8 @@ def request_body(endpoint: Endpoint, prompt: Prompt, *, want_ids: bool) -> dict[
         body["tools"] = prompt.tools
     if sampling.top_k:  # an extension of vLLM and SGLang; sent only when it asks for something
         body["top_k"] = sampling.top_k
-    if want_ids:
-        body[TOKEN_IDS_FIELD] = True
+    if ids_field is not None:
+        body[ids_field] = True
     return body
 
 
@@ -101,27 +117,31 @@ def read_answer(prompt: Prompt, payload: object, tokenizer: AnswerTokenizer) -> 
     except (AssertionError, KeyError, IndexError, TypeError):
         return Refusal(prompt.row_id, "the endpoint's reply is not a chat completion")
     if finish not in ("stop", "length", "tool_calls", "function_call"):
-        return Refusal(prompt.row_id, f"the endpoint ended the answer for the reason {finish!r}")
+        return Refusal(prompt.row_id, f"the endpoint ended the answer for the reason {finish!r}",
+                       "filtered" if finish == "content_filter" else "failed")
     ended = finish != "length"
-    ids = _int_list(choice.get("token_ids"))
-    exact = ids is not None
+    ids = _int_list(choice.get("token_ids")) or _sglang_ids(payload)
+    exact, differ = ids is not None, False
     if ids is None:
         try:
             ids = tokenizer.answer_ids(prompt, message, ended=ended)
         except ValueError as error:
             return Refusal(prompt.row_id, str(error))
+        differ = _differs(ids, message, payload, tokenizer)
     elif ended and (not ids or ids[-1] not in tokenizer.eos_ids):
         ids = [*ids, tokenizer.eos_ids[0]]  # some servers leave the end-of-sequence token out
-    if not ids:
-        return Refusal(prompt.row_id, "the endpoint's answer is empty")
+    if not ids or (ended and len(ids) == 1):
+        return Refusal(prompt.row_id, "the endpoint's answer is empty", "empty")
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
     return Answer(row_id=prompt.row_id, prompt_ids=_int_list(payload.get("prompt_token_ids")) or prompt.prompt_ids,
                   answer_ids=ids, finish_reason="stop" if ended else "length", text=message.get("content") or "",
-                  ids_exact=exact)
+                  ids_exact=exact, ids_differ=differ, reasoning=reasoning if isinstance(reasoning, str) else "",
+                  tool_calls=tuple(message.get("tool_calls") or ()))
 
 
-def refuses_token_ids(status: int, text: str) -> bool:
+def refuses_ids_field(status: int, text: str, ids_field: str | None) -> bool:
     """Whether this refusal is about the field that asks for token ids, not about the prompt."""
-    return status in (400, 422) and TOKEN_IDS_FIELD in text
+    return ids_field is not None and status in (400, 422) and ids_field in text
 
 
 def may_pass(status: int) -> bool:
@@ -132,7 +152,7 @@ def may_pass(status: int) -> bool:
 def declined(prompt: Prompt, status: int, text: str, url: str) -> Refusal:
     """The Refusal a final status means. Raises Permanent when it would meet every request alike."""
     if status in _DECLINED:
-        return Refusal(prompt.row_id, f"the endpoint answered {status}: {_quoted(text)}")
+        return Refusal(prompt.row_id, f"the endpoint answered {status}: {_quoted(text)}", "declined")
     raise fatal(status, text, url)
 
 
@@ -152,6 +172,21 @@ def retry_delay_s(attempt: int, retry_after: str | None, first_delay_s: float, d
     if retry_after is not None and retry_after.strip().isdigit():
         return min(float(retry_after), 300.0)
     return min(first_delay_s * 2**attempt, 60.0) * (0.5 + draw / 2)
+
+
+def _sglang_ids(payload: Mapping[str, Any]) -> list[int] | None:
+    lists = (payload.get("sglext") or {}).get("output_ids")
+    return _int_list(lists[0]) if isinstance(lists, list) and lists else None
+
+
+def _differs(ids: Sequence[int], message: Mapping[str, Any], payload: Mapping[str, Any],
+             tokenizer: AnswerTokenizer) -> bool:
+    """Whether re-tokenised ids cannot be the ones the target produced."""
+    counted = (payload.get("usage") or {}).get("completion_tokens")
+    if isinstance(counted, int) and counted not in (len(ids), len(ids) - 1):  # some count the end of the turn
+        return True
+    plain = not message.get("tool_calls") and not message.get("reasoning_content") and not message.get("reasoning")
+    return plain and tokenizer.text(ids) != (message.get("content") or "")
 
 
 def _int_list(value: object) -> list[int] | None:

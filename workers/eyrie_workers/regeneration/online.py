@@ -1,4 +1,4 @@
-"""Asks an OpenAI-compatible endpoint, one request per row, many at once.
+"""Asks OpenAI-compatible endpoints, one request per row, many at once, each where the least are in flight.
 
 An event loop lives inside the generator: as many requests as `concurrency` are in flight, a finished one makes room
 for the next, and whoever consumes the answers decides the pace. Closing the generator, or a request to stop, cancels
@@ -7,20 +7,22 @@ what is in flight; those rows are asked again next time, with the same seed.
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import httpx
 
 from eyrie_api.errors import Transient
 from eyrie_workers.regeneration.asking import Answer, Prompt, Refusal
+from eyrie_workers.regeneration.dispatch import Route, Routes
 from eyrie_workers.regeneration.endpoint import (
     AnswerTokenizer,
     Endpoint,
     declined,
     may_pass,
     read_answer,
-    refuses_token_ids,
+    refuses_ids_field,
     request_body,
     retry_delay_s,
 )
@@ -40,9 +42,12 @@ class OnlineEngine:
     """Called with a reason and a sentence."""
 
     first_delay_s: float = 0.5
-    _want_ids: bool = True
+    _routes: Routes = field(init=False)
     _warned: bool = False
     _answered: int = 0
+
+    def __post_init__(self) -> None:
+        self._routes = Routes(self.endpoint.base_urls)
 
     def answers(self, prompts: Iterator[Prompt], pause: Callable[[], None]) -> Iterator[Answer | Refusal]:
         """See `AnswerEngine`. Raises Transient when retries are used up, Permanent when every request would fail."""
@@ -69,33 +74,60 @@ class OnlineEngine:
                 runner.run(_abandon(in_flight, client))
 
     async def _ask(self, client: httpx.AsyncClient, prompt: Prompt) -> Answer | Refusal:
-        url = f"{self.endpoint.base_url}/chat/completions"
-        answered_before, attempt = self._answered, 0
+        answered_before = self._answered
+        try:
+            async with asyncio.timeout(self.endpoint.deadline_s):
+                return await self._ask_until_answered(client, prompt, answered_before)
+        except TimeoutError:
+            trouble = f"no answer within regenerate.deadline_s = {self.endpoint.deadline_s:g}"
+            if self._answered > answered_before:
+                return Refusal(prompt.row_id, f"{trouble}, while others were answered")
+            raise Transient(f"{', '.join(self.endpoint.base_urls)}: {trouble}",
+                            "see that the endpoint is up, then retry: answered rows are kept", 60.0) from None
+
+    async def _ask_until_answered(self, client: httpx.AsyncClient, prompt: Prompt,
+                                  answered_before: int) -> Answer | Refusal:
+        routes, attempt = self._routes, 0
         while True:
-            asked_ids = self._want_ids
+            route = routes.take(time.monotonic())
+            url, ids_field = f"{route.url}/chat/completions", route.ids_field
+            retry_after: str | None = None
             try:
-                response = await client.post(url, json=request_body(self.endpoint, prompt, want_ids=asked_ids))
+                response = await client.post(url, json=request_body(self.endpoint, prompt, ids_field=ids_field))
             except httpx.TransportError as error:
-                trouble, retry_after = f"{type(error).__name__} {error}".strip(), None
+                trouble = f"{type(error).__name__} {error}".strip()
+            except BaseException:
+                routes.dropped(route)
+                raise
             else:
-                if response.status_code == 200:
-                    self._answered += 1
-                    return read_answer(prompt, _json(response), self.tokenizer)
-                if asked_ids and refuses_token_ids(response.status_code, response.text):
-                    self._want_ids = False  # for every request from now on
-                    continue
                 if not may_pass(response.status_code):
+                    routes.answered(route)
+                    if response.status_code == 200:
+                        return self._read(route, ids_field, prompt, _json(response))
+                    if refuses_ids_field(response.status_code, response.text, ids_field):
+                        route.does_not_know(ids_field)  # for every request from now on
+                        continue
                     return declined(prompt, response.status_code, response.text, url)
                 trouble, retry_after = f"status {response.status_code}", response.headers.get("Retry-After")
+            # A jitter, not a secret.
+            delay_s = retry_delay_s(attempt, retry_after, self.first_delay_s, random.random())
+            routes.failed(route, time.monotonic(), delay_s if retry_after else 0.0)
             if attempt >= self.endpoint.max_retries:
                 if self._answered > answered_before and trouble != _TOO_MANY:
                     # Others were answered meanwhile: it is this prompt, and it must not stop the job for ever.
                     return Refusal(prompt.row_id, f"failed {attempt + 1} times while others were answered: {trouble}")
                 raise Transient(f"{url} failed {attempt + 1} times for one request: {trouble}",
                                 "see that the endpoint is up, then retry: answered rows are kept", 60.0)
-            # A jitter, not a secret.
-            await asyncio.sleep(retry_delay_s(attempt, retry_after, self.first_delay_s, random.random()))
+            if not routes.another_is_well(time.monotonic()):
+                await asyncio.sleep(delay_s)
             attempt += 1
+
+    def _read(self, route: Route, ids_field: str | None, prompt: Prompt, payload: object) -> Answer | Refusal:
+        self._answered += 1
+        outcome = read_answer(prompt, payload, self.tokenizer)
+        if isinstance(outcome, Answer) and not outcome.ids_exact:
+            route.does_not_know(ids_field)  # it took the field and said nothing
+        return outcome
 
     def _told(self, outcome: Answer | Refusal) -> Answer | Refusal:
         if isinstance(outcome, Answer) and not outcome.ids_exact and not self._warned:

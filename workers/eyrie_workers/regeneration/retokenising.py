@@ -7,7 +7,7 @@ would in the next turn of the conversation. What the template does not spell out
 declined rather than guessed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eyrie_api.errors import InvalidInput
@@ -28,6 +28,10 @@ class AnswerIds:
     def eos_ids(self) -> tuple[int, ...]:
         """Ids that end an answer, the one the template ends a turn with first."""
         return self._eos_ids
+
+    def text(self, ids: Sequence[int]) -> str:
+        """See `AnswerTokenizer`."""
+        return self._tokenizer.decode(ids)
 
     def answer_ids(self, prompt: Prompt, message: Mapping[str, Any], *, ended: bool) -> list[int]:
         """See `AnswerTokenizer`. Raises ValueError when the message cannot be put into ids."""
