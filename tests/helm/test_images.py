@@ -101,8 +101,11 @@ def canonical(name):
 
 # As pyproject.toml has it now: the installed metadata is of the day the environment was made.
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-ours = project["dependencies"] + [f"{line} ; extra == '{extra}'" for extra, lines in
-                                  project["optional-dependencies"].items() for line in lines]
+ours = list(project["dependencies"])
+for extra, lines in project["optional-dependencies"].items():
+    for line in lines:
+        need, _, marker = line.partition(";")
+        ours.append(f"{need} ; {f'({marker.strip()}) and ' if marker else ''}extra == '{extra}'")
 
 brought, todo = set(), [("eyrie", frozenset(sys.argv[1].split(",")))]
 while todo:
