@@ -24,6 +24,7 @@ from eyrie_api.idempotency import Idempotency
 from eyrie_api.job_files import JobFiles
 from eyrie_api.jobs import Jobs
 from eyrie_api.outbox import Outbox
+from eyrie_api.preflight import Checks
 from eyrie_api.results import Results
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.job import JobSpec
@@ -51,6 +52,7 @@ class Control:
     projects: Projects
     audit: Audit
     webhooks: Webhooks
+    checks_of_jobs: Checks
     scope: Scope = SYSTEM
     wake: Callable[[], None] = _nothing
     checks: Mapping[str, Callable[[], bool]] = field(default_factory=dict)
@@ -67,8 +69,8 @@ class Control:
         idempotency = Idempotency(database, settings.idempotency_ttl_s)
         return cls(settings, database, JobFiles.of(settings), Jobs(database, idempotency=idempotency),
                    Endpoints(database), Histories(database), Results(database), Outbox(database), idempotency,
-                   Keys(database), Projects(database), Audit(database), Webhooks(database), SYSTEM, wake or _nothing,
-                   checks or {}, queues or {})
+                   Keys(database), Projects(database), Audit(database), Webhooks(database),
+                   Checks(settings), SYSTEM, wake or _nothing, checks or {}, queues or {})
 
     def within(self, scope: Scope) -> "Control":
         """The same, as `scope` sees it."""
@@ -79,7 +81,6 @@ class Control:
             results=Results(database, scope=scope), keys=Keys(database, scope=scope),
             projects=Projects(database, scope=scope), audit=Audit(database, scope=scope),
             webhooks=Webhooks(database, scope=scope, allow_private=self.settings.webhooks_allow_private))
-
 
     def check_reach(self, spec: JobSpec) -> None:
         """Whether a job reaches only what its submitter may. Raises InvalidInput."""
@@ -98,10 +99,15 @@ class Control:
         return True
 
 
-async def _of(request: Request) -> Control:
+def scoped(request: Request) -> Control:
+    """The control plane as the request's caller may see it."""
     control: Control = request.app.state.control
     return control.within(request.state.access)
 
 
-Here = Annotated[Control, Depends(_of)]
+async def _given(request: Request) -> Control:
+    return scoped(request)
+
+
+Here = Annotated[Control, Depends(_given)]
 """Parameter type of a handler that needs the control plane."""

@@ -19,9 +19,13 @@ A job belongs to a project, and what hangs on a job (labels, stages, events, met
 carries no project of its own; so it is with an endpoint, its revisions and its history, through the name.
 """
 
-from collections.abc import Iterator, Mapping
+import json
+import select as sockets
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +36,27 @@ from sqlalchemy import (
     DateTime,
     Dialect,
     Engine,
+    Executable,
     ForeignKey,
     Index,
     MetaData,
     String,
     Text,
     UniqueConstraint,
+    bindparam,
     create_engine,
     event,
     insert,
+    literal,
     make_url,
+    select,
     text,
     update,
 )
 from sqlalchemy.engine import Connection
-from sqlalchemy.exc import ArgumentError, IntegrityError
+from sqlalchemy.exc import ArgumentError, DisconnectionError, IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy.pool import ConnectionPoolEntry
 from sqlalchemy.types import TypeDecorator
 
 from eyrie_api.errors import InvalidInput
@@ -461,10 +470,62 @@ def rowcount(session: Session, statement: Any) -> int:
     return int(session.execute(statement).rowcount)  # type: ignore[attr-defined]
 
 
+class JsonText(str):
+    """JSON that is text already: stored as it is, where a JSON column would have it made from a value."""
+
+    __slots__ = ()
+
+
+def _to_json(value: Any) -> str:
+    return value if isinstance(value, JsonText) else json.dumps(value)
+
+
+Rows = Sequence[tuple[type[Base], Mapping[str, Any]]]
+
+
+def insert_all(session: Session, rows: Rows) -> None:
+    """Insert rows of several tables, in this order. PostgreSQL gets them as one statement, whose foreign keys are
+    looked at in its end: a round trip and a plan for each costs more than the rows do."""
+    session.flush()
+    connection = session.connection()
+    shape = tuple((row, tuple(values)) for row, values in rows)
+    if connection.dialect.name == "postgresql":
+        connection.execute(_one_statement(shape), {
+            f"r{number}_{column}": value
+            for number, (_, values) in enumerate(rows) for column, value in values.items()})
+        return
+    for number, (_, values) in enumerate(rows):
+        connection.execute(_an_insert(*shape[number]), dict(values))
+
+
+@lru_cache(maxsize=64)
+def _an_insert(row: type[Base], columns: tuple[str, ...]) -> Executable:
+    return insert(row.__table__).values({column: bindparam(column) for column in columns}).inline()  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=64)
+def _one_statement(shape: tuple[tuple[type[Base], tuple[str, ...]], ...]) -> Executable:
+    parts = [insert(row.__table__).values({  # type: ignore[arg-type]
+        column: bindparam(f"r{number}_{column}", type_=row.__table__.c[column].type) for column in columns}).inline()
+        for number, (row, columns) in enumerate(shape)]
+    return select(literal(1)).add_cte(*(part.cte(f"part{number}") for number, part in enumerate(parts)))
+
+
+_CONNECTIONS = 16
+"""Kept open at most, by a process that uses so many at once: more than the threads that handle requests. With fewer,
+each burst would open connections and close them again, which costs PostgreSQL a process every time."""
+
+_TRUSTED_S = 30.0
+"""A connection that was given back so recently is taken again without asking the server whether it is still there,
+which would cost as much as a statement. Nothing may have come in on it: a server that ends a connection says so."""
+
+
 def _open_engine(url: URL, *, is_sqlite: bool) -> Engine:
-    engine = create_engine(url, pool_pre_ping=not is_sqlite)
     if not is_sqlite:
+        engine = create_engine(url, pool_size=_CONNECTIONS, pool_use_lifo=True, json_serializer=_to_json)
+        _ask_the_idle(engine)
         return engine
+    engine = create_engine(url, json_serializer=_to_json)
 
     @event.listens_for(engine, "connect")
     def _prepare(connection: Any, _record: Any) -> None:
@@ -481,3 +542,23 @@ def _open_engine(url: URL, *, is_sqlite: bool) -> Engine:
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
     return engine
+
+
+def _ask_the_idle(engine: Engine) -> None:
+    """What `pool_pre_ping` does, for connections that have not been used for a while."""
+
+    @event.listens_for(engine, "checkin")
+    def _given_back(_connection: Any, entry: ConnectionPoolEntry) -> None:
+        entry.info["given_back"] = time.monotonic()
+
+    @event.listens_for(engine, "checkout")
+    def _taken(connection: Any, entry: ConnectionPoolEntry, _proxy: Any) -> None:
+        poll = sockets.poll()
+        poll.register(connection.fileno(), sockets.POLLIN)
+        try:
+            if poll.poll(0):
+                raise DisconnectionError("the server has ended the connection")
+            if time.monotonic() - entry.info.get("given_back", time.monotonic()) > _TRUSTED_S:
+                engine.dialect.do_ping(connection)
+        except (OSError, engine.dialect.loaded_dbapi.Error) as error:
+            raise DisconnectionError(str(error)) from error

@@ -1,10 +1,11 @@
 """Idempotency-Key: a request that may be sent twice is done once.
 
-The first request claims the key in a transaction of its own; the claim is completed in the *same* transaction as the
-change (`complete`), so a crash leaves either both or neither. A second request with the same body gets the first one's
-answer; with another body it is refused (422); while the first is still in flight it is told so (409). A claim that was
-never completed, because its process died, is free again after a minute. Two projects may use the same key: a route is
-kept with the project it was called in, and without for `default`.
+Where the work is one transaction (`Once`), that transaction writes key, change and answer, and a second request waits
+for it. Where it is more, the first request claims the key in a transaction of its own; the claim is completed in the
+*same* transaction as the change (`complete`). So a crash leaves either both or neither. A second request with the same
+body gets the first one's answer; with another body it is refused (422); while a claim is held it is told so (409). A
+claim that was never completed, because its process died, is free again after a minute. Two projects may use the
+same key: a route is kept with the project it was called in, and without for `default`.
 """
 
 from contextlib import suppress
@@ -42,12 +43,28 @@ def route_within(project: str, route: str) -> str:
     return route if project == DEFAULT_PROJECT else f"{project}:{route}"
 
 
+def check_key(key: str) -> None:
+    """Raises InvalidInput for what is no Idempotency-Key."""
+    if not 1 <= len(key) <= MAX_KEY_LENGTH or not key.isprintable():
+        raise InvalidInput(f"Idempotency-Key of {len(key)} characters", "send 1 to 255 printable ones, e.g. a UUID")
+
+
 @dataclass(frozen=True)
 class Claim:
     """The right to do the request once."""
 
     key: str
     route: str
+
+
+@dataclass(frozen=True)
+class Once:
+    """A request that is one transaction: its key is claimed by the transaction that makes the change and keeps the
+    answer. A second request at the same moment waits for that transaction, and gets its answer."""
+
+    key: str
+    route: str
+    body_digest: str
 
 
 @dataclass(frozen=True)
@@ -66,8 +83,7 @@ class Idempotency:
 
     def claim(self, key: str, route: str, body_digest: str) -> Claim | Replay:
         """Claim the key, or give the earlier answer. Raises InvalidInput, IdempotencyMismatch or RequestInFlight."""
-        if not 1 <= len(key) <= MAX_KEY_LENGTH or not key.isprintable():
-            raise InvalidInput(f"Idempotency-Key of {len(key)} characters", "send 1 to 255 printable ones, e.g. a UUID")
+        check_key(key)
         for _ in range(2):
             # A new key, as nearly all are, costs this one statement.
             with suppress(IntegrityError), self._database.writing() as session:
@@ -76,13 +92,24 @@ class Idempotency:
                     key=key, route=route, body_digest=body_digest, status=None, response=None, created_at=now,
                     expires_at=now + timedelta(seconds=IN_FLIGHT_TTL_S)))
                 return Claim(key, route)
-            if (replay := self._replay(key, route, body_digest)) is not None:
+            if (replay := self.answered(Once(key, route, body_digest))) is not None:
                 return replay
         raise RequestInFlight(f"another request with Idempotency-Key {key!r} came at the same moment",
                               "repeat it in a moment to get its answer")
 
-    def _replay(self, key: str, route: str, body_digest: str) -> Replay | None:
-        """What the first request was answered; None when it has expired, or was given back, and may be claimed."""
+    def row(self, once: Once, status: int, response: Any) -> dict[str, Any]:
+        """The row that claims the key and keeps the answer, for the transaction that makes the change. It is refused
+        by the table when there is one: then ask for what was `answered`, and without that try again."""
+        now = self._clock()
+        return {"key": once.key, "route": once.route, "body_digest": once.body_digest, "status": status,
+                "response": response, "created_at": now, "expires_at": now + timedelta(seconds=self._ttl_s)}
+
+    def answered(self, once: Once) -> Replay | None:
+        """What the first request was answered; None when there was none, or it has expired or was given back.
+
+        Raises IdempotencyMismatch or RequestInFlight.
+        """
+        key, route = once.key, once.route
         with self._database.writing() as session:
             row = session.get(IdempotencyRow, (key, route))
             if row is None:
@@ -92,7 +119,7 @@ class Idempotency:
                     IdempotencyRow.key == key, IdempotencyRow.route == route,
                     IdempotencyRow.expires_at == row.expires_at))
                 return None
-            if row.body_digest != body_digest:
+            if row.body_digest != once.body_digest:
                 raise IdempotencyMismatch(f"Idempotency-Key {key!r} was used before with another body",
                                           "send a new key with a new request")
             if row.status is None or row.response is None:

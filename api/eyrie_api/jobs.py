@@ -22,7 +22,8 @@ from datetime import datetime, timedelta
 from typing import Any, Literal
 
 from pydantic import JsonValue
-from sqlalchemy import Select, and_, exists, func, or_, select, update
+from sqlalchemy import Select, and_, bindparam, case, exists, func, or_, select, update
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from eyrie_api import names
@@ -30,20 +31,28 @@ from eyrie_api.access.quotas import check_endpoints, check_jobs
 from eyrie_api.access.scope import DEFAULT_PROJECT, SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import (
+    AuditRow,
+    Base,
     Database,
+    EndpointNameRow,
     EndpointRow,
     EventRow,
+    IdempotencyRow,
     JobRow,
+    JsonText,
     LabelRow,
     MetricRow,
+    OutboxRow,
+    ProjectRow,
     RevisionRow,
     StageRow,
+    insert_all,
     rowcount,
     upsert,
 )
 from eyrie_api.errors import Conflict, InvalidInput, NotFound
-from eyrie_api.idempotency import Claim, Idempotency
-from eyrie_api.outbox import promise
+from eyrie_api.idempotency import Claim, Idempotency, Once, Replay
+from eyrie_api.outbox import promise, promised
 from eyrie_api.rows import (
     ENDS,
     decode_cursor,
@@ -73,6 +82,15 @@ from eyrie_api.webhooks import announce
 MAX_PAGE = 200
 _TOLD: Mapping[str, WebhookEvent] = {"Succeeded": "job.succeeded", "Failed": "job.failed",
                                      "Cancelled": "job.cancelled"}
+
+
+_STANDING = select(
+    case((exists().where(EndpointNameRow.name == bindparam("endpoint")),
+          select(EndpointNameRow.project).where(EndpointNameRow.name == bindparam("endpoint")).scalar_subquery()),
+         (exists().where(EndpointRow.name == bindparam("endpoint")), DEFAULT_PROJECT)),
+    exists().where(ProjectRow.name == bindparam("project"),
+                   or_(ProjectRow.max_jobs.is_not(None), ProjectRow.max_endpoints.is_not(None))))
+"""What a job is held against: whose its endpoint's name is (`names.owner`), and whether the project has a quota."""
 
 
 class LeaseLost(Conflict):
@@ -128,32 +146,58 @@ class Jobs:
         the scope's; for the control plane itself, which goes on with what somebody began, that of the endpoint's name.
         Raises Conflict when the name belongs to another project, and QuotaReached.
         """
-        now = self._clock()
-        asked = project or (None if self._scope.is_system else self._scope.home("jobs:write"))
-        accepted = Condition(type="Accepted", status="True", reason="JobAccepted", message="the spec is valid",
-                             last_transition_time=now)
-        status = JobStatus(conditions=(accepted,))
-        row = JobRow(
-            id=new_job_id(), name=spec.name, target=spec.target.model, spec=spec.model_dump(mode="json"),
-            status=status.model_dump(mode="json"), phase=status.phase, ended=False, generation=1, attempt=1,
-            cancel_requested=False, delete_requested=False, created_at=now, updated_at=now, lease_owner=None,
-            lease_until=None)
         with self.database.writing() as session:
-            row.project = asked or names.owner(session, spec.serve.endpoint) or DEFAULT_PROJECT
-            names.claim(session, spec.serve.endpoint, row.project, self._clock)
-            if asked is not None:
-                check_jobs(session, asked)
-                if spec.serve.enabled:
-                    check_endpoints(session, asked, spec.serve.endpoint)
-            session.add(row)
-            session.flush()
-            session.add_all(LabelRow(job_id=row.id, key=key, value=value) for key, value in spec.labels.items())
-            self._note(session, row.id, "Accepted", f"job {spec.name or row.id} accepted")
-            promise(session, "advance_job", row.id, self._clock)
-            self._scope.note(session, self._clock, "job.create", f"job/{row.id}", row.project)
-            job = render_job(row, ())
+            job = self._accept(session, spec, project)
             if claim is not None and self._idempotency is not None:
                 self._idempotency.complete(session, claim, 202, job.model_dump(mode="json"))
+        return job
+
+    def submit_once(self, spec: JobSpec, once: Once, project: str | None = None) -> Job | Replay:
+        """`submit`, or what the first request with this key was answered. Raises as `submit`, and as
+        `Idempotency.answered`."""
+        assert self._idempotency is not None
+        for attempt in range(2):
+            try:
+                with self.database.writing() as session:
+                    return self._accept(session, spec, project, once)
+            except IntegrityError:
+                replay = self._idempotency.answered(once)
+                if replay is not None:
+                    return replay
+                if attempt:
+                    raise
+        raise AssertionError("it returns or raises")
+
+    def _accept(self, session: Session, spec: JobSpec, project: str | None, once: Once | None = None) -> Job:
+        """As few statements as it can be: this is the request that comes most often together with others."""
+        now, job_id = self._clock(), new_job_id()
+        asked = project or (None if self._scope.is_system else self._scope.home("jobs:write"))
+        endpoint, limits = spec.serve.endpoint, asked or DEFAULT_PROJECT
+        owner, is_limited = session.connection().execute(_STANDING, {"endpoint": endpoint, "project": limits}).one()
+        project = asked or owner or DEFAULT_PROJECT
+        if owner != project:
+            names.claim(session, endpoint, project, self._clock)
+        if asked is not None and is_limited:
+            check_jobs(session, asked)
+            if spec.serve.enabled:
+                check_endpoints(session, asked, endpoint)
+        accepted = Condition(type="Accepted", status="True", reason="JobAccepted", message="the spec is valid",
+                             last_transition_time=now)
+        status = JobStatus(conditions=(accepted,), attempt=1, observed_generation=1)
+        job = Job(id=job_id, generation=1, created_at=now, updated_at=now, spec=spec, status=status)
+        rows: list[tuple[type[Base], Mapping[str, Any]]] = [(JobRow, {
+            "id": job_id, "name": spec.name, "target": spec.target.model, "spec": JsonText(spec.model_dump_json()),
+            "status": JsonText(status.model_dump_json()), "phase": status.phase, "ended": False, "generation": 1,
+            "attempt": 1, "cancel_requested": False, "delete_requested": False, "project": project, "created_at": now,
+            "updated_at": now, "lease_owner": None, "lease_until": None})]
+        if once is not None and self._idempotency is not None:
+            rows.insert(0, (IdempotencyRow, self._idempotency.row(once, 202, JsonText(job.model_dump_json()))))
+        rows += [(LabelRow, {"job_id": job_id, "key": key, "value": value}) for key, value in spec.labels.items()]
+        rows.append((EventRow, _event_values(job_id, now, "Accepted", f"job {spec.name or job_id} accepted")))
+        rows.append((OutboxRow, promised("advance_job", job_id, self._clock)))
+        rows += [(AuditRow, values)
+                 for values in self._scope.noted(self._clock, "job.create", f"job/{job_id}", project)]
+        insert_all(session, rows)
         return job
 
     def get(self, job_id: str) -> Job:
@@ -401,8 +445,8 @@ class Jobs:
     def _note(self, session: Session, job_id: str, reason: str, message: str, *,
               type: Literal["Normal", "Warning"] = "Normal", stage: StageName | None = None, key: str = "",
               data: Mapping[str, JsonValue] | None = None) -> EventRow:
-        row = EventRow(job_id=job_id, time=self._clock(), type=type, reason=reason, message=message, stage=stage,
-                       key=key, data=dict(data or {}))
+        row = EventRow(**_event_values(job_id, self._clock(), reason, message, type=type, stage=stage, key=key,
+                                       data=data))
         session.add(row)
         return row
 
@@ -428,6 +472,13 @@ class Jobs:
 
 def _missing(job_id: str) -> NotFound:
     return NotFound(f"no job {job_id!r}", "list the jobs to see their ids")
+
+
+def _event_values(job_id: str, time: datetime, reason: str, message: str, *, type: str = "Normal",
+                  stage: StageName | None = None, key: str = "", data: Mapping[str, JsonValue] | None = None
+                  ) -> dict[str, Any]:
+    return {"job_id": job_id, "time": time, "type": type, "reason": reason, "message": message, "stage": stage,
+            "key": key, "data": dict(data or {})}
 
 
 def _put_stage(session: Session, job_id: str, stage: StageStatus) -> None:

@@ -8,7 +8,7 @@ therefore idempotent.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.orm import Session
@@ -31,7 +31,12 @@ class Chore:
 
 def promise(session: Session, task: ChoreName, argument: str, clock: Clock) -> None:
     """Add a chore to the running transaction."""
-    session.add(OutboxRow(task=task, argument=argument, created_at=clock(), dispatched_at=None))
+    session.add(OutboxRow(**promised(task, argument, clock)))
+
+
+def promised(task: ChoreName, argument: str, clock: Clock) -> dict[str, Any]:
+    """The chore's row, for who inserts it with others."""
+    return {"task": task, "argument": argument, "created_at": clock(), "dispatched_at": None}
 
 
 class Outbox:

@@ -5,7 +5,8 @@ here, because stage programs run elsewhere. What cannot be known cheaply (a Hub 
 turn out malformed) is left to the stage that meets it.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,8 @@ from eyrie_api.v1alpha1.job import DataSource, JobSpec, SuiteSpec
 from eyrie_api.v1alpha1.plan import Plan
 from eyrie_api.v1alpha1.targets import HELD_OUT, QUICKSTART, QUICKSTART_SUITE_NAMES, SUPPORTED_ARCHITECTURES
 
+_REMEMBERED_S = 2.0
+_MAX_REMEMBERED = 1000
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
@@ -66,6 +69,27 @@ def check(spec: JobSpec, settings: Settings) -> Checked:
                            "lower data.max_conversations or capture.max_length, use capture.codec int4 or "
                            "capture.final_state topk, or set EYRIE_HOME to a larger disk")
     return Checked(absolute(spec), plan)
+
+
+class Checks:
+    """`check`, remembering for a moment what passed. Many jobs that differ in nothing but their names come together,
+    and what is asked of files holds for as long as that."""
+
+    def __init__(self, settings: Settings, elapsed: Callable[[], float] = time.monotonic) -> None:
+        self._settings, self._elapsed = settings, elapsed
+        self._passed: dict[str, tuple[Checked, float]] = {}
+
+    def check(self, spec: JobSpec) -> Checked:
+        """Raises as `check`; what was refused is not remembered."""
+        same, now = spec.model_dump_json(exclude={"name", "labels"}), self._elapsed()
+        passed, until = self._passed.get(same, (None, 0.0))
+        if passed is None or until <= now:
+            passed = check(spec, self._settings)
+            if len(self._passed) >= _MAX_REMEMBERED:
+                self._passed.clear()
+            self._passed[same] = (passed, now + _REMEMBERED_S)
+        named = passed.spec.model_copy(update={"name": spec.name, "labels": spec.labels})
+        return Checked(named, passed.plan)
 
 
 def plan(spec: JobSpec, settings: Settings) -> Plan:

@@ -93,9 +93,14 @@ class Scope:
 
     def note(self, session: Session, clock: Clock, verb: str, thing: str, project: str | None) -> None:
         """Write a change into the audit, in the transaction that makes it."""
-        if self.principal is not None:
-            session.add(AuditRow(time=clock(), actor=self.principal.subject, verb=verb, object=thing, project=project,
-                                 outcome=DONE, request_id=self.request_id))
+        session.add_all(AuditRow(**values) for values in self.noted(clock, verb, thing, project))
+
+    def noted(self, clock: Clock, verb: str, thing: str, project: str | None) -> tuple[dict[str, Any], ...]:
+        """The audit's row of a change, for who inserts it with others; none when the control plane acts itself."""
+        if self.principal is None:
+            return ()
+        return ({"time": clock(), "actor": self.principal.subject, "verb": verb, "object": thing, "project": project,
+                 "outcome": DONE, "request_id": self.request_id},)
 
 
 SYSTEM = Scope()
