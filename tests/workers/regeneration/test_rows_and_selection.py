@@ -101,11 +101,13 @@ def test_every_row_read_is_accounted_for(tmp_path: Path, tokenizer: ChatTokenize
     rows = [chat("one", "x"), chat("one", "y"), {"messages": 3}, chat("long " * 400, "x"), chat("What is asked?", "x"),
             chat("two", "x", "three", "y")]
     summary = run(tmp_path, rows, tokenizer, benchmark=["what is asked"])
-    assert summary == selection.SelectionSummary(rows_read=6, rows_selected=2, rows_quarantined=3, duplicates=1)
+    assert summary == selection.SelectionSummary(rows_read=6, rows_selected=2, rows_quarantined=3, duplicates=1,
+                                                 turns_selected=2, languages={"other": 2})
     kept = list(selection.selected(tmp_path))
     assert [row.messages for row in kept] == [chat("one")["messages"], chat("two", "x", "three")["messages"]]
     assert kept[1].prompt_ids == tokenizer.render(kept[1].messages)
     reasons = {row.line: row.reason for row in selection.rejected(tmp_path)}
+    assert [row.kind for row in selection.rejected(tmp_path)] == ["malformed", "too-long", "benchmark"]
     assert "`messages` must be a list" in reasons[3]
     assert "tokens, more than 1024" in reasons[4]
     assert reasons[5] == "its prompt occurs in a benchmark suite"

@@ -263,6 +263,40 @@ def test_the_batch_api_is_asked_through_the_whole_program(tmp_path: Path, target
     assert [(row["line"], "400" in row["reason"]) for row in quarantined] == [(3, True)]
 
 
+def test_every_turn_is_answered_in_the_context_of_the_new_answers(tmp_path: Path, target: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    turns = [("user", "one"), ("assistant", "old"), ("user", "two"), ("assistant", "old"), ("user", "three")]
+    whole = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    path.write_text(json.dumps(whole) + "\n" + json.dumps({"messages": whole["messages"][:1]}) + "\n")
+    with openai_double(Troubles(know_token_ids=True, decline={"three": 400})) as service:
+        write_spec(tmp_path / "out", target, path, engine="openai", endpoints=(service.url,), turns="all",
+                   data={"held_out_fraction": 0.0})
+        assert run(tmp_path / "out") == 0
+        asked = [[message["content"] for message in body["messages"]] for body in service.bodies]
+    found = rows(tmp_path / "out")
+    assert [(row.line, row.turn) for row in found] == [(1, 0), (1, 1), (2, 0)]
+    assert ["one", found[0].text, "two", found[1].text, "three"] in asked
+    told = report(tmp_path / "out")
+    assert told.conversations_ended == {"an answer was refused": 1}
+    assert told.outcomes == {str(path): {"answered": 3, "truncated": 0, "declined": 1}}
+    assert told.rows_retokenised == 0
+    assert told.answer_lengths is not None
+    assert told.answer_lengths.most == max(len(row.answer_ids) for row in found)
+
+
+def test_cut_answers_are_kept_apart_where_the_spec_says_so(tmp_path: Path, target: Path) -> None:
+    path = chats_file(tmp_path / "chats.jsonl", 4)
+    with openai_double(Troubles(finish_reason="length")) as service:
+        write_spec(tmp_path / "out", target, path, engine="openai", base_url=service.url, truncated="quarantine")
+        assert run(tmp_path / "out") != 0
+        assert "were cut at 12 tokens" in failure(tmp_path / "out")["message"]
+        write_spec(tmp_path / "kept", target, path, engine="openai", base_url=service.url)
+        assert run(tmp_path / "kept") == 0
+    assert {row.finish_reason for row in rows(tmp_path / "kept")} == {"length"}
+    kinds = report(tmp_path / "kept").outcomes[str(path)]
+    assert kinds["answered"] == kinds["truncated"] == len(rows(tmp_path / "kept"))
+
+
 def test_an_endpoint_that_refuses_everything_ends_early_and_says_so(tmp_path: Path, target: Path) -> None:
     path = chats_file(tmp_path / "chats.jsonl", 60)
     with openai_double(Troubles(everything=400)) as service:

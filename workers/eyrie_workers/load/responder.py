@@ -126,7 +126,20 @@ class Responder:
         if trouble.isdigit():
             _whole(writer, int(trouble), {"error": {"message": f"status {trouble}, as asked", "type": "server_error"}})
             return True
+        if not body.get("stream"):
+            await self._complete(question, body, writer)
+            return True
         return await self._stream(question, trouble, body, writer)
+
+    async def _complete(self, question: str, body: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
+        """The whole answer at the time at which a stream of it would end."""
+        self.served += 1
+        limit = int(body.get("max_tokens") or body.get("max_completion_tokens") or 16)
+        num_tokens = min(limit, self.pace.tokens or limit)
+        bundles = -(-num_tokens // self.pace.bundle)
+        await asyncio.sleep(self.pace.ttft_s + max(0, bundles - 1) * self.pace.bundle * self.pace.token_s)
+        _whole(writer, 200, whole(question, num_tokens, Wish.of(body, self.pace.dialect)))
+        await writer.drain()
 
     async def _stream(self, question: str, trouble: str, body: Mapping[str, Any],
                       writer: asyncio.StreamWriter) -> bool:
@@ -227,6 +240,18 @@ def render(question: str, num_tokens: int, bundle: int, wish: Wish) -> tuple[byt
     if wish.usage:
         last += _event({"id": _ID, "choices": [], "usage": _usage(num_tokens)})
     return (*pieces, last + b"data: [DONE]\n\n")
+
+
+def whole(question: str, num_tokens: int, wish: Wish) -> dict[str, Any]:
+    """The completion that says what `render` streams."""
+    ids = [(zlib.crc32(question.encode()) + i) % _WORDS for i in range(num_tokens)]
+    message = {"role": "assistant", "content": "".join(f" w{token}" for token in ids)}
+    choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": "stop"}
+    answer = {"id": _ID, "object": "chat.completion", "created": 0, "model": "responder", "choices": [choice],
+              "usage": _usage(num_tokens)}
+    if wish.ids:
+        choice["token_ids"] = ids
+    return answer | ({"sglext": {"output_ids": [ids]}} if wish.all_ids else {})
 
 
 def _refusal(dialect: str, body: Mapping[str, Any]) -> str | None:

@@ -52,13 +52,12 @@ class OnlineEngine:
     def answers(self, prompts: Iterator[Prompt], pause: Callable[[], None]) -> Iterator[Answer | Refusal]:
         """See `AnswerEngine`. Raises Transient when retries are used up, Permanent when every request would fail."""
         with asyncio.Runner() as runner:
-            client = httpx.AsyncClient(headers=self.endpoint.headers, timeout=self.endpoint.timeout_s,
-                                       limits=httpx.Limits(max_connections=self.endpoint.concurrency))
+            clients = _Clients(self.endpoint)
             in_flight: set[asyncio.Task[Answer | Refusal]] = set()
             try:
                 while True:
                     while len(in_flight) < self.endpoint.concurrency and (prompt := next(prompts, None)) is not None:
-                        in_flight.add(runner.get_loop().create_task(self._ask(client, prompt)))
+                        in_flight.add(runner.get_loop().create_task(self._ask(clients, prompt)))
                     if not in_flight:
                         return
                     pause()
@@ -71,10 +70,11 @@ class OnlineEngine:
                     if failures:
                         raise failures[0]
             finally:
-                runner.run(_abandon(in_flight, client))
+                runner.run(_abandon(in_flight, clients))
 
-    async def _ask(self, client: httpx.AsyncClient, prompt: Prompt) -> Answer | Refusal:
+    async def _ask(self, clients: "_Clients", prompt: Prompt) -> Answer | Refusal:
         answered_before = self._answered
+        client = clients.take()
         try:
             async with asyncio.timeout(self.endpoint.deadline_s):
                 return await self._ask_until_answered(client, prompt, answered_before)
@@ -84,6 +84,8 @@ class OnlineEngine:
                 return Refusal(prompt.row_id, f"{trouble}, while others were answered")
             raise Transient(f"{', '.join(self.endpoint.base_urls)}: {trouble}",
                             "see that the endpoint is up, then retry: answered rows are kept", 60.0) from None
+        finally:
+            clients.give_back(client)
 
     async def _ask_until_answered(self, client: httpx.AsyncClient, prompt: Prompt,
                                   answered_before: int) -> Answer | Refusal:
@@ -137,16 +139,47 @@ class OnlineEngine:
         return outcome
 
 
+class _Clients:
+    """A client for each request in flight, the last used first.
+
+    Not one for all: httpcore's pool looks at every connection for every connection at each request, which at 64 in
+    flight was most of the processor time a row cost.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._certificates = httpx.create_ssl_context()  # 20 ms to read, so once
+        self._all: list[httpx.AsyncClient] = []
+        self._free: list[httpx.AsyncClient] = []
+
+    def take(self) -> httpx.AsyncClient:
+        """One that nobody uses."""
+        if not self._free:
+            self._free.append(httpx.AsyncClient(headers=self._endpoint.headers, timeout=self._endpoint.timeout_s,
+                                                verify=self._certificates))
+            self._all += self._free
+        return self._free.pop()
+
+    def give_back(self, client: httpx.AsyncClient) -> None:
+        """It may be taken again, with the connections it has open."""
+        self._free.append(client)
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        for client in self._all:
+            await client.aclose()
+
+
 async def _first_done(tasks: set[asyncio.Task[Answer | Refusal]]) -> tuple[
         set[asyncio.Task[Answer | Refusal]], set[asyncio.Task[Answer | Refusal]]]:
     return await asyncio.wait(tasks, timeout=_LISTEN_S, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _abandon(tasks: set[asyncio.Task[Answer | Refusal]], client: httpx.AsyncClient) -> None:
+async def _abandon(tasks: set[asyncio.Task[Answer | Refusal]], clients: _Clients) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await client.aclose()
+    await clients.aclose()
 
 
 def _json(response: httpx.Response) -> object:

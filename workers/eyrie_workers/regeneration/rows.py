@@ -13,11 +13,11 @@ sampling are refused, here and in capture.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, JsonValue, ValidationError
 
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_api.v1alpha1.model import Digest, Frozen
@@ -52,6 +52,18 @@ class AnsweredRow(Frozen):
     seed: int
     ids_exact: bool
     """Whether answer_ids are the ids the target produced, or its text tokenised again."""
+
+    ids_differ: bool = False
+    """Whether ids tokenised again are known to be others than the target's."""
+
+    reasoning: str = ""
+    """What the endpoint gave apart from the text."""
+
+    tool_calls: tuple[dict[str, JsonValue], ...] = ()
+    """As the endpoint read them out of the answer."""
+
+    turn: int = 0
+    """With `turns: all`: which question of its conversation this answers."""
 
 
 class RowsMeta(Frozen):
@@ -89,10 +101,18 @@ class Ledger:
         self._places[row.id] = (self._size, len(line))
         self._size += len(line)
 
-    def put_in_order(self, row_ids: Iterable[str]) -> Iterator[AnsweredRow]:
-        """Rewrite the file with the rows of `row_ids` that are answered, in that order, and nothing else.
+    def read(self, row_id: str) -> AnsweredRow:
+        """One answered row."""
+        offset, length = self._places[row_id]
+        with self._path.open("rb") as file:
+            file.seek(offset)
+            return AnsweredRow.model_validate_json(file.read(length))
 
-        Yields each row as it is written; the new file takes the place of the old when the iteration ends.
+    def put_in_order(self, row_ids: Iterable[str],
+                     wanted: Callable[[AnsweredRow], bool] = lambda _: True) -> Iterator[AnsweredRow]:
+        """Rewrite the file with the rows of `row_ids` that are answered and wanted, in that order, and nothing else.
+
+        Yields each row, wanted or not; the new file takes the place of the old when the iteration ends.
         """
         aside = self._path.with_name(f".{self._path.name}.part")
         places: dict[str, tuple[int, int]] = {}
@@ -104,9 +124,11 @@ class Ledger:
                 offset, length = self._places[row_id]
                 old.seek(offset)
                 line = old.read(length)
-                new.write(line)
-                places[row_id], size = (size, length), size + length
-                yield AnsweredRow.model_validate_json(line)
+                row = AnsweredRow.model_validate_json(line)
+                if wanted(row):
+                    new.write(line)
+                    places[row_id], size = (size, length), size + length
+                yield row
             new.flush()
             os.fsync(new.fileno())
         self._file.close()

@@ -1,7 +1,8 @@
 """Decides, before any answering, what becomes of every row that is read.
 
     read -> malformed? quarantine -> seen before? count -> rendered and too long? quarantine
-         -> held out by hash? held_out.jsonl -> overlaps a benchmark? quarantine -> selection.jsonl
+         -> held out by hash? held_out.jsonl -> overlaps a benchmark? quarantine -> nearly seen before? count
+         -> selection.jsonl
 
 The selection is written once, and whole: `selection.json` comes last. A restart then works through the same list even
 if a source has grown meanwhile, the total is known from the first answer on (so there is an ETA), and what is held out
@@ -10,8 +11,9 @@ is settled before the target has said a word. Streaming throughout; only the ids
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,11 +23,15 @@ from eyrie_api.artifacts import write_model
 from eyrie_api.errors import InvalidInput, NoChatTemplate
 from eyrie_api.v1alpha1.job import DataSpec
 from eyrie_api.v1alpha1.model import Frozen
-from eyrie_api.v1alpha1.reports import QuarantinedRow
+from eyrie_api.v1alpha1.reports import QuarantinedRow, QuarantineKind
 from eyrie_workers.conversations.conversation import Conversation
+from eyrie_workers.conversations.language import guess
 from eyrie_workers.conversations.mixing import mix
+from eyrie_workers.conversations.near_duplicates import NearDuplicates
+from eyrie_workers.conversations.overlap import RUN_WORDS, Runs
 from eyrie_workers.conversations.readers import check_source, read_conversations
 from eyrie_workers.conversations.split import BenchmarkPrompts, is_held_out
+from eyrie_workers.regeneration.replaying import num_turns, opening
 from eyrie_workers.targets.templates import ChatTokenizer
 
 HELD_OUT = "held_out.jsonl"
@@ -42,6 +48,12 @@ class SelectionSummary(Frozen):
     rows_held_out: int = 0
     rows_quarantined: int = 0
     duplicates: int = 0
+    near_duplicates: int = 0
+    turns_selected: int = 0
+    """Questions at most: more than rows where every turn is asked."""
+
+    overlaps: dict[str, int] = {}
+    languages: dict[str, int] = {}
 
 
 class SelectedRow(Frozen):
@@ -65,6 +77,10 @@ class Rules:
     max_prompt_tokens: int
     """The spec's, or what the target's context leaves room for, if that is less."""
 
+    turns: str = "last"
+    suite_runs: Runs = field(default_factory=Runs)
+    """Of the benchmark suites' prompts."""
+
 
 def select(directory: Path, rules: Rules, tokenizer: ChatTokenizer, pause: Callable[[], None],
            progress: Callable[[int], None]) -> SelectionSummary:
@@ -84,6 +100,7 @@ def select(directory: Path, rules: Rules, tokenizer: ChatTokenizer, pause: Calla
             divider.take(row)
             progress(divider.rows_read)
     summary = divider.summary()
+    summary = summary.model_copy(update={"overlaps": summary.overlaps | _with_held_out(directory, pause)})
     write_model(directory / SUMMARY, summary)
     return summary
 
@@ -108,6 +125,17 @@ def forget(directory: Path) -> None:
         (directory / name).unlink(missing_ok=True)
 
 
+def _with_held_out(directory: Path, pause: Callable[[], None]) -> dict[str, int]:
+    """Rows to be answered that share words in a row with a held-out prompt, once all of those are known."""
+    with (directory / HELD_OUT).open("rb") as file:
+        runs = Runs(json.loads(line)["messages"] for line in file)
+    shared = 0
+    for row in selected(directory):
+        pause()
+        shared += runs.overlap(row.messages)
+    return {"held-out": shared} if shared else {}
+
+
 def _drawn(data: DataSpec) -> Iterator[Conversation | QuarantinedRow]:
     """The mix, cut after `max_conversations` usable rows."""
     streams = [read_conversations(source, seed=data.seed, at_most=data.max_conversations) for source in data.sources]
@@ -128,11 +156,14 @@ class _Divider:
         self._files: dict[str, TextIO] = {}
         self._written = {SELECTED: 0, HELD_OUT: 0, REJECTED: 0}
         self._seen: set[bytes] = set()
-        self._duplicates = 0
+        self._duplicates = self._near = self._turns = self._overlaps = 0
+        self._languages: Counter[str] = Counter()
+        threshold = rules.data.near_duplicates
+        self._like = None if threshold is None else NearDuplicates(threshold)
 
     @property
     def rows_read(self) -> int:
-        return sum(self._written.values()) + self._duplicates
+        return sum(self._written.values()) + self._duplicates + self._near
 
     def __enter__(self) -> "_Divider":
         self._files = {name: self._aside(name).open("w", encoding="utf-8") for name in self._written}
@@ -151,7 +182,9 @@ class _Divider:
     def summary(self) -> SelectionSummary:
         return SelectionSummary(rows_read=self.rows_read, rows_selected=self._written[SELECTED],
                                 rows_held_out=self._written[HELD_OUT], rows_quarantined=self._written[REJECTED],
-                                duplicates=self._duplicates)
+                                duplicates=self._duplicates, near_duplicates=self._near, turns_selected=self._turns,
+                                overlaps={"suites": self._overlaps} if self._overlaps else {},
+                                languages=dict(self._languages.most_common()))
 
     def take(self, row: Conversation | QuarantinedRow) -> None:
         if isinstance(row, QuarantinedRow):
@@ -162,23 +195,34 @@ class _Divider:
         self._seen.add(key)
         messages, tools = list(row.prompt), list(row.tools)
         try:
-            prompt_ids = self._tokenizer.render(messages, tools or None)
+            prompt_ids = self._tokenizer.render(opening(messages, self._rules.turns), tools or None)
         except NoChatTemplate:
             raise
         except InvalidInput as error:
             return self._reject(row, error.message)
         if len(prompt_ids) > self._rules.max_prompt_tokens:
-            return self._reject(row, f"prompt of {len(prompt_ids)} tokens, more than {self._rules.max_prompt_tokens}")
+            return self._reject(row, f"prompt of {len(prompt_ids)} tokens, more than {self._rules.max_prompt_tokens}",
+                                "too-long")
         if is_held_out(row.prompt, self._rules.data.held_out_fraction):
             return self._write(HELD_OUT, {"id": row.id, "messages": messages, **({"tools": tools} if tools else {}),
                                           "category": row.category})
         if self._rules.benchmark.overlap(row.prompt):
-            return self._reject(row, "its prompt occurs in a benchmark suite")
+            return self._reject(row, "its prompt occurs in a benchmark suite", "benchmark")
+        overlaps = self._rules.suite_runs.overlap(row.prompt)
+        if overlaps and self._rules.data.overlaps == "drop":
+            return self._reject(row, f"{RUN_WORDS} words in a row occur in a benchmark suite", "benchmark")
+        asked = "\n".join(message["content"] for message in messages if message["role"] == "user")
+        if self._like is not None and self._like.seen(self._tokenizer.encode(asked)):
+            self._near += 1
+            return None
+        self._overlaps += overlaps
+        self._languages[guess(asked)] += 1
+        self._turns += num_turns(messages, self._rules.turns)
         return self._write(SELECTED, {"id": row.id, "source": row.source, "line": row.line, "category": row.category,
                                       "messages": messages, "tools": tools, "prompt_ids": prompt_ids})
 
-    def _reject(self, row: Conversation, reason: str) -> None:
-        self._write(REJECTED, QuarantinedRow(source=row.source, line=row.line, reason=reason).model_dump())
+    def _reject(self, row: Conversation, reason: str, kind: QuarantineKind = "malformed") -> None:
+        self._write(REJECTED, QuarantinedRow(source=row.source, line=row.line, reason=reason, kind=kind).model_dump())
 
     def _write(self, name: str, value: dict[str, Any]) -> None:
         self._files[name].write(json.dumps(value) + "\n")

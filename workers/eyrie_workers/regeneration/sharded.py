@@ -17,7 +17,6 @@ shard is sent again.
 """
 
 import hashlib
-import itertools
 import json
 import os
 import time
@@ -151,12 +150,12 @@ class ShardedEngine:
 
     def _answers(self, prompts: Iterator[Prompt], pause: Callable[[], None]) -> Iterator[Answer | Refusal]:
         shard_rows = self.sharding.shard_rows or 1
-        groups = itertools.groupby(prompts, key=lambda prompt: prompt.place // shard_rows)
+        groups = _Groups(prompts, shard_rows)
         news, warned = time.monotonic(), set[str]()
         while True:
-            while len(self._open) < self.sharding.shard_window and (group := next(groups, None)) is not None:
+            while len(self._open) < self.sharding.shard_window and (group := groups.take()):
                 pause()
-                self._submit(group[0], list(group[1]))
+                self._submit(group[0].place // shard_rows, group)
             if not self._open:
                 return
             finished = self._finished()
@@ -233,6 +232,24 @@ class ShardedEngine:
         while (left := until - time.monotonic()) > 0:
             pause()
             time.sleep(min(left, _LISTEN_S))
+
+
+class _Groups:
+    """Prompts in a row whose places belong to one shard. The stream may run dry and flow again."""
+
+    def __init__(self, prompts: Iterator[Prompt], shard_rows: int) -> None:
+        self._prompts, self._shard_rows = prompts, shard_rows
+        self._next: Prompt | None = None
+
+    def take(self) -> list[Prompt]:
+        """The next group; empty where there is none now."""
+        group, self._next = [self._next] if self._next is not None else [], None
+        while (prompt := next(self._prompts, None)) is not None:
+            if group and prompt.place // self._shard_rows != group[0].place // self._shard_rows:
+                self._next = prompt
+                break
+            group.append(prompt)
+        return group
 
 
 def shard_name(order: ShardOrder, number: int, prompts: list[Prompt]) -> str:

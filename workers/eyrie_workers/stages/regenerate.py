@@ -1,10 +1,11 @@
-"""The target answers anew: the last assistant turn of every conversation is discarded and written again by the target.
+"""The target answers anew: the last assistant turn of every conversation, or each, is written again by the target.
 
 A drafter learns to predict what the target would say, so it must learn from what the target does say: "you need to
 regenerate the final assistant turn using your actual model ... the response might be worse than the original one. It
 does not matter" (the second seed). Steps, each resumable:
 
     read, split, exclude -> selection        (regeneration.selection; nothing held out is ever asked)
+    walk conversations   -> questions        (regeneration.questions; the last turn, or each in turn)
     ask an engine        -> rows.jsonl       (appended and flushed per answer: it is the ledger of what is done)
     put in order         -> rows.jsonl, quarantine.jsonl, held_out.jsonl, rows.meta.json
 
@@ -17,23 +18,27 @@ endpoint is asked by the shard workers of a cluster instead of from here (`regen
 
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 from eyrie_api.artifacts import digest_bytes, write_atomically, write_model
 from eyrie_api.errors import Conflict, InvalidInput, NoUsableData
-from eyrie_api.v1alpha1.reports import QuarantinedRow, RegenerateReport
+from eyrie_api.v1alpha1.reports import Lengths, QuarantinedRow, RegenerateReport
 from eyrie_api.v1alpha1.stages import RegenerateStage
+from eyrie_workers.conversations.overlap import Runs
 from eyrie_workers.conversations.split import BenchmarkPrompts
 from eyrie_workers.conversations.suites import suite_prompts
 from eyrie_workers.regeneration import selection
-from eyrie_workers.regeneration.asking import Answer, AnswerEngine, Asking, Prompt, Refusal, row_seed
+from eyrie_workers.regeneration.asking import Answer, AnswerEngine, Asking, Refusal
 from eyrie_workers.regeneration.batch import BatchEngine
 from eyrie_workers.regeneration.embedded import EmbeddedEngine
 from eyrie_workers.regeneration.endpoint import endpoint_of
 from eyrie_workers.regeneration.online import OnlineEngine
+from eyrie_workers.regeneration.questions import REFUSED, Question, Questions
+from eyrie_workers.regeneration.replaying import Ended
 from eyrie_workers.regeneration.retokenising import AnswerIds
 from eyrie_workers.regeneration.rows import META, ROWS, AnsweredRow, Ledger, RowSampling, RowsMeta, read_meta
 from eyrie_workers.regeneration.sharded import Sharding
@@ -59,6 +64,11 @@ class Tally:
     answer_tokens: int = 0
     finish_reasons: Counter[str] = field(default_factory=Counter)
     sources: Counter[str] = field(default_factory=Counter)
+    outcomes: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    prompt_lengths: Counter[int] = field(default_factory=Counter)
+    answer_lengths: Counter[int] = field(default_factory=Counter)
+    retokenised: int = 0
+    ids_differ: int = 0
 
     def add(self, row: AnsweredRow) -> None:
         """Count one answered row."""
@@ -67,6 +77,23 @@ class Tally:
         self.answer_tokens += len(row.answer_ids)
         self.finish_reasons[row.finish_reason] += 1
         self.sources[row.source] += 1
+        self.outcomes[row.source]["answered"] += 1
+        self.outcomes[row.source]["truncated"] += row.finish_reason == "length"
+        self.prompt_lengths[len(row.prompt_ids)] += 1
+        self.answer_lengths[len(row.answer_ids)] += 1
+        self.retokenised += not row.ids_exact
+        self.ids_differ += row.ids_differ
+
+
+def lengths(counted: Counter[int]) -> Lengths:
+    """Quantiles of the lengths counted, each a length that occurs."""
+    total, ordered = counted.total(), sorted(counted.items())
+
+    def quantile(share: float) -> int:
+        ranks = accumulate(count for _, count in ordered)
+        return next(length for (length, _), rank in zip(ordered, ranks, strict=True) if rank >= share * total)
+
+    return Lengths(p50=quantile(0.5), p90=quantile(0.9), p99=quantile(0.99), most=ordered[-1][0])
 
 
 def regenerate(spec: RegenerateStage, stage: Stage) -> Result:
@@ -84,7 +111,8 @@ def regenerate(spec: RegenerateStage, stage: Stage) -> Result:
     ledger = Ledger(stage.out_dir / ROWS)
     try:
         resumed, new_tokens, refused = _ask(spec, stage, path, tokenizer, ledger, summary)
-        report = _finish(stage, ledger, summary, refused)
+        questions = _questions(spec, stage, tokenizer, ledger, summary, context)
+        report = _finish(spec, stage, questions, ledger, summary, refused)
     finally:
         ledger.close()
     seconds = time.monotonic() - started
@@ -97,7 +125,8 @@ def regenerate(spec: RegenerateStage, stage: Stage) -> Result:
 def _claim(directory: Path, spec: RegenerateStage, digest: str) -> None:
     """Say whose answers this directory holds, or refuse when it holds others."""
     decides = (spec.data.model_dump_json(), spec.regenerate.sampling.model_dump_json(), spec.exclude_prompts,
-               spec.regenerate.max_new_tokens, spec.regenerate.seed, spec.regenerate.engine, spec.target.dtype)
+               spec.regenerate.max_new_tokens, spec.regenerate.seed, spec.regenerate.engine, spec.target.dtype,
+               spec.regenerate.turns)
     meta = RowsMeta(target_digest=digest, answers_digest=digest_bytes(repr(decides).encode()))
     found = read_meta(directory)
     if found is not None and found != meta:
@@ -109,9 +138,11 @@ def _claim(directory: Path, spec: RegenerateStage, digest: str) -> None:
 
 def _select(spec: RegenerateStage, stage: Stage, tokenizer: ChatTokenizer,
             context: int) -> selection.SelectionSummary:
-    prompts = suite_prompts(spec.exclude_prompts, lambda text: stage.event("PromptsNotExcluded", text, warning=True))
+    prompts = list(suite_prompts(spec.exclude_prompts,
+                                 lambda text: stage.event("PromptsNotExcluded", text, warning=True)))
     rules = selection.Rules(data=spec.data, benchmark=BenchmarkPrompts.of(prompts),
-                            max_prompt_tokens=min(spec.data.max_prompt_tokens, context - 1))
+                            max_prompt_tokens=min(spec.data.max_prompt_tokens, context - 1),
+                            turns=spec.regenerate.turns, suite_runs=Runs(prompts))
     summary = selection.select(
         stage.out_dir, rules, tokenizer, stage.pause_point,
         lambda read: stage.progress(read, None, "rows", "reading"))
@@ -127,51 +158,53 @@ def _select(spec: RegenerateStage, stage: Stage, tokenizer: ChatTokenizer,
     return summary
 
 
+def _questions(spec: RegenerateStage, stage: Stage, tokenizer: ChatTokenizer, ledger: Ledger,
+               summary: selection.SelectionSummary, context: int) -> Questions:
+    return Questions(selection.selected(stage.out_dir), summary.rows_selected, spec.regenerate, ledger, tokenizer,
+                     min(spec.data.max_prompt_tokens, context - 1))
+
+
 def _ask(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatTokenizer, ledger: Ledger,
          summary: selection.SelectionSummary) -> tuple[int, int, list[QuarantinedRow]]:
-    """Answer every selected row that is not in the ledger; return rows resumed, tokens answered, rows refused."""
-    total = summary.rows_selected
-    resumed = sum(row.id in ledger for row in selection.selected(stage.out_dir))
+    """Answer every question that is not in the ledger; return rows resumed, tokens answered, rows refused."""
+    total, resumed = summary.turns_selected, len(ledger)
     if resumed:
         stage.event("Resumed", f"{resumed} of {total} rows were answered before")
     if resumed == total:
         return resumed, 0, []
-    in_flight: dict[str, selection.SelectedRow] = {}
     refused: list[QuarantinedRow] = []
     answered = new_tokens = 0
+    questions = _questions(spec, stage, tokenizer, ledger, summary, read_config(path).max_position_embeddings)
     engine = _engine(spec, stage, path, tokenizer)
     stage.progress(resumed, total, "rows", "answering")
-    for outcome in engine.answers(_prompts(spec, stage.out_dir, ledger, in_flight), stage.pause_point):
-        row = in_flight.pop(outcome.row_id)
+    for outcome in engine.answers(questions, stage.pause_point):
+        question = questions.asked(outcome.row_id)
+        row = question.row
+        if isinstance(outcome, Answer) and outcome.finish_reason == "stop" and len(outcome.answer_ids) == 1:
+            outcome = Refusal(outcome.row_id, "the answer is empty", "empty")
         if isinstance(outcome, Refusal):
-            refused.append(QuarantinedRow(source=row.source, line=row.line, reason=outcome.reason))
+            refused.append(QuarantinedRow(source=row.source, line=row.line, reason=outcome.reason, kind=outcome.kind))
             if answered == resumed == 0 and len(refused) >= _HOPELESS_AFTER:
                 raise InvalidInput(f"the first {len(refused)} prompts were all refused: {outcome.reason}",
                                    "check regenerate.base_url, served_model and the sampling settings")
         else:
-            ledger.append(_answered(spec, row, outcome))
+            ledger.append(_answered(spec, question, outcome))
             answered += 1
             new_tokens += len(outcome.answer_ids)
+        questions.heard(outcome.row_id)
         stage.progress(resumed + answered + len(refused), total, "rows", "answering")
         stage.pause_point()
     return resumed, new_tokens, refused
 
 
-def _prompts(spec: RegenerateStage, directory: Path, ledger: Ledger,
-             in_flight: dict[str, selection.SelectedRow]) -> Iterator[Prompt]:
-    for place, row in enumerate(selection.selected(directory)):
-        if row.id not in ledger:
-            in_flight[row.id] = row
-            yield Prompt(row_id=row.id, messages=row.messages, tools=row.tools, prompt_ids=row.prompt_ids,
-                         seed=row_seed(spec.regenerate.seed, row.id), place=place)
-
-
-def _answered(spec: RegenerateStage, row: selection.SelectedRow, answer: Answer) -> AnsweredRow:
+def _answered(spec: RegenerateStage, question: Question, answer: Answer) -> AnsweredRow:
     sampling = RowSampling(**spec.regenerate.sampling.model_dump(), max_new_tokens=spec.regenerate.max_new_tokens)
-    return AnsweredRow(id=row.id, source=row.source, line=row.line, category=row.category,
+    row = question.row
+    return AnsweredRow(id=answer.row_id, source=row.source, line=row.line, category=row.category,
                        prompt_ids=tuple(answer.prompt_ids), answer_ids=tuple(answer.answer_ids),
                        finish_reason=answer.finish_reason, text=answer.text, sampling=sampling,
-                       seed=row_seed(spec.regenerate.seed, row.id), ids_exact=answer.ids_exact)
+                       seed=question.prompt.seed, ids_exact=answer.ids_exact, ids_differ=answer.ids_differ,
+                       reasoning=answer.reasoning, tool_calls=answer.tool_calls, turn=question.turn)
 
 
 def _engine(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatTokenizer) -> AnswerEngine:
@@ -196,22 +229,47 @@ def _engine(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatToke
     return BatchEngine(endpoint, AnswerIds(tokenizer), stage.out_dir / BATCH_MEMORY, warn)
 
 
-def _finish(stage: Stage, ledger: Ledger, summary: selection.SelectionSummary,
-            refused: list[QuarantinedRow]) -> RegenerateReport:
+def _finish(spec: RegenerateStage, stage: Stage, questions: Questions, ledger: Ledger,
+            summary: selection.SelectionSummary, refused: list[QuarantinedRow]) -> RegenerateReport:
     """Put the rows in order, write the quarantine, clear the working files."""
     if len(ledger) == 0:
         raise NoUsableData(f"none of {summary.rows_selected} prompts was answered: {refused[0].reason}",
                            "mend what the endpoint names, then retry")
-    tally = Tally()
-    for row in ledger.put_in_order(row.id for row in selection.selected(stage.out_dir)):
-        tally.add(row)
+    tally, ended, cut = Tally(), Counter[str](), list[QuarantinedRow]()
+
+    def answered_ids() -> Iterator[str]:
+        for row in selection.selected(stage.out_dir):
+            walk = questions.walk(row)
+            if walk.answered and walk.then is not None:
+                ended[walk.then.reason if isinstance(walk.then, Ended) else REFUSED] += 1
+            yield from walk.answered
+
+    def wanted(row: AnsweredRow) -> bool:
+        return spec.regenerate.truncated == "train" or row.finish_reason == "stop"
+
+    for row in ledger.put_in_order(answered_ids(), wanted):
+        if wanted(row):
+            tally.add(row)
+        else:
+            cut.append(QuarantinedRow(source=row.source, line=row.line, kind="truncated",
+                                      reason=f"its answer was cut at {len(row.answer_ids)} tokens"))
+    if tally.rows == 0:
+        raise NoUsableData(f"all {len(cut)} answers were cut at {spec.regenerate.max_new_tokens} tokens",
+                           "raise regenerate.max_new_tokens, or set regenerate.truncated to train")
     # Refusals arrive in any order; the file must not depend on it.
-    quarantined = [*selection.rejected(stage.out_dir), *sorted(refused, key=lambda row: (row.source, row.line))]
+    late = sorted([*refused, *cut], key=lambda row: (row.source, row.line, row.reason))
+    quarantined = [*selection.rejected(stage.out_dir), *late]
     write_atomically(stage.out_dir / QUARANTINE, "".join(row.model_dump_json() + "\n" for row in quarantined))
     selection.forget(stage.out_dir)
+    for quarantined_row in quarantined:
+        tally.outcomes[quarantined_row.source][quarantined_row.kind] += 1
     return RegenerateReport(
         rows_read=summary.rows_read, rows_answered=tally.rows, rows_held_out=summary.rows_held_out,
-        rows_quarantined=len(quarantined), duplicates=summary.duplicates, prompt_tokens=tally.prompt_tokens,
+        rows_quarantined=len(quarantined), duplicates=summary.duplicates, near_duplicates=summary.near_duplicates,
+        outcomes={source: dict(kinds) for source, kinds in tally.outcomes.items()}, conversations_ended=dict(ended),
+        rows_retokenised=tally.retokenised, rows_ids_differ=tally.ids_differ, overlaps=summary.overlaps,
+        prompt_lengths=lengths(tally.prompt_lengths), answer_lengths=lengths(tally.answer_lengths),
+        languages=summary.languages, prompt_tokens=tally.prompt_tokens,
         answer_tokens=tally.answer_tokens, finish_reasons=dict(tally.finish_reasons), sources=dict(tally.sources),
         seconds=0.0, tokens_per_s=0.0, quarantined=tuple(quarantined[:_QUARANTINE_SHOWN]))
 

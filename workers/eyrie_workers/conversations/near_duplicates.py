@@ -1,0 +1,59 @@
+"""Texts that are nearly one met before: MinHash (Broder 1997) over shingles of tokens, candidates by bands (LSH).
+
+A signature has 128 minima; the share that two texts have in common estimates the Jaccard similarity of their shingles
+within 0.045 (one standard deviation, at its worst). Two texts are compared when one band of their signatures is equal;
+a band is as long as still finds, nine times in ten, texts whose similarity is the threshold. The first of several is
+kept, so the result depends on the order of rows and on nothing else.
+
+About 0.2 ms and 1.5 KB per text, which is why it is off unless a spec asks for it.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+NUM_HASHES = 128
+SHINGLE_TOKENS = 5
+_FOUND = 0.9
+_PRIME = np.uint64(2**31 - 1)
+
+
+class NearDuplicates:
+    """Signatures of the texts kept so far."""
+
+    def __init__(self, threshold: float) -> None:
+        self._threshold = threshold
+        self._band = _band_length(threshold)
+        rng = np.random.default_rng(0)
+        self._scale = rng.integers(1, int(_PRIME), (NUM_HASHES, 1), dtype=np.uint64)
+        self._shift = rng.integers(0, int(_PRIME), (NUM_HASHES, 1), dtype=np.uint64)
+        self._kept: list[NDArray[np.uint32]] = []
+        self._buckets: dict[tuple[int, bytes], list[int]] = {}
+
+    def seen(self, token_ids: list[int]) -> bool:
+        """Whether a text like this one was kept before; if not, it is kept now."""
+        signature = self._signature(token_ids)
+        keys = [(start, signature[start:start + self._band].tobytes())
+                for start in range(0, NUM_HASHES - self._band + 1, self._band)]
+        candidates = {place for key in keys for place in self._buckets.get(key, ())}
+        if any(float(np.mean(self._kept[place] == signature)) >= self._threshold for place in candidates):
+            return True
+        for key in keys:
+            self._buckets.setdefault(key, []).append(len(self._kept))
+        self._kept.append(signature)
+        return False
+
+    def _signature(self, token_ids: list[int]) -> NDArray[np.uint32]:
+        length = min(SHINGLE_TOKENS, max(1, len(token_ids)))
+        shingles = {hash(tuple(token_ids[start:start + length])) % int(_PRIME)
+                    for start in range(max(1, len(token_ids) - length + 1))}
+        values = np.fromiter(shingles, dtype=np.uint64)
+        hashed: NDArray[np.uint32] = ((self._scale * values + self._shift) % _PRIME).min(axis=1).astype(np.uint32)
+        return hashed
+
+
+def _band_length(threshold: float) -> int:
+    """The longest band by which texts at the threshold are still found."""
+    for length in (32, 16, 8, 4, 2):
+        if 1.0 - (1.0 - threshold**length) ** (NUM_HASHES // length) >= _FOUND:
+            return length
+    return 1
