@@ -203,7 +203,8 @@ def test_a_plan_comes_with_its_assumptions(server: Running, tmp_path: Path) -> N
 
     body = job_body(target={"model": str(target_directory(tmp_path / "t"))})
     plan = post(server, "/v1alpha1/plans", body).json()
-    assert plan["bytes_per_token"] == 4 * 64 * 2
+    aux = 3 * (64 + 2) + 5  # three states of 64 values in int8 with their scales, id and mask
+    assert aux < plan["bytes_per_token"] < aux + 64 + 2, "answer tokens have a final state besides"
     assert plan["fits_disk"] is True
     assert len(plan["assumptions"]) > 10
     assert server.client.jobs().items == (), "a plan runs nothing"
@@ -234,7 +235,7 @@ def test_the_version_names_the_source(server: Running) -> None:
 
 
 def test_openapi_has_examples_that_validate_and_problems_as_refusals(server: Running) -> None:
-    document = httpx.get(server.url + "/openapi.json").json()
+    document = httpx.get(server.url + "/openapi.json", timeout=60).json()  # made at the first question: 0.6 s of CPU
     create = document["paths"][JOBS]["post"]
     examples = create["requestBody"]["content"]["application/json"]["examples"]
     for example in examples.values():
