@@ -293,7 +293,7 @@ class Controller:
             endpoint = read_endpoint(raw)
             row = self._find_endpoint(endpoint)
             shown = _shown_model(endpoint.spec.target.model) if endpoint.spec is not None else ""
-            first = min(self._keys_named(key[2]), key=self._age)
+            first = min(self._keys_named(key[2]), key=self._age, default=key)  # it may just have gone
             taken_by = None if first == key else f"{first[1]}/{first[2]}"
             serve = None if row is None else self._endpoints.serving(row.name).serve
             self._carry_out(key, endpoint, reconcile_endpoint(
