@@ -33,6 +33,7 @@ from sqlalchemy import (
     JSON,
     URL,
     BigInteger,
+    ColumnElement,
     DateTime,
     Dialect,
     Engine,
@@ -46,11 +47,13 @@ from sqlalchemy import (
     bindparam,
     create_engine,
     event,
+    func,
     insert,
     literal,
     make_url,
     select,
     text,
+    true,
     update,
 )
 from sqlalchemy.engine import Connection
@@ -114,7 +117,7 @@ class JobRow(Base):
     cancel_requested: Mapped[bool]
     delete_requested: Mapped[bool]
     created_at: Mapped[datetime]
-    updated_at: Mapped[datetime]
+    updated_at: Mapped[datetime] = mapped_column(index=True)
     lease_owner: Mapped[str | None] = mapped_column(String(255))
     lease_until: Mapped[datetime | None]
     project: Mapped[str] = mapped_column(String(63), server_default="default")
@@ -189,6 +192,9 @@ class IngestRow(Base):
     offset_bytes: Mapped[int] = mapped_column(BigInteger)
 
 
+_REMOVING = text("task = 'remove_files'")
+
+
 class OutboxRow(Base):
     """A chore promised in the same transaction as the change that needs it."""
 
@@ -198,7 +204,9 @@ class OutboxRow(Base):
     argument: Mapped[str] = mapped_column(String(255))
     created_at: Mapped[datetime]
     dispatched_at: Mapped[datetime | None] = mapped_column(index=True)
-    __table_args__ = ({"sqlite_autoincrement": True},)
+    __table_args__ = (
+        Index("ix_outbox_removing", "dispatched_at", postgresql_where=_REMOVING, sqlite_where=_REMOVING),
+        {"sqlite_autoincrement": True})
 
 
 class IdempotencyRow(Base):
@@ -392,6 +400,12 @@ class DeliveryRow(Base):
                       Index("ix_deliveries_state_next_at", "state", "next_at"))
 
 
+Rows = Sequence[tuple[type[Base], Mapping[str, Any]]]
+"""Rows to insert, of several tables, in this order; the values by column."""
+
+_Shape = tuple[tuple[type[Base], tuple[str, ...]], ...]
+
+
 class Database:
     """An engine and its two kinds of session. Cheap to share between threads; one per process and URL."""
 
@@ -426,6 +440,16 @@ class Database:
               Session(connection, join_transaction_mode="rollback_only") as session):
             yield session
             session.commit()  # flushes; the transaction is the connection's, and ends after this
+
+    def insert_at_once(self, condition: ColumnElement[bool], given: Mapping[str, Any], rows: Rows) -> bool:
+        """On PostgreSQL: insert rows of several tables if `condition` holds, as one statement that is its own
+        transaction; whether it held. False on SQLite, which has no such statement: take the long way, of a session.
+        """
+        if self.is_sqlite:
+            return False
+        shape = tuple((row, tuple(values)) for row, values in rows)
+        with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            return bool(connection.execute(_statement_if(condition, shape), {**given, **_numbered(rows)}).scalar_one())
 
     def migrate(self) -> None:
         """Bring the tables to the newest revision; several processes may try at once."""
@@ -480,9 +504,6 @@ def _to_json(value: Any) -> str:
     return value if isinstance(value, JsonText) else json.dumps(value)
 
 
-Rows = Sequence[tuple[type[Base], Mapping[str, Any]]]
-
-
 def insert_all(session: Session, rows: Rows) -> None:
     """Insert rows of several tables, in this order. PostgreSQL gets them as one statement, whose foreign keys are
     looked at in its end: a round trip and a plan for each costs more than the rows do."""
@@ -490,9 +511,7 @@ def insert_all(session: Session, rows: Rows) -> None:
     connection = session.connection()
     shape = tuple((row, tuple(values)) for row, values in rows)
     if connection.dialect.name == "postgresql":
-        connection.execute(_one_statement(shape), {
-            f"r{number}_{column}": value
-            for number, (_, values) in enumerate(rows) for column, value in values.items()})
+        connection.execute(_one_statement(shape), _numbered(rows))
         return
     for number, (_, values) in enumerate(rows):
         connection.execute(_an_insert(*shape[number]), dict(values))
@@ -503,12 +522,25 @@ def _an_insert(row: type[Base], columns: tuple[str, ...]) -> Executable:
     return insert(row.__table__).values({column: bindparam(column) for column in columns}).inline()  # type: ignore[arg-type]
 
 
+def _numbered(rows: Rows) -> dict[str, Any]:
+    return {f"r{number}_{column}": value for number, (_, values) in enumerate(rows) for column, value in values.items()}
+
+
 @lru_cache(maxsize=64)
-def _one_statement(shape: tuple[tuple[type[Base], tuple[str, ...]], ...]) -> Executable:
-    parts = [insert(row.__table__).values({  # type: ignore[arg-type]
-        column: bindparam(f"r{number}_{column}", type_=row.__table__.c[column].type) for column in columns}).inline()
-        for number, (row, columns) in enumerate(shape)]
-    return select(literal(1)).add_cte(*(part.cte(f"part{number}") for number, part in enumerate(parts)))
+def _one_statement(shape: _Shape) -> Executable:
+    return _statement_if(true(), shape)
+
+
+@lru_cache(maxsize=64)
+def _statement_if(condition: ColumnElement[bool], shape: _Shape) -> Executable:
+    held = select(literal(1).label("held")).where(condition).cte("held")
+    parts = []
+    for number, (row, columns) in enumerate(shape):
+        table = row.__table__
+        values = select(*(bindparam(f"r{number}_{column}", type_=table.c[column].type) for column in columns))
+        into = insert(table).from_select(list(columns), values.select_from(held))  # type: ignore[arg-type]
+        parts.append(into.inline().cte(f"part{number}"))
+    return select(func.count()).select_from(held).add_cte(*parts)
 
 
 _CONNECTIONS = 16

@@ -10,13 +10,17 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import BindParameter, bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import Database, OutboxRow, rowcount
 
 ChoreName = Literal["advance_job", "tend_endpoint", "remove_files", "deliver"]
+
+
+_SWEPT_AT_ONCE = 5000
+"""A day of a busy control plane is a million rows: deleted in one transaction they would hold others up."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ def promise(session: Session, task: ChoreName, argument: str, clock: Clock) -> N
 
 def promised(task: ChoreName, argument: str, clock: Clock) -> dict[str, Any]:
     """The chore's row, for who inserts it with others."""
-    return {"task": task, "argument": argument, "created_at": clock(), "dispatched_at": None}
+    return {"task": task, "argument": argument, "created_at": clock()}
 
 
 class Outbox:
@@ -65,12 +69,20 @@ class Outbox:
 
     def recent(self, task: ChoreName) -> tuple[str, ...]:
         """Arguments of the dispatched chores of a kind that have not been swept yet."""
-        query = select(OutboxRow.argument).where(OutboxRow.task == task, OutboxRow.dispatched_at.is_not(None))
+        # In the statement rather than beside it: a partial index is for that name, and a parameter may be any.
+        named: BindParameter[str] = bindparam(None, task, literal_execute=True)
+        query = select(OutboxRow.argument).where(OutboxRow.task == named, OutboxRow.dispatched_at.is_not(None))
         with self._database.reading() as session:
             return tuple(session.scalars(query))
 
     def sweep(self, older_than_s: float) -> int:
         """Delete dispatched rows of that age; return how many."""
         before = self._clock() - timedelta(seconds=older_than_s)
-        with self._database.writing() as session:
-            return rowcount(session, delete(OutboxRow).where(OutboxRow.dispatched_at < before))
+        old, swept = select(OutboxRow.id).where(OutboxRow.dispatched_at < before).limit(_SWEPT_AT_ONCE), 0
+        while True:
+            with self._database.writing() as session:
+                gone = rowcount(session, delete(OutboxRow).where(OutboxRow.id.in_(old)).execution_options(
+                    synchronize_session=False))
+            swept += gone
+            if gone < _SWEPT_AT_ONCE:
+                return swept

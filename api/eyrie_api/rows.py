@@ -23,7 +23,8 @@ _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford: no i, l, o, u to mi
 
 def new_job_id() -> str:
     """A DNS label with 50 random bits."""
-    return "job-" + "".join(secrets.choice(_ALPHABET) for _ in range(10))
+    bits = secrets.randbits(50)
+    return "job-" + "".join(_ALPHABET[bits >> shift & 31] for shift in range(0, 50, 5))
 
 
 def is_over(conditions: Iterable[Condition]) -> bool:

@@ -66,6 +66,22 @@ def test_the_first_tables_are_brought_up_to_date_with_what_they_hold(database: D
     assert told == [row["reason"] for row in rows]
 
 
+@pytest.mark.parametrize(("index", "query"), [
+    ("ix_jobs_updated_at", "SELECT id FROM jobs WHERE updated_at >= '2026-01-01' ORDER BY updated_at"),
+    ("ix_outbox_dispatched_at", "SELECT argument FROM outbox WHERE dispatched_at IS NULL"),
+    ("ix_outbox_removing", "SELECT argument FROM outbox WHERE task = 'remove_files' AND dispatched_at IS NOT NULL")])
+def test_what_is_asked_of_all_rows_again_and_again_is_found_by_an_index(
+        database: Database, index: str, query: str) -> None:
+    with database.writing() as session:
+        if database.is_sqlite:
+            told = [row[3] for row in session.execute(text(f"EXPLAIN QUERY PLAN {query}"))]
+        else:
+            session.execute(text("SET LOCAL enable_seqscan = off"))  # a table without rows is read as it is
+            session.execute(text("SET LOCAL enable_bitmapscan = off"))
+            told = [row[0] for row in session.execute(text(f"EXPLAIN {query}"))]
+    assert index in " ".join(told)
+
+
 @pytest.mark.parametrize("backend", ["sqlite", "postgresql"])
 def test_processes_that_migrate_at_the_same_time_all_succeed(backend: str, tmp_path: Path,
                                                             request: pytest.FixtureRequest) -> None:

@@ -256,7 +256,7 @@ def _references(value: Any) -> set[str]:
 
 
 def test_every_reference_of_the_openapi_document_leads_somewhere(server: Running) -> None:
-    document = httpx.get(server.url + "/openapi.json").json()
+    document = httpx.get(server.url + "/openapi.json", timeout=60).json()
     for reference in _references(document):
         place = document
         for part in reference.removeprefix("#/").split("/"):
@@ -329,7 +329,7 @@ def test_no_body_makes_the_server_fail(shared: Running, body: Any, path: str) ->
 
 @cache
 def _document(url: str) -> Any:
-    return httpx.get(url + "/openapi.json").json()
+    return httpx.get(url + "/openapi.json", timeout=60).json()
 
 
 @hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -67,18 +67,18 @@ def create_job(spec: Spec, control: Here, key: IdempotencyKey = None) -> Respons
     project = control.scope.home("jobs:write")
     spec = names.suited(spec, project)
     control.check_reach(spec)
-    if key is None:
-        done: Job | Replay = control.jobs.submit(control.checks_of_jobs.check(spec).spec, project=project)
-    else:
+    once: Once | None = None
+    if key is not None:
         check_key(key)
         once = Once(key, route_within(project, JOBS), digest_model(spec))
-        try:
-            checked = control.checks_of_jobs.check(spec)
-        except EyrieError:
-            replay = control.idempotency.answered(once)  # what has been accepted stays so, whatever has changed since
-            if replay is None:
-                raise
-            return _accepted(replay.response["id"], json.dumps(replay.response), replayed=True)
+    try:
+        checked = control.checks_of_jobs.check(spec)
+    except EyrieError:
+        replay = None if once is None else control.idempotency.answered(once)
+        if replay is None:
+            raise
+        done: Job | Replay = replay  # what has been accepted stays so, whatever has changed since
+    else:
         done = control.jobs.submit_once(checked.spec, once, project)
     if isinstance(done, Replay):
         return _accepted(done.response["id"], json.dumps(done.response), replayed=True)

@@ -56,7 +56,8 @@ class _Rows(Collector):
         for phase in PHASES:
             jobs.add_metric([phase], counted.get(phase, 0))
         yield jobs
-        yield GaugeMetricFamily("eyrie_events", "Events stored.", value=self._control.jobs.count_events())
+        yield GaugeMetricFamily("eyrie_events", "Events recorded since the beginning, about.",
+                                value=self._control.jobs.count_events())
         yield GaugeMetricFamily("eyrie_outbox_depth", "Chores promised and not dispatched.",
                                 value=self._control.outbox.depth())
         lengths = GaugeMetricFamily("eyrie_queue_length", "Messages that wait at the broker.", labels=["queue"])
