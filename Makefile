@@ -8,7 +8,11 @@ SGLANG_LIMIT_S ?= 1500
 CLUSTER_LIMIT_S ?= 3000
 HELM_SDK = $(BIN)/python -c 'import helm_python' 2>/dev/null || timeout 300 $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt helm-python-sdk
 
-.PHONY: help setup demo demo-short demo-stop test test-sglang test-cluster lint bench bench-load bench-control bench-tuner bench-store bench-codecs clean
+NEED_CUDA = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
+	  echo 'error: torch sees no CUDA device here' >&2; \
+	  echo 'mend: on a machine with a GPU: make setup TORCH="torch>=2.13", then again' >&2; exit 1; }
+
+.PHONY: help setup demo demo-short demo-stop test test-sglang test-cluster test-kernels test-gpu bench-gpu lint bench bench-load bench-control bench-tuner bench-store bench-codecs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -54,6 +58,22 @@ test-cluster: setup  ## operator, chart and a whole job on a real cluster (needs
 test-helm: setup  ## the chart rendered by Helm's SDK; installed too where KUBECONFIG names an API server
 	@$(HELM_SDK)
 	@EYRIE_TEST_CLUSTER=1 timeout --kill-after=30 600 $(BIN)/pytest tests/helm
+
+# Triton is fetched for this target alone. Two processes: one runs the kernels in its interpreter, one compiles them for
+# GPUs that are not there; neither can do the other's work.
+test-kernels: setup  ## the Triton kernels in their interpreter, and compiled ahead for sm_80 and sm_90 (needs 1 GB of disk)
+	@$(BIN)/python -c 'import triton' 2>/dev/null || timeout 300 $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt triton
+	@TRITON_INTERPRET=1 timeout --kill-after=30 600 $(BIN)/pytest -n 2 tests/kernels
+	@EYRIE_COMPILE_KERNELS=1 timeout --kill-after=30 600 $(BIN)/pytest -n 2 tests/kernels/test_compiling.py
+
+# torch for your CUDA brings the Triton that fits it: make setup TORCH="torch>=2.13".
+test-gpu: setup  ## the kernels on this machine's GPU: the same tests; refuses without one
+	@$(NEED_CUDA)
+	@$(BIN)/pytest tests/kernels
+
+bench-gpu: setup  ## kernels against their floors and the trainer's MFU on this machine's GPU; writes .eyrie/bench/gpu.json
+	@$(NEED_CUDA)
+	@$(BIN)/python -m eyrie_kernels.bench --out .eyrie/bench/gpu.json
 
 lint: setup  ## ruff, mypy --strict, import contracts
 	@$(BIN)/ruff check .

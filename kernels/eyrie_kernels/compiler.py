@@ -1,0 +1,182 @@
+"""The one door to Triton: whether kernels run here, how they are launched, and how they are compiled without a GPU.
+
+Three ways to run, chosen by where the tensors lie and never by falling back:
+
+    CPU tensors                          plain torch, whose CPU form each kernel file holds as well
+    CUDA tensors                         the Triton kernel; without Triton a refusal, for slow and silent is worse
+    CPU tensors, TRITON_INTERPRET=1      the Triton kernel in its interpreter: numpy, block by block; for tests
+
+Triton is imported only where it can be of use: on a machine with a CUDA device, under the interpreter, or when someone
+compiles ahead. `import eyrie_kernels.codecs` on a laptop costs nothing and needs nothing but torch.
+
+**Ahead.** Triton compiles for a GPU that is not there. Inside `compiling_for(90)` the launches of our functions compile
+for that architecture instead of running, and tell what the kernel would take of a multiprocessor. So a kernel that
+only the interpreter has run is at least known to compile, and to fit into shared memory. What the functions return
+inside is meaningless. The process must have been started with EYRIE_COMPILE_KERNELS=1 and without TRITON_INTERPRET.
+
+The interpreter multiplies bfloat16 blocks as the integers that hold their bits (Triton 3.9, `create_dot`), so `dot`
+widens them there first. On a GPU float32 blocks are multiplied as float32, not as TF32: who wants speed passes
+bfloat16, and float32 callers get what they asked for.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["COMPILING", "INTERPRETING", "Compiled", "KernelsUnavailable", "compiling_for", "dot", "jit", "launch",
+           "next_power_of_two", "runs_kernels", "tl"]
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+COMPILING = os.environ.get("EYRIE_COMPILE_KERNELS") == "1" and not INTERPRETING
+_WANTED = INTERPRETING or COMPILING or torch.cuda.is_available()
+
+triton: Any = None
+tl: Any = SimpleNamespace(constexpr=None)  # what signatures of kernels name when they are defined
+if _WANTED:
+    try:
+        import triton  # type: ignore[no-redef]
+        import triton.language as tl  # type: ignore[no-redef]
+    except ImportError:  # refused where a kernel is asked for, by `runs_kernels`
+        triton = None
+
+
+class KernelsUnavailable(RuntimeError):
+    """A kernel was asked for where none can run."""
+
+
+def _unavailable(*_: Any, **__: Any) -> None:
+    raise KernelsUnavailable("Triton is not installed: install it (`pip install triton`), or pass CPU tensors")
+
+
+if TYPE_CHECKING:
+    from typing import no_type_check as jit  # a kernel is Python in form only
+else:
+
+    def jit(function):
+        """`triton.jit` where Triton is wanted and there."""
+        return _unavailable if triton is None else triton.jit(function)
+
+
+def runs_kernels(x: Tensor) -> bool:
+    """Whether work on x is done by a kernel. Refuses CUDA tensors without Triton."""
+    if x.device.type == "cpu":
+        if not INTERPRETING and not _compiled:
+            return False
+    elif x.device.type != "cuda":
+        raise KernelsUnavailable(f"no kernels for device {x.device.type!r}: move the tensors to CUDA or to the CPU")
+    if triton is None:
+        _unavailable()
+    return True
+
+
+@jit
+def dot(a, b, INTERPRETED: tl.constexpr):
+    """a @ b, accumulated in float32, or in float64 for float64."""
+    if INTERPRETED and a.dtype == tl.bfloat16:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    if a.dtype == tl.float64:
+        return tl.dot(a, b, input_precision="ieee", out_dtype=tl.float64)
+    else:
+        return tl.dot(a, b, input_precision="ieee", out_dtype=tl.float32)
+
+
+def next_power_of_two(value: int) -> int:
+    """The least power of two that is not below `value`: what a block's side must be."""
+    return 1 << max(0, value - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one kernel takes of a multiprocessor."""
+
+    name: str
+    shared_bytes: int
+    num_warps: int
+    registers: int
+    """Per thread."""
+
+    spilled_bytes: int
+    """Local memory per thread: registers that did not fit."""
+
+
+_compiled: list[tuple[int, list[Compiled]]] = []
+
+
+@contextmanager
+def compiling_for(capability: int) -> Iterator[list[Compiled]]:
+    """Inside, launches compile for CUDA capability `capability` (90: Hopper) and run nothing."""
+    if not COMPILING or triton is None:
+        raise KernelsUnavailable("compiling ahead needs Triton, EYRIE_COMPILE_KERNELS=1 and no TRITON_INTERPRET")
+    made: list[Compiled] = []
+    _compiled.append((capability, made))
+    try:
+        yield made
+    finally:
+        _compiled.pop()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *tensors_and_integers: Tensor | int, num_warps: int = 4,
+           num_stages: int = 2, **constants: Any) -> None:
+    """Run a kernel on a grid, its constants by name and after all other arguments. An empty grid is no work.
+
+    Multiplications and additions are not fused into one rounding: what the interpreter showed is what a GPU does.
+    """
+    if 0 in grid:
+        return
+    if _compiled:
+        capability, made = _compiled[-1]
+        made.append(_compile(kernel, capability, tensors_and_integers, num_warps, num_stages, constants))
+        return
+    kernel[grid](*tensors_and_integers, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False, **constants)
+
+
+_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+          torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
+          torch.bool: "i1"}
+
+
+def _compile(kernel: Any, capability: int, arguments: tuple[Tensor | int, ...], num_warps: int, num_stages: int,
+             constants: dict[str, Any]) -> Compiled:
+    from triton.backends.compiler import GPUTarget
+
+    names = [name for name in kernel.arg_names if name not in constants]
+    signature = {name: _typed(value) for name, value in zip(names, arguments, strict=True)}
+    signature |= dict.fromkeys(constants, "constexpr")
+    # What a launch finds out by itself: addresses and strides that are multiples of 16 are read 16 bytes at a time.
+    # Told nothing, the compiler puts kilobytes aside where the real kernel puts none.
+    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]]
+               for name, value in zip(names, arguments, strict=True) if isinstance(value, Tensor) or value % 16 == 0}
+    source = triton.compiler.ASTSource(kernel, {name: signature[name] for name in kernel.arg_names},
+                                       {(kernel.arg_names.index(name),): value for name, value in constants.items()},
+                                       aligned)
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32),
+                            options={"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False})
+    registers, local = _assembled(binary.asm["cubin"])
+    return Compiled(kernel.fn.__name__, binary.metadata.shared, num_warps, registers, local)
+
+
+def _typed(value: Tensor | int) -> str:
+    return "*" + _NAMES[value.dtype] if isinstance(value, Tensor) else "i32"
+
+
+def _assembled(cubin: bytes) -> tuple[int, int]:
+    """Registers and local bytes per thread, as `cuobjdump`, which comes with Triton, reads them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True,
+                              text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", told)
+    if found is None:
+        raise KernelsUnavailable(f"cuobjdump says nothing of registers: {told!r}")
+    return int(found[1]), int(found[2])

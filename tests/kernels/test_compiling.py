@@ -1,0 +1,73 @@
+"""Every kernel compiles for the GPUs it is meant for, at the sizes of real models, and fits; no GPU is needed for it.
+
+The second half of `make test-kernels`: a process with EYRIE_COMPILE_KERNELS=1, for the interpreter's cannot compile.
+"""
+
+import pytest
+import torch
+
+from eyrie_kernels.codecs import decode, encode
+from eyrie_kernels.compiler import COMPILING, Compiled, compiling_for
+from eyrie_kernels.packed_attention import packed_attention, sight
+from eyrie_kernels.soft_target_loss import Kind, TableTeacher, Teacher, TopKTeacher, soft_target_loss
+from eyrie_kernels.tree_attention import tree_attention
+from eyrie_kernels.tree_expand import expand, rerank
+
+pytestmark = pytest.mark.skipif(not COMPILING, reason="compiles only with EYRIE_COMPILE_KERNELS=1: make test-kernels")
+
+# Shared memory that one block may take (CUDA programming guide, technical specifications per compute capability).
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+
+
+def _check(made: list[Compiled], names: set[str], capability: int) -> None:
+    for compiled in made:
+        print(capability, compiled)
+    assert {compiled.name for compiled in made} == names
+    for compiled in made:
+        assert compiled.shared_bytes <= SHARED_BYTES[capability], compiled
+        # A few registers put aside outside the loops cost nothing; a block too large spills by the kilobyte.
+        assert compiled.spilled_bytes <= 256, compiled
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_packed_attention_compiles_and_fits(capability: int) -> None:
+    root = torch.arange(4)
+    q, k, own = torch.randn(4, 2, 4, 128), torch.randn(4, 2, 128), torch.randn(2, 4, 2, 128)
+    with compiling_for(capability) as made:
+        q, k, own = (part.bfloat16().requires_grad_() for part in (q, k, own))
+        packed_attention(q, k, k, [(own[0], own[1])], sight(root, torch.zeros(4), 1)).sum().backward()
+    _check(made, {"_forward_kernel", "_query_grad_kernel", "_own_grad_kernel", "_key_grad_kernel"}, capability)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_tree_attention_compiles_and_fits(capability: int) -> None:
+    q, cache = torch.randn(1, 16, 8, 128).bfloat16(), torch.randn(1, 200, 4, 128).bfloat16()
+    seen = torch.ones(1, 16, 16, dtype=torch.bool).tril()
+    with compiling_for(capability) as made:
+        tree_attention(q, cache[:, :, :2], cache[:, :, 2:], torch.tensor([100]), seen, 100)
+        tree_attention(q, cache[:, :, :2], cache[:, :, 2:], torch.tensor([100]), seen, 100, window=64)
+    _check(made, {"_part_kernel", "_merge_kernel"}, capability)
+
+
+@pytest.mark.parametrize("capability", [80])  # Ampere has no e4m3 of its own
+def test_codecs_compile(capability: int) -> None:
+    with compiling_for(capability) as made:
+        for codec in ("int8", "fp8", "int4"):
+            decode(codec, *encode(codec, torch.randn(2, 4096).bfloat16()), 4096)
+    _check(made, {"_encode_kernel", "_decode_kernel", "_encode4_kernel", "_decode4_kernel"}, capability)
+
+
+@pytest.mark.parametrize("capability", [90])
+def test_the_loss_and_the_tree_compile(capability: int) -> None:
+    x, weight = torch.randn(4, 16).bfloat16().requires_grad_(), torch.randn(32_768, 16).bfloat16().requires_grad_()
+    table, opinion = torch.rand(2, 32_768).bfloat16(), torch.zeros(2, 16)
+    teachers: dict[Kind, Teacher] = {
+        "ce": TableTeacher(table), "kl": TableTeacher(table, "logits"),
+        "lk_hybrid": TopKTeacher(opinion.to(torch.int16), opinion.half(), opinion[:, 0], opinion[:, 0])}
+    with compiling_for(capability) as made:
+        for kind, teacher in teachers.items():
+            soft_target_loss(x, weight, teacher, torch.zeros(4, dtype=torch.int64), None, kind, choose=True)
+        expand(torch.randn(1, 8, 32_768).bfloat16(), torch.randn(1, 8), 8)
+        rerank(torch.zeros(1, 392, dtype=torch.int64), torch.zeros(1, 392, dtype=torch.int64), torch.randn(1, 392), 60)
+    _check(made, {"_rows_kernel", "_slice_kernel", "_merge_kernel", "_stays_kernel", "_number_kernel",
+                  "_place_kernel"}, capability)
