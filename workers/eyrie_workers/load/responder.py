@@ -133,13 +133,18 @@ class Responder:
 
     async def _complete(self, question: str, body: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
         """The whole answer at the time at which a stream of it would end."""
+        asked_at = time.perf_counter()
         self.served += 1
         limit = int(body.get("max_tokens") or body.get("max_completion_tokens") or 16)
         num_tokens = min(limit, self.pace.tokens or limit)
         bundles = -(-num_tokens // self.pace.bundle)
         await asyncio.sleep(self.pace.ttft_s + max(0, bundles - 1) * self.pace.bundle * self.pace.token_s)
-        _whole(writer, 200, whole(question, num_tokens, Wish.of(body, self.pace.dialect)))
+        answer = whole(question, num_tokens, Wish.of(body, self.pace.dialect))
+        sent_at = time.perf_counter()
+        _whole(writer, 200, answer)
         await writer.drain()
+        if self.log is not None:
+            self.log.write(json.dumps({"id": answer["id"], "asked_at": asked_at, "sent_at": [sent_at]}) + "\n")
 
     async def _stream(self, question: str, trouble: str, body: Mapping[str, Any],
                       writer: asyncio.StreamWriter) -> bool:

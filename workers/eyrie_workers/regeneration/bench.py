@@ -2,8 +2,12 @@
 
 Responders of a known pace (`load.responder`) stand for servers: each answer takes a set time, however many are in
 flight. With C requests in flight and T seconds per answer they can serve C / T answers per second, and R rounds of C
-rows take R * T seconds at best. Printed: what was reached of it, and the processor time a row cost here, which says
-where this process itself would be the limit. On a machine that does other work the share says as much about that work.
+rows take R * T seconds at best. Printed:
+
+- what was reached of that;
+- how full the servers were kept: the time that answers spent in them, by their own clock, over C times the whole time.
+  On a busy machine the servers are late too, which the first figure charges to the asking and this one does not;
+- the processor time a row cost here, which says where this process itself would be the limit.
 
 Everything between the selection and the ledger is in it: dispatch, requests, reading token ids, appending rows.
 """
@@ -63,28 +67,32 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--endpoints", type=int, default=2)
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=6, help="rows per request in flight")
-    parser.add_argument("--tokens", type=int, default=100, help="per answer")
-    parser.add_argument("--token", type=float, default=0.01, help="seconds per token")
+    parser.add_argument("--tokens", type=int, default=200, help="per answer")
+    parser.add_argument("--token", type=float, default=0.02, help="seconds per token")
     parser.add_argument("--dialect", default="sglang", choices=("sglang", "vllm", "openai"))
     given = parser.parse_args(argv)
     answer_s = (given.tokens - 1) * given.token
     tokenizer = ChatTokenizer(resolve(TargetSpec(model="quickstart")))
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        urls = []
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        directory, urls = Path(name), []
         for number in range(given.endpoints):
             (directory / str(number)).mkdir()
             urls.append(stack.enter_context(responder(directory / str(number), "--token", str(given.token),
-                                                      "--tokens", str(given.tokens), "--dialect", given.dialect)))
+                                                      "--tokens", str(given.tokens), "--dialect", given.dialect,
+                                                      "--log", str(directory / f"{number}.jsonl"))))
         endpoint = Endpoint(base_urls=tuple(urls), model="responder", concurrency=given.concurrency,
                             asking=Asking(SamplingSpec(), given.tokens))
-        num_rows = given.concurrency * given.rounds
+        num_rows, logs = given.concurrency * given.rounds, [directory / f"{n}.jsonl" for n in range(given.endpoints)]
         seconds, cpu_s = ask(endpoint, tokenizer, num_rows, directory / "rows.jsonl")
+        stack.close()  # the logs are whole when the servers have ended
+        served_s = sum(line["sent_at"][0] - line["asked_at"] for log in logs
+                       for line in map(json.loads, log.read_text().splitlines()))
     possible = given.concurrency / answer_s
     print(json.dumps({
         "rows": num_rows, "endpoints": given.endpoints, "concurrency": given.concurrency,
         "answer_s": round(answer_s, 3), "possible_rows_per_s": round(possible, 1),
         "reached_rows_per_s": round(num_rows / seconds, 1), "reached_share": round(num_rows / seconds / possible, 4),
+        "servers_kept_full_share": round(served_s / (given.concurrency * seconds), 4),
         "cpu_ms_per_row": round(1000 * cpu_s / num_rows, 2)}, indent=2))
     return 0
 

@@ -312,7 +312,9 @@ def read_outcomes(data: bytes, key: str) -> tuple[ShardReport, list[Answer | Ref
 
 
 def _outcome(fields: dict[str, Any]) -> Answer | Refusal:
-    return Answer(**fields) if fields.pop("answered") else Refusal(**fields)
+    if not fields.pop("answered"):
+        return Refusal(**fields)
+    return Answer(**fields | {"tool_calls": tuple(fields["tool_calls"])})
 
 
 def _tokenizer(order: ShardOrder, store: ArtifactStore, cache: Path) -> Path:
