@@ -7,18 +7,25 @@ from collections.abc import Iterator
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from sqlalchemy import delete, update
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-from eyrie_api.database import Base, Database
+from eyrie_api.access.audit import Audit
+from eyrie_api.access.callers import LOCAL
+from eyrie_api.access.quotas import QuotaReached
+from eyrie_api.access.scope import Scope
+from eyrie_api.database import Base, Database, IdempotencyRow, ProjectRow
 from eyrie_api.endpoints import Endpoints
-from eyrie_api.idempotency import Claim, Idempotency, Replay
+from eyrie_api.errors import Conflict
+from eyrie_api.idempotency import Claim, Idempotency, Once, Replay
 from eyrie_api.jobs import JobFilter, Jobs, Metric
 from eyrie_api.leaderboard import Measured
 from eyrie_api.migrations import downgrade, upgrade
+from eyrie_api.outbox import Outbox
 from eyrie_api.results import ResultFilter, Results
 from eyrie_api.v1alpha1.job import DraftTreeShape, ServeSpec, TargetSpec
-from eyrie_api.v1alpha1.status import StageStatus
+from eyrie_api.v1alpha1.status import Job, StageStatus
 from tests.api.samples import NOW, benchmark_report, ended, job_spec
 
 URL = os.environ.get("EYRIE_TEST_POSTGRES_URL")
@@ -52,6 +59,41 @@ def in_threads(work: object, count: int) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def test_of_many_requests_with_one_key_at_once_one_is_done_and_the_others_get_its_answer(postgres: Database) -> None:
+    jobs = Jobs(postgres, idempotency=Idempotency(postgres, 60.0), scope=Scope(LOCAL, request_id="r"))
+    seen: list[Job | Replay] = []
+
+    def send(_number: int) -> None:
+        seen.append(jobs.submit_once(job_spec(labels={"a": "b"}), Once("k", "r", "d"), "default"))
+
+    for _ in range(2):  # the first time the endpoint's name is taken on the way; then everything is as usual
+        in_threads(send, 6)
+        with postgres.writing() as session:
+            session.execute(delete(IdempotencyRow))
+    done = [one for one in seen if isinstance(one, Job)]
+    told = {one.response["id"] for one in seen if isinstance(one, Replay)}
+    assert (len(done), len(seen), told) == (2, 12, {one.id for one in done})
+    assert {one.id: one for one in jobs.list(JobFilter(labels={"a": "b"})).items} == {one.id: one for one in done}
+    assert [one.object for one in Audit(postgres).read(verb="job.create").items] == [f"job/{done[1].id}",
+                                                                                   f"job/{done[0].id}"]
+    assert [[one.reason for one in jobs.events(job.id)] for job in done] == [["Accepted"], ["Accepted"]]
+    assert [one.argument for one in Outbox(postgres).pending()] == [one.id for one in done]
+
+
+def test_a_quota_and_a_name_of_another_project_hold_for_the_short_way_too(postgres: Database) -> None:
+    jobs = Jobs(postgres, idempotency=Idempotency(postgres, 60.0))
+    spec = job_spec()
+    jobs.submit_once(spec, None, "default")
+    with postgres.writing() as session:
+        session.execute(update(ProjectRow).where(ProjectRow.name == "default").values(max_jobs=1))
+    with pytest.raises(QuotaReached):
+        jobs.submit_once(spec, Once("k", "r", "d"), "default")
+    with pytest.raises(Conflict):
+        jobs.submit_once(spec, Once("k", "r", "d"), "other")
+    assert len(jobs.list().items) == 1
+    assert Idempotency(postgres, 60.0).answered(Once("k", "r", "d")) is None
 
 
 def test_the_walk_of_a_job_is_the_same_on_postgresql(postgres: Database) -> None:
