@@ -273,7 +273,14 @@ def test_a_redis_behind_tls_is_spoken_to_when_its_certificate_is_trusted_and_not
         trusted = Settings(home=tmp_path, broker_url=f"{strange.broker_url}&ssl_ca_certs={server.certificate}")
         app = make_celery(trusted, print, database=database)
         app.send_task("eyrie.retention")
-        assert queue_length(app, chore_queue(trusted)) == 1
+        until = time.monotonic() + 60
+        while True:
+            try:
+                waiting = queue_length(app, chore_queue(trusted))
+                break
+            except BrokerAway:  # a busy machine may take longer than the two seconds it is given to shake hands
+                assert time.monotonic() < until
+        assert waiting == 1
         assert isinstance(app.connection_for_write().transport, RedisTransport), "lost acknowledgements are let go"
     finally:
         server.kill()
