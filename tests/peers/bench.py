@@ -184,7 +184,7 @@ class Bench:
             "raw": str(room / "raw"), "target": str(room / "target"), "out": str(out), "seed": seed, "skip": skip,
             "store": str(room / name), "threads": self.options.threads, "epochs": epochs, "ttt": TTT,
             "draft_vocab": draft_vocab, "intermediate": intermediate, "learning_rate": rate, "warmup_ratio": 0.05,
-            "train_batch": 1, "total_seq_len": workload.LONGEST if room.name == "mix" else FULL["length"] - 1,
+            "train_batch": 1, "total_seq_len": workload.LONGEST if room.name == "mix" else FULL["length"],
             "aux_layers": list(aux_layers)}
         if name.startswith(EYRIE):
             task["spec"] = TrainStage(
