@@ -92,8 +92,9 @@ DIFFERENCES = (
     "norms around fc in place of its defaults 3, 1.0 and norms; its lm_head is the target's and frozen.",
     "speculators captures with vLLM: its files are written by our driver from our target's states.",
     "Both peers supervise by the mask of the token they read, one position from ours: as many positions, one apart.",
-    "Eyrie holds out 5 % of the rows, packs up to 1024 tokens a step, and by default unrolls a third of the "
-    "positions for all seven steps (train.unrolled_fraction); eyrie_unrolled and the full workload unroll every one.",
+    "Eyrie holds out 5 % of the rows, packs up to 1024 tokens a step, and by default trains the first step "
+    "alone in the first 45 % of optimiser steps and then unrolls a third of the positions for all seven "
+    "(train.single_step_ratio, train.unrolled_fraction); eyrie_unrolled and the full workload unroll every one, always.",
     "Stored: SpecForge and speculators bfloat16 (their format), Eyrie int8 (its default codec).",
 )
 
@@ -192,7 +193,8 @@ class Bench:
                 drafter=DrafterSpec(draft_vocab_size=draft_vocab, intermediate_size=intermediate),
                 train=TrainSpec(learning_rate=rate, epochs=float(epochs), num_checkpoints=1, seed=seed, dtype="float32",
                                 max_tokens_per_batch=1024, threads=self.options.threads, ttt_length=TTT,
-                                unrolled_fraction=1.0 if name == UNROLLED else 0.33)).model_dump(mode="json")
+                                **({"unrolled_fraction": 1.0, "single_step_ratio": 0.0} if name == UNROLLED else {})),
+            ).model_dump(mode="json")
         (out / "task.json").write_text(json.dumps(task))
         self.drive(name, "train", out / "task.json")
         told: dict[str, Any] = json.loads((out / "spent.json").read_text())
