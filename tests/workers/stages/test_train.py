@@ -39,8 +39,9 @@ def store_dir(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Pat
     return write_store(tmp_path_factory.mktemp("store"), target_dir, 24)
 
 
-def write_store(directory: Path, target_dir: Path, num_rows: int, *, answers: bool = True) -> Path:
-    """States of the tiny target over random tokens; the second half of each row is the answer."""
+def write_store(directory: Path, target_dir: Path, num_rows: int, *, answers: bool = True,
+                broken: bool = False) -> Path:
+    """States of the tiny target over random tokens; the second half of each row is the answer. Broken: no numbers."""
     target = load_target(target_dir, "float32")
     generator = torch.Generator().manual_seed(0)
     writer = FeatureWriter(directory, StoreLayout(
@@ -51,6 +52,8 @@ def write_store(directory: Path, target_dir: Path, num_rows: int, *, answers: bo
         length = int(torch.randint(8, 40, (), generator=generator))
         tokens = torch.randint(60, (length,), generator=generator)
         aux, last = target.hidden_states([tokens], AUX_LAYERS)[0]
+        if broken:
+            aux = torch.full_like(aux, float("nan"))
         mask = (torch.arange(length) >= length // 2) & answers
         rows.append(FeatureRow(f"row-{number}", tokens, mask, aux.bfloat16(), last.bfloat16()))
     writer.write_shard(rows)
@@ -249,13 +252,7 @@ def test_sigterm_ends_with_143_and_the_next_run_goes_on_from_that_step(
 
 def test_a_loss_that_is_no_number_ends_the_run_with_the_step_and_the_mend(
         tmp_path: Path, target_dir: Path) -> None:
-    store = write_store(tmp_path / "store", target_dir, 6)
-    shard = next(store.glob("shard-*.safetensors"))
-    from safetensors.torch import save_file
-
-    tensors = load_file(shard)
-    tensors["aux"][:] = float("nan")
-    save_file(tensors, shard)
+    store = write_store(tmp_path / "store", target_dir, 6, broken=True)
     write_spec(tmp_path / "out", target_dir, store)
     assert run(tmp_path / "out") == 70
     failure = json.loads((tmp_path / "out" / "failure.json").read_text())
