@@ -38,15 +38,14 @@ LONG_S = 1200.0
 QUESTIONS = ("Explain electricity in three sentences.", "What is 12 plus 7?", "Write a short greeting.",
              "What can you do?")
 
-
-LENIENT = {"min_speedup": 0.9, "require_confidence": False, "max_ttft_p99_ratio": 20.0,
-           "min_speedup_changed_prompt": 0.5}
-"""A few requests, on a machine that does other things besides: whoever reads the figures judges them."""
+LENIENT = {"min_speedup": 0.5, "require_confidence": False, "max_ttft_p99_ratio": 100.0,
+           "min_speedup_changed_prompt": 0.1}
+"""A few requests, on a machine that does other things besides: whoever reads the figures judges them, and no test."""
 
 STRICT = {"min_speedup_over_incumbent": 1.2}
 
 
-def job(name: str, promotion: dict[str, Any], *, conversations: int, tokens: int, **train: Any) -> dict[str, Any]:
+def job(name: str, conversations: int, tokens: int, *, strict: bool, **train: Any) -> dict[str, Any]:
     """A small job on the shipped target."""
     return {
         "name": name,
@@ -56,13 +55,13 @@ def job(name: str, promotion: dict[str, Any], *, conversations: int, tokens: int
         "drafter": {"draft_vocab_size": 1536},
         "train": {"learning_rate": 2e-3, "num_checkpoints": 1, "max_tokens_per_batch": 1024, "save_every_steps": 10,
                   **train},
-        "benchmark": {"suites": [{"name": "chat", "path": "quickstart:chat", "max_prompts": 2}], "temperatures": [0.0],
-                      "tree": {"num_steps": 3, "top_k": 1, "num_draft_tokens": 4}, "max_new_tokens": 48,
-                      "warmup_prompts": 1},
+        "benchmark": {"suites": [{"name": "chat", "path": "quickstart:chat", "max_prompts": 2, "required": strict}],
+                      "temperatures": [0.0], "tree": {"num_steps": 3, "top_k": 1, "num_draft_tokens": 4},
+                      "max_new_tokens": 48, "warmup_prompts": 1},
         "tune": {"num_steps": [3, 5], "top_k": [1], "num_draft_tokens": [10], "ngram": False, "max_prompts": 4,
-                 "temperatures": [0.0], "budget_s": 6.0},
-        "prove": {"loads": [1, 4], "requests": 8, "max_new_tokens": 48, "parity_prompts": 4},
-        "promotion": promotion,
+                 "temperatures": [0.0], "concurrencies": [1], "budget_s": 6.0},
+        "prove": {"loads": [1], "requests": 8, "max_new_tokens": 48, "parity_prompts": 4},
+        "promotion": STRICT if strict else LENIENT,
         "serve": {"endpoint": "chat", "health_timeout_s": 90 * PATIENCE},
     }
 
@@ -111,11 +110,11 @@ def release(tmp_path: Path) -> Iterator["Release"]:
 
 def test_a_drafter_is_trained_promoted_and_served_while_everything_is_killed_once(release: "Release") -> None:
     say = Diary()
-    release.apply("DrafterJob", "first", {"job": job("first", LENIENT, conversations=600, tokens=128, epochs=8.0)})
+    release.apply("DrafterJob", "first", {"job": job("first", 600, 128, strict=False, epochs=8.0)})
     first = str(eventually(lambda: release.object("drafterjobs", "first").get("status", {}).get("job_id"),
                            "the applied object is a job"))
     eventually(lambda: phase(release, first) == "Running", "the first job runs", every_s=1.0)
-    posted = release.rest("/jobs", job("worse", STRICT, conversations=24, tokens=32, epochs=1.0, max_steps=1))
+    posted = release.rest("/jobs", job("worse", 24, 32, strict=True, max_steps=1))
     assert posted.status == 202, posted.text
     worse = posted.body["id"]
     say(f"job {first} was applied and runs, job {worse} was posted and waits")
@@ -135,10 +134,10 @@ def test_a_drafter_is_trained_promoted_and_served_while_everything_is_killed_onc
     status = release.told_by_rest(f"/jobs/{first}")["status"]
     assert status["phase"] == "Succeeded", json.dumps(status, indent=1)
     wait_with_kubectl(release, "first")
-    assert status["decision"]["verdict"] == "promote", status["decision"]["reasons"]
     resumed = manifest(release, first, "train/base")["report"]["resumed_from_step"]
-    assert resumed >= step > 0
     say(f"job {first} succeeded; its training went on from step {resumed}; {status['decision']['reasons']}")
+    assert resumed >= step > 0
+    assert status["decision"]["verdict"] == "promote"
 
     drafted = serving(release, "chat", 2)
     before, _ = chat(release, drafted)
@@ -146,9 +145,9 @@ def test_a_drafter_is_trained_promoted_and_served_while_everything_is_killed_onc
     eventually(lambda: phase(release, worse) in ("Succeeded", "Failed"), f"job {worse} ends", LONG_S, every_s=2.0)
     status = release.told_by_rest(f"/jobs/{worse}")["status"]
     assert status["phase"] == "Succeeded", json.dumps(status, indent=1)
+    say(f"job {worse} was refused: {status['decision']['reasons']}")
     assert status["decision"]["verdict"] != "promote"
     assert release.told_by_rest("/endpoints/chat")["active_revision"] == 2
-    say(f"job {worse} was refused: {status['decision']['reasons']}")
 
     # Now that nothing else runs.
     release.apply("DraftEndpoint", "plain", {"target": {"model": "quickstart"}})
