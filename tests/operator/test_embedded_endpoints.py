@@ -27,7 +27,7 @@ from eyrie_api.v1alpha1.job import (
 )
 from eyrie_api.v1alpha1.status import Endpoint, Revision
 from eyrie_operator.conditions import find
-from eyrie_operator.embedded import serving_of
+from eyrie_operator.driver import serving_of
 from eyrie_operator.embedded_endpoints import EmbeddedEndpoints
 from eyrie_operator.endpoint_processes import (
     EngineRecord,
