@@ -8,8 +8,10 @@ The tables are made by `eyrie migrate`, before. `await_tables` is how every othe
 that, in an init container.
 """
 
+import gc
 import logging
 import signal
+import sys
 import time
 from collections.abc import Callable
 
@@ -29,6 +31,10 @@ log = logging.getLogger(__name__)
 # Kubernetes gives by default.
 _GRACEFUL_S = 10
 _POLL_S = 2.0
+
+_KEEP_ALIVE_S = 75
+"""Longer than clients and proxies keep idle connections (commonly 60 s): whoever closes first must not be the server,
+or a request sent at that moment is reset."""
 
 
 class TablesMissing(Transient):
@@ -52,10 +58,12 @@ def serve(settings: Settings) -> None:
     app = create_app(settings, database=database, wake=ticker.wake, checks={"the ticker": lambda: ticker.is_running},
                      queues={"chores": lambda: queue_length(celery, chore_queue(settings))})
     server = uvicorn.Server(uvicorn.Config(app, host=settings.host, port=settings.port, log_level="warning",
-                                           access_log=False, timeout_graceful_shutdown=_GRACEFUL_S))
+                                           access_log=False, timeout_keep_alive=_KEEP_ALIVE_S,
+                                           timeout_graceful_shutdown=_GRACEFUL_S))
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn raises what it caught once more when it has shut down: by then we are ending in order.
         signal.signal(number, lambda _number, _frame: setattr(server, "should_exit", True))
+    _prefer_short_waits()
     ticker.start()
     try:
         log.info("answering on %s:%d", settings.host, settings.port)
@@ -63,6 +71,18 @@ def serve(settings: Settings) -> None:
     finally:
         ticker.stop()
         database.close()
+
+
+def _prefer_short_waits() -> None:
+    """Handlers in threads share one interpreter with the loop that serves all streams.
+
+    By default a thread keeps the interpreter for 5 ms while others wait; and each full garbage collection walks
+    everything that was imported, hundreds of milliseconds, though nothing of it can be garbage.
+    """
+    sys.setswitchinterval(0.001)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 def _taken_elsewhere(name: str) -> None:
