@@ -23,8 +23,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from anyio import CapacityLimiter, to_thread
-from sqlalchemy import func, select
+from sqlalchemy import and_, func, or_, select
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
 
 from eyrie_api.database import Database, EventRow, JobRow
 from eyrie_api.rows import render_event
@@ -161,14 +162,33 @@ class Following:
         with self._database.reading() as session:
             standing = {job_id: (ended, newest or 0) for job_id, ended, newest in session.execute(
                 select(JobRow.id, JobRow.ended, last).where(JobRow.id.in_(list(asked))))}
-            for job_id, told in asked.items():
-                if job_id not in standing:
-                    found[job_id] = News(gone=True)
-                    continue
-                ended, newest = standing[job_id]
-                rows = [] if newest <= told else session.scalars(select(EventRow).where(
-                    EventRow.job_id == job_id, EventRow.id > told).order_by(EventRow.id).limit(_AT_ONCE)).all()
-                over = ended and len(rows) < _AT_ONCE
-                if rows or over:
-                    found[job_id] = News(tuple((row.id, message_of(render_event(row))) for row in rows), over)
+            behind = {job_id: told for job_id, told in asked.items()
+                      if job_id in standing and standing[job_id][1] > told}
+            rows = _rows_behind(session, behind)
+        for job_id in asked:
+            if job_id not in standing:
+                found[job_id] = News(gone=True)
+                continue
+            mine = rows.get(job_id, ())
+            over = standing[job_id][0] and len(mine) < _AT_ONCE
+            if mine or over:
+                found[job_id] = News(tuple((row.id, message_of(render_event(row))) for row in mine), over)
         return found
+
+
+def _rows_behind(session: Session, told: Mapping[str, int]) -> dict[str, list[EventRow]]:
+    """Events of several jobs in one question, each behind an id of its own, and at most `_AT_ONCE` of each."""
+    if not told:
+        return {}
+    if len(told) == 1:  # most looks; and a job that is read from its beginning may have very many
+        (job_id, last), = told.items()
+        wanted = select(EventRow).where(EventRow.job_id == job_id, EventRow.id > last)
+        return {job_id: list(session.scalars(wanted.order_by(EventRow.id).limit(_AT_ONCE)))}
+    place = func.row_number().over(partition_by=EventRow.job_id, order_by=EventRow.id).label("place")
+    numbered = select(EventRow.id, place).where(
+        or_(*(and_(EventRow.job_id == job_id, EventRow.id > last) for job_id, last in told.items()))).subquery()
+    wanted = select(EventRow).join(numbered, numbered.c.id == EventRow.id).where(numbered.c.place <= _AT_ONCE)
+    found: dict[str, list[EventRow]] = {}
+    for row in session.scalars(wanted.order_by(EventRow.id)):
+        found.setdefault(row.job_id, []).append(row)
+    return found
