@@ -50,7 +50,8 @@ class JobPlacement(Frozen):
     """Nodes of one training. More than one, or `train_launcher` trainjob, goes through Kubeflow Trainer."""
 
     train_launcher: Literal["pod", "trainjob"] = "pod"
-    """pod: torchrun inside the stage's own pod, over its GPUs. trainjob: a TrainJob that the stage's pod waits for."""
+    """pod: one process in the stage's own pod. trainjob: a TrainJob of torchrun processes that the stage's pod waits
+    for."""
 
     @model_validator(mode="after")
     def _nodes_need_a_trainjob(self) -> "JobPlacement":
