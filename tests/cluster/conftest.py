@@ -56,7 +56,7 @@ def define(admin: "Cluster", definition: dict[str, Any]) -> None:
         admin.replace(definition)
 
     def established() -> bool:
-        conditions = read().get("status", {}).get("conditions", [])
+        conditions = read().get("status", {}).get("conditions") or []  # null where it has just been made
         return any(one["type"] == "Established" and one["status"] == "True" for one in conditions)
 
     eventually(established, f"{name} is served")
