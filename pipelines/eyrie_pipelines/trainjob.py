@@ -47,6 +47,8 @@ _NODE = "node"
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _POLL_S = 5.0
+_PATIENCE_S = 900.0
+"""An API server that does not answer for so long is gone; the TrainJob goes on, and the box's next pod finds it."""
 _TIMEOUT_S = 30.0
 
 
@@ -188,7 +190,7 @@ class Trainer:
             if left is None:
                 self._ask("POST", self._path, trainjob)
             while True:
-                seen = self.read(name)
+                seen = self._read_patiently(name, told, poll_s)
                 if seen is None:
                     raise TrainJobAway(f"TrainJob {name} was deleted while it ran")
                 end = ended(seen)
@@ -201,6 +203,17 @@ class Trainer:
             raise
         finally:
             told.no_more()
+
+    def _read_patiently(self, name: str, told: "_Told", poll_s: float) -> dict[str, Any] | None:
+        """`read` through an API server that is replaced: a training of days must not end with an answer of seconds."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                return self.read(name)
+            except TrainJobAway:
+                if time.monotonic() >= deadline:
+                    raise
+                told.pause(poll_s)
 
     def read(self, name: str) -> dict[str, Any] | None:
         """The TrainJob, if there is one."""

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from eyrie_api.artifacts import digest_model, write_model
@@ -11,7 +12,16 @@ from eyrie_api.v1alpha1.placement import Placement, VolumeWork
 from eyrie_api.v1alpha1.requests import JobPlacement
 from eyrie_pipelines import run_stage, work
 from eyrie_pipelines.steps import JOB_FILE, JobFile
-from eyrie_pipelines.trainjob import ORDER_VARIABLE, Ended, Order, ended, name_of, render, torchrun_command
+from eyrie_pipelines.trainjob import (
+    ORDER_VARIABLE,
+    Ended,
+    Order,
+    Trainer,
+    ended,
+    name_of,
+    render,
+    torchrun_command,
+)
 from tests.pipelines.conftest import Rehearsal, spec_of
 from tests.pipelines.test_placement import EVERYTHING, compiled, container, platform, variables
 
@@ -137,3 +147,22 @@ def test_a_node_whose_training_was_killed_does_not_fail_the_run_and_one_that_can
     assert node.returncode != 0
     assert (run_stage.read_failure(job_dir) is not None) == final, node.stderr
     assert rehearsal.starts() == ["train/base"]
+
+
+def test_an_api_server_that_is_replaced_meanwhile_is_waited_for() -> None:
+    """The transport is a stand-in for an API server that answers 503, or not at all, between two looks."""
+    complete = {"status": {"conditions": [{"type": "Complete", "status": "True", "reason": "R", "message": "done"}]}}
+    looks = iter([httpx.Response(404), httpx.Response(503), None, httpx.Response(200, json=complete)])
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method != "GET":
+            return httpx.Response(200, json={})
+        told = next(looks)
+        if told is None:
+            raise httpx.ConnectError("refused", request=request)
+        return told
+
+    with httpx.Client(transport=httpx.MockTransport(answer), base_url="http://kubernetes") as client:
+        end = Trainer(client, "team").carry_out({"metadata": {"name": "eyrie-j"}}, poll_s=0.01)
+    assert (end.state, end.message) == ("complete", "R: done")
+    assert next(looks, "none left") == "none left"
