@@ -272,8 +272,7 @@ class TrainSpec(Frozen):
     """Of the matrix products; all else is float32. auto: bfloat16 where the hardware multiplies it natively."""
 
     grad_checkpoint: bool = False
-    """Keep less for the gradient and compute it again: a tenth more arithmetic, a third less of what grows with the
-    drafter's width."""
+    """Keep less of the MLP for the gradient and compute it again: memory for arithmetic."""
 
     threads: int | None = Field(None, ge=1, le=1024)
     """CPU threads of each process; default: all."""

@@ -9,9 +9,9 @@ call this first, or not at all.
 
 What candidates share they share by `groups`: same target, store, seed and batch size means the same documents at every
 step. Of one group, states are read and decoded once, and the target is asked once about every position that any
-candidate asks about (once per size of draft vocabulary), which is a fifth of a candidate's arithmetic at the default
-settings. Drafters of other widths, rates, losses, depths and lengths of training go together. A candidate that fails,
-or was further when all were killed, stands aside; the others go on.
+candidate asks about (once per size of draft vocabulary): by count, not by measurement, about a fifth of a candidate's
+arithmetic at the default settings. Drafters of other widths, rates, losses, depths and lengths of training go together.
+A candidate that fails, or was further when all were killed, stands aside; the others go on.
 
 **Rungs** (successive halving, arXiv:1502.07943) spend less on what will not win: at each given share of the longest
 candidate's steps, the half with the lower simulated speed-up on held-out rows stops there, with a checkpoint. With
