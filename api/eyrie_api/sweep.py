@@ -4,8 +4,11 @@ The second seed's point: once the hidden states are captured, training another c
 grid from the same store. Each candidate is the whole job spec with the axes' values put in, checked by the same
 contract as what the user wrote: a value that could not have been written there cannot be swept either.
 
-Names are deterministic (`c1-lr-0p001`: number, short field, value), valid DNS labels because they become directories
-and later Kubernetes names, and short enough that a checkpoint's `<candidate>-step-<n>` is a label too.
+`sweep.families` multiplies the grid: every family is trained at every point of it.
+
+Names are deterministic (`c1-lr-0p001`: number, short field, value; `eagle1-c1-lr-0p001` beside other families), valid
+DNS labels because they become directories and later Kubernetes names, and short enough that a checkpoint's
+`<candidate>-step-<n>` is a label too.
 """
 
 import itertools
@@ -17,7 +20,7 @@ from dataclasses import dataclass
 from pydantic import JsonValue, ValidationError
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.job import DrafterSpec, JobSpec, SweepAxis, TrainSpec
+from eyrie_api.v1alpha1.job import DrafterSpec, Family, JobSpec, SweepAxis, TrainSpec
 
 ONLY_CANDIDATE = "base"
 """The name when there is no axis."""
@@ -56,19 +59,44 @@ def expand(spec: JobSpec) -> tuple[Candidate, ...]:
     Raises InvalidInput naming the axis for a field that does not exist, a field or value given twice, a value the
     contract refuses, and a grid larger than `sweep.max_candidates`.
     """
-    axes = spec.sweep.axes
-    if not axes:
-        return (Candidate(ONLY_CANDIDATE, spec),)
+    axes, families = spec.sweep.axes, spec.sweep.families
     _check_axes(axes)
-    size = 1
+    _check_families(spec)
+    size = max(1, len(families))
     for axis in axes:
         size *= len(axis.values)
     if size > spec.sweep.max_candidates:
         raise InvalidInput(
             f"sweep.axes make {size} candidates, more than sweep.max_candidates {spec.sweep.max_candidates}",
             "leave out values, or raise sweep.max_candidates (each candidate is trained and benchmarked)")
+    if not families:
+        return _grid(spec, "")
+    return tuple(one for family in families for one in _grid(_of_family(spec, family), family))
+
+
+def families_of(spec: JobSpec) -> tuple[Family, ...]:
+    """The families that a job trains, each once."""
+    return tuple(dict.fromkeys(one.drafter.family for one in expand(spec)))
+
+
+def _of_family(spec: JobSpec, family: Family) -> JobSpec:
+    return spec.model_copy(update={"drafter": spec.drafter.model_copy(update={"family": family})})
+
+
+def _check_families(spec: JobSpec) -> None:
+    families = spec.sweep.families
+    if len(set(families)) < len(families):
+        raise InvalidInput(f"sweep.families {list(families)} name a family twice", "give each family once")
+    if families and any(axis.field == "drafter.family" for axis in spec.sweep.axes):
+        raise InvalidInput("sweep.axes and sweep.families both choose drafter.family", "keep sweep.families alone")
+
+
+def _grid(spec: JobSpec, prefix: str) -> tuple[Candidate, ...]:
+    axes = spec.sweep.axes
+    if not axes:
+        return (Candidate(prefix or ONLY_CANDIDATE, spec),)
     grid = itertools.product(*(axis.values for axis in axes))
-    return tuple(_candidate(spec, axes, values, number) for number, values in enumerate(grid, start=1))
+    return tuple(_candidate(spec, axes, values, number, prefix) for number, values in enumerate(grid, start=1))
 
 
 def _check_axes(axes: Sequence[SweepAxis]) -> None:
@@ -86,7 +114,8 @@ def _check_axes(axes: Sequence[SweepAxis]) -> None:
         raise InvalidInput(f"sweep.axes name {doubled[0]!r} more than once", "put all its values on one axis")
 
 
-def _candidate(spec: JobSpec, axes: Sequence[SweepAxis], values: Sequence[JsonValue], number: int) -> Candidate:
+def _candidate(spec: JobSpec, axes: Sequence[SweepAxis], values: Sequence[JsonValue], number: int,
+               prefix: str) -> Candidate:
     wanted = spec.model_dump(mode="json")
     for axis, value in zip(axes, values, strict=True):
         section, _, field = axis.field.partition(".")
@@ -99,11 +128,11 @@ def _candidate(spec: JobSpec, axes: Sequence[SweepAxis], values: Sequence[JsonVa
         raise InvalidInput(f"sweep candidate {number} ({told}) is not a valid job: "
                            f"{'.'.join(map(str, first['loc'])) or 'spec'}: {first['msg']}",
                            "change the axis value, or the field it collides with") from error
-    return Candidate(_name(axes, values, number), changed)
+    return Candidate(_name(axes, values, number, prefix), changed)
 
 
-def _name(axes: Sequence[SweepAxis], values: Sequence[JsonValue], number: int) -> str:
-    parts = [f"c{number}"]
+def _name(axes: Sequence[SweepAxis], values: Sequence[JsonValue], number: int, prefix: str) -> str:
+    parts = [prefix, f"c{number}"]
     for axis, value in zip(axes, values, strict=True):
         field = axis.field.partition(".")[2]
         parts += [_SHORT.get(field, field.replace("_", "-")), _label(value)]

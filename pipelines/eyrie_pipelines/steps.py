@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
+from eyrie_api.sweep import families_of
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import CheckpointReport, RegenerateReport, TrainReport
@@ -78,7 +79,8 @@ def check_held_out(job: JobFile, report: RegenerateReport) -> None:
 def capture_spec(job: JobFile, job_dir: Path) -> CaptureStage:
     """Capture reads what regenerate wrote."""
     return CaptureStage(job_id=job.id, target=job.spec.target, capture=job.spec.capture,
-                        rows_dir=str(stage_dir(job_dir, "regenerate")), seed=job.spec.data.seed)
+                        rows_dir=str(stage_dir(job_dir, "regenerate")), families=families_of(job.spec),
+                        seed=job.spec.data.seed)
 
 
 def train_spec(job: JobFile, job_dir: Path, candidates: Mapping[str, JobSpec], candidate: str) -> TrainStage:

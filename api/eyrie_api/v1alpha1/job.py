@@ -13,7 +13,13 @@ from eyrie_api.v1alpha1.model import Frozen, Name, Probability
 from eyrie_api.v1alpha1.requests import JobPlacement, PlacementRequest
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Family = Literal["eagle3"]
+Family = Literal["eagle3", "eagle1", "medusa", "hydra", "standalone", "dflash"]
+"""Drafters that are trained. EAGLE-2 is eagle1's checkpoint in a dynamic tree; DDTree is dflash's in a tree."""
+
+SGLANG_ALGORITHMS: dict[Family, str] = {
+    "eagle3": "EAGLE3", "eagle1": "EAGLE", "standalone": "STANDALONE", "dflash": "DFLASH"}
+"""`--speculative-algorithm` by family. What is missing here SGLang 0.5.23 cannot serve."""
+
 EngineKind = Literal["embedded", "sglang"]
 
 
@@ -188,6 +194,16 @@ class DrafterSpec(Frozen):
     intermediate_size: int | None = Field(None, ge=8, le=1_048_576)
     """MLP width; default: the target's."""
 
+    hidden_size: int | None = Field(None, ge=8, le=65_536)
+    """Width of a `standalone` drafter; default: the family's choice. The others have their target's."""
+
+    num_layers: int | None = Field(None, ge=1, le=64)
+    """Decoder layers of `standalone` and `dflash`; default: the family's choice. eagle3 and eagle1 have one."""
+
+    max_draft_tokens: int | None = Field(None, ge=1, le=16)
+    """How far `medusa`, `hydra` and `dflash` can look ahead: their heads, or their block less its first token. Default:
+    train.ttt_length. The other families go as deep as they are asked."""
+
     num_attention_heads: int | None = Field(None, ge=1, le=1024)
     """Default: the target's."""
 
@@ -241,7 +257,9 @@ class TrainSpec(Frozen):
     normalisation: Literal["token", "sequence"] = "token"
     """Whether every supervised token of a batch weighs the same, or every answer, however long."""
 
-    learning_rate: float = Field(1e-3, gt=0.0, le=1.0)
+    learning_rate: float | None = Field(None, gt=0.0, le=1.0)
+    """Peak; default: the family's own."""
+
     warmup_ratio: Probability = 0.05
     schedule: Literal["cosine", "wsd", "constant"] = "wsd"
     """wsd: warm up, stay, decay linearly over the last fifth."""
@@ -294,6 +312,9 @@ class SweepSpec(Frozen):
     """Candidates trained from the same captured states: the grid of all axes; no axis means one candidate."""
 
     axes: tuple[SweepAxis, ...] = Field((), max_length=8)
+    families: tuple[Family, ...] = Field((), max_length=16)
+    """Families trained beside each other, each at every point of the grid; default: drafter.family alone."""
+
     max_candidates: int = Field(16, ge=1, le=256)
 
 
@@ -308,6 +329,9 @@ class DraftTreeShape(Frozen):
 
     num_draft_tokens: int = Field(6, ge=2, le=512)
     """Nodes sent to verification, root included."""
+
+    static: bool = False
+    """The same branching in every round, whatever the drafter is sure of (EAGLE-1); for trees in our engine."""
 
     @model_validator(mode="after")
     def _possible(self) -> "DraftTreeShape":
@@ -325,7 +349,7 @@ class DraftTreeShape(Frozen):
 
     def label(self) -> str:
         """`num_steps/top_k/num_draft_tokens`, the way the field writes it."""
-        return f"{self.num_steps}/{self.top_k}/{self.num_draft_tokens}"
+        return f"{self.num_steps}/{self.top_k}/{self.num_draft_tokens}" + ("/static" if self.static else "")
 
 
 class SuiteSpec(Frozen):

@@ -174,6 +174,7 @@ class TrainReport(Frozen):
     """One candidate's training run."""
 
     candidate: str
+    family: str = "eagle3"
     steps: int
     tokens: int
     supervised_tokens: int

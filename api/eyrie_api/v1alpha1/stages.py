@@ -15,6 +15,7 @@ from eyrie_api.v1alpha1.job import (
     DataSpec,
     DrafterSpec,
     EngineKind,
+    Family,
     ProveSpec,
     RegenerateSpec,
     TargetSpec,
@@ -57,6 +58,9 @@ class CaptureStage(Frozen):
     capture: CaptureSpec
     rows_dir: str
     """Output directory of regenerate."""
+
+    families: tuple[Family, ...] = ("eagle3",)
+    """What will be trained from the store: each family reads layers of its own."""
 
     seed: int = 0
 

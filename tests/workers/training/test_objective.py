@@ -1,16 +1,19 @@
 """The loss and its gradients against the plainest possible reading of the paper, and documents that do not leak."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from eyrie_api.v1alpha1.job import TrainSpec
 from eyrie_workers.drafters.eagle3 import Eagle3Drafter
+from eyrie_workers.training.documents import PackedDocuments
+from eyrie_workers.training.eagle3 import TrainingTimeTest
 from eyrie_workers.training.losses import Normalisation, shares, step_weights, teach
-from eyrie_workers.training.objective import Moment, TrainingTimeTest
+from eyrie_workers.training.objective import Moment
 from eyrie_workers.training.softloss import Loss
-from eyrie_workers.training.unroll import PackedDocuments
 from tests.workers.drafters.test_serving import HIDDEN, VARIANTS, VOCAB, embedding, random_documents, random_drafter
 
 STEPS, DECAY = 4, 0.8
@@ -21,8 +24,13 @@ def lm_head(seed: int = 5) -> torch.Tensor:
 
 
 def objective(drafter: Eagle3Drafter, steps: int = STEPS, dtype: torch.dtype = torch.float32) -> TrainingTimeTest:
-    return TrainingTimeTest(drafter, embedding(), lm_head(), ttt_length=steps, step_decay=DECAY, max_positions=64,
-                            dtype=dtype)
+    return TrainingTimeTest(drafter, embedding(), lm_head(), settings(ttt_length=steps), max_positions=64, dtype=dtype)
+
+
+def settings(**changed: Any) -> TrainSpec:
+    """Every root unrolled at every step, unless told otherwise."""
+    return TrainSpec(**{"ttt_length": STEPS, "step_decay": DECAY, "unrolled_fraction": 1.0, "single_step_ratio": 0.0,
+                        **changed})
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -199,8 +207,8 @@ def test_the_teacher_is_renormalised_over_the_draft_vocabulary() -> None:
 
 def test_training_unrolls_a_drawn_share_and_the_draw_is_a_function_of_seed_and_step() -> None:
     drafter, documents = random_drafter(), random_documents((40, 40, 40))
-    learner = TrainingTimeTest(drafter, embedding(), lm_head(), ttt_length=STEPS, step_decay=DECAY, max_positions=64,
-                               unrolled_fraction=0.3, single_step_ratio=0.5)
+    learner = TrainingTimeTest(drafter, embedding(), lm_head(), settings(unrolled_fraction=0.3, single_step_ratio=0.5),
+                               max_positions=64)
     judged = learner(documents)
     late = [learner(documents, Moment(step=step, num_steps=10, seed=0)) for step in (5, 5, 6)]
     assert torch.equal(late[0].loss, late[1].loss)
@@ -241,8 +249,8 @@ def test_shares_of_two_processes_are_those_of_one(normalisation: Normalisation) 
 @pytest.mark.parametrize("loss", ["tv", "lk", "lk_hybrid"])
 def test_every_loss_trains(loss: Loss) -> None:
     drafter, documents = random_drafter(), random_documents((20, 20))
-    learner = TrainingTimeTest(drafter, embedding(), lm_head(), ttt_length=STEPS, step_decay=DECAY, max_positions=64,
-                               loss=loss, normalisation="sequence")
+    learner = TrainingTimeTest(drafter, embedding(), lm_head(), settings(loss=loss, normalisation="sequence"),
+                               max_positions=64)
     optimizer, losses = torch.optim.AdamW(drafter.parameters(), lr=3e-3), []
     for _ in range(15):
         outcome = learner(documents)
@@ -258,8 +266,8 @@ def test_roots_unrolled_in_parts_give_the_gradients_of_all_at_once(name: str) ->
     drafter = random_drafter(**VARIANTS[name]).double()
     documents, found = random_documents((90, 30, 50), num_aux=drafter.config.num_aux), []
     for kept in (1, 1 << 40):  # one byte: the fewest roots at a time, 32
-        learner = TrainingTimeTest(drafter, embedding(), lm_head(), ttt_length=STEPS, step_decay=DECAY,
-                                   max_positions=128, max_kept_bytes=kept, dtype=torch.float64)
+        learner = TrainingTimeTest(drafter, embedding(), lm_head(), settings(), max_positions=128,
+                                   max_kept_bytes=kept, dtype=torch.float64)
         drafter.zero_grad()
         outcome = learner(documents, Moment(0, 1, 0))
         (2 * outcome.loss).backward()
@@ -273,8 +281,8 @@ def test_recomputation_changes_no_gradient() -> None:
     drafter, documents = random_drafter(), random_documents((20, 20))
     found = []
     for recompute in (False, True):
-        learner = TrainingTimeTest(drafter, embedding(), lm_head(), ttt_length=STEPS, step_decay=DECAY,
-                                   max_positions=64, recompute=recompute)
+        learner = TrainingTimeTest(drafter, embedding(), lm_head(), settings(grad_checkpoint=recompute),
+                                   max_positions=64)
         drafter.zero_grad()
         learner(documents).loss.backward()
         found.append([parameter.grad.clone() for parameter in drafter.parameters()])

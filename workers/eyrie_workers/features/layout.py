@@ -97,6 +97,9 @@ class StoreLayout(Frozen):
     aux_layers: tuple[int, ...] = Field(min_length=1)
     """`hidden_states` indices (0 = embeddings), ascending."""
 
+    fused_layers: tuple[int, ...] = ()
+    """Those of them that were chosen for drafters that fuse several; empty: all."""
+
     hidden_size: int = Field(ge=1)
     codec: Codec
     target_digest: Digest
@@ -118,6 +121,11 @@ class StoreLayout(Frozen):
         if self.draft_ids and self.top_k > len(self.draft_ids):
             raise ValueError(f"top_k {self.top_k} of a draft vocabulary of {len(self.draft_ids)}")
         return self
+
+    @property
+    def chosen_layers(self) -> tuple[int, ...]:
+        """What drafters that fuse several layers read."""
+        return self.fused_layers or self.aux_layers
 
     @property
     def stored_as(self) -> StoredAs:

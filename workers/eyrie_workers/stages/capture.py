@@ -34,6 +34,7 @@ from eyrie_api.v1alpha1.job import CaptureSpec
 from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice
 from eyrie_api.v1alpha1.stages import CaptureStage
 from eyrie_workers.drafters import vocabulary as draft_vocabulary
+from eyrie_workers.drafters.registry import layers_of
 from eyrie_workers.features.codecs import relative_error, zero_share
 from eyrie_workers.features.layout import FeatureRow, StoreLayout, plan_shards, taught_positions
 from eyrie_workers.features.opinions import form_opinion
@@ -113,9 +114,11 @@ def plan_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[range]:
 
 
 def plan_layout(spec: CaptureSpec, plan: CapturePlan, target: TargetConfig, aux_layers: tuple[int, ...], digest: str,
-                rows: Iterable[AnsweredRow], always: Sequence[int]) -> StoreLayout:
+                rows: Iterable[AnsweredRow], always: Sequence[int],
+                fused_layers: tuple[int, ...] | None = None) -> StoreLayout:
     """How the planned rows are stored. Raises DiskTooSmall when nothing fits `max_bytes`.
 
+    fused_layers  those of `aux_layers` that were chosen for fusing, where they are not all.
     rows     the answered rows, read only where opinions need a draft vocabulary.
     always   tokens that are in it whatever was answered.
     """
@@ -134,7 +137,8 @@ def plan_layout(spec: CaptureSpec, plan: CapturePlan, target: TargetConfig, aux_
             answer = torch.tensor(row.answer_ids[: row_plan.num_tokens - row_plan.num_prompt_tokens])
             counts += torch.bincount(answer, minlength=target.vocab_size)
         draft_ids = tuple(draft_vocabulary.build(counts, size, always).ids.tolist())
-    return StoreLayout(aux_layers=aux_layers, hidden_size=target.hidden_size, codec=chosen.codec, target_digest=digest,
+    return StoreLayout(aux_layers=aux_layers, fused_layers=() if fused_layers in (None, aux_layers) else fused_layers,
+                       hidden_size=target.hidden_size, codec=chosen.codec, target_digest=digest,
                        final_state=chosen.final_state, top_k=chosen.top_k, draft_ids=draft_ids)
 
 
@@ -185,7 +189,9 @@ def capture(spec: CaptureStage, stage: Stage) -> Result:
     choice = choose_aux_layers(config.num_layers, config.layer_types, spec.capture.aux_layers)
     stage.event("LayersChosen", f"aux hidden states {list(choice.aux_layers)}: {choice.reason}")
     always = [*config.eos_token_ids, *special_token_ids(path)]
-    layout = plan_layout(spec.capture, plan, config, choice.aux_layers, digest, read_rows(rows_dir / ROWS), always)
+    layers = layers_of(spec.families, choice.aux_layers, config.num_layers) or choice.aux_layers
+    layout = plan_layout(spec.capture, plan, config, layers, digest, read_rows(rows_dir / ROWS), always,
+                         fused_layers=choice.aux_layers)
     _tell_codec(spec.capture, layout, stage)
     writer = FeatureWriter(stage.out_dir, layout)
     for name, why in writer.damaged.items():
@@ -199,7 +205,7 @@ def capture(spec: CaptureStage, stage: Stage) -> Result:
         rows=len(plan.rows), tokens=tokens,
         supervised_tokens=sum(row.num_tokens - row.num_prompt_tokens for row in plan.rows),
         bytes=writer.size_bytes, bytes_per_token=writer.size_bytes / tokens, shards=len(writer.shards),
-        layers=LayerChoice(aux_layers=choice.aux_layers, reason=choice.reason), hidden_size=layout.hidden_size,
+        layers=LayerChoice(aux_layers=layers, reason=choice.reason), hidden_size=layout.hidden_size,
         codec=layout.codec, final_state=layout.final_state, states_error=work.errors,
         checked={str(one.layer): one.error for one in checked}, repaired_shards=tuple(work.repaired),
         rows_cut=plan.rows_cut, rows_dropped=plan.rows_dropped, seconds=time.monotonic() - started,

@@ -31,7 +31,7 @@ from eyrie_api.v1alpha1.stages import TrainStage
 from eyrie_workers.stages.program import INTERRUPTED_EXIT_CODE, Interrupted, Result, Stage, run_program
 from eyrie_workers.stages.train import Run, prepare
 from eyrie_workers.training.loop import Batch, Feed
-from eyrie_workers.training.objective import Lesson, TrainingTimeTest
+from eyrie_workers.training.objective import Lesson, Objective
 from eyrie_workers.training.world import ALONE
 
 
@@ -94,10 +94,9 @@ class Together:
 def teach_all(runs: Mapping[str, Run], batch: Batch) -> dict[str, Lesson]:
     """Each run's teacher of a batch, asked once for all runs of the same draft vocabulary."""
     asked: dict[tuple[int, bool], list[str]] = {}
-    learners: dict[str, TrainingTimeTest] = {}
+    learners: dict[str, Objective] = {}
     for name, run in runs.items():
         learner = run.trainer.objective
-        assert isinstance(learner, TrainingTimeTest)
         learners[name] = learner
         asked.setdefault(learner.teacher_key, []).append(name)
     lessons: dict[str, Lesson] = {}

@@ -44,21 +44,22 @@ from eyrie_workers.catalog import STATE_DIR
 from eyrie_workers.drafters import vocabulary as draft_vocabulary
 from eyrie_workers.drafters.card import Card, DataIdentity, TargetIdentity, identify
 from eyrie_workers.drafters.checkpoint import files_of
+from eyrie_workers.drafters.family import Family
 from eyrie_workers.drafters.inheritance import read_target_ends
-from eyrie_workers.drafters.registry import Family, family_named
+from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.drafters.vocabulary import DraftVocabulary
 from eyrie_workers.features.layout import INDEX
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.stages.program import INTERRUPTED_EXIT_CODE, Interrupted, Result, Stage, run_program
 from eyrie_workers.targets.config import TargetConfig, read_config
 from eyrie_workers.targets.loading import resolve, special_token_ids, target_digest
+from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.evaluation import Evaluation, evaluate
 from eyrie_workers.training.flops import peak_rate
 from eyrie_workers.training.loop import StepReport, Trainer
 from eyrie_workers.training.packing import Schedule, checkpoint_steps, cut_evenly, split_held_out
 from eyrie_workers.training.state import load_state, save_state
 from eyrie_workers.training.trackers import open_trackers
-from eyrie_workers.training.unroll import PackedDocuments
 from eyrie_workers.training.world import ALONE, World
 
 _HELD_OUT_FRACTION = 0.05
@@ -83,14 +84,18 @@ def prepare(spec: TrainStage, stage: Stage, world: World = ALONE) -> "Run":
     torch.set_num_threads(spec.train.threads or os.cpu_count() or 1)
     path, store = resolve(spec.target), FeatureStore(Path(spec.store_dir))
     _check_origin(store, path, spec)
-    config = read_config(path)
+    config, family = read_config(path), family_named(spec.drafter.family)
+    spec = _settled(spec, family)
+    layers = family.layers(store.layout.chosen_layers, config.num_layers)
+    columns = _columns(layers, store, spec)
     lengths = store.lengths
     train_rows, held_out = split_held_out(store.num_rows, _HELD_OUT_FRACTION, spec.train.seed, _MAX_HELD_OUT_ROWS)
     schedule = Schedule(train_rows, lengths, spec.train.max_tokens_per_batch, spec.train.epochs, spec.train.seed,
                         spec.train.max_steps)
-    vocabulary, vocabulary_report = _build_vocabulary(spec, stage, store, train_rows, config, path)
-    family, ends = family_named(spec.drafter.family), read_target_ends(path, config.tie_word_embeddings)
-    drafter = family.create(spec.drafter, config, ends, store.layout.aux_layers, vocabulary, spec.train.seed)
+    vocabulary, vocabulary_report = _build_vocabulary(spec, stage, store, train_rows, config, path,
+                                                      whole=family.whole_vocabulary)
+    ends = read_target_ends(path, config.tie_word_embeddings)
+    drafter = family.create(spec.drafter, config, ends, layers, vocabulary, spec.train.seed)
     dtype = fastest_dtype() if spec.train.dtype == "auto" else getattr(torch, spec.train.dtype)
     objective = family.objective(drafter, ends, spec.train, max(lengths), dtype)
 
@@ -98,13 +103,14 @@ def prepare(spec: TrainStage, stage: Stage, world: World = ALONE) -> "Run":
         found = store.read(rows)
         return PackedDocuments(found.token_ids, found.loss_mask, found.aux, found.last, found.lengths, found.opinion)
 
-    trainer = Trainer(objective, schedule, spec.train, read, world)
+    trainer = Trainer(objective, schedule, spec.train, read, world, columns)
     evaluation_rows = held_out or train_rows  # a single row has nothing to hold out; better its own curve than none
     cuts = cut_evenly([lengths[row] for row in evaluation_rows], spec.train.max_tokens_per_batch)
     run = Run(spec, stage, family, drafter, trainer, digest=_run_digest(spec, path, dtype), dtype=dtype,
                tokens_per_step=sum(lengths[row] for row in train_rows) * spec.train.epochs / schedule.num_steps,
-               held_out=lambda: (read(evaluation_rows[cut.start:cut.stop]) for cut in cuts[world.rank::world.size]),
-               vocabulary=vocabulary_report, aux_layers=store.layout.aux_layers,
+               held_out=lambda: (read(evaluation_rows[cut.start:cut.stop]).with_layers(columns)
+                                 for cut in cuts[world.rank::world.size]),
+               vocabulary=vocabulary_report, aux_layers=layers,
                target=identify(path, spec.target, digest=store.layout.target_digest),
                data=DataIdentity(store_digest=digest_file(Path(spec.store_dir) / INDEX), rows=store.num_rows,
                                  tokens=sum(lengths), longest_row=max(lengths)))
@@ -169,6 +175,27 @@ def fastest_dtype() -> torch.dtype:
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
+def _settled(spec: TrainStage, family: Family) -> TrainStage:
+    """The spec with what it leaves to the family filled in."""
+    train, drafter = spec.train, spec.drafter
+    if train.learning_rate is None:
+        train = train.model_copy(update={"learning_rate": family.learning_rate})
+    if drafter.max_draft_tokens is None:
+        drafter = drafter.model_copy(update={"max_draft_tokens": train.ttt_length})
+    return spec.model_copy(update={"train": train, "drafter": drafter})
+
+
+def _columns(layers: tuple[int, ...], store: FeatureStore, spec: TrainStage) -> tuple[int, ...]:
+    """Places of a family's layers among the store's. Raises Conflict when one was not captured."""
+    held = store.layout.aux_layers
+    missing = [layer for layer in layers if layer not in held]
+    if missing:
+        raise Conflict(f"the store in {spec.store_dir} holds layers {list(held)}; drafter.family "
+                       f"{spec.drafter.family!r} reads {missing} too",
+                       f"capture again with {spec.drafter.family!r} among the families")
+    return tuple(held.index(layer) for layer in layers)
+
+
 def _check_origin(store: FeatureStore, path: Path, spec: TrainStage) -> None:
     if store.layout.target_digest != target_digest(path):
         raise Conflict(f"the hidden states in {spec.store_dir} were captured from another target than "
@@ -178,18 +205,19 @@ def _check_origin(store: FeatureStore, path: Path, spec: TrainStage) -> None:
 
 
 def _build_vocabulary(spec: TrainStage, stage: Stage, store: FeatureStore, rows: Sequence[int], config: TargetConfig,
-                      path: Path) -> tuple[DraftVocabulary, VocabularyReport]:
+                      path: Path, *, whole: bool) -> tuple[DraftVocabulary, VocabularyReport]:
     counts = torch.zeros(config.vocab_size, dtype=torch.int64)
     for row in rows:
         counts += draft_vocabulary.count_tokens(*store.tokens(row), config.vocab_size)
     if int(counts.sum()) == 0:
         raise NoUsableData(f"no row of {spec.store_dir} holds an answer token", "capture rows with answers")
     always = [*config.eos_token_ids, *special_token_ids(path)]
-    size = draft_vocabulary.choose_size(config.vocab_size, spec.drafter.draft_vocab_size)
+    wanted = config.vocab_size if whole else spec.drafter.draft_vocab_size
+    size = draft_vocabulary.choose_size(config.vocab_size, wanted)
     if store.layout.draft_ids:  # the target's opinions are about these tokens and no others
-        if spec.drafter.draft_vocab_size not in (None, len(store.layout.draft_ids)):
-            raise Conflict(f"drafter.draft_vocab_size is {spec.drafter.draft_vocab_size}, and the store in "
-                           f"{spec.store_dir} keeps opinions over {len(store.layout.draft_ids)} draft tokens",
+        if wanted not in (None, len(store.layout.draft_ids)):
+            raise Conflict(f"the drafter's vocabulary is {wanted}, and the store in {spec.store_dir} "
+                           f"keeps opinions over {len(store.layout.draft_ids)} draft tokens",
                            "leave drafter.draft_vocab_size out, or capture with final_state keep")
         vocabulary = DraftVocabulary(torch.tensor(store.layout.draft_ids), config.vocab_size)
     else:
@@ -384,7 +412,7 @@ class Run:
         seconds = max(counters.seconds, 1e-9)
         return Result(
             report=TrainReport(
-                candidate=self.spec.candidate, steps=counters.step, tokens=counters.tokens,
+                candidate=self.spec.candidate, family=self.family.name, steps=counters.step, tokens=counters.tokens,
                 supervised_tokens=counters.supervised_tokens, seconds=counters.seconds,
                 tokens_per_s=counters.tokens / seconds,
                 padding_share=1 - counters.supervised_tokens / max(1, counters.computed_tokens),

@@ -22,12 +22,14 @@ from statistics import median
 
 import torch
 
+from eyrie_api.v1alpha1.job import TrainSpec
 from eyrie_workers.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from eyrie_workers.drafters.vocabulary import DraftVocabulary
 from eyrie_workers.targets.config import RopeConfig
+from eyrie_workers.training.documents import PackedDocuments
+from eyrie_workers.training.eagle3 import TrainingTimeTest
 from eyrie_workers.training.flops import peak_rate, step_flops
-from eyrie_workers.training.objective import Moment, TrainingTimeTest
-from eyrie_workers.training.unroll import PackedDocuments
+from eyrie_workers.training.objective import Moment
 
 _PARSER = argparse.ArgumentParser(prog="python -m eyrie_workers.training.bench", description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -75,8 +77,9 @@ def main() -> None:
     drafter, documents = drafter_of(options), documents_of(options)
     objective = TrainingTimeTest(
         drafter, torch.randn(options.vocab, options.hidden), torch.randn(options.vocab, options.hidden) * 0.1,
-        ttt_length=options.ttt, step_decay=0.8, max_positions=1 << 14,
-        unrolled_fraction=options.unrolled, dtype=getattr(torch, options.dtype), recompute=options.recompute)
+        TrainSpec(ttt_length=options.ttt, unrolled_fraction=options.unrolled, single_step_ratio=0.0,
+                  grad_checkpoint=options.recompute),
+        max_positions=1 << 14, dtype=getattr(torch, options.dtype))
     parameters = list(drafter.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     walls, cpus, losses = [], [], []

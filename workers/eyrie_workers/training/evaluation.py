@@ -19,8 +19,8 @@ from operator import mul
 import torch
 from torch import Tensor
 
+from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.objective import Objective
-from eyrie_workers.training.unroll import PackedDocuments
 
 
 @dataclass(frozen=True)

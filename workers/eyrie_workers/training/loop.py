@@ -20,11 +20,14 @@ import torch
 
 from eyrie_api.errors import LossDiverged
 from eyrie_api.v1alpha1.job import TrainSpec
+from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.objective import Lesson, Moment, Objective
 from eyrie_workers.training.packing import Schedule, StepPlan
 from eyrie_workers.training.state import Counters
-from eyrie_workers.training.unroll import PackedDocuments
 from eyrie_workers.training.world import ALONE, World, split
+
+DEFAULT_LEARNING_RATE = 1e-3
+"""Peak of a run whose spec leaves it to the family, and whose family has no other wish."""
 
 _WSD_DECAY_SHARE = 0.2
 _EMA = 0.95
@@ -43,7 +46,12 @@ def learning_rate_at(step: int, num_steps: int, spec: TrainSpec) -> float:
         shape = 0.5 * (1 + math.cos(math.pi * step / num_steps))
     else:
         shape = min(1.0, (num_steps - step) / max(1.0, _WSD_DECAY_SHARE * num_steps))
-    return spec.learning_rate * warm * shape
+    return peak_of(spec) * warm * shape
+
+
+def peak_of(spec: TrainSpec) -> float:
+    """The peak learning rate."""
+    return DEFAULT_LEARNING_RATE if spec.learning_rate is None else spec.learning_rate
 
 
 @dataclass(frozen=True)
@@ -67,13 +75,15 @@ class Trainer:
     """Runs an objective over a schedule, in this process's part of a world."""
 
     def __init__(self, objective: Objective, schedule: Schedule, spec: TrainSpec,
-                 read: Callable[[Sequence[int]], PackedDocuments], world: World = ALONE) -> None:
+                 read: Callable[[Sequence[int]], PackedDocuments], world: World = ALONE,
+                 columns: Sequence[int] | None = None) -> None:
+        """`columns`: places of the objective's layers among those that `read` yields; None: all."""
         self.objective, self.schedule, self.spec, self.world = objective, schedule, spec, world
-        self.read = read
+        self.read, self._columns = read, columns
         self.counters = Counters()
         self._feed = Feed(schedule, read, world)
         self._parameters = [p for p in objective.drafter.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(self._parameters, lr=spec.learning_rate, betas=(spec.beta1, spec.beta2),
+        self.optimizer = torch.optim.AdamW(self._parameters, lr=peak_of(spec), betas=(spec.beta1, spec.beta2),
                                            weight_decay=spec.weight_decay, fused=True)
 
     @property
@@ -96,7 +106,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
-        outcome = self.objective(batch.documents, self.moment(batch), lesson)
+        documents = batch.documents if self._columns is None else batch.documents.with_layers(self._columns)
+        outcome = self.objective(documents, self.moment(batch), lesson)
         outcome.loss.backward()
         self.world.sum_gradients(self._parameters)
         grad_norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.spec.max_grad_norm, foreach=True)
@@ -106,7 +117,7 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise LossDiverged(
                 f"loss was {loss} with gradient norm {norm} at step {number + 1} of {num_steps}",
-                f"lower train.learning_rate (now {self.spec.learning_rate:g}) or train.max_grad_norm "
+                f"lower train.learning_rate (now {peak_of(self.spec):g}) or train.max_grad_norm "
                 f"(now {self.spec.max_grad_norm:g}), or lengthen train.warmup_ratio")
         self.optimizer.step()
         before, old = self.counters, self.counters.loss_ema

@@ -19,26 +19,10 @@ from torch import Tensor
 
 from eyrie_workers.drafters.eagle3 import Eagle3Config, Eagle3Weights
 from eyrie_workers.drafters.rotary import Rotary
-from eyrie_workers.features.layout import Opinion
 from eyrie_workers.training.attention import SharedKeys, attend, first, pick
+from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.fused import turn
 from eyrie_workers.training.layout import UnrollLayout
-
-
-@dataclass(frozen=True)
-class PackedDocuments:
-    """Documents end to end, as captured.
-
-    token_ids [T] int64   aux [T, A, H]   last [T, H] (after the target's final norm)   lengths of the documents
-    opinion   the target's, at the taught positions, in place of `last` where the store keeps opinions
-    """
-
-    token_ids: Tensor
-    loss_mask: Tensor
-    aux: Tensor
-    last: Tensor
-    lengths: tuple[int, ...]
-    opinion: Opinion | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,41 @@
+"""Captured documents as training reads them: laid end to end, nothing padded.
+
+    T packed tokens, A aux layers, H hidden
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from eyrie_workers.features.layout import Opinion
+
+
+@dataclass(frozen=True)
+class PackedDocuments:
+    """Documents end to end, as captured.
+
+    token_ids [T] int64   aux [T, A, H]   last [T, H] (after the target's final norm)   lengths of the documents
+    opinion   the target's, at the taught positions, in place of `last` where the store keeps opinions
+    """
+
+    token_ids: Tensor
+    loss_mask: Tensor
+    aux: Tensor
+    last: Tensor
+    lengths: tuple[int, ...]
+    opinion: Opinion | None = None
+
+    def with_layers(self, columns: Sequence[int]) -> "PackedDocuments":
+        """These documents with some of their aux layers, by place."""
+        if list(columns) == list(range(self.aux.shape[1])):
+            return self
+        return replace(self, aux=self.aux[:, list(columns)])
+
+
+def join(rows: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]) -> PackedDocuments:
+    """Pack (token_ids [T], loss_mask [T], aux [T, A, H], last [T, H]) rows end to end."""
+    token_ids, loss_mask, aux, last = zip(*rows, strict=True)
+    return PackedDocuments(torch.cat(token_ids), torch.cat(loss_mask), torch.cat(aux), torch.cat(last),
+                           tuple(ids.numel() for ids in token_ids))
