@@ -107,8 +107,8 @@ def test_the_server_fills_in_what_the_contract_would(model: type[BaseModel], giv
 
 def test_bounds_patterns_and_words_of_the_contract_are_kept() -> None:
     job = root_of(DEFINITIONS["drafterjobs.yaml"])["properties"]["spec"]["properties"]["job"]["properties"]
-    rate = job["train"]["properties"]["learning_rate"]
-    assert (rate["minimum"], rate["exclusiveMinimum"], rate["maximum"], rate["default"]) == (0.0, True, 1.0, 1e-3)
+    decay = job["train"]["properties"]["step_decay"]
+    assert (decay["minimum"], decay["exclusiveMinimum"], decay["maximum"], decay["default"]) == (0.0, True, 1.0, 0.8)
     assert job["regenerate"]["properties"]["base_url"]["pattern"] == "^https?://"
     assert job["regenerate"]["properties"]["base_url"]["nullable"] is True
     assert "draft vocabulary" not in job["train"]["description"]
