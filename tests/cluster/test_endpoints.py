@@ -139,8 +139,8 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
 
     from eyrie_api.facts import quickstart_dir
-    from eyrie_workers.drafters.checkpoint import save_drafter
     from eyrie_workers.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+    from eyrie_workers.drafters.eagle3_checkpoint import save_drafter
     from eyrie_workers.drafters.vocabulary import DraftVocabulary
     from eyrie_workers.targets.config import read_config
 

@@ -51,9 +51,9 @@ from eyrie_api.v1alpha1.job import (
     TrainSpec,
 )
 from eyrie_api.v1alpha1.stages import RegenerateStage, TrainStage
-from eyrie_workers.drafters.checkpoint import save_drafter
 from eyrie_workers.drafters.contract import canonical_name
 from eyrie_workers.drafters.eagle3 import Eagle3Drafter
+from eyrie_workers.drafters.eagle3_checkpoint import save_drafter
 from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.drafters.vocabulary import DraftVocabulary
 from eyrie_workers.features.layout import FeatureRow

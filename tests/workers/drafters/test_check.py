@@ -14,7 +14,7 @@ from eyrie_api.v1alpha1.job import DrafterSpec
 from eyrie_workers.drafters.card import Card, DataIdentity, identify, weights_digest, with_results
 from eyrie_workers.drafters.check import Parts, check, check_directory, main
 from eyrie_workers.drafters.check_target import Target, read_target
-from eyrie_workers.drafters.checkpoint import load_drafter, save_drafter
+from eyrie_workers.drafters.eagle3_checkpoint import load_drafter, save_drafter
 from eyrie_workers.drafters.finding import Finding
 from tests.workers.drafters.test_serving import HIDDEN, VOCAB, embedding, random_drafter
 

@@ -12,7 +12,14 @@ from safetensors.torch import load_file, save_file
 from eyrie_api.errors import ArtifactMissing, InvalidInput
 from eyrie_api.v1alpha1.job import DrafterSpec
 from eyrie_workers.drafters.card import Card, TargetIdentity
-from eyrie_workers.drafters.checkpoint import CheckpointInvalid, load_drafter, save_drafter
+from eyrie_workers.drafters.checkpoint import (
+    CheckpointInvalid,
+    as_stored,
+    exact_tensors,
+    read_tensors,
+    write_checkpoint,
+)
+from eyrie_workers.drafters.eagle3_checkpoint import load_drafter, save_drafter
 from eyrie_workers.drafters.inheritance import read_target_ends
 from eyrie_workers.drafters.registry import family_named, open_drafter
 from eyrie_workers.drafters.vocabulary import build
@@ -206,3 +213,24 @@ def test_one_aux_layer_is_refused_because_sglang_would_skip_fc(target_dir: Path)
     config, ends = read_config(target_dir), read_target_ends(target_dir, tie_word_embeddings=True)
     with pytest.raises(InvalidInput, match="skip its fc"):
         family_named("eagle3").create(DrafterSpec(), config, ends, (2,), build(torch.arange(config.vocab_size), 50), 0)
+
+
+def test_a_checkpoint_with_missing_unknown_and_misshapen_tensors_is_refused_naming_all_three() -> None:
+    found = {"fc.weight": torch.zeros(4, 8), "norm.weight": torch.zeros(4), "head.weight": torch.zeros(2)}
+    expected = {"fc.weight": (4, 4), "norm.weight": (4,), "fc.bias": (4,)}
+    with pytest.raises(CheckpointInvalid) as refused:
+        exact_tensors("mine", found, expected)
+    assert "fc.bias is missing; head.weight is not known; fc.weight has shape [4, 8], not [4, 4]" in str(refused.value)
+
+
+def test_a_checkpoint_written_comes_back_whole_and_replaces_the_one_before(tmp_path: Path) -> None:
+    shared = torch.arange(6.0).reshape(2, 3)
+    for number in (1, 2):
+        write_checkpoint(tmp_path / "drafter", {"architectures": ["One"], "number": number},
+                         as_stored({"a": shared.T, "b": shared, "ids": torch.arange(3)}, "bfloat16"), None)
+    assert json.loads((tmp_path / "drafter" / "config.json").read_text())["number"] == 2
+    tensors = read_tensors(tmp_path / "drafter")
+    assert torch.equal(tensors["a"].float(), shared.T)
+    assert tensors["a"].dtype == torch.bfloat16
+    assert tensors["ids"].dtype == torch.int64
+    assert [path.name for path in tmp_path.iterdir()] == ["drafter"]

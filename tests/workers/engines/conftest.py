@@ -43,8 +43,8 @@ def drafter(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A drafter of random weights: its guesses are poor, its output must be the target's all the same."""
     import torch
 
-    from eyrie_workers.drafters.checkpoint import save_drafter
     from eyrie_workers.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+    from eyrie_workers.drafters.eagle3_checkpoint import save_drafter
     from eyrie_workers.drafters.vocabulary import DraftVocabulary
     from eyrie_workers.targets.config import read_config
 

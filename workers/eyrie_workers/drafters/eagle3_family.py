@@ -8,9 +8,10 @@ from torch import nn
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.job import DrafterSpec, TrainSpec
 from eyrie_workers.drafters.card import Card
-from eyrie_workers.drafters.checkpoint import CheckpointInvalid, load_drafter, save_drafter
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.contract import ARCHITECTURE
 from eyrie_workers.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from eyrie_workers.drafters.eagle3_checkpoint import load_drafter, save_drafter
 from eyrie_workers.drafters.family import Family
 from eyrie_workers.drafters.inheritance import TargetEnds, inherit
 from eyrie_workers.drafters.protocol import Drafter

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eyrie_workers.drafters.checkpoint import load_drafter
 from eyrie_workers.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from eyrie_workers.drafters.eagle3_checkpoint import load_drafter
 from eyrie_workers.drafters.protocol import Drafter
 from eyrie_workers.drafters.serving import Eagle3Server
 from eyrie_workers.drafters.vocabulary import DraftVocabulary
