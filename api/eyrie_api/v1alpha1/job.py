@@ -175,6 +175,18 @@ class CaptureSpec(Frozen):
     batch_tokens: int = Field(4096, ge=64)
     """Tokens per target forward pass."""
 
+    feed: Literal["store", "stream"] = "store"
+    """`stream`: no state is written. Training computes them with the target as it goes, just ahead of the drafter, in
+    every epoch anew: for disks that hold no store, and data that is seen once or twice."""
+
+    stream_buffer_bytes: int = Field(512 * 2**20, ge=2**16)
+    """Of `feed: stream`: states held in memory, those being learnt from included. A batch that is larger is computed
+    when it is asked for, and none ahead of it."""
+
+    probe_layers: bool = False
+    """Before states are captured, rank the target's layers by what a linear reading of each foresees of the target's
+    next choices. Told in an event beside the layers chosen; `aux_layers` chooses."""
+
     check_rows: int = Field(2, ge=0, le=64)
     """Rows whose states are compared with `transformers` before anything is stored. It loads the target once more, and
     lets it go before our own is loaded; 0 leaves the check out."""
