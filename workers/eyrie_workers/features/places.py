@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eyrie_api.artifacts.store import ArtifactStore
+from eyrie_api.artifacts.store import ArtifactStore, open_store
 from eyrie_api.errors import ArtifactMissing, Permanent
-from eyrie_workers.features.layout import INDEX, SHARD_PATTERN
+from eyrie_workers.features.layout import SHARD_PATTERN
 from eyrie_workers.features.writer import note_name
 
 _MAX_OPEN = 4096
@@ -34,8 +34,8 @@ class Place(Protocol):
     def parallel(self) -> int:
         """Reads worth having in flight; 1 where waiting is not what they cost."""
 
-    def index(self) -> bytes | None:
-        """The bytes of `index.json`, None without one."""
+    def file(self, name: str) -> bytes | None:
+        """The bytes of a small file, None without one."""
 
     def shards(self) -> list[str]:
         """Names of the shards that are there, in order."""
@@ -48,6 +48,14 @@ class Place(Protocol):
 
     def note_damage(self, shard: str, why: str) -> None:
         """Leave word for whoever repairs the store, if we may write there."""
+
+
+def open_place(where: str | Path) -> Place:
+    """A directory, or what lies below `s3://bucket/prefix`."""
+    if "://" not in str(where):
+        return Directory(Path(where))
+    root, _, prefix = str(where).rstrip("/").rpartition("/")
+    return Stored(open_store(root), prefix)
 
 
 class Directory:
@@ -65,9 +73,9 @@ class Directory:
         """See `Place`."""
         return str(self._directory)
 
-    def index(self) -> bytes | None:
+    def file(self, name: str) -> bytes | None:
         """See `Place`."""
-        path = self._directory / INDEX
+        path = self._directory / name
         return path.read_bytes() if path.is_file() else None
 
     def shards(self) -> list[str]:
@@ -135,10 +143,10 @@ class Stored:
         """See `Place`."""
         return self._store.parallel
 
-    def index(self) -> bytes | None:
+    def file(self, name: str) -> bytes | None:
         """See `Place`."""
         try:
-            return self._store.read(f"{self._prefix}/{INDEX}")
+            return self._store.read(f"{self._prefix}/{name}")
         except ArtifactMissing:
             return None
 

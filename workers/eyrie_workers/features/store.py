@@ -23,10 +23,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from eyrie_api.artifacts import digest_bytes
-from eyrie_api.artifacts.store import open_store
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
-from eyrie_api.v1alpha1.codecs import final_codec
-from eyrie_workers.features.codecs import decode_into
+from eyrie_workers.features.blocks import decode_block, join_opinions
 from eyrie_workers.features.layout import (
     INDEX,
     TRAILER_BYTES,
@@ -46,7 +44,7 @@ from eyrie_workers.features.layout import (
     short_digest,
     taught_positions,
 )
-from eyrie_workers.features.places import Directory, Place, Stored
+from eyrie_workers.features.places import Directory, Place, open_place
 
 _READ_TOGETHER = 16 * 2**20
 """Most bytes of neighbouring blocks asked for at once: enough to hide a request, small enough to be one of several."""
@@ -125,10 +123,7 @@ class _Piece:
 
 def open_features(where: str | Path) -> "FeatureStore":
     """The store in a directory, or below `s3://bucket/prefix` (credentials as `artifacts.options` says)."""
-    if "://" not in str(where):
-        return FeatureStore(Path(where))
-    root, _, prefix = str(where).rstrip("/").rpartition("/")
-    return FeatureStore(Stored(open_store(root), prefix))
+    return FeatureStore(open_place(where))
 
 
 class FeatureStore:
@@ -326,15 +321,14 @@ class FeatureStore:
             block = piece.block
             tensors = from_bytes(block_sections(layout, len(block.tokens), block.taught), data)
             here = slice(at, at + len(block.tokens))
-            decode_into(layout.codec, tensors["aux_codes"], tensors.get("aux_scales"), aux[here])
-            if keeps:
-                _place_final(layout, tensors, taught_positions(mask)[block.tokens.start:block.tokens.stop], last[here])
-            else:
+            decode_block(layout, tensors, taught_positions(mask)[block.tokens.start:block.tokens.stop], aux[here],
+                         last[here])
+            if not keeps:
                 opinions.append(tensors)
             at = here.stop
         return PackedFeatures(
             token_ids=torch.cat([ids for _, ids, _ in wanted]), loss_mask=torch.cat([mask for _, _, mask in wanted]),
-            aux=aux, last=last, opinion=None if keeps else _joined(opinions),
+            aux=aux, last=last, opinion=None if keeps else join_opinions(opinions),
             lengths=tuple(ids.shape[0] for _, ids, _ in wanted))
 
     def _fetch(self, pieces: Sequence[_Piece]) -> list[Tensor]:
@@ -423,32 +417,12 @@ def _all(do: Callable[[list[int]], None], groups: Sequence[list[int]], parallel:
             pass
 
 
-def _place_final(layout: StoreLayout, tensors: dict[str, Tensor], taught_N: Tensor, last_NH: Tensor) -> None:
-    codes, scales, codec = tensors["final_codes"], tensors.get("final_scales"), final_codec(layout.codec)
-    where = taught_N.nonzero().squeeze(1)
-    if where.numel() == 0:
-        return
-    first, final = int(where[0]), int(where[-1])
-    if final - first + 1 == where.numel():  # one answer: straight into its place
-        decode_into(codec, codes, scales, last_NH[first:final + 1])
-        return
-    decoded = last_NH.new_empty(where.numel(), last_NH.shape[1])
-    decode_into(codec, codes, scales, decoded)
-    last_NH[where] = decoded
-
-
-def _joined(parts: Sequence[dict[str, Tensor]]) -> Opinion:
-    ids, logits, tail, mass, choice = (torch.cat([part[name] for part in parts])
-                                       for name in ("ids", "logits", "tail", "mass", "choice"))
-    return Opinion(ids.to(torch.int64), logits, tail, mass, choice.to(torch.int64))
-
-
 def _shard_size(of: ShardMap, layout: StoreLayout) -> int:
     return of.states_end + len(end_of_shard(ShardEnd(layout=layout, record=of.record)))
 
 
 def _read_index(place: Place) -> StoreIndex:
-    data = place.index()
+    data = place.file(INDEX)
     if data is None:
         return _compose_index(place)
     try:

@@ -22,8 +22,7 @@ from pydantic import ValidationError
 
 from eyrie_api.artifacts import write_model
 from eyrie_api.errors import ArtifactCorrupt, Conflict
-from eyrie_api.v1alpha1.codecs import final_codec
-from eyrie_workers.features.codecs import encode
+from eyrie_workers.features.blocks import encode_block
 from eyrie_workers.features.layout import (
     INDEX,
     SHARD_PATTERN,
@@ -42,7 +41,6 @@ from eyrie_workers.features.layout import (
     shard_name,
     shard_number,
     short_digest,
-    taught_positions,
     to_bytes,
     tokens_bytes,
 )
@@ -199,35 +197,14 @@ def _write_rows(write: Callable[[bytes], object], name: str, rows: Sequence[Feat
     write(tokens)
     digests, taught = [short_digest(tokens)], []
     for row in rows:
-        done = 0
-        is_taught = taught_positions(row.loss_mask.to(torch.bool))
         for block in layout.cut(row.token_ids.shape[0]):
-            here = is_taught[block.start:block.stop]
-            num = int(here.sum())
-            data = _encode_block(row, layout, block, here, slice(done, done + num))
-            done += num
+            tensors, num = encode_block(row, layout, block)
+            data = to_bytes(block_sections(layout, len(block), num), tensors)
             write(data)
             digests.append(short_digest(data))
             taught.append(num)
     return ShardRecord(name=name, row_ids=tuple(row.row_id for row in rows), lengths=lengths, taught=tuple(taught),
                        digests=tuple(digests))
-
-
-def _encode_block(row: FeatureRow, layout: StoreLayout, block: range, taught: torch.Tensor, opinions: slice) -> bytes:
-    here = slice(block.start, block.stop)
-    tensors = _named("aux", *encode(layout.codec, row.aux[here]))
-    if layout.final_state == "keep":
-        tensors |= _named("final", *encode(final_codec(layout.codec), row.last[here][taught]))
-    else:
-        assert row.opinion is not None
-        sections = {section.name: section.dtype for section in block_sections(layout, 1, 1)}
-        tensors |= {name: getattr(row.opinion, name)[opinions].to(sections[name])
-                    for name in ("ids", "logits", "tail", "mass", "choice")}
-    return to_bytes(block_sections(layout, len(block), int(taught.sum())), tensors)
-
-
-def _named(of: str, codes: torch.Tensor, scales: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    return {f"{of}_codes": codes} | ({} if scales is None else {f"{of}_scales": scales})
 
 
 def _difference(found: StoreLayout, wanted: StoreLayout) -> str:
