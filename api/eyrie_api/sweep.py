@@ -1,10 +1,14 @@
-"""From a sweep to its candidates: the grid of all axes, as named and validated jobs. Pure.
+"""From a sweep to its candidates: the grid of all axes, or draws from them, as named and validated jobs. Pure.
 
-The second seed's point: once the hidden states are captured, training another candidate is cheap, so a job trains a
-grid from the same store. Each candidate is the whole job spec with the axes' values put in, checked by the same
-contract as what the user wrote: a value that could not have been written there cannot be swept either.
+The second seed's point: once the hidden states are captured, training another candidate is cheap, so a job trains many
+from the same store. Each candidate is the whole job spec with the axes' values put in, checked by the same contract as
+what the user wrote: a value that could not have been written there cannot be swept either.
 
-`sweep.families` multiplies the grid: every family is trained at every point of it.
+`sweep.random` draws points instead of taking all (Bergstra and Bengio, JMLR 13, 2012: where few of the axes matter, as
+many draws try more values of those). Draw n of an axis is a function of seed, n and the axis alone: asking for more
+points keeps the ones before, and another axis changes none of this one. A point drawn twice is drawn again.
+
+`sweep.families` multiplies the points: every family is trained at every one of them.
 
 Names are deterministic (`c1-lr-0p001`: number, short field, value; `eagle1-c1-lr-0p001` beside other families), valid
 DNS labels because they become directories and later Kubernetes names, and short enough that a checkpoint's
@@ -16,6 +20,9 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import exp, log, prod
+from random import Random
+from typing import get_args
 
 from pydantic import JsonValue, ValidationError
 
@@ -31,7 +38,16 @@ _SECTIONS: dict[str, type[DrafterSpec] | type[TrainSpec]] = {"train": TrainSpec,
 _SHORT = {
     "learning_rate": "lr", "ttt_length": "ttt", "step_decay": "decay", "intermediate_size": "ffn",
     "draft_vocab_size": "vocab", "num_attention_heads": "heads", "max_tokens_per_batch": "batch",
+    "aux_layers": "aux",
 }
+_DRAWN_DIGITS = 3
+"""Of a number drawn from a range: more would tell nobody anything, and names show them."""
+
+_ATTEMPTS = 1000
+"""Draws for one new point before the axes are taken to have no more."""
+
+Point = tuple[JsonValue, ...]
+"""One value for each axis."""
 
 
 @dataclass(frozen=True)
@@ -54,24 +70,25 @@ class Candidate:
 
 
 def expand(spec: JobSpec) -> tuple[Candidate, ...]:
-    """The candidates of a job, in the order of the grid: the last axis varies fastest.
+    """The candidates of a job, in the order of the grid (the last axis varies fastest) or of the draws.
 
-    Raises InvalidInput naming the axis for a field that does not exist, a field or value given twice, a value the
-    contract refuses, and a grid larger than `sweep.max_candidates`.
+    Raises InvalidInput naming the axis for a field that does not exist, a field or value given twice, a range of a
+    field that takes no numbers, a value the contract refuses, more points than the axes have, and more candidates than
+    `sweep.max_candidates`.
     """
-    axes, families = spec.sweep.axes, spec.sweep.families
-    _check_axes(axes)
+    sweep = spec.sweep
+    _check_axes(sweep.axes)
     _check_families(spec)
-    size = max(1, len(families))
-    for axis in axes:
-        size *= len(axis.values)
-    if size > spec.sweep.max_candidates:
+    size = max(1, len(sweep.families)) * (sweep.random or prod(len(axis.values) for axis in sweep.axes))
+    if size > sweep.max_candidates:
+        of = "sweep.axes make" if sweep.random is None else f"sweep.random {sweep.random} makes"
         raise InvalidInput(
-            f"sweep.axes make {size} candidates, more than sweep.max_candidates {spec.sweep.max_candidates}",
+            f"{of} {size} candidates, more than sweep.max_candidates {sweep.max_candidates}",
             "leave out values, or raise sweep.max_candidates (each candidate is trained and benchmarked)")
-    if not families:
-        return _grid(spec, "")
-    return tuple(one for family in families for one in _grid(_of_family(spec, family), family))
+    points = _grid(sweep.axes) if sweep.random is None else _draws(sweep.axes, sweep.random, sweep.seed)
+    if not sweep.families:
+        return _candidates(spec, points, "")
+    return tuple(one for family in sweep.families for one in _candidates(_of_family(spec, family), points, family))
 
 
 def families_of(spec: JobSpec) -> tuple[Family, ...]:
@@ -91,12 +108,57 @@ def _check_families(spec: JobSpec) -> None:
         raise InvalidInput("sweep.axes and sweep.families both choose drafter.family", "keep sweep.families alone")
 
 
-def _grid(spec: JobSpec, prefix: str) -> tuple[Candidate, ...]:
-    axes = spec.sweep.axes
-    if not axes:
+def _grid(axes: Sequence[SweepAxis]) -> list[Point]:
+    return list(itertools.product(*(axis.values for axis in axes)))
+
+
+def _draws(axes: Sequence[SweepAxis], num: int, seed: int) -> list[Point]:
+    """`num` different points."""
+    points: dict[str, Point] = {}
+    number = 0
+    for wanted in range(1, num + 1):
+        for _ in range(_ATTEMPTS):
+            point = tuple(_draw(axis, seed, number) for axis in axes)
+            number += 1
+            points.setdefault(repr(point), point)
+            if len(points) == wanted:
+                break
+        else:
+            raise InvalidInput(f"sweep.random is {num}, and {wanted - 1} different points were found on sweep.axes",
+                               f"set sweep.random to {wanted - 1}, or widen the axes")
+    return list(points.values())
+
+
+def _draw(axis: SweepAxis, seed: int, number: int) -> JsonValue:
+    # Seeded by a text, `random` hashes it: the same on every machine and in every version since 3.2.
+    share = Random(f"{seed}/{axis.field}/{number}").random()
+    if not axis.is_range:
+        return axis.values[int(share * len(axis.values))]
+    assert axis.low is not None
+    assert axis.high is not None
+    if _takes(axis) is int:
+        low, high = axis.low, axis.high + 1  # every whole number alike
+        drawn = exp(log(low) + share * (log(high) - log(low))) if axis.log else low + share * (high - low)
+        return min(int(axis.high), int(drawn))
+    low, high = (log(axis.low), log(axis.high)) if axis.log else (axis.low, axis.high)
+    drawn = low + share * (high - low)
+    readable = float(f"{exp(drawn) if axis.log else drawn:.{_DRAWN_DIGITS}g}")
+    return min(max(readable, axis.low), axis.high)
+
+
+def _takes(axis: SweepAxis) -> type | None:
+    """int or float, whichever the axis's field takes; None when it takes no numbers."""
+    section, _, field = axis.field.partition(".")
+    annotation = _SECTIONS[section].model_fields[field].annotation
+    kinds = get_args(annotation) or (annotation,)
+    return next((kind for kind in (float, int) if kind in kinds), None)
+
+
+def _candidates(spec: JobSpec, points: Sequence[Point], prefix: str) -> tuple[Candidate, ...]:
+    if not spec.sweep.axes:
         return (Candidate(prefix or ONLY_CANDIDATE, spec),)
-    grid = itertools.product(*(axis.values for axis in axes))
-    return tuple(_candidate(spec, axes, values, number, prefix) for number, values in enumerate(grid, start=1))
+    return tuple(_candidate(spec, spec.sweep.axes, point, number, prefix)
+                 for number, point in enumerate(points, start=1))
 
 
 def _check_axes(axes: Sequence[SweepAxis]) -> None:
@@ -109,9 +171,21 @@ def _check_axes(axes: Sequence[SweepAxis]) -> None:
         if len({repr(value) for value in axis.values}) < len(axis.values):
             raise InvalidInput(f"sweep.axes[{number}].values of {axis.field!r} name a value twice",
                                "give each value once")
+        if axis.is_range:
+            _check_range(axis, number)
     doubled = [name for name, count in Counter(axis.field for axis in axes).items() if count > 1]
     if doubled:
         raise InvalidInput(f"sweep.axes name {doubled[0]!r} more than once", "put all its values on one axis")
+
+
+def _check_range(axis: SweepAxis, number: int) -> None:
+    takes = _takes(axis)
+    if takes is None:
+        raise InvalidInput(f"sweep.axes[{number}] is a range of {axis.field!r}, which takes no numbers",
+                           "list its values")
+    if takes is int and not all(end is not None and end.is_integer() for end in (axis.low, axis.high)):
+        raise InvalidInput(f"sweep.axes[{number}]: low {axis.low} and high {axis.high} of {axis.field!r}, which takes "
+                           "whole numbers", "give whole numbers")
 
 
 def _candidate(spec: JobSpec, axes: Sequence[SweepAxis], values: Sequence[JsonValue], number: int,

@@ -219,6 +219,10 @@ class DrafterSpec(Frozen):
     num_attention_heads: int | None = Field(None, ge=1, le=1024)
     """Default: the target's."""
 
+    aux_layers: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(None, min_length=2, max_length=16)
+    """`hidden_states` indices that eagle3 and dflash fuse, ascending. As an axis of a sweep it compares choices of
+    layers: the store then holds those of all candidates. Default: capture.aux_layers."""
+
     draft_vocab_size: int | None = Field(None, ge=8, le=4_194_304)
     """Reduced output vocabulary, built from the data; default: the whole vocabulary up to 32768."""
 
@@ -312,22 +316,80 @@ class TrainSpec(Frozen):
 
 
 class SweepAxis(Frozen):
-    """One setting and the values tried for it."""
+    """One setting, and the values tried for it: a list, or for `sweep.random` also a range."""
 
     field: str = Field(pattern=r"^(train|drafter)\.[a-z0-9_]+$")
     """Dotted field of this spec, for example `train.learning_rate`."""
 
-    values: tuple[JsonValue, ...] = Field(min_length=1, max_length=64)
+    values: tuple[JsonValue, ...] = Field((), max_length=64)
+    low: float | None = Field(None, allow_inf_nan=False)
+    """Lower end of the range; both ends may be drawn. Whole numbers are drawn for fields that take no others."""
+
+    high: float | None = Field(None, allow_inf_nan=False)
+    log: bool = False
+    """Draw the logarithm evenly, as suits learning rates: from 1e-4 to 1e-2 as many below 1e-3 as above."""
+
+    @property
+    def is_range(self) -> bool:
+        """Whether values are drawn between two ends."""
+        return not self.values
+
+    @model_validator(mode="after")
+    def _a_list_or_a_range(self) -> "SweepAxis":
+        ends = (self.low, self.high)
+        if bool(self.values) == (ends != (None, None)):
+            raise ValueError(f"sweep axis {self.field!r} needs values, or low and high, and not both: write "
+                             "values: [..], or low: .. and high: ..")
+        if self.values:
+            if self.log:
+                raise ValueError(f"sweep axis {self.field!r} lists values and says log, which is for a range: "
+                                 "leave log out")
+            return self
+        if self.low is None or self.high is None or self.low >= self.high:
+            raise ValueError(f"sweep axis {self.field!r}: low {self.low} and high {self.high} are no range: "
+                             "give both, low below high")
+        if self.log and self.low <= 0:
+            raise ValueError(f"sweep axis {self.field!r}: low {self.low:g} has no logarithm: raise it above 0, or "
+                             "leave log out")
+        return self
 
 
 class SweepSpec(Frozen):
-    """Candidates trained from the same captured states: the grid of all axes; no axis means one candidate."""
+    """Candidates trained from the same captured states: the grid of all axes, or draws from them; no axis means one
+    candidate."""
 
     axes: tuple[SweepAxis, ...] = Field((), max_length=8)
     families: tuple[Family, ...] = Field((), max_length=16)
     """Families trained beside each other, each at every point of the grid; default: drafter.family alone."""
 
     max_candidates: int = Field(16, ge=1, le=256)
+    random: int | None = Field(None, ge=1, le=256)
+    """Instead of the whole grid, so many points drawn from the axes (for each family the same ones)."""
+
+    seed: int = Field(0, ge=0, le=2**31 - 1)
+    """Of the draws."""
+
+    together: Literal["auto", "always", "never"] = "auto"
+    """Whether one program trains all candidates: states are read once, the target is asked once, and `rungs` stop what
+    will not win. auto: together, except on a cluster whose training pods have more than one GPU each or order a
+    TrainJob. never: each candidate in a pod of its own, all to the end: sooner done where GPUs are free."""
+
+    rungs: tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...] = Field((0.25, 0.5), max_length=8)
+    """Successive halving: at these shares of the training, the half of a family's candidates with the lower simulated
+    speed-up stops, with a checkpoint. Empty trains all to the end. Only for candidates trained together."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> "SweepSpec":
+        if list(self.rungs) != sorted(set(self.rungs)):
+            raise ValueError(f"sweep.rungs {list(self.rungs)} must ascend: write {sorted(set(self.rungs))}")
+        ranges = [axis.field for axis in self.axes if axis.is_range]
+        if ranges and self.random is None:
+            raise ValueError(f"sweep axis {ranges[0]!r} is a range, of which a grid has no points: say sweep.random, "
+                             "how many points to draw, or list values")
+        if self.random is not None and not self.axes:
+            raise ValueError(f"sweep.random is {self.random} and there is no axis to draw from: give sweep.axes, or "
+                             "leave sweep.random out")
+        return self
 
 
 class DraftTreeShape(Frozen):
@@ -583,4 +645,25 @@ class JobSpec(Frozen):
         if deepest > self.train.ttt_length + 4:
             raise ValueError(f"num_steps {deepest} is far beyond train.ttt_length {self.train.ttt_length}: "
                              "the drafter would serve on states it never saw; raise ttt_length or lower num_steps")
+        return self
+
+    @model_validator(mode="after")
+    def _engine_can_serve(self) -> "JobSpec":
+        if self.serve.engine != "sglang":
+            return self
+        for family in self.sweep.families or (self.drafter.family,):
+            if family not in SGLANG_ALGORITHMS:
+                field = "sweep.families" if self.sweep.families else "drafter.family"
+                raise ValueError(f"{field} names {family!r}, which serve.engine 'sglang' cannot serve: use one of "
+                                 f"{', '.join(SGLANG_ALGORITHMS)}, or serve.engine 'embedded'")
+        if self.benchmark.tree.static:
+            raise ValueError("benchmark.tree.static is true, and serve.engine 'sglang' grows dynamic trees only: set "
+                             "it to false, or serve.engine to 'embedded'")
+        return self
+
+    @model_validator(mode="after")
+    def _one_program_is_one_pod(self) -> "JobSpec":
+        if self.sweep.together == "always" and self.placement.train_launcher == "trainjob":
+            raise ValueError("sweep.together is 'always', one program in one pod, and placement.train_launcher is "
+                             "'trainjob': set sweep.together to 'auto', or the launcher to 'pod'")
         return self
