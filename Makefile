@@ -67,9 +67,9 @@ test-kernels: setup  ## the Triton kernels in their interpreter, and compiled ah
 	@EYRIE_COMPILE_KERNELS=1 timeout --kill-after=30 600 $(BIN)/pytest -n 2 tests/kernels/test_compiling.py
 
 # torch for your CUDA brings the Triton that fits it: make setup TORCH="torch>=2.13".
-test-gpu: setup  ## the kernels on this machine's GPU: the same tests; refuses without one
+test-gpu: setup  ## the kernels on this machine's GPU, and the target, a training step and the engine; refuses without one
 	@$(NEED_CUDA)
-	@$(BIN)/pytest tests/kernels
+	@$(BIN)/pytest tests/kernels tests/gpu
 
 bench-gpu: setup  ## kernels against their floors and the trainer's MFU on this machine's GPU; writes .eyrie/bench/gpu.json
 	@$(NEED_CUDA)

@@ -78,13 +78,16 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, by the names they are stored under. Raises ArtifactMissing or CheckpointInvalid."""
+    """The tensors of a checkpoint, by the names they are stored under, where `targets.device.on` says.
+
+    Raises ArtifactMissing or CheckpointInvalid.
+    """
     path = directory / WEIGHTS
     if not path.is_file():
         raise ArtifactMissing(f"no drafter in {directory}: {WEIGHTS} is missing",
                               "give the directory of an exported drafter")
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="pt", device=str(torch.get_default_device())) as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except SafetensorError as error:
         raise CheckpointInvalid(f"{path} is not a readable safetensors file: {error}",

@@ -64,7 +64,8 @@ class Family:
     """Export: (directory, drafter, dtype, card). Whole or not at all; the same drafter writes the same bytes."""
 
     serve: Callable[[Path, TargetModel], Drafter]
-    """Load an export for the engine: (directory, target). Raises ArtifactMissing, CheckpointInvalid."""
+    """Load an export for the engine: (directory, target). Raises ArtifactMissing, CheckpointInvalid. Called where the
+    target computes (`targets.device.on`): `checkpoint.read_tensors` and tensors made in it lie there."""
 
     layers: Callable[[Layers, int], Layers] = fused
     """Which of the target's states it reads: (layers chosen for fusing, num_layers). Capture stores what all families

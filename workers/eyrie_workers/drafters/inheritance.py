@@ -22,7 +22,7 @@ from torch import Tensor
 
 from eyrie_api.errors import ArtifactCorrupt, UnsupportedTarget
 from eyrie_workers.drafters.eagle3 import Eagle3Drafter
-from eyrie_workers.targets.loading import weight_files
+from eyrie_workers.targets.loading import special_token_ids, weight_files
 
 _INITIAL_STD = 0.02
 
@@ -36,6 +36,14 @@ class TargetEnds:
     embed: Tensor
     lm_head: Tensor
     norm: Tensor
+    special: tuple[int, ...] = ()
+    """Ids that the tokenizer marks as special, ascending: no answer is made of them."""
+
+    def to(self, device: torch.device) -> "TargetEnds":
+        """The same, on a device; one matrix stays one."""
+        embed = self.embed.to(device)
+        lm_head = embed if self.lm_head is self.embed else self.lm_head.to(device)
+        return TargetEnds(embed, lm_head, self.norm.to(device), self.special)
 
 
 def read_target_ends(path: Path, tie_word_embeddings: bool) -> TargetEnds:
@@ -51,7 +59,8 @@ def read_target_ends(path: Path, tie_word_embeddings: bool) -> TargetEnds:
             raise ArtifactCorrupt(f"{file} cannot be read: {error}", "download or save the model again") from error
     if _EMBED not in found or _NORM not in found:
         raise UnsupportedTarget(f"{path} has no {_EMBED} or no {_NORM}", "use a Llama or Qwen target")
-    return TargetEnds(found[_EMBED], found.get(_HEAD, found[_EMBED]), found[_NORM])
+    return TargetEnds(found[_EMBED], found.get(_HEAD, found[_EMBED]), found[_NORM],
+                      tuple(sorted(special_token_ids(path))))
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from eyrie_workers.drafters.checkpoint import CheckpointInvalid, read_config
 from eyrie_workers.drafters.family import Family, Layers
 from eyrie_workers.drafters.ngram import NgramDrafter
 from eyrie_workers.drafters.protocol import Drafter
+from eyrie_workers.targets.device import on
 from eyrie_workers.targets.model import TargetModel
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (
@@ -48,7 +49,8 @@ def open_drafter(directory: Path, target: TargetModel) -> Drafter:
     architectures = read_config(directory).get("architectures")
     for family in FAMILIES.values():
         if architectures == [family.architecture]:
-            return family.serve(directory, target)
+            with on(target.device):
+                return family.serve(directory, target)
     raise CheckpointInvalid(f"{directory} holds a drafter of architecture {json.dumps(architectures)}",
                             f"use one of {', '.join(family.architecture for family in FAMILIES.values())}")
 

@@ -39,6 +39,7 @@ from eyrie_workers.speculation.noise import NoiseTable, RowNoise
 from eyrie_workers.speculation.requests import Generation, Progress, Request, Row, check_request
 from eyrie_workers.speculation.tree import ancestors, is_chain
 from eyrie_workers.speculation.verify import Path, choose, follow
+from eyrie_workers.targets.device import on
 from eyrie_workers.targets.model import TargetModel
 
 __all__ = ["Engine", "Generation", "Progress", "Request", "Spent", "room_for"]
@@ -170,10 +171,11 @@ class Engine:
     def step(self) -> list[Progress]:
         """Admit what fits, run one round, and report what each request got. Empty when there is nothing to do."""
         said: list[Progress] = []
-        while self._waiting and len(self._rows) < self.max_concurrency:
-            said.append(self._admit(*self._waiting.popleft()))
-        if self._rows:
-            said += self._round()
+        with on(self.target.device):
+            while self._waiting and len(self._rows) < self.max_concurrency:
+                said.append(self._admit(*self._waiting.popleft()))
+            if self._rows:
+                said += self._round()
         return said
 
     # Admission

@@ -52,6 +52,7 @@ from eyrie_workers.features.layout import INDEX
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.stages.program import INTERRUPTED_EXIT_CODE, Interrupted, Result, Stage, run_program
 from eyrie_workers.targets.config import TargetConfig, read_config
+from eyrie_workers.targets.device import chosen, on
 from eyrie_workers.targets.loading import resolve, special_token_ids, target_digest
 from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.evaluation import Evaluation, evaluate
@@ -96,8 +97,11 @@ def prepare(spec: TrainStage, stage: Stage, world: World = ALONE) -> "Run":
                                                       whole=family.whole_vocabulary)
     ends = read_target_ends(path, config.tie_word_embeddings)
     drafter = family.create(spec.drafter, config, ends, layers, vocabulary, spec.train.seed)
-    dtype = fastest_dtype() if spec.train.dtype == "auto" else getattr(torch, spec.train.dtype)
-    objective = family.objective(drafter, ends, spec.train, max(lengths), dtype)
+    device = chosen()
+    dtype = fastest_dtype(device) if spec.train.dtype == "auto" else getattr(torch, spec.train.dtype)
+    drafter.to(device)
+    with on(device):
+        objective = family.objective(drafter, ends.to(device), spec.train, max(lengths), dtype)
 
     def read(rows: Sequence[int]) -> PackedDocuments:
         found = store.read(rows)
@@ -167,12 +171,14 @@ def main(argv: Sequence[str]) -> int:
         world.leave()
 
 
-def fastest_dtype() -> torch.dtype:
-    """Arithmetic of the matrix products in training: bfloat16 where the CPU multiplies it natively, else float32.
+def fastest_dtype(device: torch.device) -> torch.dtype:
+    """Arithmetic of the matrix products in training: bfloat16 on a GPU and where the CPU multiplies it natively, else
+    float32.
 
     Parameters, the residual stream, norms, softmax and loss stay in float32 either way.
     """
-    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+    native = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if native else torch.float32
 
 
 def _settled(spec: TrainStage, family: Family) -> TrainStage:
@@ -273,7 +279,7 @@ class Run:
         self._log_every = max(1, num_steps // _NUM_LOGGED_STEPS)
         self._state_file = self.stage.out_dir / STATE_DIR / "training.safetensors"
         self._world = self.trainer.world
-        self._peak, _ = peak_rate(self.dtype)
+        self._peak, _ = peak_rate(self.dtype, next(self.drafter.parameters()).device)
         self._trackers = open_trackers(
             train.trackers if self._world.leads else (), f"{self.spec.job_id}/{self.spec.candidate}",
             train.model_dump(mode="json"), self.stage.out_dir / "trackers")

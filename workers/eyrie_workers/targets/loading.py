@@ -17,6 +17,7 @@ from eyrie_api.artifacts import digest_file
 from eyrie_api.errors import ArtifactCorrupt, TargetNotFound, UnsupportedTarget
 from eyrie_api.v1alpha1.job import TargetSpec
 from eyrie_workers.targets.config import read_config, read_json
+from eyrie_workers.targets.device import chosen
 from eyrie_workers.targets.model import TargetModel
 
 QUICKSTART = "quickstart"
@@ -59,14 +60,15 @@ def _fetch(spec: TargetSpec) -> Path:
                              "check the id, and log in if the model is gated") from error
 
 
-def load_target(path: Path, dtype: str = "float32") -> TargetModel:
-    """The model in directory `path`, its weights in `dtype`.
+def load_target(path: Path, dtype: str = "float32", device: torch.device | None = None) -> TargetModel:
+    """The model in directory `path`, its weights in `dtype` on `device`; default: where this process computes.
 
     Raises TargetNotFound without a config, UnsupportedTarget for what we cannot compute, ArtifactCorrupt for weights
     that are missing, truncated or of the wrong shape.
     """
     config = read_config(path)
-    weights = {name: tensor.to(_DTYPES[dtype]) for name, tensor in read_weights(path).items()}
+    place = device or chosen()
+    weights = {name: tensor.to(place, _DTYPES[dtype]) for name, tensor in read_weights(path).items()}
     try:
         return TargetModel(config, weights, path)
     except KeyError as error:

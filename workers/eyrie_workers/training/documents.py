@@ -27,6 +27,25 @@ class PackedDocuments:
     lengths: tuple[int, ...]
     opinion: Opinion | None = None
 
+    def to(self, device: torch.device) -> "PackedDocuments":
+        """These documents on a device, copied while the processor goes on where their memory is pinned."""
+        if self.token_ids.device == device:
+            return self
+        opinion = None
+        if self.opinion is not None:
+            kept = (self.opinion.ids, self.opinion.logits, self.opinion.tail, self.opinion.mass, self.opinion.choice)
+            opinion = Opinion(*(one.to(device, non_blocking=True) for one in kept))
+        token_ids, loss_mask, aux, last = (one.to(device, non_blocking=True) for one in (
+            self.token_ids, self.loss_mask, self.aux, self.last))
+        return PackedDocuments(token_ids, loss_mask, aux, last, self.lengths, opinion)
+
+    def pinned(self) -> "PackedDocuments":
+        """These documents in memory that a GPU can copy from by itself; unchanged where there is none."""
+        if not torch.cuda.is_available():
+            return self
+        return replace(self, token_ids=self.token_ids.pin_memory(), loss_mask=self.loss_mask.pin_memory(),
+                       aux=self.aux.pin_memory(), last=self.last.pin_memory())
+
     def with_layers(self, columns: Sequence[int]) -> "PackedDocuments":
         """These documents with some of their aux layers, by place."""
         if list(columns) == list(range(self.aux.shape[1])):

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from eyrie_api.v1alpha1.job import TrainSpec
 from eyrie_workers.drafters.eagle3 import Eagle3Drafter, Eagle3Weights
 from eyrie_workers.drafters.rotary import Rotary
+from eyrie_workers.targets.device import on
 from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.flops import step_flops
 from eyrie_workers.training.layout import UnrollLayout, lay_out, parts
@@ -71,7 +72,14 @@ class TrainingTimeTest(Taught):
         cuts = [layout] if judged else parts(layout, self._most_roots(layout))
         if len(cuts) == 1:
             return super().__call__(documents, moment, lesson)
+        with on(self.device):
+            return self._in_parts(documents, layout, cuts, moment, lesson)
+
+    def _in_parts(self, documents: PackedDocuments, layout: UnrollLayout, cuts: Sequence[UnrollLayout],
+                  moment: Moment | None, lesson: Lesson | None) -> Outcome:
         supervision = self.supervise(documents, cuts, layout, moment, lesson)
+        flops = step_flops(self._drafter.config, layout)
+        documents, layout = documents.to(self.device), layout.to(self.device)
         weights = self._drafter.weights(self.dtype)
         ground = lay_ground(weights, self._rotary, self._embed_VH, documents, layout.positions)
         told: list[tuple[Tensor, Tensor]] = []
@@ -80,7 +88,8 @@ class TrainingTimeTest(Taught):
         def lose(number: int, ground: Ground, weights: Eagle3Weights) -> Tensor:
             """The loss of one part of the roots."""
             mine = slice(ends[number], ends[number + 1])
-            states = [step.state for step in unroll(weights, self._rotary, ground, cuts[number], self._recompute)]
+            part = cuts[number].to(self.device)
+            states = [step.state for step in unroll(weights, self._rotary, ground, part, self._recompute)]
             loss, losses_N, choice_N = soft_loss(
                 torch.cat(states), weights.lm_head, supervision.lesson.teacher, supervision.row_N[mine],
                 supervision.share_N[mine], self._loss, choose=False)
@@ -89,8 +98,7 @@ class TrainingTimeTest(Taught):
 
         loss = in_parts(len(cuts), lose, ground, weights)
         losses_N, choice_N = (torch.cat(column) for column in zip(*told, strict=True))
-        return supervision.outcome(loss, losses_N, choice_N, judged=False,
-                                   flops=step_flops(self._drafter.config, layout),
+        return supervision.outcome(loss, losses_N, choice_N, judged=False, flops=flops,
                                    computed=sum(rounded(alive) for cut in cuts for alive in cut.alive if alive))
 
     def _most_roots(self, layout: UnrollLayout) -> int:

@@ -19,7 +19,7 @@ documents in one tile share an axis, never a score.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -65,7 +65,7 @@ class Tile:
         if window is None:
             return hidden
         oldest = self.query_positions[:, :num_queries] + (step - window + 1)
-        return hidden | (torch.arange(self.num_keys) < oldest[:, None, :, None])
+        return hidden | (torch.arange(self.num_keys, device=hidden.device) < oldest[:, None, :, None])
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,17 @@ class UnrollLayout:
     starts: Tensor
     """[documents + 1] int64 where each document begins, and the last one's end."""
 
+    def to(self, device: torch.device) -> "UnrollLayout":
+        """The same layout, its indices on a device. Planning itself is done on the processor."""
+        if self.roots.device == device:
+            return self
+        tiles = tuple(replace(tile, key_index=tile.key_index.to(device), key_cell=tile.key_cell.to(device),
+                              hidden=tile.hidden.to(device), query_positions=tile.query_positions.to(device))
+                      for tile in self.tiles)
+        roots, positions, seats, life, starts = (one.to(device) for one in (
+            self.roots, self.positions, self.seats, self.life, self.starts))
+        return UnrollLayout(roots, positions, self.alive, tiles, seats, life, starts)
+
     def query_cells(self, step: int) -> tuple[Tensor, tuple[int, ...]]:
         """[R_s] cell of each root alive at `step` in the tiles' query cells laid end to end, and each tile's cells."""
         queries = torch.tensor([tile.queries_at[step] for tile in self.tiles])
@@ -106,7 +117,7 @@ class UnrollLayout:
 
     def teacher_positions(self) -> Tensor:
         """Ascending packed positions whose final state some step compares with: step s of root i asks i + 1 + s."""
-        asked_T = torch.zeros(self.positions.numel(), dtype=torch.bool)
+        asked_T = torch.zeros(self.positions.numel(), dtype=torch.bool, device=self.roots.device)
         for step, num_alive in enumerate(self.alive):
             asked_T[self.roots[:num_alive] + 1 + step] = True
         return asked_T.nonzero().squeeze(1)
@@ -128,19 +139,22 @@ def lives(loss_mask: np.ndarray, ttt_length: int) -> np.ndarray:
 
 
 def lay_out(loss_mask: Tensor, lengths: Sequence[int], ttt_length: int, deep: Tensor | None = None,
-            query_block: int = QUERY_BLOCK) -> UnrollLayout:
+            query_block: int = QUERY_BLOCK, *, chosen: Tensor | None = None) -> UnrollLayout:
     """Plan the unroll of one batch.
 
     loss_mask  [T] bool, documents end to end.
     lengths    tokens of each document, summing to T.
     deep       [T] bool, positions whose draft goes on after step 0; None: all.
     query_block  queries of one document that share a tile's rows of keys, at most.
+    chosen     [T] bool, positions that may be roots; None: all.
     """
     mask = loss_mask.numpy()
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     life = np.concatenate([lives(mask[a:b], ttt_length) for a, b in pairwise(starts)])
     if deep is not None:
         life = np.where(deep.numpy(), life, np.minimum(life, 1))
+    if chosen is not None:
+        life = np.where(chosen.numpy(), life, 0)
     return _laid_out(life, starts, ttt_length, query_block)
 
 

@@ -48,6 +48,11 @@ class Teacher:
     inside_R: Tensor
     choice_R: Tensor
 
+    def to(self, device: torch.device) -> "Teacher":
+        """The same table on a device."""
+        return Teacher(self.probabilities_RD.to(device), self.mass_R.to(device), self.inside_R.to(device),
+                       self.choice_R.to(device))
+
 
 @torch.no_grad()
 def teach(last_RH: Tensor, lm_head_VH: Tensor, draft_ids_D: Tensor, t2d_V: Tensor, weigh: bool = True) -> Teacher:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from eyrie_api.v1alpha1.job import TrainSpec
 from eyrie_workers.drafters.vocabulary import DraftVocabulary
 from eyrie_workers.features.opinions import opinion_rows
+from eyrie_workers.targets.device import CPU, on
 from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.layout import UnrollLayout, lay_out
 from eyrie_workers.training.losses import Normalisation, Teacher, shares, teach
@@ -171,7 +172,8 @@ class Taught(ABC):
         self.dtype = dtype
         self.steps = spec.ttt_length if steps is None else steps
         self.vocabulary = vocabulary
-        self._draft_ids_D, self._t2d_V = vocabulary.ids, vocabulary.t2d
+        self.device = lm_head_VH.device
+        self._draft_ids_D, self._t2d_V = vocabulary.ids.to(self.device), vocabulary.t2d.to(self.device)
         self._lm_head_VH = lm_head_VH
         self._step_decay = spec.step_decay
         self._normalisation: Normalisation = spec.normalisation
@@ -198,34 +200,49 @@ class Taught(ABC):
 
     def teach(self, documents: PackedDocuments, positions: Tensor) -> Lesson:
         """The teacher at the given packed positions, ascending."""
+        here = documents.token_ids.device
+        positions = positions.to(here)
         row_T = torch.full_like(documents.token_ids, -1)
-        row_T[positions] = torch.arange(positions.numel())
+        row_T[positions] = torch.arange(positions.numel(), device=here)
+        row_T = row_T.to(self.device)
         if documents.opinion is not None:
-            rows = opinion_rows(documents.loss_mask, documents.lengths)[positions]
-            return Lesson(row_T, teacher_of(documents.opinion, rows, self._draft_ids_D.numel()))
-        last = documents.last.index_select(0, positions)
+            with here:
+                rows = opinion_rows(documents.loss_mask, documents.lengths)[positions]
+                teacher = teacher_of(documents.opinion, rows, self._draft_ids_D.numel())
+            return Lesson(row_T, teacher.to(self.device))
+        last = documents.last.index_select(0, positions).to(self.device)
         return Lesson(row_T, teach(last, self._lm_head_VH, self._draft_ids_D, self._t2d_V, weigh=self._loss != "kl"))
 
     def supervise(self, documents: PackedDocuments, layouts: Sequence[UnrollLayout], layout: UnrollLayout,
                   moment: Moment | None, lesson: Lesson | None) -> Supervision:
-        """Who teaches what `layout` predicts, computed in the order of `layouts`, its parts."""
+        """Who teaches what `layout` predicts, computed in the order of `layouts`, its parts. Layouts and documents as
+        they were planned: on the processor."""
         lesson = lesson or self.teach(documents, layout.teacher_positions())
         asked = [asked_of(part) for part in layouts]
         step_N, position_N = (torch.cat(column) for column in zip(*asked, strict=True))
+        lengths = torch.tensor(documents.lengths, device=CPU)
+        document_T = torch.repeat_interleave(torch.arange(lengths.numel(), device=CPU), lengths)
+        document_N = document_T[position_N].to(self.device)
+        step_N, position_N = step_N.to(self.device), position_N.to(self.device)
         row_N, inside_T = lesson.row_T[position_N], lesson.teacher.inside_R
-        document_T = torch.repeat_interleave(torch.arange(len(documents.lengths)), torch.tensor(documents.lengths))
-        share_N = shares(step_N, document_T[position_N], inside_T[row_N], self.steps, self._step_decay,
-                         self._normalisation, alone if moment is None else moment.total)
+        share_N = shares(step_N, document_N, inside_T[row_N], self.steps, self._step_decay, self._normalisation,
+                         alone if moment is None else moment.total)
         return Supervision(lesson, layout, step_N, position_N, row_N, share_N)
 
     def __call__(self, documents: PackedDocuments, moment: Moment | None = None,
                  lesson: Lesson | None = None) -> Outcome:
-        """Predict, compare, weigh."""
-        layout, judged = self.plan(documents, moment), moment is None
+        """Predict, compare, weigh. Planning is done on the processor, the rest where the target's matrix lies."""
+        layout = self.plan(documents, moment)
+        with on(self.device):
+            return self._learn(documents, layout, moment, lesson)
+
+    def _learn(self, documents: PackedDocuments, layout: UnrollLayout, moment: Moment | None,
+               lesson: Lesson | None) -> Outcome:
+        judged = moment is None
         told = self.supervise(documents, [layout], layout, moment, lesson)
         if layout.num_supervised == 0:
             return Outcome(self.nothing(), torch.zeros(0), 0)
-        found = self.predict(documents, layout, judged)
+        found = self.predict(documents.to(self.device), layout.to(self.device), judged)
         if isinstance(found.heads, Tensor):
             loss, losses_N, choice_N = soft_loss(torch.cat(found.states), found.heads, told.lesson.teacher, told.row_N,
                                                  told.share_N, self._loss, choose=judged)
@@ -247,6 +264,7 @@ class Taught(ABC):
 
 def asked_of(layout: UnrollLayout) -> tuple[Tensor, Tensor]:
     """Of every prediction, step by step: its step, and the packed position the teacher is asked at."""
-    steps = torch.repeat_interleave(torch.arange(len(layout.alive)), torch.tensor(layout.alive))
+    alive = torch.tensor(layout.alive, device=layout.roots.device)
+    steps = torch.repeat_interleave(torch.arange(alive.numel(), device=alive.device), alive)
     roots = torch.cat([layout.roots[:alive] for alive in layout.alive])
     return steps, roots + 1 + steps

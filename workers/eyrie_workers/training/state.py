@@ -110,7 +110,8 @@ def _restore(drafter: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapp
         state = {key.removeprefix(_MOMENT).removesuffix("." + name): value for key, value in tensors.items()
                  if key.startswith(_MOMENT) and _moment_of(key) == name}
         if state:
-            optimizer.state[parameter] = dict(state)
+            # The fused optimiser keeps its step count beside the moments, where the parameter is.
+            optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
 
 
 def _moment_of(key: str) -> str:

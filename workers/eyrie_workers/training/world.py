@@ -36,7 +36,8 @@ class World:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return World()
         if not dist.is_initialized():
-            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+            # Counts are summed where they are made, on the processor; gradients where they are, on the GPU.
+            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         return World(dist.get_rank(), dist.get_world_size())
 
     @property
@@ -88,7 +89,7 @@ class World:
             if counters.step:
                 state = optimizer.state[parameter]
                 if not state:
-                    state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(parameter),
+                    state.update(step=torch.zeros((), device=parameter.device), exp_avg=torch.zeros_like(parameter),
                                  exp_avg_sq=torch.zeros_like(parameter))
                 for moment in ("step", "exp_avg", "exp_avg_sq"):
                     dist.broadcast(state[moment], src=0)
