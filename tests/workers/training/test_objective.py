@@ -11,9 +11,9 @@ from eyrie_api.v1alpha1.job import TrainSpec
 from eyrie_workers.drafters.eagle3 import Eagle3Drafter
 from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.eagle3 import TrainingTimeTest
-from eyrie_workers.training.losses import Normalisation, shares, step_weights, teach
+from eyrie_workers.training.losses import Normalisation, Teacher, shares, step_weights, teach
 from eyrie_workers.training.objective import Moment
-from eyrie_workers.training.softloss import Loss
+from eyrie_workers.training.softloss import Loss, by_kernel, soft_loss
 from tests.workers.drafters.test_serving import HIDDEN, VARIANTS, VOCAB, embedding, random_documents, random_drafter
 
 STEPS, DECAY = 4, 0.8
@@ -287,3 +287,21 @@ def test_recomputation_changes_no_gradient() -> None:
         learner(documents).loss.backward()
         found.append([parameter.grad.clone() for parameter in drafter.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["kl", "tv", "lk", "lk_hybrid"])
+def test_the_form_for_a_gpu_has_the_loss_the_gradients_and_the_choices_of_the_processors(kind: Loss) -> None:
+    generator = torch.Generator().manual_seed(3)
+    table = torch.rand(6, 24, generator=generator).softmax(-1)
+    teacher = Teacher(table, torch.rand(6, generator=generator), torch.ones(6, dtype=torch.bool), table.argmax(-1))
+    row = torch.randint(6, (40,), generator=generator)
+    share = torch.rand(40, generator=generator) * (torch.arange(40) % 3 > 0)
+    found = []
+    for form in (soft_loss, by_kernel):
+        x = torch.randn(40, 8, generator=torch.Generator().manual_seed(4)).requires_grad_()
+        weight = torch.randn(24, 8, generator=torch.Generator().manual_seed(5)).requires_grad_()
+        loss, losses, choice = form(x, weight, teacher, row, share, kind, True)
+        loss.backward()
+        found.append([loss.detach(), losses * (share > 0), choice.float(), x.grad, weight.grad])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)  # float32, summed in another order

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from eyrie_kernels.soft_target_loss import TableTeacher, soft_target_loss
 from eyrie_workers.training.losses import Teacher
 from eyrie_workers.training.products import padded, product
 
@@ -134,6 +135,15 @@ def soft_loss(x: Tensor, weight: Tensor, teacher: Teacher, row: Tensor, share: T
     choose  also find each row's first choice; then rows of weight 0 are computed as well.
     returns (the sum, with gradients to x and weight), losses [N] (0 where left out), first choices [N] or [0].
     """
+    if x.is_cuda:
+        return by_kernel(x, weight, teacher, row, share, kind, choose)
     found: tuple[Tensor, Tensor, Tensor] = _SoftLoss.apply(
         x, weight, teacher.probabilities_RD, teacher.mass_R, row, share, kind, choose)
     return found
+
+
+def by_kernel(x: Tensor, weight: Tensor, teacher: Teacher, row: Tensor, share: Tensor, kind: Loss,
+              choose: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`soft_loss` as a GPU does it: the same formulas, a chunk's rows by one kernel (`kernels.soft_target_loss`)."""
+    table = TableTeacher(teacher.probabilities_RD, mass_U=teacher.mass_R)
+    return soft_target_loss(x, weight, table, row, share, "ce" if kind == "kl" else kind, choose)
