@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.drafters import eagle3_family
+from eyrie_workers.drafters import eagle3_family, standalone
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid, read_config
 from eyrie_workers.drafters.family import Family, Layers
 from eyrie_workers.drafters.ngram import NgramDrafter
@@ -19,6 +19,7 @@ from eyrie_workers.targets.model import TargetModel
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (
     eagle3_family.FAMILY,
+    standalone.FAMILY,
 )}
 
 

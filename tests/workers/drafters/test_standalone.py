@@ -1,0 +1,185 @@
+"""The standalone drafter: a plain Llama to everyone, the same function in training and serving, blind to neighbours."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, TrainSpec
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid
+from eyrie_workers.drafters.inheritance import TargetEnds, read_target_ends
+from eyrie_workers.drafters.protocol import SettledPairs
+from eyrie_workers.drafters.registry import open_drafter
+from eyrie_workers.drafters.standalone import FAMILY, Distillation, StandaloneDrafter, StandaloneServer
+from eyrie_workers.drafters.vocabulary import DraftVocabulary
+from eyrie_workers.targets.loading import load_target
+from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.training.documents import PackedDocuments, join
+from eyrie_workers.training.objective import Moment
+from tests.tiny import tiny_target
+
+VOCAB = 320
+TREE = DraftTreeShape(num_steps=3, top_k=3, num_draft_tokens=12)
+# Same weights, sums in another order, float32; logits here are of order one.
+TOLERANCE = 5e-5
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
+    return load_target(tiny_target(tmp_path_factory.mktemp("target"), "llama", seed=5))
+
+
+def ends_of(target: TargetModel) -> TargetEnds:
+    assert target.path is not None
+    return read_target_ends(target.path, target.config.tie_word_embeddings)
+
+
+def drafter_for(target: TargetModel, **spec: object) -> StandaloneDrafter:
+    """Random weights, large enough that every part shows in the logits."""
+    wanted = DrafterSpec.model_validate({"family": "standalone", "max_draft_tokens": 3} | spec)
+    drafter = FAMILY.create(wanted, target.config, ends_of(target), (), DraftVocabulary(torch.arange(VOCAB), VOCAB), 1)
+    assert isinstance(drafter, StandaloneDrafter)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.normal_(0.0, 0.3, generator=generator)
+            if parameter.dim() == 1:
+                parameter.add_(1.0)
+    return drafter
+
+
+def documents(lengths: tuple[int, ...], hidden: int = 32) -> PackedDocuments:
+    """Documents whose second half is the answer."""
+    generator = torch.Generator().manual_seed(7)
+    return join([(torch.randint(VOCAB, (length,), generator=generator), torch.arange(length) >= length // 2,
+                  torch.zeros(length, 0, hidden), torch.randn(length, hidden, generator=generator))
+                 for length in lengths])
+
+
+def logits_of(drafter: StandaloneDrafter, text: Tensor) -> Tensor:
+    """[T, V] by the training face."""
+    alone = PackedDocuments(text, torch.ones_like(text, dtype=torch.bool), torch.zeros(len(text), 0, 1),
+                            torch.zeros(len(text), 1), (len(text),))
+    objective = Distillation(drafter, TargetEnds(torch.zeros(VOCAB, 1), torch.zeros(VOCAB, 1), torch.zeros(1)),
+                             TrainSpec(), len(text), torch.float32)
+    positions = torch.arange(len(text))
+    with torch.no_grad():
+        states = drafter.states(alone, objective._rotary.at(positions), positions, torch.float32)
+        return states @ drafter.lm_head.weight.T
+
+
+def test_transformers_loads_the_export_as_a_llama_with_the_same_logits(target: TargetModel, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    drafter = drafter_for(target)
+    FAMILY.save(tmp_path / "drafter", drafter, "float32", None)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "drafter", dtype=torch.float32).eval()
+    assert isinstance(theirs, LlamaForCausalLM)
+    text = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(drafter, text), theirs(text[None]).logits[0], rtol=0, atol=TOLERANCE)
+
+
+def test_serving_says_what_training_says_along_every_path_of_a_tree(target: TargetModel, tmp_path: Path) -> None:
+    drafter = drafter_for(target)
+    FAMILY.save(tmp_path / "drafter", drafter, "float32", None)
+    server = open_drafter(tmp_path / "drafter", target)
+    assert isinstance(server, StandaloneServer)
+    generator = torch.Generator().manual_seed(2)
+    texts = [torch.randint(VOCAB, (length,), generator=generator) for length in (9, 14)]
+    state = server.new_state(3, 100, TREE)
+    for row, text in zip((2, 0), texts, strict=True):
+        server.admit(state, row, text[:4].tolist())
+        server.extend(state, SettledPairs(torch.tensor([row]), torch.tensor([0]), torch.tensor([4]), text[None, 1:5],
+                                          torch.zeros(1, 4, 0, 32)))
+    # The rest together, one row's padded; then trees of both rows at once, twice, so that scratch keys are old.
+    rest = [len(text) - 5 for text in texts]
+    padded = torch.stack([torch.cat([text[5:], text.new_zeros(max(rest) - left)])
+                          for text, left in zip(texts, rest, strict=True)])
+    server.extend(state, SettledPairs(torch.tensor([2, 0]), torch.tensor([4, 4]), torch.tensor(rest), padded,
+                                      torch.zeros(2, max(rest), 0, 32)))
+    server.propose(state, torch.tensor([0, 2]), DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3))
+    tree = server.propose(state, torch.tensor([2, 0]), TREE)
+    alone = server.propose(state, torch.tensor([0]), TREE)
+    assert torch.equal(alone.tokens[0], tree.tokens[1])
+    for row, text in enumerate(texts):
+        tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+        for node in range(1, len(tokens)):
+            path, at = [], node
+            while at:
+                path.insert(0, tokens[at])
+                at = parents[at]
+            log_q = logits_of(drafter, torch.cat([text, torch.tensor(path)])).log_softmax(-1)
+            expected = sum(float(log_q[len(text) - 1 + depth, token]) for depth, token in enumerate(path))
+            assert float(tree.scores[row, node]) == pytest.approx(expected, abs=2e-4)
+
+
+def test_documents_of_one_batch_do_not_see_each_other(target: TargetModel) -> None:
+    drafter, packed = drafter_for(target), documents((12, 20, 8))
+    objective = FAMILY.objective(drafter, ends_of(target), TrainSpec(ttt_length=3), 20, torch.float32)
+    together = objective(packed).hits
+    apart: list[Tensor] = [hit.new_zeros(0) for hit in together]
+    starts = [0, 12, 32]
+    for start, length in zip(starts, packed.lengths, strict=True):
+        part = slice(start, start + length)
+        hits = objective(PackedDocuments(packed.token_ids[part], packed.loss_mask[part], packed.aux[part],
+                                         packed.last[part], (length,))).hits
+        apart = [torch.cat(pair) for pair in zip(apart, hits, strict=True)]
+    assert [int(hit.sum()) for hit in together] == [int(hit.sum()) for hit in apart]
+    assert [hit.numel() for hit in together] == [hit.numel() for hit in apart]
+
+
+def test_the_loss_is_the_cross_entropy_with_the_target_at_each_answer_token_once(target: TargetModel) -> None:
+    drafter, packed, ends = drafter_for(target).double(), documents((12, 20)), ends_of(target)
+    double = TargetEnds(ends.embed.double(), ends.lm_head.double(), ends.norm.double())
+    outcome = FAMILY.objective(drafter, double, TrainSpec(ttt_length=3), 20, torch.float64)(
+        packed, Moment(0, 1, 0))
+    outcome.loss.backward()
+    found = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()
+             if parameter.grad is not None}
+    assert found.keys() == dict(drafter.named_parameters()).keys()
+    drafter.zero_grad()
+    losses, start = [], 0
+    for length in packed.lengths:
+        part = slice(start, start + length)
+        alone = PackedDocuments(packed.token_ids[part], packed.loss_mask[part], packed.aux[part], packed.last[part],
+                                (length,))
+        positions = torch.arange(length)
+        objective = Distillation(drafter, double, TrainSpec(), length, torch.float64)
+        states = drafter.states(alone, objective._rotary.at(positions), positions, torch.float64)
+        log_q = (states @ drafter.lm_head.weight.T).log_softmax(-1)
+        p = (alone.last.double() @ double.lm_head.T).softmax(-1)
+        # The answer's first token is the target's own; from there on each next answer token is predicted.
+        losses += [-(p[t] * log_q[t]).sum() for t in range(length // 2, length - 1)]
+        start += length
+    expected = torch.stack(losses).mean()
+    expected.backward()
+    assert outcome.supervised == len(losses)
+    torch.testing.assert_close(outcome.loss, expected, rtol=1e-6, atol=1e-6)
+    for name, parameter in drafter.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_width_and_depth_are_its_own_and_the_heads_have_the_targets_size(target: TargetModel) -> None:
+    config = drafter_for(target).config
+    assert (config.hidden_size, config.num_layers, config.head_dim, config.num_heads) == (16, 2, 8, 2)
+    assert config.intermediate_size == 32
+    config = drafter_for(target, hidden_size=24, num_layers=1, num_attention_heads=4, intermediate_size=40).config
+    assert (config.hidden_size, config.num_layers, config.num_heads, config.num_kv_heads) == (24, 1, 4, 2)
+    with pytest.raises(InvalidInput, match="sliding_window"):
+        drafter_for(target, sliding_window=16)
+
+
+def test_a_directory_that_is_not_whole_or_for_another_target_is_refused(target: TargetModel, tmp_path: Path) -> None:
+    FAMILY.save(tmp_path / "drafter", drafter_for(target), "float32", None)
+    weights = tmp_path / "drafter" / "model.safetensors"
+    tensors = load_file(weights)
+    other = load_target(tiny_target(tmp_path / "other", vocab_size=300))
+    with pytest.raises(CheckpointInvalid, match="vocabulary of 320"):
+        open_drafter(tmp_path / "drafter", other)
+    save_file({name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}, weights)
+    with pytest.raises(CheckpointInvalid, match="weight is missing"):
+        open_drafter(tmp_path / "drafter", target)
