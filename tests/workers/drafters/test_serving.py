@@ -11,7 +11,7 @@ from eyrie_api.v1alpha1.job import DraftTreeShape
 from eyrie_workers.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from eyrie_workers.drafters.protocol import DraftStep, SettledPairs
 from eyrie_workers.drafters.rotary import Rotary
-from eyrie_workers.drafters.serving import Eagle3Server, Eagle3State
+from eyrie_workers.drafters.serving import Eagle3Server, LayerState
 from eyrie_workers.drafters.vocabulary import DraftVocabulary
 from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.training.layout import UnrollLayout, lay_out
@@ -72,7 +72,7 @@ def pairs_of(documents: PackedDocuments, start: int, first: int, stop: int, row:
         aux=documents.aux[None, start + first: start + stop])
 
 
-def chain(server: Eagle3Server, state: Eagle3State, tokens: torch.Tensor, row: int = 0) -> list[torch.Tensor]:
+def chain(server: Eagle3Server, state: LayerState, tokens: torch.Tensor, row: int = 0) -> list[torch.Tensor]:
     """Logits of each drafting step when the given tokens [S - 1] are what is drafted; [S] of [D]."""
     step = DraftStep(state.logits[row][None, None], state.hidden[row][None, None])
     logits = [step.logits[0, 0]]
@@ -156,8 +156,9 @@ def test_pairs_settled_in_pieces_leave_the_same_state_as_at_once() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 2, 6])
-@pytest.mark.parametrize("shape", [DraftTreeShape(num_steps=4, top_k=1, num_draft_tokens=5),
-                                   DraftTreeShape(num_steps=4, top_k=2, num_draft_tokens=9)], ids=["chain", "tree"])
+@pytest.mark.parametrize("shape", [
+    DraftTreeShape(num_steps=4, top_k=1, num_draft_tokens=5), DraftTreeShape(num_steps=4, top_k=2, num_draft_tokens=9),
+    DraftTreeShape(num_steps=4, top_k=3, num_draft_tokens=9, static=True)], ids=["chain", "tree", "static"])
 def test_a_batch_of_rows_proposes_what_each_row_proposes_alone(shape: DraftTreeShape, window: int | None) -> None:
     drafter, embed = random_drafter(sliding_window=window), embedding()
     server = Eagle3Server(drafter, embed)
@@ -179,9 +180,11 @@ def test_a_batch_of_rows_proposes_what_each_row_proposes_alone(shape: DraftTreeS
 
 
 @pytest.mark.parametrize("window", [None, 2, 6])
-def test_a_tree_path_is_scored_as_the_chain_of_its_tokens(window: int | None) -> None:
+@pytest.mark.parametrize("static", [False, True])
+def test_a_tree_path_is_scored_as_the_chain_of_its_tokens(static: bool, window: int | None) -> None:
     drafter, documents, embed = random_drafter(sliding_window=window), random_documents((12,)), embedding()
-    server, shape = Eagle3Server(drafter, embed), DraftTreeShape(num_steps=4, top_k=3, num_draft_tokens=20)
+    server = Eagle3Server(drafter, embed)
+    shape = DraftTreeShape(num_steps=4, top_k=3, num_draft_tokens=10 if static else 20, static=static)
     state = server.new_state(1, 32, shape)
     server.extend(state, pairs_of(documents, 0, 0, 9))
     tree = server.propose(state, torch.tensor([0]), shape)

@@ -55,7 +55,8 @@ class RandomDrafter:
             return torch.randn(len(rows), num_nodes, self.vocab_size, generator=generator)
 
         def step(tokens: Tensor, hidden: Tensor, mask: Tensor, depth: int) -> DraftStep:
-            assert mask.shape == (*tokens.shape, depth * tokens.shape[1])
+            assert mask.shape[:2] == tokens.shape
+            assert shape.static or mask.shape[2] == depth * tokens.shape[1]
             assert bool((mask.sum(-1) == depth).all())  # itself and one ancestor per depth above
             return DraftStep(logits(tokens.shape[1]), hidden)
 

@@ -32,7 +32,9 @@ class ToyDrafter:
 
     def step(self, tokens: Tensor, hidden: Tensor, mask: Tensor, depth: int) -> DraftStep:
         width = tokens.shape[1]
-        assert mask.shape == (self.num_rows, width, depth * width)
+        if depth == 1:
+            self.keys = [[] for _ in range(self.num_rows)]
+        assert mask.shape == (self.num_rows, width, len(self.keys[0]) + width)
         logits, states = [], []
         for row in range(self.num_rows):
             mine = []

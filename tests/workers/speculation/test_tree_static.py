@@ -1,12 +1,17 @@
 """Static trees: what their topology promises, and what is grown upon it."""
 
+import math
 from collections import Counter
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_workers.drafters.protocol import NO_TOKEN, DraftStep
 from eyrie_workers.speculation.static_tree import accepted_at, static_topology
+from eyrie_workers.speculation.tree import grow
+from tests.workers.speculation.test_tree import ToyDrafter, paths_of, toy_logits
 
 
 @st.composite
@@ -76,3 +81,52 @@ def test_the_prior_falls_with_every_rank() -> None:
     chances = [accepted_at(rank) for rank in range(64)]
     assert chances == sorted(chances, reverse=True)
     assert 0 < chances[-1] < chances[0] < sum(chances) <= 1
+
+
+@settings(max_examples=80, deadline=None)
+@given(shapes(most_steps=5, most_top_k=4), st.integers(1, 3), st.integers(4, 9), st.integers(0, 10**6))
+def test_every_node_takes_the_guess_of_its_rank(shape: DraftTreeShape, num_rows: int, vocab: int, seed: int) -> None:
+    vocabulary = [3 * token + 1 for token in range(vocab)]
+    drafter = ToyDrafter(num_rows, vocabulary, seed)
+    tree = grow(drafter.first(), drafter.step, shape, torch.tensor(vocabulary))
+    assert tree.parents.tolist() == [list(static_topology(shape).parents)] * num_rows
+    for row in range(num_rows):
+        expected: dict[tuple[int, ...], float] = {}
+        for ranks in paths(shape)[1:]:
+            path: tuple[int, ...] = ()
+            score = 0.0
+            for rank in ranks:
+                logs = toy_logits(path, row, vocab, seed).log_softmax(-1).sort(descending=True)
+                path, score = (*path, vocabulary[int(logs.indices[rank])]), score + float(logs.values[rank])
+            expected[path] = score
+        found = paths_of(tree, row)
+        assert list(found) == list(expected)
+        assert all(math.isclose(found[path], expected[path], abs_tol=1e-9) for path in expected)
+
+
+def test_only_nodes_that_have_children_are_run() -> None:
+    shape = DraftTreeShape(num_steps=4, top_k=4, num_draft_tokens=12, static=True)
+    drafter, widths = ToyDrafter(2, list(range(8)), 0), []
+
+    def step(tokens: torch.Tensor, hidden: torch.Tensor, mask: torch.Tensor, depth: int) -> DraftStep:
+        widths.append(tokens.shape[1])
+        return drafter.step(tokens, hidden, mask, depth)
+
+    grow(drafter.first(), step, shape)
+    inner = {path[:-1] for path in paths(shape)[1:]}
+    by_depth = Counter(len(path) for path in inner)
+    assert widths == [by_depth[depth] for depth in range(1, max(by_depth) + 1)]
+    assert len(set(widths)) > 1
+
+
+def test_a_draft_vocabulary_smaller_than_the_tree_is_wide_leaves_empty_nodes() -> None:
+    shape = DraftTreeShape(num_steps=2, top_k=3, num_draft_tokens=13, static=True)
+    drafter = ToyDrafter(1, [7, 5], 3)
+    tree = grow(drafter.first(), drafter.step, shape, torch.tensor([7, 5]))
+    ranks = torch.tensor(static_topology(shape).ranks)
+    assert torch.equal(tree.tokens[0] == NO_TOKEN, (ranks > 1) | (torch.arange(13) == 0))
+    live = tree.tokens[0] != NO_TOKEN
+    assert set(tree.tokens[0][live].tolist()) == {5, 7}
+    for node in live.nonzero().flatten().tolist():
+        siblings = (tree.parents[0] == tree.parents[0, node]) & live
+        assert tree.tokens[0][siblings].unique().numel() == int(siblings.sum())

@@ -90,8 +90,9 @@ class StepFunction(Protocol):
 
         tokens  [B, K]     int64   target token ids of the nodes
         hidden  [B, K, H]  float   `DraftStep.hidden` of each node's parent
-        mask    [B, K, M]  bool    which scratch keys a node sees: its ancestors below the root and itself. The nodes of
-                                   this call are the last K of the M = depth * K scratch keys of this round.
+        mask    [B, K, M]  bool    which scratch keys of this round a node sees: its ancestors below the root and
+                                   itself. The nodes of this call are the last K of the M, after those of earlier
+                                   calls: M = depth * K in a dynamic tree; a static one's width varies by depth.
         depth                      1 for children of the root. Rope position = last pair's position + depth.
         """
         ...

@@ -31,6 +31,23 @@ class Topology(NamedTuple):
     ranks: tuple[int, ...]
 
 
+class Level(NamedTuple):
+    """One depth of a topology, as it is grown. A *runner* is a node of the depth above that has children, in order."""
+
+    nodes: tuple[int, ...]
+    width: int
+    """Guesses wanted of a runner, at most."""
+
+    guesses: tuple[int, ...]
+    """Of each node: which guess it is, when every runner above makes `width` of them: runner * width + rank."""
+
+    inner: tuple[int, ...]
+    """Nodes that have children: the runners of the next depth."""
+
+    under: tuple[int, ...]
+    """Of each of `inner`: the runner above it."""
+
+
 def accepted_at(rank: int) -> float:
     """The prior: as measured for the first ranks, falling with the square of the rank beyond (a power law, Sequoia)."""
     last = len(ACCEPTED_BY_RANK)
@@ -65,3 +82,19 @@ def _topology(num_steps: int, top_k: int, num_draft_tokens: int) -> Topology:
     taken.sort(key=lambda path: (len(path), path))
     node_of = {path: node for node, path in enumerate(taken)}
     return Topology(tuple(node_of[path[:-1]] for path in taken), tuple(path[-1] if path else 0 for path in taken))
+
+
+@cache
+def levels(topology: Topology) -> tuple[Level, ...]:
+    """The depths below the root, in order."""
+    parents, ranks = topology
+    inner = set(parents)
+    found: list[Level] = []
+    above: tuple[int, ...] = (0,)
+    while nodes := tuple(node for node, parent in enumerate(parents) if node and parent in above):
+        width = 1 + max(ranks[node] for node in nodes)
+        runners = tuple(node for node in nodes if node in inner)
+        found.append(Level(nodes, width, tuple(above.index(parents[node]) * width + ranks[node] for node in nodes),
+                           runners, tuple(above.index(parents[node]) for node in runners)))
+        above = runners
+    return tuple(found)

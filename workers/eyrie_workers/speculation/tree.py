@@ -8,6 +8,9 @@ EAGLE-2 (arXiv:2406.16858) in three steps, batched over rows:
              exceeds its parent's, and on ties the earlier node wins, so what stays is always a tree;
     flatten  the nodes that stay, in the order they were grown: parents before children, root first.
 
+A shape that is `static` is not grown by confidence: its nodes are fixed beforehand (`speculation.static_tree`), and
+each takes the guess of its rank. The drafter runs the nodes that have children, and no others.
+
 Everything here is a function of tensors; the drafter enters as a `StepFunction`. A chain is the tree with top_k 1.
 
 SGLang grows, scores, reranks and verifies by the same rules (0.5.23: `select_top_k_tokens`, `organize_draft_results`),
@@ -23,11 +26,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from eyrie_api.v1alpha1.job import DraftTreeShape
 from eyrie_workers.drafters.protocol import NO_TOKEN, DraftStep, DraftTree, StepFunction
 from eyrie_workers.speculation.noise import RowNoise
+from eyrie_workers.speculation.static_tree import levels, static_topology
 
 BranchKeys = Literal["ancestors", "places"]
 """Which scratch keys a node sees: those of its ancestors, or those written at its place in the frontier (SGLang)."""
@@ -53,11 +58,13 @@ def grow(first: DraftStep, step: StepFunction, shape: DraftTreeShape, vocabulary
     step        runs the drafter for the following passes
     vocabulary  [D] int64 target id of each draft id; None when both vocabularies are the same
     noise       of the same rows; None when all are greedy
-    branch_keys what the nodes of a tree attend to; a chain's nodes see everything before them either way
+    branch_keys what the nodes of a dynamic tree attend to; a chain's nodes see everything before them either way
     returns     trees whose root token is NO_TOKEN: the engine knows the last settled token, the drafter need not
     """
     if shape.top_k == 1:
         return _grow_chain(first, step, shape, vocabulary, noise)
+    if shape.static:
+        return _grow_static(first, step, shape, vocabulary, noise)
     return rerank(_expand(first, step, shape, vocabulary, noise, branch_keys), shape.num_draft_tokens)
 
 
@@ -118,6 +125,36 @@ def _expand(first: DraftStep, step: StepFunction, shape: DraftTreeShape, vocabul
             frontier = num_grown + chosen
         num_grown += width * width
     return _Grown(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(all_scores, 1))
+
+
+def _grow_static(first: DraftStep, step: StepFunction, shape: DraftTreeShape, vocabulary: Tensor | None,
+                 noise: RowNoise | None) -> DraftTree:
+    logits, states = first
+    num_rows, device = logits.shape[0], logits.device
+    topology = static_topology(shape)
+    parents = torch.tensor(topology.parents, device=device)
+    tokens = torch.full((num_rows, shape.num_draft_tokens), NO_TOKEN, dtype=torch.int64, device=device)
+    scores = torch.full((num_rows, shape.num_draft_tokens), -torch.inf, dtype=logits.dtype, device=device)
+    scores[:, 0] = 0.0
+    mask = torch.zeros(1, 1, 0, dtype=torch.bool, device=device)  # [1, K, M] of the nodes that were run last
+    for depth, level in enumerate(levels(topology), start=1):
+        nodes, guesses = torch.tensor(level.nodes, device=device), torch.tensor(level.guesses, device=device)
+        best, ids = _confidence(logits, depth, vocabulary, noise).topk(min(level.width, logits.shape[-1]))
+        if best.shape[-1] < level.width:  # a draft vocabulary smaller than the tree is wide: nodes without a token
+            missing = (0, level.width - best.shape[-1])
+            best, ids = F.pad(best, missing, value=-torch.inf), F.pad(ids, missing, value=NO_TOKEN)
+        guessed = ids.flatten(1).index_select(1, guesses)
+        if vocabulary is not None:
+            guessed = torch.where(guessed == NO_TOKEN, NO_TOKEN, vocabulary[guessed])
+        tokens[:, nodes] = guessed
+        scores[:, nodes] = scores[:, parents[nodes]] + best.flatten(1).index_select(1, guesses)
+        if level.inner:
+            inner, under = torch.tensor(level.inner, device=device), torch.tensor(level.under, device=device)
+            own = torch.eye(len(level.inner), dtype=torch.bool, device=device)[None]
+            mask = torch.cat([mask.index_select(1, under), own], 2)
+            logits, states = step(tokens[:, inner].clamp(min=0), states.index_select(1, under),
+                                  mask.expand(num_rows, -1, -1), depth)
+    return DraftTree(tokens, parents.expand(num_rows, -1), scores)
 
 
 def rerank(grown: _Grown, num_draft_tokens: int) -> DraftTree:
