@@ -53,6 +53,15 @@ CAPTURED_BESIDES: tuple[str, ...] = (
 )
 """Drafters and an embedding model, which inherit the method and are no targets."""
 
+NO_BLOCKS_ARCHITECTURES: tuple[str, ...] = (
+    "ApertusForCausalLM", "BailingMoEForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM",
+    "ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration",
+    "Glm4MoeForCausalLM", "Llama4ForConditionalGeneration", "LongcatFlashForCausalLM", "MindSporeForCausalLM",
+    "MiniMaxM2ForCausalLM", "MiniMaxM3SparseForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration", "SarvamMoEForCausalLM",
+)
+"""Of CAPTURED_ARCHITECTURES, those without `set_dflash_layers_to_capture`: no drafter of blocks can read them."""
+
 RAW_UNLESS_FIRST_IS_ONE: tuple[str, ...] = (
     "DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM",
     "GlmMoeDsaForCausalLM", "KimiK25ForConditionalGeneration", "MistralLarge3ForCausalLM",
@@ -68,6 +77,15 @@ def require_capture(architecture: str) -> None:
         raise UnsupportedTarget(
             f"SGLang {SGLANG_VERSION} cannot capture hidden states of {architecture}, which an EAGLE-3 drafter reads",
             f"serve with the embedded engine, or use a target of {', '.join(SUPPORTED_BY_SGLANG)}")
+
+
+def require_block_capture(architecture: str) -> None:
+    """The same for DFlash, whose hook is another one, which fewer models have."""
+    require_capture(architecture)
+    if architecture in (*NO_BLOCKS_ARCHITECTURES, *PLUGIN_ARCHITECTURES):
+        raise UnsupportedTarget(
+            f"SGLang {SGLANG_VERSION} cannot capture hidden states of {architecture} for a drafter of blocks",
+            "serve with the embedded engine, or train another family")
 
 
 def sglang_layer_ids(architecture: str, num_layers: int, aux_layers: Sequence[int]) -> tuple[int, ...]:

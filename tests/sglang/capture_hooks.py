@@ -1,7 +1,8 @@
 """Print, as JSON, how the installed SGLang captures hidden states, found without importing it. Run by its Python.
 
 Per entry class of `srt/models` that has or inherits `set_eagle3_layers_to_capture`: whether explicit layer ids are
-taken raw unless the first is 1. Classes are followed through their bases by name, over imports between model modules.
+taken raw unless the first is 1; and which of all have `set_dflash_layers_to_capture`. Classes are followed through
+their bases by name, over imports between model modules.
 """
 
 import ast
@@ -11,7 +12,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-HOOK = "set_eagle3_layers_to_capture"
+HOOK, BLOCK_HOOK = "set_eagle3_layers_to_capture", "set_dflash_layers_to_capture"
 
 
 class Models:
@@ -37,7 +38,7 @@ class Models:
                 listed = node.value.elts if isinstance(node.value, ast.List | ast.Tuple) else [node.value]
                 self.entries += [(module, name.id) for name in listed if isinstance(name, ast.Name)]
 
-    def hook(self, module: str, name: str) -> ast.FunctionDef | None:
+    def hook(self, module: str, name: str, method: str = HOOK) -> ast.FunctionDef | None:
         """The method of a class or of the first base that has it."""
         while (module, name) in self.imported and (module, name) not in self.classes:
             module, name = self.imported[module, name]
@@ -45,9 +46,9 @@ class Models:
         if found is None:
             return None
         for node in found.body:
-            if isinstance(node, ast.FunctionDef) and node.name == HOOK:
+            if isinstance(node, ast.FunctionDef) and node.name == method:
                 return node
-        inherited = (self.hook(module, ast.unparse(base)) for base in found.bases
+        inherited = (self.hook(module, ast.unparse(base), method) for base in found.bases
                      if ast.unparse(base) != name)  # a class that replaces its namesake of another module
         return next((hook for hook in inherited if hook is not None), None)
 
@@ -59,8 +60,10 @@ def main() -> None:
         sys.exit("sglang is not installed here")
     models = Models(Path(spec.submodule_search_locations[0]) / "srt" / "models")
     hooks = {name: hook for module, name in models.entries if (hook := models.hook(module, name)) is not None}
-    json.dump({"version": version("sglang"), "entries": len(models.entries), "raw_unless_first_is_one": {
-        name: "layer_ids[0] == 1" in ast.unparse(hook) for name, hook in hooks.items()}}, sys.stdout)
+    blocks = [name for module, name in models.entries if models.hook(module, name, BLOCK_HOOK) is not None]
+    raw = {name: "layer_ids[0] == 1" in ast.unparse(hook) for name, hook in hooks.items()}
+    json.dump({"version": version("sglang"), "entries": len(models.entries), "blocks": blocks,
+               "raw_unless_first_is_one": raw}, sys.stdout)
 
 
 if __name__ == "__main__":

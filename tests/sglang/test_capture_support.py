@@ -10,6 +10,7 @@ import pytest
 from eyrie_api.capture_support import (
     CAPTURED_ARCHITECTURES,
     CAPTURED_BESIDES,
+    NO_BLOCKS_ARCHITECTURES,
     PLUGIN_ARCHITECTURES,
     RAW_UNLESS_FIRST_IS_ONE,
     SGLANG_VERSION,
@@ -34,6 +35,10 @@ def test_the_version_is_the_one_our_facts_are_of(scanned: dict[str, Any]) -> Non
 def test_sglang_captures_for_exactly_the_classes_listed(scanned: dict[str, Any]) -> None:
     assert set(scanned["raw_unless_first_is_one"]) == {*CAPTURED_ARCHITECTURES, *CAPTURED_BESIDES}
     assert not set(scanned["raw_unless_first_is_one"]) & set(PLUGIN_ARCHITECTURES)
+
+
+def test_drafters_of_blocks_are_captured_for_by_all_but_the_classes_listed(scanned: dict[str, Any]) -> None:
+    assert set(CAPTURED_ARCHITECTURES) - set(scanned["blocks"]) == set(NO_BLOCKS_ARCHITECTURES)
 
 
 def test_layer_ids_are_taken_raw_by_exactly_the_families_listed(scanned: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ from eyrie_api.v1alpha1.stages import Manifest
 from eyrie_operator.manifests.deployment import DrafterFiles, StoredDrafter, Undeployable
 from eyrie_operator.manifests.names import digest
 from eyrie_pipelines.work import split_drafter
-from eyrie_workers.engines.sglang.served import ServedDrafter, read_drafter
+from eyrie_workers.engines.sglang.served import ServedDrafter, algorithm_of_family, read_drafter
 
 log = logging.getLogger(__name__)
 
@@ -77,12 +77,13 @@ class Drafters:
             facts = read_drafter(directory, found.config)
         elif not facts_needed:
             facts = ServedDrafter(directory, context_length=1)  # nobody reads it
-        elif job is not None and job.drafter.max_position_embeddings is not None:
-            facts = ServedDrafter(directory, job.drafter.max_position_embeddings, job.drafter.sliding_window)
+        elif job is not None and job.drafter.max_position_embeddings is not None and not job.sweep.families:
+            facts = ServedDrafter(directory, job.drafter.max_position_embeddings, job.drafter.sliding_window,
+                                  algorithm=algorithm_of_family(job.drafter.family))
         else:
             raise Undeployable(f"{directory}/{CONFIG} cannot be read by the operator, and the drafter's job does not "
-                               "say drafter.max_position_embeddings", "mount the work volume into the operator's pod, "
-                               "or keep work in an artifact store")
+                               "say drafter.max_position_embeddings, or trains several families",
+                               "mount the work volume into the operator's pod, or keep work in an artifact store")
         return DrafterFiles(facts, found.stored, found.digest)
 
     def _fetch(self, work: S3Work, stored: StoredDrafter) -> DrafterFound:

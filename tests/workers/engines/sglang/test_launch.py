@@ -1,13 +1,13 @@
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eyrie_api.errors import UnsupportedTarget
-from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.job import SGLANG_ALGORITHMS, DraftTreeShape, Family
 from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, OperatingPoint, Setting
 from eyrie_workers.engines.sglang.launch import (
     LaunchPlan,
@@ -26,7 +26,14 @@ from eyrie_workers.engines.sglang.profiles import (
     profile,
     static_fraction,
 )
-from eyrie_workers.engines.sglang.served import ServedDrafter, ServedTarget, read_drafter, read_target
+from eyrie_workers.engines.sglang.served import (
+    ServedDrafter,
+    ServedTarget,
+    algorithm_of,
+    algorithm_of_family,
+    read_drafter,
+    read_target,
+)
 
 CHAIN = Setting(tree=DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6))
 TREE = Setting(tree=DraftTreeShape(num_steps=4, top_k=4, num_draft_tokens=12))
@@ -312,3 +319,72 @@ def test_both_arms_capture_the_same_batches_up_to_the_last(most: int) -> None:
     assert list(sizes) == sorted(set(sizes))
     assert sizes[-1] == most
     assert set(range(1, min(most, 8) + 1)) <= set(sizes)
+
+
+def drafted(algorithm: Any, setting: Setting = CHAIN, machine: str = "h100", **more: Any) -> LaunchPlan:
+    facts = {name: more.pop(name) for name in ("block_size", "sliding_window") if name in more}
+    return plan(machine, setting, drafter=ServedDrafter("/drafters/d", 8192, algorithm=algorithm, **facts), **more)
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE"])
+@pytest.mark.parametrize("setting", [CHAIN, TREE], ids=lambda one: one.label())
+def test_a_drafter_is_launched_with_its_own_algorithm_and_the_shape_asked_for(algorithm: str, setting: Setting) -> None:
+    line = launch_arguments(drafted(algorithm, setting))
+    assert value(line, "--speculative-algorithm") == algorithm
+    assert value(line, "--speculative-eagle-topk") == str(setting.tree.top_k if setting.tree else 0)
+
+
+def test_a_drafter_of_blocks_is_told_its_block_and_a_backend_that_computes_it() -> None:
+    line = launch_arguments(drafted("DFLASH", block_size=6))
+    assert value(line, "--speculative-dflash-block-size") == "6"
+    assert value(line, "--speculative-num-steps") is None
+    assert value(line, "--speculative-draft-attention-backend") is None
+    assert value(launch_arguments(drafted("DFLASH", machine="b200")),
+                 "--speculative-draft-attention-backend") == "flashinfer"
+    assert value(launch_arguments(drafted("DFLASH", machine="mi300x")),
+                 "--speculative-draft-attention-backend") == "triton"
+
+
+OLMO = ServedTarget(model="/models/olmo", architecture="Olmo3ForCausalLM", num_layers=32, context_length=8192)
+MIXTRAL = replace(OLMO, architecture="MixtralForCausalLM")
+QWEN2 = replace(OLMO, architecture="Qwen2ForCausalLM")
+STATIC = Setting(tree=DraftTreeShape(num_steps=4, top_k=4, num_draft_tokens=12, static=True))
+
+
+@pytest.mark.parametrize(("refused", "word"), [
+    (drafted(None), "family that SGLang cannot serve"),
+    (drafted("EAGLE", STATIC), "static"),
+    (drafted("EAGLE", sliding_window=512), "window"),
+    (drafted("STANDALONE", map=ADAPTIVE, adaptive_path="/a"), "adaptive"),
+    (drafted("DFLASH", map=ADAPTIVE, adaptive_path="/a"), "adaptive"),
+    (drafted("STANDALONE", lora_paths=("a=/a",)), "LoRA"),
+    (drafted("STANDALONE", tp_size=2, attn_dp_size=2), "data parallelism"),
+    (drafted("DFLASH", tp_size=2, attn_dp_size=2), "data parallelism"),
+    (drafted("DFLASH", machine="cpu"), "cpu"),
+    (drafted("DFLASH", TREE), "top_k is 4"),
+    (drafted("DFLASH", block_size=8), "block of 8"),
+])
+def test_what_a_family_cannot_do_in_sglang_is_refused_with_a_mend(refused: LaunchPlan, word: str) -> None:
+    with pytest.raises(Unlaunchable, match=word) as error:
+        launch_arguments(refused)
+    assert error.value.mend
+
+
+def test_a_family_that_reads_no_inner_layers_is_served_beside_targets_sglang_cannot_capture() -> None:
+    for algorithm in ("EAGLE", "STANDALONE"):
+        assert value(launch_arguments(drafted(algorithm, target=MIXTRAL)), "--speculative-algorithm") == algorithm
+    for algorithm, target in (("EAGLE3", MIXTRAL), ("DFLASH", MIXTRAL), ("DFLASH", QWEN2), ("DFLASH", OLMO)):
+        with pytest.raises(UnsupportedTarget):
+            launch_arguments(drafted(algorithm, target=target))
+
+
+def test_the_algorithm_is_read_from_the_architecture_of_every_family_sglang_serves() -> None:
+    from eyrie_workers.drafters.registry import FAMILIES
+
+    for name, family in FAMILIES.items():
+        if name != "standalone":  # its checkpoint is a target's, of whatever class that is
+            assert algorithm_of({"architectures": [family.architecture]}) == SGLANG_ALGORITHMS.get(family.name), name
+    assert algorithm_of({"architectures": ["LlamaForCausalLM"]}) == "STANDALONE"
+    assert algorithm_of({"architectures": ["Eagle3LlamaForCausalLM"]}) is None
+    assert algorithm_of({}) is None
+    assert {algorithm_of_family(family) for family in get_args(Family)} == {*SGLANG_ALGORITHMS.values(), None}

@@ -11,8 +11,9 @@ arms the same ones, the backend being one that serves every setting compared.
 no tree; elsewhere it drafts from other keys, and nobody is told. Refused.
 
 *A server that speculates less than it was told.* Adaptive speculation with LoRA, a tree or attention data parallelism
-falls back to static settings with a warning in the log; a drafter beside a target quantised by flag is quantised too.
-Such combinations are refused, or rendered with the flag that prevents it.
+falls back to static settings with a warning in the log; a drafter beside a target quantised by flag is quantised too; a
+drafter of blocks drafts blocks of another length than it was trained for. Such combinations are refused, or rendered
+with the flag that prevents it. So is what SGLang has no form of: families it does not know, and static trees.
 
 *A failure after ten minutes of loading weights.* What the model runner would refuse (a drafter with less context than
 is served, a target whose hidden states cannot be captured) is refused before anything starts.
@@ -27,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from eyrie_api.capture_support import PLUGIN_ARCHITECTURES, require_capture
+from eyrie_api.capture_support import PLUGIN_ARCHITECTURES, require_block_capture, require_capture
 from eyrie_api.v1alpha1.job import Dtype
 from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, Setting
 from eyrie_workers.engines.sglang.profiles import (
@@ -39,10 +40,15 @@ from eyrie_workers.engines.sglang.profiles import (
     choose_attention,
     default_page_size,
 )
-from eyrie_workers.engines.sglang.served import ServedDrafter, ServedTarget
+from eyrie_workers.engines.sglang.served import Algorithm, ServedDrafter, ServedTarget
 
 PLUGIN_PACKAGE = "eyrie_workers.engines.sglang.plugin"
 MODULE = "sglang.launch_server"
+_FOLLOWS_LOAD: tuple[Algorithm, ...] = ("EAGLE", "EAGLE3")
+"""Adaptive speculation knows these."""
+
+_DRAFTS_BLOCKS = ("flashinfer", "fa3", "fa4", "triton")
+"""Attention backends that compute a drafter of blocks; beside any other SGLang takes one of them for it, and logs."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,7 @@ def launch_arguments(plan: LaunchPlan, pins: Pins | None = None) -> tuple[str, .
         line += ["--lora-paths", *plan.lora_paths]
     if plan.key_file is not None:
         line += ["--config", plan.key_file]
-    return (*line, *_speculation(plan))
+    return (*line, *_speculation(plan, pins))
 
 
 def launch_environment(plan: LaunchPlan) -> dict[str, str]:
@@ -211,7 +217,7 @@ def comparison(plan: LaunchPlan, settings: Sequence[Setting] = ()) -> dict[str, 
 # Speculation
 
 
-def _speculation(plan: LaunchPlan) -> list[str]:
+def _speculation(plan: LaunchPlan, pins: Pins) -> list[str]:
     slots = _adaptive_slots(plan)
     tree = plan.setting.tree
     if slots is None and tree is None:
@@ -223,13 +229,18 @@ def _speculation(plan: LaunchPlan) -> list[str]:
                 "--speculative-num-draft-tokens", str(tree.num_draft_tokens)]
     drafter = plan.drafter
     assert drafter is not None  # _check has seen to it
-    line = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", drafter.directory]
+    line = ["--speculative-algorithm", str(drafter.algorithm), "--speculative-draft-model-path", drafter.directory]
     if slots is not None:
         # The deepest of its steps: whatever is sized from the values at start is then large enough.
         deepest = max(_steps(slots))
         line += ["--speculative-num-steps", str(deepest), "--speculative-eagle-topk", "1",
                  "--speculative-num-draft-tokens", str(deepest + 1),
                  "--speculative-adaptive", "--speculative-adaptive-config", str(plan.adaptive_path)]
+    elif tree is not None and drafter.algorithm == "DFLASH":
+        line += ["--speculative-dflash-block-size", str(tree.num_draft_tokens)]
+        if pins.attention_backend not in _DRAFTS_BLOCKS:
+            line += ["--speculative-draft-attention-backend",
+                     "triton" if plan.machine.platform == "rocm" else "flashinfer"]
     elif tree is not None:
         line += ["--speculative-num-steps", str(tree.num_steps), "--speculative-eagle-topk", str(tree.top_k),
                  "--speculative-num-draft-tokens", str(tree.num_draft_tokens)]
@@ -320,6 +331,9 @@ def _check(plan: LaunchPlan, pins: Pins) -> None:
     if plan.setting.method == "ngram" and widest > 1 and pins.page_size > 1 and pins.attention_backend != "flashinfer":
         raise Unlaunchable(f"n-gram trees (top_k {widest}) with page size {pins.page_size} run on flashinfer only, not "
                            f"on {pins.attention_backend}", "leave page_size out, or use top_k 1")
+    if plan.setting.tree is not None and plan.setting.tree.static and not adaptive:
+        raise Unlaunchable(f"the tree {plan.setting.label()} is static, and SGLang grows every tree by confidence",
+                           "leave static out, or serve it in Eyrie's own engine")
     if adaptive:
         _check_adaptive(plan)
     if drafting:
@@ -338,10 +352,48 @@ def _check_adaptive(plan: LaunchPlan) -> None:
                            "setting and only log it", "serve one setting (leave the map out), or attn_dp_size 1")
 
 
+def _check_family(plan: LaunchPlan, drafter: ServedDrafter, algorithm: Algorithm) -> None:
+    """What one way of drafting cannot do and another can."""
+    adaptive = _adaptive_slots(plan) is not None
+    if algorithm == "EAGLE3":
+        require_capture(plan.target.architecture)
+    if adaptive and algorithm not in _FOLLOWS_LOAD:
+        raise Unlaunchable(f"adaptive speculation does not run with {algorithm}: SGLang would serve one setting and "
+                           "only log it", "serve one setting (leave the map out)")
+    if drafter.sliding_window is not None and algorithm != "EAGLE3":
+        raise Unlaunchable(f"the drafter sees a window, which SGLang does not keep as trained with {algorithm}",
+                           "train it without drafter.sliding_window")
+    if algorithm in ("STANDALONE", "DFLASH") and plan.attn_dp_size > 1:
+        raise Unlaunchable(f"{algorithm} does not run with attention data parallelism", "use attn_dp_size 1")
+    if algorithm == "STANDALONE" and plan.lora_paths:
+        raise Unlaunchable("STANDALONE does not run with LoRA adapters", "serve without adapters, or another drafter")
+    if algorithm == "DFLASH":
+        _check_blocks(plan, drafter)
+
+
+def _check_blocks(plan: LaunchPlan, drafter: ServedDrafter) -> None:
+    if plan.machine.platform == "cpu":
+        raise Unlaunchable("DFLASH does not run on cpu", "serve it on a GPU, or in Eyrie's own engine")
+    require_block_capture(plan.target.architecture)
+    tree = plan.setting.tree
+    if tree is None:
+        return
+    if tree.top_k > 1:
+        raise Unlaunchable(f"SGLang verifies a block as a chain, and top_k is {tree.top_k}",
+                           "use top_k 1, or serve the tree in Eyrie's own engine")
+    if drafter.block_size is not None and drafter.block_size != tree.num_draft_tokens:
+        raise Unlaunchable(f"num_draft_tokens {tree.num_draft_tokens} is not the block of {drafter.block_size} the "
+                           "drafter was trained to write: SGLang would let it write others and only log it",
+                           f"use num_steps {drafter.block_size - 1} and num_draft_tokens {drafter.block_size}")
+
+
 def _check_drafter(plan: LaunchPlan, pins: Pins) -> None:
     if plan.drafter is None:
         raise Unlaunchable("the setting drafts with a drafter, and there is none", "give a drafter directory, or off")
-    require_capture(plan.target.architecture)
+    if plan.drafter.algorithm is None:
+        raise Unlaunchable(f"the drafter in {plan.drafter.directory} is of a family that SGLang cannot serve",
+                           "serve it in Eyrie's own engine, or train eagle3, eagle1, standalone or dflash")
+    _check_family(plan, plan.drafter, plan.drafter.algorithm)
     if plan.drafter.context_length < pins.context_length:
         raise Unlaunchable(
             f"the drafter reaches {plan.drafter.context_length} positions (max_position_embeddings), less than the "

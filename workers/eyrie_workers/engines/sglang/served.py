@@ -1,18 +1,27 @@
 """What a launch line must know of a target and a drafter, read from their `config.json` and nothing else.
 
 The target may be of any family SGLang serves, so nothing here asks whether Eyrie could load it: only the questions that
-change flags are answered (attention kind, sliding windows, experts, quantisation, context).
+change flags are answered (attention kind, sliding windows, experts, quantisation, context). A drafter's architecture says
+which algorithm drafts with it.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
+from eyrie_api.capture_support import SUPPORTED_BY_SGLANG
+from eyrie_api.v1alpha1.job import SGLANG_ALGORITHMS, Family
 from eyrie_workers.engines.sglang.profiles import AttentionNeeds, Unlaunchable
 
 SLIDING, LINEAR = "sliding_attention", "linear_attention"
 PLAIN = AttentionNeeds()
 _SINK_ARCHITECTURES = ("GptOssForCausalLM",)
+
+Algorithm = Literal["EAGLE", "EAGLE3", "STANDALONE", "DFLASH"]
+"""`--speculative-algorithm` of a drafter with weights."""
+
+_ALGORITHMS: dict[str, Algorithm] = {
+    "LlamaForCausalLMEagle3": "EAGLE3", "LlamaForCausalLMEagle": "EAGLE", "DFlashDraftModel": "DFLASH"}
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,11 @@ class ServedDrafter:
     """Latest positions it attends to, the present one included, as it was trained."""
 
     quantised: str | None = None
+    algorithm: Algorithm | None = "EAGLE3"
+    """None: SGLang has no way to draft with it."""
+
+    block_size: int | None = None
+    """Tokens of one block, the last settled one included, of a drafter that writes whole blocks."""
 
 
 def read_target(model: str, config: Mapping[str, Any], revision: str | None = None) -> ServedTarget:
@@ -79,7 +93,29 @@ def read_drafter(directory: str, config: Mapping[str, Any]) -> ServedDrafter:
         raise Unlaunchable(f"drafter {directory!r}: sliding_window is {window!r}, not a count of positions",
                            "export the drafter again")
     return ServedDrafter(directory=directory, context_length=context_length(config, directory), sliding_window=window,
-                         quantised=_quantised(config))
+                         quantised=_quantised(config), algorithm=algorithm_of(config), block_size=_block_size(config))
+
+
+def algorithm_of(config: Mapping[str, Any]) -> Algorithm | None:
+    """How SGLang drafts with a checkpoint of these `architectures`; None when it cannot.
+
+    A model that SGLang knows as a target drafts by itself (STANDALONE).
+    """
+    architectures = config.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else None
+    return _ALGORITHMS.get(str(name)) or ("STANDALONE" if name in SUPPORTED_BY_SGLANG else None)
+
+
+def algorithm_of_family(family: Family) -> Algorithm | None:
+    """The same for a drafter whose checkpoint cannot be read, only the job that asked for it."""
+    found = SGLANG_ALGORITHMS.get(family)
+    return next((algorithm for algorithm in get_args(Algorithm) if algorithm == found), None)
+
+
+def _block_size(config: Mapping[str, Any]) -> int | None:
+    inner = config.get("dflash_config")
+    found = (inner if isinstance(inner, Mapping) else {}).get("block_size", config.get("block_size"))
+    return found if isinstance(found, int) else None
 
 
 def context_length(config: Mapping[str, Any], name: str) -> int:
