@@ -9,6 +9,11 @@ and the tree of N nodes with the most expected acceptance is simply the N most p
 probable than what goes on from it, so they form a tree, and best-first search finds them exactly (DDTree,
 arXiv:2604.12989). The top_k most probable tokens of a depth are looked at, no others.
 
+A static tree (`static_tree`) takes its branching from a table instead: node by node the token of that rank at that
+depth, however sure the drafter is.
+
+Both say no more depths than they are given: what a shape asks beyond holds NO_TOKEN.
+
     B rows, S depths, D draft vocabulary, N nodes of the tree, K top-k
 """
 
@@ -21,31 +26,73 @@ from torch import Tensor
 from eyrie_api.v1alpha1.job import DraftTreeShape
 from eyrie_workers.drafters.protocol import NO_TOKEN, DraftTree
 from eyrie_workers.speculation.noise import RowNoise
+from eyrie_workers.speculation.static_tree import Topology, static_topology
 
 
 def draft(logits_BSD: Tensor, shape: DraftTreeShape, vocabulary: Tensor | None = None,
           noise: RowNoise | None = None) -> DraftTree:
-    """The tree of each row's most probable prefixes; the chain of first choices where top_k is 1.
+    """The tree of each row's most probable prefixes, or the static one; the chain of first choices where top_k is 1.
 
     logits_BSD  for depth 1 .. S. A shape deeper than S gets nodes of NO_TOKEN beyond.
     vocabulary  [D] int64 target id of each draft id; None when both vocabularies are the same.
     noise       of the same rows; None when all are greedy.
     """
-    depths = min(shape.num_steps, logits_BSD.shape[1])
-    confidences = []
-    for depth in range(1, depths + 1):
-        logits = logits_BSD[:, depth - 1: depth]
-        confidences.append(logits.log_softmax(-1) if noise is None else noise.confidence(logits, depth, vocabulary))
-    best_BSK, ids_BSK = torch.cat(confidences, 1).topk(min(shape.top_k, logits_BSD.shape[-1]), -1)
-    tokens_BSK = ids_BSK if vocabulary is None else vocabulary[ids_BSK]
-    trees = [_best_first(scores, tokens, shape.num_draft_tokens)
-             for scores, tokens in zip(best_BSK.tolist(), tokens_BSK.tolist(), strict=True)]
-    return DraftTree(torch.tensor([tree[0] for tree in trees]), torch.tensor([tree[1] for tree in trees]),
-                     torch.tensor([tree[2] for tree in trees]))
+    best_BSK, tokens_BSK = _ranked(logits_BSD[:, : shape.num_steps], shape.top_k, vocabulary, noise)
+    if shape.top_k == 1:
+        return _chain(best_BSK[:, :, 0], tokens_BSK[:, :, 0], shape.num_draft_tokens)
+    # Rows are gone through as plain numbers: a heap over tensors would cost a call per comparison.
+    ranked = zip(best_BSK.tolist(), tokens_BSK.tolist(), strict=True)
+    if shape.static:
+        topology = static_topology(shape)
+        trees = [_static(scores, tokens, topology) for scores, tokens in ranked]
+    else:
+        trees = [_best_first(scores, tokens, shape.num_draft_tokens) for scores, tokens in ranked]
+    tokens, parents, scores = zip(*trees, strict=True)
+    device = logits_BSD.device
+    return DraftTree(torch.tensor(tokens, device=device), torch.tensor(parents, device=device),
+                     torch.tensor(scores, dtype=torch.float32, device=device))
 
 
-def _best_first(scores_SK: Sequence[Sequence[float]], tokens_SK: Sequence[Sequence[int]],
-                num_nodes: int) -> tuple[list[int], list[int], list[float]]:
+def _ranked(logits_BSD: Tensor, top_k: int, vocabulary: Tensor | None,
+            noise: RowNoise | None) -> tuple[Tensor, Tensor]:
+    """Log-confidences and target ids of each depth's best tokens, best first: [B, S, K] each."""
+    logits_BSD = logits_BSD.float()  # in half precision many of the best tokens would tie
+    if noise is None:
+        confidence_BSD = logits_BSD.log_softmax(-1)
+    else:
+        confidence_BSD = torch.cat([noise.confidence(logits_BSD[:, depth - 1: depth], depth, vocabulary)
+                                    for depth in range(1, logits_BSD.shape[1] + 1)], 1)
+    best_BSK, ids_BSK = confidence_BSD.topk(min(top_k, logits_BSD.shape[-1]), -1)
+    return best_BSK, ids_BSK if vocabulary is None else vocabulary[ids_BSK]
+
+
+def _chain(best_BS: Tensor, tokens_BS: Tensor, num_nodes: int) -> DraftTree:
+    num_rows, depths = best_BS.shape
+    tokens = tokens_BS.new_full((num_rows, num_nodes), NO_TOKEN)
+    tokens[:, 1: depths + 1] = tokens_BS
+    scores = best_BS.new_full((num_rows, num_nodes), -torch.inf)
+    scores[:, 0] = 0.0
+    scores[:, 1: depths + 1] = best_BS.cumsum(1)
+    parents = torch.arange(-1, num_nodes - 1, device=tokens.device).clamp_(min=0)
+    return DraftTree(tokens, parents.expand(num_rows, -1), scores)
+
+
+_Tree = tuple[Sequence[int], Sequence[int], Sequence[float]]
+"""Tokens, parents and scores of the nodes of one row."""
+
+
+def _static(scores_SK: Sequence[Sequence[float]], tokens_SK: Sequence[Sequence[int]], topology: Topology) -> _Tree:
+    tokens, scores, depths = [NO_TOKEN], [0.0], [0]
+    for parent, rank in zip(topology.parents[1:], topology.ranks[1:], strict=True):
+        depth = depths[parent]
+        said = depth < len(tokens_SK) and rank < len(tokens_SK[depth])
+        tokens.append(tokens_SK[depth][rank] if said else NO_TOKEN)
+        scores.append(scores[parent] + scores_SK[depth][rank] if said else -torch.inf)
+        depths.append(depth + 1)
+    return tokens, topology.parents, scores
+
+
+def _best_first(scores_SK: Sequence[Sequence[float]], tokens_SK: Sequence[Sequence[int]], num_nodes: int) -> _Tree:
     """Tokens, parents and scores of `num_nodes` nodes, the root first, filled up with a chain of NO_TOKEN nodes.
 
     The heap holds, for each node taken, its best child not taken yet, and for each child its next best sibling: every
