@@ -1,12 +1,16 @@
 """Candidates trained together are what they would have been alone, and cost less."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from eyrie_workers.stages.sweep import groups, losers, sweep
+from eyrie_workers.stages.sweep import groups, losers, rung_steps, sweep
 from tests.tiny import tiny_target
 from tests.workers.stages.test_train import metrics, report_of, run, weights, write_spec, write_store
 
@@ -58,6 +62,37 @@ def test_at_a_rung_the_slower_half_stops_with_a_checkpoint(tmp_path: Path, targe
     assert max(steps[n] for n in rates if stopped[n]) < min(steps[n] for n in rates if not stopped[n])
     for name in rates:
         assert report_of(tmp_path / name).checkpoints[-1].step == steps[name]
+
+
+def test_a_sweep_killed_after_a_rung_decides_as_it_would_have(
+        tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
+    rates = {"a": 1e-7, "b": 1e-2, "c": 2e-7, "d": 5e-3}
+    for way in ("killed", "whole"):
+        for name, rate in rates.items():  # who goes on is saved at its end alone, and so goes back to before the rung
+            write_spec(tmp_path / way / name, target_dir, store_dir, learning_rate=rate, max_steps=40, epochs=99,
+                       num_checkpoints=1, save_every_steps=1000)
+    assert sweep([tmp_path / "whole" / name for name in rates], rungs=(0.25, 0.5)) == 0
+    told = [sys.executable, "-m", "eyrie_workers.stages.sweep", "--rungs", "0.25,0.5",
+            *(part for name in rates for part in ("--train", str(tmp_path / "killed" / name)))]
+    process = subprocess.Popen(told, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None and not any(
+            "StoppedEarly" in path.read_text() for path in tmp_path.glob("killed/*/events.jsonl")):
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert sweep([tmp_path / "killed" / name for name in rates], rungs=(0.25, 0.5)) == 0
+    steps = [{name: report_of(tmp_path / way / name).steps for name in rates} for way in ("killed", "whole")]
+    assert steps[0] == steps[1]
+    assert sorted(steps[0].values()) == [8, 8, 20, 40]
+
+
+def test_a_rung_stands_where_an_evaluation_is_due_anyway() -> None:
+    assert rung_steps(100, (0.25, 0.5)) == (20, 50)
+    assert rung_steps(8, (0.25, 0.5)) == (2, 4)
+    assert rung_steps(1, (0.25, 0.5)) == ()
+    assert rung_steps(1000, (0.05,)) == (100,)
+    assert rung_steps(100, ()) == ()
 
 
 def test_one_candidates_failure_is_its_own(tmp_path: Path, target_dir: Path, store_dir: Path) -> None:

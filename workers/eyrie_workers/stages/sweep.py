@@ -9,13 +9,20 @@ call this first, or not at all.
 
 What candidates share they share by `groups`: same target, store, seed and batch size means the same documents at every
 step. Of one group, states are read and decoded once, and the target is asked once about every position that any
-candidate asks about (once per size of draft vocabulary): by count, not by measurement, about a fifth of a candidate's
-arithmetic at the default settings. Drafters of other widths, rates, losses, depths and lengths of training go together.
-A candidate that fails, or was further when all were killed, stands aside; the others go on.
+candidate asks about (once per size of draft vocabulary), in training and in evaluation. Drafters of other families,
+layers, widths, rates, losses, depths and lengths of training go together. A candidate that fails, or was further when
+all were killed, stands aside; the others go on.
 
 **Rungs** (successive halving, arXiv:1502.07943) spend less on what will not win: at each given share of the longest
-candidate's steps, the half with the lower simulated speed-up on held-out rows stops there, with a checkpoint. With
-rungs at a quarter and a half, eight candidates cost the steps of four.
+candidate's steps, the half of a family with the lower simulated speed-up on held-out rows stops there, with a
+checkpoint. With rungs at a quarter and a half, eight candidates cost the steps of four, and early steps are the cheap
+ones (`train.single_step_ratio`). Families are not halved against one another: they learn at different paces, and
+which is best is for the benchmark to say. A rung stands at the last of the evaluations that are due anyway before its
+share. What each candidate reached there is in its saved state, so that a sweep that was killed decides as it would
+have.
+
+Simulated speed-up counts no drafting cost and grows with `ttt_length`: an axis over that one is better trained to the
+end (`sweep.rungs: []`). What it costs and saves is measured by `eyrie_workers.stages.sweep_bench`.
 """
 
 import argparse
@@ -29,9 +36,12 @@ import torch
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.stages import TrainStage
 from eyrie_workers.stages.program import INTERRUPTED_EXIT_CODE, Interrupted, Result, Stage, run_program
-from eyrie_workers.stages.train import Run, prepare
-from eyrie_workers.training.loop import Batch, Feed
-from eyrie_workers.training.objective import Lesson, Objective
+from eyrie_workers.stages.train import NUM_EVALUATIONS, Run, prepare
+from eyrie_workers.training.documents import PackedDocuments
+from eyrie_workers.training.evaluation import Evaluation, Tally
+from eyrie_workers.training.loop import Feed, StepReport
+from eyrie_workers.training.objective import Lesson, Moment, Objective
+from eyrie_workers.training.packing import checkpoint_steps
 from eyrie_workers.training.world import ALONE
 
 
@@ -51,6 +61,13 @@ def losers(speedups: Mapping[str, float]) -> set[str]:
     return set(ranked[len(ranked) - len(ranked) // 2:])
 
 
+def rung_steps(num_steps: int, rungs: Sequence[float]) -> tuple[int, ...]:
+    """The steps after which the slower half stops: evaluations that are due anyway, at or before each share. Pure."""
+    due = checkpoint_steps(num_steps, NUM_EVALUATIONS)
+    found = {max([step for step in due if step <= share * num_steps] or due[:1]) for share in rungs}
+    return tuple(sorted(found - {num_steps}))
+
+
 class Together:
     """Several runs over one feed."""
 
@@ -59,30 +76,56 @@ class Together:
         self.failed: dict[str, EyrieError] = {}
         longest = max(runs.values(), key=lambda run: run.trainer.schedule.num_steps)
         self._feed = Feed(longest.trainer.schedule, longest.trainer.read, ALONE)
-        self._rungs = {max(1, round(share * longest.trainer.schedule.num_steps)) for share in rungs}
+        self._rungs = rung_steps(longest.trainer.schedule.num_steps, rungs)
+        for run in runs.values():
+            run.evaluate_also_at(self._rungs)
 
     def to_the_end(self) -> None:
         """Train all until each is finished or failed. Raises Interrupted once every one is saved."""
-        while active := {name: run for name, run in self._runs.items()
-                         if not run.finished and name not in self.failed}:
+        while active := self._active():
             # Those that were killed at an earlier step catch up first.
             step = min(run.trainer.counters.step for run in active.values())
+            if step in self._rungs:
+                self._halve(step)
+                active = self._active()
             self._step({name: run for name, run in active.items() if run.trainer.counters.step == step}, step)
+
+    def _active(self) -> dict[str, Run]:
+        return {name: run for name, run in self._runs.items() if not run.finished and name not in self.failed}
+
+    def _halve(self, step: int) -> None:
+        """Stop the slower half of each family; those count that stopped here before all were killed."""
+        standing: dict[str, dict[str, float]] = {}
+        for name, run in self._runs.items():
+            if step in run.standing:
+                standing.setdefault(run.family.name, {})[name] = run.standing[step]
+        for speedups in standing.values():
+            for name in losers(speedups):
+                if not self._runs[name].finished and name not in self.failed:
+                    self._runs[name].stop_here(f"the other half of {len(speedups)} candidates simulated faster")
 
     def _step(self, runs: Mapping[str, Run], step: int) -> None:
         started = time.perf_counter()
+        if not runs:
+            return
         batch = self._feed.take(step)
         waited = time.perf_counter() - started
-        lessons = teach_all(runs, batch)
-        if step + 1 in self._rungs and len(runs) > 1:
-            for name in losers({name: run.speedup for name, run in runs.items()}):
-                runs[name].give_up(f"the other half of {len(runs)} candidates simulated faster when last evaluated")
+        lessons = teach_all({name: run.trainer.objective for name, run in runs.items()}, batch.documents,
+                            {name: run.trainer.moment(batch) for name, run in runs.items()})
         shared = (time.perf_counter() - started) / len(runs)
-        interrupted = False
+        reports: dict[str, StepReport] = {}
         for name, run in runs.items():
             try:
-                report = run.trainer.learn(batch, time.perf_counter() - shared, waited / len(runs), lessons[name])
-                run.follow_up(report)
+                reports[name] = run.trainer.learn(batch, time.perf_counter() - shared, waited / len(runs),
+                                                  lessons[name])
+            except EyrieError as error:
+                self.failed[name] = error
+        due = {name: runs[name] for name in reports if runs[name].is_evaluated_at(step + 1)}
+        evaluations = evaluate_all(due) if due else {}
+        interrupted = False
+        for name, report in reports.items():
+            try:
+                runs[name].follow_up(report, evaluations.get(name))
             except Interrupted:
                 interrupted = True
             except EyrieError as error:
@@ -91,21 +134,31 @@ class Together:
             raise Interrupted
 
 
-def teach_all(runs: Mapping[str, Run], batch: Batch) -> dict[str, Lesson]:
-    """Each run's teacher of a batch, asked once for all runs of the same draft vocabulary."""
+def teach_all(objectives: Mapping[str, Objective], documents: PackedDocuments,
+              moments: Mapping[str, Moment]) -> dict[str, Lesson]:
+    """Each objective's teacher of a batch, asked once for all of the same draft vocabulary. Without a moment, an
+    objective is judged."""
     asked: dict[tuple[int, bool], list[str]] = {}
-    learners: dict[str, Objective] = {}
-    for name, run in runs.items():
-        learner = run.trainer.objective
-        learners[name] = learner
-        asked.setdefault(learner.teacher_key, []).append(name)
+    for name, objective in objectives.items():
+        asked.setdefault(objective.teacher_key, []).append(name)
     lessons: dict[str, Lesson] = {}
     for names in asked.values():
-        positions = torch.cat([learners[name].plan(batch.documents, runs[name].trainer.moment(batch))
-                               .teacher_positions() for name in names]).unique()
-        lesson = learners[names[0]].teach(batch.documents, positions)
-        lessons |= dict.fromkeys(names, lesson)
+        positions = torch.cat([objectives[name].plan(documents, moments.get(name)).teacher_positions()
+                               for name in names]).unique()
+        lessons |= dict.fromkeys(names, objectives[names[0]].teach(documents, positions))
     return lessons
+
+
+@torch.no_grad()
+def evaluate_all(runs: Mapping[str, Run]) -> dict[str, Evaluation]:
+    """What `evaluate` says of each run of a group, over one read of the held-out rows and one teacher."""
+    objectives = {name: run.trainer.objective for name, run in runs.items()}
+    counts = {name: Tally(run.spec.train.ttt_length) for name, run in runs.items()}
+    for documents in next(iter(runs.values())).held_out():
+        lessons = teach_all(objectives, documents, {})
+        for name, run in runs.items():
+            counts[name].add(objectives[name](documents.with_layers(run.columns), None, lessons[name]))
+    return {name: count.evaluation() for name, count in counts.items()}
 
 
 def sweep(directories: Sequence[Path], rungs: Sequence[float] = ()) -> int:
@@ -155,7 +208,8 @@ def _train_all(todo: Sequence[tuple[TrainStage, Stage]], rungs: Sequence[float],
         runs: dict[str, Run] = {}
         for name in names:
             try:
-                runs[name] = prepare(*stages[name])
+                ends = next((run.ends for run in runs.values()), None)
+                runs[name] = prepare(*stages[name], ends=ends)
             except EyrieError as error:
                 outcome[name] = error
         if not runs:

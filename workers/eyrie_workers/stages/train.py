@@ -26,7 +26,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -45,7 +45,7 @@ from eyrie_workers.drafters import vocabulary as draft_vocabulary
 from eyrie_workers.drafters.card import Card, DataIdentity, TargetIdentity, identify
 from eyrie_workers.drafters.checkpoint import files_of
 from eyrie_workers.drafters.family import Family
-from eyrie_workers.drafters.inheritance import read_target_ends
+from eyrie_workers.drafters.inheritance import TargetEnds, read_target_ends
 from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.drafters.vocabulary import DraftVocabulary
 from eyrie_workers.features.layout import INDEX
@@ -66,7 +66,9 @@ from eyrie_workers.training.world import ALONE, World
 _HELD_OUT_FRACTION = 0.05
 # Evaluations are for a curve and for ranking checkpoints: 64 rows put the standard error of an acceptance near .01.
 _MAX_HELD_OUT_ROWS = 64
-_NUM_EVALUATIONS = 10
+NUM_EVALUATIONS = 10
+"""Over a run, evenly spaced; besides those before an export."""
+
 _NUM_LOGGED_STEPS = 200
 _GO, _END = "go", "end"
 
@@ -80,14 +82,17 @@ def train(spec: TrainStage, stage: Stage, world: World = ALONE) -> Result:
     return run.result()
 
 
-def prepare(spec: TrainStage, stage: Stage, world: World = ALONE) -> "Run":
-    """Everything before the next optimiser step: the first one, or the one a killed run had come to."""
+def prepare(spec: TrainStage, stage: Stage, world: World = ALONE, ends: TargetEnds | None = None) -> "Run":
+    """Everything before the next optimiser step: the first one, or the one a killed run had come to.
+
+    ends  the target's, where another run of this process has read them.
+    """
     torch.set_num_threads(spec.train.threads or os.cpu_count() or 1)
     path, store = resolve(spec.target), FeatureStore(Path(spec.store_dir))
     _check_origin(store, path, spec)
     config, family = read_config(path), family_named(spec.drafter.family)
     spec = _settled(spec, family)
-    layers = family.layers(store.layout.chosen_layers, config.num_layers)
+    layers = family.layers(spec.drafter.aux_layers or store.layout.chosen_layers, config.num_layers)
     columns = _columns(layers, store, spec)
     lengths = store.lengths
     train_rows, held_out = split_held_out(store.num_rows, _HELD_OUT_FRACTION, spec.train.seed, _MAX_HELD_OUT_ROWS)
@@ -95,7 +100,7 @@ def prepare(spec: TrainStage, stage: Stage, world: World = ALONE) -> "Run":
                         spec.train.max_steps)
     vocabulary, vocabulary_report = _build_vocabulary(spec, stage, store, train_rows, config, path,
                                                       whole=family.whole_vocabulary)
-    ends = read_target_ends(path, config.tie_word_embeddings)
+    ends = ends or read_target_ends(path, config.tie_word_embeddings)
     drafter = family.create(spec.drafter, config, ends, layers, vocabulary, spec.train.seed)
     device = chosen()
     dtype = fastest_dtype(device) if spec.train.dtype == "auto" else getattr(torch, spec.train.dtype)
@@ -112,8 +117,8 @@ def prepare(spec: TrainStage, stage: Stage, world: World = ALONE) -> "Run":
     cuts = cut_evenly([lengths[row] for row in evaluation_rows], spec.train.max_tokens_per_batch)
     run = Run(spec, stage, family, drafter, trainer, digest=_run_digest(spec, path, dtype), dtype=dtype,
                tokens_per_step=sum(lengths[row] for row in train_rows) * spec.train.epochs / schedule.num_steps,
-               held_out=lambda: (read(evaluation_rows[cut.start:cut.stop]).with_layers(columns)
-                                 for cut in cuts[world.rank::world.size]),
+               held_out=lambda: (read(evaluation_rows[cut.start:cut.stop]) for cut in cuts[world.rank::world.size]),
+               columns=columns, ends=ends,
                vocabulary=vocabulary_report, aux_layers=layers,
                target=identify(path, spec.target, digest=store.layout.target_digest),
                data=DataIdentity(store_digest=digest_file(Path(spec.store_dir) / INDEX), rows=store.num_rows,
@@ -258,7 +263,13 @@ class Run:
     digest: str
     dtype: torch.dtype
     tokens_per_step: float
-    held_out: Callable[[], Any]
+    held_out: Callable[[], Iterator[PackedDocuments]]
+    """Evaluation's documents, with every layer of the store."""
+
+    columns: tuple[int, ...]
+    """Places of the family's layers among the store's."""
+
+    ends: TargetEnds
     vocabulary: VocabularyReport
     target: TargetIdentity
     data: DataIdentity
@@ -268,14 +279,13 @@ class Run:
         num_steps, train = self.trainer.schedule.num_steps, self.spec.train
         self.reports: list[CheckpointReport] = []
         self.best, self.evaluations_since_best, self.stopped_early = 0.0, 0, False
-        self.speedup = 0.0
-        """Simulated, at the latest evaluation."""
+        self.standing: dict[int, float] = {}
+        """Simulated speed-up at each step that was evaluated."""
 
         self.resumed_from = 0
-        self._giving_up = ""
         self._told_to_stop: Callable[[], bool] = lambda: self.stage.stop_requested
         self._exports = set(checkpoint_steps(num_steps, train.num_checkpoints))
-        self._evaluations = set(checkpoint_steps(num_steps, _NUM_EVALUATIONS)) | self._exports
+        self._evaluations = set(checkpoint_steps(num_steps, NUM_EVALUATIONS)) | self._exports
         self._log_every = max(1, num_steps // _NUM_LOGGED_STEPS)
         self._state_file = self.stage.out_dir / STATE_DIR / "training.safetensors"
         self._world = self.trainer.world
@@ -304,7 +314,7 @@ class Run:
         self.reports = [CheckpointReport.model_validate(report) for report in notes["checkpoints"]]
         self.best, self.evaluations_since_best = notes.get("best", 0.0), notes.get("evaluations_since_best", 0)
         self.stopped_early = notes.get("stopped_early", False)
-        self.speedup = notes.get("speedup", 0.0)
+        self.standing = {int(step): speedup for step, speedup in notes.get("standing", {}).items()}
         self.resumed_from = self.trainer.counters.step
         self.stage.event("Resumed", f"going on from step {self.trainer.counters.step}")
 
@@ -330,16 +340,32 @@ class Run:
         """Ask this, instead of the own stage, whether to stop."""
         self._told_to_stop = told_to_stop
 
-    def give_up(self, why: str) -> None:
-        """Make the next step's evaluation the last."""
-        self._giving_up = why
+    def evaluate_also_at(self, steps: Iterable[int]) -> None:
+        """Evaluate after these steps too."""
+        self._evaluations |= set(steps)
 
-    def follow_up(self, report: StepReport) -> None:
-        """What is due after a step: evaluate, export, save, stop. Raises Interrupted after a save when asked to."""
+    def is_evaluated_at(self, step: int) -> bool:
+        """Whether an evaluation is due after a step."""
+        return step in self._evaluations
+
+    def stop_here(self, why: str) -> None:
+        """Make the step just done the last: export it, save."""
+        step = self.trainer.counters.step
+        self.stopped_early = True
+        self.stage.event("StoppedEarly", why)
+        if step not in {report.step for report in self.reports}:
+            self._export(step, self.trainer.schedule.at(step - 1).epoch, self._evaluate())
+        self._save()
+
+    def follow_up(self, report: StepReport, evaluation: Evaluation | None = None) -> None:
+        """What is due after a step: evaluate, export, save, stop. Raises Interrupted after a save when asked to.
+
+        evaluation  the one that is due after this step, where it has been made already (`stages.sweep`).
+        """
         trainer, num_steps = self.trainer, self.trainer.schedule.num_steps
         self._tell(report)
-        if report.step in self._evaluations or self._giving_up:
-            self._evaluate_and_export(report)
+        if self.is_evaluated_at(report.step):
+            self._follow_evaluation(report, evaluation or self._evaluate())
         stopping = self._world.any(self._told_to_stop())
         if (stopping or self.stopped_early or report.step in self._exports
                 or report.step % self.spec.train.save_every_steps == 0):
@@ -355,7 +381,7 @@ class Run:
             save_state(self._state_file, self.drafter, self.trainer.optimizer, self.trainer.counters, self.digest,
                        {"checkpoints": [report.model_dump(mode="json") for report in self.reports], "best": self.best,
                         "evaluations_since_best": self.evaluations_since_best, "stopped_early": self.stopped_early,
-                        "speedup": self.speedup})
+                        "standing": {str(step): speedup for step, speedup in self.standing.items()}})
 
     def _tell(self, report: StepReport) -> None:
         if report.step % self._log_every and report.step != self.trainer.schedule.num_steps:
@@ -374,8 +400,11 @@ class Run:
         for tracker in self._trackers:
             tracker.metric(name, step, value)
 
-    def _evaluate_and_export(self, report: StepReport) -> None:
-        evaluation = evaluate(self.trainer.objective, self.held_out(), self.spec.train.ttt_length, self._world.total)
+    def _evaluate(self) -> Evaluation:
+        return evaluate(self.trainer.objective, (batch.with_layers(self.columns) for batch in self.held_out()),
+                        self.spec.train.ttt_length, self._world.total)
+
+    def _follow_evaluation(self, report: StepReport, evaluation: Evaluation) -> None:
         for index, (accuracy, acceptance) in enumerate(zip(evaluation.accuracy, evaluation.acceptance, strict=True)):
             self._metric(f"accuracy/{index}", report.step, accuracy)
             self._metric(f"acceptance/{index}", report.step, acceptance)
@@ -383,14 +412,10 @@ class Run:
         self._metric("evaluation_loss", report.step, evaluation.loss)
         self._consider_stopping(evaluation.theoretical_speedup, report.step)
         if self._world.leads and (report.step in self._exports or self.stopped_early):
-            self._export(report, evaluation)
+            self._export(report.step, report.epoch, evaluation)
 
     def _consider_stopping(self, speedup: float, step: int) -> None:
-        self.speedup = speedup
-        if self._giving_up and not self.trainer.finished:
-            self.stopped_early = True
-            self.stage.event("StoppedEarly", self._giving_up)
-            return
+        self.standing[step] = speedup
         patience = self.spec.train.early_stop_patience
         better = speedup > self.best
         self.best = max(self.best, speedup)
@@ -400,13 +425,13 @@ class Run:
             self.stage.event("StoppedEarly", f"no evaluation since step {step} was better than {self.best:.2f}: "
                                              f"{patience} in a row")
 
-    def _export(self, report: StepReport, evaluation: Evaluation) -> None:
-        name = f"{self.spec.candidate}-step-{report.step}"
+    def _export(self, step: int, epoch: float, evaluation: Evaluation) -> None:
+        name = f"{self.spec.candidate}-step-{step}"
         directory = self.stage.out_dir / "checkpoints" / name
-        self.family.save(directory, self.drafter, self.spec.target.dtype, self._card(report))
+        self.family.save(directory, self.drafter, self.spec.target.dtype, self._card(step, epoch))
         self.reports.append(CheckpointReport(
-            name=name, candidate=self.spec.candidate, step=report.step, path=f"checkpoints/{name}",
-            digest=digest_directory(directory), epoch=report.epoch, loss=evaluation.loss,
+            name=name, candidate=self.spec.candidate, step=step, path=f"checkpoints/{name}",
+            digest=digest_directory(directory), epoch=epoch, loss=evaluation.loss,
             accuracy=evaluation.accuracy, conditional_acceptance=evaluation.acceptance,
             theoretical_speedup=evaluation.theoretical_speedup))
         self.stage.event("CheckpointExported", f"{name}: theoretical speed-up {evaluation.theoretical_speedup:.2f}, "
@@ -428,12 +453,12 @@ class Run:
                 processes=trainer.world.size, stopped_early=self.stopped_early),
             files=[file for report in self.reports for file in files_of(self.stage.out_dir / report.path)])
 
-    def _card(self, report: StepReport) -> Card:
+    def _card(self, step: int, epoch: float) -> Card:
         """What a checkpoint says of its making. No clock and no path: the same run writes the same bytes."""
         settings = self.spec.train.model_dump(mode="json", exclude={"threads", "trackers"})
         return Card(family=self.family.name, candidate=self.spec.candidate, target=self.target, data=self.data,
-                    drafter=self.spec.drafter, aux_layers=self.aux_layers, train=settings, step=report.step,
-                    epoch=round(report.epoch, 4), tokens=self.trainer.counters.tokens,
+                    drafter=self.spec.drafter, aux_layers=self.aux_layers, train=settings, step=step,
+                    epoch=round(epoch, 4), tokens=self.trainer.counters.tokens,
                     draft_vocabulary_coverage=self.vocabulary.coverage, code_version=code_version())
 
 

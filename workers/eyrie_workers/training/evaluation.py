@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from eyrie_workers.training.documents import PackedDocuments
-from eyrie_workers.training.objective import Objective
+from eyrie_workers.training.objective import Objective, Outcome
 
 
 @dataclass(frozen=True)
@@ -63,24 +63,39 @@ def tally(hits: Sequence[Tensor], ttt_length: int) -> list[tuple[int, int, int, 
     return counts
 
 
+class Tally:
+    """The counts of an evaluation under way."""
+
+    def __init__(self, ttt_length: int) -> None:
+        self._ttt_length = ttt_length
+        self._totals = [(0, 0, 0, 0)] * ttt_length
+        self._loss_sum, self._weight = 0.0, 0
+
+    def add(self, outcome: Outcome) -> None:
+        """One judged batch."""
+        counts = tally(outcome.hits, self._ttt_length)
+        self._totals = [tuple(a + b for a, b in zip(total, count, strict=True))  # type: ignore[misc]
+                        for total, count in zip(self._totals, counts, strict=True)]
+        self._loss_sum += float(outcome.loss) * outcome.supervised
+        self._weight += outcome.supervised
+
+    def evaluation(self, total: Callable[[Tensor], Tensor] = lambda x: x) -> Evaluation:
+        """Of all batches. The loss is the mean over supervised token predictions' batches.
+
+        total  sums over all processes, each of which gives its own batches.
+        """
+        sums = total(torch.tensor([*(float(count) for counts in self._totals for count in counts), self._loss_sum,
+                                   float(self._weight)], dtype=torch.float64))
+        table = sums[:-2].round().to(torch.int64).view(self._ttt_length, 4).T.tolist()
+        asked, hit, before, after = (tuple(column) for column in table)
+        return Evaluation(asked, hit, before, after, float(sums[-2] / sums[-1].clamp(min=1.0)))
+
+
 @torch.no_grad()
 def evaluate(objective: Objective, batches: Iterable[PackedDocuments], ttt_length: int,
              total: Callable[[Tensor], Tensor] = lambda x: x) -> Evaluation:
-    """Run the objective over held-out batches. The loss is the mean over supervised token predictions' batches.
-
-    total  sums over all processes, each of which gives its own batches.
-    """
-    totals = [(0, 0, 0, 0)] * ttt_length
-    loss_sum, weight = 0.0, 0
+    """Run the objective over held-out batches; `total` as in `Tally.evaluation`."""
+    counts = Tally(ttt_length)
     for documents in batches:
-        outcome = objective(documents)
-        counts = tally(outcome.hits, ttt_length)
-        totals = [tuple(a + b for a, b in zip(total, count, strict=True))  # type: ignore[misc]
-                  for total, count in zip(totals, counts, strict=True)]
-        loss_sum += float(outcome.loss) * outcome.supervised
-        weight += outcome.supervised
-    sums = total(torch.tensor([*(float(count) for counts in totals for count in counts), loss_sum, float(weight)],
-                              dtype=torch.float64))
-    table = sums[:-2].round().to(torch.int64).view(ttt_length, 4).T.tolist()
-    asked, hit, before, after = (tuple(column) for column in table)
-    return Evaluation(asked, hit, before, after, float(sums[-2] / sums[-1].clamp(min=1.0)))
+        counts.add(objective(documents))
+    return counts.evaluation(total)
