@@ -1,0 +1,159 @@
+"""What the story of the EAGLE family says, held against a comparison. Pure.
+
+The story ("The EAGLE Family: Speculating in Feature Space") ends in a table of three versions and makes claims on the
+way. `three_versions` is the table, measured; `judge` takes the claims one by one. A claim with a number holds when the
+interval reaches that number and lies above 1; it does not hold here when the interval stays below; anything else is not
+told apart. "Here" is one target on one machine: the story's figures are of LLaMA-2-Chat 70B on GPUs.
+"""
+
+from collections.abc import Callable, Iterator
+
+from eyrie_api.v1alpha1.job import SGLANG_ALGORITHMS
+from eyrie_api.v1alpha1.model import Interval
+from eyrie_workers.comparison.report import ArmReport, Claim, CompareReport, Row, Verdict
+
+VERSIONS = ("EAGLE-1", "EAGLE-2", "EAGLE-3")
+NOT_HERE = "not on this bench"
+
+PAIRS = (("EAGLE-2", "EAGLE-1"), ("EAGLE-3", "EAGLE-2"), ("EAGLE-1", "Medusa"), ("EAGLE-1", "draft model"),
+         ("EAGLE-3", "EAGLE-3 chain"), ("DDTree", "DFlash"), ("DFlash", "EAGLE-3 chain"), ("Hydra", "Medusa"))
+"""Which arms the claims below are about, in pairs."""
+
+_SPEEDUPS = {"EAGLE-1": (2.7, "2.7 to 3.5x"), "EAGLE-2": (4.0, "about 4x"), "EAGLE-3": (6.5, "up to 6.5x")}
+_ACCEPTANCE = {"EAGLE-1": (0.75, 0.85), "EAGLE-2": (0.78, 0.88)}
+
+
+def three_versions(report: CompareReport) -> tuple[Row, ...]:
+    """The table of the three versions, row by row; empty when none of them took part."""
+    arms = [report.named(title) for title in VERSIONS]
+    if not any(arms):
+        return ()
+    made = {one.family: one for one in report.trained}
+
+    def cells(say: Callable[[ArmReport], str]) -> tuple[str, str, str]:
+        one, two, three = (NOT_HERE if arm is None else say(arm) for arm in arms)
+        return one, two, three
+
+    return (
+        Row(aspect="Training", seed=("required (hours)", "required (hours)", "required"),
+            here=cells(lambda arm: f"{made[arm.arm.family].seconds:.0f} s, {_many(made[arm.arm.family].tokens)} tokens"
+                       + (", EAGLE-1's" if arm.arm.title == "EAGLE-2" else ""))),
+        Row(aspect="Extra parameters", seed=("feature predictor", "the same predictor", "draft module"),
+            here=cells(lambda arm: f"{_many(made[arm.arm.family].parameters)}, "
+                       f"{made[arm.arm.family].parameters / report.target_parameters:.0%} of the target's")),
+        Row(aspect="Tree structure", seed=("static", "dynamic (confidence)", "dynamic (confidence)"),
+            here=cells(lambda arm: f"{arm.arm.kind} {arm.arm.shape}")),
+        Row(aspect="Draft mechanism",
+            seed=("feature regression", "+ dynamic tree", "direct token prediction, fused layers"),
+            here=cells(lambda arm: f"layers {', '.join(map(str, made[arm.arm.family].layers))}; "
+                       f"{arm.overall.draft_ms:.1f} ms a round")),
+        Row(aspect="Acceptance rate", seed=("0.75 to 0.85", "0.78 to 0.88", "higher"),
+            here=cells(lambda arm: f"{_first(arm):.2f} at the first position, tau {arm.overall.tau:.2f}")),
+        Row(aspect="Speed-up", seed=("2.7 to 3.5x (70B)", "about 4x (70B)", "up to 6.5x"),
+            here=cells(lambda arm: ratio(arm.overall.speedup, arm.overall.speedup_interval))),
+        Row(aspect="Scales with data", seed=("flattens", "flattens", "yes"),
+            here=cells(lambda _: "not measured: one amount of data")),
+        Row(aspect="Deployment", seed=("moderate", "moderate", "easy (released heads)"),
+            here=cells(lambda arm: _served(arm.arm.family))),
+    )
+
+
+def judge(report: CompareReport) -> tuple[Claim, ...]:
+    """Every claim of the story."""
+    return tuple(_claims(report))
+
+
+def _claims(report: CompareReport) -> Iterator[Claim]:
+    yield _contested(report, "EAGLE-2 over EAGLE-1", "20 to 40 % faster, by its tree alone", "EAGLE-2", "EAGLE-1",
+                     1.2)
+    yield _contested(report, "EAGLE-3 over EAGLE-2", "about 1.4x", "EAGLE-3", "EAGLE-2", 1.4)
+    yield _contested(report, "EAGLE-1 over Medusa", "clearly ahead", "EAGLE-1", "Medusa", 1.0)
+    yield _contested(report, "EAGLE-1 over a separate draft model", "clearly ahead", "EAGLE-1", "draft model", 1.0)
+    yield _contested(report, "Tree over chain (EAGLE-3)", "structure matters", "EAGLE-3", "EAGLE-3 chain", 1.0)
+    yield _longer(report, "EAGLE-3's acceptance over EAGLE-2's", "higher", "EAGLE-3", "EAGLE-2")
+    for title, (low, high) in _ACCEPTANCE.items():
+        yield _in_range(report, title, low, high)
+    for title, (least, words) in _SPEEDUPS.items():
+        yield _as_fast(report, title, least, words)
+    yield _one_pass(report)
+    yield _contested(report, "DDTree over DFlash", "the same pass as a tree is faster", "DDTree", "DFlash", 1.0)
+    yield Claim(aspect="EAGLE-3 gains from more data", seed="more data, higher acceptance; EAGLE-1 flattened",
+                here="one amount of data was trained on", verdict="not measured")
+
+
+def reaches(interval: Interval, least: float) -> Verdict:
+    """Whether an interval of a ratio bears out `at least <least>`."""
+    if interval.low == interval.high:
+        return "not told apart"
+    if interval.low > 1.0 and interval.high >= least:
+        return "holds"
+    return "does not hold here" if interval.high < least else "not told apart"
+
+
+def _contested(report: CompareReport, aspect: str, seed: str, one: str, other: str, least: float) -> Claim:
+    held = report.contest(one, other)
+    if held is None:
+        return Claim(aspect=aspect, seed=seed, here=_missing(report, one, other), verdict="not measured")
+    return Claim(aspect=aspect, seed=seed, here=f"{ratio(held.ratio, held.interval)} as fast",
+                 verdict=reaches(held.interval, least))
+
+
+def _longer(report: CompareReport, aspect: str, seed: str, one: str, other: str) -> Claim:
+    held = report.contest(one, other)
+    if held is None:
+        return Claim(aspect=aspect, seed=seed, here=_missing(report, one, other), verdict="not measured")
+    return Claim(aspect=aspect, seed=seed, here=f"tau is {ratio(held.tau_ratio, held.tau_interval)}",
+                 verdict=reaches(held.tau_interval, 1.0))
+
+
+def _in_range(report: CompareReport, title: str, low: float, high: float) -> Claim:
+    aspect, seed = f"{title}'s acceptance rate", f"{low:g} to {high:g}"
+    arm = report.named(title)
+    if arm is None:
+        return Claim(aspect=aspect, seed=seed, here=NOT_HERE, verdict="not measured")
+    return Claim(aspect=aspect, seed=seed, here=f"{_first(arm):.2f} at the first position",
+                 verdict="holds" if low <= round(_first(arm), 2) <= high else "does not hold here")
+
+
+def _as_fast(report: CompareReport, title: str, least: float, words: str) -> Claim:
+    aspect, arm = f"{title}'s speed-up", report.named(title)
+    if arm is None:
+        return Claim(aspect=aspect, seed=words, here=NOT_HERE, verdict="not measured")
+    return Claim(aspect=aspect, seed=words, here=ratio(arm.overall.speedup, arm.overall.speedup_interval),
+                 verdict=reaches(arm.overall.speedup_interval, least))
+
+
+def _one_pass(report: CompareReport) -> Claim:
+    aspect, seed = "DFlash drafts in one pass", "depth passes collapse into one"
+    block, chain = report.named("DFlash"), report.named("EAGLE-3 chain")
+    if block is None or chain is None:
+        return Claim(aspect=aspect, seed=seed, here=_missing(report, "DFlash", "EAGLE-3 chain"), verdict="not measured")
+    here, there = block.overall.draft_ms, chain.overall.draft_ms
+    return Claim(aspect=aspect, seed=seed, here=f"{here:.1f} ms a round, EAGLE-3's chain {there:.1f} ms",
+                 verdict="holds" if here < there else "does not hold here")
+
+
+def _missing(report: CompareReport, *titles: str) -> str:
+    return f"{' and '.join(title for title in titles if report.named(title) is None)}: {NOT_HERE}"
+
+
+def _first(arm: ArmReport) -> float:
+    return arm.overall.acceptance[0] if arm.overall.acceptance else 0.0
+
+
+def _served(family: str) -> str:
+    name = next((name for known, name in SGLANG_ALGORITHMS.items() if known == family), None)
+    return f"SGLang {name}" if name else "no engine but ours"
+
+
+def ratio(value: float, interval: Interval) -> str:
+    """`1.82x (1.70-1.95)`."""
+    return f"{value:.2f}x ({interval.low:.2f}-{interval.high:.2f})"
+
+
+def _many(number: float) -> str:
+    """`1.2 M`, `300 k`."""
+    for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= scale:
+            return f"{number / scale:.3g} {letter}"
+    return f"{number:.0f}"

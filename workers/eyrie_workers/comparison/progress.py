@@ -1,0 +1,95 @@
+"""How far a comparison is, in one line: read from the running stage's own `events.jsonl`, which has rate and ETA.
+
+On a terminal the line is redrawn in place; a log gets one now and then. Stages say it to their files and not to us, so
+that a stage is the same program here, on a cluster and alone; the price is a thread that reads along.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from pydantic import ValidationError
+
+from eyrie_api.terminal.tables import count, duration
+from eyrie_api.v1alpha1.records import STAGE_RECORD, ProgressRecord, StageRecord
+
+_LIVE_EVERY_S = 1.0
+_LOGGED_EVERY_S = 15.0
+
+
+def told(path: Path) -> Iterator[StageRecord]:
+    """The records of an events file; a torn last line is left out."""
+    if not path.is_file():
+        return
+    for line in path.read_text().split("\n"):
+        if line.endswith("}"):
+            try:
+                yield STAGE_RECORD.validate_json(line)
+            except ValidationError:
+                continue
+
+
+def words(record: ProgressRecord) -> str:
+    """`412 k of 1 M tokens, 8.3 k/s, 1m 10s left`."""
+    line = count(record.done) + (f" of {count(record.total)}" if record.total is not None else "") + f" {record.unit}"
+    if record.rate is not None:
+        line += f", {record.rate:.1f}/s" if record.rate < 100 else f", {count(record.rate)}/s"
+    if record.eta_s is not None:
+        line += f", {duration(record.eta_s)} left"
+    return line + (f" ({record.message})" if record.message else "")
+
+
+class Voice:
+    """Says on stderr what begins and how far it is. Use it as a context."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet, self._live = quiet, sys.stderr.isatty()
+        self._stream = sys.stderr
+        self._what, self._events, self._from = "", Path(), 0
+        self._began = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._read_along, name="eyrie-progress", daemon=True)
+
+    def __enter__(self) -> "Voice":
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def begins(self, what: str, directory: Path) -> None:
+        """Another stage."""
+        self._events = directory / "events.jsonl"
+        self._from = self._events.stat().st_size if self._events.exists() else 0
+        self._what = what
+        if not self._quiet:
+            print(f"{self._clear()}[{duration(time.monotonic() - self._began)}] {what}", file=self._stream, flush=True)
+
+    def _read_along(self) -> None:
+        last = ""
+        while not self._ended.wait(_LIVE_EVERY_S if self._live else _LOGGED_EVERY_S):
+            line = self._latest()
+            if self._quiet or not line or line == last:
+                continue
+            last = line
+            print(f"{self._clear()}  {line}", file=self._stream, end="" if self._live else "\n", flush=True)
+
+    def _clear(self) -> str:
+        return "\r\x1b[K" if self._live else ""
+
+    def _latest(self) -> str:
+        if not self._events.is_file():
+            return ""
+        with self._events.open("rb") as file:
+            file.seek(self._from)
+            lines = file.read().decode(errors="replace").split("\n")
+        for line in reversed(lines):
+            if line.startswith('{"kind":"progress"') and line.endswith("}"):
+                record = STAGE_RECORD.validate_json(line)
+                return f"{self._what}: {words(record)}" if isinstance(record, ProgressRecord) else ""
+        return ""

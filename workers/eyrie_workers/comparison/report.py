@@ -1,0 +1,349 @@
+"""What a comparison found, as values: models, and their making from ledger entries. Pure.
+
+Definitions. tau, acceptance and speed-up are those of `v1alpha1.reports`. Blocks are resampled, all temperatures of a
+block together (`measurement.statistics`). A *round* is a target pass and the drafting before it:
+
+    draft_ms      proposing and taking in what was settled, per round
+    draft_share   the same in passes of the undrafted target at the same load
+    round_cost    the whole round in such passes; what drafting leaves of tau is tau / round_cost
+
+Two arms are compared on the blocks both answered, in pairs: that tells smaller differences apart than two intervals
+against off that overlap. They are *not told apart* when the interval of their ratio holds 1.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from eyrie_api.v1alpha1.model import Frozen, Interval
+from eyrie_api.v1alpha1.reports import Environment
+from eyrie_workers.comparison.forms import OFF
+from eyrie_workers.comparison.measuring import ArmRun, Entry
+from eyrie_workers.comparison.plan import Arm, Budget
+from eyrie_workers.measurement.blocks import agreeing
+from eyrie_workers.measurement.statistics import (
+    FloatArray,
+    Tally,
+    acceptance_length,
+    add_histograms,
+    conditional_acceptance,
+    interval_around,
+    mean_speed_ratio,
+    speed_interval,
+    standard_error,
+)
+
+Outcome = Literal["faster", "slower", "not told apart"]
+Verdict = Literal["holds", "does not hold here", "not told apart", "not measured"]
+
+
+class Figures(Frozen):
+    """One arm over some blocks."""
+
+    concurrency: int
+    suite: str | None = None
+    """None: all suites together."""
+
+    temperature: float | None = None
+    """None: the mean over temperatures of the speed-up; everything else over all of them."""
+
+    blocks: int
+    requests: int
+    identical: int
+    """Requests answered as the undrafted engine answered them, token by token."""
+
+    tokens: int
+    tau: float
+    tau_interval: Interval
+    acceptance: tuple[float, ...]
+    accepted_histogram: tuple[int, ...]
+    tokens_per_s: float
+    off_tokens_per_s: float
+    speedup: float
+    speedup_interval: Interval
+    draft_ms: float
+    draft_share: float
+    round_cost: float
+    nodes_per_round: float
+    """Verified for each row, root included."""
+
+
+class Trained(Frozen):
+    """What a family's drafter took to make."""
+
+    family: str
+    checkpoint: str
+    """Its directory."""
+
+    digest: str
+    parameters: int
+    epochs: float
+    steps: int
+    tokens: int
+    """Packed tokens trained on."""
+
+    seconds: float
+    """Of optimiser steps; loading and evaluating left out."""
+
+    cpu_seconds: float | None
+    """Of the whole stage; None when a call was killed and its share is not known."""
+
+    tokens_per_s: float
+    draft_vocab_size: int
+    layers: tuple[int, ...]
+    """`hidden_states` indices it reads."""
+
+    feature_bytes: int
+    """Of captured states it needs: its layers at every position, what it is taught where it is taught."""
+
+    first_accuracy: float
+    """Of the first step, on captured rows it was not trained on."""
+
+
+class ArmReport(Frozen):
+    """One arm."""
+
+    rank: int
+    arm: Arm
+    lossless: bool
+    """Every answer was the undrafted one."""
+
+    overall: Figures
+    """All suites and temperatures, at the first concurrency: what the rank is by."""
+
+    figures: tuple[Figures, ...]
+    """By concurrency; by concurrency and temperature; by those and suite."""
+
+    def at(self, concurrency: int, temperature: float | None = None, suite: str | None = None) -> Figures:
+        """One of the figures. Raises StopIteration for what was not measured."""
+        return next(one for one in self.figures
+                    if (one.concurrency, one.temperature, one.suite) == (concurrency, temperature, suite))
+
+
+class Contest(Frozen):
+    """Two arms on the same blocks, all suites and temperatures, at one concurrency."""
+
+    one: str
+    other: str
+    concurrency: int
+    ratio: float
+    """Speed of the one over the other's."""
+
+    interval: Interval
+    outcome: Outcome
+    tau_ratio: float
+    tau_interval: Interval
+
+
+class Row(Frozen):
+    """A row of the seed's table of three versions, and the same row measured."""
+
+    aspect: str
+    seed: tuple[str, str, str]
+    here: tuple[str, str, str]
+
+
+class Claim(Frozen):
+    """A sentence of the seed against what was measured."""
+
+    aspect: str
+    seed: str
+    here: str
+    verdict: Verdict
+
+
+class CompareReport(Frozen):
+    """The whole comparison."""
+
+    target: str
+    target_parameters: int
+    budget: Budget
+    store_tokens: int
+    store_bytes: int
+    conversations: int
+    suites: tuple[str, ...]
+    temperatures: tuple[float, ...]
+    concurrencies: tuple[int, ...]
+    max_new_tokens: int
+    arms: tuple[ArmReport, ...]
+    """Best first."""
+
+    trained: tuple[Trained, ...]
+    failed: dict[str, str]
+    """Families whose training failed, and why."""
+
+    contests: tuple[Contest, ...]
+    """The best against every other arm, and the pairs that claims are about."""
+
+    rows: tuple[Row, ...] = ()
+    claims: tuple[Claim, ...] = ()
+    verdict: str = ""
+    winner: str = OFF
+    """What to serve with; `off` when nothing is surely faster than no drafter."""
+
+    seconds: dict[str, float]
+    """Wall time by stage."""
+
+    notes: tuple[str, ...] = ()
+    """What makes the figures weaker than they look."""
+
+    environment: Environment
+
+    def named(self, title: str) -> ArmReport | None:
+        """The arm of this title, if it took part."""
+        return next((one for one in self.arms if one.arm.title == title), None)
+
+    def contest(self, one: str, other: str) -> Contest | None:
+        """The two against each other, whichever way it is held, at the first concurrency."""
+        for held in self.contests:
+            if held.concurrency == self.concurrencies[0]:
+                if (held.one, held.other) == (one, other):
+                    return held
+                if (held.one, held.other) == (other, one):
+                    return turned(held)
+        return None
+
+
+def turned(held: Contest) -> Contest:
+    """The same contest, seen from the other side."""
+    back: dict[Outcome, Outcome] = {"faster": "slower", "slower": "faster", "not told apart": "not told apart"}
+    return Contest(one=held.other, other=held.one, concurrency=held.concurrency, ratio=1.0 / held.ratio,
+                   interval=_turned(held.interval), outcome=back[held.outcome], tau_ratio=1.0 / held.tau_ratio,
+                   tau_interval=_turned(held.tau_interval))
+
+
+def _turned(interval: Interval) -> Interval:
+    return Interval(low=1.0 / interval.high, high=1.0 / interval.low)
+
+
+class Book:
+    """The entries of a comparison, asked in several ways."""
+
+    def __init__(self, entries: Sequence[Entry], seed: int = 0) -> None:
+        self.entries, self._seed = entries, seed
+        self.concurrencies = list(dict.fromkeys(entry.concurrency for entry in entries))
+        self.temperatures = sorted({entry.temperature for entry in entries})
+        self.suites = list(dict.fromkeys(entry.suite for entry in entries))
+
+    def some(self, concurrency: int, temperature: float | None = None, suite: str | None = None) -> list[Entry]:
+        """Entries of a load; of all temperatures and suites where none is given."""
+        return [entry for entry in self.entries
+                if entry.concurrency == concurrency and temperature in (None, entry.temperature)
+                and suite in (None, entry.suite)]
+
+    def compared(self, one: str, other: str, entries: Iterable[Entry]) -> tuple[float, Interval]:
+        """Speed of one arm over the other's: the mean over temperatures, and its interval."""
+        by_temperature: dict[float, dict[tuple[str, int], Tally]] = {}
+        for entry in entries:
+            ours, theirs = entry.runs[one], entry.runs[other]
+            by_temperature.setdefault(entry.temperature, {})[entry.suite, entry.index] = Tally(
+                ours.block.tokens, ours.block.seconds, theirs.block.tokens, theirs.block.seconds)
+        groups = [[tallies[key] for key in sorted(tallies)] for _, tallies in sorted(by_temperature.items())]
+        return mean_speed_ratio(groups), speed_interval(groups, self._seed)
+
+    def tau(self, one: str, other: str, entries: Iterable[Entry]) -> tuple[float, Interval]:
+        """tau of one arm over the other's, and its interval; temperatures pooled."""
+        rows: dict[tuple[str, int], FloatArray] = {}
+        for entry in entries:
+            counts = [count for title in (one, other) for count in _counts(entry.runs[title])]
+            key = (entry.suite, entry.index)
+            rows[key] = rows.get(key, np.zeros(4)) + np.array(counts, dtype=np.float64)
+        fields = np.stack(list(rows.values()))
+        value = float(_tau_ratio(fields.sum(0)[None])[0])
+        if len(fields) < 2:
+            return value, Interval(low=value, high=value)
+        return value, interval_around(value, standard_error(fields, _tau_ratio, self._seed), len(fields))
+
+    def figures(self, title: str, concurrency: int, temperature: float | None = None,
+                suite: str | None = None) -> Figures:
+        """One arm over the blocks of a load, a temperature, a suite."""
+        entries = self.some(concurrency, temperature, suite)
+        ours, off = [entry.runs[title] for entry in entries], [entry.runs[OFF] for entry in entries]
+        histogram = add_histograms([run.block.accepted_histogram for run in ours])
+        speedup, interval = self.compared(title, OFF, entries)
+        rounds = max(1, sum(run.rounds for run in ours))
+        off_round = sum(run.verify_s for run in off) / max(1, sum(run.rounds for run in off))
+        draft_s = sum(run.draft_s for run in ours) / rounds
+        verify_s = sum(run.verify_s for run in ours) / rounds
+        return Figures(
+            concurrency=concurrency, suite=suite, temperature=temperature, blocks=len(entries),
+            requests=sum(len(run.block.answers) for run in ours),
+            identical=sum(agreeing(run.block, plain.block) for run, plain in zip(ours, off, strict=True)),
+            tokens=sum(run.block.tokens for run in ours), tau=acceptance_length(histogram),
+            tau_interval=self.tau(title, OFF, entries)[1],
+            acceptance=conditional_acceptance(histogram), accepted_histogram=histogram,
+            tokens_per_s=_rate(ours), off_tokens_per_s=_rate(off), speedup=speedup, speedup_interval=interval,
+            draft_ms=1e3 * draft_s, draft_share=draft_s / off_round, round_cost=(draft_s + verify_s) / off_round,
+            nodes_per_round=sum(run.nodes for run in ours) / rounds)
+
+    def arm(self, arm: Arm) -> ArmReport:
+        """Everything about one arm; its rank is not known yet."""
+        title = arm.title
+        figures = tuple(
+            self.figures(title, concurrency, temperature, suite)
+            for concurrency in self.concurrencies
+            for temperature, suite in [(None, None), *((t, None) for t in self.temperatures),
+                                       *((None, s) for s in self.suites),
+                                       *((t, s) for t in self.temperatures for s in self.suites)])
+        overall = figures[0]
+        return ArmReport(rank=1, arm=arm, overall=overall, figures=figures,
+                         lossless=all(one.identical == one.requests for one in figures))
+
+    def contest(self, one: str, other: str, concurrency: int) -> Contest:
+        """Two arms in pairs."""
+        entries = self.some(concurrency)
+        ratio, interval = self.compared(one, other, entries)
+        tau_ratio, tau_interval = self.tau(one, other, entries)
+        return Contest(one=one, other=other, concurrency=concurrency, ratio=ratio, interval=interval,
+                       outcome=outcome(interval), tau_ratio=tau_ratio, tau_interval=tau_interval)
+
+
+def outcome(interval: Interval) -> Outcome:
+    """What an interval of a ratio says. One block alone, whose interval is a point, says nothing."""
+    if interval.low == interval.high:
+        return "not told apart"
+    return "faster" if interval.low > 1.0 else "slower" if interval.high < 1.0 else "not told apart"
+
+
+def rank(arms: Iterable[ArmReport]) -> tuple[ArmReport, ...]:
+    """Best first: lossless before others, then by speed at the first concurrency, then by title."""
+    ordered = sorted(arms, key=lambda one: (not one.lossless, -one.overall.speedup, one.arm.title))
+    return tuple(one.model_copy(update={"rank": place}) for place, one in enumerate(ordered, start=1))
+
+
+def choose(arms: Sequence[ArmReport]) -> str:
+    """What to serve with: the first lossless arm that is surely faster than off; else off."""
+    for one in arms:
+        if one.arm.title != OFF and one.lossless and outcome(one.overall.speedup_interval) == "faster":
+            return one.arm.title
+    return OFF
+
+
+def contests_of(book: Book, ranked: Sequence[ArmReport], pairs: Iterable[tuple[str, str]]) -> tuple[Contest, ...]:
+    """The best drafted arm against every other, and these pairs, at the first concurrency; each once."""
+    titles = [one.arm.title for one in ranked]
+    drafted = [title for title in titles if title != OFF]
+    wanted = [(drafted[0], title) for title in titles if title != drafted[0]] if drafted else []
+    wanted += [pair for pair in pairs if set(pair) <= set(titles)]
+    unique = {frozenset(pair): pair for pair in reversed(wanted)}
+    first = book.concurrencies[0]
+    return tuple(book.contest(*pair, first) for pair in reversed(unique.values()))
+
+
+def _counts(run: ArmRun) -> tuple[float, float]:
+    """Tokens that rounds made, and rounds. Off has tau 1, with or without a round."""
+    histogram = run.block.accepted_histogram
+    rounds = sum(histogram)
+    return float(rounds + sum(k * count for k, count in enumerate(histogram))), float(rounds)
+
+
+def _tau_ratio(sums: FloatArray) -> FloatArray:
+    """[R, 4] tokens and rounds of two arms to the ratio of their taus, [R]."""
+    ones = np.maximum(sums, 1.0)
+    ratio: FloatArray = (ones[:, 0] / ones[:, 1]) / (ones[:, 2] / ones[:, 3])
+    return ratio
+
+
+def _rate(runs: Sequence[ArmRun]) -> float:
+    return sum(run.block.tokens for run in runs) / sum(run.block.seconds for run in runs)
