@@ -22,9 +22,9 @@ from eyrie_api.v1alpha1.stages import CaptureStage
 from eyrie_workers.features.layout import shard_name, taught_positions
 from eyrie_workers.features.opinions import rebuild
 from eyrie_workers.features.store import FeatureStore, StoreDamaged
-from eyrie_workers.features.writer import is_whole
+from eyrie_workers.features.streaming import plan_batches
 from eyrie_workers.regeneration.rows import META, ROWS, AnsweredRow, RowSampling, RowsMeta
-from eyrie_workers.stages.capture import capture, plan_batches, plan_rows
+from eyrie_workers.stages.capture import capture, is_whole, plan_rows
 from eyrie_workers.stages.program import run_program
 from eyrie_workers.targets.agreement import LayersDisagree, compare
 from eyrie_workers.targets.loading import load_target, target_digest

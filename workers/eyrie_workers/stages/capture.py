@@ -11,6 +11,9 @@ store in which damage was found, it makes the damaged shards anew and nothing el
 Before anything is stored, the states of a few rows are compared with those `transformers` computes
 (`targets.agreement`).
 
+With `capture.feed: stream` nothing of this is computed here: a plan is left (`features.streaming`), and training
+computes the states as it goes.
+
 Rows are laid end to end, never padded. The loss mask is True exactly at answer tokens; the prompt is recorded because
 the drafter attends to it. Rows longer than `max_length` are cut at the end, and a row whose answer is cut away entirely
 is left out; both are counted in the report.
@@ -37,8 +40,10 @@ from eyrie_workers.drafters import vocabulary as draft_vocabulary
 from eyrie_workers.drafters.registry import layers_of
 from eyrie_workers.features.codecs import relative_error, zero_share
 from eyrie_workers.features.layout import FeatureRow, StoreLayout, plan_shards, taught_positions
-from eyrie_workers.features.opinions import form_opinion
-from eyrie_workers.features.writer import FeatureWriter, is_whole
+from eyrie_workers.features.places import Directory
+from eyrie_workers.features.streaming import STREAM, TOKENS, compute_rows, plan_batches, plan_is_whole, write_plan
+from eyrie_workers.features.writer import FeatureWriter
+from eyrie_workers.features.writer import is_whole as store_is_whole
 from eyrie_workers.regeneration.rows import META, ROWS, AnsweredRow, read_meta, read_rows
 from eyrie_workers.stages.program import Result, Stage, run_program
 from eyrie_workers.targets.agreement import LayerAgreement, compare, reference_states
@@ -101,18 +106,6 @@ def plan_rows(rows: Iterator[AnsweredRow], max_length: int) -> CapturePlan:
     return CapturePlan(tuple(kept), cut, dropped)
 
 
-def plan_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[range]:
-    """Consecutive rows per forward pass, at most `batch_tokens` tokens or a single longer row."""
-    start, size = 0, 0
-    for row, length in enumerate(lengths):
-        if row > start and size + length > batch_tokens:
-            yield range(start, row)
-            start, size = row, 0
-        size += length
-    if start < len(lengths):
-        yield range(start, len(lengths))
-
-
 def plan_layout(spec: CaptureSpec, plan: CapturePlan, target: TargetConfig, aux_layers: tuple[int, ...], digest: str,
                 rows: Iterable[AnsweredRow], always: Sequence[int],
                 fused_layers: tuple[int, ...] | None = None) -> StoreLayout:
@@ -142,21 +135,6 @@ def plan_layout(spec: CaptureSpec, plan: CapturePlan, target: TargetConfig, aux_
                        final_state=chosen.final_state, top_k=chosen.top_k, draft_ids=draft_ids)
 
 
-def capture_rows(target: TargetModel, rows: Sequence[tuple[RowPlan, AnsweredRow]], layout: StoreLayout) \
-        -> list[FeatureRow]:
-    """One teacher-forced pass over some rows; states as the target computes them, on the CPU."""
-    token_ids = [torch.tensor((row.prompt_ids + row.answer_ids)[: plan.num_tokens]) for plan, row in rows]
-    states = target.hidden_states(token_ids, layout.aux_layers)
-    made = []
-    for (plan, _), tokens, (aux, last) in zip(rows, token_ids, states, strict=True):
-        mask = torch.arange(plan.num_tokens) >= plan.num_prompt_tokens
-        opinion = None
-        if layout.final_state == "topk":
-            opinion = form_opinion(last[taught_positions(mask).to(last.device)], target.lm_head_weight, layout)
-        made.append(FeatureRow(plan.row_id, tokens, mask, aux.cpu(), last.cpu(), opinion))
-    return made
-
-
 @dataclass
 class _Work:
     """What was done, for the report."""
@@ -166,6 +144,10 @@ class _Work:
     prefill_s: float = 0.0
     errors: dict[str, float] = field(default_factory=dict)
     repaired: list[str] = field(default_factory=list)
+    checked: tuple[LayerAgreement, ...] = ()
+    files: list[Path] = field(default_factory=list)
+    size_bytes: int = 0
+    shards: int = 0
 
 
 def capture(spec: CaptureStage, stage: Stage) -> Result:
@@ -190,27 +172,55 @@ def capture(spec: CaptureStage, stage: Stage) -> Result:
     stage.event("LayersChosen", f"aux hidden states {list(choice.aux_layers)}: {choice.reason}")
     always = [*config.eos_token_ids, *special_token_ids(path)]
     layers = layers_of(spec.families, choice.aux_layers, config.num_layers) or choice.aux_layers
-    layout = plan_layout(spec.capture, plan, config, layers, digest, read_rows(rows_dir / ROWS), always,
+    streams = spec.capture.feed == "stream"
+    how = spec.capture.model_copy(update={"max_bytes": None}) if streams else spec.capture
+    layout = plan_layout(how, plan, config, layers, digest, read_rows(rows_dir / ROWS), always,
                          fused_layers=choice.aux_layers)
     _tell_codec(spec.capture, layout, stage)
+    work = _leave_plan(spec, stage, plan, layout) if streams else _leave_store(spec, stage, plan, layout)
+    tokens = sum(plan.lengths)
+    return Result(CaptureReport(
+        rows=len(plan.rows), tokens=tokens,
+        supervised_tokens=sum(row.num_tokens - row.num_prompt_tokens for row in plan.rows),
+        bytes=work.size_bytes, bytes_per_token=work.size_bytes / tokens, shards=work.shards,
+        layers=LayerChoice(aux_layers=layers, reason=choice.reason), hidden_size=layout.hidden_size,
+        codec=layout.codec, final_state=layout.final_state, states_error=work.errors,
+        checked={str(one.layer): one.error for one in work.checked}, repaired_shards=tuple(work.repaired),
+        rows_cut=plan.rows_cut, rows_dropped=plan.rows_dropped, seconds=time.monotonic() - started,
+        tokens_per_s=work.tokens / work.seconds if work.seconds else 0.0,
+        prefill_tokens_per_s=work.tokens / work.prefill_s if work.prefill_s else 0.0), work.files)
+
+
+def _leave_store(spec: CaptureStage, stage: Stage, plan: CapturePlan, layout: StoreLayout) -> _Work:
     writer = FeatureWriter(stage.out_dir, layout)
     for name, why in writer.damaged.items():
         stage.event("ShardDamaged", f"{name} is made again: {why}", warning=True)
     stage.pause_point()
     target, checked = _load_checked(spec, stage, plan, layout, fresh=not writer.shards)
     work = _write_shards(spec, stage, plan, target, writer)
-    files = writer.finish()
-    tokens = sum(plan.lengths)
-    return Result(CaptureReport(
-        rows=len(plan.rows), tokens=tokens,
-        supervised_tokens=sum(row.num_tokens - row.num_prompt_tokens for row in plan.rows),
-        bytes=writer.size_bytes, bytes_per_token=writer.size_bytes / tokens, shards=len(writer.shards),
-        layers=LayerChoice(aux_layers=layers, reason=choice.reason), hidden_size=layout.hidden_size,
-        codec=layout.codec, final_state=layout.final_state, states_error=work.errors,
-        checked={str(one.layer): one.error for one in checked}, repaired_shards=tuple(work.repaired),
-        rows_cut=plan.rows_cut, rows_dropped=plan.rows_dropped, seconds=time.monotonic() - started,
-        tokens_per_s=work.tokens / work.seconds if work.seconds else 0.0,
-        prefill_tokens_per_s=work.tokens / work.prefill_s if work.prefill_s else 0.0), files)
+    work.files, work.checked = writer.finish(), checked
+    work.size_bytes, work.shards = writer.size_bytes, len(writer.shards)
+    return work
+
+
+def _leave_plan(spec: CaptureStage, stage: Stage, plan: CapturePlan, layout: StoreLayout) -> _Work:
+    """With `feed: stream`: what training needs to compute the states itself."""
+    work = _Work()
+    if spec.capture.check_rows:
+        work.checked = _load_checked(spec, stage, plan, layout, fresh=True)[1]
+    rows = _kept(read_rows(Path(spec.rows_dir) / ROWS), plan)
+    write_plan(stage.out_dir, layout, ((of.row_id, (row.prompt_ids + row.answer_ids)[:of.num_tokens],
+                                        of.num_prompt_tokens) for of, row in rows),
+               batch_tokens=spec.capture.batch_tokens, buffer_bytes=spec.capture.stream_buffer_bytes)
+    work.files = [stage.out_dir / STREAM, stage.out_dir / TOKENS]
+    work.size_bytes = sum(path.stat().st_size for path in work.files)
+    stage.event("StreamPlanned", f"no states are stored: training computes those of {len(plan.rows)} rows as it goes")
+    return work
+
+
+def is_whole(directory: Path) -> bool:
+    """Whether what capture left is there, a store or a plan, and nobody found damage."""
+    return store_is_whole(directory) or plan_is_whole(Directory(directory))
 
 
 def _tell_codec(spec: CaptureSpec, layout: StoreLayout, stage: Stage) -> None:
@@ -265,7 +275,7 @@ def _write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: T
         for batch in plan_batches([row.num_tokens for row, _ in rows], spec.capture.batch_tokens):
             stage.pause_point()
             before = time.monotonic()
-            made = capture_rows(target, [rows[i] for i in batch], writer.layout)
+            made = compute_rows(target, [_tokens_of(*rows[i]) for i in batch], writer.layout)
             work.prefill_s += time.monotonic() - before
             if not work.errors:
                 work.errors = _errors(made, writer.layout)
@@ -314,6 +324,11 @@ def _kept(rows: Iterator[AnsweredRow], plan: CapturePlan) -> Iterator[tuple[RowP
         if wanted is not None and row.id == wanted.row_id:
             yield wanted, row
             wanted = next(planned, None)
+
+
+def _tokens_of(plan: RowPlan, row: AnsweredRow) -> tuple[str, torch.Tensor, torch.Tensor]:
+    ids = torch.tensor((row.prompt_ids + row.answer_ids)[:plan.num_tokens])
+    return plan.row_id, ids, torch.arange(plan.num_tokens) >= plan.num_prompt_tokens
 
 
 def _check_rows_are_of(digest: str, rows_dir: Path, model: str) -> None:
