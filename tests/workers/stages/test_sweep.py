@@ -33,7 +33,7 @@ def test_candidates_trained_together_are_those_trained_alone(
     for name, fields in settings.items():
         for way in ("together", "alone"):
             write_spec(tmp_path / way / name, target_dir, store_dir,
-                       **{"max_steps": 8} | fields)  # type: ignore[operator, arg-type]
+                       **{"max_steps": 8} | fields)  # type: ignore[operator]
     assert sweep([tmp_path / "together" / name for name in settings]) == 0
     for name in settings:
         assert run(tmp_path / "alone" / name) == 0
