@@ -44,6 +44,14 @@ MACHINES = ("a10", "a100-80gb", "l40s", "h100", "b200", "rtx-pro-6000-blackwell"
 
 FAMILIES = [(machine, target) for machine in MACHINES for target in TARGETS
             if (machine, target) != ("cpu", "deepseek-v3")]  # no CPU backend of ours serves MLA
+ALGORITHMS: dict[str, dict[str, Any]] = {  # what tells a drafter of each from the EAGLE-3 one; SGLang's own names
+    "EAGLE": {"architectures": ["LlamaForCausalLMEagle"]},
+    "STANDALONE": {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2},
+    "DFLASH": {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2,
+               "dflash_config": {"block_size": 6, "target_layer_ids": [1, 3]}}}
+DRAFT_BACKENDS = {"a10": "flashinfer", "h100": "fa3", "b200": "flashinfer", "mi300x": "triton"}
+"""What a drafter of blocks is computed with, by machine."""
+
 KINDS = {"chain": (), "tree": (TREE, NGRAM), "ngram-tree": (NGRAM_TREE,)}
 PAGES = (None, 16)
 PINNED = {"--attention-backend": "attention_backend", "--page-size": "page_size",
@@ -70,6 +78,8 @@ class Matrix:
         self.root = root
         self.targets = {name: write_target(root, name) for name in TARGETS}
         self.drafter = write_drafter(root)
+        self.others = {algorithm: write_drafter(root, f"drafter-{algorithm}", **changes)
+                       for algorithm, changes in ALGORITHMS.items()}
         self.cases: list[dict[str, Any]] = []
         self.left_out: dict[str, str] = {}
 
@@ -79,6 +89,12 @@ class Matrix:
         known = read_target(str(directory), json.loads((directory / "config.json").read_text()))
         return LaunchPlan(target=known, machine=profile(machine), served_name=target, setting=setting,
                           **({"drafter": drafter} | more))
+
+    def other(self, algorithm: str, machine: str, setting: Setting = CHAIN, **more: Any) -> LaunchPlan:
+        """A plan with a drafter of another family."""
+        directory = self.others[algorithm]
+        drafter = read_drafter(str(directory), json.loads((directory / "config.json").read_text()))
+        return self.plan(machine, "llama", setting, drafter=drafter, **more)
 
     def add(self, name: str, plan: LaunchPlan, line: tuple[str, ...] | None = None) -> None:
         self.cases.append({"name": name, "machine": plan.machine.name, "environment": launch_environment(plan),
@@ -119,6 +135,13 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
                     found.add_arms(name, plan, settings)
                 except Unlaunchable as refused:
                     found.left_out[name] = refused.message
+    for machine in MACHINES:
+        for algorithm in ALGORITHMS:
+            if (algorithm, machine) == ("DFLASH", "cpu"):
+                continue
+            for setting in (CHAIN,) if algorithm == "DFLASH" else (CHAIN, TREE):
+                found.add_arms(f"family {machine} {algorithm} {setting.label()}",
+                               found.other(algorithm, machine, setting))
     add_features(found, root)
     for name, (plan, line) in refused_lines(found, root).items():
         found.add(name, plan, line)
@@ -159,6 +182,7 @@ def refused_lines(found: Matrix, root: Path) -> dict[str, tuple[LaunchPlan, tupl
     ngram, ngram_tree = (found.plan("a10", "gemma3", one) for one in (NGRAM, NGRAM_TREE))
     adaptive = found.plan("h100", "llama", map=ADAPTIVE, adaptive_path=str(root / "adaptive.json"))
     short = str(root / "short-drafter")
+    standalone, blocks = (found.other(algorithm, "h100") for algorithm in ("STANDALONE", "DFLASH"))
 
     def line(plan: LaunchPlan, **flags: str) -> tuple[LaunchPlan, tuple[str, ...]]:
         return plan, altered(launch_arguments(plan), **flags)
@@ -186,6 +210,15 @@ def refused_lines(found: Matrix, root: Path) -> dict[str, tuple[LaunchPlan, tupl
         "attention dp uneven": line(chain, tp_size="3", attn_dp_size="2"),
         "short drafter, long context": line(chain, speculative_draft_model_path=short),
         "long context": line(tree, context_length="8192"),
+        "standalone attention dp": line(standalone, tp_size="2", attn_dp_size="2"),
+        "standalone lora": line(standalone, lora_paths=f"one={root / 'adapter'}"),
+        "standalone adaptive": (standalone, (*launch_arguments(standalone), "--speculative-adaptive",
+                                             "--speculative-adaptive-config", str(root / "adaptive.json"))),
+        "blocks attention dp": line(blocks, tp_size="2", attn_dp_size="2"),
+        "blocks on cpu": line(found.plan("cpu", "llama"), speculative_algorithm="DFLASH",
+                              speculative_draft_model_path=blocks.drafter.directory if blocks.drafter else ""),
+        "blocks tree": line(blocks, speculative_eagle_topk="4", speculative_num_steps="5",
+                            speculative_num_draft_tokens="6"),
     }
 
 
@@ -196,11 +229,14 @@ REFUSED_BY_SGLANG = {
     "aiter tree paged": "page_size > 1", "ngram tree paged": "flashinfer", "ngram attention dp": "dp attention",
     "adaptive lora": "speculative-adaptive", "pipeline": "Pipeline", "attention dp uneven": "AssertionError",
     "short drafter, long context": "context_length", "long context": "context_length",
+    "standalone attention dp": "dp attention", "standalone lora": "LoRA", "blocks attention dp": "dp-lm-head",
+    "blocks on cpu": "not supported",
 }
 CHANGED_BY_SGLANG = {  # accepted, and something else is served
     "trtllm_mha page 1": ("page_size", 64), "fa4 chain page 1": ("page_size", 128), "cutedsl_mla page 1": (
         "page_size", 64), "adaptive tree": ("speculative_adaptive", False),
     "adaptive attention dp": ("speculative_adaptive", False),
+    "standalone adaptive": ("speculative_adaptive", False), "blocks tree": ("speculative_eagle_topk", 1),
 }
 
 
@@ -256,6 +292,31 @@ def test_arms_differ_in_speculation_and_in_no_other_setting_sglang_resolves(mach
             for label, arm in arms.items():
                 differing = {one for one, value in arm["everything"].items() if value != off["everything"][one]}
                 assert differing == set(), (name, label)
+
+
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+@pytest.mark.parametrize("machine", MACHINES)
+def test_every_family_is_drafted_with_its_algorithm_and_shape_beside_an_equal_arm_without(
+        algorithm: str, machine: str, matrix: Matrix, answers: dict[str, Any]) -> None:
+    prefix = f"family {machine} {algorithm} "
+    mine = [case["name"] for case in matrix.cases if case["name"].startswith(prefix)]
+    if (algorithm, machine) == ("DFLASH", "cpu"):
+        assert mine == []
+        return
+    for setting in (CHAIN,) if algorithm == "DFLASH" else (CHAIN, TREE):
+        assert setting.tree is not None
+        label = f"{prefix}{setting.label()}"
+        on, off = (resolved(answers, f"{label} {arm}") for arm in (setting.label(), "off"))
+        assert off["speculative_algorithm"] is None
+        assert on["speculative_algorithm"] == algorithm
+        assert on["everything"] == off["everything"]
+        assert on["speculative_num_draft_tokens"] == setting.tree.num_draft_tokens
+        if algorithm == "DFLASH":
+            assert on["speculative_draft_attention_backend"] == DRAFT_BACKENDS.get(
+                machine, on["attention_backend"])
+        else:
+            assert (on["speculative_num_steps"], on["speculative_eagle_topk"]) == (
+                setting.tree.num_steps, setting.tree.top_k)
 
 
 def test_only_page_sizes_are_ever_left_out(matrix: Matrix) -> None:

@@ -224,9 +224,12 @@ def _speculation(plan: LaunchPlan, pins: Pins) -> list[str]:
         return []
     if slots is None and plan.setting.method == "ngram":
         assert tree is not None
-        return ["--speculative-algorithm", "NGRAM", "--speculative-num-steps", str(tree.num_steps),
+        line = ["--speculative-algorithm", "NGRAM", "--speculative-num-steps", str(tree.num_steps),
                 "--speculative-ngram-max-bfs-breadth", str(tree.top_k),
                 "--speculative-num-draft-tokens", str(tree.num_draft_tokens)]
+        if plan.machine.platform == "cpu":  # SGLang's 10 million nodes are 2 GB of the memory the model is in
+            line += ["--speculative-ngram-capacity", "1000000"]
+        return line
     drafter = plan.drafter
     assert drafter is not None  # _check has seen to it
     line = ["--speculative-algorithm", str(drafter.algorithm), "--speculative-draft-model-path", drafter.directory]

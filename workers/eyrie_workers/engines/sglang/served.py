@@ -1,8 +1,8 @@
 """What a launch line must know of a target and a drafter, read from their `config.json` and nothing else.
 
 The target may be of any family SGLang serves, so nothing here asks whether Eyrie could load it: only the questions that
-change flags are answered (attention kind, sliding windows, experts, quantisation, context). A drafter's architecture says
-which algorithm drafts with it.
+change flags are answered: attention kind, sliding windows, experts, quantisation, context; of a drafter also which
+algorithm drafts with it, which its architecture says.
 """
 
 from collections.abc import Mapping
