@@ -12,7 +12,7 @@ NEED_CUDA = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_avai
 	  echo 'error: torch sees no CUDA device here' >&2; \
 	  echo 'mend: on a machine with a GPU: make setup TORCH="torch>=2.13", then again' >&2; exit 1; }
 
-.PHONY: help setup demo demo-short demo-stop test test-sglang test-cluster test-kernels test-gpu bench-gpu lint bench bench-load bench-control bench-tuner bench-store bench-codecs bench-peers clean
+.PHONY: help setup demo demo-short demo-stop test test-sglang test-cluster test-kernels test-gpu bench-gpu lint bench bench-load bench-control bench-tuner bench-store bench-codecs bench-peers compare experiments clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -98,6 +98,15 @@ bench-store: setup  ## the hidden-state store's reader, from a directory and thr
 
 bench-codecs: setup  ## what each codec costs in acceptance length, ten minutes on two idle cores
 	@$(BIN)/python -m eyrie_workers.features.codec_trial --out .eyrie/bench/codecs.json
+
+# Half an hour on two idle cores; SHORT=1 for a look in four minutes. FAMILIES=eagle1,eagle3 BUDGET=tokens=300k choose.
+compare: setup  ## which drafter for the quickstart target: all families trained at an equal budget and measured
+	@$(BIN)/eyrie compare $(if $(SHORT),--short) $(if $(FAMILIES),--families $(FAMILIES)) $(if $(BUDGET),--budget $(BUDGET)) \
+		--out .eyrie/compare$(if $(SHORT),-short)
+
+# Forty minutes on two idle cores; killed, it goes on from the last stage. The committed pages: OUT=workers/experiments.
+experiments: setup  ## what the seeds claim, measured here: pages and plots in .eyrie/experiments; SHORT=1 for a quick look
+	@$(BIN)/python -m eyrie_workers.experiments $(if $(SHORT),--short) --out $(or $(OUT),.eyrie/experiments)
 
 # Half an hour on two idle cores with their environments to make (2.5 GB in .eyrie/peers), which are kept.
 bench-peers: setup  ## Eyrie beside SpecForge and speculators, each in an environment of its own; SHORT=1 for a quick look

@@ -1,0 +1,103 @@
+"""What each experiment says of figures whose verdict is known."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eyrie_api.v1alpha1.reports import CheckpointReport
+from eyrie_workers.experiments import (
+    acceptance_throughput,
+    crossover,
+    data_amount,
+    depth_width,
+    training_vs_served,
+)
+from eyrie_workers.experiments.account import Watch, index, page, tell, write
+from eyrie_workers.experiments.fits import Counted
+from eyrie_workers.experiments.timing import Rung
+
+
+def counted(taus: Sequence[float], rounds: int = 100) -> list[Counted]:
+    return [Counted(suite="chat", prompt=f"chat/{i}", tokens=round(value * rounds), rounds=rounds,
+                    accepted=round((value - 1.0) * rounds)) for i, value in enumerate(taus)]
+
+
+def rungs(accuracy: Sequence[float], theoretical: Sequence[float]) -> list[Rung]:
+    return [Rung(f"run {i}, step 1", f"run {i}", Path("x"), CheckpointReport(
+        name="c", candidate="c0", step=1, path="p", digest="d", epoch=1.0, loss=1.0 - first,
+        accuracy=(first, first / 2), conditional_acceptance=(first, first / 2), theoretical_speedup=speed))
+        for i, (first, speed) in enumerate(zip(accuracy, theoretical, strict=True))]
+
+
+def timings(taus: Sequence[float], round_s: float, prompts: int = 6) -> np.ndarray:
+    """Prompts of 100 rounds; a round costs the same whatever it yields; undrafted one token per 10 ms."""
+    arms = [[100.0, 1.0, 100.0, 0.0], *([100 * t, 100 * round_s, 100.0, 100 * (t - 1)] for t in taus)]
+    return np.array([arms] * prompts)
+
+
+def test_equal_rounds_make_throughput_linear_in_tau() -> None:
+    ladder = rungs([0.1] * 5, [1.0] * 5)
+    fields = timings([1.5, 2.0, 2.5, 3.0, 4.0], 0.015)
+    finding = acceptance_throughput.judge(ladder, {0.0: fields, 1.0: fields})
+    assert finding.found[0].startswith("Linear: r2 1.000")
+    assert "breaks even with none at tau 1.50" in finding.found[1]
+
+
+def test_rounds_of_different_cost_are_said_not_to_be_linear() -> None:
+    ladder = rungs([0.1] * 5, [1.0] * 5)
+    fields = timings([1.5, 2.0, 2.5, 3.0, 4.0], 0.015)
+    fields[:, 1, 1] /= 4
+    assert acceptance_throughput.judge(ladder, {0.0: fields}).found[0].startswith("Not near-perfectly linear")
+
+
+def test_a_metric_that_orders_wrongly_is_named_with_the_pair_and_the_loss() -> None:
+    ladder = rungs(accuracy=[0.9, 0.6, 0.5, 0.4, 0.3], theoretical=[2.0, 4.0, 3.0, 2.5, 1.9])
+    finding = training_vs_served.judge(ladder, timings([2.0, 4.0, 3.0, 2.5, 1.9], 0.02))
+    assert finding.found[0].startswith("Rank correlation with served tau: theoretical speed-up 1.00")
+    assert "first-step accuracy 50.0%" in finding.found[1]
+    assert "run 0, step 1 (0.900) serves 1.00x, run 1, step 1 (0.600) 2.00x, 100% faster" in finding.found[3]
+
+
+def test_the_crossover_is_the_first_load_at_which_drafting_does_not_pay() -> None:
+    blocks = [crossover.Block(concurrency=c, number=n, tokens=dict.fromkeys(crossover.ARMS, 100),
+                              seconds={name: 1.0 if name == "off" else 0.5 * c**0.5 for name in crossover.ARMS})
+              for c in crossover.CONCURRENCIES for n in range(3)]
+    finding = crossover.judge(blocks)
+    assert finding.found[0].count("stops paying at 4") == 3
+
+
+@pytest.mark.parametrize(("slopes", "verdict"), [
+    ((0.5, 0.0), "The claim holds here"), ((0.5, 0.4), "EAGLE-3 gains more"), ((0.3, 0.3), "The claim does not show")])
+def test_the_ceiling_of_eagle1_is_claimed_only_beyond_the_seeds_scatter(slopes: tuple[float, float],
+                                                                         verdict: str) -> None:
+    runs = {(family, 50 << step): [counted([2.0 + step * slope + scatter] * 4) for scatter in (0.0, 0.01, 0.02)]
+            for family, slope in zip(("eagle3", "eagle1"), slopes, strict=True) for step in range(5)}
+    finding = data_amount.judge(runs, {point: [2.0] for point in runs}, steps=10)
+    assert finding.found[0].startswith(verdict)
+
+
+def test_one_family_alone_is_not_called_a_comparison() -> None:
+    runs = {("eagle3", 50 << step): [counted([2.0 + step] * 4)] for step in range(5)}
+    assert "not there to compare" in data_amount.judge(runs, {point: [2.0] for point in runs}, steps=10).found[0]
+
+
+@pytest.mark.parametrize(("deeper_is", "verdict"), [(0.2, "holds"), (-0.05, "does not hold")])
+def test_depth_is_credited_only_where_deep_shapes_accept_more(deeper_is: float, verdict: str) -> None:
+    runs = {(shape.label(), t): counted([2.0 + deeper_is * shape.num_steps] * 4)
+            for shape in depth_width.shapes() for t in depth_width.TEMPERATURES}
+    assert depth_width.judge(runs).found[0].startswith(f"Depth against width at equal nodes {verdict}:")
+
+
+def test_an_account_is_a_page_a_plot_and_a_line_of_the_index(tmp_path: Path) -> None:
+    runs = {(shape.label(), t): counted([2.0 + shape.num_steps * 0.1, 2.0])
+            for shape in depth_width.shapes() for t in depth_width.TEMPERATURES}
+    finding = depth_width.judge(runs)
+    account = tell(depth_width.NAME, depth_width.CLAIM, finding, short=True, command="python -m x", watch=Watch(),
+                   seconds=1.0)
+    paths = write(account, finding.figure, tmp_path)
+    assert {path.name for path in paths} == {"depth_width.svg", "depth_width.json", "depth_width.md"}
+    assert "short form" in page(account)
+    assert f"[Depth width](depth_width.md) | {depth_width.CLAIM}" in index([account])
+    assert paths[0].stat().st_size < 100_000
