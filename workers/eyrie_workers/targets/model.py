@@ -63,8 +63,12 @@ class _Layer:
 class TargetModel:
     """A frozen Llama, Qwen or Olmo. Holds weights and nothing that changes."""
 
-    def __init__(self, config: TargetConfig, weights: Mapping[str, Tensor], path: Path | None = None) -> None:
-        """`weights` by their Hugging Face names, all of one dtype and device."""
+    def __init__(self, config: TargetConfig, weights: Mapping[str, Tensor], path: Path | None = None, *,
+                 head: bool = True) -> None:
+        """`weights` by their Hugging Face names, all of one dtype and device.
+
+        head  whether `logits` will be asked for, which takes a packed copy of the output matrix
+        """
         self.config = config
         self.path = path
         self.embed_weight = weights["model.embed_tokens.weight"]
@@ -73,7 +77,7 @@ class TargetModel:
         self.dtype = self.embed_weight.dtype
         self.device = self.embed_weight.device
         self._final_norm = weights["model.norm.weight"]
-        self._head = Linear(self.lm_head_weight)
+        self._head = Linear(self.lm_head_weight if head else self.lm_head_weight[:1])
         self._eps = torch.tensor(config.rms_eps, dtype=self.dtype, device=self.device)
         self._layers = [_layer(config, weights, i) for i in range(config.num_layers)]
         ropes = [config.full_rope if config.full_rope is not None and kind == FULL else config.rope
@@ -191,7 +195,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor
     return mixed[0].transpose(0, 1).reshape(length, -1)
 
 
-def _pairs_together(rows: Tensor, head_dim: int) -> Tensor:
+def pairs_together(rows: Tensor, head_dim: int) -> Tensor:
     """Reorder the rows of q or k so that element i and i + head_dim / 2 of each head become neighbours."""
     half = rows.view(-1, 2, head_dim // 2, *rows.shape[1:])
     return half.transpose(1, 2).reshape(rows.shape)
@@ -202,7 +206,7 @@ def _layer(config: TargetConfig, weights: Mapping[str, Tensor], index: int) -> _
         return weights[f"model.layers.{index}.{name}"]
 
     def paired(name: str) -> Tensor:
-        return _pairs_together(get(name), config.head_dim)
+        return pairs_together(get(name), config.head_dim)
 
     fold = get("self_attn.q_proj.weight").dtype == torch.float32 and not config.post_norm
     attention, mlp = "self_attn.{}_proj.{}", "mlp.{}_proj.{}"

@@ -206,8 +206,15 @@ def attend(q_RKWE: Tensor, shared: SharedKeys, own: Sequence[tuple[Tensor, Tenso
         own = own[-shared.window:]
     if not own:
         return out
-    num_roots, wide = q_RKWE.shape[0], lse.dtype
+    num_roots = q_RKWE.shape[0]
     keys, values = (torch.stack([first(part, num_roots) for part in parts], 2) for parts in zip(*own, strict=True))
-    own_scores = q_RKWE.to(wide) @ keys.to(wide).transpose(-1, -2)  # [R, K, W, s]
-    weights = torch.cat([lse.unsqueeze(-1), own_scores], -1).softmax(-1)
-    return torch.addcmul(weights[..., 1:] @ values.to(wide), weights[..., :1], out.to(wide)).to(out.dtype)
+    return joined(q_RKWE, out, lse, keys, values)
+
+
+def joined(q_RKWE: Tensor, out_RKWE: Tensor, lse_RKW: Tensor, keys_RKSE: Tensor, values_RKSE: Tensor) -> Tensor:
+    """Attention over the shared keys (`out`, `lse`) and some of each root's own, as one softmax; q comes scaled."""
+    wide = lse_RKW.dtype
+    own_scores = q_RKWE.to(wide) @ keys_RKSE.to(wide).transpose(-1, -2)  # [R, K, W, s]
+    weights = torch.cat([lse_RKW.unsqueeze(-1), own_scores], -1).softmax(-1)
+    mixed_RKWE = weights[..., 1:] @ values_RKSE.to(wide)
+    return torch.addcmul(mixed_RKWE, weights[..., :1], out_RKWE.to(wide)).to(out_RKWE.dtype)

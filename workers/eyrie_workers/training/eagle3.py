@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -22,7 +21,7 @@ from eyrie_workers.targets.device import on
 from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.flops import step_flops
 from eyrie_workers.training.layout import UnrollLayout, lay_out, parts
-from eyrie_workers.training.objective import Lesson, Moment, Outcome, Prediction, Taught
+from eyrie_workers.training.objective import Lesson, Moment, Outcome, Prediction, Taught, drawn
 from eyrie_workers.training.products import rounded
 from eyrie_workers.training.softloss import soft_loss
 from eyrie_workers.training.unroll import Ground, lay_ground, unroll
@@ -114,11 +113,7 @@ class TrainingTimeTest(Taught):
         single = moment.step < self._single_step_ratio * moment.num_steps
         deep = None
         if not single and self._unrolled_fraction < 1.0:
-            draws = np.random.default_rng((moment.seed, moment.step, 0xDEEB)).random(_end(documents, moment))
-            if moment.starts is not None:
-                draws = np.concatenate([draws[start:start + length]
-                                        for start, length in zip(moment.starts, documents.lengths, strict=True)])
-            deep = torch.from_numpy(draws < self._unrolled_fraction)
+            deep = drawn(documents, moment, self._unrolled_fraction)
         return lay_out(documents.loss_mask, documents.lengths, 1 if single else self.steps, deep)
 
 
@@ -158,10 +153,3 @@ def in_parts(num_parts: int, lose: Callable[[int, Ground, Eagle3Weights], Tensor
         return torch.stack([lose(number, ground, weights) for number in range(num_parts)]).sum()
     loss: Tensor = _InParts.apply(num_parts, lose_with, *on, *weights.unrolled())
     return loss
-
-
-def _end(documents: PackedDocuments, moment: Moment) -> int:
-    """Tokens of the step's whole batch, as far as this part of it reaches."""
-    if moment.starts is None:
-        return documents.token_ids.numel()
-    return max(start + length for start, length in zip(moment.starts, documents.lengths, strict=True))

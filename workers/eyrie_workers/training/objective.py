@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -148,7 +149,7 @@ class Prediction:
 
     states  per step with roots: [R_s, H] of its first R_s roots, as `heads` reads them.
     heads   [D, H], or one for each step.
-    extra   a further loss to add, scalar, already weighed; None: none. (EAGLE-1's regression.)
+    extra   [N] a further loss of each prediction, which weighs what its first does; None: none (EAGLE-1's regression).
     flops   arithmetic of forward and backward, as far as it was counted.
     computed  rows of `states` with those that only fill up a round number; None: none does.
     """
@@ -254,12 +255,25 @@ class Taught(ABC):
             loss = torch.stack([one[0] for one in each]).sum()
             losses_N, choice_N = torch.cat([one[1] for one in each]), torch.cat([one[2] for one in each])
         if found.extra is not None:
-            loss = loss + found.extra
+            loss = loss + torch.dot(found.extra, told.share_N.to(found.extra.dtype))
         return told.outcome(loss, losses_N, choice_N, judged=judged, flops=found.flops, computed=found.computed)
 
     def nothing(self) -> Tensor:
         """A loss of 0 that every parameter has a gradient of."""
         return torch.stack([parameter.sum() * 0 for parameter in self.drafter.parameters()]).sum()
+
+
+def drawn(documents: PackedDocuments, moment: Moment, share: float) -> Tensor:
+    """[T] bool: a random share of the positions, drawn anew at every step and alike however many processes share it."""
+    if moment.starts is None:
+        end = documents.token_ids.numel()
+    else:  # the tokens of the step's whole batch, as far as this part of it reaches
+        end = max(start + length for start, length in zip(moment.starts, documents.lengths, strict=True))
+    draws = np.random.default_rng((moment.seed, moment.step, 0xDEEB)).random(end)
+    if moment.starts is not None:
+        draws = np.concatenate([draws[start:start + length]
+                                for start, length in zip(moment.starts, documents.lengths, strict=True)])
+    return torch.from_numpy(draws < share)
 
 
 def asked_of(layout: UnrollLayout) -> tuple[Tensor, Tensor]:

@@ -95,9 +95,8 @@ class _SoftLoss(torch.autograd.Function):
         losses = torch.zeros(num_rows, dtype=wide, device=x.device)
         choice = torch.zeros(num_rows if choose else 0, dtype=torch.int64, device=x.device)
         kept = torch.arange(num_rows, device=x.device) if choose else share.nonzero().squeeze(1)
-        learning = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        grad_x = torch.zeros_like(x) if learning else None
-        grad_weight = torch.zeros(weight.shape, dtype=wide, device=x.device) if learning else None
+        grad_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros(weight.shape, dtype=wide, device=x.device) if ctx.needs_input_grad[1] else None
         for chosen in kept.split(_chunk_rows(draft_vocab)):
             rows = padded(x.index_select(0, chosen), weight.dtype)
             logits = product(rows, weight.T)[: chosen.numel()].to(wide)
@@ -106,9 +105,11 @@ class _SoftLoss(torch.autograd.Function):
             told = row.index_select(0, chosen)
             loss, grad = _chunk_loss(logits, table.index_select(0, told).to(wide), mass.index_select(0, told), kind)
             losses[chosen] = loss
-            if grad_x is not None and grad_weight is not None:
+            if grad_x is not None or grad_weight is not None:
                 grad = padded(grad.mul_(share.index_select(0, chosen)[:, None]), weight.dtype)
+            if grad_x is not None:
                 grad_x[chosen] = product(grad, weight)[: chosen.numel()].to(x.dtype)
+            if grad_weight is not None:  # a borrowed output matrix does not learn
                 grad_weight += product(grad.T, rows)
         ctx.grads = grad_x, None if grad_weight is None else grad_weight.to(weight.dtype)
         ctx.mark_non_differentiable(losses, choice)
@@ -120,7 +121,7 @@ class _SoftLoss(torch.autograd.Function):
         grad_x, grad_weight = ctx.grads
         ctx.grads = None
         if grad != 1:
-            grad_x, grad_weight = grad_x * grad, grad_weight * grad
+            grad_x, grad_weight = (None if one is None else one * grad for one in (grad_x, grad_weight))
         return grad_x, grad_weight, None, None, None, None, None, None
 
 

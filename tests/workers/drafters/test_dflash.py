@@ -1,0 +1,234 @@
+"""DFlash: the block as the paper reads plainly, serving against training, the export against what SGLang loads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, TrainSpec
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid
+from eyrie_workers.drafters.dflash import FAMILY, DFlashDrafter, DFlashServer, mask_token, read_dflash_config
+from eyrie_workers.drafters.inheritance import TargetEnds, read_target_ends
+from eyrie_workers.drafters.protocol import NO_TOKEN, SettledPairs
+from eyrie_workers.drafters.registry import open_drafter
+from eyrie_workers.drafters.vocabulary import DraftVocabulary
+from eyrie_workers.targets.loading import load_target
+from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.training.documents import PackedDocuments, join
+from eyrie_workers.training.objective import Moment
+from tests.tiny import tiny_target
+
+VOCAB, HIDDEN, STEPS, LAYERS = 320, 32, 3, (1, 2, 3)
+CHAIN = DraftTreeShape(num_steps=STEPS, top_k=1, num_draft_tokens=STEPS + 1)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
+    return load_target(tiny_target(tmp_path_factory.mktemp("target"), "llama", seed=5))
+
+
+def ends_of(target: TargetModel) -> TargetEnds:
+    assert target.path is not None
+    return read_target_ends(target.path, target.config.tie_word_embeddings)
+
+
+def drafter_for(target: TargetModel, layers: tuple[int, ...] = LAYERS, **spec: object) -> DFlashDrafter:
+    """Random weights, large enough that every part shows in the logits."""
+    wanted = DrafterSpec.model_validate({"family": "dflash", "max_draft_tokens": STEPS, "num_layers": 2} | spec)
+    vocabulary = DraftVocabulary(torch.arange(VOCAB), VOCAB)
+    drafter = FAMILY.create(wanted, target.config, ends_of(target), layers, vocabulary, 1)
+    assert isinstance(drafter, DFlashDrafter)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.normal_(0.0, 0.2, generator=generator)
+            if parameter.dim() == 1:
+                parameter.add_(1.0)
+    return drafter
+
+
+def documents(lengths: tuple[int, ...], dtype: torch.dtype = torch.float32) -> PackedDocuments:
+    """Documents whose second half is the answer."""
+    generator = torch.Generator().manual_seed(7)
+    return join([(torch.randint(VOCAB, (length,), generator=generator), torch.arange(length) >= length // 2,
+                  torch.randn(length, len(LAYERS), HIDDEN, generator=generator).to(dtype),
+                  torch.randn(length, HIDDEN, generator=generator).to(dtype)) for length in lengths])
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def turn(x: Tensor, position: int, theta: float) -> Tensor:
+    """Rotary embedding of one place's heads [heads, E], written out."""
+    half = x.shape[-1] // 2
+    angles = position * theta ** (-torch.arange(half, dtype=x.dtype) / half)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
+
+
+def naive_marginals(drafter: DFlashDrafter, ends: TargetEnds, aux: Tensor, token: int) -> Tensor:
+    """[S, V] logits behind one settled token, one place at a time. aux [i + 1, A, H] of the positions before it."""
+    config, decoder = drafter.config, drafter.config.decoder
+    eps, theta, settled = decoder.rms_eps, decoder.rope.theta, aux.shape[0]
+    features = rms(aux.flatten(1) @ drafter.fc.weight.T, drafter.hidden_norm.weight, eps)
+    block = [token] + [config.mask_token_id] * (config.block_size - 1)
+    stream = ends.embed[block]
+    for layer in drafter.layers:
+        attention: Any = layer.self_attn
+
+        def key(x: Tensor, position: int, attention: Any = attention) -> tuple[Tensor, Tensor]:
+            k = rms((attention.k_proj.weight @ x).view(-1, decoder.head_dim), attention.k_norm.weight, eps)
+            return turn(k, position, theta), (attention.v_proj.weight @ x).view(-1, decoder.head_dim)
+
+        normed = rms(stream, layer.input_layernorm.weight, eps)
+        pairs = [key(feature, position) for position, feature in enumerate(features)]
+        pairs += [key(x, settled + place) for place, x in enumerate(normed)]
+        keys, values = (torch.stack(part).repeat_interleave(decoder.num_heads // decoder.num_kv_heads, 1)
+                        for part in zip(*pairs, strict=True))
+        attended = []
+        for place, x in enumerate(normed):
+            q = rms((attention.q_proj.weight @ x).view(-1, decoder.head_dim), attention.q_norm.weight, eps)
+            scores = torch.einsum("he,lhe->hl", turn(q, settled + place, theta), keys) * decoder.head_dim ** -0.5
+            attended.append(torch.einsum("hl,lhe->he", scores.softmax(-1), values).flatten())
+        stream = stream + torch.stack(attended) @ attention.o_proj.weight.T
+        normed, mlp = rms(stream, layer.post_attention_layernorm.weight, eps), layer.mlp
+        stream = stream + (F.silu(normed @ mlp.gate_proj.weight.T) * (normed @ mlp.up_proj.weight.T)
+                           ) @ mlp.down_proj.weight.T
+    return rms(stream[1:], drafter.norm.weight, eps) @ ends.lm_head.T
+
+
+def test_loss_and_gradients_are_those_of_the_paper_read_plainly(target: TargetModel) -> None:
+    drafter, packed, ends = drafter_for(target).double(), documents((9, 12), torch.float64), ends_of(target)
+    ends = TargetEnds(ends.embed.double(), ends.lm_head.double(), ends.norm.double(), ends.special)
+    settings = TrainSpec(ttt_length=STEPS, unrolled_fraction=1.0, step_decay=0.7)
+    outcome = FAMILY.objective(drafter, ends, settings, 12, torch.float64)(packed, Moment(0, 1, 0))
+    outcome.loss.backward()
+    found = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()
+             if parameter.grad is not None}
+    drafter.zero_grad()
+    losses: list[list[Tensor]] = [[] for _ in range(STEPS)]
+    start = 0
+    for length in packed.lengths:
+        ids, aux, last = (x[start:start + length] for x in (packed.token_ids, packed.aux, packed.last))
+        start += length
+        for root in range(length // 2 - 1, length - 2):  # token root + 1 is of the answer, and root + 2 is there
+            log_q = naive_marginals(drafter, ends, aux[:root + 1], int(ids[root + 1])).log_softmax(-1)
+            for step in range(min(STEPS, length - 2 - root)):
+                p = (last[root + 1 + step] @ ends.lm_head.T).softmax(-1)
+                losses[step].append(-(p * log_q[step]).sum())
+    weights = torch.tensor([0.7 ** step for step in range(STEPS)], dtype=torch.float64)
+    expected = (torch.stack([torch.stack(step).mean() for step in losses]) * weights / weights.sum()).sum()
+    expected.backward()
+    assert outcome.supervised == sum(len(step) for step in losses)
+    torch.testing.assert_close(outcome.loss, expected, rtol=1e-6, atol=1e-6)
+    assert found.keys() == dict(drafter.named_parameters()).keys()
+    for name, parameter in drafter.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_serving_proposes_the_marginals_of_training(target: TargetModel, tmp_path: Path) -> None:
+    drafter, ends = drafter_for(target), ends_of(target)
+    FAMILY.save(tmp_path / "drafter", drafter, "float32", None)
+    server = open_drafter(tmp_path / "drafter", target)
+    assert isinstance(server, DFlashServer)
+    assert server.aux_layers == LAYERS
+    state = server.new_state(3, 60, CHAIN)
+    packed = documents((8, 13))
+    texts = list(zip(packed.token_ids.split([8, 13]), packed.aux.split([8, 13]), strict=True))
+    for row, (ids, aux) in zip((2, 0), texts, strict=True):
+        server.admit(state, row, ids[:4].tolist())
+        server.extend(state, SettledPairs(torch.tensor([row]), torch.tensor([0]), torch.tensor([4]), ids[None, 1:5],
+                                          aux[None, :4]))
+    server.propose(state, torch.tensor([0]), CHAIN)  # its scratch keys must not stay
+    rest = [len(ids) - 5 for ids, _ in texts]
+    tokens = torch.stack([F.pad(ids[5:], (0, max(rest) - left)) for (ids, _), left in zip(texts, rest, strict=True)])
+    states = torch.stack([F.pad(aux[4:-1], (0, 0, 0, 0, 0, max(rest) - left))
+                          for (_, aux), left in zip(texts, rest, strict=True)])
+    server.extend(state, SettledPairs(torch.tensor([2, 0]), torch.tensor([4, 4]), torch.tensor(rest), tokens, states))
+    tree = server.propose(state, torch.tensor([2, 0]), CHAIN)
+    for row, (ids, aux) in enumerate(texts):
+        with torch.no_grad():
+            log_q = naive_marginals(drafter, ends, aux[:-1], int(ids[-1])).log_softmax(-1)
+        best, choice = log_q.max(-1)
+        assert tree.tokens[row, 1:].tolist() == choice.tolist()
+        torch.testing.assert_close(tree.scores[row, 1:], best.cumsum(0), rtol=0, atol=1e-4)
+    alone = server.propose(state, torch.tensor([0]), CHAIN)
+    assert torch.equal(alone.tokens[0], tree.tokens[1])
+    deeper = server.propose(state, torch.tensor([0]), DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6))
+    assert deeper.tokens[0, 1:].tolist() == [*alone.tokens[0, 1:].tolist(), NO_TOKEN, NO_TOKEN]
+
+
+def test_anchors_are_drawn_anew_at_every_step_and_none_is_left_out_when_judged(target: TargetModel) -> None:
+    packed = documents((40, 60))
+    objective = FAMILY.objective(drafter_for(target), ends_of(target), TrainSpec(unrolled_fraction=0.4), 60,
+                                 torch.float32)
+    first, second, again = (objective.plan(packed, Moment(step, 10, 0)).roots.tolist() for step in (0, 1, 0))
+    every = objective.plan(packed, None).roots.tolist()
+    assert first == again
+    assert set(first) != set(second)
+    assert set(first) | set(second) < set(every)
+    assert len(every) == 20 + 30 - 2
+    outcome = objective(packed)
+    assert [hit.numel() for hit in outcome.hits] == [48, 46, 44]
+
+
+def test_the_mask_is_the_last_special_token_that_ends_no_answer(target: TargetModel) -> None:
+    assert ends_of(target).special == (0, 1, 2)
+    assert target.config.eos_token_ids == (2,)
+    assert drafter_for(target).config.mask_token_id == 1
+    assert mask_token((), target.config) == VOCAB - 1
+
+
+def test_the_export_is_what_sglang_reads_and_every_departure_is_refused(target: TargetModel, tmp_path: Path) -> None:
+    directory = tmp_path / "drafter"
+    FAMILY.save(directory, drafter_for(target), "float32", None)
+    config, tensors = json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
+    assert config["architectures"] == ["DFlashDraftModel"]
+    assert config["dflash_config"] == {"block_size": 4, "mask_token_id": 1, "num_target_layers": 4,
+                                       "target_layer_ids": [0, 1, 2]}
+    layer = {f"layers.{i}.{name}.weight" for i in range(2) for name in (
+        "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "self_attn.q_norm",
+        "self_attn.k_norm", "input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj",
+        "mlp.down_proj")}
+    assert set(tensors) == layer | {"fc.weight", "hidden_norm.weight", "norm.weight"}
+    assert tuple(tensors["fc.weight"].shape) == (HIDDEN, len(LAYERS) * HIDDEN)
+
+    def changed(**fields: Any) -> dict[str, Any]:
+        return config | {"dflash_config": config["dflash_config"] | fields}
+
+    for wrong, named in ((changed(mask_token_id=VOCAB), "mask_token_id"), (changed(block_size=1), "block_size"),
+                         (changed(target_layer_ids=[2, 1]), "target_layer_ids"), (changed(gru=1), "gru"),
+                         (changed(target_layer_ids=[0, 3]), "target_layer_ids"),
+                         (changed(num_target_layers=True), "num_target_layers"),
+                         (config | {"dflash_config": None}, "dflash_config"),
+                         (config | {"attention_bias": True}, "bias"), (config | {"model_type": "llama"}, "Qwen3")):
+        with pytest.raises(CheckpointInvalid, match=named):
+            read_dflash_config("drafter", wrong)
+    other = load_target(tiny_target(tmp_path / "other", num_layers=6))
+    with pytest.raises(CheckpointInvalid, match="this target has"):
+        open_drafter(directory, other)
+    save_file(tensors | {"embed_tokens.weight": torch.zeros(VOCAB, HIDDEN)}, directory / "model.safetensors")
+    with pytest.raises(CheckpointInvalid, match="is not known"):
+        open_drafter(directory, target)
+
+
+def test_transformers_reads_the_configuration_as_that_of_qwen3_layers(target: TargetModel, tmp_path: Path) -> None:
+    from transformers import AutoConfig, Qwen3Config
+
+    FAMILY.save(tmp_path / "drafter", drafter_for(target), "float32", None)
+    config = AutoConfig.from_pretrained(tmp_path / "drafter")
+    assert isinstance(config, Qwen3Config)
+    assert (config.num_hidden_layers, config.head_dim, config.layer_types) == (2, 8, ["full_attention"] * 2)
+
+
+def test_what_sglang_cannot_capture_is_refused(target: TargetModel) -> None:
+    for layers in ((0, 2), (2, 4)):
+        with pytest.raises(InvalidInput, match=r"capture\.aux_layers"):
+            drafter_for(target, layers)

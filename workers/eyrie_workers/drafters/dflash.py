@@ -1,0 +1,382 @@
+"""DFlash: a block of tokens drafted in one pass, by a small diffusion model that looks at the target's features.
+
+EAGLE goes one token a pass; DFlash (arXiv:2602.06036) fills a whole block at once. Behind the last settled token
+x_{i+1} stand S masks, and one pass through a few layers turns them into marginals for x_{i+2} .. x_{i+1+S}:
+
+    block            B_i = [x_{i+1}, MASK, .., MASK]                  at positions i+1 .. i+1+S; its size is S + 1
+    features         c_j = hidden_norm(fc(concat of the aux states at j))                     of settled j = 0 .. i
+    keys, values     of every layer:  W_k c_j, W_v c_j  in front of  W_k n(h), W_v n(h)  of the block itself
+    attention        every place of the block sees all features and the whole block, both ways: it is no language model
+    marginals        p_s = softmax(W_head norm(h_{s+1})),  s = 0 .. S-1: MASK s+1 stands where x_{i+2+s} will
+
+The features enter each layer as keys and values of its own, and nothing else is computed for a settled position: no
+attention, no MLP. Embedding and output matrix are the target's, frozen. The layers are Qwen3's, norms on the heads of q
+and k included, which is what SGLang's DFLASH loads (0.5.23, `srt/models/dflash.py`).
+
+Learning takes random anchors i of the answer at each optimiser step (`unrolled_fraction` of the positions: neighbouring
+blocks say nearly the same, and random ones beat a fixed cut by 14 % of tau in the paper's ablation), the target's
+distribution as teacher, and weighs place s by step_decay^s: a wrong token voids what follows it, so early places count
+more (the paper's exp(-s / gamma); 0.8 is its gamma of 4.5, between its 4 for blocks of 8 and 5 for blocks of 10).
+
+A marginal does not know what the places before it became. Served as a chain it is DFlash; served in a tree it is DDTree
+(arXiv:2604.12989), the most probable prefixes under the product of marginals: `speculation.marginals`, no retraining.
+
+The mask is a token of the target's vocabulary, for there is no embedding but the target's: the last special token of
+the tokenizer that ends no answer (reserved and image tokens come last, where a tokenizer has them), the last id where
+it has none. `dflash_config.mask_token_id` says which. Blocks are served whole, as they were trained, however few of
+their tokens are asked for.
+
+SGLang runs DFLASH on CUDA, NPU and XPU only, as a chain with a block as its window. It was never run from here: the
+export follows its loader, and is held to it strictly when it is read.
+
+    T packed tokens, A aux layers, R roots, S masked places, C = S + 1 block places, L layers, B rows, H hidden,
+    K kv heads, W query heads per kv head, E head size
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eyrie_api.errors import InvalidInput, UnsupportedTarget
+from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, TrainSpec
+from eyrie_workers.drafters.card import Card
+from eyrie_workers.drafters.checkpoint import (
+    CheckpointInvalid,
+    as_stored,
+    exact_tensors,
+    read_config,
+    read_tensors,
+    write_checkpoint,
+)
+from eyrie_workers.drafters.decoder import (
+    DecoderLayer,
+    Norm,
+    decoder_json,
+    heads_for,
+    initialise,
+    layer_flops,
+    refuse_eagle_fields,
+)
+from eyrie_workers.drafters.family import Family, Layers, fused
+from eyrie_workers.drafters.inheritance import TargetEnds
+from eyrie_workers.drafters.kept_keys import KeptKeys, NewTokens, beside
+from eyrie_workers.drafters.protocol import Drafter, DrafterState, DraftTree, SettledPairs
+from eyrie_workers.drafters.rotary import Rotary
+from eyrie_workers.drafters.vocabulary import DraftVocabulary
+from eyrie_workers.speculation.marginals import draft
+from eyrie_workers.speculation.noise import RowNoise
+from eyrie_workers.targets.config import FULL, TargetConfig, parse_config
+from eyrie_workers.targets.linear import Linear, rms_normalise
+from eyrie_workers.targets.model import TargetModel, pairs_together
+from eyrie_workers.training.attention import SharedKeys, joined
+from eyrie_workers.training.documents import PackedDocuments
+from eyrie_workers.training.fused import rms_norm
+from eyrie_workers.training.layout import UnrollLayout, lay_out
+from eyrie_workers.training.objective import Moment, Objective, Prediction, Taught, drawn
+from eyrie_workers.training.products import linear
+
+ARCHITECTURE = "DFlashDraftModel"
+_MOST_LAYERS = 5  # the paper's; 8 raise tau by 6 % and lower the speed-up
+_TARGET_LAYERS_PER_LAYER = 6  # of a shallow target five would cost as much as they save
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """Everything a drafter's shape and arithmetic depend on."""
+
+    decoder: TargetConfig
+    """Of its layers. Width and vocabulary are the target's."""
+
+    block_size: int
+    """C: the settled token and the masks behind it."""
+
+    aux_layers: Layers
+    """`hidden_states` indices (0 = embeddings), ascending."""
+
+    num_target_layers: int
+    mask_token_id: int
+
+
+class DFlashDrafter(nn.Module):
+    """The parameters, under the names SGLang loads."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.config, hidden = config, config.decoder.hidden_size
+        self.fc = nn.Linear(len(config.aux_layers) * hidden, hidden, bias=False)
+        self.hidden_norm = Norm(hidden)
+        self.layers = nn.ModuleList(DecoderLayer(config.decoder) for _ in range(config.decoder.num_layers))
+        self.norm = Norm(hidden)
+
+    def places(self, documents: PackedDocuments, layout: UnrollLayout, rotary: Rotary, embed_VH: Tensor,
+               dtype: torch.dtype, recompute: bool = False) -> Tensor:
+        """[R, C, H]: the residual stream of every root's block behind the last layer, before `norm`."""
+        decoder, size = self.config.decoder, self.config.block_size
+        aux_TC = documents.aux.flatten(-2)
+        features_TH = rms_norm(linear(aux_TC, self.fc.weight.to(dtype)).to(self.norm.weight.dtype),
+                               self.hidden_norm.weight, decoder.rms_eps)
+        at_T = rotary.at(layout.positions)
+        positions_RC = layout.positions[layout.roots][:, None] + 1 + torch.arange(size)
+        at_X = rotary.at(positions_RC.flatten())  # X = R * C
+        tokens_RC = torch.full_like(positions_RC, self.config.mask_token_id)
+        tokens_RC[:, 0] = documents.token_ids[layout.roots + 1]
+        x_XH = F.embedding(tokens_RC.flatten(), embed_VH)
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            weights = layer.weights(dtype)
+            shared = SharedKeys(layout, *weights.keys(features_TH, at_T))
+            q, k, v = (part.unflatten(0, (-1, size)).transpose(1, 2) for part in weights.heads(x_XH, at_X))
+            # Places and query heads are all queries of one kv head: [R, K, C, W, E] as [R, K, C * W, E].
+            q_RKXE = q.flatten(2, 3) * decoder.head_dim ** -0.5
+            attended = joined(q_RKXE, *shared.attend(q_RKXE, 0), k, v)
+            back = attended.view(q.shape).transpose(1, 2).flatten(0, 1)  # [R * C, K, W, E]
+            x_XH = weights.finish(x_XH, back.flatten(1), recompute)
+        return x_XH.unflatten(0, (-1, size))
+
+
+class BlockDiffusion(Taught):
+    """DFlashDrafter taught on blocks behind random anchors."""
+
+    def __init__(self, drafter: DFlashDrafter, ends: TargetEnds, spec: TrainSpec, max_positions: int,
+                 dtype: torch.dtype) -> None:
+        decoder, size = drafter.config.decoder, drafter.config.block_size
+        whole = DraftVocabulary(torch.arange(decoder.vocab_size), decoder.vocab_size)
+        super().__init__(whole, ends.lm_head, spec, steps=size - 1, dtype=dtype)
+        self._drafter, self._recompute, self._fraction = drafter, spec.grad_checkpoint, spec.unrolled_fraction
+        self._embed_VH, self._head_VH = ends.embed, ends.lm_head.to(dtype)
+        self._rotary = Rotary(decoder.rope, decoder.head_dim, max_positions + size)
+
+    @property
+    def drafter(self) -> DFlashDrafter:
+        """The module being trained."""
+        return self._drafter
+
+    def plan(self, documents: PackedDocuments, moment: Moment | None) -> UnrollLayout:
+        """Learning: some roots, drawn, each with its whole block. Judged: all."""
+        chosen = None if moment is None or self._fraction == 1.0 else drawn(documents, moment, self._fraction)
+        return lay_out(documents.loss_mask, documents.lengths, self.steps, chosen=chosen)
+
+    def predict(self, documents: PackedDocuments, layout: UnrollLayout, judged: bool) -> Prediction:
+        """One pass for all steps. Places whose token lies behind the answer's end are in the block and not taught."""
+        places_RCH = self._drafter.places(documents, layout, self._rotary, self._embed_VH, self.dtype, self._recompute)
+        taught = torch.cat([places_RCH[:alive, step + 1] for step, alive in enumerate(layout.alive)])
+        states_NH = rms_norm(taught, self._drafter.norm.weight, self._drafter.config.decoder.rms_eps)
+        return Prediction(states_NH.split([alive for alive in layout.alive if alive]), self._head_VH,
+                          flops=self._flops(layout))
+
+    def _flops(self, layout: UnrollLayout) -> int:
+        decoder, size, num_roots = self._drafter.config.decoder, self._drafter.config.block_size, layout.roots.numel()
+        num_tokens, kv = layout.positions.numel(), decoder.num_kv_heads * decoder.head_dim
+        seen = size * (int(layout.positions[layout.roots].sum()) + num_roots * (1 + size))
+        context = 4 * num_tokens * self._drafter.fc.weight.numel() + decoder.num_layers * (
+            12 * num_tokens * decoder.hidden_size * kv)
+        heads = 4 * layout.num_supervised + 2 * layout.teacher_positions().numel()
+        return (context + decoder.num_layers * layer_flops(decoder, num_roots * size, seen)
+                + heads * decoder.hidden_size * decoder.vocab_size)
+
+
+@dataclass
+class DFlashState:
+    """Keys of every row's features, in all layers, and its last settled token."""
+
+    kept: KeptKeys
+    last: list[int]
+
+
+class _Features:
+    """Aux states to keys and values of all layers: `fc`, and one product for all, in the layout of `targets.model`."""
+
+    def __init__(self, config: DFlashConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        decoder = config.decoder
+        self._decoder = decoder
+        self._fc = Linear(tensors["fc.weight"].to(dtype))
+        attention, kv = "layers.{}.self_attn.{}.weight", []
+        for layer in range(decoder.num_layers):
+            kv += [pairs_together(tensors[attention.format(layer, "k_proj")], decoder.head_dim),
+                   tensors[attention.format(layer, "v_proj")]]
+        # The norm's weight is folded into what follows it.
+        self._kv = Linear((torch.cat(kv).float() * tensors["hidden_norm.weight"].float()).to(dtype))
+        self._k_norm_LE = torch.stack([pairs_together(tensors[attention.format(layer, "k_norm")], decoder.head_dim)
+                                       for layer in range(decoder.num_layers)]).float()
+        self._eps, self._head_eps = (torch.tensor(decoder.rms_eps, dtype=kind) for kind in (dtype, torch.float32))
+        self._frequencies = torch.tensor(decoder.rope.inverse_frequencies(decoder.head_dim), dtype=torch.float64)
+
+    def keys(self, aux_TAH: Tensor, positions_T: Tensor) -> Tensor:
+        """[T, A, H] -> [T, L, 2K, E]: turned keys, then values."""
+        decoder, num_tokens = self._decoder, aux_TAH.shape[0]
+        features_TH = rms_normalise(self._fc(aux_TAH.flatten(1)), self._eps)
+        kv = self._kv(features_TH).view(num_tokens, decoder.num_layers, 2 * decoder.num_kv_heads, decoder.head_dim)
+        keys = rms_normalise(kv[:, :, : decoder.num_kv_heads].float(), self._head_eps) * self._k_norm_LE[:, None]
+        angles = positions_T.to(torch.float64)[:, None] * self._frequencies
+        turns = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+        torch.view_as_complex(keys.unflatten(-1, (-1, 2))).mul_(turns[:, None, None])
+        kv[:, :, : decoder.num_kv_heads] = keys.to(kv.dtype)
+        return kv
+
+
+class DFlashServer:
+    """`drafters.protocol.Drafter` over one loaded DFlashDrafter and its target's two ends."""
+
+    def __init__(self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: TargetModel) -> None:
+        """`tensors` on the target's device, in its dtype."""
+        self._config, self._target = config, target
+        self._features = _Features(config, tensors, target.dtype)
+        body = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        self._model = TargetModel(config.decoder, body | {"model.embed_tokens.weight": target.embed_weight}, head=False)
+        self.max_length = config.decoder.max_position_embeddings
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """`hidden_states` indices the drafter was trained on."""
+        return self._config.aux_layers
+
+    def new_state(self, num_rows: int, max_length: int, max_shape: DraftTreeShape) -> DFlashState:
+        """Caches for `num_rows` rows of `max_length` features, with room for a block."""
+        places = max_length + max(self._config.block_size, max_shape.num_draft_tokens) + 1
+        return DFlashState(KeptKeys(self._config.decoder, num_rows, places, self._model.dtype), [0] * num_rows)
+
+    def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
+        """Forget the row. The prompt itself is not needed: its pairs follow."""
+        assert isinstance(state, DFlashState)
+        state.kept.settled[row] = 0
+
+    @torch.inference_mode()
+    def extend(self, state: DrafterState, pairs: SettledPairs) -> None:
+        """Keep the keys of the pairs' features: no attention and no MLP."""
+        assert isinstance(state, DFlashState)
+        rows, num_pairs = pairs.rows.tolist(), pairs.tokens.shape[1]
+        places_BT = pairs.starts[:, None] + torch.arange(num_pairs)
+        kv = self._features.keys(pairs.aux.flatten(0, 1).to(self._model.dtype), places_BT.flatten())
+        for layer, of_layer in enumerate(kv.unflatten(0, (-1, num_pairs)).unbind(2)):
+            state.kept.write(layer, rows, places_BT, of_layer)
+        ends = (pairs.lengths - 1)[:, None]
+        told = zip(rows, (pairs.starts + pairs.lengths).tolist(), pairs.tokens.gather(1, ends)[:, 0].tolist(),
+                   strict=True)
+        for row, settled, token in told:
+            state.kept.settled[row], state.last[row] = settled, token
+
+    @torch.inference_mode()
+    def propose(self, state: DrafterState, rows: Tensor, shape: DraftTreeShape,
+                noise: RowNoise | None = None) -> DraftTree:
+        """One pass over the block of each row, and the tree its marginals give."""
+        assert isinstance(state, DFlashState)
+        row_list, size = rows.tolist(), self._config.block_size
+        settled = [state.kept.settled[row] for row in row_list]
+        tokens_BC = torch.full((len(row_list), size), self._config.mask_token_id)
+        tokens_BC[:, 0] = torch.tensor([state.last[row] for row in row_list])
+        positions_BC = torch.tensor(settled)[:, None] + torch.arange(size)
+        whole = torch.ones(len(row_list), size, size, dtype=torch.bool)
+        attend = NewTokens(state.kept, row_list, settled, size, beside(settled, whole))
+        _, states = self._model.run(tokens_BC.flatten(), positions_BC.flatten(), attend)
+        asked = states.unflatten(0, (-1, size))[:, 1:1 + shape.num_steps]
+        return draft(self._target.logits(asked), shape, None, noise)
+
+
+def _create(spec: DrafterSpec, target: TargetConfig, ends: TargetEnds, layers: Layers, _vocabulary: DraftVocabulary,
+            seed: int) -> DFlashDrafter:
+    refuse_eagle_fields(spec, "dflash")
+    assert spec.max_draft_tokens is not None
+    if min(layers) < 1 or max(layers) >= target.num_layers:
+        raise InvalidInput(f"a dflash drafter cannot read layers {list(layers)}: SGLang captures outputs of layers",
+                           f"give capture.aux_layers between 1 and {target.num_layers - 1}")
+    num_heads, num_kv_heads = heads_for(spec, target, target.num_heads)
+    num_layers = spec.num_layers or max(1, min(_MOST_LAYERS, target.num_layers // _TARGET_LAYERS_PER_LAYER))
+    decoder = replace(
+        target, family="qwen3", num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads,
+        intermediate_size=spec.intermediate_size or target.intermediate_size, tie_word_embeddings=False, qk_norm=True,
+        attention_bias=False, output_bias=False, mlp_bias=False, layer_types=(FULL,) * num_layers, sliding_window=None,
+        post_norm=False, full_rope=None,
+        max_position_embeddings=spec.max_position_embeddings or target.max_position_embeddings)
+    drafter = DFlashDrafter(DFlashConfig(decoder, spec.max_draft_tokens + 1, layers, target.num_layers,
+                                         mask_token(ends.special, target)))
+    initialise(drafter, seed)
+    with torch.no_grad():
+        drafter.norm.weight.copy_(ends.norm)  # what the target's output matrix is used to read
+    return drafter
+
+
+def mask_token(special: Sequence[int], target: TargetConfig) -> int:
+    """The token that stands for one not yet known."""
+    free = [token for token in special if token not in target.eos_token_ids and token < target.vocab_size]
+    return max(free, default=target.vocab_size - 1)
+
+
+def _objective(drafter: DFlashDrafter, ends: TargetEnds, spec: TrainSpec, max_positions: int,
+               dtype: torch.dtype) -> Objective:
+    return BlockDiffusion(drafter, ends, spec, max_positions, dtype)
+
+
+def _save(directory: Path, drafter: DFlashDrafter, dtype: str, card: Card | None) -> None:
+    config = drafter.config
+    written = decoder_json(config.decoder, ARCHITECTURE, dtype) | {
+        "block_size": config.block_size, "num_target_layers": config.num_target_layers,
+        "layer_types": list(config.decoder.layer_types), "use_sliding_window": False,
+        "dflash_config": {
+            "block_size": config.block_size, "mask_token_id": config.mask_token_id,
+            "num_target_layers": config.num_target_layers,
+            "target_layer_ids": [layer - 1 for layer in config.aux_layers]}}  # "output of layer v", from 0
+    write_checkpoint(directory, written, as_stored(drafter.state_dict(), dtype), card)
+
+
+def read_dflash_config(name: str, found: Mapping[str, Any]) -> DFlashConfig:
+    """A DFlashConfig from `config.json`. Raises CheckpointInvalid for what SGLang would refuse or we do not compute."""
+    def refuse(fault: str, mend: str = "export the drafter again") -> CheckpointInvalid:
+        return CheckpointInvalid(f"drafter {name}: {fault}", mend)
+
+    try:
+        decoder = parse_config(found)
+    except UnsupportedTarget as error:
+        raise refuse(error.message, error.mend) from error
+    told = found.get("dflash_config")
+    if decoder.family != "qwen3" or decoder.attention_bias or set(decoder.layer_types) != {FULL}:
+        raise refuse("its layers are not Qwen3's with full attention and without bias", "serve this one in SGLang")
+    if not isinstance(told, dict):
+        raise refuse(f"dflash_config is {told!r}, not an object")
+    known = {"block_size", "mask_token_id", "num_target_layers", "target_layer_ids"}
+    if set(told) != known:
+        raise refuse(f"dflash_config has {sorted(told)}, not {sorted(known)}", "serve other variants in SGLang")
+    size, mask, depth, ids = (told[key] for key in ("block_size", "mask_token_id", "num_target_layers",
+                                                    "target_layer_ids"))
+    if not _whole(size, 2, 17):
+        raise refuse(f"dflash_config.block_size is {size!r}, not between 2 and 17")
+    if not _whole(mask, 0, decoder.vocab_size - 1):
+        raise refuse(f"dflash_config.mask_token_id is {mask!r}, outside a vocabulary of {decoder.vocab_size}")
+    if not _whole(depth, 1, None):
+        raise refuse(f"dflash_config.num_target_layers is {depth!r}, no number of layers")
+    if not isinstance(ids, list) or not ids or not all(_whole(one, 0, depth - 2) for one in ids) or (
+            ids != sorted(set(ids))):
+        raise refuse(f"dflash_config.target_layer_ids is {ids!r}, not ascending outputs of layers 0 to {depth - 2}")
+    return DFlashConfig(decoder, size, tuple(one + 1 for one in ids), depth, mask)
+
+
+def _whole(value: object, least: int, most: int | None) -> bool:
+    return (isinstance(value, int) and not isinstance(value, bool) and value >= least
+            and (most is None or value <= most))
+
+
+def load(directory: Path) -> tuple[DFlashConfig, dict[str, Tensor]]:
+    """Configuration and tensors of an export. Raises ArtifactMissing, CheckpointInvalid."""
+    config, tensors = read_dflash_config(directory.name, read_config(directory)), read_tensors(directory)
+    with torch.device("meta"):
+        expected = {name: tuple(tensor.shape) for name, tensor in DFlashDrafter(config).state_dict().items()}
+    exact_tensors(directory.name, tensors, expected)
+    return config, tensors
+
+
+def _serve(directory: Path, target: TargetModel) -> Drafter:
+    config, tensors = load(directory)
+    got = (config.decoder.hidden_size, config.decoder.vocab_size, config.num_target_layers)
+    wanted = (target.config.hidden_size, target.config.vocab_size, target.config.num_layers)
+    if got != wanted:
+        raise CheckpointInvalid(f"drafter {directory.name} is for a target of width, vocabulary and layers {got}; "
+                                f"this target has {wanted}", "serve it with its own target")
+    return DFlashServer(config, {name: tensor.to(target.device, target.dtype) for name, tensor in tensors.items()},
+                        target)
+
+
+FAMILY = Family("dflash", ARCHITECTURE, _create, _objective, _save, _serve, layers=fused, whole_vocabulary=True)
