@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.drafters import eagle3_family, standalone
+from eyrie_workers.drafters import dflash, eagle1, eagle3_family, hydra, medusa, standalone
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid, read_config
 from eyrie_workers.drafters.family import Family, Layers
 from eyrie_workers.drafters.ngram import NgramDrafter
@@ -19,7 +19,11 @@ from eyrie_workers.targets.model import TargetModel
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (
     eagle3_family.FAMILY,
+    eagle1.FAMILY,
+    medusa.FAMILY,
+    hydra.FAMILY,
     standalone.FAMILY,
+    dflash.FAMILY,
 )}
 
 

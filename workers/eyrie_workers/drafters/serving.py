@@ -24,11 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eyrie_api.v1alpha1.job import DraftTreeShape
-from eyrie_workers.drafters.eagle3 import Eagle3Drafter
+from eyrie_workers.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from eyrie_workers.drafters.protocol import DrafterState, DraftStep, DraftTree, SettledPairs
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.tree import BranchKeys, grow
-from eyrie_workers.targets.config import RopeConfig
+from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.linear import Linear, rms_normalise
 
 # The token's half as a table: [V, Q]. Beyond this size (large vocabularies) it is computed for each token instead.
@@ -51,50 +51,6 @@ class LayerState:
 
     scratch: list[int] = field(default_factory=list)
     """Depth of each scratch key of the round under way."""
-
-
-class LayerShape(Protocol):
-    """What a server asks of a drafter's config."""
-
-    @property
-    def hidden_size(self) -> int:
-        """H"""
-        ...
-
-    @property
-    def num_heads(self) -> int:
-        """K * W"""
-        ...
-
-    @property
-    def num_kv_heads(self) -> int:
-        """K"""
-        ...
-
-    @property
-    def head_dim(self) -> int:
-        """E"""
-        ...
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """D"""
-        ...
-
-    @property
-    def rope(self) -> RopeConfig:
-        """Of q and k."""
-        ...
-
-    @property
-    def max_position_embeddings(self) -> int:
-        """Longest text it can follow."""
-        ...
-
-    @property
-    def sliding_window(self) -> int | None:
-        """Keys a position attends to, its own included; None: all."""
-        ...
 
 
 class ServedLayer(Protocol):
@@ -179,9 +135,10 @@ def pairs_together(weight_QH: Tensor, num_turned: int, head: int) -> Tensor:
 class LayerServer:
     """`drafters.protocol.Drafter` over one layer."""
 
-    def __init__(self, layer: ServedLayer, config: LayerShape, aux_layers: tuple[int, ...], dtype: torch.dtype,
-                 draft_ids_D: Tensor | None = None) -> None:
-        """
+    def __init__(self, layer: ServedLayer, config: Eagle3Config | TargetConfig, aux_layers: tuple[int, ...],
+                 dtype: torch.dtype, draft_ids_D: Tensor | None = None) -> None:
+        """`layer` as `config` shapes it.
+
         aux_layers   `hidden_states` indices of the states `fuse` is given.
         dtype        what drafting runs in.
         draft_ids_D  [D] int64 target id of each draft id; None when both vocabularies are the same.
@@ -205,6 +162,7 @@ class LayerServer:
     def new_state(self, num_rows: int, max_length: int, max_shape: DraftTreeShape) -> LayerState:
         """Caches for `num_rows` rows of `max_length` pairs, with room for the scratch keys of `max_shape`."""
         config = self._config
+        num_outputs = config.vocab_size if self._draft_ids_D is None else self._draft_ids_D.numel()
         places = max_length + max_shape.num_steps * max_shape.top_k + 1
         if self._turns.shape[0] < places:
             angles = torch.arange(places, dtype=torch.float64)[:, None, None] * self._frequencies
@@ -212,7 +170,7 @@ class LayerServer:
         shape = (num_rows, places, config.num_kv_heads, config.head_dim)
         return LayerState(
             keys=torch.zeros(shape, dtype=self._dtype), values=torch.zeros(shape, dtype=self._dtype),
-            logits=torch.zeros(num_rows, config.draft_vocab_size, dtype=self._dtype),
+            logits=torch.zeros(num_rows, num_outputs, dtype=self._dtype),
             hidden=torch.zeros(num_rows, config.hidden_size, dtype=self._dtype), settled=[0] * num_rows)
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
