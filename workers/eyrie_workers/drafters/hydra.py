@@ -1,0 +1,259 @@
+"""Hydra: Medusa's heads, each of which reads the tokens before its own (arXiv:2402.05109, section 3).
+
+The target stands at position i and has chosen token x_{i+1} from its state h_i after the final norm. Head s, counted
+from 0, reads h_i beside the embeddings of all tokens between that state and its guess, settled or drafted:
+
+    z_s = [ h_i ; e(x_{i+1}) ; e(x_{i+2}) ; .. ; e(x_{i+1+s}) ]                        (2 + s) H numbers
+    p_s = softmax(W (P_s z_s + SiLU(W_s z_s)))                                          over x_{i+2+s}
+
+a perceptron of one hidden layer for each head, W one output matrix for all of them. P_s starts as "take h_i" and W as
+the target's output matrix, so a new drafter repeats the target's choice as Medusa's does; W_s starts small.
+
+In training the tokens are the true ones, also where hits are counted: what a head is asked in serving is whether it is
+right after a right path. A path is drafted token by token, one head a depth, so trees grow by confidence like EAGLE's
+(`speculation.tree.grow`); what a node hands to its children is its z. There are no keys and no positions.
+
+Two things differ from the paper. e is the target's embedding scaled to a mean square of one, because in the quickstart
+target an embedding is a fraction of a state's length. And W is shared, which spares S - 1 matrices of [D, H]. The
+paper's Hydra++ lets the heads read a decoder layer over all positions instead of h_i (prefix attention): not here.
+
+    B rows, N nodes, R roots, S heads, H hidden, D draft vocabulary, V vocabulary
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, TrainSpec
+from eyrie_workers.drafters.card import Card
+from eyrie_workers.drafters.family import Family, final
+from eyrie_workers.drafters.heads_checkpoint import HeadsConfig, HeadsForm, load_heads, save_heads
+from eyrie_workers.drafters.inheritance import TargetEnds
+from eyrie_workers.drafters.medusa import last_states
+from eyrie_workers.drafters.protocol import NO_TOKEN, Drafter, DrafterState, DraftStep, DraftTree, SettledPairs
+from eyrie_workers.drafters.vocabulary import DraftVocabulary
+from eyrie_workers.speculation.noise import RowNoise
+from eyrie_workers.speculation.tree import grow
+from eyrie_workers.targets.config import TargetConfig
+from eyrie_workers.targets.linear import Linear
+from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.training.documents import PackedDocuments
+from eyrie_workers.training.layout import UnrollLayout
+from eyrie_workers.training.objective import Objective, Prediction, Taught
+from eyrie_workers.training.products import linear
+
+_INITIAL_STD = 0.02
+_EPS = 1e-6
+
+
+class _Head(nn.Module):
+    def __init__(self, width: int, hidden_size: int) -> None:
+        super().__init__()
+        self.skip = nn.Linear(width, hidden_size, bias=False)
+        self.inner = nn.Linear(width, hidden_size, bias=False)
+
+
+class HydraDrafter(nn.Module):
+    """The parameters. The embedding is the target's: shared, frozen, not saved."""
+
+    def __init__(self, config: HeadsConfig, vocabulary: DraftVocabulary) -> None:
+        """Parameters at torch's default initialisation; `create` has a better start."""
+        super().__init__()
+        assert (config.vocab_size, config.draft_vocab_size) == (vocabulary.vocab_size, vocabulary.size)
+        self.config, self.vocabulary = config, vocabulary
+        self.heads = nn.ModuleList(_Head((2 + head) * config.hidden_size, config.hidden_size)
+                                   for head in range(config.num_heads))
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+
+    def head(self, number: int) -> Tensor:
+        """P and W of a head, one above the other: [2 H, (2 + number) H]."""
+        return torch.cat([self.get_parameter(f"heads.{number}.{part}.weight") for part in ("skip", "inner")])
+
+
+def embeddings(embed_VH: Tensor) -> Tensor:
+    """e: the target's embedding, each row scaled to a mean square of one."""
+    return F.rms_norm(embed_VH, embed_VH.shape[-1:], eps=_EPS)
+
+
+def joined(through: Tensor) -> Tensor:
+    """P z + SiLU(W z) of [P z ; W z]: [.., 2 H] -> [.., H]."""
+    kept, inner = through.chunk(2, -1)
+    return kept + F.silu(inner)
+
+
+class HydraObjective(Taught):
+    """All heads at every root, behind the true tokens."""
+
+    def __init__(self, drafter: HydraDrafter, ends: TargetEnds, spec: TrainSpec,
+                 dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(drafter.vocabulary, ends.lm_head, spec, steps=drafter.config.num_heads, dtype=dtype)
+        self._drafter, self._embed_VH, self._recompute = drafter, ends.embed, spec.grad_checkpoint
+
+    @property
+    def drafter(self) -> HydraDrafter:
+        """The module being trained."""
+        return self._drafter
+
+    def predict(self, documents: PackedDocuments, layout: UnrollLayout, judged: bool) -> Prediction:
+        """What each head makes of its roots' states and the true tokens behind them, judged or not."""
+        drafter, config, kind = self._drafter, self._drafter.config, self._drafter.lm_head.weight.dtype
+        tokens_RS = _following(documents.token_ids, layout)
+        embed_RSH = embeddings(self._embed_VH[tokens_RS]).to(kind)
+        read_RC = torch.cat([documents.aux[:, 0].index_select(0, layout.roots).to(kind), embed_RSH.flatten(1)], 1)
+        states, flops = [], layout.teacher_positions().numel() * config.vocab_size
+        for number, alive in enumerate(layout.alive):
+            if alive == 0:
+                break
+            width = (2 + number) * config.hidden_size
+            read = read_RC[:alive, :width]  # what head s reads is the beginning of what head s + 1 reads
+            weight = drafter.head(number).to(self.dtype)
+            states.append(checkpoint(_state, read, weight, kind, use_reentrant=False) if self._recompute
+                          else _state(read, weight, kind))
+            flops += alive * (2 * 2 * width + 3 * config.draft_vocab_size)
+        return Prediction(tuple(states), drafter.lm_head.weight.to(self.dtype), flops=2 * config.hidden_size * flops)
+
+
+def _state(read: Tensor, weight: Tensor, kind: torch.dtype) -> Tensor:
+    return joined(linear(read, weight).to(kind))
+
+
+def _following(token_ids: Tensor, layout: UnrollLayout) -> Tensor:
+    """[R, S] tokens i+1 .. i+S behind each root i; where a root lives no longer, any token."""
+    steps = torch.arange(1, len(layout.alive) + 1, device=token_ids.device)
+    return token_ids[(layout.roots[:, None] + steps).clamp(max=token_ids.numel() - 1)]
+
+
+@dataclass
+class HydraState:
+    """What is kept of each row."""
+
+    read: Tensor
+    """[rows, 2 H] z_0: the target's state at the last settled pair, and the pair's token as embedding."""
+
+
+class HydraServer:
+    """`drafters.protocol.Drafter`: one head a depth, grown by confidence."""
+
+    max_length = 2**31 - 1
+    """It knows no positions."""
+
+    def __init__(self, drafter: HydraDrafter, embed_VH: Tensor, num_layers: int) -> None:
+        """`embed_VH`: the target's; its dtype is that of drafting. `num_layers`: of the target."""
+        config, dtype = drafter.config, embed_VH.dtype
+        self.aux_layers = final((), num_layers)
+        self._num_heads, self._hidden_size = config.num_heads, config.hidden_size
+        with torch.inference_mode():
+            self._embed_VH = embeddings(embed_VH)
+            self._heads = [Linear(drafter.head(number).to(dtype)) for number in range(config.num_heads)]
+            self._lm_head = Linear(drafter.lm_head.weight.to(dtype))
+            vocabulary = drafter.vocabulary
+            whole = vocabulary.size == vocabulary.vocab_size
+            self._draft_ids_D = None if whole else vocabulary.ids.to(embed_VH.device)
+
+    def new_state(self, num_rows: int, max_length: int, max_shape: DraftTreeShape) -> HydraState:
+        """What the first head reads, for each row."""
+        return HydraState(self._embed_VH.new_zeros(num_rows, 2 * self._hidden_size))
+
+    def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
+        """Nothing to forget: the first pairs overwrite what is there."""
+
+    @torch.inference_mode()
+    def extend(self, state: DrafterState, pairs: SettledPairs) -> None:
+        """Keep each row's last pair."""
+        assert isinstance(state, HydraState)
+        chosen = pairs.tokens.gather(1, (pairs.lengths - 1).to(pairs.tokens.device)[:, None])[:, 0]
+        state.read[pairs.rows] = torch.cat([last_states(pairs).to(state.read.dtype), self._embed_VH[chosen]], 1)
+
+    @torch.inference_mode()
+    def propose(self, state: DrafterState, rows: Tensor, shape: DraftTreeShape,
+                noise: RowNoise | None = None) -> DraftTree:
+        """Grow one tree per row as deep as there are heads; NO_TOKEN beyond."""
+        assert isinstance(state, HydraState)
+        first = self._say(0, state.read[rows][:, None])
+        tree = grow(first, self._step, _within(shape, self._num_heads), self._draft_ids_D, noise)
+        return _filled(tree, shape.num_draft_tokens)
+
+    def _step(self, tokens: Tensor, hidden: Tensor, mask: Tensor, depth: int) -> DraftStep:
+        """`protocol.StepFunction`: what a node reads is what its parent read, and its own token."""
+        return self._say(depth, torch.cat([hidden, self._embed_VH[tokens]], -1))
+
+    def _say(self, number: int, read_BNC: Tensor) -> DraftStep:
+        rows, nodes, _ = read_BNC.shape
+        logits = self._lm_head(joined(self._heads[number](read_BNC.flatten(0, 1))))
+        return DraftStep(logits.view(rows, nodes, -1), read_BNC)
+
+
+def _within(shape: DraftTreeShape, num_steps: int) -> DraftTreeShape:
+    """The shape, no deeper than `num_steps`, with as many of its nodes as such a tree can have."""
+    if shape.num_steps <= num_steps:
+        return shape
+    most = 1 + shape.top_k + (num_steps - 1) * shape.top_k**2
+    return DraftTreeShape(num_steps=num_steps, top_k=shape.top_k, static=shape.static,
+                          num_draft_tokens=min(shape.num_draft_tokens, most))
+
+
+def _filled(tree: DraftTree, num_nodes: int) -> DraftTree:
+    """The tree with nodes of NO_TOKEN behind it, up to `num_nodes`: each under the one before, so that a chain stays
+    one."""
+    rows, held = tree.tokens.shape
+    if held == num_nodes:
+        return tree
+    more = torch.arange(held - 1, num_nodes - 1, device=tree.parents.device).expand(rows, -1)
+    return DraftTree(torch.cat([tree.tokens, torch.full_like(more, NO_TOKEN)], 1), torch.cat([tree.parents, more], 1),
+                     torch.cat([tree.scores, tree.scores.new_full(more.shape, -torch.inf)], 1))
+
+
+def _shapes(config: HeadsConfig) -> Mapping[str, tuple[int, ...]]:
+    hidden = config.hidden_size
+    return {"lm_head.weight": (config.draft_vocab_size, hidden)} | {
+        f"heads.{number}.{part}.weight": (hidden, (2 + number) * hidden)
+        for number in range(config.num_heads) for part in ("skip", "inner")}
+
+
+_FORM = HeadsForm("hydra", "EyrieHydra", True, _shapes)
+
+
+@torch.no_grad()
+def create(spec: DrafterSpec, target: TargetConfig, ends: TargetEnds, _layers: tuple[int, ...],
+           vocabulary: DraftVocabulary, seed: int) -> HydraDrafter:
+    """Heads that repeat the target's own choice, but for the noise of W_s."""
+    assert spec.max_draft_tokens is not None
+    drafter = HydraDrafter(HeadsConfig(target.hidden_size, target.vocab_size, vocabulary.size, spec.max_draft_tokens),
+                           vocabulary)
+    generator, hidden = torch.Generator(device="cpu").manual_seed(seed), target.hidden_size
+    for number in range(spec.max_draft_tokens):
+        skip, inner = (drafter.get_parameter(f"heads.{number}.{part}.weight") for part in ("skip", "inner"))
+        skip.zero_()[:, :hidden].fill_diagonal_(1.0)
+        inner.copy_(torch.empty(inner.shape, device="cpu").normal_(0.0, _INITIAL_STD, generator=generator))
+    drafter.lm_head.weight.copy_(ends.lm_head.index_select(0, vocabulary.ids.to(ends.lm_head.device)))
+    return drafter
+
+
+def _objective(drafter: HydraDrafter, ends: TargetEnds, spec: TrainSpec, _max_positions: int,
+               dtype: torch.dtype) -> Objective:
+    return HydraObjective(drafter, ends, spec, dtype)
+
+
+def save(directory: Path, drafter: HydraDrafter, dtype: str = "float32", card: Card | None = None) -> None:
+    """Write a drafter to `directory`, replacing what is there, atomically."""
+    save_heads(directory, _FORM, drafter.config, drafter.vocabulary, drafter.state_dict(), dtype, card)
+
+
+def load(directory: Path, target: TargetConfig) -> HydraDrafter:
+    """Read a drafter for `target`. Raises ArtifactMissing or CheckpointInvalid."""
+    stored = load_heads(directory, _FORM, target)
+    drafter = HydraDrafter(stored.config, stored.vocabulary)
+    drafter.load_state_dict(stored.tensors, assign=True)
+    return drafter
+
+
+def _serve(directory: Path, target: TargetModel) -> Drafter:
+    return HydraServer(load(directory, target.config), target.embed_weight, target.config.num_layers)
+
+
+FAMILY = Family(_FORM.family, _FORM.architecture, create, _objective, save, _serve, layers=final, learning_rate=2e-3)
