@@ -39,10 +39,10 @@ from eyrie_workers.stages.program import INTERRUPTED_EXIT_CODE, Interrupted, Res
 from eyrie_workers.stages.train import NUM_EVALUATIONS, Run, prepare
 from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.evaluation import Evaluation, Tally
-from eyrie_workers.training.loop import Feed, StepReport
+from eyrie_workers.training.feeding import Features, open_features
+from eyrie_workers.training.loop import StepReport
 from eyrie_workers.training.objective import Lesson, Moment, Objective
 from eyrie_workers.training.packing import checkpoint_steps
-from eyrie_workers.training.world import ALONE
 
 
 def groups(candidates: Mapping[str, TrainStage]) -> list[tuple[str, ...]]:
@@ -75,7 +75,7 @@ class Together:
         self._runs = dict(runs)
         self.failed: dict[str, EyrieError] = {}
         longest = max(runs.values(), key=lambda run: run.trainer.schedule.num_steps)
-        self._feed = Feed(longest.trainer.schedule, longest.trainer.read, ALONE)
+        self._feed = longest.trainer.feed
         self._rungs = rung_steps(longest.trainer.schedule.num_steps, rungs)
         for run in runs.values():
             run.evaluate_also_at(self._rungs)
@@ -206,10 +206,13 @@ def _train_all(todo: Sequence[tuple[TrainStage, Stage]], rungs: Sequence[float],
     innermost = todo[-1][1] if todo else None
     for names in groups({name: spec for name, (spec, _) in stages.items()}):
         runs: dict[str, Run] = {}
+        features: Features | None = None
         for name in names:
+            spec, stage = stages[name]
             try:
                 ends = next((run.ends for run in runs.values()), None)
-                runs[name] = prepare(*stages[name], ends=ends)
+                features = features or open_features(spec.store_dir, spec.target)
+                runs[name] = prepare(spec, stage, ends=ends, features=features)
             except EyrieError as error:
                 outcome[name] = error
         if not runs:

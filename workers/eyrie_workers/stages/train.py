@@ -1,6 +1,6 @@
 """Trains one drafter from captured states and exports it several times along the way.
 
-    feature store + the target's two ends -> draft vocabulary -> drafter -> checkpoints/<candidate>-step-<n>/
+    what capture left + the target's two ends -> draft vocabulary -> drafter -> checkpoints/<candidate>-step-<n>/
 
 Every step is a function of the state before it and its number (`training.loop`), so killing the program costs the steps
 since the last save and changes nothing else: the exported drafters are the same to the last bit. Between two steps, in
@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from eyrie_api.artifacts import code_version, digest_bytes, digest_directory, digest_file
+from eyrie_api.artifacts import code_version, digest_bytes, digest_directory
 from eyrie_api.errors import Conflict, EyrieError, NoUsableData
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import CheckpointReport, TrainReport, VocabularyReport
@@ -48,14 +48,13 @@ from eyrie_workers.drafters.family import Family
 from eyrie_workers.drafters.inheritance import TargetEnds, read_target_ends
 from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.drafters.vocabulary import DraftVocabulary
-from eyrie_workers.features.layout import INDEX
-from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.stages.program import INTERRUPTED_EXIT_CODE, Interrupted, Result, Stage, run_program
 from eyrie_workers.targets.config import TargetConfig, read_config
 from eyrie_workers.targets.device import chosen, on
 from eyrie_workers.targets.loading import resolve, special_token_ids, target_digest
 from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.evaluation import Evaluation, evaluate
+from eyrie_workers.training.feeding import Features, Feed, open_features, packed
 from eyrie_workers.training.flops import peak_rate
 from eyrie_workers.training.loop import StepReport, Trainer
 from eyrie_workers.training.packing import Schedule, checkpoint_steps, cut_evenly, split_held_out
@@ -82,13 +81,14 @@ def train(spec: TrainStage, stage: Stage, world: World = ALONE) -> Result:
     return run.result()
 
 
-def prepare(spec: TrainStage, stage: Stage, world: World = ALONE, ends: TargetEnds | None = None) -> "Run":
+def prepare(spec: TrainStage, stage: Stage, world: World = ALONE, ends: TargetEnds | None = None,
+            features: Features | None = None) -> "Run":
     """Everything before the next optimiser step: the first one, or the one a killed run had come to.
 
-    ends  the target's, where another run of this process has read them.
+    ends, features  the target's, and what spec.store_dir holds, where another run of this process has opened them.
     """
     torch.set_num_threads(spec.train.threads or os.cpu_count() or 1)
-    path, store = resolve(spec.target), FeatureStore(Path(spec.store_dir))
+    path, store = resolve(spec.target), features or open_features(spec.store_dir, spec.target)
     _check_origin(store, path, spec)
     config, family = read_config(path), family_named(spec.drafter.family)
     spec = _settled(spec, family)
@@ -108,20 +108,17 @@ def prepare(spec: TrainStage, stage: Stage, world: World = ALONE, ends: TargetEn
     with on(device):
         objective = family.objective(drafter, ends.to(device), spec.train, max(lengths), dtype)
 
-    def read(rows: Sequence[int]) -> PackedDocuments:
-        found = store.read(rows)
-        return PackedDocuments(found.token_ids, found.loss_mask, found.aux, found.last, found.lengths, found.opinion)
-
-    trainer = Trainer(objective, schedule, spec.train, read, world, columns)
+    trainer = Trainer(objective, schedule, spec.train, Feed(schedule, store, world), world, columns)
     evaluation_rows = held_out or train_rows  # a single row has nothing to hold out; better its own curve than none
     cuts = cut_evenly([lengths[row] for row in evaluation_rows], spec.train.max_tokens_per_batch)
-    run = Run(spec, stage, family, drafter, trainer, digest=_run_digest(spec, path, dtype), dtype=dtype,
+    run = Run(spec, stage, family, drafter, trainer, digest=_run_digest(spec, store, dtype), dtype=dtype,
                tokens_per_step=sum(lengths[row] for row in train_rows) * spec.train.epochs / schedule.num_steps,
-               held_out=lambda: (read(evaluation_rows[cut.start:cut.stop]) for cut in cuts[world.rank::world.size]),
+               held_out=lambda: (packed(store.read(evaluation_rows[cut.start:cut.stop]))
+                                 for cut in cuts[world.rank::world.size]),
                columns=columns, ends=ends,
                vocabulary=vocabulary_report, aux_layers=layers,
                target=identify(path, spec.target, digest=store.layout.target_digest),
-               data=DataIdentity(store_digest=digest_file(Path(spec.store_dir) / INDEX), rows=store.num_rows,
+               data=DataIdentity(store_digest=store.digest, rows=store.num_rows,
                                  tokens=sum(lengths), longest_row=max(lengths)))
     run.resume()
     return run
@@ -196,7 +193,7 @@ def _settled(spec: TrainStage, family: Family) -> TrainStage:
     return spec.model_copy(update={"train": train, "drafter": drafter})
 
 
-def _columns(layers: tuple[int, ...], store: FeatureStore, spec: TrainStage) -> tuple[int, ...]:
+def _columns(layers: tuple[int, ...], store: Features, spec: TrainStage) -> tuple[int, ...]:
     """Places of a family's layers among the store's. Raises Conflict when one was not captured."""
     held = store.layout.aux_layers
     missing = [layer for layer in layers if layer not in held]
@@ -207,7 +204,7 @@ def _columns(layers: tuple[int, ...], store: FeatureStore, spec: TrainStage) -> 
     return tuple(held.index(layer) for layer in layers)
 
 
-def _check_origin(store: FeatureStore, path: Path, spec: TrainStage) -> None:
+def _check_origin(store: Features, path: Path, spec: TrainStage) -> None:
     if store.layout.target_digest != target_digest(path):
         raise Conflict(f"the hidden states in {spec.store_dir} were captured from another target than "
                        f"{spec.target.model!r}", "capture again from this target")
@@ -215,7 +212,7 @@ def _check_origin(store: FeatureStore, path: Path, spec: TrainStage) -> None:
         raise NoUsableData(f"the store in {spec.store_dir} holds no row", "give more conversations")
 
 
-def _build_vocabulary(spec: TrainStage, stage: Stage, store: FeatureStore, rows: Sequence[int], config: TargetConfig,
+def _build_vocabulary(spec: TrainStage, stage: Stage, store: Features, rows: Sequence[int], config: TargetConfig,
                       path: Path, *, whole: bool) -> tuple[DraftVocabulary, VocabularyReport]:
     counts = torch.zeros(config.vocab_size, dtype=torch.int64)
     for row in rows:
@@ -242,12 +239,12 @@ def _build_vocabulary(spec: TrainStage, stage: Stage, store: FeatureStore, rows:
     return vocabulary, report
 
 
-def _run_digest(spec: TrainStage, path: Path, dtype: torch.dtype) -> str:
+def _run_digest(spec: TrainStage, store: Features, dtype: torch.dtype) -> str:
     """Of everything the trained bits depend on, except the machine."""
     told = spec.model_dump(mode="json", exclude={"job_id", "store_dir", "target"})
     for name in ("threads", "trackers"):
         told["train"].pop(name)
-    told |= {"store": digest_file(Path(spec.store_dir) / INDEX), "target": target_digest(path), "dtype": str(dtype)}
+    told |= {"store": store.digest, "target": store.layout.target_digest, "dtype": str(dtype)}
     return digest_bytes(json.dumps(told, sort_keys=True).encode())
 
 
@@ -332,7 +329,8 @@ class Run:
             self.close()
 
     def close(self) -> None:
-        """Let the trackers go."""
+        """Let the trackers go, and what is fed ahead."""
+        self.trainer.feed.close()
         for tracker in self._trackers:
             tracker.close()
 

@@ -1,30 +1,29 @@
 """The optimiser's loop, one step at a time.
 
-`Trainer` owns what changes: parameters, moments, counters. It knows neither files nor signals: the stage program asks
-for a step, and between two steps may save, export, evaluate or stop. Everything a step does is a function of the state
-before it and the step's number, which is what makes a resumed run equal an uninterrupted one.
+`Trainer` owns what changes: parameters, moments, counters. It knows neither files nor signals, nor where its batches
+come from (`training.feeding`): the stage program asks for a step, and between two steps may save, export, evaluate or
+stop. Everything a step does is a function of the state before it and the step's number, which is what makes a resumed
+run equal an uninterrupted one.
 
-    trainer = Trainer(objective, schedule, spec, read)
+    trainer = Trainer(objective, schedule, spec, feed)
     while not trainer.finished:
         report = trainer.step()
 """
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import torch
 
 from eyrie_api.errors import LossDiverged
 from eyrie_api.v1alpha1.job import TrainSpec
-from eyrie_workers.training.documents import PackedDocuments
+from eyrie_workers.training.feeding import Batch, Feed
 from eyrie_workers.training.objective import Lesson, Moment, Objective
-from eyrie_workers.training.packing import Schedule, StepPlan
+from eyrie_workers.training.packing import Schedule
 from eyrie_workers.training.state import Counters
-from eyrie_workers.training.world import ALONE, World, split
+from eyrie_workers.training.world import ALONE, World
 
 DEFAULT_LEARNING_RATE = 1e-3
 """Peak of a run whose spec leaves it to the family, and whose family has no other wish."""
@@ -75,13 +74,11 @@ class Trainer:
     """Runs an objective over a schedule, in this process's part of a world."""
 
     def __init__(self, objective: Objective, schedule: Schedule, spec: TrainSpec,
-                 read: Callable[[Sequence[int]], PackedDocuments], world: World = ALONE,
-                 columns: Sequence[int] | None = None) -> None:
-        """`columns`: places of the objective's layers among those that `read` yields; None: all."""
+                 feed: Feed, world: World = ALONE, columns: Sequence[int] | None = None) -> None:
+        """`columns`: places of the objective's layers among those that the feed yields; None: all."""
         self.objective, self.schedule, self.spec, self.world = objective, schedule, spec, world
-        self.read, self._columns = read, columns
+        self.feed, self._columns = feed, columns
         self.counters = Counters()
-        self._feed = Feed(schedule, read, world)
         self._parameters = [p for p in objective.drafter.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self._parameters, lr=peak_of(spec), betas=(spec.beta1, spec.beta2),
                                            weight_decay=spec.weight_decay, fused=True)
@@ -95,11 +92,11 @@ class Trainer:
         """Do the next step. Raises LossDiverged, before any parameter has changed, when the loss or its gradient is
         not a number."""
         number, started = self.counters.step, time.perf_counter()
-        batch = self._feed.take(number)
+        batch = self.feed.take(number)
         waited = time.perf_counter() - started
         return self.learn(batch, started, waited)
 
-    def learn(self, batch: "Batch", started: float, waited: float = 0.0, lesson: Lesson | None = None) -> StepReport:
+    def learn(self, batch: Batch, started: float, waited: float = 0.0, lesson: Lesson | None = None) -> StepReport:
         """Do the next step on its batch, which others may have read, and its teacher, which others may have asked."""
         number, num_steps = self.counters.step, self.schedule.num_steps
         rate = learning_rate_at(number, num_steps, self.spec)
@@ -130,47 +127,6 @@ class Trainer:
         return StepReport(step=number + 1, epoch=batch.plan.epoch, loss=loss, learning_rate=rate, grad_norm=norm,
                           tokens=tokens, supervised_tokens=supervised)
 
-    def moment(self, batch: "Batch") -> Moment:
+    def moment(self, batch: Batch) -> Moment:
         """Where the run stands with this batch."""
         return Moment(batch.plan.step, self.schedule.num_steps, self.spec.seed, batch.starts, self.world.total)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """This process's part of one step's documents."""
-
-    plan: StepPlan
-    documents: PackedDocuments
-    starts: tuple[int, ...]
-    num_tokens: int
-    """0 where this process has no document of the step: it then sees one of which nothing is taught."""
-
-
-class Feed:
-    """A schedule's batches, in order, each read while the one before is learnt from."""
-
-    def __init__(self, schedule: Schedule, read: Callable[[Sequence[int]], PackedDocuments], world: World) -> None:
-        self._schedule, self._read, self._world = schedule, read, world
-        self._ahead: tuple[int, Future[Batch]] | None = None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="eyrie-feed")
-
-    def take(self, step: int) -> Batch:
-        """The batch of a step; the next one's reading begins."""
-        ahead, self._ahead = self._ahead, None
-        batch = ahead[1].result() if ahead is not None and ahead[0] == step else self._make(step)
-        if step + 1 < self._schedule.num_steps:
-            self._ahead = step + 1, self._pool.submit(self._make, step + 1)
-        return batch
-
-    def _make(self, step: int) -> Batch:
-        plan = self._schedule.at(step)
-        if self._world.size == 1:
-            documents = self._read(plan.rows)
-            return Batch(plan, documents, tuple(accumulate(documents.lengths, initial=0))[:-1],
-                         documents.token_ids.numel())
-        part = split(plan.rows, self._schedule.lengths, self._world.size)[self._world.rank]
-        if part.rows:
-            documents = self._read(part.rows)
-            return Batch(plan, documents, part.starts, documents.token_ids.numel())
-        documents = self._read(plan.rows[:1])
-        return Batch(plan, replace(documents, loss_mask=torch.zeros_like(documents.loss_mask)), (0,), 0)
