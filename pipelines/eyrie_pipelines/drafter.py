@@ -1,6 +1,9 @@
 """The pipeline: in what order the stages of a job run. One definition, two worlds.
 
-    regenerate -> capture -> each candidate: train -> each checkpoint: benchmark -> select -> tune -> prove
+    regenerate -> capture -> sweep -> each candidate: train -> each checkpoint: benchmark -> select -> tune -> prove
+
+The sweep box trains all candidates of a job in one process where that is cheaper (`steps.trains_together`); the train
+boxes find them finished. Where it is not, the box has nothing to do, or a cluster's pipeline is compiled without it.
 
 On one machine `eyrie_pipelines.local` calls `train_drafter` under kfp.local; for a cluster `define` is given what
 `placement` says of each box, and compiled (`python -m eyrie_pipelines.drafter --compile out.yaml` shows it unplaced).
@@ -66,6 +69,14 @@ def list_candidates(job_dir: str, spec_digest: str, code_version: str) -> list: 
 
 
 @_box
+def sweep(job_dir: str, spec_digest: str, code_version: str, store: str) -> str:
+    """Train all candidates together."""
+    from eyrie_pipelines import run_stage
+
+    return run_stage.sweep(job_dir, spec_digest, store)
+
+
+@_box
 def train(job_dir: str, spec_digest: str, code_version: str, store: str, candidate: str) -> str:
     """Train one candidate."""
     from eyrie_pipelines import run_stage
@@ -118,11 +129,13 @@ def _anywhere(task: Any, _stage: StageName | None) -> Any:
     return task
 
 
-def define(place: Callable[[Any, StageName | None], Any] = _anywhere, trainings: int | None = 1) -> Any:
+def define(place: Callable[[Any, StageName | None], Any] = _anywhere, trainings: int | None = 1, *,
+           together: bool = True) -> Any:
     """The whole job as a kfp pipeline.
 
     place       says where a box runs, by its stage; None for the small boxes between stages
     trainings   how many candidates are trained side by side; None for as many as find room
+    together    whether there is a box that trains all candidates; it runs where a training does
     """
 
     def placed(task: Any, stage: StageName | None = None) -> Any:
@@ -137,8 +150,10 @@ def define(place: Callable[[Any, StageName | None], Any] = _anywhere, trainings:
         rows = placed(regenerate(**of_job), "regenerate")
         store = placed(capture(**of_job, rows=rows.output), "capture")
         candidates = placed(list_candidates(**of_job))
+        ready = placed(sweep(**of_job, store=store.output), "train") if together else store
         with dsl.ParallelFor(candidates.output, parallelism=trainings) as candidate:
-            trained = placed(train(**of_job, store=store.output, candidate=candidate), "train")
+            # After the sweep box it reads a manifest, which takes no GPU.
+            trained = placed(train(**of_job, store=ready.output, candidate=candidate), None if together else "train")
         checkpoints = placed(list_checkpoints(**of_job, trained=dsl.Collected(trained.output)))
         with dsl.ParallelFor(checkpoints.output, parallelism=1) as checkpoint:
             measured = placed(benchmark(**of_job, checkpoint=checkpoint), "benchmark")

@@ -28,6 +28,7 @@ from typing import Any
 from eyrie_api.artifacts import MANIFEST, code_version, digest_model, read_manifest, write_atomically, write_model
 from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.errors import ArtifactMissing
+from eyrie_api.placing import place_stage
 from eyrie_api.sweep import expand
 from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.job import JobSpec
@@ -37,7 +38,7 @@ from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_pipelines.kfp_api import KfpApi
 from eyrie_pipelines.run_stage import FAILURE_FILE, read_failure
 from eyrie_pipelines.runner import RunFailed, RunSeen, RunState
-from eyrie_pipelines.steps import JOB_FILE, JobFile, list_checkpoints
+from eyrie_pipelines.steps import JOB_FILE, JobFile, list_checkpoints, trains_together
 from eyrie_pipelines.work import RUN_FAILURE
 from eyrie_workers.catalog import stage_dir
 
@@ -89,7 +90,8 @@ class KubeflowRunner:
             return
         from eyrie_pipelines.placement import compile_for  # kfp comes with it, a second and 80 MB
 
-        pipeline = compile_for(self._profile, spec.placement)
+        gpus = place_stage(self._profile, spec.placement, "train").num_gpus
+        pipeline = compile_for(self._profile, spec.placement, together=trains_together(spec, gpus))
         job = self._write_job(job_id, spec, attempt, incumbent)
         self._forget_failure(job_id)
         number = seen.starts + 1 if seen.attempt == attempt else 1

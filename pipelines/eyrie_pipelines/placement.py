@@ -61,17 +61,20 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _STARTS_BOX = "_KFP_RUNTIME=true python3 -m kfp.dsl.executor_main"
 
 
-def compile_for(profile: ClusterProfile, wanted: JobPlacement) -> dict[str, Any]:
+def compile_for(profile: ClusterProfile, wanted: JobPlacement, *, together: bool = False) -> dict[str, Any]:
     """The pipeline with every box in its place, as the KFP API takes it: `pipeline_spec` and `platform_spec`.
+
+    together   whether one box trains all candidates, where a training is placed, and those of the candidates have
+               little; otherwise there is no such box, for it would wait for a GPU to do nothing.
 
     Raises InvalidInput for what Kubeflow cannot do.
     """
-    made: dict[str, Any] = json.loads(_compiled(profile.model_dump_json(), wanted.model_dump_json()))
+    made: dict[str, Any] = json.loads(_compiled(profile.model_dump_json(), wanted.model_dump_json(), together))
     return made
 
 
 @lru_cache(maxsize=64)
-def _compiled(profile_text: str, wanted_text: str) -> str:
+def _compiled(profile_text: str, wanted_text: str, together: bool) -> str:
     """As JSON. It takes a tenth of a second, and most jobs ask for the same."""
     profile = ClusterProfile.model_validate_json(profile_text)
     wanted = JobPlacement.model_validate_json(wanted_text)
@@ -88,7 +91,7 @@ def _compiled(profile_text: str, wanted_text: str) -> str:
 
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "pipeline.yaml"
-        compiler.Compiler().compile(define(placed, trainings=None), str(path))
+        compiler.Compiler().compile(define(placed, trainings=None, together=together), str(path))
         documents = list(yaml.load_all(path.read_text(), _LOADER))
     for executor in documents[0]["deploymentSpec"]["executors"].values():
         command = executor["container"]["command"]

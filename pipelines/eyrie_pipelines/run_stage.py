@@ -21,7 +21,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -37,7 +37,7 @@ from eyrie_api.v1alpha1.reports import BenchmarkReport, RegenerateReport, TrainR
 from eyrie_api.v1alpha1.stages import StageName, StageSpec, TrainStage
 from eyrie_pipelines import steps, trainjob
 from eyrie_pipelines.work import Work, is_first_node, patiently
-from eyrie_workers.catalog import command, stage_dir
+from eyrie_workers.catalog import command, stage_dir, sweep_command
 
 RUN_DIR = "run"
 FAILURE_FILE = "failure.json"
@@ -91,6 +91,21 @@ def list_candidates(job_dir: str, spec_digest: str) -> list[str]:
     """Names of the sweep's candidates."""
     with _telling(job_dir, "train"):
         return [candidate.name for candidate in expand(load_job(job_dir, spec_digest).spec)]
+
+
+def sweep(job_dir: str, spec_digest: str, store: str) -> str:
+    """All candidates are trained by one program, where that is how the job trains them."""
+    failed = None
+    with _telling(job_dir, "train"):
+        job = load_job(job_dir, spec_digest)
+        if steps.trains_together(job.spec):
+            candidates = {one.name: one.spec for one in expand(job.spec)}
+            specs = {name: steps.train_spec(job, Path(job_dir), candidates, name) for name in candidates}
+            failed = _train_together(job_dir, specs, job.spec.sweep.rungs)
+    if failed is not None:
+        with _telling(job_dir, "train", failed):
+            raise StageFailed(f"candidate {failed} failed", "mend it and retry the job: the others are trained")
+    return store
 
 
 def train(job_dir: str, spec_digest: str, _store: str, candidate: str) -> str:
@@ -283,9 +298,63 @@ def run_program(spec: StageSpec, directory: Path) -> None:
             if failure is None:
                 raise StageFailed(*_explain(code, directory))
             raise StageFailed(failure.message, failure.mend)
-        pause = float(os.environ.get("EYRIE_RETRY_BACKOFF_S", BACKOFF_S[attempt - 1]))
-        print(f"{spec.stage}: attempt {attempt} of {MAX_ATTEMPTS} ended with {code}; again in {pause} s", flush=True)
-        time.sleep(pause)
+        _wait(spec.stage, attempt, code)
+
+
+def _train_together(job_dir: str, specs: Mapping[str, TrainStage], rungs: Sequence[float]) -> str | None:
+    """Train the candidates that are not trained yet; the first that failed for good, if one did."""
+    root = Path(job_dir)
+    work = Work.of(root)
+    todo: dict[str, Path] = {}
+    with contextlib.ExitStack() as stages:
+        for name, spec in specs.items():
+            directory = stage_dir(root, "train", name)
+            needed = stages.enter_context(work.stage(spec, directory, among=len(specs)))
+            if needed and not _is_made_of(spec, directory):
+                todo[name] = directory
+                directory.mkdir(parents=True, exist_ok=True)
+                write_model(directory / "spec.json", spec)
+        if todo:
+            run_sweep(list(todo.values()), rungs)
+    return next((name for name, directory in todo.items() if _stage_failure(directory) is not None), None)
+
+
+def _is_made_of(spec: StageSpec, directory: Path) -> bool:
+    return (directory / MANIFEST).exists() and read_manifest(directory).spec_digest == digest_model(spec)
+
+
+def run_sweep(directories: Sequence[Path], rungs: Sequence[float]) -> None:
+    """Run the sweep program until each candidate has its manifest or its failure.
+
+    Raises StageFailed when it ended with neither. Exits this process with 143 when we were asked to stop.
+    """
+    first = directories[0]
+    for directory in directories:
+        (directory / FAILURE_FILE).unlink(missing_ok=True)
+        if directory != first:
+            (directory / "log.txt").write_text(f"trained together with {first.name}: its log is this one's too\n")
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        code, asked = _run_once(sweep_command(directories, rungs), first)
+        if code == 0:
+            for directory in directories:
+                read_manifest(directory)
+            return
+        if asked:
+            raise SystemExit(INTERRUPTED_EXIT_CODE)
+        failures = [found for directory in directories if (found := _stage_failure(directory)) is not None]
+        may_pass = all(one.transient for one in failures) if failures else code < 0 or code == INTERRUPTED_EXIT_CODE
+        if not may_pass or attempt == MAX_ATTEMPTS:
+            if failures:
+                return
+            message, mend = _explain(code, first)
+            raise StageFailed(message, f"{mend}; or set sweep.together to never: candidates then train one by one")
+        _wait("sweep", attempt, code)
+
+
+def _wait(what: str, attempt: int, code: int) -> None:
+    pause = float(os.environ.get("EYRIE_RETRY_BACKOFF_S", BACKOFF_S[attempt - 1]))
+    print(f"{what}: attempt {attempt} of {MAX_ATTEMPTS} ended with {code}; again in {pause} s", flush=True)
+    time.sleep(pause)
 
 
 def _explain(code: int, directory: Path) -> tuple[str, str]:

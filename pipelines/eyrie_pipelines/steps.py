@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
-from eyrie_api.sweep import families_of
+from eyrie_api.sweep import expand, families_of
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import CheckpointReport, RegenerateReport, TrainReport
@@ -81,6 +81,23 @@ def capture_spec(job: JobFile, job_dir: Path) -> CaptureStage:
     return CaptureStage(job_id=job.id, target=job.spec.target, capture=job.spec.capture,
                         rows_dir=str(stage_dir(job_dir, "regenerate")), families=families_of(job.spec),
                         seed=job.spec.data.seed)
+
+
+def trains_together(spec: JobSpec, num_gpus: int | None = None) -> bool:
+    """Whether one program trains all candidates of a job (`sweep.together`).
+
+    num_gpus  of one training pod; None on one machine.
+
+    Together a sweep costs less, apart it is sooner done where there is hardware for all at once. Of machines with one
+    GPU or none there are seldom enough idle for every candidate; a job whose pods have several GPUs or nodes each was
+    given them to be quick, and the sweep program is one process on one device.
+    """
+    sweep = spec.sweep
+    if sweep.together == "never" or len(expand(spec)) < 2:
+        return False
+    if sweep.together == "always" or num_gpus is None:
+        return True
+    return num_gpus <= 1 and spec.placement.train_launcher == "pod"
 
 
 def train_spec(job: JobFile, job_dir: Path, candidates: Mapping[str, JobSpec], candidate: str) -> TrainStage:

@@ -8,7 +8,8 @@ as of Trainer 2.2, which replaced podTemplateOverrides by runtimePatches) whose 
 which is the train box without this order: it brings what the stage reads, starts the same stage program under torchrun,
 and node 0 puts into the work area what comes out. Who the nodes are, Trainer's torch runtime says in PET_* variables,
 which torchrun reads by itself: `torchrun_command` below is the one place where its arguments are made. The stage has to
-know what to do in more than one process; one that does not refuses at its lock.
+know what to do in more than one process; one that does not refuses at its lock. How many processes a node has is said
+twice, to the runtime (numProcPerNode) and to torchrun by its own argument: one for each GPU of the placement.
 
 The name of a TrainJob follows from job, candidate and spec, so a box that was taken away finds it again. It is deleted
 when the box is told to end, and when it is over; nodes that die are the runtime's to start again.
@@ -41,6 +42,9 @@ API_VERSION = "trainer.kubeflow.org/v1alpha1"
 MANAGER = "eyrie.dev/pipelines"
 RUNTIME = "torch-distributed"
 """The ClusterTrainingRuntime that Trainer installs for torch."""
+
+PROCESSES_VARIABLE = "EYRIE_TRAIN_PROCESSES"
+"""Training processes of a node."""
 
 _NODE = "node"
 """What Trainer's runtimes call the replicated job of a training, and its container."""
@@ -97,7 +101,8 @@ def name_of(job_id: str, candidate: str, spec_digest: str) -> str:
 def render(order: Order, name: str, namespace: str, arguments: list[str]) -> dict[str, Any]:
     """The TrainJob. Pure."""
     placed = order.placement
-    told = pod_variables(placed, order.home, order.sync_s)
+    processes = max(1, placed.num_gpus)
+    told = pod_variables(placed, order.home, order.sync_s) | {PROCESSES_VARIABLE: str(processes)}
     variables: list[dict[str, Any]] = [{"name": key, "value": value} for key, value in told.items()]
     variables += [{"name": one.variable, "valueFrom": {"secretKeyRef": {"name": one.secret, "key": one.key}}}
                   for one in placed.secret_variables]
@@ -112,7 +117,7 @@ def render(order: Order, name: str, namespace: str, arguments: list[str]) -> dic
             "runtimeRef": {"name": RUNTIME, "apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime"},
             "trainer": {
                 "image": placed.image, "command": [*order.python, "-m", "eyrie_pipelines.trainjob"], "args": arguments,
-                "env": variables, "numNodes": order.nodes, "numProcPerNode": max(1, placed.num_gpus),
+                "env": variables, "numNodes": order.nodes, "numProcPerNode": processes,
                 "resourcesPerNode": {side: given for side, given in amounts.items() if given}},
             "runtimePatches": [{"manager": MANAGER, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [
                 {"name": _NODE, "template": {"spec": {"template": {"spec": _pod(placed, order.home)}}}}]}}}}],
@@ -291,7 +296,8 @@ def is_node() -> bool:
 def torchrun_command(directory: Path) -> list[str]:
     """The train stage's program under torchrun; where its peers are, torchrun reads in PET_*."""
     python, *program = command("train", directory)
-    return [python, "-m", "torch.distributed.run", *program]
+    processes = os.environ.get(PROCESSES_VARIABLE, "1")
+    return [python, "-m", "torch.distributed.run", "--nproc-per-node", processes, *program]
 
 
 def main() -> None:

@@ -66,6 +66,7 @@ class Work:
         """`puts` is false on the other nodes of a training: they read, and the first one puts what comes out."""
         self._job_dir, self._store, self._sync_s, self._puts = job_dir, store, sync_s, puts
         self._home = job_dir.parent.parent
+        self._brought: set[Path] = set()
 
     @classmethod
     def of(cls, job_dir: Path) -> "Work":
@@ -95,10 +96,11 @@ class Work:
             self._store.delete_all(self._key(directory))
 
     @contextmanager
-    def stage(self, spec: StageSpec, directory: Path) -> Iterator[bool]:
+    def stage(self, spec: StageSpec, directory: Path, among: int = 1) -> Iterator[bool]:
         """What a stage needs is here, and what it makes goes up.
 
-        Yields whether it has to be run: not when the store has it finished, from this very spec.
+        Yields whether it has to be run: not when the store has it finished, from this very spec. `among` so many stages
+        in one pod, each syncs so much more seldom.
         """
         if self._store is None:
             yield True
@@ -109,7 +111,7 @@ class Work:
             yield read_manifest(directory).spec_digest != digest_model(spec)
             return
         download_dir(self._store, self._key(directory), directory, unfinished=True)
-        sync = _Sync(self._store, directory, self._key(directory))
+        sync = _Sync(self._store, directory, self._key(directory), _SYNC_SHARE * among)
         sync.begin()
         self._bring_inputs(spec)
         if not self._puts:
@@ -117,7 +119,8 @@ class Work:
             return
         with sync.every(self._sync_s):
             yield True
-        patiently(lambda: self._put_finished(directory))
+        if (directory / MANIFEST).is_file():
+            patiently(lambda: self._put_finished(directory))
 
     def _put_finished(self, directory: Path) -> None:
         assert self._store is not None
@@ -131,7 +134,9 @@ class Work:
         if isinstance(spec, CaptureStage):
             download_dir(self._store, self._key(Path(spec.rows_dir)), Path(spec.rows_dir))
         elif isinstance(spec, TrainStage):
-            download_dir(self._store, self._key(Path(spec.store_dir)), Path(spec.store_dir))
+            if Path(spec.store_dir) not in self._brought:  # the same for all candidates: it is large, compare it once
+                download_dir(self._store, self._key(Path(spec.store_dir)), Path(spec.store_dir))
+            self._brought.add(Path(spec.store_dir))
         elif isinstance(spec, BenchmarkStage | TuneStage | ProveStage):
             self._bring_drafter(Path(spec.drafter_dir))
             if spec.held_out_file is not None:
@@ -193,8 +198,9 @@ def split_drafter(path: Path) -> tuple[str, str]:
 class _Sync:
     """Brings what changes in one stage's directory up, again and again."""
 
-    def __init__(self, store: ArtifactStore, directory: Path, prefix: str) -> None:
-        self._store, self._directory, self._prefix = store, directory, prefix
+    def __init__(self, store: ArtifactStore, directory: Path, prefix: str, share: int = _SYNC_SHARE) -> None:
+        """`share`: pauses are at least so many times what the last sync took."""
+        self._store, self._directory, self._prefix, self._share = store, directory, prefix, share
         self._sent: dict[str, tuple[int, int, int]] = {}
         self._ending = threading.Event()
 
@@ -222,7 +228,7 @@ class _Sync:
         while not self._ending.wait(pause_s):
             began = time.monotonic()
             self._try()
-            pause_s = max(sync_s, _SYNC_SHARE * (time.monotonic() - began))
+            pause_s = max(sync_s, self._share * (time.monotonic() - began))
 
     def _try(self) -> None:
         try:

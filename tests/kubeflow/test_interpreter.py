@@ -158,7 +158,8 @@ def test_what_is_not_read_is_refused_before_anything_runs() -> None:
         refuse_what_is_not_read(samples.read(conditional))
 
 
-def test_the_job_pipeline_is_read_from_its_first_stage_to_its_last() -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_the_job_pipeline_is_read_from_its_first_stage_to_its_last(together: bool) -> None:
     from eyrie_api.v1alpha1.cluster import ClusterProfile
     from eyrie_api.v1alpha1.requests import JobPlacement
     from eyrie_pipelines.placement import compile_for
@@ -168,7 +169,7 @@ def test_the_job_pipeline_is_read_from_its_first_stage_to_its_last() -> None:
         "kubeflow": {"url": "http://kubeflow:8888"},
         "stages": {"image": samples.IMAGE, "work": {"kind": "volume", "claim": "work"},
                    "host_paths": [{"path": "/usr", "mount_path": "/usr"}]}})
-    pipeline = Pipeline.of(compile_for(profile, JobPlacement()))
+    pipeline = Pipeline.of(compile_for(profile, JobPlacement(), together=together))
     refuse_settings_not_read(pipeline)
 
     def stage(node: Node) -> dict[str, Any]:
@@ -177,10 +178,10 @@ def test_the_job_pipeline_is_read_from_its_first_stage_to_its_last() -> None:
 
     waves, tree = played(pipeline, stage, job_dir="/job", spec_digest="d", code_version="v")
     names = [sorted({node.name for node in wave}) for wave in waves]
-    assert names == [["list-candidates", "regenerate"], ["capture"], ["train"], ["list-checkpoints"], ["benchmark"],
-                     ["benchmark"], ["benchmark"], ["select"], ["tune"], ["prove"]]
-    assert [wave[0].inputs.get("checkpoint") for wave in waves[4:7]] == ["c0-e1", "c1-e1", "c1-e2"]
-    assert waves[7][0].inputs["benchmarked"] == [f"benchmark of {one}" for one in ("c0-e1", "c1-e1", "c1-e2")]
+    assert names == [["list-candidates", "regenerate"], ["capture"], *([["sweep"]] if together else []), ["train"],
+                     ["list-checkpoints"], ["benchmark"], ["benchmark"], ["benchmark"], ["select"], ["tune"], ["prove"]]
+    assert [wave[0].inputs.get("checkpoint") for wave in waves[-6:-3]] == ["c0-e1", "c1-e1", "c1-e2"]
+    assert waves[-3][0].inputs["benchmarked"] == [f"benchmark of {one}" for one in ("c0-e1", "c1-e1", "c1-e2")]
     assert tree.outputs == {"Output": "prove of select of None"}
 
 

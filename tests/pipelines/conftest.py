@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -23,6 +24,11 @@ class Rehearsal:
     def plan(self, **words: list[str]) -> None:
         """How stages behave, by name (`train__base` for `train/base`)."""
         (self.home / "plan.json").write_text(json.dumps({k.replace("__", "/"): v for k, v in words.items()}))
+
+    def sweeps(self) -> list[str]:
+        """Every start of the program that trains candidates together: what it was told of rungs."""
+        log = self.home / "sweeps.log"
+        return log.read_text().splitlines() if log.exists() else []
 
     def starts(self) -> list[str]:
         """Every start of a stage, in order."""
@@ -54,5 +60,6 @@ def spec_of(**sections: object) -> JobSpec:
     return JobSpec(**(least | sections))  # type: ignore[arg-type]
 
 
-def sweeping_spec() -> JobSpec:
-    return spec_of(sweep=SweepSpec(axes=(SweepAxis(field="train.learning_rate", values=(0.001, 0.002, 0.003)),)))
+def sweeping_spec(together: Literal["auto", "always", "never"] = "auto", **sections: object) -> JobSpec:
+    axis = SweepAxis(field="train.learning_rate", values=(0.001, 0.002, 0.003))
+    return spec_of(sweep=SweepSpec(axes=(axis,), together=together), **sections)

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_api.artifacts import read_manifest, write_model
+from eyrie_api.artifacts import digest_model, read_manifest, write_model
 from eyrie_api.errors import Conflict
 from eyrie_api.v1alpha1.job import DraftTreeShape
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
-from eyrie_pipelines import local
+from eyrie_pipelines import local, run_stage
 from eyrie_pipelines.processes import ProcessName, boot_id, group_members, is_alive, name_of, wait_until
 from eyrie_pipelines.run_stage import load_job
+from eyrie_pipelines.steps import JOB_FILE, JobFile
 from tests.pipelines.conftest import Rehearsal, spec_of, sweeping_spec
 
 LIMIT_S = 120.0
@@ -69,7 +70,8 @@ def test_a_sweep_trains_each_candidate_and_benchmarks_every_checkpoint_one_at_a_
     local.start(job_dir, "job-1", sweeping_spec())
     assert wait_until(lambda: "tune" in rehearsal.starts(), LIMIT_S), log_of(job_dir)
     starts = rehearsal.starts()
-    assert len([one for one in starts if one.startswith("train/")]) == 3  # more than kfp.local's two at once
+    assert len([one for one in starts if one.startswith("train/")]) == 3
+    assert rehearsal.sweeps() == ["--rungs 0.25,0.5"]  # one program; the train boxes found nothing to do
     assert len([one for one in starts if one.startswith("benchmark/")]) == 6
     for stage in ("train", "benchmark"):
         spans = []
@@ -82,7 +84,7 @@ def test_a_sweep_trains_each_candidate_and_benchmarks_every_checkpoint_one_at_a_
 
 def test_a_permanent_failure_ends_the_run_with_the_stages_own_words_and_the_fan_out_with_it(
         job_dir: Path, rehearsal: Rehearsal) -> None:
-    spec = sweeping_spec()
+    spec = sweeping_spec("never")
     rehearsal.plan(**{"train__c1-lr-0p001": ["permanent"]})
     local.start(job_dir, "job-1", spec)
     seen = wait_for(job_dir, "succeeded", "failed", "gone")
@@ -95,6 +97,45 @@ def test_a_permanent_failure_ends_the_run_with_the_stages_own_words_and_the_fan_
     assert seen.result.failure.failure.mend == "lower train.learning_rate"
     # kfp.local goes on with queued members of a failed fan-out; ours stop before they start their program.
     assert [one for one in rehearsal.starts() if one.startswith("train/")] == ["train/c1-lr-0p001"]
+    assert rehearsal.sweeps() == []
+
+
+def test_of_candidates_trained_together_one_fails_in_its_own_words_and_a_retry_trains_it_alone(
+        job_dir: Path, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(**{"train__c2-lr-0p002": ["permanent", "ok"], "tune": ["hang"]})
+    local.start(job_dir, "job-1", sweeping_spec())
+    seen = wait_for(job_dir, "succeeded", "failed", "gone")
+    assert seen.result is not None
+    assert seen.result.failure is not None
+    assert (seen.result.failure.stage, seen.result.failure.key) == ("train", "c2-lr-0p002")
+    assert seen.result.failure.failure.reason == "LossDiverged"
+    assert seen.result.failure.failure.mend == "lower train.learning_rate"
+    assert sorted(path.parent.name for path in job_dir.glob("stages/train/*/manifest.json")) == [
+        "c1-lr-0p001", "c3-lr-0p003"]
+    local.start(job_dir, "job-1", sweeping_spec(), attempt=2)
+    wait_for_start(rehearsal, "tune")
+    assert [one for one in rehearsal.starts() if one.startswith("train/")] == [
+        "train/c1-lr-0p001", "train/c2-lr-0p002", "train/c3-lr-0p003", "train/c2-lr-0p002"]
+
+
+@pytest.mark.parametrize(("word", "starts", "reason", "words"), [
+    ("transient", 3, "Transient", "the bucket refused the write"),
+    ("die", 3, "StageFailed", r"killed by SIGKILL 3 times"),
+    ("crash", 1, "StageFailed", r"RuntimeError: an index was out of range"),
+])
+def test_candidates_trained_together_are_tried_again_as_one_alone_is(
+        word: str, starts: int, reason: str, words: str, job_dir: Path, rehearsal: Rehearsal) -> None:
+    rehearsal.plan(**{"train__c1-lr-0p001": [word]})
+    job = JobFile(id="job-1", spec=sweeping_spec())
+    write_model(job_dir / JOB_FILE, job)
+    with pytest.raises(run_stage.StageFailed, match=words):
+        run_stage.sweep(str(job_dir), digest_model(job), "stages/capture")
+    assert len(rehearsal.sweeps()) == starts
+    failed = run_stage.read_failure(job_dir)
+    assert failed is not None
+    assert (failed.stage, failed.failure.reason) == ("train", reason)
+    if reason == "StageFailed":
+        assert "sweep.together to never" in failed.failure.mend
 
 
 def test_transient_failures_are_tried_again_and_a_retry_goes_on_from_the_failed_stage(

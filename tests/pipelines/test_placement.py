@@ -25,9 +25,10 @@ EVERYTHING = Placement(
     host_paths=(HostPath(path="/models", mount_path="/models"),))
 
 
-def compiled(stages: Placement = EVERYTHING, wanted: JobPlacement | None = None, **profile: Any) -> dict[str, Any]:
+def compiled(stages: Placement = EVERYTHING, wanted: JobPlacement | None = None, *, together: bool = False,
+             **profile: Any) -> dict[str, Any]:
     return compile_for(ClusterProfile(kubeflow=KubeflowSpec(url="http://kfp:8888"), stages=stages, **profile),
-                       wanted or JobPlacement())
+                       wanted or JobPlacement(), together=together)
 
 
 def container(pipeline: dict[str, Any], box: str) -> dict[str, Any]:
@@ -100,6 +101,17 @@ def test_the_boxes_between_stages_take_little_and_no_gpu() -> None:
         assert resources["resourceCpuRequest"] == "100m"
         assert "secretAsEnv" not in platform(pipeline, box)
         assert variables(pipeline, box)["EYRIE_ARTIFACTS_URL"] == "s3://bucket/eyrie"
+
+
+def test_candidates_trained_together_take_one_pods_gpus_and_those_trained_apart_one_pods_each() -> None:
+    apart, together = compiled(), compiled(together=True)
+    assert "exec-sweep" not in apart["pipeline_spec"]["deploymentSpec"]["executors"]
+    assert container(apart, "train")["resources"]["accelerator"]["resourceCount"] == "2"
+    assert container(together, "sweep")["resources"]["accelerator"]["resourceCount"] == "2"
+    assert "accelerator" not in container(together, "train")["resources"]
+    tasks = together["pipeline_spec"]["root"]["dag"]["tasks"]
+    loop = next(task for name, task in tasks.items() if "list-candidates" in task.get("dependentTasks", ()))
+    assert "sweep" in loop["dependentTasks"]
 
 
 def test_a_stage_of_its_own_kind_and_a_jobs_wishes_are_laid_over() -> None:

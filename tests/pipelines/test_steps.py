@@ -9,6 +9,7 @@ from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
 from eyrie_api.sweep import expand
 from eyrie_api.v1alpha1.job import BenchmarkSpec, DataSource, DataSpec, DraftTreeShape, SuiteSpec
 from eyrie_api.v1alpha1.reports import CheckpointReport, RegenerateReport, TrainReport, VocabularyReport
+from eyrie_api.v1alpha1.requests import JobPlacement
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_pipelines import steps
 from tests.pipelines.conftest import spec_of, sweeping_spec
@@ -45,6 +46,18 @@ def test_each_candidate_is_trained_with_its_own_values() -> None:
     assert rates == [0.001, 0.002, 0.003]
     with pytest.raises(InvalidInput, match="nobody"):
         steps.train_spec(job, ROOT, candidates, "nobody")
+
+
+def test_candidates_are_trained_together_where_that_is_cheaper_and_not_slower_than_was_asked_for() -> None:
+    assert not steps.trains_together(spec_of())  # nobody to train with
+    assert steps.trains_together(sweeping_spec())
+    assert not steps.trains_together(sweeping_spec("never"))
+    assert steps.trains_together(sweeping_spec(), num_gpus=1)
+    assert not steps.trains_together(sweeping_spec(), num_gpus=2)
+    assert steps.trains_together(sweeping_spec("always"), num_gpus=2)
+    nodes = JobPlacement(train_nodes=4, train_launcher="trainjob")
+    assert not steps.trains_together(sweeping_spec(placement=nodes), num_gpus=1)
+    assert steps.trains_together(sweeping_spec(placement=nodes)), "on one machine there is no launcher"
 
 
 def test_checkpoints_are_listed_in_order_of_candidate_and_step() -> None:

@@ -14,6 +14,7 @@ from eyrie_pipelines import run_stage, work
 from eyrie_pipelines.steps import JOB_FILE, JobFile
 from eyrie_pipelines.trainjob import (
     ORDER_VARIABLE,
+    PROCESSES_VARIABLE,
     Ended,
     Order,
     Trainer,
@@ -109,11 +110,18 @@ def test_an_end_is_told_from_suspension_and_from_work() -> None:
     assert ended(seen(("Failed", "True"))) == Ended(state="failed", message="R: m")
 
 
-def test_torchrun_finds_its_peers_in_the_environment_and_runs_the_stage_as_it_is() -> None:
+@pytest.mark.parametrize(("gpus", "processes"), [(0, "1"), (2, "2")])
+def test_torchrun_has_a_process_for_each_gpu_and_finds_its_peers_in_the_environment(
+        gpus: int, processes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = Path("/var/lib/eyrie/jobs/j/stages/train/base")
+    placed = EVERYTHING.model_copy(update={"num_gpus": gpus, "gpu_type": None})
+    trainer = render(order(placed), "eyrie-j", "team", ARGUMENTS)["spec"]["trainer"]
+    assert trainer["numProcPerNode"] == int(processes)
+    told = {one["name"]: one.get("value") for one in trainer["env"]}
+    monkeypatch.setenv(PROCESSES_VARIABLE, str(told[PROCESSES_VARIABLE]))
     assert torchrun_command(directory) == [
-        sys.executable, "-m", "torch.distributed.run", "-m", "eyrie_workers.stages.train",
-        "--spec", f"{directory}/spec.json", "--out", f"{directory}/manifest.json"]
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", processes,
+        "-m", "eyrie_workers.stages.train", "--spec", f"{directory}/spec.json", "--out", f"{directory}/manifest.json"]
 
 
 def test_of_several_nodes_the_first_alone_puts_things_into_the_store(

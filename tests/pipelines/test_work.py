@@ -26,7 +26,7 @@ from eyrie_pipelines import run_stage, work
 from eyrie_pipelines.processes import wait_until
 from eyrie_pipelines.steps import JobFile, regenerate_spec
 from eyrie_workers.catalog import CATALOG, STATE_DIR
-from tests.pipelines.conftest import Rehearsal, spec_of
+from tests.pipelines.conftest import Rehearsal, spec_of, sweeping_spec
 from tests.servers.s3 import S3Server
 
 LIMIT_S = 120.0
@@ -75,7 +75,8 @@ def environment(tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.Monkey
     monkeypatch.setenv("EYRIE_ARTIFACTS_URL", str(tmp_path / "store"))
     monkeypatch.setenv(work.SYNC_VARIABLE, "0.05")
     for name, stage in CATALOG.items():  # boxes run in this process: what `sitecustomize` does for others
-        monkeypatch.setitem(CATALOG, name, dataclasses.replace(stage, module="rehearsal_stage"))
+        monkeypatch.setitem(CATALOG, name, dataclasses.replace(stage, module="rehearsal_stage",
+                                                                together="rehearsal_stage"))
     return tmp_path
 
 
@@ -118,6 +119,25 @@ def test_a_job_passes_from_pod_to_pod_through_the_store_and_each_brings_only_wha
     pods.run(run_stage.prove, best, tuned)
     assert rehearsal.starts()[7:] == ["prove"]
     assert pods.store.read("jobs/job-1/stages/prove/manifest.json") != proof
+
+
+def test_candidates_trained_together_in_one_pod_are_each_in_the_store_whichever_failed(
+        pods: Pods, rehearsal: Rehearsal) -> None:
+    pods.take(JobFile(id="job-1", spec=sweeping_spec()))
+    store = pods.run(run_stage.capture, pods.run(run_stage.regenerate))
+    rehearsal.plan(**{"train__c1-lr-0p001": ["permanent", "ok"]})
+    with pytest.raises(run_stage.StageFailed, match=r"lower train\.learning_rate"):
+        pods.run(run_stage.sweep, store)
+    done = {name for name in pods.stored() if name.startswith("stages/train/") and name.endswith("/manifest.json")}
+    assert done == {"stages/train/c2-lr-0p002/manifest.json", "stages/train/c3-lr-0p003/manifest.json"}
+    pods.store.delete("jobs/job-1/run/failure.json")  # as the runner does when it starts the next attempt
+    assert pods.run(run_stage.sweep, store) == store
+    assert rehearsal.starts()[2:] == ["train/c1-lr-0p001", "train/c2-lr-0p002", "train/c3-lr-0p003",
+                                      "train/c1-lr-0p001"]
+    for name in ("c1-lr-0p001", "c2-lr-0p002", "c3-lr-0p003"):  # the train boxes find all of them finished
+        assert pods.run(run_stage.train, store, name) == f"stages/train/{name}"
+    assert len(rehearsal.starts()) == 6
+    assert "stages/capture/index.json" not in pods.here()
 
 
 def test_a_pod_killed_at_work_loses_nothing_it_had_put_into_the_store(pods: Pods, rehearsal: Rehearsal) -> None:

@@ -8,6 +8,7 @@ A folder `state/` in it is what a killed stage goes on from; once the manifest i
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,13 +32,17 @@ class Stage:
     condition: str
     """The condition that becomes True when it has succeeded."""
 
+    together: str = ""
+    """A program that does the work of several members of the stage in one process, if there is one."""
+
 
 CATALOG: dict[StageName, Stage] = {
     stage.name: stage
     for stage in (
         Stage("regenerate", "eyrie_workers.stages.regenerate", (), "", True, "Regenerated"),
         Stage("capture", "eyrie_workers.stages.capture", ("regenerate",), "", True, "Captured"),
-        Stage("train", "eyrie_workers.stages.train", ("capture",), "candidate", True, "Trained"),
+        Stage("train", "eyrie_workers.stages.train", ("capture",), "candidate", True, "Trained",
+              together="eyrie_workers.stages.sweep"),
         Stage("benchmark", "eyrie_workers.stages.benchmark", ("train",), "checkpoint", True, "Benchmarked"),
         Stage("tune", "eyrie_workers.stages.tune", ("benchmark",), "", True, "Tuned"),
         Stage("prove", "eyrie_workers.stages.prove", ("tune",), "", True, "Proved"),
@@ -56,3 +61,9 @@ def command(stage: StageName, directory: Path) -> list[str]:
         sys.executable, "-m", CATALOG[stage].module,
         "--spec", str(directory / "spec.json"), "--out", str(directory / "manifest.json"),
     ]
+
+
+def sweep_command(directories: Sequence[Path], rungs: Sequence[float]) -> list[str]:
+    """The command line that trains several candidates in one process; each directory holds the spec of one."""
+    named = [part for directory in directories for part in ("--train", str(directory))]
+    return [sys.executable, "-m", CATALOG["train"].together, *named, "--rungs", ",".join(f"{one:g}" for one in rungs)]

@@ -3,8 +3,10 @@
 It is a program of its own, started by the real command line; only the table of stages points here (see `rehearsal`).
 What it does is read from `$EYRIE_REHEARSAL/plan.json`, {"<stage>[/<key>]": [word, ...]}: one word per start, the last
 one repeating; words are ok, transient, permanent, crash, hang, stubborn, die. Every start is noted in `starts.log`.
+Told `--train DIR` several times, it is the program that trains candidates together: all in turn, whichever fails.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -174,5 +176,12 @@ def leave_files(directory: Path, report: StageReport) -> list[Path]:
 if __name__ == "__main__":
     kinds = {"regenerate": RegenerateStage, "capture": CaptureStage, "train": TrainStage, "benchmark": BenchmarkStage,
              "tune": TuneStage, "prove": ProveStage}
+    if "--train" in sys.argv:
+        with (HOME / "sweeps.log").open("a") as told_to:
+            told_to.write(" ".join(sys.argv[sys.argv.index("--rungs"):]) + "\n")
+        places = [Path(value) for word, value in itertools.pairwise(sys.argv) if word == "--train"]
+        codes = [run_program(TrainStage, work, ["--spec", str(place / "spec.json"), "--out",
+                                                str(place / "manifest.json")]) for place in places]
+        sys.exit(next((code for code in codes if code), 0))
     told = json.loads(Path(sys.argv[sys.argv.index("--spec") + 1]).read_text())["stage"]
     sys.exit(run_program(kinds[told], work))

@@ -5,4 +5,5 @@ import dataclasses
 from eyrie_workers.catalog import CATALOG
 
 for _name, _stage in list(CATALOG.items()):
-    CATALOG[_name] = dataclasses.replace(_stage, module="rehearsal_stage")
+    CATALOG[_name] = dataclasses.replace(_stage, module="rehearsal_stage",
+                                         together="rehearsal_stage")
