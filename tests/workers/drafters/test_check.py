@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from eyrie_api.v1alpha1.job import DrafterSpec
 from eyrie_workers.drafters.card import Card, DataIdentity, identify, weights_digest, with_results
-from eyrie_workers.drafters.check import Parts, check, check_directory, main
+from eyrie_workers.drafters.check import check_directory, main
 from eyrie_workers.drafters.check_target import Target, read_target
+from eyrie_workers.drafters.eagle3_check import check
 from eyrie_workers.drafters.eagle3_checkpoint import load_drafter, save_drafter
+from eyrie_workers.drafters.examination import Parts
 from eyrie_workers.drafters.finding import Finding
 from tests.workers.drafters.test_serving import HIDDEN, VOCAB, embedding, random_drafter
 
@@ -157,7 +159,8 @@ ERRORS: dict[str, tuple[str, Damage]] = {
     "no-config": ("config-missing", unlink("config.json")),
     "config-not-json": ("config-unreadable", write("config.json", "{")),
     "speculators-directory": ("speculators-format", drafter(speculators_model_type="eagle3")),
-    "eagle-2-name": ("eagle-1-2", drafter(architectures=["LlamaForCausalLMEagle"])),
+    "eagle-1-name": ("contract", drafter(architectures=["LlamaForCausalLMEagle"])),
+    "other-eagle-1-name": ("eagle-1-2", drafter(architectures=["Qwen2ForCausalLMEagle"])),
     "safeailab-name": ("architecture-name", drafter(architectures=["LlamaForCausalLM"])),
     "vllm-name": ("architecture-name", drafter(architectures=["Eagle3LlamaForCausalLM"])),
     "mla-drafter": ("architecture-unknown", drafter(architectures=["Eagle3DeepseekV2ForCausalLM"])),

@@ -1,15 +1,8 @@
 """`check`: everything that is wrong with a drafter directory, before an engine finds out, or does not.
 
-SGLang's loader is silent: what it does not know it skips, what it misses stays at initialisation, and the drafter
-serves with an acceptance near zero and no error. So the contract is checked here, in full and in one place: export
-checks what it is about to write, loading checks what it reads, and `eyrie check-drafter` tells a person. All of it is
-said at once, each finding with its mend; a check that ends at the first fault is asked five times.
-
-    check_config    keys, flags, layer ids, window, rope: `config.json` by itself
-    check_tensors   names, shapes, dtypes, vocabulary, numbers
-    check_target    the pair: sizes, tokenizer, revision, digest, context, dtype, and the card
-
-Pure but for reading the directories: (drafter, target or None, context or None) -> findings.
+Its architecture says which family it is of, and the family's row (`drafters.family`) knows what to hold it to: for
+EAGLE-3 all that SGLang and vLLM would swallow without a word (`eagle3_check`), for the others that Eyrie reads it, with
+exactly the tensors its configuration means, and that it fits the target (`loaded_by`).
 
     python -m eyrie_workers.drafters.check DIR [--target DIR] [--context N] [--fast]     findings as JSON; 0 or 65
 """
@@ -17,8 +10,7 @@ Pure but for reading the directories: (drafter, target or None, context or None)
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,95 +19,48 @@ from torch import Tensor
 
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.job import TargetSpec
-from eyrie_workers.drafters import check_config, check_target, check_tensors
+from eyrie_workers.drafters import check_config
 from eyrie_workers.drafters.card import Card, read_card
-from eyrie_workers.drafters.check_target import Target, read_target
-from eyrie_workers.drafters.contract import CONFIG, ENGINES, WEIGHTS, shape_of
+from eyrie_workers.drafters.check_target import read_target
+from eyrie_workers.drafters.contract import CONFIG, ENGINES, WEIGHTS
+from eyrie_workers.drafters.examination import Examined, Parts
 from eyrie_workers.drafters.finding import Finding, error, warning
+from eyrie_workers.drafters.registry import FAMILIES
 from eyrie_workers.targets.loading import resolve
 
 EXIT_DEFECTIVE = 65  # EX_DATAERR
 _PICKLED = ("pytorch_model.bin", "model.pt", "model.ckpt")
 
 
-@dataclass(frozen=True)
-class Parts:
-    """A drafter as it lies on disk, or as it is about to be written."""
+def check_directory(directory: Path, *, target_dir: Path | None = None, context: int | None = None,
+                    weights: bool = True, engines: Mapping[str, str] = ENGINES) -> tuple[Finding, ...]:
+    """Findings about the drafter in `directory`; errors first. Raises TargetNotFound for a target that is none.
 
-    config: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-    """By the names they are stored under."""
-
-    card: Card | None = None
-
-
-def check(parts: Parts, *, target: Target | None = None, context: int | None = None,
-          drafter_dir: Path | None = None, weights: bool = True) -> tuple[Finding, ...]:
-    """Findings about a drafter; errors first.
-
-    target   the model it shall serve; None judges the drafter by itself, with what its card says of the target
     context  tokens it shall be served with; None: whatever the two configs allow
     weights  also compare the target's weights with the card, which reads them all
     """
-    found = [*_findings(parts, target, context, drafter_dir, weights=weights)]
-    return tuple(sorted(found, key=lambda finding: finding.severity != "error"))
-
-
-def _findings(parts: Parts, target: Target | None, context: int | None, drafter_dir: Path | None, *,
-              weights: bool) -> Iterator[Finding]:
-    config, card = parts.config, parts.card
-    strange = [*check_config.architecture_rules(config)] or [*check_config.kind_rules(config)]
-    if strange:
-        yield from strange
-        return
-    keys = [*check_config.key_rules(config)]
-    yield from keys
-    yield from check_config.flag_rules(config)
-    yield from check_config.norm_rules(config)
-    architecture = target.architecture if target else card.target.architecture if card else None
-    num_layers = target.num_layers if target else card.target.num_layers if card else None
-    yield from check_config.layer_rules(config, architecture, num_layers)
-    yield from check_config.window_rules(config)
-    yield from check_config.rope_rules(config)
-    yield from check_target.card_rules(config, card) if card else check_target.provenance_rules(config)
-    if any(finding.severity == "error" for finding in keys):
-        return  # shapes hang on these
-    yield from check_config.size_rules(config)
-    shares_head = "draft_vocab_size" in config and config["draft_vocab_size"] is None
-    yield from check_tensors.tensor_rules(shape_of(config), shares_head, parts.tensors)
-    yield from check_target.context_rules(config, target, context, card)
-    if target is not None:
-        yield from check_target.size_rules(config, target)
-        yield from check_target.rope_rules(config, target)
-        yield from check_target.dtype_rules(config, target)
-        yield from check_target.identity_rules(card, target, drafter_dir or Path(), weights=weights)
-        if any("embed_tokens" in name for name in parts.tensors):
-            yield from check_tensors.embedding_rules(parts.tensors, check_target.embedding_of(target))
-
-
-def check_directory(directory: Path, *, target_dir: Path | None = None, context: int | None = None,
-                    weights: bool = True, engines: Mapping[str, str] = ENGINES) -> tuple[Finding, ...]:
-    """Findings about the drafter in `directory`. Raises TargetNotFound for a target that is none."""
     target = read_target(target_dir) if target_dir is not None else None
-    unread = tuple(warning("engine-version", f"these rules were read in {name} {ENGINES.get(name, '(none)')}, not "
-                           f"{version}", "try the drafter there before serving it; rules may have changed")
-                   for name, version in engines.items() if not version.startswith(ENGINES.get(name, "none")))
+    told = [warning("engine-version", f"these rules were read in {name} {ENGINES.get(name, '(none)')}, not {version}",
+                    "try the drafter there before serving it; rules may have changed")
+            for name, version in engines.items() if not version.startswith(ENGINES.get(name, "none"))]
     config, faults = _read_config(directory)
     if config is None:
-        return (*faults, *unread)
-    if strange := tuple(check_config.architecture_rules(config)):
-        return (*strange, *unread)
+        return (*faults, *told)
+    examine = next((family.examine for family in FAMILIES.values()
+                    if config.get("architectures") == [family.architecture]), None)
+    if examine is None:
+        return (*check_config.architecture_rules(config), *told)
     tensors, more = _read_tensors(directory)
     if tensors is None:
-        return (*more, *unread)
+        return (*more, *told)
     card: Card | None = None
     try:
         card = read_card(directory)
     except EyrieError as fault:
-        unread = (error("card-unreadable", fault.message, fault.mend), *unread)
-    found = check(Parts(config, tensors, card), target=target, context=context, drafter_dir=directory,
-                  weights=weights)
-    return tuple(sorted((*found, *unread), key=lambda finding: finding.severity != "error"))
+        told.insert(0, error("card-unreadable", fault.message, fault.mend))
+    found: Sequence[Finding] = tuple(check_config.mistaken_rules(config, tensors)) or examine(
+        Examined(directory, Parts(config, tensors, card), target, context, weights))
+    return tuple(sorted((*found, *told), key=lambda finding: finding.severity != "error"))
 
 
 def _read_config(directory: Path) -> tuple[dict[str, Any] | None, tuple[Finding, ...]]:

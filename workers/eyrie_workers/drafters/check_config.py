@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
+from torch import Tensor
+
 from eyrie_api.capture_support import captured_inputs
 from eyrie_workers.drafters.contract import ARCHITECTURE, DTYPES, nested, num_aux
 from eyrie_workers.drafters.finding import Finding, error, warning
@@ -45,15 +47,28 @@ def architecture_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
                     "export it with `python -m eyrie_workers.drafters.export --to sglang DIR OUT`; vLLM serves it as "
                     "it is")
     elif _EAGLE_1_2 & set(names):
-        yield error("eagle-1-2", f"architecture {names[0]} is an EAGLE-1/2 drafter, which reads the last hidden state "
-                    "alone", "serve it by hand with --speculative-algorithm EAGLE, or train an EAGLE-3 drafter")
-    elif names in (["Eagle3LlamaForCausalLM"], ["LlamaForCausalLM"]):
+        yield error("eagle-1-2", f"architecture {names[0]} is an EAGLE-1/2 drafter, not of EAGLE-3",
+                    "an EAGLE-1/2 drafter of Llama layers is LlamaForCausalLMEagle; serve others by hand with "
+                    "--speculative-algorithm EAGLE")
+    elif names == ["Eagle3LlamaForCausalLM"]:
         yield error("architecture-name", f"architectures is {names}: SGLang has no drafter of that name",
-                    f"write [{ARCHITECTURE!r}]; vLLM knows it too. (An EAGLE-1/2 checkpoint, whose fc.weight is "
-                    "[H, 2H], is LlamaForCausalLMEagle instead)")
+                    f"write [{ARCHITECTURE!r}]; vLLM knows it too")
     elif names != [ARCHITECTURE]:
-        yield error("architecture-unknown", f"architectures is {found!r}, not [{ARCHITECTURE!r}]",
-                    "give an EAGLE-3 drafter of Llama layers; others cannot be checked here")
+        yield error("architecture-unknown", f"architectures is {found!r}, which no family of Eyrie's has",
+                    "give a drafter of a family Eyrie trains; others cannot be checked here")
+
+
+def mistaken_rules(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
+    """EAGLE drafters that call themselves by their target's name, as their authors' code writes them."""
+    fc = tensors.get("fc.weight")
+    if config.get("architectures") != ["LlamaForCausalLM"] or fc is None:
+        return
+    what = "architectures is ['LlamaForCausalLM'], which has no fc.weight: SGLang would serve it as a language model"
+    if fc.dim() == 2 and fc.shape[1] == 2 * fc.shape[0]:
+        yield error("architecture-name", f"{what}. It is an EAGLE-1/2 drafter in its authors' form",
+                    "export it with `python -m eyrie_workers.drafters.export --to sglang DIR OUT`")
+    else:
+        yield error("architecture-name", f"{what}. It is an EAGLE-3 drafter", f"write [{ARCHITECTURE!r}]")
 
 
 def kind_rules(config: Mapping[str, Any]) -> Iterator[Finding]:

@@ -59,12 +59,17 @@ def read_target(path: Path) -> Target:
     return Target(path, read_json(path / "config.json"))
 
 
+def vocabulary_rules(config: Mapping[str, Any], target: Target) -> Iterator[Finding]:
+    """Whether both speak of the same tokens."""
+    if config.get("vocab_size") != target.text.get("vocab_size"):
+        yield error("vocab-differs", f"vocab_size is {config.get('vocab_size')}, the target's "
+                    f"{target.text.get('vocab_size')}", "serve the drafter with the target it was trained for")
+
+
 def size_rules(config: Mapping[str, Any], target: Target) -> Iterator[Finding]:
     """Numbers that must be the target's."""
     text = target.text
-    if config["vocab_size"] != text.get("vocab_size"):
-        yield error("vocab-differs", f"vocab_size is {config['vocab_size']}, the target's {text.get('vocab_size')}",
-                    "serve the drafter with the target it was trained for")
+    yield from vocabulary_rules(config, target)
     width = config.get("target_hidden_size", config["hidden_size"])
     if width != text.get("hidden_size"):
         yield error("hidden-size-differs", f"the drafter reads states of {width}, the target's are "

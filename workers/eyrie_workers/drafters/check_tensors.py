@@ -40,7 +40,7 @@ def tensor_rules(shape: Shape, shares_head: bool, stored: Mapping[str, Tensor]) 
             yield error("tensor-shape", f"{name} has shape {list(tensors[name].shape)}, config.json implies "
                         f"{list(shapes[name])}", "config.json and weights belong to different drafters: export again")
     yield from _dtype_rules(tensors)
-    yield from _value_rules(tensors)
+    yield from value_rules(tensors)
     if "d2t" in tensors:
         yield from _vocabulary_rules(shape, tensors["d2t"], tensors.get("t2d"))
 
@@ -123,7 +123,8 @@ def _dtype_rules(tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
                     f"store all of them as one of {', '.join(DTYPES)}")
 
 
-def _value_rules(tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
+def value_rules(tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
+    """Numbers that were never trained, or trained to nothing."""
     for name, tensor in sorted(tensors.items()):
         if name in MAPS or _told(tensor.dtype) not in DTYPES or tensor.numel() == 0:
             continue

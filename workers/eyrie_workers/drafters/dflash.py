@@ -62,6 +62,7 @@ from eyrie_workers.drafters.decoder import (
     layer_flops,
     refuse_eagle_fields,
 )
+from eyrie_workers.drafters.examination import loaded_by
 from eyrie_workers.drafters.family import Family, Layers, fused
 from eyrie_workers.drafters.inheritance import TargetEnds
 from eyrie_workers.drafters.kept_keys import KeptKeys, NewTokens, beside
@@ -379,4 +380,5 @@ def _serve(directory: Path, target: TargetModel) -> Drafter:
                         target)
 
 
-FAMILY = Family("dflash", ARCHITECTURE, _create, _objective, _save, _serve, layers=fused, whole_vocabulary=True)
+FAMILY = Family("dflash", ARCHITECTURE, _create, _objective, _save, _serve,
+                loaded_by("dflash", lambda directory, _target: load(directory)), layers=fused, whole_vocabulary=True)

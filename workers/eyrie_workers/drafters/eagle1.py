@@ -54,6 +54,7 @@ from eyrie_workers.drafters.checkpoint import (
     write_checkpoint,
 )
 from eyrie_workers.drafters.decoder import DecoderLayer, decoder_json, heads_for, initialise, refuse_eagle_fields
+from eyrie_workers.drafters.examination import loaded_by
 from eyrie_workers.drafters.family import Family, Layers, final
 from eyrie_workers.drafters.inheritance import TargetEnds
 from eyrie_workers.drafters.protocol import Drafter
@@ -361,4 +362,5 @@ def _serve(directory: Path, target: TargetModel) -> Drafter:
     return Eagle1Server(drafter, target)
 
 
-FAMILY = Family("eagle1", ARCHITECTURE, _create, _objective, save, _serve, layers=final, whole_vocabulary=True)
+FAMILY = Family("eagle1", ARCHITECTURE, _create, _objective, save, _serve,
+                loaded_by("eagle1", lambda directory, _target: load(directory)), layers=final, whole_vocabulary=True)

@@ -1,7 +1,7 @@
 """An EAGLE-3 drafter on disk, in the form SGLang and vLLM load.
 
-What must be true of such a directory is said once, in `check`: saving refuses to write what it would find fault with,
-loading refuses to read it. The tensors' names and shapes are `contract`'s.
+What must be true of such a directory is said once, in `eagle3_check`: saving refuses to write what it would find fault
+with, loading refuses to read it. The tensors' names and shapes are `contract`'s.
 
 Both engines count aux layers, and differently. Ours is the index into Hugging Face `hidden_states` (0 = embeddings).
 `eagle_config.eagle_aux_hidden_state_layer_ids` is read by SGLang, for most targets as "output of layer v": index - 1.
@@ -17,7 +17,6 @@ import torch
 from eyrie_api.capture_support import captured_inputs, sglang_layer_ids
 from eyrie_api.errors import UnsupportedTarget
 from eyrie_workers.drafters.card import Card, TargetIdentity, read_card
-from eyrie_workers.drafters.check import Parts, check
 from eyrie_workers.drafters.check_config import LAYER_IDS
 from eyrie_workers.drafters.checkpoint import (
     CheckpointInvalid,
@@ -29,6 +28,8 @@ from eyrie_workers.drafters.checkpoint import (
 )
 from eyrie_workers.drafters.contract import ARCHITECTURE, MAPS, canonical_name, nested, shape_of
 from eyrie_workers.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from eyrie_workers.drafters.eagle3_check import check
+from eyrie_workers.drafters.examination import Parts
 from eyrie_workers.drafters.vocabulary import DraftVocabulary
 from eyrie_workers.targets.config import parse_config as parse_decoder
 

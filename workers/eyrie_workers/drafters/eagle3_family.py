@@ -11,6 +11,7 @@ from eyrie_workers.drafters.card import Card
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.contract import ARCHITECTURE
 from eyrie_workers.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from eyrie_workers.drafters.eagle3_check import examine
 from eyrie_workers.drafters.eagle3_checkpoint import load_drafter, save_drafter
 from eyrie_workers.drafters.family import Family
 from eyrie_workers.drafters.inheritance import TargetEnds, inherit
@@ -65,4 +66,4 @@ def _serve(directory: Path, target: TargetModel) -> Drafter:
     return Eagle3Server(drafter, target.embed_weight)
 
 
-FAMILY = Family("eagle3", ARCHITECTURE, _create, _objective, _save, _serve)
+FAMILY = Family("eagle3", ARCHITECTURE, _create, _objective, _save, _serve, examine)

@@ -28,7 +28,7 @@ from torch import Tensor
 from eyrie_api.capture_support import sglang_layer_ids
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_workers.drafters.card import read_card
-from eyrie_workers.drafters.check import Parts, check, check_directory
+from eyrie_workers.drafters.check import check_directory
 from eyrie_workers.drafters.check_config import LAYER_IDS
 from eyrie_workers.drafters.contract import (
     ARCHITECTURE,
@@ -39,6 +39,8 @@ from eyrie_workers.drafters.contract import (
     nested,
     num_aux,
 )
+from eyrie_workers.drafters.eagle3_check import check
+from eyrie_workers.drafters.examination import Parts
 from eyrie_workers.targets.config import read_json
 
 SPECULATORS_VERSION = "0.9.0"

@@ -15,6 +15,7 @@ from torch import nn
 
 from eyrie_api.v1alpha1.job import DrafterSpec, TrainSpec
 from eyrie_workers.drafters.card import Card
+from eyrie_workers.drafters.examination import Examine
 from eyrie_workers.drafters.inheritance import TargetEnds
 from eyrie_workers.drafters.protocol import Drafter
 from eyrie_workers.drafters.vocabulary import DraftVocabulary
@@ -66,6 +67,9 @@ class Family:
     serve: Callable[[Path, TargetModel], Drafter]
     """Load an export for the engine: (directory, target). Raises ArtifactMissing, CheckpointInvalid. Called where the
     target computes (`targets.device.on`): `checkpoint.read_tensors` and tensors made in it lie there."""
+
+    examine: Examine
+    """Everything that is wrong with a directory of its architecture (`drafters.check`)."""
 
     layers: Callable[[Layers, int], Layers] = fused
     """Which of the target's states it reads: (layers chosen for fusing, num_layers). Capture stores what all families

@@ -89,9 +89,9 @@ def save_heads(directory: Path, form: HeadsForm, config: HeadsConfig, vocabulary
         "torch_dtype": dtype, "dtype": dtype}, stored, card)
 
 
-def load_heads(directory: Path, form: HeadsForm, target: TargetConfig) -> StoredHeads:
-    """Read a drafter for `target`. Raises ArtifactMissing without its files, CheckpointInvalid naming what is wrong
-    with them."""
+def load_heads(directory: Path, form: HeadsForm, target: TargetConfig | None) -> StoredHeads:
+    """Read a drafter, for `target` when there is one. Raises ArtifactMissing without its files, CheckpointInvalid
+    naming what is wrong with them."""
     found, tensors = read_config(directory), read_tensors(directory)
     config = HeadsConfig(*(_number(directory, found, key) for key in (
         "hidden_size", "vocab_size", "truncated_vocab_size", "num_heads")))
@@ -111,7 +111,8 @@ def load_heads(directory: Path, form: HeadsForm, target: TargetConfig) -> Stored
     card = read_card(directory)
     if card is not None and card.family != form.family:
         raise _invalid(directory, f"its card is of a {card.family} drafter, its config.json of {form.architecture}")
-    _check_fits(directory, config, target)
+    if target is not None:
+        _check_fits(directory, config, target)
     return StoredHeads(config, vocabulary, tensors)
 
 

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, TrainSpec
 from eyrie_workers.drafters.card import Card
+from eyrie_workers.drafters.examination import loaded_by
 from eyrie_workers.drafters.family import Family, final
 from eyrie_workers.drafters.heads_checkpoint import HeadsConfig, HeadsForm, load_heads, save_heads
 from eyrie_workers.drafters.inheritance import TargetEnds
@@ -244,7 +245,7 @@ def save(directory: Path, drafter: HydraDrafter, dtype: str = "float32", card: C
     save_heads(directory, _FORM, drafter.config, drafter.vocabulary, drafter.state_dict(), dtype, card)
 
 
-def load(directory: Path, target: TargetConfig) -> HydraDrafter:
+def load(directory: Path, target: TargetConfig | None) -> HydraDrafter:
     """Read a drafter for `target`. Raises ArtifactMissing or CheckpointInvalid."""
     stored = load_heads(directory, _FORM, target)
     drafter = HydraDrafter(stored.config, stored.vocabulary)
@@ -256,4 +257,5 @@ def _serve(directory: Path, target: TargetModel) -> Drafter:
     return HydraServer(load(directory, target.config), target.embed_weight, target.config.num_layers)
 
 
-FAMILY = Family(_FORM.family, _FORM.architecture, create, _objective, save, _serve, layers=final, learning_rate=2e-3)
+FAMILY = Family(_FORM.family, _FORM.architecture, create, _objective, save, _serve, loaded_by(_FORM.family, load),
+                layers=final, learning_rate=2e-3)

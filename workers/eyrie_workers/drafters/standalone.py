@@ -51,6 +51,7 @@ from eyrie_workers.drafters.decoder import (
     layer_flops,
     refuse_eagle_fields,
 )
+from eyrie_workers.drafters.examination import loaded_by
 from eyrie_workers.drafters.family import Family, Layers, none
 from eyrie_workers.drafters.inheritance import TargetEnds
 from eyrie_workers.drafters.kept_keys import KeptKeys, NewTokens, behind, beside
@@ -262,4 +263,5 @@ def _serve(directory: Path, target: TargetModel) -> Drafter:
         config, {name: tensor.to(target.device, target.dtype) for name, tensor in tensors.items()}, directory))
 
 
-FAMILY = Family("standalone", ARCHITECTURE, _create, _objective, _save, _serve, layers=none, whole_vocabulary=True)
+FAMILY = Family("standalone", ARCHITECTURE, _create, _objective, _save, _serve,
+                loaded_by("standalone", lambda directory, _target: load(directory)), layers=none, whole_vocabulary=True)
