@@ -1,0 +1,56 @@
+"""SGLang's n-gram speculation, which compiles its trie in C++ at the first start, and our account of it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.tuning import Setting
+from eyrie_workers.drafters.checkpoint import read_config
+from eyrie_workers.drafters.ngram_trie import TrieDrafter
+from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments
+from eyrie_workers.engines.sglang.process import SglangServer, free_port
+from eyrie_workers.engines.sglang.profiles import profile
+from eyrie_workers.engines.sglang.served import read_target
+from eyrie_workers.measurement.retracing import histogram_of, reference_rounds
+from eyrie_workers.measurement.served_answers import ask_all
+from eyrie_workers.measurement.statistics import acceptance_length, add_histograms
+from eyrie_workers.speculation.engine import Engine
+from eyrie_workers.targets.loading import load_target
+from tests.sglang.seen import SEEN
+from tests.sglang.servers import MODEL, TARGET, serving
+
+TREE = DraftTreeShape(num_steps=11, top_k=4, num_draft_tokens=12)
+TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def ngram(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
+    plan = LaunchPlan(
+        target=read_target(str(TARGET), read_config(TARGET)), machine=profile("cpu"), served_name=MODEL,
+        setting=Setting(method="ngram", tree=TREE), dtype="float32", port=free_port(), max_running_requests=8,
+        context_length=1024, max_total_tokens=8192)
+    with serving((*launch_arguments(plan), "--skip-server-warmup"), tmp_path_factory.mktemp("ngram")) as server:
+        yield server
+
+
+def test_every_round_of_every_request_accepts_what_our_trie_accepts_as_both_go_on_remembering(
+        plain: SglangServer, ngram: SglangServer, prompts: list[list[int]]) -> None:
+    """The last prompts are the first ones again: what was remembered of them drafts them nearly whole."""
+    asked = [*prompts, *prompts[:4]]
+    undrafted = ask_all("sglang", plain.url, MODEL, asked, TOKENS)
+    served = ask_all("sglang", ngram.url, MODEL, asked, TOKENS)
+    engine = Engine(load_target(TARGET, "float32"), TrieDrafter(), max_length=1024)
+    ours = []
+    for prompt, answer in zip(asked, served, strict=True):
+        rounds = reference_rounds(engine, TREE, prompt, len(answer.token_ids))
+        assert rounds.token_ids == answer.token_ids
+        ours.append(histogram_of(rounds.accepted, len(answer.token_ids), whole_last_round=True))
+    theirs = [answer.histogram for answer in served]
+    tau, own = (acceptance_length(add_histograms(found)) for found in (theirs, ours))
+    SEEN.append(f"n-gram {TREE.label()}: tau {tau:.3f} served, {own:.3f} in the reference engine; rounds equal for "
+                f"{sum(a == b for a, b in zip(theirs, ours, strict=True))} of {len(asked)} requests")
+    assert [answer.token_ids for answer in served] == [answer.token_ids for answer in undrafted]
+    assert theirs == ours
+    again = acceptance_length(add_histograms(theirs[len(prompts):]))
+    assert again > 1.5 * acceptance_length(add_histograms(theirs[:len(prompts)]))
