@@ -18,7 +18,7 @@ from typing import Any
 from eyrie_api.errors import NoUsableData, TargetNotFound, UnsupportedTarget
 from eyrie_api.plan import DataFacts, TargetFacts
 from eyrie_api.v1alpha1.job import DataSource, DataSpec, TargetSpec
-from eyrie_api.v1alpha1.targets import QUICKSTART
+from eyrie_api.v1alpha1.targets import QUICKSTART, TRAINED_HERE, trained_here
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
@@ -67,6 +67,12 @@ def target_dir(target: TargetSpec) -> Path | None:
     """
     if target.model == QUICKSTART:
         return quickstart_dir()
+    if target.model in TRAINED_HERE:
+        made = trained_here(target.model)
+        if not (made / "config.json").is_file():
+            raise TargetNotFound(f"target.model {target.model!r} is not in {made}",
+                                 f"run `{TRAINED_HERE[target.model]}`")
+        return made
     path = local_path(target.model)
     if path is not None:
         if not path.is_dir():

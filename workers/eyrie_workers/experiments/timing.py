@@ -58,7 +58,7 @@ class Rung:
 
 def ladder(place: Place) -> list[Rung]:
     """Train what differs: steps, data, depth unrolled, width."""
-    whole, few = place.store(place.rows()), place.store(place.rows(max(16, place.scale.conversations // 16)))
+    whole, few = place.store(place.rows()), place.store(place.rows(place.scale.conversations // 4))
     runs: dict[str, Trained] = {
         "all data": place.train(whole, checkpoints=4),
         "little data": place.train(few, checkpoints=2),

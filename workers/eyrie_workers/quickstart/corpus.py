@@ -121,10 +121,10 @@ def conversations(num: int, seed: int) -> Iterator[dict[str, Any]]:
     return (c.row() for c in islice(training_stream(seed), num))
 
 
-def digest(num: int, seed: int) -> str:
-    """sha256 over the canonical JSON lines of `conversations(num, seed)`: the identity of a corpus."""
+def digest(num: int, seed: int, stream: Callable[[int], Iterator[Conversation]] = training_stream) -> str:
+    """sha256 over the canonical JSON lines of the first `num` conversations of a stream: the identity of a corpus."""
     total = hashlib.sha256()
-    for row in conversations(num, seed):
+    for row in (c.row() for c in islice(stream(seed), num)):
         total.update(json.dumps(row, sort_keys=True).encode() + b"\n")
     return f"sha256:{total.hexdigest()}"
 

@@ -36,6 +36,19 @@ class Shape:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     max_length: int = 2048
+    sliding_window: int | None = None
+    """Tokens that a sliding layer sees, itself included; None: every layer sees everything."""
+
+    full_attention_every: int = 4
+    """With a window: of so many layers the last has full attention, as in Olmo 3."""
+
+    @property
+    def layer_types(self) -> tuple[str, ...]:
+        """Attention by layer, in the words of `config.json`."""
+        if self.sliding_window is None:
+            return ("full_attention",) * self.num_layers
+        return tuple("sliding_attention" if (i + 1) % self.full_attention_every else "full_attention"
+                     for i in range(self.num_layers))
 
 
 class Block(nn.Module):
@@ -87,9 +100,11 @@ class Llama(nn.Module):
         """Logits [B, T, V]. A token attends to earlier tokens of the same document."""
         x_BTH = self.embed(tokens_BT)
         cos_TD, sin_TD = rotary(tokens_BT.shape[1], self.shape, x_BTH.dtype)
-        mask_B1TT = attention_mask(documents_BT, x_BTH.dtype)
-        for block in self.blocks:
-            x_BTH = block(x_BTH, cos_TD, sin_TD, mask_B1TT)
+        masks = {"full_attention": attention_mask(documents_BT, x_BTH.dtype)}
+        if self.shape.sliding_window is not None:
+            masks["sliding_attention"] = attention_mask(documents_BT, x_BTH.dtype, self.shape.sliding_window)
+        for block, kind in zip(self.blocks, self.shape.layer_types, strict=True):
+            x_BTH = block(x_BTH, cos_TD, sin_TD, masks[kind])
         logits: Tensor = self.head(F.rms_norm(x_BTH, (self.shape.hidden_size,), self.norm, self.shape.norm_eps))
         return logits
 
@@ -107,10 +122,12 @@ def rotate(x: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     return x * cos_TD + torch.cat((-right, left), -1) * sin_TD
 
 
-def attention_mask(documents_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, 1, T, T]: 0 where a token may look, minus infinity elsewhere."""
+def attention_mask(documents_BT: Tensor, dtype: torch.dtype, window: int | None = None) -> Tensor:
+    """[B, 1, T, T]: 0 where a token may look, minus infinity elsewhere. `window` tokens back, itself included."""
     same = documents_BT[:, :, None] == documents_BT[:, None, :]
     allowed = same.tril()[:, None]
+    if window is not None:
+        allowed = allowed.triu(1 - window)
     return torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, float("-inf"))
 
 
@@ -133,11 +150,23 @@ def hugging_face_weights(model: Llama) -> dict[str, Tensor]:
             to + "input_layernorm.weight": own[source + "input_norm"],
             to + "post_attention_layernorm.weight": own[source + "post_norm"],
         }
+        if s.sliding_window is not None:  # Qwen2 has biases on these three
+            out |= {f"{to}self_attn.{name}_proj.bias": torch.zeros(weight.shape[0], dtype=weight.dtype)
+                    for name, weight in (("q", q), ("k", k), ("v", v))}
     return {name: weight.detach().contiguous() for name, weight in out.items()}
 
 
 def hugging_face_config(shape: Shape, eos_token_id: int, pad_token_id: int) -> dict[str, Any]:
-    """`config.json`. `rope_theta` is written in both the old and the new place, for transformers 4 and 5."""
+    """`config.json`. `rope_theta` is written in both the old and the new place, for transformers 4 and 5.
+
+    With a window it is a Qwen2, the family that is this one but for biases (zero here) and may slide by layer.
+    """
+    sliding: dict[str, Any] = {} if shape.sliding_window is None else {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True,
+        "sliding_window": shape.sliding_window, "layer_types": list(shape.layer_types),
+        # read where `layer_types` is not: transformers checks that the two agree in kind
+        "max_window_layers": 0,
+    }
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
         "vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size,
@@ -148,7 +177,7 @@ def hugging_face_config(shape: Shape, eos_token_id: int, pad_token_id: int) -> d
         "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "use_cache": True,
         "initializer_range": 0.02, "bos_token_id": None, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id,
         "torch_dtype": "bfloat16", "dtype": "bfloat16",
-    }
+    } | sliding
 
 
 def describe(shape: Shape) -> dict[str, Any]:

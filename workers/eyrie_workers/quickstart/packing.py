@@ -15,8 +15,6 @@ from random import Random
 import torch
 from torch import Tensor
 
-from eyrie_workers.quickstart.tokenizer import VOCAB_SIZE
-
 TOKENS_PER_STEP = 2048
 ROW_LENGTHS = (256, 512)
 POOL_SIZE = 256
@@ -101,5 +99,4 @@ def collate(rows: list[Row]) -> Batch:
             weights[b, start:end] = torch.tensor(document.answer).float() * (1 - PROMPT_WEIGHT) + PROMPT_WEIGHT
             weights[b, start] = 0.0  # nothing precedes the first token of a document
             start = end
-    assert int(tokens.max()) < VOCAB_SIZE
     return Batch(tokens, documents, weights)

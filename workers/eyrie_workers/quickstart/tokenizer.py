@@ -1,4 +1,4 @@
-"""The quickstart target's tokenizer: byte-level BPE with 2048 tokens, and its chat template.
+"""The quickstart targets' tokenizer: byte-level BPE with 2048 tokens (the larger one has 4096), and its chat template.
 
 ChatML framing (`<|im_start|>role ... <|im_end|>`) because every engine knows it. Tool schemas go into the system
 turn between `<tools>` tags; a call is one JSON object between `<tool_call>` tags, the Hermes form, for which
@@ -78,11 +78,11 @@ def empty() -> Tokenizer:
     return tokenizer
 
 
-def train(texts: Iterable[str]) -> Tokenizer:
-    """A tokenizer of exactly VOCAB_SIZE tokens over rendered text."""
+def train(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
+    """A tokenizer of exactly `vocab_size` tokens over rendered text."""
     tokenizer = empty()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=[*SPECIAL_TOKENS, *CALL_TOKENS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

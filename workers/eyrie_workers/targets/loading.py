@@ -1,8 +1,9 @@
 """From a target's name to its weights: the one door to model files and to the Hub.
 
 Weights are read from safetensors directly: importing transformers costs seconds and would bring a second forward pass.
-`quickstart` is the model shipped inside this package; a Hub id is fetched by huggingface_hub into its usual cache, and
-only the files we read. The digest names what was read, so that an artifact says which target it belongs to.
+`quickstart` is the model shipped inside this package, `quickstart-large` one trained here by a command; a Hub id is
+fetched by huggingface_hub into its usual cache, and only the files we read. The digest names what was read, so that an
+artifact says which target it belongs to.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ from torch import Tensor
 from eyrie_api.artifacts import digest_file
 from eyrie_api.errors import ArtifactCorrupt, TargetNotFound, UnsupportedTarget
 from eyrie_api.v1alpha1.job import TargetSpec
+from eyrie_api.v1alpha1.targets import TRAINED_HERE, trained_here
 from eyrie_workers.targets.config import read_config, read_json
 from eyrie_workers.targets.device import chosen
 from eyrie_workers.targets.model import TargetModel
@@ -33,6 +35,8 @@ def resolve(spec: TargetSpec) -> Path:
             raise TargetNotFound(f"the quickstart target is not in {_QUICKSTART_DIR}",
                                  "run `python -m eyrie_workers.quickstart.pretrain`, or name another target")
         return _QUICKSTART_DIR
+    if spec.model in TRAINED_HERE:
+        return _trained_here(spec.model)
     local = Path(spec.model).expanduser()
     if local.is_dir():
         if not (local / "config.json").exists():
@@ -43,6 +47,14 @@ def resolve(spec: TargetSpec) -> Path:
         raise TargetNotFound(f"target.model {spec.model!r} is no directory here",
                              "give an existing directory, a Hub id of the form org/name, or 'quickstart'")
     return _fetch(spec)
+
+
+def _trained_here(name: str) -> Path:
+    path, card = trained_here(name), trained_here(name) / "card.json"
+    if not card.exists() or not read_json(card).get("finished"):
+        raise TargetNotFound(f"target.model {name!r} is not {'finished' if card.exists() else 'there'} in {path}",
+                             f"run `{TRAINED_HERE[name]}`, which goes on from what is there (EYRIE_HOME says where)")
+    return path
 
 
 def _fetch(spec: TargetSpec) -> Path:
