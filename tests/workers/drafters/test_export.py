@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from eyrie_api.errors import InvalidInput
 from eyrie_workers.drafters.check import check_directory
+from eyrie_workers.drafters.checkpoint import CheckpointInvalid, read_config
 from eyrie_workers.drafters.eagle3_checkpoint import load_drafter, save_drafter
 from eyrie_workers.drafters.export import main, to_sglang, to_speculators
 from tests.workers.drafters.test_checkpoint import card_for, edit
@@ -60,3 +61,50 @@ def test_a_drafter_whose_target_nobody_names_is_not_exported(tmp_path: Path) -> 
     save_drafter(tmp_path / "ours", random_drafter())
     with pytest.raises(InvalidInput, match="its target is not known"):
         to_speculators(tmp_path / "ours", tmp_path / "theirs")
+
+
+def authors_eagle1(to: Path, pickled: bool) -> dict[str, torch.Tensor]:
+    """A directory as EAGLE's authors publish it, of random weights."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 32,
+              "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1,
+              "vocab_size": 64, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "torch_dtype": "float16"}
+    layer = {"self_attn.q_proj": (32, 32), "self_attn.k_proj": (16, 32), "self_attn.v_proj": (16, 32),
+             "self_attn.o_proj": (32, 32), "mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32),
+             "mlp.down_proj": (32, 48), "post_attention_layernorm": (32,)}
+    shapes = {"embed_tokens.weight": (64, 32), "fc.weight": (32, 64)} | {
+        f"layers.0.{name}.weight": shape for name, shape in layer.items()}
+    tensors = {name: torch.randn(shape).half() for name, shape in shapes.items()}
+    to.mkdir()
+    (to / "config.json").write_text(json.dumps(config))
+    if pickled:
+        torch.save(tensors, to / "pytorch_model.bin")
+    else:
+        save_file(tensors, to / "model.safetensors")
+    return tensors
+
+
+@pytest.mark.parametrize("pickled", [True, False])
+def test_eagle1_as_its_authors_publish_it_becomes_what_sglang_loads(tmp_path: Path, pickled: bool) -> None:
+    theirs = authors_eagle1(tmp_path / "theirs", pickled)
+    assert main([str(tmp_path / "theirs"), str(tmp_path / "ours"), "--to", "sglang"]) == 0
+    ours, config = load_file(tmp_path / "ours" / "model.safetensors"), read_config(tmp_path / "ours")
+    assert config["architectures"] == ["LlamaForCausalLMEagle"]
+    assert ours.pop("fc.bias").eq(0).all()
+    assert ours.keys() == theirs.keys() - {"embed_tokens.weight"}
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert check_directory(tmp_path / "ours") == ()
+
+
+def test_a_published_eagle1_is_recognised_where_it_lies_and_told_how_to_be_served(tmp_path: Path) -> None:
+    authors_eagle1(tmp_path / "theirs", pickled=False)
+    found, = check_directory(tmp_path / "theirs")
+    assert found.code == "architecture-name"
+    assert "export --to sglang" in found.mend
+
+
+def test_what_is_no_eagle1_is_not_taken_for_one(tmp_path: Path) -> None:
+    tensors = authors_eagle1(tmp_path / "theirs", pickled=False)
+    save_file(tensors | {"fc.weight": torch.randn(32, 96).half()}, tmp_path / "theirs" / "model.safetensors")
+    with pytest.raises(CheckpointInvalid, match="no EAGLE-1/2"):
+        to_sglang(tmp_path / "theirs", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()

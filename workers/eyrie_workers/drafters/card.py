@@ -27,13 +27,16 @@ from pydantic import Field, JsonValue, ValidationError
 
 from eyrie_api.artifacts import digest_file, write_atomically
 from eyrie_api.errors import ArtifactCorrupt, EyrieError, InvalidInput
-from eyrie_api.v1alpha1.job import DrafterSpec, TargetSpec
+from eyrie_api.v1alpha1.job import SGLANG_ALGORITHMS, DrafterSpec, TargetSpec
 from eyrie_api.v1alpha1.model import Digest, Frozen
 from eyrie_workers.drafters.contract import CARD, CONFIG, README, WEIGHTS
 from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.loading import target_digest
 
 TOKENIZER = "tokenizer.json"
+_CALLED = {"eagle3": "EAGLE-3", "eagle1": "EAGLE-1/2", "medusa": "Medusa", "hydra": "Hydra", "standalone": "Standalone",
+           "dflash": "DFlash"}
+"""A family in words; one that is not here is called by its own name."""
 
 
 class TargetIdentity(Frozen):
@@ -164,8 +167,9 @@ def readme(card: Card) -> str:
     where = f" at `{target.revision}`" if target.revision else ""
     layers = f"{target.architecture}, {target.num_layers} layers"
     lines = [
-        "---", "library_name: sglang", "tags: [speculative-decoding, eagle3]", f"base_model: {json.dumps(target.name)}",
-        "---", "", f"# EAGLE-3 drafter for {target.name}", "",
+        "---", *(["library_name: sglang"] if card.drafter.family in SGLANG_ALGORITHMS else []),
+        f"tags: [speculative-decoding, {card.family}]", f"base_model: {json.dumps(target.name)}",
+        "---", "", f"# {_CALLED.get(card.family, card.family)} drafter for {target.name}", "",
         f"Drafts for `{target.name}`{where} ({layers}) and for no other model: the same weights beside another "
         "revision or tokenizer load silently and accept nothing. Check the pair with "
         "`eyrie check-drafter <this directory> --target <the model>`.", "",
@@ -173,7 +177,8 @@ def readme(card: Card) -> str:
     ]
     if target.tokenizer_digest:
         lines.append(f"| tokenizer digest | `{target.tokenizer_digest}` |")
-    lines += [f"| aux layers | {', '.join(map(str, card.aux_layers))} (hidden_states indices, 0 = embeddings) |",
+    read = ", ".join(map(str, card.aux_layers))
+    lines += [f"| states read | {f'{read} (hidden_states indices, 0 = embeddings)' if read else 'none'} |",
               f"| variant | {variant(card.drafter)} |"]
     if data is not None:
         lines.append(f"| trained on | {data.tokens:,} tokens in {data.rows:,} conversations, the longest of "
@@ -193,7 +198,7 @@ def variant(spec: DrafterSpec) -> str:
     flags = [name for name in ("fc_norm", "norm_before_fc", "norm_output") if getattr(spec, name)]
     if spec.sliding_window is not None:
         flags.append(f"sliding_window {spec.sliding_window}")
-    return ", ".join(flags) or "plain EAGLE-3"
+    return ", ".join(flags) or f"plain {_CALLED.get(spec.family, spec.family)}"
 
 
 def _results(results: dict[str, JsonValue]) -> list[str]:

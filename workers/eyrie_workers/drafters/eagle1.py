@@ -32,10 +32,11 @@ target's.
     E head size, V vocabulary
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -350,6 +351,31 @@ def load(directory: Path) -> Eagle1Drafter:
     exact_tensors(directory.name, tensors, {name: tuple(x.shape) for name, x in drafter.state_dict().items()})
     drafter.load_state_dict(tensors, strict=True, assign=True)
     return drafter
+
+
+def adopt(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write to `directory` what the authors of EAGLE publish, in the form this family has.
+
+    config, tensors   of their directory: an architecture of their target's name, an embedding, perhaps no fc.bias
+
+    Raises CheckpointInvalid, before writing, for what is not EAGLE-1/2.
+    """
+    found = {name: tensor for name, tensor in tensors.items() if name.split(".")[0] not in ("embed_tokens", "lm_head")}
+    fc = found.get("fc.weight")
+    if fc is None or fc.dim() != 2 or fc.shape[1] != 2 * fc.shape[0]:
+        raise CheckpointInvalid("fc.weight is missing or does not join one state with one embedding: no EAGLE-1/2 "
+                                "drafter", "an EAGLE-3 drafter needs another architecture name alone; see "
+                                "`eyrie check-drafter`")
+    found.setdefault("fc.bias", torch.zeros(fc.shape[0], dtype=fc.dtype))
+    try:
+        parsed = replace(parse_config(config), tie_word_embeddings=False)
+    except UnsupportedTarget as error:
+        raise CheckpointInvalid(f"EAGLE-1/2 drafter: {error.message}", error.mend) from error
+    with torch.device("meta"):
+        expected = {name: tuple(x.shape) for name, x in Eagle1Drafter(parsed).state_dict().items()}
+    exact_tensors(directory.name, found, expected)
+    dtype = str(fc.dtype).removeprefix("torch.")
+    write_checkpoint(directory, decoder_json(parsed, ARCHITECTURE, dtype), as_stored(found, dtype), None)
 
 
 def _serve(directory: Path, target: TargetModel) -> Drafter:

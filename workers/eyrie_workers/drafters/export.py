@@ -1,11 +1,16 @@
-"""The same drafter in the other form: speculators format, which `vllm serve DIR` takes without a word about the target.
+"""The same drafter in another form: EAGLE-3 to and from speculators format, EAGLE-1/2 from its authors'.
 
-Our own directories load in SGLang and in vLLM (`--speculative-config`). The speculators library (0.9.0) writes a third
+Our own directories load in SGLang and in vLLM (`--speculative-config`). `vllm serve DIR` alone, without a word about
+the target, takes speculators format. The speculators library (0.9.0) writes a third
 form: the layer's config nested, the layer named `layers.0`, the target named inside, so that one argument serves both.
 Here is the way there and, for drafters trained elsewhere in that form, back.
 
     python -m eyrie_workers.drafters.export --to speculators DIR OUT [--target NAME] [--num-steps N]
     python -m eyrie_workers.drafters.export --to sglang      DIR OUT [--target-architecture NAME --num-layers N]
+
+EAGLE-1/2 as its authors publish it (SafeAILab: weights pickled, `LlamaForCausalLM` for an architecture, an embedding in
+it, fc with a bias or none) goes to SGLang's form by the second line too: renamed, with zeros for a missing bias, which
+SGLang would leave random, and without the embedding, which is the target's.
 
 What does not survive is refused: a drafter with `norm_before_residual` (the format's default in vLLM when the key is
 absent) computes another function than SGLang would. Layer ids in that format are vLLM's, ours; `num_aux_hidden_states`
@@ -21,12 +26,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from eyrie_api.capture_support import sglang_layer_ids
-from eyrie_api.errors import EyrieError, InvalidInput
+from eyrie_api.errors import ArtifactMissing, EyrieError, InvalidInput
+from eyrie_workers.drafters import eagle1
 from eyrie_workers.drafters.card import read_card
 from eyrie_workers.drafters.check import check_directory
 from eyrie_workers.drafters.check_config import LAYER_IDS
@@ -85,11 +92,16 @@ def to_speculators(directory: Path, out: Path, *, target: str | None = None, num
 
 def to_sglang(directory: Path, out: Path, *, architecture: str = "LlamaForCausalLM",
               num_layers: int | None = None) -> None:
-    """Write a speculators-format drafter to `out` as SGLang loads it, replacing what is there.
+    """Write a drafter in speculators format, or EAGLE-1/2 in its authors', to `out` as SGLang loads it, replacing what
+    is there.
 
-    Raises InvalidInput for another format, for what SGLang does not compute, and for a result with errors.
+    Raises InvalidInput for another format, for what SGLang does not compute, and for a result with errors;
+    CheckpointInvalid for tensors that are not those of EAGLE-1/2.
     """
     found = read_json(directory / CONFIG)
+    if "speculators_model_type" not in found and found.get("architectures") == ["LlamaForCausalLM"]:
+        eagle1.adopt(out, found, _tensors(directory))
+        return
     if found.get("speculators_model_type") != "eagle3":
         raise InvalidInput(f"{directory} holds speculators_model_type {found.get('speculators_model_type')!r}",
                            "give an eagle3 drafter in speculators format")
@@ -131,6 +143,11 @@ def _tensors(directory: Path) -> dict[str, Tensor]:
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="pt") as handle:
             found |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - no mapping
+    pickled = directory / "pytorch_model.bin"
+    if not found and pickled.is_file():
+        found = torch.load(pickled, map_location="cpu", weights_only=True)  # tensors and nothing that runs
+    if not found:
+        raise ArtifactMissing(f"no weights in {directory}", f"give a directory with {WEIGHTS} or {pickled.name}")
     return found
 
 

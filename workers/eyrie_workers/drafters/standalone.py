@@ -59,7 +59,7 @@ from eyrie_workers.drafters.protocol import Drafter, DrafterState, DraftStep, Dr
 from eyrie_workers.drafters.rotary import Rotary
 from eyrie_workers.drafters.vocabulary import DraftVocabulary
 from eyrie_workers.speculation.noise import RowNoise
-from eyrie_workers.speculation.tree import grow
+from eyrie_workers.speculation.tree import BranchKeys, grow
 from eyrie_workers.targets.config import TargetConfig, parse_config
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.training.attention import pick
@@ -156,6 +156,7 @@ class StandaloneServer:
     aux_layers: tuple[int, ...] = ()
 
     def __init__(self, model: TargetModel) -> None:
+        self.branch_keys: BranchKeys = "ancestors"
         self._model = model
         self.max_length = model.config.max_position_embeddings
 
@@ -205,7 +206,8 @@ class StandaloneServer:
             return DraftStep(self._model.logits(states).view(*tokens.shape, -1), hidden)
 
         logits = state.logits.index_select(0, rows)[:, None]
-        return grow(DraftStep(logits, logits.new_zeros(len(row_list), 1, 1)), step, shape, None, noise)
+        first = DraftStep(logits, logits.new_zeros(len(row_list), 1, 1))
+        return grow(first, step, shape, None, noise, self.branch_keys)
 
 
 def _create(spec: DrafterSpec, target: TargetConfig, _ends: TargetEnds, _layers: Layers, _vocabulary: DraftVocabulary,
