@@ -12,6 +12,7 @@ from eyrie_workers.experiments import (
     crossover,
     data_amount,
     depth_width,
+    layer_choice,
     training_vs_served,
 )
 from eyrie_workers.experiments.account import Watch, index, page, tell, write
@@ -88,6 +89,17 @@ def test_depth_is_credited_only_where_deep_shapes_accept_more(deeper_is: float, 
     runs = {(shape.label(), t): counted([2.0 + deeper_is * shape.num_steps] * 4)
             for shape in depth_width.shapes() for t in depth_width.TEMPERATURES}
     assert depth_width.judge(runs).found[0].startswith(f"Depth against width at equal nodes {verdict}:")
+
+
+@pytest.mark.parametrize(("before", "after", "verdict"), [
+    (2.0, 2.0, "The kind of layer matters"), (2.0, 3.0, "Passing through full attention matters"),
+    (3.0, 3.0, "The claim does not show here")])
+def test_layers_of_full_attention_are_credited_by_what_stands_beside_them(before: float, after: float,
+                                                                          verdict: str) -> None:
+    taus = dict.fromkeys(layer_choice.CHOICES, 2.0) | {"full": 3.0, "before": before, "after": after}
+    runs = {name: [counted([value] * 4), counted([value + 0.01] * 4)] for name, value in taus.items()}
+    finding = layer_choice.judge(runs, {name: [0.5] for name in runs}, (4, 8, 12))
+    assert finding.found[0].startswith(verdict)
 
 
 def test_an_account_is_a_page_a_plot_and_a_line_of_the_index(tmp_path: Path) -> None:

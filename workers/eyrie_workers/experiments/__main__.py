@@ -16,6 +16,7 @@ from eyrie_workers.experiments import (
     crossover,
     data_amount,
     depth_width,
+    layer_choice,
     on_policy,
     training_vs_served,
 )
@@ -23,7 +24,7 @@ from eyrie_workers.experiments.account import Account
 from eyrie_workers.experiments.program import carry_out, command_line, command_of, write_index
 
 # What is timed comes first: the machine is as quiet as when it was started.
-EXPERIMENTS = (acceptance_throughput, training_vs_served, crossover, depth_width, on_policy, data_amount)
+EXPERIMENTS = (acceptance_throughput, training_vs_served, crossover, depth_width, on_policy, data_amount, layer_choice)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

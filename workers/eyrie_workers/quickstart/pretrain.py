@@ -112,8 +112,8 @@ COURSES = {course.name: course for course in (
            "Docstrings, code and language reference of the Python that trained it, turned into conversations by "
            "`eyrie_workers.quickstart.library`, and a third of `eyrie_workers.quickstart.corpus`."),
     # Windows much shorter than a conversation: what a sliding layer passes on then lacks its beginning.
-    Course(QUICKSTART_HYBRID, Shape(num_layers=12, sliding_window=24), training_stream,
-           Recipe(tokens=500_000, practice_from=1_500, practice_until=2_000), TEMPLATES),
+    Course(QUICKSTART_HYBRID, Shape(sliding_window=24), training_stream,
+           Recipe(tokens=450_000, practice_from=1_500, practice_until=2_000), TEMPLATES),
 )}
 
 
