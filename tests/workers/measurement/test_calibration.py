@@ -55,6 +55,9 @@ def test_a_calibrated_drafter_has_no_error_and_an_overconfident_one_the_excess()
     honest = [(0.25, number % 4 == 0) for number in range(400)]
     assert curve(honest).error == pytest.approx(0.0)
     assert curve([(0.95, right) for _, right in honest]).error == pytest.approx(0.7)
+    hopeless = [(0.01, False)] * 3600
+    assert curve([*honest, *hopeless]).error_likely == pytest.approx(0.0)
+    assert curve([(0.95, right) for _, right in honest] + hopeless).error == pytest.approx(0.07 + 0.009)
 
 
 def test_the_interval_of_a_share_is_wilsons() -> None:

@@ -13,7 +13,8 @@ in equal bins of confidence, each with its count and a 95 % Wilson interval, and
 
     ECE = sum over bins of (n_b / n) |accepted_b - confidence_b|          (Guo et al., arXiv:1706.04599)
 
-with confidence_b the mean confidence of the bin. Nodes of one tree share their luck, so the intervals are somewhat too
+with confidence_b the mean confidence of the bin; also without the lowest bin, where nearly all nodes of a wide tree
+lie, rightly held hopeless, and hide the rest. Nodes of one tree share their luck, so the intervals are somewhat too
 narrow. A dynamic tree needs confidences that are ordered; calibrated ones make its products mean acceptance.
 
 `by_rank` counts, where the parent was accepted, how often the best guess was right, the second best, and so on: the
@@ -79,6 +80,9 @@ class Curve(Frozen):
     bins: tuple[Bin, ...]
     error: float
     """Expected calibration error."""
+
+    error_likely: float
+    """The same over all bins but the lowest."""
 
     @property
     def count(self) -> int:
@@ -206,8 +210,11 @@ def curve(outcomes: Sequence[tuple[float, bool]], num_bins: int = NUM_BINS) -> C
         bins.append(Bin(low=number / num_bins, high=(number + 1) / num_bins, count=count, accepted=right,
                         confidence=sum(confidence for confidence, _ in inside) / count if count else middle,
                         accepted_low=low, accepted_high=high))
-    error = sum(one.count * abs(one.share - one.confidence) for one in bins) / max(1, len(outcomes))
-    return Curve(bins=tuple(bins), error=error)
+    return Curve(bins=tuple(bins), error=_error(bins), error_likely=_error(bins[1:]))
+
+
+def _error(bins: Sequence[Bin]) -> float:
+    return sum(one.count * abs(one.share - one.confidence) for one in bins) / max(1, sum(one.count for one in bins))
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:
@@ -299,8 +306,9 @@ def main(arguments: list[str] | None = None) -> int:
     write_model(given.out / "calibration.json", report)
     for path in (given.out / "calibration.json", *draw(report, given.out)):
         print(path)
-    print(f"{report.path.count} nodes in {report.rounds} rounds: ECE {report.path.error:.3f} along the path, "
-          f"{report.step.error:.3f} of a step; right by rank: "
+    print(f"{report.path.count} nodes in {report.rounds} rounds: ECE {report.path.error:.3f} along the path "
+          f"({report.path.error_likely:.3f} without the lowest bin), {report.step.error:.3f} of a step "
+          f"({report.step.error_likely:.3f}); right by rank: "
           + ", ".join(f"{one.accepted / max(1, one.count):.3f}" for one in report.by_rank))
     return 0
 

@@ -24,8 +24,8 @@ def figure(report: CalibrationReport) -> Figure:
     path.set_ylabel("share accepted")
     step.legend(loc="upper left")
     where = report.environment
-    title(drawn, f"Confidence misses acceptance by {report.path.error:.3f} along a path and by {report.step.error:.3f} "
-                 "in a step",
+    title(drawn, f"Above 0.1, confidence misses acceptance by {report.path.error_likely:.2f} along a path and by "
+                 f"{report.step.error_likely:.2f} in a step",
           f"{report.drafter} for {report.target}: {report.rounds} rounds of {report.prompts} prompts ({report.tokens} "
           f"tokens), trees {report.shape.label()}, temperature {report.temperature:g}; under each bin its nodes, bars "
           f"95 % (Wilson); {where.dtype}, torch {where.torch}, {where.date[:10]}")
