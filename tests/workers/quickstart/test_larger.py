@@ -14,10 +14,11 @@ from eyrie_api.errors import TargetNotFound
 from eyrie_api.facts import target_dir
 from eyrie_api.v1alpha1.job import TargetSpec
 from eyrie_api.v1alpha1.targets import QUICKSTART_HYBRID, QUICKSTART_LARGE
-from eyrie_workers.quickstart import library, pretrain
+from eyrie_workers.quickstart import entropy, library, pretrain
 from eyrie_workers.quickstart.corpus import is_held_out, training_stream, user_prompts
 from eyrie_workers.quickstart.llama import Llama
 from eyrie_workers.targets.loading import load_target, resolve
+from eyrie_workers.targets.templates import ChatTokenizer
 
 SHELF = library.Shelf(Path(json.__file__).parent.parent / "email")  # reading the whole library takes seconds
 
@@ -118,3 +119,18 @@ def test_the_hybrid_is_a_qwen2_with_windows_to_transformers_and_to_us(tmp_path: 
         assert (ours.logits(last) - wanted).abs().max() < 1e-4
         own.shape = replace(shape, sliding_window=None)
         assert (own(tokens, torch.ones_like(tokens))[0] - wanted).abs().max() > 1e-3
+
+
+def test_a_target_is_surer_of_greedy_answers_than_of_chance_ones() -> None:
+    path = resolve(TargetSpec(model="quickstart"))
+    target, tokenizer = load_target(path), ChatTokenizer(path)
+    rows = list(entropy.questions(3, library=False))
+    assert all(is_held_out(user_prompts(row["messages"])[-1]) for row in rows)
+    said = entropy.answers(target, tokenizer, rows, 0.0, 12)
+    found = entropy.sureness(target, said)
+    assert found.tokens == sum(len(answer) for _, answer in said)
+    chance = [(prompt, torch.randint(5, 2048, (12,), generator=torch.Generator().manual_seed(0)).tolist())
+              for prompt, _ in said]
+    other = entropy.sureness(target, chance)
+    assert found.entropy < other.entropy
+    assert found.top1 > other.top1

@@ -99,10 +99,11 @@ def judge(runs: Runs, accuracy: Mapping[str, Sequence[float]], chosen: tuple[int
     return Finding(
         found=[_first(runs, ratios), f"Eyrie's own choice for this target is {', '.join(map(str, chosen))}."],
         measured=f"A hybrid target of 16 layers (windows of 24 tokens in three of four) trained for this; {seeds} "
-                 f"seeds per choice, one capture, {prompts} held-out prompts, greedy, chain {CHAIN.label()}; 95 % intervals "
-                 "over prompts, paired, seeds added.",
+                 f"seeds per choice, one capture, {prompts} held-out prompts, greedy, chain {CHAIN.label()}; 95 % "
+                 "intervals over prompts, paired, seeds added.",
         limits=("A target of 13 M parameters trained for minutes, windows scaled down with it; Olmo 3 has 64 layers "
-                "and windows of 4096.", "Few seeds: a difference as small as their scatter is none."),
+                "and windows of 4096.",
+                "Few seeds: a difference as small as their scatter is none."),
         columns=("choice", "layers", "tau", "by seed", "first-step accuracy", "tau of full over it"), table=table,
         figure=lambda: figure(runs))
 

@@ -67,8 +67,10 @@ def judge(rungs: Sequence[Rung], fields: FloatArray) -> Finding:
         measured=f"{len(rungs)} EAGLE-3 checkpoints of five runs (one seed), {len(fields)} held-out prompts, greedy, "
                  f"chain {CHAIN.label()}, timed side by side; loss is shown negated; 95 % intervals over prompts.",
         limits=("Every run is judged on the held-out rows of its own data, as users see it: a few rows where data are "
-                "few.", "Held-out rows and served prompts come from the same generator: the seed's surprise, other data "
-                "in production, cannot show here.", "The ladder is steep, which flatters every rank correlation."),
+                "few.",
+                "Held-out rows and served prompts come from the same generator: the seed's surprise, other data in "
+                "production, cannot show here.",
+                "The ladder is steep, which flatters every rank correlation."),
         columns=("checkpoint", *METRICS, "served tau", "served speed-up"), table=table,
         figure=lambda: figure(rungs, told, taus, served), timed=True)
 
