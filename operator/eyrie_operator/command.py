@@ -8,7 +8,10 @@
     eyrie operator         on a cluster: drives DrafterJobs and DraftEndpoints; of several replicas one leads
     eyrie demo             the whole job on the shipped target, from one REST call to a faster endpoint
     eyrie check-drafter    whether a drafter directory is what SGLang and vLLM will serve
-    eyrie load             servers under load, compared: a program of the workers, started as a child
+    eyrie compare          drafter families trained and measured side by side: which is right for a target
+    eyrie load             servers under load, compared
+
+The last two are programs of the workers, started as children: this one never loads torch.
 
 `up` on a home that is already up says where and ends well.
 """
@@ -17,6 +20,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -196,14 +200,29 @@ def demo(
     show.play(show.HOME, screen, short=short)
 
 
-# The program has the options and their help: here is only its name.
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+# These programs have the options and their help: here are only their names.
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@app.command(context_settings=_PASSED_ON, add_help_option=False)
 def load(context: typer.Context) -> None:
     """Put OpenAI-compatible servers under load and compare them. `eyrie load --help` has the options."""
+    raise typer.Exit(run_child("eyrie_workers.load", context.args))
+
+
+@app.command(context_settings=_PASSED_ON, add_help_option=False)
+def compare(context: typer.Context) -> None:
+    """Train drafters of several families for a target and measure them side by side. `eyrie compare --help`."""
+    raise typer.Exit(run_child("eyrie_workers.comparison", context.args))
+
+
+def run_child(module: str, arguments: Sequence[str]) -> int:
+    """Run a program of the workers with our streams until it ends; its exit code."""
     # Ctrl-C reaches the child too, which ends in order; we only wait for it. (An ignored signal would be inherited.)
     signal.signal(signal.SIGINT, lambda _number, _frame: None)
-    program = [sys.executable, "-m", "eyrie_workers.load", *context.args]
-    raise typer.Exit(subprocess.run(program, check=False).returncode)
+    child = subprocess.Popen([sys.executable, "-m", module, *arguments])
+    signal.signal(signal.SIGTERM, lambda _number, _frame: child.terminate())
+    return child.wait()
 
 
 @app.command("check-drafter")

@@ -103,7 +103,7 @@ def acceptance(report: CompareReport) -> Figure:
     best = max(drafted, key=lambda one: one.overall.tau)
     title(figure, f"{best.arm.title} is accepted furthest: {best.overall.tau:.2f} tokens per target pass",
           f"positions reached in at least {_MIN_ROUNDS} rounds; in a tree a position is accepted when any of its nodes "
-          f"is; {_load(first)}; {_where(report)}")
+          f"is; a round in which nothing was proposed counts as refused; {_load(first)}; {_where(report)}")
     return figure
 
 
@@ -119,7 +119,7 @@ def round_cost(report: CompareReport) -> Figure:
     drafted = [one for one in report.arms if one.arm.title != OFF]
     widest = max(1.15 * max(one.overall.round_cost for one in drafted), 1.5)
     highest = max(1.12 * max(one.overall.tau for one in drafted), 2.0)
-    for speed in _iso(highest / 1.0):
+    for speed in _iso(highest):
         end = min(widest, highest / speed)
         axes.plot([0.0, end], [0.0, speed * end], color="#CCCCCC", linewidth=1.0, zorder=1)
         axes.annotate(f"{speed:g}x", (end, speed * end), fontsize=9, color="#777777", xytext=(2, 2),
@@ -130,7 +130,7 @@ def round_cost(report: CompareReport) -> Figure:
         axes.plot([f.round_cost], [f.tau], _MARKERS[one.arm.kind], color=of[one.arm.family], markersize=8)
     _annotate(axes, drafted)
     least = min(one.overall.round_cost - one.overall.draft_share for one in drafted)
-    axes.set(xlim=(min(0.9, 0.95 * least), widest), ylim=(min(0.9, 1.0), highest),
+    axes.set(xlim=(min(0.9, 0.95 * least), widest), ylim=(0.9, highest),
              xlabel="cost of a round, in passes of the undrafted target", ylabel="tokens per round (tau)")
     best = max(drafted, key=lambda one: one.overall.tau / one.overall.round_cost)
     title(figure, f"{best.arm.title} gets most for what a round costs: {best.overall.tau:.2f} tokens for "
@@ -176,7 +176,7 @@ def by_concurrency(report: CompareReport) -> Figure:
     axes.set(xlabel="requests decoded at once", ylabel="speed-up over no drafter")
     axes.grid(visible=False, axis="x")
     figure.legend(loc="outside right center", fontsize=10)
-    leaders = [max(report.arms, key=lambda one, load=load: one.at(load).speedup) for load in loads]  # type: ignore[misc]
+    leaders = [max(report.arms, key=lambda one: one.at(load).speedup) for load in loads]
     words = (f"{leaders[0].arm.title} leads at every load" if len({one.arm.title for one in leaders}) == 1 else
              "; ".join(f"{one.arm.title} leads at {load}" for load, one in zip(loads, leaders, strict=True)))
     title(figure, words, f"95 % intervals over blocks; all suites, mean over temperatures; {_where(report)}")

@@ -1,0 +1,165 @@
+"""What a comparison will do: equal budgets, distinct arms, blocks alike for all."""
+
+from typing import get_args
+
+import pytest
+from pydantic import ValidationError
+
+from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.job import DataSource, DataSpec, DraftTreeShape, Family, TargetSpec
+from eyrie_workers.comparison.forms import FORMS, forms_of, shape
+from eyrie_workers.comparison.plan import (
+    Budget,
+    CompareSpec,
+    arms_of,
+    blocks_of,
+    calibration_epochs,
+    epochs_for_seconds,
+    epochs_for_tokens,
+    num_blocks,
+    train_stage,
+)
+from eyrie_workers.comparison.settings import build_parser, read
+from eyrie_workers.drafters.registry import FAMILIES, UNTRAINED
+from eyrie_workers.training.packing import Schedule
+
+TREE = DraftTreeShape(num_steps=5, top_k=2, num_draft_tokens=10)
+EVERY: tuple[Family, ...] = get_args(Family)
+
+
+def spec_of(**changes: object) -> CompareSpec:
+    return CompareSpec.model_validate({
+        "target": TargetSpec(model="quickstart"), "data": DataSpec(sources=(DataSource(path="quickstart"),)),
+        "families": EVERY, "budget": Budget(kind="tokens", amount=300_000), "benchmark": {"tree": TREE}} | changes)
+
+
+def asked(*options: str) -> CompareSpec:
+    return read(build_parser(list(FAMILIES)).parse_args(["--out", "there", *options]))
+
+
+def test_equal_tokens_are_the_same_documents_in_the_same_batches() -> None:
+    spec, lengths = spec_of(), [40 + 7 * (row % 13) for row in range(300)]
+    epochs = epochs_for_tokens(60_000, sum(lengths))
+    schedules = []
+    for family in spec.families:
+        told = train_stage(spec, family, "store", epochs).train
+        schedules.append(Schedule(range(300), lengths, told.max_tokens_per_batch, told.epochs, told.seed,
+                                  told.max_steps))
+    seen = [[schedule.at(step).rows for step in range(schedule.num_steps)] for schedule in schedules]
+    assert all(one == seen[0] for one in seen)
+    tokens = sum(lengths[row] for rows in seen[0] for row in rows)
+    assert abs(tokens - 60_000) <= spec.train.max_tokens_per_batch
+
+
+def test_trainings_differ_in_the_family_alone() -> None:
+    spec = spec_of()
+    stages = [train_stage(spec, family, "store", 2.0) for family in spec.families]
+    assert [stage.drafter.family for stage in stages] == list(EVERY)
+    plain = {stage.model_copy(update={"candidate": "", "drafter": spec.drafter}).model_dump_json() for stage in stages}
+    assert len(plain) == 1
+
+
+def test_seconds_buy_epochs_at_the_calibrated_speed() -> None:
+    assert epochs_for_seconds(60.0, 0.2, 4.0, 100_000) == pytest.approx(3.0)
+    assert epochs_for_seconds(60.0, 0.2, 8.0, 100_000) == pytest.approx(1.5)
+
+
+def test_a_calibration_never_reads_the_store_twice() -> None:
+    spec = spec_of()
+    assert calibration_epochs(spec, 10) == 1.0
+    assert calibration_epochs(spec, 10_000_000) * 10_000_000 == pytest.approx(24 * spec.train.max_tokens_per_batch)
+
+
+def test_a_budget_that_would_repeat_the_store_for_ever_is_refused_with_the_mend() -> None:
+    with pytest.raises(InvalidInput, match="more conversations"):
+        epochs_for_tokens(1e9, 1000)
+
+
+@pytest.mark.parametrize(("text", "kind", "amount"), [
+    ("tokens=300k", "tokens", 300_000), ("tokens=2m", "tokens", 2_000_000), ("seconds=60", "seconds", 60),
+    ("Tokens=1.5K", "tokens", 1500), ("tokens=42", "tokens", 42)])
+def test_budgets_are_read_as_people_write_them(text: str, kind: str, amount: float) -> None:
+    budget = Budget.parse(text)
+    assert (budget.kind, budget.amount) == (kind, amount)
+
+
+@pytest.mark.parametrize("text", ["", "300k", "tokens=", "tokens=-3", "seconds=0", "hours=2", "tokens=nan", "tokens=k"])
+def test_what_is_no_budget_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="tokens=300k"):
+        Budget.parse(text)
+
+
+def test_every_arm_has_a_name_of_its_own_and_a_shape_that_fits() -> None:
+    arms = arms_of(EVERY, TREE)
+    assert len({arm.title for arm in arms}) == len(arms)
+    assert len({(arm.family, arm.tree.label() if arm.tree else "") for arm in arms}) == len(arms)
+    assert arms[0].tree is None
+    assert {arm.family for arm in arms} == {*EVERY, *UNTRAINED, "off"}
+    for arm in arms[1:]:
+        assert arm.tree is not None
+        assert arm.tree.num_steps == TREE.num_steps
+        assert (arm.kind == "chain") == (arm.tree.top_k == 1)
+        assert arm.tree.static == (arm.kind == "static tree")
+
+
+def test_eagle_1_and_2_are_one_checkpoint_and_trees_of_one_size() -> None:
+    one, two = (next(arm for arm in arms_of(EVERY, TREE) if arm.title == title) for title in ("EAGLE-1", "EAGLE-2"))
+    assert one.family == two.family
+    assert one.tree is not None
+    assert two.tree is not None
+    assert one.tree.model_copy(update={"static": False}) == two.tree
+    assert one.tree.static
+
+
+def test_a_family_the_table_does_not_know_is_put_on_the_bench_all_the_same() -> None:
+    assert "newcomer" not in FORMS
+    assert [form.kind for form in forms_of("newcomer")] == ["tree", "chain"]
+    assert shape("off", TREE) is None
+
+
+def test_blocks_are_distinct_and_every_suite_load_and_temperature_has_its_share() -> None:
+    spec = spec_of(concurrencies=(1, 4))
+    blocks = list(blocks_of(spec))
+    assert len({block.key for block in blocks}) == len(blocks)
+    for suite in spec.benchmark.suites:
+        for temperature in spec.benchmark.temperatures:
+            for concurrency in (1, 4):
+                own = [b for b in blocks if (b.suite, b.temperature, b.concurrency) == (
+                    suite.name, temperature, concurrency)]
+                assert len(own) == num_blocks(concurrency, suite.max_prompts)
+    assert [block.turn for block in blocks] == list(range(len(blocks)))
+
+
+@pytest.mark.parametrize("changes", [
+    {"families": ("eagle3", "eagle3")}, {"concurrencies": (1, 1)}, {"families": ()},
+    {"benchmark": {"tree": DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)}}])
+def test_what_cannot_be_compared_is_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        spec_of(**changes)
+
+
+def test_defaults_put_every_family_and_every_quickstart_suite_on_the_bench() -> None:
+    spec = asked()
+    assert set(spec.families) == set(FAMILIES)
+    assert [suite.name for suite in spec.benchmark.suites] == ["chat", "math", "code", "tools"]
+    assert spec.concurrencies == (1, 4)
+    assert asked("--short").data.max_conversations < spec.data.max_conversations
+
+
+@pytest.mark.parametrize(("options", "named"), [
+    (("--target", "my-model"), "--data"), (("--families", "eagle9"), "eagle9"), (("--budget", "lots"), "lots"),
+    (("--tree", "5"), "--tree"), (("--tree", "5/1/6"), "top_k"), (("--temperatures", "warm"), "--temperatures"),
+    (("--suites", "Chat!.jsonl"), "--suites"), (("--suites", "a/x.jsonl", "--suites", "b/x.jsonl"), "x"),
+    (("--concurrency", "1.5"), "concurrencies"), (("--codec", "int3"), "codec")])
+def test_an_option_that_cannot_be_is_named(options: tuple[str, ...], named: str) -> None:
+    with pytest.raises(InvalidInput, match=named):
+        asked(*options)
+
+
+def test_another_target_is_measured_on_what_was_held_out_of_its_data() -> None:
+    spec = asked("--target", "my-model", "--data", "chats.jsonl")
+    assert [(suite.name, suite.path) for suite in spec.benchmark.suites] == [("held-out", "held-out")]
+    assert spec.drafter.draft_vocab_size is None
+    named = asked("--target", "my-model", "--data", "chats.jsonl", "--suites", "legal=cases.jsonl", "--suites",
+                  "quickstart:chat").benchmark.suites
+    assert [(suite.name, suite.path) for suite in named] == [("legal", "cases.jsonl"), ("chat", "quickstart:chat")]
