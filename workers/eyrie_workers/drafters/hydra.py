@@ -13,9 +13,19 @@ In training the tokens are the true ones, also where hits are counted: what a he
 right after a right path. A path is drafted token by token, one head a depth, so trees grow by confidence like EAGLE's
 (`speculation.tree.grow`); what a node hands to its children is its z. There are no keys and no positions.
 
-Two things differ from the paper. e is the target's embedding scaled to a mean square of one, because in the quickstart
-target an embedding is a fraction of a state's length. And W is shared, which spares S - 1 matrices of [D, H]. The
-paper's Hydra++ lets the heads read a decoder layer over all positions instead of h_i (prefix attention): not here.
+Two things differ from the paper. e is the target's embedding scaled to a mean square of one. And W is shared, which
+spares S - 1 matrices of [D, H]. Measured on the quickstart target (295 answers of 16 k tokens, 4 epochs, 7 heads,
+D 1536, peak learning rate 2e-3, one run each; simulated speed-up over 780 held-out roots, and the share of first and
+last heads that hit):
+
+    as it is                        4.00    .74 .74        learning rate 5e-3    3.86    .74 .70
+    embeddings as they are          3.68    .70 .69        2 layers a head       4.03    .74 .74
+    one W for each head             3.92    .75 .71        4 layers a head       4.04    .74 .73
+    Medusa, at its best rate        3.23    .69 .41
+
+So sight of the tokens buys .05 at the first head, which now knows x_{i+1}, and .33 at the last; more layers bought
+nothing in so short a training. The paper's Hydra++ also lets the heads read a decoder layer over all positions in the
+place of h_i (prefix attention): not here.
 
     B rows, N nodes, R roots, S heads, H hidden, D draft vocabulary, V vocabulary
 """
