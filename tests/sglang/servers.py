@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from eyrie_api.v1alpha1.job import DraftTreeShape, TargetSpec
+from eyrie_workers.drafters.checkpoint import read_config
 from eyrie_workers.engines.sglang.process import SglangServer, free_port, start_sglang
+from eyrie_workers.engines.sglang.served import algorithm_of
 from eyrie_workers.targets.loading import QUICKSTART, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +55,8 @@ def flags(*more: str, radix_cache: bool = False) -> tuple[str, ...]:
 
 def drafting(drafter: Path, tree: DraftTreeShape) -> tuple[str, ...]:
     """The flags that make it draft."""
-    return ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(drafter),
+    return ("--speculative-algorithm", str(algorithm_of(read_config(drafter))),
+            "--speculative-draft-model-path", str(drafter),
             "--speculative-num-steps", str(tree.num_steps), "--speculative-eagle-topk", str(tree.top_k),
             "--speculative-num-draft-tokens", str(tree.num_draft_tokens))
 

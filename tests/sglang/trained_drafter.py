@@ -1,7 +1,8 @@
-"""The drafter these tests serve: really trained, by the stage programs, on answers of the quickstart target.
+"""The drafters these tests serve: really trained, by the stage programs, on answers of the quickstart target.
 
-The demo's recipe at half its length: 480 conversations and 6 epochs, about two minutes on two idle cores. It is kept
-under `.eyrie/sglang-tests`, by a digest of the code that made it, so that a second run finds it.
+The demo's recipe at half its length: 480 conversations and 6 epochs of EAGLE-3, about two minutes on two idle cores;
+of other families, from the same states, only as much as it takes for drafts to be accepted. They are kept under
+`.eyrie/sglang-tests`, by a digest of the code that made them, so that a second run finds them.
 """
 
 import fcntl
@@ -19,6 +20,7 @@ from eyrie_api.v1alpha1.job import (
     DataSource,
     DataSpec,
     DrafterSpec,
+    Family,
     RegenerateSpec,
     SamplingSpec,
     TargetSpec,
@@ -31,12 +33,21 @@ ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / ".eyrie" / "sglang-tests"
 SUITES = ("chat", "math", "code", "tools")
 _TARGET = TargetSpec(model="quickstart", dtype="float32")
-# What decides the drafter's weights. Engines and measurement do not.
+_RECIPES: dict[Family, tuple[DrafterSpec, TrainSpec]] = {
+    # Smaller than the target's vocabulary of 2048, so that the map between the two matters.
+    "eagle3": (DrafterSpec(draft_vocab_size=1536),
+               TrainSpec(learning_rate=2e-3, epochs=6.0, num_checkpoints=1, max_tokens_per_batch=1024)),
+    "eagle1": (DrafterSpec(family="eagle1"),
+               TrainSpec(learning_rate=2e-3, epochs=3.0, num_checkpoints=1, max_tokens_per_batch=1024)),
+    "standalone": (DrafterSpec(family="standalone"),
+                   TrainSpec(learning_rate=2e-3, epochs=3.0, num_checkpoints=1, max_tokens_per_batch=1024)),
+}
+# What decides a drafter's weights. Engines and measurement do not.
 _MAKERS = ("conversations", "drafters", "features", "quickstart", "regeneration", "speculation", "stages", "targets",
            "training")
 
 
-def trained_drafter() -> Path:
+def trained_drafter(family: Family = "eagle3") -> Path:
     """The directory of the last checkpoint; trains it when this code has not yet."""
     home = KEPT / f"drafter-{_digest()}"
     KEPT.mkdir(parents=True, exist_ok=True)
@@ -45,28 +56,33 @@ def trained_drafter() -> Path:
         if not home.exists():
             aside = KEPT / "aside"
             shutil.rmtree(aside, ignore_errors=True)
-            _train(aside)
+            _answer(aside)
             for old in KEPT.glob("drafter-*"):
                 shutil.rmtree(old)
             aside.rename(home)
-    report = read_manifest(home / "train" / "manifest.json").report
+        trained = home / family
+        if not (trained / "manifest.json").exists():
+            shutil.rmtree(trained, ignore_errors=True)
+            _train(home, family)
+    report = read_manifest(trained / "manifest.json").report
     assert isinstance(report, TrainReport)
-    return home / "train" / report.checkpoints[-1].path
+    return trained / report.checkpoints[-1].path
 
 
-def _train(home: Path) -> None:
+def _answer(home: Path) -> None:
     _run(home / "regenerate", RegenerateStage(
         job_id="sglang-tests", target=_TARGET,
         data=DataSpec(sources=(DataSource(path="quickstart"),), max_conversations=480),
         regenerate=RegenerateSpec(sampling=SamplingSpec(temperature=0.7), max_new_tokens=128, concurrency=32),
         exclude_prompts=tuple(f"quickstart:{name}" for name in SUITES)))
     _run(home / "capture", CaptureStage(job_id="sglang-tests", target=_TARGET, capture=CaptureSpec(),
-                                        rows_dir=str(home / "regenerate")))
-    _run(home / "train", TrainStage(
-        job_id="sglang-tests", candidate="base", target=_TARGET, store_dir=str(home / "capture"),
-        # Smaller than the target's vocabulary of 2048, so that the map between the two matters.
-        drafter=DrafterSpec(draft_vocab_size=1536),
-        train=TrainSpec(learning_rate=2e-3, epochs=6.0, num_checkpoints=1, max_tokens_per_batch=1024)))
+                                        rows_dir=str(home / "regenerate"), families=tuple(_RECIPES)))
+
+
+def _train(home: Path, family: Family) -> None:
+    drafter, train = _RECIPES[family]
+    _run(home / family, TrainStage(job_id="sglang-tests", candidate="base", target=_TARGET, drafter=drafter,
+                                   train=train, store_dir=str(home / "capture")))
 
 
 def _run(out: Path, spec: StageSpec) -> None:

@@ -1,9 +1,8 @@
 """The same drafter in another form: EAGLE-3 to and from speculators format, EAGLE-1/2 from its authors'.
 
-Our own directories load in SGLang and in vLLM (`--speculative-config`). `vllm serve DIR` alone, without a word about
-the target, takes speculators format. The speculators library (0.9.0) writes a third
-form: the layer's config nested, the layer named `layers.0`, the target named inside, so that one argument serves both.
-Here is the way there and, for drafters trained elsewhere in that form, back.
+Our own directories load in SGLang and in vLLM (`--speculative-config`). The speculators library (0.9.0) writes a third
+form, which `vllm serve DIR` takes without a word about the target: the layer's config nested, the layer named
+`layers.0`, the target named inside. Here is the way there and, for drafters trained elsewhere in that form, back.
 
     python -m eyrie_workers.drafters.export --to speculators DIR OUT [--target NAME] [--num-steps N]
     python -m eyrie_workers.drafters.export --to sglang      DIR OUT [--target-architecture NAME --num-layers N]

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from eyrie_api.v1alpha1.job import DraftTreeShape, EngineKind
 from eyrie_workers.drafters.protocol import Drafter
 from eyrie_workers.drafters.registry import open_drafter
-from eyrie_workers.drafters.serving import Eagle3Server
 from eyrie_workers.measurement.losslessness import explain
 from eyrie_workers.measurement.parity import Evidence
 from eyrie_workers.measurement.retracing import Retracer, Rounds, histogram_of, reference_rounds
@@ -15,6 +15,13 @@ from eyrie_workers.measurement.suspects import suspects
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.speculation.tree import BranchKeys
 from eyrie_workers.targets.loading import load_target
+
+
+@runtime_checkable
+class GrowsTrees(Protocol):
+    """A drafter whose trees are grown by confidence, and which can be told how the engine keeps their keys."""
+
+    branch_keys: BranchKeys
 
 
 class Reference:
@@ -26,7 +33,7 @@ class Reference:
         self._directory, self._tree, self._dtype = drafter_dir, tree, dtype
         self._whole = WHOLE_LAST_ROUND[kind]
         self._branch_keys: BranchKeys = "places" if kind == "sglang" else "ancestors"
-        if isinstance(self.drafter, Eagle3Server):
+        if isinstance(self.drafter, GrowsTrees):
             self.drafter.branch_keys = self._branch_keys
 
     def rounds(self, prompt: Sequence[int], length: int, drafter: Drafter | None = None) -> Rounds:

@@ -1,8 +1,10 @@
-"""Known ways to serve a drafter wrongly, each made on purpose, to see which of them is what an engine does.
+"""Known ways to serve an EAGLE-3 drafter wrongly, each made on purpose, to see which of them is what an engine does.
 
 SGLang loads most mistakes without a word (`drafters.checkpoint`). When a served drafter accepts other tokens than the
 reference, guessing the cause is slow work; trying the causes is quick: the reference engine drafts with the mistake
 built in, and if that reproduces the served rounds prompt by prompt, it is the mistake.
+
+Other families have no layer ids, vocabulary maps or flags to mistake: of them nothing is suspected here.
 """
 
 from collections.abc import Iterator
@@ -12,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from eyrie_workers.drafters.checkpoint import read_config
+from eyrie_workers.drafters.contract import ARCHITECTURE
 from eyrie_workers.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from eyrie_workers.drafters.eagle3_checkpoint import load_drafter
 from eyrie_workers.drafters.protocol import Drafter
@@ -41,7 +45,9 @@ class Suspect:
 
 
 def suspects(directory: Path, target: TargetModel, branch_keys: BranchKeys) -> Iterator[Suspect]:
-    """The mistakes of this module's essay, built into the drafter in `directory`."""
+    """The mistakes of this module's essay, built into the drafter in `directory`; none for another family."""
+    if read_config(directory).get("architectures") != [ARCHITECTURE]:
+        return
     right = load_drafter(directory)
     config, own_ids = right.config, right.vocabulary.ids
 

@@ -15,6 +15,7 @@ from eyrie_workers.engines.sglang.profiles import AttentionNeeds, Unlaunchable
 
 SLIDING, LINEAR = "sliding_attention", "linear_attention"
 PLAIN = AttentionNeeds()
+_ENDLESS = 2**31 - 1
 _SINK_ARCHITECTURES = ("GptOssForCausalLM",)
 
 Algorithm = Literal["EAGLE", "EAGLE3", "STANDALONE", "DFLASH"]
@@ -92,8 +93,11 @@ def read_drafter(directory: str, config: Mapping[str, Any]) -> ServedDrafter:
     if window is not None and (not isinstance(window, int) or window < 2):
         raise Unlaunchable(f"drafter {directory!r}: sliding_window is {window!r}, not a count of positions",
                            "export the drafter again")
-    return ServedDrafter(directory=directory, context_length=context_length(config, directory), sliding_window=window,
-                         quantised=_quantised(config), algorithm=algorithm_of(config), block_size=_block_size(config))
+    algorithm = algorithm_of(config)
+    endless = algorithm is None and "max_position_embeddings" not in config  # heads on a state know no positions
+    return ServedDrafter(
+        directory=directory, context_length=_ENDLESS if endless else context_length(config, directory),
+        sliding_window=window, quantised=_quantised(config), algorithm=algorithm, block_size=_block_size(config))
 
 
 def algorithm_of(config: Mapping[str, Any]) -> Algorithm | None:

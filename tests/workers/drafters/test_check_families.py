@@ -1,0 +1,113 @@
+"""The check of directories of every family in the registry: sound as exported, and each defect told with a mend."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape
+from eyrie_api.v1alpha1.tuning import Setting
+from eyrie_workers.drafters.card import Card, identify
+from eyrie_workers.drafters.check import check_directory
+from eyrie_workers.drafters.inheritance import read_target_ends
+from eyrie_workers.drafters.registry import FAMILIES
+from eyrie_workers.drafters.vocabulary import DraftVocabulary
+from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments
+from eyrie_workers.engines.sglang.profiles import Unlaunchable, profile
+from eyrie_workers.engines.sglang.served import read_drafter, read_target
+from eyrie_workers.targets.config import parse_config
+from tests.tiny import tiny_target
+
+SHAPE = DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4)
+FAMILY_NAMES = list(FAMILIES)
+
+
+@dataclass(frozen=True)
+class Made:
+    """One target, another one, and where the families' drafters lie."""
+
+    target: Path
+    other: Path
+    home: Path
+
+    def copy(self, family: str, to: Path) -> Path:
+        to.mkdir()
+        for file in (self.home / family).iterdir():
+            (to / file.name).write_bytes(file.read_bytes())
+        return to
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    root = tmp_path_factory.mktemp("families")
+    target, other = tiny_target(root / "target", seed=1), tiny_target(root / "other", seed=2)
+    config, ends = parse_config(json.loads((target / "config.json").read_text())), read_target_ends(target, False)
+    for name, family in FAMILIES.items():
+        spec = DrafterSpec.model_validate({"family": name, "max_draft_tokens": 3})
+        layers = family.layers((1, 2, 3), config.num_layers)
+        drafter = family.create(spec, config, ends, layers, DraftVocabulary(torch.arange(320), 320), 1)
+        with torch.no_grad():  # heads begin as zeros, which the check takes for never trained
+            for parameter in drafter.parameters():
+                parameter.add_(0.01 * torch.randn_like(parameter))
+        family.save(root / name, drafter, "float32", Card(
+            family=name, target=identify(target), drafter=spec, aux_layers=layers, code_version="test"))
+    return Made(target, other, root)
+
+
+def codes(directory: Path, **more: Path) -> set[str]:
+    found = check_directory(directory, **more)
+    assert all(finding.mend for finding in found)
+    return {finding.code for finding in found if finding.severity == "error"}
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_what_a_family_exports_is_sound_by_itself_and_beside_its_target(family: str, made: Made) -> None:
+    assert codes(made.home / family) == set()
+    assert codes(made.home / family, target_dir=made.target) == set()
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_another_target_is_told_by_its_digest(family: str, made: Made) -> None:
+    assert "target-differs" in codes(made.home / family, target_dir=made.other)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_a_tensor_that_is_missing_is_named(family: str, made: Made, tmp_path: Path) -> None:
+    directory = made.copy(family, tmp_path / "drafter")
+    tensors = load_file(directory / "model.safetensors")
+    gone = max(tensors, key=lambda name: tensors[name].numel())
+    save_file({name: tensor for name, tensor in tensors.items() if name != gone}, directory / "model.safetensors")
+    errors = [finding for finding in check_directory(directory) if finding.severity == "error"]
+    assert any(gone in finding.what for finding in errors)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILY_NAMES if name != "eagle3"])  # whose card has no such rule
+def test_a_card_of_another_family_is_told(family: str, made: Made, tmp_path: Path) -> None:
+    directory = made.copy(family, tmp_path / "drafter")
+    card = json.loads((directory / "eyrie-card.json").read_text()) | {"family": "eagle3"}
+    (directory / "eyrie-card.json").write_text(json.dumps(card))
+    assert "card-disagrees" in codes(directory)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_the_readme_names_the_family(family: str, made: Made) -> None:
+    assert f"tags: [speculative-decoding, {family}]" in (made.home / family / "README.md").read_text()
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_a_drafter_is_launched_in_sglang_as_its_own_kind_or_refused_with_what_serves_it(family: str,
+                                                                                          made: Made) -> None:
+    directory = made.home / family
+    drafter = read_drafter(str(directory), json.loads((directory / "config.json").read_text()))
+    plan = LaunchPlan(read_target(str(made.target), json.loads((made.target / "config.json").read_text())),
+                      profile("h100"), "tiny", drafter=drafter, setting=Setting(tree=SHAPE))
+    if drafter.algorithm is None:
+        with pytest.raises(Unlaunchable, match="cannot serve") as refused:
+            launch_arguments(plan)
+        assert "Eyrie's own engine" in refused.value.mend
+    else:
+        line = launch_arguments(plan)
+        assert line[line.index("--speculative-algorithm") + 1] == drafter.algorithm
