@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from eyrie_api.errors import ArtifactMissing
-from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape
+from eyrie_workers.drafters.card import Card, identify
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
 from eyrie_workers.drafters.medusa import FAMILY, MedusaDrafter, MedusaServer, load, save
 from eyrie_workers.drafters.protocol import NO_TOKEN
@@ -141,6 +142,29 @@ def test_what_is_saved_is_what_is_loaded(dtype: str, tiny: World, tmp_path: Path
     assert loaded.vocabulary.ids.tolist() == tiny.vocabulary.ids.tolist()
     for name, parameter in drafter.named_parameters():
         assert torch.equal(loaded.get_parameter(name), parameter.to(getattr(torch, dtype)))
+
+
+def test_the_directory_is_in_the_form_vllm_loads(tiny: World, checkpoint: Path) -> None:
+    config, tensors = json.loads((checkpoint / "config.json").read_text()), load_file(checkpoint / "model.safetensors")
+    assert (config["architectures"], config["model_type"]) == (["MedusaModel"], "medusa")
+    # Its configuration takes every key with "num" and "heads" in it for num_heads, with "layers" for the layers.
+    assert [key for key in config if "num" in key] == ["num_heads", "num_hidden_layers"]
+    assert set(tensors) == {f"blocks.{head}.layers.0.weight" for head in range(HEADS)} | {
+        f"lm_heads.{head}.weight" for head in range(HEADS)} | {"token_map"}
+    assert tensors["token_map"].tolist() == tiny.vocabulary.ids.tolist()
+    assert tensors["lm_heads.0.weight"].shape == (config["truncated_vocab_size"], config["hidden_size"])
+
+
+def test_a_card_of_another_family_is_refused(tiny: World, checkpoint: Path, tmp_path: Path) -> None:
+    assert tiny.target.path is not None
+    card = Card(family="medusa", target=identify(tiny.target.path), drafter=DrafterSpec(family="medusa"),
+                aux_layers=(4,), code_version="test")
+    drafter = load(checkpoint, tiny.target.config)
+    save(tmp_path / "ours", drafter, card=card)
+    open_drafter(tmp_path / "ours", tiny.target)
+    save(tmp_path / "theirs", drafter, card=card.model_copy(update={"family": "hydra"}))
+    with pytest.raises(CheckpointInvalid, match="its card is of a hydra drafter"):
+        open_drafter(tmp_path / "theirs", tiny.target)
 
 
 DAMAGES = {
