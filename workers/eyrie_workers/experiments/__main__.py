@@ -5,7 +5,6 @@
 An account that is there already, of the same form and target, is not made again: delete it to repeat it.
 """
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -29,7 +28,6 @@ EXPERIMENTS = (acceptance_throughput, training_vs_served, crossover, depth_width
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing; returns the exit code."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     names = [module.NAME for module in EXPERIMENTS]
     parser = command_line("All experiments.")
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="these and no others")

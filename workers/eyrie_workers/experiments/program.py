@@ -4,7 +4,6 @@
 """
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -61,7 +60,6 @@ def write_index(out: Path) -> None:
 
 def main(name: str, claim: str, measure: Callable[[Place], Finding], argv: Sequence[str] | None = None) -> int:
     """One experiment as a program; returns the exit code."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         carry_out(name, claim, measure, command_line(claim).parse_args(argv))
     except EyrieError as error:
