@@ -3,17 +3,21 @@
 An event loop lives inside the generator: as many requests as `concurrency` are in flight, a finished one makes room
 for the next, and whoever consumes the answers decides the pace. Closing the generator, or a request to stop, cancels
 what is in flight; those rows are asked again next time, with the same seed.
+
+Requests travel over `load.http1`: the processor time of a general HTTP library is what kept a burst of answers, which
+end together on a server that batches, from being asked anew at once (workers/README.md). It knows no proxies.
 """
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-
-import httpx
+from typing import Any
 
 from eyrie_api.errors import Transient
+from eyrie_workers.load.http1 import ExchangeFailed, Pool, Reply, parse_url
 from eyrie_workers.regeneration.asking import Answer, Prompt, Refusal
 from eyrie_workers.regeneration.dispatch import Route, Routes
 from eyrie_workers.regeneration.endpoint import (
@@ -52,12 +56,12 @@ class OnlineEngine:
     def answers(self, prompts: Iterator[Prompt], pause: Callable[[], None]) -> Iterator[Answer | Refusal]:
         """See `AnswerEngine`. Raises Transient when retries are used up, Permanent when every request would fail."""
         with asyncio.Runner() as runner:
-            clients = _Clients(self.endpoint)
+            lines = _Lines(self.endpoint)
             in_flight: set[asyncio.Task[Answer | Refusal]] = set()
             try:
                 while True:
                     while len(in_flight) < self.endpoint.concurrency and (prompt := next(prompts, None)) is not None:
-                        in_flight.add(runner.get_loop().create_task(self._ask(clients, prompt)))
+                        in_flight.add(runner.get_loop().create_task(self._ask(lines, prompt)))
                     if not in_flight:
                         return
                     pause()
@@ -70,47 +74,44 @@ class OnlineEngine:
                     if failures:
                         raise failures[0]
             finally:
-                runner.run(_abandon(in_flight, clients))
+                runner.run(_abandon(in_flight, lines))
 
-    async def _ask(self, clients: "_Clients", prompt: Prompt) -> Answer | Refusal:
+    async def _ask(self, lines: "_Lines", prompt: Prompt) -> Answer | Refusal:
         answered_before = self._answered
-        client = clients.take()
         try:
             async with asyncio.timeout(self.endpoint.deadline_s):
-                return await self._ask_until_answered(client, prompt, answered_before)
+                return await self._ask_until_answered(lines, prompt, answered_before)
         except TimeoutError:
             trouble = f"no answer within regenerate.deadline_s = {self.endpoint.deadline_s:g}"
             if self._answered > answered_before:
                 return Refusal(prompt.row_id, f"{trouble}, while others were answered")
             raise Transient(f"{', '.join(self.endpoint.base_urls)}: {trouble}",
                             "see that the endpoint is up, then retry: answered rows are kept", 60.0) from None
-        finally:
-            clients.give_back(client)
 
-    async def _ask_until_answered(self, client: httpx.AsyncClient, prompt: Prompt,
-                                  answered_before: int) -> Answer | Refusal:
+    async def _ask_until_answered(self, lines: "_Lines", prompt: Prompt, answered_before: int) -> Answer | Refusal:
         routes, attempt = self._routes, 0
         while True:
             route = routes.take(time.monotonic())
             url, ids_field = f"{route.url}/chat/completions", route.ids_field
             retry_after: str | None = None
             try:
-                response = await client.post(url, json=request_body(self.endpoint, prompt, ids_field=ids_field))
-            except httpx.TransportError as error:
-                trouble = f"{type(error).__name__} {error}".strip()
+                reply = await lines.ask(route.url, request_body(self.endpoint, prompt, ids_field=ids_field))
+            except ExchangeFailed as error:
+                trouble = f"{error.reason}: {error}"
             except BaseException:
                 routes.dropped(route)
                 raise
             else:
-                if not may_pass(response.status_code):
+                if not may_pass(reply.status):
                     routes.answered(route)
-                    if response.status_code == 200:
-                        return self._read(route, ids_field, prompt, _json(response))
-                    if refuses_ids_field(response.status_code, response.text, ids_field):
+                    if reply.status == 200:
+                        return self._read(route, ids_field, prompt, _json(reply))
+                    said = reply.body.decode(errors="replace")
+                    if refuses_ids_field(reply.status, said, ids_field):
                         route.does_not_know(ids_field)  # for every request from now on
                         continue
-                    return declined(prompt, response.status_code, response.text, url)
-                trouble, retry_after = f"status {response.status_code}", response.headers.get("Retry-After")
+                    return declined(prompt, reply.status, said, url)
+                trouble, retry_after = f"status {reply.status}", reply.headers.get("retry-after")
             # A jitter, not a secret.
             delay_s = retry_delay_s(attempt, retry_after, self.first_delay_s, random.random())
             routes.failed(route, time.monotonic(), delay_s if retry_after else 0.0)
@@ -139,35 +140,24 @@ class OnlineEngine:
         return outcome
 
 
-class _Clients:
-    """A client for each request in flight, the last used first.
-
-    Not one for all: httpcore's pool looks at every connection for every connection at each request, which at 64 in
-    flight was most of the processor time a row cost.
-    """
+class _Lines:
+    """The connections to every endpoint, kept alive between requests."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-        self._certificates = httpx.create_ssl_context()  # 20 ms to read, so once
-        self._all: list[httpx.AsyncClient] = []
-        self._free: list[httpx.AsyncClient] = []
+        self._timeout_s = endpoint.timeout_s
+        self._pools = {url: Pool(parse_url(url), {"Accept": "application/json", **endpoint.headers})
+                       for url in endpoint.base_urls}
 
-    def take(self) -> httpx.AsyncClient:
-        """One that nobody uses."""
-        if not self._free:
-            self._free.append(httpx.AsyncClient(headers=self._endpoint.headers, timeout=self._endpoint.timeout_s,
-                                                verify=self._certificates))
-            self._all += self._free
-        return self._free.pop()
+    async def ask(self, url: str, body: dict[str, Any]) -> Reply:
+        """One request for a chat completion. Raises ExchangeFailed."""
+        pool = self._pools[url]
+        sent = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+        return await pool.exchange(pool.render("POST", "/chat/completions", sent), self._timeout_s)
 
-    def give_back(self, client: httpx.AsyncClient) -> None:
-        """It may be taken again, with the connections it has open."""
-        self._free.append(client)
-
-    async def aclose(self) -> None:
+    def close(self) -> None:
         """Close every connection."""
-        for client in self._all:
-            await client.aclose()
+        for pool in self._pools.values():
+            pool.close()
 
 
 async def _first_done(tasks: set[asyncio.Task[Answer | Refusal]]) -> tuple[
@@ -175,15 +165,15 @@ async def _first_done(tasks: set[asyncio.Task[Answer | Refusal]]) -> tuple[
     return await asyncio.wait(tasks, timeout=_LISTEN_S, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _abandon(tasks: set[asyncio.Task[Answer | Refusal]], clients: _Clients) -> None:
+async def _abandon(tasks: set[asyncio.Task[Answer | Refusal]], lines: _Lines) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await clients.aclose()
+    lines.close()
 
 
-def _json(response: httpx.Response) -> object:
+def _json(reply: Reply) -> object:
     try:
-        return response.json()
+        return json.loads(reply.body)
     except ValueError:
         return None
