@@ -163,6 +163,24 @@ def test_the_loss_is_the_cross_entropy_with_the_target_at_each_answer_token_once
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-6)
 
 
+def test_it_begins_with_the_main_directions_of_the_targets_ends(target: TargetModel) -> None:
+    def created(hidden: int) -> StandaloneDrafter:
+        spec = DrafterSpec(family="standalone", hidden_size=hidden, max_draft_tokens=3)
+        vocabulary = DraftVocabulary(torch.arange(VOCAB), VOCAB)
+        drafter = FAMILY.create(spec, target.config, ends_of(target), (), vocabulary, 1)
+        assert isinstance(drafter, StandaloneDrafter)
+        return drafter
+
+    ends = ends_of(target)
+    for wanted, name in ((ends.embed, "model.embed_tokens.weight"), (ends.lm_head * ends.norm, "lm_head.weight")):
+        whole, half = (dict(created(hidden).named_parameters())[name].detach() for hidden in (32, 16))
+        # As wide as the target nothing is lost: every product of two rows is the target's.
+        torch.testing.assert_close(whole @ whole.T, wanted @ wanted.T, rtol=0, atol=1e-4)
+        lost = torch.linalg.matrix_norm(wanted @ wanted.T - half @ half.T)
+        least = torch.linalg.svdvals(wanted)[16:].pow(4).sum().sqrt()  # no sixteen directions lose less
+        torch.testing.assert_close(lost, least, rtol=1e-3, atol=1e-4)
+
+
 def test_width_and_depth_are_its_own_and_the_heads_have_the_targets_size(target: TargetModel) -> None:
     config = drafter_for(target).config
     assert (config.hidden_size, config.num_layers, config.head_dim, config.num_heads) == (16, 2, 8, 2)

@@ -19,6 +19,11 @@ as it is. What makes it a drafter is the card beside it. Its heads have the targ
 width and depth are its own: by default half the target's width and two layers. Embedding and output matrix are its own
 too: with a vocabulary of 150 000 they are most of it, which is what EAGLE later did away with.
 
+Both begin as the target's, seen from the directions in which their rows differ most: with E = U S V' (singular values
+descending), embed = E V_h, the best the drafter's width h holds of the target's geometry; the output matrix likewise,
+with the weight of the target's last norm folded in. Measured on 150 conversations of the quickstart target, 130 steps,
+one run each: simulated speed-up 2.51 and first-step accuracy .61, against 2.05 and .49 from random ends.
+
     T packed tokens, N asked positions, B rows, H hidden, V vocabulary
 """
 
@@ -210,7 +215,7 @@ class StandaloneServer:
         return grow(first, step, shape, None, noise, self.branch_keys)
 
 
-def _create(spec: DrafterSpec, target: TargetConfig, _ends: TargetEnds, _layers: Layers, _vocabulary: DraftVocabulary,
+def _create(spec: DrafterSpec, target: TargetConfig, ends: TargetEnds, _layers: Layers, _vocabulary: DraftVocabulary,
             seed: int) -> StandaloneDrafter:
     refuse_eagle_fields(spec, "standalone")
     head_dim = target.head_dim
@@ -226,7 +231,17 @@ def _create(spec: DrafterSpec, target: TargetConfig, _ends: TargetEnds, _layers:
         sliding_window=None, post_norm=False, full_rope=None,
         max_position_embeddings=spec.max_position_embeddings or target.max_position_embeddings))
     initialise(drafter, seed)
+    with torch.no_grad():
+        _inherit(drafter.model.embed_tokens.weight, ends.embed)
+        _inherit(drafter.lm_head.weight, ends.lm_head * ends.norm)
     return drafter
+
+
+def _inherit(own_Vh: Tensor, rows_VH: Tensor) -> None:
+    """The target's rows along their main directions, as many as there is room for."""
+    _, directions_HH = torch.linalg.eigh((rows_VH.T @ rows_VH).double())  # ascending
+    kept = min(own_Vh.shape[1], rows_VH.shape[1])
+    own_Vh[:, :kept] = rows_VH @ directions_HH.flip(1)[:, :kept].to(rows_VH.dtype)
 
 
 def _objective(drafter: StandaloneDrafter, ends: TargetEnds, spec: TrainSpec, max_positions: int,
