@@ -2,22 +2,28 @@
 
 The target's last hidden state f_i, after its final norm, is what its output matrix reads to choose token i+1. Features
 follow each other more regularly than tokens do, given which token was drawn. So the drafter predicts features, and asks
-the target's own output matrix what they mean (section 3):
+the target's own output matrix what they mean (sections 3 and 4.1):
 
     x_i     = fc [embed(token i+1); f_i] + b
     f'_i+1  = x_i + attention(x_i) + mlp(..)             one decoder layer, without a norm in front of its attention
     logits of token i+2 = lm_head f'_i+1                  both ends are the target's: shared, frozen, not saved
 
 To go deeper f' takes the place of f, and the proposed token that of token i+1. Learning is one step, on the target's
-features, which are constants (section 4.2, equation 2 with its weights; CE against the target's distribution p):
+features, which are constants (section 4.2, with its weights; CE against the target's distribution p):
 
     L = SmoothL1(f_i+1, f'_i+1) + 0.1 CE(p_i+2, softmax(lm_head f'_i+1))
 
 as a mean over the positions that may begin a draft. What serving adds to that is the drafter's own error, fed back step
 by step. Against it stands noise: each feature that is read, not the one that is aimed at, is shifted by a uniform
-number (section 4.2: U(-0.1, 0.1)). Their features had about unit size; here the bounds are 0.1 of the root mean square
-of the state at that position, so that they mean the same for every target. Evaluation unrolls as a chain is served: on
-true tokens and the drafter's own features.
+number (section 4.2: U(-0.1, 0.1)). How large features are is the target's affair, so the bounds here are 0.1 of the
+root mean square of the state at that position. Evaluation unrolls as a chain is served: on true tokens and the
+drafter's own features.
+
+Measured on the quickstart target (208 conversations, 6 epochs, one seed; theoretical speed-up of chains of 5 on
+held-out ones, at rate 2e-3). Regression is what makes the later steps: with the paper's weights 2.74, weighing both
+alike 2.29, without it 2.01, though the first step hits nearly as often (.67 against .69). Beginning with `fc` as the
+identity on the feature: 2.55, so nothing is inherited but the ends. Without noise: 2.75, the same, and with three times
+as much 2.78 where it is 2.85 (at rate 4e-3). Rates of 1, 2, 4, 8e-3: 2.49, 2.74, 2.85, 2.76.
 
 EAGLE-2 (arXiv:2406.16858) changes no weight. It observes that confidences predict acceptance
 (`measurement.calibration` measures it) and grows the tree by them; EAGLE's own tree is fixed. Both are shapes
@@ -389,4 +395,5 @@ def _serve(directory: Path, target: TargetModel) -> Drafter:
 
 
 FAMILY = Family("eagle1", ARCHITECTURE, _create, _objective, save, _serve,
-                loaded_by("eagle1", lambda directory, _target: load(directory)), layers=final, whole_vocabulary=True)
+                loaded_by("eagle1", lambda directory, _target: load(directory)), layers=final, whole_vocabulary=True,
+                learning_rate=4e-3)
