@@ -1,5 +1,6 @@
 """SGLang's n-gram speculation, which compiles its trie in C++ at the first start, and our account of it."""
 
+import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +21,7 @@ from eyrie_workers.targets.loading import load_target
 from tests.sglang.seen import SEEN
 from tests.sglang.servers import MODEL, TARGET, serving
 
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="SGLang compiles its trie with g++: none here")
 TREE = DraftTreeShape(num_steps=11, top_k=4, num_draft_tokens=12)
 TOKENS = 64
 

@@ -106,6 +106,14 @@ def test_a_drafter_s_facts_come_from_its_own_config_else_from_what_its_job_asked
     job = JobSpec.model_validate(job_body(drafter={"max_position_embeddings": 1024}))
     told = drafters.files("/not/here", job, facts_needed=True)
     assert told.facts.context_length == 1024
+    assert told.facts.algorithm == "EAGLE3"
+    for family, algorithm in (("eagle1", "EAGLE"), ("medusa", None)):
+        job = JobSpec.model_validate(job_body(drafter={"max_position_embeddings": 1024, "family": family}))
+        assert drafters.files("/not/here", job, facts_needed=True).facts.algorithm == algorithm
+    several = JobSpec.model_validate(job_body(drafter={"max_position_embeddings": 1024},
+                                              sweep={"families": ["eagle1", "eagle3"]}))
+    with pytest.raises(Undeployable, match="several families"):
+        drafters.files("/not/here", several, facts_needed=True)
     assert drafters.files("/not/here", None, facts_needed=False).facts.directory == "/not/here"
     with pytest.raises(Undeployable, match="max_position_embeddings"):
         drafters.files("/not/here", None, facts_needed=True)
