@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from eyrie_workers.training.sharded import ShardedAdamW
+from eyrie_workers.training.optimiser import ShardedAdamW
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 SHAPES = ((3, 5), (7,), (1,))  # 23 numbers: no multiple of 2 or 3

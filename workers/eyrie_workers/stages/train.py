@@ -58,7 +58,7 @@ from eyrie_workers.training.feeding import Features, Feed, open_features, packed
 from eyrie_workers.training.flops import peak_rate
 from eyrie_workers.training.loop import StepReport, Trainer
 from eyrie_workers.training.packing import Schedule, checkpoint_steps, cut_evenly, split_held_out
-from eyrie_workers.training.state import load_state, save_state
+from eyrie_workers.training.state import Moments, load_state, save_state, trained
 from eyrie_workers.training.trackers import open_trackers
 from eyrie_workers.training.world import ALONE, World
 
@@ -300,14 +300,16 @@ class Run:
     def resume(self) -> None:
         """Go on from the saved state if there is one."""
         notes: dict[str, Any] | None = None
+        moments: Moments = [{} for _ in trained(self.drafter)]
         if self._world.leads:
-            found = load_state(self._state_file, self.drafter, self.trainer.optimizer, self.digest)
+            found = load_state(self._state_file, self.drafter, self.digest)
             if found is not None:
-                self.trainer.counters, notes = found
+                self.trainer.counters, notes, moments = found
         notes = self._world.tell(notes)
         if notes is None:
             return
-        self.trainer.counters = self._world.share_state(self.drafter, self.trainer.optimizer, self.trainer.counters)
+        self.trainer.counters, moments = self._world.share_state(self.drafter, moments, self.trainer.counters)
+        self.trainer.optimizer.restore(moments)
         self.reports = [CheckpointReport.model_validate(report) for report in notes["checkpoints"]]
         self.best, self.evaluations_since_best = notes.get("best", 0.0), notes.get("evaluations_since_best", 0)
         self.stopped_early = notes.get("stopped_early", False)
@@ -375,8 +377,9 @@ class Run:
             self.stage.pause_point()
 
     def _save(self) -> None:
+        moments = self.trainer.optimizer.moments()  # all processes give their part
         if self._world.leads:
-            save_state(self._state_file, self.drafter, self.trainer.optimizer, self.trainer.counters, self.digest,
+            save_state(self._state_file, self.drafter, moments, self.trainer.counters, self.digest,
                        {"checkpoints": [report.model_dump(mode="json") for report in self.reports], "best": self.best,
                         "evaluations_since_best": self.evaluations_since_best, "stopped_early": self.stopped_early,
                         "standing": {str(step): speedup for step, speedup in self.standing.items()}})

@@ -21,8 +21,9 @@ from eyrie_api.errors import LossDiverged
 from eyrie_api.v1alpha1.job import TrainSpec
 from eyrie_workers.training.feeding import Batch, Feed
 from eyrie_workers.training.objective import Lesson, Moment, Objective
+from eyrie_workers.training.optimiser import adamw
 from eyrie_workers.training.packing import Schedule
-from eyrie_workers.training.state import Counters
+from eyrie_workers.training.state import Counters, trained
 from eyrie_workers.training.world import ALONE, World
 
 DEFAULT_LEARNING_RATE = 1e-3
@@ -79,9 +80,8 @@ class Trainer:
         self.objective, self.schedule, self.spec, self.world = objective, schedule, spec, world
         self.feed, self._columns = feed, columns
         self.counters = Counters()
-        self._parameters = [p for p in objective.drafter.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(self._parameters, lr=peak_of(spec), betas=(spec.beta1, spec.beta2),
-                                           weight_decay=spec.weight_decay, fused=True)
+        self.optimizer = adamw([parameter for _, parameter in trained(objective.drafter)], world.rank, world.size,
+                               lr=peak_of(spec), betas=(spec.beta1, spec.beta2), weight_decay=spec.weight_decay)
 
     @property
     def finished(self) -> bool:
@@ -102,12 +102,12 @@ class Trainer:
         rate = learning_rate_at(number, num_steps, self.spec)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         documents = batch.documents if self._columns is None else batch.documents.with_layers(self._columns)
         outcome = self.objective(documents, self.moment(batch), lesson)
         outcome.loss.backward()
-        self.world.sum_gradients(self._parameters)
-        grad_norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.spec.max_grad_norm, foreach=True)
+        self.optimizer.reduce()
+        grad_norm = self.optimizer.clip(self.spec.max_grad_norm)
         told = self.world.total(torch.tensor([float(outcome.loss.detach()), outcome.supervised, batch.num_tokens,
                                               outcome.flops, outcome.computed], dtype=torch.float64)).tolist()
         loss, supervised, tokens, flops, norm = told[0], round(told[1]), round(told[2]), told[3], float(grad_norm)

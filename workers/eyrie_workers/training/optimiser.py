@@ -1,7 +1,8 @@
-"""AdamW with gradients and moments in slices, one slice per process (ZeRO, stage 2: arXiv:1910.02054).
+"""AdamW, whole in one process or in slices over several (ZeRO, stage 2: arXiv:1910.02054).
 
-Data-parallel training keeps everything on every GPU: with float32 parameters, gradients and two moments, 16 bytes per
-parameter. Here a process keeps its slice of the moments and, after the backward pass, of the gradients:
+Data-parallel training that keeps everything on every GPU needs, with float32 parameters, gradients and two moments, 16
+bytes per parameter on each. In slices a process keeps its part of the moments and, after the backward pass, of the
+gradients:
 
     backward          whole gradients, one layer's worth of them at most (a drafter has few)
     reduce-scatter    each process gets the sum of its slice; the whole gradients are let go
@@ -12,21 +13,97 @@ parameter. Here a process keeps its slice of the moments and, after the backward
 The traffic is that of an all-reduce. What `fully_shard` (FSDP2) would save besides, the parameters between two steps,
 is gathered at the first use of a step anyway: a drafter is one or two layers deep, and all of it is in use at once.
 
-Parameters are laid end to end, padded to a multiple of the processes. Nothing of this shows on disk: `moments` puts the
-slices together under the names of the parameters and `restore` cuts them anew, so that a run saved by four processes
-goes on upon one, or three.
+In slices, parameters are laid end to end and padded to a multiple of the processes. Nothing of this shows on disk:
+`moments` puts the slices together under the names of the parameters and `restore` cuts them anew, so that a run saved
+by four processes goes on upon one, or three.
 
     P parameters in all, W processes
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Optimiser(Protocol):
+    """What the loop and the saved state ask of either."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """AdamW's: where the learning rate is set."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        ...
+
+    def reduce(self) -> None:
+        """Sum the gradients over all processes."""
+        ...
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients down to `max_norm`, if they are larger; their norm before."""
+        ...
+
+    def step(self) -> None:
+        """Change the parameters."""
+        ...
+
+    def moments(self) -> list[dict[str, Tensor]]:
+        """For each parameter what AdamW keeps of it: step, exp_avg, exp_avg_sq; empty before the first step."""
+        ...
+
+    def restore(self, moments: Sequence[Mapping[str, Tensor]]) -> None:
+        """Go on from the parameters as they are now and from `moments` of all of them (empty ones: from nothing)."""
+        ...
+
+
+def adamw(parameters: Sequence[nn.Parameter], rank: int, size: int, **settings: Any) -> Optimiser:
+    """AdamW for this one of `size` processes. `settings` are torch's: lr, betas, weight_decay."""
+    return WholeAdamW(parameters, **settings) if size == 1 else ShardedAdamW(parameters, rank, size, **settings)
+
+
+class WholeAdamW:
+    """torch's, with every gradient and moment here."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], **settings: Any) -> None:
+        self._parameters = list(parameters)
+        self._inner = torch.optim.AdamW(self._parameters, fused=True, **settings)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """AdamW's: where the learning rate is set."""
+        return self._inner.param_groups
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self._inner.zero_grad(set_to_none=True)
+
+    def reduce(self) -> None:
+        """Nothing to sum."""
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients down to `max_norm`, if they are larger; their norm before."""
+        return torch.nn.utils.clip_grad_norm_(self._parameters, max_norm, foreach=True)
+
+    def step(self) -> None:
+        """Change the parameters."""
+        self._inner.step()
+
+    def moments(self) -> list[dict[str, Tensor]]:
+        """For each parameter what AdamW keeps of it: step, exp_avg, exp_avg_sq; empty before the first step."""
+        return [dict(self._inner.state.get(parameter, {})) for parameter in self._parameters]
+
+    def restore(self, moments: Sequence[Mapping[str, Tensor]]) -> None:
+        """Go on from `moments`. The fused optimiser keeps its step count where the parameter is, as the rest."""
+        for parameter, kept in zip(self._parameters, moments, strict=True):
+            if kept:
+                self._inner.state[parameter] = {name: value.to(parameter.device) for name, value in kept.items()}
 
 
 class ShardedAdamW:
@@ -47,7 +124,7 @@ class ShardedAdamW:
         """AdamW's: where the learning rate is set."""
         return self._inner.param_groups
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self) -> None:
         """Forget the gradients."""
         for parameter in self._parameters:
             parameter.grad = None

@@ -14,7 +14,7 @@ other settings is refused rather than continued into a mixture.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,16 @@ class Counters:
     """Smoothed training loss, for display."""
 
 
-def save_state(path: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer, counters: Counters, digest: str,
+Moments = Sequence[Mapping[str, Tensor]]
+"""What the optimiser keeps of each trained parameter (`training.optimiser`), in the order of `trained`."""
+
+
+def trained(drafter: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that learn, and their names."""
+    return [(name, parameter) for name, parameter in drafter.named_parameters() if parameter.requires_grad]
+
+
+def save_state(path: Path, drafter: nn.Module, moments: Moments, counters: Counters, digest: str,
                notes: Mapping[str, Any]) -> None:
     """Write the state to `path`, atomically.
 
@@ -64,8 +73,8 @@ def save_state(path: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer,
     """
     tensors = {_PARAMETER + name: parameter.detach().cpu().contiguous()
                for name, parameter in drafter.named_parameters()}
-    for name, parameter in drafter.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
+    for (name, _), kept in zip(trained(drafter), moments, strict=True):
+        for key, value in kept.items():
             tensors[f"{_MOMENT}{key}.{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
     metadata = {"format": str(FORMAT), "digest": digest, "counters": json.dumps(counters.__dict__),
                 "notes": json.dumps(notes)}
@@ -77,9 +86,8 @@ def save_state(path: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer,
     os.replace(aside, path)
 
 
-def load_state(path: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer,
-               digest: str) -> tuple[Counters, dict[str, Any]] | None:
-    """Put a saved state into `drafter` and `optimizer`; its counters and notes, or None when there is no file.
+def load_state(path: Path, drafter: nn.Module, digest: str) -> tuple[Counters, dict[str, Any], Moments] | None:
+    """Put saved parameters into `drafter`; the counters, notes and moments beside them, or None when there is no file.
 
     Raises Conflict when the state belongs to other settings, ArtifactCorrupt when it cannot be read or does not fit.
     """
@@ -96,22 +104,19 @@ def load_state(path: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer,
         raise Conflict(f"training state {path} was made under other settings or from other data",
                        "delete it to train from the beginning, or give an empty directory")
     try:
-        _restore(drafter, optimizer, tensors)
+        moments = _restore(drafter, tensors)
     except (KeyError, RuntimeError) as error:
         raise ArtifactCorrupt(f"training state {path} does not fit the drafter: {error}",
                               "delete it to train from the beginning") from error
-    return Counters(**json.loads(metadata["counters"])), json.loads(metadata["notes"])
+    return Counters(**json.loads(metadata["counters"])), json.loads(metadata["notes"]), moments
 
 
 @torch.no_grad()
-def _restore(drafter: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+def _restore(drafter: nn.Module, tensors: Mapping[str, Tensor]) -> Moments:
     for name, parameter in drafter.named_parameters():
         parameter.copy_(tensors[_PARAMETER + name])
-        state = {key.removeprefix(_MOMENT).removesuffix("." + name): value for key, value in tensors.items()
-                 if key.startswith(_MOMENT) and _moment_of(key) == name}
-        if state:
-            # The fused optimiser keeps its step count beside the moments, where the parameter is.
-            optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
+    return [{key.removeprefix(_MOMENT).removesuffix("." + name): value for key, value in tensors.items()
+             if key.startswith(_MOMENT) and _moment_of(key) == name} for name, _ in trained(drafter)]
 
 
 def _moment_of(key: str) -> str:

@@ -4,7 +4,8 @@
 
 Every process holds the whole drafter (one layer) and takes some documents of each step's batch, near equal in tokens.
 Counts are summed before the losses, so that each process weighs its predictions by the whole batch; gradients are then
-summed, not averaged, and are those one process would have computed, up to the order of sums. What a step sees does not
+summed, not averaged, and are those one process would have computed, up to the order of sums. Of gradients and moments
+each keeps a slice (`training.optimiser`). What a step sees does not
 depend on the number of processes, and the saved state holds nothing of it: a run killed on two goes on upon one.
 
 Process 0 leads: it alone has the lock, the voice, the checkpoints and the state, and sends the state to the others
@@ -12,7 +13,7 @@ when they begin. The others follow (`stages.train`). gloo carries the sums on CP
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from eyrie_workers.training.state import Counters
+from eyrie_workers.training.state import Counters, Moments, trained
 
 
 @dataclass(frozen=True)
@@ -69,31 +70,24 @@ class World:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Each gradient becomes its sum over all processes; one message for all of them."""
-        if self.size == 1:
-            return
-        all_of_them = list(parameters)
-        flat = torch.cat([p.grad.flatten() if p.grad is not None else p.new_zeros(p.numel()) for p in all_of_them])
-        dist.all_reduce(flat)
-        for parameter, part in zip(all_of_them, flat.split([p.numel() for p in all_of_them]), strict=True):
-            parameter.grad = part.view_as(parameter)
-
-    def share_state(self, drafter: nn.Module, optimizer: torch.optim.Optimizer, counters: Counters) -> Counters:
+    def share_state(self, drafter: nn.Module, moments: Moments, counters: Counters) -> tuple[Counters, Moments]:
         """Parameters, moments and counters of process 0, on every process."""
         if self.size == 1:
-            return counters
+            return counters, moments
         counters = Counters(**self.tell(counters.__dict__))
         for parameter in drafter.parameters():
             dist.broadcast(parameter.data, src=0)
-            if counters.step:
-                state = optimizer.state[parameter]
-                if not state:
-                    state.update(step=torch.zeros((), device=parameter.device), exp_avg=torch.zeros_like(parameter),
-                                 exp_avg_sq=torch.zeros_like(parameter))
-                for moment in ("step", "exp_avg", "exp_avg_sq"):
-                    dist.broadcast(state[moment], src=0)
-        return counters
+        told = self.tell([sorted(kept) for kept in moments])
+        shared: list[dict[str, Tensor]] = []
+        for number, ((_, parameter), names) in enumerate(zip(trained(drafter), told, strict=True)):
+            shared.append({})
+            for name in names:
+                value = torch.zeros_like(parameter.data) if name != "step" else parameter.new_zeros(())
+                if self.leads:
+                    value.copy_(moments[number][name])
+                dist.broadcast(value, src=0)
+                shared[-1][name] = value
+        return counters, shared
 
 
 ALONE = World()
