@@ -284,12 +284,13 @@ def metrics(
 @verb
 def leaderboard(
     target: Annotated[str | None, typer.Option("--target", help="Only drafters of this target.")] = None,
+    family: Annotated[str | None, typer.Option("--family", help="Only drafters of this family.")] = None,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
     """Measured checkpoints, best first."""
     with connect(server) as client:
-        entries = client.leaderboard(target=target)
+        entries = client.leaderboard(target=target, family=family)
     Screen(as_json=as_json).show({"items": entries}, tables.leaderboard_table(entries))
 
 

@@ -14,18 +14,21 @@ right figure. (Ids and masks, which the post leaves out, add 4.8 GiB; our shards
 100 bytes per row. In our default codec, with half of the tokens answers, the same job stores 16.7 TiB.)
 
 Time is `arithmetic / effective arithmetic per second` by kind of work: 2 FLOPs per parameter and token for the target,
-6 per drafter parameter, token and TTT step for training. The rates are settings with measured defaults; a plan is good
+6 per drafter parameter and pass of a token through it for training (a family's way to learn says how many passes; rungs
+leave some out). The rates are settings with measured defaults; a plan is good
 to a factor of two or so, and says what it rests on.
 
 Legend: A aux layers, H hidden, V vocabulary.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from eyrie_api.sweep import Candidate, expand
+from eyrie_api.families import FAMILIES, fuses, in_words, named_layers
+from eyrie_api.sweep import Candidate, expand, families_of
 from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES, StoredAs, choose
 from eyrie_api.v1alpha1.job import DraftTreeShape, JobSpec, TuneSpec
 from eyrie_api.v1alpha1.plan import Assumption, Plan, StagePlan
@@ -61,13 +64,40 @@ class TargetFacts:
                                                + 2 * self.hidden_size) + self.hidden_size
 
     def drafter_parameters(self, candidate: Candidate) -> int:
-        """Trainable weights of an EAGLE-3 drafter: fusion, one decoder layer with doubled input, reduced head."""
-        drafter = candidate.drafter
-        vocabulary = drafter.draft_vocab_size or min(self.vocab_size, DEFAULT_DRAFT_VOCABULARY)
-        aux = len(candidate.spec.capture.aux_layers or ()) or DEFAULT_AUX_LAYERS
-        fusion = aux * self.hidden_size**2
-        layer = self._attention(2 * self.hidden_size) + self._mlp(drafter.intermediate_size or self.intermediate_size)
-        return fusion + layer + vocabulary * self.hidden_size + 4 * self.hidden_size
+        """Trainable weights of a candidate's drafter; norms and biases are left out."""
+        drafter, hidden = candidate.drafter, self.hidden_size
+        facts = FAMILIES[drafter.family]
+        vocabulary = self.vocab_size if facts.whole_vocabulary else self._draft_vocabulary(candidate)
+        mlp = self._mlp(drafter.intermediate_size or self.intermediate_size)
+        aux = len(drafter.aux_layers or candidate.spec.capture.aux_layers or ()) or DEFAULT_AUX_LAYERS
+        ahead = drafter.max_draft_tokens or candidate.train.ttt_length
+        if drafter.family == "eagle3":  # fusion, a layer with doubled input, a reduced output matrix
+            return aux * hidden**2 + self._attention(2 * hidden) + mlp + vocabulary * hidden
+        if drafter.family == "eagle1":  # both ends are the target's
+            return 2 * hidden**2 + self._attention(hidden) + mlp
+        if drafter.family == "medusa":  # a square matrix and an output matrix for each head
+            return ahead * (hidden**2 + vocabulary * hidden)
+        if drafter.family == "hydra":  # two matrices from (2 + s) H for each head, one output matrix
+            return 2 * hidden**2 * sum(range(2, 2 + ahead)) + vocabulary * hidden
+        if drafter.family == "dflash":
+            layers = drafter.num_layers or max(1, min(5, self.num_layers // 6))
+            return aux * hidden**2 + layers * (self._attention(hidden) + mlp)
+        width = drafter.hidden_size or max(1, round(hidden / 2 / self.head_dim)) * self.head_dim
+        inner = drafter.intermediate_size or self.intermediate_size * width // hidden
+        layer = self._attention(width) * width // hidden + 3 * width * inner
+        return (drafter.num_layers or 2) * layer + 2 * vocabulary * width
+
+    def training_passes(self, candidate: Candidate) -> float:
+        """How often a token of the data goes through the drafter's weights at one optimiser step."""
+        train = candidate.train
+        if candidate.drafter.family == "eagle3":  # the first step at all positions, the others at some, later on
+            return 1.0 + (1.0 - train.single_step_ratio) * train.unrolled_fraction * (train.ttt_length - 1)
+        if candidate.drafter.family == "dflash":  # a block at some positions
+            return train.unrolled_fraction * (1 + (candidate.drafter.max_draft_tokens or train.ttt_length))
+        return 1.0
+
+    def _draft_vocabulary(self, candidate: Candidate) -> int:
+        return candidate.drafter.draft_vocab_size or min(self.vocab_size, DEFAULT_DRAFT_VOCABULARY)
 
     def _attention(self, width_in: int) -> int:
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -115,7 +145,7 @@ def make_plan(spec: JobSpec, target_facts: TargetFacts, free_bytes: int | None, 
     """
     data_facts, rates = data_facts or DataFacts(), rates or Rates()
     candidates = expand(spec)
-    work = _Work(spec, target_facts, data_facts)
+    work = _Work(spec, target_facts, data_facts, candidates)
     stages = (
         _regenerate(work, rates),
         _capture(work, rates),
@@ -134,13 +164,14 @@ def make_plan(spec: JobSpec, target_facts: TargetFacts, free_bytes: int | None, 
     return Plan(
         stages=stages, total_tokens=sum(stage.tokens for stage in stages), total_bytes_on_disk=total,
         total_hours=sum(stage.hours for stage in stages), bytes_per_token=work.state_bytes,
-        assumptions=_assumptions(work, candidates, rates), warnings=tuple(warnings), fits_disk=fits)
+        assumptions=_assumptions(work, candidates, rates), warnings=tuple(warnings),
+        notes=tuple(in_words(family) for family in families_of(spec)), fits_disk=fits)
 
 
 class _Work:
     """Rows and tokens, derived once."""
 
-    def __init__(self, spec: JobSpec, target: TargetFacts, data: DataFacts) -> None:
+    def __init__(self, spec: JobSpec, target: TargetFacts, data: DataFacts, candidates: Sequence[Candidate]) -> None:
         self.spec, self.target, self.data = spec, target, data
         available = spec.data.max_conversations if data.rows is None else min(data.rows, spec.data.max_conversations)
         self.rows = available - int(available * spec.data.held_out_fraction)
@@ -149,7 +180,7 @@ class _Work:
         self.answer = float(most) if data.answer_tokens is None else min(data.answer_tokens, float(most))
         self.row_tokens = min(self.prompt + self.answer, float(spec.capture.max_length))
         self.captured = round(self.rows * self.row_tokens)
-        self.num_aux = len(spec.capture.aux_layers or ()) or DEFAULT_AUX_LAYERS
+        self.num_aux = _num_stored(spec, candidates)
         self.taught = round(self.rows * max(0.0, self.row_tokens - self.prompt))
         capture = spec.capture
         vocabulary = capture.draft_vocab_size or min(target.vocab_size, DEFAULT_DRAFT_VOCABULARY)
@@ -168,6 +199,16 @@ class _Work:
     @property
     def flops_per_token(self) -> float:
         return 2.0 * self.target.parameters
+
+
+def _num_stored(spec: JobSpec, candidates: Sequence[Candidate]) -> int:
+    """States stored of every token: what families fuse, what candidates name, and the one after the final norm where a
+    family reads it everywhere. (Named layers may be among the default ones, which are not known here.)"""
+    reads = {FAMILIES[one.drafter.family].reads for one in candidates}
+    default = any(fuses(one) and one.drafter.aux_layers is None for one in candidates) or reads == {"none"}
+    chosen = spec.capture.aux_layers or ()
+    named = set(named_layers(candidates)) - set(chosen if default else ())
+    return (len(chosen) or DEFAULT_AUX_LAYERS) * default + len(named) + ("final" in reads)
 
 
 def _hours(flops: float, gflops: float) -> float:
@@ -189,17 +230,31 @@ def _capture(work: _Work, rates: Rates) -> StagePlan:
 
 def _train(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> StagePlan:
     tokens = size = 0
-    hours = 0.0
+    hours, share = 0.0, _share_of_steps(work.spec, candidates)
     for candidate in candidates:
         train, parameters = candidate.train, work.target.drafter_parameters(candidate)
         seen = round(work.captured * train.epochs)
         if train.max_steps is not None:
             seen = min(seen, train.max_steps * train.max_tokens_per_batch)
-        tokens += seen
-        hours += _hours(6.0 * parameters * train.ttt_length * seen, rates.train)
+        tokens += round(seen * share)
+        hours += _hours(6.0 * parameters * work.target.training_passes(candidate) * seen * share, rates.train)
         # Exported checkpoints, and one resumable state: weights and two moments.
         size += parameters * 4 * (train.num_checkpoints + 3)
     return StagePlan(stage="train", tokens=tokens, bytes_on_disk=size, hours=hours)
+
+
+def _share_of_steps(spec: JobSpec, candidates: Sequence[Candidate]) -> float:
+    """Of all candidates' steps, how many are made: at each rung half of those that race one another stop, rounded down.
+    They do who are of one family and see the same documents at the same steps."""
+    if spec.sweep.together == "never":
+        return 1.0
+    steps = 0.0
+    for left in Counter((one.drafter.family, one.train.seed, one.train.max_tokens_per_batch)
+                        for one in candidates).values():
+        before = 0.0
+        for rung in (*spec.sweep.rungs, 1.0):
+            steps, before, left = steps + left * (rung - before), rung, left - left // 2
+    return steps / len(candidates)
 
 
 def _benchmark(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> StagePlan:
@@ -285,8 +340,9 @@ def _assumptions(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> 
         say("target parameters", target.parameters, "parameters", f"estimated from {target.source}"),
         say("drafter parameters", target.drafter_parameters(candidates[0]), "parameters",
             f"estimated for candidate {candidates[0].name}"),
-        say("aux layers", work.num_aux, "layers",
-            "capture.aux_layers" if work.spec.capture.aux_layers else "default: low, middle, high"),
+        say("states of every token", work.num_aux, "layers",
+            f"what {', '.join(families_of(work.spec))} read"
+            + ("" if work.spec.capture.aux_layers else "; by default low, middle and high are fused")),
         say("stored states", work.state_bytes, "bytes per token",
             f"{work.stored.name}: {'capture.codec' if work.spec.capture.max_bytes is None else 'capture.max_bytes'}"),
         say("token id and loss mask", ID_AND_MASK_BYTES, "bytes per token", "layout of the store"),

@@ -28,6 +28,7 @@ from eyrie_api.facts import (
     target_dir,
     target_facts,
 )
+from eyrie_api.families import fuses
 from eyrie_api.plan import DEFAULT_DRAFT_VOCABULARY, Rates, TargetFacts, make_plan
 from eyrie_api.settings import Settings
 from eyrie_api.sweep import Candidate, expand
@@ -146,22 +147,32 @@ def _check_target(spec: JobSpec) -> TargetFacts | None:
     _check_tokenizer(directory)
     facts = target_facts(directory)
     # Whatever serves now: a checkpoint's config.json names its layers for SGLang, so they must have such names.
-    sglang_layer_ids(architectures[0], facts.num_layers, spec.capture.aux_layers or ())
+    for _, layers in _layer_choices(spec):
+        sglang_layer_ids(architectures[0], facts.num_layers, layers)
     return facts
 
 
 def _check_layers(spec: JobSpec) -> None:
-    """What of capture.aux_layers is wrong for any target; `sglang_layer_ids` knows what is wrong for this one."""
-    layers = spec.capture.aux_layers
-    if layers is None:
-        return
-    if len(layers) < 2:
-        raise InvalidInput(f"capture.aux_layers {list(layers)} is one layer: SGLang takes a state as wide as the "
-                           "embedding for the drafter's own and would skip its fc",
-                           "give two or more, or leave it out for a low, a middle and a high one")
-    if list(layers) != sorted(set(layers)):
-        raise InvalidInput(f"capture.aux_layers {list(layers)} are not distinct and ascending",
-                           f"write {sorted(set(layers))}")
+    """What of the layers named is wrong for any target; `sglang_layer_ids` knows what is wrong for this one."""
+    for field, layers in _layer_choices(spec):
+        if len(layers) < 2:
+            raise InvalidInput(f"{field} {list(layers)} is one layer: SGLang takes a state as wide as the "
+                               "embedding for the drafter's own and would skip its fc",
+                               "give two or more, or leave it out for a low, a middle and a high one")
+        if list(layers) != sorted(set(layers)):
+            raise InvalidInput(f"{field} {list(layers)} are not distinct and ascending",
+                               f"write {sorted(set(layers))}")
+    named = spec.drafter.aux_layers
+    if named is not None and not any(fuses(one) for one in expand(spec)):
+        raise InvalidInput(f"drafter.aux_layers {list(named)} are named and no family of the job fuses layers",
+                           "leave drafter.aux_layers out, or train eagle3 or dflash")
+
+
+def _layer_choices(spec: JobSpec) -> list[tuple[str, tuple[int, ...]]]:
+    """Every set of layers that is to be fused, and the field that names it."""
+    found = [] if spec.capture.aux_layers is None else [("capture.aux_layers", spec.capture.aux_layers)]
+    return found + [(f"drafter.aux_layers (candidate {one.name})", one.drafter.aux_layers)
+                    for one in expand(spec) if one.drafter.aux_layers is not None and fuses(one)]
 
 
 def _check_windows(spec: JobSpec) -> None:

@@ -64,7 +64,7 @@ from eyrie_operator.reconcile import (
 )
 from eyrie_pipelines.run_stage import FAILURE_FILE
 from eyrie_pipelines.runner import Runner
-from eyrie_pipelines.steps import list_checkpoints
+from eyrie_pipelines.steps import find_checkpoint, list_checkpoints
 from eyrie_workers.catalog import CATALOG, stage_dir
 
 log = logging.getLogger(__name__)
@@ -222,13 +222,14 @@ class Driver:
         self._runner.keep(job_id, SETTLED_FILE)
 
     def _record(self, job: Job, report: BenchmarkReport, *, tuned: bool) -> None:
-        measured = Measured(job.id, job.spec.drafter.family, job.spec.target.model, tuned, report)
+        trained = _train_reports(job, self._settings.job_dir(job.id))
+        family = next(one.family for one in trained if one.candidate == report.candidate)
+        measured = Measured(job.id, family, job.spec.target.model, tuned, report)
         self._results.record(measured, self._drafter_dir(job, report.checkpoint))
 
     def _drafter_dir(self, job: Job, checkpoint: str) -> str:
         job_dir = self._settings.job_dir(job.id)
-        found = {one.name: one.path for one in list_checkpoints(_train_reports(job, job_dir))}
-        return str(job_dir / found[checkpoint])
+        return str(job_dir / find_checkpoint(_train_reports(job, job_dir), checkpoint).path)
 
     def _incumbent(self, endpoint: str) -> BenchmarkReport | None:
         """The report of what the endpoint serves now; None when that is the bare target, or nothing."""

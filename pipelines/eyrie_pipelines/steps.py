@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
-from eyrie_api.sweep import expand, families_of
+from eyrie_api.families import named_layers, reading_defaults
+from eyrie_api.sweep import expand
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import CheckpointReport, RegenerateReport, TrainReport
@@ -77,10 +78,11 @@ def check_held_out(job: JobFile, report: RegenerateReport) -> None:
 
 
 def capture_spec(job: JobFile, job_dir: Path) -> CaptureStage:
-    """Capture reads what regenerate wrote."""
+    """Capture reads what regenerate wrote, and stores what any candidate reads."""
+    candidates = expand(job.spec)
     return CaptureStage(job_id=job.id, target=job.spec.target, capture=job.spec.capture,
-                        rows_dir=str(stage_dir(job_dir, "regenerate")), families=families_of(job.spec),
-                        seed=job.spec.data.seed)
+                        rows_dir=str(stage_dir(job_dir, "regenerate")), families=reading_defaults(candidates),
+                        aux_layers=named_layers(candidates), seed=job.spec.data.seed)
 
 
 def trains_together(spec: JobSpec, num_gpus: int | None = None) -> bool:

@@ -109,6 +109,31 @@ def test_every_number_of_a_plan_rests_on_a_named_assumption_with_a_source() -> N
     assert plan.fits_disk is None
 
 
+def test_of_candidates_that_race_one_another_the_steps_after_a_rung_are_not_charged() -> None:
+    axes = [{"field": "train.learning_rate", "values": [number / 1000 for number in range(1, 9)]}]
+    one, eight = make_plan(job_spec(), SMALL, None), make_plan(job_spec(sweep={"axes": axes}), SMALL, None)
+    assert eight.stages[2].tokens == 4 * one.stages[2].tokens  # 8 * 0.25 + 4 * 0.25 + 2 * 0.5
+    never = make_plan(job_spec(sweep={"axes": axes, "together": "never"}), SMALL, None)
+    assert never.stages[2].tokens == 8 * one.stages[2].tokens
+    families = ["eagle3", "eagle1", "medusa", "hydra", "standalone", "dflash"]
+    every = make_plan(job_spec(sweep={"families": families}), SMALL, None)
+    assert every.stages[2].tokens == 6 * one.stages[2].tokens, "families are not halved against one another"
+    assert [note.partition(":")[0] for note in every.notes] == families
+
+
+@pytest.mark.parametrize(("sections", "states"), [
+    ({}, 3),
+    ({"sweep": {"families": ["eagle3", "medusa"]}}, 4),
+    ({"drafter": {"family": "hydra"}}, 1),
+    ({"drafter": {"family": "standalone"}}, 3),
+    ({"capture": {"aux_layers": [1, 2]}, "sweep": {"families": ["dflash", "eagle1"]}}, 3),
+    ({"sweep": {"axes": [{"field": "drafter.aux_layers", "values": [[1, 5], [1, 9, 12]]}]}}, 4),
+])
+def test_the_store_holds_what_any_candidate_reads(sections: dict[str, Any], states: int) -> None:
+    plan = make_plan(job_spec(**sections), SMALL, None)
+    assert next(one.value for one in plan.assumptions if one.name == "states of every token") == states
+
+
 def test_a_sweep_is_charged_for_every_candidate_it_trains_and_benchmarks() -> None:
     one = make_plan(job_spec(), SMALL, None)
     three = make_plan(job_spec(sweep={"axes": [{"field": "train.seed", "values": [1, 2, 3]}]}), SMALL, None)

@@ -154,6 +154,18 @@ def test_layers_the_target_does_not_have_are_refused(settings: Settings, target:
             capture={"aux_layers": [1, 2, 5]})
 
 
+@pytest.mark.parametrize(("values", "says"), [
+    ([[1, 2], [3, 2]], r"drafter\.aux_layers \(candidate c2-aux-3-2\) \[3, 2\] are not distinct and ascending"),
+    ([[1, 99]], r"\[99\]"),
+])
+def test_layers_that_a_candidate_cannot_have_are_refused(settings: Settings, values: Any, says: str) -> None:
+    refused(settings, InvalidInput, says, sweep={"axes": [{"field": "drafter.aux_layers", "values": values}]})
+
+
+def test_layers_are_refused_where_no_family_fuses_any(settings: Settings) -> None:
+    refused(settings, InvalidInput, "no family of the job fuses", drafter={"family": "medusa", "aux_layers": [1, 2]})
+
+
 def test_a_sweep_over_a_field_that_does_not_exist_is_refused(settings: Settings) -> None:
     refused(settings, InvalidInput, "does not exist", sweep={"axes": [{"field": "train.speed", "values": [1]}]})
 

@@ -7,7 +7,15 @@ import pytest
 from eyrie_api.artifacts import digest_model
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
 from eyrie_api.sweep import expand
-from eyrie_api.v1alpha1.job import BenchmarkSpec, DataSource, DataSpec, DraftTreeShape, SuiteSpec
+from eyrie_api.v1alpha1.job import (
+    BenchmarkSpec,
+    DataSource,
+    DataSpec,
+    DraftTreeShape,
+    SuiteSpec,
+    SweepAxis,
+    SweepSpec,
+)
 from eyrie_api.v1alpha1.reports import CheckpointReport, RegenerateReport, TrainReport, VocabularyReport
 from eyrie_api.v1alpha1.requests import JobPlacement
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
@@ -46,6 +54,16 @@ def test_each_candidate_is_trained_with_its_own_values() -> None:
     assert rates == [0.001, 0.002, 0.003]
     with pytest.raises(InvalidInput, match="nobody"):
         steps.train_spec(job, ROOT, candidates, "nobody")
+
+
+def test_capture_stores_what_any_candidate_reads() -> None:
+    assert steps.capture_spec(JOB, ROOT).families == ("eagle3",)
+    axis = SweepAxis(field="drafter.aux_layers", values=([1, 4], [2, 4, 6]))
+    named = steps.JobFile(id="j", spec=spec_of(sweep=SweepSpec(axes=(axis,))))
+    assert (steps.capture_spec(named, ROOT).families, steps.capture_spec(named, ROOT).aux_layers) == ((), (1, 2, 4, 6))
+    both = steps.JobFile(id="j", spec=spec_of(sweep=SweepSpec(axes=(axis,), families=("eagle3", "eagle1"))))
+    told = steps.capture_spec(both, ROOT)
+    assert (told.families, told.aux_layers) == (("eagle1",), (1, 2, 4, 6))
 
 
 def test_candidates_are_trained_together_where_that_is_cheaper_and_not_slower_than_was_asked_for() -> None:

@@ -216,12 +216,13 @@ def leaderboard_table(entries: Sequence[LeaderboardEntry]) -> RenderableType:
     """Measured checkpoints, best first."""
     if not entries:
         return Text("Nothing has been measured yet.")
-    table = _table("#", "CHECKPOINT", "SPEED-UP", "GREEDY", "SAMPLED", "TAU", "DEPTH/K/TOKENS", "TOK/S", "LOSSLESS",
-                   "TARGET", "JOB", right=("#", "SPEED-UP", "GREEDY", "SAMPLED", "TAU", "TOK/S"))
+    table = _table("#", "CHECKPOINT", "FAMILY", "SPEED-UP", "GREEDY", "SAMPLED", "TAU", "DEPTH/K/TOKENS", "TOK/S",
+                   "LOSSLESS", "TARGET", "JOB", right=("#", "SPEED-UP", "GREEDY", "SAMPLED", "TAU", "TOK/S"))
     for entry in entries:
-        table.add_row(str(entry.rank), entry.checkpoint + (" (tuned)" if entry.tuned else ""), times(entry.speedup),
-                      times(entry.speedup_greedy), times(entry.speedup_sampled), f"{entry.tau:.2f}", entry.tree.label(),
-                      f"{entry.tokens_per_s:.0f}", Text("yes", "green") if entry.lossless else Text("NO", "bold red"),
+        table.add_row(str(entry.rank), entry.checkpoint + (" (tuned)" if entry.tuned else ""), entry.family,
+                      times(entry.speedup), times(entry.speedup_greedy), times(entry.speedup_sampled),
+                      f"{entry.tau:.2f}", entry.tree.label(), f"{entry.tokens_per_s:.0f}",
+                      Text("yes", "green") if entry.lossless else Text("NO", "bold red"),
                       short_target(entry.target), entry.job_id)
     return table
 
@@ -289,6 +290,7 @@ def plan_view(plan: Plan) -> RenderableType:
     per_token = Text(f"\n{plan.bytes_per_token:,} bytes of hidden states per token\n")
     parts: list[RenderableType] = [table, per_token, assumed]
     parts += [Text(f"warning: {warning}", "yellow") for warning in plan.warnings]
+    parts += [Text(note) for note in plan.notes]
     if plan.fits_disk is False:
         parts.append(Text("This does not fit the free disk space.", "bold red"))
     return Group(*parts)

@@ -36,5 +36,8 @@ class Plan(Frozen):
 
     assumptions: tuple[Assumption, ...]
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """On each family of drafters that the job trains: what it suits and what it costs."""
+
     fits_disk: bool | None = None
     """Whether the free space where the job would write holds it; None when unknown."""

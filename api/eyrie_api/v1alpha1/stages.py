@@ -62,6 +62,9 @@ class CaptureStage(Frozen):
     families: tuple[Family, ...] = ("eagle3",)
     """What will be trained from the store: each family reads layers of its own."""
 
+    aux_layers: tuple[int, ...] = ()
+    """Layers that candidates name themselves (`drafter.aux_layers`), stored beside those."""
+
     seed: int = 0
 
 

@@ -70,8 +70,9 @@ def train_report(spec: TrainStage) -> TrainReport:
                          loss=1.0, accuracy=(0.5,), conditional_acceptance=(0.5,), theoretical_speedup=1.5)
         for step in (10, 20))
     vocabulary = VocabularyReport(draft_vocab_size=4, vocab_size=8, coverage=0.9, coverage_curve={4: 0.9})
-    return TrainReport(candidate=spec.candidate, steps=20, tokens=1, supervised_tokens=1, seconds=1.0, tokens_per_s=1.0,
-                       padding_share=0.0, data_wait_share=0.0, vocabulary=vocabulary, checkpoints=checkpoints)
+    return TrainReport(candidate=spec.candidate, family=spec.drafter.family, steps=20, tokens=1, supervised_tokens=1,
+                       seconds=1.0, tokens_per_s=1.0, padding_share=0.0, data_wait_share=0.0, vocabulary=vocabulary,
+                       checkpoints=checkpoints)
 
 
 def load_report(loads: tuple[int, ...], arms: tuple[str, ...], speedup: float) -> LoadReport:

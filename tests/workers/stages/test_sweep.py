@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from eyrie_workers.drafters.contract import num_aux
 from eyrie_workers.stages.sweep import groups, losers, rung_steps, sweep
 from tests.tiny import tiny_target
 from tests.workers.stages.test_train import metrics, report_of, run, weights, write_spec, write_store
@@ -48,6 +49,19 @@ def test_candidates_trained_together_are_those_trained_alone(
         before = (tmp_path / "together" / name / "manifest.json").read_bytes()
         assert run(tmp_path / "together" / name) == 0
         assert (tmp_path / "together" / name / "manifest.json").read_bytes() == before
+
+
+def test_candidates_that_name_their_layers_share_a_store_of_all_of_them(
+        tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
+    chosen = {"low": [1, 2], "high": [2, 3], "default": None}
+    for name, layers in chosen.items():
+        write_spec(tmp_path / name, target_dir, store_dir, max_steps=2, drafter={"aux_layers": layers})
+    write_spec(tmp_path / "missing", target_dir, store_dir, max_steps=2, drafter={"aux_layers": [2, 4]})
+    assert sweep([tmp_path / name for name in (*chosen, "missing")]) != 0
+    for name, layers in chosen.items():
+        config = json.loads(next((tmp_path / name).glob("checkpoints/*/config.json")).read_text())
+        assert num_aux(config) == len(layers or "123")
+    assert json.loads((tmp_path / "missing" / "failure.json").read_text())["reason"] == "Conflict"
 
 
 def test_at_a_rung_the_slower_half_stops_with_a_checkpoint(tmp_path: Path, target_dir: Path, store_dir: Path) -> None:

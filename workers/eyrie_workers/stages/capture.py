@@ -171,7 +171,9 @@ def capture(spec: CaptureStage, stage: Stage) -> Result:
     choice = choose_aux_layers(config.num_layers, config.layer_types, spec.capture.aux_layers)
     stage.event("LayersChosen", f"aux hidden states {list(choice.aux_layers)}: {choice.reason}")
     always = [*config.eos_token_ids, *special_token_ids(path)]
-    layers = layers_of(spec.families, choice.aux_layers, config.num_layers) or choice.aux_layers
+    named = choose_aux_layers(config.num_layers, override=spec.aux_layers).aux_layers if spec.aux_layers else ()
+    of_families = layers_of(spec.families, choice.aux_layers, config.num_layers)
+    layers = tuple(sorted({*of_families, *named})) or choice.aux_layers
     streams = spec.capture.feed == "stream"
     how = spec.capture.model_copy(update={"max_bytes": None}) if streams else spec.capture
     layout = plan_layout(how, plan, config, layers, digest, read_rows(rows_dir / ROWS), always,
