@@ -79,11 +79,6 @@ def test_the_ceiling_of_eagle1_is_claimed_only_beyond_the_seeds_scatter(slopes: 
     assert finding.found[0].startswith(verdict)
 
 
-def test_one_family_alone_is_not_called_a_comparison() -> None:
-    runs = {("eagle3", 50 << step): [counted([2.0 + step] * 4)] for step in range(5)}
-    assert "not there to compare" in data_amount.judge(runs, {point: [2.0] for point in runs}, steps=10).found[0]
-
-
 @pytest.mark.parametrize(("deeper_is", "verdict"), [(0.2, "holds"), (-0.05, "does not hold")])
 def test_depth_is_credited_only_where_deep_shapes_accept_more(deeper_is: float, verdict: str) -> None:
     runs = {(shape.label(), t): counted([2.0 + deeper_is * shape.num_steps] * 4)

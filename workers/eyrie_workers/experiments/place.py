@@ -53,6 +53,7 @@ from eyrie_workers.targets.loading import load_target, resolve
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.templates import ChatTokenizer
 
+COMPARED: tuple[Family, ...] = ("eagle3", "eagle1")
 CHAIN = DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)
 JOB = "experiments"
 _CONCURRENCY = 16
@@ -146,14 +147,13 @@ class Place:
             aside.rename(out)
         return out
 
-    def store(self, rows: Path, families: Sequence[Family] = ("eagle3",),
-              aux_layers: tuple[int, ...] | None = None) -> Path:
-        """States over some rows."""
+    def store(self, rows: Path, aux_layers: tuple[int, ...] | None = None) -> Path:
+        """States over some rows, for every family that is compared."""
         return self._made("capture", CaptureStage(
             job_id=JOB, target=self.spec, rows_dir=str(rows), capture=CaptureSpec(aux_layers=aux_layers, check_rows=0),
-            families=tuple(families)), capture)
+            families=COMPARED), capture)
 
-    def train(self, store: Path, *, seed: int = 0, family: Family = "eagle3", checkpoints: int = 1,
+    def train(self, store: Path, *, seed: int = 0, family: Family = "eagle3", checkpoints: int = 4,
               drafter: DrafterSpec | None = None, **settings: float) -> Trained:
         """A drafter trained from a store, for the scale's steps unless `settings` say otherwise."""
         shape = (drafter or DrafterSpec()).model_copy(

@@ -60,8 +60,8 @@ def ladder(place: Place) -> list[Rung]:
     """Train what differs: steps, data, depth unrolled, width."""
     whole, few = place.store(place.rows()), place.store(place.rows(place.scale.conversations // 4))
     runs: dict[str, Trained] = {
-        "all data": place.train(whole, checkpoints=4),
-        "little data": place.train(few, checkpoints=2),
+        "all data": place.train(whole),
+        "little data": place.train(few),
         "one step trained": place.train(whole, single_step_ratio=1.0, checkpoints=2),
         "narrow": place.train(whole, drafter=DrafterSpec(intermediate_size=128), checkpoints=1),
         "wide": place.train(whole, drafter=DrafterSpec(intermediate_size=1536), checkpoints=1),
