@@ -11,6 +11,7 @@ from eyrie_api.v1alpha1.job import (
     CaptureSpec,
     DataSource,
     DataSpec,
+    DrafterSpec,
     DraftTreeShape,
     RegenerateSpec,
     TargetSpec,
@@ -21,7 +22,7 @@ from eyrie_workers.comparison.measuring import LEDGER
 from eyrie_workers.comparison.plan import Budget, CompareSpec, blocks_of
 from eyrie_workers.comparison.report import CompareReport
 from eyrie_workers.comparison.run import compare
-from eyrie_workers.comparison.training import cpu_seconds
+from eyrie_workers.comparison.training import StageFailed, cpu_seconds
 from tests.tiny import chats_file, tiny_target
 from tests.workers.measurement.tiny_bench import suite_file
 
@@ -54,7 +55,7 @@ def test_two_families_are_trained_measured_and_told_and_a_killed_run_goes_on(
 
     def killed_at_the_second_training(what: str, _where: Path) -> None:
         began.append(what)
-        if what == "training eagle3":
+        if what.endswith("training eagle3"):
             raise Killed
 
     with pytest.raises(Killed):
@@ -64,7 +65,7 @@ def test_two_families_are_trained_measured_and_told_and_a_killed_run_goes_on(
 
     again: list[str] = []
     report = compare(spec, home, lambda what, _where: again.append(what))
-    assert again == ["training eagle3", "measuring"]
+    assert again == ["4 of 5: training eagle3", "5 of 5: measuring"]
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
     assert {one.arm.title for one in report.arms} == {
@@ -94,11 +95,31 @@ def test_two_families_are_trained_measured_and_told_and_a_killed_run_goes_on(
         compare(spec.model_copy(update={"budget": Budget(kind="tokens", amount=2400)}), home, silent)
 
 
-def test_seconds_are_turned_into_epochs_by_a_training_that_is_kept(spec: CompareSpec, tmp_path: Path) -> None:
-    seconds = spec.model_copy(update={"families": ("eagle3",), "budget": Budget(kind="seconds", amount=0.3),
-                                      "concurrencies": (1,)})
-    report = compare(seconds, tmp_path / "out", silent)
-    calibrated = read_manifest(tmp_path / "out" / "calibrate" / "eagle3" / "manifest.json")
+@pytest.fixture(scope="module")
+def half_failed(spec: CompareSpec, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CompareReport]:
+    """A budget in seconds; a draft vocabulary larger than the target's, which families that have none do not mind."""
+    home = tmp_path_factory.mktemp("half") / "out"
+    return home, compare(spec.model_copy(update={
+        "families": ("eagle3", "standalone"), "budget": Budget(kind="seconds", amount=0.3), "concurrencies": (1,),
+        "drafter": DrafterSpec(draft_vocab_size=321)}), home, silent)
+
+
+def test_a_family_that_fails_is_left_out_and_said(half_failed: tuple[Path, CompareReport]) -> None:
+    home, report = half_failed
+    assert {one.arm.title for one in report.arms} == {"off", "draft model", "n-gram"}
+    assert report.failed["eagle3"].startswith("VocabularyTooLarge")
+    assert "| eagle3 | failed | VocabularyTooLarge" in (home / "report.md").read_text()
+
+
+def test_a_comparison_whose_families_all_fail_ends_with_their_error(spec: CompareSpec, tmp_path: Path) -> None:
+    with pytest.raises(StageFailed, match="321"):
+        compare(spec.model_copy(update={"families": ("eagle3",), "drafter": DrafterSpec(draft_vocab_size=321)}),
+                tmp_path / "out", silent)
+
+
+def test_seconds_are_turned_into_epochs_by_a_training_that_is_kept(half_failed: tuple[Path, CompareReport]) -> None:
+    home, report = half_failed
+    calibrated = read_manifest(home / "calibrate" / "standalone" / "manifest.json")
     (one,) = report.trained
     assert isinstance(calibrated.report, TrainReport)
     assert one.epochs == pytest.approx(0.3 / calibrated.report.seconds, rel=1e-4)

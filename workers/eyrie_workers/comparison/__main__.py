@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     given = build_parser(list(FAMILIES)).parse_args(argv)
     screen = Screen(as_json=given.json)
     try:
-        with Voice() as voice, contextlib.redirect_stdout(sys.stderr):  # stages say things on stdout
+        with Voice() as voice, contextlib.redirect_stdout(voice.lines):  # stages say things on stdout
             report = compare(read(given), given.out, voice.begins)
     except StageFailed as error:
         screen.error(error)

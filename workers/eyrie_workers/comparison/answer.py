@@ -110,7 +110,7 @@ def _lossless(report: CompareReport) -> str:
 
 
 def _named(one: ArmReport) -> str:
-    return f"{one.arm.title} ({one.arm.kind} {one.arm.shape})"
+    return f"{one.arm.title} ({one.arm.shape})"
 
 
 def _speed(one: ArmReport) -> str:

@@ -42,7 +42,7 @@ def three_versions(report: CompareReport) -> tuple[Row, ...]:
             here=cells(lambda arm: f"{_many(made[arm.arm.family].parameters)}, "
                        f"{made[arm.arm.family].parameters / report.target_parameters:.0%} of the target's")),
         Row(aspect="Tree structure", seed=("static", "dynamic (confidence)", "dynamic (confidence)"),
-            here=cells(lambda arm: f"{arm.arm.kind} {arm.arm.shape}")),
+            here=cells(lambda arm: arm.arm.shape)),
         Row(aspect="Draft mechanism",
             seed=("feature regression", "+ dynamic tree", "direct token prediction, fused layers"),
             here=cells(lambda arm: f"layers {', '.join(map(str, made[arm.arm.family].layers))}; "

@@ -40,11 +40,12 @@ FORMS: dict[str, tuple[Form, ...]] = {
         Form("EAGLE-3 chain", "chain", "the same checkpoint without a tree"),
     ),
     "medusa": (
-        Form("Medusa", "tree", "arXiv:2401.10774, its heads' most probable prefixes"),
+        Form("Medusa", "static tree", "arXiv:2401.10774, section 2.3.3: a sparse tree chosen beforehand"),
+        Form("Medusa best-first", "tree", "the heads' most probable prefixes, round by round"),
         Form("Medusa chain", "chain", "the heads' first choices"),
     ),
     "hydra": (
-        Form("Hydra", "tree", "arXiv:2402.05109"),
+        Form("Hydra", "tree", "arXiv:2402.05109: heads that see the tokens before them"),
         Form("Hydra chain", "chain", "the heads' first choices"),
     ),
     "standalone": (Form("draft model", "chain", "arXiv:2211.17192: a small language model of its own"),),

@@ -112,8 +112,10 @@ class Arm(Frozen):
 
     @property
     def shape(self) -> str:
-        """`num_steps/top_k/num_draft_tokens`; nothing for off."""
-        return self.tree.label() if self.tree is not None else "-"
+        """The kind, with `num_steps/top_k/num_draft_tokens`."""
+        if self.tree is None:
+            return "nothing drafted"
+        return f"{self.kind} {self.tree.num_steps}/{self.tree.top_k}/{self.tree.num_draft_tokens}"
 
 
 def arms_of(families: Sequence[str], tree: DraftTreeShape) -> tuple[Arm, ...]:
@@ -202,7 +204,7 @@ class Block:
 
 def num_blocks(concurrency: int, max_prompts: int) -> int:
     """Blocks per suite. One of several requests holds 2 x concurrency of them, and a third of as many are enough."""
-    return max_prompts if concurrency == 1 else max(2, -(-max_prompts // 3))
+    return max_prompts if concurrency == 1 else -(-max_prompts // 3)
 
 
 def blocks_of(spec: CompareSpec) -> Iterator[Block]:

@@ -4,12 +4,14 @@ On a terminal the line is redrawn in place; a log gets one now and then. Stages 
 that a stage is the same program here, on a cluster and alone; the price is a thread that reads along.
 """
 
+import io
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import TextIO
 
 from pydantic import ValidationError
 
@@ -42,12 +44,30 @@ def words(record: ProgressRecord) -> str:
     return line + (f" ({record.message})" if record.message else "")
 
 
+class _Lines(io.TextIOBase):
+    """Where stages' own words go meanwhile: a line of theirs takes the place of the one that is redrawn."""
+
+    def __init__(self, stream: TextIO, clear: str) -> None:
+        self._stream, self._clear, self._fresh = stream, clear, True
+
+    def write(self, text: str) -> int:
+        self._stream.write((self._clear if self._fresh else "") + text)
+        self._fresh = text.endswith("\n")
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
 class Voice:
     """Says on stderr what begins and how far it is. Use it as a context."""
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        self._quiet, self._live = quiet, sys.stderr.isatty()
+    def __init__(self) -> None:
+        self._live = sys.stderr.isatty()
         self._stream = sys.stderr
+        self.lines = _Lines(self._stream, self._clear())
+        """For `contextlib.redirect_stdout`."""
+
         self._what, self._events, self._from = "", Path(), 0
         self._began = time.monotonic()
         self._ended = threading.Event()
@@ -61,20 +81,20 @@ class Voice:
                  trace: TracebackType | None) -> None:
         self._ended.set()
         self._thread.join()
+        print(self._clear(), file=self._stream, end="", flush=True)
 
     def begins(self, what: str, directory: Path) -> None:
         """Another stage."""
         self._events = directory / "events.jsonl"
         self._from = self._events.stat().st_size if self._events.exists() else 0
         self._what = what
-        if not self._quiet:
-            print(f"{self._clear()}[{duration(time.monotonic() - self._began)}] {what}", file=self._stream, flush=True)
+        print(f"{self._clear()}[{duration(time.monotonic() - self._began)}] {what}", file=self._stream, flush=True)
 
     def _read_along(self) -> None:
         last = ""
         while not self._ended.wait(_LIVE_EVERY_S if self._live else _LOGGED_EVERY_S):
             line = self._latest()
-            if self._quiet or not line or line == last:
+            if not line or line == last:
                 continue
             last = line
             print(f"{self._clear()}  {line}", file=self._stream, end="" if self._live else "\n", flush=True)

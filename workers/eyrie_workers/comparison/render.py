@@ -55,7 +55,7 @@ def _leaderboard(report: CompareReport) -> str:
                *(f"T = {t:g}" for t in report.temperatures),
                *(f"speed-up, {_load(load)}" for load in report.concurrencies[1:]), "tau", "lossless"]
     return _table(columns, ([
-        str(one.rank), one.arm.title, f"{one.arm.kind} {one.arm.shape}", _speed(one.overall),
+        str(one.rank), one.arm.title, one.arm.shape, _speed(one.overall),
         *(_speed(one.at(first, t)) for t in report.temperatures),
         *(_speed(one.at(load)) for load in report.concurrencies[1:]),
         f"{one.overall.tau:.2f}", "yes" if one.lossless else "NO"] for one in report.arms))
@@ -83,7 +83,7 @@ def _rounds(report: CompareReport) -> str:
             one.arm.title, one.arm.shape, f"{f.tau:.2f} ({f.tau_interval.low:.2f}-{f.tau_interval.high:.2f})",
             " ".join(f"{p:.2f}" for p in f.acceptance[:_POSITIONS]) or "-", f"{f.draft_ms:.2f}",
             f"{f.draft_share:.0%}", f"{f.round_cost:.2f}", f"{f.nodes_per_round:.1f}"])
-    return _table(["arm", "num_steps/top_k/num_draft_tokens", "tau", "accepted at position 1, 2, ..",
+    return _table(["arm", "shape (num_steps/top_k/num_draft_tokens)", "tau", "accepted at position 1, 2, ..",
                    "drafting, ms a round", "of the target's pass", "a round, in target passes", "tokens verified"],
                   rows)
 
@@ -139,7 +139,7 @@ def view(report: CompareReport, where: Sequence[tuple[str, str]]) -> RenderableT
 
 def _line(report: CompareReport, one: ArmReport, others: Sequence[int], seconds: float | None) -> list[str]:
     first = report.concurrencies[0]
-    return [str(one.rank), one.arm.title, f"{one.arm.kind} {one.arm.shape}", _speed(one.overall),
+    return [str(one.rank), one.arm.title, one.arm.shape, _speed(one.overall),
             *(f"{one.at(first, t).speedup:.2f}x" for t in report.temperatures),
             *(f"{one.at(load).speedup:.2f}x" for load in others), f"{one.overall.tau:.2f}",
             f"{one.overall.draft_ms:.1f}", "-" if seconds is None else duration(seconds),

@@ -49,7 +49,7 @@ def compare(spec: CompareSpec, home: Path, tell: Callable[[str, Path], None]) ->
         stage = Stage(home / "measure")
         stage.out_dir.mkdir(exist_ok=True)
         arms = arms_of([family for family in spec.families if family in training.learnt], spec.benchmark.tree)
-        tell("measuring", stage.out_dir)
+        training.measuring(stage.out_dir)
         with _interruptible(stage):
             entries = measure(spec, arms, {name: one.directory for name, one in training.learnt.items()},
                               {name: one.checkpoint.digest for name, one in training.learnt.items()},

@@ -40,8 +40,8 @@ class Sizes(NamedTuple):
     tokens: int
 
 
-FULL = Sizes(900, "seconds=120", 1024, 6, 64)
-SHORT = Sizes(160, "tokens=60k", 512, 2, 32)
+FULL = Sizes(900, "seconds=100", 1024, 6, 64)
+SHORT = Sizes(160, "tokens=40k", 512, 2, 32)
 
 
 def build_parser(families: Sequence[str]) -> argparse.ArgumentParser:

@@ -76,6 +76,8 @@ class Training:
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of each stage, from its manifest."""
 
+    _parts: int = 0
+
     @property
     def rows_dir(self) -> Path:
         """Output of regenerate."""
@@ -97,6 +99,7 @@ class Training:
         epochs = self._epochs(store.tokens)
         for family in spec.families:
             if family in self.failed:
+                self._parts += 1
                 continue
             out = self.home / "train" / family
             told = self._attempt(f"training {family}", family,
@@ -108,6 +111,17 @@ class Training:
         if not self.learnt and self.failed:
             raise StageFailed(self._failure_of(spec.families[0]))
         return store
+
+    def measuring(self, out: Path) -> None:
+        """Say that the last part begins."""
+        self._begin("measuring", out, False)
+
+    def _begin(self, what: str, out: Path, done: bool) -> None:
+        self._parts += 1
+        if not done:
+            per_family = 1 if self.spec.budget.kind == "tokens" else 2
+            total = 3 + per_family * len(self.spec.families)
+            self.tell(f"{self._parts} of {total}: {what}", out)
 
     def _epochs(self, store_tokens: int) -> Mapping[str, float]:
         """Of every family, by the budget."""
@@ -141,8 +155,7 @@ class Training:
     def _stage(self, what: str, work: Callable[[SpecT, Stage], Result], spec: SpecT, out: Path,
                kind: type[ReportT]) -> ReportT:
         """Run one stage program in this process and return its report. Raises StageFailed, Stopped."""
-        if not (out / MANIFEST).exists():
-            self.tell(what, out)
+        self._begin(what, out, (out / MANIFEST).exists())
         out.mkdir(parents=True, exist_ok=True)
         write_model(out / "spec.json", spec)
         with _Counted(self.home / SPENT, out.relative_to(self.home).as_posix(), (out / MANIFEST).exists()):

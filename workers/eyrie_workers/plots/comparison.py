@@ -64,7 +64,7 @@ def speedups(report: CompareReport) -> Figure:
         axes.grid(visible=False, axis="y")
     title(figure, _finding(report), f"95 % intervals over {drafted[0].at(first, temperatures[0]).blocks} answers per "
                                     f"arm, {_load(first)}; circle chain, triangle tree, square static tree; one colour "
-                                    f"one family; {_where(report)}")
+                                    f"one family; {_shapes(report)}; {_where(report)}")
     return figure
 
 
@@ -103,7 +103,8 @@ def acceptance(report: CompareReport) -> Figure:
     best = max(drafted, key=lambda one: one.overall.tau)
     title(figure, f"{best.arm.title} is accepted furthest: {best.overall.tau:.2f} tokens per target pass",
           f"positions reached in at least {_MIN_ROUNDS} rounds; in a tree a position is accepted when any of its nodes "
-          f"is; a round in which nothing was proposed counts as refused; {_load(first)}; {_where(report)}")
+          f"is; a round in which nothing was proposed counts as refused; {_shapes(report)}; {_load(first)}; "
+          f"{_where(report)}")
     return figure
 
 
@@ -184,7 +185,12 @@ def by_concurrency(report: CompareReport) -> Figure:
 
 
 def _label(one: ArmReport) -> str:
-    return f"{one.arm.title} {one.arm.shape}"
+    return one.arm.title
+
+
+def _shapes(report: CompareReport) -> str:
+    """Every kind of shape once, with its numbers."""
+    return ", ".join(dict.fromkeys(one.arm.shape for one in report.arms if one.arm.title != OFF))
 
 
 def _load(concurrency: int) -> str:
