@@ -21,7 +21,9 @@ Of the proof, in the engine that will serve (`ProveReport`):
 8. `incumbent-loads`: faster than the incumbent by the margin over the declared loads together, asked in the same run?
 9. `changed-prompt`: still as fast as no drafter, and identical, when the system prompt is another?
 
-When tuning found that *off* is best at every declared load, its finding is the reason and nothing more is asked.
+When tuning found that *off* is best at every declared load, its finding is the reason and nothing more is asked of the
+proof. When it found n-gram look-up best and the drafter nowhere, the benchmark, which is of the drafter, is not asked:
+the proof tells whether look-up changes an answer (`parity`) and what it is worth, suite by suite.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,15 +54,17 @@ def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: Bench
     `incumbent` is the report of what serves now, or None when nothing but the bare target does. `keep-incumbent` and
     `no-drafter` name what goes on serving; `awaits-approval` means that all is well and a person has to say so.
     """
-    checks = (
-        *_asked_of_tuning(proof),
-        _identical(policy, candidate),
-        *(_beats_no_drafter(policy, candidate, suite) for suite in required_suites),
-        *(_beats_incumbent(policy, candidate, incumbent, required_suites) if incumbent is not None else ()),
-        *_asked_of_proof(policy, candidate, required_suites, proof),
-    )
+    checks = [*_asked_of_tuning(proof)]
+    if not without_drafter(proof):
+        checks.append(_identical(policy, candidate))
+        checks += (_beats_no_drafter(policy, candidate, suite) for suite in required_suites)
+        if incumbent is not None:
+            checks += _beats_incumbent(policy, candidate, incumbent, required_suites)
+    checks += _asked_of_proof(policy, candidate, required_suites, proof)
     passed = all(check.passed for check in checks)
     reasons = [check.words for check in checks]
+    if without_drafter(proof):
+        reasons.append("tuning chose n-gram look-up: the benchmark, which is of the drafter, decides nothing")
     serves = incumbent is not None or _has_arm(proof, INCUMBENT)
     if not serves:
         reasons.append("no incumbent: compared with no drafter alone")
@@ -73,8 +77,8 @@ def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: Bench
         verdict = kept
         reasons.append("promotion.mode is never")
     return PromotionDecision(
-        promote=verdict == "promote", verdict=verdict, reasons=tuple(reasons), checks=checks,
-        candidate_speedup=mean_speedup(candidate),
+        promote=verdict == "promote", verdict=verdict, reasons=tuple(reasons), checks=tuple(checks),
+        candidate_speedup=proven_speedup(candidate, proof),
         incumbent_speedup=None if incumbent is None else mean_speedup(incumbent))
 
 
@@ -87,6 +91,24 @@ def in_short(decision: PromotionDecision) -> str:
         return "; ".join([*failed, *rest])
     loads = [check.words for check in decision.checks if check.name.startswith("load:")]
     return "; ".join([f"all {len(decision.checks)} checks passed", *loads, *rest])
+
+
+def without_drafter(proof: ProveReport | None) -> bool:
+    """Whether what was proven is n-gram look-up, and the drafter is used at no load."""
+    if proof is None or proof.use.setting.method != "ngram":
+        return False
+    points = proof.use.map.points if proof.use.map is not None else ()
+    return all(point.setting.method != "drafter" for point in points)
+
+
+def proven_speedup(final: BenchmarkReport, proof: ProveReport | None = None) -> float:
+    """What is written beside a revision: the mean of the final benchmark; of n-gram look-up, of which that says
+    nothing, the mean over the declared loads."""
+    if proof is None or proof.load is None or not without_drafter(proof):
+        return mean_speedup(final)
+    seen = [one.throughput_ratio for users in proof.load.spec.concurrencies
+            if (one := _comparison(proof.load, CANDIDATE, OFF, users)) is not None]
+    return _geometric_mean(seen) if seen else mean_speedup(final)
 
 
 def proven_tau(final: BenchmarkReport, proof: ProveReport | None = None) -> float:

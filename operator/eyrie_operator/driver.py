@@ -35,7 +35,7 @@ from eyrie_api.history import Histories
 from eyrie_api.ingest import Ingest
 from eyrie_api.jobs import Jobs, LeaseLost
 from eyrie_api.leaderboard import Measured
-from eyrie_api.promotion import decide, in_short, proven_tau
+from eyrie_api.promotion import decide, in_short, proven_speedup, proven_tau, without_drafter
 from eyrie_api.results import ResultFilter, Results
 from eyrie_api.settings import Settings
 from eyrie_api.sweep import expand
@@ -232,9 +232,9 @@ class Driver:
         return str(job_dir / find_checkpoint(_train_reports(job, job_dir), checkpoint).path)
 
     def _incumbent(self, endpoint: str) -> BenchmarkReport | None:
-        """The report of what the endpoint serves now; None when that is the bare target, or nothing."""
+        """The report of the drafter the endpoint serves now; None when it serves without one, or nothing."""
         active = self._active(endpoint)
-        if active is None or active.job_id is None or active.checkpoint is None:
+        if active is None or active.job_id is None or active.checkpoint is None or active.use.drafter_dir is None:
             return None
         try:
             return self._results.find(active.job_id, active.checkpoint).measured.report
@@ -275,10 +275,11 @@ class Driver:
             beside = drafter.with_name(f"{drafter.name}-results.json")
             write_atomically(beside, json.dumps(reports.results(tuned.final, proof), indent=2) + "\n")
             self._runner.keep(job.id, beside.relative_to(job_dir).as_posix())
-            use = proof.use.model_copy(update={"drafter_dir": str(drafter)})
+            # N-gram look-up reads no drafter, and an engine should not load one for it.
+            use = proof.use.model_copy(update={"drafter_dir": None if without_drafter(proof) else str(drafter)})
             revision = self._endpoints.propose(
                 name, job_id=job.id, checkpoint=tuned.checkpoint, use=use, reason=in_short(settled.decision),
-                speedup=tuned.final.speedup, tau=proven_tau(tuned.final, proof)).number
+                speedup=proven_speedup(tuned.final, proof), tau=proven_tau(tuned.final, proof)).number
         self._settle(job.id, settled.model_copy(update={"endpoint": name, "revision": revision}))
 
     def _write_report(self, job: Job, status: JobStatus) -> None:

@@ -266,6 +266,23 @@ def test_ngram_lookup_is_promoted_by_the_same_questions() -> None:
     assert decide(PromotionPolicy(), STEADY, None, SUITES, proof_of(STEADY, use=use)).promote
 
 
+def test_ngram_lookup_may_win_where_the_drafter_is_no_faster_than_nothing() -> None:
+    weak = benchmark_report("a-step-1", {"chat": (0.9, 0.8), "math": (1.0, 0.9)})
+    ngram = Setting(method="ngram", tree=DraftTreeShape())
+    for use in (DrafterUse(setting=ngram), DrafterUse(setting=ngram, map=chart((1, ngram), (4, OFF)))):
+        decision = decide(PromotionPolicy(), weak, weak, SUITES, proof_of(weak, use=use))
+        assert not any(check.name.startswith("suite:") for check in decision.checks)
+    decision = decide(PromotionPolicy(), weak, None, SUITES, proof_of(weak, use=DrafterUse(setting=ngram)))
+    assert decision.promote
+    assert decision.candidate_speedup == pytest.approx((2.0 * 1.5) ** 0.5), "what the proof measured of it"
+    # Used beside the drafter, it excuses nothing of the drafter's.
+    both = DrafterUse(drafter_dir="/d", setting=ngram, map=chart((1, ngram), (4, CHAIN)))
+    assert "suite:chat" in refused(decide(PromotionPolicy(), weak, None, SUITES, proof_of(weak, use=both)))
+    # And look-up that changes answers is refused as a drafter is.
+    changed = proof_of(weak, use=DrafterUse(setting=ngram), parity=False)
+    assert "parity" in refused(decide(PromotionPolicy(), weak, None, SUITES, changed))
+
+
 def test_live_traffic_is_held_against_the_lowest_tau_of_the_proof_and_of_sampled_benchmarks() -> None:
     def with_taus(at_one: float, at_four: float) -> LoadReport:
         return load_report(against("candidate", 1, 2.0), against("candidate", 4, 1.5), taus={1: at_one, 4: at_four})

@@ -8,16 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_api.artifacts import code_version, digest_model, write_model
+from eyrie_api.artifacts import code_version, digest_model, read_manifest, write_model
 from eyrie_api.database import Database
 from eyrie_api.endpoints import Endpoints
 from eyrie_api.jobs import Jobs
+from eyrie_api.results import ResultFilter, Results
 from eyrie_api.settings import Settings
 from eyrie_api.sweep import expand
-from eyrie_api.v1alpha1.job import JobSpec, PromotionPolicy, ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, JobSpec, PromotionPolicy, ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import TrainReport
 from eyrie_api.v1alpha1.stages import Manifest, StageSpec
 from eyrie_api.v1alpha1.status import Job
+from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
 from eyrie_operator.conditions import find
 from eyrie_operator.driver import Driver
 from eyrie_pipelines import local, steps
@@ -71,6 +74,17 @@ class World:
             stage=spec.stage, job_id=spec.job_id, spec_digest=digest_model(spec), code_version=code_version(),
             started_at=NOW.isoformat(), finished_at=NOW.isoformat(), files=(), report=report_of(spec)))
 
+    def found(self, job_id: str, proof: ProveReport) -> None:
+        """The proof of a finished job said this instead."""
+        manifest = stage_dir(self.settings.job_dir(job_id), "prove") / "manifest.json"
+        told = Manifest.model_validate_json(manifest.read_text())
+        write_model(manifest, told.model_copy(update={"report": proof}))
+
+    def proof(self, job_id: str) -> ProveReport:
+        report = read_manifest(stage_dir(self.settings.job_dir(job_id), "prove")).report
+        assert isinstance(report, ProveReport)
+        return report
+
     def look(self, job_id: str) -> Job:
         """One look by a control plane that remembers nothing."""
         Driver(self.settings, self.database, LocalRunner(self.settings.home)).advance(job_id)
@@ -111,6 +125,39 @@ def test_a_faster_drafter_becomes_the_candidate_once_and_the_job_ends_when_it_se
     assert job.status.phase == "Succeeded"
     assert job.status.endpoint == "default"
     assert '"url": "http://127.0.0.1:1/v1"' in (world.settings.job_dir(job_id) / "report.json").read_text()
+
+
+def test_ngram_lookup_that_won_is_served_without_the_drafter(world: World) -> None:
+    job_id = world.finished(spec_of())
+    ngram = Setting(method="ngram", tree=DraftTreeShape(num_steps=3, num_draft_tokens=4))
+    world.found(job_id, world.proof(job_id).model_copy(update={"use": DrafterUse(setting=ngram)}))
+    world.look(job_id)
+    promoted = world.endpoints.get("default").revisions[1]
+    assert (promoted.use.setting, promoted.use.drafter_dir) == (ngram, None)
+    assert promoted.speedup == pytest.approx(2.5)
+    world.endpoints.activate("default", 2, "http://127.0.0.1:1/v1")
+    assert world.look(job_id).status.phase == "Succeeded"
+
+
+def test_where_off_is_best_nothing_is_promoted_and_the_job_succeeds(world: World) -> None:
+    job_id = world.finished(spec_of())
+    skipped = {"use": DrafterUse(setting=OFF), "skipped": "speculation pays at none of the declared loads",
+               "load": None, "parity": None, "changed_prompt": None}
+    world.found(job_id, world.proof(job_id).model_copy(update=skipped))
+    job = world.look(job_id)
+    assert [one.number for one in world.endpoints.get("default").revisions] == [1]
+    world.endpoints.activate("default", 1, "http://127.0.0.1:1/v1")
+    job = world.look(job_id)
+    assert reason_of(job, "Promoted") == "NotFaster"
+    assert job.status.phase == "Succeeded"
+
+
+def test_each_result_is_of_its_own_candidates_family(world: World) -> None:
+    job_id = world.finished(spec_of(drafter=DrafterSpec(family="hydra")))
+    world.look(job_id)
+    entries = Results(world.database).leaderboard()
+    assert {entry.family for entry in entries} == {"hydra"}
+    assert Results(world.database).leaderboard(ResultFilter(family="eagle3")) == ()
 
 
 def test_a_rejected_revision_fails_the_job_in_its_words_and_a_retry_promotes_anew(world: World) -> None:
