@@ -129,10 +129,10 @@ def round_cost(report: CompareReport) -> Figure:
         f = one.overall
         axes.plot([f.round_cost - f.draft_share, f.round_cost], [f.tau, f.tau], color=of[one.arm.family], linewidth=1.6)
         axes.plot([f.round_cost], [f.tau], _MARKERS[one.arm.kind], color=of[one.arm.family], markersize=8)
-    _annotate(axes, drafted)
     least = min(one.overall.round_cost - one.overall.draft_share for one in drafted)
     axes.set(xlim=(min(0.9, 0.95 * least), widest), ylim=(0.9, highest),
              xlabel="cost of a round, in passes of the undrafted target", ylabel="tokens per round (tau)")
+    _annotate(axes, drafted)
     best = max(drafted, key=lambda one: one.overall.tau / one.overall.round_cost)
     title(figure, f"{best.arm.title} gets most for what a round costs: {best.overall.tau:.2f} tokens for "
                   f"{best.overall.round_cost:.2f} passes",
@@ -146,16 +146,19 @@ def _iso(most: float) -> list[float]:
 
 
 def _annotate(axes: Axes, drafted: Sequence[ArmReport]) -> None:
-    """Names beside points; those of near points are spread apart."""
-    heights: list[tuple[float, float]] = []
-    reach = max(one.overall.tau for one in drafted) * 0.035
-    for one in sorted(drafted, key=lambda one: one.overall.tau):
+    """Names beside points; those of near points are spread apart, each with a line to its own."""
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    wide, high = 0.16 * (right - left), 0.042 * (top - bottom)  # of a name, about
+    taken: list[tuple[float, float]] = []
+    for one in sorted(drafted, key=lambda one: (one.overall.tau, -one.overall.round_cost)):
         x, y = one.overall.round_cost, one.overall.tau
         at = y
-        while any(abs(at - other) < reach and abs(x - where) < 0.35 for where, other in heights):
-            at += reach / 4
-        heights.append((x, at))
-        axes.annotate(one.arm.title, (x, y), xytext=(x + 0.03, at), textcoords="data", fontsize=10, va="center")
+        while any(abs(at - other) < high and abs(x - where) < wide for where, other in taken):
+            at += high / 4
+        taken.append((x, at))
+        line = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.6} if at != y else None
+        axes.annotate(one.arm.title, (x, y), xytext=(x + 0.012 * (right - left), at), textcoords="data", fontsize=10,
+                      va="center", arrowprops=line)
 
 
 def by_concurrency(report: CompareReport) -> Figure:
