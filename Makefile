@@ -12,7 +12,7 @@ NEED_CUDA = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_avai
 	  echo 'error: torch sees no CUDA device here' >&2; \
 	  echo 'mend: on a machine with a GPU: make setup TORCH="torch>=2.13", then again' >&2; exit 1; }
 
-.PHONY: help setup demo demo-short demo-stop test test-sglang test-cluster test-kernels test-gpu bench-gpu lint bench bench-load bench-control bench-tuner bench-store bench-codecs bench-peers compare experiments clean
+.PHONY: help setup demo demo-short demo-stop test test-sglang test-cluster test-kernels test-gpu bench-gpu lint bench bench-load bench-control bench-tuner bench-store bench-codecs bench-sweep bench-peers compare experiments clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -95,6 +95,9 @@ bench-tuner: setup  ## the tuner against the exhaustive grid, a quarter of an ho
 
 bench-store: setup  ## the hidden-state store's reader, from a directory and through S3 (with rclone)
 	@$(BIN)/python -m eyrie_workers.features.bench --out .eyrie/bench/store.json
+
+bench-sweep: setup  ## a sweep of eight against eight runs, and whether it finds as good a drafter; about five minutes
+	@$(BIN)/python -m eyrie_workers.stages.sweep_bench --out .eyrie/bench/sweep.json
 
 bench-codecs: setup  ## what each codec costs in acceptance length, ten minutes on two idle cores
 	@$(BIN)/python -m eyrie_workers.features.codec_trial --out .eyrie/bench/codecs.json
