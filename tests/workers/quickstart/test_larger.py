@@ -14,6 +14,7 @@ from eyrie_api.errors import TargetNotFound
 from eyrie_api.facts import target_dir
 from eyrie_api.v1alpha1.job import TargetSpec
 from eyrie_api.v1alpha1.targets import QUICKSTART_HYBRID, QUICKSTART_LARGE
+from eyrie_workers.quickstart import card as write_card
 from eyrie_workers.quickstart import entropy, library, pretrain
 from eyrie_workers.quickstart.corpus import is_held_out, training_stream, user_prompts
 from eyrie_workers.quickstart.llama import Llama
@@ -98,6 +99,8 @@ def test_a_course_trains_goes_on_from_its_state_and_is_found_by_name(tmp_path: P
     card = json.loads((out / "card.json").read_text())
     assert card["finished"] is True
     assert card["validation"]["scores"]["all"]["entropy"] > 0
+    # a machine so slow that it saves before it logs
+    assert write_card.readme({**card, "curve": [], "finished": False}).startswith("# Eyrie quickstart large target")
 
 
 def test_the_hybrid_is_a_qwen2_with_windows_to_transformers_and_to_us(tmp_path: Path) -> None:

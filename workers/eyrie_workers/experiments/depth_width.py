@@ -150,7 +150,7 @@ def figure(runs: Runs) -> Figure:
                 axes.annotate(f"top-k {label.split('/')[1]}", (depth, value), xytext=(5, -12 if nodes == 8 else 7),
                               textcoords="offset points", fontsize=8, color=OTHER_GREY)
         axes.set_title(f"temperature {temperature:g}", fontsize=12, fontweight="normal")
-        axes.set(xlabel="num_steps (depth); the same nodes are spread wider to the left")
+        axes.set(xlabel="num_steps: deep to the right, wide to the left")
         axes.legend(loc="lower right")
     panels[0].set_ylabel("tokens per target pass (tau)")
     panels[0].axhline(1.0, color=BEST_GREEN, linewidth=1.0, linestyle=":")

@@ -28,7 +28,8 @@ def readme(card: dict[str, Any]) -> str:
     """The card as a page; every figure comes from `card.json`."""
     corpus, scores, shape = card["corpus"], card["validation"]["scores"], card["shape"]
     curve = card["curve"]
-    shown = [curve[i] for i in sorted({round(k * (len(curve) - 1) / 9) for k in range(10)})]
+    # A slow machine saves for the first time before it has logged a point.
+    shown = [curve[i] for i in sorted({round(k * (len(curve) - 1) / 9) for k in range(10)})] if curve else []
     categories = [k for k in ("chat", "math", "code", "tools", "library") if k in scores]
     families = sorted(k for k in scores if k not in (*categories, "all"))
 
