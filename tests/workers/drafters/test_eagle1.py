@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +171,7 @@ def test_documents_packed_together_predict_what_each_predicts_alone(
         target: TargetModel, ends: TargetEnds, documents: PackedDocuments) -> None:
     learner = objective(shaken(new_drafter(target, ends)), ends)
     together = learner(documents)
-    alone = [learner(PackedDocuments(documents.token_ids[a:b], documents.loss_mask[a:b], documents.aux[a:b],
-                                     documents.last[a:b], (b - a,)))
-             for a, b in pairwise(torch.tensor((0, *documents.lengths)).cumsum(0).tolist())]
+    alone = [learner(some(documents, number, number + 1)) for number in range(len(documents.lengths))]
     for step in range(STEPS):
         hits = torch.cat([one.hits[step] for one in alone if step < len(one.hits)])
         assert int(together.hits[step].sum()) == int(hits.sum())
@@ -205,6 +202,48 @@ def test_noise_is_bounded_by_the_size_of_each_state_and_belongs_to_document_and_
     second = noisy(features[6:], (14,), Moment(2, 9, seed=1, starts=(6,)))
     assert torch.equal(whole[6:], second)
     assert not torch.equal(whole, noisy(features, (6, 14), Moment(3, 9, seed=1)))
+
+
+def some(documents: PackedDocuments, first: int, stop: int) -> PackedDocuments:
+    """Documents first .. stop-1 of a pack."""
+    starts = torch.tensor((0, *documents.lengths)).cumsum(0).tolist()
+    here = slice(starts[first], starts[stop])
+    return PackedDocuments(documents.token_ids[here], documents.loss_mask[here], documents.aux[here],
+                           documents.last[here], documents.lengths[first:stop])
+
+
+def test_a_batch_spread_over_two_processes_has_the_loss_and_gradients_of_one(
+        target: TargetModel, ends: TargetEnds, documents: PackedDocuments) -> None:
+    drafter = shaken(new_drafter(target, ends))
+    learner = objective(drafter, ends)
+    whole = learner(documents, Moment(1, 4, seed=3))
+    whole.loss.backward()
+    wanted = [parameter.grad.clone() for parameter in drafter.parameters() if parameter.grad is not None]
+    drafter.zero_grad()
+    first = documents.lengths[0]
+    parts = [(some(documents, 0, 1), (0,)), (some(documents, 1, 4), (
+        first, first + documents.lengths[1], first + sum(documents.lengths[1:3])))]
+    told: list[torch.Tensor] = []
+
+    def tell(counts: torch.Tensor) -> torch.Tensor:
+        told.append(counts)
+        return counts
+
+    for mine, starts in parts:
+        learner(mine, Moment(1, 4, 3, starts, tell))
+    losses = [learner(mine, Moment(1, 4, 3, starts, lambda _: told[0] + told[1])).loss for mine, starts in parts]
+    torch.stack(losses).sum().backward()
+    torch.testing.assert_close(torch.stack(losses).sum(), whole.loss, atol=1e-4, rtol=1e-5)
+    for parameter, gradient in zip(drafter.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, atol=1e-4, rtol=1e-3)
+
+
+def test_bfloat16_products_stay_near_float32(
+        target: TargetModel, ends: TargetEnds, documents: PackedDocuments) -> None:
+    drafter, moment = shaken(new_drafter(target, ends)), Moment(0, 1, 0)
+    exact, rounded = (float(objective(drafter, ends, dtype)(documents, moment).loss.detach())
+                      for dtype in (torch.float32, torch.bfloat16))
+    assert abs(exact - rounded) < 0.03 * exact
 
 
 def trained(target: TargetModel, ends: TargetEnds, documents: PackedDocuments, steps: int = 60) -> Eagle1Drafter:
