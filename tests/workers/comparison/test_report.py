@@ -116,6 +116,8 @@ def test_where_the_leader_changes_with_the_load_it_is_said() -> None:
 def test_without_the_family_in_question_the_question_is_left_open() -> None:
     report = report_of({"Medusa": Made(1.5)})
     assert "not on the bench" in answer(report)
+    slow = answer(report_of({"Medusa": Made(0.8)}))
+    assert slow.startswith("EAGLE-3 was not on the bench, so that is open. Of what was, nothing")
     failed = report.model_copy(update={"failed": {"eagle3": "LossDiverged: x"}})
     assert "was not trained (LossDiverged" in answer(failed)
 

@@ -26,8 +26,7 @@ def _sentences(report: CompareReport) -> Iterator[str]:
         yield from _off(report, asked)
         return
     if not asked:
-        failed = report.failed.get(IN_QUESTION)
-        yield f"EAGLE-3 was {'not trained (' + failed + ')' if failed else 'not on the bench'}, so that is open."
+        yield _open(report)
         yield f"Of what was, {_named(winner)} is fastest at {_speed(winner)} over no drafter."
     elif winner.arm.family == IN_QUESTION:
         yield f"Yes: {_named(winner)} is the fastest of {len(report.arms) - 1} arms, {_speed(winner)} over no drafter."
@@ -42,7 +41,10 @@ def _sentences(report: CompareReport) -> Iterator[str]:
 def _off(report: CompareReport, asked: Sequence[ArmReport]) -> Iterator[str]:
     spoilt = [one for one in report.arms if not one.lossless]
     best = next((one for one in report.arms if one.arm.title != OFF), None)
-    yield "No, and nor is anything else that was tried: leave it off."
+    if asked:
+        yield "No, and nor is anything else that was tried: leave it off."
+    else:
+        yield f"{_open(report)} Of what was, nothing is surely faster than no drafter: leave it off."
     if best is not None:
         reason = "is not surely faster" if best.lossless else "changed the output"
         yield f"The best arm, {_named(best)}, measured {_speed(best)} over no drafter, which {reason}."
@@ -50,6 +52,11 @@ def _off(report: CompareReport, asked: Sequence[ArmReport]) -> Iterator[str]:
         yield f"{_named(asked[0])} measured {_speed(asked[0])}."
     if spoilt:
         yield _lossless(report)
+
+
+def _open(report: CompareReport) -> str:
+    failed = report.failed.get(IN_QUESTION)
+    return f"EAGLE-3 was {f'not trained ({failed})' if failed else 'not on the bench'}, so that is open."
 
 
 def _other(report: CompareReport, winner: ArmReport, asked: ArmReport) -> Iterator[str]:

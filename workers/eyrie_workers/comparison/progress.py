@@ -5,6 +5,7 @@ that a stage is the same program here, on a cluster and alone; the price is a th
 """
 
 import io
+import shutil
 import sys
 import threading
 import time
@@ -97,6 +98,8 @@ class Voice:
             if not line or line == last:
                 continue
             last = line
+            if self._live:  # one that wraps could not be redrawn
+                line = line[: shutil.get_terminal_size().columns - 3]
             print(f"{self._clear()}  {line}", file=self._stream, end="" if self._live else "\n", flush=True)
 
     def _clear(self) -> str:

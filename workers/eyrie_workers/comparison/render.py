@@ -129,12 +129,12 @@ def view(report: CompareReport, where: Sequence[tuple[str, str]]) -> RenderableT
     for claim in report.claims:
         if claim.verdict != "not measured":
             told.add_row(claim.aspect, claim.seed, claim.here, Text(claim.verdict, _STYLE[claim.verdict]))
+    story: list[RenderableType] = [told, Text()] if told.row_count else []
     files = Table.grid(padding=(0, 2))
     for name, path in where:
         files.add_row(Text(name, "bold"), path)
     notes = [Text(f"note: {note}", "dim") for note in report.notes]
-    return Group(Text(), board, Text(), Text(QUESTION, "bold"), Text(report.verdict), Text(), told, Text(), *notes,
-                 files)
+    return Group(Text(), board, Text(), Text(QUESTION, "bold"), Text(report.verdict), Text(), *story, *notes, files)
 
 
 def _line(report: CompareReport, one: ArmReport, others: Sequence[int], seconds: float | None) -> list[str]:
