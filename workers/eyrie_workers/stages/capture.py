@@ -51,6 +51,7 @@ from eyrie_workers.targets.config import TargetConfig, read_config
 from eyrie_workers.targets.layers import choose_aux_layers
 from eyrie_workers.targets.loading import load_target, resolve, special_token_ids, target_digest
 from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.targets.probe import probe_layers, rows_to_probe
 
 # Of a row that is compared with transformers: layers are told apart by far fewer, and its attention grows as a square.
 _CHECKED_TOKENS = 256
@@ -170,6 +171,8 @@ def capture(spec: CaptureStage, stage: Stage) -> Result:
                     f"{plan.rows_dropped} left out because their prompt alone reaches it", warning=True)
     choice = choose_aux_layers(config.num_layers, config.layer_types, spec.capture.aux_layers)
     stage.event("LayersChosen", f"aux hidden states {list(choice.aux_layers)}: {choice.reason}")
+    if spec.capture.probe_layers:
+        _probe(spec, stage, choice.aux_layers)
     always = [*config.eos_token_ids, *special_token_ids(path)]
     named = choose_aux_layers(config.num_layers, override=spec.aux_layers).aux_layers if spec.aux_layers else ()
     of_families = layers_of(spec.families, choice.aux_layers, config.num_layers)
@@ -223,6 +226,16 @@ def _leave_plan(spec: CaptureStage, stage: Stage, plan: CapturePlan, layout: Sto
 def is_whole(directory: Path) -> bool:
     """Whether what capture left is there, a store or a plan, and nobody found damage."""
     return store_is_whole(directory) or plan_is_whole(Directory(directory))
+
+
+def _probe(spec: CaptureStage, stage: Stage, chosen: Sequence[int]) -> None:
+    """Tell which layers foresee most, beside those chosen; not again once states are there."""
+    if any(stage.out_dir.glob("shard-*")) or is_whole(stage.out_dir):
+        return
+    target = load_target(resolve(spec.target), spec.target.dtype)
+    found = probe_layers(target, rows_to_probe(Path(spec.rows_dir)), chosen)
+    stage.event("LayersProbed", found.told())
+    stage.pause_point()
 
 
 def _tell_codec(spec: CaptureSpec, layout: StoreLayout, stage: Stage) -> None:
