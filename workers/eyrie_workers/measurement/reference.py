@@ -24,6 +24,13 @@ class GrowsTrees(Protocol):
     branch_keys: BranchKeys
 
 
+@runtime_checkable
+class ReadsText(Protocol):
+    """A drafter that reads the text itself, which an engine may begin at its second token."""
+
+    reads_first_token: bool
+
+
 class Reference:
     """Target and drafter, loaded as the serving engine would have to compute them."""
 
@@ -35,6 +42,8 @@ class Reference:
         self._branch_keys: BranchKeys = "places" if kind == "sglang" else "ancestors"
         if isinstance(self.drafter, GrowsTrees):
             self.drafter.branch_keys = self._branch_keys
+        if isinstance(self.drafter, ReadsText):
+            self.drafter.reads_first_token = kind != "sglang"
 
     def rounds(self, prompt: Sequence[int], length: int, drafter: Drafter | None = None) -> Rounds:
         """The reference engine's own rounds for an answer of `length` tokens."""
