@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from eyrie_workers.drafters.contract import num_aux
+from eyrie_workers.drafters.registry import FAMILIES
 from eyrie_workers.stages.sweep import groups, losers, rung_steps, sweep
+from eyrie_workers.targets.config import read_config
 from tests.tiny import tiny_target
+from tests.workers.stages import test_train
 from tests.workers.stages.test_train import metrics, report_of, run, weights, write_spec, write_store
 
 
@@ -62,6 +65,18 @@ def test_candidates_that_name_their_layers_share_a_store_of_all_of_them(
         config = json.loads(next((tmp_path / name).glob("checkpoints/*/config.json")).read_text())
         assert num_aux(config) == len(layers or "123")
     assert json.loads((tmp_path / "missing" / "failure.json").read_text())["reason"] == "Conflict"
+
+
+def test_every_family_trains_beside_the_others_and_none_is_stopped_for_another(
+        tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_train, "AUX_LAYERS", (1, 2, 3, read_config(target_dir).num_layers))
+    store_dir = write_store(tmp_path / "store", target_dir, 12)
+    for name in FAMILIES:
+        write_spec(tmp_path / name, target_dir, store_dir, max_steps=4, drafter={"family": name, "aux_layers": [1, 2]})
+    assert sweep([tmp_path / name for name in FAMILIES], rungs=(0.25, 0.5)) == 0
+    for name in FAMILIES:
+        report = report_of(tmp_path / name)
+        assert (report.family, report.steps, report.stopped_early) == (name, 4, False)
 
 
 def test_at_a_rung_the_slower_half_stops_with_a_checkpoint(tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
