@@ -1,6 +1,7 @@
 """DFlash: the block as the paper reads plainly, serving against training, the export against what SGLang loads."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ from torch import Tensor
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, TrainSpec
 from eyrie_workers.drafters.checkpoint import CheckpointInvalid
-from eyrie_workers.drafters.dflash import FAMILY, DFlashDrafter, DFlashServer, mask_token, read_dflash_config
+from eyrie_workers.drafters.dflash import (
+    FAMILY,
+    DFlashDrafter,
+    DFlashServer,
+    load,
+    mask_token,
+    read_dflash_config,
+)
 from eyrie_workers.drafters.inheritance import TargetEnds, read_target_ends
 from eyrie_workers.drafters.protocol import NO_TOKEN, SettledPairs
 from eyrie_workers.drafters.registry import open_drafter
@@ -214,6 +222,8 @@ def test_the_export_is_what_sglang_reads_and_every_departure_is_refused(target: 
     other = load_target(tiny_target(tmp_path / "other", num_layers=6))
     with pytest.raises(CheckpointInvalid, match="this target has"):
         open_drafter(directory, other)
+    with pytest.raises(CheckpointInvalid, match="ends answers"):
+        load(directory, replace(target.config, eos_token_ids=(1,)))
     save_file(tensors | {"embed_tokens.weight": torch.zeros(VOCAB, HIDDEN)}, directory / "model.safetensors")
     with pytest.raises(CheckpointInvalid, match="is not known"):
         open_drafter(directory, target)

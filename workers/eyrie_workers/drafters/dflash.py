@@ -360,28 +360,30 @@ def _whole(value: object, least: int, most: int | None) -> bool:
             and (most is None or value <= most))
 
 
-def load(directory: Path) -> tuple[DFlashConfig, dict[str, Tensor]]:
-    """Configuration and tensors of an export. Raises ArtifactMissing, CheckpointInvalid."""
+def load(directory: Path, target: TargetConfig | None = None) -> tuple[DFlashConfig, dict[str, Tensor]]:
+    """Configuration and tensors of an export, for this target if one is given. Raises ArtifactMissing,
+    CheckpointInvalid."""
     config, tensors = read_dflash_config(directory.name, read_config(directory)), read_tensors(directory)
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in DFlashDrafter(config).state_dict().items()}
     exact_tensors(directory.name, tensors, expected)
+    got = (config.decoder.hidden_size, config.decoder.vocab_size, config.num_target_layers)
+    if target is not None and got != (wanted := (target.hidden_size, target.vocab_size, target.num_layers)):
+        raise CheckpointInvalid(f"drafter {directory.name} is for a target of width, vocabulary and layers {got}; "
+                                f"this target has {wanted}", "serve it with its own target")
+    if target is not None and config.mask_token_id in target.eos_token_ids:
+        raise CheckpointInvalid(f"drafter {directory.name}: dflash_config.mask_token_id {config.mask_token_id} ends "
+                                "answers of this target", "serve it with its own target")
     return config, tensors
 
 
 def _serve(directory: Path, target: TargetModel) -> Drafter:
-    config, tensors = load(directory)
-    got = (config.decoder.hidden_size, config.decoder.vocab_size, config.num_target_layers)
-    wanted = (target.config.hidden_size, target.config.vocab_size, target.config.num_layers)
-    if got != wanted:
-        raise CheckpointInvalid(f"drafter {directory.name} is for a target of width, vocabulary and layers {got}; "
-                                f"this target has {wanted}", "serve it with its own target")
+    config, tensors = load(directory, target.config)
     return DFlashServer(config, {name: tensor.to(target.device, target.dtype) for name, tensor in tensors.items()},
                         target)
 
 
 # 130 steps of 1024 tokens, two layers: simulated speed-up 1.25 at 1e-3, 1.25 at 2e-3 with the higher loss (3.99 against
 # 3.77), 1.18 at 4e-3. Slow to learn: a standalone drafter has 2.39 by then. It is made for more data than that.
-FAMILY = Family("dflash", ARCHITECTURE, _create, _objective, _save, _serve,
-                loaded_by("dflash", lambda directory, _target: load(directory)), layers=fused, whole_vocabulary=True,
-                learning_rate=1e-3)
+FAMILY = Family("dflash", ARCHITECTURE, _create, _objective, _save, _serve, loaded_by("dflash", load),
+                layers=fused, whole_vocabulary=True, learning_rate=1e-3)
