@@ -217,12 +217,13 @@ def compare(context: typer.Context) -> None:
 
 
 def run_child(module: str, arguments: Sequence[str]) -> int:
-    """Run a program of the workers with our streams until it ends; its exit code."""
+    """Run a program of the workers with our streams until it ends; its exit code, 128 + n when signal n ended it."""
     # Ctrl-C reaches the child too, which ends in order; we only wait for it. (An ignored signal would be inherited.)
     signal.signal(signal.SIGINT, lambda _number, _frame: None)
     child = subprocess.Popen([sys.executable, "-m", module, *arguments])
     signal.signal(signal.SIGTERM, lambda _number, _frame: child.terminate())
-    return child.wait()
+    code = child.wait()
+    return code if code >= 0 else 128 - code
 
 
 @app.command("check-drafter")
