@@ -274,7 +274,8 @@ class TrainSpec(Frozen):
     """Whether every supervised token of a batch weighs the same, or every answer, however long."""
 
     learning_rate: float | None = Field(None, gt=0.0, le=1.0)
-    """Peak; default: the family's own."""
+    """Peak; default: the family's own, measured on the quickstart target. Targets of billions of parameters want less:
+    5e-5 to 6e-4 is what others train EAGLE-3 with."""
 
     warmup_ratio: Probability = 0.05
     schedule: Literal["cosine", "wsd", "constant"] = "wsd"

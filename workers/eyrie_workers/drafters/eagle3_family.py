@@ -66,4 +66,4 @@ def _serve(directory: Path, target: TargetModel) -> Drafter:
     return Eagle3Server(drafter, target.embed_weight)
 
 
-FAMILY = Family("eagle3", ARCHITECTURE, _create, _objective, _save, _serve, examine)
+FAMILY = Family("eagle3", ARCHITECTURE, _create, _objective, _save, _serve, examine, learning_rate=2e-3)
