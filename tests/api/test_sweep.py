@@ -162,3 +162,9 @@ def test_what_sglang_cannot_serve_is_refused_at_the_boundary_with_the_mend(
 def test_one_program_for_all_candidates_and_a_trainjob_for_each_contradict_one_another() -> None:
     with pytest.raises(ValidationError, match=r"sweep\.together is 'always'.*trainjob"):
         job_spec(sweep={"together": "always"}, placement={"train_launcher": "trainjob"})
+
+
+def test_a_variant_of_one_family_is_refused_where_others_are_trained() -> None:
+    with pytest.raises(ValidationError, match=r"drafter.fc_norm is a variant of eagle3, and 'medusa' is to be trained"):
+        job_spec(drafter={"fc_norm": True}, sweep={"families": ["eagle3", "medusa"]})
+    assert job_spec(drafter={"fc_norm": True}, sweep={"families": ["eagle3"]}).drafter.fc_norm

@@ -58,3 +58,18 @@ def test_the_api_accepts_exactly_the_families_the_workers_can_compute() -> None:
     from eyrie_workers.targets.config import FAMILIES
 
     assert {name.removesuffix("ForCausalLM").lower() for name in SUPPORTED_ARCHITECTURES} == set(FAMILIES)
+
+
+# The mistakes it makes on purpose are those of one family's checkpoints, and it says so.
+ENGINE = [path for room in ("speculation", "stages", "measurement")
+          for path in sorted((ROOT / "workers/eyrie_workers" / room).glob("*.py")) if path.stem != "suspects"]
+
+
+@pytest.mark.parametrize("path", ENGINE, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_no_file_of_the_engine_knows_a_family_by_name(path: Path) -> None:
+    families = {"eagle1", "eagle3", "medusa", "hydra", "standalone", "dflash"}
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    imported = {part for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module
+                for part in (*node.module.split("."), *(alias.name for alias in node.names))}
+    told = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    assert not families & (imported | told)

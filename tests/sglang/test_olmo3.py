@@ -27,7 +27,8 @@ from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.targets.layers import choose_aux_layers
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.training.objective import Moment, join
+from eyrie_workers.training.documents import join
+from eyrie_workers.training.objective import Moment
 from tests.sglang.servers import READY_S, ROOT, STAND_IN, environment, program
 from tests.tiny import tiny_target
 

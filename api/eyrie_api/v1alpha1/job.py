@@ -204,7 +204,7 @@ class DrafterSpec(Frozen):
 
     family: Family = "eagle3"
     intermediate_size: int | None = Field(None, ge=8, le=1_048_576)
-    """MLP width; default: the target's."""
+    """MLP width; default: the target's; for `standalone`, in proportion to its width."""
 
     hidden_size: int | None = Field(None, ge=8, le=65_536)
     """Width of a `standalone` drafter; default: the family's choice. The others have their target's."""
@@ -646,6 +646,16 @@ class JobSpec(Frozen):
         if deepest > self.train.ttt_length + 4:
             raise ValueError(f"num_steps {deepest} is far beyond train.ttt_length {self.train.ttt_length}: "
                              "the drafter would serve on states it never saw; raise ttt_length or lower num_steps")
+        return self
+
+    @model_validator(mode="after")
+    def _variants_are_eagle3s(self) -> "JobSpec":
+        for family in self.sweep.families or (self.drafter.family,):
+            given = [field for field in ("fc_norm", "norm_before_fc", "norm_output", "sliding_window")
+                     if getattr(self.drafter, field)]
+            if family != "eagle3" and given:
+                raise ValueError(f"drafter.{given[0]} is a variant of eagle3, and {family!r} is to be trained too: "
+                                 "leave it out, or train that family in a job of its own")
         return self
 
     @model_validator(mode="after")
