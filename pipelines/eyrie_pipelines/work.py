@@ -17,6 +17,7 @@ shard that is not there. So a picture of the directory is taken first (hard link
 taken again if anything was renamed meanwhile. Large state costs time: syncing takes at most a fifth of it.
 """
 
+import json
 import os
 import shutil
 import threading
@@ -29,7 +30,7 @@ from eyrie_api.artifacts import MANIFEST, digest_model, read_manifest
 from eyrie_api.artifacts.directories import download_dir, upload_dir
 from eyrie_api.artifacts.fetch import fetch_part
 from eyrie_api.artifacts.store import ArtifactStore, open_store
-from eyrie_api.errors import ArtifactMissing, EyrieError, Transient
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, Transient
 from eyrie_api.v1alpha1.placement import Placement, S3Work
 from eyrie_api.v1alpha1.stages import (
     BenchmarkStage,
@@ -49,6 +50,9 @@ CREDENTIALS_DIR = "/var/run/eyrie/artifacts"
 
 JOB_FILE, RUN_FAILURE = "job.json", "run/failure.json"
 _GROWING = (".jsonl", ".txt")
+_NOTE_SUFFIX = ".damaged"
+"""Of the note beside a shard whose bytes are not what was written (`eyrie_workers.features.writer`)."""
+
 _PICTURE = ".sync"
 _PICTURES = 20
 _SYNC_SHARE = 4
@@ -105,6 +109,9 @@ class Work:
         if self._store is None:
             yield True
             return
+        noted = self._noted(directory) if isinstance(spec, CaptureStage) else []
+        if noted and self._puts:  # no longer finished: what is damaged is made again, and nothing else
+            self._store.delete(self._key(directory / MANIFEST))
         self.bring_report(directory)
         if (directory / MANIFEST).is_file():
             # Made from another spec, the stage program refuses it by its manifest, as on one machine.
@@ -121,12 +128,41 @@ class Work:
             yield True
         if (directory / MANIFEST).is_file():
             patiently(lambda: self._put_finished(directory))
+            for key in noted:
+                self._store.delete(key)
 
     def _put_finished(self, directory: Path) -> None:
         assert self._store is not None
         shutil.rmtree(directory / STATE_DIR, ignore_errors=True)  # several times a drafter's size, and of no more use
         upload_dir(self._store, directory, self._key(directory))
         self._store.delete_all(self._key(directory / STATE_DIR))
+
+    def _noted(self, directory: Path) -> list[str]:
+        """Keys of the notes beside damaged files of a stage's directory."""
+        assert self._store is not None
+        return [found.key for found in self._store.list(self._key(directory)) if found.key.endswith(_NOTE_SUFFIX)]
+
+    def _bring_states(self, directory: Path) -> None:
+        """The feature store, each file held to its digest. One that differs is noted beside it, so that capture makes
+        it again when the job is retried. Raises ArtifactCorrupt then."""
+        assert self._store is not None
+        try:
+            download_dir(self._store, self._key(directory), directory)
+        except ArtifactCorrupt as error:
+            listed = json.loads(self._store.read(self._key(directory / MANIFEST)))["files"]
+            for name, digest in ((entry["path"], entry["sha256"]) for entry in listed):
+                if not (directory / name).is_file() and self._differs(directory / name, digest) and self._puts:
+                    note = self._key((directory / name).with_suffix(_NOTE_SUFFIX))
+                    self._store.write(note, b"its bytes in the artifact store differ from their digest")
+            raise ArtifactCorrupt(error.message, "retry the job: capture makes what is damaged again") from error
+
+    def _differs(self, path: Path, digest: str) -> bool:
+        assert self._store is not None
+        try:
+            self._store.download(self._key(path), path, sha256=digest)
+        except (ArtifactCorrupt, ArtifactMissing):
+            return True
+        return False
 
     def _bring_inputs(self, spec: StageSpec) -> None:
         """Exactly what the stage reads of stages before it."""
@@ -135,7 +171,7 @@ class Work:
             download_dir(self._store, self._key(Path(spec.rows_dir)), Path(spec.rows_dir))
         elif isinstance(spec, TrainStage):
             if Path(spec.store_dir) not in self._brought:  # the same for all candidates: it is large, compare it once
-                download_dir(self._store, self._key(Path(spec.store_dir)), Path(spec.store_dir))
+                self._bring_states(Path(spec.store_dir))
             self._brought.add(Path(spec.store_dir))
         elif isinstance(spec, BenchmarkStage | TuneStage | ProveStage):
             self._bring_drafter(Path(spec.drafter_dir))

@@ -140,6 +140,24 @@ def test_candidates_trained_together_in_one_pod_are_each_in_the_store_whichever_
     assert "stages/capture/index.json" not in pods.here()
 
 
+def test_a_damaged_shard_in_the_store_is_named_noted_and_made_again_by_a_retry(
+        pods: Pods, rehearsal: Rehearsal) -> None:
+    states = pods.run(run_stage.capture, pods.run(run_stage.regenerate))
+    shard, note = ("jobs/job-1/stages/capture/shard-000000" + ending for ending in (".safetensors", ".damaged"))
+    whole = pods.store.read(shard)
+    pods.store.write(shard, b"not what was written")
+    with pytest.raises(run_stage.StageFailed, match=r"shard-000000\.safetensors") as failed:
+        pods.run(run_stage.train, states, "base")
+    assert "retry the job: capture makes what is damaged again" in failed.value.mend
+    assert {note} == {one.key for one in pods.store.list("jobs/job-1/stages/capture") if one.key == note}
+    pods.store.delete("jobs/job-1/run/failure.json")  # what a retry does
+    pods.run(run_stage.capture, "stages/regenerate")
+    assert pods.store.read(shard) == whole
+    assert note not in {one.key for one in pods.store.list("jobs/job-1/stages/capture")}
+    pods.run(run_stage.train, states, "base")
+    assert rehearsal.starts() == ["regenerate", "capture", "capture", "train/base"]
+
+
 def test_a_pod_killed_at_work_loses_nothing_it_had_put_into_the_store(pods: Pods, rehearsal: Rehearsal) -> None:
     rehearsal.plan(regenerate=["hang", "ok"])
     pod = pods.start("regenerate")
