@@ -27,8 +27,8 @@ def test_a_defective_directory_ends_with_65_and_says_the_mend(tmp_path: Path) ->
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle"]}')
     done = CliRunner().invoke(app, ["check-drafter", str(tmp_path)])
     assert done.exit_code == 65
-    assert "1 error\n  eagle-1-2: architecture LlamaForCausalLMEagle" in done.output
-    assert "    mend: serve it by hand with --speculative-algorithm EAGLE" in done.output
+    assert "1 error\n  weights-missing: " in done.output
+    assert "    mend: give the directory of an exported drafter" in done.output
 
 
 def test_what_the_child_refuses_keeps_its_reason_and_exit_code() -> None:
