@@ -1,6 +1,7 @@
 """AdamW in slices: the parameters of AdamW in one piece, on any number of processes, also after a change of number."""
 
-from multiprocessing import get_context
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -62,14 +63,10 @@ def take_part(rank: int, size: int, meeting: str, steps: range, before: Path | N
 
 def together(size: int, directory: Path, steps: range, before: Path | None = None) -> Path:
     after = directory / f"after-{steps.stop}.pt"
-    context = get_context("spawn")
-    processes = [context.Process(target=take_part, args=(rank, size, str(directory / f"meet-{steps.stop}"), steps,
-                                                         before, after)) for rank in range(size)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-        assert process.exitcode == 0
+    told = [str(size), str(directory / f"meet-{steps.stop}"), str(steps.start), str(steps.stop), str(before or ""),
+            str(after)]
+    processes = [subprocess.Popen([sys.executable, __file__, str(rank), *told]) for rank in range(size)]
+    assert [process.wait(120) for process in processes] == [0] * size
     return after
 
 
@@ -79,3 +76,9 @@ def test_slices_give_the_parameters_of_the_whole_also_when_the_number_of_process
     for got, wanted in zip(torch.load(end)["parameters"], alone(6, 3), strict=True):
         # sums over processes in another order
         torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+if __name__ == "__main__":  # one of the processes of `together`
+    number, among, meet, first, last, earlier, later = sys.argv[1:]
+    take_part(int(number), int(among), meet, range(int(first), int(last)), Path(earlier) if earlier else None,
+              Path(later))

@@ -250,8 +250,11 @@ class FeatureStore:
         if spare:
             spare.pop()
         states = (num_tokens, len(self.layout.aux_layers), self.layout.hidden_size)
-        return Buffers(torch.empty(states, dtype=dtype or self.layout.dtype),
-                       torch.empty(num_tokens, self.layout.hidden_size, dtype=dtype or self.layout.dtype))
+        # Where there is a GPU, in memory that it copies from by itself while the batch before is learnt from.
+        pinned = torch.cuda.is_available()
+        return Buffers(torch.empty(states, dtype=dtype or self.layout.dtype, pin_memory=pinned),
+                       torch.empty(num_tokens, self.layout.hidden_size, dtype=dtype or self.layout.dtype,
+                                   pin_memory=pinned))
 
     def damage(self) -> Iterator[Damage]:
         """Read everything and tell what is not as it was written, leaving a note for each."""

@@ -39,13 +39,6 @@ class PackedDocuments:
             self.token_ids, self.loss_mask, self.aux, self.last))
         return PackedDocuments(token_ids, loss_mask, aux, last, self.lengths, opinion)
 
-    def pinned(self) -> "PackedDocuments":
-        """These documents in memory that a GPU can copy from by itself; unchanged where there is none."""
-        if not torch.cuda.is_available():
-            return self
-        return replace(self, token_ids=self.token_ids.pin_memory(), loss_mask=self.loss_mask.pin_memory(),
-                       aux=self.aux.pin_memory(), last=self.last.pin_memory())
-
     def with_layers(self, columns: Sequence[int]) -> "PackedDocuments":
         """These documents with some of their aux layers, by place."""
         if list(columns) == list(range(self.aux.shape[1])):
