@@ -17,7 +17,6 @@ shard that is not there. So a picture of the directory is taken first (hard link
 taken again if anything was renamed meanwhile. Large state costs time: syncing takes at most a fifth of it.
 """
 
-import json
 import os
 import shutil
 import threading
@@ -35,12 +34,13 @@ from eyrie_api.v1alpha1.placement import Placement, S3Work
 from eyrie_api.v1alpha1.stages import (
     BenchmarkStage,
     CaptureStage,
+    Manifest,
     ProveStage,
     StageSpec,
     TrainStage,
     TuneStage,
 )
-from eyrie_workers.catalog import STATE_DIR
+from eyrie_workers.catalog import DAMAGED_SUFFIX, STATE_DIR
 
 SYNC_VARIABLE = "EYRIE_SYNC_S"
 """Set: the store of EYRIE_ARTIFACTS_* is the work area, and this is how often unfinished work goes there."""
@@ -50,9 +50,6 @@ CREDENTIALS_DIR = "/var/run/eyrie/artifacts"
 
 JOB_FILE, RUN_FAILURE = "job.json", "run/failure.json"
 _GROWING = (".jsonl", ".txt")
-_NOTE_SUFFIX = ".damaged"
-"""Of the note beside a shard whose bytes are not what was written (`eyrie_workers.features.writer`)."""
-
 _PICTURE = ".sync"
 _PICTURES = 20
 _SYNC_SHARE = 4
@@ -140,7 +137,7 @@ class Work:
     def _noted(self, directory: Path) -> list[str]:
         """Keys of the notes beside damaged files of a stage's directory."""
         assert self._store is not None
-        return [found.key for found in self._store.list(self._key(directory)) if found.key.endswith(_NOTE_SUFFIX)]
+        return [found.key for found in self._store.list(self._key(directory)) if found.key.endswith(DAMAGED_SUFFIX)]
 
     def _bring_states(self, directory: Path) -> None:
         """The feature store, each file held to its digest. One that differs is noted beside it, so that capture makes
@@ -149,10 +146,10 @@ class Work:
         try:
             download_dir(self._store, self._key(directory), directory)
         except ArtifactCorrupt as error:
-            listed = json.loads(self._store.read(self._key(directory / MANIFEST)))["files"]
-            for name, digest in ((entry["path"], entry["sha256"]) for entry in listed):
-                if not (directory / name).is_file() and self._differs(directory / name, digest) and self._puts:
-                    note = self._key((directory / name).with_suffix(_NOTE_SUFFIX))
+            for entry in Manifest.model_validate_json(self._store.read(self._key(directory / MANIFEST))).files:
+                path = directory / entry.path
+                if not path.is_file() and self._differs(path, entry.sha256) and self._puts:
+                    note = self._key(path.with_suffix(DAMAGED_SUFFIX))
                     self._store.write(note, b"its bytes in the artifact store differ from their digest")
             raise ArtifactCorrupt(error.message, "retry the job: capture makes what is damaged again") from error
 

@@ -17,6 +17,9 @@ from eyrie_api.v1alpha1.stages import StageName
 STATE_DIR = "state"
 """Not hidden: what is hidden is being written aside, and stays on its machine."""
 
+DAMAGED_SUFFIX = ".damaged"
+"""Of the note beside a shard whose bytes are not what was written: capture, run again, makes that shard anew."""
+
 
 @dataclass(frozen=True)
 class Stage:

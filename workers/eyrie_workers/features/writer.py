@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from eyrie_api.artifacts import write_model
 from eyrie_api.errors import ArtifactCorrupt, Conflict
+from eyrie_workers.catalog import DAMAGED_SUFFIX
 from eyrie_workers.features.blocks import encode_block
 from eyrie_workers.features.layout import (
     INDEX,
@@ -45,12 +46,10 @@ from eyrie_workers.features.layout import (
     tokens_bytes,
 )
 
-NOTE_SUFFIX = ".damaged"
-
 
 def note_name(shard: str) -> str:
     """Of the note that a shard is damaged."""
-    return Path(shard).stem + NOTE_SUFFIX
+    return Path(shard).stem + DAMAGED_SUFFIX
 
 
 def read_index(directory: Path) -> StoreIndex | None:
@@ -88,7 +87,7 @@ def read_shard_end(path: Path) -> ShardEnd | None:
 def is_whole(directory: Path) -> bool:
     """Whether a finished store is there as its index says and nobody has found damage. Reads the shards' ends alone."""
     index = read_index_or_none(directory)
-    if index is None or any(directory.glob(f"shard-*{NOTE_SUFFIX}")):
+    if index is None or any(directory.glob(f"shard-*{DAMAGED_SUFFIX}")):
         return False
     paths = [(directory / shard.name, shard) for shard in index.shards]
     return all(path.is_file() and (end := read_shard_end(path)) is not None and end.record == shard
