@@ -46,7 +46,9 @@ class Troubles:
 
     api_key: str | None = None
     gate: threading.Event | None = None
-    """Chat completions wait for it."""
+    """Chat completions wait for it, but for the first ``before_gate``."""
+
+    before_gate: int = 0
 
 
 @dataclass
@@ -62,6 +64,8 @@ class Service:
     most_at_once: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
     at_once: int = 0
+    at_gate: int = 0
+    """Chat completions that came to the gate."""
 
 
 def question(body: dict[str, Any]) -> str:
@@ -147,6 +151,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply(401, {"error": {"message": "bad key"}})
         return True
 
+    def _goes_before_gate(self) -> bool:
+        with self.service.lock:
+            self.service.at_gate += 1
+            return self.service.at_gate <= self.service.troubles.before_gate
+
     def do_POST(self) -> None:
         service = self.service
         data = self.rfile.read(int(self.headers["Content-Length"]))
@@ -159,7 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
             if self.path == "/v1/chat/completions":
                 if service.troubles.meeting is not None:
                     service.troubles.meeting.wait(30)
-                if service.troubles.gate is not None:
+                if service.troubles.gate is not None and not self._goes_before_gate():
                     service.troubles.gate.wait(120)
                 self._reply(*complete(service, json.loads(data)))
             elif self.path == "/v1/files":

@@ -165,13 +165,10 @@ def test_shards_are_answered_by_workers_and_taken_in_whole(world: World, target:
 def test_a_shard_whose_worker_was_killed_is_answered_by_another_and_finished_ones_are_not_asked_again(
         world: World, target: Path) -> None:
     asked, gate = prompts(target), threading.Event()
-    with openai_double(Troubles(gate=gate)) as service:
+    with openai_double(Troubles(gate=gate, before_gate=3 * SHARD_ROWS)) as service:
         asking = Asking(world.engine(service), asked)
-        gate.set()
-        first = world.worker()
-        eventually(lambda: len(asking.outcomes) >= 2 * SHARD_ROWS)
-        gate.clear()
-        eventually(lambda: service.at_once > 0)
+        first = world.worker()  # its two processes finish two shards at least before all they ask is held back
+        eventually(lambda: len(asking.outcomes) >= 2 * SHARD_ROWS and service.at_once > 0)
         world.kill(first)
         finished = {outcome.row_id for outcome in asking.outcomes}
         gate.set()
