@@ -186,7 +186,8 @@ class _Work:
         vocabulary = capture.draft_vocab_size or min(target.vocab_size, DEFAULT_DRAFT_VOCABULARY)
         wanted = StoredAs(capture.codec, capture.final_state, capture.final_top_k, vocabulary)
         sizes = (self.captured, self.taught, self.num_aux, target.hidden_size)
-        chosen = choose(wanted, capture.max_bytes, *sizes)
+        self.streamed = capture.feed == "stream"
+        chosen = choose(wanted, None if self.streamed else capture.max_bytes, *sizes)
         self.within_budget = chosen is not None
         self.stored = chosen or wanted
         self.store_bytes = self.stored.bytes_of(*sizes)
@@ -223,6 +224,9 @@ def _regenerate(work: _Work, rates: Rates) -> StagePlan:
 
 
 def _capture(work: _Work, rates: Rates) -> StagePlan:
+    if work.streamed:  # ids and masks alone are written; the target's passes are paid where they happen, in training
+        return StagePlan(stage="capture", tokens=work.captured,
+                         bytes_on_disk=work.captured * ID_AND_MASK_BYTES, hours=0.0)
     return StagePlan(stage="capture", tokens=work.captured,
                      bytes_on_disk=work.store_bytes,
                      hours=_hours(work.captured * work.flops_per_token, rates.prefill))
@@ -233,14 +237,31 @@ def _train(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> StageP
     hours, share = 0.0, _share_of_steps(work.spec, candidates)
     for candidate in candidates:
         train, parameters = candidate.train, work.target.drafter_parameters(candidate)
-        seen = round(work.captured * train.epochs)
-        if train.max_steps is not None:
-            seen = min(seen, train.max_steps * train.max_tokens_per_batch)
+        seen = _tokens_seen(work, candidate)
         tokens += round(seen * share)
         hours += _hours(6.0 * parameters * work.target.training_passes(candidate) * seen * share, rates.train)
         # Exported checkpoints, and one resumable state: weights and two moments.
         size += parameters * 4 * (train.num_checkpoints + 3)
+    if work.streamed:
+        hours += _hours(_streamed_tokens(work, candidates) * work.flops_per_token, rates.prefill)
     return StagePlan(stage="train", tokens=tokens, bytes_on_disk=size, hours=hours)
+
+
+def _tokens_seen(work: _Work, candidate: Candidate) -> int:
+    train, seen = candidate.train, round(work.captured * candidate.train.epochs)
+    return seen if train.max_steps is None else min(seen, train.max_steps * train.max_tokens_per_batch)
+
+
+def _streamed_tokens(work: _Work, candidates: Sequence[Candidate]) -> int:
+    """What the target computes for those who learn from no store: once for all who see the same documents at the same
+    steps, in every epoch anew."""
+    if work.spec.sweep.together == "never":
+        return sum(_tokens_seen(work, one) for one in candidates)
+    longest: dict[tuple[int, int], int] = {}
+    for one in candidates:
+        key = (one.train.seed, one.train.max_tokens_per_batch)
+        longest[key] = max(longest.get(key, 0), _tokens_seen(work, one))
+    return sum(longest.values())
 
 
 def _share_of_steps(spec: JobSpec, candidates: Sequence[Candidate]) -> float:
@@ -325,6 +346,12 @@ def _warnings(work: _Work, candidates: Sequence[Candidate]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _why_stored(work: _Work) -> str:
+    if work.streamed:
+        return "capture.codec; in memory alone, capture.feed: stream"
+    return "capture.codec" if work.spec.capture.max_bytes is None else "capture.max_bytes"
+
+
 def _assumptions(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> tuple[Assumption, ...]:
     target, data = work.target, work.data
 
@@ -343,8 +370,8 @@ def _assumptions(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> 
         say("states of every token", work.num_aux, "layers",
             f"what {', '.join(families_of(work.spec))} read"
             + ("" if work.spec.capture.aux_layers else "; by default low, middle and high are fused")),
-        say("stored states", work.state_bytes, "bytes per token",
-            f"{work.stored.name}: {'capture.codec' if work.spec.capture.max_bytes is None else 'capture.max_bytes'}"),
+        say("streamed states" if work.streamed else "stored states", work.state_bytes, "bytes per token",
+            f"{work.stored.name}: {_why_stored(work)}"),
         say("token id and loss mask", ID_AND_MASK_BYTES, "bytes per token", "layout of the store"),
         say("candidates", len(candidates), "drafters", "sweep"),
         say("prefill rate", rates.prefill, "GFLOP/s", rates.source),

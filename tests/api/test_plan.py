@@ -121,6 +121,24 @@ def test_of_candidates_that_race_one_another_the_steps_after_a_rung_are_not_char
     assert [note.partition(":")[0] for note in every.notes] == families
 
 
+def test_a_streamed_job_needs_no_disk_for_states_and_pays_the_target_in_every_epoch() -> None:
+    def planned(epochs: float, **changes: Any) -> Plan:
+        return make_plan(job_spec(train={"epochs": epochs}, **changes), SMALL, None)
+
+    stored, streamed = planned(2.0), planned(2.0, capture={"feed": "stream", "max_bytes": 2**16})
+    tokens = stored.stages[1].tokens
+    assert streamed.stages[1].bytes_on_disk == tokens * ID_AND_MASK_BYTES
+    assert streamed.fits_disk is not False
+    assert streamed.stages[1].hours == 0.0
+    # The seven passes of the drafter aside, an epoch of training now takes an epoch of capture more.
+    assert streamed.stages[2].hours == pytest.approx(stored.stages[2].hours + 2 * stored.stages[1].hours)
+    eight = {"axes": [{"field": "train.learning_rate", "values": [number / 1000 for number in range(1, 9)]}]}
+    together, alone = ({**eight, "rungs": [], "together": how} for how in ("auto", "never"))
+    more = (planned(2.0, capture={"feed": "stream"}, sweep=sweep).stages[2].hours - planned(
+        2.0, sweep=sweep).stages[2].hours for sweep in (together, alone))
+    assert [round(hours / stored.stages[1].hours) for hours in more] == [2, 16]
+
+
 @pytest.mark.parametrize(("sections", "states"), [
     ({}, 3),
     ({"sweep": {"families": ["eagle3", "medusa"]}}, 4),
