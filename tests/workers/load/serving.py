@@ -3,9 +3,14 @@
 import asyncio
 import contextlib
 import json
+import shutil
+import ssl
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from eyrie_workers.load.arms import LoadPrompt
 from eyrie_workers.load.responder import Pace, serve
@@ -85,6 +90,20 @@ def saying(*connections: list[bytes], closes: bool = True) -> Iterator[tuple[str
     with in_thread(work()):
         assert up.wait(GENEROUS_S)
         yield address[0], carried
+
+
+def certified(directory: Path, name: str) -> tuple[Path, ssl.SSLContext]:
+    """A certificate of its own for a name (`DNS:...`, `IP:...`), and a server's context with it."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("no openssl command to make a certificate with")
+    key, certificate = directory / "key.pem", directory / "certificate.pem"
+    subprocess.run([openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+                    "-keyout", key, "-out", certificate, "-days", "2", "-subj", "/CN=test", "-addext",
+                    f"subjectAltName={name}"], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    return certificate, context
 
 
 def prompts(num: int, categories: str = "ab") -> list[LoadPrompt]:

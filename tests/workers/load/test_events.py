@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eyrie_workers.load.events import read_answer
-from eyrie_workers.load.http1 import ExchangeFailed
+from eyrie_workers.load.origin import ExchangeFailed
 
 Pieces = list[tuple[float, bytes]]
 

@@ -2,16 +2,14 @@
 
 import asyncio
 import random
-import shutil
-import ssl
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.load.http1 import ExchangeFailed, Frames, Pool, Reply, parse_url
-from tests.workers.load.serving import GENEROUS_S, saying
+from eyrie_workers.load.http1 import Frames, Pool, Reply
+from eyrie_workers.load.origin import ExchangeFailed, parse_url
+from tests.workers.load.serving import GENEROUS_S, certified, saying
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -130,15 +128,7 @@ def test_a_header_cannot_smuggle_another_one() -> None:
 
 
 def test_https_is_spoken_and_an_unknown_certificate_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("no openssl command to make a certificate with")
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    subprocess.run([openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-                    "-keyout", key, "-out", certificate, "-days", "2", "-subj", "/CN=localhost", "-addext",
-                    "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
+    certificate, context = certified(tmp_path, "IP:127.0.0.1")
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

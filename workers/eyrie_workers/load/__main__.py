@@ -25,7 +25,7 @@ from eyrie_api.v1alpha1.job import QUICKSTART_SUITES, SuiteSpec
 from eyrie_api.v1alpha1.load import LoadSpec, ServiceLevel
 from eyrie_workers.load.arms import LoadArm, LoadPrompt
 from eyrie_workers.load.asking import served_models
-from eyrie_workers.load.http1 import parse_url
+from eyrie_workers.load.origin import parse_url
 from eyrie_workers.load.run import run_load
 from eyrie_workers.load.tables import load_view
 from eyrie_workers.measurement.suites import load_suite

@@ -24,7 +24,8 @@ from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.load import LoadSpec
 from eyrie_workers.load.arms import LoadArm, LoadPrompt
 from eyrie_workers.load.events import Answer, Counting, FloatArray, read_answer, reading
-from eyrie_workers.load.http1 import ExchangeFailed, Pool, Reply, parse_url
+from eyrie_workers.load.http1 import Pool, Reply
+from eyrie_workers.load.origin import ExchangeFailed, parse_url
 
 _PATH = "/chat/completions"
 _QUOTED = 300

@@ -30,7 +30,8 @@ from eyrie_workers.load.arms import LoadArm, LoadPrompt
 from eyrie_workers.load.asking import Sample
 from eyrie_workers.load.events import FloatArray
 from eyrie_workers.load.figures import Seen
-from eyrie_workers.load.http1 import Pool, parse_url
+from eyrie_workers.load.http1 import Pool
+from eyrie_workers.load.origin import parse_url
 from eyrie_workers.load.run import measure
 from eyrie_workers.measurement.environment import client_environment
 

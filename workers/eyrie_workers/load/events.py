@@ -24,7 +24,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from eyrie_workers.load.http1 import ExchangeFailed
+from eyrie_workers.load.origin import ExchangeFailed
 
 FloatArray = npt.NDArray[np.float64]
 Counting = Literal["ids", "usage", "text", "chunks"]

@@ -7,23 +7,24 @@ its frame; nothing is decoded until the answer has ended (`events` does that), s
 short as possible. asyncio's own protocol interface does this with what Python brings along.
 
 Understood: chunked and counted bodies, bodies that end with the connection, keep-alive, TLS, limits on head, chunk line
-and body, a deadline per exchange. Not wanted here: redirects, proxies, compression (none is asked for), HTTP/2.
+and body, a deadline per exchange, a proxy where one is given. Not wanted here: redirects, compression (none is asked
+for), HTTP/2.
 
 A connection that the server closed while it lay idle is not the server's failure: the request is sent once more on a
 fresh one. Everything else that goes wrong is an `ExchangeFailed` with a reason that can be counted.
 """
 
 import asyncio
-import base64
 import os
 import ssl
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import unquote, urlsplit
 
 from eyrie_api.errors import InvalidInput
+from eyrie_workers.load.origin import ExchangeFailed, Origin
+from eyrie_workers.load.proxy import Tunnel, authorisation
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_LINE_BYTES = 1024
@@ -33,61 +34,8 @@ _CONNECT_TIMEOUT_S = 30.0
 _BUFFER = memoryview(bytearray(256 * 1024))
 
 
-class ExchangeFailed(Exception):
-    """No whole answer came. `reason` is a word to count by, the message says more."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
 class _WentStale(Exception):
     """A kept connection was closed before it carried anything: try a fresh one."""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where requests go. `path` is the part of the URL before the API's own paths."""
-
-    scheme: Literal["http", "https"]
-    host: str
-    port: int
-    path: str
-    basic: str | None = field(default=None, repr=False)
-    """Credentials of the URL, ready for an Authorization header; they stand in no message."""
-
-    @property
-    def url(self) -> str:
-        """The address without credentials."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        usual = self.port == (443 if self.scheme == "https" else 80)
-        return f"{self.scheme}://{host}{'' if usual else f':{self.port}'}{self.path}"
-
-    @property
-    def host_header(self) -> str:
-        """The Host header's value."""
-        return self.url.split("//", 1)[1].split("/", 1)[0]
-
-
-def parse_url(url: str) -> Origin:
-    """An http(s) address. Raises InvalidInput, which quotes the address only as far as it holds no credentials."""
-    parts = urlsplit(url)
-    try:
-        port = parts.port
-    except ValueError:
-        port = -1
-    shown = url.rpartition("@")[2]
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or not url.isprintable():
-        raise InvalidInput(f"{shown!r} is not an address", "write it like http://127.0.0.1:30000/v1")
-    if parts.query or parts.fragment:
-        raise InvalidInput(f"the address {shown.partition('?')[0]!r} has a query or a fragment",
-                           "give the part up to and including /v1")
-    basic = None
-    if parts.username is not None:
-        pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-        basic = "Basic " + base64.b64encode(pair.encode()).decode()
-    scheme: Literal["http", "https"] = "https" if parts.scheme == "https" else "http"
-    return Origin(scheme, parts.hostname, port or (443 if scheme == "https" else 80), parts.path.rstrip("/"), basic)
 
 
 @dataclass
@@ -335,8 +283,8 @@ def read_head(head: bytes) -> tuple[int, dict[str, str], int]:
 class Pool:
     """Connections to one origin, kept alive between requests."""
 
-    def __init__(self, origin: Origin, headers: Mapping[str, str]) -> None:
-        self._origin = origin
+    def __init__(self, origin: Origin, headers: Mapping[str, str], proxy: Origin | None = None) -> None:
+        self._origin, self._proxy = origin, proxy
         self._tls = ssl.create_default_context() if origin.scheme == "https" else None
         self._idle: list[Connection] = []
         said = {"Host": origin.host_header, **headers}
@@ -347,11 +295,15 @@ class Pool:
                 raise InvalidInput(f"the {name} header holds characters that HTTP does not allow",
                                    "look for a line break or a non-ASCII letter in the key")
         self._head = "".join(f"{name}: {value}\r\n" for name, value in said.items())
+        self._path = origin.path
+        if proxy is not None and self._tls is None:  # without TLS the proxy reads the request: whole address, own name
+            self._path = origin.url
+            self._head += authorisation(proxy)
 
     def render(self, method: str, path: str, body: bytes = b"") -> bytes:
         """The bytes of a request."""
         sized = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
-        return f"{method} {self._origin.path}{path} HTTP/1.1\r\n{self._head}{sized}\r\n".encode() + body
+        return f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}{sized}\r\n".encode() + body
 
     async def exchange(self, request: bytes, timeout_s: float) -> Reply:
         """Send a rendered request and wait for the whole answer. Raises ExchangeFailed."""
@@ -394,17 +346,35 @@ class Pool:
         self._idle.append(connection)
 
     async def _connect(self, timeout_s: float) -> Connection:
-        origin, loop = self._origin, asyncio.get_running_loop()
+        through = self._proxy or self._origin
         try:
             async with asyncio.timeout(timeout_s):
-                _, connection = await loop.create_connection(
-                    Connection, origin.host, origin.port, ssl=self._tls,
-                    server_hostname=origin.host if self._tls else None)
+                if self._proxy is not None and self._tls is not None:
+                    return await self._through_tunnel(self._proxy, self._tls)
+                return await self._straight(through)
         except TimeoutError:
-            raise ExchangeFailed("Timeout", f"{origin.url} took no connection within {timeout_s:g} s") from None
+            raise ExchangeFailed("Timeout", f"{through.url} took no connection within {timeout_s:g} s") from None
         except ssl.SSLError as error:
-            raise ExchangeFailed("Tls", f"{origin.url}: TLS failed: {error}") from error
+            raise ExchangeFailed("Tls", f"{self._origin.url}: TLS failed: {error}") from error
         except OSError as error:
             why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-            raise ExchangeFailed("Unreachable", f"{origin.url} is not reachable: {why}") from error
+            raise ExchangeFailed("Unreachable", f"{through.url} is not reachable: {why}") from error
+
+    async def _straight(self, to: Origin) -> Connection:
+        _, connection = await asyncio.get_running_loop().create_connection(
+            Connection, to.host, to.port, ssl=self._tls, server_hostname=to.host if self._tls else None)
+        return connection
+
+    async def _through_tunnel(self, proxy: Origin, tls: ssl.SSLContext) -> Connection:
+        loop, connection = asyncio.get_running_loop(), Connection()
+        transport, tunnel = await loop.create_connection(Tunnel, proxy.host, proxy.port)
+        try:
+            await tunnel.granted(transport, proxy, self._origin)
+            inner = await loop.start_tls(transport, connection, tls, server_hostname=self._origin.host)
+        except BaseException:
+            transport.abort()
+            raise
+        if inner is None:  # what typeshed allows: the connection was lost meanwhile
+            raise ConnectionResetError("the connection was lost while TLS began")
+        connection.connection_made(inner)
         return connection

@@ -25,7 +25,7 @@ from eyrie_api.v1alpha1.load import LoadReport, LoadSpec
 from eyrie_workers.load.arms import LoadArm, LoadPrompt
 from eyrie_workers.load.asking import Asker, Question, Raw, Sample
 from eyrie_workers.load.figures import Seen, comparison, crossover, level_report
-from eyrie_workers.load.http1 import ExchangeFailed
+from eyrie_workers.load.origin import ExchangeFailed
 from eyrie_workers.load.schedule import Block, Level, blocks, levels, num_requests, total_requests
 from eyrie_workers.measurement.environment import client_environment, cpu_count
 

@@ -5,7 +5,8 @@ for the next, and whoever consumes the answers decides the pace. Closing the gen
 what is in flight; those rows are asked again next time, with the same seed.
 
 Requests travel over `load.http1`: the processor time of a general HTTP library is what kept a burst of answers, which
-end together on a server that batches, from being asked anew at once (workers/README.md). It knows no proxies.
+end together on a server that batches, from being asked anew at once (workers/README.md). A proxy that the environment
+names is used (`load.proxy`).
 """
 
 import asyncio
@@ -17,7 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eyrie_api.errors import Transient
-from eyrie_workers.load.http1 import ExchangeFailed, Pool, Reply, parse_url
+from eyrie_workers.load.http1 import Pool, Reply
+from eyrie_workers.load.origin import ExchangeFailed, parse_url
+from eyrie_workers.load.proxy import proxy_of
 from eyrie_workers.regeneration.asking import Answer, Prompt, Refusal
 from eyrie_workers.regeneration.dispatch import Route, Routes
 from eyrie_workers.regeneration.endpoint import (
@@ -145,8 +148,9 @@ class _Lines:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._timeout_s = endpoint.timeout_s
-        self._pools = {url: Pool(parse_url(url), {"Accept": "application/json", **endpoint.headers})
-                       for url in endpoint.base_urls}
+        origins = {url: parse_url(url) for url in endpoint.base_urls}
+        self._pools = {url: Pool(origin, {"Accept": "application/json", **endpoint.headers}, proxy_of(origin))
+                       for url, origin in origins.items()}
 
     async def ask(self, url: str, body: dict[str, Any]) -> Reply:
         """One request for a chat completion. Raises ExchangeFailed."""
