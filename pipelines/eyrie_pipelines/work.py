@@ -40,10 +40,13 @@ from eyrie_api.v1alpha1.stages import (
     TrainStage,
     TuneStage,
 )
-from eyrie_workers.catalog import DAMAGED_SUFFIX, STATE_DIR
+from eyrie_workers.catalog import DAMAGED_SUFFIX, ELSEWHERE, STATE_DIR
 
 SYNC_VARIABLE = "EYRIE_SYNC_S"
 """Set: the store of EYRIE_ARTIFACTS_* is the work area, and this is how often unfinished work goes there."""
+
+STATES_VARIABLE = "EYRIE_STATES"
+"""`ranged`: hidden states stay in the store, and training reads them there (`placement.work.states`)."""
 
 CREDENTIALS_DIR = "/var/run/eyrie/artifacts"
 """Where a pod finds the store's keys."""
@@ -63,9 +66,10 @@ class Work:
     """The work area of one job, seen from the pod of one box. Without a store it does nothing."""
 
     def __init__(self, job_dir: Path, store: ArtifactStore | None, sync_s: float = 15.0, *,
-                 puts: bool = True) -> None:
-        """`puts` is false on the other nodes of a training: they read, and the first one puts what comes out."""
-        self._job_dir, self._store, self._sync_s, self._puts = job_dir, store, sync_s, puts
+                 puts: bool = True, ranged: bool = False) -> None:
+        """`puts` is false on the other nodes of a training: they read, and the first one puts what comes out.
+        `ranged`: hidden states are not brought; who trains is told where they are."""
+        self._job_dir, self._store, self._sync_s, self._puts, self._ranged = job_dir, store, sync_s, puts, ranged
         self._home = job_dir.parent.parent
         self._brought: set[Path] = set()
 
@@ -73,7 +77,10 @@ class Work:
     def of(cls, job_dir: Path) -> "Work":
         """As the pod's environment says."""
         sync_s = os.environ.get(SYNC_VARIABLE)
-        return cls(job_dir, open_store(), float(sync_s), puts=is_first_node()) if sync_s else cls(job_dir, None)
+        if not sync_s:
+            return cls(job_dir, None)
+        return cls(job_dir, open_store(), float(sync_s), puts=is_first_node(),
+                   ranged=os.environ.get(STATES_VARIABLE) == "ranged")
 
     def begin(self) -> None:
         """Bring what every box reads: the job, and whether its run has failed already."""
@@ -140,9 +147,14 @@ class Work:
         return [found.key for found in self._store.list(self._key(directory)) if found.key.endswith(DAMAGED_SUFFIX)]
 
     def _bring_states(self, directory: Path) -> None:
-        """The feature store, each file held to its digest. One that differs is noted beside it, so that capture makes
+        """The feature store, each file held to its digest, or word of where it is (then its reader holds each block to
+        its digest, and notes what differs). One that differs is noted beside it, so that capture makes
         it again when the job is retried. Raises ArtifactCorrupt then."""
         assert self._store is not None
+        if self._ranged:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / ELSEWHERE).write_text(f"{self._store.url}/{self._key(directory)}\n")
+            return
         try:
             download_dir(self._store, self._key(directory), directory)
         except ArtifactCorrupt as error:
@@ -216,6 +228,8 @@ def pod_variables(placement: Placement, home: str, sync_s: float) -> dict[str, s
     if isinstance(placement.work, S3Work):
         told |= {"EYRIE_ARTIFACTS_URL": placement.work.url, "EYRIE_ARTIFACTS_REGION": placement.work.region,
                  SYNC_VARIABLE: f"{sync_s:g}"}
+        if placement.work.states == "ranged":
+            told[STATES_VARIABLE] = "ranged"
         if placement.work.endpoint_url is not None:
             told["EYRIE_ARTIFACTS_ENDPOINT_URL"] = placement.work.endpoint_url
         if placement.work.credentials_secret is not None:

@@ -11,7 +11,7 @@ from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
 from eyrie_api.v1alpha1.placement import HostPath, Placement, S3Work, SecretVariable, Toleration, VolumeWork, WorkArea
 from eyrie_api.v1alpha1.requests import JobPlacement, PlacementRequest
 from eyrie_pipelines.placement import POD_ANNOTATION, compile_for
-from eyrie_pipelines.work import CREDENTIALS_DIR
+from eyrie_pipelines.work import CREDENTIALS_DIR, pod_variables
 
 S3 = S3Work(url="s3://bucket/eyrie", endpoint_url="http://minio:9000", credentials_secret="s3-keys",
             scratch_size="50Gi")
@@ -78,6 +78,9 @@ def test_a_store_as_work_area_is_reached_with_mounted_keys_from_a_home_of_the_po
     assert told["EYRIE_ARTIFACTS_ENDPOINT_URL"] == "http://minio:9000"
     assert told["EYRIE_ARTIFACTS_CREDENTIALS_DIR"] == CREDENTIALS_DIR
     assert (told["EYRIE_HOME"], told["EYRIE_SYNC_S"]) == ("/var/lib/eyrie", "20")
+    assert "EYRIE_STATES" not in told
+    assert pod_variables(EVERYTHING.model_copy(update={"work": S3.model_copy(update={"states": "ranged"})}),
+                         "/var/lib/eyrie", 20.0)["EYRIE_STATES"] == "ranged"
     asked = platform(pipeline, "capture")
     assert [(one["secretName"], one["mountPath"]) for one in asked["secretAsVolume"]] == [("s3-keys", CREDENTIALS_DIR)]
     assert {"volumeName": "work", "mountPath": "/var/lib/eyrie", "sizeLimit": "50Gi"} in asked["emptyDirMounts"]

@@ -121,6 +121,18 @@ def test_a_job_passes_from_pod_to_pod_through_the_store_and_each_brings_only_wha
     assert pods.store.read("jobs/job-1/stages/prove/manifest.json") != proof
 
 
+def test_states_too_large_for_a_pods_disk_stay_in_the_store_and_training_is_told_where(
+        pods: Pods, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(work.STATES_VARIABLE, "ranged")
+    store = pods.run(run_stage.capture, pods.run(run_stage.regenerate))
+    pods.run(run_stage.train, store, "base")
+    states = {name for name in pods.here() if name.startswith("stages/capture/")}
+    assert states == {"stages/capture/read-at.txt"}
+    told = (pods.job_dir / "stages" / "capture" / "read-at.txt").read_text().strip()
+    assert told == f"{pods.store.url}/jobs/job-1/stages/capture"
+    assert "stages/capture/read-at.txt" not in pods.stored()
+
+
 def test_candidates_trained_together_in_one_pod_are_each_in_the_store_whichever_failed(
         pods: Pods, rehearsal: Rehearsal) -> None:
     pods.take(JobFile(id="job-1", spec=sweeping_spec()))

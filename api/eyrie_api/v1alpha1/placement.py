@@ -89,6 +89,10 @@ class S3Work(Frozen):
     scratch_size: Quantity | None = None
     """Bound of the emptyDir; default: the node's."""
 
+    states: Literal["copied", "ranged"] = "copied"
+    """Of training. `copied`: hidden states come down to the pod's disk first. `ranged`: they are read from the store as
+    they are needed, in every epoch anew: for states that are larger than the disk."""
+
 
 WorkArea = Annotated[VolumeWork | S3Work, Field(discriminator="kind")]
 

@@ -7,8 +7,9 @@ import torch
 
 from eyrie_api.artifacts.directories import upload_dir
 from eyrie_api.errors import ArtifactCorrupt
+from eyrie_workers.catalog import ELSEWHERE
 from eyrie_workers.features.layout import INDEX, shard_name
-from eyrie_workers.features.places import Stored
+from eyrie_workers.features.places import Stored, open_place
 from eyrie_workers.features.store import FeatureStore, StoreDamaged
 from eyrie_workers.features.verify import main as verify
 from tests.api.artifacts.conftest import make_bucket
@@ -33,6 +34,19 @@ def test_rows_read_through_s3_are_those_of_the_directory(rclone_s3: S3Server, tm
         for name in ("token_ids", "loss_mask", "aux", "last"):
             assert torch.equal(getattr(packed, name), getattr(wanted, name)), name
     assert torch.equal(far.row(3, 50, 70).aux, near.row(3, 50, 70).aux)
+
+
+def test_a_directory_that_names_another_place_is_read_there(
+        rclone_s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "here"
+    store_of(here, layout("int8", hidden=64), [40, 90], rows_per_shard=2)
+    bucket = make_bucket(rclone_s3, tmp_path)
+    upload_dir(bucket.store("eyrie"), here, "jobs/1/capture", unfinished=True)
+    monkeypatch.setenv("EYRIE_ARTIFACTS_ENDPOINT_URL", rclone_s3.endpoint_url)
+    monkeypatch.setenv("EYRIE_ARTIFACTS_CREDENTIALS_DIR", str(bucket.secret))
+    (tmp_path / ELSEWHERE).write_text(f"s3://{bucket.name}/eyrie/jobs/1/capture\n")
+    far = FeatureStore(open_place(tmp_path))
+    assert torch.equal(far.read([1, 0]).aux, FeatureStore(here).read([1, 0]).aux)
 
 
 def test_damage_behind_s3_is_found_when_the_row_is_read_and_noted_there(rclone_s3: S3Server, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from eyrie_api.artifacts.store import ArtifactStore, open_store
 from eyrie_api.errors import ArtifactMissing, Permanent
+from eyrie_workers.catalog import ELSEWHERE
 from eyrie_workers.features.layout import SHARD_PATTERN
 from eyrie_workers.features.writer import note_name
 
@@ -51,9 +52,10 @@ class Place(Protocol):
 
 
 def open_place(where: str | Path) -> Place:
-    """A directory, or what lies below `s3://bucket/prefix`."""
+    """A directory, or what lies below `s3://bucket/prefix`; also by way of a directory that names it."""
     if "://" not in str(where):
-        return Directory(Path(where))
+        elsewhere = Path(where) / ELSEWHERE
+        return open_place(elsewhere.read_text().strip()) if elsewhere.is_file() else Directory(Path(where))
     root, _, prefix = str(where).rstrip("/").rpartition("/")
     return Stored(open_store(root), prefix)
 
