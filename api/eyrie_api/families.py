@@ -2,7 +2,8 @@
 
 Programs see a family as a row of functions (`eyrie_workers.drafters.family`), which needs torch; this table says the
 same of sizes and layers in plain numbers, and a test holds the two together. Its sentences are for `eyrie plan`. They
-say what follows from how a family works; which is fastest for a target is for the leaderboard to say.
+say what follows from how a family works, and what `make compare` found on the shipped target (workers/README.md); which
+is fastest for another target is for its leaderboard to say.
 
     H hidden, D draft vocabulary, V vocabulary, A aux layers, S tokens it looks ahead
 """
@@ -32,20 +33,24 @@ class FamilyFacts:
     passes: str
     """What it costs to draft."""
 
+    seen: float
+    """Speed-up of its best form on the shipped target, greedy, one request at a time, after 100 s of training."""
+
 
 FAMILIES: dict[Family, FamilyFacts] = {
-    "eagle3": FamilyFacts("fused", False, "the first choice: it reads three of the target's layers and is trained on "
-                          "its own errors, so it holds out deepest", "one small layer a token"),
+    "eagle3": FamilyFacts("fused", False, "large targets and much data: it reads three of the target's layers and is "
+                          "trained on its own errors; a second of training teaches it less",
+                          "one small layer a token", 1.61),
     "eagle1": FamilyFacts("final", True, "little data or short training, and engines without EAGLE-3; a dynamic tree "
-                          "makes it EAGLE-2", "one small layer a token, over the whole vocabulary"),
+                          "makes it EAGLE-2", "one small layer a token, over the whole vocabulary", 2.02),
     "medusa": FamilyFacts("final", False, "shallow drafts at the lowest drafting cost: nothing runs between two depths",
-                          "one pass for all depths"),
+                          "one pass for all depths", 1.98),
     "hydra": FamilyFacts("final", False, "where Medusa's heads contradict one another: each reads the tokens before "
-                         "its own", "one perceptron a token"),
+                         "its own", "one perceptron a token", 2.24),
     "standalone": FamilyFacts("none", True, "where nothing of the target but its text is at hand; it stores least, and "
-                              "its embedding and output matrix are its own", "a small language model a token"),
+                              "its embedding and output matrix are its own", "a small language model a token", 1.54),
     "dflash": FamilyFacts("fused", True, "long drafts on hardware with arithmetic to spare: a whole block in one pass",
-                          "one pass of a few layers for the block"),
+                          "one pass of a few layers for the block", 1.44),
 }
 
 
@@ -54,7 +59,8 @@ def in_words(family: Family) -> str:
     facts = FAMILIES[family]
     engine = (f"SGLang serves it as {SGLANG_ALGORITHMS[family]}" if family in SGLANG_ALGORITHMS
               else "served by the embedded engine alone")
-    return f"{family}: {facts.suits}; drafting takes {facts.passes}; {engine}"
+    return (f"{family}: {facts.suits}; drafting takes {facts.passes}; {facts.seen:.2f}x on the quickstart target, "
+            f"trained for 100 s; {engine}")
 
 
 def fuses(candidate: Candidate) -> bool:

@@ -10,6 +10,7 @@ from eyrie_api.facts import target_facts
 from eyrie_api.families import FAMILIES, in_words
 from eyrie_api.sweep import expand
 from eyrie_api.v1alpha1.job import DataSource, DataSpec, DrafterSpec, Family, JobSpec, TargetSpec
+from eyrie_workers.comparison.forms import forms_of
 from eyrie_workers.drafters import registry
 from eyrie_workers.drafters.inheritance import read_target_ends
 from eyrie_workers.drafters.vocabulary import DraftVocabulary
@@ -18,6 +19,7 @@ from tests.tiny import tiny_target
 
 NAMES: tuple[Family, ...] = get_args(Family)
 AUX_LAYERS = (1, 2, 3)
+WORKERS_README = Path(__file__).parents[3] / "workers" / "README.md"
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +30,14 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_family_of_the_contract_is_in_both_tables_and_has_words() -> None:
     assert set(NAMES) == set(FAMILIES) == set(registry.FAMILIES)
     assert all(in_words(name).startswith(f"{name}: ") for name in NAMES)
+
+
+def test_the_speed_ups_a_plan_quotes_are_those_of_the_committed_comparison() -> None:
+    table = WORKERS_README.read_text().split("| arm | shape | speed-up, T = 0")[1].partition("\n\n")[0]
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
+    greedy = {row[0]: float(row[2].partition(" ")[0]) for row in cells}
+    for name in NAMES:
+        assert FAMILIES[name].seen == max(greedy[form.title] for form in forms_of(name)), name
 
 
 @pytest.mark.parametrize("name", NAMES)
