@@ -9,6 +9,7 @@ import pytest
 from eyrie_api.v1alpha1.reports import CheckpointReport
 from eyrie_workers.experiments import (
     acceptance_throughput,
+    calibration,
     crossover,
     data_amount,
     depth_width,
@@ -18,6 +19,7 @@ from eyrie_workers.experiments import (
 from eyrie_workers.experiments.account import Watch, index, page, tell, write
 from eyrie_workers.experiments.fits import Counted
 from eyrie_workers.experiments.timing import Rung
+from eyrie_workers.measurement.calibration import Curve, RankCount, curve
 
 
 def counted(taus: Sequence[float], rounds: int = 100) -> list[Counted]:
@@ -51,6 +53,23 @@ def test_rounds_of_different_cost_are_said_not_to_be_linear() -> None:
     fields = timings([1.5, 2.0, 2.5, 3.0, 4.0], 0.015)
     fields[:, 1, 1] /= 4
     assert acceptance_throughput.judge(ladder, {0.0: fields}).found[0].startswith("Not near-perfectly linear")
+
+
+def test_confidence_that_means_acceptance_is_said_to_hold_and_one_that_does_not_is_not() -> None:
+    def arms(accepted: Sequence[int]) -> dict[calibration.Arm, tuple[Curve, tuple[RankCount, ...]]]:
+        outcomes = [(confidence, place < right) for confidence, right in zip((0.15, 0.35, 0.55, 0.95), accepted,
+                                                                           strict=True) for place in range(100)]
+        return {(family, t): (curve(outcomes), (RankCount(rank=0, count=400, accepted=sum(accepted)),))
+                for family in calibration.COMPARED for t in calibration.TEMPERATURES}
+
+    true = calibration.judge(arms([15, 35, 55, 95]), 4)
+    assert true.found[0].startswith("The claim holds: above a confidence of 0.1 it misses acceptance by 0.00")
+    assert true.found[1].startswith("More confident guesses are right more often in every bin")
+    vain = calibration.judge(arms([10, 5, 20, 30]), 4)
+    assert vain.found[0].startswith("The claim does not hold")
+    assert "(too sure)" in vain.found[0]
+    assert vain.found[1].startswith("Not every more confident bin is right more often: eagle3 at temperature 0")
+    assert vain.figure().axes
 
 
 def test_a_metric_that_orders_wrongly_is_named_with_the_pair_and_the_loss() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from eyrie_api.errors import EyrieError
 from eyrie_workers.experiments import (
     acceptance_throughput,
+    calibration,
     crossover,
     data_amount,
     depth_width,
@@ -23,7 +24,8 @@ from eyrie_workers.experiments.account import Account
 from eyrie_workers.experiments.program import carry_out, command_line, command_of, write_index
 
 # What is timed comes first: the machine is as quiet as when it was started.
-EXPERIMENTS = (acceptance_throughput, training_vs_served, crossover, depth_width, on_policy, data_amount, layer_choice)
+EXPERIMENTS = (acceptance_throughput, training_vs_served, crossover, depth_width, calibration, on_policy, data_amount,
+               layer_choice)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -139,5 +139,5 @@ def index(accounts: Iterable[Account]) -> str:
         "# Experiments", "",
         "What the two texts that Eyrie began from claim, and what was measured here. Each is one command (`make "
         "experiments` runs all), one page, one plot.", "", *markdown_table(("", "the claim", "found here"), rows), "",
-        "Confidence against acceptance (EAGLE-2's calibration) is measured by "
-        "`python -m eyrie_workers.measurement.calibration`.", ""])
+        "Confidence against acceptance of a drafter of your own: `python -m eyrie_workers.measurement.calibration`.",
+        ""])
