@@ -104,7 +104,7 @@ def figure(rungs: Sequence[Rung], fields: dict[float, FloatArray], lines: dict[f
         axes.axhline(undrafted, color="#000000", linestyle=":", linewidth=1.2, label="no drafter")
         axes.set_title(f"temperature {temperature:g}", fontsize=12, fontweight="normal")
         axes.set(xlabel="tokens per target pass (tau)")
-        axes.legend(loc="lower right", fontsize=9)
+        axes.legend(loc="upper left", fontsize=9)
     panels[0].set_ylabel("tokens per second")
     least = min(line.r2 for line in lines.values())
     title(drawn, f"Acceptance explains at least {least:.0%} of the differences in speed",
