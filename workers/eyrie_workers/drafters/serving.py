@@ -281,7 +281,7 @@ class Eagle3Server(LayerServer):
         """`embed_VH` is the target's embedding [V, H]; its dtype is the dtype drafting runs in."""
         with torch.inference_mode():
             layer, vocabulary = _Eagle3Layer(drafter, embed_VH, embed_VH.dtype), drafter.vocabulary
-            ids = None if vocabulary.size == vocabulary.vocab_size else vocabulary.ids
+            ids = None if vocabulary.size == vocabulary.vocab_size else vocabulary.ids.to(embed_VH.device)
         super().__init__(layer, drafter.config, drafter.config.aux_layers, embed_VH.dtype, ids)
 
 

@@ -67,7 +67,7 @@ def explain(target: TargetModel, prompt_id: str, prompt_ids: Sequence[int], base
     text = torch.tensor([*prompt_ids, *baseline[:position]], dtype=torch.int64)
     with torch.inference_mode():
         ((_, last_TH),) = target.hidden_states([text], ())
-        logits_V = target.logits(last_TH[-1:]).double().flatten()
+        logits_V = target.logits(last_TH[-1:]).double().flatten().cpu()
     if temperature > 0.0:
         logits_V = logits_V / temperature
     scale = float(logits_V.abs().max())

@@ -19,6 +19,7 @@ from eyrie_workers.drafters.protocol import Drafter, DrafterState, SettledPairs
 from eyrie_workers.measurement.predict import IntArray, Located, Trace, locate
 from eyrie_workers.speculation.engine import room_for
 from eyrie_workers.speculation.noise import NoiseTable, RowNoise
+from eyrie_workers.targets.device import on
 from eyrie_workers.targets.model import TargetModel
 
 _MOST_NODES = 512  # of a DraftTreeShape
@@ -43,7 +44,13 @@ def whole_tree(num_steps: int, top_k: int) -> DraftTreeShape:
 def trace(target: TargetModel, drafter: Drafter, answers: Sequence[Answered], num_steps: int, widths: Iterable[int],
           between: Callable[[], None], rows_at_once: int = 16) -> dict[int, list[Trace]]:
     """By width, the trace of every answer, in the order given. `between` is called at every position."""
-    shapes = [whole_tree(num_steps, width) for width in sorted(set(widths))]
+    with on(target.device):
+        return _traced(target, drafter, answers, [whole_tree(num_steps, width) for width in sorted(set(widths))],
+                       between, rows_at_once)
+
+
+def _traced(target: TargetModel, drafter: Drafter, answers: Sequence[Answered], shapes: Sequence[DraftTreeShape],
+            between: Callable[[], None], rows_at_once: int) -> dict[int, list[Trace]]:
     found: dict[int, dict[int, Trace]] = {shape.top_k: {} for shape in shapes}
     # Rows of one temperature together: greedy rows then draft without noise, as they do when decoding.
     order = sorted(range(len(answers)), key=lambda i: (answers[i].temperature, -len(answers[i].token_ids)))
@@ -90,8 +97,8 @@ class _Batch:
             following = _following([self.answers[row].token_ids for row in rows], position + 1, num_steps)
             for shape, of_rows in zip(self.shapes, kept, strict=True):
                 tree = self.drafter.propose(self.state, torch.tensor(rows), shape, self._noise(rows, position))
-                located = locate(tree.tokens.numpy(), tree.parents.numpy(), tree.scores.double().numpy(), following,
-                                 num_steps)
+                located = locate(tree.tokens.cpu().numpy(), tree.parents.cpu().numpy(),
+                                 tree.scores.double().cpu().numpy(), following, num_steps)
                 for index, row in enumerate(rows):
                     of_rows[row].append(Located(located.needed[index], located.filled[index]))
             self._settle(rows, position)

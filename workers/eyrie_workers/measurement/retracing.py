@@ -29,6 +29,7 @@ from eyrie_workers.drafters.protocol import Drafter, SettledPairs
 from eyrie_workers.measurement.losslessness import TIE_RELATIVE
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.speculation.noise import RowNoise
+from eyrie_workers.targets.device import on
 from eyrie_workers.targets.model import TargetModel
 
 _JITTERS = 12
@@ -114,12 +115,13 @@ class Retracer:
                  prompt: Sequence[int], answer: Sequence[int]) -> None:
         self._drafter, self._tree, self._relative = drafter, tree, TIE_RELATIVE[dtype]
         self._num_prompt, self._length = len(prompt), len(answer)
-        self._text = [*prompt, *answer]
+        self._text, self._device = [*prompt, *answer], target.device
         with torch.inference_mode():
             self._continue(target)
             ((self._aux_TAH, last_TH),) = target.hidden_states([torch.tensor(self._text)], drafter.aux_layers)
-            self._logits_TV = target.logits(last_TH).double()
-        self._state = drafter.new_state(1, min(len(self._text) + 1, drafter.max_length), tree)
+            self._logits_TV = target.logits(last_TH).double().cpu()
+        with on(self._device):
+            self._state = drafter.new_state(1, min(len(self._text) + 1, drafter.max_length), tree)
         self._settled: int | None = None
         self._accepted: dict[tuple[int, int], int] = {}
 
@@ -151,7 +153,7 @@ class Retracer:
         return self._accepted[start, jitter]
 
     def _propose(self, start: int, jitter: int) -> int:
-        with torch.inference_mode():
+        with torch.inference_mode(), on(self._device):
             self._settle(self._num_prompt + start - 1)
             noise = None
             if jitter:

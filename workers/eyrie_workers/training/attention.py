@@ -13,6 +13,8 @@ lse instead of keeping them (FlashAttention, arXiv:2205.14135): with G = dL/dout
 
     P = exp(QK' - lse)     dV = P' G     dS = P * (G V' - rowsum(G * out) + g)     dQ = dS K     dK = dS' Q
 
+On a GPU the same is one kernel, without tiles (`eyrie_kernels.packed_attention`).
+
 A drafter with a sliding window of w keys sees the w latest positions, its own included: at step s root i looks at
 step-0 keys j > i + s - w and at its own keys r > s - w. The first is a mask that moves with the step, the second drops
 whole steps.
@@ -22,12 +24,14 @@ whole steps.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from eyrie_kernels.packed_attention import Sight, packed_attention, sight
 from eyrie_workers.training.layout import Tile, UnrollLayout
 
 # What a query may not look at. Finite, because a window may hide every key of a tile from a late step: the log-sum-exp
@@ -161,12 +165,20 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class SharedKeys:
-    """The step-0 keys and values of a batch, tiled once and used by every step."""
+    """The step-0 keys and values of a batch, used by every step; tiled once, if at all."""
 
     def __init__(self, layout: UnrollLayout, k_TKE: Tensor, v_TKE: Tensor, window: int | None = None) -> None:
         self._layout = layout
-        self.window = window
-        self._tiles = [(tile, _tiled(tile, k_TKE), _tiled(tile, v_TKE)) for tile in layout.tiles]
+        self.k_TKE, self.v_TKE, self.window = k_TKE, v_TKE, window
+
+    @cached_property
+    def _tiles(self) -> list[tuple[Tile, Tensor, Tensor]]:
+        return [(tile, _tiled(tile, self.k_TKE), _tiled(tile, self.v_TKE)) for tile in self._layout.tiles]
+
+    def sight(self, step: int) -> Sight:
+        """Who sees whom at a step, as the kernel is told."""
+        roots = self._layout.roots[:self._layout.alive[step]]
+        return sight(roots, roots - self._layout.positions[roots], step, self.window)
 
     def attend(self, q_RKWE: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Attention of the first R roots, scaled queries, over the shared keys at `step`: out [R, K, W, E] and
@@ -200,6 +212,8 @@ def attend(q_RKWE: Tensor, shared: SharedKeys, own: Sequence[tuple[Tensor, Tenso
     own      keys and values [R_r, K, E] of steps 1 .. s with R_r >= R; empty at step 0.
     returns  [R, K, W, E]
     """
+    if q_RKWE.is_cuda:
+        return attend_by_kernel(q_RKWE, shared, own)
     q_RKWE = q_RKWE * q_RKWE.shape[-1] ** -0.5
     out, lse = shared.attend(q_RKWE, len(own))
     if shared.window is not None:
@@ -209,6 +223,11 @@ def attend(q_RKWE: Tensor, shared: SharedKeys, own: Sequence[tuple[Tensor, Tenso
     num_roots = q_RKWE.shape[0]
     keys, values = (torch.stack([first(part, num_roots) for part in parts], 2) for parts in zip(*own, strict=True))
     return joined(q_RKWE, out, lse, keys, values)
+
+
+def attend_by_kernel(q_RKWE: Tensor, shared: SharedKeys, own: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """`attend` as a GPU does it."""
+    return packed_attention(q_RKWE, shared.k_TKE, shared.v_TKE, own, shared.sight(len(own)))
 
 
 def joined(q_RKWE: Tensor, out_RKWE: Tensor, lse_RKW: Tensor, keys_RKSE: Tensor, values_RKSE: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ documents in one tile share an axis, never a score.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -51,12 +52,15 @@ class Tile:
     key_cell: Tensor
     """Cell of each real key, same order."""
 
-    hidden: Tensor
-    """[G, 1, Lq, Lk] bool, True where a query may not look. Unused query cells see key 0, to stay finite. A document's
-    queries stand by decreasing life: those of step s are the first."""
-
     query_positions: Tensor
-    """[G, Lq] int64 position of each query within its document; 0 in unused cells."""
+    """[G, Lq] int64 position of each query within its document; 0 in unused cells, to stay finite. A document's queries
+    stand by decreasing life: those of step s are the first."""
+
+    @cached_property
+    def hidden(self) -> Tensor:
+        """[G, 1, Lq, Lk] bool, True where a query may not look. Made when first asked for: a kernel never asks."""
+        keys = torch.arange(self.num_keys, device=self.query_positions.device)
+        return keys > self.query_positions[:, None, :, None]
 
     def hidden_at(self, step: int, window: int | None) -> Tensor:
         """`hidden` at an unrolled step, when a position sees no further back than `window` positions."""
@@ -96,8 +100,7 @@ class UnrollLayout:
         if self.roots.device == device:
             return self
         tiles = tuple(replace(tile, key_index=tile.key_index.to(device), key_cell=tile.key_cell.to(device),
-                              hidden=tile.hidden.to(device), query_positions=tile.query_positions.to(device))
-                      for tile in self.tiles)
+                              query_positions=tile.query_positions.to(device)) for tile in self.tiles)
         roots, positions, seats, life, starts = (one.to(device) for one in (
             self.roots, self.positions, self.seats, self.life, self.starts))
         return UnrollLayout(roots, positions, self.alive, tiles, seats, life, starts)
@@ -203,12 +206,9 @@ def _tiles(life: np.ndarray, starts: np.ndarray, ttt_length: int,
     for members in _group([(keys, queries.size, start) for keys, start, queries in blocks]):
         chosen = [blocks[member] for member in members]
         num_queries, num_keys = max(block[2].size for block in chosen), chosen[0][0]
-        hidden = np.ones((len(chosen), 1, num_queries, num_keys), dtype=bool)
-        hidden[..., 0] = False
         query_positions = np.zeros((len(chosen), num_queries), dtype=np.int64)
         key_index, key_cell = [], []
         for row, (keys, start, queries) in enumerate(chosen):
-            hidden[row, 0, : queries.size] = np.arange(num_keys)[None, :] > queries[:, None]
             query_positions[row, : queries.size] = queries
             key_index.append(start + np.arange(keys))
             key_cell.append(row * num_keys + np.arange(keys))
@@ -217,8 +217,7 @@ def _tiles(life: np.ndarray, starts: np.ndarray, ttt_length: int,
         lifetimes = [life[start + queries] for _, start, queries in chosen]
         queries_at = tuple(max(int((lived > step).sum()) for lived in lifetimes) for step in range(ttt_length))
         tiles.append(Tile(len(chosen), queries_at, num_keys, torch.from_numpy(np.concatenate(key_index)),
-                          torch.from_numpy(np.concatenate(key_cell)), torch.from_numpy(hidden),
-                          torch.from_numpy(query_positions)))
+                          torch.from_numpy(np.concatenate(key_cell)), torch.from_numpy(query_positions)))
     return tuple(tiles), seats
 
 

@@ -1,0 +1,156 @@
+"""A GPU that is not there: tensors live on the processor, and each is told which device it is on.
+
+A machine with a GPU cannot be had here, so this fakes the one thing about it that breaks programs most: that a tensor
+of one device does not meet a tensor of another. `PretendedGpu` is a mode of torch's function calls. It remembers for
+every storage where it was put (`.to`, `device=`, or made from what was there), answers `x.device` and `x.is_cuda`
+accordingly, and raises where the real one would: operands apart, a CUDA index into the processor's tensor, `.numpy()`
+of what is not here. Numbers are the processor's. Kernels, streams, memory and speed are not pretended; `make test-gpu`
+has those.
+
+Autograd makes tensors out of this mode's sight; they belong to whoever touches them first.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+GPU = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+
+_DEVICE, _IS_CUDA, _IS_CPU = (getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu"))
+_ANYWHERE = {Tensor.copy_, Tensor.item, Tensor.tolist, Tensor.__repr__, Tensor.size, Tensor.dim, Tensor.numel,
+             Tensor.__len__, Tensor.is_contiguous, Tensor.stride, Tensor.untyped_storage, Tensor.data_ptr,
+             Tensor.element_size, Tensor.data.__set__, torch._has_compatible_shallow_copy_type}
+_INDEXING = {Tensor.__getitem__, torch.Tensor.index}
+_HERE_ALONE = {Tensor.numpy, Tensor.__array__}
+
+
+class Apart(RuntimeError):
+    """Tensors of several devices met."""
+
+
+class PretendedGpu(TorchFunctionMode):
+    """While it is entered, `torch.device("cuda", 0)` is a place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._where: dict[int, torch.device] = {}
+        self._kept: list[torch.UntypedStorage] = []  # so that no address is given out twice
+        self.met = 0
+        """Calls in which tensors of the GPU took part."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        told = dict(kwargs or {})
+        if func in (_DEVICE, _IS_CUDA, _IS_CPU):
+            where = self.device_of(args[0]) or CPU
+            return where if func == _DEVICE else (where.type == "cuda") == (func == _IS_CUDA)
+        if func == Tensor.backward:
+            with self:  # what is written in Python of the way back is watched as well
+                return torch.autograd.backward(args[0], *args[1:2] or (told.get("gradient"),))
+        if func in (Tensor.to, Tensor.cuda, Tensor.cpu) and not args[0].is_meta:
+            return self._moved(func, args, told)
+        if torch.device(told.get("device") or CPU).type == "meta":
+            return func(*args, **told)
+        asked = told.pop("device", None)
+        told.pop("pin_memory", None)
+        where = torch.device(asked) if asked is not None else self._agreed(func, args, told)
+        if func in _HERE_ALONE and where.type == "cuda":
+            raise Apart(f"{_name(func)} of a tensor that is on {where}")
+        result = func(*args, **told)
+        if asked is not None and isinstance(result, Tensor) and self.device_of(result) not in (None, _numbered(where)):
+            result = result.clone()  # `as_tensor` of what is elsewhere
+        self._settle(result, where, args, told)
+        return result
+
+    def device_of(self, x: Tensor) -> torch.device | None:
+        """Where a tensor was put; None: nobody has seen its storage."""
+        return CPU if x.is_mkldnn else x.device if x.is_meta else self._where.get(_storage(x))
+
+    def _moved(self, func: Callable[..., Any], args: tuple[Any, ...], told: dict[str, Any]) -> Tensor:
+        x, rest = args[0], list(args[1:])
+        to = {Tensor.cpu: CPU, Tensor.cuda: GPU}.get(func)  # type: ignore[call-overload]
+        if "device" in told:
+            to = torch.device(told.pop("device"))
+        elif rest and isinstance(rest[0], str | torch.device):
+            to = torch.device(rest.pop(0))
+        elif rest and isinstance(rest[0], Tensor):
+            other = rest.pop(0)
+            to, rest = self.device_of(other) or CPU, [other.dtype]
+        dtype = told.get("dtype") or next((one for one in rest if isinstance(one, torch.dtype)), x.dtype)
+        was = self.device_of(x) or CPU
+        to = was if to is None else _numbered(to)
+        moved = x.to(dtype)
+        if moved is x and (to != was or told.get("copy")):
+            moved = x.clone()
+        self._put(moved, to)
+        return moved
+
+    def _put(self, x: Tensor, where: torch.device) -> None:
+        if not x.is_mkldnn and not x.is_meta:
+            self._where[_storage(x)] = _numbered(where)
+            with torch._C.DisableTorchFunction():
+                self._kept.append(x.untyped_storage())
+
+    def _agreed(self, func: Callable[..., Any], args: tuple[Any, ...], told: Mapping[str, Any]) -> torch.device:
+        """The operands' device. Raises Apart."""
+        tensors = list(_tensors((args, told)))
+        known = [(x, where) for x in tensors if (where := self.device_of(x)) is not None]
+        if any(where.type == "cuda" for _, where in known):
+            self.met += 1
+        if not known:
+            return CPU
+        if func is Tensor.__setitem__ or func in _INDEXING or func in _ANYWHERE:
+            own = self.device_of(args[0]) or CPU
+            index = [where for x, where in known if any(x is one for one in _tensors(args[1:2]))]
+            if (func in _INDEXING or func is Tensor.__setitem__) and own == CPU and GPU in index:
+                raise Apart(f"{_name(func)}: an index on {GPU} into a tensor on {CPU}")
+            value = [(x, where) for x, where in known if any(x is one for one in _tensors(args[2:3]))]
+            if func is Tensor.__setitem__ and index and any(where != own and x.dim() for x, where in value):
+                raise Apart(f"{_name(func)}: values on another device than {own}")
+            return own
+        wide = {where for x, where in known if x.dim() > 0}
+        if len(wide) > 1:
+            shapes = ", ".join(f"{tuple(x.shape)} on {where}" for x, where in known)
+            raise Apart(f"{_name(func)}: {shapes}")
+        if wide:
+            # A single number of the processor may meet anything on a GPU, but not the other way round.
+            (only,) = wide
+            if only == CPU and any(where == GPU for _, where in known):
+                raise Apart(f"{_name(func)}: a number on {GPU} beside tensors on {CPU}")
+            return only
+        return GPU if any(where == GPU for _, where in known) else CPU
+
+    def _settle(self, result: Any, where: torch.device, args: tuple[Any, ...], told: Mapping[str, Any]) -> None:
+        given = {_storage(x): self.device_of(x) for x in _tensors((args, told))}
+        for x in _tensors(result):
+            if given.get(_storage(x)) is None:  # new, or unknown until now; views and what changed in place stay
+                self._put(x, where)
+
+
+def _numbered(device: torch.device) -> torch.device:
+    return GPU if device.type == "cuda" else CPU
+
+
+def _storage(x: Tensor) -> int:
+    with torch._C.DisableTorchFunction():
+        # Packed weights (mkldnn) have none: they are the processor's own affair.
+        return 0 if x.is_mkldnn or x.is_meta else int(x.untyped_storage()._cdata)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _tensors(one)
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _tensors(one)
+
+
+def _name(func: Callable[..., Any]) -> str:
+    return getattr(func, "__name__", str(func))

@@ -1,0 +1,242 @@
+"""Every tensor on its device: target, capture, training and decoding of all families with a GPU that is pretended.
+
+What `make test-gpu` shows on a real one, this shows as far as placement goes where there is none (`pretended`).
+"""
+
+import threading
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, SamplingSpec, TrainSpec
+from eyrie_kernels import packed_attention, soft_target_loss
+from eyrie_workers.drafters.inheritance import TargetEnds, read_target_ends
+from eyrie_workers.drafters.registry import FAMILIES, open_drafter
+from eyrie_workers.drafters.vocabulary import DraftVocabulary
+from eyrie_workers.measurement.calibration import measure as calibrating
+from eyrie_workers.measurement.losslessness import explain
+from eyrie_workers.measurement.retracing import Retracer
+from eyrie_workers.quickstart.entropy import sureness
+from eyrie_workers.speculation.engine import Engine, Request
+from eyrie_workers.stages.program import INTERRUPTED_EXIT_CODE, Stage
+from eyrie_workers.targets.device import CPU, on
+from eyrie_workers.targets.loading import load_target
+from eyrie_workers.training.documents import PackedDocuments, join
+from eyrie_workers.training.evaluation import evaluate
+from eyrie_workers.training.objective import Moment
+from tests.gpu.pretended import GPU, Apart, PretendedGpu
+from tests.tiny import tiny_target
+from tests.workers.measurement.tiny_bench import stage_specs
+from tests.workers.stages import test_benchmark as benchmarking
+from tests.workers.stages import test_capture as capturing
+from tests.workers.stages import test_sweep as sweeping
+from tests.workers.stages import test_train as training
+from tests.workers.stages import test_tune as tuning
+
+NAMES = list(FAMILIES)
+AUX_LAYERS, STEPS = (1, 2, 3), 3
+SHAPES = (DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4),
+          DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6),
+          DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6, static=True))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGpu]:
+    """The mode; kernels, which are not pretended, take their plain-torch form."""
+    for module in (packed_attention, soft_target_loss):
+        monkeypatch.setattr(module, "runs_kernels", lambda _: False)
+    mode, run = PretendedGpu(), threading.Thread.run
+
+    def run_there(thread: threading.Thread) -> None:  # torch's modes are each thread's own
+        with mode:
+            run(thread)
+
+    monkeypatch.setattr(threading.Thread, "run", run_there)
+    with mode:
+        yield mode
+    assert mode.met > 0, "nothing was computed there"
+
+
+@pytest.fixture
+def stages(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Stage programs of this process compute there."""
+    for place in ("eyrie_workers.targets.loading.chosen", "eyrie_workers.stages.train.chosen"):
+        monkeypatch.setattr(place, lambda: GPU)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the machine's measuring lock is for real measurements
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_target(tmp_path_factory.mktemp("target") / "tiny", seed=5, initializer_range=0.15)
+
+
+def test_tensors_of_two_devices_do_not_meet(gpu: PretendedGpu) -> None:
+    here, there = torch.ones(3), torch.ones(3, device="cuda")
+    assert (here.device, there.device, (there + 1).device, there.cpu().device) == (CPU, GPU, GPU, CPU)
+    with pytest.raises(Apart, match=r"add: \(3,\) on cpu, \(3,\) on cuda:0"):
+        here + there
+    with pytest.raises(Apart, match="an index on cuda:0"):
+        here[torch.zeros(1, dtype=torch.int64, device="cuda")]
+    with pytest.raises(Apart, match="numpy"):
+        there.numpy()
+    with pytest.raises(Apart, match="cat"):
+        torch.cat([here, there])
+    with on(GPU):
+        assert torch.zeros(2).is_cuda
+
+
+def test_hidden_states_are_those_of_the_processor(gpu: PretendedGpu, target_dir: Path) -> None:
+    tokens = [torch.arange(1, 30) % 60, torch.arange(5, 12)]
+    here, there = (load_target(target_dir, "float32", device).hidden_states(tokens, (1, 2)) for device in (CPU, GPU))
+    for mine, others in zip(here, there, strict=True):
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(mine, others, strict=True))
+        assert all(one.is_cuda for one in others)
+
+
+def documents_for(target_dir: Path, layers: tuple[int, ...]) -> PackedDocuments:
+    target, parts = load_target(target_dir), []
+    for length in (30, 21):
+        ids = torch.randint(3, 320, (length,), generator=torch.Generator().manual_seed(length))
+        [(aux, last)] = target.hidden_states([ids], layers or (1,))
+        parts.append(join([(ids, torch.arange(length) >= 6, aux.clone(), last.clone())]))
+    return join([(one.token_ids, one.loss_mask, one.aux, one.last) for one in parts])
+
+
+def made(name: str, target_dir: Path, ends: TargetEnds) -> tuple[Any, tuple[int, ...]]:
+    family, config = FAMILIES[name], load_target(target_dir).config
+    layers = family.layers(AUX_LAYERS, config.num_layers)
+    ids = torch.arange(320) if family.whole_vocabulary else torch.tensor([i for i in range(320) if i % 5 != 4])
+    drafter = family.create(DrafterSpec.model_validate({"family": name, "max_draft_tokens": STEPS}), config, ends,
+                            layers, DraftVocabulary(ids, 320), 1)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7)))
+    return drafter, layers
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_family_is_trained_there_as_on_the_processor(name: str, gpu: PretendedGpu, target_dir: Path) -> None:
+    ends, found = read_target_ends(target_dir, False), []
+    for device in (CPU, GPU):
+        drafter, layers = made(name, target_dir, ends)
+        documents = documents_for(target_dir, layers)
+        drafter.to(device)
+        with on(device):
+            objective = FAMILIES[name].objective(
+                drafter, ends.to(device), TrainSpec(ttt_length=STEPS, unrolled_fraction=0.5, single_step_ratio=0.0),
+                64, torch.float32)
+        outcome = objective(documents, Moment(9, 10, 0))
+        outcome.loss.backward()
+        seen = evaluate(objective, [documents], STEPS)
+        gradients = [parameter.grad for parameter in drafter.parameters() if parameter.grad is not None]
+        assert gradients
+        found.append(([outcome.loss.detach().cpu(), *(one.cpu() for one in gradients)], seen.accuracy))
+    (mine, accuracy), (others, accuracy_there) = found
+    for one, other in zip(mine, others, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)  # the GPU's forms sum in another order
+    assert accuracy_there == pytest.approx(accuracy)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_family_drafts_there_and_changes_no_token(name: str, gpu: PretendedGpu, target_dir: Path,
+                                                    tmp_path: Path) -> None:
+    drafter, _ = made(name, target_dir, read_target_ends(target_dir, False))
+    FAMILIES[name].save(tmp_path / name, drafter, "float32", None)
+    target = load_target(target_dir, "float32", GPU)
+    engine = Engine(target, open_drafter(tmp_path / name, target), max_concurrency=2)
+    for temperature in (0.0, 1.0):
+        requests = [Request(id=str(n), prompt_ids=tuple(range(1 + n, 9 + n)), max_new_tokens=10, seed=n,
+                            sampling=SamplingSpec(temperature=temperature)) for n in range(3)]
+        plain = [one.token_ids for one in engine.generate(requests)]
+        for shape in SHAPES:
+            assert [one.token_ids for one in engine.generate(requests, shape)] == plain, shape.label()
+
+
+@pytest.mark.parametrize("codec", ["float32", "int8", "fp8", "int4"])
+def test_the_capture_stage_stores_the_processors_bytes(codec: str, stages: None, target_dir: Path, tmp_path: Path,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing.write_rows(tmp_path / "rows", target_dir, 12)
+    for place, device in (("here", CPU), ("there", GPU)):
+        monkeypatch.setattr("eyrie_workers.targets.loading.chosen", lambda device=device: device)
+        capturing.write_spec(tmp_path / place, target_dir, tmp_path / "rows", codec=codec, check_rows=0,
+                             probe_layers=True)
+        assert capturing.run(tmp_path / place) == 0
+    here, there = (capturing.artifact(tmp_path / place) for place in ("here", "there"))
+    assert {name: data for name, data in there.items() if name.startswith("shard")} == {
+        name: data for name, data in here.items() if name.startswith("shard")}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("feed", ["store", "stream"])
+def test_the_train_stage_trains_there(name: str, feed: str, stages: None, target_dir: Path, tmp_path: Path) -> None:
+    capturing.write_rows(tmp_path / "rows", target_dir, 16)
+    families = {} if name in ("eagle3", "dflash") else {"families": (name,)}
+    spec = capturing.write_spec(tmp_path / "store", target_dir, tmp_path / "rows", feed=feed)
+    (tmp_path / "store" / "spec.json").write_text(spec.model_copy(update=families).model_dump_json())
+    assert capturing.run(tmp_path / "store") == 0
+    training.write_spec(tmp_path / "out", target_dir, tmp_path / "store", drafter={"family": name}, epochs=1)
+    assert training.run(tmp_path / "out") == 0
+    assert training.report_of(tmp_path / "out").steps > 1
+
+
+def test_a_training_that_was_stopped_goes_on_there_and_ends_in_the_same_drafter(
+        stages: None, target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing.write_rows(tmp_path / "rows", target_dir, 16)
+    capturing.write_spec(tmp_path / "store", target_dir, tmp_path / "rows")
+    assert capturing.run(tmp_path / "store") == 0
+    for name in ("whole", "stopped"):
+        training.write_spec(tmp_path / name, target_dir, tmp_path / "store", epochs=2)
+    assert training.run(tmp_path / "whole") == 0
+    said, say = count(1), Stage.progress
+
+    def asked_to_stop_at_the_fourth(stage: Stage, *told: Any) -> None:
+        say(stage, *told)
+        if next(said) == 4:
+            stage.stop_requested = True
+
+    monkeypatch.setattr(Stage, "progress", asked_to_stop_at_the_fourth)
+    assert training.run(tmp_path / "stopped") == INTERRUPTED_EXIT_CODE
+    assert training.run(tmp_path / "stopped") == 0
+    assert training.report_of(tmp_path / "stopped").resumed_from_step > 0
+    assert training.same(training.weights(tmp_path / "stopped"), training.weights(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("stage", ["benchmark", "tune"])
+def test_drafters_are_measured_there(stage: str, stages: None, tmp_path: Path) -> None:
+    benchmark_spec, tune_spec = stage_specs(tmp_path)[:2]
+    room = benchmarking if stage == "benchmark" else tuning
+    assert room.run_here(room.prepare(tmp_path, benchmark_spec if stage == "benchmark" else tune_spec)) == 0
+
+
+def test_answers_are_retraced_explained_and_calibrated_there(gpu: PretendedGpu, target_dir: Path,
+                                                             tmp_path: Path) -> None:
+    drafter, _ = made("eagle3", target_dir, read_target_ends(target_dir, False))
+    FAMILIES["eagle3"].save(tmp_path / "eagle3", drafter, "float32", None)
+    target = load_target(target_dir, "float32", GPU)
+    server, tree = open_drafter(tmp_path / "eagle3", target), SHAPES[1]
+    request = Request(id="a", prompt_ids=tuple(range(3, 12)), max_new_tokens=12, seed=1)
+    [answer] = Engine(target, server).generate([request], tree)
+    retracer = Retracer(target, server, tree, "float32", request.prompt_ids, answer.token_ids)
+    assert retracer.target_gap() is None
+    assert len(retracer.rounds()) == answer.rounds
+    assert retracer.admissible(1)
+    other = [*answer.token_ids[:5], (answer.token_ids[5] + 1) % 320]
+    divergence = explain(target, "a", request.prompt_ids, answer.token_ids, other, temperature=1.0, seed=1)
+    assert divergence is not None
+    assert divergence.position == 5
+    assert sureness(target, [([*request.prompt_ids], [*answer.token_ids])]).tokens == 12
+    nodes, _, tokens = calibrating(target, server, [request], tree)
+    assert nodes
+    assert tokens == 12
+
+
+def test_a_sweep_of_every_family_is_trained_there(stages: None, target_dir: Path, tmp_path: Path,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyrie_workers.targets.loading.chosen", lambda: CPU)  # where the test makes its states
+    sweeping.test_every_family_trains_beside_the_others_and_none_is_stopped_for_another(tmp_path, target_dir,
+                                                                                      monkeypatch)
