@@ -71,9 +71,12 @@ test-gpu: setup  ## the kernels on this machine's GPU, and the target, a trainin
 	@$(NEED_CUDA)
 	@$(BIN)/pytest tests/kernels tests/gpu
 
-bench-gpu: setup  ## kernels against their floors and the trainer's MFU on this machine's GPU; writes .eyrie/bench/gpu.json
+bench-gpu: setup  ## kernels against their floors and the trainer's MFU on this machine's GPU; writes .eyrie/bench/gpu*.json
 	@$(NEED_CUDA)
 	@$(BIN)/python -m eyrie_kernels.bench --out .eyrie/bench/gpu.json
+	@$(BIN)/python -m eyrie_workers.training.bench --hidden 4096 --intermediate 14336 --heads 32 --kv-heads 8 --vocab 128256 \
+		--draft-vocab 32000 --lengths 4096,2048,1024,512,256,256 --prompt 0.3 --dtype bfloat16 --iterations 20 \
+		| tee .eyrie/bench/gpu-training.json
 
 lint: setup  ## ruff, mypy --strict, import contracts
 	@$(BIN)/ruff check .

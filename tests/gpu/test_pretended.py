@@ -3,6 +3,7 @@
 What `make test-gpu` shows on a real one, this shows as far as placement goes where there is none (`pretended`).
 """
 
+import json
 import threading
 from collections.abc import Iterator
 from itertools import count
@@ -25,6 +26,8 @@ from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stages.program import INTERRUPTED_EXIT_CODE, Stage
 from eyrie_workers.targets.device import CPU, on
 from eyrie_workers.targets.loading import load_target
+from eyrie_workers.training import bench as training_bench
+from eyrie_workers.training import flops
 from eyrie_workers.training.documents import PackedDocuments, join
 from eyrie_workers.training.evaluation import evaluate
 from eyrie_workers.training.objective import Moment
@@ -240,3 +243,15 @@ def test_a_sweep_of_every_family_is_trained_there(stages: None, target_dir: Path
     monkeypatch.setattr("eyrie_workers.targets.loading.chosen", lambda: CPU)  # where the test makes its states
     sweeping.test_every_family_trains_beside_the_others_and_none_is_stopped_for_another(tmp_path, target_dir,
                                                                                       monkeypatch)
+
+
+def test_the_bench_of_a_training_step_runs_there(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(training_bench, "chosen", lambda: GPU)
+    monkeypatch.setattr(flops, "_GPU_PROBE_SIZE", 64)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 2**20)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "pretended")
+    training_bench.main(["--hidden", "32", "--intermediate", "48", "--heads", "4", "--kv-heads", "2", "--vocab", "64",
+                         "--draft-vocab", "32", "--lengths", "20,9", "--iterations", "1", "--threads", "1"])
+    told = json.loads(capsys.readouterr().out)
+    assert (told["device"], told["tokens"], told["peak_mb_above_imports"]) == ("pretended", 29, 1.0)

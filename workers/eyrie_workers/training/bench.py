@@ -4,6 +4,9 @@ One optimiser step of EAGLE-3 on random states, at a shape given by options: for
 defaults are what the peers were measured at: one row of 512 tokens, every one supervised and unrolled, hidden 512,
 vocabulary 16384, draft vocabulary 4096, seven steps, float32.
 
+It computes where training would: on the GPU if there is one (`make bench-gpu` has the shape of an 8B target's drafter;
+memory is then the GPU's, and CPU seconds say little).
+
     --lengths 512            one document;  --lengths 700,90,310 several, packed;  --prompt 0.5 the share that is prompt
 
 Printed as one JSON line: medians over the iterations of wall and CPU seconds, tokens per second of either, peak memory
@@ -27,6 +30,7 @@ from eyrie_api.v1alpha1.job import TrainSpec
 from eyrie_workers.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from eyrie_workers.drafters.vocabulary import DraftVocabulary
 from eyrie_workers.targets.config import RopeConfig
+from eyrie_workers.targets.device import chosen, on
 from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.eagle3 import TrainingTimeTest
 from eyrie_workers.training.flops import peak_rate, step_flops
@@ -83,19 +87,21 @@ def import_the_rest() -> None:
     torch.optim.AdamW([one], fused=True).step()
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Time it and print."""
-    options = _PARSER.parse_args()
+    options, device = _PARSER.parse_args(arguments), chosen()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     import_the_rest()
     baseline_mb = memory_mb("VmRSS")
     drafter, documents = drafter_of(options), documents_of(options)
-    objective = TrainingTimeTest(
-        drafter, torch.randn(options.vocab, options.hidden), torch.randn(options.vocab, options.hidden).mul_(0.1),
-        TrainSpec(ttt_length=options.ttt, unrolled_fraction=options.unrolled, single_step_ratio=0.0,
-                  grad_checkpoint=options.recompute),
-        max_positions=1 << 14, dtype=getattr(torch, options.dtype))
+    drafter.to(device)
+    with on(device):
+        objective = TrainingTimeTest(
+            drafter, torch.randn(options.vocab, options.hidden), torch.randn(options.vocab, options.hidden).mul_(0.1),
+            TrainSpec(ttt_length=options.ttt, unrolled_fraction=options.unrolled, single_step_ratio=0.0,
+                      grad_checkpoint=options.recompute),
+            max_positions=max(1 << 14, 2 * max(documents.lengths)), dtype=getattr(torch, options.dtype))
     parameters = list(drafter.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     walls, cpus, losses = [], [], []
@@ -107,16 +113,19 @@ def main() -> None:
         outcome.loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 0.5, foreach=True)
         optimizer.step()
+        loss = float(outcome.loss.detach())  # a GPU has then done all it was told
         if number >= 2:
             walls.append(time.perf_counter() - wall)
             cpus.append(time.process_time() - cpu)
-        losses.append(float(outcome.loss.detach()))
-    peak_mb = memory_mb("VmHWM") - baseline_mb
+        losses.append(loss)
+    on_gpu = device.type == "cuda"
+    peak_mb = torch.cuda.max_memory_allocated(device) / 2**20 if on_gpu else memory_mb("VmHWM") - baseline_mb
     floor_mb = (4 * sum(p.numel() for p in parameters) + 2 * options.vocab * options.hidden) * 4 / 2**20
     tokens, wall, cpu = documents.token_ids.numel(), median(walls), median(cpus)
     flops = step_flops(drafter.config, objective.plan(documents, Moment(0, 1, 0)))
-    rate, cpu_rate = peak_rate(objective.dtype)
+    rate, cpu_rate = peak_rate(objective.dtype, device)
     print(json.dumps({
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
         "tokens": tokens, "supervised": outcome.supervised, "wall_s": round(wall, 4), "cpu_s": round(cpu, 4),
         "wall_s_min": round(min(walls), 4), "cpu_s_min": round(min(cpus), 4),
         "tokens_per_s": round(tokens / wall, 1), "tokens_per_cpu_s": round(tokens / cpu, 1),

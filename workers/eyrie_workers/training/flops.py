@@ -17,6 +17,7 @@ from eyrie_workers.training.layout import UnrollLayout
 from eyrie_workers.training.products import product
 
 _PROBE_SIZE, _PROBE_S = 1024, 0.1
+_GPU_PROBE_SIZE = 8192  # a smaller product is over before a GPU has begun
 
 
 def step_flops(config: Eagle3Config, layout: UnrollLayout) -> int:
@@ -36,11 +37,12 @@ def step_flops(config: Eagle3Config, layout: UnrollLayout) -> int:
 def peak_rate(dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[float, float]:
     """Floating-point operations of a large square product per wall second and per CPU second: the fastest of a few,
     measured now."""
-    a, b = (torch.randn(_PROBE_SIZE, _PROBE_SIZE, dtype=dtype, device=device) for _ in range(2))
+    size = _PROBE_SIZE if torch.device(device).type == "cpu" else _GPU_PROBE_SIZE
+    a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     wall, cpu, started = float("inf"), float("inf"), time.perf_counter()
     while time.perf_counter() - started < _PROBE_S:
         before, spent = time.perf_counter(), time.process_time()
         product(a, b).sum().item()
         wall, cpu = min(wall, time.perf_counter() - before), min(cpu, time.process_time() - spent)
-    operations = 2.0 * _PROBE_SIZE**3
+    operations = 2.0 * size**3
     return operations / wall, operations / max(cpu, 1e-9)
