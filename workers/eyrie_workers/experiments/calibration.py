@@ -6,8 +6,8 @@ If that fails, a tree grown by confidence spends its nodes in the wrong places.
 
 Here two families answer the same prompts with wide trees of which everything is kept (`measurement.calibration`). What
 is compared is a guess's own confidence and how often it was right, where the text before it was accepted. Two numbers
-of it: the expected calibration error (how far off confidence is), and whether more confident bins are accepted more
-often (whether confidence *orders* guesses: that alone is what choosing nodes needs).
+of it: the expected calibration error (how far off confidence is), and whether some bin of more confident guesses is
+accepted less often (whether confidence *orders* guesses: that alone is what choosing nodes needs).
 
     python -m eyrie_workers.experiments.calibration [--short] --out DIR
 """
@@ -62,9 +62,9 @@ def bias(of: Curve) -> float:
 
 
 def ordered(of: Curve) -> bool:
-    """Whether every bin with enough nodes is accepted more often than the one below it."""
-    shares = [one.share for one in of.bins if one.count >= _FEW]
-    return all(low < high for low, high in pairwise(shares))
+    """Whether no bin with enough nodes is accepted surely less often than the one below it: their intervals meet."""
+    bins = [one for one in of.bins if one.count >= _FEW]
+    return all(low.accepted_low <= high.accepted_high for low, high in pairwise(bins))
 
 
 def judge(found: Mapping[Arm, tuple[Curve, tuple[RankCount, ...]]], prompts: int) -> Finding:
@@ -98,8 +98,9 @@ def _first(curves: Mapping[Arm, Curve]) -> str:
 
 def _order(curves: Mapping[Arm, Curve]) -> str:
     wrong = [f"{family} at temperature {t:g}" for (family, t), of in curves.items() if not ordered(of)]
-    return ("More confident guesses are right more often in every bin, which is all that growing a tree needs."
-            if not wrong else f"Not every more confident bin is right more often: {', '.join(wrong)}.")
+    return ("No bin of more confident guesses is surely right less often than the one below, and order is all that "
+            "growing a tree needs." if not wrong else
+            f"More confident guesses are surely right less often in some bin: {', '.join(wrong)}.")
 
 
 def figure(curves: Mapping[Arm, Curve]) -> Figure:
