@@ -187,7 +187,8 @@ def test_an_engine_that_does_not_serve_what_was_trained_refuses_with_its_cause()
     (load_report(against("candidate", 1, 2.0)), ["load:4"]),
     (load_report(against("candidate", 1, 2.0), against("candidate", 4, 1.4, throughput_interval=Interval(
         low=0.9, high=1.9))), ["load:4"]),
-    (load_report(against("candidate", 1, 2.0, ttft_p99_ratio=1.6), against("candidate", 4, 1.5)), ["ttft:1"]),
+    (load_report(against("candidate", 1, 2.0, ttft_p99_ratio=1.6), loads=(1,), candidate=cell(ttft_p99=0.16)),
+     ["ttft:1"]),
     (load_report(against("candidate", 1, 2.0, ttft_p99_ratio=None), against("candidate", 4, 1.5)), ["ttft:1"]),
     (load_report(against("candidate", 1, 2.0, by_category={"chat": 1.1, "math": 2.0}),
                  against("candidate", 4, 1.5, by_category={"chat": 0.8, "math": 2.0})), ["load-suite:chat"]),
@@ -211,6 +212,16 @@ def test_few_requests_are_judged_by_their_median_since_their_p99_is_one_disturbe
     assert decide(PromotionPolicy(), STEADY, None, SUITES, proof_of(STEADY, disturbed)).promote
     late = load_report(against("candidate", 1, 2.0), loads=(1,), candidate=cell(ttft_p50=0.2, requests=24))
     assert refused(decide(PromotionPolicy(), STEADY, None, SUITES, proof_of(STEADY, late))) == ["ttft:1"]
+
+
+def test_a_first_token_that_nobody_feels_to_be_later_passes_whatever_the_ratio() -> None:
+    few = cell(ttft_p50=0.09, requests=16)  # without a drafter 0.05 s
+    load = load_report(against("candidate", 1, 2.0), loads=(1,), candidate=few)
+    decision = decide(PromotionPolicy(), STEADY, None, SUITES, proof_of(STEADY, load))
+    assert decision.promote
+    assert "1.80x that of no drafter, above 1.50x and only 40 ms later" in the(decision, "ttft:1").words
+    strict = PromotionPolicy(ttft_tolerance_s=0.03)
+    assert refused(decide(strict, STEADY, None, SUITES, proof_of(STEADY, load))) == ["ttft:1"]
 
 
 def test_a_candidate_that_fails_requests_its_target_would_have_answered_is_refused() -> None:

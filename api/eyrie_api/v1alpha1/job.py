@@ -565,6 +565,10 @@ class PromotionPolicy(Frozen):
     """p99 time to first token against no drafter, at each declared load; the median where a load was asked fewer than
     100 times (prove.requests), since p99 would then be one request. The bound is loose on purpose."""
 
+    ttft_tolerance_s: float = Field(0.05, ge=0.0)
+    """A first token that comes at most this much later than without a drafter passes whatever the ratio: nobody feels
+    it, and where prefill takes milliseconds a round of drafting is a multiple of it."""
+
     max_ttft_p99_s: float | None = Field(None, gt=0.0)
     min_speedup_changed_prompt: float = Field(1.0, gt=0.0)
     """With prove.system_prompt in place of the prompts' own."""
