@@ -40,17 +40,17 @@ class FamilyFacts:
 FAMILIES: dict[Family, FamilyFacts] = {
     "eagle3": FamilyFacts("fused", False, "large targets and much data: it reads three of the target's layers and is "
                           "trained on its own errors; a second of training teaches it less",
-                          "one small layer a token", 1.61),
+                          "one small layer a token", 1.98),
     "eagle1": FamilyFacts("final", True, "little data or short training, and engines without EAGLE-3; a dynamic tree "
-                          "makes it EAGLE-2", "one small layer a token, over the whole vocabulary", 2.02),
+                          "makes it EAGLE-2", "one small layer a token, over the whole vocabulary", 2.41),
     "medusa": FamilyFacts("final", False, "shallow drafts at the lowest drafting cost: nothing runs between two depths",
-                          "one pass for all depths", 1.98),
+                          "one pass for all depths", 2.33),
     "hydra": FamilyFacts("final", False, "where Medusa's heads contradict one another: each reads the tokens before "
-                         "its own", "one perceptron a token", 2.24),
+                         "its own", "one perceptron a token", 2.43),
     "standalone": FamilyFacts("none", True, "where nothing of the target but its text is at hand; it stores least, and "
-                              "its embedding and output matrix are its own", "a small language model a token", 1.54),
+                              "its embedding and output matrix are its own", "a small language model a token", 1.80),
     "dflash": FamilyFacts("fused", True, "long drafts on hardware with arithmetic to spare: a whole block in one pass",
-                          "one pass of a few layers for the block", 1.44),
+                          "one pass of a few layers for the block", 1.61),
 }
 
 
