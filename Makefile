@@ -76,7 +76,8 @@ bench-gpu: setup  ## kernels against their floors and the trainer's MFU on this 
 	@$(BIN)/python -m eyrie_kernels.bench --out .eyrie/bench/gpu.json
 	@$(BIN)/python -m eyrie_workers.training.bench --hidden 4096 --intermediate 14336 --heads 32 --kv-heads 8 --vocab 128256 \
 		--draft-vocab 32000 --lengths 4096,2048,1024,512,256,256 --prompt 0.3 --dtype bfloat16 --iterations 20 \
-		| tee .eyrie/bench/gpu-training.json
+		> .eyrie/bench/gpu-training.json
+	@cat .eyrie/bench/gpu-training.json
 
 lint: setup  ## ruff, mypy --strict, import contracts
 	@$(BIN)/ruff check .
@@ -105,12 +106,12 @@ bench-sweep: setup  ## a sweep of eight against eight runs, and whether it finds
 bench-codecs: setup  ## what each codec costs in acceptance length, ten minutes on two idle cores
 	@$(BIN)/python -m eyrie_workers.features.codec_trial --out .eyrie/bench/codecs.json
 
-# Half an hour on two idle cores; SHORT=1 for a look in four minutes. FAMILIES=eagle1,eagle3 BUDGET=tokens=300k choose.
+# Under twenty minutes on two cores; SHORT=1 for a look in four minutes. FAMILIES=eagle1,eagle3 BUDGET=tokens=300k choose.
 compare: setup  ## which drafter for the quickstart target: all families trained at an equal budget and measured
 	@$(BIN)/eyrie compare $(if $(SHORT),--short) $(if $(FAMILIES),--families $(FAMILIES)) $(if $(BUDGET),--budget $(BUDGET)) \
 		--out .eyrie/compare$(if $(SHORT),-short)
 
-# Forty minutes on two idle cores; killed, it goes on from the last stage. The committed pages: OUT=workers/experiments.
+# Up to an hour on two cores; killed, it goes on from the last stage. The committed pages: OUT=workers/experiments.
 experiments: setup  ## what the seeds claim, measured here: pages and plots in .eyrie/experiments; SHORT=1 for a quick look
 	@$(BIN)/python -m eyrie_workers.experiments $(if $(SHORT),--short) --out $(or $(OUT),.eyrie/experiments)
 
