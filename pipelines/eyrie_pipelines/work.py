@@ -148,8 +148,8 @@ class Work:
 
     def _bring_states(self, directory: Path) -> None:
         """The feature store, each file held to its digest, or word of where it is (then its reader holds each block to
-        its digest, and notes what differs). One that differs is noted beside it, so that capture makes it again when the
-        job is retried. Raises ArtifactCorrupt then."""
+        its digest, and notes what differs). One that differs is noted beside it, so that capture makes it again when
+        the job is retried. Raises ArtifactCorrupt then."""
         assert self._store is not None
         if self._ranged:
             directory.mkdir(parents=True, exist_ok=True)
