@@ -74,7 +74,7 @@ test-gpu: setup  ## the kernels on this machine's GPU, and the target, a trainin
 bench-gpu: setup  ## kernels against their floors and the trainer's MFU on this machine's GPU; writes .eyrie/bench/gpu*.json
 	@$(NEED_CUDA)
 	@$(BIN)/python -m eyrie_kernels.bench --out .eyrie/bench/gpu.json
-	@$(BIN)/python -m eyrie_workers.training.bench --hidden 4096 --intermediate 14336 --heads 32 --kv-heads 8 --vocab 128256 \
+	@$(BIN)/python -m tests.benchmarks.training_step --hidden 4096 --intermediate 14336 --heads 32 --kv-heads 8 --vocab 128256 \
 		--draft-vocab 32000 --lengths 4096,2048,1024,512,256,256 --prompt 0.3 --dtype bfloat16 --iterations 20 \
 		> .eyrie/bench/gpu-training.json
 	@cat .eyrie/bench/gpu-training.json
@@ -85,40 +85,40 @@ lint: setup  ## ruff, mypy --strict, import contracts
 	@$(BIN)/lint-imports --no-cache
 
 bench: setup  ## engine figures for this machine: baseline against transformers, cost of verifying, of drafting
-	@$(BIN)/python -m eyrie_workers.speculation.bench --target quickstart
+	@$(BIN)/python -m tests.benchmarks.decode --target quickstart
 
 bench-load: setup  ## what the load generator can take on this machine: 256 streams against a responder of known pace
-	@$(BIN)/python -m eyrie_workers.load.bench
+	@$(BIN)/python -m tests.benchmarks.load_generator
 
 bench-control: setup  ## what the control plane carries: 200 jobs/s and 500 event streams on PostgreSQL and Redis
-	@$(BIN)/python -m tests.bench.control
+	@$(BIN)/python -m tests.benchmarks.control_plane
 
 bench-tuner: setup  ## the tuner against the exhaustive grid, a quarter of an hour: make bench-tuner DRAFTER=<directory>
-	@$(BIN)/python -m eyrie_workers.measurement.tuner_trial --target quickstart --prompts 16 \
+	@$(BIN)/python -m tests.benchmarks.tuner --target quickstart --prompts 16 \
 		--drafter $(or $(DRAFTER),$(error give DRAFTER=<a drafter for the quickstart target>)) --out .eyrie/tuner-trial/report.json
 
 bench-store: setup  ## the hidden-state store's reader, from a directory and through S3 (with rclone)
-	@$(BIN)/python -m eyrie_workers.features.bench --out .eyrie/bench/store.json
+	@$(BIN)/python -m tests.benchmarks.feature_store --out .eyrie/bench/store.json
 
 bench-sweep: setup  ## a sweep of eight against eight runs, and whether it finds as good a drafter; about five minutes
-	@$(BIN)/python -m eyrie_workers.stages.sweep_bench --out .eyrie/bench/sweep.json
+	@$(BIN)/python -m tests.benchmarks.sweep --out .eyrie/bench/sweep.json
 
 bench-codecs: setup  ## what each codec costs in acceptance length, ten minutes on two idle cores
-	@$(BIN)/python -m eyrie_workers.features.codec_trial --out .eyrie/bench/codecs.json
+	@$(BIN)/python -m tests.benchmarks.codecs --out .eyrie/bench/codecs.json
 
 # Under twenty minutes on two cores; SHORT=1 for a look in four minutes. FAMILIES=eagle1,eagle3 BUDGET=tokens=300k choose.
 compare: setup  ## which drafter for the quickstart target: all families trained at an equal budget and measured
 	@$(BIN)/eyrie compare $(if $(SHORT),--short) $(if $(FAMILIES),--families $(FAMILIES)) $(if $(BUDGET),--budget $(BUDGET)) \
 		--out .eyrie/compare$(if $(SHORT),-short)
 
-# Up to an hour on two cores; killed, it goes on from the last stage. The committed pages: OUT=workers/experiments.
+# Up to an hour on two cores; killed, it goes on from the last stage. The committed pages: OUT=docs/results/experiments.
 experiments: setup  ## what the seeds claim, measured here: pages and plots in .eyrie/experiments; SHORT=1 for a quick look
-	@$(BIN)/python -m eyrie_workers.experiments $(if $(SHORT),--short) --out $(or $(OUT),.eyrie/experiments)
+	@$(BIN)/python -m tests.benchmarks.experiments $(if $(SHORT),--short) --out $(or $(OUT),.eyrie/experiments)
 
 # Half an hour on two idle cores with their environments to make (2.5 GB in .eyrie/peers), which are kept.
 bench-peers: setup  ## Eyrie beside SpecForge and speculators, each in an environment of its own; SHORT=1 for a quick look
-	@PYTHON="$(PYTHON)" bash tests/peers/environments/setup
-	@$(BIN)/python -m tests.peers.bench $(if $(SHORT),--short) --out .eyrie/bench/peers.json
+	@PYTHON="$(PYTHON)" bash tests/benchmarks/peers/environments/setup
+	@$(BIN)/python -m tests.benchmarks.peers.bench $(if $(SHORT),--short) --out .eyrie/bench/peers.json
 
 clean:  ## remove the environment and local state
 	rm -rf $(VENV) .eyrie

@@ -40,14 +40,14 @@ from kombu.exceptions import OperationalError
 
 from eyrie_api.broker import SHARD_QUEUE, BrokerAway, messages_waiting, transport_settings, without_password
 from eyrie_api.clock import Clock, utc_now
-from eyrie_api.database import Database
-from eyrie_api.endpoints import Endpoints
+from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.idempotency import Idempotency
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.outbox import Outbox
+from eyrie_api.database.tables import Database
+from eyrie_api.database.webhooks import Webhooks
 from eyrie_api.errors import Conflict, InvalidInput, NotFound
-from eyrie_api.idempotency import Idempotency
-from eyrie_api.jobs import Jobs
-from eyrie_api.outbox import Outbox
 from eyrie_api.settings import Settings
-from eyrie_api.webhooks import Webhooks
 
 log = logging.getLogger(__name__)
 

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from eyrie_api.artifacts.store import ArtifactStore
-from eyrie_api.database import Database
+from eyrie_api.database.tables import Database
 from eyrie_api.errors import InvalidInput
-from eyrie_api.job_files import work_store
-from eyrie_api.placing import read_profile
+from eyrie_api.http.job_files import work_store
 from eyrie_api.settings import Settings
+from eyrie_api.submission.placement import read_profile
 from eyrie_api.tasks import Step, make_celery, run_worker
 from eyrie_operator.driver import Driver
-from eyrie_operator.embedded_endpoints import EmbeddedEndpoints
+from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
 from eyrie_pipelines.kubeflow import KubeflowRunner
 from eyrie_pipelines.local import LocalRunner
-from eyrie_pipelines.nowhere import Nowhere, stages_run_here
 from eyrie_pipelines.runner import Runner
+from eyrie_pipelines.unavailable_runner import Nowhere, stages_run_here
 
 log = logging.getLogger(__name__)
 

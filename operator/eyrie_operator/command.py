@@ -26,11 +26,11 @@ from typing import Annotated
 
 import typer
 
-from eyrie_api.cli import app
+from eyrie_api.cli.commands import app
+from eyrie_api.cli.screen import Screen
+from eyrie_api.cli.verbs import Json, verb
 from eyrie_api.client import DEFAULT_SERVER
 from eyrie_api.settings import DEFAULT_PORT, Settings
-from eyrie_api.terminal.screen import Screen
-from eyrie_api.terminal.verbs import Json, verb
 from eyrie_operator.detached import (
     Plane,
     check_port,
@@ -129,7 +129,7 @@ def serve_api(
     port: Annotated[int | None, typer.Option("--port", min=0, max=65535, help=f"Default {DEFAULT_PORT}.")] = None,
 ) -> None:
     """Answer the API over a shared database and Redis, and do nothing else. On one machine use `up`."""
-    from eyrie_api.replica import serve
+    from eyrie_api.http.replica import serve
 
     serve(settings_for(home, host, port))
 
@@ -142,8 +142,8 @@ def migrate(
     as_json: Json = False,
 ) -> None:
     """Bring the tables of EYRIE_DATABASE_URL up to date; those of a newer Eyrie stay as they are."""
-    from eyrie_api.database import Database
-    from eyrie_api.replica import await_tables, migrate_when_there
+    from eyrie_api.database.tables import Database
+    from eyrie_api.http.replica import await_tables, migrate_when_there
 
     settings = settings_for(None, None, None)
     standing = (await_tables if check else migrate_when_there)(Database(settings.resolved_database_url), timeout)

@@ -19,14 +19,14 @@ from rich.table import Table
 from rich.text import Text
 
 from eyrie_api.artifacts import MANIFEST, read_manifest, write_atomically
+from eyrie_api.cli import chat
+from eyrie_api.cli.screen import Screen
+from eyrie_api.cli.tables import duration, times
+from eyrie_api.cli.watch import verdict, watch
 from eyrie_api.client import Client
+from eyrie_api.decisions.promotion import in_short
 from eyrie_api.errors import EyrieError, Permanent
-from eyrie_api.promotion import in_short
 from eyrie_api.settings import Settings
-from eyrie_api.terminal import chat
-from eyrie_api.terminal.screen import Screen
-from eyrie_api.terminal.tables import duration, times
-from eyrie_api.terminal.watch import verdict, watch
 from eyrie_api.v1alpha1.job import (
     BenchmarkSpec,
     DataSource,
@@ -184,7 +184,8 @@ def write_report(job: Job, manifests: list[Manifest], endpoint: Endpoint | None,
 def draw(home: Path, job_id: str) -> list[Path]:
     """Plots beside the report, by a child process: this one never loads matplotlib or torch. Raises DemoFailed."""
     out = home / "plots"
-    argv = [sys.executable, "-m", "eyrie_workers.plots", "--job-dir", str(home / "jobs" / job_id), "--out", str(out)]
+    argv = [sys.executable, "-m", "eyrie_workers.stages.plots",
+            "--job-dir", str(home / "jobs" / job_id), "--out", str(out)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise DemoFailed(f"the plots could not be drawn: {' '.join(done.stderr.strip().splitlines()[-1:])}",

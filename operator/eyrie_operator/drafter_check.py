@@ -14,8 +14,8 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from eyrie_api.cli.screen import printable
 from eyrie_api.errors import EyrieError, InvalidInput, Permanent, TargetNotFound
-from eyrie_api.terminal.screen import printable
 
 PROGRAM = "eyrie_workers.drafters.check"
 EXIT_DEFECTIVE = 65  # EX_DATAERR

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from eyrie_api.artifacts import digest_model
+from eyrie_api.database.endpoint_history import Histories
+from eyrie_api.database.idempotency import Idempotency, Replay, RequestInFlight
+from eyrie_api.database.jobs import Jobs
 from eyrie_api.errors import EyrieError
-from eyrie_api.history import Histories
-from eyrie_api.idempotency import Idempotency, Replay, RequestInFlight
-from eyrie_api.jobs import Jobs
 from eyrie_api.v1alpha1.job import DataSource, JobSpec
 from eyrie_api.v1alpha1.status import Job
+from eyrie_operator.embedded.traffic_recording import TRAFFIC_FILE, write_latest
 from eyrie_operator.serving import TellDrift
-from eyrie_operator.traffic import TRAFFIC_FILE, write_latest
 
 log = logging.getLogger(__name__)
 

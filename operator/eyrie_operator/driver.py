@@ -28,17 +28,17 @@ from pathlib import Path
 
 from eyrie_api.artifacts import MANIFEST, read_manifest, write_atomically, write_model
 from eyrie_api.clock import Clock, utc_now
-from eyrie_api.database import Database
-from eyrie_api.endpoints import Endpoints
+from eyrie_api.database.endpoint_history import Histories
+from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.ingest import Ingest
+from eyrie_api.database.jobs import Jobs, LeaseLost
+from eyrie_api.database.results import ResultFilter, Results
+from eyrie_api.database.tables import Database
+from eyrie_api.decisions.leaderboard import Measured
+from eyrie_api.decisions.promotion import decide, in_short, proven_speedup, proven_tau, without_drafter
+from eyrie_api.decisions.sweep import expand
 from eyrie_api.errors import ArtifactMissing, EyrieError, NotFound, Transient
-from eyrie_api.history import Histories
-from eyrie_api.ingest import Ingest
-from eyrie_api.jobs import Jobs, LeaseLost
-from eyrie_api.leaderboard import Measured
-from eyrie_api.promotion import decide, in_short, proven_speedup, proven_tau, without_drafter
-from eyrie_api.results import ResultFilter, Results
 from eyrie_api.settings import Settings
-from eyrie_api.sweep import expand
 from eyrie_api.v1alpha1.job import JobSpec, TargetSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.prove import ProveReport

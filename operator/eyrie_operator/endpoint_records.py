@@ -8,12 +8,12 @@ import logging
 from pathlib import Path
 
 from eyrie_api.clock import Clock, utc_now
-from eyrie_api.database import Database
-from eyrie_api.endpoints import Endpoints, Serving
+from eyrie_api.database.endpoint_history import Histories, Watched
+from eyrie_api.database.endpoints import Endpoints, Serving
+from eyrie_api.database.idempotency import Idempotency
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.tables import Database
 from eyrie_api.errors import EyrieError, NotFound
-from eyrie_api.history import Histories, Watched
-from eyrie_api.idempotency import Idempotency
-from eyrie_api.jobs import Jobs
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.job import PromotionPolicy
 from eyrie_api.v1alpha1.status import Endpoint, Job

@@ -16,14 +16,14 @@ from types import FrameType
 
 import uvicorn
 
-from eyrie_api.database import Database
-from eyrie_api.server import create_app
+from eyrie_api.database.tables import Database
+from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
 from eyrie_api.tasks import ChoreLoop, make_celery, queue_lengths
 from eyrie_operator.driver import Driver
-from eyrie_operator.embedded_endpoints import EmbeddedEndpoints
-from eyrie_operator.endpoint_processes import stop_endpoints
-from eyrie_operator.gateway import bind
+from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
+from eyrie_operator.embedded.gateway import bind
+from eyrie_operator.embedded.processes import stop_endpoints
 from eyrie_pipelines.local import LocalRunner
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal
 
+from eyrie_api.decisions.promotion import in_short
 from eyrie_api.errors import EyrieError
-from eyrie_api.promotion import in_short
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.records import Failure, ProgressRecord
 from eyrie_api.v1alpha1.reports import LeaderboardEntry, PromotionDecision

@@ -44,7 +44,7 @@ def build(job_id: str, manifests: Sequence[Manifest], conditions: Sequence[Condi
 
 
 def results(final: BenchmarkReport, proof: ProveReport) -> dict[str, JsonValue]:
-    """What was measured of a promoted drafter, for its card (`eyrie_workers.drafters.card --results`)."""
+    """What was measured of a promoted drafter, for its card (`eyrie_workers.drafters.checkpoint.card --results`)."""
     environment = final.environment.model_dump(mode="json")
     return {"benchmark": {**_checkpoint(final), "environment": environment},
             "proof": {**_proof(proof), "environment": proof.environment.model_dump(mode="json")}}

@@ -27,9 +27,9 @@ from typing import Any
 
 from eyrie_api.artifacts import MANIFEST, code_version, digest_model, read_manifest, write_atomically, write_model
 from eyrie_api.artifacts.store import ArtifactStore
+from eyrie_api.decisions.sweep import expand
 from eyrie_api.errors import ArtifactMissing
-from eyrie_api.placing import place_stage
-from eyrie_api.sweep import expand
+from eyrie_api.submission.placement import place_stage
 from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.reports import TrainReport
@@ -39,7 +39,7 @@ from eyrie_pipelines.kfp_api import KfpApi
 from eyrie_pipelines.run_stage import FAILURE_FILE, read_failure
 from eyrie_pipelines.runner import RunFailed, RunSeen, RunState
 from eyrie_pipelines.steps import JOB_FILE, JobFile, list_checkpoints, trains_together
-from eyrie_pipelines.work import RUN_FAILURE
+from eyrie_pipelines.work_area import RUN_FAILURE
 from eyrie_workers.catalog import stage_dir
 
 _STATES: dict[str, RunState] = {

@@ -32,14 +32,14 @@ import yaml
 from kfp import compiler, kubernetes
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.placing import place_stage
+from eyrie_api.submission.placement import place_stage
 from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.placement import Placement, S3Work, VolumeWork
 from eyrie_api.v1alpha1.requests import JobPlacement
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_pipelines.drafter import define
 from eyrie_pipelines.trainjob import ORDER_VARIABLE, Order
-from eyrie_pipelines.work import CREDENTIALS_DIR, pod_variables
+from eyrie_pipelines.work_area import CREDENTIALS_DIR, pod_variables
 
 POD_ANNOTATION = "eyrie.dev/pod"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"

@@ -28,15 +28,15 @@ from types import FrameType
 from typing import TypeVar
 
 from eyrie_api.artifacts import MANIFEST, digest_model, read_manifest, write_model
+from eyrie_api.decisions.leaderboard import select_best
+from eyrie_api.decisions.sweep import expand
 from eyrie_api.errors import ArtifactMissing, Conflict, EyrieError, Permanent, Transient
-from eyrie_api.leaderboard import select_best
-from eyrie_api.sweep import expand
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.records import Failure
 from eyrie_api.v1alpha1.reports import BenchmarkReport, RegenerateReport, TrainReport
 from eyrie_api.v1alpha1.stages import StageName, StageSpec, TrainStage
 from eyrie_pipelines import steps, trainjob
-from eyrie_pipelines.work import Work, is_first_node, patiently
+from eyrie_pipelines.work_area import Work, is_first_node, patiently
 from eyrie_workers.catalog import command, stage_dir, sweep_command
 
 RUN_DIR = "run"

@@ -14,9 +14,9 @@ interpreter's name.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from eyrie_api.decisions.families import named_layers, reading_defaults
+from eyrie_api.decisions.sweep import expand
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
-from eyrie_api.families import named_layers, reading_defaults
-from eyrie_api.sweep import expand
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import CheckpointReport, RegenerateReport, TrainReport

@@ -34,7 +34,7 @@ import httpx
 from eyrie_api.errors import Permanent, Transient
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.placement import Placement, S3Work, VolumeWork
-from eyrie_pipelines.work import CREDENTIALS_DIR, pod_variables
+from eyrie_pipelines.work_area import CREDENTIALS_DIR, pod_variables
 from eyrie_workers.catalog import command
 
 ORDER_VARIABLE = "EYRIE_TRAINJOB"

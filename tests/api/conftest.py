@@ -15,10 +15,10 @@ import pytest
 import uvicorn
 
 from eyrie_api.client import Client
-from eyrie_api.control import Control
-from eyrie_api.database import Database
-from eyrie_api.jobs import Jobs
-from eyrie_api.server import create_app
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.tables import Database
+from eyrie_api.http.control import Control
+from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
 from tests.api.samples import ManualClock
 from tests.servers.postgres import shared_template

@@ -14,13 +14,13 @@ import pytest
 import uvicorn
 from typer.testing import CliRunner, Result
 
-from eyrie_api.cli import app
-from eyrie_api.database import Database
-from eyrie_api.endpoints import Endpoints
-from eyrie_api.history import Histories
-from eyrie_api.jobs import Jobs, Metric
-from eyrie_api.promotion import decide
-from eyrie_api.server import create_app
+from eyrie_api.cli.commands import app
+from eyrie_api.database.endpoint_history import Histories
+from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.jobs import Jobs, Metric
+from eyrie_api.database.tables import Database
+from eyrie_api.decisions.promotion import decide
+from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.job import DraftTreeShape
 from eyrie_api.v1alpha1.status import Condition, JobStatus, Phase, Progress, StageStatus

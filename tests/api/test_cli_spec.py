@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from eyrie_api.cli.spec import build_job
 from eyrie_api.errors import InvalidInput
-from eyrie_api.terminal.spec import build_job
 
 
 def test_flags_alone_make_a_whole_job() -> None:

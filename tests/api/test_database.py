@@ -11,11 +11,11 @@ from alembic.migration import MigrationContext
 from sqlalchemy import insert, inspect, select, text
 from sqlalchemy.exc import IntegrityError, StatementError
 
-from eyrie_api.database import Base, Database, EventRow, IngestRow, JobRow, OutboxRow, upsert
-from eyrie_api.endpoints import Endpoints
+from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.migrations import downgrade, upgrade
+from eyrie_api.database.tables import Base, Database, EventRow, IngestRow, JobRow, OutboxRow, upsert
 from eyrie_api.errors import InvalidInput
-from eyrie_api.jobs import Jobs
-from eyrie_api.migrations import downgrade, upgrade
 from eyrie_api.v1alpha1.job import ServeSpec, TargetSpec
 from tests.api.samples import NOW, job_spec
 

@@ -2,15 +2,15 @@
 
 import pytest
 
-from eyrie_api.database import Database
-from eyrie_api.endpoints import Endpoints
+from eyrie_api.database.endpoint_history import Histories
+from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.outbox import Outbox
+from eyrie_api.database.results import ResultFilter, Results
+from eyrie_api.database.tables import Database
+from eyrie_api.decisions.leaderboard import Measured
+from eyrie_api.decisions.promotion import decide
 from eyrie_api.errors import Conflict, InvalidInput, NotFound
-from eyrie_api.history import Histories
-from eyrie_api.jobs import Jobs
-from eyrie_api.leaderboard import Measured
-from eyrie_api.outbox import Outbox
-from eyrie_api.promotion import decide
-from eyrie_api.results import ResultFilter, Results
 from eyrie_api.v1alpha1.job import DraftTreeShape, PromotionPolicy, ServeSpec, TargetSpec
 from eyrie_api.v1alpha1.status import Condition, Revision
 from eyrie_api.v1alpha1.tuning import DrafterUse, OperatingMap, OperatingPoint, Setting
@@ -214,7 +214,7 @@ def test_the_watch_remembers_windows_since_activation_and_since_drift_was_told(
 
 def test_only_the_latest_windows_are_kept(
         endpoints: Endpoints, histories: Histories, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyrie_api.history.KEPT_WINDOWS", 3)
+    monkeypatch.setattr("eyrie_api.database.endpoint_history.KEPT_WINDOWS", 3)
     for number in range(5):
         histories.record_window("default", 1, float(number), 200, None)
     kept = histories.read("default", kind="window").items

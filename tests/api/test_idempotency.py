@@ -4,9 +4,16 @@ import threading
 
 import pytest
 
-from eyrie_api.database import Database
-from eyrie_api.idempotency import IN_FLIGHT_TTL_S, Claim, Idempotency, IdempotencyMismatch, Replay, RequestInFlight
-from eyrie_api.jobs import Jobs
+from eyrie_api.database.idempotency import (
+    IN_FLIGHT_TTL_S,
+    Claim,
+    Idempotency,
+    IdempotencyMismatch,
+    Replay,
+    RequestInFlight,
+)
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.tables import Database
 from tests.api.samples import ManualClock, job_spec
 
 
@@ -45,7 +52,7 @@ def test_a_job_that_could_not_be_written_leaves_its_claim_uncompleted(
     assert isinstance(claim, Claim)
     jobs = Jobs(database, clock, idempotency)
     first = jobs.submit(job_spec())
-    monkeypatch.setattr("eyrie_api.jobs.new_job_id", lambda: first.id)  # a real constraint failure inside submit
+    monkeypatch.setattr("eyrie_api.database.jobs.new_job_id", lambda: first.id)  # a real constraint failure
     with pytest.raises(Exception, match=r"(?i)unique"):
         jobs.submit(job_spec(), claim)
     idempotency.release(claim)

@@ -13,11 +13,11 @@ from eyrie_api.artifacts import digest_bytes
 from eyrie_api.artifacts.directories import upload_dir
 from eyrie_api.artifacts.options import StoreOptions
 from eyrie_api.artifacts.store import open_store
-from eyrie_api.database import Database
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.tables import Database
 from eyrie_api.errors import InvalidInput
-from eyrie_api.job_files import PIECE_BYTES
-from eyrie_api.jobs import Jobs
-from eyrie_api.server import create_app
+from eyrie_api.http.job_files import PIECE_BYTES
+from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
 from tests.api.samples import benchmark_report, finish_stage, job_spec
 from tests.servers.s3 import S3Server

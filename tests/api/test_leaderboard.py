@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eyrie_api.decisions.leaderboard import Measured, mean_speedup, rank, select_best
 from eyrie_api.errors import InvalidInput
-from eyrie_api.leaderboard import Measured, mean_speedup, rank, select_best
 from tests.api.samples import benchmark_report
 
 STEADY = benchmark_report("a-step-1", {"chat": (2.0, 1.8), "math": (2.2, 2.0)})

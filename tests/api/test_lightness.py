@@ -9,9 +9,11 @@ HEAVY = ("torch", "transformers", "numpy", "kfp", "matplotlib", "pyarrow")
 
 
 @pytest.mark.parametrize(("modules", "absent"), [
-    ("eyrie_api.server, eyrie_api.tasks, eyrie_api.client, eyrie_api.plan, eyrie_api.ingest", HEAVY),
+    ("eyrie_api.http.server, eyrie_api.tasks, eyrie_api.client, eyrie_api.decisions.plan, eyrie_api.database.ingest",
+     HEAVY),
     ("eyrie_api.client", (*HEAVY, "fastapi", "sqlalchemy", "celery", "alembic")),
-    ("eyrie_api.sweep, eyrie_api.leaderboard, eyrie_api.promotion, eyrie_api.plan", (*HEAVY, "sqlalchemy", "httpx")),
+    ("eyrie_api.decisions.sweep, eyrie_api.decisions.leaderboard, eyrie_api.decisions.promotion, "
+     "eyrie_api.decisions.plan", (*HEAVY, "sqlalchemy", "httpx")),
 ])
 def test_importing_stays_light(modules: str, absent: tuple[str, ...]) -> None:
     code = f"import sys\nimport {modules}\nprint(*sorted(set(sys.modules) & set({absent!r})))"

@@ -9,7 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.placing import overlay, place_stage, read_profile
+from eyrie_api.submission.placement import overlay, place_stage, read_profile
 from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.placement import Placement
 from eyrie_api.v1alpha1.requests import JobPlacement, PlacementRequest, StageKey

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_api.facts import data_facts, quickstart_dir, target_facts
-from eyrie_api.plan import DataFacts, TargetFacts, make_plan, tree_shapes
+from eyrie_api.decisions.plan import DataFacts, TargetFacts, make_plan, tree_shapes
+from eyrie_api.submission.target_facts import data_facts, quickstart_dir, target_facts
 from eyrie_api.v1alpha1.codecs import BEST_FIRST, ID_AND_MASK_BYTES, StoredAs
 from eyrie_api.v1alpha1.job import DataSpec, TuneSpec
 from eyrie_api.v1alpha1.plan import Plan

@@ -15,15 +15,15 @@ from eyrie_api.access.audit import Audit
 from eyrie_api.access.callers import LOCAL
 from eyrie_api.access.quotas import QuotaReached
 from eyrie_api.access.scope import Scope
-from eyrie_api.database import Base, Database, IdempotencyRow, ProjectRow
-from eyrie_api.endpoints import Endpoints
+from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.idempotency import Claim, Idempotency, Once, Replay
+from eyrie_api.database.jobs import JobFilter, Jobs, Metric
+from eyrie_api.database.migrations import downgrade, upgrade
+from eyrie_api.database.outbox import Outbox
+from eyrie_api.database.results import ResultFilter, Results
+from eyrie_api.database.tables import Base, Database, IdempotencyRow, ProjectRow
+from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.errors import Conflict
-from eyrie_api.idempotency import Claim, Idempotency, Once, Replay
-from eyrie_api.jobs import JobFilter, Jobs, Metric
-from eyrie_api.leaderboard import Measured
-from eyrie_api.migrations import downgrade, upgrade
-from eyrie_api.outbox import Outbox
-from eyrie_api.results import ResultFilter, Results
 from eyrie_api.v1alpha1.job import DraftTreeShape, ServeSpec, TargetSpec
 from eyrie_api.v1alpha1.status import Job, StageStatus
 from tests.api.samples import NOW, benchmark_report, ended, job_spec

@@ -16,8 +16,8 @@ from eyrie_api.errors import (
     UnsupportedTarget,
     VocabularyTooLarge,
 )
-from eyrie_api.preflight import check, plan
 from eyrie_api.settings import Settings
+from eyrie_api.submission.preflight import check, plan
 from tests.api.samples import job_spec, target_directory
 
 

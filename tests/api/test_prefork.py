@@ -11,10 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from eyrie_api.database import Database
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.outbox import Outbox
+from eyrie_api.database.tables import Database
 from eyrie_api.errors import InvalidInput
-from eyrie_api.jobs import Jobs
-from eyrie_api.outbox import Outbox
 from eyrie_api.settings import Settings
 from eyrie_api.tasks import Ticker, chore_queue, make_celery, queue_length, queue_lengths, run_worker
 from tests.api.conftest import Running

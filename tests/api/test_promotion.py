@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_api.promotion import decide, proven_tau
+from eyrie_api.decisions.promotion import decide, proven_tau
 from eyrie_api.v1alpha1.job import DraftTreeShape, PromotionPolicy
 from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadLevel, LoadReport, LoadSpec, Quantiles
 from eyrie_api.v1alpha1.prove import ParityReport, ProveReport

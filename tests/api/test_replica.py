@@ -12,10 +12,10 @@ import httpx
 import pytest
 from sqlalchemy import text
 
-from eyrie_api.database import Database
+from eyrie_api.database.migrations import downgrade, standing, upgrade
+from eyrie_api.database.tables import Database
 from eyrie_api.errors import InvalidInput
-from eyrie_api.migrations import downgrade, standing, upgrade
-from eyrie_api.replica import TablesMissing, await_tables, serve
+from eyrie_api.http.replica import TablesMissing, await_tables, serve
 from eyrie_api.settings import Settings
 from eyrie_api.tasks import chore_queue, make_celery, queue_length
 from tests.api.samples import job_body

@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from eyrie_api import problems
 from eyrie_api.artifacts import digest_model
 from eyrie_api.client import error_of
-from eyrie_api.database import Database
+from eyrie_api.database.tables import Database
 from eyrie_api.errors import EyrieError, Transient
-from eyrie_api.routes.jobs import EXAMPLES, JOBS
+from eyrie_api.http import problems
+from eyrie_api.http.routes.jobs import EXAMPLES, JOBS
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.status import Job, Problem
 from tests.api.conftest import Running

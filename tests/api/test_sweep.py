@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from eyrie_api.decisions.sweep import expand
 from eyrie_api.errors import InvalidInput
-from eyrie_api.sweep import expand
 from tests.api.samples import job_spec
 
 LABEL = re.compile(r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.broker import BrokerAway, RedisTransport
-from eyrie_api.database import Database
-from eyrie_api.endpoints import Endpoints
-from eyrie_api.idempotency import Claim, Idempotency
-from eyrie_api.jobs import Jobs
-from eyrie_api.outbox import Outbox
+from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.idempotency import Claim, Idempotency
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.outbox import Outbox
+from eyrie_api.database.tables import Database
 from eyrie_api.settings import Settings
 from eyrie_api.tasks import ChoreLoop, chore_queue, make_celery, queue_length
 from eyrie_api.v1alpha1.job import ServeSpec, TargetSpec

@@ -18,14 +18,14 @@ import pytest
 import yaml
 from kubernetes import client, config
 
-from eyrie_api.database import Database
-from eyrie_api.endpoints import Endpoints
+from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.tables import Database
 from eyrie_api.errors import NotFound
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.job import DraftTreeShape, ServeSpec, TargetSpec
 from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_operator.cluster.apply import Cluster
-from eyrie_operator.cluster.counted import WINDOW
+from eyrie_operator.cluster.metric_windows import WINDOW
 from eyrie_operator.conditions import find
 from eyrie_operator.manifests.names import ENDPOINT_LABEL
 from tests.cluster.conftest import eventually
@@ -138,11 +138,11 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A drafter of random weights for the quickstart target: its guesses are poor, its text is the target's."""
     import torch
 
-    from eyrie_api.facts import quickstart_dir
-    from eyrie_workers.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-    from eyrie_workers.drafters.eagle3_checkpoint import save_drafter
-    from eyrie_workers.drafters.vocabulary import DraftVocabulary
+    from eyrie_api.submission.target_facts import quickstart_dir
+    from eyrie_workers.drafters.eagle3.checkpoint import save_drafter
+    from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
     from eyrie_workers.targets.config import read_config
+    from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 
     target = quickstart_dir()
     assert target is not None

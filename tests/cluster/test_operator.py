@@ -13,11 +13,11 @@ from starlette.testclient import TestClient
 
 from eyrie_api.access.projects import Projects
 from eyrie_api.clock import utc_now
-from eyrie_api.database import Database
-from eyrie_api.endpoints import Endpoints
+from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.jobs import JobFilter, Jobs
+from eyrie_api.database.tables import Database
 from eyrie_api.errors import NotFound
-from eyrie_api.jobs import JobFilter, Jobs
-from eyrie_api.server import create_app
+from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import CreateProject, Quotas
 from eyrie_api.v1alpha1.job import ServeSpec, TargetSpec

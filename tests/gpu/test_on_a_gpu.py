@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from eyrie_api.v1alpha1.job import DraftTreeShape, SamplingSpec, TrainSpec
-from eyrie_workers.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-from eyrie_workers.drafters.eagle3_checkpoint import save_drafter
+from eyrie_workers.drafters.eagle3.checkpoint import save_drafter
+from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
+from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest
 from eyrie_workers.drafters.registry import open_drafter
-from eyrie_workers.drafters.vocabulary import DraftVocabulary
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.device import CPU, on
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
-from eyrie_workers.training.eagle3 import TrainingTimeTest
 from eyrie_workers.training.objective import Moment
 from tests.tiny import tiny_target
 from tests.workers.drafters.test_serving import HIDDEN, VOCAB, embedding, random_documents, random_drafter

@@ -15,22 +15,22 @@ import torch
 
 from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, SamplingSpec, TrainSpec
 from eyrie_kernels import packed_attention, soft_target_loss
-from eyrie_workers.drafters.inheritance import TargetEnds, read_target_ends
+from eyrie_workers.drafters.eagle3 import flops
+from eyrie_workers.drafters.initialisation import TargetEnds, read_target_ends
 from eyrie_workers.drafters.registry import FAMILIES, open_drafter
-from eyrie_workers.drafters.vocabulary import DraftVocabulary
-from eyrie_workers.measurement.calibration import measure as calibrating
-from eyrie_workers.measurement.losslessness import explain
-from eyrie_workers.measurement.retracing import Retracer
-from eyrie_workers.quickstart.entropy import sureness
+from eyrie_workers.measurement.benchmark.losslessness import explain
+from eyrie_workers.measurement.parity.round_replay import Retracer
 from eyrie_workers.speculation.engine import Engine, Request
-from eyrie_workers.stages.program import INTERRUPTED_EXIT_CODE, Stage
+from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Stage
 from eyrie_workers.targets.device import CPU, on
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
-from eyrie_workers.training import bench as training_bench
-from eyrie_workers.training import flops
 from eyrie_workers.training.documents import PackedDocuments, join
 from eyrie_workers.training.evaluation import evaluate
 from eyrie_workers.training.objective import Moment
+from tests.benchmarks import training_step as training_bench
+from tests.benchmarks.calibration.measure import measure as calibrating
+from tests.benchmarks.quickstart.entropy import sureness
 from tests.gpu.pretended import GPU, Apart, PretendedGpu
 from tests.tiny import tiny_target
 from tests.workers.measurement.tiny_bench import stage_specs

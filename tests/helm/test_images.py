@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = {"api": ["api"], "operator": ["operator"], "workers": ["workers", "pipelines"]}
 PROGRAMS = {
-    "api": ["eyrie_operator.command", "eyrie_api.replica", "eyrie_api.migrations"],
+    "api": ["eyrie_operator.command", "eyrie_api.http.replica", "eyrie_api.database.migrations"],
     "operator": ["eyrie_operator.command", "eyrie_operator.celery_app", "eyrie_operator.cluster.program"],
     "workers": ["eyrie_pipelines.drafter", "eyrie_workers.stages.train", "eyrie_workers.stages.prove",
                 "eyrie_workers.shards"],

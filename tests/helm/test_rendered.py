@@ -7,8 +7,8 @@ import pytest
 import yaml
 from kubernetes_validate import SchemaNotFoundError, validate
 
-from eyrie_api.placing import read_profile
 from eyrie_api.settings import Settings
+from eyrie_api.submission.placement import read_profile
 from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.placement import S3Work, VolumeWork
 from tests.helm.rendering import CHART, EVERYTHING, EXTERNAL, SECRET_WORDS, SETS, Rendered, from_file, render, sdk
@@ -396,8 +396,8 @@ def test_alerts_and_dashboard_ask_for_metrics_that_exist(tmp_path: Path) -> None
     from prometheus_client.parser import text_string_to_metric_families
     from starlette.testclient import TestClient
 
-    from eyrie_api.database import Database
-    from eyrie_api.server import create_app
+    from eyrie_api.database.tables import Database
+    from eyrie_api.http.server import create_app
 
     settings = Settings(home=tmp_path)
     database = Database(settings.resolved_database_url)

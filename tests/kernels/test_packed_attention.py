@@ -10,7 +10,7 @@ from torch import Tensor
 from eyrie_kernels import packed_attention as module
 from eyrie_kernels.packed_attention import Blocks, packed_attention, reference_packed_attention, sight
 from eyrie_workers.training.attention import SharedKeys, attend
-from eyrie_workers.training.layout import lay_out
+from eyrie_workers.training.unroll_plan import lay_out
 
 Inputs = tuple[Tensor, Tensor, Tensor, list[tuple[Tensor, Tensor]], Tensor, Tensor]
 

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from eyrie_api.artifacts.local import LocalStore
-from eyrie_api.database import Database
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.tables import Database
 from eyrie_api.errors import InvalidInput
-from eyrie_api.jobs import Jobs
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
 from eyrie_api.v1alpha1.job import ServeSpec

@@ -9,10 +9,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from eyrie_api.database import Database
-from eyrie_api.endpoints import Endpoints
-from eyrie_api.history import Histories
-from eyrie_api.jobs import Jobs
+from eyrie_api.database.endpoint_history import Histories
+from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.tables import Database
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.job import (
     CanarySpec,
@@ -28,8 +28,9 @@ from eyrie_api.v1alpha1.job import (
 from eyrie_api.v1alpha1.status import Endpoint, Revision
 from eyrie_operator.conditions import find
 from eyrie_operator.driver import serving_of
-from eyrie_operator.embedded_endpoints import EmbeddedEndpoints
-from eyrie_operator.endpoint_processes import (
+from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
+from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
+from eyrie_operator.embedded.processes import (
     EngineRecord,
     endpoint_dir,
     list_engines,
@@ -37,7 +38,6 @@ from eyrie_operator.endpoint_processes import (
     resolve_target,
     stop_endpoints,
 )
-from eyrie_operator.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.serving import MIN_ROUNDS
 from eyrie_pipelines.processes import is_alive, wait_until
 from tests.workers.engines.conftest import drafter, target

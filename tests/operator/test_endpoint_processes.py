@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_api.endpoints import Serving
+from eyrie_api.database.endpoints import Serving
 from eyrie_api.v1alpha1.job import DraftTreeShape, ServeSpec, TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
-from eyrie_operator.endpoint_processes import engine_argv, read_counters
+from eyrie_operator.embedded.processes import engine_argv, read_counters
 from eyrie_workers.engines.sglang.process import PROGRAM
 from tests.api.samples import target_directory
 

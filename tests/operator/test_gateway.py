@@ -17,10 +17,10 @@ import pytest
 
 from eyrie_api.artifacts import write_model
 from eyrie_api.errors import PortInUse
-from eyrie_operator.endpoint_processes import read_port, start_gateway, stop_gateway
-from eyrie_operator.gateway import bind, create_gateway
-from eyrie_operator.routing import COUNTERS_PATH, ROUTE_FILE, RouteRecord, Routes, Share
-from eyrie_operator.traffic import TRAFFIC_FILE, Traffic
+from eyrie_operator.embedded.gateway import bind, create_gateway
+from eyrie_operator.embedded.processes import read_port, start_gateway, stop_gateway
+from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, RouteRecord, Routes, Share
+from eyrie_operator.embedded.traffic_recording import TRAFFIC_FILE, Traffic
 from eyrie_pipelines.processes import is_alive
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.artifacts import code_version, digest_model, read_manifest, write_model
-from eyrie_api.database import Database
-from eyrie_api.endpoints import Endpoints
-from eyrie_api.jobs import Jobs
-from eyrie_api.results import ResultFilter, Results
+from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.results import ResultFilter, Results
+from eyrie_api.database.tables import Database
+from eyrie_api.decisions.sweep import expand
 from eyrie_api.settings import Settings
-from eyrie_api.sweep import expand
 from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, JobSpec, PromotionPolicy, ServeSpec, TargetSpec
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import TrainReport
@@ -221,7 +221,7 @@ def test_an_endpoint_of_another_target_is_not_taken_over(world: World) -> None:
 
 
 def test_the_leaderboard_has_every_checkpoint_and_the_tuned_one(world: World) -> None:
-    from eyrie_api.results import Results
+    from eyrie_api.database.results import Results
 
     job = world.look(world.finished(spec_of(serve=ServeSpec(enabled=False))))
     entries = [(one.checkpoint, one.tuned) for one in Results(world.database).leaderboard()]

@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from eyrie_api.database import Database
-from eyrie_api.jobs import Jobs
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.tables import Database
 from eyrie_api.settings import Settings
 from eyrie_operator.celery_app import world_of
 from eyrie_operator.conditions import find
 from eyrie_operator.driver import Driver
 from eyrie_pipelines.local import LocalRunner
-from eyrie_pipelines.nowhere import Nowhere
+from eyrie_pipelines.unavailable_runner import Nowhere
 from tests.api.samples import job_spec
 
 

@@ -11,7 +11,7 @@ from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
 from eyrie_api.v1alpha1.placement import HostPath, Placement, S3Work, SecretVariable, Toleration, VolumeWork, WorkArea
 from eyrie_api.v1alpha1.requests import JobPlacement, PlacementRequest
 from eyrie_pipelines.placement import POD_ANNOTATION, compile_for
-from eyrie_pipelines.work import CREDENTIALS_DIR, pod_variables
+from eyrie_pipelines.work_area import CREDENTIALS_DIR, pod_variables
 
 S3 = S3Work(url="s3://bucket/eyrie", endpoint_url="http://minio:9000", credentials_secret="s3-keys",
             scratch_size="50Gi")

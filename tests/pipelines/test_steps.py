@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.artifacts import digest_model
+from eyrie_api.decisions.sweep import expand
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
-from eyrie_api.sweep import expand
 from eyrie_api.v1alpha1.job import (
     BenchmarkSpec,
     DataSource,

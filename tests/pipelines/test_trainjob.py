@@ -10,7 +10,7 @@ import pytest
 from eyrie_api.artifacts import digest_model, write_model
 from eyrie_api.v1alpha1.placement import Placement, VolumeWork
 from eyrie_api.v1alpha1.requests import JobPlacement
-from eyrie_pipelines import run_stage, work
+from eyrie_pipelines import run_stage, work_area
 from eyrie_pipelines.steps import JOB_FILE, JobFile
 from eyrie_pipelines.trainjob import (
     ORDER_VARIABLE,
@@ -60,7 +60,7 @@ def test_what_the_runtimes_pods_are_given_is_one_patch_of_ours_with_the_fields_p
     assert [set(one) for one in pod["containers"]] == [{"name", "volumeMounts"}]  # variables are the trainer's
     assert pod["nodeSelector"] == {"pool": "spot", "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
     mounts = {one["mountPath"]: one["name"] for one in pod["containers"][0]["volumeMounts"]}
-    assert set(mounts) == {"/var/lib/eyrie", work.CREDENTIALS_DIR, "/dev/shm", "/models"}
+    assert set(mounts) == {"/var/lib/eyrie", work_area.CREDENTIALS_DIR, "/dev/shm", "/models"}
     assert set(mounts.values()) == {one["name"] for one in pod["volumes"]}
 
 
@@ -128,12 +128,12 @@ def test_of_several_nodes_the_first_alone_puts_things_into_the_store(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job_dir = tmp_path / "home" / "jobs" / "j"
     monkeypatch.setenv("EYRIE_ARTIFACTS_URL", str(tmp_path / "store"))
-    monkeypatch.setenv(work.SYNC_VARIABLE, "1")
+    monkeypatch.setenv(work_area.SYNC_VARIABLE, "1")
     for rank in ("1", "0"):
         monkeypatch.setenv("PET_NODE_RANK", rank)
         (job_dir / "run").mkdir(parents=True, exist_ok=True)
         (job_dir / "run" / "failure.json").write_text(rank)
-        work.Work.of(job_dir).put(job_dir / "run" / "failure.json")
+        work_area.Work.of(job_dir).put(job_dir / "run" / "failure.json")
         found = tmp_path / "store" / "jobs" / "j" / "run" / "failure.json"
         assert found.exists() is (rank == "0")
 

@@ -22,7 +22,7 @@ from eyrie_api.artifacts.store import ArtifactStore, StoreAway, StoredObject, op
 from eyrie_api.v1alpha1.job import BenchmarkSpec, DraftTreeShape, JobSpec, SuiteSpec
 from eyrie_api.v1alpha1.stages import RegenerateStage
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
-from eyrie_pipelines import run_stage, work
+from eyrie_pipelines import run_stage, work_area
 from eyrie_pipelines.processes import wait_until
 from eyrie_pipelines.steps import JobFile, regenerate_spec
 from eyrie_workers.catalog import CATALOG, STATE_DIR
@@ -73,7 +73,7 @@ class Pods:
 def environment(tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What `placement` gives a pod."""
     monkeypatch.setenv("EYRIE_ARTIFACTS_URL", str(tmp_path / "store"))
-    monkeypatch.setenv(work.SYNC_VARIABLE, "0.05")
+    monkeypatch.setenv(work_area.SYNC_VARIABLE, "0.05")
     for name, stage in CATALOG.items():  # boxes run in this process: what `sitecustomize` does for others
         monkeypatch.setitem(CATALOG, name, dataclasses.replace(stage, module="rehearsal_stage",
                                                                 together="rehearsal_stage"))
@@ -123,7 +123,7 @@ def test_a_job_passes_from_pod_to_pod_through_the_store_and_each_brings_only_wha
 
 def test_states_too_large_for_a_pods_disk_stay_in_the_store_and_training_is_told_where(
         pods: Pods, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(work.STATES_VARIABLE, "ranged")
+    monkeypatch.setenv(work_area.STATES_VARIABLE, "ranged")
     store = pods.run(run_stage.capture, pods.run(run_stage.regenerate))
     pods.run(run_stage.train, store, "base")
     states = {name for name in pods.here() if name.startswith("stages/capture/")}
@@ -185,7 +185,7 @@ def test_a_pod_killed_at_work_loses_nothing_it_had_put_into_the_store(pods: Pods
 
 def test_a_pod_told_to_end_puts_what_it_has_into_the_store_first(
         pods: Pods, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(work.SYNC_VARIABLE, "3600")
+    monkeypatch.setenv(work_area.SYNC_VARIABLE, "3600")
     rehearsal.plan(regenerate=["hang", "ok"])
     pod = pods.start("regenerate")
     assert wait_until(lambda: rehearsal.starts() == ["regenerate"], LIMIT_S)
@@ -207,7 +207,7 @@ def test_the_first_failure_of_a_run_stops_boxes_in_other_pods_and_is_told_in_the
     pods.run(run_stage.regenerate)
 
 
-def interrupted(area: work.Work, spec: RegenerateStage, directory: Path, shards: int) -> list[str]:
+def interrupted(area: work_area.Work, spec: RegenerateStage, directory: Path, shards: int) -> list[str]:
     """A pod whose stage writes so many shards before it is told to end; which ones it found."""
     with contextlib.suppress(KeyboardInterrupt), area.stage(spec, directory) as needed:
         assert needed
@@ -238,8 +238,8 @@ def test_what_lies_in_the_store_never_mentions_what_is_not_there_wherever_a_sync
         tmp_path: Path, uploads: int) -> None:
     directory, store = tmp_path / "stage", LocalStore(tmp_path / "store")
     write_shards(directory, 2)
-    work._Sync(store, directory, "s").once()
-    sync = work._Sync(Leaving(store, uploads), directory, "s")  # type: ignore[arg-type]
+    work_area._Sync(store, directory, "s").once()
+    sync = work_area._Sync(Leaving(store, uploads), directory, "s")  # type: ignore[arg-type]
     sync.begin()
     write_shards(directory, 5)  # three shards and the index have changed
     with pytest.raises(StoreAway) if uploads < 4 else contextlib.nullcontext():
@@ -279,7 +279,7 @@ def test_a_picture_of_a_stage_at_work_is_one_moment_of_it(tmp_path: Path) -> Non
     writer.start()
     try:
         for _ in range(20):
-            found = work._take_picture(directory)
+            found = work_area._take_picture(directory)
             picture = directory / ".sync"
             if "index.json" in found:
                 mentioned = set((picture / "index.json").read_text().split())
@@ -293,7 +293,7 @@ def test_a_picture_of_a_stage_at_work_is_one_moment_of_it(tmp_path: Path) -> Non
 def test_what_a_stage_removes_leaves_the_store_too(tmp_path: Path) -> None:
     directory, store = tmp_path / "stage", LocalStore(tmp_path / "store")
     write_shards(directory, 2)
-    sync = work._Sync(store, directory, "s")
+    sync = work_area._Sync(store, directory, "s")
     sync.once()
     (directory / "shard-0.safetensors").unlink()
     sync.once()
@@ -303,12 +303,12 @@ def test_what_a_stage_removes_leaves_the_store_too(tmp_path: Path) -> None:
 def test_what_a_killed_stage_goes_on_from_is_in_the_store_until_it_has_finished(pods: Pods) -> None:
     directory, spec = pods.job_dir / "stages" / "regenerate", regenerate_spec(pods.job)
     state = directory / STATE_DIR / "training.safetensors"
-    with contextlib.suppress(SystemExit), work.Work(pods.job_dir, pods.store, 3600).stage(spec, directory):
+    with contextlib.suppress(SystemExit), work_area.Work(pods.job_dir, pods.store, 3600).stage(spec, directory):
         state.parent.mkdir(parents=True)
         state.write_bytes(b"step 50")
         raise SystemExit(143)
     pods.lose_the_node()
-    with contextlib.suppress(SystemExit), work.Work(pods.job_dir, pods.store, 3600).stage(spec, directory):
+    with contextlib.suppress(SystemExit), work_area.Work(pods.job_dir, pods.store, 3600).stage(spec, directory):
         assert state.read_bytes() == b"step 50"
         raise SystemExit(143)
     pods.run(run_stage.regenerate)
@@ -320,11 +320,11 @@ def test_what_a_killed_stage_goes_on_from_is_in_the_store_until_it_has_finished(
 def test_a_stage_goes_on_while_the_store_is_away_and_what_it_made_arrives_later(pods: Pods) -> None:
     directory, spec = pods.job_dir / "stages" / "regenerate", regenerate_spec(pods.job)
     assert isinstance(pods.store, LocalStore)
-    away = work.Work(pods.job_dir, Leaving(pods.store, 0), 0.01)  # type: ignore[arg-type]
+    away = work_area.Work(pods.job_dir, Leaving(pods.store, 0), 0.01)  # type: ignore[arg-type]
     assert interrupted(away, spec, directory, 1) == []
     assert "stages/regenerate/shard-0.safetensors" not in pods.stored()
     # The container is started again where it was.
-    assert interrupted(work.Work(pods.job_dir, pods.store, 0.01), spec, directory, 1) == ["shard-0.safetensors"]
+    assert interrupted(work_area.Work(pods.job_dir, pods.store, 0.01), spec, directory, 1) == ["shard-0.safetensors"]
     assert "stages/regenerate/shard-0.safetensors" in pods.stored()
     assert "stages/regenerate/manifest.json" not in pods.stored()
 
@@ -333,7 +333,7 @@ def test_through_s3_a_stage_is_resumed_where_another_pod_left_it(tmp_path: Path,
     store = bucket(moto_s3, tmp_path)
     pods = Pods(tmp_path / "home", store)
     directory, spec = pods.job_dir / "stages" / "regenerate", regenerate_spec(pods.job)
-    area = work.Work(pods.job_dir, store, 3600)
+    area = work_area.Work(pods.job_dir, store, 3600)
     assert interrupted(area, spec, directory, 2) == []
     pods.lose_the_node()
     assert interrupted(area, spec, directory, 3) == ["shard-0.safetensors", "shard-1.safetensors"]

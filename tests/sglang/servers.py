@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from eyrie_api.v1alpha1.job import DraftTreeShape, TargetSpec
-from eyrie_workers.drafters.checkpoint import read_config
+from eyrie_workers.drafters.checkpoint.files import read_config
 from eyrie_workers.engines.sglang.process import SglangServer, free_port, start_sglang
 from eyrie_workers.engines.sglang.served import algorithm_of
 from eyrie_workers.targets.loading import QUICKSTART, resolve

@@ -13,7 +13,7 @@ import pytest
 from eyrie_api.v1alpha1.job import DraftTreeShape, Family
 from eyrie_api.v1alpha1.prove import ParityReport
 from eyrie_api.v1alpha1.tuning import Setting
-from eyrie_workers.drafters.checkpoint import read_config
+from eyrie_workers.drafters.checkpoint.files import read_config
 from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments
 from eyrie_workers.engines.sglang.process import SglangServer, free_port
 from eyrie_workers.engines.sglang.profiles import profile

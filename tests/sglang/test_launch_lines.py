@@ -24,8 +24,9 @@ from eyrie_workers.engines.sglang.launch import (
     launch_arguments,
     launch_environment,
 )
-from eyrie_workers.engines.sglang.profiles import PROFILES, HardwareProfile, Unlaunchable, profile
+from eyrie_workers.engines.sglang.profiles import PROFILES, HardwareProfile, profile
 from eyrie_workers.engines.sglang.served import read_drafter, read_target
+from eyrie_workers.targets.sglang_limits import Unlaunchable
 from tests.sglang.servers import ROOT, STAND_IN, environment, sglang_python
 from tests.sglang.target_configs import TARGETS, write_drafter, write_target
 

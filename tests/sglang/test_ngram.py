@@ -7,15 +7,15 @@ import pytest
 
 from eyrie_api.v1alpha1.job import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import Setting
-from eyrie_workers.drafters.checkpoint import read_config
+from eyrie_workers.drafters.checkpoint.files import read_config
 from eyrie_workers.drafters.ngram_trie import TrieDrafter
 from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments
 from eyrie_workers.engines.sglang.process import SglangServer, free_port
 from eyrie_workers.engines.sglang.profiles import profile
 from eyrie_workers.engines.sglang.served import read_target
-from eyrie_workers.measurement.retracing import histogram_of, reference_rounds
-from eyrie_workers.measurement.served_answers import ask_all
-from eyrie_workers.measurement.statistics import acceptance_length, add_histograms
+from eyrie_workers.intervals import acceptance_length, add_histograms
+from eyrie_workers.measurement.parity.round_replay import histogram_of, reference_rounds
+from eyrie_workers.measurement.parity.served_answers import ask_all
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.targets.loading import load_target
 from tests.sglang.seen import SEEN

@@ -15,15 +15,15 @@ import torch
 
 from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, TrainSpec
 from eyrie_api.v1alpha1.tuning import OFF, Setting
-from eyrie_workers.drafters.inheritance import read_target_ends
+from eyrie_workers.drafters.initialisation import read_target_ends
 from eyrie_workers.drafters.registry import family_named
-from eyrie_workers.drafters.vocabulary import DraftVocabulary
 from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments, launch_environment
 from eyrie_workers.engines.sglang.process import SglangServer, free_port, start_sglang
 from eyrie_workers.engines.sglang.profiles import profile
 from eyrie_workers.engines.sglang.served import read_drafter, read_target
-from eyrie_workers.measurement.parity import prove_parity
+from eyrie_workers.measurement.parity.parity import prove_parity
 from eyrie_workers.speculation.engine import Engine, Request
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.layers import choose_aux_layers
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel

@@ -8,12 +8,12 @@ import pytest
 from eyrie_api.v1alpha1.job import DraftTreeShape
 from eyrie_api.v1alpha1.prove import ParityReport
 from eyrie_api.v1alpha1.tuning import Setting
-from eyrie_workers.drafters.checkpoint import read_config
+from eyrie_workers.drafters.checkpoint.files import read_config
 from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments
 from eyrie_workers.engines.sglang.process import SglangServer, free_port
 from eyrie_workers.engines.sglang.profiles import profile
 from eyrie_workers.engines.sglang.served import read_drafter, read_target
-from eyrie_workers.measurement.parity import prove_parity
+from eyrie_workers.measurement.parity.parity import prove_parity
 from tests.sglang.seen import tell
 from tests.sglang.servers import MODEL, TARGET, drafting, flags, serving
 

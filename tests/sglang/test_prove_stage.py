@@ -14,7 +14,7 @@ from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.stages import Manifest, ProveStage
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_workers.engines.sglang.process import PROGRAM
-from eyrie_workers.stages.program import run_program
+from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.prove import prove
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report
 from tests.sglang.servers import environment, program

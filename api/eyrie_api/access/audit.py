@@ -8,7 +8,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
-from eyrie_api.database import AuditRow, Database
+from eyrie_api.database.tables import AuditRow, Database
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.access import AuditEntry, AuditPage
 

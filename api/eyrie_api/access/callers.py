@@ -20,7 +20,7 @@ from eyrie_api.access.oidc import Issuer
 from eyrie_api.access.projects import Projects
 from eyrie_api.access.roles import ALL_PROJECTS, Principal
 from eyrie_api.clock import Clock, utc_now
-from eyrie_api.database import Database
+from eyrie_api.database.tables import Database
 from eyrie_api.errors import Unauthorized
 from eyrie_api.settings import Settings
 

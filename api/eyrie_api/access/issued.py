@@ -11,7 +11,7 @@ from eyrie_api.access.keys import KeyRecord, NewKey, mint
 from eyrie_api.access.roles import ALL_PROJECTS, Principal
 from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
-from eyrie_api.database import ApiKeyRow, Database
+from eyrie_api.database.tables import ApiKeyRow, Database
 from eyrie_api.errors import Conflict, NotFound
 from eyrie_api.v1alpha1.access import Action, ApiKey, Role
 

@@ -14,7 +14,7 @@ from eyrie_api.access.quotas import live_endpoints, live_jobs
 from eyrie_api.access.roles import ROLES
 from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
-from eyrie_api.database import Database, MembershipRow, ProjectRow
+from eyrie_api.database.tables import Database, MembershipRow, ProjectRow
 from eyrie_api.errors import Conflict, NotFound
 from eyrie_api.v1alpha1.access import Action, CreateMember, CreateProject, Member, Project, Quotas, Role
 

@@ -10,8 +10,8 @@ and wall time would be charged for waiting.
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from eyrie_api import names
-from eyrie_api.database import EndpointRow, JobRow, ProjectRow
+from eyrie_api.database import endpoint_names
+from eyrie_api.database.tables import EndpointRow, JobRow, ProjectRow
 from eyrie_api.errors import EyrieError
 
 
@@ -32,7 +32,7 @@ def live_jobs(session: Session, project: str) -> int:
 def live_endpoints(session: Session, project: str) -> int:
     """Endpoints of a project that are on."""
     query = select(func.count()).select_from(EndpointRow).where(
-        names.belongs(EndpointRow.name, project), EndpointRow.desired == "on")
+        endpoint_names.belongs(EndpointRow.name, project), EndpointRow.desired == "on")
     return session.execute(query).scalar_one()
 
 

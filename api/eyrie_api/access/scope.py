@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session
 
 from eyrie_api.access.roles import ALL_PROJECTS, Principal, refusal
 from eyrie_api.clock import Clock
-from eyrie_api.database import AuditRow
+from eyrie_api.database.tables import AuditRow
 from eyrie_api.errors import Forbidden, InvalidInput, NotFound
 from eyrie_api.v1alpha1.access import Action
 

@@ -3,7 +3,7 @@
 A `ClusterProfile` is a file of the installation (EYRIE_CLUSTER_PROFILE; the chart makes it of its values): images, work
 area, service accounts, secrets, host paths, where Kubeflow is. A `PlacementRequest` is part of a job, written by
 whoever may post one, and so holds nothing by which one could reach other people's data: no image, no account, no
-Secret, no path of a node. `eyrie_api.placing` lays the one over the other.
+Secret, no path of a node. `eyrie_api.submission.placement` lays the one over the other.
 """
 
 from pydantic import Field, model_validator

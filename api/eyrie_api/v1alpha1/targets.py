@@ -14,14 +14,14 @@ QUICKSTART = "quickstart"
 """The model, conversations and suites shipped with Eyrie; `quickstart:<suite>` names one suite."""
 
 QUICKSTART_LARGE = "quickstart-large"
-"""A deeper target of less predictable text. Not shipped: `python -m eyrie_workers.quickstart.pretrain --larger`."""
+"""A deeper target of less predictable text. Not shipped: `python -m tests.benchmarks.quickstart.pretrain --larger`."""
 
 QUICKSTART_HYBRID = "quickstart-hybrid"
 """A target with windows in three layers of four. Not shipped: `... --hybrid`."""
 
 TRAINED_HERE: dict[str, str] = {
-    QUICKSTART_LARGE: "python -m eyrie_workers.quickstart.pretrain --larger",
-    QUICKSTART_HYBRID: "python -m eyrie_workers.quickstart.pretrain --hybrid"}
+    QUICKSTART_LARGE: "python -m tests.benchmarks.quickstart.pretrain --larger",
+    QUICKSTART_HYBRID: "python -m tests.benchmarks.quickstart.pretrain --hybrid"}
 """Targets by name that a command makes on this machine, and the command."""
 
 

@@ -9,9 +9,9 @@ A restart hears every object once and writes nothing where the status is already
 read, and as many writes as there are differences.
 
 Jobs are found by the id in the status, checked against the uid among the job's labels. Submission is claimed by uid
-(`eyrie_api.idempotency`), so an operator killed between submitting and telling is given the same job again, and two
-operators cannot both submit. Jobs that were posted and endpoints that were not applied get an object of their own when
-mirrors have a namespace.
+(`eyrie_api.database.idempotency`), so an operator killed between submitting and telling is given the same job again,
+and two operators cannot both submit. Jobs that were posted and endpoints that were not applied get an object of their
+own when mirrors have a namespace.
 
 Endpoint rows are keys as well where endpoints stand on the cluster: the same workers tend them (`endpoints`).
 """
@@ -23,19 +23,19 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from eyrie_api import names, preflight
-from eyrie_api.access import reach
 from eyrie_api.access.quotas import QuotaReached
 from eyrie_api.access.roles import Principal
 from eyrie_api.access.scope import DEFAULT_PROJECT, Scope
 from eyrie_api.clock import Clock, utc_now
-from eyrie_api.database import Database
-from eyrie_api.endpoints import Endpoints
+from eyrie_api.database import endpoint_names
+from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.idempotency import Idempotency, Replay, RequestInFlight
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.tables import Database
 from eyrie_api.errors import EyrieError, Forbidden, NotFound, Transient
-from eyrie_api.idempotency import Idempotency, Replay, RequestInFlight
-from eyrie_api.jobs import Jobs
-from eyrie_api.placing import read_profile
 from eyrie_api.settings import Settings
+from eyrie_api.submission import preflight, spec_policy
+from eyrie_api.submission.placement import read_profile
 from eyrie_api.v1alpha1.model import API_VERSION
 from eyrie_api.v1alpha1.resources import FINALIZER, NAME_LABEL, NAMESPACE_LABEL
 from eyrie_api.v1alpha1.status import Endpoint, Job
@@ -421,9 +421,9 @@ class Controller:
             return ()
         project = self._project_of(resource.identity)
         try:
-            spec = names.suited(action.spec, project)
+            spec = endpoint_names.suited(action.spec, project)
             if project != DEFAULT_PROJECT:  # shared: as a caller of the REST API who is bound to the project
-                reach.check(spec, self._settings.home, self._belongs_to(project))
+                spec_policy.check(spec, self._settings.home, self._belongs_to(project))
             accepted = preflight.check(spec, self._settings).spec
             self._job_of[action.key] = self._jobs.submit(accepted, claimed, project).id
         except QuotaReached as full:  # a place comes free by itself, and the next look takes it
@@ -439,7 +439,7 @@ class Controller:
     def _project_of(self, identity: Identity) -> str:
         return self._projects.get(identity.namespace, DEFAULT_PROJECT)
 
-    def _belongs_to(self, project: str) -> reach.IsMine:
+    def _belongs_to(self, project: str) -> spec_policy.IsMine:
         """What a namespace's objects may name under EYRIE_HOME: what their project's viewers may read."""
         scope = Scope(Principal(subject="kubernetes", roles={project: "viewer"}), project)
         jobs, endpoints = Jobs(self._database, scope=scope), Endpoints(self._database, scope=scope)

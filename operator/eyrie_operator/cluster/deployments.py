@@ -13,11 +13,11 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from eyrie_api.endpoints import Serving
+from eyrie_api.database.endpoints import Serving
 from eyrie_api.errors import EyrieError
-from eyrie_api.facts import read_config, target_dir
-from eyrie_api.placing import overlay
 from eyrie_api.settings import Settings
+from eyrie_api.submission.placement import overlay
+from eyrie_api.submission.target_facts import read_config, target_dir
 from eyrie_api.v1alpha1.cluster import ClusterProfile, ServingSpec
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import Placement

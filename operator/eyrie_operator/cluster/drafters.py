@@ -27,7 +27,7 @@ from eyrie_api.v1alpha1.placement import S3Work, WorkArea
 from eyrie_api.v1alpha1.stages import Manifest
 from eyrie_operator.manifests.deployment import DrafterFiles, StoredDrafter, Undeployable
 from eyrie_operator.manifests.names import digest
-from eyrie_pipelines.work import split_drafter
+from eyrie_pipelines.work_area import split_drafter
 from eyrie_workers.engines.sglang.served import ServedDrafter, algorithm_of_family, read_drafter
 
 log = logging.getLogger(__name__)

@@ -19,17 +19,17 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from eyrie_api.clock import Clock, utc_now
-from eyrie_api.database import Database
-from eyrie_api.endpoints import Serving
+from eyrie_api.database.endpoints import Serving
+from eyrie_api.database.tables import Database
 from eyrie_api.errors import Conflict, EyrieError, NotFound, Transient
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.cluster import ClusterProfile, ServingSpec
 from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_operator.cluster.apply import Cluster, ClusterRefused, Object
-from eyrie_operator.cluster.counted import TRIAL, WINDOW, Beginning, ask_engines, read_beginning
 from eyrie_operator.cluster.deployments import Deployments
-from eyrie_operator.cluster.standing import Standing
-from eyrie_operator.cluster.unchanged import difference, is_applied, signed
+from eyrie_operator.cluster.manifest_diff import difference, is_applied, signed
+from eyrie_operator.cluster.metric_windows import TRIAL, WINDOW, Beginning, ask_engines, read_beginning
+from eyrie_operator.cluster.object_cache import Standing
 from eyrie_operator.conditions import Conditions, find, observe
 from eyrie_operator.endpoint_records import EndpointRecords
 from eyrie_operator.engine_metrics import grown

@@ -13,9 +13,9 @@ from eyrie_api.access.issued import USED_EVERY_S, Keys, Wanted
 from eyrie_api.access.projects import Projects
 from eyrie_api.access.roles import Principal
 from eyrie_api.access.scope import Scope
-from eyrie_api.database import ApiKeyRow, AuditRow, Base, Database
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.tables import ApiKeyRow, AuditRow, Base, Database
 from eyrie_api.errors import Forbidden, InvalidInput, Unauthorized
-from eyrie_api.jobs import Jobs
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import CreateProject
 from tests.api.access.receiver import receiving

@@ -12,9 +12,9 @@ from eyrie_api.access.projects import Projects
 from eyrie_api.access.quotas import QuotaReached
 from eyrie_api.access.roles import Principal
 from eyrie_api.access.scope import Scope
-from eyrie_api.database import Database
-from eyrie_api.endpoints import Endpoints
-from eyrie_api.jobs import Jobs
+from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.tables import Database
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import Quotas
 from eyrie_api.v1alpha1.job import ServeSpec, TargetSpec

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import pytest
 
-from eyrie_api.database import Database
-from eyrie_api.guards import MUTATING
-from eyrie_api.server import create_app
+from eyrie_api.database.tables import Database
+from eyrie_api.http.middleware import MUTATING
+from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import AuditEntry
 from tests.api.access.world import (

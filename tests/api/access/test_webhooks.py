@@ -8,20 +8,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from eyrie_api import outbound
+from eyrie_api import ssrf_safe_http
 from eyrie_api.clock import utc_now
-from eyrie_api.database import Database
-from eyrie_api.endpoints import Endpoints
+from eyrie_api.database.endpoint_history import Histories
+from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.outbox import Outbox
+from eyrie_api.database.tables import Database
+from eyrie_api.database.webhooks import BACKOFF_S, GIVEN_UP, KEPT_S, Webhooks
 from eyrie_api.errors import InvalidInput
-from eyrie_api.history import Histories
-from eyrie_api.jobs import Jobs
-from eyrie_api.outbox import Outbox
 from eyrie_api.settings import Settings
-from eyrie_api.signing import is_genuine, signature
 from eyrie_api.tasks import ChoreLoop, make_celery
 from eyrie_api.v1alpha1.access import CreateWebhook
 from eyrie_api.v1alpha1.job import ServeSpec, TargetSpec
-from eyrie_api.webhooks import BACKOFF_S, GIVEN_UP, KEPT_S, Webhooks
+from eyrie_api.webhook_signatures import is_genuine, signature
 from tests.api.access.receiver import Receiver, receiving
 from tests.api.samples import ManualClock, ended, job_spec
 
@@ -170,13 +170,13 @@ NEVER = ("169.254.169.254", "fe80::1", "fe80::1%eth0", "::ffff:169.254.169.254",
 
 def test_only_public_addresses_are_called_and_some_never() -> None:
     for address in PUBLIC:
-        assert outbound.is_allowed(address, allow_private=False)
+        assert ssrf_safe_http.is_allowed(address, allow_private=False)
     for address in (*PRIVATE, "100.64.0.1", "100.100.100.200"):
-        assert not outbound.is_allowed(address, allow_private=False), address
+        assert not ssrf_safe_http.is_allowed(address, allow_private=False), address
     for address in PRIVATE:
-        assert outbound.is_allowed(address, allow_private=True), address
+        assert ssrf_safe_http.is_allowed(address, allow_private=True), address
     for address in NEVER:
-        assert not outbound.is_allowed(address, allow_private=True), address
+        assert not ssrf_safe_http.is_allowed(address, allow_private=True), address
 
 
 @pytest.mark.parametrize("url", [
@@ -185,7 +185,7 @@ def test_only_public_addresses_are_called_and_some_never() -> None:
     "http://localhost/", "http://exa mple.com/", "http://example.com:99999/"])
 def test_a_url_that_leads_inside_is_refused(url: str) -> None:
     with pytest.raises(InvalidInput):
-        outbound.post(url, b"{}", {}, allow_private=False)
+        ssrf_safe_http.post(url, b"{}", {}, allow_private=False)
 
 
 def test_a_name_with_one_address_inside_is_refused_and_is_resolved_once(receiver: Receiver) -> None:
@@ -196,13 +196,13 @@ def test_a_name_with_one_address_inside_is_refused_and_is_resolved_once(receiver
         return ["127.0.0.1"] if len(asked) == 1 else ["169.254.169.254"]
 
     url = receiver.url.replace("127.0.0.1", "rebinding.example")
-    assert outbound.post(url, b"{}", {}, allow_private=True, resolve=two_faced) == 204
+    assert ssrf_safe_http.post(url, b"{}", {}, allow_private=True, resolve=two_faced) == 204
     assert asked == ["rebinding.example"], "connected to what was looked at"
     assert receiver.got[0][0]["Host"].startswith("rebinding.example")
-    with pytest.raises(outbound.AddressRefused):
-        outbound.post(url, b"{}", {}, allow_private=True, resolve=two_faced)
-    with pytest.raises(outbound.AddressRefused):
-        outbound.post(url, b"{}", {}, allow_private=False, resolve=lambda _host, _port: [PUBLIC[0], "10.0.0.1"])
+    with pytest.raises(ssrf_safe_http.AddressRefused):
+        ssrf_safe_http.post(url, b"{}", {}, allow_private=True, resolve=two_faced)
+    with pytest.raises(ssrf_safe_http.AddressRefused):
+        ssrf_safe_http.post(url, b"{}", {}, allow_private=False, resolve=lambda _host, _port: [PUBLIC[0], "10.0.0.1"])
     assert len(receiver.got) == 1
 
 

@@ -9,10 +9,10 @@ import httpx
 
 from eyrie_api.access.roles import Principal
 from eyrie_api.access.scope import Scope
-from eyrie_api.control import Control
-from eyrie_api.database import Database
-from eyrie_api.jobs import Metric
-from eyrie_api.leaderboard import Measured
+from eyrie_api.database.jobs import Metric
+from eyrie_api.database.tables import Database
+from eyrie_api.decisions.leaderboard import Measured
+from eyrie_api.http.control import Control
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.status import StageStatus
 from tests.api.conftest import Running, serving

@@ -8,7 +8,7 @@ import pytest
 
 from eyrie_api.artifacts.directories import upload_dir
 from eyrie_api.artifacts.options import StoreOptions
-from eyrie_api.endpoints import Serving
+from eyrie_api.database.endpoints import Serving
 from eyrie_api.errors import ArtifactMissing
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.cluster import ClusterProfile

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from eyrie_api.database import Database
-from eyrie_api.endpoints import Endpoints
-from eyrie_api.history import Histories
-from eyrie_api.jobs import Jobs
-from eyrie_api.placing import read_profile
+from eyrie_api.database.endpoint_history import Histories
+from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.tables import Database
 from eyrie_api.settings import Settings
+from eyrie_api.submission.placement import read_profile
 from eyrie_api.v1alpha1.job import CanarySpec, DraftTreeShape, JobSpec, ServeSpec, TargetSpec
 from eyrie_api.v1alpha1.status import Condition, Endpoint
 from eyrie_operator.cluster.apply import Cluster

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from eyrie_operator.cluster.unchanged import difference, is_applied, signed
+from eyrie_operator.cluster.manifest_diff import difference, is_applied, signed
 
 MANIFEST = {"kind": "Service", "metadata": {"name": "a", "annotations": {"note": "x"}}, "spec": {"ports": [1, 2]}}
 

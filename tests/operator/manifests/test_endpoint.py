@@ -15,7 +15,8 @@ from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.manifests.deployment import EndpointDeployment, KeySecret, SglangEngine, Undeployable
 from eyrie_operator.manifests.endpoint import render_endpoint
 from eyrie_operator.manifests.names import object_name
-from eyrie_workers.engines.sglang.profiles import Unlaunchable, profile
+from eyrie_workers.engines.sglang.profiles import profile
+from eyrie_workers.targets.sglang_limits import Unlaunchable
 from tests.operator.manifests.samples import (
     ADAPTIVE,
     CHAIN,

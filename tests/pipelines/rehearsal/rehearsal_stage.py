@@ -43,7 +43,7 @@ from eyrie_api.v1alpha1.stages import (
     TuneStage,
 )
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
-from eyrie_workers.stages.program import Result, Stage, run_program
+from eyrie_workers.stage_program import Result, Stage, run_program
 
 HOME = Path(os.environ.get("EYRIE_REHEARSAL", "."))
 ENVIRONMENT = Environment(hardware="rehearsal", cpu_count=1, threads=1, torch="none", python="3", dtype="float32",

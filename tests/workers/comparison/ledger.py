@@ -10,7 +10,7 @@ from eyrie_workers.comparison.forms import OFF
 from eyrie_workers.comparison.measuring import ArmRun, Entry
 from eyrie_workers.comparison.plan import Budget, arms_of
 from eyrie_workers.comparison.report import Book, CompareReport, Trained, choose, contests_of, rank
-from eyrie_workers.measurement.blocks import BlockRun
+from eyrie_workers.measurement.benchmark.blocks import BlockRun
 
 TREE = DraftTreeShape(num_steps=4, top_k=2, num_draft_tokens=8)
 SUITES = ("chat", "code")

@@ -8,9 +8,9 @@ from eyrie_api.v1alpha1.model import Interval
 from eyrie_workers.comparison.answer import answer
 from eyrie_workers.comparison.claims import reaches
 from eyrie_workers.comparison.forms import OFF
+from eyrie_workers.comparison.plots import draw
 from eyrie_workers.comparison.render import markdown
 from eyrie_workers.comparison.report import Book, CompareReport, choose, turned
-from eyrie_workers.plots.comparison import draw
 from tests.workers.comparison.ledger import Made, entries_of, report_of
 
 FAMILY = {

@@ -33,7 +33,7 @@ TOOL_CHAT: dict[str, Any] = {
 
 
 def read(path: Path, **fields: Any) -> list[Conversation | QuarantinedRow]:
-    return list(read_conversations(DataSource(path=str(path), **fields), seed=0, at_most=10))
+    return list(read_conversations(DataSource(path=str(path), **fields)))
 
 
 def write(path: Path, *rows: Any) -> Path:

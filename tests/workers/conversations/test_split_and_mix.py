@@ -72,7 +72,7 @@ def test_every_suite_prompt_overlaps_itself(prompts: list[list[str]]) -> None:
 
 
 def test_quickstart_conversations_never_overlap_the_quickstart_suites() -> None:
-    from eyrie_workers.quickstart.corpus import conversations
+    from tests.benchmarks.quickstart.corpus.streams import conversations
 
     names = ("chat", "math", "code", "tools")
     suites = BenchmarkPrompts.of(suite_prompts([f"quickstart:{name}" for name in names], pytest.fail))

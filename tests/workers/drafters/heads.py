@@ -10,10 +10,10 @@ from torch import nn
 
 from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, SamplingSpec, TrainSpec
 from eyrie_workers.drafters.family import Family
-from eyrie_workers.drafters.inheritance import TargetEnds, read_target_ends
-from eyrie_workers.drafters.protocol import SettledPairs
-from eyrie_workers.drafters.vocabulary import DraftVocabulary
+from eyrie_workers.drafters.initialisation import TargetEnds, read_target_ends
 from eyrie_workers.speculation.engine import Engine, Generation, Request
+from eyrie_workers.speculation.protocol import SettledPairs
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.training.documents import PackedDocuments, join

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eyrie_api.v1alpha1.job import DrafterSpec
-from eyrie_workers.drafters.card import Card, DataIdentity, identify, weights_digest, with_results
 from eyrie_workers.drafters.check import check_directory, main
-from eyrie_workers.drafters.check_target import Target, read_target
-from eyrie_workers.drafters.eagle3_check import check
-from eyrie_workers.drafters.eagle3_checkpoint import load_drafter, save_drafter
-from eyrie_workers.drafters.examination import Parts
-from eyrie_workers.drafters.finding import Finding
+from eyrie_workers.drafters.checkpoint.card import Card, DataIdentity, identify, weights_digest, with_results
+from eyrie_workers.drafters.eagle3.checkpoint import load_drafter, save_drafter
+from eyrie_workers.drafters.eagle3.validation import check
+from eyrie_workers.drafters.validation.family_checks import Parts
+from eyrie_workers.drafters.validation.finding import Finding
+from eyrie_workers.drafters.validation.target import Target, read_target
 from tests.workers.drafters.test_serving import HIDDEN, VOCAB, embedding, random_drafter
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"

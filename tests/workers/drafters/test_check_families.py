@@ -10,15 +10,16 @@ from safetensors.torch import load_file, save_file
 
 from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape
 from eyrie_api.v1alpha1.tuning import Setting
-from eyrie_workers.drafters.card import Card, identify
 from eyrie_workers.drafters.check import check_directory
-from eyrie_workers.drafters.inheritance import read_target_ends
+from eyrie_workers.drafters.checkpoint.card import Card, identify
+from eyrie_workers.drafters.initialisation import read_target_ends
 from eyrie_workers.drafters.registry import FAMILIES
-from eyrie_workers.drafters.vocabulary import DraftVocabulary
 from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments
-from eyrie_workers.engines.sglang.profiles import Unlaunchable, profile
+from eyrie_workers.engines.sglang.profiles import profile
 from eyrie_workers.engines.sglang.served import read_drafter, read_target
 from eyrie_workers.targets.config import parse_config
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
+from eyrie_workers.targets.sglang_limits import Unlaunchable
 from tests.tiny import tiny_target
 
 SHAPE = DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4)

@@ -11,19 +11,19 @@ from safetensors.torch import load_file, save_file
 
 from eyrie_api.errors import ArtifactMissing, InvalidInput
 from eyrie_api.v1alpha1.job import DrafterSpec
-from eyrie_workers.drafters.card import Card, TargetIdentity
-from eyrie_workers.drafters.checkpoint import (
+from eyrie_workers.drafters.checkpoint.card import Card, TargetIdentity
+from eyrie_workers.drafters.checkpoint.files import (
     CheckpointInvalid,
     as_stored,
     exact_tensors,
     read_tensors,
     write_checkpoint,
 )
-from eyrie_workers.drafters.eagle3_checkpoint import load_drafter, save_drafter
-from eyrie_workers.drafters.inheritance import read_target_ends
+from eyrie_workers.drafters.eagle3.checkpoint import load_drafter, save_drafter
+from eyrie_workers.drafters.initialisation import read_target_ends
 from eyrie_workers.drafters.registry import family_named, open_drafter
-from eyrie_workers.drafters.vocabulary import build
 from eyrie_workers.targets.config import read_config
+from eyrie_workers.targets.draft_vocabulary import build
 from eyrie_workers.targets.loading import load_target
 from tests.tiny import tiny_target
 from tests.workers.drafters.test_serving import HIDDEN, VOCAB, random_drafter, variants

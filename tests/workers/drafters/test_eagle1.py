@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from eyrie_api.errors import ArtifactMissing, InvalidInput
 from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, SamplingSpec, TrainSpec
-from eyrie_workers.drafters.checkpoint import CheckpointInvalid
+from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid
 from eyrie_workers.drafters.eagle1 import (
     FAMILY,
     NOISE,
@@ -25,17 +25,17 @@ from eyrie_workers.drafters.eagle1 import (
     save,
     unroll,
 )
-from eyrie_workers.drafters.inheritance import TargetEnds, read_target_ends
-from eyrie_workers.drafters.protocol import DraftStep, SettledPairs
+from eyrie_workers.drafters.initialisation import TargetEnds, read_target_ends
 from eyrie_workers.drafters.registry import open_drafter
-from eyrie_workers.drafters.rotary import Rotary
-from eyrie_workers.drafters.vocabulary import DraftVocabulary
 from eyrie_workers.speculation.engine import Engine, Request
+from eyrie_workers.speculation.protocol import DraftStep, SettledPairs
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.documents import PackedDocuments, join
-from eyrie_workers.training.layout import lay_out
 from eyrie_workers.training.objective import Moment
+from eyrie_workers.training.unroll_plan import lay_out
 from tests.tiny import tiny_target
 
 STEPS, LONGEST = 4, 64

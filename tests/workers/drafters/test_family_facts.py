@@ -6,15 +6,15 @@ from typing import get_args
 import pytest
 import torch
 
-from eyrie_api.facts import target_facts
-from eyrie_api.families import FAMILIES, in_words
-from eyrie_api.sweep import expand
+from eyrie_api.decisions.families import FAMILIES, in_words
+from eyrie_api.decisions.sweep import expand
+from eyrie_api.submission.target_facts import target_facts
 from eyrie_api.v1alpha1.job import DataSource, DataSpec, DrafterSpec, Family, JobSpec, TargetSpec
 from eyrie_workers.comparison.forms import forms_of
 from eyrie_workers.drafters import registry
-from eyrie_workers.drafters.inheritance import read_target_ends
-from eyrie_workers.drafters.vocabulary import DraftVocabulary
+from eyrie_workers.drafters.initialisation import read_target_ends
 from eyrie_workers.targets.config import read_config
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from tests.tiny import tiny_target
 
 NAMES: tuple[Family, ...] = get_args(Family)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.job import DraftTreeShape, SamplingSpec
 from eyrie_workers.drafters.ngram import NgramDrafter
-from eyrie_workers.drafters.protocol import NO_TOKEN, SettledPairs
 from eyrie_workers.drafters.registry import open_method
 from eyrie_workers.speculation.engine import Engine, Request
+from eyrie_workers.speculation.protocol import NO_TOKEN, SettledPairs
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
 from tests.tiny import tiny_target

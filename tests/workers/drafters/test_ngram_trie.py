@@ -7,8 +7,8 @@ import torch
 
 from eyrie_api.v1alpha1.job import DraftTreeShape
 from eyrie_workers.drafters.ngram_trie import FILLING, WINDOW, TrieDrafter, TrieState
-from eyrie_workers.drafters.protocol import NO_TOKEN, SettledPairs
 from eyrie_workers.speculation.engine import Engine, Request
+from eyrie_workers.speculation.protocol import NO_TOKEN, SettledPairs
 from eyrie_workers.targets.loading import load_target
 from tests.tiny import tiny_target
 

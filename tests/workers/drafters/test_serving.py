@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from eyrie_api.v1alpha1.job import DraftTreeShape
-from eyrie_workers.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-from eyrie_workers.drafters.protocol import DraftStep, SettledPairs
-from eyrie_workers.drafters.rotary import Rotary
-from eyrie_workers.drafters.serving import Eagle3Server, LayerState
-from eyrie_workers.drafters.vocabulary import DraftVocabulary
+from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
+from eyrie_workers.drafters.eagle3.unroll import PackedDocuments, UnrolledStep, lay_ground, unroll
+from eyrie_workers.drafters.layers.serving import Eagle3Server, LayerState
+from eyrie_workers.speculation.protocol import DraftStep, SettledPairs
 from eyrie_workers.targets.config import RopeConfig
-from eyrie_workers.training.layout import UnrollLayout, lay_out
-from eyrie_workers.training.unroll import PackedDocuments, UnrolledStep, lay_ground, unroll
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
+from eyrie_workers.targets.rotary import Rotary
+from eyrie_workers.training.unroll_plan import UnrollLayout, lay_out
 
 HIDDEN, VOCAB, STEPS = 16, 40, 4
 # Same weights, same sums in another order: float32 rounding only. Logits here are of order one.

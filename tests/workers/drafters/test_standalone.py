@@ -9,12 +9,12 @@ from torch import Tensor
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, TrainSpec
-from eyrie_workers.drafters.checkpoint import CheckpointInvalid
-from eyrie_workers.drafters.inheritance import TargetEnds, read_target_ends
-from eyrie_workers.drafters.protocol import SettledPairs
+from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid
+from eyrie_workers.drafters.initialisation import TargetEnds, read_target_ends
 from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.drafters.standalone import FAMILY, Distillation, StandaloneDrafter, StandaloneServer
-from eyrie_workers.drafters.vocabulary import DraftVocabulary
+from eyrie_workers.speculation.protocol import SettledPairs
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.training.documents import PackedDocuments, join

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyrie_api.errors import VocabularyTooLarge
-from eyrie_workers.drafters.vocabulary import (
+from eyrie_workers.targets.draft_vocabulary import (
     DraftVocabulary,
     build,
     choose_size,

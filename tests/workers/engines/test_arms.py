@@ -7,8 +7,9 @@ import pytest
 
 from eyrie_api.v1alpha1.job import DraftTreeShape, EngineKind, TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
-from eyrie_workers.engines.arms import ArmPlan, Uses, command_line
-from eyrie_workers.engines.sglang.profiles import Unlaunchable, profile
+from eyrie_workers.engines.sglang.profiles import profile
+from eyrie_workers.engines.variants import ArmPlan, Uses, command_line
+from eyrie_workers.targets.sglang_limits import Unlaunchable
 
 CHAIN = Setting(tree=DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3))
 TREE = Setting(tree=DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=8))

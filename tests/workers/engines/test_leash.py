@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from eyrie_pipelines.processes import name_of
-from eyrie_workers.engines.leash import leashed
+from eyrie_workers.engines.parent_death_signal import leashed
 
 PARENT = """
 import subprocess, sys, time

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from eyrie_api.cli import app
+from eyrie_api.cli.commands import app
 from eyrie_workers.engines.process import EngineCommand, EngineProcess, start_engine
 
 SUITES = Path(__file__).resolve().parents[3] / "workers/eyrie_workers/quickstart/suites"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eyrie_workers.experiments.fits import (
+from tests.benchmarks.experiments.fits import (
     Counted,
     fit_line,
     rank_correlation,

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from eyrie_api.v1alpha1.reports import CheckpointReport
-from eyrie_workers.experiments import (
+from tests.benchmarks.calibration.measure import Curve, RankCount, curve
+from tests.benchmarks.experiments import (
     acceptance_throughput,
     calibration,
     crossover,
@@ -16,10 +17,9 @@ from eyrie_workers.experiments import (
     layer_choice,
     training_vs_served,
 )
-from eyrie_workers.experiments.account import Watch, index, page, tell, write
-from eyrie_workers.experiments.fits import Counted
-from eyrie_workers.experiments.timing import Rung
-from eyrie_workers.measurement.calibration import Curve, RankCount, curve
+from tests.benchmarks.experiments.account import Watch, index, page, tell, write
+from tests.benchmarks.experiments.fits import Counted
+from tests.benchmarks.experiments.timing import Rung
 
 
 def counted(taus: Sequence[float], rounds: int = 100) -> list[Counted]:

@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
-from eyrie_workers.experiments import on_policy
-from eyrie_workers.experiments.account import Account
-from eyrie_workers.experiments.place import Place, Scale
-from eyrie_workers.experiments.program import README, carry_out, command_line
-from eyrie_workers.regeneration.rows import ROWS, read_rows
+from eyrie_workers.conversations.rows import ROWS, read_rows
+from tests.benchmarks.experiments import on_policy
+from tests.benchmarks.experiments.account import Account
+from tests.benchmarks.experiments.place import Place, Scale
+from tests.benchmarks.experiments.program import README, carry_out, command_line
 
 SMALL = Scale(conversations=6, steps=2, seeds=1, prompts=1, tokens=6)
 

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from eyrie_workers.features import bench
-from eyrie_workers.features.codec_trial import SeedResult, TrialReport, WayResult, hadamard_error, way_named
 from eyrie_workers.features.codecs import relative_error
-from eyrie_workers.plots.codecs import draw
+from tests.benchmarks import feature_store
+from tests.benchmarks.codecs import SeedResult, TrialReport, WayResult, hadamard_error, way_named
+from tests.benchmarks.codecs_plot import draw
 
 
 def test_the_bench_reads_every_store_whole_in_every_way(tmp_path: Path) -> None:
     out = tmp_path / "store.json"
-    code = bench.main(["--out", str(out), "--codecs", "int8", "--hidden-size", "32", "--tokens", "3000",
+    code = feature_store.main(["--out", str(out), "--codecs", "int8", "--hidden-size", "32", "--tokens", "3000",
                        "--passes", "1", "--batch-tokens", "1000", "--fed-batches", "2", "--trainer-tokens-per-s", "1e6",
                        "--s3", (tmp_path / "elsewhere").as_uri()])
     assert code == 0

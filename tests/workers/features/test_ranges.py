@@ -8,8 +8,8 @@ import torch
 from eyrie_api.artifacts.directories import upload_dir
 from eyrie_api.errors import ArtifactCorrupt
 from eyrie_workers.catalog import ELSEWHERE
-from eyrie_workers.features.layout import INDEX, shard_name
-from eyrie_workers.features.places import Stored, open_place
+from eyrie_workers.features.shard_format import INDEX, shard_name
+from eyrie_workers.features.storage_backend import Stored, open_place
 from eyrie_workers.features.store import FeatureStore, StoreDamaged
 from eyrie_workers.features.verify import main as verify
 from tests.api.artifacts.conftest import make_bucket

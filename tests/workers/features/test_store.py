@@ -14,7 +14,7 @@ from eyrie_api.artifacts.directories import upload_dir
 from eyrie_api.artifacts.local import LocalStore
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Conflict
 from eyrie_api.v1alpha1.codecs import BEST_FIRST
-from eyrie_workers.features.layout import (
+from eyrie_workers.features.shard_format import (
     INDEX,
     FeatureRow,
     ShardMap,
@@ -23,7 +23,7 @@ from eyrie_workers.features.layout import (
     shard_name,
     taught_positions,
 )
-from eyrie_workers.features.places import Stored
+from eyrie_workers.features.storage_backend import Stored
 from eyrie_workers.features.store import Buffers, FeatureStore, StoreDamaged
 from eyrie_workers.features.writer import FeatureWriter, is_whole, read_shard_end
 

@@ -8,8 +8,8 @@ from eyrie_api.v1alpha1.job import DraftTreeShape
 from eyrie_api.v1alpha1.load import LoadSpec
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.engines.process import EngineCommand, EngineProcess, start_engine
-from eyrie_workers.load.arms import LoadArm
 from eyrie_workers.load.run import run_load
+from eyrie_workers.load.variants import LoadArm
 from tests.tiny import tiny_target
 from tests.workers.load.serving import prompts
 

@@ -7,7 +7,7 @@ import pytest
 
 from eyrie_api.v1alpha1.load import LoadComparison, LoadSpec, ServiceLevel
 from eyrie_api.v1alpha1.model import Interval
-from eyrie_workers.load.asking import Sample
+from eyrie_workers.load.client import Sample
 from eyrie_workers.load.figures import Seen, cell, comparison, crossover, keeps, level_report
 from eyrie_workers.load.schedule import Level
 

@@ -11,7 +11,7 @@ import pytest
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.load import LoadReport
 from eyrie_workers.load.__main__ import build_parser, main, read_arms, read_prompts, read_spec
-from eyrie_workers.load.asking import ArmUnusable
+from eyrie_workers.load.client import ArmUnusable
 from eyrie_workers.load.responder import Pace
 from tests.workers.load.serving import responding
 

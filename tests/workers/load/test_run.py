@@ -9,11 +9,11 @@ import pytest
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.load import LoadLevel, LoadReport, LoadSpec, ServiceLevel
-from eyrie_workers.load.arms import LoadArm
-from eyrie_workers.load.asking import ArmUnusable, Asker, Question, Sample
+from eyrie_workers.load.client import ArmUnusable, Asker, Question, Sample
 from eyrie_workers.load.responder import DIALECTS, TROUBLES, Pace
 from eyrie_workers.load.run import run_load
 from eyrie_workers.load.schedule import Level, arrivals
+from eyrie_workers.load.variants import LoadArm
 from tests.workers.load.serving import prompts, responding, saying, trouble
 
 ONE_USER = LoadSpec(concurrencies=(1,), requests=4, max_new_tokens=9)

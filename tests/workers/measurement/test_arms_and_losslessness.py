@@ -8,14 +8,21 @@ import torch
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.job import DraftTreeShape
-from eyrie_workers.measurement.arms import Bench, rotated, unit_seed
-from eyrie_workers.measurement.hf_baseline import compare
-from eyrie_workers.measurement.losslessness import explain
-from eyrie_workers.measurement.samples import BASELINE, Arm, Entry
-from eyrie_workers.measurement.session import Session, fitting, interleave, open_session, read_suites, report_cells
-from eyrie_workers.measurement.suites import Prompt
+from eyrie_workers.conversations.benchmark_suites import Prompt
+from eyrie_workers.measurement.benchmark.hf_baseline import compare
+from eyrie_workers.measurement.benchmark.losslessness import explain
+from eyrie_workers.measurement.benchmark.samples import BASELINE, Arm, Entry
+from eyrie_workers.measurement.benchmark.session import (
+    Session,
+    fitting,
+    interleave,
+    open_session,
+    read_suites,
+    report_cells,
+)
+from eyrie_workers.measurement.benchmark.variants import Bench, rotated, unit_seed
 from eyrie_workers.speculation.engine import Engine
-from eyrie_workers.stages.program import Stage
+from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.loading import load_target
 from tests.tiny import tiny_target
 from tests.workers.measurement.tiny_bench import stage_specs

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.job import DraftTreeShape, SamplingSpec
 from eyrie_workers.drafters.ngram import NgramDrafter
-from eyrie_workers.measurement.calibration import Proposal, calibrate, curve, judge, measure, wilson
-from eyrie_workers.plots.calibration import draw
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
+from tests.benchmarks.calibration.measure import Proposal, calibrate, curve, judge, measure, wilson
+from tests.benchmarks.calibration.plot import draw
 from tests.tiny import tiny_target
 from tests.workers.speculation.drafters import OracleDrafter, RandomDrafter
 

@@ -6,17 +6,17 @@ from hypothesis import strategies as st
 
 from eyrie_api.v1alpha1.job import DraftTreeShape, TuneSpec
 from eyrie_api.v1alpha1.tuning import Setting
-from eyrie_workers.measurement.grid import (
+from eyrie_workers.conversations.benchmark_suites import Prompt
+from eyrie_workers.measurement.benchmark.reports import baseline_rate, cell_report
+from eyrie_workers.measurement.benchmark.samples import BASELINE, Entry, Sample, first_difference
+from eyrie_workers.measurement.tuner.grid import (
     depth_against_width,
     draw,
     even_shares,
     possible_settings,
     possible_shapes,
 )
-from eyrie_workers.measurement.predict import Prediction
-from eyrie_workers.measurement.reports import baseline_rate, cell_report
-from eyrie_workers.measurement.samples import BASELINE, Entry, Sample, first_difference
-from eyrie_workers.measurement.suites import Prompt
+from eyrie_workers.measurement.tuner.predict import Prediction
 
 CHAIN3, CHAIN7 = (DraftTreeShape(num_steps=n, top_k=1, num_draft_tokens=n + 1) for n in (3, 7))
 TREE3, TREE7 = (DraftTreeShape(num_steps=n, top_k=4, num_draft_tokens=16) for n in (3, 7))

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyrie_api.errors import ArtifactCorrupt
-from eyrie_workers.measurement.environment import cpu_count, describe_cpuinfo, environment
-from eyrie_workers.measurement.ledger import Ledger
-from eyrie_workers.measurement.quiet import MachineTime, disturbance, measuring_alone, others_share
-from eyrie_workers.measurement.samples import Entry, Sample
+from eyrie_workers.machine.environment import cpu_count, describe_cpuinfo, environment
+from eyrie_workers.machine.machine_lock import MachineTime, disturbance, measuring_alone, others_share
+from eyrie_workers.measurement.benchmark.ledger import Ledger
+from eyrie_workers.measurement.benchmark.samples import Entry, Sample
 
 SAMPLE = Sample(token_ids=(1, 2), seconds=1.0, cpu_seconds=1.0, ttft_s=0.1, rounds=1, accepted_histogram=(0, 1))
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from eyrie_api.v1alpha1.job import DraftTreeShape
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.tuning import OFF, OperatingPoint, Setting, Trial
-from eyrie_workers.measurement.operating import adaptive, between, compile_map, predicted_point
-from eyrie_workers.measurement.predict import Prediction
+from eyrie_workers.measurement.tuner.operating import adaptive, between, compile_map, predicted_point
+from eyrie_workers.measurement.tuner.predict import Prediction
 
 
 def chain(steps: int) -> Setting:

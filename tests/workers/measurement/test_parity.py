@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from eyrie_api.v1alpha1.job import DraftTreeShape
-from eyrie_workers.drafters.protocol import DraftStep, DraftTree
 from eyrie_workers.engines.process import EngineCommand, start_engine
-from eyrie_workers.measurement.parity import Evidence, judge, prove_parity, unanswered
-from eyrie_workers.measurement.retracing import Retracer, histogram_of, reference_rounds
-from eyrie_workers.measurement.suspects import suspects
+from eyrie_workers.measurement.parity.evidence import Evidence
+from eyrie_workers.measurement.parity.known_misconfigurations import suspects
+from eyrie_workers.measurement.parity.parity import judge, prove_parity, unanswered
+from eyrie_workers.measurement.parity.round_replay import Retracer, histogram_of, reference_rounds
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.speculation.noise import RowNoise
+from eyrie_workers.speculation.protocol import DraftStep, DraftTree
 from eyrie_workers.speculation.tree import grow
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.loading import load_target

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from eyrie_api.v1alpha1.job import DraftTreeShape, SamplingSpec
 from eyrie_api.v1alpha1.tuning import OFF, DraftTime, Setting, StepTime
 from eyrie_workers.drafters.ngram import NgramDrafter
-from eyrie_workers.drafters.protocol import DraftStep, DraftTree
 from eyrie_workers.drafters.registry import open_drafter
-from eyrie_workers.measurement.predict import (
+from eyrie_workers.intervals import acceptance_length
+from eyrie_workers.measurement.tuner.draft_replay import Answered, trace, whole_tree
+from eyrie_workers.measurement.tuner.predict import (
     NEVER,
     Costs,
     Located,
@@ -27,9 +28,8 @@ from eyrie_workers.measurement.predict import (
     together,
     undrafted,
 )
-from eyrie_workers.measurement.replaying import Answered, trace, whole_tree
-from eyrie_workers.measurement.statistics import acceptance_length
 from eyrie_workers.speculation.engine import Engine, Request
+from eyrie_workers.speculation.protocol import DraftStep, DraftTree
 from eyrie_workers.speculation.tree import grow
 from eyrie_workers.speculation.verify import follow
 from eyrie_workers.targets.loading import load_target

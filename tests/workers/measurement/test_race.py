@@ -7,8 +7,8 @@ import pytest
 
 from eyrie_api.v1alpha1.job import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import OFF, Setting
-from eyrie_workers.measurement.predict import Prediction
-from eyrie_workers.measurement.race import TIE, Measured, Race, trials_allowed, within_budget
+from eyrie_workers.measurement.tuner.predict import Prediction
+from eyrie_workers.measurement.tuner.race import TIE, Measured, Race, trials_allowed, within_budget
 
 TEMPERATURES = (0.0, 1.0)
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, EngineKind
-from eyrie_workers.drafters.inheritance import read_target_ends
+from eyrie_workers.drafters.initialisation import read_target_ends
 from eyrie_workers.drafters.registry import FAMILIES
-from eyrie_workers.drafters.vocabulary import DraftVocabulary
-from eyrie_workers.measurement.reference import GrowsTrees, ReadsText, Reference
-from eyrie_workers.measurement.suspects import suspects
+from eyrie_workers.measurement.parity.known_misconfigurations import suspects
+from eyrie_workers.measurement.parity.reference import GrowsTrees, ReadsText, Reference
 from eyrie_workers.targets.config import read_config
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from tests.tiny import tiny_target
 
 TREE = DraftTreeShape(num_steps=3, top_k=3, num_draft_tokens=8)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_workers.measurement.statistics import (
+from eyrie_workers.intervals import (
     Tally,
     acceptance_length,
     add_histograms,

@@ -6,8 +6,8 @@ import pytest
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.tuning import OFF
-from eyrie_workers.measurement.grid import possible_settings
-from eyrie_workers.measurement.tuner_trial import FINALISTS, GRID, _spearman, parse, run
+from eyrie_workers.measurement.tuner.grid import possible_settings
+from tests.benchmarks.tuner import FINALISTS, GRID, _spearman, parse, run
 from tests.workers.measurement.tiny_bench import stage_specs
 
 

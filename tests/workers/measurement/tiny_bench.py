@@ -7,10 +7,10 @@ import torch
 
 from eyrie_api.v1alpha1.job import BenchmarkSpec, DrafterSpec, SuiteSpec, TargetSpec, TuneSpec
 from eyrie_api.v1alpha1.stages import BenchmarkStage, TuneStage
-from eyrie_workers.drafters.inheritance import read_target_ends
+from eyrie_workers.drafters.initialisation import read_target_ends
 from eyrie_workers.drafters.registry import family_named
-from eyrie_workers.drafters.vocabulary import DraftVocabulary
 from eyrie_workers.targets.config import read_config
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from tests.tiny import tiny_target
 
 

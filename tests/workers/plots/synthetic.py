@@ -19,8 +19,8 @@ from eyrie_api.v1alpha1.reports import (
 from eyrie_api.v1alpha1.stages import Manifest, StageName, StageReport
 from eyrie_api.v1alpha1.tuning import OFF, OperatingPoint, Setting, Trial
 from eyrie_workers.catalog import stage_dir
-from eyrie_workers.measurement.grid import possible_settings, possible_shapes
-from eyrie_workers.measurement.operating import compile_map
+from eyrie_workers.measurement.tuner.grid import possible_settings, possible_shapes
+from eyrie_workers.measurement.tuner.operating import compile_map
 
 DIGEST = digest_bytes(b"synthetic")
 WHEN = "2026-01-01T00:00:00+00:00"

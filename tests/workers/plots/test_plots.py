@@ -7,11 +7,11 @@ import pytest
 from eyrie_api.errors import NotFound
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.tuning import DrafterUse
-from eyrie_workers.plots.__main__ import draw_all, drawings, main
-from eyrie_workers.plots.measured import throughput, well_founded
-from eyrie_workers.plots.reading import read_job, read_series
-from eyrie_workers.plots.training import checkpoint_curves, cumulative_speedup
-from eyrie_workers.plots.tuning import draw_trial, heat_maps, operating_map, predicted_against_measured
+from eyrie_workers.job_record import read_job, read_series
+from eyrie_workers.measurement.benchmark.plots import throughput, well_founded
+from eyrie_workers.measurement.tuner.plots import draw_trial, heat_maps, operating_map, predicted_against_measured
+from eyrie_workers.stages.plots import draw_all, drawings, main
+from eyrie_workers.training.plots import checkpoint_curves, cumulative_speedup
 from tests.pipelines.rehearsal.rehearsal_stage import load_report
 from tests.workers.plots.synthetic import (
     benchmark_report,

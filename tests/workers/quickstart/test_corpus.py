@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyrie_workers.quickstart import suites
-from eyrie_workers.quickstart.corpus import (
+from tests.benchmarks.quickstart import suites
+from tests.benchmarks.quickstart.corpus.streams import (
     CATEGORIES,
     FAMILIES,
     conversations,
@@ -23,7 +23,7 @@ from eyrie_workers.quickstart.corpus import (
     training_stream,
     user_prompts,
 )
-from eyrie_workers.quickstart.practice import practice_stream
+from tests.benchmarks.quickstart.practice import practice_stream
 
 OTHER_SEEDS = (7, 11, 12345)
 

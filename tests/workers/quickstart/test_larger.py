@@ -11,15 +11,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eyrie_api.errors import TargetNotFound
-from eyrie_api.facts import target_dir
+from eyrie_api.submission.target_facts import target_dir
 from eyrie_api.v1alpha1.job import TargetSpec
 from eyrie_api.v1alpha1.targets import QUICKSTART_HYBRID, QUICKSTART_LARGE
-from eyrie_workers.quickstart import card as write_card
-from eyrie_workers.quickstart import entropy, library, pretrain
-from eyrie_workers.quickstart.corpus import is_held_out, training_stream, user_prompts
-from eyrie_workers.quickstart.llama import Llama
 from eyrie_workers.targets.loading import load_target, resolve
 from eyrie_workers.targets.templates import ChatTokenizer
+from tests.benchmarks.quickstart import card as write_card
+from tests.benchmarks.quickstart import entropy, library, pretrain
+from tests.benchmarks.quickstart.corpus.streams import is_held_out, training_stream, user_prompts
+from tests.benchmarks.quickstart.llama import Llama
 
 SHELF = library.Shelf(Path(json.__file__).parent.parent / "email")  # reading the whole library takes seconds
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_workers.quickstart.packing import (
+from tests.benchmarks.quickstart.packing import (
     PROMPT_WEIGHT,
     ROW_LENGTHS,
     TOKENS_PER_STEP,
@@ -18,7 +18,7 @@ from eyrie_workers.quickstart.packing import (
     collate,
     pack,
 )
-from eyrie_workers.quickstart.pretrain import Recipe
+from tests.benchmarks.quickstart.pretrain import Recipe
 
 
 def encoded(size: int) -> Encoded:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-import eyrie_workers.quickstart.pretrain as pretrain
-from eyrie_workers.quickstart import suites, tokenizer
-from eyrie_workers.quickstart.corpus import CATEGORIES, conversations, digest, normalised, user_prompts
-from eyrie_workers.quickstart.llama import Llama, Shape, hugging_face_config, hugging_face_weights
+import tests.benchmarks.quickstart.pretrain as pretrain
+from tests.benchmarks.quickstart import suites, tokenizer
+from tests.benchmarks.quickstart.corpus.streams import CATEGORIES, conversations, digest, normalised, user_prompts
+from tests.benchmarks.quickstart.llama import Llama, Shape, hugging_face_config, hugging_face_weights
 
 TARGET = Path(pretrain.__file__).parent / "target"
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from eyrie_api.errors import Transient
 from eyrie_api.v1alpha1.job import RegenerateSpec, SamplingSpec
-from eyrie_workers.regeneration.asking import Answer, Asking, Prompt, Refusal
 from eyrie_workers.regeneration.dispatch import FIRST_REST_S, LONGEST_REST_S, Route, Routes
 from eyrie_workers.regeneration.endpoint import Endpoint
+from eyrie_workers.regeneration.generation_client import Answer, Asking, Prompt, Refusal
 from eyrie_workers.regeneration.online import OnlineEngine
 from eyrie_workers.regeneration.retokenising import AnswerIds
 from eyrie_workers.targets.templates import ChatTokenizer

@@ -10,9 +10,9 @@ import pytest
 
 from eyrie_api.errors import InvalidInput, Permanent, Transient
 from eyrie_api.v1alpha1.job import RegenerateSpec, SamplingSpec, TargetSpec
-from eyrie_workers.regeneration.asking import Answer, Asking, Prompt, Refusal
 from eyrie_workers.regeneration.batch import BatchEngine
 from eyrie_workers.regeneration.endpoint import Endpoint, endpoint_of, retry_delay_s
+from eyrie_workers.regeneration.generation_client import Answer, Asking, Prompt, Refusal
 from eyrie_workers.regeneration.online import OnlineEngine
 from eyrie_workers.regeneration.retokenising import AnswerIds
 from eyrie_workers.targets.templates import ChatTokenizer, _environment

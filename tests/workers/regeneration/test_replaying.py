@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from eyrie_api.v1alpha1.job import RegenerateSpec
 from eyrie_workers.conversations.conversation import conversation
+from eyrie_workers.conversations.rows import AnsweredRow, Ledger, RowSampling
+from eyrie_workers.regeneration.conversation_replay import Ended, answer_message, following, num_turns, opening, turn_id
 from eyrie_workers.regeneration.questions import CUT, Question, Questions
-from eyrie_workers.regeneration.replaying import Ended, answer_message, following, num_turns, opening, turn_id
-from eyrie_workers.regeneration.rows import AnsweredRow, Ledger, RowSampling
 from eyrie_workers.regeneration.selection import SelectedRow
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.tiny import tiny_target

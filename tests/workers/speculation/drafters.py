@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from eyrie_api.v1alpha1.job import DraftTreeShape
-from eyrie_workers.drafters.protocol import DraftStep, DraftTree, SettledPairs
 from eyrie_workers.speculation.noise import RowNoise
+from eyrie_workers.speculation.protocol import DraftStep, DraftTree, SettledPairs
 from eyrie_workers.speculation.tree import grow
 from eyrie_workers.targets.model import TargetModel
 

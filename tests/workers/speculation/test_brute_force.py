@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from eyrie_api.v1alpha1.job import SamplingSpec
-from eyrie_workers.drafters.protocol import NO_TOKEN
 from eyrie_workers.speculation.noise import RowNoise
+from eyrie_workers.speculation.protocol import NO_TOKEN
 from eyrie_workers.speculation.verify import choose, follow
 from tests.workers.speculation.chi_square import chi_square_score
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyrie_api.v1alpha1.job import DraftTreeShape
-from eyrie_workers.drafters.protocol import NO_TOKEN, DraftStep, DraftTree
 from eyrie_workers.speculation.marginals import draft
 from eyrie_workers.speculation.noise import RowNoise, gumbel
+from eyrie_workers.speculation.protocol import NO_TOKEN, DraftStep, DraftTree
 from eyrie_workers.speculation.static_tree import static_topology
 from eyrie_workers.speculation.tree import ancestors, grow, is_chain
 

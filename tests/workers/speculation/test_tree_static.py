@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyrie_api.v1alpha1.job import DraftTreeShape
-from eyrie_workers.drafters.protocol import NO_TOKEN, DraftStep
+from eyrie_workers.speculation.protocol import NO_TOKEN, DraftStep
 from eyrie_workers.speculation.static_tree import accepted_at, static_topology
 from eyrie_workers.speculation.tree import grow
 from tests.workers.speculation.test_tree import ToyDrafter, paths_of, toy_logits

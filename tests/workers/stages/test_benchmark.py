@@ -14,9 +14,9 @@ from eyrie_api.artifacts import read_manifest, verify_files
 from eyrie_api.v1alpha1.reports import BenchmarkReport
 from eyrie_api.v1alpha1.stages import BenchmarkStage
 from eyrie_workers.catalog import command
-from eyrie_workers.measurement.quiet import measuring_alone
+from eyrie_workers.machine.machine_lock import measuring_alone
+from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, run_program
 from eyrie_workers.stages.benchmark import benchmark
-from eyrie_workers.stages.program import INTERRUPTED_EXIT_CODE, run_program
 from tests.workers.measurement.tiny_bench import stage_specs
 
 

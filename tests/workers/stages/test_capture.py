@@ -19,13 +19,13 @@ from eyrie_api.artifacts import read_manifest, verify_files
 from eyrie_api.v1alpha1.job import CaptureSpec, TargetSpec
 from eyrie_api.v1alpha1.reports import CaptureReport
 from eyrie_api.v1alpha1.stages import CaptureStage
-from eyrie_workers.features.layout import shard_name, taught_positions
-from eyrie_workers.features.opinions import rebuild
+from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowSampling, RowsMeta
+from eyrie_workers.features.shard_format import shard_name, taught_positions
 from eyrie_workers.features.store import FeatureStore, StoreDamaged
 from eyrie_workers.features.streaming import plan_batches
-from eyrie_workers.regeneration.rows import META, ROWS, AnsweredRow, RowSampling, RowsMeta
+from eyrie_workers.features.topk_logits import rebuild
+from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.capture import capture, is_whole, plan_rows
-from eyrie_workers.stages.program import run_program
 from eyrie_workers.targets.agreement import LayersDisagree, compare
 from eyrie_workers.targets.loading import load_target, target_digest
 from tests.tiny import tiny_target

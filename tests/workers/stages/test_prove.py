@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.artifacts import digest_model, read_manifest, verify_files, write_model
-from eyrie_api.promotion import decide
+from eyrie_api.decisions.promotion import decide
 from eyrie_api.v1alpha1.job import DraftTreeShape, PromotionPolicy, ProveSpec
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.stages import Manifest, ProveStage
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_workers.catalog import command
-from eyrie_workers.engines.arms import ArmPlan, running_arms
-from eyrie_workers.stages.program import Interrupted, Stage, run_program
+from eyrie_workers.engines.variants import ArmPlan, running_arms
+from eyrie_workers.stage_program import Interrupted, Stage, run_program
 from eyrie_workers.stages.prove import FIXED, arms_to_compare, prove, use_to_prove
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report
 from tests.workers.measurement.tiny_bench import stage_specs

@@ -15,11 +15,11 @@ from eyrie_api.artifacts import read_manifest, verify_files
 from eyrie_api.v1alpha1.job import DataSource, DataSpec, RegenerateSpec, SamplingSpec, TargetSpec
 from eyrie_api.v1alpha1.reports import RegenerateReport
 from eyrie_api.v1alpha1.stages import RegenerateStage
-from eyrie_workers.regeneration.asking import row_seed
-from eyrie_workers.regeneration.rows import AnsweredRow, read_rows
+from eyrie_workers.conversations.rows import AnsweredRow, read_rows
+from eyrie_workers.regeneration.generation_client import row_seed
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.speculation.requests import Request
-from eyrie_workers.stages.program import run_program
+from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.regenerate import regenerate
 from eyrie_workers.targets.loading import load_target, target_digest
 from eyrie_workers.targets.templates import ChatTokenizer

@@ -8,9 +8,9 @@ import pytest
 
 from eyrie_api.v1alpha1.job import DataSource, DataSpec, RegenerateSpec, TargetSpec
 from eyrie_api.v1alpha1.stages import RegenerateStage
+from eyrie_workers.conversations.rows import AnsweredRow, read_rows
 from eyrie_workers.engines.process import EngineCommand, EngineProcess, start_engine
-from eyrie_workers.regeneration.rows import AnsweredRow, read_rows
-from eyrie_workers.stages.program import run_program
+from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.regenerate import regenerate
 from tests.tiny import tiny_target
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eyrie_workers.drafters.contract import num_aux
+from eyrie_workers.drafters.eagle3.directory_format import num_aux
 from eyrie_workers.drafters.registry import FAMILIES
 from eyrie_workers.stages.sweep import groups, losers, rung_steps, sweep
 from eyrie_workers.targets.config import read_config

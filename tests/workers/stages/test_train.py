@@ -18,10 +18,10 @@ from eyrie_api.v1alpha1.job import DrafterSpec, TargetSpec, TrainSpec
 from eyrie_api.v1alpha1.records import STAGE_RECORD, MetricRecord
 from eyrie_api.v1alpha1.reports import TrainReport
 from eyrie_api.v1alpha1.stages import TrainStage
-from eyrie_workers.drafters.eagle3_checkpoint import load_drafter
-from eyrie_workers.features.layout import FeatureRow, StoreLayout
+from eyrie_workers.drafters.eagle3.checkpoint import load_drafter
+from eyrie_workers.features.shard_format import FeatureRow, StoreLayout
 from eyrie_workers.features.writer import FeatureWriter
-from eyrie_workers.stages.program import INTERRUPTED_EXIT_CODE, run_program
+from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, run_program
 from eyrie_workers.stages.train import train
 from eyrie_workers.targets.loading import load_target, target_digest
 from tests.tiny import tiny_target

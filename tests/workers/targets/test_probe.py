@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from eyrie_api.errors import NoUsableData
+from eyrie_workers.stage_program import Stage
 from eyrie_workers.stages.capture import capture
-from eyrie_workers.stages.program import Stage
+from eyrie_workers.stages.layer_probe import probe_layers
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.targets.probe import probe_layers
 from tests.tiny import tiny_target
 from tests.workers.stages.test_capture import write_rows, write_spec
 

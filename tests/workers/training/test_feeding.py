@@ -9,8 +9,8 @@ import torch
 from eyrie_api.errors import ArtifactCorrupt
 from eyrie_api.v1alpha1.codecs import Codec
 from eyrie_api.v1alpha1.job import TargetSpec
-from eyrie_workers.features.layout import StoreLayout, taught_positions
-from eyrie_workers.features.places import Directory
+from eyrie_workers.features.shard_format import StoreLayout, taught_positions
+from eyrie_workers.features.storage_backend import Directory
 from eyrie_workers.features.streaming import (
     TOKENS,
     StreamedFeatures,
@@ -21,9 +21,9 @@ from eyrie_workers.features.streaming import (
 )
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.targets.loading import load_target, target_digest
-from eyrie_workers.training.feeding import Features, Feed, open_features
+from eyrie_workers.training.batch_loader import Features, Feed, open_features
+from eyrie_workers.training.distributed import ALONE, World
 from eyrie_workers.training.packing import Schedule
-from eyrie_workers.training.world import ALONE, World
 from tests.tiny import tiny_target
 
 AUX_LAYERS = (1, 2, 3)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyrie_workers.drafters.rotary import rotate
+from eyrie_workers.targets.rotary import rotate
 from eyrie_workers.training.fused import (
     mlp,
     normed_linear,

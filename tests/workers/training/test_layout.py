@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_workers.training.layout import lay_out, lives
+from eyrie_workers.training.unroll_plan import lay_out, lives
 
 MASKS = st.lists(st.booleans(), min_size=1, max_size=40)
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from eyrie_api.v1alpha1.job import TrainSpec
-from eyrie_workers.drafters.eagle3 import Eagle3Drafter
+from eyrie_workers.drafters.eagle3.model import Eagle3Drafter
+from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest
 from eyrie_workers.training.documents import PackedDocuments
-from eyrie_workers.training.eagle3 import TrainingTimeTest
 from eyrie_workers.training.losses import Normalisation, Teacher, shares, step_weights, teach
 from eyrie_workers.training.objective import Moment
 from eyrie_workers.training.softloss import Loss, by_kernel, soft_loss

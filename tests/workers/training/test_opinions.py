@@ -2,10 +2,10 @@
 
 import torch
 
-from eyrie_workers.features.layout import StoreLayout
-from eyrie_workers.features.opinions import form_opinion, opinion_rows
+from eyrie_workers.features.shard_format import StoreLayout
+from eyrie_workers.features.topk_logits import form_opinion, opinion_rows
 from eyrie_workers.training.losses import teach
-from eyrie_workers.training.opinions import teacher_of
+from eyrie_workers.training.topk_logits import teacher_of
 
 VOCAB, HIDDEN, ROWS = 60, 16, 25
 DRAFT_IDS = torch.arange(0, VOCAB, 2)

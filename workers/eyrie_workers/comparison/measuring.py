@@ -2,7 +2,7 @@
 
 One engine per checkpoint over one target, and one that drafts nothing; an arm is an engine in a shape. All arms answer
 a block before the next begins, another one first each time, so a machine that slows down slows all alike. A block is
-timed as `measurement.blocks.run_block` does it: whole requests, prefill included, every slot busy.
+timed as `measurement.benchmark.blocks.run_block` does it: whole requests, prefill included, every slot busy.
 
 Beside the clock each engine keeps what its rounds were spent on (`engine.Spent`), which is where the cost of drafting
 comes from, and every answer is kept, to be compared with the undrafted one.
@@ -22,17 +22,17 @@ from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.comparison.forms import OFF
 from eyrie_workers.comparison.plan import Arm, Block, CompareSpec, blocks_of, suites_stage
 from eyrie_workers.drafters.registry import UNTRAINED, open_drafter
-from eyrie_workers.measurement.arms import Bench
-from eyrie_workers.measurement.blocks import BlockRun, Track, block_size, run_block
-from eyrie_workers.measurement.session import Session, measuring, open_ledger_of, read_suites
+from eyrie_workers.measurement.benchmark.blocks import BlockRun, Track, block_size, run_block
+from eyrie_workers.measurement.benchmark.session import Session, measuring, open_ledger_of, read_suites
+from eyrie_workers.measurement.benchmark.variants import Bench
 from eyrie_workers.speculation.engine import Engine, Request
-from eyrie_workers.stages.program import Stage
+from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.loading import load_target, resolve
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.templates import ChatTokenizer
 
 LEDGER = "blocks.jsonl"
-_WARMUP_TOKENS = 16  # as in `measurement.blocks`
+_WARMUP_TOKENS = 16  # as in `measurement.benchmark.blocks`
 
 
 class ArmRun(Frozen):

@@ -150,7 +150,7 @@ def train_stage(spec: CompareSpec, family: Family, store_dir: str, epochs: float
 
 
 def suites_stage(spec: CompareSpec, held_out_file: str) -> BenchmarkStage:
-    """What `measurement.session` reads suites by."""
+    """What `measurement.benchmark.session` reads suites by."""
     return BenchmarkStage(job_id=JOB_ID, checkpoint=JOB_ID, candidate=JOB_ID, target=spec.target,
                           benchmark=spec.benchmark, drafter_dir="", held_out_file=held_out_file)
 

@@ -1,7 +1,7 @@
 """What a comparison found, as values: models, and their making from ledger entries. Pure.
 
 Definitions. tau, acceptance and speed-up are those of `v1alpha1.reports`. Blocks are resampled, all temperatures of a
-block together (`measurement.statistics`). A *round* is a target pass and the drafting before it:
+block together (`intervals`). A *round* is a target pass and the drafting before it:
 
     draft_ms      proposing and taking in what was settled, per round
     draft_share   the same in passes of the undrafted target at the same load
@@ -21,8 +21,7 @@ from eyrie_api.v1alpha1.reports import Environment
 from eyrie_workers.comparison.forms import OFF
 from eyrie_workers.comparison.measuring import ArmRun, Entry
 from eyrie_workers.comparison.plan import Arm, Budget
-from eyrie_workers.measurement.blocks import agreeing
-from eyrie_workers.measurement.statistics import (
+from eyrie_workers.intervals import (
     FloatArray,
     Tally,
     acceptance_length,
@@ -33,6 +32,7 @@ from eyrie_workers.measurement.statistics import (
     speed_interval,
     standard_error,
 )
+from eyrie_workers.measurement.benchmark.blocks import agreeing
 
 Outcome = Literal["faster", "slower", "not told apart"]
 Verdict = Literal["holds", "does not hold here", "not told apart", "not measured"]

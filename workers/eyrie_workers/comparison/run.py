@@ -29,8 +29,8 @@ from eyrie_workers.comparison.report import Book, CompareReport, Trained, choose
 from eyrie_workers.comparison.training import Learnt, Training
 from eyrie_workers.drafters.registry import FAMILIES, family_named
 from eyrie_workers.features.store import FeatureStore
-from eyrie_workers.measurement.environment import environment
-from eyrie_workers.stages.program import Stage
+from eyrie_workers.machine.environment import environment
+from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.loading import resolve
 
@@ -132,7 +132,7 @@ def notes_of(measure_dir: Path, training: Training) -> list[str]:
 
 def write_reports(report: CompareReport, home: Path) -> None:
     """Report, plots and page."""
-    from eyrie_workers.plots.comparison import draw
+    from eyrie_workers.comparison.plots import draw
 
     write_model(home / REPORT, report)
     drawn = draw(report, home / PLOTS)

@@ -22,8 +22,8 @@ from eyrie_api.v1alpha1.records import Failure
 from eyrie_api.v1alpha1.reports import CaptureReport, CheckpointReport, RegenerateReport, TrainReport
 from eyrie_workers.comparison import plan
 from eyrie_workers.comparison.plan import CompareSpec
+from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Result, SpecT, Stage, run_program
 from eyrie_workers.stages.capture import capture
-from eyrie_workers.stages.program import INTERRUPTED_EXIT_CODE, Result, SpecT, Stage, run_program
 from eyrie_workers.stages.regenerate import regenerate
 from eyrie_workers.stages.train import train
 

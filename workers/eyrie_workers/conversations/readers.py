@@ -8,8 +8,10 @@ that quietly trains on half its data is worse than one that stops.
 Deliberately not here: shuffling. Rows are taken in file order, so a sorted file should be shuffled by its owner.
 """
 
+import gzip
 import json
 from collections.abc import Iterator
+from importlib import resources
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -31,16 +33,13 @@ class _Bad:
         self.reason = reason
 
 
-def read_conversations(source: DataSource, *, seed: int, at_most: int) -> Iterator[Conversation | QuarantinedRow]:
+def read_conversations(source: DataSource) -> Iterator[Conversation | QuarantinedRow]:
     """Conversations and unreadable rows of one source, in order.
-
-    seed      stream of the quickstart corpus; other sources ignore it.
-    at_most   rows the endless quickstart corpus is asked for, where the source sets no `max_rows`.
 
     Raises InvalidInput when the source cannot be opened, Transient when a hub is unreachable.
     """
     layout: str | None = None if source.format == "auto" else source.format
-    for line, value in enumerate(islice(_rows(source, seed, at_most), source.max_rows), start=1):
+    for line, value in enumerate(islice(_rows(source), source.max_rows), start=1):
         if isinstance(value, _Bad):
             yield QuarantinedRow(source=source.path, line=line, reason=value.reason)
             continue
@@ -78,16 +77,21 @@ def _looks_like_hub_id(path: str) -> bool:
     return path.count("/") == 1 and not path.startswith(("/", ".", "~")) and not path.endswith((".jsonl", ".parquet"))
 
 
-def _rows(source: DataSource, seed: int, at_most: int) -> Iterator[Any]:
+def _rows(source: DataSource) -> Iterator[Any]:
     check_source(source)
     if source.path == "quickstart":
-        from eyrie_workers.quickstart.corpus import conversations
-
-        return conversations(source.max_rows or at_most, seed)
+        return _quickstart_rows()
     path = Path(source.path)
     if not path.is_file():
         return _hub_rows(source)
     return _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
+
+
+def _quickstart_rows() -> Iterator[Any]:
+    """The conversations that ship with the quickstart target; `tests/benchmarks/quickstart` generates them."""
+    packed = resources.files("eyrie_workers.quickstart") / "conversations.jsonl.gz"
+    with packed.open("rb") as file, gzip.open(file) as lines:
+        yield from map(json.loads, lines)
 
 
 def _json_rows(path: Path) -> Iterator[Any]:

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.job import TargetSpec
-from eyrie_workers.drafters import check_config
-from eyrie_workers.drafters.card import Card, read_card
-from eyrie_workers.drafters.check_target import read_target
-from eyrie_workers.drafters.contract import CONFIG, ENGINES, WEIGHTS
-from eyrie_workers.drafters.examination import Examined, Parts
-from eyrie_workers.drafters.finding import Finding, error, warning
+from eyrie_workers.drafters.checkpoint.card import Card, read_card
+from eyrie_workers.drafters.eagle3.directory_format import CONFIG, ENGINES, WEIGHTS
 from eyrie_workers.drafters.registry import FAMILIES
+from eyrie_workers.drafters.validation import config as check_config
+from eyrie_workers.drafters.validation.family_checks import Examined, Parts
+from eyrie_workers.drafters.validation.finding import Finding, error, warning
+from eyrie_workers.drafters.validation.target import read_target
 from eyrie_workers.targets.loading import resolve
 
 EXIT_DEFECTIVE = 65  # EX_DATAERR

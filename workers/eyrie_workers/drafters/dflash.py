@@ -44,8 +44,8 @@ from torch import Tensor, nn
 
 from eyrie_api.errors import InvalidInput, UnsupportedTarget
 from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, TrainSpec
-from eyrie_workers.drafters.card import Card
-from eyrie_workers.drafters.checkpoint import (
+from eyrie_workers.drafters.checkpoint.card import Card
+from eyrie_workers.drafters.checkpoint.files import (
     CheckpointInvalid,
     as_stored,
     exact_tensors,
@@ -53,7 +53,9 @@ from eyrie_workers.drafters.checkpoint import (
     read_tensors,
     write_checkpoint,
 )
-from eyrie_workers.drafters.decoder import (
+from eyrie_workers.drafters.family import Family, Layers, fused
+from eyrie_workers.drafters.initialisation import TargetEnds
+from eyrie_workers.drafters.layers.decoder import (
     DecoderLayer,
     Norm,
     decoder_json,
@@ -62,24 +64,22 @@ from eyrie_workers.drafters.decoder import (
     layer_flops,
     refuse_eagle_fields,
 )
-from eyrie_workers.drafters.examination import loaded_by
-from eyrie_workers.drafters.family import Family, Layers, fused
-from eyrie_workers.drafters.inheritance import TargetEnds
-from eyrie_workers.drafters.kept_keys import KeptKeys, NewTokens, beside
-from eyrie_workers.drafters.protocol import Drafter, DrafterState, DraftTree, SettledPairs
-from eyrie_workers.drafters.rotary import Rotary
-from eyrie_workers.drafters.vocabulary import DraftVocabulary
+from eyrie_workers.drafters.layers.kv_cache import KeptKeys, NewTokens, beside
+from eyrie_workers.drafters.validation.family_checks import loaded_by
 from eyrie_workers.speculation.marginals import draft
 from eyrie_workers.speculation.noise import RowNoise
+from eyrie_workers.speculation.protocol import Drafter, DrafterState, DraftTree, SettledPairs
 from eyrie_workers.targets.config import FULL, TargetConfig, parse_config
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear, rms_normalise
 from eyrie_workers.targets.model import TargetModel, pairs_together
+from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.attention import SharedKeys, joined
 from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.fused import rms_norm
-from eyrie_workers.training.layout import UnrollLayout, lay_out
 from eyrie_workers.training.objective import Moment, Objective, Prediction, Taught, drawn
 from eyrie_workers.training.products import linear
+from eyrie_workers.training.unroll_plan import UnrollLayout, lay_out
 
 ARCHITECTURE = "DFlashDraftModel"
 _MOST_LAYERS = 5  # the paper's; 8 raise tau by 6 % and lower the speed-up
@@ -221,7 +221,7 @@ class _Features:
 
 
 class DFlashServer:
-    """`drafters.protocol.Drafter` over one loaded DFlashDrafter and its target's two ends."""
+    """`speculation.protocol.Drafter` over one loaded DFlashDrafter and its target's two ends."""
 
     def __init__(self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: TargetModel) -> None:
         """`tensors` on the target's device, in its dtype."""

@@ -26,7 +26,7 @@ identity on the feature: 2.55, so nothing is inherited but the ends. Without noi
 as much 2.78 where it is 2.85 (at rate 4e-3). Rates of 1, 2, 4, 8e-3: 2.49, 2.74, 2.85, 2.76.
 
 EAGLE-2 (arXiv:2406.16858) changes no weight. It observes that confidences predict acceptance
-(`measurement.calibration` measures it) and grows the tree by them; EAGLE's own tree is fixed. Both are shapes
+(`tests.benchmarks.calibration` measures it) and grows the tree by them; EAGLE's own tree is fixed. Both are shapes
 (`DraftTreeShape`, `speculation.tree`): one checkpoint of this family is either.
 
 Names and arithmetic are those of SGLang's `LlamaForCausalLMEagle`, read in 0.5.23: `fc` has a bias, the layer has none
@@ -51,8 +51,8 @@ from torch import Tensor, nn
 
 from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.v1alpha1.job import DrafterSpec, TrainSpec
-from eyrie_workers.drafters.card import Card
-from eyrie_workers.drafters.checkpoint import (
+from eyrie_workers.drafters.checkpoint.card import Card
+from eyrie_workers.drafters.checkpoint.files import (
     CheckpointInvalid,
     as_stored,
     exact_tensors,
@@ -60,23 +60,23 @@ from eyrie_workers.drafters.checkpoint import (
     read_tensors,
     write_checkpoint,
 )
-from eyrie_workers.drafters.decoder import DecoderLayer, decoder_json, heads_for, initialise, refuse_eagle_fields
-from eyrie_workers.drafters.examination import loaded_by
 from eyrie_workers.drafters.family import Family, Layers, final
-from eyrie_workers.drafters.inheritance import TargetEnds
-from eyrie_workers.drafters.protocol import Drafter
-from eyrie_workers.drafters.rotary import Rotary
-from eyrie_workers.drafters.serving import MAX_TABLE_BYTES, LayerServer, pairs_together
-from eyrie_workers.drafters.vocabulary import DraftVocabulary
+from eyrie_workers.drafters.initialisation import TargetEnds
+from eyrie_workers.drafters.layers.decoder import DecoderLayer, decoder_json, heads_for, initialise, refuse_eagle_fields
+from eyrie_workers.drafters.layers.serving import MAX_TABLE_BYTES, LayerServer, pairs_together
+from eyrie_workers.drafters.validation.family_checks import loaded_by
+from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.targets.config import TargetConfig, parse_config
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear, rms_normalise
 from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.attention import SharedKeys, attend, first, pick
 from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.fused import mlp, turn
-from eyrie_workers.training.layout import UnrollLayout, lay_out
 from eyrie_workers.training.objective import Lesson, Moment, Objective, Outcome, Prediction, Taught
 from eyrie_workers.training.products import linear, rounded
+from eyrie_workers.training.unroll_plan import UnrollLayout, lay_out
 
 ARCHITECTURE = "LlamaForCausalLMEagle"
 

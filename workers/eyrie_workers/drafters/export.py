@@ -30,13 +30,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eyrie_api.capture_support import sglang_layer_ids
+from eyrie_api.decisions.capture_support import sglang_layer_ids
 from eyrie_api.errors import ArtifactMissing, EyrieError, InvalidInput
 from eyrie_workers.drafters import eagle1
-from eyrie_workers.drafters.card import read_card
 from eyrie_workers.drafters.check import check_directory
-from eyrie_workers.drafters.check_config import LAYER_IDS
-from eyrie_workers.drafters.contract import (
+from eyrie_workers.drafters.checkpoint.card import read_card
+from eyrie_workers.drafters.eagle3.directory_format import (
     ARCHITECTURE,
     CONFIG,
     MAPS,
@@ -45,8 +44,9 @@ from eyrie_workers.drafters.contract import (
     nested,
     num_aux,
 )
-from eyrie_workers.drafters.eagle3_check import check
-from eyrie_workers.drafters.examination import Parts
+from eyrie_workers.drafters.eagle3.validation import check
+from eyrie_workers.drafters.validation.config import LAYER_IDS
+from eyrie_workers.drafters.validation.family_checks import Parts
 from eyrie_workers.targets.config import read_json
 
 SPECULATORS_VERSION = "0.9.0"

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from eyrie_api.v1alpha1.job import DrafterSpec, TrainSpec
-from eyrie_workers.drafters.card import Card
-from eyrie_workers.drafters.examination import Examine
-from eyrie_workers.drafters.inheritance import TargetEnds
-from eyrie_workers.drafters.protocol import Drafter
-from eyrie_workers.drafters.vocabulary import DraftVocabulary
+from eyrie_workers.drafters.checkpoint.card import Card
+from eyrie_workers.drafters.initialisation import TargetEnds
+from eyrie_workers.drafters.validation.family_checks import Examine
+from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.targets.config import TargetConfig
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.training.loop import DEFAULT_LEARNING_RATE
 from eyrie_workers.training.objective import Objective

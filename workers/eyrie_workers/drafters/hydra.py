@@ -40,23 +40,23 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, TrainSpec
-from eyrie_workers.drafters.card import Card
-from eyrie_workers.drafters.examination import loaded_by
+from eyrie_workers.drafters.checkpoint.card import Card
+from eyrie_workers.drafters.checkpoint.heads import HeadsConfig, HeadsForm, load_heads, save_heads
 from eyrie_workers.drafters.family import Family, final
-from eyrie_workers.drafters.heads_checkpoint import HeadsConfig, HeadsForm, load_heads, save_heads
-from eyrie_workers.drafters.inheritance import TargetEnds
+from eyrie_workers.drafters.initialisation import TargetEnds
 from eyrie_workers.drafters.medusa import last_states
-from eyrie_workers.drafters.protocol import NO_TOKEN, Drafter, DrafterState, DraftStep, DraftTree, SettledPairs
-from eyrie_workers.drafters.vocabulary import DraftVocabulary
+from eyrie_workers.drafters.validation.family_checks import loaded_by
 from eyrie_workers.speculation.noise import RowNoise
+from eyrie_workers.speculation.protocol import NO_TOKEN, Drafter, DrafterState, DraftStep, DraftTree, SettledPairs
 from eyrie_workers.speculation.tree import grow
 from eyrie_workers.targets.config import TargetConfig
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.training.documents import PackedDocuments
-from eyrie_workers.training.layout import UnrollLayout
 from eyrie_workers.training.objective import Objective, Prediction, Taught
 from eyrie_workers.training.products import linear
+from eyrie_workers.training.unroll_plan import UnrollLayout
 
 _INITIAL_STD = 0.02
 _EPS = 1e-6
@@ -148,7 +148,7 @@ class HydraState:
 
 
 class HydraServer:
-    """`drafters.protocol.Drafter`: one head a depth, grown by confidence."""
+    """`speculation.protocol.Drafter`: one head a depth, grown by confidence."""
 
     max_length = 2**31 - 1
     """It knows no positions."""

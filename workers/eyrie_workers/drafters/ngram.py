@@ -13,8 +13,8 @@ text, so an answer depends on nothing but its request.
     branch  a chain takes the first match; a tree of top_k merges the first top_k in a trie, in that order
 
 A shallower or narrower tree is the beginning of a deeper one: of the nodes in the order they were made, those not too
-deep. `measurement.predict` relies on that. Rows without a match propose nothing, and the engine verifies no more nodes
-than were proposed: not finding anything costs a dictionary look-up.
+deep. `measurement.tuner.predict` relies on that. Rows without a match propose nothing, and the engine verifies no more
+nodes than were proposed: not finding anything costs a dictionary look-up.
 """
 
 # B rows, N tree nodes
@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from eyrie_api.v1alpha1.job import DraftTreeShape
-from eyrie_workers.drafters.protocol import NO_TOKEN, DrafterState, DraftTree, SettledPairs
 from eyrie_workers.speculation.noise import RowNoise
+from eyrie_workers.speculation.protocol import NO_TOKEN, DrafterState, DraftTree, SettledPairs
 
 # Longer suffixes pick better continuations, shorter ones find some at all. A single token recurs everywhere and says
 # little of what follows it: two at least, as four at most.
@@ -76,7 +76,7 @@ class NgramState:
 
 
 class NgramDrafter:
-    """`drafters.protocol.Drafter` over nothing but the text."""
+    """`speculation.protocol.Drafter` over nothing but the text."""
 
     aux_layers: tuple[int, ...] = ()
     max_length = 2**31 - 1

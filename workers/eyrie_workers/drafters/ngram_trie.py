@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from eyrie_api.v1alpha1.job import DraftTreeShape
-from eyrie_workers.drafters.protocol import NO_TOKEN, DrafterState, DraftTree, SettledPairs
 from eyrie_workers.speculation.noise import RowNoise
+from eyrie_workers.speculation.protocol import NO_TOKEN, DrafterState, DraftTree, SettledPairs
 
 WINDOW = 18
 """SGLang's `max_trie_depth`: the longest path of the trie."""
@@ -66,7 +66,7 @@ class TrieState:
 
 
 class TrieDrafter:
-    """`drafters.protocol.Drafter` over the texts of all requests since `new_state`."""
+    """`speculation.protocol.Drafter` over the texts of all requests since `new_state`."""
 
     aux_layers: tuple[int, ...] = ()
     max_length = 2**31 - 1

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.drafters import dflash, eagle1, eagle3_family, hydra, medusa, standalone
-from eyrie_workers.drafters.checkpoint import CheckpointInvalid, read_config
+from eyrie_workers.drafters import dflash, eagle1, hydra, medusa, standalone
+from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid, read_config
+from eyrie_workers.drafters.eagle3 import family as eagle3_family
 from eyrie_workers.drafters.family import Family, Layers
 from eyrie_workers.drafters.ngram import NgramDrafter
-from eyrie_workers.drafters.protocol import Drafter
+from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.targets.device import on
 from eyrie_workers.targets.model import TargetModel
 

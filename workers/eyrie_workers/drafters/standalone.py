@@ -38,8 +38,8 @@ from torch import Tensor, nn
 
 from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, TrainSpec
-from eyrie_workers.drafters.card import Card
-from eyrie_workers.drafters.checkpoint import (
+from eyrie_workers.drafters.checkpoint.card import Card
+from eyrie_workers.drafters.checkpoint.files import (
     CheckpointInvalid,
     as_stored,
     exact_tensors,
@@ -47,7 +47,9 @@ from eyrie_workers.drafters.checkpoint import (
     read_tensors,
     write_checkpoint,
 )
-from eyrie_workers.drafters.decoder import (
+from eyrie_workers.drafters.family import Family, Layers, none
+from eyrie_workers.drafters.initialisation import TargetEnds
+from eyrie_workers.drafters.layers.decoder import (
     DecoderLayer,
     Norm,
     causal,
@@ -57,22 +59,20 @@ from eyrie_workers.drafters.decoder import (
     layer_flops,
     refuse_eagle_fields,
 )
-from eyrie_workers.drafters.examination import loaded_by
-from eyrie_workers.drafters.family import Family, Layers, none
-from eyrie_workers.drafters.inheritance import TargetEnds
-from eyrie_workers.drafters.kept_keys import KeptKeys, NewTokens, behind, beside
-from eyrie_workers.drafters.protocol import Drafter, DrafterState, DraftStep, DraftTree, SettledPairs
-from eyrie_workers.drafters.rotary import Rotary
-from eyrie_workers.drafters.vocabulary import DraftVocabulary
+from eyrie_workers.drafters.layers.kv_cache import KeptKeys, NewTokens, behind, beside
+from eyrie_workers.drafters.validation.family_checks import loaded_by
 from eyrie_workers.speculation.noise import RowNoise
+from eyrie_workers.speculation.protocol import Drafter, DrafterState, DraftStep, DraftTree, SettledPairs
 from eyrie_workers.speculation.tree import BranchKeys, grow
 from eyrie_workers.targets.config import TargetConfig, parse_config
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.attention import pick
 from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.fused import rms_norm
-from eyrie_workers.training.layout import UnrollLayout, lay_out
 from eyrie_workers.training.objective import Moment, Objective, Prediction, Taught
+from eyrie_workers.training.unroll_plan import UnrollLayout, lay_out
 
 ARCHITECTURE = "LlamaForCausalLM"
 _NUM_LAYERS = 2
@@ -157,7 +157,7 @@ class StandaloneState:
 
 
 class StandaloneServer:
-    """`drafters.protocol.Drafter` over a Llama of its own."""
+    """`speculation.protocol.Drafter` over a Llama of its own."""
 
     aux_layers: tuple[int, ...] = ()
 

@@ -20,7 +20,7 @@ from typing import Protocol
 from eyrie_api.errors import EyrieError, Transient
 from eyrie_api.v1alpha1.job import DraftTreeShape, Dtype
 from eyrie_api.v1alpha1.tuning import OperatingMap, Setting
-from eyrie_workers.engines.leash import leashed
+from eyrie_workers.engines.parent_death_signal import leashed
 
 _POLL_S = 0.05
 

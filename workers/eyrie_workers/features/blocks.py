@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eyrie_api.v1alpha1.codecs import final_codec
 from eyrie_workers.features.codecs import decode_into, encode
-from eyrie_workers.features.layout import FeatureRow, Opinion, StoreLayout, block_sections, taught_positions
+from eyrie_workers.features.shard_format import FeatureRow, Opinion, StoreLayout, block_sections, taught_positions
 
 _OPINION = ("ids", "logits", "tail", "mass", "choice")
 

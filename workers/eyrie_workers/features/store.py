@@ -25,7 +25,7 @@ from torch import Tensor
 from eyrie_api.artifacts import digest_bytes
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_workers.features.blocks import decode_block, join_opinions
-from eyrie_workers.features.layout import (
+from eyrie_workers.features.shard_format import (
     INDEX,
     TRAILER_BYTES,
     Block,
@@ -44,7 +44,7 @@ from eyrie_workers.features.layout import (
     short_digest,
     taught_positions,
 )
-from eyrie_workers.features.places import Directory, Place, open_place
+from eyrie_workers.features.storage_backend import Directory, Place, open_place
 
 _READ_TOGETHER = 16 * 2**20
 """Most bytes of neighbouring blocks asked for at once: enough to hide a request, small enough to be one of several."""

@@ -34,10 +34,10 @@ from eyrie_api.artifacts import digest_bytes, digest_model, write_atomically, wr
 from eyrie_api.errors import ArtifactCorrupt
 from eyrie_api.v1alpha1.model import Digest, Frozen
 from eyrie_workers.features.blocks import decode_block, encode_block, join_opinions
-from eyrie_workers.features.layout import FeatureRow, StoreLayout, taught_positions
-from eyrie_workers.features.opinions import form_opinion
-from eyrie_workers.features.places import Place
+from eyrie_workers.features.shard_format import FeatureRow, StoreLayout, taught_positions
+from eyrie_workers.features.storage_backend import Place
 from eyrie_workers.features.store import Buffers, PackedFeatures
+from eyrie_workers.features.topk_logits import form_opinion
 from eyrie_workers.targets.model import TargetModel
 
 STREAM = "stream.json"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from eyrie_workers.features.layout import FeatureRow, StoreLayout, plan_shards, taught_positions
-from eyrie_workers.features.opinions import form_opinion
+from eyrie_workers.features.shard_format import FeatureRow, StoreLayout, plan_shards, taught_positions
 from eyrie_workers.features.store import FeatureStore
+from eyrie_workers.features.topk_logits import form_opinion
 from eyrie_workers.features.writer import FeatureWriter
 
 _SHARD_BYTES = 64 * 2**20

@@ -24,7 +24,7 @@ from eyrie_api.artifacts import write_model
 from eyrie_api.errors import ArtifactCorrupt, Conflict
 from eyrie_workers.catalog import DAMAGED_SUFFIX
 from eyrie_workers.features.blocks import encode_block
-from eyrie_workers.features.layout import (
+from eyrie_workers.features.shard_format import (
     INDEX,
     SHARD_PATTERN,
     TRAILER_BYTES,

@@ -18,17 +18,17 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from eyrie_api.artifacts import write_model
+from eyrie_api.cli.screen import Screen
+from eyrie_api.cli.tables import count, duration
 from eyrie_api.errors import EyrieError, InvalidInput
-from eyrie_api.terminal.screen import Screen
-from eyrie_api.terminal.tables import count, duration
 from eyrie_api.v1alpha1.job import QUICKSTART_SUITES, SuiteSpec
 from eyrie_api.v1alpha1.load import LoadSpec, ServiceLevel
-from eyrie_workers.load.arms import LoadArm, LoadPrompt
-from eyrie_workers.load.asking import served_models
+from eyrie_workers.conversations.benchmark_suites import load_suite
+from eyrie_workers.load.client import served_models
 from eyrie_workers.load.origin import parse_url
 from eyrie_workers.load.run import run_load
 from eyrie_workers.load.tables import load_view
-from eyrie_workers.measurement.suites import load_suite
+from eyrie_workers.load.variants import LoadArm, LoadPrompt
 
 _SLO_FIELDS = {"ttft": "ttft_s", "itl": "inter_token_s", "e2e": "end_to_end_s"}
 _MOST_PROMPTS = 100_000
@@ -219,7 +219,7 @@ def main(argv: list[str] | None = None) -> int:
             write_model(given.out, report)
         screen.show(report, load_view(report))
         if given.plots is not None:
-            from eyrie_workers.plots.load import draw_load
+            from eyrie_workers.load.plots import draw_load
 
             drawn = draw_load(report, given.plots)
             screen.note(f"figures: {', '.join(str(path) for path in drawn if path.suffix == '.png')}")

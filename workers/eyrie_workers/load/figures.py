@@ -5,7 +5,7 @@ of tokens over end-to-end time. Acceptance is summed over the histograms of the 
 answered before.
 
 Uncertainty comes from the choice of prompts: prompts are resampled, all requests of a prompt in both arms together
-(`measurement.statistics`). Wall clock cannot be resampled by prompt, so the interval of a throughput ratio takes its
+(`intervals`). Wall clock cannot be resampled by prompt, so the interval of a throughput ratio takes its
 width from the tokens and the seconds each prompt spent being answered: in a closed loop of c users throughput is
 c * tokens / those seconds, but for the ramp down. In an open loop arrivals set the throughput until the server falls
 behind, and that width is wider than the truth.
@@ -19,16 +19,16 @@ import numpy as np
 
 from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadLevel, LoadSpec, Quantiles, ServiceLevel
 from eyrie_api.v1alpha1.model import Interval
-from eyrie_workers.load.asking import Sample
-from eyrie_workers.load.events import FloatArray
-from eyrie_workers.load.schedule import Level
-from eyrie_workers.measurement.statistics import (
+from eyrie_workers.intervals import (
     acceptance_length,
     add_histograms,
     conditional_acceptance,
     interval_around,
     standard_error,
 )
+from eyrie_workers.load.client import Sample
+from eyrie_workers.load.events import FloatArray
+from eyrie_workers.load.schedule import Level
 
 PromptKey = tuple[str, str]
 

@@ -22,12 +22,12 @@ from typing import TypeVar
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.load import LoadReport, LoadSpec
-from eyrie_workers.load.arms import LoadArm, LoadPrompt
-from eyrie_workers.load.asking import Asker, Question, Raw, Sample
+from eyrie_workers.load.client import Asker, Question, Raw, Sample
 from eyrie_workers.load.figures import Seen, comparison, crossover, level_report
 from eyrie_workers.load.origin import ExchangeFailed
 from eyrie_workers.load.schedule import Block, Level, blocks, levels, num_requests, total_requests
-from eyrie_workers.measurement.environment import client_environment, cpu_count
+from eyrie_workers.load.variants import LoadArm, LoadPrompt
+from eyrie_workers.machine.environment import client_environment, cpu_count
 
 __all__ = ["LoadArm", "LoadPrompt", "run_load"]
 

@@ -19,8 +19,8 @@ from itertools import count
 from typing import Literal
 
 from eyrie_api.v1alpha1.load import LoadSpec
-from eyrie_workers.load.arms import LoadPrompt
-from eyrie_workers.load.asking import Question
+from eyrie_workers.load.client import Question
+from eyrie_workers.load.variants import LoadPrompt
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from eyrie_api.terminal.tables import times
+from eyrie_api.cli.tables import times
 from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadReport, Quantiles
 from eyrie_api.v1alpha1.model import Interval
 

@@ -27,7 +27,6 @@ from pydantic import ValidationError
 from eyrie_api.artifacts import write_model
 from eyrie_api.errors import Permanent, Transient
 from eyrie_api.v1alpha1.model import Frozen
-from eyrie_workers.regeneration.asking import Answer, Prompt, Refusal
 from eyrie_workers.regeneration.endpoint import (
     AnswerTokenizer,
     Endpoint,
@@ -38,6 +37,7 @@ from eyrie_workers.regeneration.endpoint import (
     request_body,
     retry_delay_s,
 )
+from eyrie_workers.regeneration.generation_client import Answer, Prompt, Refusal
 
 MAX_REQUESTS = 50_000
 """OpenAI's limit of requests in one batch."""

@@ -7,7 +7,7 @@ kept full: a finished answer makes room for the next prompt, and short answers n
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from eyrie_workers.regeneration.asking import Answer, Asking, Prompt, Refusal
+from eyrie_workers.regeneration.generation_client import Answer, Asking, Prompt, Refusal
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.speculation.requests import Generation, Request
 from eyrie_workers.targets.templates import ChatTokenizer

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from eyrie_api.errors import InvalidInput, Permanent
 from eyrie_api.v1alpha1.job import RegenerateSpec, TargetSpec
-from eyrie_workers.regeneration.asking import Answer, Asking, Prompt, Refusal
+from eyrie_workers.regeneration.generation_client import Answer, Asking, Prompt, Refusal
 
 _MAX_QUOTED = 300
 _DECLINED = (400, 413, 422)

@@ -21,7 +21,6 @@ from eyrie_api.errors import Transient
 from eyrie_workers.load.http1 import Pool, Reply
 from eyrie_workers.load.origin import ExchangeFailed, parse_url
 from eyrie_workers.load.proxy import proxy_of
-from eyrie_workers.regeneration.asking import Answer, Prompt, Refusal
 from eyrie_workers.regeneration.dispatch import Route, Routes
 from eyrie_workers.regeneration.endpoint import (
     AnswerTokenizer,
@@ -33,6 +32,7 @@ from eyrie_workers.regeneration.endpoint import (
     request_body,
     retry_delay_s,
 )
+from eyrie_workers.regeneration.generation_client import Answer, Prompt, Refusal
 
 _TOO_MANY = "status 429"
 _LISTEN_S = 0.2

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.job import RegenerateSpec
-from eyrie_workers.regeneration.asking import Prompt, row_seed
-from eyrie_workers.regeneration.replaying import Ended, answer_message, following, num_turns, opening, turn_id
-from eyrie_workers.regeneration.rows import AnsweredRow, Ledger
+from eyrie_workers.conversations.rows import AnsweredRow, Ledger
+from eyrie_workers.regeneration.conversation_replay import Ended, answer_message, following, num_turns, opening, turn_id
+from eyrie_workers.regeneration.generation_client import Prompt, row_seed
 from eyrie_workers.regeneration.selection import SelectedRow
 from eyrie_workers.targets.templates import ChatTokenizer
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.regeneration.asking import Prompt
+from eyrie_workers.regeneration.generation_client import Prompt
 from eyrie_workers.targets.templates import ChatTokenizer
 
 

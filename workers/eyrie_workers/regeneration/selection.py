@@ -31,7 +31,7 @@ from eyrie_workers.conversations.near_duplicates import NearDuplicates
 from eyrie_workers.conversations.overlap import RUN_WORDS, Runs
 from eyrie_workers.conversations.readers import check_source, read_conversations
 from eyrie_workers.conversations.split import BenchmarkPrompts, is_held_out
-from eyrie_workers.regeneration.replaying import num_turns, opening
+from eyrie_workers.regeneration.conversation_replay import num_turns, opening
 from eyrie_workers.targets.templates import ChatTokenizer
 
 HELD_OUT = "held_out.jsonl"
@@ -138,7 +138,7 @@ def _with_held_out(directory: Path, pause: Callable[[], None]) -> dict[str, int]
 
 def _drawn(data: DataSpec) -> Iterator[Conversation | QuarantinedRow]:
     """The mix, cut after `max_conversations` usable rows."""
-    streams = [read_conversations(source, seed=data.seed, at_most=data.max_conversations) for source in data.sources]
+    streams = [read_conversations(source) for source in data.sources]
     left = data.max_conversations
     for row in mix(streams, [source.weight for source in data.sources], data.seed):
         yield row

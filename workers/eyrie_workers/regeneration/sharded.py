@@ -33,8 +33,8 @@ from eyrie_api.artifacts.store import AlreadyWritten, ArtifactStore
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, InvalidInput, Permanent, Transient
 from eyrie_api.v1alpha1.job import RegenerateSpec, TargetSpec
 from eyrie_api.v1alpha1.model import Frozen
-from eyrie_workers.regeneration.asking import Answer, Prompt, Refusal
 from eyrie_workers.regeneration.endpoint import endpoint_of
+from eyrie_workers.regeneration.generation_client import Answer, Prompt, Refusal
 from eyrie_workers.regeneration.online import OnlineEngine
 from eyrie_workers.regeneration.retokenising import AnswerIds
 from eyrie_workers.targets.templates import ChatTokenizer

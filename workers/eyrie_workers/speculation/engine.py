@@ -33,9 +33,9 @@ from torch import Tensor
 
 from eyrie_api.errors import Conflict, InvalidInput
 from eyrie_api.v1alpha1.job import DraftTreeShape
-from eyrie_workers.drafters.protocol import NO_TOKEN, Drafter, DrafterState, DraftTree, SettledPairs
 from eyrie_workers.speculation.cache import KVCache, PrefillAttention, TreeAttention
 from eyrie_workers.speculation.noise import NoiseTable, RowNoise
+from eyrie_workers.speculation.protocol import NO_TOKEN, Drafter, DrafterState, DraftTree, SettledPairs
 from eyrie_workers.speculation.requests import Generation, Progress, Request, Row, check_request
 from eyrie_workers.speculation.tree import ancestors, is_chain
 from eyrie_workers.speculation.verify import Path, choose, follow

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from eyrie_api.v1alpha1.job import DraftTreeShape
-from eyrie_workers.drafters.protocol import NO_TOKEN, DraftTree
 from eyrie_workers.speculation.noise import RowNoise
+from eyrie_workers.speculation.protocol import NO_TOKEN, DraftTree
 from eyrie_workers.speculation.static_tree import Topology, static_topology
 
 

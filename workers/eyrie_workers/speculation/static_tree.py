@@ -18,7 +18,7 @@ from eyrie_api.v1alpha1.job import DraftTreeShape
 
 # Chance that the guess of each rank is the target's greedy choice, the path to it being right. Measured on an EAGLE-3
 # drafter of the quickstart target (480 conversations, 6 epochs; 562 positions of 16 prompts of its suites):
-#     python -m eyrie_workers.measurement.calibration --drafter DIR --out DIR --num-steps 4 --top-k 8
+#     python -m tests.benchmarks.calibration --drafter DIR --out DIR --num-steps 4 --top-k 8
 # counted 416, 48, 16, 11, 11, 6, 3, 4; the last two are pooled, so that chances fall.
 ACCEPTED_BY_RANK = (0.740, 0.085, 0.028, 0.020, 0.020, 0.011, 0.006, 0.006)
 

@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eyrie_api.v1alpha1.job import DraftTreeShape
-from eyrie_workers.drafters.protocol import NO_TOKEN, DraftStep, DraftTree, StepFunction
 from eyrie_workers.speculation.noise import RowNoise
+from eyrie_workers.speculation.protocol import NO_TOKEN, DraftStep, DraftTree, StepFunction
 from eyrie_workers.speculation.static_tree import levels, static_topology
 
 BranchKeys = Literal["ancestors", "places"]

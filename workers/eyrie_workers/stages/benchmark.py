@@ -3,9 +3,9 @@
     python -m eyrie_workers.stages.benchmark --spec spec.json --out manifest.json
 
 Speed and acceptance come from the decode engine that serves, on prompts nobody trained on: training curves promise more
-than they keep (the second seed). Every prompt is answered by both arms in turn (`measurement.arms`), every answer is
-compared token by token, and every finished prompt is a line of `cells.jsonl`, so that a killed benchmark goes on where
-it was. Only one process of a machine measures at a time (`measurement.quiet`).
+than they keep (the second seed). Every prompt is answered by both arms in turn (`measurement.benchmark.variants`),
+every answer is compared token by token, and every finished prompt is a line of `cells.jsonl`, so that a killed
+benchmark goes on where it was. Only one process of a machine measures at a time (`machine.machine_lock`).
 """
 
 import sys
@@ -13,9 +13,10 @@ import time
 
 from eyrie_api.artifacts import write_model
 from eyrie_api.v1alpha1.stages import BenchmarkStage
-from eyrie_workers.measurement import hf_baseline
-from eyrie_workers.measurement.samples import Arm
-from eyrie_workers.measurement.session import (
+from eyrie_workers.conversations.benchmark_suites import select
+from eyrie_workers.measurement.benchmark import hf_baseline
+from eyrie_workers.measurement.benchmark.samples import Arm
+from eyrie_workers.measurement.benchmark.session import (
     LEDGER,
     REPORT,
     Progress,
@@ -29,8 +30,7 @@ from eyrie_workers.measurement.session import (
     read_suites,
     report_cells,
 )
-from eyrie_workers.measurement.suites import select
-from eyrie_workers.stages.program import Result, Stage, run_program
+from eyrie_workers.stage_program import Result, Stage, run_program
 
 
 def benchmark(spec: BenchmarkStage, stage: Stage) -> Result:

@@ -36,22 +36,22 @@ from eyrie_api.v1alpha1.codecs import StoredAs, candidates, choose, final_codec
 from eyrie_api.v1alpha1.job import CaptureSpec
 from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice
 from eyrie_api.v1alpha1.stages import CaptureStage
-from eyrie_workers.drafters import vocabulary as draft_vocabulary
+from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, read_meta, read_rows
 from eyrie_workers.drafters.registry import layers_of
 from eyrie_workers.features.codecs import relative_error, zero_share
-from eyrie_workers.features.layout import FeatureRow, StoreLayout, plan_shards, taught_positions
-from eyrie_workers.features.places import Directory
+from eyrie_workers.features.shard_format import FeatureRow, StoreLayout, plan_shards, taught_positions
+from eyrie_workers.features.storage_backend import Directory
 from eyrie_workers.features.streaming import STREAM, TOKENS, compute_rows, plan_batches, plan_is_whole, write_plan
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.features.writer import is_whole as store_is_whole
-from eyrie_workers.regeneration.rows import META, ROWS, AnsweredRow, read_meta, read_rows
-from eyrie_workers.stages.program import Result, Stage, run_program
+from eyrie_workers.stage_program import Result, Stage, run_program
+from eyrie_workers.stages.layer_probe import probe_layers, rows_to_probe
+from eyrie_workers.targets import draft_vocabulary
 from eyrie_workers.targets.agreement import LayerAgreement, compare, reference_states
 from eyrie_workers.targets.config import TargetConfig, read_config
 from eyrie_workers.targets.layers import choose_aux_layers
 from eyrie_workers.targets.loading import load_target, resolve, special_token_ids, target_digest
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.targets.probe import probe_layers, rows_to_probe
 
 # Of a row that is compared with transformers: layers are told apart by far fewer, and its attention grows as a square.
 _CHECKED_TOKENS = 256

@@ -10,12 +10,12 @@ serves already, `incumbent`), and asked three things:
 2. Load: is it faster at every load the job declares, and how long does the first token take?
 3. The changed system prompt: does that survive a change which every operator makes one day?
 
-All three are asked even when the first is answered with no: promotion decides (`eyrie_api.promotion`), and whoever
-reads its reasons wants the whole story. Where tuning found that speculation pays at none of the declared loads, there
-is nothing to prove; the report says so and no server is started.
+All three are asked even when the first is answered with no: promotion decides (`eyrie_api.decisions.promotion`), and
+whoever reads its reasons wants the whole story. Where tuning found that speculation pays at none of the declared loads,
+there is nothing to prove; the report says so and no server is started.
 
 Every answered question is a line of the ledger, a load test one per level, so a killed stage goes on with the next.
-The servers are on a leash (`engines.arms`) and die with the stage.
+The servers are on a leash (`engines.variants`) and die with the stage.
 """
 
 import itertools
@@ -33,18 +33,26 @@ from eyrie_api.v1alpha1.prove import ParityReport, ProveReport
 from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.stages import ProveStage
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
-from eyrie_workers.engines.arms import ArmPlan, RunningArm, Uses, command_line, running_arms
-from eyrie_workers.load.arms import LoadArm, LoadPrompt
+from eyrie_workers.conversations.benchmark_suites import Prompt, select
+from eyrie_workers.engines.variants import ArmPlan, RunningArm, Uses, command_line, running_arms
 from eyrie_workers.load.figures import crossover
 from eyrie_workers.load.run import run_load
-from eyrie_workers.measurement.environment import environment
-from eyrie_workers.measurement.ledger import Ledger
-from eyrie_workers.measurement.parity import Evidence, judge, prove_parity
-from eyrie_workers.measurement.samples import first_difference
-from eyrie_workers.measurement.served_answers import ask_all
-from eyrie_workers.measurement.session import REPORT, Suites, interleave, measuring, open_ledger_of, read_suites
-from eyrie_workers.measurement.suites import Prompt, select
-from eyrie_workers.stages.program import Result, Stage, run_program
+from eyrie_workers.load.variants import LoadArm, LoadPrompt
+from eyrie_workers.machine.environment import environment
+from eyrie_workers.measurement.benchmark.ledger import Ledger
+from eyrie_workers.measurement.benchmark.samples import first_difference
+from eyrie_workers.measurement.benchmark.session import (
+    REPORT,
+    Suites,
+    interleave,
+    measuring,
+    open_ledger_of,
+    read_suites,
+)
+from eyrie_workers.measurement.parity.evidence import Evidence
+from eyrie_workers.measurement.parity.parity import judge, prove_parity
+from eyrie_workers.measurement.parity.served_answers import ask_all
+from eyrie_workers.stage_program import Result, Stage, run_program
 from eyrie_workers.targets.loading import resolve
 from eyrie_workers.targets.templates import ChatTokenizer
 

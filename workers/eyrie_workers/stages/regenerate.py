@@ -29,21 +29,21 @@ from eyrie_api.errors import Conflict, InvalidInput, NoUsableData
 from eyrie_api.v1alpha1.reports import Lengths, QuarantinedRow, RegenerateReport
 from eyrie_api.v1alpha1.stages import RegenerateStage
 from eyrie_workers.conversations.overlap import Runs
+from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, Ledger, RowSampling, RowsMeta, read_meta
 from eyrie_workers.conversations.split import BenchmarkPrompts
 from eyrie_workers.conversations.suites import suite_prompts
 from eyrie_workers.regeneration import selection
-from eyrie_workers.regeneration.asking import Answer, AnswerEngine, Asking, Refusal
 from eyrie_workers.regeneration.batch import BatchEngine
+from eyrie_workers.regeneration.conversation_replay import Ended
 from eyrie_workers.regeneration.embedded import EmbeddedEngine
 from eyrie_workers.regeneration.endpoint import endpoint_of
+from eyrie_workers.regeneration.generation_client import Answer, AnswerEngine, Asking, Refusal
 from eyrie_workers.regeneration.online import OnlineEngine
 from eyrie_workers.regeneration.questions import REFUSED, Question, Questions
-from eyrie_workers.regeneration.replaying import Ended
 from eyrie_workers.regeneration.retokenising import AnswerIds
-from eyrie_workers.regeneration.rows import META, ROWS, AnsweredRow, Ledger, RowSampling, RowsMeta, read_meta
 from eyrie_workers.regeneration.sharded import Sharding
 from eyrie_workers.speculation.engine import Engine
-from eyrie_workers.stages.program import Result, Stage, run_program
+from eyrie_workers.stage_program import Result, Stage, run_program
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.loading import load_target, resolve, target_digest
 from eyrie_workers.targets.templates import ChatTokenizer

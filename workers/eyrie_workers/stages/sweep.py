@@ -22,7 +22,7 @@ share. What each candidate reached there is in its saved state, so that a sweep 
 have.
 
 Simulated speed-up counts no drafting cost and grows with `ttt_length`: an axis over that one is better trained to the
-end (`sweep.rungs: []`). What it costs and saves is measured by `eyrie_workers.stages.sweep_bench`.
+end (`sweep.rungs: []`). What it costs and saves is measured by `tests.benchmarks.sweep`.
 """
 
 import argparse
@@ -35,11 +35,11 @@ import torch
 
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.stages import TrainStage
-from eyrie_workers.stages.program import INTERRUPTED_EXIT_CODE, Interrupted, Result, Stage, run_program
+from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Interrupted, Result, Stage, run_program
 from eyrie_workers.stages.train import NUM_EVALUATIONS, Run, prepare
+from eyrie_workers.training.batch_loader import Features, open_features
 from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.evaluation import Evaluation, Tally
-from eyrie_workers.training.feeding import Features, open_features
 from eyrie_workers.training.loop import StepReport
 from eyrie_workers.training.objective import Lesson, Moment, Objective
 from eyrie_workers.training.packing import checkpoint_steps

@@ -12,7 +12,7 @@ did not follow is made again, identically.
 
     python -m eyrie_workers.stages.train --spec spec.json --out <dir>/manifest.json
 
-On several GPUs or processes, on one node or many (`training.world`):
+On several GPUs or processes, on one node or many (`training.distributed`):
 
     torchrun --nproc-per-node N -m eyrie_workers.stages.train --spec spec.json --out <dir>/manifest.json
 
@@ -41,26 +41,26 @@ from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import CheckpointReport, TrainReport, VocabularyReport
 from eyrie_api.v1alpha1.stages import TrainStage
 from eyrie_workers.catalog import STATE_DIR
-from eyrie_workers.drafters import vocabulary as draft_vocabulary
-from eyrie_workers.drafters.card import Card, DataIdentity, TargetIdentity, identify
-from eyrie_workers.drafters.checkpoint import files_of
+from eyrie_workers.drafters.checkpoint.card import Card, DataIdentity, TargetIdentity, identify
+from eyrie_workers.drafters.checkpoint.files import files_of
+from eyrie_workers.drafters.eagle3.flops import peak_rate
 from eyrie_workers.drafters.family import Family
-from eyrie_workers.drafters.inheritance import TargetEnds, read_target_ends
+from eyrie_workers.drafters.initialisation import TargetEnds, read_target_ends
 from eyrie_workers.drafters.registry import family_named
-from eyrie_workers.drafters.vocabulary import DraftVocabulary
-from eyrie_workers.stages.program import INTERRUPTED_EXIT_CODE, Interrupted, Result, Stage, run_program
+from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Interrupted, Result, Stage, run_program
+from eyrie_workers.targets import draft_vocabulary
 from eyrie_workers.targets.config import TargetConfig, read_config
 from eyrie_workers.targets.device import chosen, on
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import resolve, special_token_ids, target_digest
+from eyrie_workers.training.batch_loader import Features, Feed, open_features, packed
+from eyrie_workers.training.distributed import ALONE, World
 from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.evaluation import Evaluation, evaluate
-from eyrie_workers.training.feeding import Features, Feed, open_features, packed
-from eyrie_workers.training.flops import peak_rate
 from eyrie_workers.training.loop import StepReport, Trainer
 from eyrie_workers.training.packing import Schedule, checkpoint_steps, cut_evenly, split_held_out
 from eyrie_workers.training.state import Moments, load_state, save_state, trained
 from eyrie_workers.training.trackers import open_trackers
-from eyrie_workers.training.world import ALONE, World
 
 _HELD_OUT_FRACTION = 0.05
 # Evaluations are for a curve and for ranking checkpoints: 64 rows put the standard error of an acceptance near .01.

@@ -2,10 +2,10 @@
 
     python -m eyrie_workers.stages.tune --spec spec.json --out manifest.json
 
-Three steps. The foundation (`measurement.foundation`): a few prompts in rounds of turning shapes, then the drafter
-along their answers, from which every setting is predicted at every load. The races (`measurement.race`), one per
+Three steps. The foundation (`measurement.tuner.profile`): a few prompts in rounds of turning shapes, then the drafter
+along their answers, from which every setting is predicted at every load. The races (`measurement.tuner.race`), one per
 concurrency: what could still win is measured block by block against the undrafted engine, until it is decided or trials
-and seconds run out. The map (`measurement.operating`).
+and seconds run out. The map (`measurement.tuner.operating`).
 
 A winner's figure is optimistic: it is the largest of several noisy numbers. So the figure that promotion decides on
 comes from a last measurement on other prompts, of every suite, that neither the foundation nor the races nor, where the
@@ -30,16 +30,13 @@ from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneCell, TuneReport
 from eyrie_api.v1alpha1.stages import TuneStage
 from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, OperatingPoint, Setting, Trial
-from eyrie_workers.measurement.blocks import BlockRun, Track, agreeing, block_size, open_engines
-from eyrie_workers.measurement.environment import environment
-from eyrie_workers.measurement.foundation import Foundation, lay
-from eyrie_workers.measurement.grid import depth_against_width, draw, even_shares, possible_settings
-from eyrie_workers.measurement.ledger import Ledger
-from eyrie_workers.measurement.operating import between, compile_map, predicted_point
-from eyrie_workers.measurement.predict import Prediction
-from eyrie_workers.measurement.race import Measured, Race, trials_allowed, within_budget
-from eyrie_workers.measurement.samples import Arm, Entry
-from eyrie_workers.measurement.session import (
+from eyrie_workers.conversations.benchmark_suites import Prompt
+from eyrie_workers.intervals import acceptance_length, add_histograms
+from eyrie_workers.machine.environment import environment
+from eyrie_workers.measurement.benchmark.blocks import BlockRun, Track, agreeing, block_size, open_engines
+from eyrie_workers.measurement.benchmark.ledger import Ledger
+from eyrie_workers.measurement.benchmark.samples import Arm, Entry
+from eyrie_workers.measurement.benchmark.session import (
     REPORT,
     Progress,
     Session,
@@ -53,9 +50,12 @@ from eyrie_workers.measurement.session import (
     read_suites,
     report_cells,
 )
-from eyrie_workers.measurement.statistics import acceptance_length, add_histograms
-from eyrie_workers.measurement.suites import Prompt
-from eyrie_workers.stages.program import Result, Stage, run_program
+from eyrie_workers.measurement.tuner.grid import depth_against_width, draw, even_shares, possible_settings
+from eyrie_workers.measurement.tuner.operating import between, compile_map, predicted_point
+from eyrie_workers.measurement.tuner.predict import Prediction
+from eyrie_workers.measurement.tuner.profile import Foundation, lay
+from eyrie_workers.measurement.tuner.race import Measured, Race, trials_allowed, within_budget
+from eyrie_workers.stage_program import Result, Stage, run_program
 
 FOUNDATION = "foundation.json"
 BLOCKS = "blocks.jsonl"

@@ -6,7 +6,7 @@ code from the same files, index by index. The error to the right layer must be r
 told beside it, because a check that would pass for any layer is none.
 
 (The serving engine's own layers are compared by tests/sglang, round by round, and before a promotion by the parity gate
-of `measurement.parity`: an engine hands out text, and what it captured shows in what it accepts.)
+of `measurement.parity.parity`: an engine hands out text, and what it captured shows in what it accepts.)
 """
 
 # T tokens of a row, A aux layers, H hidden

@@ -33,7 +33,7 @@ def resolve(spec: TargetSpec) -> Path:
     if spec.model == QUICKSTART:
         if not (_QUICKSTART_DIR / "config.json").exists():
             raise TargetNotFound(f"the quickstart target is not in {_QUICKSTART_DIR}",
-                                 "run `python -m eyrie_workers.quickstart.pretrain`, or name another target")
+                                 "run `python -m tests.benchmarks.quickstart.pretrain`, or name another target")
         return _QUICKSTART_DIR
     if spec.model in TRAINED_HERE:
         return _trained_here(spec.model)

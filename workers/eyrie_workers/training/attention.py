@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from eyrie_kernels.packed_attention import Sight, packed_attention, sight
-from eyrie_workers.training.layout import Tile, UnrollLayout
+from eyrie_workers.training.unroll_plan import Tile, UnrollLayout
 
 # What a query may not look at. Finite, because a window may hide every key of a tile from a late step: the log-sum-exp
 # is then about -1e30, the tile's weight in the merge exactly 0, and nothing is nan. Beside any visible key, exp(-1e30)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from eyrie_workers.features.layout import Opinion
+from eyrie_workers.features.shard_format import Opinion
 
 
 @dataclass(frozen=True)

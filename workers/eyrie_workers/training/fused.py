@@ -170,6 +170,6 @@ def _turned(x: Tensor, cos_sin: Tensor, sign: float) -> Tensor:
 
 
 def turn(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """`drafters.rotary.rotate` with its gradient, which is the turn back. x [M, ..., E], cos_sin [M, 2, E / 2]."""
+    """`targets.rotary.rotate` with its gradient, which is the turn back. x [M, ..., E], cos_sin [M, 2, E / 2]."""
     y: Tensor = _Rotate.apply(x, cos_sin)
     return y

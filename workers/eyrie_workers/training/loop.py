@@ -1,9 +1,9 @@
 """The optimiser's loop, one step at a time.
 
 `Trainer` owns what changes: parameters, moments, counters. It knows neither files nor signals, nor where its batches
-come from (`training.feeding`): the stage program asks for a step, and between two steps may save, export, evaluate or
-stop. Everything a step does is a function of the state before it and the step's number, which is what makes a resumed
-run equal an uninterrupted one.
+come from (`training.batch_loader`): the stage program asks for a step, and between two steps may save, export, evaluate
+or stop. Everything a step does is a function of the state before it and the step's number, which is what makes a
+resumed run equal an uninterrupted one.
 
     trainer = Trainer(objective, schedule, spec, feed)
     while not trainer.finished:
@@ -19,12 +19,12 @@ import torch
 
 from eyrie_api.errors import LossDiverged
 from eyrie_api.v1alpha1.job import TrainSpec
-from eyrie_workers.training.feeding import Batch, Feed
+from eyrie_workers.training.batch_loader import Batch, Feed
+from eyrie_workers.training.distributed import ALONE, World
 from eyrie_workers.training.objective import Lesson, Moment, Objective
 from eyrie_workers.training.optimiser import adamw
 from eyrie_workers.training.packing import Schedule
 from eyrie_workers.training.state import Counters, trained
-from eyrie_workers.training.world import ALONE, World
 
 DEFAULT_LEARNING_RATE = 1e-3
 """Peak of a run whose spec leaves it to the family, and whose family has no other wish."""

@@ -2,8 +2,8 @@
 
 Whatever its architecture, a drafter stands at a position i whose next token is settled and proposes tokens i+2, i+3,
 ..: step s proposes token i+2+s, and the target's opinion of it is its final state at i+1+s. So which positions propose
-(`training.layout`), who teaches (`training.losses`), how much each prediction weighs and what counts as a hit are the
-same for all, and `Taught` holds them. A family brings what is its own: states at (position, step), and the output
+(`training.unroll_plan`), who teaches (`training.losses`), how much each prediction weighs and what counts as a hit are
+the same for all, and `Taught` holds them. A family brings what is its own: states at (position, step), and the output
 matrix that reads them. The loop knows neither TTT nor any family: to it all are an `Objective`.
 
     T packed tokens, R roots, S steps, N predictions of all steps, H hidden, D draft vocabulary, V vocabulary
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from eyrie_api.v1alpha1.job import TrainSpec
-from eyrie_workers.drafters.vocabulary import DraftVocabulary
-from eyrie_workers.features.opinions import opinion_rows
+from eyrie_workers.features.topk_logits import opinion_rows
 from eyrie_workers.targets.device import CPU, on
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.training.documents import PackedDocuments
-from eyrie_workers.training.layout import UnrollLayout, lay_out
 from eyrie_workers.training.losses import Normalisation, Teacher, shares, teach
-from eyrie_workers.training.opinions import teacher_of
 from eyrie_workers.training.softloss import Loss, soft_loss
+from eyrie_workers.training.topk_logits import teacher_of
+from eyrie_workers.training.unroll_plan import UnrollLayout, lay_out
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Outcome:
     supervised: int
     hits: tuple[Tensor, ...] = ()
     flops: int = 0
-    """Arithmetic that learning from the batch needed (`training.flops`)."""
+    """Arithmetic that learning from the batch needed (`drafters.eagle3.flops`)."""
 
     computed: int = 0
     """Token predictions computed, those included that fill up a round number of rows."""

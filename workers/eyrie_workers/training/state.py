@@ -47,7 +47,7 @@ class Counters:
     """The same with those that fill up a round number of rows."""
 
     flops: float = 0.0
-    """Arithmetic the steps needed (`training.flops`)."""
+    """Arithmetic the steps needed (`drafters.eagle3.flops`)."""
 
     seconds: float = 0.0
     data_wait_s: float = 0.0

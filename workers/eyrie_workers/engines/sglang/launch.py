@@ -28,19 +28,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from eyrie_api.capture_support import PLUGIN_ARCHITECTURES, require_block_capture, require_capture
+from eyrie_api.decisions.capture_support import PLUGIN_ARCHITECTURES, require_block_capture, require_capture
 from eyrie_api.v1alpha1.job import Dtype
 from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, Setting
 from eyrie_workers.engines.sglang.profiles import (
     AttentionNeeds,
     HardwareProfile,
-    Unlaunchable,
     attention_problem,
     captured_batches,
     choose_attention,
     default_page_size,
 )
 from eyrie_workers.engines.sglang.served import Algorithm, ServedDrafter, ServedTarget
+from eyrie_workers.targets.sglang_limits import Unlaunchable
 
 PLUGIN_PACKAGE = "eyrie_workers.engines.sglang.plugin"
 MODULE = "sglang.launch_server"

@@ -6,8 +6,8 @@ that need not be ours, and is reached over HTTP. Which program starts it is a pr
     EYRIE_SGLANG_PROGRAM   words as a shell would split them; default `python -m sglang.launch_server`
 
 What stands behind the prefix is rendered in `launch`. One server is a family of processes (HTTP, scheduler,
-detokenizer); it gets a session of its own so that it can be ended whole, and a leash (`engines.leash`) so that it does
-not outlive the program that measures it.
+detokenizer); it gets a session of its own so that it can be ended whole, and a leash (`engines.parent_death_signal`) so
+that it does not outlive the program that measures it.
 
 Start-up is import-bound: 20 to 60 s on two cores for a model of 50 MB, minutes for one of 50 GB. `/ready` answers 200
 once the weights are loaded, the graphs captured and the warm-up request answered.
@@ -28,7 +28,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import eyrie_workers
-from eyrie_workers.engines.leash import leashed
+from eyrie_workers.engines.parent_death_signal import leashed
 from eyrie_workers.engines.process import EngineFailed, await_ready
 
 PROGRAM = "EYRIE_SGLANG_PROGRAM"

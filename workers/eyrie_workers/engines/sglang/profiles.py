@@ -15,15 +15,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from eyrie_api.errors import InvalidInput
+from eyrie_workers.targets.sglang_limits import Unlaunchable
 
 Platform = Literal["cuda", "rocm", "cpu"]
-
-
-class Unlaunchable(InvalidInput):
-    """A combination of target, drafter, setting and machine that SGLang refuses, or serves wrongly without a word."""
-
-    reason = "Unlaunchable"
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from typing import NoReturn
 from eyrie_api.artifacts import write_atomically
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.tuning import DrafterUse
-from eyrie_workers.engines.arms import config_of, machine_profile
 from eyrie_workers.engines.sglang import launch
 from eyrie_workers.engines.sglang.process import free_port, on_top, plugin_root, program
 from eyrie_workers.engines.sglang.served import read_drafter, read_target
+from eyrie_workers.engines.variants import config_of, machine_profile
 
 _SHARE = 0.5
 """Of the memory fraction the profile would give one server alone."""

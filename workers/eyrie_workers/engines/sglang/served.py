@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from eyrie_api.capture_support import SUPPORTED_BY_SGLANG
+from eyrie_api.decisions.capture_support import SUPPORTED_BY_SGLANG
 from eyrie_api.v1alpha1.job import SGLANG_ALGORITHMS, Family
-from eyrie_workers.engines.sglang.profiles import AttentionNeeds, Unlaunchable
+from eyrie_workers.engines.sglang.profiles import AttentionNeeds
+from eyrie_workers.targets.sglang_limits import Unlaunchable, context_length, positive_integer
 
 SLIDING, LINEAR = "sliding_attention", "linear_attention"
 PLAIN = AttentionNeeds()
@@ -76,7 +77,7 @@ def read_target(model: str, config: Mapping[str, Any], revision: str | None = No
     windowed = bool(text.get("sliding_window")) and bool(text.get("use_sliding_window", True))
     return ServedTarget(
         model=model, revision=revision, architecture=str(architectures[0]),
-        num_layers=_count(text, "num_hidden_layers", model), context_length=context_length(text, model),
+        num_layers=positive_integer(text, "num_hidden_layers", model), context_length=context_length(text, model),
         attention=AttentionNeeds(
             mla=bool(text.get("kv_lora_rank")), sliding=SLIDING in kinds or (not kinds and windowed),
             sinks=str(architectures[0]) in _SINK_ARCHITECTURES, linear=linear),
@@ -120,30 +121,6 @@ def _block_size(config: Mapping[str, Any]) -> int | None:
     inner = config.get("dflash_config")
     found = (inner if isinstance(inner, Mapping) else {}).get("block_size", config.get("block_size"))
     return found if isinstance(found, int) else None
-
-
-def context_length(config: Mapping[str, Any], name: str) -> int:
-    """The longest text SGLang allows for a config: stretched ropes count, unless they say what they stretched.
-
-    `get_context_length` of SGLang's hf_transformers: a `factor` multiplies max_position_embeddings, except with
-    `original_max_position_embeddings` (the length given is then the stretched one) and for llama3.
-    """
-    longest = _count(config, "max_position_embeddings", name)
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(scaling, Mapping) or "original_max_position_embeddings" in scaling:
-        return longest
-    if (scaling.get("rope_type") or scaling.get("type")) == "llama3":
-        return longest
-    factor = scaling.get("factor")
-    return int(longest * factor) if isinstance(factor, int | float) else longest
-
-
-def _count(config: Mapping[str, Any], field: str, name: str) -> int:
-    value = config.get(field)
-    if not isinstance(value, int) or value < 1:
-        raise Unlaunchable(f"{name!r}: config.json says {field} is {value!r}, not a positive integer",
-                           "give a decoder-only text model's config")
-    return value
 
 
 def _quantised(config: Mapping[str, Any]) -> str | None:

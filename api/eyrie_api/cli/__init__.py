@@ -1,0 +1,1 @@
+"""The command line client: `commands` calls the REST API, the other modules render contract values."""

@@ -1,0 +1,319 @@
+"""The verbs about access: whoami, keys, projects, audit, webhooks. Each is a call of the REST API, rendered.
+
+What is shown once (a key, a webhook's secret) goes to stdout alone on its line, so that it can be piped into a file.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, cast, get_args
+
+import typer
+from pydantic import ValidationError
+from rich.table import Table
+from rich.text import Text
+
+from eyrie_api.cli.screen import Screen
+from eyrie_api.cli.verbs import Json, Server, connect, verb
+from eyrie_api.client import DEFAULT_SERVER
+from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.access import (
+    Action,
+    CreateKey,
+    CreateMember,
+    CreateProject,
+    CreateWebhook,
+    Project,
+    Quotas,
+    Role,
+    WebhookEvent,
+)
+
+keys_app = typer.Typer(no_args_is_help=True, help="API keys: create, list, rotate, revoke.")
+projects_app = typer.Typer(no_args_is_help=True, help="Projects, their members and quotas.")
+webhooks_app = typer.Typer(no_args_is_help=True, help="Where a project's events are posted.")
+InProject = Annotated[str | None, typer.Option("--project", envvar="EYRIE_PROJECT", help="Default: your own.")]
+ProjectName = Annotated[str, typer.Argument(metavar="PROJECT")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these verbs to the command."""
+    app.add_typer(keys_app, name="keys")
+    app.add_typer(projects_app, name="projects")
+    app.add_typer(webhooks_app, name="webhooks")
+    app.command("whoami")(whoami)
+    app.command("audit")(audit)
+
+
+@verb
+def whoami(project: InProject = None, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """Whom the server takes you for, and what you may do."""
+    with connect(server, project) as client:
+        me = client.whoami()
+    roles = ", ".join(f"{role} in {'every project' if name == '*' else name}" for name, role in me.roles.items())
+    narrowed = "" if me.scopes is None else f", narrowed to {', '.join(me.scopes)}"
+    Screen(as_json=as_json).show(me, Text(f"{me.subject}: {roles or 'no role anywhere'}{narrowed}"))
+
+
+@keys_app.command("create")
+@verb
+def keys_create(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What you call it.")],
+    role: Annotated[str, typer.Option("--role", help="viewer, operator or admin.")] = "operator",
+    scope: Annotated[list[str] | None, typer.Option("--scope", help="Narrow it, e.g. jobs:read; repeatable.")] = None,
+    days: Annotated[float, typer.Option("--days", min=0.0, help="Until it expires; 0: never.")] = 90.0,
+    everywhere: Annotated[bool, typer.Option("--everywhere", help="In every project.")] = False,
+    project: InProject = None, server: Server = DEFAULT_SERVER, as_json: Json = False,
+) -> None:
+    """Make a key. It is shown this once."""
+    screen = Screen(as_json=as_json)
+    scopes = None if scope is None else tuple(cast(Action, _one_of(one, Action, "--scope")) for one in scope)
+    wanted = _checked(CreateKey, name=name, role=_one_of(role, Role, "--role"), scopes=scopes,
+                      expires_in_days=days or None, everywhere=everywhere)
+    with connect(server, project) as client:
+        made = client.create_key(wanted)
+    if as_json:
+        screen.show({"key": made.key, "secret": made.secret}, "")
+        return
+    screen.line(None, Text(made.secret))
+    screen.note(f"key {made.key.id} of {made.key.project or 'every project'}: shown this once; use it as EYRIE_TOKEN")
+
+
+@keys_app.command("list")
+@verb
+def keys_list(project: InProject = None, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """List keys, newest first."""
+    with connect(server, project) as client:
+        listed = client.keys()
+    rows = [(one.id, one.name, one.project or "*", one.role, _day(one.expires_at), _day(one.last_used_at),
+             "revoked" if one.revoked_at is not None else "") for one in listed.items]
+    Screen(as_json=as_json).show(listed, _table(("ID", "NAME", "PROJECT", "ROLE", "EXPIRES", "LAST USED", ""), rows,
+                                                "No keys yet: eyrie keys create <name>"))
+
+
+@keys_app.command("revoke")
+@verb
+def keys_revoke(key: Annotated[str, typer.Argument(metavar="KEY", help="Its id.")], server: Server = DEFAULT_SERVER,
+                as_json: Json = False) -> None:
+    """End a key; it is refused everywhere within seconds."""
+    with connect(server) as client:
+        ended = client.revoke_key(key)
+    Screen(as_json=as_json).show(ended, Text(f"Key {ended.id} ({ended.name}) is revoked."))
+
+
+@keys_app.command("rotate")
+@verb
+def keys_rotate(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="Its id.")],
+    overlap_s: Annotated[float, typer.Option("--overlap-s", min=0.0, help="How long the old one goes on.")] = 0.0,
+    server: Server = DEFAULT_SERVER, as_json: Json = False,
+) -> None:
+    """A new key that may do the same; the old one ends."""
+    screen = Screen(as_json=as_json)
+    with connect(server) as client:
+        made = client.rotate_key(key, overlap_s)
+    if as_json:
+        screen.show({"key": made.key, "secret": made.secret}, "")
+        return
+    screen.line(None, Text(made.secret))
+    screen.note(f"key {made.key.id} takes the place of {key}; shown this once")
+
+
+@projects_app.command("list")
+@verb
+def projects_list(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """List the projects you have a role in, with what they use."""
+    with connect(server) as client:
+        listed = client.projects()
+    Screen(as_json=as_json).show(listed, _projects(listed.items))
+
+
+@projects_app.command("create")
+@verb
+def projects_create(
+    name: ProjectName,
+    description: Annotated[str, typer.Option("--description")] = "",
+    server: Server = DEFAULT_SERVER, as_json: Json = False,
+) -> None:
+    """Make a project."""
+    with connect(server) as client:
+        made = client.create_project(_checked(CreateProject, name=name, description=description))
+    Screen(as_json=as_json).show(made, _projects([made]))
+
+
+@projects_app.command("quotas")
+@verb
+def projects_quotas(
+    name: ProjectName,
+    jobs: Annotated[int | None, typer.Option("--jobs", min=0, help="Jobs that have not ended.")] = None,
+    endpoints: Annotated[int | None, typer.Option("--endpoints", min=0, help="Endpoints that are on.")] = None,
+    per_minute: Annotated[int | None, typer.Option("--requests-per-minute", min=1)] = None,
+    server: Server = DEFAULT_SERVER, as_json: Json = False,
+) -> None:
+    """Replace what a project may use; what is left out is without limit."""
+    with connect(server) as client:
+        changed = client.set_quotas(name, Quotas(max_jobs=jobs, max_endpoints=endpoints,
+                                                 requests_per_minute=per_minute))
+    Screen(as_json=as_json).show(changed, _projects([changed]))
+
+
+@projects_app.command("members")
+@verb
+def projects_members(name: ProjectName, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """List the roles given in a project."""
+    with connect(server) as client:
+        listed = client.members(name)
+    rows = [(str(one.id), one.kind, one.value, one.role, one.issuer) for one in listed.items]
+    Screen(as_json=as_json).show(listed, _table(("ID", "KIND", "VALUE", "ROLE", "ISSUER"), rows, "No members yet."))
+
+
+@projects_app.command("add-member")
+@verb
+def projects_add_member(
+    name: ProjectName,
+    role: Annotated[str, typer.Option("--role", help="viewer, operator or admin.")],
+    subject: Annotated[str | None, typer.Option("--subject", help="`sub` of their tokens.")] = None,
+    group: Annotated[str | None, typer.Option("--group", help="A group their tokens name.")] = None,
+    issuer: Annotated[str | None, typer.Option("--issuer", help="Default: the one the server trusts.")] = None,
+    server: Server = DEFAULT_SERVER, as_json: Json = False,
+) -> None:
+    """Give a subject or a group a role."""
+    if (subject is None) == (group is None):
+        raise InvalidInput("give one of --subject and --group",
+                           "eyrie projects add-member chat --role viewer --group engineers")
+    wanted = _checked(CreateMember, kind="group" if subject is None else "subject", value=subject or group,
+                      role=_one_of(role, Role, "--role"), issuer=issuer)
+    with connect(server) as client:
+        made = client.add_member(name, wanted)
+    Screen(as_json=as_json).show(made, Text(f"{made.kind} {made.value} is {made.role} in {made.project}."))
+
+
+@projects_app.command("remove-member")
+@verb
+def projects_remove_member(name: ProjectName, member: Annotated[int, typer.Argument(metavar="MEMBER")],
+                           server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """Take a role back."""
+    with connect(server) as client:
+        client.remove_member(name, member)
+    Screen(as_json=as_json).show({"id": member, "removed": True}, Text(f"Member {member} of {name} is removed."))
+
+
+@verb
+def audit(
+    actor: Annotated[str | None, typer.Option("--actor", help="e.g. key:<id>")] = None,
+    done: Annotated[str | None, typer.Option("--verb", help="e.g. job.create")] = None,
+    thing: Annotated[str | None, typer.Option("--object", help="e.g. job/<id>")] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=500)] = 50,
+    before: Annotated[int | None, typer.Option("--before", help="next_before of the page before.")] = None,
+    project: InProject = None, server: Server = DEFAULT_SERVER, as_json: Json = False,
+) -> None:
+    """Who did what, and who was refused; newest first."""
+    screen = Screen(as_json=as_json)
+    with connect(server, project) as client:
+        page = client.audit(actor=actor, verb=done, thing=thing, before=before, limit=limit)
+    rows = [(one.time.astimezone().strftime("%m-%d %H:%M:%S"), one.actor, one.verb, one.object, one.project or "-",
+             one.outcome) for one in page.items]
+    screen.show(page, _table(("TIME", "WHO", "DID", "TO", "PROJECT", "OUTCOME"), rows, "Nothing yet."))
+    if page.next_before is not None:
+        screen.note(f"older ones: eyrie audit --before {page.next_before}")
+
+
+@webhooks_app.command("create")
+@verb
+def webhooks_create(
+    url: Annotated[str, typer.Argument(metavar="URL")],
+    event: Annotated[list[str] | None, typer.Option("--event", help="e.g. job.failed; default: all.")] = None,
+    project: InProject = None, server: Server = DEFAULT_SERVER, as_json: Json = False,
+) -> None:
+    """Have a project's events posted to a URL. The secret that signs them is shown this once."""
+    screen = Screen(as_json=as_json)
+    events = [cast(WebhookEvent, _one_of(one, WebhookEvent, "--event")) for one in event or ()]
+    wanted = _checked(CreateWebhook, url=url, **({"events": tuple(events)} if events else {}))
+    with connect(server, project) as client:
+        made = client.create_webhook(wanted)
+    if as_json:
+        screen.show({"webhook": made.webhook, "secret": made.secret}, "")
+        return
+    screen.line(None, Text(made.secret))
+    screen.note(f"webhook {made.webhook.id} of {made.webhook.project}; its secret is shown this once")
+
+
+@webhooks_app.command("list")
+@verb
+def webhooks_list(project: InProject = None, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """List webhooks."""
+    with connect(server, project) as client:
+        listed = client.webhooks()
+    rows = [(one.id, one.project, one.url, ", ".join(one.events), one.disabled_reason or "on") for one in listed.items]
+    Screen(as_json=as_json).show(listed, _table(("ID", "PROJECT", "URL", "EVENTS", "STATE"), rows, "No webhooks yet."))
+
+
+WebhookId = Annotated[str, typer.Argument(metavar="WEBHOOK", help="Its id.")]
+
+
+@webhooks_app.command("delete")
+@verb
+def webhooks_delete(webhook: WebhookId, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """Delete a webhook with its deliveries."""
+    with connect(server) as client:
+        client.delete_webhook(webhook)
+    Screen(as_json=as_json).show({"id": webhook, "deleted": True}, Text(f"Webhook {webhook} is deleted."))
+
+
+@webhooks_app.command("deliveries")
+@verb
+def webhooks_deliveries(webhook: WebhookId, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """What became of its latest deliveries."""
+    with connect(server) as client:
+        listed = client.deliveries(webhook)
+    rows = [(one.id, one.event, one.state, str(one.attempts), str(one.status or one.error or "-"),
+             _day(one.next_at)) for one in listed.items]
+    Screen(as_json=as_json).show(listed, _table(("ID", "EVENT", "STATE", "ATTEMPTS", "ANSWER", "NEXT"), rows,
+                                                "Nothing was sent yet."))
+
+
+@webhooks_app.command("ping")
+@verb
+def webhooks_ping(webhook: WebhookId, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """Send it a test event; one that arrives switches it on again."""
+    with connect(server) as client:
+        sent = client.ping_webhook(webhook)
+    Screen(as_json=as_json).show(sent, Text(f"Sent {sent.id}. How it went: eyrie webhooks deliveries {webhook}"))
+
+
+def _one_of(given: str, kind: Any, flag: str) -> str:
+    if given not in get_args(kind):
+        raise InvalidInput(f"{flag} {given!r} is none", f"one of {', '.join(get_args(kind))}")
+    return given
+
+
+def _checked(model: Any, **fields: Any) -> Any:
+    """A request, or InvalidInput in the contract's words."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidInput(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", "see --help") from None
+
+
+def _projects(projects: Sequence[Project]) -> Table | Text:
+    rows = [(one.name, _of(one.live_jobs, one.quotas.max_jobs), _of(one.live_endpoints, one.quotas.max_endpoints),
+             str(one.quotas.requests_per_minute or "-"), one.description) for one in projects]
+    return _table(("NAME", "JOBS", "ENDPOINTS", "REQUESTS/MIN", "DESCRIPTION"), rows, "You are in no project.")
+
+
+def _of(used: int, most: int | None) -> str:
+    return str(used) if most is None else f"{used} of {most}"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], nothing: str) -> Table | Text:
+    if not rows:
+        return Text(nothing)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def _day(time: Any) -> str:
+    return "-" if time is None else str(time.astimezone().strftime("%Y-%m-%d %H:%M"))

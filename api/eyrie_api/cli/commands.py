@@ -1,0 +1,502 @@
+"""The client verbs of the `eyrie` command: each a call or two of the REST API, rendered.
+
+`app` here needs no control plane, no torch and no cluster on this machine, only a server's address (--server or
+EYRIE_SERVER). The whole command, with `up`, `down` and `demo`, is `eyrie_operator.command`, which adds its verbs to
+this one. Every verb takes --json (see `cli.screen`) and ends with the exit code of the EyrieError it met, 0
+otherwise; 2 is a wrong command line.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, cast, get_args
+from urllib.parse import urlsplit
+
+import typer
+from rich.text import Text
+
+from eyrie_api.cli import access, history, tables, watch
+from eyrie_api.cli import chat as chatting
+from eyrie_api.cli.screen import Screen, printable
+from eyrie_api.cli.spec import build_job
+from eyrie_api.cli.verbs import Json, Server, connect, verb
+from eyrie_api.client import DEFAULT_SERVER, Client
+from eyrie_api.errors import EyrieError, InvalidInput
+from eyrie_api.settings import DEFAULT_PORT, Settings
+from eyrie_api.v1alpha1.history import HistoryKind
+from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.stages import StageName
+from eyrie_api.v1alpha1.status import Job
+
+app = typer.Typer(
+    name="eyrie", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Train, choose and serve a speculative-decoding drafter for your own LLM.",
+)
+endpoints_app = typer.Typer(no_args_is_help=False, help="List endpoints; promote, roll back, switch off and on.")
+app.add_typer(endpoints_app, name="endpoints")
+access.add_to(app)
+
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id, its beginning, or its name.")]
+Watch = Annotated[bool, typer.Option("--watch/--no-watch", help="Follow until it ends. Ctrl-C stops watching only.")]
+Target = Annotated[str | None, typer.Option("--target", help="Hugging Face directory, Hub id, or quickstart.")]
+Data = Annotated[list[str] | None, typer.Option("--data", help="JSONL, parquet, Hub data set, quickstart.")]
+File = Annotated[Path | None, typer.Option("--file", "-f", help="Job document in YAML or JSON.")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Any field, e.g. train.epochs=3.")]
+
+
+def is_here(server: str) -> bool:
+    """Whether the server runs on this machine, so that our paths are its paths."""
+    return (urlsplit(server).hostname or "") in ("127.0.0.1", "localhost", "::1")
+
+
+def absolute_paths(job: JobSpec, server: str) -> JobSpec:
+    """The job with local paths made absolute: the server's working directory is not ours. Raises InvalidInput."""
+    if not is_here(server):
+        return job
+    document = job.model_dump(mode="json")
+    document["target"]["model"] = _absolute(document["target"]["model"], "--target")
+    for source in document["data"]["sources"]:
+        source["path"] = _absolute(source["path"], "--data")
+    for suite in document["benchmark"]["suites"]:
+        suite["path"] = _absolute(suite["path"], "benchmark.suites")
+    return JobSpec.model_validate(document)
+
+
+def _absolute(path: str, flag: str) -> str:
+    if path in ("quickstart", "held-out"):
+        return path
+    here = Path(path).expanduser()
+    if here.exists():
+        return str(here.resolve())
+    if path.startswith((".", "/", "~")) or here.suffix in (".jsonl", ".json", ".parquet"):
+        raise InvalidInput(f"{flag} {path}: no such file or directory",
+                           f"give a path that exists (we are in {Path.cwd()}), or a Hub id like org/name")
+    return path
+
+
+def find_job(client: Client, wanted: str) -> Job:
+    """A job by id, by the beginning of its id, or by name (the newest). Raises NotFound or InvalidInput."""
+    try:
+        return client.job(wanted)
+    except EyrieError as error:
+        if error.http_status != 404:
+            raise
+        listed = client.jobs().items
+        found = [job for job in listed if job.spec.name == wanted]
+        if found:
+            return max(found, key=lambda job: job.created_at)
+        found = [job for job in listed if job.id.startswith(wanted)]
+        if len(found) > 1:
+            raise InvalidInput(f"{wanted!r} begins {len(found)} job ids", "give more of the id") from None
+        if not found:
+            raise
+        return found[0]
+
+
+def newest_job(client: Client, wanted: str | None) -> Job:
+    """The wanted job, or the newest when none was named. Raises NotFound."""
+    if wanted is not None:
+        return find_job(client, wanted)
+    listed = client.jobs().items
+    if not listed:
+        raise InvalidInput("there are no jobs", "start one: eyrie train --target <model> --data <chats.jsonl>")
+    return max(listed, key=lambda job: job.created_at)
+
+
+@app.command()
+@verb
+def train(
+    target: Target = None,
+    data: Data = None,
+    file: File = None,
+    name: Annotated[str | None, typer.Option("--name", help="For people; jobs can be named by it.")] = None,
+    revision: Annotated[str | None, typer.Option("--revision", help="Hub branch, tag or commit.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")] = None,
+    settings: Set = None,
+    follow: Watch = True,
+    local: Annotated[bool, typer.Option("--local", help="Start a control plane here if none answers.")] = False,
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """Train a drafter for a target: regenerate, capture, train, benchmark, tune, promote."""
+    screen = Screen(as_json=as_json)
+    job = build_job(file=file, name=name, target=target, revision=revision, dtype=dtype, data=data or (),
+                    settings=settings or ())
+    job = absolute_paths(job, server)
+    if local:
+        start_here(server, screen)
+    with connect(server) as client:
+        created = client.create_job(job)
+        if not follow:
+            screen.show(created, f"Job {created.id} accepted. Follow it: eyrie watch {created.id}")
+            return
+        screen.note(f"job {created.id} accepted; Ctrl-C stops watching, not the job")
+        follow_job(client, created.id, screen)
+
+
+def start_here(server: str, screen: Screen) -> None:
+    """Start a control plane on this machine unless one answers. Raises EyrieError when it does not come up."""
+    try:
+        with connect(server) as client:
+            client.jobs(limit=1)
+            return
+    except EyrieError:
+        screen.note(f"no control plane at {server}: starting one here (eyrie down ends it)")
+    address = urlsplit(server)
+    if not is_here(server):
+        raise InvalidInput(f"--local cannot start a control plane at {server}", "leave --server out")
+    # By name, not by import: the client verbs stand below the operator and do not know it.
+    started = subprocess.run([sys.executable, "-m", "eyrie_operator.command", "up", "--detach", "--port",
+                              str(address.port or DEFAULT_PORT)], stdout=subprocess.DEVNULL, check=False)
+    if started.returncode != 0:
+        raise typer.Exit(started.returncode)
+
+
+def follow_job(client: Client, job_id: str, screen: Screen) -> None:
+    """Watch to the end, say what came of it, raise if nothing good did."""
+    try:
+        job = watch.watch(client, job_id, screen)
+    except KeyboardInterrupt:
+        screen.note(f"\nno longer watching; the job goes on. eyrie watch {job_id} again, or eyrie cancel {job_id}")
+        raise
+    if screen.as_json:
+        screen.line(job, "")
+    else:
+        screen.out.print(watch.closing_words(job), soft_wrap=True)
+    watch.verdict(job)
+
+
+@app.command()
+@verb
+def plan(target: Target = None, data: Data = None, file: File = None, settings: Set = None,
+         server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """What a job would cost in tokens, bytes and hours, with the assumptions named. Nothing runs."""
+    job = absolute_paths(build_job(file=file, target=target, data=data or (), settings=settings or ()), server)
+    with connect(server) as client:
+        planned = client.plan(job)
+    Screen(as_json=as_json).show(planned, tables.plan_view(planned))
+
+
+@app.command()
+@verb
+def jobs(
+    phase: Annotated[str | None, typer.Option("--phase", help="Only jobs in this phase, e.g. Running.")] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=200)] = 20,
+    cursor: Annotated[str | None, typer.Option("--cursor", help="next_cursor of the page before.")] = None,
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """List jobs, newest first."""
+    screen = Screen(as_json=as_json)
+    with connect(server) as client:
+        page = client.jobs(phase=phase, limit=limit, cursor=cursor)
+    screen.show(page, tables.jobs_table(page.items, tables.utc_now()))
+    if page.next_cursor:
+        screen.note(f"more: eyrie jobs --cursor {page.next_cursor}")
+
+
+@app.command("job")
+@verb
+def job_(job: JobId, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """Show one job: stages, conditions, decision."""
+    with connect(server) as client:
+        found = find_job(client, job)
+    Screen(as_json=as_json).show(found, tables.job_view(found, tables.utc_now()))
+
+
+app.command("show", hidden=True)(job_)
+
+
+@app.command("watch")
+@verb
+def watch_(job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Default: the newest job.")] = None,
+           server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """Follow a job until it ends; survives restarts of the server."""
+    with connect(server) as client:
+        follow_job(client, newest_job(client, job).id, Screen(as_json=as_json))
+
+
+@app.command()
+@verb
+def logs(
+    job: JobId,
+    stage: Annotated[str | None, typer.Option("--stage", help="Default: the running, failed or last stage.")] = None,
+    key: Annotated[str, typer.Option("--key", help="Candidate or checkpoint.")] = "",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it grows.")] = False,
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """What a stage program printed."""
+    screen = Screen(as_json=as_json)
+    with connect(server) as client:
+        found = find_job(client, job)
+        named, key = pick_stage(found, stage, key)
+        for line in client.logs(found.id, named, key=key, follow=follow):
+            screen.line({"stage": named, "key": key, "line": line}, Text(printable(line)))
+
+
+def pick_stage(job: Job, stage: str | None, key: str) -> tuple[StageName, str]:
+    """Which stage's log is meant: the named one, else the failed, the running or the last. Raises InvalidInput."""
+    started = [one for one in job.status.stages if one.started_at is not None]
+    candidates = [one for one in started if stage in (None, one.stage) and (not key or one.key == key)]
+    if not candidates:
+        known = ", ".join(f"{one.stage}{' --key ' + one.key if one.key else ''}" for one in started)
+        raise InvalidInput(f"job {job.id} has no log of stage {stage or 'any'} {key}".rstrip(),
+                           f"it has: {known}" if known else "no stage has started yet")
+    for state in ("Failed", "Running"):
+        for one in candidates:
+            if one.state == state:
+                return one.stage, one.key
+    return candidates[-1].stage, candidates[-1].key
+
+
+@app.command()
+@verb
+def events(
+    job: JobId,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """What happened to a job, in order."""
+    screen = Screen(as_json=as_json)
+    with connect(server) as client:
+        for event in client.events(find_job(client, job).id, follow=follow):
+            screen.line(event, tables.event_text(event))
+
+
+@app.command()
+@verb
+def metrics(
+    job: JobId,
+    name: Annotated[str | None, typer.Option("--name", help="Only this series, e.g. train/loss.")] = None,
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """Logged series of a job: loss, acceptance per position, theoretical speed-up."""
+    with connect(server) as client:
+        series = client.metrics(find_job(client, job).id, name=name)
+    Screen(as_json=as_json).show({"items": series}, tables.series_table(series))
+
+
+@app.command()
+@verb
+def leaderboard(
+    target: Annotated[str | None, typer.Option("--target", help="Only drafters of this target.")] = None,
+    family: Annotated[str | None, typer.Option("--family", help="Only drafters of this family.")] = None,
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """Measured checkpoints, best first."""
+    with connect(server) as client:
+        entries = client.leaderboard(target=target, family=family)
+    Screen(as_json=as_json).show({"items": entries}, tables.leaderboard_table(entries))
+
+
+@app.command()
+@verb
+def cancel(job: JobId, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """Stop a job; the CPU is free within seconds. What it finished is kept."""
+    with connect(server) as client:
+        ended = client.cancel(find_job(client, job).id)
+    Screen(as_json=as_json).show(ended, f"Job {ended.id} is {ended.status.phase.lower()}. "
+                                        f"Go on later: eyrie retry {ended.id}")
+
+
+@app.command()
+@verb
+def retry(job: JobId, follow: Watch = False, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """Go on with a failed or cancelled job from its last finished stage."""
+    screen = Screen(as_json=as_json)
+    with connect(server) as client:
+        again = client.retry(find_job(client, job).id)
+        if follow:
+            follow_job(client, again.id, screen)
+            return
+    screen.show(again, f"Job {again.id}: attempt {again.status.attempt}. Follow it: eyrie watch {again.id}")
+
+
+@app.command()
+@verb
+def delete(
+    job: JobId,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """Delete a job and its files."""
+    with connect(server) as client:
+        found = find_job(client, job)
+        if not yes and not as_json:
+            typer.confirm(f"Delete job {found.id} and every file it wrote?", abort=True)
+        gone = client.delete(found.id)
+    words = "deleted." if gone else "is being cancelled and will be deleted once it has stopped."
+    Screen(as_json=as_json).show({"id": found.id, "deleted": gone}, f"Job {found.id} {words}")
+
+
+@app.command()
+@verb
+def storage(
+    clean: Annotated[bool, typer.Option("--clean/--dry-run", help="Remove what may go. Default: only tell.")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="Of failed jobs too, which then start anew.")] = False,
+    home: Annotated[Path | None, typer.Option("--home", help="The server's home. Default: EYRIE_HOME.")] = None,
+    store: Annotated[str | None, typer.Option("--store", help="An artifact store instead, as s3://...")] = None,
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """What jobs hold on disk, and what of it nobody needs: captured states, training states, losing checkpoints."""
+    from eyrie_api import storage_usage as holds
+    from eyrie_api.artifacts.store import open_store
+    from eyrie_api.cli.storage import all_jobs, storage_view
+
+    root = home or Settings.from_env().home
+    if store is None and not (root / "jobs").is_dir():
+        raise InvalidInput(f"no jobs below {root}", "run it where the server's files are, with --home, or give --store")
+    place = open_store(store) if store is not None else None
+    with connect(server) as client:
+        jobs, served = holds.facts_of(all_jobs(client)), holds.served_by(client.endpoints().items)
+    files = holds.files_in_home(root) if place is None else holds.files_in_store(place)
+    found = holds.judge(holds.holdings(files), jobs, served, failed_too=failed)
+    freed = None
+    if clean:
+        freed = holds.remove_from_home(root, found) if place is None else holds.remove_from_store(place, found)
+    told = {"removed_bytes": freed, **found.model_dump(mode="json")}
+    Screen(as_json=as_json).show(told, storage_view(found, freed))
+
+
+@endpoints_app.callback(invoke_without_command=True)
+@verb
+def endpoints(context: typer.Context, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """List endpoints; promote, roll back, switch off and on."""
+    if context.invoked_subcommand is not None:
+        return
+    with connect(server) as client:
+        listed = client.endpoints()
+    Screen(as_json=as_json).show(listed, tables.endpoints_table(listed.items, tables.utc_now()))
+
+
+EndpointName = Annotated[str, typer.Argument(metavar="ENDPOINT")]
+
+
+def _endpoint_verb(act: Callable[[Client], Any], server: str, as_json: bool) -> None:
+    with connect(server) as client:
+        changed = act(client)
+    Screen(as_json=as_json).show(changed, tables.endpoint_view(changed, tables.utc_now()))
+
+
+@endpoints_app.command("list")
+@verb
+def endpoints_list(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """List endpoints."""
+    with connect(server) as client:
+        listed = client.endpoints()
+    Screen(as_json=as_json).show(listed, tables.endpoints_table(listed.items, tables.utc_now()))
+
+
+@endpoints_app.command("show")
+@verb
+def endpoints_show(endpoint: EndpointName, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """One endpoint with its revisions."""
+    _endpoint_verb(lambda client: client.endpoint(endpoint), server, as_json)
+
+
+@endpoints_app.command("promote")
+@verb
+def endpoints_promote(
+    endpoint: EndpointName,
+    job: Annotated[str, typer.Option("--job", help="Job whose drafter is to serve.")],
+    checkpoint: Annotated[str | None, typer.Option("--checkpoint", help="Default: the job's best.")] = None,
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """Serve a job's drafter, blue/green."""
+    _endpoint_verb(lambda client: client.promote(endpoint, job_id=find_job(client, job).id, checkpoint=checkpoint),
+                   server, as_json)
+
+
+@endpoints_app.command("rollback")
+@verb
+def endpoints_rollback(
+    endpoint: EndpointName,
+    revision: Annotated[int | None, typer.Option("--to", "--revision", help="Default: the one before.")] = None,
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """Serve an earlier revision again."""
+    _endpoint_verb(lambda client: client.rollback(endpoint, revision=revision), server, as_json)
+
+
+app.command("rollback")(endpoints_rollback)
+
+
+@endpoints_app.command("history")
+@verb
+def endpoints_history(
+    endpoint: EndpointName,
+    kind: Annotated[str | None, typer.Option("--kind", help="decided, activated, drift, window, ...")] = None,
+    windows: Annotated[bool, typer.Option("--windows", help="Show every window watched, not only the last.")] = False,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=500)] = 200,
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """What was decided for it, what changed, what was seen, and by whom."""
+    if kind is not None and kind not in get_args(HistoryKind):
+        raise InvalidInput(f"--kind {kind!r} is none", f"one of {', '.join(get_args(HistoryKind))}")
+    with connect(server) as client:
+        read = client.history(endpoint, limit=limit, kind=cast("HistoryKind | None", kind))
+    every = windows or kind == "window"
+    Screen(as_json=as_json).show(read, history.history_view(read, endpoint, server, every_window=every))
+
+
+@endpoints_app.command("off")
+@verb
+def endpoints_off(endpoint: EndpointName, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """End its engine; the URL stays reserved."""
+    _endpoint_verb(lambda client: client.off(endpoint), server, as_json)
+
+
+@endpoints_app.command("on")
+@verb
+def endpoints_on(endpoint: EndpointName, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """Start its engine again."""
+    _endpoint_verb(lambda client: client.on(endpoint), server, as_json)
+
+
+@app.command()
+@verb
+def chat(
+    message: Annotated[str | None, typer.Argument(help="Ask once; without it, talk (or read a pipe).")] = None,
+    endpoint: Annotated[str | None, typer.Option("--endpoint", help="Default: the only one that is on.")] = None,
+    url: Annotated[str | None, typer.Option("--url", help="Any OpenAI-compatible base URL, including /v1.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="With --url: the model to ask for.")] = None,
+    system: Annotated[str | None, typer.Option("--system", help="A system prompt; none is sent otherwise.")] = None,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", min=0.0, max=4.0)] = 0.7,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1)] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same answer.")] = None,
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """Talk to an endpoint; shows tokens per second and acceptance length."""
+    screen = Screen(as_json=as_json)
+    settings = _chat_settings(url, model, endpoint, server, temperature, max_tokens, seed)
+    opening: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    if message is None and not sys.stdin.isatty():
+        message = sys.stdin.read().strip()
+    if message is not None:
+        chatting.say(settings, [*opening, {"role": "user", "content": message}], screen)
+        return
+    if as_json:
+        raise InvalidInput("--json needs one message", "eyrie chat --json 'your message'")
+    chatting.talk(settings, opening, screen)
+
+
+def _chat_settings(url: str | None, model: str | None, endpoint: str | None, server: str, temperature: float,
+                   max_tokens: int | None, seed: int | None) -> chatting.Settings:
+    if url is None:
+        with connect(server) as client:
+            picked = chatting.pick_endpoint(client.endpoints().items, endpoint)
+        url, model = picked.url or "", model or picked.model
+    if model is None:
+        raise InvalidInput("--url needs --model", "GET <url>/models lists what it serves")
+    return chatting.Settings(base_url=url, model=model, temperature=temperature, max_tokens=max_tokens, seed=seed)

@@ -1,0 +1,334 @@
+"""Contract values as tables and panels: pure functions of the value and the present time.
+
+Columns are chosen so that a usual row fits 80 characters; a narrower terminal wraps the last column first. Numbers
+carry their setting: a tau never stands without its draft tree.
+"""
+
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from eyrie_api.decisions.promotion import in_short
+from eyrie_api.v1alpha1.plan import Plan
+from eyrie_api.v1alpha1.reports import LeaderboardEntry, PromotionDecision
+from eyrie_api.v1alpha1.stages import STAGES
+from eyrie_api.v1alpha1.status import (
+    Condition,
+    Endpoint,
+    Event,
+    Job,
+    MetricSeries,
+    Progress,
+    Revision,
+    StageState,
+    StageStatus,
+)
+
+STATE_STYLE = {
+    "Pending": "dim", "Running": "cyan", "Succeeded": "green", "Failed": "bold red", "Cancelled": "yellow",
+    "Cancelling": "yellow", "Skipped": "dim",
+}
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as people say them: 12s, 3m05s, 2h10m, 4d3h."""
+    if seconds is None:
+        return "-"
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600}h"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in binary units."""
+    for unit in _UNITS:
+        if num_bytes < 1024 or unit == _UNITS[-1]:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    raise AssertionError("the last unit always returns")
+
+
+def count(number: float) -> str:
+    """A count with thousands separated by thin commas, or in millions and billions when large."""
+    for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if abs(number) >= limit:
+            return f"{number / limit:.2f}{suffix}"
+    return f"{number:,.0f}"
+
+
+def times(ratio: float | None) -> str:
+    """A speed-up."""
+    return "-" if ratio is None else f"{ratio:.2f}x"
+
+
+def ago(moment: datetime, now: datetime) -> str:
+    """How long ago."""
+    return f"{duration((now - moment).total_seconds())} ago"
+
+
+def _table(*columns: str, right: Sequence[str] = ()) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        # The last column is the talkative one: on a narrow terminal it alone wraps, as long as that suffices.
+        table.add_column(column, justify="right" if column in right else "left", no_wrap=column != columns[-1])
+    return table
+
+
+def jobs_table(jobs: Sequence[Job], now: datetime) -> RenderableType:
+    """One line per job."""
+    if not jobs:
+        return Text("No jobs yet. Start one: eyrie train --target <model> --data <chats.jsonl>")
+    table = _table("ID", "NAME", "PHASE", "STAGE", "SPEED-UP", "AGE", "TARGET", right=("SPEED-UP", "AGE"))
+    for job in jobs:
+        best = job.status.best
+        table.add_row(job.id, job.spec.name or "-", Text(job.status.phase, STATE_STYLE[job.status.phase]),
+                      current_stage(job), times(best.speedup if best else None),
+                      duration((now - job.created_at).total_seconds()), short_target(job.spec.target.model))
+    return table
+
+
+def short_target(model: str) -> str:
+    """The last part of a path or Hub id."""
+    return model.rstrip("/").rsplit("/", 1)[-1]
+
+
+def current_stage(job: Job) -> str:
+    """Where the job is, in a word."""
+    running = [stage for stage in job.status.stages if stage.state == "Running"]
+    if running:
+        return running[0].stage
+    failed = [stage for stage in job.status.stages if stage.state == "Failed"]
+    return failed[0].stage if failed else "-"
+
+
+def job_view(job: Job, now: datetime) -> RenderableType:
+    """Everything about one job."""
+    head = Table.grid(padding=(0, 2))
+    head.add_column(style="bold")
+    head.add_column()
+    head.add_row("job", job.id + (f"  ({job.spec.name})" if job.spec.name else ""))
+    head.add_row("phase", Text(job.status.phase, STATE_STYLE[job.status.phase]))
+    head.add_row("target", f"{job.spec.target.model} ({job.spec.target.dtype})")
+    head.add_row("created", ago(job.created_at, now))
+    if job.status.attempt > 1:
+        head.add_row("attempt", str(job.status.attempt))
+    if job.status.best is not None:
+        head.add_row("best", entry_line(job.status.best))
+    if job.status.decision is not None:
+        head.add_row("decision", decision_line(job.status.decision))
+    if job.status.endpoint is not None:
+        head.add_row("endpoint", job.status.endpoint)
+    parts: list[RenderableType] = [head, Text(), stages_table(job.status.stages, now)]
+    parts += [failure_text(stage) for stage in job.status.stages if stage.state == "Failed"]
+    if job.status.conditions:
+        parts += [Text(), conditions_table(job.status.conditions, now)]
+    return Group(*parts)
+
+
+def stages_table(stages: Sequence[StageStatus], now: datetime) -> RenderableType:
+    """One line per box of the pipeline."""
+    if not stages:
+        return Text("No stage has started yet.", "dim")
+    table = _table("STAGE", "KEY", "STATE", "TIME", "PROGRESS", right=("TIME",))
+    for stage in in_order(stages):
+        table.add_row(stage.stage, stage.key or "-", Text(stage.state, STATE_STYLE[stage.state]),
+                      duration(stage_seconds(stage, now)), progress_text(stage.progress, stage.state))
+    return table
+
+
+def in_order(stages: Sequence[StageStatus]) -> list[StageStatus]:
+    """In the pipeline's order; keys with numbers in them by those numbers."""
+    return sorted(stages, key=lambda stage: (
+        STAGES.index(stage.stage), [(part.isdigit() and int(part), part) for part in re.split(r"(\d+)", stage.key)]))
+
+
+def stage_seconds(stage: StageStatus, now: datetime) -> float | None:
+    """How long it ran, or has run."""
+    if stage.started_at is None:
+        return None
+    return ((stage.finished_at or now) - stage.started_at).total_seconds()
+
+
+def progress_text(progress: Progress | None, state: StageState) -> str:
+    """Done of total, rate and time left."""
+    if progress is None:
+        return ""
+    words = f"{count(progress.done)}"
+    if progress.total is not None:
+        words += f"/{count(progress.total)}"
+    words += f" {progress.unit}".rstrip()
+    if progress.rate is not None:
+        words += f", {progress.rate:,.1f}/s"
+    if state == "Running" and progress.eta_s is not None:
+        words += f", {duration(progress.eta_s)} left"
+    return f"{words}, {progress.message}" if progress.message else words
+
+
+def failure_text(stage: StageStatus) -> RenderableType:
+    """Why a stage failed, and what to do."""
+    key = f" {stage.key}" if stage.key else ""
+    text = Text.assemble(("error: ", "bold red"), f"{stage.stage}{key}: {stage.reason or 'Failed'}: ",
+                         stage.message or "no message")
+    if stage.mend:
+        text.append("\nmend:  ", "bold green").append(stage.mend)
+    return text
+
+
+def conditions_table(conditions: Sequence[Condition], now: datetime) -> RenderableType:
+    """metav1 conditions."""
+    table = _table("CONDITION", "STATUS", "REASON", "SINCE", "MESSAGE", right=("SINCE",))
+    for condition in conditions:
+        table.add_row(condition.type, condition.status, condition.reason,
+                      duration((now - condition.last_transition_time).total_seconds()), condition.message)
+    return table
+
+
+def entry_line(entry: LeaderboardEntry) -> str:
+    """One measured checkpoint in a sentence."""
+    words = (f"{entry.checkpoint}: {times(entry.speedup)} "
+             f"(greedy {times(entry.speedup_greedy)}, sampled {times(entry.speedup_sampled)}), "
+             f"tau {entry.tau:.2f} at {tree_words(entry)}")
+    return words if entry.lossless else words + ", NOT lossless"
+
+
+def tree_words(entry: LeaderboardEntry) -> str:
+    """The setting a tau belongs to."""
+    tree = entry.tree
+    return f"depth {tree.num_steps}, top-k {tree.top_k}, {tree.num_draft_tokens} draft tokens"
+
+
+def decision_line(decision: PromotionDecision) -> str:
+    """The verdict with what decided it."""
+    return f"{decision.verdict}: {in_short(decision)}"
+
+
+def leaderboard_table(entries: Sequence[LeaderboardEntry]) -> RenderableType:
+    """Measured checkpoints, best first."""
+    if not entries:
+        return Text("Nothing has been measured yet.")
+    table = _table("#", "CHECKPOINT", "FAMILY", "SPEED-UP", "GREEDY", "SAMPLED", "TAU", "DEPTH/K/TOKENS", "TOK/S",
+                   "LOSSLESS", "TARGET", "JOB", right=("#", "SPEED-UP", "GREEDY", "SAMPLED", "TAU", "TOK/S"))
+    for entry in entries:
+        table.add_row(str(entry.rank), entry.checkpoint + (" (tuned)" if entry.tuned else ""), entry.family,
+                      times(entry.speedup), times(entry.speedup_greedy), times(entry.speedup_sampled),
+                      f"{entry.tau:.2f}", entry.tree.label(), f"{entry.tokens_per_s:.0f}",
+                      Text("yes", "green") if entry.lossless else Text("NO", "bold red"),
+                      short_target(entry.target), entry.job_id)
+    return table
+
+
+def endpoints_table(endpoints: Sequence[Endpoint], now: datetime) -> RenderableType:
+    """One line per endpoint, with what it serves."""
+    if not endpoints:
+        return Text("No endpoints yet: a job creates one when it promotes a drafter.")
+    table = _table("NAME", "STATE", "MODEL", "SERVES", "REVISION", "URL", right=("REVISION",))
+    for endpoint in endpoints:
+        active = active_revision(endpoint)
+        number = "-" if endpoint.active_revision is None else str(endpoint.active_revision)
+        table.add_row(endpoint.name, endpoint_state(endpoint), endpoint.model, revision_words(active), number,
+                      endpoint.url or "-")
+    return table
+
+
+def endpoint_view(endpoint: Endpoint, now: datetime) -> RenderableType:
+    """One endpoint with its history."""
+    table = _table("REVISION", "SERVES", "SPEED-UP", "TAU", "AGE", "WHY", right=("REVISION", "SPEED-UP", "TAU"))
+    for revision in endpoint.revisions:
+        mark = "*" if revision.number == endpoint.active_revision else ""
+        table.add_row(f"{mark}{revision.number}", revision_words(revision), times(revision.speedup),
+                      "-" if revision.tau is None else f"{revision.tau:.2f}",
+                      duration((now - revision.created_at).total_seconds()), revision.reason)
+    parts: list[RenderableType] = [endpoints_table([endpoint], now), Text(), table]
+    if endpoint.conditions:
+        parts += [Text(), conditions_table(endpoint.conditions, now)]
+    return Group(*parts)
+
+
+def endpoint_state(endpoint: Endpoint) -> Text:
+    """on, off, or on its way."""
+    if endpoint.desired == "off":
+        return Text("off", "dim")
+    if endpoint.active_revision is None or endpoint.url is None:
+        return Text("starting", "yellow")
+    return Text("on", "green")
+
+
+def active_revision(endpoint: Endpoint) -> Revision | None:
+    """What it serves now."""
+    return next((r for r in endpoint.revisions if r.number == endpoint.active_revision), None)
+
+
+def revision_words(revision: Revision | None) -> str:
+    """A drafter with its tree, or none."""
+    if revision is None:
+        return "-"
+    if revision.checkpoint is None:
+        return "target alone"
+    return f"{revision.checkpoint} {revision.tree.label() if revision.tree else ''}".rstrip()
+
+
+def plan_view(plan: Plan) -> RenderableType:
+    """What a job will cost, and what the numbers rest on."""
+    table = _table("STAGE", "TOKENS", "DISK", "TIME", right=("TOKENS", "DISK", "TIME"))
+    for stage in plan.stages:
+        table.add_row(stage.stage, count(stage.tokens), size(stage.bytes_on_disk), duration(stage.hours * 3600))
+    table.add_row("total", count(plan.total_tokens), size(plan.total_bytes_on_disk), duration(plan.total_hours * 3600),
+                  style="bold")
+    assumed = _table("ASSUMED", "VALUE", "FROM", right=("VALUE",))
+    for one in plan.assumptions:
+        assumed.add_row(one.name, f"{one.value:,.6g} {one.unit}".rstrip(), one.source)
+    per_token = Text(f"\n{plan.bytes_per_token:,} bytes of hidden states per token\n")
+    parts: list[RenderableType] = [table, per_token, assumed]
+    parts += [Text(f"warning: {warning}", "yellow") for warning in plan.warnings]
+    parts += [Text(note) for note in plan.notes]
+    if plan.fits_disk is False:
+        parts.append(Text("This does not fit the free disk space.", "bold red"))
+    return Group(*parts)
+
+
+def event_text(event: Event) -> Text:
+    """One event in a line."""
+    where = f"{event.stage}{'/' + event.key if event.key else ''} " if event.stage else ""
+    style = "yellow" if event.type == "Warning" else ""
+    return Text.assemble((event.time.astimezone().strftime("%H:%M:%S "), "dim"), (where, "cyan"), (event.reason, style),
+                         ": ", event.message)
+
+
+def series_table(series: Sequence[MetricSeries]) -> RenderableType:
+    """Logged quantities: where each stands, and its course in one line."""
+    if not series:
+        return Text("No metrics yet: they are logged while a drafter trains.")
+    table = _table("SERIES", "STAGE", "KEY", "STEP", "LAST", "COURSE", right=("STEP", "LAST"))
+    for one in series:
+        last = one.points[-1] if one.points else None
+        table.add_row(one.name, one.stage, one.key or "-", str(last.step) if last else "-",
+                      f"{last.value:.4g}" if last else "-", sparkline([point.value for point in one.points]))
+    return table
+
+
+def sparkline(values: Sequence[float], width: int = 24) -> str:
+    """The course of a series in `width` characters, each the mean of its share; ASCII, lowest `_` to highest `#`."""
+    if not values:
+        return ""
+    levels = "_.-:=+*#"
+    width = min(width, len(values))
+    shares = [values[i * len(values) // width:(i + 1) * len(values) // width] for i in range(width)]
+    means = [sum(share) / len(share) for share in shares]
+    low, high = min(means), max(means)
+    span = high - low or 1.0
+    return "".join(levels[min(len(levels) - 1, int((mean - low) / span * len(levels)))] for mean in means)
+
+
+def utc_now() -> datetime:
+    """The clock, met once."""
+    return datetime.now(UTC)

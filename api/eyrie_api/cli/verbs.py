@@ -1,0 +1,44 @@
+"""What every verb of the command is made of: how it is told where the server is, how it answers, how it ends."""
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Annotated, ParamSpec
+from urllib.parse import urlsplit
+
+import typer
+
+from eyrie_api.cli.screen import Screen
+from eyrie_api.client import DEFAULT_SERVER, Client
+from eyrie_api.errors import EyrieError, InvalidInput
+
+Params = ParamSpec("Params")
+Json = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of words.")]
+Server = Annotated[str, typer.Option("--server", envvar="EYRIE_SERVER", help="Address of the control plane.")]
+
+
+def verb(function: Callable[Params, None]) -> Callable[Params, None]:
+    """Tell an EyrieError the way the screen tells things and end with its exit code."""
+
+    @functools.wraps(function)
+    def told(*args: Params.args, **kwargs: Params.kwargs) -> None:
+        try:
+            function(*args, **kwargs)
+        except EyrieError as error:
+            Screen(as_json=bool(kwargs.get("as_json"))).error(error)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        except BrokenPipeError:  # `eyrie events | head` is no error
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it once more at exit
+            raise typer.Exit(0) from None
+
+    return told
+
+
+def connect(server: str, project: str | None = None) -> Client:
+    """A client of the server, in a project if one is named. Raises InvalidInput when its address is none."""
+    if urlsplit(server).scheme not in ("http", "https") or not urlsplit(server).hostname:
+        raise InvalidInput(f"--server {server!r} is not an address", f"write it like {DEFAULT_SERVER}")
+    return Client(server, project=project)

@@ -1,0 +1,243 @@
+"""Following one job to its end: bars on a terminal, lines in a pipe, JSON lines for a machine.
+
+Two sources, one picture. Events come by server-sent events, numbered, so that after a restart of the server the stream
+goes on behind the last one seen. Where each stage stands comes from the job itself, read about once a second. A server
+that is away is waited for: the job outlives it and so does the watch. Ctrl-C ends the watching, never the job.
+"""
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Protocol
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from eyrie_api.cli.screen import Screen
+from eyrie_api.cli.tables import (
+    STATE_STYLE,
+    count,
+    decision_line,
+    duration,
+    entry_line,
+    event_text,
+    in_order,
+    progress_text,
+    stage_seconds,
+    utc_now,
+)
+from eyrie_api.errors import EyrieError, Permanent
+from eyrie_api.v1alpha1.status import Event, Job, StageStatus
+
+FINAL = frozenset({"Succeeded", "Failed", "Cancelled"})
+_POLL_S = 0.7
+_RETRY_S = 1.0
+_SHOWN_EVENTS = 6
+_BAR_WIDTH = 14
+# A pipe gets a progress line per stage only this often: a log is read later, not watched.
+_LINE_EVERY_S = 15.0
+
+
+class JobFailed(Permanent):
+    """The watched job ended in failure."""
+
+    reason = "JobFailed"
+
+
+class JobCancelled(EyrieError):
+    """The watched job was cancelled."""
+
+    http_status = 409
+    exit_code = 130
+    reason = "JobCancelled"
+
+
+class Source(Protocol):
+    """The two questions a watch asks; `eyrie_api.client.Client` answers them."""
+
+    def job(self, job_id: str) -> Job:
+        """The job now."""
+        ...
+
+    def events(self, job_id: str, last_id: int = 0) -> Iterator[Event]:
+        """Events after `last_id`, as they happen."""
+        ...
+
+
+@dataclass
+class _Feed:
+    """Reads events in a thread of its own; goes on behind the last id whenever the stream breaks."""
+
+    source: Source
+    job_id: str
+    inbox: "queue.SimpleQueue[Event]" = field(default_factory=queue.SimpleQueue)
+    last_id: int = 0
+    closed: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        threading.Thread(target=self._read, name="events", daemon=True).start()
+
+    def _read(self) -> None:
+        while not self.closed.is_set():
+            with contextlib.suppress(EyrieError):  # away: the main thread says so, here we only try again
+                for event in self.source.events(self.job_id, self.last_id):
+                    if event.id > self.last_id:
+                        self.last_id = event.id
+                        self.inbox.put(event)
+                    if self.closed.is_set():
+                        return
+            self.closed.wait(_RETRY_S)
+
+    def take(self) -> list[Event]:
+        """What came since the last call."""
+        taken = []
+        while not self.inbox.empty():
+            taken.append(self.inbox.get())
+        return taken
+
+
+def watch(source: Source, job_id: str, screen: Screen) -> Job:
+    """Follow a job until it ends, and return it. Raises NotFound at once for an unknown id."""
+    job = source.job(job_id)
+    feed = _Feed(source, job_id)
+    feed.start()
+    try:
+        if screen.live:
+            return _watch_live(source, job, feed, screen)
+        return _watch_lines(source, job, feed, screen)
+    finally:
+        feed.closed.set()
+
+
+def verdict(job: Job) -> None:
+    """Raise JobFailed or JobCancelled when the job did not succeed."""
+    if job.status.phase == "Cancelled":
+        raise JobCancelled(f"job {job.id} was cancelled", f"eyrie retry {job.id} goes on from its last finished stage")
+    if job.status.phase != "Failed":
+        return
+    failed = next((stage for stage in job.status.stages if stage.state == "Failed"), None)
+    if failed is not None:
+        raise JobFailed(f"job {job.id} failed in {failed.stage}: {failed.reason}: {failed.message}",
+                        failed.mend or f"eyrie logs {job.id} --stage {failed.stage}; then eyrie retry {job.id}")
+    told = next((c.message for c in job.status.conditions if c.type == "Failed" and c.status == "True"), "no reason")
+    raise JobFailed(f"job {job.id} failed: {told}", f"eyrie events {job.id}; then eyrie retry {job.id}")
+
+
+def closing_words(job: Job) -> str:
+    """What a finished job came to, in a few lines."""
+    took = ""
+    if job.status.started_at and job.status.finished_at:
+        took = f" in {duration((job.status.finished_at - job.status.started_at).total_seconds())}"
+    lines = [f"Job {job.id} {job.status.phase.lower()}{took}."]
+    if job.status.best is not None:
+        lines.append(f"Best: {entry_line(job.status.best)}")
+    if job.status.decision is not None:
+        lines.append(f"Decision: {decision_line(job.status.decision)}")
+    if job.status.endpoint is not None:
+        lines.append(f"Endpoint: {job.status.endpoint}. Try it: eyrie chat --endpoint {job.status.endpoint}")
+    return "\n".join(lines)
+
+
+def _fresh(source: Source, job: Job) -> tuple[Job, str | None]:
+    """The job now, or as last seen with the reason why."""
+    try:
+        return source.job(job.id), None
+    except EyrieError as error:
+        if error.http_status == 404:
+            raise
+        return job, error.message
+
+
+def _watch_live(source: Source, job: Job, feed: _Feed, screen: Screen) -> Job:
+    recent: list[Event] = []
+    away: str | None = None
+    with Live(console=screen.out, auto_refresh=False, transient=False) as live:
+        while True:
+            recent = (recent + feed.take())[-_SHOWN_EVENTS:]
+            live.update(watch_view(job, recent, utc_now(), away=away), refresh=True)
+            if job.status.phase in FINAL:
+                return job
+            time.sleep(_POLL_S)
+            job, away = _fresh(source, job)
+
+
+def _watch_lines(source: Source, job: Job, feed: _Feed, screen: Screen) -> Job:
+    said: dict[tuple[str, str], str] = {}
+    said_at, was_away = time.monotonic(), False
+    while True:
+        for event in feed.take():
+            screen.line(event, event_text(event))
+        if job.status.phase in FINAL:
+            # The last events may trail the status by one turn of the stream.
+            time.sleep(_POLL_S)
+            for event in feed.take():
+                screen.line(event, event_text(event))
+            return job
+        if not screen.as_json and time.monotonic() - said_at >= _LINE_EVERY_S:
+            said_at = time.monotonic()
+            for stage in running(job.status.stages):
+                words = progress_text(stage.progress, stage.state)
+                if words and said.get((stage.stage, stage.key)) != words:
+                    said[stage.stage, stage.key] = words
+                    screen.out.print(f"{stage.stage}{'/' + stage.key if stage.key else ''}: {words}", soft_wrap=True)
+        time.sleep(_POLL_S)
+        job, away = _fresh(source, job)
+        if away is not None and not was_away:
+            screen.note(f"the server is away ({away}); waiting for it, the job goes on when it is back")
+        was_away = away is not None
+
+
+def running(stages: Sequence[StageStatus]) -> list[StageStatus]:
+    """Stages at work now."""
+    return [stage for stage in stages if stage.state == "Running"]
+
+
+def watch_view(job: Job, recent: Sequence[Event], now: datetime, *, away: str | None = None) -> RenderableType:
+    """The picture of a running job: a bar per stage, then the latest events."""
+    name = f" ({job.spec.name})" if job.spec.name else ""
+    began = job.status.started_at or job.created_at
+    spent = ((job.status.finished_at or now) - began).total_seconds()
+    head = Text.assemble(("job ", "bold"), f"{job.id}{name}  ", (job.status.phase, STATE_STYLE[job.status.phase]),
+                         f"  {duration(spent)}", overflow="ellipsis", no_wrap=True)
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(width=_BAR_WIDTH)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column()  # rich narrows what may wrap first: this one, whose texts end in an ellipsis instead
+    for stage in in_order(job.status.stages):
+        label = f"{stage.stage} {stage.key}".rstrip()
+        table.add_row(Text(label, STATE_STYLE[stage.state]), _bar(stage), duration(stage_seconds(stage, now)),
+                      Text(_stage_words(stage), overflow="ellipsis", no_wrap=True))
+    parts: list[RenderableType] = [head, table]
+    lines = [event_text(event) for event in recent]
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
+    parts += lines
+    if away is not None:
+        parts.append(Text(f"the server is away ({away}); waiting for it", "yellow"))
+    return Group(*parts)
+
+
+def _bar(stage: StageStatus) -> ProgressBar:
+    progress = stage.progress
+    total = progress.total if progress else None
+    done = progress.done if progress else 0.0
+    if stage.state == "Succeeded":
+        total = done = 1.0
+    return ProgressBar(total=total or 1.0, completed=done if total else 0.0, width=_BAR_WIDTH, complete_style="cyan",
+                       finished_style="green", pulse_style="cyan", pulse=stage.state == "Running" and not total)
+
+
+def _stage_words(stage: StageStatus) -> str:
+    if stage.state == "Succeeded":
+        return f"{count(stage.progress.done)} {stage.progress.unit}" if stage.progress else "done"
+    if stage.state == "Failed":
+        return f"{stage.reason}: {stage.message}"
+    return progress_text(stage.progress, stage.state) or stage.state.lower()

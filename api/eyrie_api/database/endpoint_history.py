@@ -1,0 +1,149 @@
+"""What happened to an endpoint, kept: decisions, changes of what serves, and the windows it was watched through.
+
+`tell` writes an entry inside the transaction of the change it speaks of, so there is no change without its entry and no
+entry without its change. What may be reported twice (a decision after a crash, a drift) carries a key in `once`; the
+second telling does nothing. Windows come as long as there is traffic, so only the latest are kept.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import delete, func, select
+from sqlalchemy.orm import Session
+
+from eyrie_api.access.scope import DEFAULT_PROJECT, SYSTEM, Scope
+from eyrie_api.clock import Clock, utc_now
+from eyrie_api.database import endpoint_names
+from eyrie_api.database.rendering import render_history
+from eyrie_api.database.tables import Database, EndpointRow, HistoryRow
+from eyrie_api.database.webhooks import announce
+from eyrie_api.errors import InvalidInput, NotFound
+from eyrie_api.v1alpha1.history import Actor, History, HistoryEntry, HistoryKind
+from eyrie_api.v1alpha1.reports import PromotionDecision
+
+KEPT_WINDOWS = 200
+"""Per endpoint: over three hours of one-minute windows, and more than any drift rule looks back."""
+
+MAX_PAGE = 500
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What recent windows said of the revision that serves."""
+
+    windows: tuple[float, ...] = ()
+    """tau of each window since it was activated, or since drift was last told of it; oldest first."""
+
+    drift_told: bool = False
+    """Drift has been told of it since it was activated."""
+
+    last_window: int = 0
+    """Entry id of the latest window: names the moment."""
+
+
+def tell(session: Session, clock: Clock, endpoint: str, kind: HistoryKind, reason: str, message: str, *,
+         revision: int | None = None, job_id: str | None = None, actor: Actor = "policy",
+         figures: Mapping[str, float | None] | None = None, data: Mapping[str, Any] | None = None,
+         once: str | None = None) -> int | None:
+    """Add an entry; figures that are None are left out. Returns its id, or None when `once` was told before."""
+    if once is not None:
+        told = select(HistoryRow.id).where(HistoryRow.endpoint == endpoint, HistoryRow.once == once)
+        if session.execute(told).first() is not None:
+            return None
+    known = {name: value for name, value in (figures or {}).items() if value is not None}
+    row = HistoryRow(endpoint=endpoint, time=clock(), kind=kind, revision=revision, job_id=job_id, reason=reason,
+                     message=message, actor=actor, figures=known, data=dict(data or {}), once=once)
+    session.add(row)
+    session.flush()
+    return row.id
+
+
+class Histories:
+    """History rows of one database, as `scope` sees them."""
+
+    def __init__(self, database: Database, clock: Clock = utc_now, scope: Scope = SYSTEM) -> None:
+        self._database, self._clock, self._scope = database, clock, scope
+
+    def read(self, endpoint: str, *, limit: int = 200, before: int | None = None,
+             kind: HistoryKind | None = None) -> History:
+        """The latest entries of a name, or the latest before an id; oldest first. Raises NotFound or InvalidInput."""
+        if not 1 <= limit <= MAX_PAGE:
+            raise InvalidInput(f"limit {limit} is out of range", f"ask for 1 to {MAX_PAGE} entries at a time")
+        query = select(HistoryRow).where(HistoryRow.endpoint == endpoint)
+        query = query if before is None else query.where(HistoryRow.id < before)
+        query = query if kind is None else query.where(HistoryRow.kind == kind)
+        with self._database.reading() as session:
+            project = endpoint_names.owner(session, endpoint) or DEFAULT_PROJECT
+            absent = NotFound(f"no endpoint {endpoint!r}, and nothing was ever decided for one",
+                              "list the endpoints; one is made when a job first promotes to it")
+            self._scope.check("endpoints:read", project, absent)
+            rows = session.scalars(query.order_by(HistoryRow.id.desc()).limit(limit + 1)).all()
+            if not rows and session.get(EndpointRow, endpoint) is None and not _known(session, endpoint):
+                raise absent
+            items = tuple(render_history(row) for row in reversed(rows[:limit]))
+        return History(items=items, next_before=items[0].id if len(rows) > limit else None)
+
+    def latest(self, endpoint: str, kind: HistoryKind) -> HistoryEntry | None:
+        """The latest entry of that kind."""
+        query = select(HistoryRow).where(HistoryRow.endpoint == endpoint, HistoryRow.kind == kind)
+        with self._database.reading() as session:
+            row = session.scalars(query.order_by(HistoryRow.id.desc()).limit(1)).first()
+            return None if row is None else render_history(row)
+
+    def record_decision(self, endpoint: str, decision: PromotionDecision, *, job_id: str, attempt: int) -> None:
+        """Keep what was decided of a job's candidate; recording the same attempt again changes nothing."""
+        reason = {"promote": "Promoted", "keep-incumbent": "IncumbentKept", "no-drafter": "NotFaster",
+                  "awaits-approval": "AwaitsApproval"}[decision.verdict]
+        failed = [check.words for check in decision.checks if not check.passed]
+        figures = {"speedup": decision.candidate_speedup, "incumbent_speedup": decision.incumbent_speedup}
+        figures |= {check.name: check.figure for check in decision.checks}
+        with self._database.writing() as session:
+            tell(session, self._clock, endpoint, "decided", reason, "; ".join(failed or decision.reasons),
+                 job_id=job_id, figures=figures, data={"decision": decision.model_dump(mode="json")},
+                 once=f"decided/{job_id}/{attempt}")
+
+    def record_window(self, endpoint: str, revision: int, tau: float, rounds: float, proven: float | None) -> None:
+        """Keep one window of live acceptance and drop the oldest beyond KEPT_WINDOWS."""
+        message = f"tau {tau:.2f} over {rounds:.0f} rounds" + ("" if proven is None else f", proven {proven:.2f}")
+        with self._database.writing() as session:
+            tell(session, self._clock, endpoint, "window", "Watched", message, revision=revision, actor="watch",
+                 figures={"tau": tau, "rounds": rounds, "proven_tau": proven})
+            windows = select(HistoryRow.id).where(HistoryRow.endpoint == endpoint, HistoryRow.kind == "window")
+            oldest = session.scalars(windows.order_by(HistoryRow.id.desc()).offset(KEPT_WINDOWS - 1).limit(1)).first()
+            if oldest is not None:
+                session.execute(delete(HistoryRow).where(
+                    HistoryRow.endpoint == endpoint, HistoryRow.kind == "window", HistoryRow.id < oldest))
+
+    def record(self, endpoint: str, kind: HistoryKind, reason: str, message: str, *, once: str, revision: int,
+               job_id: str | None = None, figures: Mapping[str, float | None] | None = None,
+               data: Mapping[str, Any] | None = None) -> None:
+        """Keep something the watch has seen or done."""
+        with self._database.writing() as session:
+            told = tell(session, self._clock, endpoint, kind, reason, message, revision=revision, job_id=job_id,
+                        actor="watch", figures=figures, data=data, once=once)
+            if kind == "drift" and told is not None:
+                announce(session, self._clock, endpoint_names.owner(session, endpoint) or DEFAULT_PROJECT,
+                "endpoint.drift",
+                         {"endpoint": {"name": endpoint, "revision": revision, "reason": reason, "message": message}})
+
+    def watched(self, endpoint: str, revision: int) -> Watched:
+        """What was seen of a revision since it was last activated."""
+        with self._database.reading() as session:
+            since = _last(session, endpoint, revision, "activated", 0)
+            drift = _last(session, endpoint, revision, "drift", since)
+            rows = session.scalars(select(HistoryRow).where(
+                HistoryRow.endpoint == endpoint, HistoryRow.revision == revision, HistoryRow.kind == "window",
+                HistoryRow.id > max(since, drift)).order_by(HistoryRow.id)).all()
+            return Watched(tuple(row.figures["tau"] for row in rows), drift > since, rows[-1].id if rows else 0)
+
+
+def _last(session: Session, endpoint: str, revision: int, kind: str, after: int) -> int:
+    """Id of the latest entry of that kind, or `after` when there is none beyond it."""
+    found = session.execute(select(func.max(HistoryRow.id)).where(
+        HistoryRow.endpoint == endpoint, HistoryRow.revision == revision, HistoryRow.kind == kind)).scalar()
+    return max(found or 0, after)
+
+
+def _known(session: Session, endpoint: str) -> bool:
+    return session.execute(select(HistoryRow.id).where(HistoryRow.endpoint == endpoint).limit(1)).first() is not None

@@ -1,0 +1,145 @@
+"""Idempotency-Key: a request that may be sent twice is done once.
+
+Where the work is one transaction (`Once`), that transaction writes key, change and answer, and a second request waits
+for it. Where it is more, the first request claims the key in a transaction of its own; the claim is completed in the
+*same* transaction as the change (`complete`). So a crash leaves either both or neither. A second request with the same
+body gets the first one's answer; with another body it is refused (422); while a claim is held it is told so (409). A
+claim that was never completed, because its process died, is free again after a minute. Two projects may use the
+same key: a route is kept with the project it was called in, and without for `default`.
+"""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import delete, insert
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from eyrie_api.access.scope import DEFAULT_PROJECT
+from eyrie_api.clock import Clock, utc_now
+from eyrie_api.database.tables import Database, IdempotencyRow, rowcount, upsert
+from eyrie_api.errors import Conflict, InvalidInput
+
+IN_FLIGHT_TTL_S = 60.0
+MAX_KEY_LENGTH = 255
+
+
+class IdempotencyMismatch(InvalidInput):
+    """The key was used before with another body."""
+
+    reason = "IdempotencyMismatch"
+
+
+class RequestInFlight(Conflict):
+    """The first request with this key has not been answered yet."""
+
+    reason = "RequestInFlight"
+
+
+def route_within(project: str, route: str) -> str:
+    """The route as it is kept."""
+    return route if project == DEFAULT_PROJECT else f"{project}:{route}"
+
+
+def check_key(key: str) -> None:
+    """Raises InvalidInput for what is no Idempotency-Key."""
+    if not 1 <= len(key) <= MAX_KEY_LENGTH or not key.isprintable():
+        raise InvalidInput(f"Idempotency-Key of {len(key)} characters", "send 1 to 255 printable ones, e.g. a UUID")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The right to do the request once."""
+
+    key: str
+    route: str
+
+
+@dataclass(frozen=True)
+class Once:
+    """A request that is one transaction: its key is claimed by the transaction that makes the change and keeps the
+    answer. A second request at the same moment waits for that transaction, and gets its answer."""
+
+    key: str
+    route: str
+    body_digest: str
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The answer the first request got."""
+
+    status: int
+    response: dict[str, Any]
+
+
+class Idempotency:
+    """Claims, replays, and their clearing away."""
+
+    def __init__(self, database: Database, ttl_s: float, clock: Clock = utc_now) -> None:
+        self._database, self._ttl_s, self._clock = database, ttl_s, clock
+
+    def claim(self, key: str, route: str, body_digest: str) -> Claim | Replay:
+        """Claim the key, or give the earlier answer. Raises InvalidInput, IdempotencyMismatch or RequestInFlight."""
+        check_key(key)
+        for _ in range(2):
+            # A new key, as nearly all are, costs this one statement.
+            with suppress(IntegrityError), self._database.writing() as session:
+                now = self._clock()
+                session.execute(insert(IdempotencyRow).values(
+                    key=key, route=route, body_digest=body_digest, status=None, response=None, created_at=now,
+                    expires_at=now + timedelta(seconds=IN_FLIGHT_TTL_S)))
+                return Claim(key, route)
+            if (replay := self.answered(Once(key, route, body_digest))) is not None:
+                return replay
+        raise RequestInFlight(f"another request with Idempotency-Key {key!r} came at the same moment",
+                              "repeat it in a moment to get its answer")
+
+    def row(self, once: Once, status: int, response: Any) -> dict[str, Any]:
+        """The row that claims the key and keeps the answer, for the transaction that makes the change. It is refused
+        by the table when there is one: then ask for what was `answered`, and without that try again."""
+        now = self._clock()
+        return {"key": once.key, "route": once.route, "body_digest": once.body_digest, "status": status,
+                "response": response, "created_at": now, "expires_at": now + timedelta(seconds=self._ttl_s)}
+
+    def answered(self, once: Once) -> Replay | None:
+        """What the first request was answered; None when there was none, or it has expired or was given back.
+
+        Raises IdempotencyMismatch or RequestInFlight.
+        """
+        key, route = once.key, once.route
+        with self._database.writing() as session:
+            row = session.get(IdempotencyRow, (key, route))
+            if row is None:
+                return None
+            if row.expires_at < self._clock():
+                session.execute(delete(IdempotencyRow).where(
+                    IdempotencyRow.key == key, IdempotencyRow.route == route,
+                    IdempotencyRow.expires_at == row.expires_at))
+                return None
+            if row.body_digest != once.body_digest:
+                raise IdempotencyMismatch(f"Idempotency-Key {key!r} was used before with another body",
+                                          "send a new key with a new request")
+            if row.status is None or row.response is None:
+                raise RequestInFlight(f"the first request with Idempotency-Key {key!r} is still in flight",
+                                      "repeat it in a moment to get its answer")
+            return Replay(row.status, row.response)
+
+    def complete(self, session: Session, claim: Claim, status: int, response: dict[str, Any]) -> None:
+        """Keep the answer, inside the transaction that made the change."""
+        expires_at = self._clock() + timedelta(seconds=self._ttl_s)
+        upsert(session, IdempotencyRow, {"key": claim.key, "route": claim.route},
+               {"status": status, "response": response, "expires_at": expires_at})
+
+    def release(self, claim: Claim) -> None:
+        """Give an uncompleted claim back: the request was refused and may be corrected."""
+        with self._database.writing() as session:
+            session.execute(delete(IdempotencyRow).where(
+                IdempotencyRow.key == claim.key, IdempotencyRow.route == claim.route, IdempotencyRow.status.is_(None)))
+
+    def sweep(self) -> int:
+        """Delete what has expired; return how many."""
+        with self._database.writing() as session:
+            return rowcount(session, delete(IdempotencyRow).where(IdempotencyRow.expires_at < self._clock()))

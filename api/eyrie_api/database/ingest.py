@@ -1,0 +1,89 @@
+"""From a stage's `events.jsonl` to rows, exactly once.
+
+A running stage appends one JSON line per record; whoever drives the job calls `read` now and then. The records and the
+byte offset they end at are written in one transaction, and the offset is compared there with the one the reading began
+at, so reading again, reading twice at once, or dying between reading and writing neither loses nor repeats an event.
+Only whole lines are taken. A file shorter than its offset is a new one (the stage's directory was made anew).
+"""
+
+from pathlib import Path
+
+from pydantic import ValidationError
+from sqlalchemy.orm import Session
+
+from eyrie_api.clock import Clock, utc_now
+from eyrie_api.database.jobs import Metric, put_metric
+from eyrie_api.database.tables import Database, EventRow, IngestRow, JobRow, StageRow, upsert
+from eyrie_api.errors import NotFound
+from eyrie_api.v1alpha1.records import STAGE_RECORD, EventRecord, MetricRecord, StageRecord
+from eyrie_api.v1alpha1.stages import StageName
+
+_CHUNK = 8 << 20
+# One line never comes near it: the longest record is an event with a short message.
+
+
+class Ingest:
+    """Reads stage records into one database."""
+
+    def __init__(self, database: Database, clock: Clock = utc_now) -> None:
+        self._database, self._clock = database, clock
+
+    def read(self, job_id: str, stage: StageName, key: str, path: Path) -> int:
+        """Take in what `path` has gained; return the number of records. A missing file has none yet."""
+        total = 0
+        while taken := self._read_chunk(job_id, stage, key, path):
+            total += taken
+        return total
+
+    def _read_chunk(self, job_id: str, stage: StageName, key: str, path: Path) -> int:
+        place = {"job_id": job_id, "stage": stage, "key": key}
+        with self._database.reading() as session:
+            row = session.get(IngestRow, (job_id, stage, key))
+            recorded = 0 if row is None else row.offset_bytes
+        try:
+            with path.open("rb") as file:
+                start = recorded if recorded <= path.stat().st_size else 0
+                file.seek(start)
+                data = file.read(_CHUNK)
+        except FileNotFoundError:
+            return 0
+        whole = data[: data.rfind(b"\n") + 1]
+        if not whole:
+            return 0
+        lines = whole.splitlines()
+        with self._database.writing() as session:
+            if session.get(JobRow, job_id, with_for_update=True) is None:
+                raise NotFound(f"no job {job_id!r}", "it was deleted while it ran")
+            row = session.get(IngestRow, (job_id, stage, key))
+            if (0 if row is None else row.offset_bytes) != recorded:
+                return 0  # another reader was faster; what it took is stored
+            for line in lines:
+                self._store(session, job_id, stage, key, line)
+            upsert(session, IngestRow, place, {"offset_bytes": start + len(whole)})
+        return len(lines)
+
+    def _store(self, session: Session, job_id: str, stage: StageName, key: str, line: bytes) -> None:
+        record = self._parse(line)
+        if isinstance(record, EventRecord):
+            session.add(EventRow(job_id=job_id, time=record.time, type=record.type, reason=record.reason,
+                                 message=record.message, stage=stage, key=key, data=record.data))
+        elif isinstance(record, MetricRecord):
+            put_metric(session, job_id, stage, key, Metric(record.name, record.step, record.value, record.time))
+        else:
+            progress = record.model_dump(mode="json", exclude={"kind", "time"})
+            row = session.get(StageRow, (job_id, stage, key))
+            if row is None:
+                session.add(StageRow(job_id=job_id, stage=stage, key=key, state="Running", attempt=1,
+                                     started_at=record.time, finished_at=None, progress=progress, reason=None,
+                                     message=None, mend=None))
+                session.flush()
+            else:
+                row.progress = progress
+
+    def _parse(self, line: bytes) -> StageRecord:
+        try:
+            return STAGE_RECORD.validate_json(line)
+        except ValidationError as error:
+            shown = line[:200].decode(errors="replace")
+            return EventRecord(time=self._clock(), type="Warning", reason="UnreadableRecord",
+                               message=f"a line of events.jsonl is not a record ({error.errors()[0]['msg']}): {shown}")

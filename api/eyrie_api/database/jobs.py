@@ -1,0 +1,509 @@
+"""The only writer of job rows: what a user may do to a job, who may drive it, and what was observed of it.
+
+Three groups of verbs:
+
+- a user's: `submit`, `cancel`, `retry`, `delete`. Each changes the row and promises the chore that acts on it in one
+  transaction, so nothing is ever accepted and then forgotten;
+- a driver's: `take_lease`, `renew_lease`, `release_lease`, `unfinished`. A lease is one UPDATE ... WHERE, so of two
+  drivers one wins in every database; whoever finds an unfinished job without a live lease takes it over. This, not the
+  broker, is what guarantees progress after kill -9;
+- an observer's: `save_status`, `set_stage`, `record_event`, `record_metrics`. A driver that passes its name to
+  `save_status` is refused once it has lost the lease: a late write by a stale driver would undo the new one's.
+
+Nothing here is decided by `phase`; a job is over when a condition says so.
+
+A user's verbs and all reading go by the scope the value was made with (`access.scope`); drivers and observers are the
+control plane itself.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any, Literal
+
+from pydantic import JsonValue
+from sqlalchemy import Select, and_, bindparam, exists, func, not_, or_, select, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from eyrie_api.access.quotas import check_endpoints, check_jobs
+from eyrie_api.access.scope import DEFAULT_PROJECT, SYSTEM, Scope
+from eyrie_api.clock import Clock, utc_now
+from eyrie_api.database import endpoint_names
+from eyrie_api.database.idempotency import Claim, Idempotency, Once, Replay
+from eyrie_api.database.outbox import promise, promised
+from eyrie_api.database.rendering import (
+    ENDS,
+    decode_cursor,
+    encode_cursor,
+    is_over,
+    new_job_id,
+    render_event,
+    render_job,
+    stage_values,
+)
+from eyrie_api.database.tables import (
+    AuditRow,
+    Base,
+    Database,
+    EndpointNameRow,
+    EndpointRow,
+    EventRow,
+    IdempotencyRow,
+    JobRow,
+    JsonText,
+    LabelRow,
+    MetricRow,
+    OutboxRow,
+    ProjectRow,
+    RevisionRow,
+    Rows,
+    StageRow,
+    insert_all,
+    rowcount,
+    upsert,
+)
+from eyrie_api.database.webhooks import announce
+from eyrie_api.errors import Conflict, InvalidInput, NotFound
+from eyrie_api.v1alpha1.access import Action, WebhookEvent
+from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.stages import StageName
+from eyrie_api.v1alpha1.status import (
+    Condition,
+    Event,
+    Job,
+    JobList,
+    JobStatus,
+    MetricPoint,
+    MetricSeries,
+    Phase,
+    StageStatus,
+)
+
+MAX_PAGE = 200
+_TOLD: Mapping[str, WebhookEvent] = {"Succeeded": "job.succeeded", "Failed": "job.failed",
+                                     "Cancelled": "job.cancelled"}
+
+
+_AS_USUAL = and_(
+    exists().where(EndpointNameRow.name == bindparam("endpoint"), EndpointNameRow.project == bindparam("project")),
+    not_(exists().where(ProjectRow.name == bindparam("project"),
+                        or_(ProjectRow.max_jobs.is_not(None), ProjectRow.max_endpoints.is_not(None)))))
+"""A job's endpoint has a name that is the project's, and the project has no quota."""
+
+
+class LeaseLost(Conflict):
+    """Another driver has taken the job over, or the lease has run out."""
+
+    reason = "LeaseLost"
+
+
+@dataclass(frozen=True)
+class JobFilter:
+    """Which jobs to list; empty fields do not restrict."""
+
+    phase: Phase | None = None
+    name: str | None = None
+    target: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Intent:
+    """What the user wants of a job beyond its spec."""
+
+    attempt: int
+    generation: int
+    cancel_requested: bool
+    delete_requested: bool
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One point to record."""
+
+    name: str
+    step: int
+    value: float
+    time: datetime
+
+
+class Jobs:
+    """Job rows of one database, as `scope` sees them. `clock` stamps every change."""
+
+    def __init__(self, database: Database, clock: Clock = utc_now, idempotency: Idempotency | None = None,
+                 scope: Scope = SYSTEM) -> None:
+        self.database, self._clock, self._scope = database, clock, scope
+        self._idempotency = idempotency
+
+    # A user's verbs.
+
+    def submit(self, spec: JobSpec, claim: Claim | None = None, project: str | None = None) -> Job:
+        """Accept a job: its row, its first event and the chore that starts it, in one transaction.
+
+        With a `claim`, the answer is kept for its Idempotency-Key in that same transaction. Without a `project` it is
+        the scope's; for the control plane itself, which goes on with what somebody began, that of the endpoint's name.
+        Raises Conflict when the name belongs to another project, and QuotaReached.
+        """
+        with self.database.writing() as session:
+            job = self._accept(session, spec, project, None)
+            if claim is not None and self._idempotency is not None:
+                self._idempotency.complete(session, claim, 202, job.model_dump(mode="json"))
+        return job
+
+    def submit_once(self, spec: JobSpec, once: Once | None, project: str) -> Job | Replay:
+        """`submit`, or what the first request with this key was answered. Raises as `submit`, and as
+        `Idempotency.answered`.
+
+        The request that comes most often together with others, so what is nearly always so is tried first: the
+        endpoint's name is the project's already, the project has no quota, the key is new.
+        """
+        for attempt in range(2):
+            try:
+                job, rows = self._draft(spec, project, once)
+                if self.database.insert_at_once(_AS_USUAL, {"endpoint": spec.serve.endpoint, "project": project}, rows):
+                    return job
+                with self.database.writing() as session:
+                    return self._accept(session, spec, project, once)
+            except IntegrityError:
+                replay = None if once is None or self._idempotency is None else self._idempotency.answered(once)
+                if replay is not None:
+                    return replay
+                if attempt:
+                    raise
+        raise AssertionError("it returns or raises")
+
+    def _accept(self, session: Session, spec: JobSpec, project: str | None, once: Once | None) -> Job:
+        asked = project or (None if self._scope.is_system else self._scope.home("jobs:write"))
+        endpoint = spec.serve.endpoint
+        project = asked or endpoint_names.owner(session, endpoint) or DEFAULT_PROJECT
+        endpoint_names.claim(session, endpoint, project, self._clock)
+        if asked is not None:
+            check_jobs(session, asked)
+            if spec.serve.enabled:
+                check_endpoints(session, asked, endpoint)
+        job, rows = self._draft(spec, project, once)
+        insert_all(session, rows)
+        return job
+
+    def _draft(self, spec: JobSpec, project: str, once: Once | None) -> tuple[Job, Rows]:
+        """A new job, and all its rows. Without what is null: the driver remembers how to read a statement of up to 50
+        parameters."""
+        now, job_id = self._clock(), new_job_id()
+        accepted = Condition(type="Accepted", status="True", reason="JobAccepted", message="the spec is valid",
+                             last_transition_time=now)
+        status = JobStatus(conditions=(accepted,), attempt=1, observed_generation=1)
+        job = Job(id=job_id, generation=1, created_at=now, updated_at=now, spec=spec, status=status)
+        rows: list[tuple[type[Base], Mapping[str, Any]]] = [(JobRow, {
+            "id": job_id, "name": spec.name, "target": spec.target.model, "spec": JsonText(spec.model_dump_json()),
+            "status": JsonText(status.model_dump_json()), "phase": status.phase, "ended": False, "generation": 1,
+            "attempt": 1, "cancel_requested": False, "delete_requested": False, "project": project, "created_at": now,
+            "updated_at": now})]
+        if once is not None and self._idempotency is not None:
+            rows.insert(0, (IdempotencyRow, self._idempotency.row(once, 202, JsonText(job.model_dump_json()))))
+        rows += [(LabelRow, {"job_id": job_id, "key": key, "value": value}) for key, value in spec.labels.items()]
+        event = _event_values(job_id, now, "Accepted", f"job {spec.name or job_id} accepted")
+        rows.append((EventRow, {column: value for column, value in event.items() if value is not None}))
+        rows.append((OutboxRow, promised("advance_job", job_id, self._clock)))
+        rows += [(AuditRow, values)
+                 for values in self._scope.noted(self._clock, "job.create", f"job/{job_id}", project)]
+        return job, rows
+
+    def get(self, job_id: str) -> Job:
+        """One job. Raises NotFound."""
+        with self.database.reading() as session:
+            return self._render(session, self._find(session, job_id))
+
+    def project_of(self, job_id: str) -> str:
+        """The project a job is in. Raises NotFound."""
+        with self.database.reading() as session:
+            return self._find(session, job_id).project
+
+    def list(self, wanted: JobFilter | None = None, *, limit: int = 50, cursor: str | None = None) -> JobList:
+        """One page of jobs, newest first. Raises InvalidInput for a limit or cursor that is wrong."""
+        if not 1 <= limit <= MAX_PAGE:
+            raise InvalidInput(f"limit {limit} is out of range", f"ask for 1 to {MAX_PAGE} jobs at a time")
+        query = _filtered(wanted or JobFilter()).where(self._scope.sees(JobRow.project, "jobs:read"))
+        if cursor is not None:
+            when, job_id = decode_cursor(cursor)
+            query = query.where(or_(JobRow.created_at < when, and_(JobRow.created_at == when, JobRow.id < job_id)))
+        query = query.order_by(JobRow.created_at.desc(), JobRow.id.desc()).limit(limit + 1)
+        with self.database.reading() as session:
+            rows: Sequence[JobRow] = session.scalars(query).all()
+            items = tuple(self._render(session, row) for row in rows[:limit])
+        more = encode_cursor(rows[limit - 1].created_at, rows[limit - 1].id) if len(rows) > limit else None
+        return JobList(items=items, next_cursor=more)
+
+    def count_by_phase(self) -> dict[str, int]:
+        """How many jobs are in each phase; for metrics."""
+        with self.database.reading() as session:
+            counted = session.execute(select(JobRow.phase, func.count()).group_by(JobRow.phase))
+            return {row[0]: row[1] for row in counted}
+
+    def cancel(self, job_id: str) -> Job:
+        """Ask for a job to be stopped; asking again is harmless. Raises Conflict when it has ended otherwise."""
+        with self.database.writing() as session:
+            row = self._hold(session, job_id, "jobs:write")
+            if row.ended and row.phase != "Cancelled":
+                raise Conflict(f"job {job_id} has already ended: {row.phase}", "delete it, or retry it if it failed")
+            if not row.ended and not row.cancel_requested:
+                self._request_cancel(session, row)
+            self._scope.note(session, self._clock, "job.cancel", f"job/{job_id}", row.project)
+            return self._render(session, row)
+
+    def retry(self, job_id: str) -> Job:
+        """Go on from the failed stage: finished stages keep their manifests, the others return to Pending.
+
+        Raises Conflict when the job has not ended, has succeeded, or is being deleted.
+        """
+        with self.database.writing() as session:
+            row = self._hold(session, job_id, "jobs:write")
+            if row.delete_requested:
+                raise Conflict(f"job {job_id} is being deleted", "submit it anew")
+            if not row.ended:
+                raise Conflict(f"job {job_id} has not ended: {row.phase}", "cancel it first, or wait")
+            if row.phase == "Succeeded":
+                raise Conflict(f"job {job_id} has succeeded", "submit a new job to train again")
+            row.attempt += 1
+            row.cancel_requested = row.ended = False
+            row.phase = "Pending"
+            old = JobStatus.model_validate(row.status)
+            kept = tuple(one for one in old.conditions if one.type not in ENDS)
+            row.status = old.model_copy(update={
+                "conditions": kept, "attempt": row.attempt, "phase": "Pending", "finished_at": None, "run_id": None,
+            }).model_dump(mode="json")
+            row.updated_at = self._clock()
+            session.execute(update(StageRow).where(
+                StageRow.job_id == job_id, StageRow.state.in_(("Failed", "Cancelled", "Running")),
+            ).values(state="Pending", progress=None, reason=None, message=None, mend=None, finished_at=None))
+            self._note(session, job_id, "Retried", f"attempt {row.attempt}: going on from the last finished stage")
+            self._scope.note(session, self._clock, "job.retry", f"job/{job_id}", row.project)
+            promise(session, "advance_job", job_id, self._clock)
+            session.flush()
+            return self._render(session, row)
+
+    def delete(self, job_id: str) -> bool:
+        """Delete an ended job with its rows, and promise the removal of its files. True when it is gone at once.
+
+        A job that has not ended is cancelled first and deleted by retention once it has stopped (False). Raises
+        Conflict while an endpoint serves, or is about to serve, a drafter of this job.
+        """
+        with self.database.writing() as session:
+            row = self._hold(session, job_id, "jobs:write")
+            serving = session.scalars(select(RevisionRow.endpoint).join(
+                EndpointRow, EndpointRow.name == RevisionRow.endpoint).where(
+                RevisionRow.job_id == job_id,
+                or_(EndpointRow.active_revision == RevisionRow.number,
+                    EndpointRow.candidate_revision == RevisionRow.number))).first()
+            if serving is not None:
+                raise Conflict(f"endpoint {serving!r} serves a drafter of job {job_id}",
+                               "promote another job's drafter or roll the endpoint back first")
+            self._scope.note(session, self._clock, "job.delete", f"job/{job_id}", row.project)
+            if row.ended:
+                session.delete(row)
+                promise(session, "remove_files", job_id, self._clock)
+                return True
+            if not row.delete_requested:
+                row.delete_requested = True
+                self._note(session, job_id, "DeleteRequested", "will be deleted once it has stopped")
+                if not row.cancel_requested:
+                    self._request_cancel(session, row)
+            return False
+
+    def to_be_deleted(self) -> tuple[str, ...]:
+        """Jobs marked for deletion that have stopped: retention calls `delete` on them."""
+        query = select(JobRow.id).where(JobRow.delete_requested, JobRow.ended)
+        with self.database.reading() as session:
+            return tuple(session.scalars(query))
+
+    # A driver's verbs.
+
+    def intent(self, job_id: str) -> Intent:
+        """What the user wants beyond the spec. Raises NotFound."""
+        with self.database.reading() as session:
+            row = self._find(session, job_id)
+            return Intent(row.attempt, row.generation, row.cancel_requested, row.delete_requested)
+
+    def take_lease(self, job_id: str, owner: str, ttl_s: float) -> bool:
+        """Become the job's driver for `ttl_s` seconds, if nobody else is; holding it already renews it."""
+        now = self._clock()
+        free = or_(JobRow.lease_until.is_(None), JobRow.lease_until < now, JobRow.lease_owner == owner)
+        return self._set_lease(job_id, and_(free, JobRow.ended.is_(False)), owner, now + timedelta(seconds=ttl_s))
+
+    def renew_lease(self, job_id: str, owner: str, ttl_s: float) -> bool:
+        """Stay the driver. False when the lease has run out or passed to another: stop what you are doing."""
+        now = self._clock()
+        held = and_(JobRow.lease_owner == owner, JobRow.lease_until >= now)
+        return self._set_lease(job_id, held, owner, now + timedelta(seconds=ttl_s))
+
+    def release_lease(self, job_id: str, owner: str) -> bool:
+        """Stop being the driver."""
+        return self._set_lease(job_id, JobRow.lease_owner == owner, None, None)
+
+    def _set_lease(self, job_id: str, condition: Any, owner: str | None, until: datetime | None) -> bool:
+        statement = update(JobRow).where(JobRow.id == job_id, condition).values(lease_owner=owner, lease_until=until)
+        with self.database.writing() as session:
+            return rowcount(session, statement.execution_options(synchronize_session=False)) > 0
+
+    def unfinished(self) -> tuple[str, ...]:
+        """The reconciler's query: jobs that have not ended and that nobody drives, oldest first."""
+        query = select(JobRow.id).where(
+            JobRow.ended.is_(False), or_(JobRow.lease_until.is_(None), JobRow.lease_until < self._clock()),
+        ).order_by(JobRow.created_at)
+        with self.database.reading() as session:
+            return tuple(session.scalars(query))
+
+    def live(self) -> tuple[str, ...]:
+        """Every job that has not ended, driven or not, oldest first."""
+        query = select(JobRow.id).where(JobRow.ended.is_(False)).order_by(JobRow.created_at)
+        with self.database.reading() as session:
+            return tuple(session.scalars(query))
+
+    def changed_since(self, when: datetime) -> tuple[tuple[str, datetime], ...]:
+        """Jobs changed at that time or later, with when: for whoever projects rows somewhere else."""
+        query = select(JobRow.id, JobRow.updated_at).where(JobRow.updated_at >= when).order_by(JobRow.updated_at)
+        with self.database.reading() as session:
+            return tuple((row[0], row[1]) for row in session.execute(query))
+
+    # An observer's verbs.
+
+    def save_status(self, job_id: str, status: JobStatus, owner: str | None = None) -> None:
+        """Store what was observed; its stages are stored as by `set_stage`.
+
+        With `owner`, only while that driver holds the lease: raises LeaseLost otherwise. Raises NotFound.
+        """
+        now = self._clock()
+        with self.database.writing() as session:
+            row = self._hold(session, job_id)
+            if owner is not None and (row.lease_owner != owner or row.lease_until is None or row.lease_until < now):
+                raise LeaseLost(f"job {job_id} is no longer driven by {owner}", "leave it to its new driver")
+            if is_over(status.conditions) and not row.ended:
+                self._announce_end(session, row, status)
+            row.status = status.model_copy(update={"stages": ()}).model_dump(mode="json")
+            row.phase, row.ended = status.phase, is_over(status.conditions)
+            row.updated_at = now
+            for stage in status.stages:
+                _put_stage(session, job_id, stage)
+
+    def set_stage(self, job_id: str, stage: StageStatus) -> None:
+        """Store one box of the pipeline. Progress left out stays as it was. Raises NotFound."""
+        with self.database.writing() as session:
+            self._hold(session, job_id)
+            _put_stage(session, job_id, stage)
+
+    def record_event(self, job_id: str, reason: str, message: str, *, type: Literal["Normal", "Warning"] = "Normal",
+                     stage: StageName | None = None, key: str = "",
+                     data: Mapping[str, JsonValue] | None = None) -> Event:
+        """Append an event. Raises NotFound."""
+        with self.database.writing() as session:
+            self._hold(session, job_id)
+            row = self._note(session, job_id, reason, message, type=type, stage=stage, key=key, data=data)
+            session.flush()
+            return render_event(row)
+
+    def record_metrics(self, job_id: str, stage: StageName, key: str, points: Iterable[Metric]) -> None:
+        """Record points of series; a point recorded again is replaced."""
+        with self.database.writing() as session:
+            self._hold(session, job_id)
+            for point in points:
+                put_metric(session, job_id, stage, key, point)
+
+    def events(self, job_id: str, *, after: int = 0, limit: int = 500) -> tuple[Event, ...]:
+        """Events of a job with an id above `after`, in order. Raises NotFound."""
+        query = select(EventRow).where(EventRow.job_id == job_id, EventRow.id > after).order_by(EventRow.id)
+        with self.database.reading() as session:
+            self._find(session, job_id)
+            return tuple(render_event(row) for row in session.scalars(query.limit(limit)))
+
+    def count_events(self) -> int:
+        """How many events have been recorded, deleted ones included, as their ids count them; for metrics."""
+        with self.database.reading() as session:
+            return session.execute(select(func.max(EventRow.id))).scalar() or 0
+
+    def metrics(self, job_id: str, *, stage: StageName | None = None, key: str | None = None,
+                name: str | None = None) -> tuple[MetricSeries, ...]:
+        """Series of a job, each ordered by step. Raises NotFound."""
+        query = select(MetricRow).where(MetricRow.job_id == job_id)
+        for column, value in ((MetricRow.stage, stage), (MetricRow.key, key), (MetricRow.name, name)):
+            query = query if value is None else query.where(column == value)
+        query = query.order_by(MetricRow.stage, MetricRow.key, MetricRow.name, MetricRow.step)
+        series: dict[tuple[str, str, str], list[MetricPoint]] = {}
+        with self.database.reading() as session:
+            self._find(session, job_id)
+            for row in session.scalars(query):
+                point = MetricPoint(step=row.step, time=row.time, value=row.value)
+                series.setdefault((row.stage, row.key, row.name), []).append(point)
+        return tuple(MetricSeries.model_validate({"stage": of, "key": keyed, "name": named, "points": points})
+                     for (of, keyed, named), points in series.items())
+
+    # Inside a transaction.
+
+    def _announce_end(self, session: Session, row: JobRow, status: JobStatus) -> None:
+        end = next(one for one in status.conditions if one.type in _TOLD and one.status == "True")
+        announce(session, self._clock, row.project, _TOLD[end.type], {"job": {
+            "id": row.id, "name": row.name, "target": row.target, "reason": end.reason, "message": end.message}})
+
+    def _request_cancel(self, session: Session, row: JobRow) -> None:
+        row.cancel_requested = True
+        row.phase = "Cancelling"
+        row.updated_at = self._clock()
+        self._note(session, row.id, "CancelRequested", "stopping what runs")
+        promise(session, "advance_job", row.id, self._clock)
+        session.flush()
+
+    def _note(self, session: Session, job_id: str, reason: str, message: str, *,
+              type: Literal["Normal", "Warning"] = "Normal", stage: StageName | None = None, key: str = "",
+              data: Mapping[str, JsonValue] | None = None) -> EventRow:
+        row = EventRow(**_event_values(job_id, self._clock(), reason, message, type=type, stage=stage, key=key,
+                                       data=data))
+        session.add(row)
+        return row
+
+    def _find(self, session: Session, job_id: str, action: Action = "jobs:read", *, hold: bool = False) -> JobRow:
+        """The row, if it is there for this scope. Raises NotFound, or Forbidden."""
+        row, absent = session.get(JobRow, job_id, with_for_update=hold or None), _missing(job_id)
+        if row is None:
+            raise absent
+        self._scope.check(action, row.project, absent)
+        return row
+
+    def _hold(self, session: Session, job_id: str, action: Action = "jobs:read") -> JobRow:
+        """The row, locked until the transaction ends where the database has row locks (SQLite locks the whole file).
+
+        Every writer of a job takes turns by it: what was read stays true until it is written, and events become visible
+        in the order of their ids, so that a stream behind the last id misses none.
+        """
+        return self._find(session, job_id, action, hold=True)
+
+    def _render(self, session: Session, row: JobRow) -> Job:
+        return render_job(row, session.scalars(select(StageRow).where(StageRow.job_id == row.id)))
+
+
+def _missing(job_id: str) -> NotFound:
+    return NotFound(f"no job {job_id!r}", "list the jobs to see their ids")
+
+
+def _event_values(job_id: str, time: datetime, reason: str, message: str, *, type: str = "Normal",
+                  stage: StageName | None = None, key: str = "", data: Mapping[str, JsonValue] | None = None
+                  ) -> dict[str, Any]:
+    return {"job_id": job_id, "time": time, "type": type, "reason": reason, "message": message, "stage": stage,
+            "key": key, "data": dict(data or {})}
+
+
+def _put_stage(session: Session, job_id: str, stage: StageStatus) -> None:
+    upsert(session, StageRow, {"job_id": job_id, "stage": stage.stage, "key": stage.key}, stage_values(stage))
+
+
+def put_metric(session: Session, job_id: str, stage: str, key: str, point: Metric) -> None:
+    """Record one point in the running transaction."""
+    upsert(session, MetricRow, {"job_id": job_id, "stage": stage, "key": key, "name": point.name, "step": point.step},
+           {"time": point.time, "value": point.value})
+
+
+def _filtered(wanted: JobFilter) -> Select[Any]:
+    query = select(JobRow)
+    for column, value in ((JobRow.phase, wanted.phase), (JobRow.name, wanted.name), (JobRow.target, wanted.target)):
+        query = query if value is None else query.where(column == value)
+    for key, value in wanted.labels.items():
+        query = query.where(exists().where(LabelRow.job_id == JobRow.id, LabelRow.key == key, LabelRow.value == value))
+    return query

@@ -1,0 +1,111 @@
+"""Between rows and the contract: rendering, identifiers, page cursors. No session is opened here."""
+
+import base64
+import binascii
+import json
+import secrets
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Any
+
+from eyrie_api.database.tables import EndpointRow, EventRow, HistoryRow, JobRow, RevisionRow, StageRow
+from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.history import HistoryEntry
+from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.stages import STAGES
+from eyrie_api.v1alpha1.status import Condition, Endpoint, Event, Job, JobStatus, Progress, Revision, StageStatus
+
+ENDS = ("Succeeded", "Failed", "Cancelled")
+"""Conditions that end a job."""
+
+_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford: no i, l, o, u to misread
+
+
+def new_job_id() -> str:
+    """A DNS label with 50 random bits."""
+    bits = secrets.randbits(50)
+    return "job-" + "".join(_ALPHABET[bits >> shift & 31] for shift in range(0, 50, 5))
+
+
+def is_over(conditions: Iterable[Condition]) -> bool:
+    """Whether one of the conditions ends the job."""
+    return any(one.type in ENDS and one.status == "True" for one in conditions)
+
+
+def render_job(row: JobRow, stages: Iterable[StageRow]) -> Job:
+    """A job as the API shows it; its stages come from their own rows."""
+    order = {stage: place for place, stage in enumerate(STAGES)}
+    rendered = sorted((render_stage(stage) for stage in stages), key=lambda one: (order[one.stage], one.key))
+    status = JobStatus.model_validate({**row.status, "attempt": row.attempt, "observed_generation": row.generation,
+                                       "phase": row.phase, "stages": rendered})
+    return Job(id=row.id, generation=row.generation, created_at=row.created_at, updated_at=row.updated_at,
+               spec=JobSpec.model_validate(row.spec), status=status)
+
+
+def render_stage(row: StageRow) -> StageStatus:
+    """One box."""
+    progress = None if row.progress is None else Progress.model_validate(row.progress)
+    return StageStatus.model_validate({
+        "stage": row.stage, "key": row.key, "state": row.state, "attempt": row.attempt, "started_at": row.started_at,
+        "finished_at": row.finished_at, "progress": progress, "reason": row.reason, "message": row.message,
+        "mend": row.mend})
+
+
+def stage_values(stage: StageStatus) -> dict[str, Any]:
+    """Columns of a stage row. Absent progress is left as it is: it is read from the stage's own record."""
+    values: dict[str, Any] = stage.model_dump(exclude={"stage", "key", "progress"})
+    if stage.progress is not None:
+        values["progress"] = stage.progress.model_dump(mode="json")
+    return values
+
+
+def render_event(row: EventRow) -> Event:
+    """One event."""
+    return Event.model_validate({
+        "id": row.id, "job_id": row.job_id, "time": row.time, "type": row.type, "reason": row.reason,
+        "message": row.message, "stage": row.stage, "key": row.key, "data": row.data})
+
+
+def render_endpoint(row: EndpointRow, revisions: Iterable[RevisionRow]) -> Endpoint:
+    """One endpoint with its history, oldest first."""
+    history = tuple(render_revision(one) for one in sorted(revisions, key=lambda one: one.number))
+    return Endpoint.model_validate({
+        "name": row.name, "target": row.target["model"], "url": row.url, "model": row.model, "desired": row.desired,
+        "active_revision": row.active_revision, "candidate_revision": row.candidate_revision, "revisions": history,
+        "conditions": row.conditions, "updated_at": row.updated_at})
+
+
+def render_revision(row: RevisionRow) -> Revision:
+    """One revision."""
+    return Revision.model_validate({
+        "number": row.number, "job_id": row.job_id, "checkpoint": row.checkpoint, "tree": row.tree,
+        "drafter_dir": row.drafter_dir, "use": row.use, "speedup": row.speedup, "tau": row.tau,
+        "created_at": row.created_at, "reason": row.reason, "state": row.state,
+        "rejected_reason": row.rejected_reason})
+
+
+def render_history(row: HistoryRow) -> HistoryEntry:
+    """One entry of an endpoint's history."""
+    return HistoryEntry.model_validate({
+        "id": row.id, "endpoint": row.endpoint, "time": row.time, "kind": row.kind, "revision": row.revision,
+        "job_id": row.job_id, "reason": row.reason, "message": row.message, "actor": row.actor,
+        "figures": row.figures, "data": row.data})
+
+
+def encode_cursor(created_at: datetime, job_id: str) -> str:
+    """Where a page ended, opaque to clients."""
+    return base64.urlsafe_b64encode(json.dumps([created_at.isoformat(), job_id]).encode()).decode().rstrip("=")
+
+
+def decode_cursor(cursor: str) -> tuple[datetime, str]:
+    """The inverse of `encode_cursor`. Raises InvalidInput."""
+    try:
+        raw = base64.urlsafe_b64decode(cursor.encode() + b"=" * (-len(cursor) % 4))
+        created_at, job_id = json.loads(raw)
+        when = datetime.fromisoformat(created_at)
+        if when.tzinfo is None or not isinstance(job_id, str):
+            raise ValueError
+    except (ValueError, TypeError, binascii.Error):
+        raise InvalidInput(f"cursor {cursor!r} was not made by this server",
+                           "pass next_cursor of the page before, or leave it out") from None
+    return when, job_id

@@ -1,0 +1,89 @@
+"""Measured checkpoints as rows: what the leaderboard ranks and promotion looks up.
+
+A benchmark report is kept whole; the columns beside it are for filters. Recording it again replaces it, so a benchmark
+that was repeated after a crash does not appear twice. A result is seen by whoever sees its job. Ranking itself is pure
+and lives in `eyrie_api.decisions.leaderboard`.
+"""
+
+from dataclasses import dataclass
+
+from sqlalchemy import select
+
+from eyrie_api.access.scope import SYSTEM, Scope
+from eyrie_api.clock import Clock, utc_now
+from eyrie_api.database.tables import Database, JobRow, ResultRow, upsert
+from eyrie_api.decisions.leaderboard import Measured, mean_speedup, rank, select_best
+from eyrie_api.errors import NotFound
+from eyrie_api.v1alpha1.reports import BenchmarkReport, LeaderboardEntry
+
+
+@dataclass(frozen=True)
+class Result:
+    """One measured checkpoint and where its drafter lies."""
+
+    measured: Measured
+    drafter_dir: str
+
+
+@dataclass(frozen=True)
+class ResultFilter:
+    """Which results to rank; empty fields do not restrict."""
+
+    job_id: str | None = None
+    target: str | None = None
+    family: str | None = None
+    tuned: bool | None = None
+    lossless: bool | None = None
+
+
+class Results:
+    """Result rows of one database, as `scope` sees them."""
+
+    def __init__(self, database: Database, clock: Clock = utc_now, scope: Scope = SYSTEM) -> None:
+        self._database, self._clock, self._scope = database, clock, scope
+
+    def record(self, measured: Measured, drafter_dir: str) -> None:
+        """Keep a report. `drafter_dir` is the checkpoint's directory, absolute."""
+        report = measured.report
+        key = {"job_id": measured.job_id, "checkpoint": report.checkpoint, "tuned": measured.tuned}
+        values = {
+            "family": measured.family, "target": measured.target, "drafter_dir": drafter_dir,
+            "speedup": mean_speedup(report), "lossless": report.lossless, "report": report.model_dump(mode="json"),
+            "created_at": self._clock(),
+        }
+        with self._database.writing() as session:
+            upsert(session, ResultRow, key, values)
+
+    def leaderboard(self, wanted: ResultFilter | None = None, limit: int = 100) -> tuple[LeaderboardEntry, ...]:
+        """Entries best first, ranked among those the filter lets through."""
+        return rank(one.measured for one in self.list(wanted))[:limit]
+
+    def list(self, wanted: ResultFilter | None = None) -> tuple[Result, ...]:
+        """Results, in no particular order."""
+        wanted = wanted or ResultFilter()
+        query = select(ResultRow).join(JobRow, JobRow.id == ResultRow.job_id)
+        query = query.where(self._scope.sees(JobRow.project, "jobs:read"))
+        for column, value in (
+            (ResultRow.job_id, wanted.job_id), (ResultRow.target, wanted.target), (ResultRow.family, wanted.family),
+        ):
+            query = query if value is None else query.where(column == value)
+        for flag, asked in ((ResultRow.tuned, wanted.tuned), (ResultRow.lossless, wanted.lossless)):
+            query = query if asked is None else query.where(flag.is_(asked))
+        with self._database.reading() as session:
+            return tuple(_result(row) for row in session.scalars(query))
+
+    def find(self, job_id: str, checkpoint: str | None = None) -> Result:
+        """The tuned result of a checkpoint, or the best one of the job when none is named. Raises NotFound."""
+        found = [one for one in self.list(ResultFilter(job_id=job_id))
+                 if checkpoint in (None, one.measured.report.checkpoint)]
+        if not found:
+            what = "checkpoint" if checkpoint is None else f"checkpoint {checkpoint!r}"
+            raise NotFound(f"no measured {what} of job {job_id!r}", "see the job's leaderboard for what was measured")
+        tuned = [one for one in found if one.measured.tuned]
+        best = select_best([one.measured.report for one in tuned or found])
+        return next(one for one in tuned or found if one.measured.report == best)
+
+
+def _result(row: ResultRow) -> Result:
+    report = BenchmarkReport.model_validate(row.report)
+    return Result(Measured(row.job_id, row.family, row.target, row.tuned, report), row.drafter_dir)

@@ -1,0 +1,213 @@
+"""Webhooks as rows: where a project's events are posted, and what became of each delivery.
+
+`announce` writes deliveries inside the transaction of the change they speak of and promises the chore `deliver` for
+each, so nothing that happened goes untold and nothing is told that did not happen. `deliver` is one attempt; what fails
+is due again later and later (`BACKOFF_S`), found by the tick. A delivery may arrive twice, under the same id.
+
+A webhook whose deliveries were given up `GIVEN_UP` times in a row is switched off; a `ping` that arrives switches it on
+again. A webhook's secret is shown once, when it is made.
+"""
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from http.client import HTTPException
+from typing import Any
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from eyrie_api import ssrf_safe_http
+from eyrie_api.access.scope import SYSTEM, Scope
+from eyrie_api.clock import Clock, utc_now
+from eyrie_api.database.outbox import promise
+from eyrie_api.database.tables import Database, DeliveryRow, WebhookRow, rowcount
+from eyrie_api.errors import InvalidInput, NotFound
+from eyrie_api.v1alpha1.access import CreateWebhook, Delivery, Webhook, WebhookEvent
+from eyrie_api.webhook_signatures import signed
+
+BACKOFF_S = (10.0, 60.0, 300.0, 1800.0, 7200.0, 21600.0)
+"""Pauses between attempts: seven in nine hours."""
+
+GIVEN_UP = 5
+KEPT_S = 14 * 86400.0
+"""How long ended deliveries are kept."""
+
+_IN_HAND_S = 60.0
+"""Longer than an attempt takes: one that is not settled by then died with its worker, and is due again."""
+
+_SHOWN = 100
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A delivery taken in hand."""
+
+    id: str
+    event: str
+    url: str
+    secret: str
+    body: bytes
+
+
+def announce(session: Session, clock: Clock, project: str, event: WebhookEvent, told: Mapping[str, Any]) -> None:
+    """Tell a project's webhooks of something, inside the transaction that does it."""
+    hooks = select(WebhookRow).where(WebhookRow.project == project, WebhookRow.disabled_reason.is_(None))
+    for hook in session.scalars(hooks).all():
+        if event in hook.events:
+            _add(session, clock, hook, event, told)
+
+
+def _add(session: Session, clock: Clock, hook: WebhookRow, event: WebhookEvent, told: Mapping[str, Any]) -> DeliveryRow:
+    now = clock()
+    made = "dlv_" + secrets.token_hex(6)
+    body = {"delivery": made, "event": event, "time": now.isoformat(), "project": hook.project, **told}
+    row = DeliveryRow(id=made, webhook_id=hook.id, event=event, body=json.dumps(body), state="pending", attempts=0,
+                      next_at=now, status=None, error=None, created_at=now, ended_at=None)
+    session.add(row)
+    promise(session, "deliver", made, clock)
+    return row
+
+
+class Webhooks:
+    """Webhook and delivery rows of one database, as `scope` sees them."""
+
+    def __init__(self, database: Database, clock: Clock = utc_now, scope: Scope = SYSTEM, *,
+                 allow_private: bool = False) -> None:
+        self._database, self._clock, self._scope = database, clock, scope
+        self._allow_private = allow_private
+
+    # A user's verbs.
+
+    def create(self, wanted: CreateWebhook) -> tuple[Webhook, str]:
+        """A new webhook of the scope's project and its secret. Raises InvalidInput for a URL that is none, or that
+        leads where this server does not go."""
+        project = self._scope.home("webhooks:write")
+        try:
+            ssrf_safe_http.resolved(ssrf_safe_http.place_of(wanted.url), allow_private=self._allow_private)
+        except OSError:
+            raise InvalidInput("url names a host that cannot be found", "check its name") from None
+        actor = "system" if self._scope.principal is None else self._scope.principal.subject
+        row = WebhookRow(id="whk_" + secrets.token_hex(6), project=project, url=wanted.url, events=list(wanted.events),
+                         secret="whsec_" + secrets.token_urlsafe(32), failures=0, disabled_reason=None,
+                         created_by=actor, created_at=self._clock())
+        with self._database.writing() as session:
+            session.add(row)
+            self._scope.note(session, self._clock, "webhook.create", f"webhook/{row.id}", project)
+            return _render(row), row.secret
+
+    def list(self) -> tuple[Webhook, ...]:
+        """Webhooks of the projects one may see them of, oldest first."""
+        query = select(WebhookRow).where(self._scope.sees(WebhookRow.project, "webhooks:write"))
+        with self._database.reading() as session:
+            return tuple(_render(row) for row in session.scalars(query.order_by(WebhookRow.created_at, WebhookRow.id)))
+
+    def delete(self, webhook_id: str) -> None:
+        """Delete it with its deliveries. Raises NotFound or Forbidden."""
+        with self._database.writing() as session:
+            row = self._find(session, webhook_id)
+            self._scope.note(session, self._clock, "webhook.delete", f"webhook/{webhook_id}", row.project)
+            session.delete(row)
+
+    def deliveries(self, webhook_id: str) -> tuple[Delivery, ...]:
+        """Its latest deliveries, newest first. Raises NotFound or Forbidden."""
+        query = select(DeliveryRow).where(DeliveryRow.webhook_id == webhook_id)
+        with self._database.reading() as session:
+            self._find(session, webhook_id)
+            rows = session.scalars(query.order_by(DeliveryRow.created_at.desc(), DeliveryRow.id).limit(_SHOWN))
+            return tuple(_render_delivery(row) for row in rows)
+
+    def ping(self, webhook_id: str) -> Delivery:
+        """Send it a test event. Raises NotFound or Forbidden."""
+        with self._database.writing() as session:
+            hook = self._find(session, webhook_id)
+            row = _add(session, self._clock, hook, "ping", {})
+            self._scope.note(session, self._clock, "webhook.ping", f"webhook/{webhook_id}", hook.project)
+            session.flush()
+            return _render_delivery(row)
+
+    # The chores' verbs.
+
+    def due(self, limit: int = 100) -> tuple[str, ...]:
+        """Deliveries whose time has come, the longest waiting first."""
+        query = select(DeliveryRow.id).where(DeliveryRow.state == "pending", DeliveryRow.next_at <= self._clock())
+        with self._database.reading() as session:
+            return tuple(session.scalars(query.order_by(DeliveryRow.next_at).limit(limit)))
+
+    def deliver(self, delivery_id: str) -> None:
+        """One attempt, if it is due and nobody else is at it."""
+        attempt = self._take(delivery_id)
+        if attempt is None:
+            return
+        headers = signed(attempt.secret, attempt.id, attempt.event, int(self._clock().timestamp()), attempt.body)
+        status, failed = None, None
+        try:
+            status = ssrf_safe_http.post(attempt.url, attempt.body, headers, allow_private=self._allow_private)
+        except InvalidInput as error:
+            failed = error.message
+        except (OSError, HTTPException) as error:  # its text may quote what the receiver sent; the name says enough
+            failed = type(error).__name__
+        self._settle(delivery_id, status, failed)
+
+    def sweep(self, older_than_s: float = KEPT_S) -> int:
+        """Delete ended deliveries of that age; return how many."""
+        before = self._clock() - timedelta(seconds=older_than_s)
+        with self._database.writing() as session:
+            return rowcount(session, delete(DeliveryRow).where(DeliveryRow.ended_at < before))
+
+    def _take(self, delivery_id: str) -> Attempt | None:
+        now = self._clock()
+        with self._database.writing() as session:
+            row = session.get(DeliveryRow, delivery_id, with_for_update=True)
+            if row is None or row.state != "pending" or row.next_at is None or row.next_at > now:
+                return None
+            hook = session.get(WebhookRow, row.webhook_id)
+            assert hook is not None, "a delivery without its webhook"
+            if hook.disabled_reason is not None and row.event != "ping":
+                row.state, row.error, row.next_at, row.ended_at = "failed", "the webhook is switched off", None, now
+                return None
+            row.attempts += 1
+            row.next_at = now + timedelta(seconds=_IN_HAND_S)
+            return Attempt(row.id, row.event, hook.url, hook.secret, row.body.encode())
+
+    def _settle(self, delivery_id: str, status: int | None, failed: str | None) -> None:
+        now = self._clock()
+        with self._database.writing() as session:
+            row = session.get(DeliveryRow, delivery_id, with_for_update=True)
+            hook = None if row is None else session.get(WebhookRow, row.webhook_id, with_for_update=True)
+            if row is None or hook is None:  # deleted while it was on its way
+                return
+            row.status, row.error = status, failed
+            if status is not None and 200 <= status < 300:
+                row.state, row.next_at, row.ended_at = "delivered", None, now
+                hook.failures, hook.disabled_reason = 0, None
+            elif row.attempts <= len(BACKOFF_S) and row.event != "ping":
+                row.next_at = now + timedelta(seconds=BACKOFF_S[row.attempts - 1])
+            else:
+                row.state, row.next_at, row.ended_at = "failed", None, now
+                hook.failures += 1
+                if hook.failures >= GIVEN_UP:
+                    hook.disabled_reason = f"{hook.failures} deliveries in a row were given up; a ping that arrives " \
+                                           "switches it on again"
+
+    def _find(self, session: Session, webhook_id: str) -> WebhookRow:
+        row = session.get(WebhookRow, webhook_id)
+        absent = NotFound(f"no webhook {webhook_id!r}", "list the webhooks to see their ids")
+        if row is None:
+            raise absent
+        self._scope.check("webhooks:write", row.project, absent)
+        return row
+
+
+def _render(row: WebhookRow) -> Webhook:
+    return Webhook.model_validate({
+        "id": row.id, "project": row.project, "url": row.url, "events": row.events, "failures": row.failures,
+        "disabled_reason": row.disabled_reason, "created_by": row.created_by, "created_at": row.created_at})
+
+
+def _render_delivery(row: DeliveryRow) -> Delivery:
+    return Delivery.model_validate({
+        "id": row.id, "event": row.event, "state": row.state, "attempts": row.attempts, "next_at": row.next_at,
+        "status": row.status, "error": row.error, "created_at": row.created_at, "ended_at": row.ended_at})

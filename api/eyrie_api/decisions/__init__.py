@@ -1,0 +1,1 @@
+"""Pure decisions: plan, sweep, drafter families, leaderboard, promotion. Values in, values out."""

@@ -1,0 +1,381 @@
+"""What a job will cost before it runs: tokens, bytes on disk, hours. Pure arithmetic; every assumption is named.
+
+Storage is the cost that surprises people. A captured token stores `A` aux hidden states, and an answer token the final
+one besides, in a codec (`v1alpha1.codecs`), so
+
+    bytes = tokens * (A * state + 5) + answer tokens * final state,     state ~ H * bytes per value
+
+whatever the number of layers or parameters: it scales with the hidden size alone, as the second seed says. Its example,
+which stores the final state of every token in two bytes per value, recomputed: H = 5120, bfloat16, A = 3, 2048 tokens
+per sample: 4 * 5120 * 2 * 2048 = 83 886 080 bytes, *exactly* 80 MiB. 500 000 samples are 40 000 000 MiB = 38.147 TiB
+(41.943 TB), and with the post's 5 % for serialization 40.054 TiB. The post says "~42 TiB": it divides 40 000 000 MiB by
+1 000 000 instead of 1 048 576, which gives "40 TiB", and 5 % on top make 42.000. Its last section's "40 TiB" is the
+right figure. (Ids and masks, which the post leaves out, add 4.8 GiB; our shards have no 5 %: their overhead is about
+100 bytes per row. In our default codec, with half of the tokens answers, the same job stores 16.7 TiB.)
+
+Time is `arithmetic / effective arithmetic per second` by kind of work: 2 FLOPs per parameter and token for the target,
+6 per drafter parameter and pass of a token through it for training (a family's way to learn says how many passes; rungs
+leave some out). The rates are settings with measured defaults; a plan is good
+to a factor of two or so, and says what it rests on.
+
+Legend: A aux layers, H hidden, V vocabulary.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from eyrie_api.decisions.families import FAMILIES, fuses, in_words, named_layers
+from eyrie_api.decisions.sweep import Candidate, expand, families_of
+from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES, StoredAs, choose
+from eyrie_api.v1alpha1.job import DraftTreeShape, JobSpec, TuneSpec
+from eyrie_api.v1alpha1.plan import Assumption, Plan, StagePlan
+
+DEFAULT_AUX_LAYERS = 3
+ROW_JSON_BYTES_PER_TOKEN = 6
+"""Token ids as decimal text with a comma."""
+
+DEFAULT_DRAFT_VOCABULARY = 32_768
+_SECONDS_PER_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What a plan needs of a target's `config.json`."""
+
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    tie_word_embeddings: bool
+    source: str
+    """Where the facts come from, for the assumptions."""
+
+    @property
+    def parameters(self) -> int:
+        """Weights of a dense pre-norm decoder: embeddings, attention, gated MLP, norms."""
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return embeddings + self.num_layers * (self._attention(self.hidden_size) + self._mlp(self.intermediate_size)
+                                               + 2 * self.hidden_size) + self.hidden_size
+
+    def drafter_parameters(self, candidate: Candidate) -> int:
+        """Trainable weights of a candidate's drafter; norms and biases are left out."""
+        drafter, hidden = candidate.drafter, self.hidden_size
+        facts = FAMILIES[drafter.family]
+        vocabulary = self.vocab_size if facts.whole_vocabulary else self._draft_vocabulary(candidate)
+        mlp = self._mlp(drafter.intermediate_size or self.intermediate_size)
+        aux = len(drafter.aux_layers or candidate.spec.capture.aux_layers or ()) or DEFAULT_AUX_LAYERS
+        ahead = drafter.max_draft_tokens or candidate.train.ttt_length
+        if drafter.family == "eagle3":  # fusion, a layer with doubled input, a reduced output matrix
+            return aux * hidden**2 + self._attention(2 * hidden) + mlp + vocabulary * hidden
+        if drafter.family == "eagle1":  # both ends are the target's
+            return 2 * hidden**2 + self._attention(hidden) + mlp
+        if drafter.family == "medusa":  # a square matrix and an output matrix for each head
+            return ahead * (hidden**2 + vocabulary * hidden)
+        if drafter.family == "hydra":  # two matrices from (2 + s) H for each head, one output matrix
+            return 2 * hidden**2 * sum(range(2, 2 + ahead)) + vocabulary * hidden
+        if drafter.family == "dflash":
+            layers = drafter.num_layers or max(1, min(5, self.num_layers // 6))
+            return aux * hidden**2 + layers * (self._attention(hidden) + mlp)
+        width = drafter.hidden_size or max(1, round(hidden / 2 / self.head_dim)) * self.head_dim
+        inner = drafter.intermediate_size or self.intermediate_size * width // hidden
+        layer = self._attention(width) * width // hidden + 3 * width * inner
+        return (drafter.num_layers or 2) * layer + 2 * vocabulary * width
+
+    def training_passes(self, candidate: Candidate) -> float:
+        """How often a token of the data goes through the drafter's weights at one optimiser step."""
+        train = candidate.train
+        if candidate.drafter.family == "eagle3":  # the first step at all positions, the others at some, later on
+            return 1.0 + (1.0 - train.single_step_ratio) * train.unrolled_fraction * (train.ttt_length - 1)
+        if candidate.drafter.family == "dflash":  # a block at some positions
+            return train.unrolled_fraction * (1 + (candidate.drafter.max_draft_tokens or train.ttt_length))
+        return 1.0
+
+    def _draft_vocabulary(self, candidate: Candidate) -> int:
+        return candidate.drafter.draft_vocab_size or min(self.vocab_size, DEFAULT_DRAFT_VOCABULARY)
+
+    def _attention(self, width_in: int) -> int:
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return width_in * (queries + 2 * keys) + queries * self.hidden_size
+
+    def _mlp(self, width: int) -> int:
+        return 3 * self.hidden_size * width
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What is known of the conversations before reading them all."""
+
+    rows: int | None = None
+    """Available, or None when unknown."""
+
+    prompt_tokens: float | None = None
+    """Mean per row, or None when unknown: then the spec's limit is taken, an upper bound."""
+
+    answer_tokens: float | None = None
+    source: str = "limits of the spec (an upper bound)"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Effective arithmetic of the machine in GFLOP/s, by kind of work."""
+
+    prefill: float = 90.0
+    decode: float = 22.0
+    """Many requests together."""
+
+    single: float = 1.5
+    """One request at a time: bound by reading the weights."""
+
+    train: float = 80.0
+    source: str = "measured on a 2-core AVX-512 CPU; set EYRIE_*_GFLOPS for yours"
+
+
+def make_plan(spec: JobSpec, target_facts: TargetFacts, free_bytes: int | None, *,
+              data_facts: DataFacts | None = None, rates: Rates | None = None) -> Plan:
+    """The cost of `spec` for a target, stage by stage.
+
+    `free_bytes` is the free space where the job would write, None when unknown. Raises InvalidInput when the sweep
+    cannot be expanded.
+    """
+    data_facts, rates = data_facts or DataFacts(), rates or Rates()
+    candidates = expand(spec)
+    work = _Work(spec, target_facts, data_facts, candidates)
+    stages = (
+        _regenerate(work, rates),
+        _capture(work, rates),
+        _train(work, candidates, rates),
+        _benchmark(work, candidates, rates),
+        _tune(work, rates),
+        _prove(work, rates),
+    )
+    total = sum(stage.bytes_on_disk for stage in stages)
+    warnings = list(_warnings(work, candidates))
+    fits = None if free_bytes is None else total <= free_bytes
+    if fits is False:
+        warnings.append(f"the job needs {total} bytes on disk and {free_bytes} are free")
+    if not work.within_budget:
+        fits = False
+    return Plan(
+        stages=stages, total_tokens=sum(stage.tokens for stage in stages), total_bytes_on_disk=total,
+        total_hours=sum(stage.hours for stage in stages), bytes_per_token=work.state_bytes,
+        assumptions=_assumptions(work, candidates, rates), warnings=tuple(warnings),
+        notes=tuple(in_words(family) for family in families_of(spec)), fits_disk=fits)
+
+
+class _Work:
+    """Rows and tokens, derived once."""
+
+    def __init__(self, spec: JobSpec, target: TargetFacts, data: DataFacts, candidates: Sequence[Candidate]) -> None:
+        self.spec, self.target, self.data = spec, target, data
+        available = spec.data.max_conversations if data.rows is None else min(data.rows, spec.data.max_conversations)
+        self.rows = available - int(available * spec.data.held_out_fraction)
+        limit, most = spec.data.max_prompt_tokens, spec.regenerate.max_new_tokens
+        self.prompt = float(limit) if data.prompt_tokens is None else min(data.prompt_tokens, float(limit))
+        self.answer = float(most) if data.answer_tokens is None else min(data.answer_tokens, float(most))
+        self.row_tokens = min(self.prompt + self.answer, float(spec.capture.max_length))
+        self.captured = round(self.rows * self.row_tokens)
+        self.num_aux = _num_stored(spec, candidates)
+        self.taught = round(self.rows * max(0.0, self.row_tokens - self.prompt))
+        capture = spec.capture
+        vocabulary = capture.draft_vocab_size or min(target.vocab_size, DEFAULT_DRAFT_VOCABULARY)
+        wanted = StoredAs(capture.codec, capture.final_state, capture.final_top_k, vocabulary)
+        sizes = (self.captured, self.taught, self.num_aux, target.hidden_size)
+        self.streamed = capture.feed == "stream"
+        chosen = choose(wanted, None if self.streamed else capture.max_bytes, *sizes)
+        self.within_budget = chosen is not None
+        self.stored = chosen or wanted
+        self.store_bytes = self.stored.bytes_of(*sizes)
+
+    @property
+    def state_bytes(self) -> int:
+        """Stored states per captured token, ids and masks left out."""
+        return round(self.store_bytes / max(1, self.captured)) - ID_AND_MASK_BYTES if self.captured else 0
+
+    @property
+    def flops_per_token(self) -> float:
+        return 2.0 * self.target.parameters
+
+
+def _num_stored(spec: JobSpec, candidates: Sequence[Candidate]) -> int:
+    """States stored of every token: what families fuse, what candidates name, and the one after the final norm where a
+    family reads it everywhere. (Named layers may be among the default ones, which are not known here.)"""
+    reads = {FAMILIES[one.drafter.family].reads for one in candidates}
+    default = any(fuses(one) and one.drafter.aux_layers is None for one in candidates) or reads == {"none"}
+    chosen = spec.capture.aux_layers or ()
+    named = set(named_layers(candidates)) - set(chosen if default else ())
+    return (len(chosen) or DEFAULT_AUX_LAYERS) * default + len(named) + ("final" in reads)
+
+
+def _hours(flops: float, gflops: float) -> float:
+    return flops / (gflops * 1e9) / _SECONDS_PER_HOUR
+
+
+def _regenerate(work: _Work, rates: Rates) -> StagePlan:
+    prompts, answers = round(work.rows * work.prompt), round(work.rows * work.answer)
+    hours = _hours(prompts * work.flops_per_token, rates.prefill) + _hours(answers * work.flops_per_token, rates.decode)
+    tokens = prompts + answers
+    return StagePlan(stage="regenerate", tokens=tokens, bytes_on_disk=tokens * ROW_JSON_BYTES_PER_TOKEN, hours=hours)
+
+
+def _capture(work: _Work, rates: Rates) -> StagePlan:
+    if work.streamed:  # ids and masks alone are written; the target's passes are paid where they happen, in training
+        return StagePlan(stage="capture", tokens=work.captured,
+                         bytes_on_disk=work.captured * ID_AND_MASK_BYTES, hours=0.0)
+    return StagePlan(stage="capture", tokens=work.captured,
+                     bytes_on_disk=work.store_bytes,
+                     hours=_hours(work.captured * work.flops_per_token, rates.prefill))
+
+
+def _train(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> StagePlan:
+    tokens = size = 0
+    hours, share = 0.0, _share_of_steps(work.spec, candidates)
+    for candidate in candidates:
+        train, parameters = candidate.train, work.target.drafter_parameters(candidate)
+        seen = _tokens_seen(work, candidate)
+        tokens += round(seen * share)
+        hours += _hours(6.0 * parameters * work.target.training_passes(candidate) * seen * share, rates.train)
+        # Exported checkpoints, and one resumable state: weights and two moments.
+        size += parameters * 4 * (train.num_checkpoints + 3)
+    if work.streamed:
+        hours += _hours(_streamed_tokens(work, candidates) * work.flops_per_token, rates.prefill)
+    return StagePlan(stage="train", tokens=tokens, bytes_on_disk=size, hours=hours)
+
+
+def _tokens_seen(work: _Work, candidate: Candidate) -> int:
+    train, seen = candidate.train, round(work.captured * candidate.train.epochs)
+    return seen if train.max_steps is None else min(seen, train.max_steps * train.max_tokens_per_batch)
+
+
+def _streamed_tokens(work: _Work, candidates: Sequence[Candidate]) -> int:
+    """What the target computes for those who learn from no store: once for all who see the same documents at the same
+    steps, in every epoch anew."""
+    if work.spec.sweep.together == "never":
+        return sum(_tokens_seen(work, one) for one in candidates)
+    longest: dict[tuple[int, int], int] = {}
+    for one in candidates:
+        key = (one.train.seed, one.train.max_tokens_per_batch)
+        longest[key] = max(longest.get(key, 0), _tokens_seen(work, one))
+    return sum(longest.values())
+
+
+def _share_of_steps(spec: JobSpec, candidates: Sequence[Candidate]) -> float:
+    """Of all candidates' steps, how many are made: at each rung half of those that race one another stop, rounded down.
+    They do who are of one family and see the same documents at the same steps."""
+    if spec.sweep.together == "never":
+        return 1.0
+    steps = 0.0
+    for left in Counter((one.drafter.family, one.train.seed, one.train.max_tokens_per_batch)
+                        for one in candidates).values():
+        before = 0.0
+        for rung in (*spec.sweep.rungs, 1.0):
+            steps, before, left = steps + left * (rung - before), rung, left - left // 2
+    return steps / len(candidates)
+
+
+def _benchmark(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> StagePlan:
+    checkpoints = sum(candidate.train.num_checkpoints for candidate in candidates)
+    tokens = checkpoints * _suite_tokens(work.spec)
+    return StagePlan(stage="benchmark", tokens=tokens, bytes_on_disk=0,
+                     hours=_hours(tokens * work.flops_per_token, rates.single))
+
+
+def _suite_tokens(spec: JobSpec) -> int:
+    """Generated by one drafter and its undrafted baseline over all suites."""
+    benchmark = spec.benchmark
+    prompts = sum(suite.max_prompts for suite in benchmark.suites)
+    return 2 * prompts * len(benchmark.temperatures) * benchmark.repeats * benchmark.max_new_tokens
+
+
+def _tune(work: _Work, rates: Rates) -> StagePlan:
+    """Races at every concurrency between the settings that may be tried, then one measured anew."""
+    tune, benchmark = work.spec.tune, work.spec.benchmark
+    settings = len(tree_shapes(tune)) + (len(set(tune.num_steps)) if tune.ngram else 0) + 1
+    arms = min(settings, max(3, int(tune.trials_share * settings))) * len(set(tune.concurrencies))
+    raced = arms * tune.max_prompts * len(tune.temperatures) * tune.repeats * benchmark.max_new_tokens
+    anew = _suite_tokens(work.spec)
+    hours = min(_hours(raced * work.flops_per_token, rates.single), tune.budget_s / _SECONDS_PER_HOUR)
+    return StagePlan(stage="tune", tokens=raced + anew, bytes_on_disk=0,
+                     hours=hours + _hours(anew * work.flops_per_token, rates.single))
+
+
+def _prove(work: _Work, rates: Rates) -> StagePlan:
+    """Parity (two servers and the reference engine), then every declared load and the changed prompt in both arms."""
+    prove = work.spec.prove
+    loads = len(prove.loads) + bool(prove.system_prompt)
+    tokens = prove.max_new_tokens * (3 * prove.parity_prompts + 2 * prove.requests * loads)
+    return StagePlan(stage="prove", tokens=tokens, bytes_on_disk=0,
+                     hours=_hours(tokens * work.flops_per_token, rates.single))
+
+
+def tree_shapes(tune: TuneSpec) -> tuple[DraftTreeShape, ...]:
+    """The possible shapes of the grid: one chain per depth, and the trees that can grow that many nodes."""
+    shapes: list[DraftTreeShape] = []
+    for depth in tune.num_steps:
+        for width in tune.top_k:
+            for nodes in (depth + 1,) if width == 1 else tune.num_draft_tokens:
+                try:
+                    shapes.append(DraftTreeShape(num_steps=depth, top_k=width, num_draft_tokens=nodes))
+                except ValidationError:
+                    continue  # the contract's docstring says so: impossible shapes are left out
+    return tuple(dict.fromkeys(shapes))
+
+
+def _warnings(work: _Work, candidates: Sequence[Candidate]) -> tuple[str, ...]:
+    found = []
+    if work.data.prompt_tokens is None:
+        found.append("row lengths are the limits of the spec: tokens, bytes and hours are upper bounds")
+    capture = work.spec.capture
+    if not work.within_budget:
+        found.append(f"no codec fits capture.max_bytes {capture.max_bytes}: {work.captured} tokens of which "
+                     f"{work.taught} answer need more")
+    elif (work.stored.codec, work.stored.final_state) != (capture.codec, capture.final_state):
+        found.append(f"states will be stored as {work.stored.name}: capture.codec {capture.codec} does not fit "
+                     f"capture.max_bytes {capture.max_bytes}")
+    if work.prompt + work.answer > work.spec.capture.max_length:
+        found.append(f"rows of up to {work.prompt + work.answer:.0f} tokens are cut at capture.max_length "
+                     f"{work.spec.capture.max_length}")
+    smallest = min(candidate.train.max_tokens_per_batch for candidate in candidates)
+    if work.captured < 10 * smallest:
+        found.append(f"{work.captured} captured tokens are fewer than ten batches of {smallest}: expect a weak drafter")
+    return tuple(found)
+
+
+def _why_stored(work: _Work) -> str:
+    if work.streamed:
+        return "capture.codec; in memory alone, capture.feed: stream"
+    return "capture.codec" if work.spec.capture.max_bytes is None else "capture.max_bytes"
+
+
+def _assumptions(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> tuple[Assumption, ...]:
+    target, data = work.target, work.data
+
+    def say(name: str, value: float, unit: str, source: str) -> Assumption:
+        return Assumption(name=name, value=float(value), unit=unit, source=source)
+
+    return (
+        say("rows answered", work.rows, "rows", data.source if data.rows is not None else "data.max_conversations"),
+        say("prompt length", work.prompt, "tokens", data.source),
+        say("answer length", work.answer, "tokens",
+            data.source if data.answer_tokens is not None else "regenerate.max_new_tokens (an upper bound)"),
+        say("hidden size", target.hidden_size, "values", target.source),
+        say("target parameters", target.parameters, "parameters", f"estimated from {target.source}"),
+        say("drafter parameters", target.drafter_parameters(candidates[0]), "parameters",
+            f"estimated for candidate {candidates[0].name}"),
+        say("states of every token", work.num_aux, "layers",
+            f"what {', '.join(families_of(work.spec))} read"
+            + ("" if work.spec.capture.aux_layers else "; by default low, middle and high are fused")),
+        say("streamed states" if work.streamed else "stored states", work.state_bytes, "bytes per token",
+            f"{work.stored.name}: {_why_stored(work)}"),
+        say("token id and loss mask", ID_AND_MASK_BYTES, "bytes per token", "layout of the store"),
+        say("candidates", len(candidates), "drafters", "sweep"),
+        say("prefill rate", rates.prefill, "GFLOP/s", rates.source),
+        say("decode rate, many requests", rates.decode, "GFLOP/s", rates.source),
+        say("decode rate, one request", rates.single, "GFLOP/s", rates.source),
+        say("training rate", rates.train, "GFLOP/s", rates.source),
+    )

@@ -1,0 +1,360 @@
+"""Whether a candidate replaces the incumbent, and why, in figures and in words. Pure.
+
+Every question is asked even when an earlier one was answered with no, so that the stored checks tell the whole story.
+
+Of the benchmark, in our reference engine:
+
+1. `identical`: did any output differ from the target's? (`require_identical`)
+2. `suite:<name>`: faster than no drafter by the margin in every required suite, at every temperature? (`min_speedup`)
+3. `incumbent`: faster than the incumbent by the margin on average? (`min_speedup_over_incumbent`) And
+   `incumbent:<suite>`: at least as fast in every required suite? An average may hide a suite that was given up.
+   These speed-ups are ratios against the same engine undrafted, so reports of different days may be compared.
+
+Of the proof, in the engine that will serve (`ProveReport`):
+
+4. `proof`, `parity`: was it proven there, and does that engine serve what was trained?
+5. `load:<users>`: faster than no drafter by the margin at every declared load, and not by luck (`require_confidence`)?
+   Where the operating map itself says *off*, nothing is claimed, and it must only not be shown to be slower.
+6. `load-suite:<name>`: no required suite slower than without a drafter, over the declared loads together?
+7. `ttft:<users>`: is time to first token within its bounds, at p99 where a level has the requests to know it, at the
+   median where it has not, or no later than anyone feels? And `answered:<users>`: did it fail no request that no
+   drafter would have answered?
+8. `incumbent-loads`: faster than the incumbent by the margin over the declared loads together, asked in the same run?
+9. `changed-prompt`: still as fast as no drafter, and identical, when the system prompt is another?
+
+When tuning found that *off* is best at every declared load, its finding is the reason and nothing more is asked of the
+proof. When it found n-gram look-up best and the drafter nowhere, the benchmark, which is of the drafter, is not asked:
+the proof tells whether look-up changes an answer (`parity`) and what it is worth, suite by suite.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from math import exp, log
+from statistics import fmean
+from typing import Literal
+
+from eyrie_api.decisions.leaderboard import mean_speedup, suite_means
+from eyrie_api.v1alpha1.job import PromotionPolicy
+from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadReport
+from eyrie_api.v1alpha1.prove import ProveReport
+from eyrie_api.v1alpha1.reports import BenchmarkReport, PromotionCheck, PromotionDecision
+
+Verdict = Literal["promote", "keep-incumbent", "no-drafter", "awaits-approval"]
+
+OFF, CANDIDATE, INCUMBENT = "off", "candidate", "incumbent"
+"""Arms of the proof's load test."""
+
+_KNOWS_P99 = 100
+"""With fewer requests p99 is the slowest of them, and one disturbed moment would decide: of 16 requests by 4 users it
+was 1.08x that of no drafter in one run of the demo and 1.79x in the next, the median 1.10x."""
+
+
+def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: BenchmarkReport | None,
+           required_suites: Sequence[str], proof: ProveReport | None = None) -> PromotionDecision:
+    """The verdict of `policy` on `candidate`, with every check.
+
+    `incumbent` is the report of what serves now, or None when nothing but the bare target does. `keep-incumbent` and
+    `no-drafter` name what goes on serving; `awaits-approval` means that all is well and a person has to say so.
+    """
+    checks = [*_asked_of_tuning(proof)]
+    if not without_drafter(proof):
+        checks.append(_identical(policy, candidate))
+        checks += (_beats_no_drafter(policy, candidate, suite) for suite in required_suites)
+        if incumbent is not None:
+            checks += _beats_incumbent(policy, candidate, incumbent, required_suites)
+    checks += _asked_of_proof(policy, candidate, required_suites, proof)
+    passed = all(check.passed for check in checks)
+    reasons = [check.words for check in checks]
+    if without_drafter(proof):
+        reasons.append("tuning chose n-gram look-up: the benchmark, which is of the drafter, decides nothing")
+    serves = incumbent is not None or _has_arm(proof, INCUMBENT)
+    if not serves:
+        reasons.append("no incumbent: compared with no drafter alone")
+    kept: Verdict = "keep-incumbent" if serves else "no-drafter"
+    verdict: Verdict = "promote" if passed else kept
+    if passed and policy.mode == "manual":
+        verdict = "awaits-approval"
+        reasons.append("promotion.mode is manual: promote it by hand once you agree")
+    elif policy.mode == "never":
+        verdict = kept
+        reasons.append("promotion.mode is never")
+    return PromotionDecision(
+        promote=verdict == "promote", verdict=verdict, reasons=tuple(reasons), checks=tuple(checks),
+        candidate_speedup=proven_speedup(candidate, proof),
+        incumbent_speedup=None if incumbent is None else mean_speedup(incumbent))
+
+
+def in_short(decision: PromotionDecision) -> str:
+    """What decided: the checks that failed, or how many passed and what was won at the declared loads."""
+    failed = [check.words for check in decision.checks if not check.passed]
+    told = {check.words for check in decision.checks}
+    rest = [reason for reason in decision.reasons if reason not in told]
+    if failed or not decision.checks:
+        return "; ".join([*failed, *rest])
+    loads = [check.words for check in decision.checks if check.name.startswith("load:")]
+    return "; ".join([f"all {len(decision.checks)} checks passed", *loads, *rest])
+
+
+def without_drafter(proof: ProveReport | None) -> bool:
+    """Whether what was proven is n-gram look-up, and the drafter is used at no load."""
+    if proof is None or proof.use.setting.method != "ngram":
+        return False
+    points = proof.use.map.points if proof.use.map is not None else ()
+    return all(point.setting.method != "drafter" for point in points)
+
+
+def proven_speedup(final: BenchmarkReport, proof: ProveReport | None = None) -> float:
+    """What is written beside a revision: the mean of the final benchmark; of n-gram look-up, of which that says
+    nothing, the mean over the declared loads."""
+    if proof is None or proof.load is None or not without_drafter(proof):
+        return mean_speedup(final)
+    seen = [one.throughput_ratio for users in proof.load.spec.concurrencies
+            if (one := _comparison(proof.load, CANDIDATE, OFF, users)) is not None]
+    return _geometric_mean(seen) if seen else mean_speedup(final)
+
+
+def proven_tau(final: BenchmarkReport, proof: ProveReport | None = None) -> float:
+    """The acceptance length that live traffic of this drafter is held against: the lowest that is usual.
+
+    Of the proof's load test the lowest over the declared loads, because an engine that follows its operating map drafts
+    less under more load; loads at which it does not draft say nothing. The proof asks greedily, live traffic samples,
+    and sampled tokens are guessed less often: so also the mean of the final benchmark at its highest temperature. (Not
+    for n-gram lookup, of which the benchmark says nothing.) Held against the greedy figure alone, sampled traffic would
+    be told as drift from its first day.
+    """
+    seen: list[float] = []
+    if proof is not None and proof.load is not None:
+        seen = [one.total.tau for one in proof.load.levels
+                if one.arm == CANDIDATE and one.total.tau is not None
+                and not (one.mode == "closed" and _is_off(proof, round(one.level)))]
+    if not seen or (proof is not None and proof.use.setting.method == "drafter"):
+        hottest = max(cell.temperature for cell in final.cells)
+        seen.append(fmean(cell.tau for cell in final.cells if cell.temperature == hottest))
+    return min(seen)
+
+
+# Of the benchmark.
+
+
+def _identical(policy: PromotionPolicy, candidate: BenchmarkReport) -> PromotionCheck:
+    prompts = sum(cell.prompts for cell in candidate.cells)
+    same = sum(cell.identical for cell in candidate.cells)
+    passed, words = True, f"{candidate.checkpoint}: every prompt's output is identical to the target's"
+    if not candidate.lossless:
+        passed = not policy.require_identical
+        allows = "allows" if passed else "forbids"
+        words = (f"{candidate.checkpoint}: {prompts - same} of {prompts} outputs differ from the target's, which "
+                 f"promotion.require_identical {allows}")
+    return PromotionCheck(name="identical", passed=passed, figure=float(same), bound=float(prompts), words=words)
+
+
+def _beats_no_drafter(policy: PromotionPolicy, candidate: BenchmarkReport, suite: str) -> PromotionCheck:
+    cells = [cell for cell in candidate.cells if cell.suite == suite]
+    name, bound = f"suite:{suite}", policy.min_speedup
+    if not cells:
+        return PromotionCheck(name=name, passed=False, bound=bound, words=f"{suite}: required, but not measured")
+    slowest = min(cells, key=lambda cell: cell.speedup)
+    ok = slowest.speedup >= bound
+    words = (f"{suite}: {slowest.speedup:.2f}x over no drafter at temperature {slowest.temperature:g}, its slowest, "
+             f"{_sign(ok)} the required {bound:.2f}x")
+    return PromotionCheck(name=name, passed=ok, figure=slowest.speedup, bound=bound,
+                          interval=slowest.speedup_interval, words=words)
+
+
+def _beats_incumbent(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: BenchmarkReport,
+                     required_suites: Sequence[str]) -> Iterator[PromotionCheck]:
+    new, old = mean_speedup(candidate), mean_speedup(incumbent)
+    needed = old * policy.min_speedup_over_incumbent
+    words = (f"{new:.3f}x on average against {old:.3f}x of incumbent {incumbent.checkpoint}: {_sign(new >= needed)} "
+             f"the required {needed:.3f}x (margin {policy.min_speedup_over_incumbent:.3f})")
+    yield PromotionCheck(name="incumbent", passed=new >= needed, figure=new, bound=needed, words=words)
+    new_by_suite, old_by_suite = suite_means(candidate), suite_means(incumbent)
+    for suite in required_suites:
+        name = f"incumbent:{suite}"
+        if suite not in old_by_suite:
+            yield PromotionCheck(name=name, passed=True, figure=new_by_suite.get(suite),
+                                 words=f"{suite}: incumbent was not measured there")
+        elif suite in new_by_suite:
+            mine, its = new_by_suite[suite], old_by_suite[suite]
+            words = (f"{suite}: {mine:.2f}x against {its:.2f}x of the incumbent, "
+                     f"{'not slower' if mine >= its else 'slower'}")
+            yield PromotionCheck(name=name, passed=mine >= its, figure=mine, bound=its, words=words)
+
+
+# Of tuning and the proof.
+
+
+def _asked_of_tuning(proof: ProveReport | None) -> Iterator[PromotionCheck]:
+    if proof is not None and proof.use.setting.method == "off":
+        found = proof.use.map.finding if proof.use.map is not None else ""
+        yield PromotionCheck(name="speculation-pays", passed=False, words=found or proof.skipped or
+                             "tuning found no declared load at which speculation pays")
+
+
+def _asked_of_proof(policy: PromotionPolicy, candidate: BenchmarkReport, required_suites: Sequence[str],
+                    proof: ProveReport | None) -> Iterator[PromotionCheck]:
+    if proof is not None and proof.use.setting.method == "off":
+        return
+    if proof is None or proof.parity is None or proof.load is None:
+        yield PromotionCheck(name="proof", passed=False, words="not proven in the serving engine")
+        return
+    if proof.checkpoint != candidate.checkpoint:
+        yield PromotionCheck(name="proof", passed=False, words=(
+            f"not proven in the serving engine: the proof is of {proof.checkpoint}, not of {candidate.checkpoint}"))
+        return
+    parity = proof.parity
+    told = "; ".join(parity.reasons) or ("identical" if parity.passed else "no reason given")
+    yield PromotionCheck(name="parity", passed=parity.passed, figure=float(parity.identical),
+                         bound=float(parity.prompts), interval=parity.tau_interval,
+                         words=f"parity in the {proof.engine} engine: {told}")
+    for users in proof.load.spec.concurrencies:
+        yield from _at_load(policy, proof, proof.load, users)
+    yield from _suites_under_load(proof, proof.load, required_suites)
+    if _has_arm(proof, INCUMBENT):
+        yield _beats_incumbent_under_load(policy, proof.load)
+    if proof.changed_prompt is not None:
+        yield _survives_changed_prompt(policy, proof.changed_prompt)
+
+
+def _at_load(policy: PromotionPolicy, proof: ProveReport, load: LoadReport, users: int) -> Iterator[PromotionCheck]:
+    seen, name, bound = _comparison(load, CANDIDATE, OFF, users), f"load:{users}", policy.min_speedup
+    if seen is None:
+        yield PromotionCheck(name=name, passed=False, bound=bound,
+                             words=f"{_at(users)}: declared, but not compared with no drafter in the serving engine")
+        return
+    ratio, interval = seen.throughput_ratio, seen.throughput_interval
+    between = f"[{interval.low:.2f}, {interval.high:.2f}]"
+    if _is_off(proof, users):
+        ok, bound = interval.high >= 1.0, 1.0
+        words = (f"{_at(users)}: the operating map switches speculation off; {ratio:.2f}x {between}, "
+                 f"{'not shown to be' if ok else 'shown to be'} slower than no drafter")
+    else:
+        sure = interval.low > 1.0 or not policy.require_confidence
+        ok = ratio >= bound and sure
+        words = (f"{_at(users)}: {ratio:.2f}x {between} over no drafter in the serving engine, "
+                 f"{_sign(ratio >= bound)} the required {bound:.2f}x")
+        if not sure:
+            words += ", and its interval reaches below 1 (promotion.require_confidence)"
+    yield PromotionCheck(name=name, passed=ok, figure=ratio, bound=bound, interval=interval, words=words)
+    yield _first_token(policy, load, seen, users)
+    yield from _answered(load, users)
+
+
+def _answered(load: LoadReport, users: int) -> Iterator[PromotionCheck]:
+    mine, bare = _cell(load, CANDIDATE, users), _cell(load, OFF, users)
+    if mine is None or bare is None:
+        return
+    failed, excused = (sum(cell.failed.values()) for cell in (mine, bare))
+    told = ", ".join(f"{count} {reason}" for reason, count in sorted(mine.failed.items())) or "none"
+    yield PromotionCheck(name=f"answered:{users}", passed=failed <= excused, figure=float(failed), bound=float(excused),
+                         words=f"{_at(users)}: {failed} of {mine.requests} requests failed ({told}), {excused} without "
+                               "a drafter")
+
+
+def _first_token(policy: PromotionPolicy, load: LoadReport, seen: LoadComparison, users: int) -> PromotionCheck:
+    name, bound, quantile, ratio = f"ttft:{users}", policy.max_ttft_p99_ratio, "p99", seen.ttft_p99_ratio
+    mine, bare = _cell(load, CANDIDATE, users), _cell(load, OFF, users)
+    later = math.inf
+    if mine is not None and bare is not None and mine.ttft_s is not None and bare.ttft_s is not None:
+        later = mine.ttft_s.p99 - bare.ttft_s.p99
+        if min(mine.completed, bare.completed) < _KNOWS_P99:
+            quantile, ratio = "median", mine.ttft_s.p50 / max(bare.ttft_s.p50, 1e-9)
+            later = mine.ttft_s.p50 - bare.ttft_s.p50
+    if ratio is None:
+        return PromotionCheck(name=name, passed=False, bound=bound,
+                              words=f"{_at(users)}: p99 time to first token was not measured")
+    ok = ratio <= bound or later <= policy.ttft_tolerance_s
+    words = (f"{_at(users)}: {quantile} time to first token {ratio:.2f}x that of no drafter, "
+             f"{'within' if ratio <= bound else 'above'} {bound:.2f}x")
+    if ok and ratio > bound:
+        words += f" and only {later * 1e3:.0f} ms later (promotion.ttft_tolerance_s)"
+    if quantile == "median" and mine is not None and mine.ttft_s is not None and bare is not None \
+            and bare.ttft_s is not None:
+        words += (f" (of {mine.completed} requests p99 is one: {mine.ttft_s.p99:.3f} s against "
+                  f"{bare.ttft_s.p99:.3f} s; raise prove.requests to {_KNOWS_P99} to have it judged)")
+    if policy.max_ttft_p99_s is not None:
+        worst = mine.ttft_s.p99 if mine is not None and mine.ttft_s is not None else None
+        within = worst is not None and worst <= policy.max_ttft_p99_s
+        took = "not measured in seconds" if worst is None else f"p99 {worst:.3f} s"
+        words += f"; {took}, {'within' if within else 'not within'} {policy.max_ttft_p99_s:g} s"
+        ok = ok and within
+    return PromotionCheck(name=name, passed=ok, figure=ratio, bound=bound, words=words)
+
+
+def _suites_under_load(proof: ProveReport, load: LoadReport,
+                       required_suites: Sequence[str]) -> Iterator[PromotionCheck]:
+    """Over the loads together, because one load's share of a suite is a handful of requests."""
+    drafting = [one for users in load.spec.concurrencies if not _is_off(proof, users)
+                if (one := _comparison(load, CANDIDATE, OFF, users)) is not None]
+    for suite in required_suites:
+        ratios = [one.by_category[suite] for one in drafting if suite in one.by_category]
+        if ratios:
+            mean = _geometric_mean(ratios)
+            words = (f"{suite}: {mean:.2f}x over no drafter for its users at the declared loads, "
+                     f"{'not slower' if mean >= 1.0 else 'slower'}")
+            yield PromotionCheck(name=f"load-suite:{suite}", passed=mean >= 1.0, figure=mean, bound=1.0, words=words)
+
+
+def _beats_incumbent_under_load(policy: PromotionPolicy, load: LoadReport) -> PromotionCheck:
+    ratios = [_over_incumbent(load, users) for users in load.spec.concurrencies]
+    bound, known = policy.min_speedup_over_incumbent, [one for one in ratios if one is not None]
+    if len(known) < len(ratios):
+        return PromotionCheck(name="incumbent-loads", passed=False, bound=bound,
+                              words="the incumbent was not asked at every declared load")
+    mean = _geometric_mean(known)
+    words = (f"{mean:.3f}x the incumbent over the declared loads, asked in turn in the same run: "
+             f"{_sign(mean >= bound)} the required {bound:.3f}x")
+    return PromotionCheck(name="incumbent-loads", passed=mean >= bound, figure=mean, bound=bound, words=words)
+
+
+def _over_incumbent(load: LoadReport, users: int) -> float | None:
+    direct = _comparison(load, CANDIDATE, INCUMBENT, users)
+    if direct is not None:
+        return direct.throughput_ratio
+    mine, its = _comparison(load, CANDIDATE, OFF, users), _comparison(load, INCUMBENT, OFF, users)
+    return None if mine is None or its is None else mine.throughput_ratio / its.throughput_ratio
+
+
+def _survives_changed_prompt(policy: PromotionPolicy, load: LoadReport) -> PromotionCheck:
+    seen = [one for one in load.comparisons if (one.arm, one.baseline) == (CANDIDATE, OFF)]
+    bound = policy.min_speedup_changed_prompt
+    if not seen:
+        return PromotionCheck(name="changed-prompt", passed=False, bound=bound,
+                              words="with another system prompt: not compared with no drafter")
+    slowest = min(seen, key=lambda one: one.user_ratio)
+    differ = sum(one.compared - one.identical for one in seen)
+    ok = slowest.user_ratio >= bound
+    words = (f"with another system prompt: {slowest.user_ratio:.2f}x over no drafter, {_sign(ok)} the required "
+             f"{bound:.2f}x; {differ or 'no'} of {sum(one.compared for one in seen)} outputs differ")
+    return PromotionCheck(name="changed-prompt", passed=ok and (not differ or not policy.require_identical),
+                          figure=slowest.user_ratio, bound=bound, interval=slowest.user_interval, words=words)
+
+
+def _comparison(load: LoadReport, arm: str, baseline: str, users: int) -> LoadComparison | None:
+    return next((one for one in load.comparisons
+                 if (one.arm, one.baseline, one.mode, one.level) == (arm, baseline, "closed", float(users))), None)
+
+
+def _cell(load: LoadReport, arm: str, users: int) -> LoadCell | None:
+    return next((one.total for one in load.levels
+                 if (one.arm, one.mode, one.level) == (arm, "closed", float(users))), None)
+
+
+def _has_arm(proof: ProveReport | None, arm: str) -> bool:
+    return proof is not None and proof.load is not None and arm in proof.load.arms
+
+
+def _is_off(proof: ProveReport, users: int) -> bool:
+    return proof.use.map is not None and proof.use.map.at(users).setting.method == "off"
+
+
+def _geometric_mean(ratios: Sequence[float]) -> float:
+    return exp(fmean(log(max(one, 1e-9)) for one in ratios))  # an arm that answered nothing is no domain error
+
+
+def _at(users: int) -> str:
+    return f"{users} user{'' if users == 1 else 's'} at once"
+
+
+def _sign(ok: bool) -> str:
+    return ">=" if ok else "below"

@@ -1,0 +1,113 @@
+"""Everything a request handler may use, in one value: rows, settings, and how to wake the chores.
+
+A handler gets it as its caller may see it (`Here`): every repository in it has the request's scope, so that a route
+cannot read or change what is not its caller's by forgetting to ask.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from eyrie_api.access.audit import Audit
+from eyrie_api.access.issued import Keys
+from eyrie_api.access.projects import Projects
+from eyrie_api.access.roles import ALL_PROJECTS
+from eyrie_api.access.scope import SYSTEM, Scope
+from eyrie_api.database.endpoint_history import Histories
+from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.idempotency import Idempotency
+from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.outbox import Outbox
+from eyrie_api.database.results import Results
+from eyrie_api.database.tables import Database
+from eyrie_api.database.webhooks import Webhooks
+from eyrie_api.errors import Forbidden, NotFound
+from eyrie_api.http.job_files import JobFiles
+from eyrie_api.settings import Settings
+from eyrie_api.submission import spec_policy
+from eyrie_api.submission.preflight import Checks
+from eyrie_api.v1alpha1.job import JobSpec
+
+
+def _nothing() -> None:
+    """No chores run in this process; another process's tick finds what was promised."""
+
+
+@dataclass(frozen=True)
+class Control:
+    """The control plane, as routes see it."""
+
+    settings: Settings
+    database: Database
+    files: JobFiles
+    jobs: Jobs
+    endpoints: Endpoints
+    histories: Histories
+    results: Results
+    outbox: Outbox
+    idempotency: Idempotency
+    keys: Keys
+    projects: Projects
+    audit: Audit
+    webhooks: Webhooks
+    checks_of_jobs: Checks
+    scope: Scope = SYSTEM
+    wake: Callable[[], None] = _nothing
+    checks: Mapping[str, Callable[[], bool]] = field(default_factory=dict)
+    """Named readiness checks beyond the database."""
+
+    queues: Mapping[str, Callable[[], int]] = field(default_factory=dict)
+    """How much waits in each queue of the broker, for metrics; raises Transient when the broker is away."""
+
+    @classmethod
+    def over(cls, settings: Settings, database: Database, wake: Callable[[], None] | None = None,
+             checks: Mapping[str, Callable[[], bool]] | None = None,
+             queues: Mapping[str, Callable[[], int]] | None = None) -> "Control":
+        """The control plane over one database."""
+        idempotency = Idempotency(database, settings.idempotency_ttl_s)
+        return cls(settings, database, JobFiles.of(settings), Jobs(database, idempotency=idempotency),
+                   Endpoints(database), Histories(database), Results(database), Outbox(database), idempotency,
+                   Keys(database), Projects(database), Audit(database), Webhooks(database),
+                   Checks(settings), SYSTEM, wake or _nothing, checks or {}, queues or {})
+
+    def within(self, scope: Scope) -> "Control":
+        """The same, as `scope` sees it."""
+        database = self.database
+        return replace(
+            self, scope=scope, jobs=Jobs(database, idempotency=self.idempotency, scope=scope),
+            endpoints=Endpoints(database, scope=scope), histories=Histories(database, scope=scope),
+            results=Results(database, scope=scope), keys=Keys(database, scope=scope),
+            projects=Projects(database, scope=scope), audit=Audit(database, scope=scope),
+            webhooks=Webhooks(database, scope=scope, allow_private=self.settings.webhooks_allow_private))
+
+    def check_reach(self, spec: JobSpec) -> None:
+        """Whether a job reaches only what its submitter may. Raises InvalidInput."""
+        principal = self.scope.principal
+        if principal is not None and ALL_PROJECTS not in principal.roles:
+            spec_policy.check(spec, self.settings.home, self._is_mine)
+
+    def _is_mine(self, kind: str, name: str) -> bool:
+        try:
+            if kind == "jobs":
+                self.jobs.get(name)
+            else:
+                self.endpoints.get(name)
+        except (NotFound, Forbidden):
+            return False
+        return True
+
+
+def scoped(request: Request) -> Control:
+    """The control plane as the request's caller may see it."""
+    control: Control = request.app.state.control
+    return control.within(request.state.access)
+
+
+async def _given(request: Request) -> Control:
+    return scoped(request)
+
+
+Here = Annotated[Control, Depends(_given)]
+"""Parameter type of a handler that needs the control plane."""

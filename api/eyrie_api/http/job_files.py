@@ -1,0 +1,109 @@
+"""The files of jobs, as the API shows them: in the job's directory, or in the store that is a cluster's work area.
+
+On one machine, and where the work area is a shared volume, `<home>/jobs/<id>` holds everything. An API server of a
+cluster whose work area is an artifact store has an empty home of its own: manifests are brought there when somebody
+asks (they are small, and but for the proof's never change), and logs and files are read from the store, piece by piece.
+Nothing is kept of large files here.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from eyrie_api.artifacts import MANIFEST, write_atomically
+from eyrie_api.artifacts.stage_manifests import StageManifest, read_manifests
+from eyrie_api.artifacts.store import ArtifactStore, open_store
+from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
+from eyrie_api.settings import Settings
+from eyrie_api.submission.placement import read_profile
+from eyrie_api.v1alpha1.cluster import ClusterProfile
+from eyrie_api.v1alpha1.placement import S3Work
+from eyrie_api.v1alpha1.stages import FileEntry
+
+PIECE_BYTES = 8 * 2**20
+
+
+def work_store(profile: ClusterProfile, settings: Settings) -> ArtifactStore | None:
+    """The store that is the jobs' work area; None where that is a volume. The profile says where, as it tells the
+    pods; EYRIE_ARTIFACTS_* say the rest, credentials above all."""
+    work = profile.stages.work
+    if not isinstance(work, S3Work):
+        return None
+    where = {"url": work.url, "endpoint_url": work.endpoint_url, "region": work.region}
+    return open_store(options=settings.artifacts.model_copy(update=where))
+
+
+class JobFiles:
+    """Reads. `store` is the work area; None where job directories lie under the home."""
+
+    def __init__(self, settings: Settings, store: ArtifactStore | None) -> None:
+        self._settings, self._store = settings, store
+
+    @classmethod
+    def of(cls, settings: Settings) -> "JobFiles":
+        """As the settings say. Raises InvalidInput for a profile that cannot be read."""
+        if settings.cluster_profile is None:
+            return cls(settings, None)
+        return cls(settings, work_store(read_profile(settings.cluster_profile), settings))
+
+    def manifests(self, job_id: str) -> tuple[StageManifest, ...]:
+        """Every finished stage. Raises StoreAway."""
+        if self._store is not None:
+            for stored in self._store.list(f"jobs/{job_id}/stages"):
+                if stored.key.endswith(f"/{MANIFEST}"):
+                    self._bring(stored.key)
+        return read_manifests(self._settings.job_dir(job_id))
+
+    def _bring(self, key: str) -> None:
+        path = self._settings.home.absolute() / key
+        if path.is_file() and path.parent.name != "prove":  # a later attempt may have proven anew
+            return
+        assert self._store is not None
+        data = self._store.read(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, data)
+
+    def log(self, job_id: str, stage: str, key: str, offset: int, most: int) -> bytes | None:
+        """What a stage printed, from `offset`; None when there is no log. Raises StoreAway."""
+        path = self._settings.stage_dir(job_id, stage, key) / "log.txt"
+        if self._store is None:
+            try:
+                with path.open("rb") as file:
+                    file.seek(offset)
+                    return file.read(most)
+            except FileNotFoundError:
+                return None
+        there = self._store.stat(self._key(path))
+        if there is None:
+            return None
+        length = min(most, there.size_bytes - offset)
+        return self._store.read(self._key(path), start=offset, length=length) if length > 0 else b""
+
+    def path(self, one: StageManifest, entry: FileEntry) -> Path | None:
+        """Where a file of a finished stage lies on this machine; None where it is to be read by `pieces`.
+
+        Raises ArtifactCorrupt for what is no file of the stage's directory.
+        """
+        if self._store is not None:
+            return None
+        root, file = one.directory.resolve(), (one.directory / entry.path).resolve()
+        if not file.is_relative_to(root) or not file.is_file():
+            raise ArtifactCorrupt(f"{entry.path!r} is in the manifest but is not a file of its stage's directory",
+                                  "retry the job from that stage")
+        return file
+
+    def pieces(self, one: StageManifest, entry: FileEntry) -> Iterator[bytes]:
+        """A file of a finished stage from the store. Raises ArtifactMissing before the first piece, or StoreAway."""
+        assert self._store is not None
+        key = self._key(one.directory / entry.path)
+        if self._store.stat(key) is None:
+            raise ArtifactMissing(f"{entry.path!r} is in the manifest but not in the store",
+                                  "retry the job from that stage")
+        return self._read(key, entry.size_bytes)
+
+    def _read(self, key: str, size_bytes: int) -> Iterator[bytes]:
+        assert self._store is not None
+        for start in range(0, size_bytes, PIECE_BYTES):
+            yield self._store.read(key, start=start, length=min(PIECE_BYTES, size_bytes - start))
+
+    def _key(self, path: Path) -> str:
+        return path.relative_to(self._settings.home.absolute()).as_posix()

@@ -1,0 +1,119 @@
+"""The API server of a cluster: one of any number, over one PostgreSQL and one Redis.
+
+`serve` is what `eyrie serve-api` becomes. It answers HTTP and gives chores, and takes none: jobs are moved along by
+`eyrie worker` and the operator, in pods of their own. So a replica may be killed, added or replaced at any moment; what
+a request promised lies in the outbox, and whichever replica ticks next gives it to Redis.
+
+The tables are made by `eyrie migrate`, before. `await_tables` is how every other program of the control plane waits for
+that, in an init container.
+"""
+
+import gc
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import uvicorn
+from sqlalchemy.exc import SQLAlchemyError
+
+from eyrie_api.database.migrations import Standing, standing
+from eyrie_api.database.tables import Database
+from eyrie_api.errors import InvalidInput, Transient
+from eyrie_api.http.server import create_app
+from eyrie_api.settings import Settings
+from eyrie_api.tasks import Ticker, chore_queue, make_celery, queue_length
+
+log = logging.getLogger(__name__)
+
+# Event streams are cut after so long; they go on at another replica by Last-Event-ID. Shorter than the 30 s that
+# Kubernetes gives by default.
+_GRACEFUL_S = 10
+_POLL_S = 2.0
+
+_KEEP_ALIVE_S = 75
+"""Longer than clients and proxies keep idle connections (commonly 60 s): whoever closes first must not be the server,
+or a request sent at that moment is reset."""
+
+
+class TablesMissing(Transient):
+    """The database cannot be reached, or its tables are older than this program."""
+
+    exit_code = 69  # EX_UNAVAILABLE
+    reason = "TablesMissing"
+
+
+def serve(settings: Settings) -> None:
+    """Be one API server until SIGTERM or SIGINT. Raises InvalidInput for a broker no other process can reach."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for chatty in ("httpx", "alembic", "celery", "kombu"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    if settings.broker_url.startswith("memory:"):
+        raise InvalidInput("the broker memory:// lives inside one process, and no worker could take this one's chores",
+                           "set EYRIE_BROKER_URL to a Redis, or run `eyrie up`, which does its own chores")
+    database = Database(settings.resolved_database_url)
+    celery = make_celery(settings, _taken_elsewhere, tend=_taken_elsewhere, database=database)
+    ticker = Ticker(settings, celery)
+    app = create_app(settings, database=database, wake=ticker.wake, checks={"the ticker": lambda: ticker.is_running},
+                     queues={"chores": lambda: queue_length(celery, chore_queue(settings))})
+    server = uvicorn.Server(uvicorn.Config(app, host=settings.host, port=settings.port, log_level="warning",
+                                           access_log=False, timeout_keep_alive=_KEEP_ALIVE_S,
+                                           timeout_graceful_shutdown=_GRACEFUL_S))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # uvicorn raises what it caught once more when it has shut down: by then we are ending in order.
+        signal.signal(number, lambda _number, _frame: setattr(server, "should_exit", True))
+    _prefer_short_waits()
+    ticker.start()
+    try:
+        log.info("answering on %s:%d", settings.host, settings.port)
+        server.run()
+    finally:
+        ticker.stop()
+        database.close()
+
+
+def _prefer_short_waits() -> None:
+    """Handlers in threads share one interpreter with the loop that serves all streams.
+
+    By default a thread keeps the interpreter for 5 ms while others wait; and each full garbage collection walks
+    everything that was imported, hundreds of milliseconds, though nothing of it can be garbage.
+    """
+    sys.setswitchinterval(0.001)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+
+
+def _taken_elsewhere(name: str) -> None:
+    raise AssertionError(f"an API server gives chores and takes none; it was given {name}")
+
+
+def await_tables(database: Database, timeout_s: float, *, pause: Callable[[float], None] = time.sleep) -> Standing:
+    """Where the tables stand once they are not behind. Raises TablesMissing."""
+    return _await(database, timeout_s, pause, ("current", "ahead"))
+
+
+def migrate_when_there(database: Database, timeout_s: float, *,
+                       pause: Callable[[float], None] = time.sleep) -> Standing:
+    """Bring the tables up to date as soon as the database answers. Raises TablesMissing when it never does."""
+    _await(database, timeout_s, pause, ("behind", "current", "ahead"))
+    database.migrate()
+    return standing(database)
+
+
+def _await(database: Database, timeout_s: float, pause: Callable[[float], None],
+           enough: tuple[Standing, ...]) -> Standing:
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            found: Standing | None = standing(database)
+            reason = "its tables are older than this program, or not there"
+        except SQLAlchemyError as error:
+            found, reason = None, f"it does not answer ({type(error).__name__})"
+        if found in enough:
+            return found
+        if time.monotonic() >= until:
+            raise TablesMissing(f"after {timeout_s:g} s the database is not ready: {reason}",
+                                "run `eyrie migrate` on it, and check EYRIE_DATABASE_URL")
+        pause(min(_POLL_S, max(0.0, until - time.monotonic())))

@@ -1,0 +1,120 @@
+"""Who may do what: keys, projects with their members and quotas, and whom the server takes one for."""
+
+from datetime import timedelta
+from typing import Annotated
+
+from fastapi import APIRouter, Body, Response
+
+from eyrie_api.access.issued import Wanted
+from eyrie_api.clock import utc_now
+from eyrie_api.errors import EyrieError, InvalidInput
+from eyrie_api.http.control import Here
+from eyrie_api.v1alpha1.access import (
+    ApiKey,
+    ApiKeyList,
+    CreatedKey,
+    CreateKey,
+    CreateMember,
+    CreateProject,
+    Member,
+    MemberList,
+    Project,
+    ProjectList,
+    Quotas,
+    RotateKey,
+    WhoAmI,
+)
+from eyrie_api.v1alpha1.model import Name
+
+router = APIRouter(tags=["access"])
+KEYS = "/v1alpha1/keys"
+PROJECTS = "/v1alpha1/projects"
+
+
+@router.get("/v1alpha1/whoami")
+def whoami(control: Here) -> WhoAmI:
+    """Whom the server takes the caller for, and where new jobs of theirs go."""
+    principal = control.scope.principal
+    assert principal is not None, "a request without a caller reached a route"
+    try:
+        home = control.scope.home("jobs:read")
+    except EyrieError:
+        home = None
+    return WhoAmI(subject=principal.subject, roles=dict(principal.roles), project=home,
+                  scopes=None if principal.scopes is None else tuple(sorted(principal.scopes)))
+
+
+@router.post(KEYS, status_code=201, name="key.create")
+def create_key(request: CreateKey, control: Here) -> CreatedKey:
+    """A new API key of the project, shown whole this once."""
+    days = request.expires_in_days
+    key, secret = control.keys.create(Wanted(
+        name=request.name, role=request.role, scopes=None if request.scopes is None else frozenset(request.scopes),
+        expires_at=None if days is None else utc_now() + timedelta(days=days), everywhere=request.everywhere))
+    return CreatedKey(key=key, secret=secret)
+
+
+@router.get(KEYS)
+def list_keys(control: Here) -> ApiKeyList:
+    """Keys, without their secrets, newest first."""
+    return ApiKeyList(items=control.keys.list())
+
+
+@router.post(KEYS + "/{key_id}/revoke", name="key.revoke")
+def revoke_key(key_id: str, control: Here) -> ApiKey:
+    """End a key. It is refused everywhere within seconds."""
+    return control.keys.revoke(key_id)
+
+
+@router.post(KEYS + "/{key_id}/rotate", status_code=201, name="key.rotate")
+def rotate_key(key_id: str, control: Here, request: Annotated[RotateKey | None, Body()] = None) -> CreatedKey:
+    """A new key that may do the same; the old one ends, at once or after an overlap."""
+    key, secret = control.keys.rotate(key_id, request.overlap_s if request is not None else 0.0)
+    return CreatedKey(key=key, secret=secret)
+
+
+@router.post(PROJECTS, status_code=201, name="project.create")
+def create_project(request: CreateProject, control: Here) -> Project:
+    """A new project. For those with a role in all of them."""
+    return control.projects.create(request)
+
+
+@router.get(PROJECTS)
+def list_projects(control: Here) -> ProjectList:
+    """Projects one has a role in."""
+    return ProjectList(items=control.projects.list())
+
+
+@router.get(PROJECTS + "/{project}")
+def get_project(project: Name, control: Here) -> Project:
+    """One project, and what it uses now."""
+    return control.projects.get(project)
+
+
+@router.put(PROJECTS + "/{project}/quotas", name="project.quotas")
+def set_quotas(project: Name, request: Quotas, control: Here) -> Project:
+    """Replace what a project may use. For those with a role in all of them."""
+    return control.projects.set_quotas(project, request)
+
+
+@router.get(PROJECTS + "/{project}/members")
+def list_members(project: Name, control: Here) -> MemberList:
+    """Roles given to subjects and groups of OIDC issuers."""
+    return MemberList(items=control.projects.members(project))
+
+
+@router.post(PROJECTS + "/{project}/members", status_code=201, name="member.add")
+def add_member(project: Name, request: CreateMember, control: Here) -> Member:
+    """Give a role to a subject or a group."""
+    issuer = request.issuer or control.settings.oidc_issuer
+    if issuer is None:
+        raise InvalidInput("no issuer: this server trusts none and the request names none",
+                           "set EYRIE_OIDC_ISSUER, or give `issuer`")
+    return control.projects.add_member(project, request, issuer)
+
+
+@router.delete(PROJECTS + "/{project}/members/{member_id}", status_code=204, name="member.remove")
+def remove_member(project: Name, member_id: int, control: Here) -> Response:
+    """Take a role back."""
+    control.projects.remove_member(project, member_id)
+    return Response(status_code=204)

@@ -1,0 +1,81 @@
+"""Endpoints: what serves, its history, and the four ways to change it. Each is done by whoever tends the endpoint."""
+
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Body, Query
+
+from eyrie_api.database.endpoint_history import MAX_PAGE
+from eyrie_api.http.control import Control, Here
+from eyrie_api.v1alpha1.history import History, HistoryKind
+from eyrie_api.v1alpha1.model import Name
+from eyrie_api.v1alpha1.status import Endpoint, EndpointList, PromoteRequest, RollbackRequest
+
+router = APIRouter(tags=["endpoints"])
+ENDPOINTS = "/v1alpha1/endpoints"
+
+
+@router.get(ENDPOINTS)
+def list_endpoints(control: Here) -> EndpointList:
+    """All endpoints with their revisions."""
+    return control.endpoints.list()
+
+
+@router.get(ENDPOINTS + "/{name}")
+def get_endpoint(name: Name, control: Here) -> Endpoint:
+    """One endpoint."""
+    return control.endpoints.get(name)
+
+
+@router.get(ENDPOINTS + "/{name}/history")
+def read_history(name: Name, control: Here, limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 200,
+                 before: Annotated[int | None, Query(ge=1)] = None, kind: HistoryKind | None = None) -> History:
+    """What was decided for it, what changed, what was seen: the latest entries, oldest first."""
+    return control.histories.read(name, limit=limit, before=before, kind=kind)
+
+
+@router.post(ENDPOINTS + "/{name}/promote", status_code=202, name="endpoint.promote")
+def promote(name: Name, request: PromoteRequest, control: Here) -> Endpoint:
+    """Serve a measured drafter of a job, blue/green. A person's decision: the promotion policy is not asked."""
+    job = control.jobs.get(request.job_id)
+    result = control.results.find(request.job_id, request.checkpoint)
+    report = result.measured.report
+    target = job.spec.target
+    model = Path(target.model).name if Path(target.model).is_absolute() else target.model
+    control.endpoints.create(name, target, job.spec.serve.model_copy(update={"endpoint": name}), model,
+                             control.jobs.project_of(job.id))
+    tau = sum(cell.tau for cell in report.cells) / len(report.cells)
+    control.endpoints.propose(name, job_id=job.id, checkpoint=report.checkpoint, tree=report.cells[0].tree,
+                              drafter_dir=_drafter_dir(control, job.id, result.drafter_dir), speedup=report.speedup,
+                              tau=tau, reason=f"promoted by hand from job {job.id}", actor="person")
+    return _after(control, name)
+
+
+def _drafter_dir(control: Control, job_id: str, recorded: str) -> str:
+    return str(control.settings.job_dir(job_id) / recorded)  # an absolute path stays as it is
+
+
+@router.post(ENDPOINTS + "/{name}/rollback", status_code=202, name="endpoint.rollback")
+def roll_back(name: Name, control: Here, request: Annotated[RollbackRequest | None, Body()] = None) -> Endpoint:
+    """Serve an earlier revision again, by default the one before."""
+    control.endpoints.roll_back(name, request.revision if request is not None else None)
+    return _after(control, name)
+
+
+@router.post(ENDPOINTS + "/{name}/off", status_code=202, name="endpoint.off")
+def off(name: Name, control: Here) -> Endpoint:
+    """End its engine. Name, URL and history stay."""
+    control.endpoints.set_desired(name, "off")
+    return _after(control, name)
+
+
+@router.post(ENDPOINTS + "/{name}/on", status_code=202, name="endpoint.on")
+def on(name: Name, control: Here) -> Endpoint:
+    """Serve again what was active."""
+    control.endpoints.set_desired(name, "on")
+    return _after(control, name)
+
+
+def _after(control: Control, name: str) -> Endpoint:
+    control.wake()
+    return control.endpoints.get(name)

@@ -1,0 +1,159 @@
+"""Jobs: create, get, list, cancel, retry, delete; and plans, which are jobs that never run."""
+
+import json
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
+
+from anyio import to_thread
+from fastapi import APIRouter, Body, Header, Query, Request, Response
+from fastapi.routing import APIRoute
+from starlette.responses import JSONResponse
+
+from eyrie_api.artifacts import digest_model
+from eyrie_api.database import endpoint_names
+from eyrie_api.database.idempotency import Once, Replay, check_key, route_within
+from eyrie_api.database.jobs import MAX_PAGE, JobFilter
+from eyrie_api.errors import EyrieError, InvalidInput
+from eyrie_api.http.control import Here, scoped
+from eyrie_api.submission import preflight
+from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.plan import Plan
+from eyrie_api.v1alpha1.status import Job, JobList, Phase
+
+router = APIRouter(tags=["jobs"])
+JOBS = "/v1alpha1/jobs"
+
+EXAMPLES = {
+    "quickstart": {
+        "summary": "The model and conversations shipped with Eyrie",
+        "value": {"target": {"model": "quickstart"}, "data": {"sources": [{"path": "quickstart"}]}},
+    },
+    "own model": {
+        "summary": "A local Hugging Face directory, own chats, two learning rates",
+        "value": {
+            "name": "support-bot",
+            "target": {"model": "/models/qwen3-0.6b", "dtype": "float32"},
+            "data": {"sources": [{"path": "/data/chats.jsonl"}], "max_conversations": 5000},
+            "sweep": {"axes": [{"field": "train.learning_rate", "values": [0.001, 0.0003]}]},
+            "serve": {"endpoint": "support"},
+        },
+    },
+}
+Spec = Annotated[JobSpec, Body(openapi_examples=EXAMPLES)]
+KEY_HEADER = "Idempotency-Key"
+IdempotencyKey = Annotated[str | None, Header(alias=KEY_HEADER, description="Sent twice, done once.")]
+
+
+class Direct(APIRoute):
+    """A POST of a job that takes the short way to its handler. The framework describes it, and is asked to read it only
+    when something about it is wrong, for it knows how to say what: reading, it takes longer than everything else here.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """What answers a request."""
+        by_the_framework = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            try:
+                spec = JobSpec.model_validate(json.loads(await request.body()))
+            except (ValueError, RecursionError):
+                return await by_the_framework(request)
+            return await to_thread.run_sync(self.endpoint, spec, scoped(request), request.headers.get(KEY_HEADER))
+
+        return handle
+
+
+def create_job(spec: Spec, control: Here, key: IdempotencyKey = None) -> Response:
+    """Accept a job. 202 with its Location; it runs on its own from here."""
+    project = control.scope.home("jobs:write")
+    spec = endpoint_names.suited(spec, project)
+    control.check_reach(spec)
+    once: Once | None = None
+    if key is not None:
+        check_key(key)
+        once = Once(key, route_within(project, JOBS), digest_model(spec))
+    try:
+        checked = control.checks_of_jobs.check(spec)
+    except EyrieError:
+        replay = None if once is None else control.idempotency.answered(once)
+        if replay is None:
+            raise
+        done: Job | Replay = replay  # what has been accepted stays so, whatever has changed since
+    else:
+        done = control.jobs.submit_once(checked.spec, once, project)
+    if isinstance(done, Replay):
+        return _accepted(done.response["id"], json.dumps(done.response), replayed=True)
+    control.wake()
+    return _accepted(done.id, done.model_dump_json(), replayed=False)
+
+
+router.add_api_route(JOBS, create_job, methods=["POST"], status_code=202, response_model=Job, name="job.create",
+                     route_class_override=Direct)
+
+
+def _accepted(job_id: str, text: str, *, replayed: bool) -> Response:
+    headers = {"Location": f"{JOBS}/{job_id}"} | ({"Idempotency-Replayed": "true"} if replayed else {})
+    return Response(text, status_code=202, headers=headers, media_type="application/json")
+
+
+@router.get(JOBS)
+def list_jobs(
+    control: Here,
+    phase: Phase | None = None,
+    name: Annotated[str | None, Query(max_length=63)] = None,
+    target: Annotated[str | None, Query(max_length=4096)] = None,
+    label: Annotated[list[str] | None, Query(description="key=value; may be repeated")] = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 50,
+    cursor: Annotated[str | None, Query(max_length=512, description="next_cursor of the page before")] = None,
+) -> JobList:
+    """List jobs, newest first."""
+    wanted = JobFilter(phase=phase, name=name, target=target, labels=dict(_label(one) for one in label or ()))
+    return control.jobs.list(wanted, limit=limit, cursor=cursor)
+
+
+def _label(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise InvalidInput(f"label {text!r} is not key=value", "write label=team=search for the label team: search")
+    return key, value
+
+
+@router.get(JOBS + "/{job_id}")
+def get_job(job_id: str, control: Here) -> Job:
+    """One job with its stages and conditions."""
+    return control.jobs.get(job_id)
+
+
+@router.post(JOBS + "/{job_id}/cancel", status_code=202, name="job.cancel")
+def cancel_job(job_id: str, control: Here) -> Job:
+    """Stop a job. What has finished stays; `retry` goes on from there."""
+    job = control.jobs.cancel(job_id)
+    control.wake()
+    return job
+
+
+@router.post(JOBS + "/{job_id}/retry", status_code=202, name="job.retry")
+def retry_job(job_id: str, control: Here) -> Job:
+    """Go on from the failed or cancelled stage."""
+    job = control.jobs.retry(job_id)
+    control.wake()
+    return job
+
+
+@router.delete(JOBS + "/{job_id}", status_code=204, response_model=None, name="job.delete",
+               responses={202: {"model": Job, "description": "cancelled first; deleted once it has stopped"}})
+def delete_job(job_id: str, control: Here) -> Response:
+    """Delete an ended job and its files (204), or cancel it first and delete it then (202)."""
+    gone = control.jobs.delete(job_id)
+    control.wake()
+    if gone:
+        return Response(status_code=204)
+    return JSONResponse(control.jobs.get(job_id).model_dump(mode="json"), status_code=202)
+
+
+@router.post("/v1alpha1/plans", tags=["plans"], name="plan.make")
+def make_plan(spec: Spec, control: Here) -> Plan:
+    """What a job would cost in tokens, bytes and hours, with the assumptions named. Nothing runs."""
+    control.scope.home("jobs:read")
+    control.check_reach(spec)
+    return preflight.plan(spec, control.settings)

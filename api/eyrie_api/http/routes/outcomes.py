@@ -1,0 +1,83 @@
+"""What a job leaves: files, its report, and its place on the leaderboard.
+
+Only files named in a stage's manifest can be downloaded, so a path from outside never reaches the disk unless a
+finished stage has listed exactly it; a link planted in a stage's directory afterwards is refused as well.
+"""
+
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import quote
+
+from fastapi import APIRouter, Query
+from starlette.responses import FileResponse, Response, StreamingResponse
+
+from eyrie_api.artifacts.stage_manifests import StageManifest, report_of
+from eyrie_api.database.results import ResultFilter
+from eyrie_api.errors import NotFound
+from eyrie_api.http.control import Control, Here
+from eyrie_api.http.routes.jobs import JOBS
+from eyrie_api.v1alpha1.model import Name
+from eyrie_api.v1alpha1.stages import FileEntry, StageName
+from eyrie_api.v1alpha1.status import JobReport, Leaderboard, StageFile, StageFileList
+
+router = APIRouter(tags=["outcomes"])
+
+
+@router.get(JOBS + "/{job_id}/artifacts")
+def list_artifacts(job_id: str, control: Here, stage: StageName | None = None) -> StageFileList:
+    """Files of the finished stages, with digests and where to download them."""
+    control.jobs.get(job_id)
+    found = control.files.manifests(job_id)
+    return StageFileList(items=tuple(
+        StageFile(stage=one.stage, key=one.key, path=entry.path, size_bytes=entry.size_bytes, sha256=entry.sha256,
+                  url=_url(job_id, one, entry.path))
+        for one in found if stage in (None, one.stage) for entry in one.manifest.files))
+
+
+def _url(job_id: str, one: StageManifest, path: str) -> str:
+    key = f"?key={quote(one.key)}" if one.key else ""
+    return f"{JOBS}/{job_id}/artifacts/{one.stage}/{quote(path)}{key}"
+
+
+@router.get(JOBS + "/{job_id}/artifacts/{stage}/{path:path}", response_class=FileResponse)
+def download(job_id: str, stage: StageName, path: str, control: Here,
+             key: Annotated[Name | None, Query(description="candidate or checkpoint")] = None) -> Response:
+    """One file of a finished stage."""
+    control.jobs.get(job_id)
+    for one in control.files.manifests(job_id):
+        entry = next((entry for entry in one.manifest.files if entry.path == path), None)
+        if (one.stage, one.key) == (stage, key or "") and entry is not None:
+            return _file(control, one, entry)
+    raise NotFound(f"no file {path!r} in the manifest of stage {stage} {key or ''}".rstrip(),
+                   "list the job's artifacts: only files of finished stages can be downloaded")
+
+
+def _file(control: Control, one: StageManifest, entry: FileEntry) -> Response:
+    path, name = control.files.path(one, entry), Path(entry.path).name
+    if path is not None:
+        return FileResponse(path, filename=name)
+    return StreamingResponse(control.files.pieces(one, entry), media_type="application/octet-stream", headers={
+        "Content-Length": str(entry.size_bytes), "Content-Disposition": f"attachment; filename*=UTF-8''{quote(name)}"})
+
+
+@router.get(JOBS + "/{job_id}/report")
+def report(job_id: str, control: Here) -> JobReport:
+    """Everything measured of a job, as far as it has come."""
+    job = control.jobs.get(job_id)
+    entries = control.results.leaderboard(ResultFilter(job_id=job_id))
+    return report_of(job, control.files.manifests(job_id), entries)
+
+
+@router.get("/v1alpha1/leaderboard")
+def leaderboard(
+    control: Here,
+    target: Annotated[str | None, Query(max_length=4096)] = None,
+    job_id: Annotated[str | None, Query(max_length=63)] = None,
+    family: Annotated[str | None, Query(max_length=32)] = None,
+    tuned: bool | None = None,
+    lossless: bool | None = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> Leaderboard:
+    """Measured checkpoints, best average first; lossless ones before the others."""
+    wanted = ResultFilter(job_id=job_id, target=target, family=family, tuned=tuned, lossless=lossless)
+    return Leaderboard(items=control.results.leaderboard(wanted, limit))

@@ -1,0 +1,152 @@
+"""What a job says while it runs: events (SSE or JSON), logs, metric series.
+
+A stream follows its source by looking, because the writer may be another process: all event streams together by one
+look (`following`), each log by its own. It ends when the job has ended and everything was sent. Events resume behind
+`Last-Event-ID`: their ids are rows, so nothing is lost or repeated across reconnects and restarts. A reader that comes
+back after the end gets 204, at which an EventSource stops asking.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from anyio import sleep, to_thread
+from fastapi import APIRouter, Header, Query, Request, Response
+from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
+
+from eyrie_api.database.rendering import is_over
+from eyrie_api.errors import InvalidInput, NotFound
+from eyrie_api.http.control import Control, Here
+from eyrie_api.http.event_fanout import Following, message_of
+from eyrie_api.http.routes.jobs import JOBS
+from eyrie_api.v1alpha1.model import Name
+from eyrie_api.v1alpha1.stages import StageName
+from eyrie_api.v1alpha1.status import Event, EventList, Job, MetricList
+
+router = APIRouter(tags=["progress"])
+_CHUNK = 1 << 16
+_BATCH = 500
+_EVENT_STREAM = "text/event-stream"
+_LAST_ID = 2**31 - 1
+"""Of PostgreSQL's INTEGER; a larger one cannot even be asked for."""
+
+_RETRY_MS = 1000
+_LOG_POLLS = 4
+"""A log is looked at once in so many polls: each costs a statement and a file."""
+
+
+@router.get(JOBS + "/{job_id}/events", response_model=EventList,
+            responses={200: {"content": {_EVENT_STREAM: {"schema": {"type": "string"}}}}, 204: {"description": "over"}})
+async def events(
+    job_id: str, control: Here, request: Request,
+    accept: Annotated[str, Header()] = "*/*",
+    last_event_id: Annotated[str | None, Header(alias="Last-Event-ID")] = None,
+    after: Annotated[int, Query(ge=0, le=2**53, description="like Last-Event-ID")] = 0,
+    limit: Annotated[int, Query(ge=1, le=5000, description="for the JSON list")] = 500,
+) -> Response:
+    """Events as they happen (SSE, resumes by Last-Event-ID), or those so far with Accept: application/json."""
+    after = _resume_point(last_event_id, after)
+    job = await to_thread.run_sync(control.jobs.get, job_id)
+    if "application/json" in accept and _EVENT_STREAM not in accept:
+        found = await to_thread.run_sync(lambda: control.jobs.events(job_id, after=after, limit=limit))
+        return JSONResponse(EventList(items=found).model_dump(mode="json"))
+    if is_over(job.status.conditions) and not await _fetch(control, job_id, after):
+        return Response(status_code=204)
+    return StreamingResponse(_event_lines(control, job_id, after, request), media_type=_EVENT_STREAM,
+                             headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+
+
+def _resume_point(last_event_id: str | None, after: int) -> int:
+    if last_event_id is None:
+        return min(after, _LAST_ID)
+    if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) < 16):
+        raise InvalidInput(f"Last-Event-ID {last_event_id!r} is not an event id", "send the id of the last event seen")
+    return min(max(after, int(last_event_id)), _LAST_ID)
+
+
+async def _fetch(control: Control, job_id: str, after: int) -> tuple[Event, ...]:
+    return await to_thread.run_sync(lambda: control.jobs.events(job_id, after=after, limit=_BATCH))
+
+
+async def _event_lines(control: Control, job_id: str, after: int, request: Request) -> AsyncIterator[str]:
+    following: Following = request.app.state.following
+    yield f"retry: {_RETRY_MS}\n\n"
+    with following.joined(job_id) as seat:
+        try:
+            while batch := await _fetch(control, job_id, after):
+                after = batch[-1].id
+                yield "".join(map(message_of, batch))
+        except NotFound:
+            yield "event: deleted\ndata: {}\n\n"
+            return
+        await following.begin(seat, after)
+        while True:
+            try:
+                news = await asyncio.wait_for(seat.news.get(), control.settings.sse_heartbeat_s)
+            except TimeoutError:
+                yield ": heartbeat\n\n"
+                continue
+            new = [(number, text) for number, text in news.messages if number > after]
+            if new:
+                after = new[-1][0]
+                yield "".join(text for _, text in new)
+            if news.over or news.gone:
+                yield f"event: {'end' if news.over else 'deleted'}\ndata: {{}}\n\n"
+                return
+
+
+@router.get(JOBS + "/{job_id}/metrics")
+def metrics(
+    job_id: str, control: Here,
+    stage: StageName | None = None,
+    key: Annotated[str | None, Query(max_length=63)] = None,
+    name: Annotated[str | None, Query(max_length=127)] = None,
+) -> MetricList:
+    """Logged series: loss, acceptance per position, theoretical speed-up, ..."""
+    return MetricList(items=control.jobs.metrics(job_id, stage=stage, key=key, name=name))
+
+
+@router.get(JOBS + "/{job_id}/logs", response_class=PlainTextResponse)
+async def logs(
+    job_id: str, control: Here, request: Request,
+    stage: Annotated[StageName, Query()],
+    key: Annotated[Name | None, Query(description="candidate or checkpoint")] = None,
+    follow: Annotated[bool, Query(description="go on as it grows, until the stage ends")] = False,
+) -> Response:
+    """What a stage program printed."""
+    job = await to_thread.run_sync(control.jobs.get, job_id)
+    if not follow and await to_thread.run_sync(_read, control, job_id, stage, key or "", 0) is None:
+        raise NotFound(f"stage {stage} {key or ''} of job {job_id} has printed nothing".replace("  ", " "),
+                       f"it has: {_known(job) or 'no stage has started yet'}")
+    return StreamingResponse(_log_bytes(control, job_id, stage, key or "", request, follow=follow),
+                             media_type="text/plain; charset=utf-8", headers={"X-Accel-Buffering": "no"})
+
+
+def _known(job: Job) -> str:
+    return ", ".join(f"{one.stage} {one.key}".strip() for one in job.status.stages if one.started_at is not None)
+
+
+async def _log_bytes(control: Control, job_id: str, stage: str, key: str, request: Request, *,
+                     follow: bool) -> AsyncIterator[bytes]:
+    offset = 0
+    while not await request.is_disconnected():
+        done = not follow or await to_thread.run_sync(_stage_ended, control, job_id, stage, key)
+        while data := await to_thread.run_sync(_read, control, job_id, stage, key, offset):
+            offset += len(data)
+            yield data
+        if done:
+            return
+        await sleep(_LOG_POLLS * control.settings.sse_poll_s)
+
+
+def _read(control: Control, job_id: str, stage: str, key: str, offset: int) -> bytes | None:
+    return control.files.log(job_id, stage, key, offset, _CHUNK)
+
+
+def _stage_ended(control: Control, job_id: str, stage: str, key: str) -> bool:
+    try:
+        job = control.jobs.get(job_id)
+    except NotFound:
+        return True
+    states = [one.state for one in job.status.stages if (one.stage, one.key) == (stage, key)]
+    return is_over(job.status.conditions) or bool(states and states[0] not in ("Pending", "Running"))

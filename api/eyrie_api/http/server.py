@@ -1,0 +1,99 @@
+"""The HTTP server: routes put together, guards around them, every refusal a problem. No logic.
+
+`create_app(settings)` is what `eyrie up` gives to uvicorn. It answers from rows alone and starts nothing: whoever calls
+it runs the chores (`eyrie_api.tasks.ChoreLoop`) and hands in `wake`, so that a request's promise is kept at once rather
+than at the next tick.
+"""
+
+import importlib.metadata
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from anyio import to_thread
+from fastapi import FastAPI
+from starlette.routing import Route
+
+from eyrie_api.access.callers import Callers
+from eyrie_api.database.tables import Database
+from eyrie_api.http import problems
+from eyrie_api.http.control import Control
+from eyrie_api.http.event_fanout import Following
+from eyrie_api.http.middleware import Guard, Stopwatch
+from eyrie_api.http.routes import access, audit, endpoints, jobs, operations, outcomes, streams, webhooks
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.status import Problem
+
+DESCRIPTION = """Train a speculative-decoding drafter for your own LLM, measure it, promote it, serve it.
+
+Every refusal is `application/problem+json` (RFC 9457) with a `mend`: what to do instead."""
+
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"description": words, "content": {problems.MEDIA_TYPE: {
+        "schema": {"$ref": "#/components/schemas/Problem"}}}}
+    for status, words in (
+        (401, "No bearer token, or a wrong one"), (403, "Not allowed, or not answered from there"),
+        (404, "No such thing"), (409, "The present state forbids it"),
+        (413, "The body is too large"), (415, "The body is not JSON"),
+        (429, "Too many requests, or the project's quota is used up"),
+        (422, "The request is wrong; `errors` has pointers, values and rules"), (503, "Try again later"),
+        (507, "The disk is too small"))
+}
+
+
+_THREADS = 8
+"""In which handlers run; the framework would take 40. They wait for one interpreter and for fewer connections than
+that, and while they push each other about, streams and probes get no turn."""
+
+
+@asynccontextmanager
+async def _few_threads(_app: FastAPI) -> AsyncIterator[None]:
+    to_thread.current_default_thread_limiter().total_tokens = _THREADS
+    yield
+
+
+def create_app(settings: Settings, *, database: Database | None = None, wake: Callable[[], None] | None = None,
+               checks: Mapping[str, Callable[[], bool]] | None = None,
+               queues: Mapping[str, Callable[[], int]] | None = None) -> FastAPI:
+    """The application.
+
+    database   opened from the settings when absent; must have been migrated (`Database.migrate`)
+    wake       called after each change that promised a chore
+    checks     further readiness checks by name, for example `{"chores": lambda: loop.is_running}`
+    queues     how much waits in each queue of the broker, for the metric `eyrie_queue_length`
+    """
+    database = database or Database(settings.resolved_database_url)
+    control = Control.over(settings, database, wake, checks, queues)
+    app = FastAPI(title="Eyrie", version=importlib.metadata.version("eyrie"), description=DESCRIPTION,
+                  responses=_REFUSALS, redirect_slashes=False, lifespan=_few_threads)
+    app.state.control = control
+    app.state.following = Following(database, settings.sse_poll_s)
+    app.state.telemetry = operations.Telemetry(control)
+    routers = [part.router for part in (jobs, streams, outcomes, endpoints, access, audit, webhooks, operations)]
+    for router in routers:
+        app.include_router(router)
+    # Flat, for the Allow header: newer FastAPI keeps an included router as one opaque entry.
+    app.state.routes = [route for router in (app.router, *routers) for route in router.routes
+                        if isinstance(route, Route)]
+    problems.install(app)
+    app.add_middleware(Guard, settings=settings, callers=Callers(settings, database), audit=control.audit)
+    app.add_middleware(Stopwatch, observe=app.state.telemetry.observe)
+    _describe_problem(app)
+    return app
+
+
+def _describe_problem(app: FastAPI) -> None:
+    """Put the Problem schema into the OpenAPI document in place of FastAPI's own validation error."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = generate()
+            schemas = document["components"]["schemas"]
+            schemas["Problem"] = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas.pop("HTTPValidationError", None)
+            schemas.pop("ValidationError", None)
+            app.openapi_schema = document
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

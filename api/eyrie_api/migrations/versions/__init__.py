@@ -1,1 +1,0 @@
-"""One file per revision of the tables, in order; see `eyrie_api.migrations`."""

@@ -1,0 +1,79 @@
+"""What a job of one project may reach on the machine that runs it.
+
+A job names files, a URL to ask and a variable with a key, and stages read them with the rights of Eyrie itself. On one
+person's machine that is as it should be. Where projects share an installation, a caller who is bound to projects may
+not name by a job what no route would show them: another project's files under EYRIE_HOME, the system's own directories,
+Eyrie's or a cloud's secrets. Administrators of everything are not asked.
+
+It is asked of the names, at submission. Names in a URL are not resolved: where the stages' network must be fenced, a
+NetworkPolicy does it.
+"""
+
+import ipaddress
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from eyrie_api.errors import InvalidInput
+from eyrie_api.ssrf_safe_http import is_allowed
+from eyrie_api.v1alpha1.job import JobSpec
+
+_SYSTEM = tuple(Path(path) for path in ("/proc", "/sys", "/dev", "/etc", "/run", "/var/run", "/root"))
+_METADATA = ("metadata.google.internal", "metadata")
+_NOT_FOR_JOBS = ("EYRIE_", "AWS_")
+
+IsMine = Callable[[str, str], bool]
+"""(`jobs` or `endpoints`, id or name): whether that directory under EYRIE_HOME is of the caller's projects."""
+
+
+def check(spec: JobSpec, home: Path, is_mine: IsMine) -> None:
+    """Raises InvalidInput naming the field that reaches too far."""
+    home = home.resolve()
+    for field, text in _paths(spec):
+        path = Path(text).expanduser()
+        if path.is_absolute() or path.exists():
+            _check_path(field, path.resolve(), home, is_mine)
+    variable = spec.regenerate.api_key_env
+    if variable is not None and (variable.startswith(_NOT_FOR_JOBS) or not variable.endswith("_API_KEY")):
+        raise InvalidInput(f"regenerate.api_key_env {variable} is not for jobs to send",
+                           "keys for endpoints are in variables that end with _API_KEY")
+    for field, url in _urls(spec):
+        host = (urlsplit(url).hostname or "").rstrip(".")
+        if host in _METADATA or not _may_be_asked(host):
+            raise InvalidInput(f"{field} names {host}, which jobs may not ask", "give the endpoint's address")
+
+
+def _urls(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    if spec.regenerate.base_url is not None:
+        yield "regenerate.base_url", spec.regenerate.base_url
+    for number, url in enumerate(spec.regenerate.endpoints):
+        yield f"regenerate.endpoints[{number}]", url
+
+
+def _paths(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    yield "target.model", spec.target.model
+    for number, source in enumerate(spec.data.sources):
+        yield f"data.sources[{number}].path", source.path
+    for number, suite in enumerate(spec.benchmark.suites):
+        yield f"benchmark.suites[{number}].path", suite.path
+    if spec.promotion.drift.traffic_file is not None:
+        yield "promotion.drift.traffic_file", str(spec.promotion.drift.traffic_file)
+
+
+def _check_path(field: str, path: Path, home: Path, is_mine: IsMine) -> None:
+    if any(path.is_relative_to(one) for one in _SYSTEM if not home.is_relative_to(one)):
+        raise InvalidInput(f"{field} {path} is a file of the system", "give a model or data meant for jobs")
+    if home.is_relative_to(path):
+        raise InvalidInput(f"{field} {path} holds Eyrie's own directory", "name the file or directory that is meant")
+    if path.is_relative_to(home):
+        kind, name = (*path.relative_to(home).parts[:2], "", "")[:2]
+        if kind not in ("jobs", "endpoints") or not is_mine(kind, name):
+            raise InvalidInput(f"{field} {path} is not there, or not of your project", "list the jobs you may read")
+
+
+def _may_be_asked(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return True  # a name
+    return is_allowed(host, allow_private=True)

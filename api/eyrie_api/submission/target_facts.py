@@ -1,0 +1,181 @@
+"""What can be learned of a target and its data cheaply: from `config.json`, file sizes and the first rows.
+
+Read by `preflight` (to refuse early) and by plans (to estimate). Nothing here loads a model or a tokenizer. A Hub id is
+looked up in the local Hub cache only: the control plane contacts no model hub.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from eyrie_api.decisions.plan import DataFacts, TargetFacts
+from eyrie_api.errors import NoUsableData, TargetNotFound, UnsupportedTarget
+from eyrie_api.v1alpha1.job import DataSource, DataSpec, TargetSpec
+from eyrie_api.v1alpha1.targets import QUICKSTART, TRAINED_HERE, trained_here
+
+HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
+_SAMPLE_BYTES = 1 << 18
+# Bytes of JSON per token, keys and quotes included, on chat-like English: on the low side, so plans err upwards.
+_BYTES_PER_TOKEN = 4.0
+QUICKSTART_ROWS = 8192
+"""Conversations that ship with the quickstart target (`conversations.jsonl.gz`)."""
+
+# Means over 300 conversations of the quickstart corpus under its own 2048-token vocabulary, template included.
+_QUICKSTART_PROMPT_TOKENS, _QUICKSTART_ANSWER_TOKENS = 97.0, 54.0
+
+
+def exists(path: str) -> bool:
+    """Whether a path names something here; False for what cannot be a path at all."""
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
+def local_path(path: str) -> Path | None:
+    """The path a user means if it means one: something that exists, or is written as a path. None for a Hub id."""
+    if "\0" in path:
+        return None
+    written_as_path = path.startswith(("/", "./", "../", "~")) or path.endswith(DATA_SUFFIXES) or path.count("/") > 1
+    if not (written_as_path or exists(path)):
+        return None
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError:  # ~nobody
+        return Path(path)
+
+
+@cache
+def quickstart_dir() -> Path | None:
+    """Where the packaged target lies, found by location: the control plane does not import the workers."""
+    package = importlib.util.find_spec("eyrie_workers")
+    if package is None or not package.submodule_search_locations:
+        return None
+    path = Path(package.submodule_search_locations[0]) / "quickstart" / "target"
+    return path if (path / "config.json").is_file() else None
+
+
+def target_dir(target: TargetSpec) -> Path | None:
+    """The target's directory on this machine, or None when it is a Hub id that is not in the cache.
+
+    Raises TargetNotFound when the model is neither a directory here nor a Hub id.
+    """
+    if target.model == QUICKSTART:
+        return quickstart_dir()
+    if target.model in TRAINED_HERE:
+        made = trained_here(target.model)
+        if not (made / "config.json").is_file():
+            raise TargetNotFound(f"target.model {target.model!r} is not in {made}",
+                                 f"run `{TRAINED_HERE[target.model]}`")
+        return made
+    path = local_path(target.model)
+    if path is not None:
+        if not path.is_dir():
+            raise TargetNotFound(f"target.model {target.model!r}: no such directory on the server",
+                                 "give a Hugging Face directory with config.json, a Hub id org/name, or 'quickstart'")
+        return path
+    if not HUB_ID.match(target.model):
+        raise TargetNotFound(f"target.model {target.model!r} is neither a directory here nor a Hub id",
+                             "give a Hugging Face directory, a Hub id org/name, or 'quickstart'")
+    return _cached(target)
+
+
+def _cached(target: TargetSpec) -> Path | None:
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / ("models--" + target.model.replace("/", "--"))
+    revision = target.revision or "main"
+    if ".." in revision:
+        return None
+    with contextlib.suppress(OSError):  # no such branch: a commit, if it is there at all
+        revision = (cache / "refs" / revision).read_text().strip()
+    path = cache / "snapshots" / revision
+    return path if (path / "config.json").is_file() else None
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """`config.json` of a target. Raises TargetNotFound or UnsupportedTarget."""
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise TargetNotFound(f"target.model {str(directory)!r} has no readable config.json",
+                             "give a Hugging Face model directory (config.json, weights, tokenizer)") from None
+    except ValueError as error:
+        raise UnsupportedTarget(f"{path} is not JSON: {error}", "download the model again") from None
+    if not isinstance(config, dict):
+        raise UnsupportedTarget(f"{path} is not a JSON object", "download the model again")
+    return config
+
+
+def target_facts(directory: Path) -> TargetFacts:
+    """The figures of a target's config. Raises UnsupportedTarget naming the one that is missing or wrong."""
+    config = read_config(directory)
+
+    def figure(name: str, default: int | None = None) -> int:
+        value = config.get(name, default)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UnsupportedTarget(f"{directory / 'config.json'}: {name} is {value!r}, not a positive integer",
+                                    "give a decoder-only text model's config")
+        return value
+
+    heads, hidden = figure("num_attention_heads"), figure("hidden_size")
+    return TargetFacts(
+        hidden_size=hidden, num_layers=figure("num_hidden_layers"), vocab_size=figure("vocab_size"),
+        intermediate_size=figure("intermediate_size", 4 * hidden), num_heads=heads,
+        num_kv_heads=figure("num_key_value_heads", heads), head_dim=figure("head_dim", max(1, hidden // heads)),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)), source="the target's config.json")
+
+
+def data_facts(data: DataSpec) -> DataFacts:
+    """Rows and lengths, from the first rows of local files; unknown where any source cannot be sampled."""
+    samples = [_sample(source) for source in data.sources]
+    if any(one.prompt_tokens is None for one in samples):
+        return DataFacts()
+    total = sum(one.rows or 0 for one in samples)
+    if not total:
+        return DataFacts()
+    prompt = sum((one.prompt_tokens or 0.0) * (one.rows or 0) for one in samples) / total
+    answers = [one.answer_tokens for one in samples]
+    known = all(one is not None for one in answers)
+    answer = sum((one.answer_tokens or 0.0) * (one.rows or 0) for one in samples) / total if known else None
+    return DataFacts(rows=total, prompt_tokens=prompt, answer_tokens=answer,
+                     source=_sources(one.source for one in samples))
+
+
+def _sources(names: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(names))
+
+
+def _sample(source: DataSource) -> DataFacts:
+    if source.path == QUICKSTART:
+        return DataFacts(min(source.max_rows or QUICKSTART_ROWS, QUICKSTART_ROWS), _QUICKSTART_PROMPT_TOKENS,
+                         _QUICKSTART_ANSWER_TOKENS, "the quickstart corpus")
+    path = local_path(source.path)
+    if path is None or path.suffix != ".jsonl" or not path.is_file():
+        return DataFacts()
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        data = file.read(_SAMPLE_BYTES)
+    lines = [line for line in data.splitlines() if line.strip()]
+    if not lines:
+        raise NoUsableData(f"data file {path} holds no rows", "give a file with one conversation per line")
+    mean = len(data) / len(lines)
+    rows = max(1, round(size / mean))
+    return DataFacts(min(rows, source.max_rows or rows), mean / _BYTES_PER_TOKEN, None,
+                     f"the first {len(lines)} rows, at {_BYTES_PER_TOKEN:g} bytes a token")
+
+
+def free_bytes(directory: Path) -> int:
+    """Free space where `directory` is or will be."""
+    while not directory.exists():
+        directory = directory.parent
+    return shutil.disk_usage(directory).free

@@ -1,0 +1,1 @@
+"""Endpoints on one machine: engine processes, gateway, routing, recorded traffic."""

@@ -1,0 +1,247 @@
+"""World 2: endpoints on one machine, as a gateway process and engine processes.
+
+`tend` is one step of one endpoint: look at its row and its processes, ask the pure `plan_endpoint` what to do, do it,
+store what was seen. Gateway and engines outlive the control plane and are adopted by the next (`endpoint_processes`).
+
+An engine counts as healthy once its ready file is there, /health answers 200, and it has generated a few tokens: an
+engine that loads but cannot decode must never get the route.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from eyrie_api.artifacts import write_model
+from eyrie_api.clock import Clock, utc_now
+from eyrie_api.database.endpoints import Serving
+from eyrie_api.database.tables import Database
+from eyrie_api.errors import EyrieError, NotFound, Transient
+from eyrie_api.settings import Settings
+from eyrie_api.v1alpha1.status import Endpoint
+from eyrie_operator.conditions import observe
+from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
+from eyrie_operator.embedded.processes import (
+    ENGINE_FILE,
+    HOST,
+    EngineRecord,
+    endpoint_dir,
+    engine_argv,
+    engine_dir,
+    last_words,
+    list_engines,
+    probe,
+    read_counters,
+    read_port,
+    read_record,
+    read_shares,
+    spawn,
+    start_gateway,
+    stop_gateway,
+)
+from eyrie_operator.embedded.routing import ROUTE_FILE, Counted, Counters, RouteRecord, Share
+from eyrie_operator.endpoint_records import EndpointRecords
+from eyrie_operator.serving import (
+    CanarySeen,
+    CloseWindow,
+    EndpointAction,
+    EndpointPlan,
+    EndpointSeen,
+    EngineSeen,
+    ForgetEngine,
+    KillEngine,
+    RetireEngine,
+    Route,
+    ShareRoute,
+    StartEngine,
+    StartGateway,
+    StopGateway,
+    plan_endpoint,
+)
+from eyrie_pipelines.processes import is_alive, stop_group
+
+log = logging.getLogger(__name__)
+
+_MAX_STEPS = 6
+_LASTING_S = 60.0
+"""Healthy for this long, an engine's earlier failed starts are forgiven."""
+
+
+class EmbeddedEndpoints:
+    """The one who tends one machine's endpoints."""
+
+    def __init__(self, settings: Settings, database: Database, clock: Clock = utc_now) -> None:
+        self._settings, self._clock = settings, clock
+        self._records = EndpointRecords(settings, database, clock)
+        self._endpoints = self._records.endpoints
+
+    def tend(self, name: str) -> None:
+        """One step of one endpoint; harmless for one that is gone or being tended by another process."""
+        directory = endpoint_dir(self._settings.home, name)
+        directory.mkdir(parents=True, exist_ok=True)
+        with _tending_alone(directory) as ours:
+            if not ours:
+                return
+            try:
+                for _ in range(_MAX_STEPS):
+                    if not self._step(name, directory):
+                        return
+            except NotFound as reason:
+                log.info("endpoint %s: %s", name, reason)
+
+    def _step(self, name: str, directory: Path) -> bool:
+        """Look, plan, act, tell; whether another look is worth while at once."""
+        endpoint, serving = self._endpoints.get(name), self._endpoints.serving(name)
+        policy, now = self._records.policy(endpoint, serving), self._clock()
+        plan = plan_endpoint(endpoint, policy, self._observe(endpoint, directory), now)
+        conditions = endpoint.conditions
+        try:
+            for action in plan.actions:
+                self._act(action, endpoint, serving, directory)
+                conditions = self._records.record(action, endpoint, conditions, directory)
+        except Transient as reason:
+            plan = EndpointPlan((), "Unknown", reason.reason, str(reason))
+        except EyrieError as error:  # its port is taken, its target is gone: waiting will not mend it
+            plan = EndpointPlan((), "False", error.reason, str(error))
+            conditions = self._records.refuse(error, endpoint, conditions)
+        conditions = observe(conditions, "Serving", plan.serving, plan.reason, plan.message, now)
+        port = read_port(directory)
+        self._records.show(endpoint, conditions, f"http://{HOST}:{port}/v1" if port is not None else None)
+        return bool(plan.actions)
+
+    # Looking.
+
+    def _observe(self, endpoint: Endpoint, directory: Path) -> EndpointSeen:
+        gateway = read_record(directory / GATEWAY_FILE, GatewayRecord)
+        route = read_record(directory / ROUTE_FILE, RouteRecord)
+        engines = tuple(self._observe_engine(record, folder, endpoint.model)
+                        for folder, record in list_engines(directory))
+        # A restarted engine has a new port: a route to the old one leads nowhere.
+        urls = {record.revision: record.url for _, record in list_engines(directory)}
+        routed = route.revision if route is not None and urls.get(route.revision) == route.url else None
+        alive = gateway is not None and is_alive(gateway.process)
+        watched = self._records.watched(endpoint)
+        trial = route is not None and bool(route.others)
+        canary = _observe_canary(route, read_shares(gateway.port) if gateway is not None and alive and trial else None)
+        return EndpointSeen(gateway_alive=alive, routed=routed, engines=engines, windows=watched.windows,
+                            drift_told=watched.drift_told, canary=canary)
+
+    def _observe_engine(self, record: EngineRecord, folder: Path, model: str) -> EngineSeen:
+        if not is_alive(record.process):
+            return EngineSeen(record.revision, "dead", record.started_at, record.starts, record.retiring_since,
+                              message=last_words(folder / "engine.log"))
+        known = record
+        if record.url is None:
+            url = probe(folder, model)
+            if url is None:
+                return EngineSeen(record.revision, "starting", record.started_at, record.starts, record.retiring_since)
+            rounds, tokens = read_counters(url) or (0.0, 0.0)  # the probe's own rounds are left out of the window
+            record = record.model_copy(update={"url": url, "window_rounds": rounds, "window_tokens": tokens,
+                                               "window_since": self._clock()})
+        if record.starts and (self._clock() - record.started_at).total_seconds() > _LASTING_S:
+            record = record.model_copy(update={"starts": 0})
+        if record != known:
+            write_model(folder / ENGINE_FILE, record)
+        assert record.url is not None
+        rounds, tokens = read_counters(record.url) or (record.window_rounds, record.window_tokens)
+        return EngineSeen(record.revision, "healthy", record.started_at, record.starts, record.retiring_since,
+                          window_rounds=rounds - record.window_rounds, window_tokens=tokens - record.window_tokens,
+                          window_since=record.window_since)
+
+    # Doing. Every action may be applied twice.
+
+    def _act(self, action: EndpointAction, endpoint: Endpoint, serving: Serving, directory: Path) -> None:
+        now = self._clock()
+        if isinstance(action, StartGateway):
+            start_gateway(directory, serving.serve.port)
+        elif isinstance(action, StopGateway):
+            stop_gateway(directory)
+        elif isinstance(action, StartEngine):
+            self._start_engine(action, endpoint, serving, directory)
+        elif isinstance(action, ShareRoute):
+            _share_route(action, directory, serving.serve.record_prompts, now)
+        elif isinstance(action, Route):
+            main = _engine_url(directory, action.revision)
+            write_model(directory / ROUTE_FILE, RouteRecord(revision=action.revision, url=main, since=now,
+                                                            record_prompts=serving.serve.record_prompts))
+        elif isinstance(action, CloseWindow):
+            _restart_window(engine_dir(directory, action.revision), now)
+        elif isinstance(action, RetireEngine | KillEngine | ForgetEngine):
+            _act_on_engine(action, engine_dir(directory, action.revision), now)
+
+    def _start_engine(self, action: StartEngine, endpoint: Endpoint, serving: Serving, directory: Path) -> None:
+        revision = next(one for one in endpoint.revisions if one.number == action.revision)
+        folder = engine_dir(directory, action.revision)
+        before = read_record(folder / ENGINE_FILE, EngineRecord)
+        if before is not None and is_alive(before.process):
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "ready.json").unlink(missing_ok=True)
+        argv = engine_argv(serving, revision.use, endpoint.model, folder / "ready.json")
+        process = spawn(argv, folder, folder / "engine.log")
+        write_model(folder / ENGINE_FILE, EngineRecord(revision=action.revision, process=process,
+                                                       started_at=self._clock(), starts=action.starts))
+
+
+def _observe_canary(route: RouteRecord | None, counters: Counters | None) -> CanarySeen | None:
+    if route is None or not route.others:
+        return None
+    trial = route.others[0]
+    # Counts of another route are of a gateway that has not read this one yet: nothing was asked under it so far.
+    known = counters is not None and counters.since == route.since
+    counted = counters.revisions.get(trial.revision, Counted()) if known and counters is not None else Counted()
+    return CanarySeen(trial.revision, trial.share, route.since, counted.answered, counted.errors)
+
+
+def _engine_url(directory: Path, revision: int) -> str:
+    record = read_record(engine_dir(directory, revision) / ENGINE_FILE, EngineRecord)
+    assert record is not None
+    assert record.url is not None
+    return record.url
+
+
+def _share_route(action: ShareRoute, directory: Path, record_prompts: int, now: datetime) -> None:
+    trial = Share(revision=action.revision, url=_engine_url(directory, action.revision), share=action.share)
+    write_model(directory / ROUTE_FILE, RouteRecord(
+        revision=action.serving, url=_engine_url(directory, action.serving), since=now, others=(trial,),
+        record_prompts=record_prompts))
+
+
+def _act_on_engine(action: RetireEngine | KillEngine | ForgetEngine, folder: Path, now: datetime) -> None:
+    record = read_record(folder / ENGINE_FILE, EngineRecord)
+    if record is None:
+        return
+    if isinstance(action, RetireEngine):
+        if is_alive(record.process):
+            # The leader alone: SGLang's children would die of it with answers in hand.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(record.process.pid, signal.SIGTERM)
+        write_model(folder / ENGINE_FILE, record.model_copy(update={"retiring_since": now}))
+    elif isinstance(action, KillEngine):
+        stop_group(record.process, grace_s=0.0)
+    else:
+        for name in (ENGINE_FILE, "ready.json"):  # its log stays, for whoever asks why it went
+            (folder / name).unlink(missing_ok=True)
+
+
+def _restart_window(folder: Path, now: datetime) -> None:
+    record = read_record(folder / ENGINE_FILE, EngineRecord)
+    counters = read_counters(record.url) if record is not None and record.url is not None else None
+    if record is not None and counters is not None:
+        write_model(folder / ENGINE_FILE, record.model_copy(
+            update={"window_rounds": counters[0], "window_tokens": counters[1], "window_since": now}))
+
+
+@contextlib.contextmanager
+def _tending_alone(directory: Path) -> Iterator[bool]:
+    with (directory / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True

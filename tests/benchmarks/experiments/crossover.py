@@ -1,0 +1,183 @@
+"""Up to how many requests at once does speculation pay?
+
+The second seed: "At batch size 7 and above, EAGLE-3 on V1 starts losing to the baseline." Drafting and verifying use
+arithmetic that lies idle while few requests are decoded; with more of them it does not lie idle any more.
+
+Here the same engine answers the same requests undrafted, with a chain and with a tree, at 1, 2, 4, 8 and 16 requests at
+once: as many in flight as slots, the next one joining when one leaves. Arms answer a block of requests in turn, the
+order turning round from block to block; a speed-up is tokens per second over the undrafted arm, and its interval comes
+from resampling blocks. The *crossover* of a shape is the first concurrency whose speed-up is not above 1, and it is
+clear where the interval lies below 1.
+
+A processor has far less idle arithmetic than a GPU, and what there is depends on its matrix units: the crossover here
+says where it is *here*. The tuner (`stages.tune`) finds it for a job's own machine and writes the map that the engine
+follows.
+
+    python -m tests.benchmarks.experiments.crossover [--short] --out DIR
+"""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from eyrie_api.artifacts import digest_bytes, digest_directory
+from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.model import Frozen, Interval
+from eyrie_workers.drafters.registry import open_drafter
+from eyrie_workers.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, WARM_ORANGE, new_figure, title
+from eyrie_workers.intervals import FloatArray, interval_around, standard_error
+from eyrie_workers.machine.machine_lock import measuring_alone
+from eyrie_workers.speculation.engine import Engine, Request
+from tests.benchmarks.experiments.account import Finding
+from tests.benchmarks.experiments.place import CHAIN, Place
+from tests.benchmarks.experiments.program import main
+from tests.benchmarks.experiments.timing import OFF
+
+NAME = "crossover"
+CLAIM = "\"The crossover point was around 7 concurrent requests\" (EAGLE-3 on SGLang's V1 path against no drafter)."
+CONCURRENCIES = (1, 2, 4, 8, 16)
+TREE = DraftTreeShape(num_steps=4, top_k=2, num_draft_tokens=10)
+SHORT_CHAIN = DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3)
+ARMS: dict[str, DraftTreeShape | None] = {OFF: None} | {
+    f"{'chain' if shape.top_k == 1 else 'tree'} {shape.label()}": shape for shape in (CHAIN, SHORT_CHAIN, TREE)}
+_BLOCKS = 5
+
+
+class Block(Frozen):
+    """One block of requests through all arms at one concurrency."""
+
+    concurrency: int
+    number: int
+    tokens: dict[str, int]
+    seconds: dict[str, float]
+
+
+def measure(place: Place) -> Finding:
+    """Time every arm at every concurrency, block by block; resumable after each block."""
+    drafter = place.train(place.store(place.rows())).last
+    told = (digest_directory(drafter), place.scale, place.spec, tuple(ARMS), CONCURRENCIES)
+    file = place.work / f"blocks-{digest_bytes(repr(told).encode())[7:23]}.jsonl"
+    done = [Block.model_validate_json(line) for line in file.read_text().splitlines()] if file.exists() else []
+    seen = {(block.concurrency, block.number) for block in done}
+    prompts, served = place.prompts(), open_drafter(drafter, place.target)
+    num_blocks = _BLOCKS if place.scale.seeds > 2 else 2
+    with measuring_alone(lambda: None):
+        for concurrency in CONCURRENCIES:
+            engine, size = Engine(place.target, served, max_concurrency=concurrency), max(4, 2 * concurrency)
+            for number in range(num_blocks):
+                if (concurrency, number) in seen:
+                    continue
+                chosen = [prompts[(number * size + i) % len(prompts)] for i in range(size)]
+                requests = [replace(place.request(prompt, 0.0), id=str(i)) for i, prompt in enumerate(chosen)]
+                done.append(time_block(engine, requests, number))
+                with file.open("a") as ledger:
+                    ledger.write(done[-1].model_dump_json() + "\n")
+            values = ratios(fields_of(done, concurrency).sum(0)[None])[0]
+            told_so = ", ".join(f"{arm} {value:.2f}" for arm, value in zip(drafted(), values, strict=True))
+            print(f"{concurrency} at once: {told_so}", flush=True)
+    return judge(done)
+
+
+def time_block(engine: Engine, requests: Sequence[Request], number: int) -> Block:
+    """A block through every arm, beginning with another arm each time; the first block of an engine warms it up."""
+    names = list(ARMS)
+    if number == 0:
+        for shape in ARMS.values():
+            engine.generate(requests[:engine.max_concurrency], shape)
+    tokens, seconds = {}, {}
+    for name in [*names[number % len(names):], *names[:number % len(names)]]:
+        began = time.perf_counter()
+        answers = engine.generate(requests, ARMS[name])
+        seconds[name] = time.perf_counter() - began
+        tokens[name] = sum(len(answer.token_ids) for answer in answers)
+    return Block(concurrency=engine.max_concurrency, number=number, tokens=tokens, seconds=seconds)
+
+
+def drafted() -> list[str]:
+    """The arms that draft."""
+    return [name for name in ARMS if name != OFF]
+
+
+def fields_of(blocks: Sequence[Block], concurrency: int) -> FloatArray:
+    """[blocks, arms * 2]: tokens and seconds of every arm, the undrafted first."""
+    return np.array([[value for name in ARMS for value in (block.tokens[name], block.seconds[name])]
+                     for block in blocks if block.concurrency == concurrency], dtype=np.float64)
+
+
+def ratios(sums: FloatArray) -> FloatArray:
+    """[R, arms * 2] sums to [R, drafted arms] speed-ups."""
+    speeds = sums[:, 0::2] / sums[:, 1::2]
+    return np.asarray(speeds[:, 1:] / speeds[:, :1])
+
+
+def judge(blocks: Sequence[Block]) -> Finding:
+    """What the timings say. Pure."""
+    values: dict[tuple[str, int], tuple[float, Interval]] = {}
+    speeds: dict[int, float] = {}
+    for concurrency in CONCURRENCIES:
+        fields = fields_of(blocks, concurrency)
+        sums = fields.sum(0)
+        speeds[concurrency] = float(sums[0] / sums[1])
+        for place, arm in enumerate(drafted()):
+            value = float(ratios(sums[None])[0, place])
+            error = standard_error(fields, lambda of, place=place: ratios(of)[:, place])  # type: ignore[misc]
+            values[arm, concurrency] = (value, interval_around(value, error, len(fields)))
+    table = [[str(c), f"{speeds[c]:.0f}", *(_with_interval(*values[arm, c]) for arm in drafted())]
+             for c in CONCURRENCIES]
+    return Finding(
+        found=[_first(values), *(_said(values, arm) for arm in drafted())],
+        measured=f"One EAGLE-3 drafter, greedy, {len(blocks) // len(CONCURRENCIES)} blocks of requests from the four "
+                 "suites, twice as many as run at once and at least 4, arms interleaved block by block; 95 % intervals "
+                 "over blocks.",
+        limits=("This engine and this processor; a GPU's idle arithmetic ends much later.",
+                "Blocks end with fewer requests in flight than they began with, in all arms alike."),
+        columns=("at once", "tokens/s undrafted", *(f"speed-up, {arm}" for arm in drafted())), table=table,
+        figure=lambda: figure(values), timed=True)
+
+
+def crossing(values: Mapping[tuple[str, int], tuple[float, Interval]], arm: str) -> int | None:
+    """The first concurrency at which an arm does not pay; None when it pays at all."""
+    return next((c for c in CONCURRENCIES if values[arm, c][0] <= 1.0), None)
+
+
+def _first(values: Mapping[tuple[str, int], tuple[float, Interval]]) -> str:
+    told = []
+    for arm in drafted():
+        at = crossing(values, arm)
+        sure = "" if at is None or values[arm, at][1].high < 1.0 else " (its interval does not exclude 1)"
+        told.append(f"{arm} pays up to {CONCURRENCIES[-1]} at once and beyond" if at is None else
+                    f"{arm} stops paying at {at}{sure}")
+    return f"Where speculation stops paying here: {'; '.join(told)}."
+
+
+def _said(values: Mapping[tuple[str, int], tuple[float, Interval]], arm: str) -> str:
+    return (f"{arm[0].upper()}{arm[1:]}: " + ", ".join(f"{values[arm, c][0]:.2f}x at {c}" for c in CONCURRENCIES) + ".")
+
+
+def _with_interval(value: float, interval: Interval) -> str:
+    return f"{value:.2f} ({interval.low:.2f}-{interval.high:.2f})"
+
+
+def figure(values: Mapping[tuple[str, int], tuple[float, Interval]]) -> Figure:
+    """Speed-up over concurrency."""
+    drawn, (axes,) = new_figure(8.5, 4.8)
+    for arm, colour, marker in zip(drafted(), (BEST_GREEN, WARM_ORANGE, BASELINE_BLUE), "o^s", strict=True):
+        points = [values[arm, c] for c in CONCURRENCIES]
+        heights = [value for value, _ in points]
+        reach = [[value - of.low for value, of in points], [of.high - value for value, of in points]]
+        axes.errorbar(CONCURRENCIES, heights, reach, color=colour, marker=marker, capsize=3, label=arm)
+    axes.axhline(1.0, color=OTHER_GREY, linestyle=":")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(CONCURRENCIES, [str(c) for c in CONCURRENCIES])
+    axes.set(xlabel="requests decoded at once", ylabel="speed-up over the undrafted engine")
+    axes.legend(loc="upper right")
+    title(drawn, "What speculation is worth as requests are added", "greedy; 95 % intervals over blocks of requests")
+    return drawn
+
+
+if __name__ == "__main__":
+    sys.exit(main(NAME, CLAIM, measure))

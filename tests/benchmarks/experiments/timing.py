@@ -1,0 +1,127 @@
+"""Whole requests timed, many drafters side by side: each prompt through every arm before the next prompt begins.
+
+The order of arms turns round from prompt to prompt, as in `measurement.benchmark.variants`, so a machine that slows
+down slows all arms alike. Prefill is included, concurrency is 1, and every arm begins with an untimed request. Each
+prompt is a line of the ledger: a run that was killed goes on with the next prompt.
+
+`LADDER` is what two experiments climb: drafters of different quality and of one architecture, some on purpose good at
+the first position only, or trained on next to nothing.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from eyrie_api.artifacts import digest_bytes, digest_directory
+from eyrie_api.v1alpha1.job import DrafterSpec
+from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.reports import CheckpointReport
+from eyrie_workers.drafters.registry import open_drafter
+from eyrie_workers.intervals import FloatArray
+from eyrie_workers.machine.machine_lock import measuring_alone
+from eyrie_workers.speculation.engine import Engine
+from tests.benchmarks.experiments.place import CHAIN, Place, Trained
+
+OFF = "off"
+TEMPERATURES = (0.0, 1.0)
+
+
+class Timed(Frozen):
+    """One prompt through one arm."""
+
+    tokens: int
+    seconds: float
+    rounds: int
+    accepted: int
+
+
+class Turn(Frozen):
+    """One prompt through all arms."""
+
+    prompt: str
+    temperature: float
+    arms: dict[str, Timed]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One checkpoint of the ladder."""
+
+    name: str
+    run: str
+    path: Path
+    checkpoint: CheckpointReport
+
+
+def ladder(place: Place) -> list[Rung]:
+    """Train what differs: steps, data, depth unrolled, width."""
+    whole, few = place.store(place.rows()), place.store(place.rows(place.scale.conversations // 4))
+    runs: dict[str, Trained] = {
+        "all data": place.train(whole),
+        "little data": place.train(few),
+        "one step trained": place.train(whole, single_step_ratio=1.0, checkpoints=2),
+        "narrow": place.train(whole, drafter=DrafterSpec(intermediate_size=128), checkpoints=1),
+        "wide": place.train(whole, drafter=DrafterSpec(intermediate_size=1536), checkpoints=1),
+    }
+    return [Rung(f"{name}, step {checkpoint.step}", name, trained.path(checkpoint), checkpoint)
+            for name, trained in runs.items() for checkpoint in trained.report.checkpoints]
+
+
+def time_all(place: Place, rungs: Sequence[Rung]) -> list[Turn]:
+    """Every prompt at every temperature through the undrafted engine and every rung."""
+    key = digest_bytes(repr(([digest_directory(rung.path) for rung in rungs], place.scale, place.spec, CHAIN)).encode())
+    file = place.work / f"timed-{key[7:23]}.jsonl"
+    place.work.mkdir(parents=True, exist_ok=True)
+    turns = [Turn.model_validate_json(line) for line in file.read_text().splitlines()] if file.exists() else []
+    done = {(turn.prompt, turn.temperature) for turn in turns}
+    engines = {OFF: Engine(place.target)} | {
+        rung.name: Engine(place.target, open_drafter(rung.path, place.target)) for rung in rungs}
+    with measuring_alone(lambda: None):
+        for number, prompt in enumerate(place.prompts(max(1, place.scale.prompts // 2))):
+            for temperature in TEMPERATURES:
+                request = place.request(prompt, temperature)
+                if (request.id, temperature) in done:
+                    continue
+                names = list(engines)
+                turned = [*names[number % len(names):], *names[:number % len(names)]]
+                if number == 0:
+                    for name in names:
+                        engines[name].generate([request], None if name == OFF else CHAIN)
+                arms = {}
+                for name in turned:
+                    began = time.perf_counter()
+                    (answer,) = engines[name].generate([request], None if name == OFF else CHAIN)
+                    accepted = sum(k * count for k, count in enumerate(answer.accepted_histogram))
+                    arms[name] = Timed(tokens=len(answer.token_ids), seconds=time.perf_counter() - began,
+                                       rounds=answer.rounds, accepted=accepted)
+                turns.append(Turn(prompt=request.id, temperature=temperature, arms=arms))
+                with file.open("a") as ledger:
+                    ledger.write(turns[-1].model_dump_json() + "\n")
+            print(f"prompt {number + 1}: {len(engines)} arms timed", flush=True)
+    return turns
+
+
+def fields_of(turns: Sequence[Turn], names: Sequence[str], temperature: float) -> FloatArray:
+    """[N prompts, arms, 4]: tokens, seconds, rounds, accepted, for resampling prompts. The first arm is undrafted."""
+    told = ("tokens", "seconds", "rounds", "accepted")
+    return np.array([[[getattr(turn.arms[name], field) for field in told] for name in (OFF, *names)]
+                     for turn in turns if turn.temperature == temperature], dtype=np.float64)
+
+
+def tau_and_speed(sums: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """tau and tokens per second of every drafted arm, from sums [arms, 4]."""
+    drafted = sums[1:]
+    return 1.0 + drafted[:, 3] / np.maximum(drafted[:, 2], 1.0), drafted[:, 0] / drafted[:, 1]
+
+
+def speedups(sums: FloatArray) -> FloatArray:
+    """Of every drafted arm over the undrafted one."""
+    return np.asarray(tau_and_speed(sums)[1] / (sums[0, 0] / sums[0, 1]))
+
+
+def by_name(rungs: Sequence[Rung], values: FloatArray) -> Mapping[str, float]:
+    """Figures by rung."""
+    return {rung.name: float(value) for rung, value in zip(rungs, values, strict=True)}

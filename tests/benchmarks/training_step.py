@@ -1,0 +1,139 @@
+"""What one training step costs here: `python -m tests.benchmarks.training_step`.
+
+One optimiser step of EAGLE-3 on random states, at a shape given by options: forward, backward, clipping, AdamW. The
+defaults are what the peers were measured at: one row of 512 tokens, every one supervised and unrolled, hidden 512,
+vocabulary 16384, draft vocabulary 4096, seven steps, float32.
+
+It computes where training would: on the GPU if there is one (`make bench-gpu` has the shape of an 8B target's drafter;
+memory is then the GPU's, and CPU seconds say little).
+
+    --lengths 512            one document;  --lengths 700,90,310 several, packed;  --prompt 0.5 the share that is prompt
+
+Printed as one JSON line: medians over the iterations of wall and CPU seconds, tokens per second of either, peak memory
+above what the process held after its imports, the part of it that no step can do without (parameters, gradients,
+moments, the target's two ends), and MFU: the arithmetic the loss and its gradient need (recomputation is
+not counted) over the fastest matrix product this process can do, by wall and by CPU seconds. The latter are the
+steadier on a busy machine.
+
+A bench, not a test: nothing here decides anything.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from eyrie_api.v1alpha1.job import TrainSpec
+from eyrie_workers.drafters.eagle3.flops import peak_rate, step_flops
+from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
+from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest
+from eyrie_workers.targets.config import RopeConfig
+from eyrie_workers.targets.device import chosen, on
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
+from eyrie_workers.training.documents import PackedDocuments
+from eyrie_workers.training.objective import Moment
+
+_PARSER = argparse.ArgumentParser(prog="python -m tests.benchmarks.training_step", description=__doc__,
+                                  formatter_class=argparse.RawDescriptionHelpFormatter)
+for _name, _default, _help in (
+        ("hidden", 512, "H"), ("intermediate", 1536, "width of the MLP"), ("heads", 8, "query heads"),
+        ("kv-heads", 4, "key-value heads"), ("vocab", 16384, "V"), ("draft-vocab", 4096, "D"), ("aux", 3, "A"),
+        ("ttt", 7, "steps unrolled"), ("threads", 2, "CPU threads"),
+        ("iterations", 5, "steps timed, after two that are not")):
+    _PARSER.add_argument(f"--{_name}", type=int, default=_default, help=f"{_help} (default {_default})")
+_PARSER.add_argument("--lengths", default="512", help="tokens of each document, comma separated")
+_PARSER.add_argument("--prompt", type=float, default=0.0, help="share of each document that is prompt")
+_PARSER.add_argument("--vary", type=int, default=0, metavar="N",
+                     help="lengthen the documents by N tokens from step to step, as in training no two are alike")
+_PARSER.add_argument("--recompute", action="store_true", help="train.grad_checkpoint")
+_PARSER.add_argument("--unrolled", type=float, default=1.0, help="train.unrolled_fraction")
+_PARSER.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+
+
+def drafter_of(options: argparse.Namespace) -> Eagle3Drafter:
+    """A drafter at torch's default initialisation."""
+    hidden, vocab, draft = options.hidden, options.vocab, options.draft_vocab
+    config = Eagle3Config(
+        hidden_size=hidden, intermediate_size=options.intermediate, num_heads=options.heads,
+        num_kv_heads=options.kv_heads, head_dim=hidden // options.heads, vocab_size=vocab, draft_vocab_size=draft,
+        aux_layers=tuple(range(1, options.aux + 1)), rms_eps=1e-5, rope=RopeConfig(theta=10000.0),
+        max_position_embeddings=1 << 17, eos_token_ids=(0,))
+    return Eagle3Drafter(config, DraftVocabulary(torch.arange(0, vocab, vocab // draft)[:draft], vocab))
+
+
+def documents_of(options: argparse.Namespace, longer: int = 0) -> PackedDocuments:
+    """Random states; of each document the first share is prompt."""
+    lengths = tuple(int(length) + longer for length in options.lengths.split(","))
+    total = sum(lengths)
+    mask = torch.cat([torch.arange(length) >= round(options.prompt * length) for length in lengths])
+    return PackedDocuments(torch.randint(options.vocab, (total,)), mask,
+                           torch.randn(total, options.aux, options.hidden), torch.randn(total, options.hidden), lengths)
+
+
+def memory_mb(name: str) -> float:
+    """VmRSS, what this process holds, or VmHWM, the most it has held; of this very process, as `ru_maxrss` is not."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{name}:")[1].split()[0]) / 1024
+
+
+def import_the_rest() -> None:
+    """An optimiser's first step imports another 70 MB of torch: imports like the others."""
+    one = torch.nn.Parameter(torch.zeros(1))
+    one.grad = torch.zeros(1)
+    torch.nn.utils.clip_grad_norm_([one], 1.0, foreach=True)
+    torch.optim.AdamW([one], fused=True).step()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Time it and print."""
+    options, device = _PARSER.parse_args(arguments), chosen()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    import_the_rest()
+    baseline_mb = memory_mb("VmRSS")
+    drafter, documents = drafter_of(options), documents_of(options)
+    drafter.to(device)
+    with on(device):
+        objective = TrainingTimeTest(
+            drafter, torch.randn(options.vocab, options.hidden), torch.randn(options.vocab, options.hidden).mul_(0.1),
+            TrainSpec(ttt_length=options.ttt, unrolled_fraction=options.unrolled, single_step_ratio=0.0,
+                      grad_checkpoint=options.recompute),
+            max_positions=max(1 << 14, 2 * max(documents.lengths)), dtype=getattr(torch, options.dtype))
+    parameters = list(drafter.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    walls, cpus, losses = [], [], []
+    for number in range(2 + options.iterations):
+        documents = documents_of(options, number * options.vary) if options.vary else documents
+        wall, cpu = time.perf_counter(), time.process_time()
+        optimizer.zero_grad(set_to_none=True)
+        outcome = objective(documents, Moment(0, 1, 0))
+        outcome.loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 0.5, foreach=True)
+        optimizer.step()
+        loss = float(outcome.loss.detach())  # a GPU has then done all it was told
+        if number >= 2:
+            walls.append(time.perf_counter() - wall)
+            cpus.append(time.process_time() - cpu)
+        losses.append(loss)
+    on_gpu = device.type == "cuda"
+    peak_mb = torch.cuda.max_memory_allocated(device) / 2**20 if on_gpu else memory_mb("VmHWM") - baseline_mb
+    floor_mb = (4 * sum(p.numel() for p in parameters) + 2 * options.vocab * options.hidden) * 4 / 2**20
+    tokens, wall, cpu = documents.token_ids.numel(), median(walls), median(cpus)
+    flops = step_flops(drafter.config, objective.plan(documents, Moment(0, 1, 0)))
+    rate, cpu_rate = peak_rate(objective.dtype, device)
+    print(json.dumps({
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "tokens": tokens, "supervised": outcome.supervised, "wall_s": round(wall, 4), "cpu_s": round(cpu, 4),
+        "wall_s_min": round(min(walls), 4), "cpu_s_min": round(min(cpus), 4),
+        "tokens_per_s": round(tokens / wall, 1), "tokens_per_cpu_s": round(tokens / cpu, 1),
+        "peak_mb_above_imports": round(peak_mb, 1), "floor_mb": round(floor_mb, 1), "gflop": round(flops / 1e9, 2),
+        "peak_gflop_per_s": round(rate / 1e9, 1), "mfu": round(flops / wall / rate, 3),
+        "mfu_by_cpu_s": round(flops / cpu / cpu_rate, 3),
+        "loss_first": losses[0], "loss_last": losses[-1], "threads": options.threads, "dtype": options.dtype}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""The tuner against the exhaustive grid.
+
+    python -m tests.benchmarks.tuner --target quickstart --drafter DIR --out report.json
+
+Three measurements on one machine. The tuner, as the stage runs it. The grid: every setting at every concurrency, for as
+many blocks as the tuner would give its finalists, all settings answering a block in turn. The finalists: at each
+concurrency the tuner's choice, the grid's best few and off once more, together, on blocks of their own; because the
+best of fifty noisy figures is flattered by its noise, and would beat any choice on the blocks that made it the best.
+
+The question is how far the tuner's choice is behind the best, and what it took to find it. Three answers to the second:
+trials (settings tried at a concurrency), blocks, and seconds, which hold the probe and the replay as well.
+
+Everything is kept in ledgers beside the report: killed and run again, it goes on. A bench, not a test.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, median
+
+from eyrie_api.artifacts import digest_model, write_model
+from eyrie_api.errors import EyrieError, InvalidInput
+from eyrie_api.v1alpha1.job import QUICKSTART_SUITES, BenchmarkSpec, TargetSpec, TuneSpec
+from eyrie_api.v1alpha1.model import Frozen, Interval
+from eyrie_api.v1alpha1.reports import Environment, TuneReport
+from eyrie_api.v1alpha1.stages import TuneStage
+from eyrie_api.v1alpha1.tuning import OFF, Setting
+from eyrie_workers.measurement.benchmark.blocks import BlockRun, Track, open_engines
+from eyrie_workers.measurement.benchmark.ledger import Ledger
+from eyrie_workers.measurement.benchmark.session import measuring, open_session, read_suites
+from eyrie_workers.measurement.tuner.grid import possible_settings
+from eyrie_workers.measurement.tuner.profile import Foundation
+from eyrie_workers.measurement.tuner.race import Race
+from eyrie_workers.stage_program import Stage
+from eyrie_workers.stages.tune import FOUNDATION, Tuning, draw_prompts, tune
+
+_FINALISTS = 3  # of the grid, beside the tuner's choice and off
+_FINAL_SHARE = 2  # times the grid's rungs: the verdict is about a percent or two
+GRID, FINALISTS = "grid.jsonl", "finalists.jsonl"
+
+
+class GridRow(Frozen):
+    """One setting at one concurrency in the exhaustive grid."""
+
+    setting: Setting
+    concurrency: int
+    predicted_speedup: float
+    speedup: float
+    speedup_interval: Interval | None
+    seconds: float
+
+
+class Verdict(Frozen):
+    """One concurrency."""
+
+    concurrency: int
+    chosen: Setting
+    grid_best: Setting
+    best: Setting
+    """Of the finalists, measured together."""
+
+    behind_in_grid: float
+    """Share by which the choice is slower than the grid's best, on the grid's own blocks (flatters the best)."""
+
+    behind: float
+    """The same among the finalists, 0 when the choice is the best of them."""
+
+    behind_interval: Interval | None
+    """95 %, blocks in pairs."""
+
+    trials: int
+    trials_possible: int
+    blocks: int
+    blocks_possible: int
+    seconds: float
+    seconds_possible: float
+    prediction_error: float
+    """Median over the grid of |predicted / measured - 1| of the speed-up."""
+
+    rank_correlation: float
+    """Spearman's, of predicted and measured speed-ups."""
+
+    dispersion: float
+    """Median half-width of the grid's intervals, relative: what a difference has to exceed to mean something."""
+
+
+class TrialReport(Frozen):
+    """The tuner against the grid."""
+
+    target: str
+    drafter: str
+    tune: TuneSpec
+    verdicts: tuple[Verdict, ...]
+    grid: tuple[GridRow, ...]
+    tuner: TuneReport
+    foundation_seconds: float
+    environment: Environment
+
+
+def run(spec: TuneStage, out: Path) -> TrialReport:
+    """Measure all three and compare."""
+    directory = out.parent / f"{out.stem}.work"
+    directory.mkdir(parents=True, exist_ok=True)
+    stage = Stage(directory, quiet=True)
+    tuned = directory / "tuned.json"
+    if tuned.exists():
+        report = TuneReport.model_validate_json(tuned.read_bytes())
+    else:
+        found = tune(spec, stage).report
+        assert isinstance(found, TuneReport)
+        report = found
+        write_model(tuned, report)
+    settings = possible_settings(spec.tune)
+    suites = read_suites(spec, stage)
+    with measuring(stage):
+        session = open_session(spec, suites, max_concurrency=max(spec.tune.concurrencies))
+        track = Track(session, open_engines(session), draw_prompts(suites, spec).raced)
+        foundation = Foundation.model_validate_json((directory / FOUNDATION).read_bytes())
+        grid, final = (_tuning(spec, stage, track, settings, foundation, directory / name)
+                       for name in (GRID, FINALISTS))
+        rows, verdicts = [], []
+        for concurrency in sorted(set(spec.tune.concurrencies)):
+            rungs = grid.most_rungs(concurrency)
+            everyone = measure_all(grid, concurrency, settings, range(rungs))
+            rows += [_row(grid, everyone, setting, concurrency) for setting in settings]
+            chosen = _choice(report, concurrency)
+            ranked = sorted(settings, key=lambda setting: -everyone.speedup(setting))
+            finalists = list(dict.fromkeys([OFF, chosen, *ranked[:_FINALISTS]]))
+            last = measure_all(final, concurrency, finalists, range(rungs, rungs + _FINAL_SHARE * rungs))
+            verdicts.append(_verdict(report, [row for row in rows if row.concurrency == concurrency], everyone, last,
+                                     chosen))
+            print(_said(verdicts[-1]), flush=True)
+    return TrialReport(target=spec.target.model, drafter=spec.drafter_dir, tune=spec.tune, verdicts=tuple(verdicts),
+                       grid=tuple(rows), tuner=report, foundation_seconds=foundation.seconds,
+                       environment=report.environment)
+
+
+def _tuning(spec: TuneStage, stage: Stage, track: Track, settings: tuple[Setting, ...], foundation: Foundation,
+            path: Path) -> Tuning:
+    ledger = Ledger(path, BlockRun, digest_model(spec))
+    return Tuning(spec, stage, track, settings, foundation, ledger, {run.key: run for run in ledger.entries})
+
+
+def measure_all(tuning: Tuning, concurrency: int, settings: Sequence[Setting], rungs: range) -> Race:
+    """A race in which nobody drops out."""
+    race = Race(tuning.foundation.predictions(concurrency), len(settings), active=list(settings))
+    for setting in settings:
+        tuning.track.warm_up(setting, concurrency, tuning.spec.tune.temperatures)
+    for rung in rungs:
+        tuning.rung(race, concurrency, rung)
+        print(f"concurrency {concurrency}: {rung - rungs.start + 1} of {len(rungs)} rungs of {len(settings)} settings",
+              file=sys.stderr, flush=True)
+    return race
+
+
+def _row(tuning: Tuning, race: Race, setting: Setting, concurrency: int) -> GridRow:
+    return GridRow(setting=setting, concurrency=concurrency, speedup=race.speedup(setting),
+                   predicted_speedup=race.predictions[setting].speedup, speedup_interval=race.interval(setting),
+                   seconds=sum(one.seconds for one in race.blocks[setting].values()))
+
+
+def _choice(report: TuneReport, concurrency: int) -> Setting:
+    assert report.map is not None
+    return report.map.at(concurrency).setting
+
+
+def _verdict(report: TuneReport, rows: Sequence[GridRow], everyone: Race, last: Race, chosen: Setting) -> Verdict:
+    concurrency = rows[0].concurrency
+    grid_best = max(rows, key=lambda row: row.speedup).setting
+    best = max(last.blocks, key=last.speedup)
+    interval = last.interval(chosen, best)
+    tried = [t for t in report.trials if t.concurrency == concurrency and t.blocks]
+    drafted = [row for row in rows if row.setting != OFF]
+    widths = [(row.speedup_interval.high / row.speedup_interval.low) ** 0.5 - 1.0 for row in drafted
+              if row.speedup_interval is not None]
+    return Verdict(
+        concurrency=concurrency, chosen=chosen, grid_best=grid_best, best=best,
+        behind_in_grid=1.0 - everyone.speedup(chosen, grid_best), behind=1.0 - last.speedup(chosen, best),
+        behind_interval=Interval(low=1.0 - interval.high, high=1.0 - interval.low) if interval else None,
+        trials=len(tried), trials_possible=len(rows), blocks=sum(trial.blocks for trial in tried),
+        blocks_possible=sum(map(len, everyone.blocks.values())), seconds=sum(trial.seconds for trial in tried),
+        seconds_possible=sum(row.seconds for row in rows),
+        prediction_error=median(abs(row.predicted_speedup / row.speedup - 1.0) for row in drafted),
+        rank_correlation=_spearman([row.predicted_speedup for row in drafted], [row.speedup for row in drafted]),
+        dispersion=median(widths) if widths else 0.0)
+
+
+def _spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Rank correlation; 0 when one of them is constant or there are fewer than two."""
+    ranks = [[float(sum(other < value for other in values)) for value in values] for values in (first, second)]
+    means = [fmean(of) if of else 0.0 for of in ranks]
+    products = sum((a - means[0]) * (b - means[1]) for a, b in zip(*ranks, strict=True))
+    squares = [sum((value - mean) ** 2 for value in of) for of, mean in zip(ranks, means, strict=True)]
+    return products / (squares[0] * squares[1]) ** 0.5 if all(squares) else 0.0
+
+
+def _said(one: Verdict) -> str:
+    interval = f" ({one.behind_interval.low:+.1%} to {one.behind_interval.high:+.1%})" if one.behind_interval else ""
+    return (f"concurrency {one.concurrency}: chose {one.chosen.label()}; best of the finalists {one.best.label()}, "
+            f"{one.behind:.1%} faster{interval}; grid's best {one.grid_best.label()}, {one.behind_in_grid:.1%} faster "
+            f"on its own blocks. Trials {one.trials} of {one.trials_possible}, blocks {one.blocks} of "
+            f"{one.blocks_possible}, seconds {one.seconds:.0f} of {one.seconds_possible:.0f}. Predictions: median "
+            f"error {one.prediction_error:.1%}, rank correlation {one.rank_correlation:.2f}; a grid figure is good to "
+            f"{one.dispersion:.1%}.")
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[TuneStage, Path]:
+    """The command line. Raises InvalidInput for a grid that cannot be."""
+    parser = argparse.ArgumentParser(description="The tuner against the exhaustive grid.")
+    default = TuneSpec()
+    parser.add_argument("--target", default="quickstart")
+    parser.add_argument("--drafter", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="JSON report; ledgers and plots go beside it")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--threads", type=int)
+    for name in ("num_steps", "top_k", "num_draft_tokens", "concurrencies"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, nargs="+", default=list(getattr(default, name)))
+    parser.add_argument("--prompts", type=int, default=default.max_prompts, help="to predict from, and to race on")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=list(default.temperatures))
+    options = parser.parse_args(argv)
+    suites = tuple(suite.model_copy(update={"max_prompts": 2}) for suite in QUICKSTART_SUITES)
+    try:
+        tune_spec = TuneSpec(
+            num_steps=tuple(options.num_steps), top_k=tuple(options.top_k), concurrencies=tuple(options.concurrencies),
+            num_draft_tokens=tuple(options.num_draft_tokens), max_prompts=options.prompts,
+            temperatures=tuple(options.temperatures))
+        benchmark = BenchmarkSpec(suites=suites, max_new_tokens=options.tokens, threads=options.threads,
+                                  temperatures=tuple(options.temperatures))
+        target = TargetSpec.model_validate({"model": options.target, "dtype": options.dtype})
+    except ValueError as error:
+        raise InvalidInput(f"this trial cannot be: {error}", "see --help") from error
+    return TuneStage(job_id="trial", checkpoint=options.drafter.name, candidate="trial", target=target,
+                     benchmark=benchmark, tune=tune_spec, drafter_dir=str(options.drafter)), options.out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the trial; returns the exit code."""
+    from eyrie_workers.measurement.tuner.plots import draw_trial
+
+    try:
+        spec, out = parse(argv)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        report = run(spec, out)
+    except EyrieError as error:
+        print(f"error: {error.reason}: {error.message}\nmend: {error.mend}", file=sys.stderr)
+        return error.exit_code
+    write_model(out, report)
+    for path in draw_trial(report.tuner, [(row.setting, row.concurrency, row.predicted_speedup, row.speedup)
+                                          for row in report.grid], out.with_suffix("")):
+        print(path)
+    trials, possible = (sum(getattr(one, name) for one in report.verdicts) for name in ("trials", "trials_possible"))
+    worst = max(one.behind for one in report.verdicts)
+    print(f"at most {worst:.1%} behind the best, with {trials} of {possible} trials ({trials / possible:.0%}) and "
+          f"{report.foundation_seconds:.0f} s of probing and replay")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Drafters on disk: files shared by all families, the card, checkpoints of head-based drafters."""

@@ -1,0 +1,121 @@
+"""What an EAGLE-3 directory has to hold for SGLang's `LlamaForCausalLMEagle3`: file names, tensors, keys. Pure.
+
+Read in SGLang 0.5.23 (`srt/models/llama_eagle3.py`) and vLLM 0.33 (`model_executor/models/llama_eagle3.py`), which
+accepts the same architecture and the same tensors. Where the two differ, both are served by what is written here:
+
+    layers beyond the first   SGLang norms their input with `hidden_norm`, vLLM with `input_layernorm`: equal copies
+    d2t, t2d                  left out when the draft vocabulary is the target's: vLLM has no place for them then
+    layer ids                 one key for each engine (`eyrie_api.decisions.capture_support`)
+    sliding window            `sliding_window` and `layer_types` for vLLM; a launch flag for SGLang, one smaller
+
+Our window of w counts the current position, SGLang's `--speculative-draft-window-size` the ones before it: w - 1. How
+exactly it is kept depends on the draft attention backend (read in the wheel; intel_amx also run). fa3 with chains and
+intel_amx keep it at every step. fa3 with trees counts it from the last settled token instead of from the node: at depth
+d it shows d - 1 keys too many. triton shows one key too few from the second step on. flashinfer keeps it at the first
+step alone and then shows everything: not what was trained.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+CONFIG, WEIGHTS, CARD, README = "config.json", "model.safetensors", "eyrie-card.json", "README.md"
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+ENGINES = {"sglang": "0.5.23", "vllm": "0.33"}
+"""The versions whose loaders these rules were read from."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+MAPS = ("d2t", "t2d")
+"""Tensors that are not parameters."""
+
+_OLD_NAMES = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers of a config.json that decide which tensors there are."""
+
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    num_aux: int
+    fc_norm: bool
+    norm_before_fc: bool
+    fc_bias: bool
+
+
+def nested(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`eagle_config`, empty when it is missing or no object."""
+    found = config.get("eagle_config")
+    return found if isinstance(found, Mapping) else {}
+
+
+def num_aux(config: Mapping[str, Any]) -> int:
+    """Aux layers as SGLang counts them: the number, else the nested ids, else 3."""
+    told = config.get("num_aux_hidden_states")
+    if isinstance(told, int):
+        return told
+    return len(nested(config).get("eagle_aux_hidden_state_layer_ids") or ()) or 3
+
+
+def shape_of(config: Mapping[str, Any]) -> Shape:
+    """The shape a config implies; the keys it needs must be there (`check.config_rules` sees to that)."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    draft_vocab = config.get("draft_vocab_size")
+    return Shape(
+        hidden_size=hidden, target_hidden_size=config.get("target_hidden_size") or hidden,
+        intermediate_size=config["intermediate_size"], num_layers=config["num_hidden_layers"], num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads, head_dim=config.get("head_dim") or hidden // heads,
+        vocab_size=config["vocab_size"],
+        draft_vocab_size=config["vocab_size"] if draft_vocab is None else draft_vocab, num_aux=num_aux(config),
+        fc_norm=bool(config.get("fc_norm") or config.get("use_aux_norm", False)),
+        norm_before_fc=bool(nested(config).get("norm_before_fc", config.get("norm_before_fc", False))),
+        fc_bias=bool(config.get("bias", False)))
+
+
+def canonical_name(name: str) -> str:
+    """The name we write for a tensor, of the spellings SGLang understands."""
+    name = name.removeprefix("model.").replace("layers.0.", "midlayer.")
+    for old, new in _OLD_NAMES.items():
+        name = name.replace(old, new)
+    return name
+
+
+def expected_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a checkpoint and its shape."""
+    hidden, draft = shape.hidden_size, shape.draft_vocab_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, shape.num_aux * shape.target_hidden_size), "norm.weight": (hidden,),
+        "lm_head.weight": (draft, hidden)}
+    for number in range(shape.num_layers):
+        prefix = "midlayer." if number == 0 else f"layers.{number}."
+        shapes |= {prefix + name: size for name, size in _layer_shapes(shape, 2 * hidden if number == 0 else hidden)}
+    if draft != shape.vocab_size:
+        shapes |= {"d2t": (draft,), "t2d": (shape.vocab_size,)}
+    if shape.norm_before_fc:
+        shapes["input_norm.weight"] = (shape.num_aux * shape.target_hidden_size,)
+    if shape.fc_norm:
+        shapes |= {f"fc_norm.{index}.weight": (shape.target_hidden_size,) for index in range(shape.num_aux)}
+    if shape.fc_bias:
+        shapes["fc.bias"] = (hidden,)
+    if shape.target_hidden_size != hidden:
+        shapes["embed_tokens.weight"] = (shape.vocab_size, hidden)
+    return shapes
+
+
+def _layer_shapes(shape: Shape, width: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    return (
+        ("input_layernorm.weight", (hidden,)), ("hidden_norm.weight", (hidden,)),
+        ("post_attention_layernorm.weight", (hidden,)),
+        ("self_attn.q_proj.weight", (q, width)), ("self_attn.k_proj.weight", (kv, width)),
+        ("self_attn.v_proj.weight", (kv, width)), ("self_attn.o_proj.weight", (hidden, q)),
+        ("mlp.gate_proj.weight", (inner, hidden)), ("mlp.up_proj.weight", (inner, hidden)),
+        ("mlp.down_proj.weight", (hidden, inner)))

@@ -1,0 +1,103 @@
+"""Training-time test: the drafter unrolled on its own outputs, as it will be served (EAGLE-3, arXiv:2503.01840).
+
+Step 0 reads the target's fused states at every position. Step s reads, at each root still alive, the drafter's own
+state of step s-1 and the next known token; it sees the step-0 keys up to its root and its own keys of steps 1 .. s. The
+weights are the same at every step, so the gradient of a late error reaches back through the states that caused it.
+
+Position i at step s sits at rope position i + s, reads the embedding of token i+1+s and predicts token i+2+s against
+the target's distribution at i+1+s. Which (i, s) exist is decided in `training.unroll_plan`; everything here is dense.
+
+    T packed tokens, R roots, S steps, A aux layers, H hidden, Q = q + k + v widths, K kv heads, W heads per kv head,
+    E head size
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Weights
+from eyrie_workers.targets.rotary import Rotary
+from eyrie_workers.training.attention import SharedKeys, attend, first, pick
+from eyrie_workers.training.documents import PackedDocuments
+from eyrie_workers.training.fused import turn
+from eyrie_workers.training.unroll_plan import UnrollLayout
+
+
+@dataclass(frozen=True)
+class UnrolledStep:
+    """One step's predictions.
+
+    state    [R_s, H]  of the first R_s roots, as the output matrix reads it.
+    teacher  [R_s]     packed position whose `last` state holds the target's opinion on the same token.
+    """
+
+    step: int
+    state: Tensor
+    teacher: Tensor
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What all roots of a batch stand on: one row per packed token.
+
+    embed [T, Q] the token's share of q, k, v   fused [T, H] the residual stream   q [T, K, W, E], k, v [T, K, E] of
+    step 0, k turned to its position
+    """
+
+    embed: Tensor
+    fused: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def lay_ground(weights: Eagle3Weights, rotary: Rotary, embed_VH: Tensor, documents: PackedDocuments,
+               positions_T: Tensor) -> Ground:
+    """Compute it."""
+    # The embedding's share of q, k, v belongs to a token, not to a step: computed once, picked at every step.
+    embed_TQ = weights.embed_half(embed_VH.index_select(0, documents.token_ids))
+    fused_TH = weights.fuse(documents.aux)
+    # Position i pairs with token i+1. The last token of a document has none of its own, but no root reads its key.
+    shared_TQ = weights.hidden_half(fused_TH) + torch.cat([embed_TQ[1:], embed_TQ[-1:]])
+    q_TKWE, k_TKE, v_TKE = split_heads(shared_TQ, weights.config)
+    return Ground(embed_TQ, fused_TH, q_TKWE, turn(k_TKE, rotary.at(positions_T)), v_TKE)
+
+
+def unroll(weights: Eagle3Weights, rotary: Rotary, ground: Ground, layout: UnrollLayout,
+           recompute: bool = False) -> Iterator[UnrolledStep]:
+    """Run the drafter from the roots of a layout, step by step; ends early when no root is alive.
+
+    recompute  keep less for the gradient and compute it again (`training.fused.mlp`).
+    """
+    config = weights.config
+    shared = SharedKeys(layout, ground.k, ground.v, config.sliding_window)
+    hidden_RH = pick(ground.fused, layout.roots)
+    own: list[tuple[Tensor, Tensor]] = []
+    for step, num_alive in enumerate(layout.alive):
+        if num_alive == 0:
+            return
+        roots = layout.roots[:num_alive]
+        angles = rotary.at(layout.positions[roots] + step)
+        if step == 0:
+            q_RKWE = turn(pick(ground.q, roots), angles)
+        else:
+            hidden_RH = first(hidden_RH, num_alive)
+            qkv_RQ = weights.hidden_half(hidden_RH) + pick(ground.embed, roots + 1 + step)
+            q_RKWE, k_RKE, v_RKE = split_heads(qkv_RQ, config)
+            q_RKWE = turn(q_RKWE, angles)
+            own.append((turn(k_RKE, angles), v_RKE))
+        attended = attend(q_RKWE, shared, own)
+        hidden_RH = weights.finish(hidden_RH, attended.flatten(1), recompute)
+        state_RH = weights.normed(hidden_RH)
+        if config.norm_output:
+            hidden_RH = state_RH
+        yield UnrolledStep(step=step, state=state_RH, teacher=roots + 1 + step)
+
+
+def split_heads(qkv_TQ: Tensor, config: Eagle3Config) -> tuple[Tensor, Tensor, Tensor]:
+    """[T, Q] -> q [T, K, W, E], k [T, K, E], v [T, K, E]. Query head j belongs to kv head j // W, as in Llama."""
+    q, k, v = qkv_TQ.split(config.qkv_widths, -1)
+    kv_heads, head = config.num_kv_heads, config.head_dim
+    return q.unflatten(-1, (kv_heads, -1, head)), k.unflatten(-1, (kv_heads, head)), v.unflatten(-1, (kv_heads, head))

@@ -1,0 +1,1 @@
+"""Layers that several drafter families are made of, and how the engine drives them."""

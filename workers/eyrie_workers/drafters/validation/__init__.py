@@ -1,0 +1,1 @@
+"""Rules a drafter directory has to keep: configuration, tensors, target."""

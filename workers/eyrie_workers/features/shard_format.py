@@ -1,0 +1,378 @@
+"""What a hidden-state store looks like in bytes, as values.
+
+A store is a directory (or a prefix of an artifact store) of shards and, when it is finished, one index:
+
+    shard-00000.states    tokens | block | block | ... | record | trailer
+    index.json            the layout, and every shard's record: composed once, at the end
+
+*tokens* holds the ids (int32) and loss masks (uint8) of the shard's rows, end to end. Nothing is padded: padding a
+batch to its longest row costs 2 to 4 times the disk, the reading and the training arithmetic on chat-like lengths.
+
+A *block* holds up to `block_tokens` tokens of one row, so that a row is one contiguous range and a part of a long row
+needs no more than the blocks it touches. Its sections, each beginning at a multiple of 8 bytes:
+
+    aux codes [N, A, H], aux scales          of every token, as the codec says (`features.codecs`)
+    final codes [M, H], final scales         of its M taught positions alone, or
+    opinion                                  what `features.topk_logits` keeps instead of the final state
+
+Position p is *taught* when token p + 1 is an answer token: only there is the target's opinion ever asked for. Every
+final state that training can read is stored, and none of a prompt.
+
+The *record* names the shard's rows, their lengths and a digest of every block (the first 128 bits of SHA-256), so that
+a ranged read is verified as it arrives. The *trailer* is the record's SHA-256, its length and a magic number: a shard
+whose end is there is whole, and an index that is lost is composed again from the shards' ends.
+
+Everything here is pure; `writer` and `store` meet the disk.
+
+Legend: R rows, N tokens of a block, M taught positions of a block, A aux layers, H hidden, K top-k.
+"""
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from eyrie_api.v1alpha1.codecs import BLOCK_VALUES, NARROW_VOCABULARY, Codec, FinalState, StoredAs, final_codec
+from eyrie_api.v1alpha1.model import Digest, Frozen
+
+INDEX = "index.json"
+FORMAT = 2
+MAGIC = b"EYRIESH2"
+TRAILER_BYTES = 32 + 8 + len(MAGIC)
+SHARD_PATTERN = "shard-*.states"
+_ALIGNMENT = 8
+_DIGEST_CHARACTERS = 32
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Opinion:
+    """What the target says at M taught positions, over the draft vocabulary (`features.topk_logits`).
+
+    ids [M, K] int64 draft ids, likeliest first   logits [M, K]   tail [M] float32: the mass of all other draft ids
+    mass [M] float32: the target's probability of the whole draft vocabulary
+    choice [M] int64: the draft id of the target's first choice over its whole vocabulary, -1 where it has none
+    """
+
+    ids: Tensor
+    logits: Tensor
+    tail: Tensor
+    mass: Tensor
+    choice: Tensor
+
+
+@dataclass(frozen=True)
+class FeatureRow:
+    """One answered conversation as the target saw it."""
+
+    row_id: str
+    token_ids: Tensor
+    """[T] int64."""
+
+    loss_mask: Tensor
+    """[T] bool, True at answer tokens."""
+
+    aux: Tensor
+    """[T, A, H]."""
+
+    last: Tensor
+    """[T, H], after the final norm: target logits are `last @ lm_head.T`. Read back, it is 0 where nothing is taught;
+    [T, 0] in a store of opinions."""
+
+    opinion: Opinion | None = None
+    """At the taught positions, in a store of opinions."""
+
+
+class StoreLayout(Frozen):
+    """What all rows of a store have in common; two stores may be mixed only when these are equal."""
+
+    aux_layers: tuple[int, ...] = Field(min_length=1)
+    """`hidden_states` indices (0 = embeddings), ascending."""
+
+    fused_layers: tuple[int, ...] = ()
+    """Those of them that were chosen for drafters that fuse several; empty: all."""
+
+    hidden_size: int = Field(ge=1)
+    codec: Codec
+    target_digest: Digest
+    """Of the target whose states these are: a drafter trained on them serves no other."""
+
+    final_state: FinalState = "keep"
+    top_k: int = Field(16, ge=1)
+    """Of opinions, where they are kept."""
+
+    draft_ids: tuple[int, ...] = ()
+    """Target ids of the draft vocabulary of opinions, ascending; empty with `final_state: keep`."""
+
+    block_tokens: int = Field(1024, ge=1)
+
+    @model_validator(mode="after")
+    def _opinions_have_a_vocabulary(self) -> "StoreLayout":
+        if (self.final_state == "topk") != bool(self.draft_ids):
+            raise ValueError("a store has draft_ids exactly where it keeps opinions (final_state topk)")
+        if self.draft_ids and self.top_k > len(self.draft_ids):
+            raise ValueError(f"top_k {self.top_k} of a draft vocabulary of {len(self.draft_ids)}")
+        return self
+
+    @property
+    def chosen_layers(self) -> tuple[int, ...]:
+        """What drafters that fuse several layers read."""
+        return self.fused_layers or self.aux_layers
+
+    @property
+    def stored_as(self) -> StoredAs:
+        """For the arithmetic of bytes."""
+        return StoredAs(self.codec, self.final_state, self.top_k, len(self.draft_ids) or NARROW_VOCABULARY)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What states are read back as, when the reader is not told: what was stored, or float32."""
+        return torch.bfloat16 if self.codec == "bfloat16" else torch.float32
+
+    def row_bytes(self, num_tokens: int, num_taught: int | None = None) -> int:
+        """Bytes a row adds to its shard, its record and alignment left out; all tokens taught by default."""
+        taught = num_tokens if num_taught is None else num_taught
+        return self.stored_as.bytes_of(num_tokens, taught, len(self.aux_layers), self.hidden_size)
+
+    def cut(self, num_tokens: int) -> Iterator[range]:
+        """The blocks of a row, as token ranges."""
+        for start in range(0, num_tokens, self.block_tokens):
+            yield range(start, min(start + self.block_tokens, num_tokens))
+
+
+class Section(NamedTuple):
+    """One tensor of a block."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Shape
+
+
+def vector_sections(codec: Codec, of: str, leading: Shape, hidden_size: int) -> list[Section]:
+    """Codes and scales of states [*leading, H]."""
+    codes, scales = f"{of}_codes", f"{of}_scales"
+    if codec == "float32":
+        return [Section(codes, torch.float32, (*leading, hidden_size))]
+    if codec == "bfloat16":
+        return [Section(codes, torch.bfloat16, (*leading, hidden_size))]
+    if codec == "int4":
+        blocks = -(-hidden_size // BLOCK_VALUES)
+        return [Section(codes, torch.uint8, (*leading, blocks * BLOCK_VALUES // 2)),
+                Section(scales, torch.bfloat16, (*leading, blocks))]
+    return [Section(codes, torch.int8, (*leading, hidden_size)), Section(scales, torch.bfloat16, leading)]
+
+
+def block_sections(layout: StoreLayout, num_tokens: int, num_taught: int) -> list[Section]:
+    """The sections of a block, in their order."""
+    sections = vector_sections(layout.codec, "aux", (num_tokens, len(layout.aux_layers)), layout.hidden_size)
+    if layout.final_state == "keep":
+        return sections + vector_sections(final_codec(layout.codec), "final", (num_taught,), layout.hidden_size)
+    ids = torch.int16 if len(layout.draft_ids) <= NARROW_VOCABULARY else torch.int32
+    return [*sections, Section("ids", ids, (num_taught, layout.top_k)),
+            Section("logits", torch.float16, (num_taught, layout.top_k)),
+            Section("tail", torch.float32, (num_taught,)), Section("mass", torch.float32, (num_taught,)),
+            Section("choice", ids, (num_taught,))]
+
+
+def section_bytes(section: Section) -> int:
+    """Bytes of a section with its alignment."""
+    size = section.dtype.itemsize
+    for length in section.shape:
+        size *= length
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def block_bytes(layout: StoreLayout, num_tokens: int, num_taught: int) -> int:
+    """Bytes of a block."""
+    return sum(section_bytes(section) for section in block_sections(layout, num_tokens, num_taught))
+
+
+def to_bytes(sections: Sequence[Section], tensors: dict[str, Tensor]) -> bytes:
+    """The sections end to end, each aligned."""
+    parts = []
+    for section in sections:
+        tensor = tensors[section.name]
+        assert (tensor.dtype, tuple(tensor.shape)) == (section.dtype, section.shape), section
+        data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+        parts.append(data.ljust(section_bytes(section), b"\0"))
+    return b"".join(parts)
+
+
+def from_bytes(sections: Sequence[Section], data_B: Tensor) -> dict[str, Tensor]:
+    """The sections as views of a block's bytes, [B] uint8 beginning at a multiple of 8 in its storage."""
+    tensors, at = {}, 0
+    for section in sections:
+        size = section.dtype.itemsize
+        for length in section.shape:
+            size *= length
+        tensors[section.name] = data_B[at:at + size].view(section.dtype).view(section.shape)
+        at += section_bytes(section)
+    return tensors
+
+
+def tokens_bytes(num_tokens: int) -> int:
+    """Bytes of a shard's tokens: ids, masks, alignment."""
+    return -(-num_tokens * 5 // _ALIGNMENT) * _ALIGNMENT
+
+
+def short_digest(data: bytes | memoryview) -> str:
+    """Of a block: 128 bits of SHA-256, which processors have instructions for (1.8 GB/s here; blake2b 1.1)."""
+    return hashlib.sha256(data).hexdigest()[:_DIGEST_CHARACTERS]
+
+
+def taught_positions(loss_mask_T: Tensor) -> Tensor:
+    """[T] bool: the next token is an answer token."""
+    return torch.cat([loss_mask_T[1:], loss_mask_T.new_zeros(1)]) if loss_mask_T.numel() else loss_mask_T
+
+
+class ShardRecord(Frozen):
+    """What a shard holds."""
+
+    name: str = Field(pattern=r"^shard-\d{5,}\.states$")
+    row_ids: tuple[str, ...] = Field(min_length=1)
+    lengths: tuple[int, ...]
+    """Tokens of each row."""
+
+    taught: tuple[int, ...]
+    """Taught positions of each block."""
+
+    digests: tuple[str, ...]
+    """Of the tokens, then of each block."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the shard."""
+        return len(self.row_ids)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of the shard."""
+        return sum(self.lengths)
+
+
+class StoreIndex(Frozen):
+    """`index.json`: the store is what this file lists, no more."""
+
+    format_version: Literal[2] = 2
+    layout: StoreLayout
+    shards: tuple[ShardRecord, ...] = ()
+
+
+class ShardEnd(Frozen):
+    """What stands in a shard's record: enough to compose the index again."""
+
+    layout: StoreLayout
+    record: ShardRecord
+
+
+class Block(NamedTuple):
+    """Where a block of a shard lies."""
+
+    number: int
+    """In the shard."""
+
+    offset: int
+    size: int
+    tokens: range
+    """Of its row."""
+
+    taught: int
+
+
+class ShardMap:
+    """Where everything in a shard lies; derived from its record."""
+
+    def __init__(self, record: ShardRecord, layout: StoreLayout) -> None:
+        self.record = record
+        self.tokens_size = tokens_bytes(record.tokens)
+        self.row_tokens = [0, *accumulate(record.lengths)]
+        """First token of each row in the shard's tokens."""
+
+        self.rows: list[list[Block]] = []
+        at, number = self.tokens_size, 0
+        for length in record.lengths:
+            blocks = []
+            for tokens in layout.cut(length):
+                size = block_bytes(layout, len(tokens), record.taught[number])
+                blocks.append(Block(number, at, size, tokens, record.taught[number]))
+                at, number = at + size, number + 1
+            self.rows.append(blocks)
+        self.states_end = at
+        """Where the record begins."""
+
+    def row_of(self, block_number: int) -> int:
+        """Row that a block belongs to."""
+        firsts = [blocks[0].number for blocks in self.rows]
+        return bisect_right(firsts, block_number) - 1
+
+
+def end_of_shard(end: ShardEnd) -> bytes:
+    """Record and trailer."""
+    record = end.model_dump_json().encode()
+    return record + hashlib.sha256(record).digest() + len(record).to_bytes(8, "little") + MAGIC
+
+
+def record_size(trailer: bytes) -> int | None:
+    """Bytes of the record in front of a trailer; None when it is no trailer."""
+    if len(trailer) != TRAILER_BYTES or not trailer.endswith(MAGIC):
+        return None
+    return int.from_bytes(trailer[32:40], "little")
+
+
+def read_end(record: bytes, trailer: bytes) -> ShardEnd | None:
+    """The record, when it is what the trailer says."""
+    return ShardEnd.model_validate_json(record) if hashlib.sha256(record).digest() == trailer[:32] else None
+
+
+def shard_name(number: int) -> str:
+    """File name of shard `number`, counted from 0."""
+    return f"shard-{number:05d}.states"
+
+
+def shard_number(name: str) -> int:
+    """The inverse of `shard_name`."""
+    return int(name.removeprefix("shard-").removesuffix(".states"))
+
+
+def plan_shards(lengths: Sequence[int], layout: StoreLayout, shard_size_bytes: int,
+                taught: Sequence[int] | None = None) -> Iterator[range]:
+    """Which rows go into which shard: consecutive ranges, each within `shard_size_bytes` or a single row.
+
+    A function of the lengths (and taught positions of each row) alone, so that a run that was killed cuts the same
+    shards again.
+    """
+    start, size = 0, 0
+    for row, num_tokens in enumerate(lengths):
+        added = layout.row_bytes(num_tokens, None if taught is None else taught[row])
+        if row > start and size + added > shard_size_bytes:
+            yield range(start, row)
+            start, size = row, 0
+        size += added
+    if start < len(lengths):
+        yield range(start, len(lengths))
+
+
+def check_row(row: FeatureRow, layout: StoreLayout) -> None:
+    """Refuse a row that does not fit the layout. Raises ValueError: a mismatch is our own mistake, not the user's."""
+    length = row.token_ids.shape[0]
+    wanted: dict[str, Shape] = {
+        "token_ids": (length,), "loss_mask": (length,),
+        "aux": (length, len(layout.aux_layers), layout.hidden_size)}
+    if layout.final_state == "keep":
+        wanted["last"] = (length, layout.hidden_size)
+    elif row.opinion is None:
+        raise ValueError(f"row {row.row_id} has no opinion, the layout wants one")
+    for name, shape in wanted.items():
+        got = tuple(getattr(row, name).shape)
+        if got != shape:
+            raise ValueError(f"row {row.row_id}: {name} has shape {got}, the layout wants {shape}")
+    if length == 0:
+        raise ValueError(f"row {row.row_id} has no tokens")

@@ -1,0 +1,177 @@
+"""Where a store's bytes are: a directory here, or an artifact store reached by ranged reads.
+
+Both answer with bytes as a uint8 tensor: a directory from its memory mapping, without a copy; an artifact store from
+the network. Neither verifies anything: that is the reader's, who has the digests.
+"""
+
+import mmap
+import threading
+from collections import OrderedDict
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from eyrie_api.artifacts.store import ArtifactStore, open_store
+from eyrie_api.errors import ArtifactMissing, Permanent
+from eyrie_workers.catalog import ELSEWHERE
+from eyrie_workers.features.shard_format import SHARD_PATTERN
+from eyrie_workers.features.writer import note_name
+
+_MAX_OPEN = 4096
+"""Mappings kept at once; Linux allows a process 65530."""
+
+
+class Place(Protocol):
+    """The files of one store."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+
+    @property
+    def parallel(self) -> int:
+        """Reads worth having in flight; 1 where waiting is not what they cost."""
+
+    def file(self, name: str) -> bytes | None:
+        """The bytes of a small file, None without one."""
+
+    def shards(self) -> list[str]:
+        """Names of the shards that are there, in order."""
+
+    def size(self, shard: str) -> int | None:
+        """Bytes of a shard, None when it is gone."""
+
+    def read(self, shard: str, start: int, length: int) -> Tensor:
+        """[B] uint8: bytes [start, start + length), fewer where the shard ends. Raises ArtifactMissing."""
+
+    def note_damage(self, shard: str, why: str) -> None:
+        """Leave word for whoever repairs the store, if we may write there."""
+
+
+def open_place(where: str | Path) -> Place:
+    """A directory, or what lies below `s3://bucket/prefix`; also by way of a directory that names it."""
+    if "://" not in str(where):
+        elsewhere = Path(where) / ELSEWHERE
+        return open_place(elsewhere.read_text().strip()) if elsewhere.is_file() else Directory(Path(where))
+    root, _, prefix = str(where).rstrip("/").rpartition("/")
+    return Stored(open_store(root), prefix)
+
+
+class Directory:
+    """A store in a directory, memory-mapped: the page cache, not this process, decides what stays in memory."""
+
+    parallel = 1
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = Path(directory)
+        self._open: OrderedDict[str, Tensor] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        """See `Place`."""
+        return str(self._directory)
+
+    def file(self, name: str) -> bytes | None:
+        """See `Place`."""
+        path = self._directory / name
+        return path.read_bytes() if path.is_file() else None
+
+    def shards(self) -> list[str]:
+        """See `Place`."""
+        return sorted(path.name for path in self._directory.glob(SHARD_PATTERN))
+
+    def size(self, shard: str) -> int | None:
+        """See `Place`."""
+        path = self._directory / shard
+        return path.stat().st_size if path.is_file() else None
+
+    def read(self, shard: str, start: int, length: int) -> Tensor:
+        """See `Place`. A view of the mapping: whoever changes it changes a copy of its own."""
+        return self._mapped(shard)[start:start + length]
+
+    def note_damage(self, shard: str, why: str) -> None:
+        """See `Place`."""
+        with suppress(OSError):  # a store that is mounted read-only is repaired by whoever reads the error
+            (self._directory / note_name(shard)).write_text(why + "\n")
+
+    def __getstate__(self) -> dict[str, object]:
+        """Mappings stay behind when a store is sent to another process; they are opened again there."""
+        return {"_directory": self._directory}
+
+    def __setstate__(self, state: dict[str, Path]) -> None:
+        """See `__getstate__`."""
+        self.__init__(state["_directory"])  # type: ignore[misc]
+
+    def _mapped(self, shard: str) -> Tensor:
+        with self._lock:
+            if shard not in self._open:
+                self._open[shard] = self._map(shard)
+            self._open.move_to_end(shard)
+            if len(self._open) > _MAX_OPEN:
+                self._open.popitem(last=False)
+            return self._open[shard]
+
+    def _map(self, shard: str) -> Tensor:
+        try:
+            with (self._directory / shard).open("rb") as file:
+                # ACCESS_COPY, because torch warns of buffers that cannot be written to; nobody writes.
+                mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except FileNotFoundError:
+            raise ArtifactMissing(f"{self._directory / shard} is gone", "run capture again") from None
+        except ValueError:  # an empty file cannot be mapped
+            return torch.zeros(0, dtype=torch.uint8)
+        return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+class Stored:
+    """A store below a prefix of an artifact store, read in ranges."""
+
+    def __init__(self, store: ArtifactStore, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix.rstrip("/")
+        self._sizes: dict[str, int] | None = None
+
+    @property
+    def name(self) -> str:
+        """See `Place`."""
+        return f"{self._store.url}/{self._prefix}"
+
+    @property
+    def parallel(self) -> int:
+        """See `Place`."""
+        return self._store.parallel
+
+    def file(self, name: str) -> bytes | None:
+        """See `Place`."""
+        try:
+            return self._store.read(f"{self._prefix}/{name}")
+        except ArtifactMissing:
+            return None
+
+    def shards(self) -> list[str]:
+        """See `Place`."""
+        return sorted(name for name in self._listed() if Path(name).match(SHARD_PATTERN))
+
+    def size(self, shard: str) -> int | None:
+        """See `Place`. From one listing, made when first asked."""
+        return self._listed().get(shard)
+
+    def read(self, shard: str, start: int, length: int) -> Tensor:
+        """See `Place`."""
+        data = self._store.read(f"{self._prefix}/{shard}", start=start, length=length)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
+
+    def note_damage(self, shard: str, why: str) -> None:
+        """See `Place`."""
+        with suppress(Permanent):  # we may read here and not write: the error names the shard
+            self._store.write(f"{self._prefix}/{note_name(shard)}", (why + "\n").encode())
+
+    def _listed(self) -> dict[str, int]:
+        if self._sizes is None:
+            self._sizes = {found.key.removeprefix(f"{self._prefix}/"): found.size_bytes
+                           for found in self._store.list(self._prefix)}
+        return self._sizes

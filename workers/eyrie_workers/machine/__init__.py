@@ -1,0 +1,1 @@
+"""The machine a measurement runs on: its description, and the lock that keeps measurements apart."""

@@ -1,0 +1,1 @@
+"""Checkpoints against the same engine without a drafter: interleaving, ledger, samples, reports."""

@@ -1,0 +1,229 @@
+"""What benchmark and tune share: the engine opened once, the questions laid out, and the loop that asks them.
+
+The loop is resumable by the question: an entry already in the ledger is not asked again, and because prompts, order,
+seeds and eliminations follow from the spec alone, a rerun goes on as if it had not been interrupted.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from eyrie_api.artifacts import digest_model
+from eyrie_api.errors import InvalidInput
+from eyrie_api.v1alpha1.job import BenchmarkSpec
+from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport
+from eyrie_api.v1alpha1.stages import BenchmarkStage, ProveStage, TuneStage
+from eyrie_workers.conversations.benchmark_suites import Prompt, load_suite
+from eyrie_workers.drafters.registry import open_drafter
+from eyrie_workers.machine.environment import cpu_count, environment
+from eyrie_workers.machine.machine_lock import MachineTime, disturbance, measuring_alone
+from eyrie_workers.measurement.benchmark.ledger import EntryT, Ledger
+from eyrie_workers.measurement.benchmark.losslessness import explain
+from eyrie_workers.measurement.benchmark.reports import baseline_rate, cell_report
+from eyrie_workers.measurement.benchmark.samples import BASELINE, Arm, Entry
+from eyrie_workers.measurement.benchmark.variants import Bench, Unit, unit_seed
+from eyrie_workers.speculation.engine import Engine
+from eyrie_workers.stage_program import Stage
+from eyrie_workers.targets.config import read_config
+from eyrie_workers.targets.loading import load_target, resolve
+from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.targets.templates import ChatTokenizer
+
+LEDGER = "cells.jsonl"
+REPORT = "report.json"
+
+Suites = dict[str, list[Prompt]]
+
+_SHORTEST_ANSWER = 16
+"""Tokens an answer needs room for; a shorter one would measure the reading of its prompt."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """Everything a measurement needs, loaded."""
+
+    bench: Bench
+    target: TargetModel
+    target_path: Path
+    tokenizer: ChatTokenizer
+    suites: Suites
+    """All prompts of every suite, in the order of `suites.load_suite`."""
+
+    spec: BenchmarkSpec
+    dtype: str
+
+    def units(self, prompts: Iterable[tuple[int, Prompt]], temperatures: Sequence[float],
+              repeats: int) -> list[Unit]:
+        """Every prompt at every temperature as often as asked. The number beside a prompt says which arm begins."""
+        return [
+            Unit(prompt=prompt, prompt_ids=ids, temperature=temperature, repeat=repeat, turn=turn + repeat)
+            for turn, prompt in prompts
+            for ids in (tuple(self.tokenizer.render(list(prompt.messages), list(prompt.tools) or None)),)
+            for repeat in range(repeats)
+            for temperature in temperatures
+        ]
+
+
+def read_suites(spec: BenchmarkStage | TuneStage | ProveStage, stage: Stage) -> Suites:
+    """All usable prompts of every suite. Cheap, and likely to fail: before waiting for the machine or loading a model.
+
+    Raises InvalidInput for a suite that cannot be read, or of which no prompt fits the target.
+    """
+    held_out = Path(spec.held_out_file) if spec.held_out_file else None
+    suites = {suite.name: load_suite(suite, held_out, spec.benchmark.seed) for suite in spec.benchmark.suites}
+    path = resolve(spec.target)
+    return fitting(suites, ChatTokenizer(path), read_config(path).max_position_embeddings, stage)
+
+
+def fitting(suites: Suites, tokenizer: ChatTokenizer, context: int, stage: Stage) -> Suites:
+    """The prompts that leave room for an answer in the target's context; those left out are told.
+
+    Raises InvalidInput when nothing of a suite is left.
+    """
+    kept: Suites = {}
+    for name, prompts in suites.items():
+        lengths = [len(tokenizer.render(list(prompt.messages), list(prompt.tools) or None)) for prompt in prompts]
+        kept[name] = [prompt for prompt, length in zip(prompts, lengths, strict=True)
+                      if length + _SHORTEST_ANSWER <= context]
+        if not kept[name]:
+            raise InvalidInput(f"benchmark.suites: no prompt of suite {name!r} fits the target's context of {context} "
+                               f"tokens: the shortest has {min(lengths)} with this tokenizer",
+                               "name other suites, with shorter prompts")
+        if len(kept[name]) < len(prompts):
+            stage.event("PromptsTooLong", f"{len(prompts) - len(kept[name])} of {len(prompts)} prompts of suite {name} "
+                        f"leave no room for an answer in the target's context of {context} tokens and are left out",
+                        warning=True)
+    return kept
+
+
+def open_session(spec: BenchmarkStage | TuneStage, suites: Suites, max_concurrency: int = 1) -> Session:
+    """Load target and drafter."""
+    torch.set_num_threads(spec.benchmark.threads or torch.get_num_threads())
+    path = resolve(spec.target)
+    tokenizer = ChatTokenizer(path)
+    target = load_target(path, spec.target.dtype)
+    engine = Engine(target, open_drafter(Path(spec.drafter_dir), target), max_concurrency=max_concurrency)
+    bench = Bench(engine, seed=spec.benchmark.seed, max_new_tokens=spec.benchmark.max_new_tokens,
+                  stop_ids=tuple(tokenizer.eos_ids))
+    return Session(bench, target, path, tokenizer, suites, spec.benchmark, spec.target.dtype)
+
+
+def open_ledger(stage: Stage, spec: Frozen, name: str = LEDGER) -> Ledger[Entry]:
+    """A ledger of questions; says what it found in it."""
+    return open_ledger_of(Entry, stage, spec, name)
+
+
+def open_ledger_of(kind: type[EntryT], stage: Stage, spec: Frozen, name: str = LEDGER) -> Ledger[EntryT]:
+    """A ledger of the stage; says what it found in it."""
+    ledger = Ledger(stage.out_dir / name, kind, digest_model(spec))
+    if ledger.set_aside is not None:
+        stage.event("LedgerSetAside", f"{name} belonged to another spec and was kept as {ledger.set_aside.name}",
+                    warning=True)
+    if ledger.entries:
+        stage.event("Resumed", f"{len(ledger.entries)} finished measurements found in {name}")
+    return ledger
+
+
+@contextmanager
+def measuring(stage: Stage) -> Iterator[None]:
+    """Measure alone: wait for the machine, and say so; afterwards say if it was not quiet.
+
+    Models are loaded inside too: the second of two benchmarks must not load its own while the first is timed.
+    """
+    waiting = False
+
+    def while_waiting() -> None:
+        nonlocal waiting
+        if not waiting:
+            stage.event("Waiting", "another process measures on this machine; this one begins when it is done")
+        waiting = True
+        stage.pause_point()
+
+    with measuring_alone(while_waiting):
+        before = MachineTime.now()
+        yield
+        disturbed = disturbance(before, MachineTime.now(), cpu_count(), os.getloadavg()[0])
+    if disturbed:
+        stage.event("NotQuiet", disturbed, warning=True)
+
+
+@dataclass
+class Progress:
+    """Answers given, all arms counted, and how many are expected."""
+
+    stage: Stage
+    total: int = 0
+    done: int = 0
+
+    def found(self, entry: Entry) -> None:
+        """An entry of an earlier run: counted, but not reported, because it says nothing of the rate."""
+        self.done += len(entry.samples)
+
+    def asked(self, entry: Entry) -> None:
+        """A new entry."""
+        self.done += len(entry.samples)
+        self.stage.progress(self.done, max(self.done, self.total), "answers", f"{entry.suite}/{entry.prompt_id}")
+
+
+def interleave(suites: Suites) -> list[tuple[int, Prompt]]:
+    """Prompts of all suites in turn, numbered so that the first arm alternates within a suite and between suites."""
+    longest = max(map(len, suites.values()))
+    return [
+        (row + column, prompts[row])
+        for row in range(longest) for column, prompts in enumerate(suites.values()) if row < len(prompts)
+    ]
+
+
+def ask(session: Session, units: Sequence[Unit], arms: Sequence[Arm], ledger: Ledger[Entry],
+        progress: Progress) -> list[Entry]:
+    """Ask every unit in every arm, unless the ledger has the answer; returns the entries in the order of the units."""
+    names = {arm.name for arm in arms}
+    known = {entry.key: entry for entry in ledger.entries if names <= entry.samples.keys()}
+    for found in (known[unit.key] for unit in units if unit.key in known):
+        progress.found(found)
+    entries = []
+    for unit in units:
+        entry = known.get(unit.key)
+        if entry is None:
+            entry = session.bench.measure(unit, arms, progress.stage.pause_point)
+            ledger.append(entry)
+            progress.asked(entry)
+        entries.append(entry)
+    return entries
+
+
+def report_cells(session: Session, entries: Sequence[Entry], units: Sequence[Unit], arm: Arm) -> tuple[CellReport, ...]:
+    """One cell per suite and temperature for a drafted arm, every divergence explained."""
+    assert arm.tree is not None
+    cells = []
+    for suite in session.suites:
+        for temperature in session.spec.temperatures:
+            lines = [
+                line for unit, entry in zip(units, entries, strict=True)
+                if (unit.prompt.suite, unit.temperature) == (suite, temperature)
+                for line in _divergence(session, unit, entry, arm)
+            ]
+            cells.append(cell_report(entries, suite, temperature, arm.tree, lines, session.spec.seed))
+    return tuple(cells)
+
+
+def _divergence(session: Session, unit: Unit, entry: Entry, arm: Arm) -> list[str]:
+    found = explain(
+        session.target, unit.prompt.id, unit.prompt_ids, entry.samples[BASELINE].token_ids,
+        entry.samples[arm.name].token_ids, temperature=unit.temperature, seed=unit_seed(unit, session.spec.seed))
+    return [found.line(session.dtype)] if found else []
+
+
+def benchmark_report(session: Session, spec: BenchmarkStage | TuneStage, entries: Sequence[Entry],
+                     cells: tuple[CellReport, ...], transformers_rate: float | None, seconds: float) -> BenchmarkReport:
+    """The cells of one checkpoint, summed up."""
+    return BenchmarkReport(
+        checkpoint=spec.checkpoint, candidate=spec.candidate, path=spec.drafter_dir, cells=cells,
+        lossless=all(cell.identical == cell.prompts for cell in cells),
+        speedup=sum(cell.speedup for cell in cells) / len(cells), baseline_tokens_per_s=baseline_rate(entries),
+        transformers_generate_tokens_per_s=transformers_rate, environment=environment(session.dtype), seconds=seconds)

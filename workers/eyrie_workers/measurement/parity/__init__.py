@@ -1,0 +1,1 @@
+"""Parity of the serving engine with the reference engine, round by round."""

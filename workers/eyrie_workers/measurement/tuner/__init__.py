@@ -1,0 +1,1 @@
+"""The choice of depth, top-k and draft tokens by load: replay, prediction, race, operating map."""

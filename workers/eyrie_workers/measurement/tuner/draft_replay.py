@@ -1,0 +1,135 @@
+"""Drafting along known texts: the I/O of `measurement.tuner.predict`. One target pass per text, and no verification.
+
+Each answer becomes a row of the drafter. The target's states for all its positions come from one teacher-forced pass;
+then the rows go through their answers side by side, a position at a time: propose the whole tree of every width, note
+where the continuation lies in it, settle one pair. Batching the rows is what makes looking at every position cheaper
+than decoding: the drafter's small matrices are read once for all of them.
+
+Which family drafts is not known here: everything goes through `speculation.protocol`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_workers.measurement.tuner.predict import IntArray, Located, Trace, locate
+from eyrie_workers.speculation.engine import room_for
+from eyrie_workers.speculation.noise import NoiseTable, RowNoise
+from eyrie_workers.speculation.protocol import Drafter, DrafterState, SettledPairs
+from eyrie_workers.targets.device import on
+from eyrie_workers.targets.model import TargetModel
+
+_MOST_NODES = 512  # of a DraftTreeShape
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One known text."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    temperature: float
+    seed: int
+
+
+def whole_tree(num_steps: int, top_k: int) -> DraftTreeShape:
+    """Everything that can be grown at this depth and width, as far as a shape can hold it."""
+    grown = num_steps + 1 if top_k == 1 else 1 + top_k + (num_steps - 1) * top_k**2
+    return DraftTreeShape(num_steps=num_steps, top_k=top_k, num_draft_tokens=min(grown, _MOST_NODES))
+
+
+def trace(target: TargetModel, drafter: Drafter, answers: Sequence[Answered], num_steps: int, widths: Iterable[int],
+          between: Callable[[], None], rows_at_once: int = 16) -> dict[int, list[Trace]]:
+    """By width, the trace of every answer, in the order given. `between` is called at every position."""
+    with on(target.device):
+        return _traced(target, drafter, answers, [whole_tree(num_steps, width) for width in sorted(set(widths))],
+                       between, rows_at_once)
+
+
+def _traced(target: TargetModel, drafter: Drafter, answers: Sequence[Answered], shapes: Sequence[DraftTreeShape],
+            between: Callable[[], None], rows_at_once: int) -> dict[int, list[Trace]]:
+    found: dict[int, dict[int, Trace]] = {shape.top_k: {} for shape in shapes}
+    # Rows of one temperature together: greedy rows then draft without noise, as they do when decoding.
+    order = sorted(range(len(answers)), key=lambda i: (answers[i].temperature, -len(answers[i].token_ids)))
+    for temperature in sorted({answer.temperature for answer in answers}):
+        same = [i for i in order if answers[i].temperature == temperature]
+        for start in range(0, len(same), rows_at_once):
+            batch = same[start:start + rows_at_once]
+            replayed = _Batch(target, drafter, [answers[i] for i in batch], shapes).walk(between)
+            for shape, traces in zip(shapes, replayed, strict=True):
+                found[shape.top_k] |= dict(zip(batch, traces, strict=True))
+    return {width: [traces[i] for i in range(len(answers))] for width, traces in found.items()}
+
+
+class _Batch:
+    """Some answers of one temperature, walked side by side."""
+
+    def __init__(self, target: TargetModel, drafter: Drafter, answers: Sequence[Answered],
+                 shapes: Sequence[DraftTreeShape]) -> None:
+        self.drafter, self.answers, self.shapes = drafter, answers, shapes
+        self.vocab_size = target.config.vocab_size
+        room = room_for(shapes)
+        assert room is not None
+        longest = max(len(answer.prompt_ids) + len(answer.token_ids) for answer in answers)
+        self.state: DrafterState = drafter.new_state(len(answers), min(longest, drafter.max_length), room)
+        texts = [torch.tensor([*answer.prompt_ids, *answer.token_ids]) for answer in answers]
+        self.aux = [aux for aux, _ in target.hidden_states(texts, drafter.aux_layers)]
+        self.tables = [NoiseTable(answer.seed, self.vocab_size) for answer in answers]
+        for row, (answer, text, aux) in enumerate(zip(answers, texts, self.aux, strict=True)):
+            num_prompt = len(answer.prompt_ids)
+            drafter.admit(self.state, row, answer.prompt_ids)
+            drafter.extend(self.state, SettledPairs(
+                torch.tensor([row]), torch.tensor([0]), torch.tensor([num_prompt]),
+                text[None, 1:num_prompt + 1], aux[None, :num_prompt]))
+
+    @torch.inference_mode()
+    def walk(self, between: Callable[[], None]) -> list[list[Trace]]:
+        """Traces of every row, by shape."""
+        num_steps = self.shapes[0].num_steps
+        kept: list[list[list[Located]]] = [[[] for _ in self.answers] for _ in self.shapes]
+        longest = max(len(answer.token_ids) for answer in self.answers)
+        for position in range(longest - 1):
+            between()
+            rows = [row for row, answer in enumerate(self.answers) if position < len(answer.token_ids) - 1]
+            following = _following([self.answers[row].token_ids for row in rows], position + 1, num_steps)
+            for shape, of_rows in zip(self.shapes, kept, strict=True):
+                tree = self.drafter.propose(self.state, torch.tensor(rows), shape, self._noise(rows, position))
+                located = locate(tree.tokens.cpu().numpy(), tree.parents.cpu().numpy(),
+                                 tree.scores.double().cpu().numpy(), following, num_steps)
+                for index, row in enumerate(rows):
+                    of_rows[row].append(Located(located.needed[index], located.filled[index]))
+            self._settle(rows, position)
+        return [[_joined(answer, one, num_steps) for answer, one in zip(self.answers, of_rows, strict=True)]
+                for of_rows in kept]
+
+    def _noise(self, rows: Sequence[int], position: int) -> RowNoise | None:
+        """As the engine draws it for the token after `position` and those behind."""
+        temperature = self.answers[0].temperature
+        if temperature == 0.0:
+            return None
+        ahead = [self.tables[row].at(len(self.answers[row].prompt_ids) + position + 1, self.shapes[0].num_steps + 1)
+                 for row in rows]
+        return RowNoise(torch.full((len(rows),), temperature, dtype=torch.float64), torch.stack(ahead))
+
+    def _settle(self, rows: Sequence[int], position: int) -> None:
+        starts = [len(self.answers[row].prompt_ids) + position for row in rows]
+        tokens = [[self.answers[row].token_ids[position + 1]] for row in rows]
+        aux = torch.stack([self.aux[row][start:start + 1] for row, start in zip(rows, starts, strict=True)])
+        one_each = torch.ones(len(rows), dtype=torch.int64)
+        self.drafter.extend(self.state, SettledPairs(torch.tensor(rows), torch.tensor(starts), one_each,
+                                                     torch.tensor(tokens), aux))
+
+
+def _following(texts: Sequence[Sequence[int]], start: int, length: int) -> IntArray:
+    """[B, length]: the tokens from `start`, -1 beyond the end."""
+    return np.array([[*text[start:start + length], *[-1] * (length - len(text[start:start + length]))]
+                     for text in texts], dtype=np.int64)
+
+
+def _joined(answer: Answered, located: Sequence[Located], num_steps: int) -> Trace:
+    needed = np.array([one.needed for one in located], dtype=np.int64).reshape(-1, num_steps, num_steps)
+    filled = np.array([one.filled for one in located], dtype=np.int64).reshape(-1, num_steps)
+    return Trace(len(answer.token_ids), Located(needed, filled))

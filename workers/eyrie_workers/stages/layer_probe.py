@@ -1,0 +1,222 @@
+"""Which layers foresee most? A cheap reading of every layer, told beside the layers chosen by position.
+
+    python -m eyrie_workers.stages.layer_probe --target quickstart --rows <regenerate's directory>
+
+A drafter at position i knows the settled token i + 1 and reads the target's states at i; what it has to say first is
+the target's next choice, the likeliest token after i + 1. So a layer is worth what its state at i adds to the embedding
+of token i + 1 when that choice is foreseen. The reading is as cheap as can be: ridge regression onto the target's own
+final state at i + 1, whose product with the output matrix is the choice,
+
+    W = (X'X + c I)^-1 X' Y
+
+    X   states at i of some layers, the embedding of token i + 1, and 1        Y   the final state at i + 1
+
+Columns of X are brought to one size first, so that c means the same for every layer; of several c the best one counts,
+for each reading alike. Where H is large, states are projected to `_WIDTH` values at random, and of many layers some
+are looked at. The score is the share of held-out positions at which (X W) lm_head' has the target's first choice. All
+layers' products X'X and X'Y are made in one pass; any subset of layers is then a small system of its own. *Alone* each
+layer is read with the embedding only; *together* three are taken greedily, each the one that adds most to those before
+(forward selection). A linear reading is not a drafter: it sees no other position. It ranks, and decides nothing: the
+choice stays with `targets.layers`, or with `capture.aux_layers`.
+
+    T positions, L layers, H hidden, V vocabulary
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eyrie_api.errors import EyrieError, NoUsableData
+from eyrie_api.v1alpha1.job import TargetSpec
+from eyrie_workers.conversations.rows import ROWS, read_rows
+from eyrie_workers.targets.layers import choose_aux_layers
+from eyrie_workers.targets.loading import load_target, resolve
+from eyrie_workers.targets.model import TargetModel
+
+PROBE_TOKENS = 12_288
+"""Of answered rows, at most."""
+
+_HELD_OUT = 4  # every fourth row is scored on, none of it is fitted to
+_RIDGES = (0.03, 0.1, 0.3)  # of the number of positions, once every column has mean square 1
+_WIDTH = 256
+_MOST_LAYERS = 32
+_MOST_SCORED = 2048  # of held-out positions: each costs a row of logits per reading and c
+
+
+@dataclass(frozen=True)
+class LayerScore:
+    """What one reading foresees of the target's choices."""
+
+    layers: tuple[int, ...]
+    agreement: float
+    """Share of held-out positions."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the layers of a target foresee."""
+
+    embedding: float
+    """Agreement of a reading of token i + 1's embedding, and no layer."""
+
+    alone: tuple[LayerScore, ...]
+    """Each layer, the best first."""
+
+    together: tuple[LayerScore, ...]
+    """The best of forward selection: one, two, three layers."""
+
+    chosen: LayerScore
+    """The layers chosen by position or by the spec."""
+
+    positions: int
+
+    def told(self) -> str:
+        """In a sentence."""
+        best = self.together[-1]
+        ranks = ", ".join(f"{score.layers[0]} ({score.agreement:.1%})" for score in self.alone[:5])
+        noise = (best.agreement * (1 - best.agreement) / self.positions) ** 0.5
+        return (f"a linear reading of layers {list(self.chosen.layers)} foresees {self.chosen.agreement:.1%} of the "
+                f"target's next choices, the best found, {list(best.layers)}, {best.agreement:.1%}; alone the best are "
+                f"{ranks}; the token alone {self.embedding:.1%}; {self.positions} positions held out, "
+                f"so each is good to {noise:.1%}")
+
+
+@dataclass(frozen=True)
+class _Readings:
+    """X'X and X'Y of all layers, embedding and 1 side by side, and the held-out X with the target's choices."""
+
+    gram: Tensor
+    cross: Tensor
+    held_out: Tensor
+    choice: Tensor
+    lm_head: Tensor
+    width: int
+    positions: int
+    """Fitted to."""
+
+    def columns(self, layers: Sequence[int]) -> Tensor:
+        """Of some layers, by place, with the embedding and 1, which stand last."""
+        last = self.gram.shape[0] - self.width - 1
+        return torch.cat([*(torch.arange(at * self.width, (at + 1) * self.width) for at in layers),
+                          torch.arange(last, self.gram.shape[0])])
+
+    def agreement(self, layers: Sequence[int]) -> float:
+        """Of a reading of some layers, by place."""
+        which = self.columns(layers)
+        size = (self.gram.diagonal()[which] / self.positions).sqrt().clamp_min(1e-12)
+        system = self.gram[which][:, which] / (size[:, None] * size)
+        wanted, seen = self.cross[which] / size[:, None], self.held_out[:, which] / size
+        shares = []
+        for ridge in _RIDGES:
+            factor = torch.linalg.cholesky(system + ridge * self.positions * torch.eye(which.numel()))
+            logits = (seen @ torch.cholesky_solve(wanted, factor)).to(self.lm_head.dtype) @ self.lm_head.T
+            shares.append(float((logits.argmax(-1) == self.choice).double().mean()))
+        return max(shares)
+
+
+def probe_layers(target: TargetModel, rows: Sequence[tuple[Tensor, int]], chosen: Sequence[int],
+                 layers: Sequence[int] | None = None) -> Probe:
+    """Rank a target's layers on some rows (token ids [T], how many are prompt).
+
+    chosen   the layers to compare with
+    layers   those that are ranked; default: the embeddings and every layer but the last, whose state engines keep
+    """
+    among = range(target.config.num_layers) if layers is None else layers
+    ranked = tuple(sorted({*among[::-(-len(among) // _MOST_LAYERS)], *chosen}))
+    readings = _read(target, rows, ranked)
+    place = {layer: at for at, layer in enumerate(ranked)}
+
+    def score(some: Sequence[int]) -> LayerScore:
+        return LayerScore(tuple(sorted(some)), readings.agreement([place[layer] for layer in some]))
+
+    alone = sorted((score([layer]) for layer in ranked), key=lambda one: -one.agreement)
+    best: list[int] = list(alone[0].layers)
+    together = [alone[0]]
+    while len(together) < min(3, len(ranked)):
+        found = max((score([*best, layer]) for layer in ranked if layer not in best), key=lambda one: one.agreement)
+        best = list(found.layers)
+        together.append(found)
+    return Probe(readings.agreement([]), tuple(alone), tuple(together), score(chosen), readings.choice.numel())
+
+
+def _read(target: TargetModel, rows: Sequence[tuple[Tensor, int]], layers: Sequence[int]) -> _Readings:
+    hidden, fitted = target.config.hidden_size, 0
+    width = min(_WIDTH, hidden)
+    draw = torch.Generator().manual_seed(0)
+    narrow = torch.eye(hidden) if width == hidden else torch.randn(hidden, width, generator=draw) / hidden**0.5
+    size = len(layers) * width + width + 1
+    gram, cross = torch.zeros(size, size), torch.zeros(size, hidden)
+    held_out: list[Tensor] = []
+    choices: list[Tensor] = []
+    lm_head, embed = target.lm_head_weight.cpu(), target.embed_weight
+    for number, (ids, num_prompt) in enumerate(rows):
+        states, last = target.hidden_states([ids], layers)[0]
+        # Position i drafts when token i + 1 is an answer token; it foresees what the target says at i + 1.
+        first = max(num_prompt - 1, 0)
+        if ids.numel() - first < 2:
+            continue
+        tokens = embed[ids[first + 1:].to(embed.device)].float().cpu()
+        x = torch.cat([(states[first:-1].float().cpu() @ narrow).flatten(1), tokens @ narrow,
+                       torch.ones(tokens.shape[0], 1)], 1)
+        y = last[first + 1:].float().cpu()
+        if number % _HELD_OUT == 0:
+            held_out.append(x)
+            choices.append((y.to(lm_head.dtype) @ lm_head.T).argmax(-1))
+        else:
+            gram.addmm_(x.T, x)
+            cross.addmm_(x.T, y)
+            fitted += x.shape[0]
+    if not held_out or not bool(gram.any()):
+        raise NoUsableData(f"{len(rows)} rows are too few to rank layers on", "give at least two rows with answers")
+    scored, choice = torch.cat(held_out)[:_MOST_SCORED], torch.cat(choices)[:_MOST_SCORED]
+    return _Readings(gram, cross, scored, choice, lm_head, width, fitted)
+
+
+def rows_to_probe(rows_dir: Path, num_tokens: int = PROBE_TOKENS, longest: int = 512) -> list[tuple[Tensor, int]]:
+    """The first answered rows of a directory, so many tokens of them in all."""
+    return list(_up_to(num_tokens, ((torch.tensor((row.prompt_ids + row.answer_ids)[:longest]), len(row.prompt_ids))
+                                    for row in read_rows(rows_dir / ROWS) if len(row.prompt_ids) < longest)))
+
+
+def _up_to(num_tokens: int, rows: Iterator[tuple[Tensor, int]]) -> Iterator[tuple[Tensor, int]]:
+    taken = 0
+    for ids, num_prompt in rows:
+        yield ids, num_prompt
+        taken += ids.numel()
+        if taken >= num_tokens:
+            return
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the ranking; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Rank a target's layers by what a linear reading of each foresees.")
+    parser.add_argument("--target", default="quickstart")
+    parser.add_argument("--rows", type=Path, required=True, help="output directory of regenerate")
+    parser.add_argument("--tokens", type=int, default=PROBE_TOKENS)
+    told = parser.parse_args(argv)
+    try:
+        target = load_target(resolve(TargetSpec(model=told.target)))
+        config = target.config
+        chosen = choose_aux_layers(config.num_layers, config.layer_types).aux_layers
+        found = probe_layers(target, rows_to_probe(told.rows, told.tokens), chosen)
+    except EyrieError as error:
+        print(f"error: {error.reason}: {error.message}\nmend: {error.mend}", file=sys.stderr)
+        return error.exit_code
+    for score in found.alone:
+        print(f"layer {score.layers[0]:3}  {score.agreement:.4f}")
+    for score in found.together:
+        print(f"together {list(score.layers)}  {score.agreement:.4f}")
+    print(json.dumps({"embedding": found.embedding, "chosen": list(found.chosen.layers),
+                      "chosen_agreement": found.chosen.agreement, "best": list(found.together[-1].layers),
+                      "best_agreement": found.together[-1].agreement, "positions": found.positions}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
