@@ -10,7 +10,7 @@ HELM_SDK = $(BIN)/python -c 'import helm_python' 2>/dev/null || timeout 300 $(BI
 
 NEED_CUDA = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
 	  echo 'error: torch sees no CUDA device here' >&2; \
-	  echo 'mend: on a machine with a GPU: make setup TORCH="torch>=2.13", then again' >&2; exit 1; }
+	  echo 'hint: on a machine with a GPU: make setup TORCH="torch>=2.13", then again' >&2; exit 1; }
 
 .PHONY: help setup demo demo-short demo-stop test test-sglang test-cluster test-kernels test-gpu bench-gpu lint bench bench-load bench-control bench-tuner bench-store bench-codecs bench-sweep bench-peers compare experiments clean
 
@@ -49,7 +49,7 @@ test-sglang: setup  ## the real SGLang on this machine's processors, drafted and
 # is missing is skipped with its reason, and fails under EYRIE_TEST_CLUSTER_WALK=1. A crowded machine: EYRIE_TEST_PATIENCE=3.
 test-cluster: setup  ## operator, chart and a whole job on a real cluster (needs KUBECONFIG; one way: kind create cluster)
 	@test -n "$$KUBECONFIG" || { echo "error: KUBECONFIG is not set: these tests need a cluster that is yours to fill" >&2; \
-	  echo "mend: kind create cluster && export KUBECONFIG=~/.kube/config, or any other cluster's file" >&2; exit 1; }
+	  echo "hint: kind create cluster && export KUBECONFIG=~/.kube/config, or any other cluster's file" >&2; exit 1; }
 	@$(HELM_SDK)
 	@EYRIE_TEST_CLUSTER=1 timeout --kill-after=30 $(CLUSTER_LIMIT_S) $(BIN)/pytest -v -s --timeout 2400 tests/cluster
 

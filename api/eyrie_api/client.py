@@ -6,7 +6,7 @@
             print(event.message)
         print(eyrie.wait(job.id).status.phase)
 
-A refusal raises the EyrieError class its problem names (`TargetNotFound`, `Conflict`, ...), with message and mend as
+A refusal raises the EyrieError class its problem names (`TargetNotFound`, `Conflict`, ...), with message and hint as
 the server gave them; a server that does not answer raises `Unreachable`, which is Transient. Creating a job carries an
 Idempotency-Key and is repeated when the connection broke, so that one call makes one job. `events` resumes by itself
 behind the last event seen.
@@ -86,7 +86,7 @@ class Refused(EyrieError):
     """A problem whose class this client does not know."""
 
     def __init__(self, problem: Problem) -> None:
-        super().__init__(problem.detail, problem.mend)
+        super().__init__(problem.detail, problem.hint)
         self.http_status = problem.status  # type: ignore[misc]
         self.reason = problem.type.removeprefix(_TYPE_PREFIX)  # type: ignore[misc]
 
@@ -96,7 +96,7 @@ def error_of(problem: Problem) -> EyrieError:
     reason = problem.type.removeprefix(_TYPE_PREFIX)
     for kind in vars(errors).values():
         if isinstance(kind, type) and issubclass(kind, EyrieError) and kind.reason == reason:
-            return kind(problem.detail, problem.mend)
+            return kind(problem.detail, problem.hint)
     return Refused(problem)
 
 
@@ -456,5 +456,5 @@ class Client:
             shown = response.text[:200] or response.reason_phrase
             problem = Problem(title="Unknown", status=response.status_code,
                               detail=f"{self.base_url} answered {response.status_code}: {shown}",
-                              mend="check that this URL is Eyrie's")
+                              hint="check that this URL is Eyrie's")
         raise error_of(problem)

@@ -1,7 +1,7 @@
 """Errors a user can act on.
 
 Every error carries a `reason` (CamelCase; it is also the condition's reason), a message that names field, value and
-rule, and a `mend`: what to do instead. The class carries the HTTP status and the exit code, so that neither the server
+rule, and a `hint`: what to do instead. The class carries the HTTP status and the exit code, so that neither the server
 nor a stage program decides twice. `Transient` and `Permanent` say in the type whether trying again can help.
 """
 
@@ -15,10 +15,10 @@ class EyrieError(Exception):
     exit_code: ClassVar[int] = 1
     reason: ClassVar[str] = "InternalError"
 
-    def __init__(self, message: str, mend: str = "") -> None:
-        super().__init__(message if not mend else f"{message}; {mend}")
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message if not hint else f"{message}; {hint}")
         self.message = message
-        self.mend = mend
+        self.hint = hint
 
 
 class Transient(EyrieError):
@@ -28,8 +28,8 @@ class Transient(EyrieError):
     exit_code = 75  # EX_TEMPFAIL
     reason = "Transient"
 
-    def __init__(self, message: str, mend: str = "will retry", after_s: float = 5.0) -> None:
-        super().__init__(message, mend)
+    def __init__(self, message: str, hint: str = "will retry", after_s: float = 5.0) -> None:
+        super().__init__(message, hint)
         self.after_s = after_s
 
 

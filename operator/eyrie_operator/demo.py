@@ -266,7 +266,7 @@ def suites_table(final: BenchmarkReport) -> list[RenderableType]:
 
 
 def proof_words(proof: dict[str, Any] | None) -> list[RenderableType]:
-    """What was found in the serving engine, arm by arm; nothing when it was not asked. Pure."""
+    """What was found in the serving engine, variant by variant; nothing when it was not asked. Pure."""
     if proof is None:
         return []
     if proof["parity"] is None:
@@ -278,7 +278,7 @@ def proof_words(proof: dict[str, Any] | None) -> list[RenderableType]:
     rows += [(f"{one['users']:g}, another system prompt", one) for one in proof["changed_prompt"]]
     for asked, one in rows:
         low, high = one["speedup_interval"]
-        table.add_row(asked if one["arm"] == "candidate" else f"{asked}, {one['arm']}",
+        table.add_row(asked if one["variant"] == "candidate" else f"{asked}, {one['variant']}",
                       f"{times(one['speedup'])} ({low:.2f}-{high:.2f})",
                       f"{one['tokens_per_s']:.0f} ({one['off_tokens_per_s']:.0f})",
                       f"{milliseconds(one['ttft_p99_s'])} ({milliseconds(one['off_ttft_p99_s'])})")

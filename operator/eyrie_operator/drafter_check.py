@@ -1,7 +1,7 @@
 """`eyrie check-drafter`: is this directory what SGLang will serve as it was trained? Told to a person.
 
 The rules need tensors, so they run where torch is, as a child: `python -m eyrie_workers.drafters.check`. What it prints
-is one JSON document; here it becomes words, errors first, each with its mend.
+is one JSON document; here it becomes words, errors first, each with its hint.
 """
 
 import json
@@ -46,7 +46,7 @@ def run_check(arguments: Sequence[str]) -> dict[str, Any]:
 def refusal(told: Mapping[str, Any]) -> EyrieError:
     """The child's error as one of ours."""
     kind = TargetNotFound if told["reason"] == TargetNotFound.reason else InvalidInput
-    return kind(str(told["message"]), str(told.get("mend", "")))
+    return kind(str(told["message"]), str(told.get("hint", "")))
 
 
 def is_defective(document: Mapping[str, Any]) -> bool:
@@ -83,5 +83,5 @@ def _counted(number: int, what: str) -> str:
 
 def _finding(finding: Mapping[str, Any]) -> RenderableType:
     told = Text.assemble((f"{finding['code']}: ", _STYLE[finding["severity"]]), printable(finding["what"]))
-    mend = Text.assemble(("mend: ", "green"), printable(finding["mend"]))
-    return Group(Padding(told, (0, 0, 0, 2), expand=False), Padding(mend, (0, 0, 0, 4), expand=False))
+    hint = Text.assemble(("hint: ", "green"), printable(finding["hint"]))
+    return Group(Padding(told, (0, 0, 0, 2), expand=False), Padding(hint, (0, 0, 0, 4), expand=False))

@@ -1,4 +1,4 @@
-"""When traffic has drifted: the job that would mend it, offered or started once.
+"""When traffic has drifted: the job that would hint it, offered or started once.
 
 The job is the promoted one again with other data: the latest chat requests of the endpoint, as the gateway recorded
 them (`serve.record_prompts`) or as the user's own log says (`promotion.drift.traffic_file`). They are copied when drift
@@ -32,13 +32,13 @@ KEPT_ROWS = 1_000_000
 
 
 class Drift:
-    """Tells drift and mends it, for the endpoints of one database."""
+    """Tells drift and hints it, for the endpoints of one database."""
 
     def __init__(self, histories: Histories, jobs: Jobs, idempotency: Idempotency) -> None:
         self._histories, self._jobs, self._idempotency = histories, jobs, idempotency
 
     def tell(self, action: TellDrift, endpoint: str, directory: Path, promoted: Job | None) -> None:
-        """Record the drift with the job that would mend it, and start it where the policy says so."""
+        """Record the drift with the job that would hint it, and start it where the policy says so."""
         window = self._histories.watched(endpoint, action.revision).last_window
         once = f"{action.revision}/{window}"
         traffic = None if promoted is None else _snapshot(promoted.spec, directory, f"{action.revision}-{window}")

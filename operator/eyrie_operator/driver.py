@@ -319,7 +319,7 @@ class Driver:
     def _tell_stage(self, job_id: str, stage: StageStatus, before: StageState | None) -> None:
         name = f"{stage.stage} {stage.key}".rstrip()
         if stage.state == "Failed":
-            self._jobs.record_event(job_id, stage.reason or "StageFailed", f"{name}: {stage.message}; {stage.mend}",
+            self._jobs.record_event(job_id, stage.reason or "StageFailed", f"{name}: {stage.message}; {stage.hint}",
                                     type="Warning", stage=stage.stage, key=stage.key)
         elif stage.state in ("Running", "Succeeded"):
             if before != "Running" and stage.state == "Succeeded":  # it began and ended between two looks

@@ -97,7 +97,7 @@ class EndpointRecords:
         return conditions
 
     def refuse(self, error: EyrieError, endpoint: Endpoint, conditions: Conditions) -> Conditions:
-        """The candidate cannot be served as asked, and waiting will not mend it: it is given up."""
+        """The candidate cannot be served as asked, and waiting will not hint it: it is given up."""
         if endpoint.candidate_revision is None:
             return conditions
         self.endpoints.reject(endpoint.name, endpoint.candidate_revision, error.reason, str(error))

@@ -7,7 +7,7 @@ next look at the world asks for it again. So the control plane may die at any mo
     nothing seen          -> StartRun, when a place is free
     a run that lives      -> wait; report its stages
     a run that vanished   -> StartRun again: stages go on from their manifests and checkpoints
-    a run that failed     -> Failed, with the stage's own reason, message and mend
+    a run that failed     -> Failed, with the stage's own reason, message and hint
     a run that succeeded  -> Decide once -> Promote once -> wait until it serves -> Succeeded
     cancel or delete      -> StopRun until nothing lives, then Cancelled (retention removes rows and files after that)
 
@@ -199,13 +199,13 @@ def _settle(spec: JobSpec, seen: Observed, conditions: Conditions, now: datetime
 
 
 def give_up(seen: Observed, error: EyrieError, now: datetime) -> Plan:
-    """The plan for a job whose next action is impossible: it fails, with the error's reason, message and mend."""
-    failed = RunFailed(None, "", error.reason, error.message, error.mend)
+    """The plan for a job whose next action is impossible: it fails, with the error's reason, message and hint."""
+    failed = RunFailed(None, "", error.reason, error.message, error.hint)
     return _plan(seen, _failed(seen.previous.conditions, failed, now), now, WriteReport())
 
 
 def _failed(conditions: Conditions, failed: RunFailed, now: datetime) -> Conditions:
-    message = f"{failed.message}; mend: {failed.mend}" if failed.mend else failed.message
+    message = f"{failed.message}; hint: {failed.hint}" if failed.hint else failed.message
     if failed.stage is not None:
         where = f"{failed.stage} {failed.key}".rstrip()
         message = f"{where}: {message}"
@@ -276,4 +276,4 @@ def _stage_status(one: StageSeen, seen: Observed, over: bool) -> StageStatus:
             done=progress.done, total=progress.total, unit=progress.unit, rate=progress.rate, eta_s=progress.eta_s,
             message=progress.message),
         reason=failure.reason if failure else None, message=failure.message if failure else None,
-        mend=failure.mend if failure else None)
+        hint=failure.hint if failure else None)

@@ -103,19 +103,20 @@ def _proof(proof: ProveReport) -> dict[str, JsonValue]:
             "passed": parity.passed, "identical": parity.identical, "prompts": parity.prompts, "tau": parity.tau,
             "tau_interval": [parity.tau_interval.low, parity.tau_interval.high], "reference_tau": parity.reference_tau,
             "reasons": list(parity.reasons)},
-        "loads": [] if proof.load is None else _arms(proof.load),
-        "changed_prompt": [] if proof.changed_prompt is None else _arms(proof.changed_prompt),
+        "loads": [] if proof.load is None else _variants(proof.load),
+        "changed_prompt": [] if proof.changed_prompt is None else _variants(proof.changed_prompt),
     }
 
 
-def _arms(load: LoadReport) -> list[JsonValue]:
-    """Every drafted arm at every load, against no drafter; `speedup` for all users together and for a single one."""
-    cells = {(one.arm, one.level): one.total for one in load.levels}
+def _variants(load: LoadReport) -> list[JsonValue]:
+    """Every drafted variant at every load, against no drafter; `speedup` for all users together and for a single
+    one."""
+    cells = {(one.variant, one.level): one.total for one in load.levels}
     found: list[JsonValue] = []
     for one in load.comparisons:
-        mine, plain = cells[one.arm, one.level], cells[one.baseline, one.level]
+        mine, plain = cells[one.variant, one.level], cells[one.baseline, one.level]
         found.append({
-            "arm": one.arm, "users": one.level, "speedup": one.throughput_ratio,
+            "variant": one.variant, "users": one.level, "speedup": one.throughput_ratio,
             "speedup_interval": [one.throughput_interval.low, one.throughput_interval.high],
             "user_speedup": one.user_ratio, "tokens_per_s": mine.tokens_per_s, "off_tokens_per_s": plain.tokens_per_s,
             "ttft_p99_s": None if mine.ttft_s is None else mine.ttft_s.p99,

@@ -10,7 +10,7 @@ an engine known to be good is not tried first.
 A drafter can also fail after it went live, when traffic leaves the world it was trained on: it is still lossless, but
 slow. When the acceptance length of enough recent rounds falls below a share of the proven one, the endpoint goes back
 to the revision before it; the first revision is always the target without a drafter. When it sinks less, but window
-after window, the traffic has drifted: that is told once, with a job that would mend it.
+after window, the traffic has drifted: that is told once, with a job that would hint it.
 
 Like `reconcile`, this is asked again and again and remembers nothing.
 """
@@ -199,7 +199,7 @@ class GoBack:
 
 @dataclass(frozen=True)
 class TellDrift:
-    """Record that live acceptance stayed low, and offer or start a job that mends it."""
+    """Record that live acceptance stayed low, and offer or start a job that hints it."""
 
     revision: int
     taus: tuple[float, ...]

@@ -4,7 +4,7 @@
     runs         created with the pipeline inline, found by display name, read, terminated
 
 KFP has no idempotency key, so the name of a run is one: whoever creates looks for the name first. What may pass (no
-answer, 429, 5xx) is `KubeflowAway`; what does not says what to mend. The bearer token is read for each request, since a
+answer, 429, 5xx) is `KubeflowAway`; what does not says what to hint. The bearer token is read for each request, since a
 projected one is rotated; it never appears in a message.
 """
 
@@ -163,9 +163,9 @@ def _told(error: Any, what: str, given: KubeflowSpec) -> Exception:
                             after_s=_after(error))
     if status in (401, 403):
         scope = "" if given.namespace is None else f" in namespace {given.namespace}"
-        mend = ("correct kubeflow.token_file: its token must be meant for Kubeflow Pipelines" if status == 401
+        hint = ("correct kubeflow.token_file: its token must be meant for Kubeflow Pipelines" if status == 401
                 else f"let the service account create, read and terminate runs{scope}")
-        return KubeflowRefused(f"Kubeflow Pipelines at {given.url} answered {status} for {what}{said}", mend)
+        return KubeflowRefused(f"Kubeflow Pipelines at {given.url} answered {status} for {what}{said}", hint)
     if status == 404:
         return KubeflowMissing(f"Kubeflow Pipelines at {given.url} has no {what}{said}",
                         "see that kubeflow.url ends before /apis and that the server speaks v2beta1")

@@ -7,7 +7,7 @@ creation whose answer was lost is found the next time. The lease of a job keeps 
     PENDING RUNNING PAUSED CANCELING     running
     these, and a stage said it failed    failed, with leftovers: whoever looks ends the run
     SUCCEEDED                            succeeded
-    FAILED, and a stage said why         failed, with the stage's own reason, message and mend
+    FAILED, and a stage said why         failed, with the stage's own reason, message and hint
     FAILED, and it was CANCELING before  failed: somebody ended it in Kubeflow (the job's own cancel is told before)
     CANCELED                             the same
     FAILED else                          gone: its pods were taken away once too often; from the third time on: failed
@@ -126,7 +126,7 @@ class KubeflowRunner:
         first = read_failure(self._dir(job_id))
         if first is None:
             return None
-        return RunFailed(first.stage, first.key, first.failure.reason, first.failure.message, first.failure.mend)
+        return RunFailed(first.stage, first.key, first.failure.reason, first.failure.message, first.failure.hint)
 
     # What lies in the work area.
 

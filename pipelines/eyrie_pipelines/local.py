@@ -151,7 +151,7 @@ def _failure_of(result: RunResult) -> RunFailed:
     first = result.failure
     if first is None:
         return RunFailed(None, "", "PipelineFailed", result.message, "read run/pipeline.log, then retry the job")
-    return RunFailed(first.stage, first.key, first.failure.reason, first.failure.message, first.failure.mend)
+    return RunFailed(first.stage, first.key, first.failure.reason, first.failure.message, first.failure.hint)
 
 
 def start(job_dir: Path, job_id: str, spec: JobSpec, attempt: int = 1,
@@ -310,7 +310,7 @@ def main() -> int:
         try:
             return lead(arguments.job_dir.resolve(), arguments.attempt)
         except EyrieError as error:
-            print(f"error: {error.reason}: {error.message}; {error.mend}", file=sys.stderr)
+            print(f"error: {error.reason}: {error.message}; {error.hint}", file=sys.stderr)
             return error.exit_code
     return 130
 

@@ -6,7 +6,7 @@ process with the command line of `catalog.command`, so a stage is the same progr
 - stdout and stderr are appended to `log.txt` beside the spec; progress goes to `events.jsonl`, written by the program;
 - SIGTERM is handed on, and the box then ends with the stage's own exit code (143: interrupted, goes on when run again);
 - a transient failure, or a program that was killed, is tried again up to three times, with growing pauses;
-- a permanent failure raises StageFailed with reason, message and mend, after noting them in `run/failure.json`;
+- a permanent failure raises StageFailed with reason, message and hint, after noting them in `run/failure.json`;
 - stages that measure take the machine's measuring lock themselves: two measurements at once would both be wrong, and a
   run started by hand must queue behind the same lock as ours.
 
@@ -36,7 +36,7 @@ from eyrie_api.v1alpha1.records import Failure
 from eyrie_api.v1alpha1.reports import BenchmarkReport, RegenerateReport, TrainReport
 from eyrie_api.v1alpha1.stages import StageName, StageSpec, TrainStage
 from eyrie_pipelines import steps, trainjob
-from eyrie_pipelines.work_area import Work, is_first_node, patiently
+from eyrie_pipelines.work_area import WorkArea, is_first_node, patiently
 from eyrie_workers.catalog import command, stage_dir, sweep_command
 
 RUN_DIR = "run"
@@ -55,7 +55,7 @@ ReportT = TypeVar("ReportT", bound=Frozen)
 
 
 class StageFailed(Permanent):
-    """A stage ended without a manifest; carries the stage program's own reason, message and mend."""
+    """A stage ended without a manifest; carries the stage program's own reason, message and hint."""
 
     reason = "StageFailed"
 
@@ -104,7 +104,7 @@ def sweep(job_dir: str, spec_digest: str, store: str) -> str:
             failed = _train_together(job_dir, specs, job.spec.sweep.rungs)
     if failed is not None:
         with _telling(job_dir, "train", failed):
-            raise StageFailed(f"candidate {failed} failed", "mend it and retry the job: the others are trained")
+            raise StageFailed(f"candidate {failed} failed", "hint it and retry the job: the others are trained")
     return store
 
 
@@ -121,7 +121,7 @@ def train(job_dir: str, spec_digest: str, _store: str, candidate: str) -> str:
 def _order(job_dir: str, spec: TrainStage, spec_digest: str, order: trainjob.Order) -> str:
     """Have one candidate trained by a TrainJob, whose nodes are this box without the order."""
     directory = stage_dir(Path(job_dir), "train", spec.candidate)
-    work = Work.of(Path(job_dir))
+    work = WorkArea.of(Path(job_dir))
     work.bring_report(directory)
     if not (directory / MANIFEST).exists() or read_manifest(directory).spec_digest != digest_model(spec):
         trainer = trainjob.Trainer.of_pod()
@@ -131,7 +131,7 @@ def _order(job_dir: str, spec: TrainStage, spec_digest: str, order: trainjob.Ord
         work.begin()
         first = read_failure(Path(job_dir))
         if first is not None:
-            raise StageFailed(first.failure.message, first.failure.mend)
+            raise StageFailed(first.failure.message, first.failure.hint)
         if end.state == "failed":
             raise StageFailed(f"TrainJob {name} failed: {end.message}",
                               f"read the logs of its pods in namespace {trainer.namespace}, then retry the job")
@@ -184,7 +184,7 @@ def prove(job_dir: str, spec_digest: str, checkpoint: str, tuned: str) -> str:
 def _clear_of_another_incumbent(spec: StageSpec, directory: Path) -> None:
     """Remove a finished proof that was made of another spec. The incumbent is the one thing a job's stages depend on
     that the job does not say: a retry finds the endpoint serving something else, and an old comparison is no proof."""
-    work = Work.of(directory.parent.parent)
+    work = WorkArea.of(directory.parent.parent)
     work.bring_report(directory)
     if (directory / MANIFEST).exists() and read_manifest(directory).spec_digest != digest_model(spec):
         shutil.rmtree(directory)
@@ -195,12 +195,12 @@ def _clear_of_another_incumbent(spec: StageSpec, directory: Path) -> None:
 def _telling(job_dir: str, stage: StageName, key: str = "") -> Iterator[None]:
     """Note the first failure of a run in `run/failure.json`; refuse to begin when there is one."""
     root = Path(job_dir)
-    work = Work.of(root)
+    work = WorkArea.of(root)
     work.begin()
     first = read_failure(root)
     if first is not None:
         raise StageFailed(f"the run has already failed in stage {first.stage} {first.key}".rstrip(),
-                          "nothing to do here: mend that stage and retry the job")
+                          "nothing to do here: hint that stage and retry the job")
     try:
         yield
     except Transient:  # the store is away: whoever runs the box starts it again
@@ -211,7 +211,7 @@ def _telling(job_dir: str, stage: StageName, key: str = "") -> Iterator[None]:
             write_model(root / RUN_DIR / FAILURE_FILE, RunFailure(stage=stage, key=key, failure=failure))
             patiently(lambda: work.put(root / RUN_DIR / FAILURE_FILE))
         raise StageFailed(f"{stage} {key}".rstrip() + f": {failure.reason}: {failure.message}",
-                          failure.mend) from error
+                          failure.hint) from error
 
 
 def load_job(job_dir: str, spec_digest: str | None = None) -> steps.JobFile:
@@ -233,7 +233,7 @@ def _train_reports(job_dir: str, job: steps.JobFile) -> list[TrainReport]:
 
 
 def _report(job_dir: str, ref: str, kind: type[ReportT]) -> ReportT:
-    Work.of(Path(job_dir)).bring_report(Path(job_dir) / ref)
+    WorkArea.of(Path(job_dir)).bring_report(Path(job_dir) / ref)
     report = read_manifest(Path(job_dir) / ref).report_as(kind)
     assert isinstance(report, kind)
     return report
@@ -242,7 +242,7 @@ def _report(job_dir: str, ref: str, kind: type[ReportT]) -> ReportT:
 def _run(job_dir: str, spec: StageSpec, key: str = "") -> str:
     """Run one stage of a job to its manifest; return its reference. Raises StageFailed, or exits 143 on SIGTERM."""
     directory = stage_dir(Path(job_dir), spec.stage, key)
-    with Work.of(Path(job_dir)).stage(spec, directory) as needed:
+    with WorkArea.of(Path(job_dir)).stage(spec, directory) as needed:
         if needed:
             run_program(spec, directory)
     return steps.reference(spec.stage, key)
@@ -258,7 +258,7 @@ def read_failure(job_dir: Path) -> RunFailure | None:
 
 def _failure_of(error: EyrieError, directory: Path) -> Failure:
     own = _stage_failure(directory) if isinstance(error, StageFailed) else None
-    return own or Failure(reason=error.reason, message=error.message, mend=error.mend, exit_code=error.exit_code,
+    return own or Failure(reason=error.reason, message=error.message, hint=error.hint, exit_code=error.exit_code,
                           time=datetime.now(UTC))
 
 
@@ -297,14 +297,14 @@ def run_program(spec: StageSpec, directory: Path) -> None:
         if not may_pass or attempt == MAX_ATTEMPTS:
             if failure is None:
                 raise StageFailed(*_explain(code, directory))
-            raise StageFailed(failure.message, failure.mend)
+            raise StageFailed(failure.message, failure.hint)
         _wait(spec.stage, attempt, code)
 
 
 def _train_together(job_dir: str, specs: Mapping[str, TrainStage], rungs: Sequence[float]) -> str | None:
     """Train the candidates that are not trained yet; the first that failed for good, if one did."""
     root = Path(job_dir)
-    work = Work.of(root)
+    work = WorkArea.of(root)
     todo: dict[str, Path] = {}
     with contextlib.ExitStack() as stages:
         for name, spec in specs.items():
@@ -346,8 +346,8 @@ def run_sweep(directories: Sequence[Path], rungs: Sequence[float]) -> None:
         if not may_pass or attempt == MAX_ATTEMPTS:
             if failures:
                 return
-            message, mend = _explain(code, first)
-            raise StageFailed(message, f"{mend}; or set sweep.together to never: candidates then train one by one")
+            message, hint = _explain(code, first)
+            raise StageFailed(message, f"{hint}; or set sweep.together to never: candidates then train one by one")
         _wait("sweep", attempt, code)
 
 
@@ -358,7 +358,7 @@ def _wait(what: str, attempt: int, code: int) -> None:
 
 
 def _explain(code: int, directory: Path) -> tuple[str, str]:
-    """Message and mend for a program that ended without saying why."""
+    """Message and hint for a program that ended without saying why."""
     log = directory / "log.txt"
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.exists() else []
     last = f"; its last line was: {lines[-1][:300]}" if lines else ""

@@ -25,7 +25,7 @@ class RunFailed:
     key: str
     reason: str
     message: str
-    mend: str = ""
+    hint: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_pipelines.runner import RunSeen
 
 
-class NoPlaceToRun(Permanent):
+class NoRuntimeConfigured(Permanent):
     """Neither a cluster nor this machine can run a stage."""
 
-    reason = "NoPlaceToRun"
+    reason = "NoRuntimeConfigured"
 
 
 def stages_run_here() -> bool:
@@ -23,7 +23,7 @@ def stages_run_here() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
-class Nowhere:
+class UnavailableRunner:
     """Starts nothing; see `Runner`."""
 
     def refresh(self, job_id: str, spec: JobSpec) -> None:
@@ -34,10 +34,12 @@ class Nowhere:
         return RunSeen()
 
     def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None) -> None:
-        """Raises NoPlaceToRun."""
-        raise NoPlaceToRun("this installation has no cluster to run jobs on, and its workers' image no stage programs",
-                           "give it Kubeflow Pipelines (EYRIE_CLUSTER_PROFILE; in the chart: cluster.kubeflow.url), "
-                           "then retry the job")
+        """Raises NoRuntimeConfigured."""
+        raise NoRuntimeConfigured(
+            "this installation has no cluster to run jobs on, and its workers' image no stage programs",
+            "give it Kubeflow Pipelines (EYRIE_CLUSTER_PROFILE; in the chart: cluster.kubeflow.url), "
+            "then retry the job",
+        )
 
     def stop(self, job_id: str) -> None:
         """See `Runner`."""

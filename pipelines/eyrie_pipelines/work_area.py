@@ -62,7 +62,7 @@ _PATIENCE_S = 900.0
 """A finished stage is hours of work: a store that is away is waited for before it is given up."""
 
 
-class Work:
+class WorkArea:
     """The work area of one job, seen from the pod of one box. Without a store it does nothing."""
 
     def __init__(self, job_dir: Path, store: ArtifactStore | None, sync_s: float = 15.0, *,
@@ -74,7 +74,7 @@ class Work:
         self._brought: set[Path] = set()
 
     @classmethod
-    def of(cls, job_dir: Path) -> "Work":
+    def of(cls, job_dir: Path) -> "WorkArea":
         """As the pod's environment says."""
         sync_s = os.environ.get(SYNC_VARIABLE)
         if not sync_s:
@@ -223,7 +223,7 @@ def is_first_node() -> bool:
 
 
 def pod_variables(placement: Placement, home: str, sync_s: float) -> dict[str, str]:
-    """What a pod is told of its home and of the work area; `Work.of` and `open_store` read it."""
+    """What a pod is told of its home and of the work area; `WorkArea.of` and `open_store` read it."""
     told = {"EYRIE_HOME": home, "HOME": "/tmp"}
     if isinstance(placement.work, S3Work):
         told |= {"EYRIE_ARTIFACTS_URL": placement.work.url, "EYRIE_ARTIFACTS_REGION": placement.work.region,

@@ -61,4 +61,4 @@ def test_an_unsupported_target_is_refused_with_what_is_supported() -> None:
     require_capture("Olmo3ForCausalLM")
     with pytest.raises(UnsupportedTarget, match="MixtralForCausalLM") as refused:
         require_capture("MixtralForCausalLM")
-    assert "Qwen3MoeForCausalLM" in refused.value.mend
+    assert "Qwen3MoeForCausalLM" in refused.value.hint

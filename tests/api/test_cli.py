@@ -212,7 +212,7 @@ def test_cancel_retry_and_delete(eyrie: Eyrie) -> None:
     assert refused.exit_code == 1
     error = json.loads(refused.stderr)["error"]
     assert (error["reason"], refused.stdout) == ("Conflict", "")
-    assert error["mend"]
+    assert error["hint"]
     eyrie.plane.jobs.save_status(job_id, ended("Failed"))
     kept = eyrie("delete", job_id, input="n\n")
     assert kept.exit_code != 0
@@ -292,11 +292,11 @@ def test_a_watch_shows_progress_and_ends_with_the_job(eyrie: Eyrie) -> None:
 def test_a_failed_job_ends_the_watch_with_its_mend_and_a_code(eyrie: Eyrie) -> None:
     job_id = eyrie.submit()
     eyrie.plane.jobs.save_status(job_id, ended("Failed", stage("Failed", reason="LossDiverged", message="nan at 3",
-                                                              mend="lower train.learning_rate")))
+                                                              hint="lower train.learning_rate")))
     done = eyrie("watch", job_id)
     assert done.exit_code == 70
     assert "LossDiverged: nan at 3" in done.stderr
-    assert "mend:  lower train.learning_rate" in done.stderr
+    assert "hint:  lower train.learning_rate" in done.stderr
     eyrie.plane.jobs.save_status(job_id, ended("Cancelled"))
     assert eyrie("watch").exit_code == 130
 

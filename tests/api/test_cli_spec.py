@@ -49,13 +49,13 @@ def test_lists_and_flags_of_the_contract_can_be_set() -> None:
     ({"target": "t", "data": ["d"], "settings": ["tune.num_steps=[16]"]}, "num_steps 16"),
     ({"file": Path("nowhere.yaml")}, "nowhere.yaml"),
 ])
-def test_what_is_wrong_is_named_with_a_mend(arguments: dict[str, object], named: str) -> None:
+def test_what_is_wrong_is_named_with_a_hint(arguments: dict[str, object], named: str) -> None:
     if "name.x.y=1" in str(arguments):
         arguments = arguments | {"name": "text"}
     with pytest.raises(InvalidInput) as refused:
         build_job(**arguments)  # type: ignore[arg-type]
     assert named in str(refused.value)
-    assert refused.value.mend
+    assert refused.value.hint
 
 
 @pytest.mark.parametrize("content", ["- a list", "a: [", "just words", "\x00"])

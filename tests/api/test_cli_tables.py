@@ -34,7 +34,7 @@ def rendered(words: RenderableType, width: int = 100) -> str:
 
 TRAINING = StageStatus(stage="train", key="c0", state="Running", started_at=NOW - timedelta(seconds=61),
                        progress=Progress(done=30, total=120, unit="steps", rate=2.5, eta_s=36, message="loss 1.2"))
-FAILED = StageStatus(stage="capture", state="Failed", reason="DiskTooSmall", message="no room", mend="make room")
+FAILED = StageStatus(stage="capture", state="Failed", reason="DiskTooSmall", message="no room", hint="make room")
 
 
 @pytest.mark.parametrize(("seconds", "words"), [
@@ -69,7 +69,7 @@ def test_an_absent_server_is_shown_while_watching() -> None:
     assert "away" in rendered(watch_view(job("Running", TRAINING), [], NOW, away="connection refused"))
 
 
-def test_a_failed_stage_shows_reason_and_mend() -> None:
+def test_a_failed_stage_shows_reason_and_hint() -> None:
     seen = rendered(tables.job_view(job("Failed", FAILED), NOW))
     assert "DiskTooSmall: no room" in seen
     assert "make room" in seen
@@ -78,7 +78,7 @@ def test_a_failed_stage_shows_reason_and_mend() -> None:
 def test_a_failed_job_raises_its_stage_s_mend_and_a_cancelled_one_its_own_exit_code() -> None:
     with pytest.raises(JobFailed, match="DiskTooSmall") as failed:
         verdict(job("Failed", FAILED))
-    assert failed.value.mend == "make room"
+    assert failed.value.hint == "make room"
     with pytest.raises(JobCancelled) as cancelled:
         verdict(job("Cancelled"))
     assert cancelled.value.exit_code != failed.value.exit_code != 0

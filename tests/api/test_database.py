@@ -187,10 +187,10 @@ def test_event_ids_are_not_handed_out_again_after_the_last_row_is_deleted(databa
 
 
 @pytest.mark.parametrize("url", ["not a url", "sqlite://", "sqlite:///:memory:"])
-def test_a_database_url_that_cannot_work_is_refused_with_the_mend(url: str) -> None:
+def test_a_database_url_that_cannot_work_is_refused_with_the_hint(url: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         Database(url)
-    assert caught.value.mend
+    assert caught.value.hint
 
 
 @pytest.mark.parametrize("scheme", ["postgres", "postgresql", "postgresql+psycopg"])

@@ -93,7 +93,7 @@ def test_retry_goes_on_from_the_failed_stage_and_keeps_the_finished_ones(jobs: J
     job = jobs.submit(job_spec())
     jobs.set_stage(job.id, StageStatus(stage="capture", state="Succeeded", attempt=1, finished_at=NOW))
     jobs.set_stage(job.id, StageStatus(stage="train", key="base", state="Failed", attempt=1, reason="LossDiverged",
-                                       message="nan", mend="lower it", progress=Progress(done=3)))
+                                       message="nan", hint="lower it", progress=Progress(done=3)))
     jobs.cancel(job.id)
     jobs.save_status(job.id, ended("Failed"))
     before = len(Outbox(database).pending())

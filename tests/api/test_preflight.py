@@ -33,7 +33,7 @@ def data(path: object, **more: Any) -> dict[str, Any]:
 def refused(settings: Settings, kind: type[EyrieError], says: str, **changes: Any) -> None:
     with pytest.raises(kind, match=says) as caught:
         check(job_spec(**changes), settings)
-    assert caught.value.mend
+    assert caught.value.hint
 
 
 def test_a_local_target_with_local_data_is_accepted_with_absolute_paths(
@@ -95,7 +95,7 @@ def test_an_architecture_we_cannot_decode_is_refused_and_the_supported_ones_are_
     path = target_directory(tmp_path / "t", architectures=architectures)
     with pytest.raises(UnsupportedTarget) as caught:
         check(job_spec(target={"model": str(path)}), settings)
-    assert "Qwen3ForCausalLM" in caught.value.mend
+    assert "Qwen3ForCausalLM" in caught.value.hint
 
 
 def test_a_target_without_tokenizer_or_without_chat_template_is_refused(settings: Settings, target: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_job_that_does_not_fit_the_disk_is_refused_with_both_sizes(settings: S
     path = target_directory(tmp_path / "huge", hidden_size=8_388_608)
     with pytest.raises(DiskTooSmall, match=r"needs about .* GiB .* are free") as caught:
         check(job_spec(target={"model": str(path)}, data=data("quickstart", max_conversations=100_000_000)), settings)
-    assert "max_conversations" in caught.value.mend
+    assert "max_conversations" in caught.value.hint
 
 
 def test_a_target_sglang_cannot_draft_for_is_refused_when_sglang_is_to_serve_it(settings: Settings,

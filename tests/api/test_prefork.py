@@ -162,7 +162,7 @@ def test_a_broker_within_one_process_cannot_be_shared(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path)
     with pytest.raises(InvalidInput, match="memory://") as caught:
         run_worker(make_celery(settings, print), settings, concurrency=1)
-    assert "EYRIE_BROKER_URL" in caught.value.mend
+    assert "EYRIE_BROKER_URL" in caught.value.hint
 
 
 def test_a_postgresql_that_is_away_for_a_while_is_a_503_and_nothing_accepted_is_lost(

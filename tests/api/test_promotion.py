@@ -28,22 +28,22 @@ def cell(tau: float | None = None, ttft_p99: float = 0.1, ttft_p50: float = 0.05
                     inter_token_s=seconds, end_to_end_s=seconds, tau=tau)
 
 
-def against(arm: str, level: int, ratio: float, **changes: Any) -> LoadComparison:
+def against(variant: str, level: int, ratio: float, **changes: Any) -> LoadComparison:
     near = Interval(low=ratio - 0.05, high=ratio + 0.05)
     return LoadComparison.model_validate({
-        "arm": arm, "baseline": "off", "mode": "closed", "level": level, "throughput_ratio": ratio,
+        "variant": variant, "baseline": "off", "mode": "closed", "level": level, "throughput_ratio": ratio,
         "throughput_interval": near, "user_ratio": ratio, "user_interval": near, "ttft_p99_ratio": 1.0,
         "compared": 12, "identical": 12} | changes)
 
 
 def load_report(*comparisons: LoadComparison, loads: tuple[int, ...] = (1, 4), taus: dict[int, float] | None = None,
                 ttft_p99: float = 0.1, candidate: LoadCell | None = None) -> LoadReport:
-    arms = {"off": "no drafter"} | {one.arm: "drafted" for one in comparisons}
+    variants = {"off": "no drafter"} | {one.variant: "drafted" for one in comparisons}
     given = {"candidate": candidate} if candidate else {}
-    levels = [LoadLevel(arm=arm, mode="closed", level=load,
-                        total=given.get(arm) or cell((taus or {}).get(load), ttft_p99))
-              for arm in arms for load in loads]
-    return LoadReport(model="m", spec=LoadSpec(concurrencies=loads), arms=arms, levels=tuple(levels),
+    levels = [LoadLevel(variant=variant, mode="closed", level=load,
+                        total=given.get(variant) or cell((taus or {}).get(load), ttft_p99))
+              for variant in variants for load in loads]
+    return LoadReport(model="m", spec=LoadSpec(concurrencies=loads), variants=variants, levels=tuple(levels),
                       comparisons=comparisons, environment=STEADY.environment, seconds=1.0)
 
 

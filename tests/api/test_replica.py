@@ -74,11 +74,11 @@ def test_whoever_waits_for_tables_sees_them_once_they_are_made(database: Databas
     assert len(waits) == 1
 
 
-def test_waiting_for_tables_ends_with_the_mend(tmp_path: Path) -> None:
+def test_waiting_for_tables_ends_with_the_hint(tmp_path: Path) -> None:
     empty = Database(f"sqlite:///{tmp_path / 'empty.db'}")
     with pytest.raises(TablesMissing, match="not there") as caught:
         await_tables(empty, 0.0)
-    assert "eyrie migrate" in caught.value.mend
+    assert "eyrie migrate" in caught.value.hint
     empty.close()
 
 

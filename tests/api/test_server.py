@@ -34,7 +34,7 @@ def problem(response: httpx.Response, status: int, reason: str) -> Problem:
     document = Problem.model_validate_json(response.content)
     assert document.type == problems.TYPE_PREFIX + reason
     assert document.status == status
-    assert document.mend, f"no mend in {document}"
+    assert document.hint, f"no hint in {document}"
     return document
 
 
@@ -120,7 +120,7 @@ def test_validation_names_pointer_value_and_rule(server: Running) -> None:
 
 def test_a_misspelt_field_is_answered_with_the_right_one(server: Running) -> None:
     document = problem(post(server, JOBS, job_body(train={"learning_rat": 1})), 422, "InvalidInput")
-    assert document.mend == "did you mean 'learning_rate'?"
+    assert document.hint == "did you mean 'learning_rate'?"
 
 
 def test_a_rule_between_fields_says_which_and_what_instead(server: Running) -> None:
@@ -277,7 +277,7 @@ def test_every_error_class_is_a_problem_with_its_mend_and_comes_back_as_itself(k
     response = problems.refuse(error, "/x")
     assert response.status_code == kind.http_status
     document = Problem.model_validate_json(bytes(response.body))
-    assert (document.detail, document.mend, document.status) == ("the field is wrong", "set it right", kind.http_status)
+    assert (document.detail, document.hint, document.status) == ("the field is wrong", "set it right", kind.http_status)
     assert ("retry-after" in response.headers) is issubclass(kind, Transient)
     again = error_of(document)
     assert (again.reason, again.http_status, again.message) == (kind.reason, kind.http_status, "the field is wrong")
@@ -324,7 +324,7 @@ def test_no_body_makes_the_server_fail(shared: Running, body: Any, path: str) ->
     answer = httpx.post(shared.url + path, content=text, headers={"Content-Type": "application/json"})
     assert answer.status_code in (200, 202, 404, 409, 422), (text, answer.text)
     if answer.is_error:
-        assert Problem.model_validate_json(answer.content).mend
+        assert Problem.model_validate_json(answer.content).hint
 
 
 @cache

@@ -130,7 +130,7 @@ def test_a_log_that_is_not_there_says_which_are(server: Running, job: Job) -> No
     server.control.jobs.set_stage(job.id, StageStatus(stage="capture", state="Running", started_at=NOW))
     with pytest.raises(NotFound, match="printed nothing") as caught:
         list(server.client.logs(job.id, "train", "base"))
-    assert "capture" in caught.value.mend
+    assert "capture" in caught.value.hint
 
 
 @pytest.mark.parametrize("key", ["../../..", "..", "a/b", "A", "x" * 64])
@@ -234,10 +234,10 @@ def test_an_endpoint_name_that_is_no_label_is_refused(server: Running, measured:
         server.client.promote("Not_A_Label", job_id=measured.id)
 
 
-def test_the_client_raises_the_servers_errors_with_their_mend(server: Running, job: Job) -> None:
+def test_the_client_raises_the_servers_errors_with_their_hint(server: Running, job: Job) -> None:
     with pytest.raises(TargetNotFound) as caught:
         server.client.create_job(job_spec(target={"model": "/nowhere"}))
-    assert "quickstart" in caught.value.mend
+    assert "quickstart" in caught.value.hint
     with pytest.raises(Conflict):
         server.client.retry(job.id)
     with pytest.raises(NotFound):
@@ -257,11 +257,11 @@ def test_the_client_waits_for_the_end_of_a_job(server: Running, job: Job) -> Non
     assert phases == ["Pending", "Succeeded"]
 
 
-def test_a_server_that_is_not_there_is_unreachable_with_the_mend() -> None:
+def test_a_server_that_is_not_there_is_unreachable_with_the_hint() -> None:
     with Client("http://127.0.0.1:9", timeout_s=2) as client:
         with pytest.raises(Unreachable) as caught:
             client.jobs()
-        assert "eyrie up" in caught.value.mend
+        assert "eyrie up" in caught.value.hint
         assert not client.is_ready()
     with pytest.raises(InvalidInput, match="not a URL"):
         Client("http://host:port")

@@ -49,10 +49,10 @@ def test_names_are_unique_dns_labels_with_room_for_a_checkpoint_suffix(rates: li
     ([("train.learning_rate", [7])], "less than or equal to 1"),
     ([("train.ttt_length", [1])], "far beyond"),
 ])
-def test_an_axis_that_cannot_be_trained_is_refused_by_name_with_the_mend(axes: list[Any], says: str) -> None:
+def test_an_axis_that_cannot_be_trained_is_refused_by_name_with_the_hint(axes: list[Any], says: str) -> None:
     with pytest.raises(InvalidInput, match=says) as caught:
         expand(sweep(*axes))
-    assert caught.value.mend
+    assert caught.value.hint
 
 
 def test_a_grid_over_the_limit_is_refused_before_it_is_built() -> None:
@@ -116,10 +116,10 @@ def test_every_family_is_trained_at_the_same_draws() -> None:
     ([{"field": "train.beta1", "low": 0.5, "high": 1.5}], 16, "less than 1"),
     (RANGES, 17, "more than sweep.max_candidates"),
 ])
-def test_draws_that_cannot_be_made_are_refused_with_the_mend(axes: list[Any], num: int, says: str) -> None:
+def test_draws_that_cannot_be_made_are_refused_with_the_hint(axes: list[Any], num: int, says: str) -> None:
     with pytest.raises(InvalidInput, match=says) as caught:
         expand(draws(num, axes))
-    assert caught.value.mend
+    assert caught.value.hint
 
 
 @pytest.mark.parametrize(("sweep", "says"), [
@@ -151,7 +151,7 @@ def test_layers_are_an_axis_of_their_own() -> None:
     ({"benchmark": {"tree": {"num_steps": 3, "top_k": 2, "num_draft_tokens": 8, "static": True}}},
      "benchmark.tree.static"),
 ])
-def test_what_sglang_cannot_serve_is_refused_at_the_boundary_with_the_mend(
+def test_what_sglang_cannot_serve_is_refused_at_the_boundary_with_the_hint(
         sections: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError, match=says) as caught:
         job_spec(serve={"engine": "sglang"}, **sections)

@@ -213,7 +213,7 @@ def test_a_broker_that_dies_and_comes_back_empty_loses_no_chore(
         advanced.wait_for(lambda calls: job_id in calls)
 
 
-def test_a_broker_that_cannot_be_reached_at_the_start_is_an_error_with_the_mend(
+def test_a_broker_that_cannot_be_reached_at_the_start_is_an_error_with_the_hint(
         frequent: Settings, database: Database) -> None:
     code = (
         "import sys\n"
@@ -223,7 +223,7 @@ def test_a_broker_that_cannot_be_reached_at_the_start_is_an_error_with_the_mend(
         "try:\n"
         "    ChoreLoop(settings, make_celery(settings, print)).start(0.5)\n"
         "except BrokerAway as error:\n"
-        "    sys.exit(error.mend)\n"
+        "    sys.exit(error.hint)\n"
     )
     away = frequent.model_copy(update={"broker_url": "redis://127.0.0.1:1/0"})
     ended_with = subprocess.run([sys.executable, "-c", code, away.model_dump_json()], capture_output=True, text=True,

@@ -114,15 +114,15 @@ def bench_drafter(target: TargetModel, directory: Path, prompts: list[list[int]]
             for number, prompt in enumerate(prompts):
                 request = Request("bench", prompt, num_tokens, sampling, seed=number, stop_ids=stop_ids)
                 texts: list[list[int]] = []
-                for arm in (None, shape):
+                for variant in (None, shape):
                     engine.spent.reset()
 
-                    def work(arm: DraftTreeShape | None = arm, request: Request = request,
+                    def work(variant: DraftTreeShape | None = variant, request: Request = request,
                              texts: list[list[int]] = texts) -> int:
-                        texts.append(engine.generate([request], arm)[0].token_ids)
+                        texts.append(engine.generate([request], variant)[0].token_ids)
                         return len(texts[-1])
 
-                    samples[arm].append(_timed(work))
+                    samples[variant].append(_timed(work))
                 rounds += engine.spent.rounds
                 spent[0] += engine.spent.draft_s
                 spent[1] += engine.spent.verify_s

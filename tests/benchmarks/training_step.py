@@ -34,7 +34,7 @@ from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.device import chosen, on
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.training.documents import PackedDocuments
-from eyrie_workers.training.objective import Moment
+from eyrie_workers.training.objective import StepContext
 
 _PARSER = argparse.ArgumentParser(prog="python -m tests.benchmarks.training_step", description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
         documents = documents_of(options, number * options.vary) if options.vary else documents
         wall, cpu = time.perf_counter(), time.process_time()
         optimizer.zero_grad(set_to_none=True)
-        outcome = objective(documents, Moment(0, 1, 0))
+        outcome = objective(documents, StepContext(0, 1, 0))
         outcome.loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 0.5, foreach=True)
         optimizer.step()
@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> None:
     peak_mb = torch.cuda.max_memory_allocated(device) / 2**20 if on_gpu else memory_mb("VmHWM") - baseline_mb
     floor_mb = (4 * sum(p.numel() for p in parameters) + 2 * options.vocab * options.hidden) * 4 / 2**20
     tokens, wall, cpu = documents.token_ids.numel(), median(walls), median(cpus)
-    flops = step_flops(drafter.config, objective.plan(documents, Moment(0, 1, 0)))
+    flops = step_flops(drafter.config, objective.plan(documents, StepContext(0, 1, 0)))
     rate, cpu_rate = peak_rate(objective.dtype, device)
     print(json.dumps({
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",

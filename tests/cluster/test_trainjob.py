@@ -142,6 +142,6 @@ def test_a_box_told_to_end_takes_its_trainjob_with_it(trainer: Trainer) -> None:
     eventually(lambda: trainer.read("eyrie-told") is None, "it went with the box")
 
 
-def test_a_namespace_that_is_not_there_is_refused_with_the_mend(trainer: Trainer) -> None:
+def test_a_namespace_that_is_not_there_is_refused_with_the_hint(trainer: Trainer) -> None:
     with client() as reached, pytest.raises(TrainJobRefused, match="install Kubeflow Trainer"):
         Trainer(reached, "eyrie-test-nowhere").carry_out(order(trainer, "eyrie-x"), poll_s=0.1)

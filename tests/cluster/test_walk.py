@@ -295,7 +295,7 @@ def proven(release: "Release", job_id: str) -> list[str]:
     """What the job's proof says of the promoted drafter under load."""
     load = manifest(release, job_id, "prove")["report"]["load"]
     return [f"{one['level']:g} at once {one['throughput_ratio']:.2f}x" for one in load["comparisons"]
-            if (one["arm"], one["baseline"]) == ("candidate", "off")]
+            if (one["variant"], one["baseline"]) == ("candidate", "off")]
 
 
 def a_broken_drafter_is_rolled_back(release: "Release", job_id: str, drafted: Served, say: Diary) -> None:

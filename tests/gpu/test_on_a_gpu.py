@@ -18,7 +18,7 @@ from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.device import CPU, on
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
-from eyrie_workers.training.objective import Moment
+from eyrie_workers.training.objective import StepContext
 from tests.tiny import tiny_target
 from tests.workers.drafters.test_serving import HIDDEN, VOCAB, embedding, random_documents, random_drafter
 
@@ -51,7 +51,7 @@ def test_a_training_step_has_the_loss_and_the_gradients_of_the_processor() -> No
         with on(device):
             objective = TrainingTimeTest(drafter, embedding().to(device), lm_head.to(device),
                                          TrainSpec(ttt_length=4, unrolled_fraction=0.5), max_positions=64)
-        outcome = objective(documents, Moment(9, 10, 0))
+        outcome = objective(documents, StepContext(9, 10, 0))
         outcome.loss.backward()
         found.append([outcome.loss.detach().cpu(), *(p.grad.cpu() for p in drafter.parameters() if p.grad is not None)])
     for one, other in zip(*found, strict=True):

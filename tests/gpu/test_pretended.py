@@ -16,7 +16,7 @@ import torch
 from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, SamplingSpec, TrainSpec
 from eyrie_kernels import packed_attention, soft_target_loss
 from eyrie_workers.drafters.eagle3 import flops
-from eyrie_workers.drafters.initialisation import TargetEnds, read_target_ends
+from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.drafters.registry import FAMILIES, open_drafter
 from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.measurement.parity.round_replay import Retracer
@@ -27,7 +27,7 @@ from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.training.documents import PackedDocuments, join
 from eyrie_workers.training.evaluation import evaluate
-from eyrie_workers.training.objective import Moment
+from eyrie_workers.training.objective import StepContext
 from tests.benchmarks import training_step as training_bench
 from tests.benchmarks.calibration.measure import measure as calibrating
 from tests.benchmarks.quickstart.entropy import sureness
@@ -110,7 +110,7 @@ def documents_for(target_dir: Path, layers: tuple[int, ...]) -> PackedDocuments:
     return join([(one.token_ids, one.loss_mask, one.aux, one.last) for one in parts])
 
 
-def made(name: str, target_dir: Path, ends: TargetEnds) -> tuple[Any, tuple[int, ...]]:
+def made(name: str, target_dir: Path, ends: TargetEmbeddings) -> tuple[Any, tuple[int, ...]]:
     family, config = FAMILIES[name], load_target(target_dir).config
     layers = family.layers(AUX_LAYERS, config.num_layers)
     ids = torch.arange(320) if family.whole_vocabulary else torch.tensor([i for i in range(320) if i % 5 != 4])
@@ -124,7 +124,7 @@ def made(name: str, target_dir: Path, ends: TargetEnds) -> tuple[Any, tuple[int,
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_family_is_trained_there_as_on_the_processor(name: str, gpu: PretendedGpu, target_dir: Path) -> None:
-    ends, found = read_target_ends(target_dir, False), []
+    ends, found = read_target_embeddings(target_dir, False), []
     for device in (CPU, GPU):
         drafter, layers = made(name, target_dir, ends)
         documents = documents_for(target_dir, layers)
@@ -133,7 +133,7 @@ def test_a_family_is_trained_there_as_on_the_processor(name: str, gpu: Pretended
             objective = FAMILIES[name].objective(
                 drafter, ends.to(device), TrainSpec(ttt_length=STEPS, unrolled_fraction=0.5, single_step_ratio=0.0),
                 64, torch.float32)
-        outcome = objective(documents, Moment(9, 10, 0))
+        outcome = objective(documents, StepContext(9, 10, 0))
         outcome.loss.backward()
         seen = evaluate(objective, [documents], STEPS)
         gradients = [parameter.grad for parameter in drafter.parameters() if parameter.grad is not None]
@@ -148,7 +148,7 @@ def test_a_family_is_trained_there_as_on_the_processor(name: str, gpu: Pretended
 @pytest.mark.parametrize("name", NAMES)
 def test_a_family_drafts_there_and_changes_no_token(name: str, gpu: PretendedGpu, target_dir: Path,
                                                     tmp_path: Path) -> None:
-    drafter, _ = made(name, target_dir, read_target_ends(target_dir, False))
+    drafter, _ = made(name, target_dir, read_target_embeddings(target_dir, False))
     FAMILIES[name].save(tmp_path / name, drafter, "float32", None)
     target = load_target(target_dir, "float32", GPU)
     engine = Engine(target, open_drafter(tmp_path / name, target), max_concurrency=2)
@@ -218,7 +218,7 @@ def test_drafters_are_measured_there(stage: str, stages: None, tmp_path: Path) -
 
 def test_answers_are_retraced_explained_and_calibrated_there(gpu: PretendedGpu, target_dir: Path,
                                                              tmp_path: Path) -> None:
-    drafter, _ = made("eagle3", target_dir, read_target_ends(target_dir, False))
+    drafter, _ = made("eagle3", target_dir, read_target_embeddings(target_dir, False))
     FAMILIES["eagle3"].save(tmp_path / "eagle3", drafter, "float32", None)
     target = load_target(target_dir, "float32", GPU)
     server, tree = open_drafter(tmp_path / "eagle3", target), SHAPES[1]

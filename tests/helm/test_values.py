@@ -54,10 +54,10 @@ def test_every_value_is_read_by_some_template() -> None:
 
 
 def test_schema_and_readme_are_in_step_with_settings_and_values() -> None:
-    mend = "python -m tests.helm.values_table"
-    assert SCHEMA["properties"]["settings"] == settings_schema(), mend
-    assert {**SCHEMA["definitions"], **profile_definitions()} == SCHEMA["definitions"], mend
-    assert README.read_text() == readme_with(table()), mend
+    hint = "python -m tests.helm.values_table"
+    assert SCHEMA["properties"]["settings"] == settings_schema(), hint
+    assert {**SCHEMA["definitions"], **profile_definitions()} == SCHEMA["definitions"], hint
+    assert README.read_text() == readme_with(table()), hint
 
 
 @pytest.mark.parametrize(("values", "words"), [

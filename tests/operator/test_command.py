@@ -74,4 +74,4 @@ def test_a_wrong_setting_is_told_by_the_name_of_its_variable(tmp_path: Path) -> 
                           env=os.environ | {"EYRIE_LEASE_TTL_S": "soon"})
     assert done.returncode == 65
     assert "EYRIE_LEASE_TTL_S" in done.stderr
-    assert "mend:" in done.stderr
+    assert "hint:" in done.stderr

@@ -33,7 +33,7 @@ FINAL = BenchmarkReport(
 
 
 def load(users: int, speedup: float) -> dict[str, Any]:
-    return {"arm": "candidate", "users": float(users), "speedup": speedup,
+    return {"variant": "candidate", "users": float(users), "speedup": speedup,
             "speedup_interval": [speedup - 0.2, speedup + 0.2], "user_speedup": speedup, "tokens_per_s": 120.0,
             "off_tokens_per_s": 50.0, "ttft_p99_s": 0.0171, "off_ttft_p99_s": 0.015, "tau": 5.4, "identical": 16,
             "compared": 16}

@@ -60,7 +60,7 @@ def test_a_killed_holder_leaves_a_file_that_does_not_lie(tmp_path: Path) -> None
         pass
 
 
-def test_a_port_in_use_is_told_with_the_mend() -> None:
+def test_a_port_in_use_is_told_with_the_hint() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -68,6 +68,6 @@ def test_a_port_in_use_is_told_with_the_mend() -> None:
         with pytest.raises(PortInUse, match=str(port)) as told:
             check_port("127.0.0.1", port)
     assert told.value.exit_code == 69
-    assert "--port" in told.value.mend
+    assert "--port" in told.value.hint
     check_port("127.0.0.1", free_port())
     check_port("127.0.0.1", 0)

@@ -18,22 +18,22 @@ def words(document: dict[str, Any]) -> str:
 
 
 def document(*severities: str, target: str | None = "some-model") -> dict[str, Any]:
-    findings = [{"severity": severity, "code": f"code-{number}", "what": f"what {number}", "mend": f"mend {number}"}
+    findings = [{"severity": severity, "code": f"code-{number}", "what": f"what {number}", "hint": f"hint {number}"}
                 for number, severity in enumerate(severities)]
     return {"drafter": "d", "target": target, "context": None, "engines": {"sglang": "0.5.23"}, "findings": findings}
 
 
-def test_a_defective_directory_ends_with_65_and_says_the_mend(tmp_path: Path) -> None:
+def test_a_defective_directory_ends_with_65_and_says_the_hint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle"]}')
     done = CliRunner().invoke(app, ["check-drafter", str(tmp_path)])
     assert done.exit_code == 65
     assert "1 error\n  weights-missing: " in done.output
-    assert "    mend: give the directory of an exported drafter" in done.output
+    assert "    hint: give the directory of an exported drafter" in done.output
 
 
 def test_what_the_child_refuses_keeps_its_reason_and_exit_code() -> None:
-    told = {"reason": "TargetNotFound", "message": "no such directory", "mend": "name another", "exit_code": 66}
-    assert (refusal(told).reason, refusal(told).exit_code, refusal(told).mend) == ("TargetNotFound", 66, "name another")
+    told = {"reason": "TargetNotFound", "message": "no such directory", "hint": "name another", "exit_code": 66}
+    assert (refusal(told).reason, refusal(told).exit_code, refusal(told).hint) == ("TargetNotFound", 66, "name another")
 
 
 def test_the_verdict_is_sound_servable_or_not() -> None:
@@ -42,4 +42,4 @@ def test_the_verdict_is_sound_servable_or_not() -> None:
     assert not is_defective(document("warning"))
     told = words(document("error", "warning", "warning", target=None))
     assert told.index("1 error") < told.index("code-0") < told.index("2 warnings") < told.index("Not servable: d, by")
-    assert "mend: mend 2" in told
+    assert "hint: hint 2" in told

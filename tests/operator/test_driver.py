@@ -107,7 +107,7 @@ def test_a_failed_stage_fails_the_job_in_its_own_words_and_a_retry_goes_on_from_
         assert found.reason == "LossDiverged"
         assert "lower train.learning_rate" in found.message
     failed = next(one for one in job.status.stages if one.stage == "capture")
-    assert (failed.state, failed.reason, failed.mend) == ("Failed", "LossDiverged", "lower train.learning_rate")
+    assert (failed.state, failed.reason, failed.hint) == ("Failed", "LossDiverged", "lower train.learning_rate")
     assert json.loads((world.directory(job_id) / "report.json").read_text())["outcome"]["succeeded"] is False
     world.jobs.retry(job_id)
     world.driver.advance(job_id)
@@ -205,7 +205,7 @@ def test_stopping_in_order_pauses_runs_and_the_next_start_goes_on(world: World, 
     assert wait_until(lambda: rehearsal.starts() == ["regenerate", "capture", "capture"], LIMIT_S)
 
 
-def test_a_manifest_that_cannot_be_read_fails_the_job_with_a_mend(world: World, rehearsal: Rehearsal) -> None:
+def test_a_manifest_that_cannot_be_read_fails_the_job_with_a_hint(world: World, rehearsal: Rehearsal) -> None:
     job_id = world.submit()
     broken = world.directory(job_id) / "stages" / "capture" / "manifest.json"
     broken.parent.mkdir(parents=True)

@@ -81,7 +81,7 @@ def test_a_failed_stage_fails_the_job_with_its_own_words(world: World) -> None:
     job_id = world.submit()
     world.driver.advance(job_id)
     world.store.write(f"jobs/{job_id}/run/failure.json", RunFailure(stage="regenerate", failure=Failure(
-        reason="TargetNotFound", message="no model there", mend="correct target.model", exit_code=66,
+        reason="TargetNotFound", message="no model there", hint="correct target.model", exit_code=66,
         time=datetime.now(UTC))).model_dump_json().encode())
     world.kubeflow.runs[0]["state"] = "FAILED"
     world.driver.advance(job_id)

@@ -9,7 +9,7 @@ from eyrie_operator.celery_app import world_of
 from eyrie_operator.conditions import find
 from eyrie_operator.driver import Driver
 from eyrie_pipelines.local import LocalRunner
-from eyrie_pipelines.unavailable_runner import Nowhere
+from eyrie_pipelines.unavailable_runner import UnavailableRunner
 from tests.api.samples import job_spec
 
 
@@ -27,9 +27,9 @@ def test_without_a_profile_and_without_stage_programs_each_job_ends_at_once_with
     database.migrate()
     jobs = Jobs(database)
     job = jobs.submit(job_spec())
-    Driver(settings, database, Nowhere()).advance(job.id)
+    Driver(settings, database, UnavailableRunner()).advance(job.id)
     failed = find(jobs.get(job.id).status.conditions, "Failed")
     assert failed is not None
-    assert (failed.status, failed.reason) == ("True", "NoPlaceToRun")
+    assert (failed.status, failed.reason) == ("True", "NoRuntimeConfigured")
     assert "cluster.kubeflow.url" in failed.message
     database.close()

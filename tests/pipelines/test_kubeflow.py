@@ -125,11 +125,11 @@ def test_a_failed_run_is_told_in_its_stages_words_before_kubeflows(world: World,
     world.start()
     server.runs[0] |= {"state": "FAILED", "error": {"code": 2, "message": "task train: exit status 70"}}
     write_model(world.home / "told.json", RunFailure(stage="train", key="base", failure=Failure(
-        reason="LossDiverged", message="loss was nan", mend="lower it", exit_code=70, time=datetime.now(UTC))))
+        reason="LossDiverged", message="loss was nan", hint="lower it", exit_code=70, time=datetime.now(UTC))))
     world.put("run/failure.json", (world.home / "told.json").read_text())
     failure = world.runner.observe("job-1").failure
     assert failure is not None
-    assert (failure.stage, failure.key, failure.reason, failure.mend) == ("train", "base", "LossDiverged", "lower it")
+    assert (failure.stage, failure.key, failure.reason, failure.hint) == ("train", "base", "LossDiverged", "lower it")
     world.start(2)  # the next attempt is not held back by the last one's failure
     assert world.store.stat("jobs/job-1/run/failure.json") is None
     assert world.read("run/failure.json") is None
@@ -139,7 +139,7 @@ def test_a_stages_failure_ends_the_run_while_kubeflow_would_still_try_again(worl
     world.start()
     server.runs[0]["state"] = "RUNNING"
     failure = RunFailure(stage="regenerate", failure=Failure(
-        reason="DataInvalid", message="no conversation left", mend="give some", exit_code=65, time=datetime.now(UTC)))
+        reason="DataInvalid", message="no conversation left", hint="give some", exit_code=65, time=datetime.now(UTC)))
     world.put("run/failure.json", failure.model_dump_json())
     seen = world.runner.observe("job-1")
     assert (seen.state, seen.alive) == ("failed", True)
@@ -166,7 +166,7 @@ def test_a_run_that_somebody_terminated_is_not_started_again_behind_his_back(
     seen = world.runner.observe("job-1")
     assert seen.state == "failed"
     assert seen.failure is not None
-    assert (seen.failure.reason, seen.failure.mend[:13]) == ("RunTerminated", "retry the job")
+    assert (seen.failure.reason, seen.failure.hint[:13]) == ("RunTerminated", "retry the job")
 
 
 def test_a_run_that_fails_without_a_stages_word_is_started_again_and_believed_the_third_time(
@@ -216,7 +216,7 @@ def test_what_may_pass_is_told_from_what_will_not(
     assert isinstance(told.value, base)
     assert "because of the server" in str(told.value)
     assert "a-secret-token" not in str(told.value)
-    assert told.value.mend  # type: ignore[attr-defined]
+    assert told.value.hint  # type: ignore[attr-defined]
 
 
 def test_a_server_that_is_not_there_may_come_back(server: KfpServer) -> None:

@@ -64,7 +64,7 @@ def test_a_run_walks_all_stages_once_in_a_path_with_spaces_and_the_word_python3(
     proof = read_manifest(job_dir / "stages" / "prove").report
     assert isinstance(proof, ProveReport)
     assert proof.load is not None
-    assert "incumbent" in proof.load.arms
+    assert "incumbent" in proof.load.variants
 
 
 def test_a_sweep_trains_each_candidate_and_benchmarks_every_checkpoint_one_at_a_time(
@@ -96,7 +96,7 @@ def test_a_permanent_failure_ends_the_run_with_the_stages_own_words_and_the_fan_
     assert seen.result.failure.stage == "train"
     assert seen.result.failure.key == "c1-lr-0p001"
     assert seen.result.failure.failure.reason == "LossDiverged"
-    assert seen.result.failure.failure.mend == "lower train.learning_rate"
+    assert seen.result.failure.failure.hint == "lower train.learning_rate"
     # kfp.local goes on with queued members of a failed fan-out; ours stop before they start their program.
     assert [one for one in rehearsal.starts() if one.startswith("train/")] == ["train/c1-lr-0p001"]
     assert rehearsal.sweeps() == []
@@ -111,7 +111,7 @@ def test_of_candidates_trained_together_one_fails_in_its_own_words_and_a_retry_t
     assert seen.result.failure is not None
     assert (seen.result.failure.stage, seen.result.failure.key) == ("train", "c2-lr-0p002")
     assert seen.result.failure.failure.reason == "LossDiverged"
-    assert seen.result.failure.failure.mend == "lower train.learning_rate"
+    assert seen.result.failure.failure.hint == "lower train.learning_rate"
     assert sorted(path.parent.name for path in job_dir.glob("stages/train/*/manifest.json")) == [
         "c1-lr-0p001", "c3-lr-0p003"]
     local.start(job_dir, "job-1", sweeping_spec(), attempt=2)
@@ -140,7 +140,7 @@ def test_candidates_trained_together_are_tried_again_as_one_alone_is(
     assert failed is not None
     assert (failed.stage, failed.failure.reason) == ("train", reason)
     if reason == "StageFailed":
-        assert "sweep.together to never" in failed.failure.mend
+        assert "sweep.together to never" in failed.failure.hint
 
 
 def test_transient_failures_are_tried_again_and_a_retry_goes_on_from_the_failed_stage(
@@ -170,7 +170,7 @@ def test_what_does_not_pass_is_not_tried_forever_and_always_explained(
     failure = seen.result.failure.failure
     assert failure.reason == reason
     assert words in failure.message
-    assert failure.mend
+    assert failure.hint
 
 
 @pytest.mark.parametrize("manner", ["hang", "stubborn"])

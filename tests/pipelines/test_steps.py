@@ -106,7 +106,7 @@ def test_a_job_that_wants_held_out_prompts_but_has_none_is_refused_before_it_is_
     steps.check_held_out(job, regenerated(1))
     with pytest.raises(NoUsableData, match=r"'mine'.*0\.01") as told:
         steps.check_held_out(job, regenerated(0))
-    assert "data.held_out_fraction" in told.value.mend
+    assert "data.held_out_fraction" in told.value.hint
     steps.check_held_out(JOB, regenerated(0))
 
 

@@ -133,7 +133,7 @@ def test_of_several_nodes_the_first_alone_puts_things_into_the_store(
         monkeypatch.setenv("PET_NODE_RANK", rank)
         (job_dir / "run").mkdir(parents=True, exist_ok=True)
         (job_dir / "run" / "failure.json").write_text(rank)
-        work_area.Work.of(job_dir).put(job_dir / "run" / "failure.json")
+        work_area.WorkArea.of(job_dir).put(job_dir / "run" / "failure.json")
         found = tmp_path / "store" / "jobs" / "j" / "run" / "failure.json"
         assert found.exists() is (rank == "0")
 

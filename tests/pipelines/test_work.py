@@ -160,7 +160,7 @@ def test_a_damaged_shard_in_the_store_is_named_noted_and_made_again_by_a_retry(
     pods.store.write(shard, b"not what was written")
     with pytest.raises(run_stage.StageFailed, match=r"shard-000000\.safetensors") as failed:
         pods.run(run_stage.train, states, "base")
-    assert "retry the job: capture makes what is damaged again" in failed.value.mend
+    assert "retry the job: capture makes what is damaged again" in failed.value.hint
     assert {note} == {one.key for one in pods.store.list("jobs/job-1/stages/capture") if one.key == note}
     pods.store.delete("jobs/job-1/run/failure.json")  # what a retry does
     pods.run(run_stage.capture, "stages/regenerate")
@@ -207,7 +207,7 @@ def test_the_first_failure_of_a_run_stops_boxes_in_other_pods_and_is_told_in_the
     pods.run(run_stage.regenerate)
 
 
-def interrupted(area: work_area.Work, spec: RegenerateStage, directory: Path, shards: int) -> list[str]:
+def interrupted(area: work_area.WorkArea, spec: RegenerateStage, directory: Path, shards: int) -> list[str]:
     """A pod whose stage writes so many shards before it is told to end; which ones it found."""
     with contextlib.suppress(KeyboardInterrupt), area.stage(spec, directory) as needed:
         assert needed
@@ -303,12 +303,12 @@ def test_what_a_stage_removes_leaves_the_store_too(tmp_path: Path) -> None:
 def test_what_a_killed_stage_goes_on_from_is_in_the_store_until_it_has_finished(pods: Pods) -> None:
     directory, spec = pods.job_dir / "stages" / "regenerate", regenerate_spec(pods.job)
     state = directory / STATE_DIR / "training.safetensors"
-    with contextlib.suppress(SystemExit), work_area.Work(pods.job_dir, pods.store, 3600).stage(spec, directory):
+    with contextlib.suppress(SystemExit), work_area.WorkArea(pods.job_dir, pods.store, 3600).stage(spec, directory):
         state.parent.mkdir(parents=True)
         state.write_bytes(b"step 50")
         raise SystemExit(143)
     pods.lose_the_node()
-    with contextlib.suppress(SystemExit), work_area.Work(pods.job_dir, pods.store, 3600).stage(spec, directory):
+    with contextlib.suppress(SystemExit), work_area.WorkArea(pods.job_dir, pods.store, 3600).stage(spec, directory):
         assert state.read_bytes() == b"step 50"
         raise SystemExit(143)
     pods.run(run_stage.regenerate)
@@ -320,11 +320,12 @@ def test_what_a_killed_stage_goes_on_from_is_in_the_store_until_it_has_finished(
 def test_a_stage_goes_on_while_the_store_is_away_and_what_it_made_arrives_later(pods: Pods) -> None:
     directory, spec = pods.job_dir / "stages" / "regenerate", regenerate_spec(pods.job)
     assert isinstance(pods.store, LocalStore)
-    away = work_area.Work(pods.job_dir, Leaving(pods.store, 0), 0.01)  # type: ignore[arg-type]
+    away = work_area.WorkArea(pods.job_dir, Leaving(pods.store, 0), 0.01)  # type: ignore[arg-type]
     assert interrupted(away, spec, directory, 1) == []
     assert "stages/regenerate/shard-0.safetensors" not in pods.stored()
     # The container is started again where it was.
-    assert interrupted(work_area.Work(pods.job_dir, pods.store, 0.01), spec, directory, 1) == ["shard-0.safetensors"]
+    assert interrupted(work_area.WorkArea(pods.job_dir, pods.store, 0.01), spec, directory,
+                       1) == ["shard-0.safetensors"]
     assert "stages/regenerate/shard-0.safetensors" in pods.stored()
     assert "stages/regenerate/manifest.json" not in pods.stored()
 
@@ -333,7 +334,7 @@ def test_through_s3_a_stage_is_resumed_where_another_pod_left_it(tmp_path: Path,
     store = bucket(moto_s3, tmp_path)
     pods = Pods(tmp_path / "home", store)
     directory, spec = pods.job_dir / "stages" / "regenerate", regenerate_spec(pods.job)
-    area = work_area.Work(pods.job_dir, store, 3600)
+    area = work_area.WorkArea(pods.job_dir, store, 3600)
     assert interrupted(area, spec, directory, 2) == []
     pods.lose_the_node()
     assert interrupted(area, spec, directory, 3) == ["shard-0.safetensors", "shard-1.safetensors"]

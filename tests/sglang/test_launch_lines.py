@@ -101,7 +101,7 @@ class Matrix:
         self.cases.append({"name": name, "machine": plan.machine.name, "environment": launch_environment(plan),
                            "arguments": line if line is not None else launch_arguments(plan)})
 
-    def add_arms(self, name: str, plan: LaunchPlan, settings: tuple[Setting, ...] = ()) -> None:
+    def add_variants(self, name: str, plan: LaunchPlan, settings: tuple[Setting, ...] = ()) -> None:
         for label, line in comparison(plan, settings).items():
             self.add(f"{name} {label}", plan, line)
 
@@ -133,7 +133,7 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
                 plan = found.plan(machine, target, page_size=page)
                 name = f"{machine} {target} {kind} {page}"
                 try:
-                    found.add_arms(name, plan, settings)
+                    found.add_variants(name, plan, settings)
                 except Unlaunchable as refused:
                     found.left_out[name] = refused.message
     for machine in MACHINES:
@@ -141,7 +141,7 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
             if (algorithm, machine) == ("DFLASH", "cpu"):
                 continue
             for setting in (CHAIN,) if algorithm == "DFLASH" else (CHAIN, TREE):
-                found.add_arms(f"family {machine} {algorithm} {setting.label()}",
+                found.add_variants(f"family {machine} {algorithm} {setting.label()}",
                                found.other(algorithm, machine, setting))
     add_features(found, root)
     for name, (plan, line) in refused_lines(found, root).items():
@@ -156,7 +156,7 @@ def add_features(found: Matrix, root: Path) -> None:
     adaptive.write_text(adaptive_document(followed) or "")
     key.write_text("api-key: hidden\n")
     lora.mkdir()
-    found.add_arms("adaptive", followed)
+    found.add_variants("adaptive", followed)
     found.add("key", found.plan("h100", "llama", key_file=str(key)))
     found.add("lora chain", found.plan("h100", "llama", lora_paths=(f"one={lora}",)))
     found.add("lora tree", found.plan("a10", "qwen3", TREE, lora_paths=(f"one={lora}", f"two={lora}")))
@@ -264,7 +264,7 @@ def test_no_line_of_ours_has_a_flag_sglang_does_not_know(answers: dict[str, Any]
 
 
 @pytest.mark.parametrize(("machine", "target"), FAMILIES)
-def test_lines_are_accepted_and_every_pinned_value_holds_in_every_arm(machine: str, target: str, matrix: Matrix,
+def test_lines_are_accepted_and_every_pinned_value_holds_in_every_variant(machine: str, target: str, matrix: Matrix,
                                                                       answers: dict[str, Any]) -> None:
     mine = [case for case in matrix.cases if case["name"].startswith(f"{machine} {target} ")]
     assert len(mine) >= 7
@@ -278,26 +278,27 @@ def test_lines_are_accepted_and_every_pinned_value_holds_in_every_arm(machine: s
 
 
 @pytest.mark.parametrize(("machine", "target"), FAMILIES)
-def test_arms_differ_in_speculation_and_in_no_other_setting_sglang_resolves(machine: str, target: str, matrix: Matrix,
-                                                                           answers: dict[str, Any]) -> None:
+def test_variants_differ_in_speculation_and_in_no_other_setting_sglang_resolves(
+    machine: str, target: str, matrix: Matrix, answers: dict[str, Any]
+) -> None:
     for kind in KINDS:
         for page in PAGES:
             name = f"{machine} {target} {kind} {page}"
             if name in matrix.left_out:
                 continue
-            arms = {case["name"].removeprefix(f"{name} "): resolved(answers, case["name"])
+            variants = {case["name"].removeprefix(f"{name} "): resolved(answers, case["name"])
                     for case in matrix.cases if case["name"].startswith(f"{name} ")}
-            off = arms.pop("off")
+            off = variants.pop("off")
             assert off["speculative_algorithm"] is None
-            assert arms
-            for label, arm in arms.items():
-                differing = {one for one, value in arm["everything"].items() if value != off["everything"][one]}
+            assert variants
+            for label, variant in variants.items():
+                differing = {one for one, value in variant["everything"].items() if value != off["everything"][one]}
                 assert differing == set(), (name, label)
 
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 @pytest.mark.parametrize("machine", MACHINES)
-def test_every_family_is_drafted_with_its_algorithm_and_shape_beside_an_equal_arm_without(
+def test_every_family_is_drafted_with_its_algorithm_and_shape_beside_an_equal_variant_without(
         algorithm: str, machine: str, matrix: Matrix, answers: dict[str, Any]) -> None:
     prefix = f"family {machine} {algorithm} "
     mine = [case["name"] for case in matrix.cases if case["name"].startswith(prefix)]
@@ -307,7 +308,7 @@ def test_every_family_is_drafted_with_its_algorithm_and_shape_beside_an_equal_ar
     for setting in (CHAIN,) if algorithm == "DFLASH" else (CHAIN, TREE):
         assert setting.tree is not None
         label = f"{prefix}{setting.label()}"
-        on, off = (resolved(answers, f"{label} {arm}") for arm in (setting.label(), "off"))
+        on, off = (resolved(answers, f"{label} {variant}") for variant in (setting.label(), "off"))
         assert off["speculative_algorithm"] is None
         assert on["speculative_algorithm"] == algorithm
         assert on["everything"] == off["everything"]

@@ -15,7 +15,7 @@ import torch
 
 from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, TrainSpec
 from eyrie_api.v1alpha1.tuning import OFF, Setting
-from eyrie_workers.drafters.initialisation import read_target_ends
+from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments, launch_environment
 from eyrie_workers.engines.sglang.process import SglangServer, free_port, start_sglang
@@ -28,7 +28,7 @@ from eyrie_workers.targets.layers import choose_aux_layers
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.training.documents import join
-from eyrie_workers.training.objective import Moment
+from eyrie_workers.training.objective import StepContext
 from tests.sglang.servers import READY_S, ROOT, STAND_IN, environment, program
 from tests.tiny import tiny_target
 
@@ -70,14 +70,14 @@ def drafter(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Pa
         rows.append((text, torch.arange(len(text)) >= len(request.prompt_ids), aux.clone(), last.clone()))
     family = family_named("eagle3")
     assert target.path is not None
-    ends = read_target_ends(target.path, False)
+    ends = read_target_embeddings(target.path, False)
     spoken = torch.cat([text[row[1]] for text, row in zip(texts, rows, strict=True)]).unique()
     module = family.create(DrafterSpec(), target.config, ends, aux_layers, DraftVocabulary(spoken, 320), 0)
     objective = family.objective(module, ends, TrainSpec(ttt_length=3, unrolled_fraction=1.0, single_step_ratio=0.0),
                                  128, torch.float32)
     optimiser = torch.optim.Adam(module.parameters(), lr=2e-3)
     for step in range(60):
-        loss = objective(join(rows), Moment(step, 60, 0)).loss
+        loss = objective(join(rows), StepContext(step, 60, 0)).loss
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

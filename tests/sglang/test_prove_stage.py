@@ -57,9 +57,9 @@ def test_a_trained_drafter_is_proven_in_sglang_and_its_servers_are_gone_afterwar
     assert report.parity.passed, report.parity.reasons
     assert (report.parity.identical, report.parity.histogram) == (4, report.parity.reference_histogram)
     assert report.load is not None
-    assert {one.arm: one.total.completed for one in report.load.levels} == {"off": 4, "candidate": 4}
+    assert {one.variant: one.total.completed for one in report.load.levels} == {"off": 4, "candidate": 4}
     assert all(one.identical == one.compared == 4 for one in report.load.comparisons)
-    assert next(one.total.tau for one in report.load.levels if one.arm == "candidate") is not None
+    assert next(one.total.tau for one in report.load.levels if one.variant == "candidate") is not None
     assert report.launch[-6:] == ("--speculative-num-steps", "5", "--speculative-eagle-topk", "1",
                                   "--speculative-num-draft-tokens", "6")
     assert own_servers() == before

@@ -5,9 +5,9 @@ tau = 1 + accepted / rounds (the convention of the EAGLE papers and of vLLM). A 
 everything else: P(at least k+1 accepted | at least k accepted) is the acceptance at position k. For a tree the same
 formula counts whether *any* child of the accepted node continued the path.
 
-Speed. An arm's speed is all its tokens over all its seconds; a speed-up is the ratio of two arms that answered the
-same prompts, interleaved. Its uncertainty comes from the choice of prompts, so prompts are resampled, both arms and
-all temperatures of a prompt together (a paired bootstrap).
+Speed. A variant's speed is all its tokens over all its seconds; a speed-up is the ratio of two variants that answered
+the same prompts, interleaved. Its uncertainty comes from the choice of prompts, so prompts are resampled, both variants
+and all temperatures of a prompt together (a paired bootstrap).
 
 Small samples. A percentile bootstrap cannot leave the range of its prompts, so with four of them it covers at most
 1 - 2 * 2**-4 = 87 % however it is cut, and a demonstration has four. Instead the bootstrap gives the standard error of
@@ -36,7 +36,7 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Tally:
-    """Tokens and seconds of both arms for one prompt at one temperature (sums over repeats)."""
+    """Tokens and seconds of both variants for one prompt at one temperature (sums over repeats)."""
 
     tokens: int
     seconds: float
@@ -62,7 +62,7 @@ def add_histograms(histograms: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def speed_ratio(tallies: Sequence[Tally]) -> float:
-    """Tokens per second of the drafted arm over those of the undrafted arm, over all prompts."""
+    """Tokens per second of the drafted variant over those of the undrafted variant, over all prompts."""
     drafted = sum(t.tokens for t in tallies) / sum(t.seconds for t in tallies)
     return drafted / (sum(t.baseline_tokens for t in tallies) / sum(t.baseline_seconds for t in tallies))
 

@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         app = make_app(broker_url(), Sharding.from_env())
     except EyrieError as error:
-        print(f"error: {error.message}\nmend: {error.mend}", file=sys.stderr)
+        print(f"error: {error.message}\nmend: {error.hint}", file=sys.stderr)
         return error.exit_code
     app.worker_main([
         "worker", "--pool", "prefork", "--concurrency", str(arguments.concurrency), "--loglevel", "WARNING",

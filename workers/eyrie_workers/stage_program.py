@@ -4,11 +4,11 @@ A stage's own file holds its work as a function `(spec, Stage) -> Result`; this 
 safe to kill at any line and to run again:
 
 - a manifest of the same spec already there: nothing to do, exit 0 (unless the stage knows how to see that its artifact
-  is damaged, and to mend it: then it does, and the manifest stays if the files are again what it says);
+  is damaged, and to hint it: then it does, and the manifest stays if the files are again what it says);
 - a manifest of another spec there: refused, because an artifact is immutable;
 - two programs in one directory: the second is refused (advisory lock, freed by the kernel when the holder dies);
 - SIGTERM or SIGINT: `stage.pause_point()` raises Interrupted at the next safe line, exit 143; run again, it goes on;
-- an EyrieError: `failure.json` with reason, message and mend, and the class's exit code.
+- an EyrieError: `failure.json` with reason, message and hint, and the class's exit code.
 """
 
 import argparse
@@ -149,11 +149,11 @@ def run_program(kind: type[SpecT], work: Callable[[SpecT, Stage], Result], argv:
         return INTERRUPTED_EXIT_CODE
     except EyrieError as error:
         write_model(out_dir / "failure.json", Failure(
-            reason=error.reason, message=error.message, mend=error.mend, exit_code=error.exit_code,
+            reason=error.reason, message=error.message, hint=error.hint, exit_code=error.exit_code,
             transient=isinstance(error, Transient), time=_now()))
         print(f"error: {error.reason}: {error.message}", file=sys.stderr)
-        if error.mend:
-            print(f"mend: {error.mend}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
         return error.exit_code
     finally:
         for number, handler in previous.items():

@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         count = fetch_part(open_store(), options.prefix, options.part, options.directory)
     except EyrieError as error:
-        print(json.dumps({"reason": error.reason, "message": error.message, "mend": error.mend}), file=sys.stderr)
+        print(json.dumps({"reason": error.reason, "message": error.message, "hint": error.hint}), file=sys.stderr)
         return error.exit_code
     print(f"{count} files of {options.prefix}/{options.part} are in {options.directory}")
     return 0

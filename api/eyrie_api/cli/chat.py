@@ -179,7 +179,7 @@ def _chunks(answer: httpx.Response) -> Iterator[dict[str, Any]]:
 
 def _take(reply: Reply, chunk: dict[str, Any], on_text: Callable[[str], None], now_s: float) -> None:
     if "error" in chunk:
-        raise AnswerRefused(str(chunk["error"].get("message")), chunk["error"].get("mend") or "send it again")
+        raise AnswerRefused(str(chunk["error"].get("message")), chunk["error"].get("hint") or "send it again")
     for choice in chunk.get("choices") or ():
         delta = choice.get("delta") or {}
         if text := delta.get("content"):
@@ -203,7 +203,7 @@ def _refusal(answer: httpx.Response) -> EyrieError:
     except (ValueError, AttributeError):
         told = {}
     message = told.get("message") or answer.text[:200] or answer.reason_phrase
-    mend = told.get("mend") or "correct the request"
+    hint = told.get("hint") or "correct the request"
     if answer.status_code in (429, 503):
-        return Transient(f"the endpoint is not ready: {message}", mend)
-    return AnswerRefused(f"the endpoint answered {answer.status_code}: {message.removesuffix('; ' + mend)}", mend)
+        return Transient(f"the endpoint is not ready: {message}", hint)
+    return AnswerRefused(f"the endpoint answered {answer.status_code}: {message.removesuffix('; ' + hint)}", hint)

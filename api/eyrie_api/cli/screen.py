@@ -57,13 +57,13 @@ class Screen:
     def error(self, error: EyrieError) -> None:
         """Say what went wrong and what to do instead."""
         if self.as_json:
-            told = {"reason": error.reason, "message": error.message, "mend": error.mend,
+            told = {"reason": error.reason, "message": error.message, "hint": error.hint,
                     "exit_code": error.exit_code, "status": error.http_status}
             self.err.file.write(json.dumps({"error": told}) + "\n")
             return
         self.err.print(Text.assemble(("error: ", "bold red"), f"{error.reason}: {error.message}"), soft_wrap=True)
-        if error.mend:
-            self.err.print(Text.assemble(("mend:  ", "bold green"), error.mend), soft_wrap=True)
+        if error.hint:
+            self.err.print(Text.assemble(("hint:  ", "bold green"), error.hint), soft_wrap=True)
 
 
 def printable(text: str) -> str:

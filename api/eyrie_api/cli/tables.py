@@ -179,8 +179,8 @@ def failure_text(stage: StageStatus) -> RenderableType:
     key = f" {stage.key}" if stage.key else ""
     text = Text.assemble(("error: ", "bold red"), f"{stage.stage}{key}: {stage.reason or 'Failed'}: ",
                          stage.message or "no message")
-    if stage.mend:
-        text.append("\nmend:  ", "bold green").append(stage.mend)
+    if stage.hint:
+        text.append("\nmend:  ", "bold green").append(stage.hint)
     return text
 
 

@@ -125,7 +125,7 @@ def verdict(job: Job) -> None:
     failed = next((stage for stage in job.status.stages if stage.state == "Failed"), None)
     if failed is not None:
         raise JobFailed(f"job {job.id} failed in {failed.stage}: {failed.reason}: {failed.message}",
-                        failed.mend or f"eyrie logs {job.id} --stage {failed.stage}; then eyrie retry {job.id}")
+                        failed.hint or f"eyrie logs {job.id} --stage {failed.stage}; then eyrie retry {job.id}")
     told = next((c.message for c in job.status.conditions if c.type == "Failed" and c.status == "True"), "no reason")
     raise JobFailed(f"job {job.id} failed: {told}", f"eyrie events {job.id}; then eyrie retry {job.id}")
 

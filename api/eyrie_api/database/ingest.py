@@ -75,7 +75,7 @@ class Ingest:
             if row is None:
                 session.add(StageRow(job_id=job_id, stage=stage, key=key, state="Running", attempt=1,
                                      started_at=record.time, finished_at=None, progress=progress, reason=None,
-                                     message=None, mend=None))
+                                     message=None, hint=None))
                 session.flush()
             else:
                 row.progress = progress

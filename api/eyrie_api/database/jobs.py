@@ -275,7 +275,7 @@ class Jobs:
             row.updated_at = self._clock()
             session.execute(update(StageRow).where(
                 StageRow.job_id == job_id, StageRow.state.in_(("Failed", "Cancelled", "Running")),
-            ).values(state="Pending", progress=None, reason=None, message=None, mend=None, finished_at=None))
+            ).values(state="Pending", progress=None, reason=None, message=None, hint=None, finished_at=None))
             self._note(session, job_id, "Retried", f"attempt {row.attempt}: going on from the last finished stage")
             self._scope.note(session, self._clock, "job.retry", f"job/{job_id}", row.project)
             promise(session, "advance_job", job_id, self._clock)

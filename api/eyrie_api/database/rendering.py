@@ -48,7 +48,7 @@ def render_stage(row: StageRow) -> StageStatus:
     return StageStatus.model_validate({
         "stage": row.stage, "key": row.key, "state": row.state, "attempt": row.attempt, "started_at": row.started_at,
         "finished_at": row.finished_at, "progress": progress, "reason": row.reason, "message": row.message,
-        "mend": row.mend})
+        "hint": row.hint})
 
 
 def stage_values(stage: StageStatus) -> dict[str, Any]:

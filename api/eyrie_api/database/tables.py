@@ -149,7 +149,7 @@ class StageRow(Base):
     progress: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     reason: Mapped[str | None] = mapped_column(String(63))
     message: Mapped[str | None] = mapped_column(Text)
-    mend: Mapped[str | None] = mapped_column(Text)
+    hint: Mapped[str | None] = mapped_column(Text)
 
 
 class EventRow(Base):

@@ -296,8 +296,8 @@ def _tune(work: _Work, rates: Rates) -> StagePlan:
     """Races at every concurrency between the settings that may be tried, then one measured anew."""
     tune, benchmark = work.spec.tune, work.spec.benchmark
     settings = len(tree_shapes(tune)) + (len(set(tune.num_steps)) if tune.ngram else 0) + 1
-    arms = min(settings, max(3, int(tune.trials_share * settings))) * len(set(tune.concurrencies))
-    raced = arms * tune.max_prompts * len(tune.temperatures) * tune.repeats * benchmark.max_new_tokens
+    variants = min(settings, max(3, int(tune.trials_share * settings))) * len(set(tune.concurrencies))
+    raced = variants * tune.max_prompts * len(tune.temperatures) * tune.repeats * benchmark.max_new_tokens
     anew = _suite_tokens(work.spec)
     hours = min(_hours(raced * work.flops_per_token, rates.single), tune.budget_s / _SECONDS_PER_HOUR)
     return StagePlan(stage="tune", tokens=raced + anew, bytes_on_disk=0,
@@ -305,7 +305,8 @@ def _tune(work: _Work, rates: Rates) -> StagePlan:
 
 
 def _prove(work: _Work, rates: Rates) -> StagePlan:
-    """Parity (two servers and the reference engine), then every declared load and the changed prompt in both arms."""
+    """Parity (two servers and the reference engine), then every declared load and the changed prompt in both
+    variants."""
     prove = work.spec.prove
     loads = len(prove.loads) + bool(prove.system_prompt)
     tokens = prove.max_new_tokens * (3 * prove.parity_prompts + 2 * prove.requests * loads)

@@ -42,7 +42,7 @@ from eyrie_api.v1alpha1.reports import BenchmarkReport, PromotionCheck, Promotio
 Verdict = Literal["promote", "keep-incumbent", "no-drafter", "awaits-approval"]
 
 OFF, CANDIDATE, INCUMBENT = "off", "candidate", "incumbent"
-"""Arms of the proof's load test."""
+"""Variants of the proof's load test."""
 
 _KNOWS_P99 = 100
 """With fewer requests p99 is the slowest of them, and one disturbed moment would decide: of 16 requests by 4 users it
@@ -67,7 +67,7 @@ def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: Bench
     reasons = [check.words for check in checks]
     if without_drafter(proof):
         reasons.append("tuning chose n-gram look-up: the benchmark, which is of the drafter, decides nothing")
-    serves = incumbent is not None or _has_arm(proof, INCUMBENT)
+    serves = incumbent is not None or _has_variant(proof, INCUMBENT)
     if not serves:
         reasons.append("no incumbent: compared with no drafter alone")
     kept: Verdict = "keep-incumbent" if serves else "no-drafter"
@@ -125,7 +125,7 @@ def proven_tau(final: BenchmarkReport, proof: ProveReport | None = None) -> floa
     seen: list[float] = []
     if proof is not None and proof.load is not None:
         seen = [one.total.tau for one in proof.load.levels
-                if one.arm == CANDIDATE and one.total.tau is not None
+                if one.variant == CANDIDATE and one.total.tau is not None
                 and not (one.mode == "closed" and _is_off(proof, round(one.level)))]
     if not seen or (proof is not None and proof.use.setting.method == "drafter"):
         hottest = max(cell.temperature for cell in final.cells)
@@ -210,7 +210,7 @@ def _asked_of_proof(policy: PromotionPolicy, candidate: BenchmarkReport, require
     for users in proof.load.spec.concurrencies:
         yield from _at_load(policy, proof, proof.load, users)
     yield from _suites_under_load(proof, proof.load, required_suites)
-    if _has_arm(proof, INCUMBENT):
+    if _has_variant(proof, INCUMBENT):
         yield _beats_incumbent_under_load(policy, proof.load)
     if proof.changed_prompt is not None:
         yield _survives_changed_prompt(policy, proof.changed_prompt)
@@ -316,7 +316,7 @@ def _over_incumbent(load: LoadReport, users: int) -> float | None:
 
 
 def _survives_changed_prompt(policy: PromotionPolicy, load: LoadReport) -> PromotionCheck:
-    seen = [one for one in load.comparisons if (one.arm, one.baseline) == (CANDIDATE, OFF)]
+    seen = [one for one in load.comparisons if (one.variant, one.baseline) == (CANDIDATE, OFF)]
     bound = policy.min_speedup_changed_prompt
     if not seen:
         return PromotionCheck(name="changed-prompt", passed=False, bound=bound,
@@ -330,18 +330,24 @@ def _survives_changed_prompt(policy: PromotionPolicy, load: LoadReport) -> Promo
                           figure=slowest.user_ratio, bound=bound, interval=slowest.user_interval, words=words)
 
 
-def _comparison(load: LoadReport, arm: str, baseline: str, users: int) -> LoadComparison | None:
-    return next((one for one in load.comparisons
-                 if (one.arm, one.baseline, one.mode, one.level) == (arm, baseline, "closed", float(users))), None)
+def _comparison(load: LoadReport, variant: str, baseline: str, users: int) -> LoadComparison | None:
+    return next(
+        (
+            one
+            for one in load.comparisons
+            if (one.variant, one.baseline, one.mode, one.level) == (variant, baseline, "closed", float(users))
+        ),
+        None,
+    )
 
 
-def _cell(load: LoadReport, arm: str, users: int) -> LoadCell | None:
+def _cell(load: LoadReport, variant: str, users: int) -> LoadCell | None:
     return next((one.total for one in load.levels
-                 if (one.arm, one.mode, one.level) == (arm, "closed", float(users))), None)
+                 if (one.variant, one.mode, one.level) == (variant, "closed", float(users))), None)
 
 
-def _has_arm(proof: ProveReport | None, arm: str) -> bool:
-    return proof is not None and proof.load is not None and arm in proof.load.arms
+def _has_variant(proof: ProveReport | None, variant: str) -> bool:
+    return proof is not None and proof.load is not None and variant in proof.load.variants
 
 
 def _is_off(proof: ProveReport, users: int) -> bool:
@@ -349,7 +355,7 @@ def _is_off(proof: ProveReport, users: int) -> bool:
 
 
 def _geometric_mean(ratios: Sequence[float]) -> float:
-    return exp(fmean(log(max(one, 1e-9)) for one in ratios))  # an arm that answered nothing is no domain error
+    return exp(fmean(log(max(one, 1e-9)) for one in ratios))  # a variant that answered nothing is no domain error
 
 
 def _at(users: int) -> str:

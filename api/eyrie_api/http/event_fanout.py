@@ -47,7 +47,7 @@ _AWAY_S = 1.0
 
 
 @dataclass(frozen=True)
-class News:
+class EventBatch:
     """What a reader is told. `over` and `gone` are told after every event that was there then."""
 
     messages: tuple[tuple[int, str], ...] = ()
@@ -61,18 +61,18 @@ class News:
 class _Followed:
     """A job that somebody reads."""
 
-    seats: set["Seat"] = field(default_factory=set)
+    seats: set["Subscriber"] = field(default_factory=set)
     told: int | None = None
     """Everything up to this id; None until the first reader has begun."""
 
 
 @dataclass(eq=False)
-class Seat:
+class Subscriber:
     """One reader of one job's events."""
 
     job_id: str
     job: _Followed
-    news: asyncio.Queue[News] = field(default_factory=asyncio.Queue)
+    news: asyncio.Queue[EventBatch] = field(default_factory=asyncio.Queue)
 
 
 def message_of(event: Event) -> str:
@@ -90,10 +90,10 @@ class Following:
         self._turn = CapacityLimiter(1)  # of its own: a burst of requests must not hold streams up
 
     @contextmanager
-    def joined(self, job_id: str) -> Iterator[Seat]:
+    def joined(self, job_id: str) -> Iterator[Subscriber]:
         """A seat for as long as the context lasts."""
         job = self._jobs.setdefault(job_id, _Followed())
-        seat = Seat(job_id, job)
+        seat = Subscriber(job_id, job)
         job.seats.add(seat)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._follow())
@@ -104,7 +104,7 @@ class Following:
             if not job.seats and self._jobs.get(job_id) is job:
                 del self._jobs[job_id]
 
-    async def begin(self, seat: Seat, after: int) -> None:
+    async def begin(self, seat: Subscriber, after: int) -> None:
         """The reader has everything up to this id. It may be one that a client made up, beyond all there are."""
         newest = await to_thread.run_sync(self._newest, seat.job_id, limiter=self._turn)
         if seat.job.told is None:
@@ -130,7 +130,7 @@ class Following:
             polls += 1
             await asyncio.sleep(self._poll_s)
 
-    def _tell(self, found: Mapping[str, News]) -> None:
+    def _tell(self, found: Mapping[str, EventBatch]) -> None:
         for job_id, news in found.items():
             job = self._jobs.get(job_id)
             if job is None or job.told is None:
@@ -155,10 +155,10 @@ class Following:
             newest = select(EventRow.job_id, func.max(EventRow.id)).where(EventRow.id > top - _OVERLAP)
             return {row[0]: row[1] for row in session.execute(newest.group_by(EventRow.job_id))}
 
-    def _look(self, asked: Mapping[str, int]) -> dict[str, News]:
-        """News of these jobs, each behind the id it was told up to. A job without any is left out."""
+    def _look(self, asked: Mapping[str, int]) -> dict[str, EventBatch]:
+        """EventBatch of these jobs, each behind the id it was told up to. A job without any is left out."""
         last = select(func.max(EventRow.id)).where(EventRow.job_id == JobRow.id).scalar_subquery()
-        found: dict[str, News] = {}
+        found: dict[str, EventBatch] = {}
         with self._database.reading() as session:
             standing = {job_id: (ended, newest or 0) for job_id, ended, newest in session.execute(
                 select(JobRow.id, JobRow.ended, last).where(JobRow.id.in_(list(asked))))}
@@ -167,12 +167,12 @@ class Following:
             rows = _rows_behind(session, behind)
         for job_id in asked:
             if job_id not in standing:
-                found[job_id] = News(gone=True)
+                found[job_id] = EventBatch(gone=True)
                 continue
             mine = rows.get(job_id, ())
             over = standing[job_id][0] and len(mine) < _AT_ONCE
             if mine or over:
-                found[job_id] = News(tuple((row.id, message_of(render_event(row))) for row in mine), over)
+                found[job_id] = EventBatch(tuple((row.id, message_of(render_event(row))) for row in mine), over)
         return found
 
 

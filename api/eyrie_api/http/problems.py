@@ -1,4 +1,4 @@
-"""Every refusal as RFC 9457 problem+json, with the mend.
+"""Every refusal as RFC 9457 problem+json, with the hint.
 
 `type` is `urn:eyrie:problem:<Reason>`, where the reason is that of the EyrieError; so the client can raise the same
 class again. Validation errors carry, per field, a JSON pointer into the body (or the parameter's name), the offending
@@ -60,7 +60,7 @@ def title_of(reason: str) -> str:
 def problem_of(error: EyrieError, instance: str | None = None) -> Problem:
     """The problem document of an error."""
     return Problem(type=TYPE_PREFIX + error.reason, title=title_of(error.reason), status=error.http_status,
-                   detail=error.message, mend=error.mend, instance=instance)
+                   detail=error.message, hint=error.hint, instance=instance)
 
 
 def respond(problem: Problem, headers: dict[str, str] | None = None) -> Response:
@@ -123,7 +123,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         return respond(problem_of(MethodNotAllowed(f"{method} is not allowed on {path}", f"allowed: {allowed}"), path),
                        {"Allow": allowed})
     problem = Problem(type=TYPE_PREFIX + "HttpError", title="HTTP error", status=error.status_code,
-                      detail=str(error.detail), mend="see /docs for what there is", instance=path)
+                      detail=str(error.detail), hint="see /docs for what there is", instance=path)
     return respond(problem, headers)
 
 
@@ -139,7 +139,7 @@ async def _on_bug(request: Request, error: Exception) -> Response:
     return respond(Problem(
         type=TYPE_PREFIX + "InternalError", title="Internal error", status=500, instance=request.url.path,
         detail=f"the server failed on this request: {type(error).__name__}",
-        mend="this is a defect of Eyrie: its log holds the trace; please report it"))
+        hint="this is a defect of Eyrie: its log holds the trace; please report it"))
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
@@ -147,17 +147,17 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
     found = [_explain(one) for one in error.errors()]
     first = found[0]
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    hints = [str(one["mend"]) for one in found if "mend" in one]
+    hints = [str(one["hint"]) for one in found if "hint" in one]
     problem = Problem(
         type=TYPE_PREFIX + "InvalidInput", title="Invalid input", status=422, instance=request.url.path,
         detail=f"{first['pointer'] or first.get('parameter', 'the body')}: {first['rule']}{more}",
-        mend=hints[0] if hints else "correct the fields named in `errors`; /docs shows the schema with examples",
+        hint=hints[0] if hints else "correct the fields named in `errors`; /docs shows the schema with examples",
         errors=tuple(found))
     return respond(problem)
 
 
 def _explain(error: dict[str, Any]) -> dict[str, Any]:
-    """Pointer, value and rule of one pydantic error; a mend where the likely one is known."""
+    """Pointer, value and rule of one pydantic error; a hint where the likely one is known."""
     place, *path = error["loc"]
     told: dict[str, Any] = {"pointer": pointer(path) if place == "body" else "", "rule": _rule(error),
                             "value": _shown(error.get("input"))}
@@ -165,11 +165,11 @@ def _explain(error: dict[str, Any]) -> dict[str, Any]:
         told["parameter"] = ".".join(map(str, path))
     if error["type"] == "extra_forbidden" and path:
         close = difflib.get_close_matches(str(path[-1]), _field_names(JobSpec, path[:-1]), n=1)
-        told["mend"] = f"did you mean {close[0]!r}?" if close else "leave it out: no such field"
+        told["hint"] = f"did you mean {close[0]!r}?" if close else "leave it out: no such field"
     if error["type"] == "json_invalid":
         told["pointer"] = ""
         told["rule"] = f"the body is not JSON: {error.get('ctx', {}).get('error', 'malformed')}"
-        told["mend"] = "send one JSON object"
+        told["hint"] = "send one JSON object"
     return told
 
 

@@ -26,7 +26,7 @@ from eyrie_api.v1alpha1.status import Problem
 
 DESCRIPTION = """Train a speculative-decoding drafter for your own LLM, measure it, promote it, serve it.
 
-Every refusal is `application/problem+json` (RFC 9457) with a `mend`: what to do instead."""
+Every refusal is `application/problem+json` (RFC 9457) with a `hint`: what to do instead."""
 
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"description": words, "content": {problems.MEDIA_TYPE: {

@@ -50,7 +50,7 @@ class Checked:
 
 
 def check(spec: JobSpec, settings: Settings) -> Checked:
-    """Check a job before it is accepted. Raises an InvalidInput or DiskTooSmall with the mend."""
+    """Check a job before it is accepted. Raises an InvalidInput or DiskTooSmall with the hint."""
     _check_layers(spec)
     _check_windows(spec)
     facts = _check_target(spec)

@@ -26,7 +26,7 @@ class HistoryEntry(Frozen):
     """created: the name was taken. decided: a job's candidate was judged. proposed: a revision became the candidate.
     canary: it was given a share of the requests. activated: it serves all. rejected: it was given up before that.
     rolled-back: what served was given up for an earlier one. window: live acceptance length over one window.
-    drift: it stayed low; `data.job` is the job that would mend it. retraining: that job was started."""
+    drift: it stayed low; `data.job` is the job that would hint it. retraining: that job was started."""
 
     revision: int | None = None
     job_id: str | None = None

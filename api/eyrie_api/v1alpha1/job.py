@@ -453,7 +453,7 @@ class BenchmarkSpec(Frozen):
     tree: DraftTreeShape = DraftTreeShape()
     max_new_tokens: int = Field(96, ge=2, le=131_072)
     repeats: int = Field(1, ge=1, le=100)
-    """Interleaved repetitions of every prompt in every arm."""
+    """Interleaved repetitions of every prompt in every variant."""
 
     warmup_prompts: int = Field(2, ge=0, le=1000)
     seed: int = Field(0, ge=0, le=2**31 - 1)
@@ -499,7 +499,7 @@ class ProveSpec(Frozen):
     """Concurrencies the endpoint has to be good at, ascending: the load you expect."""
 
     requests: int = Field(24, ge=4, le=100_000)
-    """Requests per load and arm."""
+    """Requests per load and variant."""
 
     max_new_tokens: int = Field(64, ge=2, le=131_072)
     parity_prompts: int = Field(12, ge=1, le=10_000)

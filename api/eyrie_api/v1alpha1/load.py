@@ -1,7 +1,7 @@
 """Load: how a server is asked, and what was seen of it. Spoken by the load generator, the prove stage and promotion.
 
-An *arm* is one server (for example `off`, `candidate`, `incumbent`); a *level* is one closed-loop concurrency or one
-open-loop rate. Every level is asked of every arm in interleaved blocks, so that a slow minute hits all of them.
+An *variant* is one server (for example `off`, `candidate`, `incumbent`); a *level* is one closed-loop concurrency or
+one open-loop rate. Every level is asked of every variant in interleaved blocks, so that a slow minute hits all of them.
 
 Times are seconds on the client's clock: time to first token (TTFT) from sending the request to the first token that
 arrives, inter-token latency between the arrivals of tokens (tokens that arrive together share the gap evenly),
@@ -27,7 +27,7 @@ class ServiceLevel(Frozen):
 
 
 class LoadSpec(Frozen):
-    """How every arm is asked."""
+    """How every variant is asked."""
 
     concurrencies: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = (1,)
     """Closed loop: this many users, each asking again as soon as it is answered."""
@@ -36,14 +36,15 @@ class LoadSpec(Frozen):
     """Open loop: requests arrive at these mean rates with exponential gaps (a Poisson process), answered or not."""
 
     requests: int = Field(32, ge=1, le=1_000_000)
-    """Requests per level, arm and repeat; prompts are drawn in turn from the categories. A closed loop asks at least
+    """Requests per level, variant and repeat; prompts are drawn in turn from the categories. A closed loop asks at
+    least
     twice per user, whatever is given here."""
 
     repeats: int = Field(1, ge=1, le=100)
-    """Interleaved blocks per level; the order of the arms alternates."""
+    """Interleaved blocks per level; the order of the variants alternates."""
 
     warmup_requests: int = Field(2, ge=0, le=10_000)
-    """Asked of every arm before each level and not counted."""
+    """Asked of every variant before each level and not counted."""
 
     temperature: float = Field(0.0, ge=0.0, le=4.0)
     max_new_tokens: int = Field(96, ge=1, le=131_072)
@@ -71,7 +72,7 @@ class Quantiles(Frozen):
 
 
 class LoadCell(Frozen):
-    """One arm at one level, for one category of prompts or all of them."""
+    """One variant at one level, for one category of prompts or all of them."""
 
     requests: int
     completed: int
@@ -107,9 +108,9 @@ class LoadCell(Frozen):
 
 
 class LoadLevel(Frozen):
-    """One arm at one level."""
+    """One variant at one level."""
 
-    arm: str
+    variant: str
     mode: Literal["closed", "open"]
     level: float
     """Users (closed) or requests per second (open)."""
@@ -121,9 +122,10 @@ class LoadLevel(Frozen):
 
 
 class LoadComparison(Frozen):
-    """An arm against the baseline arm at one level; intervals by bootstrap over prompts, both arms together."""
+    """A variant against the baseline variant at one level; intervals by bootstrap over prompts, both variants
+    together."""
 
-    arm: str
+    variant: str
     baseline: str
     mode: Literal["closed", "open"]
     level: float
@@ -138,7 +140,7 @@ class LoadComparison(Frozen):
     """user_ratio within each category."""
 
     compared: int
-    """Prompts both arms answered."""
+    """Prompts both variants answered."""
 
     identical: int
     """Of those, answers whose text (or token ids, where the server gives them) are equal. Meaningful when greedy."""
@@ -149,19 +151,19 @@ class LoadReport(Frozen):
 
     model: str
     spec: LoadSpec
-    arms: dict[str, str]
-    """Name of the arm -> what it is (URL without credentials, setting)."""
+    variants: dict[str, str]
+    """Name of the variant -> what it is (URL without credentials, setting)."""
 
     levels: tuple[LoadLevel, ...]
     comparisons: tuple[LoadComparison, ...] = ()
     crossover: float | None = None
-    """Closed loop: the lowest concurrency, interpolated between levels, at which the first non-baseline arm's
+    """Closed loop: the lowest concurrency, interpolated between levels, at which the first non-baseline variant's
     aggregate throughput falls below the baseline's; None when it does not within the levels measured."""
 
     notes: tuple[str, ...] = ()
     """What the reader must know to judge the figures: what a server could not tell, whether the generator kept up."""
 
     environment: Environment
-    """Of the load generator; what the servers are stands in `arms`."""
+    """Of the load generator; what the servers are stands in `variants`."""
 
     seconds: float

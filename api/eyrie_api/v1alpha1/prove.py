@@ -44,7 +44,7 @@ class ParityReport(Frozen):
     rounds_unexplained: int = 0
     passed: bool
     reasons: tuple[str, ...]
-    """What was found, in words; on failure the likely cause (layer ids, d2t, norm flags) and the mend."""
+    """What was found, in words; on failure the likely cause (layer ids, d2t, norm flags) and the hint."""
 
 
 class ProveReport(Frozen):
@@ -62,7 +62,7 @@ class ProveReport(Frozen):
 
     parity: ParityReport | None = None
     load: LoadReport | None = None
-    """Arms `off`, `candidate` and, when one serves, `incumbent`, at the declared loads."""
+    """Variants `off`, `candidate` and, when one serves, `incumbent`, at the declared loads."""
 
     changed_prompt: LoadReport | None = None
     """The same at the lowest declared load with another system prompt."""

@@ -53,7 +53,7 @@ class Failure(Frozen):
 
     reason: str
     message: str
-    mend: str = ""
+    hint: str = ""
     transient: bool = False
     exit_code: int
     time: datetime

@@ -70,7 +70,7 @@ class StageStatus(Frozen):
     progress: Progress | None = None
     reason: str | None = None
     message: str | None = None
-    mend: str | None = None
+    hint: str | None = None
 
 
 class JobStatus(Frozen):
@@ -211,13 +211,13 @@ class EndpointList(Frozen):
 
 
 class Problem(Frozen):
-    """RFC 9457 problem details, with the mend."""
+    """RFC 9457 problem details, with the hint."""
 
     type: str = "about:blank"
     title: str
     status: int
     detail: str
-    mend: str = ""
+    hint: str = ""
     instance: str | None = None
     errors: tuple[dict[str, JsonValue], ...] = ()
     """For validation: JSON pointer, value, rule."""

@@ -283,8 +283,8 @@ def _translated(kind: str, path: str) -> Iterator[None]:
             raise ClusterConflict(f"{kind}: {said}", "look at the object again") from None
         if error.status in (408, 425, 429) or error.status >= 500:
             raise ClusterAway(f"{kind}: {error.status} {said}") from None
-        mend = "grant the operator's role the right" if error.status in (401, 403) else "correct what is sent"
-        raise ClusterRefused(f"{path}: {error.status} {said}", mend) from None
+        hint = "grant the operator's role the right" if error.status in (401, 403) else "correct what is sent"
+        raise ClusterRefused(f"{path}: {error.status} {said}", hint) from None
     except (urllib3.exceptions.HTTPError, OSError) as error:
         raise ClusterAway(f"the API server was not reached: {type(error).__name__}") from None
 

@@ -40,7 +40,7 @@ from eyrie_api.v1alpha1.model import API_VERSION
 from eyrie_api.v1alpha1.resources import FINALIZER, NAME_LABEL, NAMESPACE_LABEL
 from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_operator.cluster.apply import Cluster, ClusterConflict, Object
-from eyrie_operator.cluster.endpoints import EndpointTender
+from eyrie_operator.cluster.endpoints import EndpointReconciler
 from eyrie_operator.cluster.leases import NotLeader
 from eyrie_operator.cluster.reconcile import (
     STOPPING_CHECK_S,
@@ -112,10 +112,10 @@ class Controller:
         self._jobs, self._endpoints = Jobs(database, clock, self._idempotency), Endpoints(database, clock)
         self._mirror_namespace, self._namespaces = mirror_namespace, tuple(namespaces)
         self._projects = dict(projects or {})
-        self._tender: EndpointTender | None = None
+        self._tender: EndpointReconciler | None = None
         profile = None if settings.cluster_profile is None else read_profile(settings.cluster_profile)
         if profile is not None and profile.serving is not None:
-            self._tender = EndpointTender(settings, profile, profile.serving, database, cluster, self._owner, clock)
+            self._tender = EndpointReconciler(settings, profile, profile.serving, database, cluster, self._owner, clock)
         self.queue: Workqueue[Key] = Workqueue(monotonic)
         self._objects: dict[Key, Object] = {}
         self._key_of: dict[str, Key | None] = {}

@@ -6,7 +6,7 @@ revision, so that one that cannot be served is told from an endpoint that cannot
 SGLang's launch line follows from the target's config.json. The operator reads it where it can: a directory it has
 mounted, or a Hub cache (HF_HOME). Otherwise it takes what the drafter's card says of its target, architecture and
 layers, and serves as long a text as the drafter reaches; that is enough for targets whose attention is of the plain
-kind, and for others it is refused with the words to mend it.
+kind, and for others it is refused with the words to hint it.
 """
 
 from collections.abc import Collection

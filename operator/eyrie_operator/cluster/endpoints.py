@@ -84,7 +84,7 @@ class _Look:
                      and one["metadata"]["labels"].get(REVISION_LABEL) == str(revision)), None)
 
 
-class EndpointTender:
+class EndpointReconciler:
     """The one who tends a cluster's endpoints. Several threads may, none the same endpoint."""
 
     def __init__(self, settings: Settings, profile: ClusterProfile, given: ServingSpec, database: Database,
@@ -182,7 +182,7 @@ class EndpointTender:
 
     def _refuse(self, look: _Look, error: EyrieError, conditions: Conditions) -> tuple[Conditions, bool]:
         """Give the candidate up; whether that was done. Not where there is nothing else: the bare target, with nothing
-        serving, waits for whoever mends it."""
+        serving, waits for whoever hints it."""
         endpoint = look.endpoint
         candidate = next((one for one in endpoint.revisions if one.number == endpoint.candidate_revision), None)
         if candidate is None or (endpoint.active_revision is None and candidate.use.setting.method == "off"):

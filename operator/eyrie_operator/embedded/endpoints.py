@@ -105,7 +105,7 @@ class EmbeddedEndpoints:
                 conditions = self._records.record(action, endpoint, conditions, directory)
         except Transient as reason:
             plan = EndpointPlan((), "Unknown", reason.reason, str(reason))
-        except EyrieError as error:  # its port is taken, its target is gone: waiting will not mend it
+        except EyrieError as error:  # its port is taken, its target is gone: waiting will not hint it
             plan = EndpointPlan((), "False", error.reason, str(error))
             conditions = self._records.refuse(error, endpoint, conditions)
         conditions = observe(conditions, "Serving", plan.serving, plan.reason, plan.message, now)

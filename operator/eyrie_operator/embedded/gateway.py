@@ -36,7 +36,7 @@ from starlette.routing import Route as PathRoute
 from eyrie_api.artifacts import write_model
 from eyrie_api.errors import EyrieError, PortInUse
 from eyrie_api.v1alpha1.model import Frozen
-from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, Lot, Routes
+from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, RoutedRequest, Routes
 from eyrie_operator.embedded.traffic_recording import CHAT_PATH, TRAFFIC_FILE, Traffic
 from eyrie_pipelines.processes import ProcessName, name_of
 
@@ -106,7 +106,8 @@ def create_gateway(routes: Routes, traffic: Traffic) -> Starlette:
                              PathRoute("/{path:path}", forward, methods=_METHODS)], lifespan=lifespan)
 
 
-async def _send(client: httpx.AsyncClient, lot: Lot, request: Request, body: bytes, *, counts: bool) -> Response:
+async def _send(client: httpx.AsyncClient, lot: RoutedRequest, request: Request, body: bytes, *,
+                counts: bool) -> Response:
     url = lot.url.rstrip("/") + request.url.path
     if request.url.query:
         url += f"?{request.url.query}"
@@ -118,7 +119,7 @@ async def _send(client: httpx.AsyncClient, lot: Lot, request: Request, body: byt
     return StreamingResponse(_relay(answer, lot if counts else None), status_code=answer.status_code, headers=kept)
 
 
-async def _relay(answer: httpx.Response, lot: Lot | None) -> AsyncIterator[bytes]:
+async def _relay(answer: httpx.Response, lot: RoutedRequest | None) -> AsyncIterator[bytes]:
     """Bytes as they come; closing it early (the client went away) closes the engine's side too and counts nothing."""
     try:
         async for chunk in answer.aiter_raw():
@@ -164,7 +165,7 @@ def main() -> int:
     try:
         listening = bind(arguments.host, arguments.port)
     except EyrieError as error:
-        print(json.dumps({"reason": error.reason, "message": error.message, "mend": error.mend}), file=sys.stderr)
+        print(json.dumps({"reason": error.reason, "message": error.message, "hint": error.hint}), file=sys.stderr)
         return error.exit_code
     process = name_of(os.getpid())
     assert process is not None

@@ -66,7 +66,7 @@ class Counters(Frozen):
     revisions: dict[int, Counted]
 
 
-class Lot:
+class RoutedRequest:
     """One request's engine, and the place where its outcome is counted."""
 
     def __init__(self, revision: int, url: str, counted: dict[int, Counted]) -> None:
@@ -111,19 +111,19 @@ class Routes:
                 self._seen, self._drawn, self._counted = stamp, {}, {}
         return self._record
 
-    def draw(self, *, shared: bool = True) -> Lot | None:
+    def draw(self, *, shared: bool = True) -> RoutedRequest | None:
         """The engine of the next request; of the one that serves when the request is not to be shared out."""
         route = self.current()
         if route is None:
             return None
         if not shared or not route.others:
-            return Lot(route.revision, route.url, self._counted)
+            return RoutedRequest(route.revision, route.url, self._counted)
         main = Share(revision=route.revision, url=route.url, share=1.0 - sum(one.share for one in route.others))
         engines = (main, *route.others)
         turn = sum(self._drawn.values()) + 1
         chosen = max(engines, key=lambda one: one.share * turn - self._drawn.get(one.revision, 0))
         self._drawn[chosen.revision] = self._drawn.get(chosen.revision, 0) + 1
-        return Lot(chosen.revision, chosen.url, self._counted)
+        return RoutedRequest(chosen.revision, chosen.url, self._counted)
 
     def counters(self) -> Counters:
         """What was counted under the present route."""

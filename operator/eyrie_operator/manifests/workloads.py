@@ -85,7 +85,7 @@ def _deployment(endpoint: Endpoint, revision: Revision, deployment: EndpointDepl
 
 def _group(endpoint: Endpoint, revision: Revision, deployment: EndpointDeployment, line: EngineLine,
            adaptive_map: str | None) -> Manifest:
-    """Several nodes, one engine. A pod that dies takes its group with it: NCCL does not mend a ring."""
+    """Several nodes, one engine. A pod that dies takes its group with it: NCCL does not hint a ring."""
     rendered = _headed(LWS_API, "LeaderWorkerSet", endpoint, revision, deployment)
     rendered["spec"] = _replicas(deployment) | {
         "rolloutStrategy": {"type": "RollingUpdate", "rollingUpdateConfiguration": _step(deployment)},

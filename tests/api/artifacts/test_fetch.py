@@ -50,7 +50,7 @@ def test_a_part_that_is_not_listed_is_missing(filled: LocalStore, tmp_path: Path
         fetch_part(filled, PREFIX, "checkpoints/x", tmp_path / "drafter")
 
 
-def test_as_a_program_it_reads_the_store_from_the_environment_and_tells_the_mend(
+def test_as_a_program_it_reads_the_store_from_the_environment_and_tells_the_hint(
         filled: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("EYRIE_ARTIFACTS_URL", filled.url)
@@ -60,4 +60,4 @@ def test_as_a_program_it_reads_the_store_from_the_environment_and_tells_the_mend
     assert main(["--prefix", "jobs/j/train/b", *line]) != 0
     told = json.loads(capsys.readouterr().err)
     assert told["reason"] == "ArtifactMissing"
-    assert told["mend"]
+    assert told["hint"]

@@ -47,7 +47,7 @@ def test_a_url_says_which_kind_of_store(tmp_path: Path) -> None:
 def test_a_url_that_names_no_store_is_refused_without_telling_secrets(url: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         open_store(url, StoreOptions())
-    assert caught.value.mend
+    assert caught.value.hint
     assert "sesame" not in str(caught.value)
 
 

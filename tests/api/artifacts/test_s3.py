@@ -200,7 +200,7 @@ def test_a_secret_without_a_key_and_no_credentials_at_all_are_told_apart(
     bucket.store(credentials_dir=None).write("x", b"")
 
 
-def test_a_bucket_that_is_not_there_is_the_users_to_mend(bucket: Bucket) -> None:
+def test_a_bucket_that_is_not_there_is_the_users_to_hint(bucket: Bucket) -> None:
     store = open_store("s3://no-such-bucket/x", bucket.options())
     with pytest.raises(EyrieError, match="no-such-bucket"):
         store.check()

@@ -9,7 +9,7 @@ makes shorter, and drafters of another width, whose rounds cost something else.
 
 Here drafters of one architecture and different quality (`timing.ladder`) answer the same prompts with one chain, timed
 side by side with the undrafted engine. A line is fitted to (tau, tokens per second); r2 says how much of the
-differences in speed acceptance explains. Its interval comes from resampling prompts, all arms together.
+differences in speed acceptance explains. Its interval comes from resampling prompts, all variants together.
 
     python -m tests.benchmarks.experiments.acceptance_throughput [--short] --out DIR
 """

@@ -38,14 +38,14 @@ _SMALL_ERROR = 0.05
 _FEW = 30
 """Nodes below which a bin says nothing about order."""
 
-Arm = tuple[str, float]
+Variant = tuple[str, float]
 """Family and temperature."""
 
 
 def measure(place: Place) -> Finding:
     """Watch every family at every temperature."""
     store = place.store(place.rows())
-    found: dict[Arm, tuple[Curve, tuple[RankCount, ...]]] = {}
+    found: dict[Variant, tuple[Curve, tuple[RankCount, ...]]] = {}
     prompts = place.prompts()[:4 * min(_PROMPTS, place.scale.prompts)]
     for family in COMPARED:
         drafter = open_drafter(place.train(store, family=family).last, place.target)
@@ -68,9 +68,9 @@ def ordered(of: Curve) -> bool:
     return all(low.accepted_low <= high.accepted_high for low, high in pairwise(bins))
 
 
-def judge(found: Mapping[Arm, tuple[Curve, tuple[RankCount, ...]]], prompts: int) -> Finding:
+def judge(found: Mapping[Variant, tuple[Curve, tuple[RankCount, ...]]], prompts: int) -> Finding:
     """What the nodes say. Pure."""
-    curves = {arm: of for arm, (of, _) in found.items()}
+    curves = {variant: of for variant, (of, _) in found.items()}
     table = [[family, f"{temperature:g}", str(of.count), f"{of.error:.3f}", f"{of.error_likely:.3f}",
               f"{bias(of):+.3f}", "yes" if ordered(of) else "no",
               ", ".join(f"{one.accepted / max(1, one.count):.2f}" for one in by_rank)]
@@ -87,7 +87,7 @@ def judge(found: Mapping[Arm, tuple[Curve, tuple[RankCount, ...]]], prompts: int
         table=table, figure=lambda: figure(curves))
 
 
-def _first(curves: Mapping[Arm, Curve]) -> str:
+def _first(curves: Mapping[Variant, Curve]) -> str:
     errors = [of.error_likely for of in curves.values()]
     small = [error <= _SMALL_ERROR for error in errors]
     verdict = "holds" if all(small) else "holds in part" if any(small) else "does not hold"
@@ -97,14 +97,14 @@ def _first(curves: Mapping[Arm, Curve]) -> str:
             f"{max(errors):.2f}: {told}.")
 
 
-def _order(curves: Mapping[Arm, Curve]) -> str:
+def _order(curves: Mapping[Variant, Curve]) -> str:
     wrong = [f"{family} at temperature {t:g}" for (family, t), of in curves.items() if not ordered(of)]
     return ("No bin of more confident guesses is surely right less often than the one below, and order is all that "
             "growing a tree needs." if not wrong else
             f"More confident guesses are surely right less often in some bin: {', '.join(wrong)}.")
 
 
-def figure(curves: Mapping[Arm, Curve]) -> Figure:
+def figure(curves: Mapping[Variant, Curve]) -> Figure:
     """Share accepted over confidence."""
     drawn, panels = new_figure(10.0, 5.0, len(TEMPERATURES))
     for axes, temperature in zip(panels, TEMPERATURES, strict=True):

@@ -4,10 +4,10 @@ The second seed: "At batch size 7 and above, EAGLE-3 on V1 starts losing to the 
 arithmetic that lies idle while few requests are decoded; with more of them it does not lie idle any more.
 
 Here the same engine answers the same requests undrafted, with a chain and with a tree, at 1, 2, 4, 8 and 16 requests at
-once: as many in flight as slots, the next one joining when one leaves. Arms answer a block of requests in turn, the
-order turning round from block to block; a speed-up is tokens per second over the undrafted arm, and its interval comes
-from resampling blocks. The *crossover* of a shape is the first concurrency whose speed-up is not above 1, and it is
-clear where the interval lies below 1.
+once: as many in flight as slots, the next one joining when one leaves. Variants answer a block of requests in turn, the
+order turning round from block to block; a speed-up is tokens per second over the undrafted variant, and its interval
+comes from resampling blocks. The *crossover* of a shape is the first concurrency whose speed-up is not above 1, and it
+is clear where the interval lies below 1.
 
 A processor has far less idle arithmetic than a GPU, and what there is depends on its matrix units: the crossover here
 says where it is *here*. The tuner (`stages.tune`) finds it for a job's own machine and writes the map that the engine
@@ -48,7 +48,7 @@ _BLOCKS = 5
 
 
 class Block(Frozen):
-    """One block of requests through all arms at one concurrency."""
+    """One block of requests through all variants at one concurrency."""
 
     concurrency: int
     number: int
@@ -57,7 +57,7 @@ class Block(Frozen):
 
 
 def measure(place: Place) -> Finding:
-    """Time every arm at every concurrency, block by block; resumable after each block."""
+    """Time every variant at every concurrency, block by block; resumable after each block."""
     drafter = place.train(place.store(place.rows())).last
     told = (digest_directory(drafter), place.scale, place.spec, tuple(ARMS), CONCURRENCIES)
     file = place.work / f"blocks-{digest_bytes(repr(told).encode())[7:23]}.jsonl"
@@ -77,13 +77,14 @@ def measure(place: Place) -> Finding:
                 with file.open("a") as ledger:
                     ledger.write(done[-1].model_dump_json() + "\n")
             values = ratios(fields_of(done, concurrency).sum(0)[None])[0]
-            told_so = ", ".join(f"{arm} {value:.2f}" for arm, value in zip(drafted(), values, strict=True))
+            told_so = ", ".join(f"{variant} {value:.2f}" for variant, value in zip(drafted(), values, strict=True))
             print(f"{concurrency} at once: {told_so}", flush=True)
     return judge(done)
 
 
 def time_block(engine: Engine, requests: Sequence[Request], number: int) -> Block:
-    """A block through every arm, beginning with another arm each time; the first block of an engine warms it up."""
+    """A block through every variant, beginning with another variant each time; the first block of an engine warms it
+    up."""
     names = list(ARMS)
     if number == 0:
         for shape in ARMS.values():
@@ -98,18 +99,18 @@ def time_block(engine: Engine, requests: Sequence[Request], number: int) -> Bloc
 
 
 def drafted() -> list[str]:
-    """The arms that draft."""
+    """The variants that draft."""
     return [name for name in ARMS if name != OFF]
 
 
 def fields_of(blocks: Sequence[Block], concurrency: int) -> FloatArray:
-    """[blocks, arms * 2]: tokens and seconds of every arm, the undrafted first."""
+    """[blocks, variants * 2]: tokens and seconds of every variant, the undrafted first."""
     return np.array([[value for name in ARMS for value in (block.tokens[name], block.seconds[name])]
                      for block in blocks if block.concurrency == concurrency], dtype=np.float64)
 
 
 def ratios(sums: FloatArray) -> FloatArray:
-    """[R, arms * 2] sums to [R, drafted arms] speed-ups."""
+    """[R, variants * 2] sums to [R, drafted variants] speed-ups."""
     speeds = sums[:, 0::2] / sums[:, 1::2]
     return np.asarray(speeds[:, 1:] / speeds[:, :1])
 
@@ -122,40 +123,46 @@ def judge(blocks: Sequence[Block]) -> Finding:
         fields = fields_of(blocks, concurrency)
         sums = fields.sum(0)
         speeds[concurrency] = float(sums[0] / sums[1])
-        for place, arm in enumerate(drafted()):
+        for place, variant in enumerate(drafted()):
             value = float(ratios(sums[None])[0, place])
             error = standard_error(fields, lambda of, place=place: ratios(of)[:, place])  # type: ignore[misc]
-            values[arm, concurrency] = (value, interval_around(value, error, len(fields)))
-    table = [[str(c), f"{speeds[c]:.0f}", *(_with_interval(*values[arm, c]) for arm in drafted())]
+            values[variant, concurrency] = (value, interval_around(value, error, len(fields)))
+    table = [[str(c), f"{speeds[c]:.0f}", *(_with_interval(*values[variant, c]) for variant in drafted())]
              for c in CONCURRENCIES]
     return Finding(
-        found=[_first(values), *(_said(values, arm) for arm in drafted())],
+        found=[_first(values), *(_said(values, variant) for variant in drafted())],
         measured=f"One EAGLE-3 drafter, greedy, {len(blocks) // len(CONCURRENCIES)} blocks of requests from the four "
-                 "suites, twice as many as run at once and at least 4, arms interleaved block by block; 95 % intervals "
-                 "over blocks.",
-        limits=("This engine and this processor; a GPU's idle arithmetic ends much later.",
-                "Blocks end with fewer requests in flight than they began with, in all arms alike."),
-        columns=("at once", "tokens/s undrafted", *(f"speed-up, {arm}" for arm in drafted())), table=table,
-        figure=lambda: figure(values), timed=True)
+        "suites, twice as many as run at once and at least 4, variants interleaved block by block; 95 % intervals "
+        "over blocks.",
+        limits=(
+            "This engine and this processor; a GPU's idle arithmetic ends much later.",
+            "Blocks end with fewer requests in flight than they began with, in all variants alike.",
+        ),
+        columns=("at once", "tokens/s undrafted", *(f"speed-up, {variant}" for variant in drafted())),
+        table=table,
+        figure=lambda: figure(values),
+        timed=True,
+    )
 
 
-def crossing(values: Mapping[tuple[str, int], tuple[float, Interval]], arm: str) -> int | None:
-    """The first concurrency at which an arm does not pay; None when it pays at all."""
-    return next((c for c in CONCURRENCIES if values[arm, c][0] <= 1.0), None)
+def crossing(values: Mapping[tuple[str, int], tuple[float, Interval]], variant: str) -> int | None:
+    """The first concurrency at which a variant does not pay; None when it pays at all."""
+    return next((c for c in CONCURRENCIES if values[variant, c][0] <= 1.0), None)
 
 
 def _first(values: Mapping[tuple[str, int], tuple[float, Interval]]) -> str:
     told = []
-    for arm in drafted():
-        at = crossing(values, arm)
-        sure = "" if at is None or values[arm, at][1].high < 1.0 else " (its interval does not exclude 1)"
-        told.append(f"{arm} pays up to {CONCURRENCIES[-1]} at once and beyond" if at is None else
-                    f"{arm} stops paying at {at}{sure}")
+    for variant in drafted():
+        at = crossing(values, variant)
+        sure = "" if at is None or values[variant, at][1].high < 1.0 else " (its interval does not exclude 1)"
+        told.append(f"{variant} pays up to {CONCURRENCIES[-1]} at once and beyond" if at is None else
+                    f"{variant} stops paying at {at}{sure}")
     return f"Where speculation stops paying here: {'; '.join(told)}."
 
 
-def _said(values: Mapping[tuple[str, int], tuple[float, Interval]], arm: str) -> str:
-    return (f"{arm[0].upper()}{arm[1:]}: " + ", ".join(f"{values[arm, c][0]:.2f}x at {c}" for c in CONCURRENCIES) + ".")
+def _said(values: Mapping[tuple[str, int], tuple[float, Interval]], variant: str) -> str:
+    return (f"{variant[0].upper()}{variant[1:]}: " + ", ".join(f"{values[variant, c][0]:.2f}x at {c}" for c
+                                                               in CONCURRENCIES) + ".")
 
 
 def _with_interval(value: float, interval: Interval) -> str:
@@ -165,11 +172,11 @@ def _with_interval(value: float, interval: Interval) -> str:
 def figure(values: Mapping[tuple[str, int], tuple[float, Interval]]) -> Figure:
     """Speed-up over concurrency."""
     drawn, (axes,) = new_figure(8.5, 4.8)
-    for arm, colour, marker in zip(drafted(), (BEST_GREEN, WARM_ORANGE, BASELINE_BLUE), "o^s", strict=True):
-        points = [values[arm, c] for c in CONCURRENCIES]
+    for variant, colour, marker in zip(drafted(), (BEST_GREEN, WARM_ORANGE, BASELINE_BLUE), "o^s", strict=True):
+        points = [values[variant, c] for c in CONCURRENCIES]
         heights = [value for value, _ in points]
         reach = [[value - of.low for value, of in points], [of.high - value for value, of in points]]
-        axes.errorbar(CONCURRENCIES, heights, reach, color=colour, marker=marker, capsize=3, label=arm)
+        axes.errorbar(CONCURRENCIES, heights, reach, color=colour, marker=marker, capsize=3, label=variant)
     axes.axhline(1.0, color=OTHER_GREY, linestyle=":")
     axes.set_xscale("log", base=2)
     axes.set_xticks(CONCURRENCIES, [str(c) for c in CONCURRENCIES])

@@ -174,7 +174,7 @@ class Place:
         return [prompt for turn in zip(*by_suite, strict=True) for prompt in turn]
 
     def request(self, prompt: Prompt, temperature: float, tokens: int | None = None) -> Request:
-        """What is asked about a prompt; the same noise in every arm."""
+        """What is asked about a prompt; the same noise in every variant."""
         return Request(
             id=f"{prompt.suite}/{prompt.id}", max_new_tokens=tokens or self.scale.tokens, seed=0,
             prompt_ids=self.tokenizer.render(list(prompt.messages), list(prompt.tools) or None),

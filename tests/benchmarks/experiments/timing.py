@@ -1,8 +1,8 @@
-"""Whole requests timed, many drafters side by side: each prompt through every arm before the next prompt begins.
+"""Whole requests timed, many drafters side by side: each prompt through every variant before the next prompt begins.
 
-The order of arms turns round from prompt to prompt, as in `measurement.benchmark.variants`, so a machine that slows
-down slows all arms alike. Prefill is included, concurrency is 1, and every arm begins with an untimed request. Each
-prompt is a line of the ledger: a run that was killed goes on with the next prompt.
+The order of variants turns round from prompt to prompt, as in `measurement.benchmark.variants`, so a machine that slows
+down slows all variants alike. Prefill is included, concurrency is 1, and every variant begins with an untimed request.
+Each prompt is a line of the ledger: a run that was killed goes on with the next prompt.
 
 `LADDER` is what two experiments climb: drafters of different quality and of one architecture, some on purpose good at
 the first position only, or trained on next to nothing.
@@ -30,7 +30,7 @@ TEMPERATURES = (0.0, 1.0)
 
 
 class Timed(Frozen):
-    """One prompt through one arm."""
+    """One prompt through one variant."""
 
     tokens: int
     seconds: float
@@ -39,11 +39,11 @@ class Timed(Frozen):
 
 
 class Turn(Frozen):
-    """One prompt through all arms."""
+    """One prompt through all variants."""
 
     prompt: str
     temperature: float
-    arms: dict[str, Timed]
+    variants: dict[str, Timed]
 
 
 @dataclass(frozen=True)
@@ -90,35 +90,36 @@ def time_all(place: Place, rungs: Sequence[Rung]) -> list[Turn]:
                 if number == 0:
                     for name in names:
                         engines[name].generate([request], None if name == OFF else CHAIN)
-                arms = {}
+                variants = {}
                 for name in turned:
                     began = time.perf_counter()
                     (answer,) = engines[name].generate([request], None if name == OFF else CHAIN)
                     accepted = sum(k * count for k, count in enumerate(answer.accepted_histogram))
-                    arms[name] = Timed(tokens=len(answer.token_ids), seconds=time.perf_counter() - began,
+                    variants[name] = Timed(tokens=len(answer.token_ids), seconds=time.perf_counter() - began,
                                        rounds=answer.rounds, accepted=accepted)
-                turns.append(Turn(prompt=request.id, temperature=temperature, arms=arms))
+                turns.append(Turn(prompt=request.id, temperature=temperature, variants=variants))
                 with file.open("a") as ledger:
                     ledger.write(turns[-1].model_dump_json() + "\n")
-            print(f"prompt {number + 1}: {len(engines)} arms timed", flush=True)
+            print(f"prompt {number + 1}: {len(engines)} variants timed", flush=True)
     return turns
 
 
 def fields_of(turns: Sequence[Turn], names: Sequence[str], temperature: float) -> FloatArray:
-    """[N prompts, arms, 4]: tokens, seconds, rounds, accepted, for resampling prompts. The first arm is undrafted."""
+    """[N prompts, variants, 4]: tokens, seconds, rounds, accepted, for resampling prompts. The first variant is
+    undrafted."""
     told = ("tokens", "seconds", "rounds", "accepted")
-    return np.array([[[getattr(turn.arms[name], field) for field in told] for name in (OFF, *names)]
+    return np.array([[[getattr(turn.variants[name], field) for field in told] for name in (OFF, *names)]
                      for turn in turns if turn.temperature == temperature], dtype=np.float64)
 
 
 def tau_and_speed(sums: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """tau and tokens per second of every drafted arm, from sums [arms, 4]."""
+    """tau and tokens per second of every drafted variant, from sums [variants, 4]."""
     drafted = sums[1:]
     return 1.0 + drafted[:, 3] / np.maximum(drafted[:, 2], 1.0), drafted[:, 0] / drafted[:, 1]
 
 
 def speedups(sums: FloatArray) -> FloatArray:
-    """Of every drafted arm over the undrafted one."""
+    """Of every drafted variant over the undrafted one."""
     return np.asarray(tau_and_speed(sums)[1] / (sums[0, 0] / sums[0, 1]))
 
 

@@ -17,7 +17,7 @@ from eyrie_api.submission.placement import read_profile
 from eyrie_api.v1alpha1.job import CanarySpec, DraftTreeShape, JobSpec, ServeSpec, TargetSpec
 from eyrie_api.v1alpha1.status import Condition, Endpoint
 from eyrie_operator.cluster.apply import Cluster
-from eyrie_operator.cluster.endpoints import EndpointTender, OwnerOf
+from eyrie_operator.cluster.endpoints import EndpointReconciler, OwnerOf
 from eyrie_operator.cluster.leases import NotLeader
 from eyrie_operator.conditions import find
 from eyrie_operator.manifests.deployment import Owner
@@ -54,11 +54,11 @@ class World:
         self.jobs = Jobs(self.database)
         self.owner: Owner | None = None
 
-    def tender(self, check: Callable[[], None] | None = None, owner_of: OwnerOf | None = None) -> EndpointTender:
+    def tender(self, check: Callable[[], None] | None = None, owner_of: OwnerOf | None = None) -> EndpointReconciler:
         """An operator that starts anew, remembering nothing."""
         profile = read_profile(self.settings.cluster_profile or Path())
         assert profile.serving is not None
-        return EndpointTender(self.settings, profile, profile.serving, self.database, Cluster(check),
+        return EndpointReconciler(self.settings, profile, profile.serving, self.database, Cluster(check),
                               owner_of or (lambda _namespace, _name, _now: self.owner))
 
     def create(self, name: str = "chat", **serve: Any) -> Endpoint:
@@ -73,7 +73,7 @@ class World:
         promotion = spec.promotion.model_copy(update={"canary": canary})
         return self.jobs.submit(spec.model_copy(update={"promotion": promotion})).id
 
-    def serve_bare(self) -> EndpointTender:
+    def serve_bare(self) -> EndpointReconciler:
         """The endpoint chat, with the target alone."""
         self.create()
         tender = self.tender()
@@ -99,7 +99,7 @@ class World:
         return selector[REVISION_LABEL]
 
 
-def settle(tender: EndpointTender, name: str = "chat") -> None:
+def settle(tender: EndpointReconciler, name: str = "chat") -> None:
     """Look until there is nothing to do at once."""
     for _ in range(10):
         tender.sweep()
@@ -398,7 +398,7 @@ def test_objects_of_an_unknown_endpoint_are_left_alone(world: World) -> None:
     other.migrate()
     profile = read_profile(world.settings.cluster_profile or Path())
     assert profile.serving is not None
-    stranger = EndpointTender(world.settings, profile, profile.serving, other, Cluster(), lambda *_: None)
+    stranger = EndpointReconciler(world.settings, profile, profile.serving, other, Cluster(), lambda *_: None)
     count = len(world.server.objects)
     stranger.sweep()
     assert stranger.tend("chat") is None
@@ -451,7 +451,7 @@ def test_live_acceptance_is_watched_across_restarts_and_a_collapse_leads_back(
     world.database.close()
 
 
-def trial(tmp_path: Path, server: ApiServer, port: int) -> tuple[World, EndpointTender]:
+def trial(tmp_path: Path, server: ApiServer, port: int) -> tuple[World, EndpointReconciler]:
     """A drafter that has been given a tenth of the requests, by a gateway."""
     server.apis = (*CORE, GATEWAY)
     gateway = {"name": "front", "hostnames": ["{endpoint}.example.org"]}

@@ -13,7 +13,7 @@ NOW = datetime(2026, 11, 21, tzinfo=UTC)
 TERMS = Terms(duration_s=15.0, renew_within_s=10.0, retry_s=2.0)
 
 
-class Moment:
+class StepContext:
     """A monotonic clock that moves when told."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Shelf:
 
 
 class Candidate:
-    def __init__(self, name: str, shelf: Shelf, clock: Moment) -> None:
+    def __init__(self, name: str, shelf: Shelf, clock: StepContext) -> None:
         self.fence = Fence(clock)
         self.elector = Elector(name, shelf, TERMS, self.fence, monotonic=clock, clock=lambda: NOW)
 
@@ -56,8 +56,8 @@ class Candidate:
 
 
 @pytest.fixture
-def clock() -> Moment:
-    return Moment()
+def clock() -> StepContext:
+    return StepContext()
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_what_a_candidate_does(seen: LeaseRecord | None, unchanged_s: float, mov
     assert decide("me", seen, unchanged_s) == move
 
 
-def test_the_first_leads_and_the_second_waits_for_as_long_as_it_renews(shelf: Shelf, clock: Moment) -> None:
+def test_the_first_leads_and_the_second_waits_for_as_long_as_it_renews(shelf: Shelf, clock: StepContext) -> None:
     first, second = Candidate("first", shelf, clock), Candidate("second", shelf, clock)
     for _ in range(50):
         assert first.leads()
@@ -85,7 +85,7 @@ def test_the_first_leads_and_the_second_waits_for_as_long_as_it_renews(shelf: Sh
         clock.now += 2.0
 
 
-def test_a_silent_holder_is_replaced_after_its_term_and_not_before(shelf: Shelf, clock: Moment) -> None:
+def test_a_silent_holder_is_replaced_after_its_term_and_not_before(shelf: Shelf, clock: StepContext) -> None:
     first, second = Candidate("first", shelf, clock), Candidate("second", shelf, clock)
     assert first.leads()
     assert not second.leads()
@@ -97,7 +97,7 @@ def test_a_silent_holder_is_replaced_after_its_term_and_not_before(shelf: Shelf,
     assert (shelf.record.holder, shelf.record.transitions) == ("second", 1)
 
 
-def test_a_stale_lease_may_not_write_before_another_can_take_it(shelf: Shelf, clock: Moment) -> None:
+def test_a_stale_lease_may_not_write_before_another_can_take_it(shelf: Shelf, clock: StepContext) -> None:
     first, second = Candidate("first", shelf, clock), Candidate("second", shelf, clock)
     first.leads()
     second.leads()
@@ -113,7 +113,7 @@ def test_a_stale_lease_may_not_write_before_another_can_take_it(shelf: Shelf, cl
     assert not first.leads(), "and it does not take it back from a live holder"
 
 
-def test_of_two_that_take_at_once_one_gets_it(shelf: Shelf, clock: Moment) -> None:
+def test_of_two_that_take_at_once_one_gets_it(shelf: Shelf, clock: StepContext) -> None:
     first, second = Candidate("first", shelf, clock), Candidate("second", shelf, clock)
     seen = shelf.read_lease()
     assert shelf.write_lease(LeaseRecord("first", 15.0, NOW, NOW)) is not None
@@ -123,7 +123,7 @@ def test_of_two_that_take_at_once_one_gets_it(shelf: Shelf, clock: Moment) -> No
     assert not second.leads()
 
 
-def test_a_holder_that_cannot_renew_stops_by_itself(shelf: Shelf, clock: Moment) -> None:
+def test_a_holder_that_cannot_renew_stops_by_itself(shelf: Shelf, clock: StepContext) -> None:
     first = Candidate("first", shelf, clock)
     assert first.leads()
     shelf.away = True
@@ -133,7 +133,7 @@ def test_a_holder_that_cannot_renew_stops_by_itself(shelf: Shelf, clock: Moment)
     assert not first.fence.is_open
 
 
-def test_a_lease_given_back_is_taken_at_once(shelf: Shelf, clock: Moment) -> None:
+def test_a_lease_given_back_is_taken_at_once(shelf: Shelf, clock: StepContext) -> None:
     first, second = Candidate("first", shelf, clock), Candidate("second", shelf, clock)
     first.leads()
     second.leads()
@@ -143,7 +143,7 @@ def test_a_lease_given_back_is_taken_at_once(shelf: Shelf, clock: Moment) -> Non
 
 
 def test_a_campaign_tells_of_winning_and_of_losing(shelf: Shelf) -> None:
-    clock, stopping, told = Moment(), threading.Event(), list[str]()
+    clock, stopping, told = StepContext(), threading.Event(), list[str]()
     first = Candidate("first", shelf, clock)
 
     def won() -> None:
@@ -157,7 +157,7 @@ def test_a_campaign_tells_of_winning_and_of_losing(shelf: Shelf) -> None:
 
 def test_a_campaign_that_is_ended_gives_the_lease_back(shelf: Shelf) -> None:
     stopping = threading.Event()
-    first = Candidate("first", shelf, Moment())
+    first = Candidate("first", shelf, StepContext())
     campaign(first.elector, first.fence, Terms(retry_s=0.0), stopping, stopping.set, stopping.set)
     assert shelf.record is not None
     assert shelf.record.holder == ""

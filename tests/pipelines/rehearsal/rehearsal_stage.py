@@ -75,21 +75,28 @@ def train_report(spec: TrainStage) -> TrainReport:
                        checkpoints=checkpoints)
 
 
-def load_report(loads: tuple[int, ...], arms: tuple[str, ...], speedup: float) -> LoadReport:
-    """Every drafted arm `speedup` times faster than `off` at every load, and the candidate first of them."""
+def load_report(loads: tuple[int, ...], variants: tuple[str, ...], speedup: float) -> LoadReport:
+    """Every drafted variant `speedup` times faster than `off` at every load, and the candidate first of them."""
     seconds = Quantiles(mean=0.1, p50=0.1, p90=0.1, p99=0.1)
     levels = tuple(
-        LoadLevel(arm=arm, mode="closed", level=load, total=LoadCell(
+        LoadLevel(variant=variant, mode="closed", level=load, total=LoadCell(
             requests=8, completed=8, output_tokens=64, seconds=1.0, tokens_per_s=64.0, tokens_per_s_per_user=64.0,
             ttft_s=seconds, inter_token_s=seconds, end_to_end_s=seconds))
-        for load in loads for arm in arms)
+        for load in loads for variant in variants)
     comparisons = tuple(
-        LoadComparison(arm=arm, baseline="off", mode="closed", level=load, throughput_ratio=speedup,
+        LoadComparison(variant=variant, baseline="off", mode="closed", level=load, throughput_ratio=speedup,
                        throughput_interval=Interval(low=speedup, high=speedup), user_ratio=speedup,
                        user_interval=Interval(low=speedup, high=speedup), ttft_p99_ratio=1.0, compared=8, identical=8)
-        for load in loads for arm in arms if arm != "off")
-    return LoadReport(model="rehearsal", spec=LoadSpec(concurrencies=loads), arms=dict.fromkeys(arms, "rehearsed"),
-                      levels=levels, comparisons=comparisons, environment=ENVIRONMENT, seconds=1.0)
+        for load in loads for variant in variants if variant != "off")
+    return LoadReport(
+        model="rehearsal",
+        spec=LoadSpec(concurrencies=loads),
+        variants=dict.fromkeys(variants, "rehearsed"),
+        levels=levels,
+        comparisons=comparisons,
+        environment=ENVIRONMENT,
+        seconds=1.0,
+    )
 
 
 def prove_report(spec: ProveStage) -> ProveReport:
@@ -97,11 +104,11 @@ def prove_report(spec: ProveStage) -> ProveReport:
     parity = ParityReport(engine="embedded", prompts=2, identical=2, tree=tree, histogram=(1, 2, 3),
                           reference_histogram=(1, 2, 3), tau=2.5, tau_interval=Interval(low=2.4, high=2.6),
                           reference_tau=2.5, passed=True, reasons=("rehearsed",))
-    arms = ("off", "candidate") if spec.incumbent is None else ("off", "candidate", "incumbent")
+    variants = ("off", "candidate") if spec.incumbent is None else ("off", "candidate", "incumbent")
     return ProveReport(checkpoint=spec.checkpoint, path=spec.drafter_dir, engine=spec.engine,
                        use=DrafterUse(drafter_dir=spec.drafter_dir, setting=Setting(tree=tree)), parity=parity,
-                       load=load_report(spec.prove.loads, arms, 2.5), environment=ENVIRONMENT, seconds=1.0,
-                       changed_prompt=load_report(spec.prove.loads[:1], arms, 2.0))
+                       load=load_report(spec.prove.loads, variants, 2.5), environment=ENVIRONMENT, seconds=1.0,
+                       changed_prompt=load_report(spec.prove.loads[:1], variants, 2.0))
 
 
 def report_of(spec: StageSpec) -> StageReport:

@@ -1,4 +1,4 @@
-"""What a comparison will do: equal budgets, distinct arms, blocks alike for all."""
+"""What a comparison will do: equal budgets, distinct variants, blocks alike for all."""
 
 from typing import get_args
 
@@ -11,13 +11,13 @@ from eyrie_workers.comparison.forms import FORMS, forms_of, shape
 from eyrie_workers.comparison.plan import (
     Budget,
     CompareSpec,
-    arms_of,
     blocks_of,
     calibration_epochs,
     epochs_for_seconds,
     epochs_for_tokens,
     num_blocks,
     train_stage,
+    variants_of,
 )
 from eyrie_workers.comparison.settings import build_parser, read
 from eyrie_workers.drafters.registry import FAMILIES, UNTRAINED
@@ -70,7 +70,7 @@ def test_a_calibration_never_reads_the_store_twice() -> None:
     assert calibration_epochs(spec, 10_000_000) * 10_000_000 == pytest.approx(24 * spec.train.max_tokens_per_batch)
 
 
-def test_a_budget_that_would_repeat_the_store_for_ever_is_refused_with_the_mend() -> None:
+def test_a_budget_that_would_repeat_the_store_for_ever_is_refused_with_the_hint() -> None:
     with pytest.raises(InvalidInput, match="more conversations"):
         epochs_for_tokens(1e9, 1000)
 
@@ -89,21 +89,23 @@ def test_what_is_no_budget_is_refused(text: str) -> None:
         Budget.parse(text)
 
 
-def test_every_arm_has_a_name_of_its_own_and_a_shape_that_fits() -> None:
-    arms = arms_of(EVERY, TREE)
-    assert len({arm.title for arm in arms}) == len(arms)
-    assert len({(arm.family, arm.tree.label() if arm.tree else "") for arm in arms}) == len(arms)
-    assert arms[0].tree is None
-    assert {arm.family for arm in arms} == {*EVERY, *UNTRAINED, "off"}
-    for arm in arms[1:]:
-        assert arm.tree is not None
-        assert arm.tree.num_steps == TREE.num_steps
-        assert (arm.kind == "chain") == (arm.tree.top_k == 1)
-        assert arm.tree.static == (arm.kind == "static tree")
+def test_every_variant_has_a_name_of_its_own_and_a_shape_that_fits() -> None:
+    variants = variants_of(EVERY, TREE)
+    assert len({variant.title for variant in variants}) == len(variants)
+    assert len({(variant.family,
+                 variant.tree.label() if variant.tree else "") for variant in variants}) == len(variants)
+    assert variants[0].tree is None
+    assert {variant.family for variant in variants} == {*EVERY, *UNTRAINED, "off"}
+    for variant in variants[1:]:
+        assert variant.tree is not None
+        assert variant.tree.num_steps == TREE.num_steps
+        assert (variant.kind == "chain") == (variant.tree.top_k == 1)
+        assert variant.tree.static == (variant.kind == "static tree")
 
 
 def test_eagle_1_and_2_are_one_checkpoint_and_trees_of_one_size() -> None:
-    one, two = (next(arm for arm in arms_of(EVERY, TREE) if arm.title == title) for title in ("EAGLE-1", "EAGLE-2"))
+    titled = {variant.title: variant for variant in variants_of(EVERY, TREE)}
+    one, two = titled["EAGLE-1"], titled["EAGLE-2"]
     assert one.family == two.family
     assert one.tree is not None
     assert two.tree is not None

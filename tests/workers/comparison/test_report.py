@@ -23,9 +23,9 @@ def verdict_of(report: CompareReport, aspect: str) -> str:
 
 
 def test_tau_acceptance_and_costs_are_those_of_the_rounds() -> None:
-    arm = report_of({"EAGLE-3": Made(2.0, 3, 0.4)}).named("EAGLE-3")
-    assert arm is not None
-    figures = arm.overall
+    variant = report_of({"EAGLE-3": Made(2.0, 3, 0.4)}).named("EAGLE-3")
+    assert variant is not None
+    figures = variant.overall
     assert figures.tau == 4.0
     assert (figures.tau_interval.low, figures.tau_interval.high) == pytest.approx((4.0, 4.0))
     assert figures.acceptance == (1.0, 1.0, 1.0)
@@ -39,38 +39,38 @@ def test_tau_acceptance_and_costs_are_those_of_the_rounds() -> None:
 
 
 def test_every_load_temperature_and_suite_has_its_figures() -> None:
-    arm = report_of(FAMILY).named("EAGLE-2")
-    assert arm is not None
+    variant = report_of(FAMILY).named("EAGLE-2")
+    assert variant is not None
     for load in (1, 4):
         for temperature in (None, 0.0, 1.0):
             for suite in (None, "chat", "code"):
-                assert arm.at(load, temperature, suite).blocks == 16 // (2 if temperature is not None else 1) // (
+                assert variant.at(load, temperature, suite).blocks == 16 // (2 if temperature is not None else 1) // (
                     2 if suite else 1)
     with pytest.raises(StopIteration):
-        arm.at(2)
+        variant.at(2)
 
 
 def test_off_is_its_own_measure() -> None:
-    arm = report_of(FAMILY).named(OFF)
-    assert arm is not None
-    assert (arm.overall.speedup, arm.overall.tau, arm.overall.round_cost) == (1.0, 1.0, 1.0)
+    variant = report_of(FAMILY).named(OFF)
+    assert variant is not None
+    assert (variant.overall.speedup, variant.overall.tau, variant.overall.round_cost) == (1.0, 1.0, 1.0)
 
 
-def test_the_leaderboard_is_by_speed_and_an_arm_that_changed_the_output_comes_last() -> None:
+def test_the_leaderboard_is_by_speed_and_an_variant_that_changed_the_output_comes_last() -> None:
     report = report_of({**FAMILY, "EAGLE-3": Made(2.4, spoilt=True)})
-    assert [one.arm.title for one in report.arms] == [
+    assert [one.variant.title for one in report.variants] == [
         "EAGLE-3 chain", "EAGLE-2", "EAGLE-1", "EAGLE-1 chain", "n-gram", OFF, "EAGLE-3"]
-    assert [one.rank for one in report.arms] == list(range(1, 8))
+    assert [one.rank for one in report.variants] == list(range(1, 8))
     assert report.winner == "EAGLE-3 chain"
     assert "NOT lossless" in answer(report)
-    assert not report.arms[-1].lossless
+    assert not report.variants[-1].lossless
 
 
 def test_the_right_drafter_is_said_to_be_right() -> None:
     report = report_of(FAMILY)
     words = answer(report)
     assert report.winner == "EAGLE-3"
-    assert words.startswith("Yes: EAGLE-3 (tree 4/2/8) is the fastest of 6 arms, 2.4")
+    assert words.startswith("Yes: EAGLE-3 (tree 4/2/8) is the fastest of 6 variants, 2.4")
     assert "Surely slower: EAGLE-3 chain, EAGLE-2, EAGLE-1, EAGLE-1 chain, n-gram." in words
     assert "Without any training n-gram" in words
     assert "still leads" in words
@@ -100,9 +100,9 @@ def test_when_nothing_is_surely_faster_it_is_left_off() -> None:
     assert "not surely faster" in answer(report)
 
 
-def test_a_fast_arm_that_changes_the_output_is_not_chosen() -> None:
+def test_a_fast_variant_that_changes_the_output_is_not_chosen() -> None:
     report = report_of({"EAGLE-3": Made(3.0, spoilt=True)})
-    assert choose(report.arms) == OFF
+    assert choose(report.variants) == OFF
     assert "NOT lossless" in answer(report)
 
 
@@ -160,11 +160,11 @@ def test_a_contest_seen_from_the_other_side_is_turned_in_all() -> None:
     assert (turned(back).one, turned(back).outcome) == (held.one, held.outcome)
 
 
-def test_the_page_has_every_arm_every_claim_and_the_three_versions() -> None:
+def test_the_page_has_every_variant_every_claim_and_the_three_versions() -> None:
     report = report_of(FAMILY)
     page = markdown(report.model_copy(update={"verdict": answer(report), "notes": ("one seed",)}), ["speedup"])
-    for one in report.arms:
-        assert f"| {one.arm.title} |" in page
+    for one in report.variants:
+        assert f"| {one.variant.title} |" in page
     for claim in report.claims:
         assert claim.aspect in page
     assert "| Training | story | required (hours) |" in page

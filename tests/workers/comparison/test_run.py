@@ -68,9 +68,9 @@ def test_two_families_are_trained_measured_and_told_and_a_killed_run_goes_on(
     assert again == ["4 of 5: training eagle3", "5 of 5: measuring"]
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
-    assert {one.arm.title for one in report.arms} == {
+    assert {one.variant.title for one in report.variants} == {
         "off", "EAGLE-1", "EAGLE-2", "EAGLE-1 chain", "EAGLE-3", "EAGLE-3 chain", "n-gram"}
-    assert all(one.lossless for one in report.arms)
+    assert all(one.lossless for one in report.variants)
     assert len({one.tokens for one in report.trained}) == 1
     assert [one.family for one in report.trained] == ["eagle1", "eagle3"]
     assert all(one.cpu_seconds is not None and one.parameters > 0 for one in report.trained)
@@ -106,7 +106,7 @@ def half_failed(spec: CompareSpec, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def test_a_family_that_fails_is_left_out_and_said(half_failed: tuple[Path, CompareReport]) -> None:
     home, report = half_failed
-    assert {one.arm.title for one in report.arms} == {"off", "draft model", "n-gram"}
+    assert {one.variant.title for one in report.variants} == {"off", "draft model", "n-gram"}
     assert report.failed["eagle3"].startswith("VocabularyTooLarge")
     assert "| eagle3 | failed | VocabularyTooLarge" in (home / "report.md").read_text()
 

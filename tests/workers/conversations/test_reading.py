@@ -238,17 +238,17 @@ def test_max_rows_bounds_what_is_read(tmp_path: Path) -> None:
     assert [row.line for row in rows] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("path", "mend"), [
+@pytest.mark.parametrize(("path", "hint"), [
     ("nowhere.jsonl", "give a JSONL or parquet file"), ("/no/such", "give a JSONL or parquet file"),
     ("some-org/some-data", "pip install datasets"), (".", "name its files"),
 ])
-def test_a_source_that_cannot_be_opened_is_refused_with_the_mend(path: str, mend: str) -> None:
+def test_a_source_that_cannot_be_opened_is_refused_with_the_hint(path: str, hint: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         read(Path(path))
-    assert mend in caught.value.mend
+    assert hint in caught.value.hint
 
 
-def test_files_of_the_wrong_kind_are_refused_with_the_mend(tmp_path: Path) -> None:
+def test_files_of_the_wrong_kind_are_refused_with_the_hint(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="jq"):
         read(write(tmp_path / "a.json", []))
     with pytest.raises(InvalidInput, match="not a readable parquet file"):

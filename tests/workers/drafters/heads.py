@@ -10,7 +10,7 @@ from torch import nn
 
 from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, SamplingSpec, TrainSpec
 from eyrie_workers.drafters.family import Family
-from eyrie_workers.drafters.initialisation import TargetEnds, read_target_ends
+from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.speculation.engine import Engine, Generation, Request
 from eyrie_workers.speculation.protocol import SettledPairs
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
@@ -18,7 +18,7 @@ from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.training.documents import PackedDocuments, join
 from eyrie_workers.training.evaluation import Evaluation, evaluate
-from eyrie_workers.training.objective import Moment, Objective
+from eyrie_workers.training.objective import Objective, StepContext
 from tests.tiny import tiny_target
 
 HEADS = 4
@@ -37,7 +37,7 @@ class World:
     """A tiny target, its answers to random prompts, and its states over both."""
 
     target: TargetModel
-    ends: TargetEnds
+    ends: TargetEmbeddings
     documents: tuple[PackedDocuments, ...]
     vocabulary: DraftVocabulary
 
@@ -59,7 +59,7 @@ def world(path: Path, num_documents: int = 12) -> World:
         [(aux, last)] = target.hidden_states([ids], (target.config.num_layers,))
         documents.append(join([(ids, torch.arange(len(ids)) >= PROMPT, aux.clone(), last.clone())]))
     vocabulary = DraftVocabulary(torch.tensor([i for i in range(320) if i % 5 != 4]), 320)
-    return World(target, read_target_ends(path, False), tuple(documents), vocabulary)
+    return World(target, read_target_embeddings(path, False), tuple(documents), vocabulary)
 
 
 def new_drafter(family: Family, of: World, seed: int = 0, heads: int = HEADS) -> Any:
@@ -91,7 +91,7 @@ def trained(family: Family, of: World, num_steps: int = 60) -> tuple[Any, Evalua
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2, betas=(0.9, 0.95))
     for step in range(num_steps):
         optimizer.zero_grad()
-        taught(documents, Moment(step, num_steps, seed=0)).loss.backward()
+        taught(documents, StepContext(step, num_steps, seed=0)).loss.backward()
         optimizer.step()
     return drafter, before, evaluate(taught, [documents], HEADS)
 

@@ -1,4 +1,4 @@
-"""Every defect that a serving engine loads without a word: the check names it and says the mend. One row per defect."""
+"""Every defect that a serving engine loads without a word: the check names it and says the hint. One row per defect."""
 
 import json
 import shutil
@@ -282,12 +282,12 @@ WARNINGS: dict[str, tuple[str, Damage]] = {
 
 
 @pytest.mark.parametrize(("code", "damage"), ERRORS.values(), ids=ERRORS)
-def test_a_defect_is_an_error_with_a_mend(pair: Pair, code: str, damage: Damage) -> None:
+def test_a_defect_is_an_error_with_a_hint(pair: Pair, code: str, damage: Damage) -> None:
     damage(pair)
     errors = {finding.code: finding for finding in pair.findings() if finding.severity == "error"}
     assert code in errors, f"found {sorted(errors)}"
     assert errors[code].what
-    assert len(errors[code].mend) > 5
+    assert len(errors[code].hint) > 5
 
 
 @pytest.mark.parametrize(("code", "damage"), WARNINGS.values(), ids=WARNINGS)
@@ -351,7 +351,7 @@ def test_no_value_of_any_key_makes_the_check_itself_fail(pair: Pair) -> None:
             changed = Target(target.path, target.config | {key: value})
             for findings in (check(Parts(config | {key: value}, tensors), target=target, context=64, weights=False),
                              check(Parts(config, tensors), target=changed, context=64, weights=False)):
-                assert all(finding.mend for finding in findings), key
+                assert all(finding.hint for finding in findings), key
 
 
 def test_without_a_target_the_drafter_is_judged_by_itself(pair: Pair) -> None:

@@ -1,4 +1,4 @@
-"""The check of directories of every family in the registry: sound as exported, and each defect told with a mend."""
+"""The check of directories of every family in the registry: sound as exported, and each defect told with a hint."""
 
 import json
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.drafters.check import check_directory
 from eyrie_workers.drafters.checkpoint.card import Card, identify
-from eyrie_workers.drafters.initialisation import read_target_ends
+from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.drafters.registry import FAMILIES
 from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments
 from eyrie_workers.engines.sglang.profiles import profile
@@ -45,7 +45,7 @@ class Made:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     root = tmp_path_factory.mktemp("families")
     target, other = tiny_target(root / "target", seed=1), tiny_target(root / "other", seed=2)
-    config, ends = parse_config(json.loads((target / "config.json").read_text())), read_target_ends(target, False)
+    config, ends = parse_config(json.loads((target / "config.json").read_text())), read_target_embeddings(target, False)
     for name, family in FAMILIES.items():
         spec = DrafterSpec.model_validate({"family": name, "max_draft_tokens": 3})
         layers = family.layers((1, 2, 3), config.num_layers)
@@ -60,7 +60,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 def codes(directory: Path, **more: Path) -> set[str]:
     found = check_directory(directory, **more)
-    assert all(finding.mend for finding in found)
+    assert all(finding.hint for finding in found)
     return {finding.code for finding in found if finding.severity == "error"}
 
 
@@ -108,7 +108,7 @@ def test_a_drafter_is_launched_in_sglang_as_its_own_kind_or_refused_with_what_se
     if drafter.algorithm is None:
         with pytest.raises(Unlaunchable, match="cannot serve") as refused:
             launch_arguments(plan)
-        assert "Eyrie's own engine" in refused.value.mend
+        assert "Eyrie's own engine" in refused.value.hint
     else:
         line = launch_arguments(plan)
         assert line[line.index("--speculative-algorithm") + 1] == drafter.algorithm

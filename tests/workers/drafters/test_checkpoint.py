@@ -20,7 +20,7 @@ from eyrie_workers.drafters.checkpoint.files import (
     write_checkpoint,
 )
 from eyrie_workers.drafters.eagle3.checkpoint import load_drafter, save_drafter
-from eyrie_workers.drafters.initialisation import read_target_ends
+from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.drafters.registry import family_named, open_drafter
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.draft_vocabulary import build
@@ -118,14 +118,14 @@ def test_writing_again_replaces_the_whole_and_leaves_nothing_aside(saved: Path) 
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]
 
 
-def test_a_defective_checkpoint_is_refused_with_every_fault_and_a_mend(saved: Path) -> None:
+def test_a_defective_checkpoint_is_refused_with_every_fault_and_a_hint(saved: Path) -> None:
     tensors = load_file(saved / "model.safetensors")
     tensors["d2t"] = tensors["d2t"] + torch.arange(14)
     save_file(tensors, saved / "model.safetensors")
     edit(saved, tie_word_embeddings=True)
     with pytest.raises(CheckpointInvalid, match=r"tie_word_embeddings is true.*d2t holds target ids") as refused:
         load_drafter(saved)
-    assert refused.value.mend == "write false"
+    assert refused.value.hint == "write false"
 
 
 def test_nothing_defective_is_ever_written(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_new_drafter_inherits_the_targets_output_rows_and_last_norm(target_dir: Path) -> None:
-    config, ends = read_config(target_dir), read_target_ends(target_dir, tie_word_embeddings=True)
+    config, ends = read_config(target_dir), read_target_embeddings(target_dir, tie_word_embeddings=True)
     vocabulary = build(torch.arange(config.vocab_size), 50)
     drafter = family_named("eagle3").create(DrafterSpec(), config, ends, (1, 2), vocabulary, 0)
     assert torch.equal(drafter.lm_head.weight, ends.embed[vocabulary.ids])  # tied: the output matrix is the embedding
@@ -191,7 +191,7 @@ def test_a_new_drafter_inherits_the_targets_output_rows_and_last_norm(target_dir
 
 def test_a_drafter_is_opened_for_its_own_target_only(target_dir: Path, saved: Path, tmp_path: Path) -> None:
     config, target = read_config(target_dir), load_target(target_dir, "float32")
-    ends = read_target_ends(target_dir, tie_word_embeddings=True)
+    ends = read_target_embeddings(target_dir, tie_word_embeddings=True)
     family = family_named("eagle3")
     drafter = family.create(DrafterSpec(), config, ends, (1, 2), build(torch.arange(config.vocab_size), 50), 0)
     family.save(tmp_path / "own", drafter, "float32", None)
@@ -201,7 +201,7 @@ def test_a_drafter_is_opened_for_its_own_target_only(target_dir: Path, saved: Pa
 
 
 def test_the_specs_variant_flags_reach_the_drafter(target_dir: Path) -> None:
-    config, ends = read_config(target_dir), read_target_ends(target_dir, tie_word_embeddings=True)
+    config, ends = read_config(target_dir), read_target_embeddings(target_dir, tie_word_embeddings=True)
     spec = DrafterSpec(norm_before_fc=True, norm_output=True, sliding_window=16)
     drafter = family_named("eagle3").create(spec, config, ends, (1, 2), build(torch.arange(config.vocab_size), 50), 0)
     made = drafter.config
@@ -210,7 +210,7 @@ def test_the_specs_variant_flags_reach_the_drafter(target_dir: Path) -> None:
 
 
 def test_one_aux_layer_is_refused_because_sglang_would_skip_fc(target_dir: Path) -> None:
-    config, ends = read_config(target_dir), read_target_ends(target_dir, tie_word_embeddings=True)
+    config, ends = read_config(target_dir), read_target_embeddings(target_dir, tie_word_embeddings=True)
     with pytest.raises(InvalidInput, match="skip its fc"):
         family_named("eagle3").create(DrafterSpec(), config, ends, (2,), build(torch.arange(config.vocab_size), 50), 0)
 

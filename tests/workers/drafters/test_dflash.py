@@ -22,14 +22,14 @@ from eyrie_workers.drafters.dflash import (
     mask_token,
     read_dflash_config,
 )
-from eyrie_workers.drafters.initialisation import TargetEnds, read_target_ends
+from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.speculation.protocol import NO_TOKEN, SettledPairs
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.training.documents import PackedDocuments, join
-from eyrie_workers.training.objective import Moment
+from eyrie_workers.training.objective import StepContext
 from tests.tiny import tiny_target
 
 VOCAB, HIDDEN, STEPS, LAYERS = 320, 32, 3, (1, 2, 3)
@@ -41,9 +41,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
     return load_target(tiny_target(tmp_path_factory.mktemp("target"), "llama", seed=5))
 
 
-def ends_of(target: TargetModel) -> TargetEnds:
+def ends_of(target: TargetModel) -> TargetEmbeddings:
     assert target.path is not None
-    return read_target_ends(target.path, target.config.tie_word_embeddings)
+    return read_target_embeddings(target.path, target.config.tie_word_embeddings)
 
 
 def drafter_for(target: TargetModel, layers: tuple[int, ...] = LAYERS, **spec: object) -> DFlashDrafter:
@@ -81,7 +81,7 @@ def turn(x: Tensor, position: int, theta: float) -> Tensor:
     return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
 
 
-def naive_marginals(drafter: DFlashDrafter, ends: TargetEnds, aux: Tensor, token: int) -> Tensor:
+def naive_marginals(drafter: DFlashDrafter, ends: TargetEmbeddings, aux: Tensor, token: int) -> Tensor:
     """[S, V] logits behind one settled token, one place at a time. aux [i + 1, A, H] of the positions before it."""
     config, decoder = drafter.config, drafter.config.decoder
     eps, theta, settled = decoder.rms_eps, decoder.rope.theta, aux.shape[0]
@@ -114,9 +114,9 @@ def naive_marginals(drafter: DFlashDrafter, ends: TargetEnds, aux: Tensor, token
 
 def test_loss_and_gradients_are_those_of_the_paper_read_plainly(target: TargetModel) -> None:
     drafter, packed, ends = drafter_for(target).double(), documents((9, 12), torch.float64), ends_of(target)
-    ends = TargetEnds(ends.embed.double(), ends.lm_head.double(), ends.norm.double(), ends.special)
+    ends = TargetEmbeddings(ends.embed.double(), ends.lm_head.double(), ends.norm.double(), ends.special)
     settings = TrainSpec(ttt_length=STEPS, unrolled_fraction=1.0, step_decay=0.7)
-    outcome = FAMILY.objective(drafter, ends, settings, 12, torch.float64)(packed, Moment(0, 1, 0))
+    outcome = FAMILY.objective(drafter, ends, settings, 12, torch.float64)(packed, StepContext(0, 1, 0))
     outcome.loss.backward()
     found = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()
              if parameter.grad is not None}
@@ -177,7 +177,7 @@ def test_anchors_are_drawn_anew_at_every_step_and_none_is_left_out_when_judged(t
     packed = documents((40, 60))
     objective = FAMILY.objective(drafter_for(target), ends_of(target), TrainSpec(unrolled_fraction=0.4), 60,
                                  torch.float32)
-    first, second, again = (objective.plan(packed, Moment(step, 10, 0)).roots.tolist() for step in (0, 1, 0))
+    first, second, again = (objective.plan(packed, StepContext(step, 10, 0)).roots.tolist() for step in (0, 1, 0))
     every = objective.plan(packed, None).roots.tolist()
     assert first == again
     assert set(first) != set(second)

@@ -25,7 +25,7 @@ from eyrie_workers.drafters.eagle1 import (
     save,
     unroll,
 )
-from eyrie_workers.drafters.initialisation import TargetEnds, read_target_ends
+from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.speculation.protocol import DraftStep, SettledPairs
@@ -34,7 +34,7 @@ from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.documents import PackedDocuments, join
-from eyrie_workers.training.objective import Moment
+from eyrie_workers.training.objective import StepContext
 from eyrie_workers.training.unroll_plan import lay_out
 from tests.tiny import tiny_target
 
@@ -55,9 +55,9 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def ends(target: TargetModel) -> TargetEnds:
+def ends(target: TargetModel) -> TargetEmbeddings:
     assert target.path is not None
-    return read_target_ends(target.path, target.config.tie_word_embeddings)
+    return read_target_embeddings(target.path, target.config.tie_word_embeddings)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def documents(target: TargetModel) -> PackedDocuments:
     return join(rows)
 
 
-def new_drafter(target: TargetModel, ends: TargetEnds, seed: int = 0, **spec: Any) -> Eagle1Drafter:
+def new_drafter(target: TargetModel, ends: TargetEmbeddings, seed: int = 0, **spec: Any) -> Eagle1Drafter:
     """As the family makes it; for a test of arithmetic `shaken`, so that every part shows."""
     vocabulary = DraftVocabulary(torch.arange(target.config.vocab_size), target.config.vocab_size)
     drafter = FAMILY.create(DrafterSpec(family="eagle1", **spec), target.config, ends,
@@ -91,7 +91,7 @@ def shaken(drafter: Eagle1Drafter) -> Eagle1Drafter:
     return drafter
 
 
-def objective(drafter: Eagle1Drafter, ends: TargetEnds, dtype: torch.dtype = torch.float32,
+def objective(drafter: Eagle1Drafter, ends: TargetEmbeddings, dtype: torch.dtype = torch.float32,
               **train: Any) -> FeatureRegression:
     return FeatureRegression(drafter, ends, TrainSpec(**{"ttt_length": STEPS} | train), LONGEST, dtype)
 
@@ -100,7 +100,8 @@ def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def naive_features(drafter: Eagle1Drafter, ends: TargetEnds, ids: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+def naive_features(drafter: Eagle1Drafter, ends: TargetEmbeddings, ids: torch.Tensor,
+                   read: torch.Tensor) -> torch.Tensor:
     """f'_{i+1} of every position i but the last of ONE document, written out; read [T, H] features."""
     config, layer = drafter.config, drafter.layers[0]
     attention, half = layer.self_attn, config.head_dim // 2
@@ -130,7 +131,8 @@ def naive_features(drafter: Eagle1Drafter, ends: TargetEnds, ids: torch.Tensor, 
     return x + layer.mlp.down_proj(F.silu(layer.mlp.gate_proj(normed)) * layer.mlp.up_proj(normed))
 
 
-def naive_loss(drafter: Eagle1Drafter, ends: TargetEnds, documents: PackedDocuments, moment: Moment) -> torch.Tensor:
+def naive_loss(drafter: Eagle1Drafter, ends: TargetEmbeddings, documents: PackedDocuments,
+               moment: StepContext) -> torch.Tensor:
     """CE + 10 SmoothL1, each the mean over positions i whose tokens i+1 and i+2 are the target's."""
     read = noisy(documents.aux[:, 0], documents.lengths, moment)
     losses, start = [], 0
@@ -151,8 +153,8 @@ def naive_loss(drafter: Eagle1Drafter, ends: TargetEnds, documents: PackedDocume
 
 
 def test_loss_and_every_gradient_equal_the_naive_reading_in_double_precision(
-        target: TargetModel, ends: TargetEnds, documents: PackedDocuments) -> None:
-    drafter, moment = shaken(new_drafter(target, ends)).double(), Moment(3, 10, seed=4)
+        target: TargetModel, ends: TargetEmbeddings, documents: PackedDocuments) -> None:
+    drafter, moment = shaken(new_drafter(target, ends)).double(), StepContext(3, 10, seed=4)
     expected = naive_loss(drafter, ends, documents, moment)
     expected.backward()
     wanted = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()
@@ -168,7 +170,7 @@ def test_loss_and_every_gradient_equal_the_naive_reading_in_double_precision(
 
 
 def test_documents_packed_together_predict_what_each_predicts_alone(
-        target: TargetModel, ends: TargetEnds, documents: PackedDocuments) -> None:
+        target: TargetModel, ends: TargetEmbeddings, documents: PackedDocuments) -> None:
     learner = objective(shaken(new_drafter(target, ends)), ends)
     together = learner(documents)
     alone = [learner(some(documents, number, number + 1)) for number in range(len(documents.lengths))]
@@ -181,27 +183,27 @@ def test_documents_packed_together_predict_what_each_predicts_alone(
 
 
 def test_training_takes_one_step_and_judging_takes_all(
-        target: TargetModel, ends: TargetEnds, documents: PackedDocuments) -> None:
+        target: TargetModel, ends: TargetEmbeddings, documents: PackedDocuments) -> None:
     learner = objective(shaken(new_drafter(target, ends)), ends)
-    learnt, judged = learner(documents, Moment(0, 1, 0)), learner(documents)
+    learnt, judged = learner(documents, StepContext(0, 1, 0)), learner(documents)
     assert learnt.supervised == judged.hits[0].numel()
     assert judged.supervised == sum(hits.numel() for hits in judged.hits) > 2 * learnt.supervised
     assert not learnt.hits
     silent = replace(documents, loss_mask=torch.zeros_like(documents.loss_mask))
-    nothing = learner(silent, Moment(0, 1, 0))
+    nothing = learner(silent, StepContext(0, 1, 0))
     nothing.loss.backward()
     assert (float(nothing.loss.detach()), nothing.supervised) == (0.0, 0)
 
 
 def test_noise_is_bounded_by_the_size_of_each_state_and_belongs_to_document_and_step() -> None:
     features = torch.randn(20, 8, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 21)[:, None]
-    whole = noisy(features, (6, 14), Moment(2, 9, seed=1))
+    whole = noisy(features, (6, 14), StepContext(2, 9, seed=1))
     shift = (whole - features) / features.square().mean(-1, keepdim=True).sqrt()
     assert 0.8 * NOISE < float(shift.abs().max()) <= NOISE * (1 + 1e-4)
     assert float(shift.mean().abs()) < NOISE / 4
-    second = noisy(features[6:], (14,), Moment(2, 9, seed=1, starts=(6,)))
+    second = noisy(features[6:], (14,), StepContext(2, 9, seed=1, starts=(6,)))
     assert torch.equal(whole[6:], second)
-    assert not torch.equal(whole, noisy(features, (6, 14), Moment(3, 9, seed=1)))
+    assert not torch.equal(whole, noisy(features, (6, 14), StepContext(3, 9, seed=1)))
 
 
 def some(documents: PackedDocuments, first: int, stop: int) -> PackedDocuments:
@@ -213,10 +215,10 @@ def some(documents: PackedDocuments, first: int, stop: int) -> PackedDocuments:
 
 
 def test_a_batch_spread_over_two_processes_has_the_loss_and_gradients_of_one(
-        target: TargetModel, ends: TargetEnds, documents: PackedDocuments) -> None:
+        target: TargetModel, ends: TargetEmbeddings, documents: PackedDocuments) -> None:
     drafter = shaken(new_drafter(target, ends))
     learner = objective(drafter, ends)
-    whole = learner(documents, Moment(1, 4, seed=3))
+    whole = learner(documents, StepContext(1, 4, seed=3))
     whole.loss.backward()
     wanted = [parameter.grad.clone() for parameter in drafter.parameters() if parameter.grad is not None]
     drafter.zero_grad()
@@ -230,8 +232,8 @@ def test_a_batch_spread_over_two_processes_has_the_loss_and_gradients_of_one(
         return counts
 
     for mine, starts in parts:
-        learner(mine, Moment(1, 4, 3, starts, tell))
-    losses = [learner(mine, Moment(1, 4, 3, starts, lambda _: told[0] + told[1])).loss for mine, starts in parts]
+        learner(mine, StepContext(1, 4, 3, starts, tell))
+    losses = [learner(mine, StepContext(1, 4, 3, starts, lambda _: told[0] + told[1])).loss for mine, starts in parts]
     torch.stack(losses).sum().backward()
     torch.testing.assert_close(torch.stack(losses).sum(), whole.loss, atol=1e-4, rtol=1e-5)
     for parameter, gradient in zip(drafter.parameters(), wanted, strict=True):
@@ -239,30 +241,30 @@ def test_a_batch_spread_over_two_processes_has_the_loss_and_gradients_of_one(
 
 
 def test_bfloat16_products_stay_near_float32(
-        target: TargetModel, ends: TargetEnds, documents: PackedDocuments) -> None:
-    drafter, moment = shaken(new_drafter(target, ends)), Moment(0, 1, 0)
+        target: TargetModel, ends: TargetEmbeddings, documents: PackedDocuments) -> None:
+    drafter, moment = shaken(new_drafter(target, ends)), StepContext(0, 1, 0)
     exact, rounded = (float(objective(drafter, ends, dtype)(documents, moment).loss.detach())
                       for dtype in (torch.float32, torch.bfloat16))
     assert abs(exact - rounded) < 0.03 * exact
 
 
-def trained(target: TargetModel, ends: TargetEnds, documents: PackedDocuments, steps: int = 60) -> Eagle1Drafter:
+def trained(target: TargetModel, ends: TargetEmbeddings, documents: PackedDocuments, steps: int = 60) -> Eagle1Drafter:
     drafter = new_drafter(target, ends)
     learner, optimizer = objective(drafter, ends), torch.optim.AdamW(drafter.parameters(), lr=5e-3)
     for number in range(steps):
         optimizer.zero_grad()
-        learner(documents, Moment(number, steps, 0)).loss.backward()
+        learner(documents, StepContext(number, steps, 0)).loss.backward()
         optimizer.step()
     return drafter
 
 
 @pytest.fixture(scope="module")
-def fitted(target: TargetModel, ends: TargetEnds, documents: PackedDocuments) -> Eagle1Drafter:
+def fitted(target: TargetModel, ends: TargetEmbeddings, documents: PackedDocuments) -> Eagle1Drafter:
     return trained(target, ends, documents)
 
 
 def test_training_lowers_the_loss_and_raises_the_hits_of_every_step(
-        target: TargetModel, ends: TargetEnds, documents: PackedDocuments, fitted: Eagle1Drafter) -> None:
+        target: TargetModel, ends: TargetEmbeddings, documents: PackedDocuments, fitted: Eagle1Drafter) -> None:
     before, after = (objective(drafter, ends)(documents) for drafter in (new_drafter(target, ends), fitted))
     # What is left is mostly the target's own entropy: a random target is sure of little.
     assert float(after.loss.detach()) < float(before.loss.detach()) - 0.2
@@ -277,7 +279,7 @@ def pairs_of(documents: PackedDocuments, start: int, stop: int) -> SettledPairs:
 
 
 def test_unrolled_logits_equal_serving_logits_at_every_root_and_step(
-        target: TargetModel, ends: TargetEnds, documents: PackedDocuments) -> None:
+        target: TargetModel, ends: TargetEmbeddings, documents: PackedDocuments) -> None:
     drafter = shaken(new_drafter(target, ends))
     layout = lay_out(documents.loss_mask, documents.lengths, STEPS)
     rotary = Rotary(drafter.config.rope, drafter.config.head_dim, LONGEST + STEPS)
@@ -315,7 +317,7 @@ def test_answers_are_those_of_the_target_alone(shape: DraftTreeShape, sampling: 
 
 
 def test_a_saved_drafter_is_loaded_to_the_last_bit_and_opened_by_its_architecture(
-        tmp_path: Path, target: TargetModel, ends: TargetEnds) -> None:
+        tmp_path: Path, target: TargetModel, ends: TargetEmbeddings) -> None:
     drafter = shaken(new_drafter(target, ends, intermediate_size=48, num_attention_heads=2))
     save(tmp_path / "one", drafter)
     again = load(tmp_path / "one")
@@ -333,7 +335,7 @@ def test_a_saved_drafter_is_loaded_to_the_last_bit_and_opened_by_its_architectur
     assert opened.aux_layers == (target.config.num_layers,)
 
 
-def test_what_breaks_the_contract_is_named(tmp_path: Path, target: TargetModel, ends: TargetEnds) -> None:
+def test_what_breaks_the_contract_is_named(tmp_path: Path, target: TargetModel, ends: TargetEmbeddings) -> None:
     directory = tmp_path / "drafter"
     save(directory, new_drafter(target, ends))
     weights, config = directory / "model.safetensors", directory / "config.json"

@@ -99,7 +99,7 @@ def test_a_published_eagle1_is_recognised_where_it_lies_and_told_how_to_be_serve
     authors_eagle1(tmp_path / "theirs", pickled=False)
     found, = check_directory(tmp_path / "theirs")
     assert found.code == "architecture-name"
-    assert "export --to sglang" in found.mend
+    assert "export --to sglang" in found.hint
 
 
 def test_what_is_no_eagle1_is_not_taken_for_one(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from eyrie_api.submission.target_facts import target_facts
 from eyrie_api.v1alpha1.job import DataSource, DataSpec, DrafterSpec, Family, JobSpec, TargetSpec
 from eyrie_workers.comparison.forms import forms_of
 from eyrie_workers.drafters import registry
-from eyrie_workers.drafters.initialisation import read_target_ends
+from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from tests.tiny import tiny_target
@@ -33,7 +33,7 @@ def test_every_family_of_the_contract_is_in_both_tables_and_has_words() -> None:
 
 
 def test_the_speed_ups_a_plan_quotes_are_those_of_the_committed_comparison() -> None:
-    table = WORKERS_README.read_text().split("| arm | shape | speed-up, T = 0")[1].partition("\n\n")[0]
+    table = WORKERS_README.read_text().split("| variant | shape | speed-up, T = 0")[1].partition("\n\n")[0]
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
     greedy = {row[0]: float(row[2].partition(" ")[0]) for row in cells}
     for name in NAMES:
@@ -50,7 +50,7 @@ def test_a_family_reads_the_states_the_table_says(name: Family) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plans_estimate_of_a_drafters_size_is_within_a_tenth(name: Family, target_dir: Path) -> None:
     config = read_config(target_dir)
-    ends = read_target_ends(target_dir, config.tie_word_embeddings)
+    ends = read_target_embeddings(target_dir, config.tie_word_embeddings)
     spec = DrafterSpec(family=name, draft_vocab_size=64, max_draft_tokens=3)
     family = registry.FAMILIES[name]
     ids = torch.arange(config.vocab_size if family.whole_vocabulary else 64)

@@ -9,7 +9,7 @@ import torch
 
 from eyrie_api.v1alpha1.job import DraftTreeShape
 from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
-from eyrie_workers.drafters.eagle3.unroll import PackedDocuments, UnrolledStep, lay_ground, unroll
+from eyrie_workers.drafters.eagle3.unroll import PackedDocuments, UnrolledStep, shared_projections, unroll
 from eyrie_workers.drafters.layers.serving import Eagle3Server, LayerState
 from eyrie_workers.speculation.protocol import DraftStep, SettledPairs
 from eyrie_workers.targets.config import RopeConfig
@@ -86,7 +86,7 @@ def chain(server: Eagle3Server, state: LayerState, tokens: torch.Tensor, row: in
 def unrolled_steps(drafter: Eagle3Drafter, rotary: Rotary, embed: torch.Tensor, documents: PackedDocuments,
                    layout: UnrollLayout) -> Iterator[UnrolledStep]:
     weights = drafter.weights()
-    return unroll(weights, rotary, lay_ground(weights, rotary, embed, documents, layout.positions), layout)
+    return unroll(weights, rotary, shared_projections(weights, rotary, embed, documents, layout.positions), layout)
 
 
 @variants

@@ -10,7 +10,7 @@ from torch import Tensor
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, TrainSpec
 from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid
-from eyrie_workers.drafters.initialisation import TargetEnds, read_target_ends
+from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.drafters.standalone import FAMILY, Distillation, StandaloneDrafter, StandaloneServer
 from eyrie_workers.speculation.protocol import SettledPairs
@@ -18,7 +18,7 @@ from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.training.documents import PackedDocuments, join
-from eyrie_workers.training.objective import Moment
+from eyrie_workers.training.objective import StepContext
 from tests.tiny import tiny_target
 
 VOCAB = 320
@@ -32,9 +32,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
     return load_target(tiny_target(tmp_path_factory.mktemp("target"), "llama", seed=5))
 
 
-def ends_of(target: TargetModel) -> TargetEnds:
+def ends_of(target: TargetModel) -> TargetEmbeddings:
     assert target.path is not None
-    return read_target_ends(target.path, target.config.tie_word_embeddings)
+    return read_target_embeddings(target.path, target.config.tie_word_embeddings)
 
 
 def drafter_for(target: TargetModel, **spec: object) -> StandaloneDrafter:
@@ -63,7 +63,7 @@ def logits_of(drafter: StandaloneDrafter, text: Tensor) -> Tensor:
     """[T, V] by the training face."""
     alone = PackedDocuments(text, torch.ones_like(text, dtype=torch.bool), torch.zeros(len(text), 0, 1),
                             torch.zeros(len(text), 1), (len(text),))
-    objective = Distillation(drafter, TargetEnds(torch.zeros(VOCAB, 1), torch.zeros(VOCAB, 1), torch.zeros(1)),
+    objective = Distillation(drafter, TargetEmbeddings(torch.zeros(VOCAB, 1), torch.zeros(VOCAB, 1), torch.zeros(1)),
                              TrainSpec(), len(text), torch.float32)
     positions = torch.arange(len(text))
     with torch.no_grad():
@@ -134,9 +134,9 @@ def test_documents_of_one_batch_do_not_see_each_other(target: TargetModel) -> No
 
 def test_the_loss_is_the_cross_entropy_with_the_target_at_each_answer_token_once(target: TargetModel) -> None:
     drafter, packed, ends = drafter_for(target).double(), documents((12, 20)), ends_of(target)
-    double = TargetEnds(ends.embed.double(), ends.lm_head.double(), ends.norm.double())
+    double = TargetEmbeddings(ends.embed.double(), ends.lm_head.double(), ends.norm.double())
     outcome = FAMILY.objective(drafter, double, TrainSpec(ttt_length=3), 20, torch.float64)(
-        packed, Moment(0, 1, 0))
+        packed, StepContext(0, 1, 0))
     outcome.loss.backward()
     found = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()
              if parameter.grad is not None}

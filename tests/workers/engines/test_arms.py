@@ -8,7 +8,7 @@ import pytest
 from eyrie_api.v1alpha1.job import DraftTreeShape, EngineKind, TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_workers.engines.sglang.profiles import profile
-from eyrie_workers.engines.variants import ArmPlan, Uses, command_line
+from eyrie_workers.engines.variants import Uses, VariantPlan, command_line
 from eyrie_workers.targets.sglang_limits import Unlaunchable
 
 CHAIN = Setting(tree=DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3))
@@ -26,11 +26,11 @@ def value(line: tuple[str, ...], flag: str) -> str | None:
     return line[line.index(flag) + 1] if flag in line else None
 
 
-def plan_for(kind: EngineKind, target: Path, machine: str) -> ArmPlan:
-    return ArmPlan(kind, TargetSpec(model=str(target), dtype="bfloat16"), 8, machine=profile(machine))
+def plan_for(kind: EngineKind, target: Path, machine: str) -> VariantPlan:
+    return VariantPlan(kind, TargetSpec(model=str(target), dtype="bfloat16"), 8, machine=profile(machine))
 
 
-def test_sglang_arms_differ_in_drafting_and_in_the_share_of_memory_that_is_left_to_them(
+def test_sglang_variants_differ_in_drafting_and_in_the_share_of_memory_that_is_left_to_them(
         target: Path, uses: Uses, tmp_path: Path) -> None:
     # A B200 would run a chain and a tree on different attention backends if each were left to choose.
     plan = plan_for("sglang", target, "b200")

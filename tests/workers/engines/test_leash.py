@@ -1,4 +1,4 @@
-"""A leashed child ends with its parent, even when the parent could do nothing about it."""
+"""A with_parent_death_signal child ends with its parent, even when the parent could do nothing about it."""
 
 import os
 import signal
@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 from eyrie_pipelines.processes import name_of
-from eyrie_workers.engines.parent_death_signal import leashed
+from eyrie_workers.engines.parent_death_signal import with_parent_death_signal
 
 PARENT = """
 import subprocess, sys, time
-from eyrie_workers.engines.leash import leashed
-child = subprocess.Popen(leashed(["sleep", "600"]), start_new_session=True)
+from eyrie_workers.engines.leash import with_parent_death_signal
+child = subprocess.Popen(with_parent_death_signal(["sleep", "600"]), start_new_session=True)
 print(child.pid, flush=True)
 time.sleep(600)
 """
@@ -36,7 +36,7 @@ def test_a_parent_killed_outright_takes_its_leashed_child_along_into_whatever_se
 
 
 def test_a_child_whose_parent_is_another_process_by_then_does_not_begin() -> None:
-    argv = leashed([sys.executable, "-c", "print('began')"])
+    argv = with_parent_death_signal([sys.executable, "-c", "print('began')"])
     argv[argv.index(str(os.getpid()))] = "1"  # as if the one who wanted it had died and init had taken the child over
     ended = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert ended.returncode != 0

@@ -36,11 +36,11 @@ def test_nulls_mean_absent() -> None:
     ("frequency_penalty", 0.5), ("logprobs", True), ("response_format", {"type": "json_object"}), ("seed", "x"),
     ("tool_choice", "required"), ("messages", [{"role": "robot", "content": "x"}]), ("stop", ["x" * 1000]),
 ])
-def test_a_field_we_cannot_honour_is_refused_by_name_with_a_mend(field: str, value: object) -> None:
+def test_a_field_we_cannot_honour_is_refused_by_name_with_a_hint(field: str, value: object) -> None:
     with pytest.raises(Refused) as refused:
         parse_chat(HELLO | {field: value})
     assert (refused.value.param or "").split(".")[0] == field
-    assert refused.value.mend
+    assert refused.value.hint
     assert error_body(refused.value)["error"]["type"] == "invalid_request_error"
 
 

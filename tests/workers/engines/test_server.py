@@ -140,14 +140,14 @@ def test_without_a_drafter_every_token_is_a_round_of_its_own(http: httpx.Client)
     ({"messages": [{"role": "user", "content": "long " * 5000}]}, 400, "context_length_exceeded"),
     ({"logprobs": True}, 400, "unsupported_parameter"), ({"messages": None}, 400, "invalid_value"),
 ])
-def test_a_bad_request_is_refused_in_openai_words_with_a_mend(
+def test_a_bad_request_is_refused_in_openai_words_with_a_hint(
         http: httpx.Client, fields: dict[str, Any], status: int, code: str) -> None:
     answer = http.post(CHAT, json=chat_body() | fields)
     assert answer.status_code == status
     error = answer.json()["error"]
     assert error["code"] == code
-    assert error["mend"]
-    assert error["mend"] in error["message"]
+    assert error["hint"]
+    assert error["hint"] in error["message"]
 
 
 def test_what_is_not_json_or_too_large_or_nowhere_is_refused(http: httpx.Client) -> None:
@@ -156,7 +156,7 @@ def test_what_is_not_json_or_too_large_or_nowhere_is_refused(http: httpx.Client)
     assert http.post(CHAT, content=b"[" * 100_000).status_code == 400
     large = http.post(CHAT, content=b'{"messages": "' + b"x" * (5 * 2**20) + b'"}')
     assert large.status_code == 413
-    assert http.get("/v1/nowhere").json()["error"]["mend"]
+    assert http.get("/v1/nowhere").json()["error"]["hint"]
 
 
 def test_a_client_that_goes_away_frees_its_slot(http: httpx.Client) -> None:
@@ -197,12 +197,12 @@ def test_a_port_in_use_is_told_at_once_with_exit_code_69(target: Path) -> None:
                                 "--port", str(port)], capture_output=True, text=True, check=False, timeout=120)
     assert ended.returncode == 69
     assert f"port {port}" in ended.stderr
-    assert "mend:" in ended.stderr
+    assert "hint:" in ended.stderr
 
 
-def test_a_target_that_is_not_there_ends_the_process_with_the_mend(tmp_path: Path) -> None:
+def test_a_target_that_is_not_there_ends_the_process_with_the_hint(tmp_path: Path) -> None:
     started = start_engine(EngineCommand(target=tmp_path / "nothing", model="m"), tmp_path / "engine")
-    with pytest.raises(EngineFailed, match="mend:"):
+    with pytest.raises(EngineFailed, match="hint:"):
         started.wait_ready(120)
     assert started.stop() == 66
 

@@ -66,4 +66,4 @@ def test_chat_tells_what_the_endpoint_refuses(quickstart: EngineProcess) -> None
     refused = CliRunner().invoke(app, ["chat", "hi", "--url", f"{quickstart.url}/v1", "--model", "other"])
     assert refused.exit_code == 65
     assert "quickstart" in refused.stderr
-    assert "mend:" in refused.stderr
+    assert "hint:" in refused.stderr

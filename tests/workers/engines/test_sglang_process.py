@@ -80,7 +80,7 @@ def test_a_server_that_ends_says_why_in_its_own_last_words(tmp_path: Path) -> No
     assert "exit code 3" in failed.value.message
     assert "ValueError: topk > 1 needs page_size 1" in failed.value.message
     assert "sigquit" not in failed.value.message
-    assert "launcher.py --port 1" in failed.value.mend
+    assert "launcher.py --port 1" in failed.value.hint
 
 
 def test_a_server_that_is_not_ready_in_time_may_be_waited_for_again(tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ def rungs(accuracy: Sequence[float], theoretical: Sequence[float]) -> list[Rung]
 
 def timings(taus: Sequence[float], round_s: float, prompts: int = 6) -> np.ndarray:
     """Prompts of 100 rounds; a round costs the same whatever it yields; undrafted one token per 10 ms."""
-    arms = [[100.0, 1.0, 100.0, 0.0], *([100 * t, 100 * round_s, 100.0, 100 * (t - 1)] for t in taus)]
-    return np.array([arms] * prompts)
+    variants = [[100.0, 1.0, 100.0, 0.0], *([100 * t, 100 * round_s, 100.0, 100 * (t - 1)] for t in taus)]
+    return np.array([variants] * prompts)
 
 
 def test_equal_rounds_make_throughput_linear_in_tau() -> None:
@@ -56,16 +56,16 @@ def test_rounds_of_different_cost_are_said_not_to_be_linear() -> None:
 
 
 def test_confidence_that_means_acceptance_is_said_to_hold_and_one_that_does_not_is_not() -> None:
-    def arms(accepted: Sequence[int]) -> dict[calibration.Arm, tuple[Curve, tuple[RankCount, ...]]]:
+    def variants(accepted: Sequence[int]) -> dict[calibration.Variant, tuple[Curve, tuple[RankCount, ...]]]:
         outcomes = [(confidence, place < right) for confidence, right in zip((0.15, 0.35, 0.55, 0.95), accepted,
                                                                            strict=True) for place in range(100)]
         return {(family, t): (curve(outcomes), (RankCount(rank=0, count=400, accepted=sum(accepted)),))
                 for family in calibration.COMPARED for t in calibration.TEMPERATURES}
 
-    true = calibration.judge(arms([15, 35, 55, 95]), 4)
+    true = calibration.judge(variants([15, 35, 55, 95]), 4)
     assert true.found[0].startswith("The claim holds: above a confidence of 0.1 it misses acceptance by 0.00")
     assert true.found[1].startswith("No bin of more confident guesses is surely right less often")
-    vain = calibration.judge(arms([30, 5, 20, 30]), 4)
+    vain = calibration.judge(variants([30, 5, 20, 30]), 4)
     assert vain.found[0].startswith("The claim does not hold")
     assert "(too sure)" in vain.found[0]
     assert vain.found[1].startswith("More confident guesses are surely right less often in some bin: eagle3 at")

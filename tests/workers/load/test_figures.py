@@ -20,8 +20,8 @@ def sample(index: int, seconds: float = 1.0, tokens: int = 11, category: str = "
                   gaps_s=np.full(tokens - 1, (seconds - ttft_s) / (tokens - 1)), end_to_end_s=seconds)
 
 
-def seen(arm: str, *samples: Sample, users: int = 1) -> Seen:
-    return Seen(arm, Level("closed", users), samples, sum(s.end_to_end_s for s in samples) / users, 0.01)
+def seen(variant: str, *samples: Sample, users: int = 1) -> Seen:
+    return Seen(variant, Level("closed", users), samples, sum(s.end_to_end_s for s in samples) / users, 0.01)
 
 
 def test_a_cell_by_hand() -> None:
@@ -51,7 +51,7 @@ def test_acceptance_is_summed_over_the_requests_histograms() -> None:
     assert 1.0 <= made.tau_interval.low < 2.3 < made.tau_interval.high
 
 
-def test_an_answer_that_accepted_nothing_counts_where_others_show_that_the_arm_drafts() -> None:
+def test_an_answer_that_accepted_nothing_counts_where_others_show_that_the_variant_drafts() -> None:
     report = level_report(seen("candidate", sample(0, histogram=(4,)), sample(1, histogram=(0, 4), category="b")), SPEC)
     assert report.total.tau == pytest.approx(1.5)
     assert [part.tau for part in report.by_category.values()] == [1.0, 2.0]
@@ -104,7 +104,7 @@ def test_prompts_that_disagree_widen_the_interval() -> None:
     assert found.throughput_interval.low < found.throughput_ratio < found.throughput_interval.high
 
 
-def test_token_ids_decide_over_text_where_both_arms_give_them() -> None:
+def test_token_ids_decide_over_text_where_both_variants_give_them() -> None:
     off = seen("off", replace(sample(0), ids_digest=b"1"))
     same_text = seen("candidate", replace(sample(0), ids_digest=b"2"))
     no_ids = seen("candidate", sample(0))
@@ -114,13 +114,13 @@ def test_token_ids_decide_over_text_where_both_arms_give_them() -> None:
     assert (by_ids.identical, by_text.identical) == (0, 1)
 
 
-def test_arms_that_answered_no_common_prompt_are_not_compared() -> None:
+def test_variants_that_answered_no_common_prompt_are_not_compared() -> None:
     assert comparison(seen("candidate", sample(0)), seen("off", sample(1)), SPEC) is None
 
 
-def compared(level: float, ratio: float, arm: str = "candidate") -> LoadComparison:
+def compared(level: float, ratio: float, variant: str = "candidate") -> LoadComparison:
     interval = Interval(low=ratio, high=ratio)
-    return LoadComparison(arm=arm, baseline="off", mode="closed", level=level, throughput_ratio=ratio,
+    return LoadComparison(variant=variant, baseline="off", mode="closed", level=level, throughput_ratio=ratio,
                           throughput_interval=interval, user_ratio=ratio, user_interval=interval, compared=1,
                           identical=1)
 
@@ -132,5 +132,5 @@ def test_the_crossover_is_interpolated_over_the_logarithm_of_the_load() -> None:
     assert crossover([]) is None
 
 
-def test_the_crossover_is_the_first_compared_arms() -> None:
+def test_the_crossover_is_the_first_compared_variants() -> None:
     assert crossover([compared(1, 2.0), compared(1, 0.5, "incumbent")]) is None

@@ -111,7 +111,7 @@ def test_an_address_that_is_none_is_refused_without_its_secrets(url: str) -> Non
     with pytest.raises(InvalidInput) as caught:
         parse_url(url)
     assert "hidden" not in str(caught.value)
-    assert caught.value.mend
+    assert caught.value.hint
 
 
 def test_credentials_of_an_address_are_sent_but_never_shown() -> None:

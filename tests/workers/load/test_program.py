@@ -10,8 +10,8 @@ import pytest
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.load import LoadReport
-from eyrie_workers.load.__main__ import build_parser, main, read_arms, read_prompts, read_spec
-from eyrie_workers.load.client import ArmUnusable
+from eyrie_workers.load.__main__ import build_parser, main, read_prompts, read_spec, read_variants
+from eyrie_workers.load.client import VariantUnusable
 from eyrie_workers.load.responder import Pace
 from tests.workers.load.serving import responding
 
@@ -27,14 +27,31 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def test_a_comparison_prints_tables_and_writes_report_and_figures(
         url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["--arm", f"off={url}", "--arm", f"candidate={url}", *QUICK, "--rate", "100", "--slo", "ttft=30,e2e=60",
-                 "--what", "candidate=chain 1/1/2", "--out", str(tmp_path / "r.json"), "--plots", str(tmp_path / "p")])
+    code = main(
+        [
+            "--variant",
+            f"off={url}",
+            "--variant",
+            f"candidate={url}",
+            *QUICK,
+            "--rate",
+            "100",
+            "--slo",
+            "ttft=30,e2e=60",
+            "--what",
+            "candidate=chain 1/1/2",
+            "--out",
+            str(tmp_path / "r.json"),
+            "--plots",
+            str(tmp_path / "p"),
+        ]
+    )
     told = capsys.readouterr()
     assert code == 0
     report = LoadReport.model_validate_json((tmp_path / "r.json").read_text())
-    assert {level.arm for level in report.levels} == {"off", "candidate"}
+    assert {level.variant for level in report.levels} == {"off", "candidate"}
     assert list(report.levels[0].by_category) == ["chat", "math"]
-    for words in ("Closed loop", "Open loop", "SAME ANSWERS", "All greedy answers were the same in every arm.",
+    for words in ("Closed loop", "Open loop", "SAME ANSWERS", "All greedy answers were the same in every variant.",
                   "candidate: chain 1/1/2", "GOOD"):
         assert words in told.out
     assert "requests" in told.err
@@ -44,14 +61,14 @@ def test_a_comparison_prints_tables_and_writes_report_and_figures(
 
 
 def test_json_is_the_report_and_nothing_else(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--arm", f"one={url}", *QUICK, "--json"]) == 0
+    assert main(["--variant", f"one={url}", *QUICK, "--json"]) == 0
     told = capsys.readouterr()
     assert LoadReport.model_validate_json(told.out).model == "responder"
     assert told.err == ""
 
 
-def test_a_server_that_is_not_there_ends_with_its_exit_code_and_the_mend(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--arm", "one=http://127.0.0.1:1/v1"]) == ArmUnusable.exit_code
+def test_a_server_that_is_not_there_ends_with_its_exit_code_and_the_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--variant", "one=http://127.0.0.1:1/v1"]) == VariantUnusable.exit_code
     assert "start the server" in capsys.readouterr().err
 
 
@@ -66,28 +83,29 @@ def test_a_server_that_is_not_there_ends_with_its_exit_code_and_the_mend(capsys:
 ])
 def test_options_that_cannot_be_are_refused_by_name(options: list[str], words: str) -> None:
     with pytest.raises(InvalidInput, match=words):
-        read_spec(build_parser().parse_args(["--arm", "a=http://h/v1", *options]))
+        read_spec(build_parser().parse_args(["--variant", "a=http://h/v1", *options]))
 
 
 def test_levels_default_to_a_few_users_unless_a_rate_is_given() -> None:
     parse = build_parser().parse_args
-    assert read_spec(parse(["--arm", "a=http://h/v1"])).concurrencies == (1, 4, 16)
-    assert read_spec(parse(["--arm", "a=http://h/v1", "--rate", "2"])).concurrencies == ()
+    assert read_spec(parse(["--variant", "a=http://h/v1"])).concurrencies == (1, 4, 16)
+    assert read_spec(parse(["--variant", "a=http://h/v1", "--rate", "2"])).concurrencies == ()
 
 
-def test_models_and_keys_are_given_to_all_arms_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_and_keys_are_given_to_all_variants_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THEIR_KEY", "sk-hidden")
-    arms = read_arms(build_parser().parse_args([
-        "--arm", "off=http://h:1/v1", "--arm", "on=http://h:2/v1", "--model", "big", "--model", "on=small",
+    variants = read_variants(build_parser().parse_args([
+        "--variant", "off=http://h:1/v1", "--variant", "on=http://h:2/v1", "--model", "big", "--model", "on=small",
         "--api-key-env", "on=THEIR_KEY"]))
-    assert [(arm.name, arm.model, arm.api_key) for arm in arms] == [("off", "big", None), ("on", "small", "sk-hidden")]
+    assert [(variant.name, variant.model, variant.api_key) for variant in variants] == [
+        ("off", "big", None), ("on", "small", "sk-hidden")]
 
 
 @pytest.mark.parametrize("options", [["--model", "on=x"], ["--api-key-env", "NOT_SET_HERE"], ["--what", "on=x"],
-                                     ["--arm", "off=http://h/v1"], ["--arm", "http://me:hidden@h/v1"]])
-def test_options_of_arms_that_are_not_there_are_refused(options: list[str]) -> None:
+                                     ["--variant", "off=http://h/v1"], ["--variant", "http://me:hidden@h/v1"]])
+def test_options_of_variants_that_are_not_there_are_refused(options: list[str]) -> None:
     with pytest.raises(InvalidInput) as caught:
-        read_arms(build_parser().parse_args(["--arm", "off=http://h/v1", "--model", "off=m", *options]))
+        read_variants(build_parser().parse_args(["--variant", "off=http://h/v1", "--model", "off=m", *options]))
     assert "hidden" not in str(caught.value)
 
 
@@ -102,10 +120,10 @@ def test_prompts_come_from_suites_and_files_under_a_category(tmp_path: Path) -> 
 
 
 def test_the_verb_starts_the_program_with_its_options_and_ends_with_its_code() -> None:
-    done = subprocess.run([sys.executable, "-m", "eyrie_operator.command", "load", "--arm", "one=http://127.0.0.1:1/v1",
+    done = subprocess.run([sys.executable, "-m", "eyrie_operator.command", "load", "--variant", "one=http://127.0.0.1:1/v1",
                            "--json"], capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == ArmUnusable.exit_code
-    assert json.loads(done.stderr)["error"]["reason"] == "ArmUnusable"
+    assert done.returncode == VariantUnusable.exit_code
+    assert json.loads(done.stderr)["error"]["reason"] == "VariantUnusable"
 
 
 def test_the_program_does_not_load_torch() -> None:

@@ -14,13 +14,13 @@ def test_levels_ascend_and_stand_once() -> None:
     assert [level.words() for level in levels(spec)] == ["1 user", "4 users", "0.5 requests/s", "2.5 requests/s"]
 
 
-def test_the_order_of_the_arms_turns_round_from_block_to_block() -> None:
+def test_the_order_of_the_variants_turns_round_from_block_to_block() -> None:
     spec = LoadSpec(concurrencies=(1, 2), repeats=3, requests=4)
-    order = [block.arm for block in blocks(prompts(4), ["a", "b"], spec)]
+    order = [block.variant for block in blocks(prompts(4), ["a", "b"], spec)]
     assert order == ["a", "b", "b", "a", "a", "b", "b", "a", "a", "b", "b", "a"]
 
 
-def test_all_arms_meet_the_same_questions_and_the_next_repeat_goes_on() -> None:
+def test_all_variants_meet_the_same_questions_and_the_next_repeat_goes_on() -> None:
     spec = LoadSpec(concurrencies=(1,), repeats=2, requests=4)
     first, second, third, _ = blocks(prompts(8), ["a", "b"], spec)
     assert first.questions == second.questions
@@ -64,7 +64,7 @@ def test_another_system_prompt_replaces_the_prompts_own() -> None:
         {"role": "system", "content": "new"}, {"role": "user", "content": "hello"}]
 
 
-def test_a_question_has_the_same_seed_in_every_arm_and_another_in_the_next_repeat() -> None:
+def test_a_question_has_the_same_seed_in_every_variant_and_another_in_the_next_repeat() -> None:
     prompt = prompts(1)[0]
     first, again = (Question(prompt, 0, 3).seed(LoadSpec()) for _ in range(2))
     assert first == again

@@ -1,4 +1,4 @@
-"""Interleaved arms over the real engine, and what is said when an arm's output differs."""
+"""Interleaved variants over the real engine, and what is said when a variant's output differs."""
 
 import dataclasses
 from pathlib import Path
@@ -11,7 +11,7 @@ from eyrie_api.v1alpha1.job import DraftTreeShape
 from eyrie_workers.conversations.benchmark_suites import Prompt
 from eyrie_workers.measurement.benchmark.hf_baseline import compare
 from eyrie_workers.measurement.benchmark.losslessness import explain
-from eyrie_workers.measurement.benchmark.samples import BASELINE, Arm, Entry
+from eyrie_workers.measurement.benchmark.samples import BASELINE, Entry, Variant
 from eyrie_workers.measurement.benchmark.session import (
     Session,
     fitting,
@@ -27,9 +27,9 @@ from eyrie_workers.targets.loading import load_target
 from tests.tiny import tiny_target
 from tests.workers.measurement.tiny_bench import stage_specs
 
-CHAIN = Arm(DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4))
-TREE = Arm(DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6))
-ARMS = [Arm(None), CHAIN, TREE]
+CHAIN = Variant(DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4))
+TREE = Variant(DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6))
+ARMS = [Variant(None), CHAIN, TREE]
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +53,8 @@ def nothing() -> None:
     """No reason to stop."""
 
 
-def entries_of(session: Session, bench: Bench, arms: list[Arm]) -> list[Entry]:
-    return [bench.measure(unit, arms, nothing) for unit in units_of(session)]
+def entries_of(session: Session, bench: Bench, variants: list[Variant]) -> list[Entry]:
+    return [bench.measure(unit, variants, nothing) for unit in units_of(session)]
 
 
 def units_of(session: Session) -> list:  # type: ignore[type-arg]
@@ -63,14 +63,14 @@ def units_of(session: Session) -> list:  # type: ignore[type-arg]
 
 def test_a_drafter_that_changes_nothing_is_identical_on_every_prompt(session: Session) -> None:
     entries = entries_of(session, session.bench, ARMS)
-    for arm in (CHAIN, TREE):
-        for cell in report_cells(session, entries, units_of(session), arm):
+    for variant in (CHAIN, TREE):
+        for cell in report_cells(session, entries, units_of(session), variant):
             assert cell.identical == cell.prompts == 6
             assert cell.divergences == ()
             assert sum(cell.accepted_histogram) > 0
 
 
-def test_every_arm_answers_every_prompt_and_is_timed(session: Session) -> None:
+def test_every_variant_answers_every_prompt_and_is_timed(session: Session) -> None:
     unit = units_of(session)[0]
     entry = session.bench.measure(unit, ARMS, nothing)
     assert entry.key == unit.key
@@ -81,25 +81,25 @@ def test_every_arm_answers_every_prompt_and_is_timed(session: Session) -> None:
         assert sum(sample.accepted_histogram) == sample.rounds, name
 
 
-def test_the_first_arm_rotates_so_that_two_arms_alternate(session: Session) -> None:
-    assert [arm.name for arm in rotated([ARMS[0], CHAIN], 1)] == [CHAIN.name, BASELINE]
+def test_the_first_variant_rotates_so_that_two_variants_alternate(session: Session) -> None:
+    assert [variant.name for variant in rotated([ARMS[0], CHAIN], 1)] == [CHAIN.name, BASELINE]
     turns = [unit.turn for unit in units_of(session) if unit.prompt.suite == "sums" and unit.temperature == 0.0]
     assert [turn % 2 for turn in turns] == [0, 1] * (len(turns) // 2)
 
 
-def test_noise_is_shared_by_arms_and_differs_between_prompts_and_repeats(session: Session) -> None:
+def test_noise_is_shared_by_variants_and_differs_between_prompts_and_repeats(session: Session) -> None:
     units = session.units(interleave(session.suites), (1.0,), 2)
     assert len({unit_seed(unit, 0) for unit in units}) == len(units)
     assert unit_seed(units[0], 0) != unit_seed(units[0], 1)
 
 
-def test_an_arm_run_on_another_target_is_reported_as_divergent_with_id_and_position(
+def test_an_variant_run_on_another_target_is_reported_as_divergent_with_id_and_position(
         session: Session, tmp_path: Path) -> None:
     other = load_target(tiny_target(tmp_path / "other", seed=1), "float32")
     corrupted = dataclasses.replace(session.bench, engine=Engine(other, session.bench.engine.drafter))
     units = units_of(session)
     entries = []
-    for honest, wrong in zip(entries_of(session, session.bench, [Arm(None)]),
+    for honest, wrong in zip(entries_of(session, session.bench, [Variant(None)]),
                              entries_of(session, corrupted, [CHAIN]), strict=True):
         entries.append(honest.model_copy(update={"samples": honest.samples | wrong.samples}))
     for cell in report_cells(session, entries, units, CHAIN):
@@ -115,7 +115,7 @@ def test_an_arm_run_on_another_target_is_reported_as_divergent_with_id_and_posit
 
 def test_one_changed_token_is_found_at_its_position_with_the_targets_own_gap(session: Session) -> None:
     unit = next(u for u in units_of(session) if u.temperature == 0.0)
-    answer = list(session.bench.measure(unit, [Arm(None)], nothing).samples[BASELINE].token_ids)
+    answer = list(session.bench.measure(unit, [Variant(None)], nothing).samples[BASELINE].token_ids)
     changed = [*answer[:2], (answer[2] + 1) % 300, *answer[3:]]
     found = explain(session.target, "p", unit.prompt_ids, answer, changed)
     assert found is not None
@@ -133,7 +133,7 @@ def test_one_changed_token_is_found_at_its_position_with_the_targets_own_gap(ses
 def test_at_temperature_one_the_gap_is_taken_under_the_noise_that_chose(session: Session) -> None:
     unit = next(u for u in units_of(session) if u.temperature == 1.0)
     seed = unit_seed(unit, session.spec.seed)
-    answer = list(session.bench.measure(unit, [Arm(None)], nothing).samples[BASELINE].token_ids)
+    answer = list(session.bench.measure(unit, [Variant(None)], nothing).samples[BASELINE].token_ids)
     for position in range(len(answer)):
         changed = [*answer[:position], (answer[position] + 1) % 300]
         found = explain(session.target, "p", unit.prompt_ids, answer, changed, temperature=1.0, seed=seed)

@@ -27,10 +27,10 @@ def sample(seconds: float, tokens: tuple[int, ...] = (1, 2, 3, 4), histogram: tu
                   rounds=sum(histogram), accepted_histogram=histogram)
 
 
-def entry(prompt: str, temperature: float = 0.0, repeat: int = 0, suite: str = "s", **arms: Sample) -> Entry:
+def entry(prompt: str, temperature: float = 0.0, repeat: int = 0, suite: str = "s", **variants: Sample) -> Entry:
     named = {"chain3": CHAIN3.label(), "tree3": TREE3.label(), "baseline": BASELINE}
     return Entry(suite=suite, prompt_id=prompt, temperature=temperature, repeat=repeat,
-                 samples={named[name]: value for name, value in arms.items()})
+                 samples={named[name]: value for name, value in variants.items()})
 
 
 def predicted(shape: DraftTreeShape, speedup: float, tau: float = 3.0) -> Prediction:

@@ -33,7 +33,7 @@ def run(race: Race, true: dict[Setting, float], *, noise: float = 0.0, rungs: in
     for rung in range(rungs):
         race.admit(affordable)
         for temperature in TEMPERATURES:
-            hard = chance.gauss(0, 0.3)  # shared by all arms: prompts differ in length and ease
+            hard = chance.gauss(0, 0.3)  # shared by all variants: prompts differ in length and ease
             for setting in list(race.active):
                 seconds = math.exp(hard + chance.gauss(0, noise)) / true[setting]
                 race.take(setting, (temperature, rung), Measured(100, seconds))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, EngineKind
-from eyrie_workers.drafters.initialisation import read_target_ends
+from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.drafters.registry import FAMILIES
 from eyrie_workers.measurement.parity.known_misconfigurations import suspects
 from eyrie_workers.measurement.parity.reference import GrowsTrees, ReadsText, Reference
@@ -24,7 +24,7 @@ def test_a_drafter_is_told_sglang_s_habits_and_no_other_family_s_mistakes_are_su
     row, config = FAMILIES[family], read_config(target)
     layers = row.layers((1, 2, 3), config.num_layers)
     row.save(tmp_path / "drafter", row.create(
-        DrafterSpec.model_validate({"family": family}), config, read_target_ends(target, False), layers,
+        DrafterSpec.model_validate({"family": family}), config, read_target_embeddings(target, False), layers,
         DraftVocabulary(torch.arange(config.vocab_size), config.vocab_size), 1), "float32", None)
     habits: tuple[tuple[EngineKind, str], ...] = (("sglang", "places"), ("embedded", "ancestors"))
     for kind, keys in habits:

@@ -91,7 +91,7 @@ def test_a_bad_row_is_named_with_its_line(tmp_path: Path, bad: Any, says: str) -
         load_suite(write(tmp_path / "rows.jsonl", [{"prompt": "fine"}, bad]))
     assert "rows.jsonl line 2" in caught.value.message
     assert says in caught.value.message
-    assert caught.value.mend
+    assert caught.value.hint
 
 
 def test_a_missing_file_an_empty_one_and_bytes_that_are_not_text_are_told_apart(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_missing_file_an_empty_one_and_bytes_that_are_not_text_are_told_apart(
         with pytest.raises(kind) as caught:
             load_suite(SuiteSpec(name="s", path=str(tmp_path / name)))
         assert isinstance(caught.value, EyrieError)
-        assert caught.value.mend
+        assert caught.value.hint
 
 
 def test_a_parquet_file_that_is_none_is_refused(tmp_path: Path) -> None:

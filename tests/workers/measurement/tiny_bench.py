@@ -7,7 +7,7 @@ import torch
 
 from eyrie_api.v1alpha1.job import BenchmarkSpec, DrafterSpec, SuiteSpec, TargetSpec, TuneSpec
 from eyrie_api.v1alpha1.stages import BenchmarkStage, TuneStage
-from eyrie_workers.drafters.initialisation import read_target_ends
+from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
@@ -19,7 +19,7 @@ def random_drafter(path: Path, target: Path, seed: int = 0) -> Path:
     config = read_config(target)
     family = family_named("eagle3")
     vocabulary = DraftVocabulary(ids=torch.arange(config.vocab_size), vocab_size=config.vocab_size)
-    ends = read_target_ends(target, config.tie_word_embeddings)
+    ends = read_target_embeddings(target, config.tie_word_embeddings)
     drafter = family.create(DrafterSpec(), config, ends, (1, 2, config.num_layers), vocabulary, seed)
     family.save(path, drafter, "float32", None)
     return path

@@ -48,7 +48,7 @@ def test_a_run_without_metric_series_is_drawn_through_its_checkpoints(tmp_path: 
     assert "learning-default" in names
 
 
-def test_a_directory_that_is_no_job_is_refused_with_the_mend(
+def test_a_directory_that_is_no_job_is_refused_with_the_hint(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(NotFound, match="stages"):
         read_job(tmp_path)

@@ -85,7 +85,7 @@ def test_a_course_trains_goes_on_from_its_state_and_is_found_by_name(tmp_path: P
     for find in (resolve, target_dir):
         with pytest.raises(TargetNotFound) as missing:
             find(asked)
-        assert "pretrain --larger" in missing.value.mend
+        assert "pretrain --larger" in missing.value.hint
     out = tmp_path / "targets" / QUICKSTART_LARGE
     (tmp_path / "work").mkdir()
     made = replace(course(QUICKSTART_LARGE), stream=training_stream)  # reading the whole library takes seconds

@@ -158,7 +158,7 @@ def test_a_declined_prompt_is_refused_with_the_endpoints_words(tokenizer: ChatTo
 def test_what_would_meet_every_request_ends_the_stage(tokenizer: ChatTokenizer, status: int) -> None:
     with openai_double(Troubles(everything=status)) as service, pytest.raises(Permanent) as caught:
         World(service, tokenizer).ask(prompts(tokenizer, 3))
-    assert caught.value.mend.startswith("check regenerate.")
+    assert caught.value.hint.startswith("check regenerate.")
 
 
 @pytest.mark.parametrize(("troubles", "words"), [

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, SamplingSpec, TrainSpec
-from eyrie_workers.drafters.initialisation import TargetEnds, read_target_ends
+from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.drafters.registry import FAMILIES, UNTRAINED, open_drafter, open_method
 from eyrie_workers.speculation.engine import Engine, Generation, Request
 from eyrie_workers.speculation.protocol import Drafter
@@ -21,7 +21,7 @@ from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.training.documents import join
-from eyrie_workers.training.objective import Moment
+from eyrie_workers.training.objective import StepContext
 from tests.tiny import tiny_target
 
 VOCAB, MAX_DRAFT_TOKENS = 320, 3
@@ -51,7 +51,7 @@ class Bench:
     """The target, what it answers by itself, and the drafters made so far."""
 
     target: TargetModel
-    ends: TargetEnds
+    ends: TargetEmbeddings
     home: Path
     plain: dict[str, list[int]] = field(default_factory=dict)
     made: dict[tuple[str, bool], Drafter] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Bench:
         optimiser = torch.optim.AdamW(drafter.parameters(), lr=2e-2, weight_decay=0.0)
         for step in range(40):
             optimiser.zero_grad()
-            objective(documents, Moment(step, 40, 0)).loss.backward()
+            objective(documents, StepContext(step, 40, 0)).loss.backward()
             nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
             optimiser.step()
 
@@ -103,7 +103,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     # A small initializer range keeps the random target from repeating one token for ever.
     path = tiny_target(home / "target", "llama", seed=5, initializer_range=0.15)
     target = load_target(path)
-    bench = Bench(target, read_target_ends(path, target.config.tie_word_embeddings), home)
+    bench = Bench(target, read_target_embeddings(path, target.config.tie_word_embeddings), home)
     bench.plain = {generation.id: generation.token_ids for generation in Engine(target).generate(requests())}
     return bench
 

@@ -28,7 +28,7 @@ def prepare(tmp_path: Path, spec: BenchmarkStage) -> Path:
 
 
 def longer_spec(tmp_path: Path) -> BenchmarkStage:
-    """24 answers of 24 tokens in two arms: long enough to be interrupted, seconds to finish."""
+    """24 answers of 24 tokens in two variants: long enough to be interrupted, seconds to finish."""
     spec = stage_specs(tmp_path, prompts_per_suite=6, max_new_tokens=24)[0]
     suites = tuple(suite.model_copy(update={"max_prompts": 6}) for suite in spec.benchmark.suites)
     return spec.model_copy(update={"benchmark": spec.benchmark.model_copy(update={"suites": suites})})
@@ -124,7 +124,7 @@ def test_a_missing_drafter_and_a_missing_suite_end_with_a_mend_and_no_manifest(t
     assert run_here(directory) == 66
     failure = json.loads((directory / "failure.json").read_text())
     assert failure["reason"] == "ArtifactMissing"
-    assert failure["mend"]
+    assert failure["hint"]
     Path(spec.benchmark.suites[0].path).unlink()
     (directory / "spec.json").write_text(spec.model_dump_json())
     assert run_here(directory) == 66

@@ -152,7 +152,7 @@ def test_missing_rows_and_nothing_to_record_are_named(tmp_path: Path) -> None:
     target = tiny_target(tmp_path / "target")
     write_spec(tmp_path / "out", target, tmp_path / "nowhere")
     assert run(tmp_path / "out") == 66
-    assert failure(tmp_path / "out")["mend"] == "run regenerate first"
+    assert failure(tmp_path / "out")["hint"] == "run regenerate first"
     write_rows(tmp_path / "rows", target, 0)
     write_spec(tmp_path / "out", target, tmp_path / "rows")
     assert run(tmp_path / "out") == 65

@@ -17,9 +17,9 @@ from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.stages import Manifest, ProveStage
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_workers.catalog import command
-from eyrie_workers.engines.variants import ArmPlan, running_arms
+from eyrie_workers.engines.variants import VariantPlan, running_variants
 from eyrie_workers.stage_program import Interrupted, Stage, run_program
-from eyrie_workers.stages.prove import FIXED, arms_to_compare, prove, use_to_prove
+from eyrie_workers.stages.prove import FIXED, prove, use_to_prove, variants_to_compare
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report
 from tests.workers.measurement.tiny_bench import stage_specs
 
@@ -87,12 +87,12 @@ def servers_of(directory: Path) -> list[int]:
             except OSError:
                 continue
             state = stat[stat.rindex(")") + 2]
-            if str(directory / "arms") in words and state not in "ZX":
+            if str(directory / "variants") in words and state not in "ZX":
                 found.append(int(entry.name))
     return found
 
 
-def test_killed_it_takes_its_servers_along_and_run_again_it_keeps_the_answers_and_reports_every_arm(
+def test_killed_it_takes_its_servers_along_and_run_again_it_keeps_the_answers_and_reports_every_variant(
         tmp_path: Path) -> None:
     spec = spec_in(tmp_path, tuned(None))
     spec = spec.model_copy(update={"incumbent": DrafterUse(drafter_dir=spec.drafter_dir, setting=DEEP)})
@@ -124,22 +124,22 @@ def test_killed_it_takes_its_servers_along_and_run_again_it_keeps_the_answers_an
     assert report.parity.passed
     assert (report.parity.identical, report.parity.prompts, report.parity.tree) == (2, 2, CHAIN.tree)
     assert report.load is not None
-    assert {(one.arm, one.level) for one in report.load.levels} == {
-        (arm, load) for arm in ("off", "candidate", "incumbent") for load in (1.0, 2.0)}
+    assert {(one.variant, one.level) for one in report.load.levels} == {
+        (variant, load) for variant in ("off", "candidate", "incumbent") for load in (1.0, 2.0)}
     assert all(one.total.completed == one.total.requests for one in report.load.levels)
-    assert {(one.arm, one.level) for one in report.load.comparisons} == {
-        (arm, load) for arm in ("candidate", "incumbent") for load in (1.0, 2.0)}
+    assert {(one.variant, one.level) for one in report.load.comparisons} == {
+        (variant, load) for variant in ("candidate", "incumbent") for load in (1.0, 2.0)}
     assert all(one.identical == one.compared for one in report.load.comparisons)
     assert report.changed_prompt is not None
     assert report.changed_prompt.spec.system_prompt == SMALL.system_prompt
-    assert {one.arm for one in report.changed_prompt.levels} == {"off", "candidate"}
+    assert {one.variant for one in report.changed_prompt.levels} == {"off", "candidate"}
     assert str(spec.drafter_dir) in report.launch
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
     assert {"ServersReady", "Parity", "LoadMeasured", "ChangedPrompt", "Proved"} <= {
         event["reason"] for event in events if event["kind"] == "event"}
     assert any(event["kind"] == "progress" and event["done"] == event["total"] for event in events)
     # An untrained drafter drafts in vain, and the figures say so: hardly more than one token per target pass.
-    assert all((one.total.tau or 1.0) < 1.5 for one in report.load.levels if one.arm != "off")
+    assert all((one.total.tau or 1.0) < 1.5 for one in report.load.levels if one.variant != "off")
 
 
 def test_where_off_is_best_at_every_declared_load_no_server_is_started_and_nothing_is_promoted(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_where_off_is_best_at_every_declared_load_no_server_is_started_and_nothi
     assert "1, 2 users at once" in report.skipped
     assert report.use.setting == OFF
     assert (report.parity, report.load) == (None, None)
-    assert not (directory / "arms").exists()
+    assert not (directory / "variants").exists()
     decision = decide(PromotionPolicy(), benchmark_report("c-step-1", 2.0), None, ["chat"], report)
     assert decision.verdict == "no-drafter"
     assert "found on the map" in " ".join(decision.reasons)
@@ -157,19 +157,19 @@ def test_where_off_is_best_at_every_declared_load_no_server_is_started_and_nothi
 
 def test_a_map_that_the_engine_can_follow_is_proven_with_its_lowest_drafting_setting(tmp_path: Path) -> None:
     spec = spec_in(tmp_path, tuned(None), prove=ProveSpec(loads=(2, 8)))
-    plan = ArmPlan("embedded", spec.target, 2)
+    plan = VariantPlan("embedded", spec.target, 2)
     chart = best_at({1: DEEP, 2: CHAIN, 8: OFF})
     use = use_to_prove(spec, tuned(chart), plan)
     assert use == DrafterUse(drafter_dir=spec.drafter_dir, setting=CHAIN, map=chart)
     # A single user would be served with another setting, so parity needs a server that is held to this one.
-    assert arms_to_compare(spec, use, Stage(tmp_path))[FIXED].setting == CHAIN
+    assert variants_to_compare(spec, use, Stage(tmp_path))[FIXED].setting == CHAIN
     same = use_to_prove(spec, tuned(best_at({1: CHAIN, 8: OFF})), plan)
-    assert FIXED not in arms_to_compare(spec, same, Stage(tmp_path))
+    assert FIXED not in variants_to_compare(spec, same, Stage(tmp_path))
 
 
 def test_a_map_that_changes_drafters_cannot_be_followed_and_one_setting_is_proven(tmp_path: Path) -> None:
     spec = spec_in(tmp_path, tuned(None))
-    plan = ArmPlan("embedded", spec.target, 2)
+    plan = VariantPlan("embedded", spec.target, 2)
     assert use_to_prove(spec, tuned(best_at({1: NGRAM, 2: CHAIN})), plan) == DrafterUse(setting=NGRAM)
     assert use_to_prove(spec, tuned(best_at({1: CHAIN, 2: NGRAM})), plan) == DrafterUse(
         drafter_dir=spec.drafter_dir, setting=CHAIN)
@@ -178,7 +178,7 @@ def test_a_map_that_changes_drafters_cannot_be_followed_and_one_setting_is_prove
 def test_an_incumbent_whose_drafter_is_gone_is_left_out_and_told(tmp_path: Path) -> None:
     gone = DrafterUse(drafter_dir=str(tmp_path / "deleted"), setting=CHAIN)
     spec = spec_in(tmp_path, tuned(None), incumbent=gone)
-    uses = arms_to_compare(spec, DrafterUse(drafter_dir=spec.drafter_dir, setting=CHAIN), Stage(tmp_path))
+    uses = variants_to_compare(spec, DrafterUse(drafter_dir=spec.drafter_dir, setting=CHAIN), Stage(tmp_path))
     assert list(uses) == ["off", "candidate"]
     assert "IncumbentGone" in (tmp_path / "events.jsonl").read_text()
 
@@ -187,7 +187,7 @@ def test_asked_to_stop_while_servers_come_up_none_is_left(tmp_path: Path) -> Non
     def stop() -> None:
         raise Interrupted
 
-    plan = ArmPlan("embedded", stage_specs(tmp_path)[0].target, 2)
-    with pytest.raises(Interrupted), running_arms(plan, {"off": DrafterUse()}, tmp_path / "arms", stop):
+    plan = VariantPlan("embedded", stage_specs(tmp_path)[0].target, 2)
+    with pytest.raises(Interrupted), running_variants(plan, {"off": DrafterUse()}, tmp_path / "variants", stop):
         pytest.fail("it was asked to stop before any server answered")
     assert servers_of(tmp_path) == []

@@ -232,7 +232,7 @@ def test_a_tracker_that_is_not_installed_is_named_before_anything_is_trained(
     write_spec(tmp_path, target_dir, store_dir, trackers=("wandb",))
     failure = fails(tmp_path)
     assert failure["reason"] == "InvalidInput"
-    assert "install wandb" in failure["mend"]
+    assert "install wandb" in failure["hint"]
 
 
 def test_sigterm_ends_with_143_and_the_next_run_goes_on_from_that_step(
@@ -250,7 +250,7 @@ def test_sigterm_ends_with_143_and_the_next_run_goes_on_from_that_step(
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_a_loss_that_is_no_number_ends_the_run_with_the_step_and_the_mend(
+def test_a_loss_that_is_no_number_ends_the_run_with_the_step_and_the_hint(
         tmp_path: Path, target_dir: Path) -> None:
     store = write_store(tmp_path / "store", target_dir, 6, broken=True)
     write_spec(tmp_path / "out", target_dir, store)
@@ -258,7 +258,7 @@ def test_a_loss_that_is_no_number_ends_the_run_with_the_step_and_the_mend(
     failure = json.loads((tmp_path / "out" / "failure.json").read_text())
     assert failure["reason"] == "LossDiverged"
     assert "at step 1 of" in failure["message"]
-    assert "learning_rate" in failure["mend"]
+    assert "learning_rate" in failure["hint"]
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
@@ -274,7 +274,7 @@ def test_a_draft_vocabulary_larger_than_the_vocabulary_is_refused(
     write_spec(tmp_path, target_dir, store_dir, drafter={"draft_vocab_size": 321})
     failure = fails(tmp_path)
     assert failure["reason"] == "VocabularyTooLarge"
-    assert "at most 320" in failure["mend"]
+    assert "at most 320" in failure["hint"]
 
 
 def test_states_of_another_target_are_refused(tmp_path: Path, store_dir: Path) -> None:

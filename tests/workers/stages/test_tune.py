@@ -98,7 +98,7 @@ def test_killed_and_run_again_it_predicts_and_measures_nothing_twice(tmp_path: P
     assert run_here(directory) == 0
     assert ledger.read_bytes().split(b"\n")[: len(kept)] == kept
     assert (directory / "foundation.json").read_bytes() == foundation
-    measured = [(row["concurrency"], row["temperature"], row["rung"], row["arm"]) for row in lines(ledger)]
+    measured = [(row["concurrency"], row["temperature"], row["rung"], row["variant"]) for row in lines(ledger)]
     assert len(set(measured)) == len(measured) > len(kept) - 1
 
 
@@ -107,4 +107,4 @@ def test_a_grid_without_any_possible_shape_is_refused(tmp_path: Path) -> None:
     impossible = spec.tune.model_copy(update={"num_steps": (9,), "top_k": (4,), "num_draft_tokens": (5,)})
     directory = prepare(tmp_path, spec.model_copy(update={"tune": impossible}))
     assert run_here(directory) == 65
-    assert "num_draft_tokens" in json.loads((directory / "failure.json").read_text())["mend"]
+    assert "num_draft_tokens" in json.loads((directory / "failure.json").read_text())["hint"]

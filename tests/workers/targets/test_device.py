@@ -7,7 +7,7 @@ from eyrie_api.errors import InvalidInput
 from eyrie_workers.targets.device import CPU, chosen, on
 
 
-def test_a_device_that_is_none_is_refused_with_a_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_none_is_refused_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EYRIE_DEVICE", "gpu")
     with pytest.raises(InvalidInput, match="EYRIE_DEVICE 'gpu' is no device"):
         chosen()

@@ -105,7 +105,7 @@ def test_the_digest_follows_weights_and_template_and_nothing_else(tmp_path: Path
     assert target_digest(tiny_target(tmp_path / "other", seed=1)) != first
 
 
-def test_missing_and_unusable_targets_are_refused_with_a_mend(tmp_path: Path) -> None:
+def test_missing_and_unusable_targets_are_refused_with_a_hint(tmp_path: Path) -> None:
     with pytest.raises(TargetNotFound, match="no directory here"):
         resolve(TargetSpec(model=str(tmp_path / "nowhere")))
     with pytest.raises(TargetNotFound, match=r"config\.json"):

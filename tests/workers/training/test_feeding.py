@@ -21,7 +21,7 @@ from eyrie_workers.features.streaming import (
 )
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.targets.loading import load_target, target_digest
-from eyrie_workers.training.batch_loader import Features, Feed, open_features
+from eyrie_workers.training.batch_loader import BatchLoader, Features, open_features
 from eyrie_workers.training.distributed import ALONE, World
 from eyrie_workers.training.packing import Schedule
 from tests.tiny import tiny_target
@@ -73,7 +73,7 @@ def test_a_stream_gives_what_a_store_gives_bit_for_bit(
     store, stream = both(tmp_path, target_dir, codec, opinions=opinions)
     assert stream.lengths == store.lengths
     schedule = schedule_of(store)
-    feeds = Feed(schedule, store), Feed(schedule, stream)
+    feeds = BatchLoader(schedule, store), BatchLoader(schedule, stream)
     for step in range(schedule.num_steps):
         one, other = (feed.take(step) for feed in feeds)
         assert (one.plan, one.starts, one.num_tokens) == (other.plan, other.starts, other.num_tokens)
@@ -97,9 +97,9 @@ def test_a_feed_that_begins_in_the_middle_gives_the_batches_of_one_that_came_the
         tmp_path: Path, target_dir: Path) -> None:
     for features in both(tmp_path, target_dir, "float32"):
         schedule = schedule_of(features)
-        whole = Feed(schedule, features)
+        whole = BatchLoader(schedule, features)
         aux = [whole.take(step).documents.aux.clone() for step in range(schedule.num_steps)]
-        begun = Feed(schedule, features)
+        begun = BatchLoader(schedule, features)
         for step in (3, 4, 1, 2):  # ahead, and back
             assert torch.equal(begun.take(step).documents.aux, aux[step])
         whole.close()
@@ -109,8 +109,8 @@ def test_a_feed_that_begins_in_the_middle_gives_the_batches_of_one_that_came_the
 def test_the_processes_of_a_world_share_a_step_whichever_way_they_are_fed(tmp_path: Path, target_dir: Path) -> None:
     store, stream = both(tmp_path, target_dir, "float32", num=5)
     schedule = Schedule(range(5), store.lengths, max_tokens=60, epochs=1, seed=0)
-    alone = Feed(schedule, store, ALONE)
-    parts = [[Feed(schedule, features, World(rank, 2)) for rank in (0, 1)] for features in (store, stream)]
+    alone = BatchLoader(schedule, store, ALONE)
+    parts = [[BatchLoader(schedule, features, World(rank, 2)) for rank in (0, 1)] for features in (store, stream)]
     idle = 0
     for step in range(schedule.num_steps):
         whole = alone.take(step)

@@ -12,7 +12,7 @@ from eyrie_workers.drafters.eagle3.model import Eagle3Drafter
 from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest
 from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.losses import Normalisation, Teacher, shares, step_weights, teach
-from eyrie_workers.training.objective import Moment
+from eyrie_workers.training.objective import StepContext
 from eyrie_workers.training.softloss import Loss, by_kernel, soft_loss
 from tests.workers.drafters.test_serving import HIDDEN, VARIANTS, VOCAB, embedding, random_documents, random_drafter
 
@@ -210,12 +210,12 @@ def test_training_unrolls_a_drawn_share_and_the_draw_is_a_function_of_seed_and_s
     learner = TrainingTimeTest(drafter, embedding(), lm_head(), settings(unrolled_fraction=0.3, single_step_ratio=0.5),
                                max_positions=64)
     judged = learner(documents)
-    late = [learner(documents, Moment(step=step, num_steps=10, seed=0)) for step in (5, 5, 6)]
+    late = [learner(documents, StepContext(step=step, num_steps=10, seed=0)) for step in (5, 5, 6)]
     assert torch.equal(late[0].loss, late[1].loss)
     assert not torch.equal(late[0].loss, late[2].loss)
     assert judged.supervised > late[0].supervised > len(judged.hits[0])
     assert [bool(outcome.hits) for outcome in (judged, *late)] == [True, False, False, False]
-    early = learner(documents, Moment(step=4, num_steps=10, seed=0))
+    early = learner(documents, StepContext(step=4, num_steps=10, seed=0))
     assert early.supervised == len(judged.hits[0])  # the first half of the run trains the first step alone
 
 
@@ -269,7 +269,7 @@ def test_roots_unrolled_in_parts_give_the_gradients_of_all_at_once(name: str) ->
         learner = TrainingTimeTest(drafter, embedding(), lm_head(), settings(), max_positions=128,
                                    max_kept_bytes=kept, dtype=torch.float64)
         drafter.zero_grad()
-        outcome = learner(documents, Moment(0, 1, 0))
+        outcome = learner(documents, StepContext(0, 1, 0))
         (2 * outcome.loss).backward()
         found.append([outcome.loss.detach(), *(parameter.grad.clone() for parameter in drafter.parameters())])
     for one, other in zip(*found, strict=True):

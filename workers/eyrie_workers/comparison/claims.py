@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 
 from eyrie_api.v1alpha1.job import SGLANG_ALGORITHMS
 from eyrie_api.v1alpha1.model import Interval
-from eyrie_workers.comparison.report import ArmReport, Claim, CompareReport, Row, Verdict
+from eyrie_workers.comparison.report import Claim, CompareReport, Row, VariantReport, Verdict
 
 VERSIONS = ("EAGLE-1", "EAGLE-2", "EAGLE-3")
 NOT_HERE = "not on this bench"
 
 PAIRS = (("EAGLE-2", "EAGLE-1"), ("EAGLE-3", "EAGLE-2"), ("EAGLE-1", "Medusa"), ("EAGLE-1", "draft model"),
          ("EAGLE-3", "EAGLE-3 chain"), ("DDTree", "DFlash"), ("DFlash", "EAGLE-3 chain"), ("Hydra", "Medusa"))
-"""Which arms the claims below are about, in pairs."""
+"""Which variants the claims below are about, in pairs."""
 
 _SPEEDUPS = {"EAGLE-1": (2.7, "2.7 to 3.5x"), "EAGLE-2": (4.0, "about 4x"), "EAGLE-3": (6.5, "up to 6.5x")}
 _ACCEPTANCE = {"EAGLE-1": (0.75, 0.85), "EAGLE-2": (0.78, 0.88)}
@@ -25,36 +25,73 @@ _ACCEPTANCE = {"EAGLE-1": (0.75, 0.85), "EAGLE-2": (0.78, 0.88)}
 
 def three_versions(report: CompareReport) -> tuple[Row, ...]:
     """The table of the three versions, row by row; empty when none of them took part."""
-    arms = [report.named(title) for title in VERSIONS]
-    if not any(arms):
+    variants = [report.named(title) for title in VERSIONS]
+    if not any(variants):
         return ()
     made = {one.family: one for one in report.trained}
 
-    def cells(say: Callable[[ArmReport], str]) -> tuple[str, str, str]:
-        one, two, three = (NOT_HERE if arm is None else say(arm) for arm in arms)
+    def cells(say: Callable[[VariantReport], str]) -> tuple[str, str, str]:
+        one, two, three = (NOT_HERE if variant is None else say(variant) for variant in variants)
         return one, two, three
 
     return (
-        Row(aspect="Training", seed=("required (hours)", "required (hours)", "required"),
-            here=cells(lambda arm: f"{made[arm.arm.family].seconds:.0f} s, {_many(made[arm.arm.family].tokens)} tokens"
-                       + (", EAGLE-1's" if arm.arm.title == "EAGLE-2" else ""))),
-        Row(aspect="Extra parameters", seed=("feature predictor", "the same predictor", "draft module"),
-            here=cells(lambda arm: f"{_many(made[arm.arm.family].parameters)}, "
-                       f"{made[arm.arm.family].parameters / report.target_parameters:.0%} of the target's")),
-        Row(aspect="Tree structure", seed=("static", "dynamic (confidence)", "dynamic (confidence)"),
-            here=cells(lambda arm: arm.arm.shape)),
-        Row(aspect="Draft mechanism",
+        Row(
+            aspect="Training",
+            seed=("required (hours)", "required (hours)", "required"),
+            here=cells(
+                lambda variant: (
+                    f"{made[variant.variant.family].seconds:.0f} s, {_many(made[variant.variant.family].tokens)} tokens"
+                    + (", EAGLE-1's" if variant.variant.title == "EAGLE-2" else "")
+                )
+            ),
+        ),
+        Row(
+            aspect="Extra parameters",
+            seed=("feature predictor", "the same predictor", "draft module"),
+            here=cells(
+                lambda variant: (
+                    f"{_many(made[variant.variant.family].parameters)}, "
+                    f"{made[variant.variant.family].parameters / report.target_parameters:.0%} of the target's"
+                )
+            ),
+        ),
+        Row(
+            aspect="Tree structure",
+            seed=("static", "dynamic (confidence)", "dynamic (confidence)"),
+            here=cells(lambda variant: variant.variant.shape),
+        ),
+        Row(
+            aspect="Draft mechanism",
             seed=("feature regression", "+ dynamic tree", "direct token prediction, fused layers"),
-            here=cells(lambda arm: f"layers {', '.join(map(str, made[arm.arm.family].layers))}; "
-                       f"{arm.overall.draft_ms:.1f} ms a round")),
-        Row(aspect="Acceptance rate", seed=("0.75 to 0.85", "0.78 to 0.88", "higher"),
-            here=cells(lambda arm: f"{_first(report, arm):.2f} at the first position, tau {arm.overall.tau:.2f}")),
-        Row(aspect="Speed-up", seed=("2.7 to 3.5x (70B)", "about 4x (70B)", "up to 6.5x"),
-            here=cells(lambda arm: ratio(arm.overall.speedup, arm.overall.speedup_interval))),
-        Row(aspect="Scales with data", seed=("flattens", "flattens", "yes"),
-            here=cells(lambda _: "not measured: one amount of data")),
-        Row(aspect="Deployment", seed=("moderate", "moderate", "easy (released heads)"),
-            here=cells(lambda arm: _served(arm.arm.family))),
+            here=cells(
+                lambda variant: (
+                    f"layers {', '.join(map(str, made[variant.variant.family].layers))}; "
+                    f"{variant.overall.draft_ms:.1f} ms a round"
+                )
+            ),
+        ),
+        Row(
+            aspect="Acceptance rate",
+            seed=("0.75 to 0.85", "0.78 to 0.88", "higher"),
+            here=cells(
+                lambda variant: f"{_first(report, variant):.2f} at the first position, tau {variant.overall.tau:.2f}"
+            ),
+        ),
+        Row(
+            aspect="Speed-up",
+            seed=("2.7 to 3.5x (70B)", "about 4x (70B)", "up to 6.5x"),
+            here=cells(lambda variant: ratio(variant.overall.speedup, variant.overall.speedup_interval)),
+        ),
+        Row(
+            aspect="Scales with data",
+            seed=("flattens", "flattens", "yes"),
+            here=cells(lambda _: "not measured: one amount of data"),
+        ),
+        Row(
+            aspect="Deployment",
+            seed=("moderate", "moderate", "easy (released heads)"),
+            here=cells(lambda variant: _served(variant.variant.family)),
+        ),
     )
 
 
@@ -108,19 +145,19 @@ def _longer(report: CompareReport, aspect: str, seed: str, one: str, other: str)
 
 def _in_range(report: CompareReport, title: str, low: float, high: float) -> Claim:
     aspect, seed = f"{title}'s acceptance rate", f"{low:g} to {high:g}"
-    arm = report.named(title)
-    if arm is None:
+    variant = report.named(title)
+    if variant is None:
         return Claim(aspect=aspect, seed=seed, here=NOT_HERE, verdict="not measured")
-    return Claim(aspect=aspect, seed=seed, here=f"{_first(report, arm):.2f} at the first position",
-                 verdict="holds" if low <= round(_first(report, arm), 2) <= high else "does not hold here")
+    return Claim(aspect=aspect, seed=seed, here=f"{_first(report, variant):.2f} at the first position",
+                 verdict="holds" if low <= round(_first(report, variant), 2) <= high else "does not hold here")
 
 
 def _as_fast(report: CompareReport, title: str, least: float, words: str) -> Claim:
-    aspect, arm = f"{title}'s speed-up", report.named(title)
-    if arm is None:
+    aspect, variant = f"{title}'s speed-up", report.named(title)
+    if variant is None:
         return Claim(aspect=aspect, seed=words, here=NOT_HERE, verdict="not measured")
-    return Claim(aspect=aspect, seed=words, here=ratio(arm.overall.speedup, arm.overall.speedup_interval),
-                 verdict=reaches(arm.overall.speedup_interval, least))
+    return Claim(aspect=aspect, seed=words, here=ratio(variant.overall.speedup, variant.overall.speedup_interval),
+                 verdict=reaches(variant.overall.speedup_interval, least))
 
 
 def _one_pass(report: CompareReport) -> Claim:
@@ -137,9 +174,9 @@ def _missing(report: CompareReport, *titles: str) -> str:
     return f"{' and '.join(title for title in titles if report.named(title) is None)}: {NOT_HERE}"
 
 
-def _first(report: CompareReport, arm: ArmReport) -> float:
+def _first(report: CompareReport, variant: VariantReport) -> float:
     """Acceptance at the first position, at the lowest temperature: the story's rates are greedy ones."""
-    accepted = arm.at(report.concurrencies[0], report.temperatures[0]).acceptance
+    accepted = variant.at(report.concurrencies[0], report.temperatures[0]).acceptance
     return accepted[0] if accepted else 0.0
 
 

@@ -15,7 +15,7 @@ from eyrie_api.v1alpha1.job import DraftTreeShape
 Kind = Literal["chain", "static tree", "tree", "off"]
 
 OFF = "off"
-"""The arm all others are compared with: the same engine, nothing drafted."""
+"""The variant all others are compared with: the same engine, nothing drafted."""
 
 IN_QUESTION = "eagle3"
 """The family the report's question is about: what one would take without measuring."""

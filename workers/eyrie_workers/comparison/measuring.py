@@ -1,8 +1,8 @@
-"""All arms through every block, interleaved, in the reference engine: what each did, in a ledger.
+"""All variants through every block, interleaved, in the reference engine: what each did, in a ledger.
 
-One engine per checkpoint over one target, and one that drafts nothing; an arm is an engine in a shape. All arms answer
-a block before the next begins, another one first each time, so a machine that slows down slows all alike. A block is
-timed as `measurement.benchmark.blocks.run_block` does it: whole requests, prefill included, every slot busy.
+One engine per checkpoint over one target, and one that drafts nothing; a variant is an engine in a shape. All variants
+answer a block before the next begins, another one first each time, so a machine that slows down slows all alike. A
+block is timed as `measurement.benchmark.blocks.run_block` does it: whole requests, prefill included, every slot busy.
 
 Beside the clock each engine keeps what its rounds were spent on (`engine.Spent`), which is where the cost of drafting
 comes from, and every answer is kept, to be compared with the undrafted one.
@@ -20,7 +20,7 @@ from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.tuning import OFF as OFF_SETTING
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.comparison.forms import OFF
-from eyrie_workers.comparison.plan import Arm, Block, CompareSpec, blocks_of, suites_stage
+from eyrie_workers.comparison.plan import Block, CompareSpec, Variant, blocks_of, suites_stage
 from eyrie_workers.drafters.registry import UNTRAINED, open_drafter
 from eyrie_workers.measurement.benchmark.blocks import BlockRun, Track, block_size, run_block
 from eyrie_workers.measurement.benchmark.session import Session, measuring, open_ledger_of, read_suites
@@ -35,8 +35,8 @@ LEDGER = "blocks.jsonl"
 _WARMUP_TOKENS = 16  # as in `measurement.benchmark.blocks`
 
 
-class ArmRun(Frozen):
-    """What one arm did with one block."""
+class VariantRun(Frozen):
+    """What one variant did with one block."""
 
     block: BlockRun
     cpu_seconds: float
@@ -53,14 +53,14 @@ class ArmRun(Frozen):
 
 
 class Entry(Frozen):
-    """One block answered by every arm: a line of the ledger."""
+    """One block answered by every variant: a line of the ledger."""
 
     suite: str
     concurrency: int
     temperature: float
     index: int
-    runs: dict[str, ArmRun]
-    """By the arm's title."""
+    runs: dict[str, VariantRun]
+    """By the variant's title."""
 
     @property
     def key(self) -> tuple[str, int, float, int]:
@@ -73,7 +73,7 @@ class Measuring(Frozen):
 
     benchmark: BenchmarkSpec
     concurrencies: tuple[int, ...]
-    arms: tuple[Arm, ...]
+    variants: tuple[Variant, ...]
     checkpoints: dict[str, str]
     """Digest of each family's."""
 
@@ -88,32 +88,32 @@ class Ready:
     tracks: Mapping[str, Track]
     """By suite."""
 
-    arms: Sequence[Arm]
+    variants: Sequence[Variant]
 
     def requests(self, block: Block) -> list[Request]:
-        """The block's requests, the same for all arms; another time round a suite draws other noise."""
+        """The block's requests, the same for all variants; another time round a suite draws other noise."""
         track, num = self.tracks[block.suite], requests_of(block.concurrency)
         return track.some_requests(track.prompts, block.temperature, block.index * num, num)
 
-    def run(self, arm: Arm, block: Block, requests: Sequence[Request]) -> ArmRun:
-        """One arm, one block."""
-        engine = self.engines[arm.family]
+    def run(self, variant: Variant, block: Block, requests: Sequence[Request]) -> VariantRun:
+        """One variant, one block."""
+        engine = self.engines[variant.family]
         engine.spent.reset()
-        setting = OFF_SETTING if arm.tree is None else Setting(tree=arm.tree)
+        setting = OFF_SETTING if variant.tree is None else Setting(tree=variant.tree)
         cpu = time.process_time()
         done = run_block({setting.method: engine}, setting, requests, block.concurrency, block.index)
         cpu, spent = time.process_time() - cpu, engine.spent
-        return ArmRun(block=done, cpu_seconds=cpu, prefill_s=spent.prefill_s, draft_s=spent.draft_s,
+        return VariantRun(block=done, cpu_seconds=cpu, prefill_s=spent.prefill_s, draft_s=spent.draft_s,
                       verify_s=spent.verify_s, rounds=spent.rounds, nodes=spent.nodes)
 
     def warm_up(self, blocks: Sequence[Block], stage: Stage) -> None:
-        """The beginning of some blocks, untimed, in every arm: kernels are chosen, memory is mapped."""
+        """The beginning of some blocks, untimed, in every variant: kernels are chosen, memory is mapped."""
         for block in blocks:
             requests = [replace(request, max_new_tokens=min(request.max_new_tokens, _WARMUP_TOKENS))
                         for request in self.requests(block)[:block.concurrency]]
-            for arm in self.arms:
+            for variant in self.variants:
                 stage.pause_point()
-                self.run(arm, block, requests)
+                self.run(variant, block, requests)
 
 
 def requests_of(concurrency: int) -> int:
@@ -121,21 +121,21 @@ def requests_of(concurrency: int) -> int:
     return 1 if concurrency == 1 else block_size(concurrency)
 
 
-def measure(spec: CompareSpec, arms: Sequence[Arm], checkpoints: Mapping[str, Path], digests: Mapping[str, str],
+def measure(spec: CompareSpec, variants: Sequence[Variant], checkpoints: Mapping[str, Path], digests: Mapping[str, str],
             held_out_file: str, stage: Stage) -> list[Entry]:
-    """Every block in every arm, but for what the ledger has; entries in the order of the blocks.
+    """Every block in every variant, but for what the ledger has; entries in the order of the blocks.
 
     checkpoints   directory of each trained family's drafter
     """
     blocks = list(blocks_of(spec))
-    belongs_to = Measuring(benchmark=spec.benchmark, concurrencies=spec.concurrencies, arms=tuple(arms),
+    belongs_to = Measuring(benchmark=spec.benchmark, concurrencies=spec.concurrencies, variants=tuple(variants),
                            checkpoints=dict(digests))
     ledger = open_ledger_of(Entry, stage, belongs_to, LEDGER)
     known = {entry.key: entry for entry in ledger.entries}
     missing = [block for block in blocks if block.key not in known]
     if missing:
         with measuring(stage):
-            ready = open_all(spec, arms, checkpoints, held_out_file, stage)
+            ready = open_all(spec, variants, checkpoints, held_out_file, stage)
             ready.warm_up(list(_first_of_each(missing)), stage)
             for number, block in enumerate(missing, len(blocks) - len(missing)):
                 stage.progress(number, len(blocks), "blocks", f"{block.suite}, T {block.temperature:g}, "
@@ -147,7 +147,7 @@ def measure(spec: CompareSpec, arms: Sequence[Arm], checkpoints: Mapping[str, Pa
     return [known[block.key] for block in blocks]
 
 
-def open_all(spec: CompareSpec, arms: Sequence[Arm], checkpoints: Mapping[str, Path], held_out_file: str,
+def open_all(spec: CompareSpec, variants: Sequence[Variant], checkpoints: Mapping[str, Path], held_out_file: str,
              stage: Stage) -> Ready:
     """The target once, every drafter on it, and the prompts."""
     torch.set_num_threads(spec.benchmark.threads or torch.get_num_threads())
@@ -155,11 +155,12 @@ def open_all(spec: CompareSpec, arms: Sequence[Arm], checkpoints: Mapping[str, P
     path = resolve(spec.target)
     tokenizer, target = ChatTokenizer(path), load_target(path, spec.target.dtype)
     slots = max(spec.concurrencies)
-    engines = {family: _engine(family, checkpoints, target, slots) for family in dict.fromkeys(a.family for a in arms)}
+    engines = {family: _engine(family, checkpoints, target,
+                               slots) for family in dict.fromkeys(a.family for a in variants)}
     bench = Bench(engines[OFF], seed=spec.benchmark.seed, max_new_tokens=spec.benchmark.max_new_tokens,
                   stop_ids=tuple(tokenizer.eos_ids))
     session = Session(bench, target, path, tokenizer, suites, spec.benchmark, spec.target.dtype)
-    return Ready(engines, {name: Track(session, {}, prompts) for name, prompts in suites.items()}, arms)
+    return Ready(engines, {name: Track(session, {}, prompts) for name, prompts in suites.items()}, variants)
 
 
 def _engine(family: str, checkpoints: Mapping[str, Path], target: TargetModel, slots: int) -> Engine:
@@ -179,10 +180,10 @@ def _first_of_each(blocks: Sequence[Block]) -> Iterator[Block]:
 
 
 def _measured(ready: Ready, block: Block, stage: Stage) -> Entry:
-    requests, start = ready.requests(block), block.turn % len(ready.arms)
+    requests, start = ready.requests(block), block.turn % len(ready.variants)
     runs = {}
-    for arm in [*ready.arms[start:], *ready.arms[:start]]:
+    for variant in [*ready.variants[start:], *ready.variants[:start]]:
         stage.pause_point()
-        runs[arm.title] = ready.run(arm, block, requests)
+        runs[variant.title] = ready.run(variant, block, requests)
     return Entry(suite=block.suite, concurrency=block.concurrency, temperature=block.temperature, index=block.index,
                  runs=runs)

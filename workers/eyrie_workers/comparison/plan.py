@@ -1,4 +1,4 @@
-"""What a comparison will do, as values: one spec in; stage specs, arms and blocks out. Pure.
+"""What a comparison will do, as values: one spec in; stage specs, variants and blocks out. Pure.
 
 Equal budgets. All families learn from one store. With a budget in *tokens* they get the same schedule: the same
 documents in the same batches in the same order (`training.packing.Schedule` depends on rows, batch size, seed and
@@ -6,7 +6,7 @@ epochs alone, and those are shared). With a budget in *seconds* each family firs
 learns on this machine, and then gets as many epochs as its seconds buy. Either way a training is a function of its
 spec, so that one that was killed goes on; a run that stopped by the clock could not.
 
-Equal measuring. Every arm answers every block: the same prompts, temperatures, concurrencies and noise.
+Equal measuring. Every variant answers every block: the same prompts, temperatures, concurrencies and noise.
 """
 
 from collections.abc import Iterator, Sequence
@@ -82,7 +82,7 @@ class CompareSpec(Frozen):
 
     benchmark: BenchmarkSpec = BenchmarkSpec()
     """Suites (`max_prompts`: blocks of one request), temperatures, tokens per answer. Its `tree` is the depth of every
-    arm, and width and nodes of all trees."""
+    variant, and width and nodes of all trees."""
 
     concurrencies: tuple[Annotated[int, Field(ge=1, le=256)], ...] = Field((1, 4), min_length=1, max_length=8)
     """Requests decoded at once. The leaderboard ranks at the first."""
@@ -99,7 +99,7 @@ class CompareSpec(Frozen):
         return self
 
 
-class Arm(Frozen):
+class Variant(Frozen):
     """One line of the bench: a family in a form, n-gram, or off."""
 
     title: str
@@ -118,12 +118,12 @@ class Arm(Frozen):
         return f"{self.kind} {self.tree.num_steps}/{self.tree.top_k}/{self.tree.num_draft_tokens}"
 
 
-def arms_of(families: Sequence[str], tree: DraftTreeShape) -> tuple[Arm, ...]:
+def variants_of(families: Sequence[str], tree: DraftTreeShape) -> tuple[Variant, ...]:
     """Off, then every form of every family, then n-gram."""
     drafted = tuple(
-        Arm(title=form.title, family=family, kind=form.kind, tree=shape(form.kind, tree), source=form.source)
+        Variant(title=form.title, family=family, kind=form.kind, tree=shape(form.kind, tree), source=form.source)
         for family in (*families, "ngram") for form in forms_of(family))
-    return (Arm(title=OFF, family=OFF, kind="off", tree=None, source="the same engine, nothing drafted"), *drafted)
+    return (Variant(title=OFF, family=OFF, kind="off", tree=None, source="the same engine, nothing drafted"), *drafted)
 
 
 # Stages
@@ -186,13 +186,13 @@ def _possible(epochs: float, what: str, store_tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Block:
-    """One question to all arms: some prompts of a suite, decoded so many at once at a temperature."""
+    """One question to all variants: some prompts of a suite, decoded so many at once at a temperature."""
 
     suite: str
     concurrency: int
     temperature: float
     index: int
-    """Which prompts of the suite, and which arm begins."""
+    """Which prompts of the suite, and which variant begins."""
 
     turn: int
 

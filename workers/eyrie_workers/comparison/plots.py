@@ -1,4 +1,4 @@
-"""The pictures of a comparison: speed-up by arm, acceptance by position, tau against what a round costs, by load.
+"""The pictures of a comparison: speed-up by variant, acceptance by position, tau against what a round costs, by load.
 
 A family keeps one colour and a kind of shape one marker through all of them, so that EAGLE-1, EAGLE-2 and the chain are
 seen to be one checkpoint.
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from eyrie_workers.comparison.forms import OFF
-from eyrie_workers.comparison.report import ArmReport, CompareReport, Figures
+from eyrie_workers.comparison.report import CompareReport, Figures, VariantReport
 from eyrie_workers.figure_style import (
     BASELINE_BLUE,
     BEST_GREEN,
@@ -43,28 +43,32 @@ def draw(report: CompareReport, out: Path) -> list[Path]:
 
 def colours(report: CompareReport) -> dict[str, str]:
     """A colour for every family, whatever their rank."""
-    families = sorted({one.arm.family for one in report.arms} - {OFF, "ngram"})
+    families = sorted({one.variant.family for one in report.variants} - {OFF, "ngram"})
     return {OFF: OTHER_GREY, "ngram": "#777777"} | dict(zip(families, _COLOURS * len(families), strict=False))
 
 
 def speedups(report: CompareReport) -> Figure:
-    """Every arm with its interval, best above, a panel for each temperature."""
-    drafted = [one for one in report.arms if one.arm.title != OFF]
+    """Every variant with its interval, best above, a panel for each temperature."""
+    drafted = [one for one in report.variants if one.variant.title != OFF]
     temperatures, first = report.temperatures, report.concurrencies[0]
     figure, panels = new_figure(4.6 * len(temperatures) + 2.2, 0.36 * len(drafted) + 2.4, len(temperatures))
     of = colours(report)
     for axes, temperature in zip(panels, temperatures, strict=True):
         for place, one in enumerate(drafted):
             figures = one.at(first, temperature)
-            _interval(axes, figures, len(drafted) - place, of[one.arm.family], _MARKERS[one.arm.kind])
+            _interval(axes, figures, len(drafted) - place, of[one.variant.family], _MARKERS[one.variant.kind])
         axes.axvline(1.0, color=OTHER_GREY, linewidth=1.5)
         axes.set(xlabel="speed-up over no drafter")
         axes.set_title(f"temperature {temperature:g}", fontsize=12, fontweight="normal")
         axes.set_yticks(range(len(drafted), 0, -1), [_label(one) for one in drafted])
         axes.grid(visible=False, axis="y")
-    title(figure, _finding(report), f"95 % intervals over {drafted[0].at(first, temperatures[0]).blocks} answers per "
-                                    f"arm, {_load(first)}; circle chain, triangle tree, square static tree; one colour "
-                                    f"one family; {_shapes(report)}; {_where(report)}")
+    title(
+        figure,
+        _finding(report),
+        f"95 % intervals over {drafted[0].at(first, temperatures[0]).blocks} answers per "
+        f"variant, {_load(first)}; circle chain, triangle tree, square static tree; one colour "
+        f"one family; {_shapes(report)}; {_where(report)}",
+    )
     return figure
 
 
@@ -77,23 +81,23 @@ def _interval(axes: Axes, figures: Figures, y: float, colour: str, marker: str) 
 def _finding(report: CompareReport) -> str:
     winner = report.named(report.winner)
     assert winner is not None
-    if winner.arm.title == OFF:
+    if winner.variant.title == OFF:
         return "Nothing is surely faster than no drafter: leave it off"
-    ties = sum(held.outcome == "not told apart" for held in report.contests if held.one == winner.arm.title)
+    ties = sum(held.outcome == "not told apart" for held in report.contests if held.one == winner.variant.title)
     others = f", not told apart from {ties} other{'s' if ties > 1 else ''}" if ties else ", ahead of all others"
-    return f"{winner.arm.title} is {winner.overall.speedup:.2f}x as fast as no drafter{others}"
+    return f"{winner.variant.title} is {winner.overall.speedup:.2f}x as fast as no drafter{others}"
 
 
 def acceptance(report: CompareReport) -> Figure:
-    """Conditional acceptance at each position, an arm a line, a panel for each temperature."""
-    drafted = [one for one in report.arms if one.arm.title != OFF]
+    """Conditional acceptance at each position, a variant a line, a panel for each temperature."""
+    drafted = [one for one in report.variants if one.variant.title != OFF]
     first, of = report.concurrencies[0], colours(report)
     figure, panels = new_figure(4.4 * len(report.temperatures) + 3.4, 5.0, len(report.temperatures))
     for axes, temperature in zip(panels, report.temperatures, strict=True):
         for one in drafted:
             shown = _well_founded(one.at(first, temperature))
-            axes.plot(range(1, len(shown) + 1), shown, _LINES[one.arm.kind], color=of[one.arm.family],
-                      marker=_MARKERS[one.arm.kind], markersize=6, linewidth=1.6, label=_label(one))
+            axes.plot(range(1, len(shown) + 1), shown, _LINES[one.variant.kind], color=of[one.variant.family],
+                      marker=_MARKERS[one.variant.kind], markersize=6, linewidth=1.6, label=_label(one))
         axes.set_title(f"temperature {temperature:g}", fontsize=12, fontweight="normal")
         axes.set(xlabel="position in the draft", ylim=(0, 1.03))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -101,7 +105,7 @@ def acceptance(report: CompareReport) -> Figure:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", fontsize=10)
     best = max(drafted, key=lambda one: one.overall.tau)
-    title(figure, f"{best.arm.title} is accepted furthest: {best.overall.tau:.2f} tokens per target pass",
+    title(figure, f"{best.variant.title} is accepted furthest: {best.overall.tau:.2f} tokens per target pass",
           f"positions reached in at least {_MIN_ROUNDS} rounds; in a tree a position is accepted when any of its nodes "
           f"is; a round in which nothing was proposed counts as refused; {_shapes(report)}; {_load(first)}; "
           f"{_where(report)}")
@@ -117,7 +121,7 @@ def round_cost(report: CompareReport) -> Figure:
     """tau over the cost of a round, with lines of equal speed-up; the bar to the left is what drafting takes of it."""
     figure, (axes,) = new_figure(9.5, 5.8)
     of = colours(report)
-    drafted = [one for one in report.arms if one.arm.title != OFF]
+    drafted = [one for one in report.variants if one.variant.title != OFF]
     widest = max(1.15 * max(one.overall.round_cost for one in drafted), 1.5)
     highest = max(1.12 * max(one.overall.tau for one in drafted), 2.0)
     for speed in _iso(highest):
@@ -127,14 +131,15 @@ def round_cost(report: CompareReport) -> Figure:
                       textcoords="offset points")
     for one in drafted:
         f = one.overall
-        axes.plot([f.round_cost - f.draft_share, f.round_cost], [f.tau, f.tau], color=of[one.arm.family], linewidth=1.6)
-        axes.plot([f.round_cost], [f.tau], _MARKERS[one.arm.kind], color=of[one.arm.family], markersize=8)
+        axes.plot([f.round_cost - f.draft_share, f.round_cost], [f.tau, f.tau], color=of[one.variant.family],
+                  linewidth=1.6)
+        axes.plot([f.round_cost], [f.tau], _MARKERS[one.variant.kind], color=of[one.variant.family], markersize=8)
     least = min(one.overall.round_cost - one.overall.draft_share for one in drafted)
     axes.set(xlim=(min(0.9, 0.95 * least), widest), ylim=(0.9, highest),
              xlabel="cost of a round, in passes of the undrafted target", ylabel="tokens per round (tau)")
     _annotate(axes, drafted)
     best = max(drafted, key=lambda one: one.overall.tau / one.overall.round_cost)
-    title(figure, f"{best.arm.title} gets most for what a round costs: {best.overall.tau:.2f} tokens for "
+    title(figure, f"{best.variant.title} gets most for what a round costs: {best.overall.tau:.2f} tokens for "
                   f"{best.overall.round_cost:.2f} passes",
           f"grey lines: equal speed-up while decoding (prompts not counted); the bar left of a point is the drafting; "
           f"{_load(report.concurrencies[0])}, all suites and temperatures; {_where(report)}")
@@ -145,7 +150,7 @@ def _iso(most: float) -> list[float]:
     return [speed for speed in (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0) if speed <= most]
 
 
-def _annotate(axes: Axes, drafted: Sequence[ArmReport]) -> None:
+def _annotate(axes: Axes, drafted: Sequence[VariantReport]) -> None:
     """Names beside points; those of near points are spread apart, each with a line to its own."""
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     wide, high = 0.16 * (right - left), 0.042 * (top - bottom)  # of a name, about
@@ -157,15 +162,22 @@ def _annotate(axes: Axes, drafted: Sequence[ArmReport]) -> None:
             at += high / 4
         taken.append((x, at))
         line = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.6} if at != y else None
-        axes.annotate(one.arm.title, (x, y), xytext=(x + 0.012 * (right - left), at), textcoords="data", fontsize=10,
-                      va="center", arrowprops=line)
+        axes.annotate(
+            one.variant.title,
+            (x, y),
+            xytext=(x + 0.012 * (right - left), at),
+            textcoords="data",
+            fontsize=10,
+            va="center",
+            arrowprops=line,
+        )
 
 
 def by_concurrency(report: CompareReport) -> Figure:
     """Speed-up with intervals at every load."""
     figure, (axes,) = new_figure(10.0, 5.4)
     of, loads = colours(report), report.concurrencies
-    drafted = [one for one in report.arms if one.arm.title != OFF]
+    drafted = [one for one in report.variants if one.variant.title != OFF]
     for number, one in enumerate(drafted):
         figures = [one.at(load) for load in loads]
         # Side by side, so that intervals at one load do not hide each other.
@@ -173,27 +185,27 @@ def by_concurrency(report: CompareReport) -> Figure:
         values = [f.speedup for f in figures]
         reach = [[f.speedup - f.speedup_interval.low for f in figures],
                  [f.speedup_interval.high - f.speedup for f in figures]]
-        axes.errorbar(xs, values, yerr=reach, fmt=_MARKERS[one.arm.kind], linestyle=_LINES[one.arm.kind],
-                      linewidth=0.9, elinewidth=1.6, capsize=2, color=of[one.arm.family], label=_label(one))
+        axes.errorbar(xs, values, yerr=reach, fmt=_MARKERS[one.variant.kind], linestyle=_LINES[one.variant.kind],
+                      linewidth=0.9, elinewidth=1.6, capsize=2, color=of[one.variant.family], label=_label(one))
     axes.axhline(1.0, color=OTHER_GREY, linewidth=1.5)
     axes.set_xticks(range(len(loads)), [str(load) for load in loads])
     axes.set(xlabel="requests decoded at once", ylabel="speed-up over no drafter")
     axes.grid(visible=False, axis="x")
     figure.legend(loc="outside right center", fontsize=10)
-    leaders = [max(report.arms, key=lambda one: one.at(load).speedup) for load in loads]
-    words = (f"{leaders[0].arm.title} leads at every load" if len({one.arm.title for one in leaders}) == 1 else
-             "; ".join(f"{one.arm.title} leads at {load}" for load, one in zip(loads, leaders, strict=True)))
+    leaders = [max(report.variants, key=lambda one: one.at(load).speedup) for load in loads]
+    words = (f"{leaders[0].variant.title} leads at every load" if len({one.variant.title for one in leaders}) == 1 else
+             "; ".join(f"{one.variant.title} leads at {load}" for load, one in zip(loads, leaders, strict=True)))
     title(figure, words, f"95 % intervals over blocks; all suites, mean over temperatures; {_where(report)}")
     return figure
 
 
-def _label(one: ArmReport) -> str:
-    return one.arm.title
+def _label(one: VariantReport) -> str:
+    return one.variant.title
 
 
 def _shapes(report: CompareReport) -> str:
     """Every kind of shape once, with its numbers."""
-    return ", ".join(dict.fromkeys(one.arm.shape for one in report.arms if one.arm.title != OFF))
+    return ", ".join(dict.fromkeys(one.variant.shape for one in report.variants if one.variant.title != OFF))
 
 
 def _load(concurrency: int) -> str:

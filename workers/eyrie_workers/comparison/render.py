@@ -9,7 +9,7 @@ from rich.text import Text
 from eyrie_api.cli.tables import duration, size
 from eyrie_workers.comparison.answer import QUESTION
 from eyrie_workers.comparison.claims import VERSIONS, ratio
-from eyrie_workers.comparison.report import ArmReport, CompareReport, Figures
+from eyrie_workers.comparison.report import CompareReport, Figures, VariantReport
 
 _POSITIONS = 5  # of acceptance, in the table; report.json has all
 _STYLE = {"holds": "green", "does not hold here": "yellow", "not told apart": "dim", "not measured": "dim"}
@@ -31,13 +31,15 @@ def markdown(report: CompareReport, plots: Iterable[str] = ()) -> str:
 
 def _conditions(report: CompareReport) -> str:
     e = report.environment
-    return (f"Each family had a budget of {report.budget.label()} on one store of {report.store_tokens} tokens "
-            f"({report.conversations} conversations, {size(report.store_bytes)}). Measured in the reference engine, "
-            f"all arms interleaved block by block, prefill included, {report.max_new_tokens} tokens an answer, suites "
-            f"{', '.join(report.suites)}; speed-up is over the same engine without a drafter, with 95 % intervals over "
-            f"blocks. {e.hardware}, {e.threads} threads, torch {e.torch}, {e.dtype}, {e.date[:10]}, code "
-            f"{e.code_version}. Took {duration(sum(report.seconds.values()))}: "
-            f"{', '.join(f'{name} {duration(value)}' for name, value in report.seconds.items())}.")
+    return (
+        f"Each family had a budget of {report.budget.label()} on one store of {report.store_tokens} tokens "
+        f"({report.conversations} conversations, {size(report.store_bytes)}). Measured in the reference engine, "
+        f"all variants interleaved block by block, prefill included, {report.max_new_tokens} tokens an answer, suites "
+        f"{', '.join(report.suites)}; speed-up is over the same engine without a drafter, with 95 % intervals over "
+        f"blocks. {e.hardware}, {e.threads} threads, torch {e.torch}, {e.dtype}, {e.date[:10]}, code "
+        f"{e.code_version}. Took {duration(sum(report.seconds.values()))}: "
+        f"{', '.join(f'{name} {duration(value)}' for name, value in report.seconds.items())}."
+    )
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -51,14 +53,14 @@ def _speed(figures: Figures) -> str:
 
 def _leaderboard(report: CompareReport) -> str:
     first = report.concurrencies[0]
-    columns = ["", "arm", "shape", f"speed-up, {_load(first)}",
+    columns = ["", "variant", "shape", f"speed-up, {_load(first)}",
                *(f"T = {t:g}" for t in report.temperatures),
                *(f"speed-up, {_load(load)}" for load in report.concurrencies[1:]), "tau", "lossless"]
     return _table(columns, ([
-        str(one.rank), one.arm.title, one.arm.shape, _speed(one.overall),
+        str(one.rank), one.variant.title, one.variant.shape, _speed(one.overall),
         *(_speed(one.at(first, t)) for t in report.temperatures),
         *(_speed(one.at(load)) for load in report.concurrencies[1:]),
-        f"{one.overall.tau:.2f}", "yes" if one.lossless else "NO"] for one in report.arms))
+        f"{one.overall.tau:.2f}", "yes" if one.lossless else "NO"] for one in report.variants))
 
 
 def _load(concurrency: int) -> str:
@@ -69,21 +71,21 @@ def _by_suite(report: CompareReport) -> str:
     first = report.concurrencies[0]
     cells = [(suite, t) for suite in report.suites for t in report.temperatures]
     rows = []
-    for one in report.arms:
+    for one in report.variants:
         figures = [one.at(first, t, suite) for suite, t in cells]
-        rows.append([one.arm.title, *(f"{_speed(f)}, tau {f.tau:.2f}" for f in figures)])
-    return _table(["arm", *(f"{suite}, T = {t:g}" for suite, t in cells)], rows)
+        rows.append([one.variant.title, *(f"{_speed(f)}, tau {f.tau:.2f}" for f in figures)])
+    return _table(["variant", *(f"{suite}, T = {t:g}" for suite, t in cells)], rows)
 
 
 def _rounds(report: CompareReport) -> str:
     rows = []
-    for one in report.arms:
+    for one in report.variants:
         f = one.overall
         rows.append([
-            one.arm.title, one.arm.shape, f"{f.tau:.2f} ({f.tau_interval.low:.2f}-{f.tau_interval.high:.2f})",
+            one.variant.title, one.variant.shape, f"{f.tau:.2f} ({f.tau_interval.low:.2f}-{f.tau_interval.high:.2f})",
             " ".join(f"{p:.2f}" for p in f.acceptance[:_POSITIONS]) or "-", f"{f.draft_ms:.2f}",
             f"{f.draft_share:.0%}", f"{f.round_cost:.2f}", f"{f.nodes_per_round:.1f}"])
-    return _table(["arm", "shape (num_steps/top_k/num_draft_tokens)", "tau", "accepted at position 1, 2, ..",
+    return _table(["variant", "shape (num_steps/top_k/num_draft_tokens)", "tau", "accepted at position 1, 2, ..",
                    "drafting, ms a round", "of the target's pass", "a round, in target passes", "tokens verified"],
                   rows)
 
@@ -120,9 +122,11 @@ def view(report: CompareReport, where: Sequence[tuple[str, str]]) -> RenderableT
                    *(f"{load} AT ONCE" for load in others), "TAU", "DRAFT MS", "TRAINED", "LOSSLESS"):
         board.add_column(column, justify="right")
     made = {one.family: one for one in report.trained}
-    for one in report.arms:
-        board.add_row(*_line(report, one, others, made[one.arm.family].seconds if one.arm.family in made else None),
-                      style="bold green" if one.arm.title == report.winner else "")
+    for one in report.variants:
+        board.add_row(
+            *_line(report, one, others, made[one.variant.family].seconds if one.variant.family in made else None),
+            style="bold green" if one.variant.title == report.winner else "",
+        )
     told = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("THE STORY SAYS", "", "HERE", ""):
         told.add_column(column)
@@ -137,9 +141,9 @@ def view(report: CompareReport, where: Sequence[tuple[str, str]]) -> RenderableT
     return Group(Text(), board, Text(), Text(QUESTION, "bold"), Text(report.verdict), Text(), *story, *notes, files)
 
 
-def _line(report: CompareReport, one: ArmReport, others: Sequence[int], seconds: float | None) -> list[str]:
+def _line(report: CompareReport, one: VariantReport, others: Sequence[int], seconds: float | None) -> list[str]:
     first = report.concurrencies[0]
-    return [str(one.rank), one.arm.title, one.arm.shape, _speed(one.overall),
+    return [str(one.rank), one.variant.title, one.variant.shape, _speed(one.overall),
             *(f"{one.at(first, t).speedup:.2f}x" for t in report.temperatures),
             *(f"{one.at(load).speedup:.2f}x" for load in others), f"{one.overall.tau:.2f}",
             f"{one.overall.draft_ms:.1f}", "-" if seconds is None else duration(seconds),

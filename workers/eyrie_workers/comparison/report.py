@@ -7,7 +7,7 @@ block together (`intervals`). A *round* is a target pass and the drafting before
     draft_share   the same in passes of the undrafted target at the same load
     round_cost    the whole round in such passes; what drafting leaves of tau is tau / round_cost
 
-Two arms are compared on the blocks both answered, in pairs: that tells smaller differences apart than two intervals
+Two variants are compared on the blocks both answered, in pairs: that tells smaller differences apart than two intervals
 against off that overlap. They are *not told apart* when the interval of their ratio holds 1.
 """
 
@@ -19,8 +19,8 @@ import numpy as np
 from eyrie_api.v1alpha1.model import Frozen, Interval
 from eyrie_api.v1alpha1.reports import Environment
 from eyrie_workers.comparison.forms import OFF
-from eyrie_workers.comparison.measuring import ArmRun, Entry
-from eyrie_workers.comparison.plan import Arm, Budget
+from eyrie_workers.comparison.measuring import Entry, VariantRun
+from eyrie_workers.comparison.plan import Budget, Variant
 from eyrie_workers.intervals import (
     FloatArray,
     Tally,
@@ -39,7 +39,7 @@ Verdict = Literal["holds", "does not hold here", "not told apart", "not measured
 
 
 class Figures(Frozen):
-    """One arm over some blocks."""
+    """One variant over some blocks."""
 
     concurrency: int
     suite: str | None = None
@@ -101,11 +101,11 @@ class Trained(Frozen):
     """Of the first step, on captured rows it was not trained on."""
 
 
-class ArmReport(Frozen):
-    """One arm."""
+class VariantReport(Frozen):
+    """One variant."""
 
     rank: int
-    arm: Arm
+    variant: Variant
     lossless: bool
     """Every answer was the undrafted one."""
 
@@ -122,7 +122,7 @@ class ArmReport(Frozen):
 
 
 class Contest(Frozen):
-    """Two arms on the same blocks, all suites and temperatures, at one concurrency."""
+    """Two variants on the same blocks, all suites and temperatures, at one concurrency."""
 
     one: str
     other: str
@@ -166,7 +166,7 @@ class CompareReport(Frozen):
     temperatures: tuple[float, ...]
     concurrencies: tuple[int, ...]
     max_new_tokens: int
-    arms: tuple[ArmReport, ...]
+    variants: tuple[VariantReport, ...]
     """Best first."""
 
     trained: tuple[Trained, ...]
@@ -174,7 +174,7 @@ class CompareReport(Frozen):
     """Families whose training failed, and why."""
 
     contests: tuple[Contest, ...]
-    """The best against every other arm, and the pairs that claims are about."""
+    """The best against every other variant, and the pairs that claims are about."""
 
     rows: tuple[Row, ...] = ()
     claims: tuple[Claim, ...] = ()
@@ -190,9 +190,9 @@ class CompareReport(Frozen):
 
     environment: Environment
 
-    def named(self, title: str) -> ArmReport | None:
-        """The arm of this title, if it took part."""
-        return next((one for one in self.arms if one.arm.title == title), None)
+    def named(self, title: str) -> VariantReport | None:
+        """The variant of this title, if it took part."""
+        return next((one for one in self.variants if one.variant.title == title), None)
 
     def contest(self, one: str, other: str) -> Contest | None:
         """The two against each other, whichever way it is held, at the first concurrency."""
@@ -233,7 +233,7 @@ class Book:
                 and suite in (None, entry.suite)]
 
     def compared(self, one: str, other: str, entries: Iterable[Entry]) -> tuple[float, Interval]:
-        """Speed of one arm over the other's: the mean over temperatures, and its interval."""
+        """Speed of one variant over the other's: the mean over temperatures, and its interval."""
         by_temperature: dict[float, dict[tuple[str, int], Tally]] = {}
         for entry in entries:
             ours, theirs = entry.runs[one], entry.runs[other]
@@ -243,7 +243,7 @@ class Book:
         return mean_speed_ratio(groups), speed_interval(groups, self._seed)
 
     def tau(self, one: str, other: str, entries: Iterable[Entry]) -> tuple[float, Interval]:
-        """tau of one arm over the other's, and its interval; temperatures pooled."""
+        """tau of one variant over the other's, and its interval; temperatures pooled."""
         rows: dict[tuple[str, int], FloatArray] = {}
         for entry in entries:
             counts = [count for title in (one, other) for count in _counts(entry.runs[title])]
@@ -257,7 +257,7 @@ class Book:
 
     def figures(self, title: str, concurrency: int, temperature: float | None = None,
                 suite: str | None = None) -> Figures:
-        """One arm over the blocks of a load, a temperature, a suite."""
+        """One variant over the blocks of a load, a temperature, a suite."""
         entries = self.some(concurrency, temperature, suite)
         ours, off = [entry.runs[title] for entry in entries], [entry.runs[OFF] for entry in entries]
         histogram = add_histograms([run.block.accepted_histogram for run in ours])
@@ -277,9 +277,9 @@ class Book:
             draft_ms=1e3 * draft_s, draft_share=draft_s / off_round, round_cost=(draft_s + verify_s) / off_round,
             nodes_per_round=sum(run.nodes for run in ours) / rounds)
 
-    def arm(self, arm: Arm) -> ArmReport:
-        """Everything about one arm; its rank is not known yet."""
-        title = arm.title
+    def variant(self, variant: Variant) -> VariantReport:
+        """Everything about one variant; its rank is not known yet."""
+        title = variant.title
         figures = tuple(
             self.figures(title, concurrency, temperature, suite)
             for concurrency in self.concurrencies
@@ -287,11 +287,11 @@ class Book:
                                        *((None, s) for s in self.suites),
                                        *((t, s) for t in self.temperatures for s in self.suites)])
         overall = figures[0]
-        return ArmReport(rank=1, arm=arm, overall=overall, figures=figures,
+        return VariantReport(rank=1, variant=variant, overall=overall, figures=figures,
                          lossless=all(one.identical == one.requests for one in figures))
 
     def contest(self, one: str, other: str, concurrency: int) -> Contest:
-        """Two arms in pairs."""
+        """Two variants in pairs."""
         entries = self.some(concurrency)
         ratio, interval = self.compared(one, other, entries)
         tau_ratio, tau_interval = self.tau(one, other, entries)
@@ -306,23 +306,23 @@ def outcome(interval: Interval) -> Outcome:
     return "faster" if interval.low > 1.0 else "slower" if interval.high < 1.0 else "not told apart"
 
 
-def rank(arms: Iterable[ArmReport]) -> tuple[ArmReport, ...]:
+def rank(variants: Iterable[VariantReport]) -> tuple[VariantReport, ...]:
     """Best first: lossless before others, then by speed at the first concurrency, then by title."""
-    ordered = sorted(arms, key=lambda one: (not one.lossless, -one.overall.speedup, one.arm.title))
+    ordered = sorted(variants, key=lambda one: (not one.lossless, -one.overall.speedup, one.variant.title))
     return tuple(one.model_copy(update={"rank": place}) for place, one in enumerate(ordered, start=1))
 
 
-def choose(arms: Sequence[ArmReport]) -> str:
-    """What to serve with: the first lossless arm that is surely faster than off; else off."""
-    for one in arms:
-        if one.arm.title != OFF and one.lossless and outcome(one.overall.speedup_interval) == "faster":
-            return one.arm.title
+def choose(variants: Sequence[VariantReport]) -> str:
+    """What to serve with: the first lossless variant that is surely faster than off; else off."""
+    for one in variants:
+        if one.variant.title != OFF and one.lossless and outcome(one.overall.speedup_interval) == "faster":
+            return one.variant.title
     return OFF
 
 
-def contests_of(book: Book, ranked: Sequence[ArmReport], pairs: Iterable[tuple[str, str]]) -> tuple[Contest, ...]:
-    """The best drafted arm against every other, and these pairs, at the first concurrency; each once."""
-    titles = [one.arm.title for one in ranked]
+def contests_of(book: Book, ranked: Sequence[VariantReport], pairs: Iterable[tuple[str, str]]) -> tuple[Contest, ...]:
+    """The best drafted variant against every other, and these pairs, at the first concurrency; each once."""
+    titles = [one.variant.title for one in ranked]
     drafted = [title for title in titles if title != OFF]
     wanted = [(drafted[0], title) for title in titles if title != drafted[0]] if drafted else []
     wanted += [pair for pair in pairs if set(pair) <= set(titles)]
@@ -331,7 +331,7 @@ def contests_of(book: Book, ranked: Sequence[ArmReport], pairs: Iterable[tuple[s
     return tuple(book.contest(*pair, first) for pair in reversed(unique.values()))
 
 
-def _counts(run: ArmRun) -> tuple[float, float]:
+def _counts(run: VariantRun) -> tuple[float, float]:
     """Tokens that rounds made, and rounds. Off has tau 1, with or without a round."""
     histogram = run.block.accepted_histogram
     rounds = sum(histogram)
@@ -339,11 +339,11 @@ def _counts(run: ArmRun) -> tuple[float, float]:
 
 
 def _tau_ratio(sums: FloatArray) -> FloatArray:
-    """[R, 4] tokens and rounds of two arms to the ratio of their taus, [R]."""
+    """[R, 4] tokens and rounds of two variants to the ratio of their taus, [R]."""
     ones = np.maximum(sums, 1.0)
     ratio: FloatArray = (ones[:, 0] / ones[:, 1]) / (ones[:, 2] / ones[:, 3])
     return ratio
 
 
-def _rate(runs: Sequence[ArmRun]) -> float:
+def _rate(runs: Sequence[VariantRun]) -> float:
     return sum(run.block.tokens for run in runs) / sum(run.block.seconds for run in runs)

@@ -2,7 +2,7 @@
 
     DIR/spec.json                                     what was asked; another question needs another directory
     DIR/regenerate  capture  calibrate/<family>  train/<family>     stages, with their manifests
-    DIR/measure/blocks.jsonl                          every block, answered by every arm
+    DIR/measure/blocks.jsonl                          every block, answered by every variant
     DIR/report.json  report.md  plots/                what came of it, made anew by every run
 """
 
@@ -22,7 +22,7 @@ from eyrie_api.v1alpha1.reports import CaptureReport
 from eyrie_workers.comparison.answer import answer
 from eyrie_workers.comparison.claims import PAIRS, judge, three_versions
 from eyrie_workers.comparison.measuring import Entry, measure
-from eyrie_workers.comparison.plan import Arm, CompareSpec, arms_of
+from eyrie_workers.comparison.plan import CompareSpec, Variant, variants_of
 from eyrie_workers.comparison.progress import told
 from eyrie_workers.comparison.render import markdown
 from eyrie_workers.comparison.report import Book, CompareReport, Trained, choose, contests_of, rank
@@ -48,13 +48,13 @@ def compare(spec: CompareSpec, home: Path, tell: Callable[[str, Path], None]) ->
         store = training.run()
         stage = Stage(home / "measure")
         stage.out_dir.mkdir(exist_ok=True)
-        arms = arms_of([family for family in spec.families if family in training.learnt], spec.benchmark.tree)
+        variants = variants_of([family for family in spec.families if family in training.learnt], spec.benchmark.tree)
         training.measuring(stage.out_dir)
         with _interruptible(stage):
-            entries = measure(spec, arms, {name: one.directory for name, one in training.learnt.items()},
+            entries = measure(spec, variants, {name: one.directory for name, one in training.learnt.items()},
                               {name: one.checkpoint.digest for name, one in training.learnt.items()},
                               str(training.rows_dir / "held_out.jsonl"), stage)
-        report = conclude(spec, training, store, arms, entries, notes_of(stage.out_dir, training))
+        report = conclude(spec, training, store, variants, entries, notes_of(stage.out_dir, training))
         write_reports(report, home)
     return report
 
@@ -67,18 +67,18 @@ def check_families(families: Sequence[str]) -> None:
                            f"choose from {', '.join(FAMILIES)}; n-gram lookup and off always take part")
 
 
-def conclude(spec: CompareSpec, training: Training, store: CaptureReport, arms: Sequence[Arm],
+def conclude(spec: CompareSpec, training: Training, store: CaptureReport, variants: Sequence[Variant],
              entries: Sequence[Entry], notes: Sequence[str]) -> CompareReport:
     """The report, from what the stages left and what was measured."""
     book = Book(entries, spec.benchmark.seed)
-    ranked = rank(book.arm(arm) for arm in arms)
+    ranked = rank(book.variant(variant) for variant in variants)
     path = resolve(spec.target)
     blocks = sum(run.block.seconds for entry in entries for run in entry.runs.values())
     report = CompareReport(
         target=spec.target.model, target_parameters=num_parameters(path), budget=spec.budget,
         store_tokens=store.tokens, store_bytes=store.bytes, conversations=store.rows, suites=tuple(book.suites),
         temperatures=tuple(book.temperatures), concurrencies=tuple(book.concurrencies),
-        max_new_tokens=spec.benchmark.max_new_tokens, arms=ranked,
+        max_new_tokens=spec.benchmark.max_new_tokens, variants=ranked,
         trained=tuple(trained(spec, family, one, training.store_dir, path)
                       for family, one in training.learnt.items()),
         failed=training.failed, contests=contests_of(book, ranked, PAIRS), winner=choose(ranked),
@@ -164,7 +164,7 @@ def _alone(home: Path) -> Iterator[None]:
 
 @contextmanager
 def _interruptible(stage: Stage) -> Iterator[None]:
-    """SIGTERM and SIGINT end the measuring between two blocks' arms, as they end a stage program."""
+    """SIGTERM and SIGINT end the measuring between two blocks' variants, as they end a stage program."""
 
     def ask_to_stop(_number: int, _frame: FrameType | None) -> None:
         stage.stop_requested = True

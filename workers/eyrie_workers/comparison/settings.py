@@ -69,7 +69,7 @@ def build_parser(families: Sequence[str]) -> argparse.ArgumentParser:
     add("--prompts", type=int, help=f"of each suite, one at a time; default {FULL.prompts}")
     add("--tokens", type=int, help=f"longest measured answer; default {FULL.tokens}")
     add("--tree", default="5/2/10", metavar="STEPS/TOPK/TOKENS",
-        help="depth of every arm, width and tokens (root included) of every tree")
+        help="depth of every variant, width and tokens (root included) of every tree")
     add("--draft-vocab-size", type=int, help="of families that have one; default: the contract's")
     add("--codec", help="how captured states are stored")
     add("--seed", type=int, default=0)

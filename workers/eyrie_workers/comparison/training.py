@@ -37,7 +37,7 @@ class StageFailed(EyrieError):
     reason = "StageFailed"
 
     def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message, failure.mend)
+        super().__init__(failure.message, failure.hint)
         self.failure = failure
 
 

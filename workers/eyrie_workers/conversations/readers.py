@@ -146,10 +146,10 @@ def _without_nulls(value: Any) -> Any:
 def _hub_rows(source: DataSource) -> Iterator[Any]:
     from datasets import load_dataset
 
-    mend = "check the id, the split and the network, or download the data set and give its parquet or JSONL file"
+    hint = "check the id, the split and the network, or download the data set and give its parquet or JSONL file"
     try:
         yield from map(_without_nulls, load_dataset(source.path, split=source.split, streaming=True))
     except (FileNotFoundError, ValueError) as error:
-        raise InvalidInput(f"data source {source.path!r}, split {source.split!r}: {error}", mend) from error
+        raise InvalidInput(f"data source {source.path!r}, split {source.split!r}: {error}", hint) from error
     except OSError as error:
-        raise Transient(f"data source {source.path!r} cannot be read from the Hub: {error}", mend, 30.0) from error
+        raise Transient(f"data source {source.path!r} cannot be read from the Hub: {error}", hint, 30.0) from error

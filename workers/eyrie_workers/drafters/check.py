@@ -57,7 +57,7 @@ def check_directory(directory: Path, *, target_dir: Path | None = None, context:
     try:
         card = read_card(directory)
     except EyrieError as fault:
-        told.insert(0, error("card-unreadable", fault.message, fault.mend))
+        told.insert(0, error("card-unreadable", fault.message, fault.hint))
     found: Sequence[Finding] = tuple(check_config.mistaken_rules(config, tensors)) or examine(
         Examined(directory, Parts(config, tensors, card), target, context, weights))
     return tuple(sorted((*found, *told), key=lambda finding: finding.severity != "error"))
@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
         found = check_directory(given.directory, target_dir=target, context=given.context, weights=not given.fast,
                                 engines=engines)
     except EyrieError as fault:
-        print(json.dumps({"error": {"reason": fault.reason, "message": fault.message, "mend": fault.mend,
+        print(json.dumps({"error": {"reason": fault.reason, "message": fault.message, "hint": fault.hint,
                                     "exit_code": fault.exit_code}}))
         return fault.exit_code
     print(json.dumps({"drafter": str(given.directory), "target": given.target, "context": given.context,

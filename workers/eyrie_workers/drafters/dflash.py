@@ -54,7 +54,7 @@ from eyrie_workers.drafters.checkpoint.files import (
     write_checkpoint,
 )
 from eyrie_workers.drafters.family import Family, Layers, fused
-from eyrie_workers.drafters.initialisation import TargetEnds
+from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.drafters.layers.decoder import (
     DecoderLayer,
     Norm,
@@ -64,7 +64,7 @@ from eyrie_workers.drafters.layers.decoder import (
     layer_flops,
     refuse_eagle_fields,
 )
-from eyrie_workers.drafters.layers.kv_cache import KeptKeys, NewTokens, beside
+from eyrie_workers.drafters.layers.kv_cache import DrafterKVCache, NewTokens, beside
 from eyrie_workers.drafters.validation.family_checks import loaded_by
 from eyrie_workers.speculation.marginals import draft
 from eyrie_workers.speculation.noise import RowNoise
@@ -77,7 +77,7 @@ from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.attention import SharedKeys, joined
 from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.fused import rms_norm
-from eyrie_workers.training.objective import Moment, Objective, Prediction, Taught, drawn
+from eyrie_workers.training.objective import DistillationObjective, Objective, Prediction, StepContext, drawn
 from eyrie_workers.training.products import linear
 from eyrie_workers.training.unroll_plan import UnrollLayout, lay_out
 
@@ -140,10 +140,10 @@ class DFlashDrafter(nn.Module):
         return x_XH.unflatten(0, (-1, size))
 
 
-class BlockDiffusion(Taught):
+class BlockDiffusion(DistillationObjective):
     """DFlashDrafter taught on blocks behind random anchors."""
 
-    def __init__(self, drafter: DFlashDrafter, ends: TargetEnds, spec: TrainSpec, max_positions: int,
+    def __init__(self, drafter: DFlashDrafter, ends: TargetEmbeddings, spec: TrainSpec, max_positions: int,
                  dtype: torch.dtype) -> None:
         decoder, size = drafter.config.decoder, drafter.config.block_size
         whole = DraftVocabulary(torch.arange(decoder.vocab_size), decoder.vocab_size)
@@ -157,7 +157,7 @@ class BlockDiffusion(Taught):
         """The module being trained."""
         return self._drafter
 
-    def plan(self, documents: PackedDocuments, moment: Moment | None) -> UnrollLayout:
+    def plan(self, documents: PackedDocuments, moment: StepContext | None) -> UnrollLayout:
         """Learning: some roots, drawn, each with its whole block. Judged: all."""
         chosen = None if moment is None or self._fraction == 1.0 else drawn(documents, moment, self._fraction)
         return lay_out(documents.loss_mask, documents.lengths, self.steps, chosen=chosen)
@@ -185,7 +185,7 @@ class BlockDiffusion(Taught):
 class DFlashState:
     """Keys of every row's features, in all layers, and its last settled token."""
 
-    kept: KeptKeys
+    kept: DrafterKVCache
     last: list[int]
 
 
@@ -239,7 +239,7 @@ class DFlashServer:
     def new_state(self, num_rows: int, max_length: int, max_shape: DraftTreeShape) -> DFlashState:
         """Caches for `num_rows` rows of `max_length` features, with room for a block."""
         places = max_length + max(self._config.block_size, max_shape.num_draft_tokens) + 1
-        return DFlashState(KeptKeys(self._config.decoder, num_rows, places, self._model.dtype), [0] * num_rows)
+        return DFlashState(DrafterKVCache(self._config.decoder, num_rows, places, self._model.dtype), [0] * num_rows)
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
         """Forget the row. The prompt itself is not needed: its pairs follow."""
@@ -278,8 +278,14 @@ class DFlashServer:
         return draft(self._target.logits(asked), shape, None, noise)
 
 
-def _create(spec: DrafterSpec, target: TargetConfig, ends: TargetEnds, layers: Layers, _vocabulary: DraftVocabulary,
-            seed: int) -> DFlashDrafter:
+def _create(
+    spec: DrafterSpec,
+    target: TargetConfig,
+    ends: TargetEmbeddings,
+    layers: Layers,
+    _vocabulary: DraftVocabulary,
+    seed: int,
+) -> DFlashDrafter:
     refuse_eagle_fields(spec, "dflash")
     assert spec.max_draft_tokens is not None
     if min(layers) < 1 or max(layers) >= target.num_layers:
@@ -307,7 +313,7 @@ def mask_token(special: Sequence[int], target: TargetConfig) -> int:
     return max(free, default=target.vocab_size - 1)
 
 
-def _objective(drafter: DFlashDrafter, ends: TargetEnds, spec: TrainSpec, max_positions: int,
+def _objective(drafter: DFlashDrafter, ends: TargetEmbeddings, spec: TrainSpec, max_positions: int,
                dtype: torch.dtype) -> Objective:
     return BlockDiffusion(drafter, ends, spec, max_positions, dtype)
 
@@ -326,13 +332,13 @@ def _save(directory: Path, drafter: DFlashDrafter, dtype: str, card: Card | None
 
 def read_dflash_config(name: str, found: Mapping[str, Any]) -> DFlashConfig:
     """A DFlashConfig from `config.json`. Raises CheckpointInvalid for what SGLang would refuse or we do not compute."""
-    def refuse(fault: str, mend: str = "export the drafter again") -> CheckpointInvalid:
-        return CheckpointInvalid(f"drafter {name}: {fault}", mend)
+    def refuse(fault: str, hint: str = "export the drafter again") -> CheckpointInvalid:
+        return CheckpointInvalid(f"drafter {name}: {fault}", hint)
 
     try:
         decoder = parse_config(found)
     except UnsupportedTarget as error:
-        raise refuse(error.message, error.mend) from error
+        raise refuse(error.message, error.hint) from error
     told = found.get("dflash_config")
     if decoder.family != "qwen3" or decoder.attention_bias or set(decoder.layer_types) != {FULL}:
         raise refuse("its layers are not Qwen3's with full attention and without bias", "serve this one in SGLang")

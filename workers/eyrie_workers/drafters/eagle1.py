@@ -61,7 +61,7 @@ from eyrie_workers.drafters.checkpoint.files import (
     write_checkpoint,
 )
 from eyrie_workers.drafters.family import Family, Layers, final
-from eyrie_workers.drafters.initialisation import TargetEnds
+from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.drafters.layers.decoder import DecoderLayer, decoder_json, heads_for, initialise, refuse_eagle_fields
 from eyrie_workers.drafters.layers.serving import MAX_TABLE_BYTES, LayerServer, pairs_together
 from eyrie_workers.drafters.validation.family_checks import loaded_by
@@ -74,14 +74,21 @@ from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.attention import SharedKeys, attend, first, pick
 from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.fused import mlp, turn
-from eyrie_workers.training.objective import Lesson, Moment, Objective, Outcome, Prediction, Taught
+from eyrie_workers.training.objective import (
+    DistillationObjective,
+    Objective,
+    Outcome,
+    Prediction,
+    StepContext,
+    TargetDistribution,
+)
 from eyrie_workers.training.products import linear, rounded
 from eyrie_workers.training.unroll_plan import UnrollLayout, lay_out
 
 ARCHITECTURE = "LlamaForCausalLMEagle"
 
-# The paper weighs classification with 0.1 against regression. What `Taught` adds up has classification at 1, so that a
-# loss means the same in every family; the proportion is the paper's.
+# The paper weighs classification with 0.1 against regression. What `DistillationObjective` adds up has classification
+# at 1, so that a loss means the same in every family; the proportion is the paper's.
 REGRESSION_WEIGHT = 10.0
 NOISE = 0.1
 
@@ -183,10 +190,10 @@ def unroll(weights: Eagle1Weights, rotary: Rotary, embed_VH: Tensor, documents: 
         yield features_RH
 
 
-class FeatureRegression(Taught):
+class FeatureRegression(DistillationObjective):
     """Eagle1Drafter taught the target's next feature, and by it the target's distribution."""
 
-    def __init__(self, drafter: Eagle1Drafter, ends: TargetEnds, spec: TrainSpec, max_positions: int,
+    def __init__(self, drafter: Eagle1Drafter, ends: TargetEmbeddings, spec: TrainSpec, max_positions: int,
                  dtype: torch.dtype) -> None:
         vocab_size = drafter.config.vocab_size
         super().__init__(DraftVocabulary(torch.arange(vocab_size), vocab_size), ends.lm_head, spec, dtype=dtype)
@@ -199,12 +206,12 @@ class FeatureRegression(Taught):
         """The module being trained."""
         return self._drafter
 
-    def plan(self, documents: PackedDocuments, moment: Moment | None) -> UnrollLayout:
+    def plan(self, documents: PackedDocuments, moment: StepContext | None) -> UnrollLayout:
         """Learning: one step from every root. Judged: as it is served."""
         return lay_out(documents.loss_mask, documents.lengths, self.steps if moment is None else 1)
 
-    def __call__(self, documents: PackedDocuments, moment: Moment | None = None,
-                 lesson: Lesson | None = None) -> Outcome:
+    def __call__(self, documents: PackedDocuments, moment: StepContext | None = None,
+                 lesson: TargetDistribution | None = None) -> Outcome:
         """Judged, features are read as they are; learning reads them with noise, beside what they are."""
         if moment is not None:
             read = noisy(documents.aux[:, 0], documents.lengths, moment)
@@ -223,7 +230,7 @@ class FeatureRegression(Taught):
                           sum(rounded(alive) for alive in layout.alive if alive))
 
 
-def noisy(features_TH: Tensor, lengths: tuple[int, ...], moment: Moment) -> Tensor:
+def noisy(features_TH: Tensor, lengths: tuple[int, ...], moment: StepContext) -> Tensor:
     """[T, H] float32: each feature shifted by U(-NOISE, NOISE) of its position's root mean square.
 
     A document's noise depends on the seed, the step and where it begins in the step's whole batch: not on how the batch
@@ -307,8 +314,14 @@ class Eagle1Server(LayerServer):
         super().__init__(layer, drafter.config, (target.config.num_layers,), target.dtype)
 
 
-def _create(spec: DrafterSpec, target: TargetConfig, _ends: TargetEnds, _layers: Layers, _vocabulary: DraftVocabulary,
-            seed: int) -> Eagle1Drafter:
+def _create(
+    spec: DrafterSpec,
+    target: TargetConfig,
+    _ends: TargetEmbeddings,
+    _layers: Layers,
+    _vocabulary: DraftVocabulary,
+    seed: int,
+) -> Eagle1Drafter:
     refuse_eagle_fields(spec, "eagle1")
     num_heads, num_kv_heads = heads_for(spec, target, target.num_heads)
     drafter = Eagle1Drafter(replace(
@@ -322,7 +335,7 @@ def _create(spec: DrafterSpec, target: TargetConfig, _ends: TargetEnds, _layers:
     return drafter
 
 
-def _objective(drafter: Eagle1Drafter, ends: TargetEnds, spec: TrainSpec, max_positions: int,
+def _objective(drafter: Eagle1Drafter, ends: TargetEmbeddings, spec: TrainSpec, max_positions: int,
                dtype: torch.dtype) -> Objective:
     return FeatureRegression(drafter, ends, spec, max_positions, dtype)
 
@@ -339,7 +352,7 @@ def load(directory: Path) -> Eagle1Drafter:
     try:
         config = parse_config(found)
     except UnsupportedTarget as error:
-        raise CheckpointInvalid(f"drafter {directory.name}: {error.message}", error.mend) from error
+        raise CheckpointInvalid(f"drafter {directory.name}: {error.message}", error.hint) from error
     wanted = {"architectures": [ARCHITECTURE], "model_type": "llama", "num_hidden_layers": 1, "attention_bias": False,
               "mlp_bias": False}
     faults = [f"{name} is {found[name]!r}, not {value!r}" for name, value in wanted.items()
@@ -376,7 +389,7 @@ def adopt(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tens
     try:
         parsed = replace(parse_config(config), tie_word_embeddings=False)
     except UnsupportedTarget as error:
-        raise CheckpointInvalid(f"EAGLE-1/2 drafter: {error.message}", error.mend) from error
+        raise CheckpointInvalid(f"EAGLE-1/2 drafter: {error.message}", error.hint) from error
     with torch.device("meta"):
         expected = {name: tuple(x.shape) for name, x in Eagle1Drafter(parsed).state_dict().items()}
     exact_tensors(directory.name, found, expected)

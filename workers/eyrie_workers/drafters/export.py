@@ -65,7 +65,7 @@ def to_speculators(directory: Path, out: Path, *, target: str | None = None, num
     """
     faults = [finding for finding in check_directory(directory) if finding.severity == "error"]
     if faults:
-        raise InvalidInput(f"{directory} is not sound: {faults[0].what}", faults[0].mend)
+        raise InvalidInput(f"{directory} is not sound: {faults[0].what}", faults[0].hint)
     config, card = read_json(directory / CONFIG), read_card(directory)
     name = target or (card.target.name if card else None)
     if name is None:
@@ -133,7 +133,7 @@ def to_sglang(directory: Path, out: Path, *, architecture: str = "LlamaForCausal
         tensors.pop("embed_tokens.weight", None)
     faults = [finding for finding in check(Parts(config, tensors)) if finding.severity == "error"]
     if faults:
-        raise InvalidInput("; ".join(fault.what for fault in faults), faults[0].mend)
+        raise InvalidInput("; ".join(fault.what for fault in faults), faults[0].hint)
     _write(out, config, tensors)
 
 

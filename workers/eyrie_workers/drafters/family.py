@@ -15,7 +15,7 @@ from torch import nn
 
 from eyrie_api.v1alpha1.job import DrafterSpec, TrainSpec
 from eyrie_workers.drafters.checkpoint.card import Card
-from eyrie_workers.drafters.initialisation import TargetEnds
+from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.drafters.validation.family_checks import Examine
 from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.targets.config import TargetConfig
@@ -53,11 +53,11 @@ class Family:
     architecture: str
     """`architectures[0]` of its checkpoints' config.json: how a directory tells what it holds."""
 
-    create: Callable[[DrafterSpec, TargetConfig, TargetEnds, Layers, DraftVocabulary, int], nn.Module]
+    create: Callable[[DrafterSpec, TargetConfig, TargetEmbeddings, Layers, DraftVocabulary, int], nn.Module]
     """A new drafter: (spec, target, target's ends, the layers it reads, draft vocabulary, seed). `max_draft_tokens` of
     the spec is filled in."""
 
-    objective: Callable[[Any, TargetEnds, TrainSpec, int, torch.dtype], Objective]
+    objective: Callable[[Any, TargetEmbeddings, TrainSpec, int, torch.dtype], Objective]
     """How it learns: (drafter, target's ends, spec, longest document, arithmetic). Its documents carry the layers of
     `layers` alone."""
 

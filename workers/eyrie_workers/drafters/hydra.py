@@ -43,7 +43,7 @@ from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, TrainSpec
 from eyrie_workers.drafters.checkpoint.card import Card
 from eyrie_workers.drafters.checkpoint.heads import HeadsConfig, HeadsForm, load_heads, save_heads
 from eyrie_workers.drafters.family import Family, final
-from eyrie_workers.drafters.initialisation import TargetEnds
+from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.drafters.medusa import last_states
 from eyrie_workers.drafters.validation.family_checks import loaded_by
 from eyrie_workers.speculation.noise import RowNoise
@@ -54,7 +54,7 @@ from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.training.documents import PackedDocuments
-from eyrie_workers.training.objective import Objective, Prediction, Taught
+from eyrie_workers.training.objective import DistillationObjective, Objective, Prediction
 from eyrie_workers.training.products import linear
 from eyrie_workers.training.unroll_plan import UnrollLayout
 
@@ -97,10 +97,10 @@ def joined(through: Tensor) -> Tensor:
     return kept + F.silu(inner)
 
 
-class HydraObjective(Taught):
+class HydraObjective(DistillationObjective):
     """All heads at every root, behind the true tokens."""
 
-    def __init__(self, drafter: HydraDrafter, ends: TargetEnds, spec: TrainSpec,
+    def __init__(self, drafter: HydraDrafter, ends: TargetEmbeddings, spec: TrainSpec,
                  dtype: torch.dtype = torch.float32) -> None:
         super().__init__(drafter.vocabulary, ends.lm_head, spec, steps=drafter.config.num_heads, dtype=dtype)
         self._drafter, self._embed_VH, self._recompute = drafter, ends.embed, spec.grad_checkpoint
@@ -230,7 +230,7 @@ _FORM = HeadsForm("hydra", "EyrieHydra", True, _shapes)
 
 
 @torch.no_grad()
-def create(spec: DrafterSpec, target: TargetConfig, ends: TargetEnds, _layers: tuple[int, ...],
+def create(spec: DrafterSpec, target: TargetConfig, ends: TargetEmbeddings, _layers: tuple[int, ...],
            vocabulary: DraftVocabulary, seed: int) -> HydraDrafter:
     """Heads that repeat the target's own choice, but for the noise of W_s."""
     assert spec.max_draft_tokens is not None
@@ -245,7 +245,7 @@ def create(spec: DrafterSpec, target: TargetConfig, ends: TargetEnds, _layers: t
     return drafter
 
 
-def _objective(drafter: HydraDrafter, ends: TargetEnds, spec: TrainSpec, _max_positions: int,
+def _objective(drafter: HydraDrafter, ends: TargetEmbeddings, spec: TrainSpec, _max_positions: int,
                dtype: torch.dtype) -> Objective:
     return HydraObjective(drafter, ends, spec, dtype)
 

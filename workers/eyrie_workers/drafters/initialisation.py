@@ -30,7 +30,7 @@ _EMBED, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.nor
 
 
 @dataclass(frozen=True)
-class TargetEnds:
+class TargetEmbeddings:
     """The two ends of the target, in float32: embed [V, H], lm_head [V, H], and norm [H], the last before lm_head."""
 
     embed: Tensor
@@ -39,14 +39,14 @@ class TargetEnds:
     special: tuple[int, ...] = ()
     """Ids that the tokenizer marks as special, ascending: no answer is made of them."""
 
-    def to(self, device: torch.device) -> "TargetEnds":
+    def to(self, device: torch.device) -> "TargetEmbeddings":
         """The same, on a device; one matrix stays one."""
         embed = self.embed.to(device)
         lm_head = embed if self.lm_head is self.embed else self.lm_head.to(device)
-        return TargetEnds(embed, lm_head, self.norm.to(device), self.special)
+        return TargetEmbeddings(embed, lm_head, self.norm.to(device), self.special)
 
 
-def read_target_ends(path: Path, tie_word_embeddings: bool) -> TargetEnds:
+def read_target_embeddings(path: Path, tie_word_embeddings: bool) -> TargetEmbeddings:
     """Read the ends of the target in `path`. Raises UnsupportedTarget without them, ArtifactCorrupt when unreadable."""
     wanted = {_EMBED, _NORM} if tie_word_embeddings else {_EMBED, _NORM, _HEAD}
     found: dict[str, Tensor] = {}
@@ -59,12 +59,12 @@ def read_target_ends(path: Path, tie_word_embeddings: bool) -> TargetEnds:
             raise ArtifactCorrupt(f"{file} cannot be read: {error}", "download or save the model again") from error
     if _EMBED not in found or _NORM not in found:
         raise UnsupportedTarget(f"{path} has no {_EMBED} or no {_NORM}", "use a Llama or Qwen target")
-    return TargetEnds(found[_EMBED], found.get(_HEAD, found[_EMBED]), found[_NORM],
+    return TargetEmbeddings(found[_EMBED], found.get(_HEAD, found[_EMBED]), found[_NORM],
                       tuple(sorted(special_token_ids(path))))
 
 
 @torch.no_grad()
-def inherit(drafter: Eagle3Drafter, ends: TargetEnds, seed: int) -> None:
+def inherit(drafter: Eagle3Drafter, ends: TargetEmbeddings, seed: int) -> None:
     """Initialise every parameter in place: from the target where it helps, normal(0, 0.02) elsewhere, norms at one."""
     generator = torch.Generator().manual_seed(seed)
     for _, parameter in sorted(drafter.named_parameters()):

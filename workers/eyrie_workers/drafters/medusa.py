@@ -41,7 +41,7 @@ from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, TrainSpec
 from eyrie_workers.drafters.checkpoint.card import Card
 from eyrie_workers.drafters.checkpoint.heads import HeadsConfig, HeadsForm, load_heads, save_heads
 from eyrie_workers.drafters.family import Family, final
-from eyrie_workers.drafters.initialisation import TargetEnds
+from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.drafters.validation.family_checks import loaded_by
 from eyrie_workers.speculation.marginals import draft
 from eyrie_workers.speculation.noise import RowNoise
@@ -51,7 +51,7 @@ from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.training.documents import PackedDocuments
-from eyrie_workers.training.objective import Objective, Prediction, Taught
+from eyrie_workers.training.objective import DistillationObjective, Objective, Prediction
 from eyrie_workers.training.products import linear
 from eyrie_workers.training.unroll_plan import UnrollLayout
 
@@ -83,7 +83,7 @@ class MedusaDrafter(nn.Module):
         return self.get_parameter(f"lm_heads.{head}.weight")
 
 
-class MedusaObjective(Taught):
+class MedusaObjective(DistillationObjective):
     """All heads at every root, from the state the target has there."""
 
     def __init__(self, drafter: MedusaDrafter, lm_head_VH: Tensor, spec: TrainSpec,
@@ -183,7 +183,7 @@ _FORM = HeadsForm("medusa", "MedusaModel", False, _shapes)
 
 
 @torch.no_grad()
-def create(spec: DrafterSpec, target: TargetConfig, ends: TargetEnds, _layers: tuple[int, ...],
+def create(spec: DrafterSpec, target: TargetConfig, ends: TargetEmbeddings, _layers: tuple[int, ...],
            vocabulary: DraftVocabulary, _seed: int) -> MedusaDrafter:
     """Heads that all repeat the target's own choice."""
     assert spec.max_draft_tokens is not None
@@ -196,7 +196,7 @@ def create(spec: DrafterSpec, target: TargetConfig, ends: TargetEnds, _layers: t
     return drafter
 
 
-def _objective(drafter: MedusaDrafter, ends: TargetEnds, spec: TrainSpec, _max_positions: int,
+def _objective(drafter: MedusaDrafter, ends: TargetEmbeddings, spec: TrainSpec, _max_positions: int,
                dtype: torch.dtype) -> Objective:
     return MedusaObjective(drafter, ends.lm_head, spec, dtype)
 

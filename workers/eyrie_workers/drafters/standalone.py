@@ -48,7 +48,7 @@ from eyrie_workers.drafters.checkpoint.files import (
     write_checkpoint,
 )
 from eyrie_workers.drafters.family import Family, Layers, none
-from eyrie_workers.drafters.initialisation import TargetEnds
+from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.drafters.layers.decoder import (
     DecoderLayer,
     Norm,
@@ -59,7 +59,7 @@ from eyrie_workers.drafters.layers.decoder import (
     layer_flops,
     refuse_eagle_fields,
 )
-from eyrie_workers.drafters.layers.kv_cache import KeptKeys, NewTokens, behind, beside
+from eyrie_workers.drafters.layers.kv_cache import DrafterKVCache, NewTokens, behind, beside
 from eyrie_workers.drafters.validation.family_checks import loaded_by
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import Drafter, DrafterState, DraftStep, DraftTree, SettledPairs
@@ -71,7 +71,7 @@ from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.attention import pick
 from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.fused import rms_norm
-from eyrie_workers.training.objective import Moment, Objective, Prediction, Taught
+from eyrie_workers.training.objective import DistillationObjective, Objective, Prediction, StepContext
 from eyrie_workers.training.unroll_plan import UnrollLayout, lay_out
 
 ARCHITECTURE = "LlamaForCausalLM"
@@ -109,10 +109,10 @@ class StandaloneDrafter(nn.Module):
         return rms_norm(x_TH, self.model.norm.weight, config.rms_eps)
 
 
-class Distillation(Taught):
+class Distillation(DistillationObjective):
     """StandaloneDrafter taught by the target on the target's answers."""
 
-    def __init__(self, drafter: StandaloneDrafter, ends: TargetEnds, spec: TrainSpec, max_positions: int,
+    def __init__(self, drafter: StandaloneDrafter, ends: TargetEmbeddings, spec: TrainSpec, max_positions: int,
                  dtype: torch.dtype) -> None:
         vocab_size = drafter.config.vocab_size
         super().__init__(DraftVocabulary(torch.arange(vocab_size), vocab_size), ends.lm_head, spec, dtype=dtype)
@@ -125,7 +125,7 @@ class Distillation(Taught):
         """The module being trained."""
         return self._drafter
 
-    def plan(self, documents: PackedDocuments, moment: Moment | None) -> UnrollLayout:
+    def plan(self, documents: PackedDocuments, moment: StepContext | None) -> UnrollLayout:
         """Learning: step 0 of every root, which is every position once. Judged: as it is served."""
         return lay_out(documents.loss_mask, documents.lengths, self.steps if moment is None else 1)
 
@@ -152,7 +152,7 @@ class Distillation(Taught):
 class StandaloneState:
     """Keys of every row's text, and the prediction behind its last token: logits [rows, V]."""
 
-    kept: KeptKeys
+    kept: DrafterKVCache
     logits: Tensor
 
 
@@ -173,7 +173,7 @@ class StandaloneServer:
         """Caches for `num_rows` rows of `max_length` tokens, with room for the scratch keys of `max_shape`."""
         config, dtype = self._model.config, self._model.dtype
         places = max_length + max(max_shape.num_steps * max_shape.top_k, max_shape.num_draft_tokens) + 2
-        return StandaloneState(KeptKeys(config, num_rows, places, dtype),
+        return StandaloneState(DrafterKVCache(config, num_rows, places, dtype),
                                torch.zeros(num_rows, config.vocab_size, dtype=dtype))
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
@@ -220,8 +220,14 @@ class StandaloneServer:
         return grow(first, step, shape, None, noise, self.branch_keys)
 
 
-def _create(spec: DrafterSpec, target: TargetConfig, ends: TargetEnds, _layers: Layers, _vocabulary: DraftVocabulary,
-            seed: int) -> StandaloneDrafter:
+def _create(
+    spec: DrafterSpec,
+    target: TargetConfig,
+    ends: TargetEmbeddings,
+    _layers: Layers,
+    _vocabulary: DraftVocabulary,
+    seed: int,
+) -> StandaloneDrafter:
     refuse_eagle_fields(spec, "standalone")
     head_dim = target.head_dim
     hidden = spec.hidden_size or max(1, round(target.hidden_size / 2 / head_dim)) * head_dim
@@ -249,7 +255,7 @@ def _inherit(own_Vh: Tensor, rows_VH: Tensor) -> None:
     own_Vh[:, :kept] = rows_VH @ directions_HH.flip(1)[:, :kept].to(rows_VH.dtype)
 
 
-def _objective(drafter: StandaloneDrafter, ends: TargetEnds, spec: TrainSpec, max_positions: int,
+def _objective(drafter: StandaloneDrafter, ends: TargetEmbeddings, spec: TrainSpec, max_positions: int,
                dtype: torch.dtype) -> Objective:
     return Distillation(drafter, ends, spec, max_positions, dtype)
 
@@ -265,7 +271,7 @@ def load(directory: Path, target: TargetConfig | None = None) -> tuple[TargetCon
     try:
         config = parse_config(read_config(directory))
     except UnsupportedTarget as error:
-        raise CheckpointInvalid(f"drafter {directory.name}: {error.message}", error.mend) from error
+        raise CheckpointInvalid(f"drafter {directory.name}: {error.message}", error.hint) from error
     if config.family != "llama" or config.tie_word_embeddings or config.sliding_window is not None:
         raise CheckpointInvalid(f"drafter {directory.name} is a {config.family} that Eyrie did not write: a standalone "
                                 "drafter is a Llama with an output matrix of its own and no window",

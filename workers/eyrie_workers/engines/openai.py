@@ -30,8 +30,8 @@ class Refused(InvalidInput):
     http_status = 400
     reason = "BadRequest"
 
-    def __init__(self, message: str, mend: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message, mend)
+    def __init__(self, message: str, hint: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, hint)
         self.param = param
         self.code = code
 
@@ -373,10 +373,10 @@ def delta_choice(head: Head, *, text: str | None = None, role: str | None = None
 
 
 def error_body(error: EyrieError) -> dict[str, Any]:
-    """OpenAI's error object, with our mend beside it and inside the message, where clients show it."""
+    """OpenAI's error object, with our hint beside it and inside the message, where clients show it."""
     kind = "invalid_request_error" if error.http_status < 500 and error.http_status != 429 else "server_error"
     return {"error": {
         "message": str(error), "type": "rate_limit_error" if error.http_status == 429 else kind,
         "param": getattr(error, "param", None), "code": getattr(error, "code", None) or error.reason,
-        "mend": error.mend,
+        "hint": error.hint,
     }}

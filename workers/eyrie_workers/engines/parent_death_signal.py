@@ -21,7 +21,7 @@ from collections.abc import Sequence
 _PR_SET_PDEATHSIG = 1
 
 
-def leashed(argv: Sequence[str]) -> list[str]:
+def with_parent_death_signal(argv: Sequence[str]) -> list[str]:
     """The command line that runs `argv` as a child of this process that dies with it."""
     return [sys.executable, "-m", "eyrie_workers.engines.parent_death_signal", str(os.getpid()), *argv]
 

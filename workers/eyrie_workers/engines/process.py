@@ -20,7 +20,7 @@ from typing import Protocol
 from eyrie_api.errors import EyrieError, Transient
 from eyrie_api.v1alpha1.job import DraftTreeShape, Dtype
 from eyrie_api.v1alpha1.tuning import OperatingMap, Setting
-from eyrie_workers.engines.parent_death_signal import leashed
+from eyrie_workers.engines.parent_death_signal import with_parent_death_signal
 
 _POLL_S = 0.05
 
@@ -187,6 +187,11 @@ def start_engine(command: EngineCommand, directory: Path, *, leash: bool = False
     ready_file.unlink(missing_ok=True)
     argv = command.argv(ready_file)
     with log_file.open("wb") as log:
-        process = subprocess.Popen(leashed(argv) if leash else argv, stdout=log, stderr=subprocess.STDOUT,
-                                   stdin=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(
+            with_parent_death_signal(argv) if leash else argv,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
     return EngineProcess(process, ready_file, log_file)

@@ -428,8 +428,8 @@ def main(argv: list[str] | None = None) -> int:
         return serve(options, bind(options.host, options.port))
     except EyrieError as error:
         print(f"error: {error.reason}: {error.message}", file=sys.stderr)
-        if error.mend:
-            print(f"mend: {error.mend}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
         return error.exit_code
 
 

@@ -1,11 +1,11 @@
-"""The servers of a comparison: one engine per arm, alike in everything but how it drafts, gone when the stage is.
+"""The servers of a comparison: one engine per variant, alike in everything but how it drafts, gone when the stage is.
 
-An *arm* is a server of the serving engine told to use a drafter, n-gram lookup, or nothing (`DrafterUse`). All arms of
-a comparison stand side by side on one machine and are asked one at a time: an idle server costs memory and no
-processor. `start_arm` is the one place that knows which engine is meant.
+An *variant* is a server of the serving engine told to use a drafter, n-gram lookup, or nothing (`DrafterUse`). All
+variants of a comparison stand side by side on one machine and are asked one at a time: an idle server costs memory and
+no processor. `start_variant` is the one place that knows which engine is meant.
 
 A stage may be killed at any line, and a server that survived it would disturb the next measurement and keep its memory
-for ever. So every arm is on a leash (`engines.parent_death_signal`): whoever ends the stage, and however, ends its
+for ever. So every variant is on a leash (`engines.parent_death_signal`): whoever ends the stage, and however, ends its
 servers.
 """
 
@@ -35,7 +35,7 @@ _DRAIN_S = {"embedded": 10.0, "sglang": 0.0}
 """Between SIGTERM and SIGKILL. Nobody waits for an answer any more, and SGLang looks for the signal every 5 s only."""
 
 Uses = dict[str, DrafterUse]
-"""What each arm decodes with, by the arm's name."""
+"""What each variant decodes with, by the variant's name."""
 
 
 class Server(Protocol):
@@ -57,8 +57,8 @@ class Server(Protocol):
 
 
 @dataclass(frozen=True)
-class ArmPlan:
-    """What all arms of a comparison share."""
+class VariantPlan:
+    """What all variants of a comparison share."""
 
     kind: EngineKind
     target: TargetSpec
@@ -82,8 +82,8 @@ class ArmPlan:
 
 
 @dataclass(frozen=True)
-class RunningArm:
-    """The server of one arm."""
+class RunningVariant:
+    """The server of one variant."""
 
     name: str
     use: DrafterUse
@@ -97,48 +97,48 @@ class RunningArm:
 
 
 @contextlib.contextmanager
-def running_arms(plan: ArmPlan, uses: Uses, directory: Path,
-                 pause_point: Callable[[], None]) -> Iterator[dict[str, RunningArm]]:
-    """All arms started and answering; ended however the block is left. `pause_point` is asked while they come up.
+def running_variants(plan: VariantPlan, uses: Uses, directory: Path,
+                 pause_point: Callable[[], None]) -> Iterator[dict[str, RunningVariant]]:
+    """All variants started and answering; ended however the block is left. `pause_point` is asked while they come up.
 
     Raises EngineFailed when one of them ends, Transient when one does not come up in time, InvalidInput (Unlaunchable)
     for a setting the engine cannot serve.
     """
-    arms: dict[str, RunningArm] = {}
+    variants: dict[str, RunningVariant] = {}
     try:
         for name in uses:
-            arms[name] = start_arm(plan, name, uses, directory / name)
+            variants[name] = start_variant(plan, name, uses, directory / name)
             if plan.kind == "sglang" and (plan.machine or machine_profile()).platform != "cpu":
                 # One after the other: each takes its share of the memory that those before it have left.
-                wait_ready([arms[name]], _READY_S[plan.kind], pause_point)
-        wait_ready(list(arms.values()), _READY_S[plan.kind], pause_point)
-        yield arms
+                wait_ready([variants[name]], _READY_S[plan.kind], pause_point)
+        wait_ready(list(variants.values()), _READY_S[plan.kind], pause_point)
+        yield variants
     finally:
-        for arm in arms.values():
-            arm.server.stop(_DRAIN_S[plan.kind])
+        for variant in variants.values():
+            variant.server.stop(_DRAIN_S[plan.kind])
 
 
-def wait_ready(arms: Sequence[RunningArm], timeout_s: float, pause_point: Callable[[], None]) -> None:
+def wait_ready(variants: Sequence[RunningVariant], timeout_s: float, pause_point: Callable[[], None]) -> None:
     """Wait until all of them answer."""
     deadline = time.monotonic() + timeout_s
-    while waiting := [arm for arm in arms if not _answers(arm)]:
+    while waiting := [variant for variant in variants if not _answers(variant)]:
         pause_point()
         if time.monotonic() > deadline:
-            raise Transient(f"the server of arm {waiting[0].name} does not answer after {timeout_s:g} s",
+            raise Transient(f"the server of variant {waiting[0].name} does not answer after {timeout_s:g} s",
                             "read its log beside the stage's, or retry on a machine with less to do")
         time.sleep(_POLL_S)
 
 
-def _answers(arm: RunningArm) -> bool:
+def _answers(variant: RunningVariant) -> bool:
     try:
-        arm.server.check()
+        variant.server.check()
     except EyrieError as error:
-        raise type(error)(f"arm {arm.name}: {error.message}", error.mend) from None
-    return arm.server.ready()
+        raise type(error)(f"variant {variant.name}: {error.message}", error.hint) from None
+    return variant.server.ready()
 
 
-def start_arm(plan: ArmPlan, name: str, uses: Uses, directory: Path) -> RunningArm:
-    """Start the server of one arm of `uses` on a leash; does not wait. Its log goes to `directory`."""
+def start_variant(plan: VariantPlan, name: str, uses: Uses, directory: Path) -> RunningVariant:
+    """Start the server of one variant of `uses` on a leash; does not wait. Its log goes to `directory`."""
     use = uses[name]
     server: Server
     if plan.kind == "embedded":
@@ -152,26 +152,26 @@ def start_arm(plan: ArmPlan, name: str, uses: Uses, directory: Path) -> RunningA
             _adaptive_file(directory).write_text(document)
         server = start_sglang(launch.launch_arguments(told, pins), directory,
                               environment=launch.launch_environment(told))
-    return RunningArm(name, use, plan.model, server)
+    return RunningVariant(name, use, plan.model, server)
 
 
-def command_line(plan: ArmPlan, name: str, uses: Uses, directory: Path) -> tuple[str, ...]:
-    """How the server of an arm is started, for the report; its port is left open (0)."""
+def command_line(plan: VariantPlan, name: str, uses: Uses, directory: Path) -> tuple[str, ...]:
+    """How the server of a variant is started, for the report; its port is left open (0)."""
     if plan.kind == "embedded":
         return tuple(_embedded(plan, uses[name]).argv())
     return (*program(), *launch.launch_arguments(*_sglang(plan, name, uses, directory, 0)))
 
 
-def _embedded(plan: ArmPlan, use: DrafterUse) -> EngineCommand:
+def _embedded(plan: VariantPlan, use: DrafterUse) -> EngineCommand:
     return EngineCommand(
         target=resolve(plan.target), model=plan.model, drafter=Path(use.drafter_dir) if use.drafter_dir else None,
         setting=use.setting, map=use.map, max_concurrency=plan.max_concurrency, dtype=plan.target.dtype,
         threads=plan.threads)
 
 
-def _sglang(plan: ArmPlan, name: str, uses: Uses, directory: Path,
+def _sglang(plan: VariantPlan, name: str, uses: Uses, directory: Path,
             port: int) -> tuple[launch.LaunchPlan, launch.Pins]:
-    """One arm's plan, and the pins that make it comparable with the others."""
+    """One variant's plan, and the pins that make it comparable with the others."""
     target_dir = resolve(plan.target)
     machine = plan.machine or machine_profile()
     shared = launch.LaunchPlan(
@@ -183,7 +183,7 @@ def _sglang(plan: ArmPlan, name: str, uses: Uses, directory: Path,
         return replace(shared, drafter=drafter, setting=use.setting, map=use.map, context_length=use.context_length,
                        adaptive_path=str(_adaptive_file(directory)))
 
-    plans = {arm: told(use) for arm, use in uses.items()}
+    plans = {variant: told(use) for variant, use in uses.items()}
     context = min(launch.pins_of(one).context_length for one in plans.values())
     own = plans[name]
     if machine.platform == "cpu":  # its memory is not all SGLang's: no more of it than its requests can fill
@@ -202,14 +202,14 @@ def _demands(plan: launch.LaunchPlan) -> int:
     return 1 if plan.drafter.sliding_window is None else 2
 
 
-def _fraction(machine: HardwareProfile, place: int, num_arms: int) -> float:
+def _fraction(machine: HardwareProfile, place: int, num_variants: int) -> float:
     """What the server started as number `place` may take, so that all of them and the reference engine fit.
 
     SGLang takes its fraction of the memory that is free when it starts, hence more of the less that is left.
     """
     if machine.platform == "cpu":
         return machine.mem_fraction
-    share = machine.mem_fraction / (num_arms + 1)
+    share = machine.mem_fraction / (num_variants + 1)
     return round(share / (1.0 - place * share), 3)
 
 

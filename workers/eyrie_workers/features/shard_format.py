@@ -242,7 +242,7 @@ class ShardRecord(Frozen):
     """Tokens of each row."""
 
     taught: tuple[int, ...]
-    """Taught positions of each block."""
+    """DistillationObjective positions of each block."""
 
     digests: tuple[str, ...]
     """Of the tokens, then of each block."""

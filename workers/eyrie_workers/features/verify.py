@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         store = open_features(parser.parse_args(argv).store)
         damaged = report(store)
     except EyrieError as error:
-        print(f"error: {error.reason}: {error.message}\nmend: {error.mend}", file=sys.stderr)
+        print(f"error: {error.reason}: {error.message}\nmend: {error.hint}", file=sys.stderr)
         return error.exit_code
     print(f"{store.num_rows} rows, {store.num_tokens} tokens, {store.size_bytes} bytes: "
           + (f"{damaged} damaged shards" if damaged else "as they were written"))

@@ -1,6 +1,7 @@
 """A load test from the command line (`eyrie load` starts this program).
 
-    python -m eyrie_workers.load --arm off=http://127.0.0.1:30000/v1 --arm candidate=http://127.0.0.1:30001/v1 \\
+    python -m eyrie_workers.load --variant off=http://127.0.0.1:30000/v1 --variant candidate=http://127.0.0.1:30001/v1
+    \\
         --prompts quickstart --concurrency 1,4,16 --slo ttft=0.5,itl=0.05 --out report.json --plots plots
 
 Progress goes to stderr, the answer to stdout: a table for people, or with --json the report. Keys are taken from the
@@ -28,7 +29,7 @@ from eyrie_workers.load.client import served_models
 from eyrie_workers.load.origin import parse_url
 from eyrie_workers.load.run import run_load
 from eyrie_workers.load.tables import load_view
-from eyrie_workers.load.variants import LoadArm, LoadPrompt
+from eyrie_workers.load.variants import LoadPrompt, LoadVariant
 
 _SLO_FIELDS = {"ttft": "ttft_s", "itl": "inter_token_s", "e2e": "end_to_end_s"}
 _MOST_PROMPTS = 100_000
@@ -40,16 +41,16 @@ def build_parser() -> argparse.ArgumentParser:
     """The options; their help is the manual."""
     parser = argparse.ArgumentParser(
         prog="eyrie load", description="Put OpenAI-compatible servers under load and compare them.",
-        epilog="The first --arm, or the one named `off`, is what the others are compared with.")
-    parser.add_argument("--arm", action="append", required=True, metavar="NAME=URL",
+        epilog="The first --variant, or the one named `off`, is what the others are compared with.")
+    parser.add_argument("--variant", action="append", required=True, metavar="NAME=URL",
                         help="a server, its URL up to and including /v1; once per server")
-    parser.add_argument("--baseline", metavar="NAME", help="the arm to compare with; default: off, else the first")
+    parser.add_argument("--baseline", metavar="NAME", help="the variant to compare with; default: off, else the first")
     parser.add_argument("--model", action="append", default=[], metavar="[NAME=]MODEL",
-                        help="model to ask for, of all arms or one; default: the only one a server lists")
+                        help="model to ask for, of all variants or one; default: the only one a server lists")
     parser.add_argument("--api-key-env", action="append", default=[], metavar="[NAME=]VARIABLE",
-                        help="environment variable that holds the key, of all arms or one")
+                        help="environment variable that holds the key, of all variants or one")
     parser.add_argument("--what", action="append", default=[], metavar="NAME=WORDS",
-                        help="what an arm is, for the report: its engine and settings")
+                        help="what a variant is, for the report: its engine and settings")
     parser.add_argument("--prompts", action="append", default=[], metavar="[CATEGORY=]SOURCE",
                         help="a .jsonl, .json or .parquet file, quickstart:chat (math, code, tools), or quickstart for "
                              "all four (the default); once per category")
@@ -57,7 +58,8 @@ def build_parser() -> argparse.ArgumentParser:
                         help="closed loop: so many users, each asking again as soon as it is answered; default 1,4,16")
     parser.add_argument("--rate", default=None, metavar="R,R,...",
                         help="open loop: requests per second, arriving at random moments")
-    parser.add_argument("--requests", type=int, default=32, help="per level, arm and repeat (at least two per user)")
+    parser.add_argument("--requests", type=int, default=32,
+                        help="per level, variant and repeat (at least two per user)")
     parser.add_argument("--repeats", type=int, default=1, help="interleaved blocks per level")
     parser.add_argument("--warmup", type=int, default=2, help="requests before each level that are not counted")
     parser.add_argument("--max-new-tokens", type=int, default=96, help="longest answer")
@@ -96,16 +98,17 @@ def read_spec(given: argparse.Namespace) -> LoadSpec:
                            "see eyrie load --help") from None
 
 
-def read_arms(given: argparse.Namespace) -> list[LoadArm]:
-    """The servers, with keys from the environment and models as they list them. Raises InvalidInput or ArmUnusable."""
-    urls = dict(_pair(arm, "--arm") for arm in given.arm)
-    if len(urls) < len(given.arm):
-        raise InvalidInput("two --arm have the same name", "give each server a name of its own")
-    models, variables = _by_arm(given.model, urls, "--model"), _by_arm(given.api_key_env, urls, "--api-key-env")
+def read_variants(given: argparse.Namespace) -> list[LoadVariant]:
+    """The servers, with keys from the environment and models as they list them. Raises InvalidInput or
+    VariantUnusable."""
+    urls = dict(_pair(variant, "--variant") for variant in given.variant)
+    if len(urls) < len(given.variant):
+        raise InvalidInput("two --variant have the same name", "give each server a name of its own")
+    models, variables = _by_variant(given.model, urls, "--model"), _by_variant(given.api_key_env, urls, "--api-key-env")
     what = dict(_pair(words, "--what") for words in given.what)
     if what.keys() - urls.keys():
-        raise InvalidInput(f"--what names no arm: {', '.join(what.keys() - urls.keys())}", "see --arm")
-    arms = []
+        raise InvalidInput(f"--what names no variant: {', '.join(what.keys() - urls.keys())}", "see --variant")
+    variants = []
     for name, url in urls.items():
         parse_url(url)
         key = None
@@ -115,14 +118,14 @@ def read_arms(given: argparse.Namespace) -> list[LoadArm]:
                 raise InvalidInput(f"--api-key-env names {variables[name]}, which is not set",
                                    f"export {variables[name]}=<key>, or leave the option out")
         model = models.get(name) or _only_model(name, url, key)
-        arms.append(LoadArm(name, url, model, key, what.get(name, "")))
-    return arms
+        variants.append(LoadVariant(name, url, model, key, what.get(name, "")))
+    return variants
 
 
 def _only_model(name: str, url: str, key: str | None) -> str:
     listed = asyncio.run(served_models(url, key, _MODELS_TIMEOUT_S))
     if len(listed) != 1:
-        raise InvalidInput(f"arm {name!r} serves {len(listed)} models: {', '.join(listed[:8])}",
+        raise InvalidInput(f"variant {name!r} serves {len(listed)} models: {', '.join(listed[:8])}",
                            f"choose one: --model {name}=<model>")
     return listed[0]
 
@@ -165,19 +168,19 @@ def _pair(text: str, flag: str) -> tuple[str, str]:
     return name.strip(), value.strip()
 
 
-def _by_arm(values: Sequence[str], arms: dict[str, str], flag: str) -> dict[str, str]:
-    """Values for one arm (`name=value`) over a value for all of them."""
+def _by_variant(values: Sequence[str], variants: dict[str, str], flag: str) -> dict[str, str]:
+    """Values for one variant (`name=value`) over a value for all of them."""
     named: dict[str, str] = {}
     for_all = None
     for value in values:
         name, equals, rest = value.partition("=")
-        if equals and name in arms:
+        if equals and name in variants:
             named[name] = rest
         elif equals:
-            raise InvalidInput(f"{flag} names no arm: {name!r}", f"the arms are {', '.join(arms)}")
+            raise InvalidInput(f"{flag} names no variant: {name!r}", f"the variants are {', '.join(variants)}")
         else:
             for_all = value
-    return {**(dict.fromkeys(arms, for_all) if for_all else {}), **named}
+    return {**(dict.fromkeys(variants, for_all) if for_all else {}), **named}
 
 
 class _Voice:
@@ -211,10 +214,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         spec = read_spec(given)
         prompts = read_prompts(given.prompts, spec.seed)
-        arms = read_arms(given)
-        names = [arm.name for arm in arms]
+        variants = read_variants(given)
+        names = [variant.name for variant in variants]
         baseline = given.baseline or ("off" if "off" in names else names[0])
-        report = run_load(arms, prompts, spec, baseline, _Voice(screen).progress)
+        report = run_load(variants, prompts, spec, baseline, _Voice(screen).progress)
         if given.out is not None:
             write_model(given.out, report)
         screen.show(report, load_view(report))

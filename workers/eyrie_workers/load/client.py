@@ -3,9 +3,9 @@
 What a server can tell beyond the text differs: SGLang knows `return_spec_tokens_details`, `return_output_ids_in_sglext`
 and refuses `return_token_ids` in a stream; vLLM knows `return_token_ids` and ignores what it does not know; Eyrie knows
 the first and the third and refuses every field it does not know; others know only `stream_options.include_usage`, or
-not even that. So the first question to an arm is a probe: everything is asked for, what the server refuses by name is
-left out, and what it refuses without naming it is found by asking for nothing extra. The report says what could not be
-had, because it decides how well tokens are counted and whether acceptance is known at all.
+not even that. So the first question to a variant is a probe: everything is asked for, what the server refuses by name
+is left out, and what it refuses without naming it is found by asking for nothing extra. The report says what could not
+be had, because it decides how well tokens are counted and whether acceptance is known at all.
 
 End-of-sequence tokens end an answer here as in use. Benchmarks often forbid them to make answers equally long; what a
 model says after its end is text nobody reads, and drafters are accepted differently on it.
@@ -25,7 +25,7 @@ from eyrie_api.v1alpha1.load import LoadSpec
 from eyrie_workers.load.events import Answer, Counting, FloatArray, read_answer, reading
 from eyrie_workers.load.http1 import Pool, Reply
 from eyrie_workers.load.origin import ExchangeFailed, parse_url
-from eyrie_workers.load.variants import LoadArm, LoadPrompt
+from eyrie_workers.load.variants import LoadPrompt, LoadVariant
 
 _PATH = "/chat/completions"
 _QUOTED = 300
@@ -39,12 +39,12 @@ _EXTRAS: dict[str, dict[str, Any]] = {
 }
 
 
-class ArmUnusable(EyrieError):
+class VariantUnusable(EyrieError):
     """A server under load does not answer even one plain question."""
 
     http_status = 502
     exit_code = 69  # EX_UNAVAILABLE
-    reason = "ArmUnusable"
+    reason = "VariantUnusable"
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ class Dialect:
     limit_field: str = "max_tokens"
     """`max_completion_tokens` where the old name is refused."""
 
-    def body(self, arm: LoadArm, question: "Question", spec: LoadSpec) -> bytes:
+    def body(self, variant: LoadVariant, question: "Question", spec: LoadSpec) -> bytes:
         """The request's JSON."""
         body: dict[str, Any] = {
-            "model": arm.model, "messages": question.messages(spec), "stream": True,
+            "model": variant.model, "messages": question.messages(spec), "stream": True,
             "temperature": spec.temperature, self.limit_field: spec.max_new_tokens,
         }
         if question.prompt.tools:
@@ -79,7 +79,7 @@ class Question:
     prompt: LoadPrompt
     repeat: int
     index: int
-    """Counted within the repeat: the same in every arm."""
+    """Counted within the repeat: the same in every variant."""
 
     due_s: float | None = None
     """Open loop: when it arrives, from the beginning of its block."""
@@ -92,7 +92,7 @@ class Question:
         return [{"role": "system", "content": spec.system_prompt}, *kept]
 
     def seed(self, spec: LoadSpec) -> int:
-        """The same for all arms, so that engines with position-keyed noise say the same."""
+        """The same for all variants, so that engines with position-keyed noise say the same."""
         words = f"{spec.seed}/{self.repeat}/{self.index}/{self.prompt.category}/{self.prompt.id}"
         return int.from_bytes(hashlib.sha256(words.encode()).digest()[:4], "big") >> 1
 
@@ -134,23 +134,23 @@ class Raw:
     ended_at: float
 
 
-class Asker:
-    """One arm: its connections and its dialect."""
+class LoadClient:
+    """One variant: its connections and its dialect."""
 
-    def __init__(self, arm: LoadArm, spec: LoadSpec) -> None:
-        self.arm = arm
-        self.origin = parse_url(arm.url)
+    def __init__(self, variant: LoadVariant, spec: LoadSpec) -> None:
+        self.variant = variant
+        self.origin = parse_url(variant.url)
         self.dialect = Dialect()
         self.notes: list[str] = []
         self._spec = spec
         headers = {"User-Agent": "eyrie-load", "Accept": "text/event-stream"}
-        if arm.api_key is not None:
-            headers["Authorization"] = f"Bearer {arm.api_key}"
+        if variant.api_key is not None:
+            headers["Authorization"] = f"Bearer {variant.api_key}"
         self.pool = Pool(self.origin, headers)
 
     async def send(self, question: Question, due_at: float | None = None) -> Raw:
         """Ask, and wait for the last byte; nothing is read yet. Never raises for what went wrong."""
-        request = self.pool.render("POST", _PATH, self.dialect.body(self.arm, question, self._spec))
+        request = self.pool.render("POST", _PATH, self.dialect.body(self.variant, question, self._spec))
         try:
             reply = await self.pool.exchange(request, self._spec.timeout_s)
             self._check(reply)
@@ -175,9 +175,9 @@ class Asker:
             first_at=answer.first_at)
 
     async def probe(self, question: Question) -> None:
-        """Find the server's dialect. Raises ArmUnusable when it does not answer a plain question."""
+        """Find the server's dialect. Raises VariantUnusable when it does not answer a plain question."""
         while True:
-            request = self.pool.render("POST", _PATH, self.dialect.body(self.arm, question, self._spec))
+            request = self.pool.render("POST", _PATH, self.dialect.body(self.variant, question, self._spec))
             try:
                 reply = await self.pool.exchange(request, self._spec.timeout_s)
             except ExchangeFailed as failure:
@@ -188,13 +188,13 @@ class Asker:
                 self._check(reply)
                 answer = read_answer(reply.pieces)
             except ExchangeFailed as failure:
-                raise self._unusable(str(failure), _mend(reply.status)) from None
+                raise self._unusable(str(failure), _hint(reply.status)) from None
             self._note(answer)
             return
 
     def redacted(self, text: str) -> str:
         """Without the key, should a server have quoted it."""
-        return text.replace(self.arm.api_key, "***") if self.arm.api_key else text
+        return text.replace(self.variant.api_key, "***") if self.variant.api_key else text
 
     def _check(self, reply: Reply) -> None:
         if reply.status != 200:
@@ -230,13 +230,13 @@ class Asker:
         }
         told = ways.get(answer.counting)
         if told is not None:
-            self.notes.append(f"{self.arm.name}: the server {told}")
+            self.notes.append(f"{self.variant.name}: the server {told}")
 
-    def _unusable(self, message: str, mend: str) -> ArmUnusable:
-        return ArmUnusable(f"arm {self.arm.name!r}: {self.redacted(message)}", mend)
+    def _unusable(self, message: str, hint: str) -> VariantUnusable:
+        return VariantUnusable(f"variant {self.variant.name!r}: {self.redacted(message)}", hint)
 
 
-def _mend(status: int) -> str:
+def _hint(status: int) -> str:
     return {
         401: "give the key: --api-key-env NAME", 403: "check the key's rights",
         404: "check the address (it ends in /v1) and the model's name",
@@ -248,19 +248,21 @@ def _quoted(reply: Reply) -> str:
     return flat if len(flat) <= _QUOTED else flat[:_QUOTED] + " ..."
 
 
-async def served_models(arm_url: str, api_key: str | None, timeout_s: float) -> list[str]:
-    """Names of `GET /models`. Raises ArmUnusable or InvalidInput."""
-    asker = Asker(LoadArm("models", arm_url, "", api_key), LoadSpec())
+async def served_models(variant_url: str, api_key: str | None, timeout_s: float) -> list[str]:
+    """Names of `GET /models`. Raises VariantUnusable or InvalidInput."""
+    asker = LoadClient(LoadVariant("models", variant_url, "", api_key), LoadSpec())
     started = time.perf_counter()
     try:
         reply = await asker.pool.exchange(asker.pool.render("GET", "/models"), timeout_s)
         if reply.status != 200:
-            raise ArmUnusable(f"{asker.origin.url}/models answered {reply.status}: {asker.redacted(_quoted(reply))}",
-                              _mend(reply.status))
+            raise VariantUnusable(
+                f"{asker.origin.url}/models answered {reply.status}: {asker.redacted(_quoted(reply))}",
+                _hint(reply.status),
+            )
         return [str(card["id"]) for card in json.loads(reply.body)["data"]]
     except ExchangeFailed as failure:
         waited = time.perf_counter() - started
-        raise ArmUnusable(f"{failure} (after {waited:.1f} s)", "start the server, and check its address") from None
+        raise VariantUnusable(f"{failure} (after {waited:.1f} s)", "start the server, and check its address") from None
     except (ValueError, KeyError, TypeError):
         raise InvalidInput(f"{asker.origin.url}/models is not a list of models", "name the model: --model NAME") \
             from None

@@ -4,7 +4,7 @@ Throughput is all output tokens over the wall clock of the level's blocks; what 
 of tokens over end-to-end time. Acceptance is summed over the histograms of the requests, whatever else the server has
 answered before.
 
-Uncertainty comes from the choice of prompts: prompts are resampled, all requests of a prompt in both arms together
+Uncertainty comes from the choice of prompts: prompts are resampled, all requests of a prompt in both variants together
 (`intervals`). Wall clock cannot be resampled by prompt, so the interval of a throughput ratio takes its
 width from the tokens and the seconds each prompt spent being answered: in a closed loop of c users throughput is
 c * tokens / those seconds, but for the ramp down. In an open loop arrivals set the throughput until the server falls
@@ -35,9 +35,9 @@ PromptKey = tuple[str, str]
 
 @dataclass(frozen=True)
 class Seen:
-    """All blocks of one arm at one level."""
+    """All blocks of one variant at one level."""
 
-    arm: str
+    variant: str
     level: Level
     samples: tuple[Sample, ...]
     seconds: float
@@ -65,13 +65,15 @@ def keeps(sample: Sample, slo: ServiceLevel) -> bool:
 
 
 def drafts(samples: Iterable[Sample]) -> bool:
-    """Whether an arm drafts. An engine that does not may still count its rounds, all of which accepted nothing; and a
+    """Whether a variant drafts. An engine that does not may still count its rounds, all of which accepted nothing;
+    and a
     single answer of one that does may have accepted nothing. So all answers are asked."""
     return any(s.proposed or (s.histogram is not None and len(s.histogram) > 1) for s in samples)
 
 
 def cell(samples: Sequence[Sample], seconds: float, spec: LoadSpec, *, drafting: bool) -> LoadCell:
-    """Figures of the requests of one arm at one level, of one category or all. `drafting`: whether the arm does."""
+    """Figures of the requests of one variant at one level, of one category or all. `drafting`: whether the variant
+    does."""
     good = [sample for sample in samples if sample.failure is None]
     failed: dict[str, int] = {}
     for sample in samples:
@@ -96,23 +98,23 @@ def cell(samples: Sequence[Sample], seconds: float, spec: LoadSpec, *, drafting:
 
 
 def level_report(seen: Seen, spec: LoadSpec) -> LoadLevel:
-    """One arm at one level, with its categories."""
+    """One variant at one level, with its categories."""
     categories = dict.fromkeys(sample.category for sample in seen.samples)
     drafting = drafts(seen.samples)
     return LoadLevel(
-        arm=seen.arm, mode=seen.level.mode, level=seen.level.value,
+        variant=seen.variant, mode=seen.level.mode, level=seen.level.value,
         total=cell(seen.samples, seen.seconds, spec, drafting=drafting),
         by_category={name: cell([s for s in seen.samples if s.category == name], seen.seconds, spec, drafting=drafting)
                      for name in categories},
         generator_cpu_share=seen.cpu_s / seen.seconds if seen.seconds > 0 else None)
 
 
-def comparison(arm: Seen, baseline: Seen, spec: LoadSpec) -> LoadComparison | None:
-    """An arm against the baseline at one level; None unless both answered some prompt."""
-    pairs = _by_prompt(arm.samples, baseline.samples)
+def comparison(variant: Seen, baseline: Seen, spec: LoadSpec) -> LoadComparison | None:
+    """A variant against the baseline at one level; None unless both answered some prompt."""
+    pairs = _by_prompt(variant.samples, baseline.samples)
     if not pairs:
         return None
-    ours, theirs = level_report(arm, spec), level_report(baseline, spec)
+    ours, theirs = level_report(variant, spec), level_report(baseline, spec)
     throughput = ours.total.tokens_per_s / theirs.total.tokens_per_s if theirs.total.tokens_per_s else None
     user = _ratio(ours.total, theirs.total)
     if not throughput or not user:
@@ -121,7 +123,7 @@ def comparison(arm: Seen, baseline: Seen, spec: LoadSpec) -> LoadComparison | No
     by_category = {name: _ratio(ours.by_category[name], theirs.by_category[name])
                    for name in ours.by_category.keys() & theirs.by_category.keys()}
     return LoadComparison(
-        arm=arm.arm, baseline=baseline.arm, mode=arm.level.mode, level=arm.level.value,
+        variant=variant.variant, baseline=baseline.variant, mode=variant.level.mode, level=variant.level.value,
         throughput_ratio=throughput, throughput_interval=_interval(throughput, pairs.values(), _work, spec.seed),
         user_ratio=user, user_interval=_interval(user, pairs.values(), _rates, spec.seed),
         ttft_p99_ratio=ours.total.ttft_s.p99 / theirs.total.ttft_s.p99
@@ -131,13 +133,13 @@ def comparison(arm: Seen, baseline: Seen, spec: LoadSpec) -> LoadComparison | No
 
 
 def crossover(comparisons: Iterable[LoadComparison]) -> float | None:
-    """Closed loop: where the first non-baseline arm's aggregate throughput falls below the baseline's.
+    """Closed loop: where the first non-baseline variant's aggregate throughput falls below the baseline's.
 
     Between two levels the ratio is taken to move in a straight line over the logarithm of the concurrency. Already
     below at the lowest level: that level. None when it does not fall below within the levels.
     """
     closed = [c for c in comparisons if c.mode == "closed"]
-    points = sorted((c.level, c.throughput_ratio) for c in closed if c.arm == closed[0].arm)
+    points = sorted((c.level, c.throughput_ratio) for c in closed if c.variant == closed[0].variant)
     for index, (level, ratio) in enumerate(points):
         if ratio >= 1.0:
             continue
@@ -164,7 +166,7 @@ Pair = tuple[list[Sample], list[Sample]]
 
 
 def _by_prompt(ours: Sequence[Sample], theirs: Sequence[Sample]) -> dict[PromptKey, Pair]:
-    """Answers of both arms by prompt; prompts that one arm never answered left out."""
+    """Answers of both variants by prompt; prompts that one variant never answered left out."""
     pairs: dict[PromptKey, Pair] = {}
     for side, samples in enumerate((ours, theirs)):
         for sample in samples:

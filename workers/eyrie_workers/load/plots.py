@@ -1,8 +1,8 @@
 """What users get by load: individual and aggregate throughput with the crossover, latencies, categories, acceptance.
 
-The baseline is blue, the arm it is compared with green, further arms orange and grey, in every figure. Error bars are
-the 95 % intervals of the ratio to the baseline, put around the arm's value: where a bar crosses the baseline's line the
-comparison is undecided.
+The baseline is blue, the variant it is compared with green, further variants orange and grey, in every figure. Error
+bars are the 95 % intervals of the ratio to the baseline, put around the variant's value: where a bar crosses the
+baseline's line the comparison is undecided.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -56,15 +56,22 @@ def throughput(report: LoadReport) -> Figure:
     """Tokens per second of one user, and of all together, by concurrency; the crossover marked."""
     figure, (individual, aggregate) = new_figure(12.0, 5.2, 2, share_y=False)
     colours = _colours(report)
-    compared = {(c.arm, c.level): c for c in report.comparisons if c.mode == "closed"}
-    for arm, levels in _by_arm(report, "closed").items():
+    compared = {(c.variant, c.level): c for c in report.comparisons if c.mode == "closed"}
+    for variant, levels in _by_variant(report, "closed").items():
         xs = [level.level for level in levels]
         users = [level.total.tokens_per_s_per_user for level in levels]
         totals = [level.total.tokens_per_s for level in levels]
-        of_arm = [compared.get((arm, x)) for x in xs]
+        of_variant = [compared.get((variant, x)) for x in xs]
         for axes, ys, what in ((individual, users, "user"), (aggregate, totals, "throughput")):
-            axes.errorbar(xs, ys, _bars(ys, of_arm, what), color=colours[arm], marker=_marker(report, arm), label=arm,
-                          capsize=4)
+            axes.errorbar(
+                xs,
+                ys,
+                _bars(ys, of_variant, what),
+                color=colours[variant],
+                marker=_marker(report, variant),
+                label=variant,
+                capsize=4,
+            )
     individual.set_ylabel("tokens per second, one user")
     aggregate.set_ylabel("tokens per second, all users")
     levels_shown = sorted({level.level for level in report.levels if level.mode == "closed"})
@@ -84,14 +91,14 @@ def latency(report: LoadReport, mode: str) -> Figure:
     """Time to first token and inter-token latency by load: median solid, 99th percentile dashed."""
     figure, (first, between) = new_figure(12.0, 5.2, 2, share_y=False)
     colours = _colours(report)
-    for arm, levels in _by_arm(report, mode).items():
+    for variant, levels in _by_variant(report, mode).items():
         for axes, pick in ((first, _ttft), (between, _inter_token)):
             shown = [(level.level, q) for level in levels if (q := pick(level)) is not None]
             xs = [x for x, _ in shown]
-            axes.plot(xs, [1e3 * q.p50 for _, q in shown], color=colours[arm], marker=_marker(report, arm),
-                      label=f"{arm}, median")
-            axes.plot(xs, [1e3 * q.p99 for _, q in shown], color=colours[arm], linestyle="--", linewidth=1.3,
-                      marker=_marker(report, arm), markersize=4, label=f"{arm}, p99")
+            axes.plot(xs, [1e3 * q.p50 for _, q in shown], color=colours[variant], marker=_marker(report, variant),
+                      label=f"{variant}, median")
+            axes.plot(xs, [1e3 * q.p99 for _, q in shown], color=colours[variant], linestyle="--", linewidth=1.3,
+                      marker=_marker(report, variant), markersize=4, label=f"{variant}, p99")
     unit = "concurrent users" if mode == "closed" else "requests per second"
     shown_levels = sorted({level.level for level in report.levels if level.mode == mode})
     first.set_ylabel("time to first token, ms")
@@ -105,9 +112,9 @@ def latency(report: LoadReport, mode: str) -> Figure:
 
 
 def categories(report: LoadReport) -> Figure:
-    """What one user gains in each category, by load: the first arm against the baseline."""
-    arm = report.comparisons[0].arm
-    shown = [c for c in report.comparisons if c.arm == arm and c.by_category]
+    """What one user gains in each category, by load: the first variant against the baseline."""
+    variant = report.comparisons[0].variant
+    shown = [c for c in report.comparisons if c.variant == variant and c.by_category]
     names = list(dict.fromkeys(name for c in shown for name in c.by_category))
     figure, (axes,) = new_figure(max(7.0, 1.6 * len(names) + 0.5 * len(names) * len(shown)), 5.0)
     xs = np.arange(len(names))
@@ -120,62 +127,67 @@ def categories(report: LoadReport) -> Figure:
         axes.bar_label(bars, [f"{h:.2f}" for h in heights], fontsize=9, padding=2)
     axes.axhline(1.0, color="black", linewidth=1.2)
     axes.set_xticks(xs, names)
-    axes.set_ylabel(f"tokens per second of one user, {arm} / {shown[0].baseline}")
+    axes.set_ylabel(f"tokens per second of one user, {variant} / {shown[0].baseline}")
     axes.grid(visible=False, axis="x")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", fontsize=10)
     worst = min(((c, name) for c in shown for name in c.by_category), key=lambda pair: pair[0].by_category[pair[1]])
     ratio = worst[0].by_category[worst[1]]
-    title(figure, f"{arm}: every category gains at every load, least {worst[1]} at {_level_words(worst[0])} "
+    title(figure, f"{variant}: every category gains at every load, least {worst[1]} at {_level_words(worst[0])} "
                   f"({ratio:.2f}x)" if ratio > 1.0 else
-          f"{arm} loses in {worst[1]} at {_level_words(worst[0])} ({ratio:.2f}x)", _detail(report))
+          f"{variant} loses in {worst[1]} at {_level_words(worst[0])} ({ratio:.2f}x)", _detail(report))
     return figure
 
 
 def acceptance(report: LoadReport) -> Figure:
-    """Conditional acceptance by position, all levels together, one line per arm that drafts."""
+    """Conditional acceptance by position, all levels together, one line per variant that drafts."""
     figure, (axes,) = new_figure(8.0, 4.8)
     colours = _colours(report)
     best = (0.0, next(iter(colours)))
-    for arm in colours:
-        histogram = add_histograms([level.total.accepted_histogram for level in report.levels if level.arm == arm])
+    for variant in colours:
+        histogram = add_histograms([level.total.accepted_histogram for level in report.levels
+                                    if level.variant == variant])
         if sum(histogram) == 0:
             continue
         tau = acceptance_length(histogram)
-        best = max(best, (tau, arm))
+        best = max(best, (tau, variant))
         reached = [sum(histogram[position:]) for position in range(len(histogram))]
         shown = [p for p, rounds in zip(conditional_acceptance(histogram), reached, strict=False)
                  if rounds >= _MIN_ROUNDS]
-        axes.plot(range(1, len(shown) + 1), shown, color=colours[arm], marker=_marker(report, arm),
-                  label=f"{arm} (tau {tau:.2f}, {sum(histogram)} rounds)")
+        axes.plot(range(1, len(shown) + 1), shown, color=colours[variant], marker=_marker(report, variant),
+                  label=f"{variant} (tau {tau:.2f}, {sum(histogram)} rounds)")
     axes.set(xlabel="position in the draft", ylabel="P(accepted | the one before was)", ylim=(0, 1.03))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(loc="lower left", fontsize=10)
-    title(figure, f"{best[1]}: {best[0]:.2f} tokens per target pass under load",
-          f"{best[1]} is {report.arms[best[1]]}; positions reached in at least {_MIN_ROUNDS} rounds; {_detail(report)}")
+    title(
+        figure,
+        f"{best[1]}: {best[0]:.2f} tokens per target pass under load",
+        f"{best[1]} is {report.variants[best[1]]}; positions reached in at least {_MIN_ROUNDS} rounds; "
+        f"{_detail(report)}",
+    )
     return figure
 
 
-def _by_arm(report: LoadReport, mode: str) -> dict[str, list[LoadLevel]]:
-    arms: dict[str, list[LoadLevel]] = {}
+def _by_variant(report: LoadReport, mode: str) -> dict[str, list[LoadLevel]]:
+    variants: dict[str, list[LoadLevel]] = {}
     for level in report.levels:
         if level.mode == mode:
-            arms.setdefault(level.arm, []).append(level)
-    return {arm: sorted(levels, key=lambda level: level.level) for arm, levels in arms.items()}
+            variants.setdefault(level.variant, []).append(level)
+    return {variant: sorted(levels, key=lambda level: level.level) for variant, levels in variants.items()}
 
 
 def _colours(report: LoadReport) -> dict[str, str]:
-    """Colour by arm: the baseline blue, the first compared arm green."""
+    """Colour by variant: the baseline blue, the first compared variant green."""
     baseline = report.comparisons[0].baseline if report.comparisons else None
-    others = iter([BEST_GREEN, WARM_ORANGE, OTHER_GREY, "#CC79A7", "#56B4E9"] * len(report.arms))
-    return {arm: BASELINE_BLUE if arm == baseline else next(others) for arm in report.arms}
+    others = iter([BEST_GREEN, WARM_ORANGE, OTHER_GREY, "#CC79A7", "#56B4E9"] * len(report.variants))
+    return {variant: BASELINE_BLUE if variant == baseline else next(others) for variant in report.variants}
 
 
-def _marker(report: LoadReport, arm: str) -> str:
-    return _MARKERS[list(report.arms).index(arm) % len(_MARKERS)]
+def _marker(report: LoadReport, variant: str) -> str:
+    return _MARKERS[list(report.variants).index(variant) % len(_MARKERS)]
 
 
 def _bars(values: Sequence[float], compared: Sequence[LoadComparison | None], what: str) -> np.ndarray | None:
-    """Lengths of the error bars below and above; None for an arm that is not compared."""
+    """Lengths of the error bars below and above; None for a variant that is not compared."""
     if not any(compared):
         return None
     pairs = []
@@ -224,18 +236,18 @@ def _finding(report: LoadReport) -> str:
     if not closed:
         most = max((level for level in report.levels if level.mode == "closed"),
                    key=lambda level: level.total.tokens_per_s)
-        return f"{most.arm}: at most {most.total.tokens_per_s:.0f} tokens/s, at {most.level:g} users"
-    arm, baseline = closed[0].arm, closed[0].baseline
-    points = sorted((c for c in closed if c.arm == arm), key=lambda c: c.level)
+        return f"{most.variant}: at most {most.total.tokens_per_s:.0f} tokens/s, at {most.level:g} users"
+    variant, baseline = closed[0].variant, closed[0].baseline
+    points = sorted((c for c in closed if c.variant == variant), key=lambda c: c.level)
     least, most_users = points[0], points[-1]
-    words = (f"{arm}: {least.user_ratio:.2f}x for each of {_level_words(least)}"
-             if least.level > 1 else f"{arm}: {least.user_ratio:.2f}x for a single user")
+    words = (f"{variant}: {least.user_ratio:.2f}x for each of {_level_words(least)}"
+             if least.level > 1 else f"{variant}: {least.user_ratio:.2f}x for a single user")
     if report.crossover is None:
         if most_users is least:
             return f"{words}, {least.throughput_ratio:.2f}x in total"
         return f"{words}, still {most_users.throughput_ratio:.2f}x in total at {_level_words(most_users)}"
     if report.crossover <= least.level:
-        return f"{arm} is slower than {baseline} in total at every load from {_level_words(least)} on"
+        return f"{variant} is slower than {baseline} in total at every load from {_level_words(least)} on"
     return f"{words}; below {baseline} in total from {_users(report.crossover)} users on"
 
 
@@ -243,14 +255,16 @@ def _latency_finding(report: LoadReport, mode: str) -> str:
     compared = [c for c in report.comparisons if c.mode == mode and c.ttft_p99_ratio is not None]
     if not compared:
         return "Latencies by load"
-    worst = max((c for c in compared if c.arm == compared[0].arm), key=lambda c: c.ttft_p99_ratio or 0.0)
-    return (f"{worst.arm}: p99 time to first token at most {worst.ttft_p99_ratio:.2f}x that of {worst.baseline} "
+    worst = max((c for c in compared if c.variant == compared[0].variant), key=lambda c: c.ttft_p99_ratio or 0.0)
+    return (f"{worst.variant}: p99 time to first token at most {worst.ttft_p99_ratio:.2f}x that of {worst.baseline} "
             f"(at {_level_words(worst)})")
 
 
 def _detail(report: LoadReport) -> str:
     spec, place = report.spec, report.environment
     repeats = f", {spec.repeats} interleaved repeats" if spec.repeats > 1 else ""
-    return (f"{report.model}; {spec.requests} requests per level and arm{repeats}, temperature {spec.temperature:g}, "
-            f"at most {spec.max_new_tokens} tokens, 95 % intervals over prompts; load generator on {place.hardware}, "
-            f"{place.date[:10]}")
+    return (
+        f"{report.model}; {spec.requests} requests per level and variant{repeats}, temperature {spec.temperature:g}, "
+        f"at most {spec.max_new_tokens} tokens, 95 % intervals over prompts; load generator on {place.hardware}, "
+        f"{place.date[:10]}"
+    )

@@ -264,8 +264,8 @@ def _refusal(dialect: str, body: Mapping[str, Any]) -> str | None:
     asked = [*body, *(name for name in (body.get("stream_options") or {}) if name != "include_usage")]
     for name in asked:
         if name in refused:
-            mend = "; use max_completion_tokens" if name == "max_tokens" else ""
-            return f"{name} is not supported{mend}" if names_it else "bad request"
+            hint = "; use max_completion_tokens" if name == "max_tokens" else ""
+            return f"{name} is not supported{hint}" if names_it else "bad request"
     return None
 
 

@@ -1,7 +1,7 @@
 """A load test from its first question to its report.
 
 One thread, one event loop: what a user waits for is a socket, and 256 of them fit (`bench` shows it). Answers are read
-in small slices while others arrive, so that many that end together do not delay the next. Every arm is
+in small slices while others arrive, so that many that end together do not delay the next. Every variant is
 probed once, then the blocks of the schedule are asked one after the other; connections are opened before a block, so
 that its first requests do not pay for them. A user whose request failed waits a moment before the next, lest a server
 that refuses at once be asked a thousand times a second.
@@ -22,14 +22,14 @@ from typing import TypeVar
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.load import LoadReport, LoadSpec
-from eyrie_workers.load.client import Asker, Question, Raw, Sample
+from eyrie_workers.load.client import LoadClient, Question, Raw, Sample
 from eyrie_workers.load.figures import Seen, comparison, crossover, level_report
 from eyrie_workers.load.origin import ExchangeFailed
 from eyrie_workers.load.schedule import Block, Level, blocks, levels, num_requests, total_requests
-from eyrie_workers.load.variants import LoadArm, LoadPrompt
+from eyrie_workers.load.variants import LoadPrompt, LoadVariant
 from eyrie_workers.machine.environment import client_environment, cpu_count
 
-__all__ = ["LoadArm", "LoadPrompt", "run_load"]
+__all__ = ["LoadPrompt", "LoadVariant", "run_load"]
 
 OnProgress = Callable[[int, int, str], None]
 PausePoint = Callable[[], None]
@@ -43,61 +43,71 @@ _SPARE_FILES = 64
 _MOST_UNREAD = 1024  # answers: beyond it users wait for the reader, and the report says that the generator was busy
 
 
-def run_load(arms: Sequence[LoadArm], prompts: Sequence[LoadPrompt], spec: LoadSpec, baseline: str = "off",
+def run_load(variants: Sequence[LoadVariant], prompts: Sequence[LoadPrompt], spec: LoadSpec, baseline: str = "off",
              on_progress: OnProgress | None = None, pause_point: PausePoint | None = None) -> LoadReport:
-    """Ask every arm at every level of `spec` and report.
+    """Ask every variant at every level of `spec` and report.
 
-    baseline      name of the arm the others are compared with; of no meaning when there is one arm only.
+    baseline      name of the variant the others are compared with; of no meaning when there is one variant only.
     on_progress   called with (requests done, requests in all, what is being asked), warm-up included.
     pause_point   called several times a second; whatever it raises ends the test and is raised here.
 
-    Raises InvalidInput for arms, prompts or a baseline that cannot be; ArmUnusable when a server does not answer the
-    first question. Single failed requests are counted in the report, not raised.
+    Raises InvalidInput for variants, prompts or a baseline that cannot be; VariantUnusable when a server does not
+    answer the first question. Single failed requests are counted in the report, not raised.
     """
-    if len(arms) > 1 and baseline not in [arm.name for arm in arms]:
-        raise InvalidInput(f"there is no arm {baseline!r} to compare with (arms: {', '.join(a.name for a in arms)})",
-                           "name the baseline among the arms")
+    if len(variants) > 1 and baseline not in [variant.name for variant in variants]:
+        raise InvalidInput(
+            f"there is no variant {baseline!r} to compare with (variants: {', '.join(a.name for a in variants)})",
+            "name the baseline among the variants",
+        )
     started = time.perf_counter()
-    run = measure(arms, prompts, spec, on_progress, pause_point)
-    by_place = {(seen.arm, seen.level): seen for seen in run.seen}
+    run = measure(variants, prompts, spec, on_progress, pause_point)
+    by_place = {(seen.variant, seen.level): seen for seen in run.seen}
     comparisons = [
-        compared for level in levels(spec) for arm in arms if arm.name != baseline and len(arms) > 1
-        if (compared := comparison(by_place[arm.name, level], by_place[baseline, level], spec)) is not None]
+        compared for level in levels(spec) for variant in variants if variant.name != baseline and len(variants) > 1
+        if (compared := comparison(by_place[variant.name, level], by_place[baseline, level], spec)) is not None]
     return LoadReport(
-        model=" / ".join(dict.fromkeys(arm.model for arm in arms)), spec=spec, arms=run.arms,
-        levels=tuple(level_report(by_place[arm.name, level], spec) for level in levels(spec) for arm in arms),
-        comparisons=tuple(comparisons), crossover=crossover(comparisons), notes=tuple(run.notes),
-        environment=client_environment(), seconds=time.perf_counter() - started)
+        model=" / ".join(dict.fromkeys(variant.model for variant in variants)),
+        spec=spec,
+        variants=run.variants,
+        levels=tuple(
+            level_report(by_place[variant.name, level], spec) for level in levels(spec) for variant in variants
+        ),
+        comparisons=tuple(comparisons),
+        crossover=crossover(comparisons),
+        notes=tuple(run.notes),
+        environment=client_environment(),
+        seconds=time.perf_counter() - started,
+    )
 
 
 @dataclass
 class Run:
     """What a load test saw, before it became figures."""
 
-    arms: dict[str, str]
+    variants: dict[str, str]
     seen: list[Seen] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
-def measure(arms: Sequence[LoadArm], prompts: Sequence[LoadPrompt], spec: LoadSpec,
+def measure(variants: Sequence[LoadVariant], prompts: Sequence[LoadPrompt], spec: LoadSpec,
             on_progress: OnProgress | None = None, pause_point: PausePoint | None = None) -> Run:
     """Ask everything. Raises as `run_load`."""
-    names = [arm.name for arm in arms]
-    if not arms or len(set(names)) < len(names):
-        raise InvalidInput(f"a load test needs arms of different names, not [{', '.join(names)}]",
+    names = [variant.name for variant in variants]
+    if not variants or len(set(names)) < len(names):
+        raise InvalidInput(f"a load test needs variants of different names, not [{', '.join(names)}]",
                            "give each server a name of its own")
     if not prompts:
         raise InvalidInput("a load test needs at least one prompt", "give a file with prompts, or quickstart")
     _allow_sockets(max(num_requests(spec, level) if level.mode == "open" else level.users for level in levels(spec)))
-    return asyncio.run(_Test(arms, prompts, spec, on_progress, pause_point).run())
+    return asyncio.run(_Test(variants, prompts, spec, on_progress, pause_point).run())
 
 
 class _Test:
     """One load test under way."""
 
-    def __init__(self, arms: Sequence[LoadArm], prompts: Sequence[LoadPrompt], spec: LoadSpec,
+    def __init__(self, variants: Sequence[LoadVariant], prompts: Sequence[LoadPrompt], spec: LoadSpec,
                  on_progress: OnProgress | None, pause_point: PausePoint | None) -> None:
-        self._askers = {arm.name: Asker(arm, spec) for arm in arms}
+        self._askers = {variant.name: LoadClient(variant, spec) for variant in variants}
         self._prompts = prompts
         self._spec = spec
         self._on_progress = on_progress
@@ -111,7 +121,7 @@ class _Test:
         """All of it. Connections are closed however it ends."""
         try:
             for asker in self._askers.values():
-                self._say(f"first question to {asker.arm.name}", 0)
+                self._say(f"first question to {asker.variant.name}", 0)
                 await self._watched(asker.probe(Question(self._prompts[0], 0, -1)))
             return await self._blocks()
         finally:
@@ -122,11 +132,11 @@ class _Test:
         seen: dict[tuple[str, Level], Seen] = {}
         for block in blocks(self._prompts, list(self._askers), self._spec):
             new = await self._watched(self._block(block))
-            old = seen.get((block.arm, block.level))
+            old = seen.get((block.variant, block.level))
             if old is not None:
-                new = Seen(new.arm, new.level, old.samples + new.samples, old.seconds + new.seconds,
+                new = Seen(new.variant, new.level, old.samples + new.samples, old.seconds + new.seconds,
                            old.cpu_s + new.cpu_s)
-            seen[block.arm, block.level] = new
+            seen[block.variant, block.level] = new
         run = Run({name: _described(asker) for name, asker in self._askers.items()}, list(seen.values()))
         run.notes = [note for asker in self._askers.values() for note in asker.notes]
         run.notes += [note for one in run.seen for note in _failures(one)]
@@ -135,8 +145,8 @@ class _Test:
         return run
 
     async def _block(self, block: Block) -> Seen:
-        asker = self._askers[block.arm]
-        self._words = f"{block.arm}, {block.level.words()}"
+        asker = self._askers[block.variant]
+        self._words = f"{block.variant}, {block.level.words()}"
         users = block.level.users if block.level.mode == "closed" else 1
         await asker.pool.prepare(users)
         await self._read_along(asker, self._closed_loop(asker, block.warmup, min(users, len(block.warmup))))
@@ -146,9 +156,9 @@ class _Test:
         else:
             asking = self._open_loop(asker, block.questions)
         samples, ended = await self._read_along(asker, asking)
-        return Seen(block.arm, block.level, samples, ended - began, time.thread_time() - cpu)
+        return Seen(block.variant, block.level, samples, ended - began, time.thread_time() - cpu)
 
-    async def _closed_loop(self, asker: Asker, questions: Sequence[Question], users: int) -> None:
+    async def _closed_loop(self, asker: LoadClient, questions: Sequence[Question], users: int) -> None:
         """So many users share the questions; whoever has its answer takes the next."""
         left = iter(questions)
 
@@ -163,7 +173,7 @@ class _Test:
             for _ in range(users):
                 group.create_task(user())
 
-    async def _open_loop(self, asker: Asker, questions: Sequence[Question]) -> None:
+    async def _open_loop(self, asker: LoadClient, questions: Sequence[Question]) -> None:
         """Every question at its time, whatever became of the others."""
         began = time.perf_counter()
 
@@ -176,7 +186,8 @@ class _Test:
                 await asyncio.sleep(max(0.0, due_at - time.perf_counter()))
                 group.create_task(one(question, due_at))
 
-    async def _read_along(self, asker: Asker, asking: Coroutine[None, None, None]) -> tuple[tuple[Sample, ...], float]:
+    async def _read_along(self, asker: LoadClient, asking: Coroutine[None, None, None]) -> tuple[tuple[Sample, ...],
+                                                                                                 float]:
         """Read answers while others are asked for, a slice between two looks at the sockets.
 
         Returns the samples, and when the last answer ended.
@@ -226,9 +237,9 @@ class _Test:
             self._on_progress(self._done, self._total, words)
 
 
-def _described(asker: Asker) -> str:
+def _described(asker: LoadClient) -> str:
     url = asker.origin.url
-    return f"{asker.arm.what} ({url})" if asker.arm.what else url
+    return f"{asker.variant.what} ({url})" if asker.variant.what else url
 
 
 def _failures(seen: Seen) -> list[str]:
@@ -237,16 +248,21 @@ def _failures(seen: Seen) -> list[str]:
     for sample in seen.samples:
         if sample.failure is not None:
             failed.setdefault(sample.failure, []).append(sample)
-    return [f"{seen.arm}, {seen.level.words()}: {len(samples)} of {len(seen.samples)} requests failed ({reason}), the "
-            f"first because {samples[0].detail}" for reason, samples in sorted(failed.items())]
+    return [
+        f"{seen.variant}, {seen.level.words()}: {len(samples)} of {len(seen.samples)} requests failed ({reason}), the "
+        f"first because {samples[0].detail}"
+        for reason, samples in sorted(failed.items())
+    ]
 
 
 def _saturation(seen: Seen) -> list[str]:
     share = seen.cpu_s / seen.seconds if seen.seconds > 0 else 0.0
     if share <= _SATURATED:
         return []
-    return [f"{seen.arm}, {seen.level.words()}: the load generator itself used {share:.0%} of a processor core: its "
-            "latencies are upper bounds, and the server may be faster than it looks"]
+    return [
+        f"{seen.variant}, {seen.level.words()}: the load generator itself used {share:.0%} of a processor core: its "
+        "latencies are upper bounds, and the server may be faster than it looks"
+    ]
 
 
 def _crowd() -> list[str]:

@@ -1,11 +1,11 @@
 """Who asks what, when: the order of a load test as a function of its spec. Pure.
 
 Closed loop: `level` users, each asking again as soon as it is answered; what a server does at a given concurrency.
-Open loop: questions arrive at a mean rate with exponential gaps, answered or not; what users do to a server. All arms
-meet the same questions in the same order, and in an open loop at the same moments.
+Open loop: questions arrive at a mean rate with exponential gaps, answered or not; what users do to a server. All
+variants meet the same questions in the same order, and in an open loop at the same moments.
 
-A level is asked in blocks, arm after arm, and the order of the arms turns round from block to block and from level to
-level (A B, B A, ...): a machine that slows down or warms up does so for both.
+A level is asked in blocks, variant after variant, and the order of the variants turns round from block to block and
+from level to level (A B, B A, ...): a machine that slows down or warms up does so for both.
 
 Prompts are drawn from the categories in turn (chat, math, chat, math, ...), each category from its beginning and round
 again, and the next repeat goes on where the last one ended. Warm-up draws from the far end, so that a server that
@@ -43,10 +43,10 @@ class Level:
 
 @dataclass(frozen=True)
 class Block:
-    """One arm at one level, once."""
+    """One variant at one level, once."""
 
     level: Level
-    arm: str
+    variant: str
     warmup: tuple[Question, ...]
     questions: tuple[Question, ...]
 
@@ -72,20 +72,20 @@ def draw(prompts: Sequence[LoadPrompt], start: int, num: int) -> list[LoadPrompt
     return [columns[column][row % len(columns[column])] for row, column in places]
 
 
-def blocks(prompts: Sequence[LoadPrompt], arms: Sequence[str], spec: LoadSpec) -> Iterator[Block]:
+def blocks(prompts: Sequence[LoadPrompt], variants: Sequence[str], spec: LoadSpec) -> Iterator[Block]:
     """The whole test in order."""
     turn = count()
     for level in levels(spec):
         num = num_requests(spec, level)
         for repeat in range(spec.repeats):
-            order = arms if next(turn) % 2 == 0 else arms[::-1]
+            order = variants if next(turn) % 2 == 0 else variants[::-1]
             drawn = draw(prompts, repeat * num, num)
             due = arrivals(spec, level, repeat, num) if level.mode == "open" else [None] * num
             questions = tuple(Question(prompt, repeat, index, at)
                               for index, (prompt, at) in enumerate(zip(drawn, due, strict=True)))
             warmup = tuple(Question(prompt, repeat, -1 - index) for index, prompt in enumerate(
                 draw(prompts, -spec.warmup_requests, spec.warmup_requests))) if repeat == 0 else ()
-            yield from (Block(level, arm, warmup, questions) for arm in order)
+            yield from (Block(level, variant, warmup, questions) for variant in order)
 
 
 def arrivals(spec: LoadSpec, level: Level, repeat: int, num: int) -> list[float]:
@@ -98,6 +98,6 @@ def arrivals(spec: LoadSpec, level: Level, repeat: int, num: int) -> list[float]
     return times
 
 
-def total_requests(prompts: Sequence[LoadPrompt], arms: Sequence[str], spec: LoadSpec) -> int:
+def total_requests(prompts: Sequence[LoadPrompt], variants: Sequence[str], spec: LoadSpec) -> int:
     """Requests of the whole test, warm-up included."""
-    return sum(len(block.warmup) + len(block.questions) for block in blocks(prompts, arms, spec))
+    return sum(len(block.warmup) + len(block.questions) for block in blocks(prompts, variants, spec))

@@ -36,7 +36,7 @@ def load_view(report: LoadReport) -> RenderableType:
 
 
 def levels_table(report: LoadReport, mode: Mode) -> Table:
-    """One line per level and arm."""
+    """One line per level and variant."""
     columns = [_UNITS[mode], "ARM", "ANSWERED", "TOKENS/S\nall", "TOKENS/S\none user", "FIRST TOKEN\np50 / p99 ms",
                "BETWEEN TOKENS\np50 / p99 ms", "WHOLE ANSWER\np50 / p99 s", "TAU"]
     if report.spec.slo is not None:
@@ -45,7 +45,7 @@ def levels_table(report: LoadReport, mode: Mode) -> Table:
     levels = sorted((level for level in report.levels if level.mode == mode), key=lambda level: level.level)
     before = None
     for level in levels:
-        row = [f"{level.level:g}" if level.level != before else "", level.arm, *_figures(level.total)]
+        row = [f"{level.level:g}" if level.level != before else "", level.variant, *_figures(level.total)]
         if report.spec.slo is not None:
             row.append("-" if level.total.goodput_per_s is None else f"{level.total.goodput_per_s:.2f}")
         table.add_row(*row)
@@ -61,12 +61,12 @@ def _figures(cell: LoadCell) -> list[str]:
 
 
 def comparisons_table(comparisons: Sequence[LoadComparison]) -> Table:
-    """One line per level and compared arm."""
+    """One line per level and compared variant."""
     table = _table([_UNITS[comparisons[0].mode], "ARM", "ALL USERS", "ONE USER", "FIRST TOKEN p99", "SAME ANSWERS",
                     "VERDICT"], left=("ARM", "VERDICT"))
     for one in comparisons:
         table.add_row(
-            f"{one.level:g}", one.arm, _ratio(one.throughput_ratio, one.throughput_interval),
+            f"{one.level:g}", one.variant, _ratio(one.throughput_ratio, one.throughput_interval),
             _ratio(one.user_ratio, one.user_interval), times(one.ttft_p99_ratio), f"{one.identical}/{one.compared}",
             _verdict(one))
     return table
@@ -84,26 +84,30 @@ def _verdict(one: LoadComparison) -> Text:
 
 def findings(report: LoadReport) -> list[str]:
     """The result in sentences."""
-    lines = [f"{name}: {what}" for name, what in report.arms.items()]
+    lines = [f"{name}: {what}" for name, what in report.variants.items()]
     closed = [comparison for comparison in report.comparisons if comparison.mode == "closed"]
     if closed:
-        arm, baseline = closed[0].arm, closed[0].baseline
-        loads = sorted(one.level for one in closed if one.arm == arm)
+        variant, baseline = closed[0].variant, closed[0].baseline
+        loads = sorted(one.level for one in closed if one.variant == variant)
         if report.crossover is None:
-            lines.append(f"{arm} gives all users together at least as many tokens per second as {baseline} at every "
-                         f"load measured ({loads[0]:g} to {loads[-1]:g} users).")
+            lines.append(
+                f"{variant} gives all users together at least as many tokens per second as {baseline} at every "
+                f"load measured ({loads[0]:g} to {loads[-1]:g} users)."
+            )
         elif report.crossover <= loads[0]:
-            lines.append(f"{arm} is slower than {baseline} for all users together already at {loads[0]:g} users.")
+            lines.append(f"{variant} is slower than {baseline} for all users together already at {loads[0]:g} users.")
         else:
-            lines.append(f"{arm} falls below {baseline} for all users together at about {report.crossover:.1f} users: "
-                         "the crossover.")
+            lines.append(
+                f"{variant} falls below {baseline} for all users together at about {report.crossover:.1f} users: "
+                "the crossover."
+            )
     if report.spec.temperature == 0.0:
         differ = [one for one in report.comparisons if one.identical < one.compared]
         if differ:
             lines.append("Not all greedy answers were the same: speculation must not change them. Rounding in 16-bit "
                          "arithmetic can; compare the baseline with itself to see how often.")
         elif report.comparisons:
-            lines.append("All greedy answers were the same in every arm.")
+            lines.append("All greedy answers were the same in every variant.")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""What is asked, and who is asked: a server under load is an arm, a conversation to be answered is a prompt."""
+"""What is asked, and who is asked: a server under load is a variant, a conversation to be answered is a prompt."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from eyrie_workers.conversations.benchmark_suites import Prompt
 
 
 @dataclass(frozen=True)
-class LoadArm:
+class LoadVariant:
     """One server under load."""
 
     name: str

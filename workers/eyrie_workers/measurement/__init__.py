@@ -1,1 +1,2 @@
-"""How fast, how lossless, on what: suites, interleaved arms, statistics, and the machine's state while measuring."""
+"""How fast, how lossless, on what: suites, interleaved variants, statistics, and the machine's state while
+measuring."""

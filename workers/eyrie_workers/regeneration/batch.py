@@ -155,7 +155,7 @@ class BatchEngine:
                 self.memory.unlink(missing_ok=True)
                 reasons = [e.get("message", "") for e in (batch.get("errors") or {}).get("data", [])]
                 raise Permanent(f"batch {batch_id} failed: {'; '.join(reasons) or 'no reason given'}",
-                                "mend what the endpoint names, then retry; answered rows are kept")
+                                "hint what the endpoint names, then retry; answered rows are kept")
             _sleep(self.poll_s, pause)
 
     def _collect(self, client: httpx.Client, batch: dict[str, Any], prompts: dict[str, Prompt],

@@ -158,9 +158,9 @@ def declined(prompt: Prompt, status: int, text: str, url: str) -> Refusal:
 
 def fatal(status: int, text: str, url: str) -> Permanent:
     """The error for a status that would meet every request alike."""
-    mends = {401: "check regenerate.api_key_env", 403: "check the key's rights",
+    hints = {401: "check regenerate.api_key_env", 403: "check the key's rights",
              404: "check regenerate.base_url (it ends in /v1) and regenerate.served_model"}
-    return Permanent(f"{url} answered {status}: {_quoted(text)}", mends.get(status, "check the endpoint"))
+    return Permanent(f"{url} answered {status}: {_quoted(text)}", hints.get(status, "check the endpoint"))
 
 
 def retry_delay_s(attempt: int, retry_after: str | None, first_delay_s: float, draw: float) -> float:

@@ -102,7 +102,7 @@ class ShardFailure(Frozen):
 
     reason: str
     message: str
-    mend: str
+    hint: str
 
 
 class ShardQueue(Protocol):
@@ -207,7 +207,7 @@ class ShardedEngine:
         for found in self.store.list(f"{self.order.prefix}/failed"):
             if Path(found.key).stem in self._open:
                 failure = ShardFailure.model_validate_json(self.store.read(found.key))
-                raise Permanent(f"shard {Path(found.key).stem}: {failure.reason}: {failure.message}", failure.mend)
+                raise Permanent(f"shard {Path(found.key).stem}: {failure.reason}: {failure.message}", failure.hint)
 
     def _send_again(self) -> None:
         if self.queue.length() > 0:
@@ -285,7 +285,7 @@ def answer_shard(order: ShardOrder, store: ArtifactStore, cache: Path, pause: Ca
     except Transient:
         raise
     except EyrieError as error:
-        failure = ShardFailure(reason=error.reason, message=error.message, mend=error.mend)
+        failure = ShardFailure(reason=error.reason, message=error.message, hint=error.hint)
         store.write(order.key("failed"), failure.model_dump_json().encode())
         return False
     return True

@@ -85,7 +85,7 @@ class KVCache:
 class PrefillAttention:
     """Causal attention over one prompt, its keys and values kept in a slot.
 
-    In the model's dtype even in exact mode: a prompt is always read whole and alone, so both arms do the same sums.
+    In the model's dtype even in exact mode: a prompt is always read whole and alone, so both variants do the same sums.
     """
 
     def __init__(self, cache: KVCache, slot: int, model_dtype: torch.dtype) -> None:

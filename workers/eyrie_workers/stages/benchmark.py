@@ -3,7 +3,7 @@
     python -m eyrie_workers.stages.benchmark --spec spec.json --out manifest.json
 
 Speed and acceptance come from the decode engine that serves, on prompts nobody trained on: training curves promise more
-than they keep (the second seed). Every prompt is answered by both arms in turn (`measurement.benchmark.variants`),
+than they keep (the second seed). Every prompt is answered by both variants in turn (`measurement.benchmark.variants`),
 every answer is compared token by token, and every finished prompt is a line of `cells.jsonl`, so that a killed
 benchmark goes on where it was. Only one process of a machine measures at a time (`machine.machine_lock`).
 """
@@ -15,7 +15,7 @@ from eyrie_api.artifacts import write_model
 from eyrie_api.v1alpha1.stages import BenchmarkStage
 from eyrie_workers.conversations.benchmark_suites import select
 from eyrie_workers.measurement.benchmark import hf_baseline
-from eyrie_workers.measurement.benchmark.samples import Arm
+from eyrie_workers.measurement.benchmark.samples import Variant
 from eyrie_workers.measurement.benchmark.session import (
     LEDGER,
     REPORT,
@@ -40,15 +40,15 @@ def benchmark(spec: BenchmarkStage, stage: Stage) -> Result:
     ledger = open_ledger(stage, spec)
     prompts = interleave({
         suite.name: select(suites[suite.name], 0, suite.max_prompts) for suite in spec.benchmark.suites})
-    arm = Arm(spec.benchmark.tree)
-    arms = [Arm(None), arm]
+    variant = Variant(spec.benchmark.tree)
+    variants = [Variant(None), variant]
     with measuring(stage):
         session = open_session(spec, suites)
         units = session.units(prompts, spec.benchmark.temperatures, spec.benchmark.repeats)
-        session.bench.warm_up(units[: spec.benchmark.warmup_prompts], arms, stage.pause_point)
-        entries = ask(session, units, arms, ledger, Progress(stage, total=len(units) * len(arms)))
+        session.bench.warm_up(units[: spec.benchmark.warmup_prompts], variants, stage.pause_point)
+        entries = ask(session, units, variants, ledger, Progress(stage, total=len(units) * len(variants)))
         honest = _honesty(session, spec, stage) if spec.measure_transformers else None
-    cells = report_cells(session, entries, units, arm)
+    cells = report_cells(session, entries, units, variant)
     for step, cell in enumerate(cells):
         for name, value in (("tau", cell.tau), ("speedup", cell.speedup), ("tokens_per_s", cell.tokens_per_s)):
             stage.metric(f"{cell.suite}/t{cell.temperature:g}/{name}", step, value)

@@ -89,7 +89,7 @@ class CapturePlan:
 
     @property
     def taught(self) -> list[int]:
-        """Taught positions of each recorded row."""
+        """DistillationObjective positions of each recorded row."""
         return [row.num_taught for row in self.rows]
 
 

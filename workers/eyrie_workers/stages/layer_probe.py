@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = choose_aux_layers(config.num_layers, config.layer_types).aux_layers
         found = probe_layers(target, rows_to_probe(told.rows, told.tokens), chosen)
     except EyrieError as error:
-        print(f"error: {error.reason}: {error.message}\nmend: {error.mend}", file=sys.stderr)
+        print(f"error: {error.reason}: {error.message}\nmend: {error.hint}", file=sys.stderr)
         return error.exit_code
     for score in found.alone:
         print(f"layer {score.layers[0]:3}  {score.agreement:.4f}")

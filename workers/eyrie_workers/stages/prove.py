@@ -34,10 +34,10 @@ from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.stages import ProveStage
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
 from eyrie_workers.conversations.benchmark_suites import Prompt, select
-from eyrie_workers.engines.variants import ArmPlan, RunningArm, Uses, command_line, running_arms
+from eyrie_workers.engines.variants import RunningVariant, Uses, VariantPlan, command_line, running_variants
 from eyrie_workers.load.figures import crossover
 from eyrie_workers.load.run import run_load
-from eyrie_workers.load.variants import LoadArm, LoadPrompt
+from eyrie_workers.load.variants import LoadPrompt, LoadVariant
 from eyrie_workers.machine.environment import environment
 from eyrie_workers.measurement.benchmark.ledger import Ledger
 from eyrie_workers.measurement.benchmark.samples import first_difference
@@ -63,7 +63,7 @@ FIXED = "fixed"
 
 PARITY, CHANGED_PROMPT = "parity", "changed system prompt"
 
-_REPEATS = 2  # blocks per level, the order of the arms turned round in between: a slow minute meets both
+_REPEATS = 2  # blocks per level, the order of the variants turned round in between: a slow minute meets both
 _WARMUP_REQUESTS = 2
 
 
@@ -92,11 +92,11 @@ class _Proof:
 
     spec: ProveStage
     stage: Stage
-    plan: ArmPlan
+    plan: VariantPlan
     uses: Uses
     prompts: Sequence[Prompt]
     ledger: Ledger[Found]
-    arms: dict[str, RunningArm] = field(default_factory=dict)
+    variants: dict[str, RunningVariant] = field(default_factory=dict)
     done: int = 0
     """Requests of the questions answered."""
 
@@ -113,9 +113,10 @@ class _Proof:
         share = min(1.0, done / max(1, total))
         self.stage.progress(self.done + round(self.asking * share), self.total, "requests", words)
 
-    def measure(self, spec: LoadSpec, arms: Iterable[str]) -> LoadReport:
-        """A load test of some arms."""
-        asked = [LoadArm(name, self.arms[name].url, self.plan.model, what=words_of(self.uses[name])) for name in arms]
+    def measure(self, spec: LoadSpec, variants: Iterable[str]) -> LoadReport:
+        """A load test of some variants."""
+        asked = [LoadVariant(name, self.variants[name].url, self.plan.model,
+                             what=words_of(self.uses[name])) for name in variants]
         return run_load(asked, [LoadPrompt.of(prompt) for prompt in self.prompts], spec, BASELINE, self.tell,
                         self.stage.pause_point)
 
@@ -123,20 +124,20 @@ class _Proof:
 def prove(spec: ProveStage, stage: Stage) -> Result:
     """Try the tuned drafter in the serving engine."""
     started = time.monotonic()
-    plan = ArmPlan(spec.engine, spec.target, spec.max_concurrency, spec.benchmark.threads)
+    plan = VariantPlan(spec.engine, spec.target, spec.max_concurrency, spec.benchmark.threads)
     tuned = read_manifest(Path(spec.tune_dir)).report_as(TuneReport)
     assert isinstance(tuned, TuneReport)
     use = use_to_prove(spec, tuned, plan)
     if use.setting == OFF:
         return _nothing_to_prove(spec, stage, use, started)
     suites = read_suites(spec, stage)
-    uses = arms_to_compare(spec, use, stage)
-    launch = command_line(plan, CANDIDATE, uses, _arms_dir(stage))
+    uses = variants_to_compare(spec, use, stage)
+    launch = command_line(plan, CANDIDATE, uses, _variants_dir(stage))
     proof = _Proof(spec, stage, plan, uses, prompts_to_ask(spec, suites), open_ledger_of(Found, stage, spec, FOUND))
     _ask_all(proof, questions_of(spec, len(uses.keys() - {FIXED})))
     report = _report(proof, use, launch, time.monotonic() - started)
     for step, one in enumerate(_comparisons(report.load)):
-        stage.metric(f"{one.arm}/{one.level:g} users/speedup", step, one.throughput_ratio)
+        stage.metric(f"{one.variant}/{one.level:g} users/speedup", step, one.throughput_ratio)
     stage.event("Proved", verdict_of(report), warning=report.parity is None or not report.parity.passed)
     write_model(stage.out_dir / REPORT, report)
     return Result(report, [stage.out_dir / FOUND, stage.out_dir / REPORT])
@@ -154,7 +155,7 @@ def _nothing_to_prove(spec: ProveStage, stage: Stage, use: DrafterUse, started: 
     return Result(report, [stage.out_dir / REPORT])
 
 
-def use_to_prove(spec: ProveStage, tuned: TuneReport, plan: ArmPlan) -> DrafterUse:
+def use_to_prove(spec: ProveStage, tuned: TuneReport, plan: VariantPlan) -> DrafterUse:
     """What the endpoint would be told: the best setting at the lowest declared load that drafts at all, or off.
 
     The operating map goes with it where the engine can follow it: then it is what is measured at the other loads.
@@ -171,7 +172,7 @@ def use_to_prove(spec: ProveStage, tuned: TuneReport, plan: ArmPlan) -> DrafterU
     return DrafterUse(drafter_dir=spec.drafter_dir if setting.method == "drafter" else None, setting=setting)
 
 
-def arms_to_compare(spec: ProveStage, use: DrafterUse, stage: Stage) -> Uses:
+def variants_to_compare(spec: ProveStage, use: DrafterUse, stage: Stage) -> Uses:
     """What the servers decode with. An incumbent whose drafter is gone cannot be compared with, which is told."""
     uses = {BASELINE: DrafterUse(), CANDIDATE: use}
     if use.map is not None and use.map.at(1).setting != use.setting:
@@ -193,13 +194,13 @@ def prompts_to_ask(spec: ProveStage, suites: Suites) -> list[Prompt]:
     return [prompt for _, prompt in interleave(drawn)]
 
 
-def questions_of(spec: ProveStage, num_arms: int) -> list[_Question]:
+def questions_of(spec: ProveStage, num_variants: int) -> list[_Question]:
     """Everything that is asked, in order."""
     prove = spec.prove
-    per_arm = prove.requests + _WARMUP_REQUESTS
+    per_variant = prove.requests + _WARMUP_REQUESTS
     questions = [_Question(PARITY, 3 * prove.parity_prompts, _ask_parity)]
     for load in prove.loads:
-        questions.append(_Question(_load_question(load), num_arms * max(per_arm, 2 * load * _REPEATS),
+        questions.append(_Question(_load_question(load), num_variants * max(per_variant, 2 * load * _REPEATS),
                                    partial(_ask_load, load=load)))
     if prove.system_prompt:
         questions.append(_Question(CHANGED_PROMPT, 2 * (prove.requests // 2 + _WARMUP_REQUESTS), _ask_changed_prompt))
@@ -218,7 +219,8 @@ def _ask_all(proof: _Proof, questions: Sequence[_Question]) -> None:
     if not left:
         return
     stage = proof.stage
-    with measuring(stage), running_arms(proof.plan, proof.uses, _arms_dir(stage), stage.pause_point) as proof.arms:
+    with measuring(stage), running_variants(proof.plan, proof.uses, _variants_dir(stage),
+                                            stage.pause_point) as proof.variants:
         stage.event("ServersReady", f"{len(proof.uses)} servers of the {proof.spec.engine} engine answer: "
                     + ", ".join(f"{name} ({words_of(use)})" if name != BASELINE else name
                                 for name, use in proof.uses.items()))
@@ -236,7 +238,7 @@ def _ask_parity(proof: _Proof) -> Found:
     tokenizer = ChatTokenizer(target_dir)
     prompts = [tokenizer.render(list(prompt.messages), list(prompt.tools) or None)
                for prompt in proof.prompts[: spec.prove.parity_prompts]]
-    plain, drafted = proof.arms[BASELINE], proof.arms.get(FIXED, proof.arms[CANDIDATE])
+    plain, drafted = proof.variants[BASELINE], proof.variants.get(FIXED, proof.variants[CANDIDATE])
     told = itertools.count(1)
 
     def pause() -> None:
@@ -256,13 +258,13 @@ def _ask_parity(proof: _Proof) -> Found:
     return Found(question=PARITY, parity=report)
 
 
-def _same_answers(proof: _Proof, plain: RunningArm, drafted: RunningArm, prompts: Sequence[Sequence[int]],
+def _same_answers(proof: _Proof, plain: RunningVariant, drafted: RunningVariant, prompts: Sequence[Sequence[int]],
                   pause: Callable[[], None]) -> ParityReport:
     """Parity of n-gram look-up: nothing was trained that could be served wrongly, so only the answers are compared."""
     spec, tree = proof.spec, drafted.use.setting.tree
     assert tree is not None
-    without, with_it = (ask_all(spec.engine, arm.server.url, proof.plan.model, prompts, spec.prove.max_new_tokens,
-                                pause=pause) for arm in (plain, drafted))
+    without, with_it = (ask_all(spec.engine, variant.server.url, proof.plan.model, prompts, spec.prove.max_new_tokens,
+                                pause=pause) for variant in (plain, drafted))
     evidence = []
     for index, (one, other) in enumerate(zip(without, with_it, strict=True)):
         place = first_difference(one.token_ids, other.token_ids)
@@ -282,8 +284,8 @@ def _load_spec(spec: ProveStage, loads: Sequence[int], num_requests: int,
 
 
 def _ask_load(proof: _Proof, load: int) -> Found:
-    arms = [name for name in proof.uses if name != FIXED]
-    report = proof.measure(_load_spec(proof.spec, [load], proof.spec.prove.requests), arms)
+    variants = [name for name in proof.uses if name != FIXED]
+    report = proof.measure(_load_spec(proof.spec, [load], proof.spec.prove.requests), variants)
     for one in report.comparisons:
         proof.stage.event("LoadMeasured", f"{users(load)}: {compared(one)}")
     for note in report.notes:
@@ -319,9 +321,9 @@ def joined(parts: Sequence[LoadReport], spec: LoadSpec) -> LoadReport:
     """The load tests of single levels as the one they would have been. Pure."""
     comparisons = tuple(one for part in parts for one in part.comparisons)
     return LoadReport(
-        model=parts[-1].model, spec=spec, arms=parts[-1].arms,
+        model=parts[-1].model, spec=spec, variants=parts[-1].variants,
         levels=tuple(one for part in parts for one in part.levels), comparisons=comparisons,
-        crossover=crossover([one for one in comparisons if one.arm == CANDIDATE]),
+        crossover=crossover([one for one in comparisons if one.variant == CANDIDATE]),
         notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)), environment=parts[-1].environment,
         seconds=sum(part.seconds for part in parts))
 
@@ -339,7 +341,7 @@ def users(load: int) -> str:
 def compared(one: LoadComparison) -> str:
     """`candidate 1.84x (1.62-2.09) the tokens per second of off, time to first token (p99) 1.10x`."""
     first = "" if one.ttft_p99_ratio is None else f", time to first token (p99) {one.ttft_p99_ratio:.2f}x"
-    return (f"{one.arm} {one.throughput_ratio:.2f}x ({one.throughput_interval.low:.2f}-"
+    return (f"{one.variant} {one.throughput_ratio:.2f}x ({one.throughput_interval.low:.2f}-"
             f"{one.throughput_interval.high:.2f}) the tokens per second of {one.baseline}{first}")
 
 
@@ -347,7 +349,7 @@ def verdict_of(report: ProveReport) -> str:
     """The proof in one sentence."""
     parity = "parity not asked" if report.parity is None else f"parity {'holds' if report.parity.passed else 'FAILS'}"
     loads = [f"{one.throughput_ratio:.2f}x with {users(int(one.level))}"
-             for one in _comparisons(report.load) if one.arm == CANDIDATE]
+             for one in _comparisons(report.load) if one.variant == CANDIDATE]
     changed = [f"{one.user_ratio:.2f}x with another system prompt" for one in _comparisons(report.changed_prompt)]
     return f"{report.checkpoint} at {words_of(report.use)} in the {report.engine} engine: " + ", ".join(
         [parity, *loads, *changed])
@@ -357,8 +359,8 @@ def _comparisons(load: LoadReport | None) -> tuple[LoadComparison, ...]:
     return load.comparisons if load is not None else ()
 
 
-def _arms_dir(stage: Stage) -> Path:
-    return stage.out_dir / "arms"
+def _variants_dir(stage: Stage) -> Path:
+    return stage.out_dir / "variants"
 
 
 if __name__ == "__main__":

@@ -234,7 +234,7 @@ def _finish(spec: RegenerateStage, stage: Stage, questions: Questions, ledger: L
     """Put the rows in order, write the quarantine, clear the working files."""
     if len(ledger) == 0:
         raise NoUsableData(f"none of {summary.rows_selected} prompts was answered: {refused[0].reason}",
-                           "mend what the endpoint names, then retry")
+                           "hint what the endpoint names, then retry")
     tally, ended, cut = Tally(), Counter[str](), list[QuarantinedRow]()
 
     def answered_ids() -> Iterator[str]:

@@ -41,7 +41,7 @@ from eyrie_workers.training.batch_loader import Features, open_features
 from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.evaluation import Evaluation, Tally
 from eyrie_workers.training.loop import StepReport
-from eyrie_workers.training.objective import Lesson, Moment, Objective
+from eyrie_workers.training.objective import Objective, StepContext, TargetDistribution
 from eyrie_workers.training.packing import checkpoint_steps
 
 
@@ -135,13 +135,13 @@ class Together:
 
 
 def teach_all(objectives: Mapping[str, Objective], documents: PackedDocuments,
-              moments: Mapping[str, Moment]) -> dict[str, Lesson]:
+              moments: Mapping[str, StepContext]) -> dict[str, TargetDistribution]:
     """Each objective's teacher of a batch, asked once for all of the same draft vocabulary. Without a moment, an
     objective is judged."""
     asked: dict[tuple[int, bool], list[str]] = {}
     for name, objective in objectives.items():
         asked.setdefault(objective.teacher_key, []).append(name)
-    lessons: dict[str, Lesson] = {}
+    lessons: dict[str, TargetDistribution] = {}
     for names in asked.values():
         positions = torch.cat([objectives[name].plan(documents, moments.get(name)).teacher_positions()
                                for name in names]).unique()

@@ -45,7 +45,7 @@ from eyrie_workers.drafters.checkpoint.card import Card, DataIdentity, TargetIde
 from eyrie_workers.drafters.checkpoint.files import files_of
 from eyrie_workers.drafters.eagle3.flops import peak_rate
 from eyrie_workers.drafters.family import Family
-from eyrie_workers.drafters.initialisation import TargetEnds, read_target_ends
+from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Interrupted, Result, Stage, run_program
 from eyrie_workers.targets import draft_vocabulary
@@ -53,7 +53,7 @@ from eyrie_workers.targets.config import TargetConfig, read_config
 from eyrie_workers.targets.device import chosen, on
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import resolve, special_token_ids, target_digest
-from eyrie_workers.training.batch_loader import Features, Feed, open_features, packed
+from eyrie_workers.training.batch_loader import BatchLoader, Features, open_features, packed
 from eyrie_workers.training.distributed import ALONE, World
 from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.evaluation import Evaluation, evaluate
@@ -81,7 +81,7 @@ def train(spec: TrainStage, stage: Stage, world: World = ALONE) -> Result:
     return run.result()
 
 
-def prepare(spec: TrainStage, stage: Stage, world: World = ALONE, ends: TargetEnds | None = None,
+def prepare(spec: TrainStage, stage: Stage, world: World = ALONE, ends: TargetEmbeddings | None = None,
             features: Features | None = None) -> "Run":
     """Everything before the next optimiser step: the first one, or the one a killed run had come to.
 
@@ -100,7 +100,7 @@ def prepare(spec: TrainStage, stage: Stage, world: World = ALONE, ends: TargetEn
                         spec.train.max_steps)
     vocabulary, vocabulary_report = _build_vocabulary(spec, stage, store, train_rows, config, path,
                                                       whole=family.whole_vocabulary)
-    ends = ends or read_target_ends(path, config.tie_word_embeddings)
+    ends = ends or read_target_embeddings(path, config.tie_word_embeddings)
     drafter = family.create(spec.drafter, config, ends, layers, vocabulary, spec.train.seed)
     device = chosen()
     dtype = fastest_dtype(device) if spec.train.dtype == "auto" else getattr(torch, spec.train.dtype)
@@ -108,7 +108,7 @@ def prepare(spec: TrainStage, stage: Stage, world: World = ALONE, ends: TargetEn
     with on(device):
         objective = family.objective(drafter, ends.to(device), spec.train, max(lengths), dtype)
 
-    trainer = Trainer(objective, schedule, spec.train, Feed(schedule, store, world), world, columns)
+    trainer = Trainer(objective, schedule, spec.train, BatchLoader(schedule, store, world), world, columns)
     evaluation_rows = held_out or train_rows  # a single row has nothing to hold out; better its own curve than none
     cuts = cut_evenly([lengths[row] for row in evaluation_rows], spec.train.max_tokens_per_batch)
     run = Run(spec, stage, family, drafter, trainer, digest=_run_digest(spec, store, dtype), dtype=dtype,
@@ -266,7 +266,7 @@ class Run:
     columns: tuple[int, ...]
     """Places of the family's layers among the store's."""
 
-    ends: TargetEnds
+    ends: TargetEmbeddings
     vocabulary: VocabularyReport
     target: TargetIdentity
     data: DataIdentity

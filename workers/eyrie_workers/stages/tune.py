@@ -35,7 +35,7 @@ from eyrie_workers.intervals import acceptance_length, add_histograms
 from eyrie_workers.machine.environment import environment
 from eyrie_workers.measurement.benchmark.blocks import BlockRun, Track, agreeing, block_size, open_engines
 from eyrie_workers.measurement.benchmark.ledger import Ledger
-from eyrie_workers.measurement.benchmark.samples import Arm, Entry
+from eyrie_workers.measurement.benchmark.samples import Entry, Variant
 from eyrie_workers.measurement.benchmark.session import (
     REPORT,
     Progress,
@@ -124,16 +124,16 @@ class Tuning:
 
     def rung(self, race: Race, concurrency: int, rung: int) -> float:
         """One block of each temperature for everyone in the race; returns the seconds measured."""
-        seconds, arms = 0.0, list(race.active)
+        seconds, variants = 0.0, list(race.active)
         for turn, temperature in enumerate(self.spec.tune.temperatures):
-            start = (rung + turn) % len(arms)
-            for setting in [*arms[start:], *arms[:start]]:
+            start = (rung + turn) % len(variants)
+            for setting in [*variants[start:], *variants[:start]]:
                 self.stage.pause_point()
                 run = self.measure(setting, concurrency, temperature, rung)
                 race.take(setting, (temperature, rung), Measured(run.tokens, run.seconds))
                 seconds += run.seconds
             plain = self.runs[concurrency, temperature, rung, OFF.label()]
-            race.spoilt |= {setting for setting in arms
+            race.spoilt |= {setting for setting in variants
                             if agreeing(self.runs[concurrency, temperature, rung, setting.label()], plain)
                             < len(plain.answers)}
         return seconds
@@ -154,8 +154,8 @@ class Tuning:
     def of(self, setting: Setting, concurrency: int) -> dict[float, list[BlockRun]]:
         """The runs of one setting at one concurrency, by temperature."""
         found: dict[float, list[BlockRun]] = {temperature: [] for temperature in self.spec.tune.temperatures}
-        for (rows, temperature, _, arm), run in sorted(self.runs.items()):
-            if (rows, arm) == (concurrency, setting.label()):
+        for (rows, temperature, _, variant), run in sorted(self.runs.items()):
+            if (rows, variant) == (concurrency, setting.label()):
                 found[temperature].append(run)
         return found
 
@@ -236,7 +236,7 @@ def tune(spec: TuneStage, stage: Stage) -> Result:
         winner = lowest.best_drafted("drafter")
         assert winner is not None  # the best predicted one was invited
         assert winner.tree is not None
-        final = _measure_anew(session, spec, stage, Arm(winner.tree), prompts.final, final_ledger)
+        final = _measure_anew(session, spec, stage, Variant(winner.tree), prompts.final, final_ledger)
     report = TuneReport(
         checkpoint=spec.checkpoint, path=spec.drafter_dir,
         cells=tuple(tuning.cell(lowest, setting, concurrencies[0]) for setting in lowest.blocks
@@ -299,12 +299,12 @@ def chart_of(tuning: Tuning, races: dict[int, Race], seconds: float) -> tuple[Op
     return compile_map(points, trials, seconds, remark), tuple(trials)
 
 
-def _measure_anew(session: Session, spec: TuneStage, stage: Stage, arm: Arm, prompts: Suites,
+def _measure_anew(session: Session, spec: TuneStage, stage: Stage, variant: Variant, prompts: Suites,
                   ledger: Ledger[Entry]) -> BenchmarkReport:
     started = time.monotonic()
     units = session.units(interleave(prompts), spec.benchmark.temperatures, spec.benchmark.repeats)
-    entries = ask(session, units, [Arm(None), arm], ledger, Progress(stage, 2 * len(units)))
-    return benchmark_report(session, spec, entries, report_cells(session, entries, units, arm), None,
+    entries = ask(session, units, [Variant(None), variant], ledger, Progress(stage, 2 * len(units)))
+    return benchmark_report(session, spec, entries, report_cells(session, entries, units, variant), None,
                             time.monotonic() - started)
 
 

@@ -225,14 +225,14 @@ def _layer_types(data: Mapping[str, Any], num_layers: int) -> tuple[tuple[str, .
         first_sliding = int(data.get("max_window_layers", num_layers)) if slides and window else num_layers
         types = tuple(SLIDING if i >= first_sliding else FULL for i in range(num_layers))
     if len(types) != num_layers:
-        raise UnsupportedTarget(f"layer_types has {len(types)} entries for {num_layers} layers", "mend config.json")
+        raise UnsupportedTarget(f"layer_types has {len(types)} entries for {num_layers} layers", "hint config.json")
     unknown = sorted(set(types) - {FULL, SLIDING})
     if unknown:
         raise UnsupportedTarget(f"layer_types holds {unknown}", f"only {FULL} and {SLIDING} are computed")
     if SLIDING not in types:
         return types, None
     if not isinstance(window, int) or window < 1:
-        raise UnsupportedTarget(f"sliding_window is {window!r} but layers slide", "mend config.json")
+        raise UnsupportedTarget(f"sliding_window is {window!r} but layers slide", "hint config.json")
     return types, window
 
 

@@ -75,12 +75,12 @@ def _nearest_distinct(wanted: Sequence[int], available: Sequence[int]) -> tuple[
 
 
 def _validated(num_layers: int, override: tuple[int, ...]) -> tuple[int, ...]:
-    mend = f"give distinct ascending indices between 0 (embeddings) and {num_layers} (after the final norm)"
+    hint = f"give distinct ascending indices between 0 (embeddings) and {num_layers} (after the final norm)"
     if not override:
-        raise InvalidInput("capture.aux_layers is empty", mend)
+        raise InvalidInput("capture.aux_layers is empty", hint)
     outside = [index for index in override if not 0 <= index <= num_layers]
     if outside:
-        raise InvalidInput(f"capture.aux_layers {outside} are outside the target's {num_layers} layers", mend)
+        raise InvalidInput(f"capture.aux_layers {outside} are outside the target's {num_layers} layers", hint)
     if list(override) != sorted(set(override)):
-        raise InvalidInput(f"capture.aux_layers {list(override)} are not distinct and ascending", mend)
+        raise InvalidInput(f"capture.aux_layers {list(override)} are not distinct and ascending", hint)
     return override

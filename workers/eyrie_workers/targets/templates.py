@@ -241,7 +241,7 @@ def _read_templates(path: Path, settings: Mapping[str, Any]) -> dict[str, jinja2
         return {name: environment.from_string(source) for name, source in sources.items()}
     except jinja2.TemplateSyntaxError as error:
         raise NoChatTemplate(f"the chat template in {path} is not valid Jinja (line {error.lineno}): {error.message}",
-                             "mend the template") from error
+                             "hint the template") from error
 
 
 class _GenerationTag(jinja2.ext.Extension):

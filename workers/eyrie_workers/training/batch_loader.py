@@ -3,7 +3,7 @@
     the store      `features.store`: read from a directory, or from S3 by ranges, and decoded while the batch before is
                    learnt from
     the stream     `features.streaming`: nothing is stored; the target computes states just ahead of the trainer
-    shared         several trainers at one `Feed` (`stages.sweep`): one read, or one pass of the target, for all
+    shared         several trainers at one `BatchLoader` (`stages.sweep`): one read, or one pass of the target, for all
 
 `open_features` tells which, from what capture left. Both answer as `Features`; everything above knows only that. A
 step's batch is a function of the step's number: where a run was killed, and how it is fed, changes no bit of it.
@@ -76,7 +76,7 @@ class Batch:
     """0 where this process has no document of the step: it then sees one of which nothing is taught."""
 
 
-class Feed:
+class BatchLoader:
     """A schedule's batches, in order, each made while the one before is learnt from.
 
     A batch's states are its own until the next one is taken. Any step may be asked for; what follows it is then ahead.

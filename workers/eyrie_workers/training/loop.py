@@ -19,9 +19,9 @@ import torch
 
 from eyrie_api.errors import LossDiverged
 from eyrie_api.v1alpha1.job import TrainSpec
-from eyrie_workers.training.batch_loader import Batch, Feed
+from eyrie_workers.training.batch_loader import Batch, BatchLoader
 from eyrie_workers.training.distributed import ALONE, World
-from eyrie_workers.training.objective import Lesson, Moment, Objective
+from eyrie_workers.training.objective import Objective, StepContext, TargetDistribution
 from eyrie_workers.training.optimiser import adamw
 from eyrie_workers.training.packing import Schedule
 from eyrie_workers.training.state import Counters, trained
@@ -75,7 +75,7 @@ class Trainer:
     """Runs an objective over a schedule, in this process's part of a world."""
 
     def __init__(self, objective: Objective, schedule: Schedule, spec: TrainSpec,
-                 feed: Feed, world: World = ALONE, columns: Sequence[int] | None = None) -> None:
+                 feed: BatchLoader, world: World = ALONE, columns: Sequence[int] | None = None) -> None:
         """`columns`: places of the objective's layers among those that the feed yields; None: all."""
         self.objective, self.schedule, self.spec, self.world = objective, schedule, spec, world
         self.feed, self._columns = feed, columns
@@ -96,7 +96,8 @@ class Trainer:
         waited = time.perf_counter() - started
         return self.learn(batch, started, waited)
 
-    def learn(self, batch: Batch, started: float, waited: float = 0.0, lesson: Lesson | None = None) -> StepReport:
+    def learn(self, batch: Batch, started: float, waited: float = 0.0,
+              lesson: TargetDistribution | None = None) -> StepReport:
         """Do the next step on its batch, which others may have read, and its teacher, which others may have asked."""
         number, num_steps = self.counters.step, self.schedule.num_steps
         rate = learning_rate_at(number, num_steps, self.spec)
@@ -127,6 +128,6 @@ class Trainer:
         return StepReport(step=number + 1, epoch=batch.plan.epoch, loss=loss, learning_rate=rate, grad_norm=norm,
                           tokens=tokens, supervised_tokens=supervised)
 
-    def moment(self, batch: Batch) -> Moment:
+    def moment(self, batch: Batch) -> StepContext:
         """Where the run stands with this batch."""
-        return Moment(batch.plan.step, self.schedule.num_steps, self.spec.seed, batch.starts, self.world.total)
+        return StepContext(batch.plan.step, self.schedule.num_steps, self.spec.seed, batch.starts, self.world.total)

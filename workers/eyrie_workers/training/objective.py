@@ -3,8 +3,8 @@
 Whatever its architecture, a drafter stands at a position i whose next token is settled and proposes tokens i+2, i+3,
 ..: step s proposes token i+2+s, and the target's opinion of it is its final state at i+1+s. So which positions propose
 (`training.unroll_plan`), who teaches (`training.losses`), how much each prediction weighs and what counts as a hit are
-the same for all, and `Taught` holds them. A family brings what is its own: states at (position, step), and the output
-matrix that reads them. The loop knows neither TTT nor any family: to it all are an `Objective`.
+the same for all, and `DistillationObjective` holds them. A family brings what is its own: states at (position, step),
+and the output matrix that reads them. The loop knows neither TTT nor any family: to it all are an `Objective`.
 
     T packed tokens, R roots, S steps, N predictions of all steps, H hidden, D draft vocabulary, V vocabulary
 """
@@ -58,7 +58,7 @@ def alone(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepContext:
     """Where in a training run a batch stands: all that may decide how it is treated."""
 
     step: int
@@ -74,7 +74,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TargetDistribution:
     """The teacher of one batch: its table, and the row of it that a packed position is found in (-1: none)."""
 
     row_T: Tensor
@@ -94,16 +94,16 @@ class Objective(Protocol):
         """Objectives over the same states with the same key may share a lesson."""
         ...
 
-    def plan(self, documents: PackedDocuments, moment: Moment | None) -> UnrollLayout:
+    def plan(self, documents: PackedDocuments, moment: StepContext | None) -> UnrollLayout:
         """What of a batch is computed at a moment; None: when it is judged."""
         ...
 
-    def teach(self, documents: PackedDocuments, positions: Tensor) -> Lesson:
+    def teach(self, documents: PackedDocuments, positions: Tensor) -> TargetDistribution:
         """The teacher at the given packed positions, ascending."""
         ...
 
-    def __call__(self, documents: PackedDocuments, moment: Moment | None = None,
-                 lesson: Lesson | None = None) -> Outcome:
+    def __call__(self, documents: PackedDocuments, moment: StepContext | None = None,
+                 lesson: TargetDistribution | None = None) -> Outcome:
         """Loss of a batch at a moment of training; without a moment it is judged: everything unrolled, hits counted.
 
         lesson  the teacher of the batch, when it has been asked already (`stages.sweep`).
@@ -122,7 +122,7 @@ class Supervision:
     share_N             [N] float32: its share of the loss (`training.losses.shares`).
     """
 
-    lesson: Lesson
+    lesson: TargetDistribution
     layout: UnrollLayout
     step_N: Tensor
     position_N: Tensor
@@ -161,7 +161,7 @@ class Prediction:
     computed: int | None = None
 
 
-class Taught(ABC):
+class DistillationObjective(ABC):
     """An objective of a family that predicts over the draft vocabulary and is taught the target's distribution.
 
     A subclass says `drafter` and `predict`; `plan`, when it does not train every root at every step.
@@ -195,11 +195,11 @@ class Taught(ABC):
         """Objectives over the same states with the same key may share a lesson."""
         return self._draft_ids_D.numel(), self._loss != "kl"
 
-    def plan(self, documents: PackedDocuments, moment: Moment | None) -> UnrollLayout:
+    def plan(self, documents: PackedDocuments, moment: StepContext | None) -> UnrollLayout:
         """Every root, every step."""
         return lay_out(documents.loss_mask, documents.lengths, self.steps)
 
-    def teach(self, documents: PackedDocuments, positions: Tensor) -> Lesson:
+    def teach(self, documents: PackedDocuments, positions: Tensor) -> TargetDistribution:
         """The teacher at the given packed positions, ascending."""
         here = documents.token_ids.device
         positions = positions.to(here)
@@ -210,12 +210,13 @@ class Taught(ABC):
             with here:
                 rows = opinion_rows(documents.loss_mask, documents.lengths)[positions]
                 teacher = teacher_of(documents.opinion, rows, self._draft_ids_D.numel())
-            return Lesson(row_T, teacher.to(self.device))
+            return TargetDistribution(row_T, teacher.to(self.device))
         last = documents.last.index_select(0, positions).to(self.device)
-        return Lesson(row_T, teach(last, self._lm_head_VH, self._draft_ids_D, self._t2d_V, weigh=self._loss != "kl"))
+        return TargetDistribution(row_T, teach(last, self._lm_head_VH, self._draft_ids_D, self._t2d_V,
+                                               weigh=self._loss != "kl"))
 
     def supervise(self, documents: PackedDocuments, layouts: Sequence[UnrollLayout], layout: UnrollLayout,
-                  moment: Moment | None, lesson: Lesson | None) -> Supervision:
+                  moment: StepContext | None, lesson: TargetDistribution | None) -> Supervision:
         """Who teaches what `layout` predicts, computed in the order of `layouts`, its parts. Layouts and documents as
         they were planned: on the processor."""
         lesson = lesson or self.teach(documents, layout.teacher_positions())
@@ -230,15 +231,15 @@ class Taught(ABC):
                          alone if moment is None else moment.total)
         return Supervision(lesson, layout, step_N, position_N, row_N, share_N)
 
-    def __call__(self, documents: PackedDocuments, moment: Moment | None = None,
-                 lesson: Lesson | None = None) -> Outcome:
+    def __call__(self, documents: PackedDocuments, moment: StepContext | None = None,
+                 lesson: TargetDistribution | None = None) -> Outcome:
         """Predict, compare, weigh. Planning is done on the processor, the rest where the target's matrix lies."""
         layout = self.plan(documents, moment)
         with on(self.device):
             return self._learn(documents, layout, moment, lesson)
 
-    def _learn(self, documents: PackedDocuments, layout: UnrollLayout, moment: Moment | None,
-               lesson: Lesson | None) -> Outcome:
+    def _learn(self, documents: PackedDocuments, layout: UnrollLayout, moment: StepContext | None,
+               lesson: TargetDistribution | None) -> Outcome:
         judged = moment is None
         told = self.supervise(documents, [layout], layout, moment, lesson)
         if layout.num_supervised == 0:
@@ -263,7 +264,7 @@ class Taught(ABC):
         return torch.stack([parameter.sum() * 0 for parameter in self.drafter.parameters()]).sum()
 
 
-def drawn(documents: PackedDocuments, moment: Moment, share: float) -> Tensor:
+def drawn(documents: PackedDocuments, moment: StepContext, share: float) -> Tensor:
     """[T] bool: a random share of the positions, drawn anew at every step and alike however many processes share it."""
     if moment.starts is None:
         end = documents.token_ids.numel()

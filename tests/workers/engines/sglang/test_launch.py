@@ -63,7 +63,7 @@ NGRAM_TREE = Setting(method="ngram", tree=DraftTreeShape(num_steps=3, top_k=4, n
 
 @pytest.mark.parametrize("machine", list(PROFILES))
 @pytest.mark.parametrize("setting", [CHAIN, TREE, NGRAM], ids=lambda one: one.label())
-def test_both_arms_of_a_comparison_differ_in_nothing_but_speculation(machine: str, setting: Setting) -> None:
+def test_both_variants_of_a_comparison_differ_in_nothing_but_speculation(machine: str, setting: Setting) -> None:
     lines = comparison(plan(machine, setting))
     off, on = lines["off"], lines[setting.label()]
     assert all(value(off, flag) is not None for flag in PINNED)
@@ -86,7 +86,7 @@ def test_a_blackwell_chain_runs_on_trtllm_and_gives_it_up_when_compared_with_a_t
 
 
 @pytest.mark.parametrize("machine", list(PROFILES))
-def test_idle_arms_sleep_on_a_processor_they_share_with_the_one_measured(machine: str) -> None:
+def test_idle_variants_sleep_on_a_processor_they_share_with_the_one_measured(machine: str) -> None:
     assert all(("--sleep-on-idle" in line) == (machine == "cpu") for line in comparison(plan(machine)).values())
 
 
@@ -160,8 +160,8 @@ def test_a_windowed_drafter_is_refused_where_it_would_be_served_otherwise_than_t
                                                                                        says: str) -> None:
     with pytest.raises(Unlaunchable, match=says) as raised:
         launch_arguments(refused)
-    assert "as a chain (top_k 1)" in raised.value.mend
-    assert "without drafter.sliding_window" in raised.value.mend
+    assert "as a chain (top_k 1)" in raised.value.hint
+    assert "without drafter.sliding_window" in raised.value.hint
 
 
 def test_a_windowed_drafter_restricts_no_setting_that_does_not_ask_it() -> None:
@@ -177,7 +177,7 @@ def test_the_context_served_is_one_that_target_and_drafter_reach() -> None:
     assert {value(line, "--context-length") for line in comparison(plan(drafter=short)).values()} == {"2048"}
     with pytest.raises(Unlaunchable, match="2048 positions") as refused:
         launch_arguments(plan(drafter=short, context_length=4096))
-    assert "context_length 2048" in refused.value.mend
+    assert "context_length 2048" in refused.value.hint
     with pytest.raises(Unlaunchable, match="more than the target's"):
         launch_arguments(plan(setting=OFF, context_length=9000))
 
@@ -191,17 +191,17 @@ HYBRID = ServedTarget(model="/m", architecture="Qwen3NextForCausalLM", num_layer
 MIXTRAL = ServedTarget(model="/m", architecture="MixtralForCausalLM", num_layers=32, context_length=8192)
 
 
-def test_olmo_is_served_through_our_model_package_in_both_arms() -> None:
+def test_olmo_is_served_through_our_model_package_in_both_variants() -> None:
     named = plan(target=OLMO, plugin_root="/opt/eyrie")
-    for arm in (named, without_speculation(named)):
-        assert launch_environment(arm) == {
+    for variant in (named, without_speculation(named)):
+        assert launch_environment(variant) == {
             "SGLANG_EXTERNAL_MODEL_PACKAGE": "eyrie_workers.engines.sglang.plugin", "PYTHONPATH": "/opt/eyrie"}
     assert launch_environment(plan()) == {}
     assert "SGLANG_USE_CPU_ENGINE" in launch_environment(plan("cpu"))
     assert "SGLANG_AITER_HONOR_EXPLICIT_MEM_FRACTION" in launch_environment(plan("mi300x"))
 
 
-@pytest.mark.parametrize(("refused", "says", "mend"), [
+@pytest.mark.parametrize(("refused", "says", "hint"), [
     (plan(drafter=None), "there is none", "off"),
     (plan("b200", attention_backend="trtllm_mla", target=MLA), "drafts only for MLA drafters", "flashinfer"),
     (plan(attention_backend="flashmla", target=MLA, setting=TREE), "drafts only for MLA", "fa3"),
@@ -228,18 +228,18 @@ def test_olmo_is_served_through_our_model_package_in_both_arms() -> None:
     (plan(dtype="float32"), "float32", "bfloat16"),
     (plan(mem_fraction=1.5), "mem_fraction 1.5", "leave it out"),
 ])
-def test_what_cannot_be_served_is_refused_with_a_mend(refused: LaunchPlan, says: str, mend: str) -> None:
+def test_what_cannot_be_served_is_refused_with_a_hint(refused: LaunchPlan, says: str, hint: str) -> None:
     with pytest.raises(Unlaunchable) as raised:
         launch_arguments(refused)
     assert says in str(raised.value)
-    assert mend in raised.value.mend
+    assert hint in raised.value.hint
 
 
 def test_a_target_whose_states_cannot_be_captured_is_refused_with_the_list_but_served_plainly() -> None:
     with pytest.raises(UnsupportedTarget, match="MixtralForCausalLM") as refused:
         launch_arguments(plan(target=MIXTRAL))
-    assert "LlamaForCausalLM" in refused.value.mend
-    assert "Olmo3ForCausalLM" in refused.value.mend
+    assert "LlamaForCausalLM" in refused.value.hint
+    assert "Olmo3ForCausalLM" in refused.value.hint
     assert launch_arguments(plan(target=MIXTRAL, setting=NGRAM, drafter=None))
     assert launch_arguments(plan(target=MIXTRAL, setting=OFF))
 
@@ -299,7 +299,7 @@ def test_an_olmo3_whose_rope_sglang_would_misread_is_refused() -> None:
                                                             "full_attention": {"rope_theta": 5e5}}}
     with pytest.raises(Unlaunchable, match="rope_parameters") as refused:
         read_target("/m", saved_by_transformers_5)
-    assert "rope_scaling" in refused.value.mend
+    assert "rope_scaling" in refused.value.hint
     published = {key: value for key, value in saved_by_transformers_5.items() if key != "rope_parameters"}
     assert read_target("/m", published | {"rope_theta": 5e5}).architecture == "Olmo3ForCausalLM"
 
@@ -314,7 +314,7 @@ def test_a_drafters_window_and_context_are_read_from_its_config() -> None:
 
 
 @given(st.integers(1, 700))
-def test_both_arms_capture_the_same_batches_up_to_the_last(most: int) -> None:
+def test_both_variants_capture_the_same_batches_up_to_the_last(most: int) -> None:
     sizes = captured_batches(most)
     assert list(sizes) == sorted(set(sizes))
     assert sizes[-1] == most
@@ -364,10 +364,10 @@ STATIC = Setting(tree=DraftTreeShape(num_steps=4, top_k=4, num_draft_tokens=12, 
     (drafted("DFLASH", TREE), "top_k is 4"),
     (drafted("DFLASH", block_size=8), "block of 8"),
 ])
-def test_what_a_family_cannot_do_in_sglang_is_refused_with_a_mend(refused: LaunchPlan, word: str) -> None:
+def test_what_a_family_cannot_do_in_sglang_is_refused_with_a_hint(refused: LaunchPlan, word: str) -> None:
     with pytest.raises(Unlaunchable, match=word) as error:
         launch_arguments(refused)
-    assert error.value.mend
+    assert error.value.hint
 
 
 def test_a_family_that_reads_no_inner_layers_is_served_beside_targets_sglang_cannot_capture() -> None:

@@ -68,7 +68,7 @@ def _refuse(directory: Path, parts: Parts) -> None:
     faults = [finding for finding in check(parts) if finding.severity == "error"]
     if faults:
         raise CheckpointInvalid(f"drafter {directory.name}: " + "; ".join(fault.what for fault in faults),
-                                faults[0].mend)
+                                faults[0].hint)
 
 
 def config_json(config: Eagle3Config, dtype: str, target: TargetIdentity | None = None) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def parse_config(found: Mapping[str, Any]) -> Eagle3Config:
     try:
         decoder = parse_decoder(found)
     except UnsupportedTarget as error:
-        raise CheckpointInvalid(f"drafter checkpoint: {error.message}", error.mend) from error
+        raise CheckpointInvalid(f"drafter checkpoint: {error.message}", error.hint) from error
     top, inner = found.get(LAYER_IDS), nested(found)[LAYER_IDS]
     return Eagle3Config(
         hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size, num_heads=shape.num_heads,

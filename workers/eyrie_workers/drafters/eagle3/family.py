@@ -15,7 +15,7 @@ from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
 from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest
 from eyrie_workers.drafters.eagle3.validation import examine
 from eyrie_workers.drafters.family import Family
-from eyrie_workers.drafters.initialisation import TargetEnds, inherit
+from eyrie_workers.drafters.initialisation import TargetEmbeddings, inherit
 from eyrie_workers.drafters.layers.serving import Eagle3Server
 from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.targets.config import TargetConfig
@@ -24,7 +24,7 @@ from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.training.objective import Objective
 
 
-def _create(spec: DrafterSpec, target: TargetConfig, ends: TargetEnds, aux_layers: tuple[int, ...],
+def _create(spec: DrafterSpec, target: TargetConfig, ends: TargetEmbeddings, aux_layers: tuple[int, ...],
                    vocabulary: DraftVocabulary, seed: int) -> nn.Module:
     if len(aux_layers) < 2:
         # SGLang tells a target's states from the drafter's own by their width, and skips `fc` and its norms when the
@@ -47,7 +47,7 @@ def _create(spec: DrafterSpec, target: TargetConfig, ends: TargetEnds, aux_layer
     return drafter
 
 
-def _objective(drafter: Eagle3Drafter, ends: TargetEnds, spec: TrainSpec, max_positions: int,
+def _objective(drafter: Eagle3Drafter, ends: TargetEmbeddings, spec: TrainSpec, max_positions: int,
                       dtype: torch.dtype) -> Objective:
     return TrainingTimeTest(drafter, ends.embed, ends.lm_head, spec, max_positions=max_positions, dtype=dtype)
 

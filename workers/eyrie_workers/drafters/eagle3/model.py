@@ -77,7 +77,7 @@ class Eagle3Config:
     """Normalise the concatenated aux states, as one vector of A * H, before fusing them."""
 
     norm_output: bool = False
-    """Feed back the state after `norm` instead of before it (EAGLE-3.1). Logits always come from after it."""
+    """BatchLoader back the state after `norm` instead of before it (EAGLE-3.1). Logits always come from after it."""
 
     sliding_window: int | None = None
     """Keys a position attends to, its own included; None: all."""

@@ -17,11 +17,18 @@ from torch.autograd.function import once_differentiable
 from eyrie_api.v1alpha1.job import TrainSpec
 from eyrie_workers.drafters.eagle3.flops import step_flops
 from eyrie_workers.drafters.eagle3.model import Eagle3Drafter, Eagle3Weights
-from eyrie_workers.drafters.eagle3.unroll import Ground, lay_ground, unroll
+from eyrie_workers.drafters.eagle3.unroll import SharedProjections, shared_projections, unroll
 from eyrie_workers.targets.device import on
 from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.documents import PackedDocuments
-from eyrie_workers.training.objective import Lesson, Moment, Outcome, Prediction, Taught, drawn
+from eyrie_workers.training.objective import (
+    DistillationObjective,
+    Outcome,
+    Prediction,
+    StepContext,
+    TargetDistribution,
+    drawn,
+)
 from eyrie_workers.training.products import rounded
 from eyrie_workers.training.softloss import soft_loss
 from eyrie_workers.training.unroll_plan import UnrollLayout, lay_out, parts
@@ -30,7 +37,7 @@ from eyrie_workers.training.unroll_plan import UnrollLayout, lay_out, parts
 MAX_KEPT_BYTES = 64 << 20
 
 
-class TrainingTimeTest(Taught):
+class TrainingTimeTest(DistillationObjective):
     """Eagle3Drafter unrolled `ttt_length` steps against the frozen target's embedding and output matrix.
 
     Step s at root i and step s - 1 at root i + 1 predict the same token from nearly the same context, so unrolling
@@ -59,14 +66,15 @@ class TrainingTimeTest(Taught):
     def predict(self, documents: PackedDocuments, layout: UnrollLayout, judged: bool) -> Prediction:
         """The unroll in one piece: the true tokens at every step, the drafter's own states, judged or not."""
         weights = self._drafter.weights(self.dtype)
-        ground = lay_ground(weights, self._rotary, self._embed_VH, documents, layout.positions)
+        ground = shared_projections(weights, self._rotary, self._embed_VH, documents, layout.positions)
         states = tuple(step.state for step in unroll(weights, self._rotary, ground, layout, self._recompute))
         return Prediction(states, weights.lm_head, flops=step_flops(self._drafter.config, layout),
                           computed=sum(rounded(alive) for alive in layout.alive if alive))
 
-    def __call__(self, documents: PackedDocuments, moment: Moment | None = None,
-                 lesson: Lesson | None = None) -> Outcome:
-        """Unroll, compare, weigh: `Taught`, with the roots taken in parts when their activations would be too many."""
+    def __call__(self, documents: PackedDocuments, moment: StepContext | None = None,
+                 lesson: TargetDistribution | None = None) -> Outcome:
+        """Unroll, compare, weigh: `DistillationObjective`, with the roots taken in parts when their activations would
+        be too many."""
         layout, judged = self.plan(documents, moment), moment is None
         cuts = [layout] if judged else parts(layout, self._most_roots(layout))
         if len(cuts) == 1:
@@ -75,16 +83,16 @@ class TrainingTimeTest(Taught):
             return self._in_parts(documents, layout, cuts, moment, lesson)
 
     def _in_parts(self, documents: PackedDocuments, layout: UnrollLayout, cuts: Sequence[UnrollLayout],
-                  moment: Moment | None, lesson: Lesson | None) -> Outcome:
+                  moment: StepContext | None, lesson: TargetDistribution | None) -> Outcome:
         supervision = self.supervise(documents, cuts, layout, moment, lesson)
         flops = step_flops(self._drafter.config, layout)
         documents, layout = documents.to(self.device), layout.to(self.device)
         weights = self._drafter.weights(self.dtype)
-        ground = lay_ground(weights, self._rotary, self._embed_VH, documents, layout.positions)
+        ground = shared_projections(weights, self._rotary, self._embed_VH, documents, layout.positions)
         told: list[tuple[Tensor, Tensor]] = []
         ends = list(accumulate((cut.num_supervised for cut in cuts), initial=0))
 
-        def lose(number: int, ground: Ground, weights: Eagle3Weights) -> Tensor:
+        def lose(number: int, ground: SharedProjections, weights: Eagle3Weights) -> Tensor:
             """The loss of one part of the roots."""
             mine = slice(ends[number], ends[number + 1])
             part = cuts[number].to(self.device)
@@ -106,7 +114,7 @@ class TrainingTimeTest(Taught):
         kept = 12 * config.hidden_size + (0 if self._recompute else 2 * config.intermediate_size)
         return max(32, self._max_kept_bytes // (kept * max(1, steps) * self.dtype.itemsize) // 32 * 32)
 
-    def plan(self, documents: PackedDocuments, moment: Moment | None) -> UnrollLayout:
+    def plan(self, documents: PackedDocuments, moment: StepContext | None) -> UnrollLayout:
         """What of a batch is computed at a moment."""
         if moment is None:
             return lay_out(documents.loss_mask, documents.lengths, self.steps)
@@ -137,7 +145,7 @@ class _InParts(torch.autograd.Function):
         return None, None, *(grads if grad == 1 else [None if one is None else one * grad for one in grads])
 
 
-def in_parts(num_parts: int, lose: Callable[[int, Ground, Eagle3Weights], Tensor], ground: Ground,
+def in_parts(num_parts: int, lose: Callable[[int, SharedProjections, Eagle3Weights], Tensor], ground: SharedProjections,
              weights: Eagle3Weights) -> Tensor:
     """sum over parts of lose(part, ground, weights), each part's gradient made before the next part begins.
 
@@ -147,7 +155,7 @@ def in_parts(num_parts: int, lose: Callable[[int, Ground, Eagle3Weights], Tensor
     on = (ground.embed, ground.fused, ground.q, ground.k, ground.v)
 
     def lose_with(number: int, leaves: Sequence[Tensor]) -> Tensor:
-        return lose(number, Ground(*leaves[: len(on)]), weights.with_unrolled(leaves[len(on):]))
+        return lose(number, SharedProjections(*leaves[: len(on)]), weights.with_unrolled(leaves[len(on):]))
 
     if not torch.is_grad_enabled():
         return torch.stack([lose(number, ground, weights) for number in range(num_parts)]).sum()

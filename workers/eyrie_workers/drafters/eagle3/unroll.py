@@ -39,7 +39,7 @@ class UnrolledStep:
 
 
 @dataclass(frozen=True)
-class Ground:
+class SharedProjections:
     """What all roots of a batch stand on: one row per packed token.
 
     embed [T, Q] the token's share of q, k, v   fused [T, H] the residual stream   q [T, K, W, E], k, v [T, K, E] of
@@ -53,8 +53,8 @@ class Ground:
     v: Tensor
 
 
-def lay_ground(weights: Eagle3Weights, rotary: Rotary, embed_VH: Tensor, documents: PackedDocuments,
-               positions_T: Tensor) -> Ground:
+def shared_projections(weights: Eagle3Weights, rotary: Rotary, embed_VH: Tensor, documents: PackedDocuments,
+               positions_T: Tensor) -> SharedProjections:
     """Compute it."""
     # The embedding's share of q, k, v belongs to a token, not to a step: computed once, picked at every step.
     embed_TQ = weights.embed_half(embed_VH.index_select(0, documents.token_ids))
@@ -62,10 +62,10 @@ def lay_ground(weights: Eagle3Weights, rotary: Rotary, embed_VH: Tensor, documen
     # Position i pairs with token i+1. The last token of a document has none of its own, but no root reads its key.
     shared_TQ = weights.hidden_half(fused_TH) + torch.cat([embed_TQ[1:], embed_TQ[-1:]])
     q_TKWE, k_TKE, v_TKE = split_heads(shared_TQ, weights.config)
-    return Ground(embed_TQ, fused_TH, q_TKWE, turn(k_TKE, rotary.at(positions_T)), v_TKE)
+    return SharedProjections(embed_TQ, fused_TH, q_TKWE, turn(k_TKE, rotary.at(positions_T)), v_TKE)
 
 
-def unroll(weights: Eagle3Weights, rotary: Rotary, ground: Ground, layout: UnrollLayout,
+def unroll(weights: Eagle3Weights, rotary: Rotary, ground: SharedProjections, layout: UnrollLayout,
            recompute: bool = False) -> Iterator[UnrolledStep]:
     """Run the drafter from the roots of a layout, step by step; ends early when no root is alive.
 

@@ -3,7 +3,7 @@
 SGLang's loader is silent: what it does not know it skips, what it misses stays at initialisation, and the drafter
 serves with an acceptance near zero and no error. So the contract is checked here, in full and in one place: export
 checks what it is about to write, loading checks what it reads, and `eyrie check-drafter` tells a person. All of it is
-said at once, each finding with its mend; a check that ends at the first fault is asked five times.
+said at once, each finding with its hint; a check that ends at the first fault is asked five times.
 
     check_config    keys, flags, layer ids, window, rope: `config.json` by itself
     check_tensors   names, shapes, dtypes, vocabulary, numbers

@@ -19,7 +19,7 @@ from torch import Tensor
 from eyrie_workers.targets.config import TargetConfig
 
 
-class KeptKeys:
+class DrafterKVCache:
     """The buffer."""
 
     def __init__(self, config: TargetConfig, num_rows: int, places: int, dtype: torch.dtype) -> None:
@@ -45,7 +45,7 @@ class KeptKeys:
 class NewTokens:
     """`targets.model.Attend` of N new tokens of each of some rows, at successive places from `first` on."""
 
-    def __init__(self, kept: KeptKeys, rows: Sequence[int], first: Sequence[int], num_new: int,
+    def __init__(self, kept: DrafterKVCache, rows: Sequence[int], first: Sequence[int], num_new: int,
                  visible_BNL: Tensor | None) -> None:
         """visible_BNL: which of the first L places a new token sees; None: all, for every token of every row."""
         self.dtype = kept.data.dtype

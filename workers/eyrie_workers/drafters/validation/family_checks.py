@@ -49,7 +49,7 @@ Examine = Callable[[Examined], tuple[Finding, ...]]
 def loaded_by(family: str, load: Callable[[Path, TargetConfig | None], object]) -> Examine:
     """Findings of a family whose loading refuses what breaks its contract.
 
-    load   strict; for this target, when one is given that Eyrie can compute. Raises EyrieError with the mend
+    load   strict; for this target, when one is given that Eyrie can compute. Raises EyrieError with the hint
     """
 
     def examine(one: Examined) -> tuple[Finding, ...]:
@@ -67,7 +67,7 @@ def _findings(family: str, load: Callable[[Path, TargetConfig | None], object], 
     try:
         load(one.directory, None if target is None else parse_config(target.config))
     except EyrieError as fault:
-        yield error("contract", fault.message, fault.mend)
+        yield error("contract", fault.message, fault.hint)
         return
     yield from check_tensors.value_rules(one.parts.tensors)
     if "max_position_embeddings" in config:

@@ -15,18 +15,18 @@ class Finding:
     """Which rule: stable, for machines and tests."""
 
     what: str
-    mend: str
+    hint: str
 
     def as_json(self) -> dict[str, Any]:
         """For --json and for the `eyrie` command, which reads this and renders."""
         return asdict(self)
 
 
-def error(code: str, what: str, mend: str) -> Finding:
+def error(code: str, what: str, hint: str) -> Finding:
     """A finding the drafter must not be served with."""
-    return Finding("error", code, what, mend)
+    return Finding("error", code, what, hint)
 
 
-def warning(code: str, what: str, mend: str) -> Finding:
+def warning(code: str, what: str, hint: str) -> Finding:
     """A finding to know about."""
-    return Finding("warning", code, what, mend)
+    return Finding("warning", code, what, hint)

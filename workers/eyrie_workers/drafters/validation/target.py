@@ -171,7 +171,7 @@ def identity_rules(card: Card | None, target: Target, drafter_dir: Path, *, weig
         try:
             digest = target_digest(target.path)
         except EyrieError as fault:
-            yield warning("target-unread", f"the target's weights cannot be compared: {fault.message}", fault.mend)
+            yield warning("target-unread", f"the target's weights cannot be compared: {fault.message}", fault.hint)
             return
         if digest != card.target.digest:
             yield error("target-differs", f"trained on the target {_short(card.target.digest)}, this one is "

@@ -3,9 +3,9 @@
 Four things go wrong when such lines are written by hand, and are made impossible here.
 
 *A comparison that compares something else.* With speculation SGLang lowers max-running-requests to 48 when nobody sets
-it, captures CUDA graphs for more batch sizes (so the other arm is padded), and may take another attention backend for
-every top_k. Every line rendered here carries all of them, the memory fraction and the seed, and `comparison` gives all
-arms the same ones, the backend being one that serves every setting compared.
+it, captures CUDA graphs for more batch sizes (so the other variant is padded), and may take another attention backend
+for every top_k. Every line rendered here carries all of them, the memory fraction and the seed, and `comparison` gives
+all variants the same ones, the backend being one that serves every setting compared.
 
 *A drafter served otherwise than it was trained.* Its window (`drafter.sliding_window`) is kept by few backends and in
 no tree; elsewhere it drafts from other keys, and nobody is told. Refused.
@@ -104,7 +104,7 @@ class LaunchPlan:
 
 @dataclass(frozen=True)
 class Pins:
-    """What every arm of a comparison must share."""
+    """What every variant of a comparison must share."""
 
     attention_backend: str
     page_size: int
@@ -114,7 +114,7 @@ class Pins:
 
 
 def launch_arguments(plan: LaunchPlan, pins: Pins | None = None) -> tuple[str, ...]:
-    """The arguments behind `python -m sglang.launch_server`. Raises Unlaunchable with the mend."""
+    """The arguments behind `python -m sglang.launch_server`. Raises Unlaunchable with the hint."""
     pins = pins or pins_of(plan)
     _check(plan, pins)
     line = [
@@ -139,8 +139,8 @@ def launch_arguments(plan: LaunchPlan, pins: Pins | None = None) -> tuple[str, .
     if plan.quantization is not None:
         line += ["--quantization", plan.quantization]
     if plan.machine.platform == "cpu":
-        # Speculation switches the overlap scheduler off on CPU; both arms of a comparison must be without it. An idle
-        # scheduler polls without pause: it would take a core from the arm that is being measured.
+        # Speculation switches the overlap scheduler off on CPU; both variants of a comparison must be without it. An
+        # idle scheduler polls without pause: it would take a core from the variant that is being measured.
         line += ["--device", "cpu", "--disable-overlap-schedule", "--sleep-on-idle"]
     if plan.metrics:
         line.append("--enable-metrics")
@@ -159,7 +159,7 @@ def launch_environment(plan: LaunchPlan) -> dict[str, str]:
         variables["SGLANG_AITER_HONOR_EXPLICIT_MEM_FRACTION"] = "1"
     if plan.machine.platform == "cpu":
         variables["SGLANG_USE_CPU_ENGINE"] = "1"
-    if plan.target.architecture in PLUGIN_ARCHITECTURES:  # in both arms: they must run the same model class
+    if plan.target.architecture in PLUGIN_ARCHITECTURES:  # in both variants: they must run the same model class
         variables["SGLANG_EXTERNAL_MODEL_PACKAGE"] = PLUGIN_PACKAGE
         if plan.plugin_root is not None:
             variables["PYTHONPATH"] = plan.plugin_root

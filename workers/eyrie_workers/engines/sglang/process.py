@@ -28,7 +28,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import eyrie_workers
-from eyrie_workers.engines.parent_death_signal import leashed
+from eyrie_workers.engines.parent_death_signal import with_parent_death_signal
 from eyrie_workers.engines.process import EngineFailed, await_ready
 
 PROGRAM = "EYRIE_SGLANG_PROGRAM"
@@ -133,8 +133,14 @@ def start_sglang(arguments: Sequence[str], directory: Path, *, environment: Mapp
     log_file = directory / "sglang.log"
     command = (*(program() if prefix is None else prefix), *arguments)
     with log_file.open("wb") as log:
-        process = subprocess.Popen(leashed(command), stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                   start_new_session=True, env=on_top(environment or {}))
+        process = subprocess.Popen(
+            with_parent_death_signal(command),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env=on_top(environment or {}),
+        )
     return SglangServer(process, f"http://{_address(arguments)}", log_file, command)
 
 

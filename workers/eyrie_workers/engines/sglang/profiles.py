@@ -60,7 +60,7 @@ def static_fraction(memory_gib: float) -> float:
     The rule (`memory_hook.py`): all memory but 0.5 GiB, 1.5 MiB per token of a prefill chunk, 2 MiB per captured decode
     batch size and about 0.6 GiB of prefill graphs; at least 10 GiB above 60 GiB. Drafter weights count inside the
     fraction since SGLang PR 28855. Beside it stand the drafter's own graphs and verification's logits (48 requests x 8
-    draft tokens x 128k vocabulary in float32 are 0.2 GiB): 2 % covers both on the smallest card and is what the arm
+    draft tokens x 128k vocabulary in float32 are 0.2 GiB): 2 % covers both on the smallest card and is what the variant
     without speculation then leaves unused, which is the price of a fair comparison.
     """
     chunk, graphs = next((chunk, graphs) for below, chunk, graphs in (
@@ -75,7 +75,7 @@ def captured_batches(max_running_requests: int) -> tuple[int, ...]:
     """Batch sizes whose decoding is captured as a CUDA graph: those SGLang captures when it speculates.
 
     Without speculation it captures fewer (1, 2, 4, 8, 12, 16, then every 8th), and a batch in between is padded to the
-    next: at 5 requests the arm without speculation would compute 8, and lose by more than speculation gains.
+    next: at 5 requests the variant without speculation would compute 8, and lose by more than speculation gains.
     """
     spaced = (*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8),
               *range(272, max_running_requests + 1, 16))
@@ -168,7 +168,7 @@ def default_page_size(backend: str, widest: int) -> int:
 
 def attention_problem(machine: HardwareProfile, needs: AttentionNeeds, backend: str, widest: int,
                       page_size: int) -> tuple[str, str] | None:
-    """Why a backend cannot serve drafts of up to `widest` children per node (0: no speculation), and the mend.
+    """Why a backend cannot serve drafts of up to `widest` children per node (0: no speculation), and the hint.
 
     None when it can.
     """
@@ -225,12 +225,12 @@ def _window_problem(machine: HardwareProfile, known: _Backend, backend: str, top
     """
     where = "fa3" if machine.platform == "cuda" and 80 <= machine.compute <= 90 else (
         "intel_amx" if machine.platform == "cpu" else "fa3 (a GPU up to Hopper)")
-    mend = f"serve this drafter as a chain (top_k 1) on {where}, or train it without drafter.sliding_window"
+    hint = f"serve this drafter as a chain (top_k 1) on {where}, or train it without drafter.sliding_window"
     if known.window:
-        return f"the drafter sees a window, and attention backend {backend!r} is one {known.window}", mend
+        return f"the drafter sees a window, and attention backend {backend!r} is one {known.window}", hint
     if top_k > 1:
         return (f"the drafter sees a window, which nodes of a tree (top_k {top_k}) overstep in attention backend "
-                f"{backend!r}", mend)
+                f"{backend!r}", hint)
     return None
 
 
@@ -253,6 +253,6 @@ def choose_attention(machine: HardwareProfile, needs: AttentionNeeds, widths: Co
         if problem is None:
             return backend, size
         problems.append(problem)
-    mend = problems[0][1] if needs.windowed_draft else "use top_k 1, or leave page_size out"
+    hint = problems[0][1] if needs.windowed_draft else "use top_k 1, or leave page_size out"
     raise Unlaunchable(f"no attention backend of {machine.name} serves top_k {widest} for this target: "
-                       + "; ".join(text for text, _ in problems), mend)
+                       + "; ".join(text for text, _ in problems), hint)

@@ -62,7 +62,7 @@ def main() -> NoReturn:
         plan = replace(plan, plugin_root=plugin_root(options.ready_file.parent))
         line = (*program(), *launch.launch_arguments(plan))
     except EyrieError as error:
-        print(json.dumps({"reason": error.reason, "message": error.message, "mend": error.mend}), file=sys.stderr)
+        print(json.dumps({"reason": error.reason, "message": error.message, "hint": error.hint}), file=sys.stderr)
         sys.exit(error.exit_code)
     document = launch.adaptive_document(plan)
     if document is not None and plan.adaptive_path is not None:

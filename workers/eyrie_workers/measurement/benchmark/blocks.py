@@ -22,7 +22,7 @@ from eyrie_workers.measurement.benchmark.session import Session
 from eyrie_workers.measurement.benchmark.variants import make_request
 from eyrie_workers.speculation.engine import Engine, Request
 
-_WARMUP_TOKENS = 16  # as in `arms`
+_WARMUP_TOKENS = 16  # as in `variants`
 
 
 class BlockRun(Frozen):
@@ -31,7 +31,7 @@ class BlockRun(Frozen):
     concurrency: int
     temperature: float
     rung: int
-    arm: str
+    variant: str
     """`Setting.label`."""
 
     seconds: float
@@ -46,7 +46,7 @@ class BlockRun(Frozen):
     @property
     def key(self) -> tuple[int, float, int, str]:
         """Which measurement this is."""
-        return (self.concurrency, self.temperature, self.rung, self.arm)
+        return (self.concurrency, self.temperature, self.rung, self.variant)
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def run_block(engines: Mapping[str, Engine], setting: Setting, requests: Sequenc
     for request in requests:
         engine.cancel(request.id)
     return BlockRun(
-        concurrency=concurrency, temperature=requests[0].sampling.temperature, rung=rung, arm=setting.label(),
+        concurrency=concurrency, temperature=requests[0].sampling.temperature, rung=rung, variant=setting.label(),
         seconds=seconds, tokens=sum(map(len, answers.values())), accepted_histogram=tuple(histogram),
         answers={name: tuple(tokens) for name, tokens in answers.items()}, whole=tuple(whole))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from eyrie_workers.measurement.benchmark.samples import BASELINE, Arm
+from eyrie_workers.measurement.benchmark.samples import BASELINE, Variant
 from eyrie_workers.measurement.benchmark.variants import Bench, Unit
 
 
@@ -32,7 +32,7 @@ def compare(bench: Bench, target_path: Path, dtype: str, units: Sequence[Unit], 
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
         target_path, dtype=getattr(torch, dtype), local_files_only=True).eval()
-    baseline = Arm(None)
+    baseline = Variant(None)
     bench.warm_up(units[:1], [baseline], between)
     _generate(model, units[0], bench.stop_ids, 8)
     ours_tokens = theirs_tokens = 0

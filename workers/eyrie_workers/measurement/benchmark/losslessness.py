@@ -2,10 +2,10 @@
 
 Greedy output must equal the undrafted engine's token by token; so must sampled output, because the noise belongs to
 the position and not to the round. Where they differ, the first differing position is looked at: the target is run once
-more, teacher-forced, on the tokens both arms agreed on, and the gap between its two best logits there tells a rounding
-tie (a few 1e-6 in float32, a few 1e-2 in bfloat16) from a real defect (anything wider). At temperature > 0 the choice
-was argmax(logits / temperature + noise), so that is what the gap is taken of. Nothing is excused: a near-tie counts as
-a difference, but the line says what it was.
+more, teacher-forced, on the tokens both variants agreed on, and the gap between its two best logits there tells a
+rounding tie (a few 1e-6 in float32, a few 1e-2 in bfloat16) from a real defect (anything wider). At temperature > 0 the
+choice was argmax(logits / temperature + noise), so that is what the gap is taken of. Nothing is excused: a near-tie
+counts as a difference, but the line says what it was.
 """
 
 from collections.abc import Sequence

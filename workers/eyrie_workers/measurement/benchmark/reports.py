@@ -25,7 +25,7 @@ PromptKey = tuple[str, str]
 
 @dataclass(frozen=True)
 class PromptResult:
-    """One prompt at one temperature: all repeats of the baseline and of one drafted arm."""
+    """One prompt at one temperature: all repeats of the baseline and of one drafted variant."""
 
     baseline: tuple[Sample, ...]
     drafted: tuple[Sample, ...]
@@ -38,20 +38,20 @@ class PromptResult:
 
     @property
     def tally(self) -> Tally:
-        """Tokens and seconds of both arms."""
+        """Tokens and seconds of both variants."""
         return Tally(
             tokens=_tokens(self.drafted), seconds=sum(s.seconds for s in self.drafted),
             baseline_tokens=_tokens(self.baseline), baseline_seconds=sum(s.seconds for s in self.baseline))
 
 
-def by_prompt(entries: Iterable[Entry], arm: str, temperature: float) -> dict[PromptKey, PromptResult]:
-    """Results of one arm at one temperature, prompts that the arm has not answered left out."""
+def by_prompt(entries: Iterable[Entry], variant: str, temperature: float) -> dict[PromptKey, PromptResult]:
+    """Results of one variant at one temperature, prompts that the variant has not answered left out."""
     grouped: dict[PromptKey, list[Entry]] = {}
     for entry in entries:
-        if entry.temperature == temperature and arm in entry.samples:
+        if entry.temperature == temperature and variant in entry.samples:
             grouped.setdefault((entry.suite, entry.prompt_id), []).append(entry)
     return {
-        key: PromptResult(tuple(e.samples[BASELINE] for e in group), tuple(e.samples[arm] for e in group))
+        key: PromptResult(tuple(e.samples[BASELINE] for e in group), tuple(e.samples[variant] for e in group))
         for key, group in grouped.items()
     }
 
@@ -76,7 +76,7 @@ def cell_report(entries: Sequence[Entry], suite: str, temperature: float, tree: 
 
 
 def baseline_rate(entries: Sequence[Entry]) -> float:
-    """Tokens per second of the undrafted arm over everything measured."""
+    """Tokens per second of the undrafted variant over everything measured."""
     return _rate([entry.samples[BASELINE] for entry in entries])
 
 

@@ -1,4 +1,5 @@
-"""What is recorded of a measurement: one sample per arm, one entry per question. Pure values, the ledger's lines."""
+"""What is recorded of a measurement: one sample per variant, one entry per question. Pure values, the ledger's
+lines."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ UnitKey = tuple[str, str, float, int]
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """The engine with one draft-tree shape, or undrafted."""
 
     tree: DraftTreeShape | None
@@ -25,7 +26,7 @@ class Arm:
 
 
 class Sample(Frozen):
-    """What one arm did with one question."""
+    """What one variant did with one question."""
 
     token_ids: tuple[int, ...]
     seconds: float
@@ -40,14 +41,14 @@ class Sample(Frozen):
 
 
 class Entry(Frozen):
-    """One question answered by every arm: a line of the ledger."""
+    """One question answered by every variant: a line of the ledger."""
 
     suite: str
     prompt_id: str
     temperature: float
     repeat: int
     samples: dict[str, Sample]
-    """By the arm's name; always with the baseline."""
+    """By the variant's name; always with the baseline."""
 
     @property
     def key(self) -> UnitKey:

@@ -25,7 +25,7 @@ from eyrie_workers.machine.machine_lock import MachineTime, disturbance, measuri
 from eyrie_workers.measurement.benchmark.ledger import EntryT, Ledger
 from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.measurement.benchmark.reports import baseline_rate, cell_report
-from eyrie_workers.measurement.benchmark.samples import BASELINE, Arm, Entry
+from eyrie_workers.measurement.benchmark.samples import BASELINE, Entry, Variant
 from eyrie_workers.measurement.benchmark.variants import Bench, Unit, unit_seed
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.stage_program import Stage
@@ -59,7 +59,7 @@ class Session:
 
     def units(self, prompts: Iterable[tuple[int, Prompt]], temperatures: Sequence[float],
               repeats: int) -> list[Unit]:
-        """Every prompt at every temperature as often as asked. The number beside a prompt says which arm begins."""
+        """Every prompt at every temperature as often as asked. The number beside a prompt says which variant begins."""
         return [
             Unit(prompt=prompt, prompt_ids=ids, temperature=temperature, repeat=repeat, turn=turn + repeat)
             for turn, prompt in prompts
@@ -154,7 +154,7 @@ def measuring(stage: Stage) -> Iterator[None]:
 
 @dataclass
 class Progress:
-    """Answers given, all arms counted, and how many are expected."""
+    """Answers given, all variants counted, and how many are expected."""
 
     stage: Stage
     total: int = 0
@@ -171,7 +171,8 @@ class Progress:
 
 
 def interleave(suites: Suites) -> list[tuple[int, Prompt]]:
-    """Prompts of all suites in turn, numbered so that the first arm alternates within a suite and between suites."""
+    """Prompts of all suites in turn, numbered so that the first variant alternates within a suite and between
+    suites."""
     longest = max(map(len, suites.values()))
     return [
         (row + column, prompts[row])
@@ -179,10 +180,11 @@ def interleave(suites: Suites) -> list[tuple[int, Prompt]]:
     ]
 
 
-def ask(session: Session, units: Sequence[Unit], arms: Sequence[Arm], ledger: Ledger[Entry],
+def ask(session: Session, units: Sequence[Unit], variants: Sequence[Variant], ledger: Ledger[Entry],
         progress: Progress) -> list[Entry]:
-    """Ask every unit in every arm, unless the ledger has the answer; returns the entries in the order of the units."""
-    names = {arm.name for arm in arms}
+    """Ask every unit in every variant, unless the ledger has the answer; returns the entries in the order of the
+    units."""
+    names = {variant.name for variant in variants}
     known = {entry.key: entry for entry in ledger.entries if names <= entry.samples.keys()}
     for found in (known[unit.key] for unit in units if unit.key in known):
         progress.found(found)
@@ -190,32 +192,33 @@ def ask(session: Session, units: Sequence[Unit], arms: Sequence[Arm], ledger: Le
     for unit in units:
         entry = known.get(unit.key)
         if entry is None:
-            entry = session.bench.measure(unit, arms, progress.stage.pause_point)
+            entry = session.bench.measure(unit, variants, progress.stage.pause_point)
             ledger.append(entry)
             progress.asked(entry)
         entries.append(entry)
     return entries
 
 
-def report_cells(session: Session, entries: Sequence[Entry], units: Sequence[Unit], arm: Arm) -> tuple[CellReport, ...]:
-    """One cell per suite and temperature for a drafted arm, every divergence explained."""
-    assert arm.tree is not None
+def report_cells(session: Session, entries: Sequence[Entry], units: Sequence[Unit],
+                 variant: Variant) -> tuple[CellReport, ...]:
+    """One cell per suite and temperature for a drafted variant, every divergence explained."""
+    assert variant.tree is not None
     cells = []
     for suite in session.suites:
         for temperature in session.spec.temperatures:
             lines = [
                 line for unit, entry in zip(units, entries, strict=True)
                 if (unit.prompt.suite, unit.temperature) == (suite, temperature)
-                for line in _divergence(session, unit, entry, arm)
+                for line in _divergence(session, unit, entry, variant)
             ]
-            cells.append(cell_report(entries, suite, temperature, arm.tree, lines, session.spec.seed))
+            cells.append(cell_report(entries, suite, temperature, variant.tree, lines, session.spec.seed))
     return tuple(cells)
 
 
-def _divergence(session: Session, unit: Unit, entry: Entry, arm: Arm) -> list[str]:
+def _divergence(session: Session, unit: Unit, entry: Entry, variant: Variant) -> list[str]:
     found = explain(
         session.target, unit.prompt.id, unit.prompt_ids, entry.samples[BASELINE].token_ids,
-        entry.samples[arm.name].token_ids, temperature=unit.temperature, seed=unit_seed(unit, session.spec.seed))
+        entry.samples[variant.name].token_ids, temperature=unit.temperature, seed=unit_seed(unit, session.spec.seed))
     return [found.line(session.dtype)] if found else []
 
 

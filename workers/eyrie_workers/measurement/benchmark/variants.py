@@ -1,13 +1,13 @@
-"""The same prompt through several arms of one engine, one after the other.
+"""The same prompt through several variants of one engine, one after the other.
 
-An arm is the engine with a draft-tree shape, or without drafting (`tree=None`): the same object, weights, threads and
-sampling noise, so that the only difference between two arms is speculation. All arms answer a prompt before the next
-prompt begins, in an order that rotates from prompt to prompt: a machine that slows down for a minute slows all arms
-alike, and no arm always runs on the caches another has warmed.
+A variant is the engine with a draft-tree shape, or without drafting (`tree=None`): the same object, weights, threads
+and sampling noise, so that the only difference between two variants is speculation. All variants answer a prompt before
+the next prompt begins, in an order that rotates from prompt to prompt: a machine that slows down for a minute slows all
+variants alike, and no variant always runs on the caches another has warmed.
 
-What is timed is the whole request at concurrency 1, prefill included, in every arm: what a user waits for. The drafted
-arm pays for the drafter's prefill too. Wall time gives tokens per second; process CPU time is kept beside it, as a
-check when the machine was not quiet.
+What is timed is the whole request at concurrency 1, prefill included, in every variant: what a user waits for. The
+drafted variant pays for the drafter's prefill too. Wall time gives tokens per second; process CPU time is kept beside
+it, as a check when the machine was not quiet.
 """
 
 import hashlib
@@ -17,22 +17,22 @@ from dataclasses import dataclass
 
 from eyrie_api.v1alpha1.job import SamplingSpec
 from eyrie_workers.conversations.benchmark_suites import Prompt
-from eyrie_workers.measurement.benchmark.samples import Arm, Entry, Sample, UnitKey
+from eyrie_workers.measurement.benchmark.samples import Entry, Sample, UnitKey, Variant
 from eyrie_workers.speculation.engine import Engine, Request
 
-_WARMUP_TOKENS = 16  # enough rounds to meet every matrix shape of an arm
+_WARMUP_TOKENS = 16  # enough rounds to meet every matrix shape of a variant
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One question to all arms: a prompt at a temperature, for the n-th time."""
+    """One question to all variants: a prompt at a temperature, for the n-th time."""
 
     prompt: Prompt
     prompt_ids: tuple[int, ...]
     temperature: float
     repeat: int
     turn: int
-    """Which arm begins (`rotated`)."""
+    """Which variant begins (`rotated`)."""
 
     @property
     def key(self) -> UnitKey:
@@ -41,22 +41,22 @@ class Unit:
 
 
 def unit_seed(unit: Unit, seed: int) -> int:
-    """Noise seed of a unit: the same for all arms, another for every prompt and repeat."""
+    """Noise seed of a unit: the same for all variants, another for every prompt and repeat."""
     text = f"{seed}:{unit.prompt.suite}:{unit.prompt.id}:{unit.repeat}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
 def make_request(unit: Unit, *, seed: int, max_new_tokens: int, stop_ids: Sequence[int]) -> Request:
-    """The request that every arm gets."""
+    """The request that every variant gets."""
     return Request(
         id=f"{unit.prompt.suite}/{unit.prompt.id}", prompt_ids=list(unit.prompt_ids), max_new_tokens=max_new_tokens,
         sampling=SamplingSpec(temperature=unit.temperature), seed=unit_seed(unit, seed), stop_ids=tuple(stop_ids))
 
 
-def rotated(arms: Sequence[Arm], turn: int) -> list[Arm]:
-    """The arms beginning with the `turn`-th; two arms simply alternate."""
-    start = turn % len(arms)
-    return [*arms[start:], *arms[:start]]
+def rotated(variants: Sequence[Variant], turn: int) -> list[Variant]:
+    """The variants beginning with the `turn`-th; two variants simply alternate."""
+    start = turn % len(variants)
+    return [*variants[start:], *variants[:start]]
 
 
 @dataclass
@@ -68,28 +68,28 @@ class Bench:
     max_new_tokens: int
     stop_ids: tuple[int, ...]
 
-    def warm_up(self, units: Sequence[Unit], arms: Sequence[Arm], between: Callable[[], None]) -> None:
-        """Answer the beginning of some prompts in every arm, untimed: kernels are chosen, memory is mapped."""
+    def warm_up(self, units: Sequence[Unit], variants: Sequence[Variant], between: Callable[[], None]) -> None:
+        """Answer the beginning of some prompts in every variant, untimed: kernels are chosen, memory is mapped."""
         for unit in units:
-            for arm in arms:
+            for variant in variants:
                 between()
                 request = make_request(unit, seed=self.seed, stop_ids=self.stop_ids,
                                        max_new_tokens=min(self.max_new_tokens, _WARMUP_TOKENS))
-                self.engine.generate([request], arm.tree)
+                self.engine.generate([request], variant.tree)
 
-    def measure(self, unit: Unit, arms: Sequence[Arm], between: Callable[[], None]) -> Entry:
-        """Answer one unit in every arm, beginning with another arm each turn."""
+    def measure(self, unit: Unit, variants: Sequence[Variant], between: Callable[[], None]) -> Entry:
+        """Answer one unit in every variant, beginning with another variant each turn."""
         samples = {}
-        for arm in rotated(arms, unit.turn):
+        for variant in rotated(variants, unit.turn):
             between()
-            samples[arm.name] = self._time(unit, arm)
+            samples[variant.name] = self._time(unit, variant)
         return Entry(suite=unit.prompt.suite, prompt_id=unit.prompt.id, temperature=unit.temperature,
                      repeat=unit.repeat, samples=samples)
 
-    def _time(self, unit: Unit, arm: Arm) -> Sample:
+    def _time(self, unit: Unit, variant: Variant) -> Sample:
         request = make_request(unit, seed=self.seed, max_new_tokens=self.max_new_tokens, stop_ids=self.stop_ids)
         wall, cpu = time.perf_counter(), time.process_time()
-        (answer,) = self.engine.generate([request], arm.tree)
+        (answer,) = self.engine.generate([request], variant.tree)
         seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
         return Sample(
             token_ids=tuple(answer.token_ids), seconds=seconds, cpu_seconds=cpu_seconds, ttft_s=answer.first_token_s,

@@ -40,7 +40,7 @@ class Suspect:
     cause: str
     """Completes "the engine ..."."""
 
-    mend: str
+    hint: str
     drafter: Drafter
 
 

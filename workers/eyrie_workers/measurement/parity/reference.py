@@ -85,7 +85,7 @@ class Reference:
             if same > best:
                 best = same
                 said = (f"likely cause: the engine {suspect.cause}; built into the reference, that reproduces the "
-                        f"served rounds of {same} of {len(answered)} prompts exactly. Mend: {suspect.mend}")
+                        f"served rounds of {same} of {len(answered)} prompts exactly. Hint: {suspect.hint}")
         return said
 
     def _counted(self, accepted: Sequence[int], length: int) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ _PREDICTION_ERROR = 0.03
 """Standard error of a predicted ratio, at least (measured on the quickstart target: workers/README.md)."""
 
 _BLOCK_ERROR = 0.06
-"""Standard error of the ratio of two arms on one block, while there are too few blocks to tell."""
+"""Standard error of the ratio of two variants on one block, while there are too few blocks to tell."""
 
 _FEW_BLOCKS = 3
 

@@ -143,7 +143,7 @@ def upgrade() -> None:
         sa.Column("progress", sa.JSON(none_as_null=True), nullable=True),
         sa.Column("reason", sa.String(length=63), nullable=True),
         sa.Column("message", sa.Text(), nullable=True),
-        sa.Column("mend", sa.Text(), nullable=True),
+        sa.Column("hint", sa.Text(), nullable=True),
         sa.ForeignKeyConstraint(["job_id"], ["jobs.id"], name="fk_stages_job_id_jobs", ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("job_id", "stage", "key", name="pk_stages"))
 
