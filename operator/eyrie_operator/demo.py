@@ -27,24 +27,20 @@ from eyrie_api.client import Client
 from eyrie_api.decisions.promotion import in_short
 from eyrie_api.errors import EyrieError, Permanent
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.job import (
-    BenchmarkSpec,
-    DataSource,
-    DataSpec,
-    DrafterSpec,
-    DraftTreeShape,
-    JobSpec,
-    ProveSpec,
-    RegenerateSpec,
-    SamplingSpec,
-    SuiteSpec,
-    TargetSpec,
-    TrainSpec,
-    TuneSpec,
-)
+from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
+from eyrie_api.v1alpha1.data import DataSource, DataSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.prove import ProveSpec
+from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import BenchmarkReport, PromotionDecision, TuneReport
+from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.stages import Manifest
 from eyrie_api.v1alpha1.status import Endpoint, Job
+from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.v1alpha1.training import TrainSpec
+from eyrie_api.v1alpha1.tuning import TuneSpec
 from eyrie_operator.detached import free_port, running_plane, start_detached, stop_plane
 from eyrie_operator.report import build
 

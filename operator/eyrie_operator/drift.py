@@ -17,7 +17,8 @@ from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.idempotency import Idempotency, Replay, RequestInFlight
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.errors import EyrieError
-from eyrie_api.v1alpha1.job import DataSource, JobSpec
+from eyrie_api.v1alpha1.data import DataSource
+from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.status import Job
 from eyrie_operator.embedded.traffic_recording import TRAFFIC_FILE, write_latest
 from eyrie_operator.serving import TellDrift

@@ -39,13 +39,14 @@ from eyrie_api.decisions.promotion import decide, in_short, proven_speedup, prov
 from eyrie_api.decisions.sweep import expand
 from eyrie_api.errors import ArtifactMissing, EyrieError, NotFound, Transient
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.job import JobSpec, TargetSpec
+from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.records import Failure
 from eyrie_api.v1alpha1.reports import BenchmarkReport, PromotionDecision, TrainReport, TuneReport
 from eyrie_api.v1alpha1.stages import STAGES, Manifest, StageName
 from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, JobStatus, Revision, StageState, StageStatus
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator import report as reports
 from eyrie_operator.conditions import find, is_over, observe

@@ -15,7 +15,7 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.tables import Database
 from eyrie_api.errors import EyrieError, NotFound
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.job import PromotionPolicy
+from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_operator.conditions import Conditions, observe
 from eyrie_operator.drift import Drift

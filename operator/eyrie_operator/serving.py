@@ -20,7 +20,7 @@ from datetime import datetime, timedelta
 from itertools import takewhile
 from typing import Literal
 
-from eyrie_api.v1alpha1.job import CanarySpec, DriftSpec
+from eyrie_api.v1alpha1.promotion import CanarySpec, DriftSpec
 from eyrie_api.v1alpha1.status import Endpoint, Revision
 
 MIN_ROUNDS = 200

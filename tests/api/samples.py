@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from eyrie_api.artifacts import MANIFEST, list_files, write_model
-from eyrie_api.v1alpha1.job import DraftTreeShape, JobSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport, Environment
 from eyrie_api.v1alpha1.stages import Manifest

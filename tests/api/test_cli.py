@@ -22,7 +22,7 @@ from eyrie_api.database.tables import Database
 from eyrie_api.decisions.promotion import decide
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.status import Condition, JobStatus, Phase, Progress, StageStatus
 from tests.api.samples import benchmark_report
 from tests.tiny import chats_file, tiny_target

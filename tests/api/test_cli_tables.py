@@ -8,7 +8,8 @@ from rich.console import Console, RenderableType
 
 from eyrie_api.cli import tables
 from eyrie_api.cli.watch import JobCancelled, JobFailed, closing_words, verdict, watch_view
-from eyrie_api.v1alpha1.job import DraftTreeShape, JobSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.reports import LeaderboardEntry, PromotionDecision
 from eyrie_api.v1alpha1.status import Event, Job, JobStatus, Phase, Progress, StageStatus
 

@@ -10,7 +10,8 @@ import yaml
 from pydantic import BaseModel, Field
 
 from eyrie_api.crd import NotStructural, custom_resource_definitions, render, structural
-from eyrie_api.v1alpha1.job import DraftTreeShape, JobSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import Placement
 from eyrie_api.v1alpha1.resources import DraftEndpointSpec, DrafterJobSpec
 from tests.api.samples import job_body

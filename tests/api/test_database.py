@@ -16,7 +16,8 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import downgrade, upgrade
 from eyrie_api.database.tables import Base, Database, EventRow, IngestRow, JobRow, OutboxRow, upsert
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.job import ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.samples import NOW, job_spec
 
 

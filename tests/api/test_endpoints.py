@@ -11,8 +11,11 @@ from eyrie_api.database.tables import Database
 from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.decisions.promotion import decide
 from eyrie_api.errors import Conflict, InvalidInput, NotFound
-from eyrie_api.v1alpha1.job import DraftTreeShape, PromotionPolicy, ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.promotion import PromotionPolicy
+from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.status import Condition, Revision
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse, OperatingMap, OperatingPoint, Setting
 from tests.api.samples import NOW, ManualClock, benchmark_report, job_spec
 

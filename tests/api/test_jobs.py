@@ -13,8 +13,9 @@ from eyrie_api.database.outbox import Outbox
 from eyrie_api.database.rendering import decode_cursor, encode_cursor
 from eyrie_api.database.tables import Database
 from eyrie_api.errors import Conflict, InvalidInput, NotFound
-from eyrie_api.v1alpha1.job import ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.status import JobStatus, Progress, StageStatus
+from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.samples import NOW, ManualClock, ended, job_spec
 
 

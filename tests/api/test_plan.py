@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from eyrie_api.decisions.plan import DataFacts, TargetFacts, make_plan, tree_shapes
 from eyrie_api.submission.target_facts import data_facts, quickstart_dir, target_facts
 from eyrie_api.v1alpha1.codecs import BEST_FIRST, ID_AND_MASK_BYTES, StoredAs
-from eyrie_api.v1alpha1.job import DataSpec, TuneSpec
+from eyrie_api.v1alpha1.data import DataSpec
 from eyrie_api.v1alpha1.plan import Plan
+from eyrie_api.v1alpha1.tuning import TuneSpec
 from tests.api.samples import job_spec, target_directory
 
 MIB, TIB, TB = 2**20, 2**40, 10**12

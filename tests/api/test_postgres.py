@@ -24,8 +24,10 @@ from eyrie_api.database.results import ResultFilter, Results
 from eyrie_api.database.tables import Base, Database, IdempotencyRow, ProjectRow
 from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.errors import Conflict
-from eyrie_api.v1alpha1.job import DraftTreeShape, ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.status import Job, StageStatus
+from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.samples import NOW, benchmark_report, ended, job_spec
 
 URL = os.environ.get("EYRIE_TEST_POSTGRES_URL")

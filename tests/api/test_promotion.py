@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyrie_api.decisions.promotion import decide, proven_tau
-from eyrie_api.v1alpha1.job import DraftTreeShape, PromotionPolicy
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadLevel, LoadReport, LoadSpec, Quantiles
+from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.prove import ParityReport, ProveReport
 from eyrie_api.v1alpha1.reports import BenchmarkReport, Interval, PromotionCheck, PromotionDecision
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting

@@ -19,7 +19,8 @@ from eyrie_api.database.outbox import Outbox
 from eyrie_api.database.tables import Database
 from eyrie_api.settings import Settings
 from eyrie_api.tasks import ChoreLoop, chore_queue, make_celery, queue_length
-from eyrie_api.v1alpha1.job import ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.samples import ended, job_spec
 from tests.servers.fixtures import or_skip
 from tests.servers.redis import Redis

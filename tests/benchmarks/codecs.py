@@ -24,22 +24,19 @@ import torch
 
 from eyrie_api.artifacts import read_manifest, write_model
 from eyrie_api.errors import EyrieError
+from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES
+from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.codecs import StoredAs, final_codec
-from eyrie_api.v1alpha1.job import (
-    QUICKSTART_SUITES,
-    CaptureSpec,
-    DataSource,
-    DataSpec,
-    DrafterSpec,
-    DraftTreeShape,
-    RegenerateSpec,
-    SamplingSpec,
-    TargetSpec,
-    TrainSpec,
-)
+from eyrie_api.v1alpha1.data import DataSource, DataSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import TrainReport
+from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.stages import CaptureStage, RegenerateStage, TrainStage
+from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.conversations.benchmark_suites import load_suite, select
 from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.features.codecs import decode_into, encode, relative_error

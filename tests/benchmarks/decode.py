@@ -17,7 +17,9 @@ from statistics import median
 
 import torch
 
-from eyrie_api.v1alpha1.job import DraftTreeShape, SamplingSpec, TargetSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.sampling import SamplingSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.speculation.cache import TreeAttention
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.targets.loading import load_target, resolve

@@ -21,7 +21,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from eyrie_api.v1alpha1.job import SamplingSpec, TargetSpec
+from eyrie_api.v1alpha1.sampling import SamplingSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.conversations.rows import AnsweredRow, Ledger, RowSampling
 from eyrie_workers.regeneration.endpoint import Endpoint
 from eyrie_workers.regeneration.generation_client import Answer, Asking, Prompt, row_seed

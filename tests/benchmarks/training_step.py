@@ -26,7 +26,7 @@ from statistics import median
 
 import torch
 
-from eyrie_api.v1alpha1.job import TrainSpec
+from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.eagle3.flops import peak_rate, step_flops
 from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
 from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest

@@ -21,11 +21,12 @@ from statistics import fmean, median
 
 from eyrie_api.artifacts import digest_model, write_model
 from eyrie_api.errors import EyrieError, InvalidInput
-from eyrie_api.v1alpha1.job import QUICKSTART_SUITES, BenchmarkSpec, TargetSpec, TuneSpec
+from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES, BenchmarkSpec
 from eyrie_api.v1alpha1.model import Frozen, Interval
 from eyrie_api.v1alpha1.reports import Environment, TuneReport
 from eyrie_api.v1alpha1.stages import TuneStage
-from eyrie_api.v1alpha1.tuning import OFF, Setting
+from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.v1alpha1.tuning import OFF, Setting, TuneSpec
 from eyrie_workers.measurement.benchmark.blocks import BlockRun, Track, open_engines
 from eyrie_workers.measurement.benchmark.ledger import Ledger
 from eyrie_workers.measurement.benchmark.session import measuring, open_session, read_suites

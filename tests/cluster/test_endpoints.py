@@ -22,8 +22,10 @@ from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.tables import Database
 from eyrie_api.errors import NotFound
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.job import DraftTreeShape, ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.status import Endpoint
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.cluster.apply import Cluster
 from eyrie_operator.cluster.metric_windows import WINDOW
 from eyrie_operator.conditions import find

@@ -20,9 +20,10 @@ from eyrie_api.errors import NotFound
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import CreateProject, Quotas
-from eyrie_api.v1alpha1.job import ServeSpec, TargetSpec
 from eyrie_api.v1alpha1.resources import FINALIZER
+from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.status import Job
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.cluster.apply import FIELD_MANAGER, Cluster, ClusterConflict, ClusterRefused
 from eyrie_operator.cluster.resources import read_job
 from tests.api.samples import ended, job_body, job_spec

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from eyrie_api.v1alpha1.job import DraftTreeShape, SamplingSpec, TrainSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.sampling import SamplingSpec
+from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.eagle3.checkpoint import save_drafter
 from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
 from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest

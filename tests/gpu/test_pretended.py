@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, SamplingSpec, TrainSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.sampling import SamplingSpec
+from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_kernels import packed_attention, soft_target_loss
 from eyrie_workers.drafters.eagle3 import flops
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings

@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 
 from eyrie_api.cli.chat import Reply
 from eyrie_api.cli.screen import Screen
-from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport, Environment
 from eyrie_operator import demo

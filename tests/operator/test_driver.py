@@ -14,7 +14,9 @@ from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.tables import Database
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.job import DraftTreeShape, JobSpec, ServeSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.status import Job
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_operator.conditions import find, is_over

@@ -13,9 +13,9 @@ from eyrie_api.database.tables import Database
 from eyrie_api.errors import InvalidInput
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
-from eyrie_api.v1alpha1.job import ServeSpec
 from eyrie_api.v1alpha1.placement import Placement, S3Work
 from eyrie_api.v1alpha1.records import Failure
+from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_operator.celery_app import world_of
 from eyrie_operator.conditions import find
 from eyrie_operator.driver import Driver

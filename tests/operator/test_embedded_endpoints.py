@@ -14,18 +14,13 @@ from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.tables import Database
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.job import (
-    CanarySpec,
-    DataSource,
-    DataSpec,
-    DraftTreeShape,
-    DriftSpec,
-    JobSpec,
-    PromotionPolicy,
-    ServeSpec,
-    TargetSpec,
-)
+from eyrie_api.v1alpha1.data import DataSource, DataSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.promotion import CanarySpec, DriftSpec, PromotionPolicy
+from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.status import Endpoint, Revision
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.conditions import find
 from eyrie_operator.driver import serving_of
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.database.endpoints import Serving
-from eyrie_api.v1alpha1.job import DraftTreeShape, ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_operator.embedded.processes import engine_argv, read_counters
 from eyrie_workers.engines.sglang.process import PROGRAM

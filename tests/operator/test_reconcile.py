@@ -9,11 +9,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from eyrie_api.v1alpha1.job import DataSource, DataSpec, JobSpec, ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.data import DataSource, DataSpec
+from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.records import Failure
 from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice, PromotionDecision
+from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.stages import Manifest
 from eyrie_api.v1alpha1.status import Condition, JobStatus
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.conditions import find, is_over, is_true, observe
 from eyrie_operator.reconcile import (
     MAX_STARTS,

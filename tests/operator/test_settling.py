@@ -15,11 +15,16 @@ from eyrie_api.database.results import ResultFilter, Results
 from eyrie_api.database.tables import Database
 from eyrie_api.decisions.sweep import expand
 from eyrie_api.settings import Settings
-from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, JobSpec, PromotionPolicy, ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import TrainReport
+from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.stages import Manifest, StageSpec
 from eyrie_api.v1alpha1.status import Job
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
 from eyrie_operator.conditions import find
 from eyrie_operator.driver import Driver

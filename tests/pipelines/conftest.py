@@ -8,7 +8,10 @@ from typing import Literal
 
 import pytest
 
-from eyrie_api.v1alpha1.job import DataSource, DataSpec, JobSpec, SweepAxis, SweepSpec, TargetSpec
+from eyrie_api.v1alpha1.data import DataSource, DataSpec
+from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.sweep import SweepAxis, SweepSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_pipelines import local
 
 REHEARSAL = Path(__file__).parent / "rehearsal"

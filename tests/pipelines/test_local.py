@@ -12,7 +12,7 @@ import pytest
 
 from eyrie_api.artifacts import digest_model, read_manifest, write_model
 from eyrie_api.errors import Conflict
-from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting

@@ -19,7 +19,9 @@ from eyrie_api.artifacts import digest_model
 from eyrie_api.artifacts.local import LocalStore
 from eyrie_api.artifacts.options import StoreOptions
 from eyrie_api.artifacts.store import ArtifactStore, StoreAway, StoredObject, open_store
-from eyrie_api.v1alpha1.job import BenchmarkSpec, DraftTreeShape, JobSpec, SuiteSpec
+from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.stages import RegenerateStage
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_pipelines import run_stage, work_area

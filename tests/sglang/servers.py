@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from eyrie_api.v1alpha1.job import DraftTreeShape, TargetSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.drafters.checkpoint.files import read_config
 from eyrie_workers.engines.sglang.process import SglangServer, free_port, start_sglang
 from eyrie_workers.engines.sglang.served import algorithm_of

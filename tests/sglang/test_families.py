@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_api.v1alpha1.job import DraftTreeShape, Family
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.drafter import Family
 from eyrie_api.v1alpha1.prove import ParityReport
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.drafters.checkpoint.files import read_config

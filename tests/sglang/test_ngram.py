@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.drafters.checkpoint.files import read_config
 from eyrie_workers.drafters.ngram_trie import TrieDrafter

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, TrainSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_api.v1alpha1.tuning import OFF, Setting
 from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.drafters.registry import family_named

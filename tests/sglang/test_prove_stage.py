@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.artifacts import digest_model, read_manifest, write_model
-from eyrie_api.v1alpha1.job import BenchmarkSpec, DraftTreeShape, ProveSpec, SuiteSpec, TargetSpec
-from eyrie_api.v1alpha1.prove import ProveReport
+from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.prove import ProveReport, ProveSpec
 from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.stages import Manifest, ProveStage
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_workers.engines.sglang.process import PROGRAM
 from eyrie_workers.stage_program import run_program

@@ -28,9 +28,11 @@ from eyrie_api.database.tables import Database, EndpointRow, JobRow, RevisionRow
 from eyrie_api.database.webhooks import announce
 from eyrie_api.errors import Conflict, NotFound
 from eyrie_api.v1alpha1.access import Action
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.history import Actor
-from eyrie_api.v1alpha1.job import DraftTreeShape, ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.status import Condition, Endpoint, EndpointList, Revision
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
 
 

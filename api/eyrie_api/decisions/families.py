@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from eyrie_api.decisions.sweep import Candidate
-from eyrie_api.v1alpha1.job import SGLANG_ALGORITHMS, Family
+from eyrie_api.v1alpha1.drafter import SGLANG_ALGORITHMS, Family
 
 Reads = Literal["fused", "final", "none"]
 """Which of the target's states: several layers fused; the one after the final norm, at every position; none."""

@@ -30,8 +30,10 @@ from pydantic import ValidationError
 from eyrie_api.decisions.families import FAMILIES, fuses, in_words, named_layers
 from eyrie_api.decisions.sweep import Candidate, expand, families_of
 from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES, StoredAs, choose
-from eyrie_api.v1alpha1.job import DraftTreeShape, JobSpec, TuneSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Assumption, Plan, StagePlan
+from eyrie_api.v1alpha1.tuning import TuneSpec
 
 DEFAULT_AUX_LAYERS = 3
 ROW_JSON_BYTES_PER_TOKEN = 6

@@ -34,8 +34,8 @@ from statistics import fmean
 from typing import Literal
 
 from eyrie_api.decisions.leaderboard import mean_speedup, suite_means
-from eyrie_api.v1alpha1.job import PromotionPolicy
 from eyrie_api.v1alpha1.load import LoadCell, LoadComparison, LoadReport
+from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import BenchmarkReport, PromotionCheck, PromotionDecision
 

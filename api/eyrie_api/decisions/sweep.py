@@ -27,7 +27,10 @@ from typing import get_args
 from pydantic import JsonValue, ValidationError
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.job import DrafterSpec, Family, JobSpec, SweepAxis, TrainSpec
+from eyrie_api.v1alpha1.drafter import DrafterSpec, Family
+from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.sweep import SweepAxis
+from eyrie_api.v1alpha1.training import TrainSpec
 
 ONLY_CANDIDATE = "base"
 """The name when there is no axis."""

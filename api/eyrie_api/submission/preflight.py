@@ -32,7 +32,9 @@ from eyrie_api.submission.target_facts import (
     target_dir,
     target_facts,
 )
-from eyrie_api.v1alpha1.job import DataSource, JobSpec, SuiteSpec
+from eyrie_api.v1alpha1.benchmark import SuiteSpec
+from eyrie_api.v1alpha1.data import DataSource
+from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan
 from eyrie_api.v1alpha1.targets import HELD_OUT, QUICKSTART, QUICKSTART_SUITE_NAMES, SUPPORTED_ARCHITECTURES
 

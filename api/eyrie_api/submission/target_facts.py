@@ -17,8 +17,8 @@ from typing import Any
 
 from eyrie_api.decisions.plan import DataFacts, TargetFacts
 from eyrie_api.errors import NoUsableData, TargetNotFound, UnsupportedTarget
-from eyrie_api.v1alpha1.job import DataSource, DataSpec, TargetSpec
-from eyrie_api.v1alpha1.targets import QUICKSTART, TRAINED_HERE, trained_here
+from eyrie_api.v1alpha1.data import DataSource, DataSpec
+from eyrie_api.v1alpha1.targets import QUICKSTART, TRAINED_HERE, TargetSpec, trained_here
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")

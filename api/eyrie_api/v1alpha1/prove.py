@@ -5,12 +5,15 @@ and as many draft tokens accepted at each position as in our reference engine, o
 is faster for the users the job declares. The changed system prompt asks whether that survives a trivial change.
 """
 
+from typing import Annotated
+
 from pydantic import Field
 
-from eyrie_api.v1alpha1.job import DraftTreeShape, EngineKind
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.load import LoadReport
 from eyrie_api.v1alpha1.model import Frozen, Interval
 from eyrie_api.v1alpha1.reports import Environment
+from eyrie_api.v1alpha1.serving import EngineKind
 from eyrie_api.v1alpha1.tuning import DrafterUse
 
 
@@ -72,3 +75,18 @@ class ProveReport(Frozen):
 
     environment: Environment
     seconds: float
+
+
+class ProveSpec(Frozen):
+    """How the tuned candidate is tried in the serving engine before promotion."""
+
+    loads: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field((1, 4), min_length=1, max_length=32)
+    """Concurrencies the endpoint has to be good at, ascending: the load you expect."""
+
+    requests: int = Field(24, ge=4, le=100_000)
+    """Requests per load and variant."""
+
+    max_new_tokens: int = Field(64, ge=2, le=131_072)
+    parity_prompts: int = Field(12, ge=1, le=10_000)
+    system_prompt: str = Field("You answer briefly and to the point.", max_length=65_536)
+    """The changed system prompt a promoted drafter has to survive; empty skips that question."""

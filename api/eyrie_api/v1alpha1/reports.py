@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.model import Frozen, Interval, Probability
 from eyrie_api.v1alpha1.tuning import DraftTime, OperatingMap, StepTime, Trial
 

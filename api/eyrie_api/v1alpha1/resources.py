@@ -15,11 +15,13 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field
 
-from eyrie_api.v1alpha1.job import JobSpec, ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import LeaderboardEntry
+from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_api.v1alpha1.status import ConditionStatus, RevisionState, StageState
+from eyrie_api.v1alpha1.targets import TargetSpec
 
 GROUP = "eyrie.dev"
 VERSION = "v1alpha1"

@@ -9,21 +9,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from eyrie_api.v1alpha1.job import (
-    BenchmarkSpec,
-    CaptureSpec,
-    DataSpec,
-    DrafterSpec,
-    EngineKind,
-    Family,
-    ProveSpec,
-    RegenerateSpec,
-    TargetSpec,
-    TrainSpec,
-    TuneSpec,
-)
+from eyrie_api.v1alpha1.benchmark import BenchmarkSpec
+from eyrie_api.v1alpha1.capture import CaptureSpec
+from eyrie_api.v1alpha1.data import DataSpec
+from eyrie_api.v1alpha1.drafter import DrafterSpec, Family
 from eyrie_api.v1alpha1.model import Digest, Frozen
-from eyrie_api.v1alpha1.prove import ProveReport
+from eyrie_api.v1alpha1.prove import ProveReport, ProveSpec
+from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import (
     BenchmarkReport,
     CaptureReport,
@@ -31,7 +23,10 @@ from eyrie_api.v1alpha1.reports import (
     TrainReport,
     TuneReport,
 )
-from eyrie_api.v1alpha1.tuning import DrafterUse
+from eyrie_api.v1alpha1.serving import EngineKind
+from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.v1alpha1.training import TrainSpec
+from eyrie_api.v1alpha1.tuning import DrafterUse, TuneSpec
 
 StageName = Literal["regenerate", "capture", "train", "benchmark", "tune", "prove"]
 STAGES: tuple[StageName, ...] = ("regenerate", "capture", "train", "benchmark", "tune", "prove")

@@ -8,7 +8,8 @@ from typing import Literal
 
 from pydantic import Field, JsonValue
 
-from eyrie_api.v1alpha1.job import DraftTreeShape, JobSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import (

@@ -1,11 +1,16 @@
-"""Which targets Eyrie understands, as data: the API refuses the others before a worker has loaded anything.
+"""The target of a job, and which targets Eyrie supports: the API refuses the others before a worker loads anything.
 
-Architecture names are the entries of `architectures` in a Hugging Face `config.json`. Adding a family means teaching
-`eyrie_workers.targets` its forward pass first, and then naming it here.
+Architecture names are the entries of `architectures` in a Hugging Face `config.json`. To add one, implement its
+forward pass in `eyrie_workers.targets`, then list it here.
 """
 
 import os
 from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from eyrie_api.v1alpha1.model import Frozen
 
 SUPPORTED_ARCHITECTURES: tuple[str, ...] = (
     "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
@@ -34,3 +39,18 @@ QUICKSTART_SUITE_NAMES: tuple[str, ...] = ("chat", "math", "code", "tools")
 
 HELD_OUT = "held-out"
 """The suite made of the prompts split off the job's own data."""
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class TargetSpec(Frozen):
+    """The frozen large model whose output must not change."""
+
+    model: str = Field(min_length=1, max_length=4096)
+    """A local Hugging Face directory, a Hub id (`org/name`), or `quickstart` for the model shipped with Eyrie."""
+
+    revision: str | None = Field(None, max_length=256)
+    """Hub branch, tag or commit. Ignored for a local directory, whose content digest is recorded instead."""
+
+    dtype: Dtype = "float32"
+    """Arithmetic of the target here. float32 is the lossless reference on CPU; bfloat16 is usual on GPU."""

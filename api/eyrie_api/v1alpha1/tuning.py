@@ -1,10 +1,10 @@
 """Settings of speculation, and the operating map: which setting is best at which load, off included."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.model import Frozen, Interval
 
 Method = Literal["drafter", "ngram", "off"]
@@ -141,3 +141,34 @@ class DrafterUse(Frozen):
     """When given, an engine that can follow the load does so."""
 
     context_length: int | None = Field(None, ge=16)
+
+
+class TuneSpec(Frozen):
+    """Which settings are compared for the chosen checkpoint, at which loads, and how much may be measured.
+
+    Every setting is predicted from one run and its replay, so a wide grid costs little; what could be best is measured.
+    """
+
+    num_steps: tuple[Annotated[int, Field(ge=1, le=16)], ...] = Field((1, 2, 3, 4, 5, 6, 7), min_length=1)
+    top_k: tuple[Annotated[int, Field(ge=1, le=64)], ...] = Field((1, 2, 4), min_length=1)
+    num_draft_tokens: tuple[Annotated[int, Field(ge=2, le=512)], ...] = Field((4, 8, 16), min_length=1)
+    """For trees (top_k > 1); a chain always verifies num_steps + 1. Impossible shapes are left out."""
+
+    ngram: bool = True
+    """Also compare n-gram look-up, in chains of the same depths. Off is always compared."""
+
+    concurrencies: tuple[Annotated[int, Field(ge=1, le=1024)], ...] = Field((1, 4), min_length=1, max_length=16)
+    """Requests decoded at once: the loads to find the best setting for."""
+
+    trials_share: float = Field(0.25, gt=0.0, le=1.0)
+    """Of all pairs of setting and concurrency, at most this share is measured (but three at each concurrency)."""
+
+    budget_s: float = Field(600.0, gt=0.0)
+    """Seconds the race may take, over all concurrencies. What is undecided then goes by prediction and measurement
+    together."""
+
+    max_prompts: int = Field(8, ge=1)
+    """Prompts to predict from, and as many again to race on, drawn evenly from the suites."""
+
+    temperatures: tuple[Annotated[float, Field(ge=0.0, le=4.0)], ...] = Field((0.0, 1.0), min_length=1)
+    repeats: int = Field(1, ge=1, le=100)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal
 
-from eyrie_api.v1alpha1.job import JobSpec, ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.resources import (
     JOB_ID_ANNOTATION,
     OUTSIDE_ANNOTATION,
@@ -34,7 +34,9 @@ from eyrie_api.v1alpha1.resources import (
     DrafterJobStatus,
     ResourceCondition,
 )
+from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.status import Endpoint, Job
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.cluster.resources import (
     SUSPENDED_ANNOTATION,
     EndpointResource,

@@ -14,7 +14,6 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from eyrie_api.v1alpha1.job import ServeSpec, TargetSpec
 from eyrie_api.v1alpha1.model import API_VERSION
 from eyrie_api.v1alpha1.resources import (
     FINALIZER,
@@ -33,7 +32,9 @@ from eyrie_api.v1alpha1.resources import (
     ResourceRevision,
     ResourceStage,
 )
+from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, Revision
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.manifests.names import digest
 
 SUSPENDED_ANNOTATION = f"{GROUP}/suspended-attempt"

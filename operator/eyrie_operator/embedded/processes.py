@@ -30,8 +30,8 @@ from eyrie_api.artifacts import write_atomically
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.errors import TargetNotFound, Transient
 from eyrie_api.submission.target_facts import target_dir
-from eyrie_api.v1alpha1.job import TargetSpec
 from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord, bind
 from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, Counters
@@ -130,7 +130,7 @@ def resolve_target(spec: TargetSpec) -> Path:
     found = target_dir(spec)
     if found is not None:
         return found
-    code = ("import sys; from eyrie_api.v1alpha1.job import TargetSpec; from eyrie_workers.targets.loading import "
+    code = ("import sys; from eyrie_api.v1alpha1.targets import TargetSpec; from eyrie_workers.targets.loading import "
             "resolve; print(resolve(TargetSpec.model_validate_json(sys.argv[1])))")
     done = subprocess.run([sys.executable, "-c", code, spec.model_dump_json()], capture_output=True, text=True,
                           timeout=_FETCH_S, check=False)

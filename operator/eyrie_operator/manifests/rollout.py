@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from eyrie_api.v1alpha1.job import CanarySpec
+from eyrie_api.v1alpha1.promotion import CanarySpec
 from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_operator.manifests.deployment import EndpointDeployment
 from eyrie_operator.manifests.names import ENDPOINT_LABEL, ENTRY, GROUP, REVISION_LABEL, ROLE_LABEL, Manifest

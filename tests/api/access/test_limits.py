@@ -17,7 +17,8 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.tables import Database
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import Quotas
-from eyrie_api.v1alpha1.job import ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.access.test_oidc import Elapsed
 from tests.api.access.world import JOBS, PROJECTS, TOKEN, two_projects
 from tests.api.conftest import Running

@@ -20,7 +20,8 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.settings import Settings
 from eyrie_api.tasks import ChoreLoop, make_celery
 from eyrie_api.v1alpha1.access import CreateWebhook
-from eyrie_api.v1alpha1.job import ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.serving import ServeSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.webhook_signatures import is_genuine, signature
 from tests.api.access.receiver import Receiver, receiving
 from tests.api.samples import ManualClock, ended, job_spec

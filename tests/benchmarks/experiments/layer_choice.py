@@ -31,7 +31,7 @@ from statistics import fmean, stdev
 import torch
 from matplotlib.figure import Figure
 
-from eyrie_api.v1alpha1.job import DrafterSpec
+from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.targets import QUICKSTART_HYBRID
 from eyrie_workers.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, new_figure, title
 from eyrie_workers.targets.layers import choose_aux_layers

@@ -24,22 +24,18 @@ from pathlib import Path
 import torch
 
 from eyrie_api.artifacts import digest_bytes, digest_directory, digest_model, read_manifest, write_model
-from eyrie_api.v1alpha1.job import (
-    QUICKSTART_SUITES,
-    CaptureSpec,
-    DataSource,
-    DataSpec,
-    DrafterSpec,
-    DraftTreeShape,
-    Family,
-    RegenerateSpec,
-    SamplingSpec,
-    TargetSpec,
-    TrainSpec,
-)
+from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES
+from eyrie_api.v1alpha1.capture import CaptureSpec
+from eyrie_api.v1alpha1.data import DataSource, DataSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.drafter import DrafterSpec, Family
 from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import CheckpointReport, TrainReport
+from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.stages import CaptureStage, RegenerateStage, TrainStage
+from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.conversations.benchmark_suites import Prompt, load_suite, select
 from eyrie_workers.conversations.rows import META, ROWS
 from eyrie_workers.drafters.registry import open_drafter

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from eyrie_api.artifacts import digest_bytes, digest_directory
-from eyrie_api.v1alpha1.job import DrafterSpec
+from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import CheckpointReport
 from eyrie_workers.drafters.registry import open_drafter

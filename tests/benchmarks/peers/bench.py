@@ -39,18 +39,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from eyrie_api.errors import EyrieError
-from eyrie_api.v1alpha1.job import (
-    QUICKSTART_SUITES,
-    DataSource,
-    DataSpec,
-    DrafterSpec,
-    DraftTreeShape,
-    RegenerateSpec,
-    SamplingSpec,
-    TargetSpec,
-    TrainSpec,
-)
+from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES
+from eyrie_api.v1alpha1.data import DataSource, DataSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.regeneration import RegenerateSpec
+from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.stages import RegenerateStage, TrainStage
+from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.conversations.benchmark_suites import load_suite, select
 from eyrie_workers.conversations.rows import ROWS, read_rows
 from eyrie_workers.drafters.eagle3.checkpoint import save_drafter

@@ -12,9 +12,11 @@ from eyrie_api.database.endpoints import Serving
 from eyrie_api.errors import ArtifactMissing
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.cluster import ClusterProfile
-from eyrie_api.v1alpha1.job import JobSpec, ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import S3Work, VolumeWork
+from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.status import Endpoint
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.cluster.deployments import Deployments
 from eyrie_operator.cluster.drafters import Drafters, stored_at

@@ -14,8 +14,12 @@ from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.tables import Database
 from eyrie_api.settings import Settings
 from eyrie_api.submission.placement import read_profile
-from eyrie_api.v1alpha1.job import CanarySpec, DraftTreeShape, JobSpec, ServeSpec, TargetSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.promotion import CanarySpec
+from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.status import Condition, Endpoint
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.cluster.apply import Cluster
 from eyrie_operator.cluster.endpoints import EndpointReconciler, OwnerOf
 from eyrie_operator.cluster.leases import NotLeader

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from eyrie_api.v1alpha1.job import ServeSpec, TargetSpec
 from eyrie_api.v1alpha1.resources import JOB_ID_ANNOTATION, OUTSIDE_ANNOTATION, UID_LABEL
+from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.status import Endpoint, Job
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.cluster.reconcile import (
     Actions,
     Annotate,

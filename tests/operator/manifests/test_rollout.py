@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyrie_api.v1alpha1.job import CanarySpec
+from eyrie_api.v1alpha1.promotion import CanarySpec
 from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_operator.manifests.deployment import EndpointDeployment, GatewayRef
 from eyrie_operator.manifests.endpoint import render_endpoint

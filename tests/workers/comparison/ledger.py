@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.reports import Environment
 from eyrie_workers.comparison.claims import PAIRS, judge, three_versions
 from eyrie_workers.comparison.forms import OFF

@@ -6,7 +6,10 @@ import pytest
 from pydantic import ValidationError
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.job import DataSource, DataSpec, DraftTreeShape, Family, TargetSpec
+from eyrie_api.v1alpha1.data import DataSource, DataSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.drafter import Family
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.comparison.forms import FORMS, forms_of, shape
 from eyrie_workers.comparison.plan import (
     Budget,

@@ -7,17 +7,14 @@ import pytest
 
 from eyrie_api.artifacts import read_manifest
 from eyrie_api.errors import Conflict, InvalidInput
-from eyrie_api.v1alpha1.job import (
-    CaptureSpec,
-    DataSource,
-    DataSpec,
-    DrafterSpec,
-    DraftTreeShape,
-    RegenerateSpec,
-    TargetSpec,
-    TrainSpec,
-)
+from eyrie_api.v1alpha1.capture import CaptureSpec
+from eyrie_api.v1alpha1.data import DataSource, DataSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import TrainReport
+from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.comparison.measuring import LEDGER
 from eyrie_workers.comparison.plan import Budget, CompareSpec, blocks_of
 from eyrie_workers.comparison.report import CompareReport

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.job import DataSource
+from eyrie_api.v1alpha1.data import DataSource
 from eyrie_api.v1alpha1.reports import QuarantinedRow
 from eyrie_workers.conversations import readers
 from eyrie_workers.conversations.conversation import Conversation, Malformed, conversation

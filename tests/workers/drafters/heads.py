@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, SamplingSpec, TrainSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.sampling import SamplingSpec
+from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.family import Family
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.speculation.engine import Engine, Generation, Request

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.drafters.check import check_directory
 from eyrie_workers.drafters.checkpoint.card import Card, identify

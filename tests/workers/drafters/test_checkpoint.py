@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eyrie_api.errors import ArtifactMissing, InvalidInput
-from eyrie_api.v1alpha1.job import DrafterSpec
+from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_workers.drafters.checkpoint.card import Card, TargetIdentity
 from eyrie_workers.drafters.checkpoint.files import (
     CheckpointInvalid,

@@ -9,7 +9,10 @@ import torch
 from eyrie_api.decisions.families import FAMILIES, in_words
 from eyrie_api.decisions.sweep import expand
 from eyrie_api.submission.target_facts import target_facts
-from eyrie_api.v1alpha1.job import DataSource, DataSpec, DrafterSpec, Family, JobSpec, TargetSpec
+from eyrie_api.v1alpha1.data import DataSource, DataSpec
+from eyrie_api.v1alpha1.drafter import DrafterSpec, Family
+from eyrie_api.v1alpha1.job import JobSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.comparison.forms import forms_of
 from eyrie_workers.drafters import registry
 from eyrie_workers.drafters.initialisation import read_target_embeddings

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.drafters.ngram_trie import FILLING, WINDOW, TrieDrafter, TrieState
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.speculation.protocol import NO_TOKEN, SettledPairs

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
 from eyrie_workers.drafters.eagle3.unroll import PackedDocuments, UnrolledStep, shared_projections, unroll
 from eyrie_workers.drafters.layers.serving import Eagle3Server, LayerState

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_api.v1alpha1.job import SamplingSpec
+from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.engines.answers import Answer, Wanted
 from eyrie_workers.engines.openai import Head
 from eyrie_workers.speculation.engine import Progress, Request

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_api.v1alpha1.job import DraftTreeShape, EngineKind, TargetSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.serving import EngineKind
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_workers.engines.sglang.profiles import profile
 from eyrie_workers.engines.variants import Uses, VariantPlan, command_line

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.conversations.benchmark_suites import Prompt
 from eyrie_workers.measurement.benchmark.hf_baseline import compare
 from eyrie_workers.measurement.benchmark.losslessness import explain

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_api.v1alpha1.job import DraftTreeShape, TuneSpec
-from eyrie_api.v1alpha1.tuning import Setting
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.tuning import Setting, TuneSpec
 from eyrie_workers.conversations.benchmark_suites import Prompt
 from eyrie_workers.measurement.benchmark.reports import baseline_rate, cell_report
 from eyrie_workers.measurement.benchmark.samples import BASELINE, Entry, Sample, first_difference

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import OFF, Setting
 from eyrie_workers.measurement.tuner.predict import Prediction
 from eyrie_workers.measurement.tuner.race import TIE, Measured, Race, trials_allowed, within_budget

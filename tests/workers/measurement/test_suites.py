@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from eyrie_api.errors import ArtifactMissing, EyrieError, InvalidInput, NoUsableData
-from eyrie_api.v1alpha1.job import SuiteSpec
+from eyrie_api.v1alpha1.benchmark import SuiteSpec
 from eyrie_workers.conversations.benchmark_suites import Prompt, load_suite, select
 
 

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import torch
 
-from eyrie_api.v1alpha1.job import BenchmarkSpec, DrafterSpec, SuiteSpec, TargetSpec, TuneSpec
+from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
+from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.stages import BenchmarkStage, TuneStage
+from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.v1alpha1.tuning import TuneSpec
 from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.targets.config import read_config

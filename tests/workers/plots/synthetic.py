@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from eyrie_api.artifacts import digest_bytes, write_model
-from eyrie_api.v1alpha1.job import DraftTreeShape, TuneSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.records import MetricRecord
 from eyrie_api.v1alpha1.reports import (
@@ -17,7 +17,7 @@ from eyrie_api.v1alpha1.reports import (
     VocabularyReport,
 )
 from eyrie_api.v1alpha1.stages import Manifest, StageName, StageReport
-from eyrie_api.v1alpha1.tuning import OFF, OperatingPoint, Setting, Trial
+from eyrie_api.v1alpha1.tuning import OFF, OperatingPoint, Setting, Trial, TuneSpec
 from eyrie_workers.catalog import stage_dir
 from eyrie_workers.measurement.tuner.grid import possible_settings, possible_shapes
 from eyrie_workers.measurement.tuner.operating import compile_map

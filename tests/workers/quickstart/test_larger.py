@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from eyrie_api.errors import TargetNotFound
 from eyrie_api.submission.target_facts import target_dir
-from eyrie_api.v1alpha1.job import TargetSpec
-from eyrie_api.v1alpha1.targets import QUICKSTART_HYBRID, QUICKSTART_LARGE
+from eyrie_api.v1alpha1.targets import QUICKSTART_HYBRID, QUICKSTART_LARGE, TargetSpec
 from eyrie_workers.targets.loading import load_target, resolve
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.benchmarks.quickstart import card as write_card

@@ -9,7 +9,9 @@ import httpx
 import pytest
 
 from eyrie_api.errors import InvalidInput, Permanent, Transient
-from eyrie_api.v1alpha1.job import RegenerateSpec, SamplingSpec, TargetSpec
+from eyrie_api.v1alpha1.regeneration import RegenerateSpec
+from eyrie_api.v1alpha1.sampling import SamplingSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.regeneration.batch import BatchEngine
 from eyrie_workers.regeneration.endpoint import Endpoint, endpoint_of, retry_delay_s
 from eyrie_workers.regeneration.generation_client import Answer, Asking, Prompt, Refusal

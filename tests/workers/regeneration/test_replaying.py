@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from eyrie_api.v1alpha1.job import RegenerateSpec
+from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_workers.conversations.conversation import conversation
 from eyrie_workers.conversations.rows import AnsweredRow, Ledger, RowSampling
 from eyrie_workers.regeneration.conversation_replay import Ended, answer_message, following, num_turns, opening, turn_id

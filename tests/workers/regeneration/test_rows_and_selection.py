@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eyrie_api.errors import ArtifactCorrupt, NoChatTemplate
-from eyrie_api.v1alpha1.job import DataSource, DataSpec
+from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_workers.conversations.rows import AnsweredRow, Ledger, RowSampling, read_rows
 from eyrie_workers.conversations.split import BenchmarkPrompts
 from eyrie_workers.regeneration import selection

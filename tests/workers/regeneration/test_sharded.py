@@ -17,7 +17,9 @@ from eyrie_api.artifacts.options import StoreOptions
 from eyrie_api.artifacts.store import AlreadyWritten, ArtifactStore, open_store
 from eyrie_api.broker import SHARD_QUEUE, BrokerAway, Holds
 from eyrie_api.errors import ArtifactCorrupt, InvalidInput, Permanent
-from eyrie_api.v1alpha1.job import RegenerateSpec, SamplingSpec, TargetSpec
+from eyrie_api.v1alpha1.regeneration import RegenerateSpec
+from eyrie_api.v1alpha1.sampling import SamplingSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.regeneration.generation_client import Answer, Prompt, Refusal
 from eyrie_workers.regeneration.sharded import (
     ShardedEngine,

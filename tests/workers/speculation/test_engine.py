@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from eyrie_api.errors import Conflict, InvalidInput
-from eyrie_api.v1alpha1.job import DraftTreeShape, SamplingSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.speculation.engine import Engine, Generation, Request
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel

@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyrie_api.artifacts import read_manifest, verify_files
-from eyrie_api.v1alpha1.job import CaptureSpec, TargetSpec
+from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.reports import CaptureReport
 from eyrie_api.v1alpha1.stages import CaptureStage
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowSampling, RowsMeta
 from eyrie_workers.features.shard_format import shard_name, taught_positions
 from eyrie_workers.features.store import FeatureStore, StoreDamaged

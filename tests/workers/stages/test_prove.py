@@ -11,8 +11,9 @@ import pytest
 
 from eyrie_api.artifacts import digest_model, read_manifest, verify_files, write_model
 from eyrie_api.decisions.promotion import decide
-from eyrie_api.v1alpha1.job import DraftTreeShape, PromotionPolicy, ProveSpec
-from eyrie_api.v1alpha1.prove import ProveReport
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.promotion import PromotionPolicy
+from eyrie_api.v1alpha1.prove import ProveReport, ProveSpec
 from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.stages import Manifest, ProveStage
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting

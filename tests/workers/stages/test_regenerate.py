@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 from eyrie_api.artifacts import read_manifest, verify_files
-from eyrie_api.v1alpha1.job import DataSource, DataSpec, RegenerateSpec, SamplingSpec, TargetSpec
+from eyrie_api.v1alpha1.data import DataSource, DataSpec
+from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import RegenerateReport
+from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.stages import RegenerateStage
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.conversations.rows import AnsweredRow, read_rows
 from eyrie_workers.regeneration.generation_client import row_seed
 from eyrie_workers.speculation.engine import Engine

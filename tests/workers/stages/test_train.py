@@ -14,10 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from eyrie_api.artifacts import read_manifest, verify_files
-from eyrie_api.v1alpha1.job import DrafterSpec, TargetSpec, TrainSpec
+from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.records import STAGE_RECORD, MetricRecord
 from eyrie_api.v1alpha1.reports import TrainReport
 from eyrie_api.v1alpha1.stages import TrainStage
+from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.eagle3.checkpoint import load_drafter
 from eyrie_workers.features.shard_format import FeatureRow, StoreLayout
 from eyrie_workers.features.writer import FeatureWriter

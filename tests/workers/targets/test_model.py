@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from eyrie_api.errors import ArtifactCorrupt, TargetNotFound, UnsupportedTarget
-from eyrie_api.v1alpha1.job import TargetSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.targets.linear import Linear, rms_normalise
 from eyrie_workers.targets.loading import load_target, resolve, target_digest
 from tests.tiny import tiny_target

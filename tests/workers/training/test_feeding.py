@@ -8,7 +8,7 @@ import torch
 
 from eyrie_api.errors import ArtifactCorrupt
 from eyrie_api.v1alpha1.codecs import Codec
-from eyrie_api.v1alpha1.job import TargetSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.features.shard_format import StoreLayout, taught_positions
 from eyrie_workers.features.storage_backend import Directory
 from eyrie_workers.features.streaming import (

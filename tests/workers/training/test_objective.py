@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from eyrie_api.v1alpha1.job import TrainSpec
+from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.eagle3.model import Eagle3Drafter
 from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest
 from eyrie_workers.training.documents import PackedDocuments

@@ -8,7 +8,7 @@ told apart. "Here" is one target on one machine: the story's figures are of LLaM
 
 from collections.abc import Callable, Iterator
 
-from eyrie_api.v1alpha1.job import SGLANG_ALGORITHMS
+from eyrie_api.v1alpha1.drafter import SGLANG_ALGORITHMS
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_workers.comparison.report import Claim, CompareReport, Row, VariantReport, Verdict
 

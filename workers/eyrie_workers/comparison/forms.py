@@ -10,7 +10,7 @@ The engine knows none of these names. A family that the table lacks is put on th
 
 from typing import Literal, NamedTuple
 
-from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 
 Kind = Literal["chain", "static tree", "tree", "off"]
 

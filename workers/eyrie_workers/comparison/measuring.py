@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from eyrie_api.v1alpha1.job import BenchmarkSpec
+from eyrie_api.v1alpha1.benchmark import BenchmarkSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.tuning import OFF as OFF_SETTING
 from eyrie_api.v1alpha1.tuning import Setting

@@ -16,19 +16,16 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.job import (
-    BenchmarkSpec,
-    CaptureSpec,
-    DataSpec,
-    DrafterSpec,
-    DraftTreeShape,
-    Family,
-    RegenerateSpec,
-    TargetSpec,
-    TrainSpec,
-)
+from eyrie_api.v1alpha1.benchmark import BenchmarkSpec
+from eyrie_api.v1alpha1.capture import CaptureSpec
+from eyrie_api.v1alpha1.data import DataSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.drafter import DrafterSpec, Family
 from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.stages import BenchmarkStage, CaptureStage, RegenerateStage, TrainStage
+from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.comparison.forms import OFF, Kind, forms_of, shape
 
 JOB_ID = "compare"

@@ -12,18 +12,13 @@ from typing import NamedTuple, get_args
 from pydantic import ValidationError
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.job import (
-    QUICKSTART_SUITES,
-    DataSource,
-    DataSpec,
-    DrafterSpec,
-    DraftTreeShape,
-    Family,
-    RegenerateSpec,
-    SamplingSpec,
-    SuiteSpec,
-    TargetSpec,
-)
+from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES, SuiteSpec
+from eyrie_api.v1alpha1.data import DataSource, DataSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.drafter import DrafterSpec, Family
+from eyrie_api.v1alpha1.regeneration import RegenerateSpec
+from eyrie_api.v1alpha1.sampling import SamplingSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.comparison.plan import Budget, CompareSpec
 
 QUICKSTART = "quickstart"

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
-from eyrie_api.v1alpha1.job import SuiteSpec
+from eyrie_api.v1alpha1.benchmark import SuiteSpec
 
 HELD_OUT = "held-out"
 _QUICKSTART = "quickstart:"

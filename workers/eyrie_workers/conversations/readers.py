@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from eyrie_api.errors import InvalidInput, Transient
-from eyrie_api.v1alpha1.job import DataSource
+from eyrie_api.v1alpha1.data import DataSource
 from eyrie_api.v1alpha1.reports import QuarantinedRow
 from eyrie_workers.conversations.conversation import Conversation, Malformed, conversation, detect_layout
 

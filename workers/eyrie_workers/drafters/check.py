@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eyrie_api.errors import EyrieError
-from eyrie_api.v1alpha1.job import TargetSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.drafters.checkpoint.card import Card, read_card
 from eyrie_workers.drafters.eagle3.directory_format import CONFIG, ENGINES, WEIGHTS
 from eyrie_workers.drafters.registry import FAMILIES

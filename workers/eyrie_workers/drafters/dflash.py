@@ -43,7 +43,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyrie_api.errors import InvalidInput, UnsupportedTarget
-from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, TrainSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.checkpoint.card import Card
 from eyrie_workers.drafters.checkpoint.files import (
     CheckpointInvalid,

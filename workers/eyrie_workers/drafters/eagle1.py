@@ -50,7 +50,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyrie_api.errors import UnsupportedTarget
-from eyrie_api.v1alpha1.job import DrafterSpec, TrainSpec
+from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.checkpoint.card import Card
 from eyrie_workers.drafters.checkpoint.files import (
     CheckpointInvalid,

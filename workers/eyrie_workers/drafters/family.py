@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from eyrie_api.v1alpha1.job import DrafterSpec, TrainSpec
+from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.checkpoint.card import Card
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.drafters.validation.family_checks import Examine

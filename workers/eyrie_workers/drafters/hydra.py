@@ -39,7 +39,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from eyrie_api.v1alpha1.job import DrafterSpec, DraftTreeShape, TrainSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.checkpoint.card import Card
 from eyrie_workers.drafters.checkpoint.heads import HeadsConfig, HeadsForm, load_heads, save_heads
 from eyrie_workers.drafters.family import Family, final

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from eyrie_api.errors import EyrieError, InvalidInput
-from eyrie_api.v1alpha1.job import SamplingSpec
+from eyrie_api.v1alpha1.sampling import SamplingSpec
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARACTERS = 256

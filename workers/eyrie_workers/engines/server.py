@@ -36,7 +36,8 @@ from starlette.exceptions import HTTPException
 
 from eyrie_api.artifacts import code_version, write_atomically
 from eyrie_api.errors import EyrieError, InvalidInput, PortInUse
-from eyrie_api.v1alpha1.job import DraftTreeShape, TargetSpec
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import Method
 from eyrie_workers.engines.answers import Answer, Wanted, want
 from eyrie_workers.engines.meters import Meters

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from eyrie_api.errors import EyrieError, InvalidInput, Transient
-from eyrie_api.v1alpha1.job import EngineKind, TargetSpec
+from eyrie_api.v1alpha1.serving import EngineKind
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.engines.process import EngineCommand, followable, start_engine
 from eyrie_workers.engines.sglang import launch

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from eyrie_api.errors import InvalidInput, Permanent
-from eyrie_api.v1alpha1.job import RegenerateSpec, TargetSpec
+from eyrie_api.v1alpha1.regeneration import RegenerateSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.regeneration.generation_client import Answer, Asking, Prompt, Refusal
 
 _MAX_QUOTED = 300

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.job import RegenerateSpec
+from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_workers.conversations.rows import AnsweredRow, Ledger
 from eyrie_workers.regeneration.conversation_replay import Ended, answer_message, following, num_turns, opening, turn_id
 from eyrie_workers.regeneration.generation_client import Prompt, row_seed

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from eyrie_api.artifacts import write_model
 from eyrie_api.errors import InvalidInput, NoChatTemplate
-from eyrie_api.v1alpha1.job import DataSpec
+from eyrie_api.v1alpha1.data import DataSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import QuarantinedRow, QuarantineKind
 from eyrie_workers.conversations.conversation import Conversation

@@ -31,8 +31,9 @@ from pydantic import Field, ValidationError
 from eyrie_api.artifacts import digest_bytes, digest_model
 from eyrie_api.artifacts.store import AlreadyWritten, ArtifactStore
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, InvalidInput, Permanent, Transient
-from eyrie_api.v1alpha1.job import RegenerateSpec, TargetSpec
 from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.regeneration import RegenerateSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.regeneration.endpoint import endpoint_of
 from eyrie_workers.regeneration.generation_client import Answer, Prompt, Refusal
 from eyrie_workers.regeneration.online import OnlineEngine

@@ -31,7 +31,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.speculation.noise import RowNoise
 
 NO_TOKEN = -1

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.job import SamplingSpec
+from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.speculation.noise import NoiseTable
 
 FinishReason = Literal["stop", "length"]

@@ -14,7 +14,7 @@ import heapq
 from functools import cache
 from typing import NamedTuple
 
-from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 
 # Chance that the guess of each rank is the target's greedy choice, the path to it being right. Measured on an EAGLE-3
 # drafter of the quickstart target (480 conversations, 6 epochs; 562 positions of 16 prompts of its suites):

@@ -32,8 +32,8 @@ from pathlib import Path
 import torch
 
 from eyrie_api.errors import ArtifactMissing, Conflict, DiskTooSmall, NoUsableData
+from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.codecs import StoredAs, candidates, choose, final_codec
-from eyrie_api.v1alpha1.job import CaptureSpec
 from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice
 from eyrie_api.v1alpha1.stages import CaptureStage
 from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, read_meta, read_rows

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from eyrie_api.errors import EyrieError, NoUsableData
-from eyrie_api.v1alpha1.job import TargetSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.conversations.rows import ROWS, read_rows
 from eyrie_workers.targets.layers import choose_aux_layers
 from eyrie_workers.targets.loading import load_target, resolve

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from eyrie_api.artifacts import digest_file
 from eyrie_api.errors import ArtifactCorrupt, TargetNotFound, UnsupportedTarget
-from eyrie_api.v1alpha1.job import TargetSpec
-from eyrie_api.v1alpha1.targets import TRAINED_HERE, trained_here
+from eyrie_api.v1alpha1.targets import TRAINED_HERE, TargetSpec, trained_here
 from eyrie_workers.targets.config import read_config, read_json
 from eyrie_workers.targets.device import chosen
 from eyrie_workers.targets.model import TargetModel

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eyrie_api.v1alpha1.job import TargetSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.features.shard_format import StoreLayout
 from eyrie_workers.features.storage_backend import open_place
 from eyrie_workers.features.store import FeatureStore, PackedFeatures

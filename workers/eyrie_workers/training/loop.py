@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from eyrie_api.errors import LossDiverged
-from eyrie_api.v1alpha1.job import TrainSpec
+from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.training.batch_loader import Batch, BatchLoader
 from eyrie_workers.training.distributed import ALONE, World
 from eyrie_workers.training.objective import Objective, StepContext, TargetDistribution

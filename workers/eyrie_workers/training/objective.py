@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from eyrie_api.v1alpha1.job import TrainSpec
+from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.features.topk_logits import opinion_rows
 from eyrie_workers.targets.device import CPU, on
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary

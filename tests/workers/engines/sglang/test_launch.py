@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyrie_api.errors import UnsupportedTarget
-from eyrie_api.v1alpha1.job import SGLANG_ALGORITHMS, DraftTreeShape, Family
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.drafter import SGLANG_ALGORITHMS, Family
 from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, OperatingPoint, Setting
 from eyrie_workers.engines.sglang.launch import (
     LaunchPlan,

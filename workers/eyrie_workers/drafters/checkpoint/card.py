@@ -27,8 +27,9 @@ from pydantic import Field, JsonValue, ValidationError
 
 from eyrie_api.artifacts import digest_file, write_atomically
 from eyrie_api.errors import ArtifactCorrupt, EyrieError, InvalidInput
-from eyrie_api.v1alpha1.job import SGLANG_ALGORITHMS, DrafterSpec, TargetSpec
+from eyrie_api.v1alpha1.drafter import SGLANG_ALGORITHMS, DrafterSpec
 from eyrie_api.v1alpha1.model import Digest, Frozen
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.drafters.eagle3.directory_format import CARD, CONFIG, README, WEIGHTS
 from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.loading import target_digest

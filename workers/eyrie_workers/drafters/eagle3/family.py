@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.job import DrafterSpec, TrainSpec
+from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.checkpoint.card import Card
 from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid
 from eyrie_workers.drafters.eagle3.checkpoint import load_drafter, save_drafter

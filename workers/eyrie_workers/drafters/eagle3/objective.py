@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from eyrie_api.v1alpha1.job import TrainSpec
+from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.eagle3.flops import step_flops
 from eyrie_workers.drafters.eagle3.model import Eagle3Drafter, Eagle3Weights
 from eyrie_workers.drafters.eagle3.unroll import SharedProjections, shared_projections, unroll

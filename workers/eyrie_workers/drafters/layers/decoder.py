@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.job import DrafterSpec
+from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_workers.drafters.checkpoint.files import rope_json
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.training.fused import mlp, normed_linear, rms_norm, turn

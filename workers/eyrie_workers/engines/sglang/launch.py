@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from eyrie_api.decisions.capture_support import PLUGIN_ARCHITECTURES, require_block_capture, require_capture
-from eyrie_api.v1alpha1.job import Dtype
+from eyrie_api.v1alpha1.targets import Dtype
 from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, Setting
 from eyrie_workers.engines.sglang.profiles import (
     AttentionNeeds,

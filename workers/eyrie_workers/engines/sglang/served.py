@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from eyrie_api.decisions.capture_support import SUPPORTED_BY_SGLANG
-from eyrie_api.v1alpha1.job import SGLANG_ALGORITHMS, Family
+from eyrie_api.v1alpha1.drafter import SGLANG_ALGORITHMS, Family
 from eyrie_workers.engines.sglang.profiles import AttentionNeeds
 from eyrie_workers.targets.sglang_limits import Unlaunchable, context_length, positive_integer
 

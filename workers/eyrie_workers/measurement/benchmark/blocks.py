@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.conversations.benchmark_suites import Prompt

@@ -4,7 +4,7 @@ lines."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.model import Frozen
 
 BASELINE = "baseline"

@@ -14,7 +14,7 @@ import torch
 
 from eyrie_api.artifacts import digest_model
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.job import BenchmarkSpec
+from eyrie_api.v1alpha1.benchmark import BenchmarkSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport
 from eyrie_api.v1alpha1.stages import BenchmarkStage, ProveStage, TuneStage

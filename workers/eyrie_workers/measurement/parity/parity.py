@@ -25,9 +25,10 @@ from pathlib import Path
 import numpy as np
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.job import DraftTreeShape, EngineKind
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.prove import ParityReport
+from eyrie_api.v1alpha1.serving import EngineKind
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.intervals import FloatArray, acceptance_length, add_histograms, interval_around, standard_error
 from eyrie_workers.measurement.parity.evidence import Evidence

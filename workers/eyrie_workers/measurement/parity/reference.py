@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from eyrie_api.v1alpha1.job import DraftTreeShape, EngineKind
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.serving import EngineKind
 from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.measurement.parity.evidence import Evidence

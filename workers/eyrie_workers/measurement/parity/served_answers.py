@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from eyrie_api.v1alpha1.job import EngineKind
+from eyrie_api.v1alpha1.serving import EngineKind
 from eyrie_workers.engines.process import EngineFailed
 
 _TIMEOUT_S = 600.0

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pydantic import ValidationError
 
-from eyrie_api.v1alpha1.job import DraftTreeShape, TuneSpec
-from eyrie_api.v1alpha1.tuning import OFF, Setting
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.tuning import OFF, Setting, TuneSpec
 from eyrie_workers.conversations.benchmark_suites import Prompt, select
 from eyrie_workers.measurement.tuner.predict import Prediction
 

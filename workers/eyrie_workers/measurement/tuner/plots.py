@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from eyrie_api.v1alpha1.job import DraftTreeShape
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, Setting, Trial
 from eyrie_workers.figure_style import (

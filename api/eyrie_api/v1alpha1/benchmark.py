@@ -1,0 +1,41 @@
+"""How checkpoints are benchmarked: suites of prompts, temperatures, tree."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.model import Frozen, Name
+
+
+class SuiteSpec(Frozen):
+    """A held-out set of prompts."""
+
+    name: Name
+    path: str = Field(min_length=1, max_length=4096)
+    """`quickstart:<suite>`, a JSONL file of `messages` or `prompt` rows, `held-out` for the prompts split off the
+    data, or a Hub data set: `openai/gsm8k`, `openai/openai_humaneval`, `lmsys/mt_bench` layouts are understood."""
+
+    max_prompts: int = Field(8, ge=1, le=100_000)
+    required: bool = True
+    """Whether promotion demands a speed-up in this suite."""
+
+QUICKSTART_SUITES = tuple(
+    SuiteSpec(name=name, path=f"quickstart:{name}") for name in ("chat", "math", "code", "tools")
+)
+
+
+class BenchmarkSpec(Frozen):
+    """How every checkpoint is measured in the decode engine, against the same engine without a drafter."""
+
+    suites: tuple[SuiteSpec, ...] = Field(QUICKSTART_SUITES, min_length=1, max_length=64)
+    temperatures: tuple[Annotated[float, Field(ge=0.0, le=4.0)], ...] = Field((0.0, 1.0), min_length=1)
+    tree: DraftTreeShape = DraftTreeShape()
+    max_new_tokens: int = Field(96, ge=2, le=131_072)
+    repeats: int = Field(1, ge=1, le=100)
+    """Interleaved repetitions of every prompt in every variant."""
+
+    warmup_prompts: int = Field(2, ge=0, le=1000)
+    seed: int = Field(0, ge=0, le=2**31 - 1)
+    threads: int | None = Field(None, ge=1, le=1024)
+    """CPU threads of the engine; default: all."""

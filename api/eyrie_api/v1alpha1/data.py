@@ -1,0 +1,51 @@
+"""Where a job's conversations come from, and how they are mixed, filtered and split."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from eyrie_api.v1alpha1.model import Frozen, Probability
+
+
+class DataSource(Frozen):
+    """One source of conversations."""
+
+    path: str = Field(min_length=1, max_length=4096)
+    """JSONL or parquet file, Hub data set id, or `quickstart` for locally generated conversations."""
+
+    format: Literal["auto", "messages", "sharegpt"] = "auto"
+    """Row layout: OpenAI `messages`, ShareGPT `conversations`, or decided by the first readable row."""
+
+    split: str = "train"
+    """Split of a Hub data set."""
+
+    weight: float = Field(1.0, gt=0.0, le=1e6)
+    """Share of the mix, relative to the other sources."""
+
+    max_rows: int | None = Field(None, ge=1)
+    """Read at most this many rows."""
+
+
+class DataSpec(Frozen):
+    """The conversations whose last assistant turn the target answers anew."""
+
+    sources: tuple[DataSource, ...] = Field(min_length=1, max_length=64)
+
+    max_conversations: int = Field(1000, ge=1, le=100_000_000)
+    """Conversations drawn from the mix."""
+
+    held_out_fraction: Probability = 0.02
+    """Share of prompts split off by hash before anything else; never answered for training, never trained on."""
+
+    max_prompt_tokens: int = Field(1024, ge=8, le=1_048_576)
+    """Longer prompts are quarantined, with the reason."""
+
+    near_duplicates: float | None = Field(None, gt=0.0, le=1.0)
+    """Leave out prompts whose similarity to an earlier one (Jaccard, by MinHash) reaches this; 0.8 is usual.
+    Not set, only equal prompts are left out."""
+
+    overlaps: Literal["report", "drop"] = "report"
+    """What becomes of conversations that share 13 words in a row with a benchmark suite. Whole prompts of a suite are
+    always left out."""
+
+    seed: int = Field(0, ge=0, le=2**63 - 1)

@@ -1,0 +1,77 @@
+"""When a candidate replaces the incumbent, how traffic moves to it, and what happens when acceptance drifts."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from eyrie_api.v1alpha1.model import Frozen, Probability
+
+
+class CanarySpec(Frozen):
+    """How traffic moves to a new revision."""
+
+    shares: tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...] = (0.2,)
+    """Shares of the requests it gets, step by step, before all of them; empty switches at once."""
+
+    min_requests: int = Field(5, ge=0, le=1_000_000)
+    """Requests a step must have answered before the next, unless `max_step_s` passes first."""
+
+    max_step_s: float = Field(10.0, ge=0.0, le=86_400.0)
+    """A quiet endpoint must not wait for ever: the step ends after this long."""
+
+    @model_validator(mode="after")
+    def _ascending(self) -> "CanarySpec":
+        if list(self.shares) != sorted(set(self.shares)):
+            raise ValueError(f"canary.shares {list(self.shares)} must ascend: traffic moves to the new revision step "
+                             "by step, as in [0.05, 0.2, 0.5]")
+        return self
+
+
+class DriftSpec(Frozen):
+    """What happens when live acceptance sinks slowly: the traffic has moved away from the training data."""
+
+    ratio: Probability = 0.85
+    """Drift is told when windowed tau stays below this share of the proven one for `windows` windows in a row."""
+
+    windows: int = Field(3, ge=1, le=1000)
+    window_s: float = Field(60.0, ge=0.0, le=86_400.0)
+    """A window lasts at least this long, and as many verify rounds as a mean can be believed of."""
+
+    action: Literal["ignore", "offer", "retrain"] = "offer"
+    """offer: an event and a ready-made job spec. retrain: the job is started."""
+
+    traffic_file: str | None = Field(None, max_length=4096)
+    """JSONL of recent requests (`messages` rows) to retrain on; default: what the gateway recorded, when told to
+    (`serve.record_prompts`)."""
+
+
+class PromotionPolicy(Frozen):
+    """When a candidate replaces the incumbent."""
+
+    mode: Literal["auto", "manual", "never"] = "auto"
+    min_speedup: float = Field(1.05, gt=0.0)
+    """Over no drafter, in every required suite and temperature, and at every declared load (prove.loads)."""
+
+    min_speedup_over_incumbent: float = Field(1.02, gt=0.0)
+    """Over the incumbent's speed-up, averaged over suites and temperatures, and at the declared loads together."""
+
+    require_identical: bool = True
+    """Refuse when any greedy or position-keyed sampled output differed from the target's."""
+
+    require_confidence: bool = True
+    """The lower end of the 95 % interval of the speed-up at each declared load must be above 1."""
+
+    max_ttft_p99_ratio: float = Field(1.5, gt=0.0)
+    """p99 time to first token against no drafter, at each declared load; the median where a load was asked fewer than
+    100 times (prove.requests), since p99 would then be one request. The bound is loose on purpose."""
+
+    ttft_tolerance_s: float = Field(0.05, ge=0.0)
+    """A first token that comes at most this much later than without a drafter passes whatever the ratio: nobody feels
+    it, and where prefill takes milliseconds a round of drafting is a multiple of it."""
+
+    max_ttft_p99_s: float | None = Field(None, gt=0.0)
+    min_speedup_changed_prompt: float = Field(1.0, gt=0.0)
+    """With prove.system_prompt in place of the prompts' own."""
+
+    canary: CanarySpec = CanarySpec()
+    drift: DriftSpec = DriftSpec()

@@ -1,0 +1,54 @@
+"""The endpoint that the winning drafter is promoted to."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from eyrie_api.v1alpha1.model import Frozen, Name, Probability
+from eyrie_api.v1alpha1.requests import PlacementRequest
+
+EngineKind = Literal["embedded", "sglang"]
+
+
+class ServeSpec(Frozen):
+    """The endpoint the winner is promoted to."""
+
+    enabled: bool = True
+    engine: EngineKind = "embedded"
+    """What serves, and what the candidate is proven in: our reference engine, or SGLang."""
+
+    endpoint: Name = "default"
+    port: int = Field(0, ge=0, le=65535)
+    """Stable port on this machine; 0 picks a free one when the endpoint is created and keeps it."""
+
+    max_concurrency: int = Field(8, ge=1, le=1024)
+    """Requests decoded at once; more wait in line."""
+
+    health_timeout_s: float | None = Field(None, gt=0.0)
+    """A new engine that is not healthy by then is rolled back. Default: 60; 600 for SGLang, which loads weights and
+    captures graphs for minutes. Raise it for a target of hundreds of gigabytes."""
+
+    min_acceptance_ratio: Probability = 0.5
+    """Roll back when served acceptance length falls below this share of the benchmarked one."""
+
+    record_prompts: int = Field(0, ge=0, le=1_000_000)
+    """Keep the messages of this many latest chat requests, to retrain on when the traffic drifts; 0 keeps none.
+    Privacy: users' words are written in clear to `traffic.jsonl` of the endpoint's directory, readable by the
+    operating user alone (mode 0600), never sent anywhere, and pushed out by newer ones. Tell your users."""
+
+    replicas: int | None = Field(None, ge=1, le=1000)
+    """On a cluster; default: the administrator's."""
+
+    hardware_profile: str | None = Field(None, min_length=1, max_length=64)
+    """On a cluster, what SGLang is launched for (`eyrie_workers.engines.sglang.profiles`); default: the
+    administrator's."""
+
+    placement: PlacementRequest = PlacementRequest()
+    """On a cluster, over the administrator's placement of engines."""
+
+    @property
+    def healthy_within_s(self) -> float:
+        """`health_timeout_s`, or its default for the engine."""
+        if self.health_timeout_s is not None:
+            return self.health_timeout_s
+        return 600.0 if self.engine == "sglang" else 60.0

@@ -1,0 +1,85 @@
+"""Which candidates are trained from the same captured states."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue, model_validator
+
+from eyrie_api.v1alpha1.drafter import Family
+from eyrie_api.v1alpha1.model import Frozen
+
+
+class SweepAxis(Frozen):
+    """One setting, and the values tried for it: a list, or for `sweep.random` also a range."""
+
+    field: str = Field(pattern=r"^(train|drafter)\.[a-z0-9_]+$")
+    """Dotted field of this spec, for example `train.learning_rate`."""
+
+    values: tuple[JsonValue, ...] = Field((), max_length=64)
+    low: float | None = Field(None, allow_inf_nan=False)
+    """Lower end of the range; both ends may be drawn. Whole numbers are drawn for fields that take no others."""
+
+    high: float | None = Field(None, allow_inf_nan=False)
+    log: bool = False
+    """Draw the logarithm evenly, as suits learning rates: from 1e-4 to 1e-2 as many below 1e-3 as above."""
+
+    @property
+    def is_range(self) -> bool:
+        """Whether values are drawn between two ends."""
+        return not self.values
+
+    @model_validator(mode="after")
+    def _a_list_or_a_range(self) -> "SweepAxis":
+        ends = (self.low, self.high)
+        if bool(self.values) == (ends != (None, None)):
+            raise ValueError(f"sweep axis {self.field!r} needs values, or low and high, and not both: write "
+                             "values: [..], or low: .. and high: ..")
+        if self.values:
+            if self.log:
+                raise ValueError(f"sweep axis {self.field!r} lists values and says log, which is for a range: "
+                                 "leave log out")
+            return self
+        if self.low is None or self.high is None or self.low >= self.high:
+            raise ValueError(f"sweep axis {self.field!r}: low {self.low} and high {self.high} are no range: "
+                             "give both, low below high")
+        if self.log and self.low <= 0:
+            raise ValueError(f"sweep axis {self.field!r}: low {self.low:g} has no logarithm: raise it above 0, or "
+                             "leave log out")
+        return self
+
+
+class SweepSpec(Frozen):
+    """Candidates trained from the same captured states: the grid of all axes, or draws from them; no axis means one
+    candidate."""
+
+    axes: tuple[SweepAxis, ...] = Field((), max_length=8)
+    families: tuple[Family, ...] = Field((), max_length=16)
+    """Families trained beside each other, each at every point of the grid; default: drafter.family alone."""
+
+    max_candidates: int = Field(16, ge=1, le=256)
+    random: int | None = Field(None, ge=1, le=256)
+    """Instead of the whole grid, so many points drawn from the axes (for each family the same ones)."""
+
+    seed: int = Field(0, ge=0, le=2**31 - 1)
+    """Of the draws."""
+
+    together: Literal["auto", "always", "never"] = "auto"
+    """Whether one program trains all candidates: states are read once, the target is asked once, and `rungs` stop what
+    will not win. auto: together, except on a cluster whose training pods have more than one GPU each or order a
+    TrainJob. never: each candidate in a pod of its own, all to the end: sooner done where GPUs are free."""
+
+    rungs: tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...] = Field((0.25, 0.5), max_length=8)
+    """Successive halving: at these shares of the training, the half of a family's candidates with the lower simulated
+    speed-up stops, with a checkpoint. Empty trains all to the end. Only for candidates trained together."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> "SweepSpec":
+        if list(self.rungs) != sorted(set(self.rungs)):
+            raise ValueError(f"sweep.rungs {list(self.rungs)} must ascend: write {sorted(set(self.rungs))}")
+        ranges = [axis.field for axis in self.axes if axis.is_range]
+        if ranges and self.random is None:
+            raise ValueError(f"sweep axis {ranges[0]!r} is a range, of which a grid has no points: say sweep.random, "
+                             "how many points to draw, or list values")
+        if self.random is not None and not self.axes:
+            raise ValueError(f"sweep.random is {self.random} and there is no axis to draw from: give sweep.axes, or "
+                             "leave sweep.random out")
+        return self

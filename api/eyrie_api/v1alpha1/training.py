@@ -1,0 +1,74 @@
+"""How one drafter is trained: objective, optimiser, schedule, checkpoints."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from eyrie_api.v1alpha1.model import Frozen, Probability
+
+
+class TrainSpec(Frozen):
+    """How one drafter is trained."""
+
+    ttt_length: int = Field(7, ge=1, le=16)
+    """Drafter steps unrolled per position. Match or exceed the depth you will serve."""
+
+    step_decay: float = Field(0.8, gt=0.0, le=1.0)
+    """Weight of TTT step s is step_decay ** s (EAGLE-3 reference: 0.8)."""
+
+    unrolled_fraction: float = Field(0.33, gt=0.0, le=1.0)
+    """Share of the answer positions unrolled beyond the first TTT step, drawn anew at every optimiser step. Neighbours
+    predict the same tokens, so a third of them teaches nearly as much for less than half of the arithmetic."""
+
+    single_step_ratio: Probability = 0.45
+    """Share of the optimiser steps, at the beginning, that train the first TTT step alone: it is what the later steps
+    build on, and costs a seventh."""
+
+    loss: Literal["kl", "tv", "lk", "lk_hybrid"] = "kl"
+    """kl: match the target's distribution. tv, lk (minus log), lk_hybrid (kl first, then tv): raise the chance that a
+    sampled draft token is accepted (arXiv:2602.23881); for drafters served at temperature above 0."""
+
+    normalisation: Literal["token", "sequence"] = "token"
+    """Whether every supervised token of a batch weighs the same, or every answer, however long."""
+
+    learning_rate: float | None = Field(None, gt=0.0, le=1.0)
+    """Peak; default: the family's own, measured on the quickstart target. Targets of billions of parameters want less:
+    5e-5 to 6e-4 is what others train EAGLE-3 with."""
+
+    warmup_ratio: Probability = 0.05
+    schedule: Literal["cosine", "wsd", "constant"] = "wsd"
+    """wsd: warm up, stay, decay linearly over the last fifth."""
+
+    weight_decay: float = Field(0.0, ge=0.0, le=1.0)
+    beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    beta2: float = Field(0.95, ge=0.0, lt=1.0)
+    max_grad_norm: float = Field(0.5, gt=0.0)
+    epochs: float = Field(4.0, gt=0.0, le=1000.0)
+    max_steps: int | None = Field(None, ge=1)
+    """Stop after this many optimiser steps even if epochs remain."""
+
+    early_stop_patience: int | None = Field(None, ge=1, le=1000)
+    """Stop after this many evaluations in a row without a better simulated speed-up on held-out rows (about ten are
+    made over a run). A wsd run stopped early misses its decay. Default: never."""
+
+    max_tokens_per_batch: int = Field(2048, ge=64)
+    """Packed tokens per step, over all processes. What autograd keeps is bounded and does not grow with it."""
+
+    num_checkpoints: int = Field(3, ge=1, le=100)
+    """Exported drafters, evenly spaced over the run, the last at its end; each is benchmarked."""
+
+    save_every_steps: int = Field(50, ge=1)
+    """Resumable training state is written this often."""
+
+    seed: int = Field(0, ge=0, le=2**31 - 1)
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the matrix products; all else is float32. auto: bfloat16 where the hardware multiplies it natively."""
+
+    grad_checkpoint: bool = False
+    """Keep less of the MLP for the gradient and compute it again: memory for arithmetic."""
+
+    threads: int | None = Field(None, ge=1, le=1024)
+    """CPU threads of each process; default: all."""
+
+    trackers: tuple[Literal["mlflow", "wandb", "tensorboard"], ...] = Field((), max_length=3)
+    """Where curves are sent besides the job's own record; each finds its server in its own environment variables."""
