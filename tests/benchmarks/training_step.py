@@ -30,10 +30,10 @@ from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.eagle3.flops import peak_rate, step_flops
 from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
 from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest
+from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.device import chosen, on
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.objective import StepContext
 
 _PARSER = argparse.ArgumentParser(prog="python -m tests.benchmarks.training_step", description=__doc__,
@@ -64,12 +64,12 @@ def drafter_of(options: argparse.Namespace) -> Eagle3Drafter:
     return Eagle3Drafter(config, DraftVocabulary(torch.arange(0, vocab, vocab // draft)[:draft], vocab))
 
 
-def documents_of(options: argparse.Namespace, longer: int = 0) -> PackedDocuments:
+def documents_of(options: argparse.Namespace, longer: int = 0) -> PackedBatch:
     """Random states; of each document the first share is prompt."""
     lengths = tuple(int(length) + longer for length in options.lengths.split(","))
     total = sum(lengths)
     mask = torch.cat([torch.arange(length) >= round(options.prompt * length) for length in lengths])
-    return PackedDocuments(torch.randint(options.vocab, (total,)), mask,
+    return PackedBatch(torch.randint(options.vocab, (total,)), mask,
                            torch.randn(total, options.aux, options.hidden), torch.randn(total, options.hidden), lengths)
 
 

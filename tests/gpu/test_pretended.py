@@ -21,6 +21,7 @@ from eyrie_kernels import packed_attention, soft_target_loss
 from eyrie_workers.drafters.eagle3 import flops
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.drafters.registry import FAMILIES, open_drafter
+from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.measurement.parity.round_replay import Retracer
 from eyrie_workers.speculation.engine import Engine, Request
@@ -28,13 +29,13 @@ from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Stage
 from eyrie_workers.targets.device import CPU, on
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
-from eyrie_workers.training.documents import PackedDocuments, join
 from eyrie_workers.training.evaluation import evaluate
 from eyrie_workers.training.objective import StepContext
 from tests.benchmarks import training_step as training_bench
 from tests.benchmarks.calibration.measure import measure as calibrating
 from tests.benchmarks.quickstart.entropy import sureness
 from tests.gpu.pretended import GPU, Apart, PretendedGpu
+from tests.packed_rows import pack_rows
 from tests.tiny import tiny_target
 from tests.workers.measurement.tiny_bench import stage_specs
 from tests.workers.stages import test_benchmark as benchmarking
@@ -104,13 +105,13 @@ def test_hidden_states_are_those_of_the_processor(gpu: PretendedGpu, target_dir:
         assert all(one.is_cuda for one in others)
 
 
-def documents_for(target_dir: Path, layers: tuple[int, ...]) -> PackedDocuments:
+def documents_for(target_dir: Path, layers: tuple[int, ...]) -> PackedBatch:
     target, parts = load_target(target_dir), []
     for length in (30, 21):
         ids = torch.randint(3, 320, (length,), generator=torch.Generator().manual_seed(length))
         [(aux, last)] = target.hidden_states([ids], layers or (1,))
-        parts.append(join([(ids, torch.arange(length) >= 6, aux.clone(), last.clone())]))
-    return join([(one.token_ids, one.loss_mask, one.aux, one.last) for one in parts])
+        parts.append(pack_rows([(ids, torch.arange(length) >= 6, aux.clone(), last.clone())]))
+    return pack_rows([(one.token_ids, one.loss_mask, one.aux, one.last) for one in parts])
 
 
 def made(name: str, target_dir: Path, ends: TargetEmbeddings) -> tuple[Any, tuple[int, ...]]:

@@ -29,8 +29,8 @@ from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.layers import choose_aux_layers
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.training.documents import join
 from eyrie_workers.training.objective import StepContext
+from tests.packed_rows import pack_rows
 from tests.sglang.servers import READY_S, ROOT, STAND_IN, environment, program
 from tests.tiny import tiny_target
 
@@ -79,7 +79,7 @@ def drafter(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Pa
                                  128, torch.float32)
     optimiser = torch.optim.Adam(module.parameters(), lr=2e-3)
     for step in range(60):
-        loss = objective(join(rows), StepContext(step, 60, 0)).loss
+        loss = objective(pack_rows(rows), StepContext(step, 60, 0)).loss
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

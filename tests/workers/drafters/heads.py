@@ -14,14 +14,15 @@ from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.family import Family
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
+from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.engine import Engine, Generation, Request
 from eyrie_workers.speculation.protocol import SettledPairs
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.training.documents import PackedDocuments, join
 from eyrie_workers.training.evaluation import Evaluation, evaluate
 from eyrie_workers.training.objective import Objective, StepContext
+from tests.packed_rows import pack_rows
 from tests.tiny import tiny_target
 
 HEADS = 4
@@ -41,13 +42,13 @@ class World:
 
     target: TargetModel
     ends: TargetEmbeddings
-    documents: tuple[PackedDocuments, ...]
+    documents: tuple[PackedBatch, ...]
     vocabulary: DraftVocabulary
 
     @property
-    def packed(self) -> PackedDocuments:
+    def packed(self) -> PackedBatch:
         """All documents, end to end."""
-        return join([(one.token_ids, one.loss_mask, one.aux, one.last) for one in self.documents])
+        return pack_rows([(one.token_ids, one.loss_mask, one.aux, one.last) for one in self.documents])
 
 
 def world(path: Path, num_documents: int = 12) -> World:
@@ -60,7 +61,7 @@ def world(path: Path, num_documents: int = 12) -> World:
     for request, answer in zip(asked, Engine(target, max_concurrency=6).generate(asked), strict=True):
         ids = torch.tensor([*request.prompt_ids, *answer.token_ids])
         [(aux, last)] = target.hidden_states([ids], (target.config.num_layers,))
-        documents.append(join([(ids, torch.arange(len(ids)) >= PROMPT, aux.clone(), last.clone())]))
+        documents.append(pack_rows([(ids, torch.arange(len(ids)) >= PROMPT, aux.clone(), last.clone())]))
     vocabulary = DraftVocabulary(torch.tensor([i for i in range(320) if i % 5 != 4]), 320)
     return World(target, read_target_embeddings(path, False), tuple(documents), vocabulary)
 
@@ -117,7 +118,7 @@ def answers(of: World, drafter: Any, shape: DraftTreeShape | None, sampling: Sam
     return Engine(of.target, drafter, max_concurrency=max_concurrency).generate(asked, shape)
 
 
-def pairs_until(of: PackedDocuments, root: int) -> SettledPairs:
+def pairs_until(of: PackedBatch, root: int) -> SettledPairs:
     """Pairs 0 .. root of one document, for row 0."""
     return SettledPairs(rows=torch.tensor([0]), starts=torch.tensor([0]), lengths=torch.tensor([root + 1]),
                         tokens=of.token_ids[None, 1: root + 2], aux=of.aux[None, : root + 1])

@@ -26,12 +26,13 @@ from eyrie_workers.drafters.dflash import (
 )
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.drafters.registry import open_drafter
+from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.protocol import NO_TOKEN, SettledPairs
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.training.documents import PackedDocuments, join
 from eyrie_workers.training.objective import StepContext
+from tests.packed_rows import pack_rows
 from tests.tiny import tiny_target
 
 VOCAB, HIDDEN, STEPS, LAYERS = 320, 32, 3, (1, 2, 3)
@@ -63,10 +64,10 @@ def drafter_for(target: TargetModel, layers: tuple[int, ...] = LAYERS, **spec: o
     return drafter
 
 
-def documents(lengths: tuple[int, ...], dtype: torch.dtype = torch.float32) -> PackedDocuments:
+def documents(lengths: tuple[int, ...], dtype: torch.dtype = torch.float32) -> PackedBatch:
     """Documents whose second half is the answer."""
     generator = torch.Generator().manual_seed(7)
-    return join([(torch.randint(VOCAB, (length,), generator=generator), torch.arange(length) >= length // 2,
+    return pack_rows([(torch.randint(VOCAB, (length,), generator=generator), torch.arange(length) >= length // 2,
                   torch.randn(length, len(LAYERS), HIDDEN, generator=generator).to(dtype),
                   torch.randn(length, HIDDEN, generator=generator).to(dtype)) for length in lengths])
 

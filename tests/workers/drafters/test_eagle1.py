@@ -30,15 +30,16 @@ from eyrie_workers.drafters.eagle1 import (
 )
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.drafters.registry import open_drafter
+from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.speculation.protocol import DraftStep, SettledPairs
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.rotary import Rotary
-from eyrie_workers.training.documents import PackedDocuments, join
 from eyrie_workers.training.objective import StepContext
 from eyrie_workers.training.unroll_plan import lay_out
+from tests.packed_rows import pack_rows
 from tests.tiny import tiny_target
 
 STEPS, LONGEST = 4, 64
@@ -64,7 +65,7 @@ def ends(target: TargetModel) -> TargetEmbeddings:
 
 
 @pytest.fixture(scope="module")
-def documents(target: TargetModel) -> PackedDocuments:
+def documents(target: TargetModel) -> PackedBatch:
     """The target's own greedy answers and its states, as capture stores them."""
     generator, rows = torch.Generator().manual_seed(1), []
     prompts = [torch.randint(3, 320, (length,), generator=generator).tolist() for length in (5, 9, 3, 7)]
@@ -74,7 +75,7 @@ def documents(target: TargetModel) -> PackedDocuments:
         ids = torch.tensor(prompt + answer.token_ids)
         (aux, last), = target.hidden_states([ids], (target.config.num_layers,))
         rows.append((ids, torch.arange(ids.numel()) >= len(prompt), aux, last))
-    return join(rows)
+    return pack_rows(rows)
 
 
 def new_drafter(target: TargetModel, ends: TargetEmbeddings, seed: int = 0, **spec: Any) -> Eagle1Drafter:
@@ -134,7 +135,7 @@ def naive_features(drafter: Eagle1Drafter, ends: TargetEmbeddings, ids: torch.Te
     return x + layer.mlp.down_proj(F.silu(layer.mlp.gate_proj(normed)) * layer.mlp.up_proj(normed))
 
 
-def naive_loss(drafter: Eagle1Drafter, ends: TargetEmbeddings, documents: PackedDocuments,
+def naive_loss(drafter: Eagle1Drafter, ends: TargetEmbeddings, documents: PackedBatch,
                moment: StepContext) -> torch.Tensor:
     """CE + 10 SmoothL1, each the mean over positions i whose tokens i+1 and i+2 are the target's."""
     read = noisy(documents.aux[:, 0], documents.lengths, moment)
@@ -156,7 +157,7 @@ def naive_loss(drafter: Eagle1Drafter, ends: TargetEmbeddings, documents: Packed
 
 
 def test_loss_and_every_gradient_equal_the_naive_reading_in_double_precision(
-        target: TargetModel, ends: TargetEmbeddings, documents: PackedDocuments) -> None:
+        target: TargetModel, ends: TargetEmbeddings, documents: PackedBatch) -> None:
     drafter, moment = shaken(new_drafter(target, ends)).double(), StepContext(3, 10, seed=4)
     expected = naive_loss(drafter, ends, documents, moment)
     expected.backward()
@@ -173,7 +174,7 @@ def test_loss_and_every_gradient_equal_the_naive_reading_in_double_precision(
 
 
 def test_documents_packed_together_predict_what_each_predicts_alone(
-        target: TargetModel, ends: TargetEmbeddings, documents: PackedDocuments) -> None:
+        target: TargetModel, ends: TargetEmbeddings, documents: PackedBatch) -> None:
     learner = objective(shaken(new_drafter(target, ends)), ends)
     together = learner(documents)
     alone = [learner(some(documents, number, number + 1)) for number in range(len(documents.lengths))]
@@ -186,7 +187,7 @@ def test_documents_packed_together_predict_what_each_predicts_alone(
 
 
 def test_training_takes_one_step_and_judging_takes_all(
-        target: TargetModel, ends: TargetEmbeddings, documents: PackedDocuments) -> None:
+        target: TargetModel, ends: TargetEmbeddings, documents: PackedBatch) -> None:
     learner = objective(shaken(new_drafter(target, ends)), ends)
     learnt, judged = learner(documents, StepContext(0, 1, 0)), learner(documents)
     assert learnt.supervised == judged.hits[0].numel()
@@ -209,16 +210,16 @@ def test_noise_is_bounded_by_the_size_of_each_state_and_belongs_to_document_and_
     assert not torch.equal(whole, noisy(features, (6, 14), StepContext(3, 9, seed=1)))
 
 
-def some(documents: PackedDocuments, first: int, stop: int) -> PackedDocuments:
+def some(documents: PackedBatch, first: int, stop: int) -> PackedBatch:
     """Documents first .. stop-1 of a pack."""
     starts = torch.tensor((0, *documents.lengths)).cumsum(0).tolist()
     here = slice(starts[first], starts[stop])
-    return PackedDocuments(documents.token_ids[here], documents.loss_mask[here], documents.aux[here],
+    return PackedBatch(documents.token_ids[here], documents.loss_mask[here], documents.aux[here],
                            documents.last[here], documents.lengths[first:stop])
 
 
 def test_a_batch_spread_over_two_processes_has_the_loss_and_gradients_of_one(
-        target: TargetModel, ends: TargetEmbeddings, documents: PackedDocuments) -> None:
+        target: TargetModel, ends: TargetEmbeddings, documents: PackedBatch) -> None:
     drafter = shaken(new_drafter(target, ends))
     learner = objective(drafter, ends)
     whole = learner(documents, StepContext(1, 4, seed=3))
@@ -244,14 +245,14 @@ def test_a_batch_spread_over_two_processes_has_the_loss_and_gradients_of_one(
 
 
 def test_bfloat16_products_stay_near_float32(
-        target: TargetModel, ends: TargetEmbeddings, documents: PackedDocuments) -> None:
+        target: TargetModel, ends: TargetEmbeddings, documents: PackedBatch) -> None:
     drafter, moment = shaken(new_drafter(target, ends)), StepContext(0, 1, 0)
     exact, rounded = (float(objective(drafter, ends, dtype)(documents, moment).loss.detach())
                       for dtype in (torch.float32, torch.bfloat16))
     assert abs(exact - rounded) < 0.03 * exact
 
 
-def trained(target: TargetModel, ends: TargetEmbeddings, documents: PackedDocuments, steps: int = 60) -> Eagle1Drafter:
+def trained(target: TargetModel, ends: TargetEmbeddings, documents: PackedBatch, steps: int = 60) -> Eagle1Drafter:
     drafter = new_drafter(target, ends)
     learner, optimizer = objective(drafter, ends), torch.optim.AdamW(drafter.parameters(), lr=5e-3)
     for number in range(steps):
@@ -262,12 +263,12 @@ def trained(target: TargetModel, ends: TargetEmbeddings, documents: PackedDocume
 
 
 @pytest.fixture(scope="module")
-def fitted(target: TargetModel, ends: TargetEmbeddings, documents: PackedDocuments) -> Eagle1Drafter:
+def fitted(target: TargetModel, ends: TargetEmbeddings, documents: PackedBatch) -> Eagle1Drafter:
     return trained(target, ends, documents)
 
 
 def test_training_lowers_the_loss_and_raises_the_hits_of_every_step(
-        target: TargetModel, ends: TargetEmbeddings, documents: PackedDocuments, fitted: Eagle1Drafter) -> None:
+        target: TargetModel, ends: TargetEmbeddings, documents: PackedBatch, fitted: Eagle1Drafter) -> None:
     before, after = (objective(drafter, ends)(documents) for drafter in (new_drafter(target, ends), fitted))
     # What is left is mostly the target's own entropy: a random target is sure of little.
     assert float(after.loss.detach()) < float(before.loss.detach()) - 0.2
@@ -275,14 +276,14 @@ def test_training_lowers_the_loss_and_raises_the_hits_of_every_step(
         assert float(new.float().mean()) > float(old.float().mean()) + 0.2
 
 
-def pairs_of(documents: PackedDocuments, start: int, stop: int) -> SettledPairs:
+def pairs_of(documents: PackedBatch, start: int, stop: int) -> SettledPairs:
     """Pairs 0 .. stop-1 of the document that begins at packed position `start`."""
     tokens, aux = documents.token_ids[start + 1: start + stop + 1], documents.aux[start: start + stop]
     return SettledPairs(torch.tensor([0]), torch.tensor([0]), torch.tensor([stop]), tokens[None], aux[None])
 
 
 def test_unrolled_logits_equal_serving_logits_at_every_root_and_step(
-        target: TargetModel, ends: TargetEmbeddings, documents: PackedDocuments) -> None:
+        target: TargetModel, ends: TargetEmbeddings, documents: PackedBatch) -> None:
     drafter = shaken(new_drafter(target, ends))
     layout = lay_out(documents.loss_mask, documents.lengths, STEPS)
     rotary = Rotary(drafter.config.rope, drafter.config.head_dim, LONGEST + STEPS)
@@ -308,7 +309,7 @@ def test_unrolled_logits_equal_serving_logits_at_every_root_and_step(
                          ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", SHAPES, ids=["chain", "dynamic", "static"])
 def test_answers_are_those_of_the_target_alone(shape: DraftTreeShape, sampling: SamplingSpec, target: TargetModel,
-                                               documents: PackedDocuments, fitted: Eagle1Drafter) -> None:
+                                               documents: PackedBatch, fitted: Eagle1Drafter) -> None:
     first = documents.lengths[0]
     asked = [Request("known", documents.token_ids[:5].tolist(), 16, sampling, seed=1),
              Request("unknown", documents.token_ids[first + 2: first + 9].flip(0).tolist(), 20, sampling, seed=2)]

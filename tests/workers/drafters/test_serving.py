@@ -9,8 +9,9 @@ import torch
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
-from eyrie_workers.drafters.eagle3.unroll import PackedDocuments, UnrolledStep, shared_projections, unroll
+from eyrie_workers.drafters.eagle3.unroll import UnrolledStep, shared_projections, unroll
 from eyrie_workers.drafters.layers.serving import Eagle3Server, LayerState
+from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.protocol import DraftStep, SettledPairs
 from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
@@ -49,12 +50,12 @@ def random_drafter(seed: int = 0, *, draft_ids: torch.Tensor | None = None, aux_
     return drafter
 
 
-def random_documents(lengths: tuple[int, ...], seed: int = 1, num_aux: int = 3) -> PackedDocuments:
+def random_documents(lengths: tuple[int, ...], seed: int = 1, num_aux: int = 3) -> PackedBatch:
     """Documents whose second half is the answer."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     mask = torch.cat([torch.arange(length) >= length // 2 for length in lengths])
-    return PackedDocuments(
+    return PackedBatch(
         token_ids=torch.randint(VOCAB, (total,), generator=generator), loss_mask=mask,
         aux=torch.randn(total, num_aux, HIDDEN, generator=generator),
         last=torch.randn(total, HIDDEN, generator=generator), lengths=lengths)
@@ -64,7 +65,7 @@ def embedding(seed: int = 2) -> torch.Tensor:
     return torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
-def pairs_of(documents: PackedDocuments, start: int, first: int, stop: int, row: int = 0) -> SettledPairs:
+def pairs_of(documents: PackedBatch, start: int, first: int, stop: int, row: int = 0) -> SettledPairs:
     """Pairs first .. stop-1 of the document that begins at packed position `start`."""
     return SettledPairs(
         rows=torch.tensor([row]), starts=torch.tensor([first]), lengths=torch.tensor([stop - first]),
@@ -83,7 +84,7 @@ def chain(server: Eagle3Server, state: LayerState, tokens: torch.Tensor, row: in
     return logits
 
 
-def unrolled_steps(drafter: Eagle3Drafter, rotary: Rotary, embed: torch.Tensor, documents: PackedDocuments,
+def unrolled_steps(drafter: Eagle3Drafter, rotary: Rotary, embed: torch.Tensor, documents: PackedBatch,
                    layout: UnrollLayout) -> Iterator[UnrolledStep]:
     weights = drafter.weights()
     return unroll(weights, rotary, shared_projections(weights, rotary, embed, documents, layout.positions), layout)

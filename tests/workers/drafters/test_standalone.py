@@ -15,12 +15,13 @@ from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.drafters.standalone import FAMILY, Distillation, StandaloneDrafter, StandaloneServer
+from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.protocol import SettledPairs
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.training.documents import PackedDocuments, join
 from eyrie_workers.training.objective import StepContext
+from tests.packed_rows import pack_rows
 from tests.tiny import tiny_target
 
 VOCAB = 320
@@ -53,17 +54,17 @@ def drafter_for(target: TargetModel, **spec: object) -> StandaloneDrafter:
     return drafter
 
 
-def documents(lengths: tuple[int, ...], hidden: int = 32) -> PackedDocuments:
+def documents(lengths: tuple[int, ...], hidden: int = 32) -> PackedBatch:
     """Documents whose second half is the answer."""
     generator = torch.Generator().manual_seed(7)
-    return join([(torch.randint(VOCAB, (length,), generator=generator), torch.arange(length) >= length // 2,
+    return pack_rows([(torch.randint(VOCAB, (length,), generator=generator), torch.arange(length) >= length // 2,
                   torch.zeros(length, 0, hidden), torch.randn(length, hidden, generator=generator))
                  for length in lengths])
 
 
 def logits_of(drafter: StandaloneDrafter, text: Tensor) -> Tensor:
     """[T, V] by the training face."""
-    alone = PackedDocuments(text, torch.ones_like(text, dtype=torch.bool), torch.zeros(len(text), 0, 1),
+    alone = PackedBatch(text, torch.ones_like(text, dtype=torch.bool), torch.zeros(len(text), 0, 1),
                             torch.zeros(len(text), 1), (len(text),))
     objective = Distillation(drafter, TargetEmbeddings(torch.zeros(VOCAB, 1), torch.zeros(VOCAB, 1), torch.zeros(1)),
                              TrainSpec(), len(text), torch.float32)
@@ -127,7 +128,7 @@ def test_documents_of_one_batch_do_not_see_each_other(target: TargetModel) -> No
     starts = [0, 12, 32]
     for start, length in zip(starts, packed.lengths, strict=True):
         part = slice(start, start + length)
-        hits = objective(PackedDocuments(packed.token_ids[part], packed.loss_mask[part], packed.aux[part],
+        hits = objective(PackedBatch(packed.token_ids[part], packed.loss_mask[part], packed.aux[part],
                                          packed.last[part], (length,))).hits
         apart = [torch.cat(pair) for pair in zip(apart, hits, strict=True)]
     assert [int(hit.sum()) for hit in together] == [int(hit.sum()) for hit in apart]
@@ -147,7 +148,7 @@ def test_the_loss_is_the_cross_entropy_with_the_target_at_each_answer_token_once
     losses, start = [], 0
     for length in packed.lengths:
         part = slice(start, start + length)
-        alone = PackedDocuments(packed.token_ids[part], packed.loss_mask[part], packed.aux[part], packed.last[part],
+        alone = PackedBatch(packed.token_ids[part], packed.loss_mask[part], packed.aux[part], packed.last[part],
                                 (length,))
         positions = torch.arange(length)
         objective = Distillation(drafter, double, TrainSpec(), length, torch.float64)

@@ -23,8 +23,8 @@ from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.training.documents import join
 from eyrie_workers.training.objective import StepContext
+from tests.packed_rows import pack_rows
 from tests.tiny import tiny_target
 
 VOCAB, MAX_DRAFT_TOKENS = 320, 3
@@ -89,7 +89,7 @@ class Bench:
             text = torch.tensor([*request.prompt_ids, *self.plain[request.id]])
             [(aux, last)] = self.target.hidden_states([text], layers)
             rows.append((text, torch.arange(len(text)) >= len(request.prompt_ids), aux, last))
-        documents = join([(text, mask, aux.clone(), last.clone()) for text, mask, aux, last in rows])
+        documents = pack_rows([(text, mask, aux.clone(), last.clone()) for text, mask, aux, last in rows])
         settings = TrainSpec(ttt_length=MAX_DRAFT_TOKENS, unrolled_fraction=1.0, single_step_ratio=0.0)
         objective = FAMILIES[name].objective(drafter, self.ends, settings, 64, torch.float32)
         optimiser = torch.optim.AdamW(drafter.parameters(), lr=2e-2, weight_decay=0.0)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.eagle3.model import Eagle3Drafter
 from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest
-from eyrie_workers.training.documents import PackedDocuments
+from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.training.losses import Normalisation, Teacher, shares, step_weights, teach
 from eyrie_workers.training.objective import StepContext
 from eyrie_workers.training.softloss import Loss, by_kernel, soft_loss
@@ -45,7 +45,7 @@ def turn(x: torch.Tensor, position: int) -> torch.Tensor:
     return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
 
 
-def naive_loss(drafter: Eagle3Drafter, documents: PackedDocuments) -> torch.Tensor:
+def naive_loss(drafter: Eagle3Drafter, documents: PackedBatch) -> torch.Tensor:
     """Each root by itself, one position at a time: no packing, no tiles, no halves, no sharing."""
     config, layer = drafter.config, drafter.midlayer
     attention, embed, head = layer.self_attn, embedding().to(drafter.fc.weight.dtype), lm_head()
@@ -119,12 +119,12 @@ def test_loss_and_every_gradient_equal_the_naive_reading_in_double_precision(nam
         assert wanted[name].abs().max() > 1e-4, f"{name} was not tested by this data"
 
 
-def gradients(drafter: Eagle3Drafter, documents: PackedDocuments, counted: int) -> dict[str, torch.Tensor]:
+def gradients(drafter: Eagle3Drafter, documents: PackedBatch, counted: int) -> dict[str, torch.Tensor]:
     """Gradients when only the first `counted` tokens are answer tokens."""
     drafter.zero_grad()
     mask = documents.loss_mask.clone()
     mask[counted:] = False
-    only = PackedDocuments(documents.token_ids, mask, documents.aux, documents.last, documents.lengths)
+    only = PackedBatch(documents.token_ids, mask, documents.aux, documents.last, documents.lengths)
     objective(drafter)(only).loss.backward()
     return {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()}
 
@@ -132,7 +132,7 @@ def gradients(drafter: Eagle3Drafter, documents: PackedDocuments, counted: int) 
 def test_changing_document_b_changes_no_gradient_of_document_a() -> None:
     drafter, documents = random_drafter(), random_documents((13, 13))
     other = random_documents((13, 13), seed=77)
-    changed = PackedDocuments(
+    changed = PackedBatch(
         torch.cat([documents.token_ids[:13], other.token_ids[13:]]), documents.loss_mask,
         torch.cat([documents.aux[:13], other.aux[13:]]), torch.cat([documents.last[:13], other.last[13:]]), (13, 13))
     before, after = gradients(drafter, documents, 13), gradients(drafter, changed, 13)
@@ -143,7 +143,7 @@ def test_changing_document_b_changes_no_gradient_of_document_a() -> None:
 def test_packing_documents_together_sums_what_they_give_apart() -> None:
     drafter, documents = random_drafter(), random_documents((14, 14))
     together = objective(drafter)(documents)
-    parts = [PackedDocuments(documents.token_ids[a:b], documents.loss_mask[a:b], documents.aux[a:b],
+    parts = [PackedBatch(documents.token_ids[a:b], documents.loss_mask[a:b], documents.aux[a:b],
                              documents.last[a:b], (14,)) for a, b in ((0, 14), (14, 28))]
     apart = [objective(drafter)(part) for part in parts]
     counts = [[int(teach_inside(drafter, part, step)) for step in range(STEPS)] for part in parts]
@@ -153,7 +153,7 @@ def test_packing_documents_together_sums_what_they_give_apart() -> None:
                                    atol=1e-5, rtol=1e-5)
 
 
-def teach_inside(drafter: Eagle3Drafter, documents: PackedDocuments, step: int) -> int:
+def teach_inside(drafter: Eagle3Drafter, documents: PackedBatch, step: int) -> int:
     """Roots of one document alive at `step` whose teacher chooses inside the draft vocabulary."""
     first = int(documents.loss_mask.nonzero()[0])
     rows = documents.last[first + step: len(documents.token_ids) - 1]
@@ -164,7 +164,7 @@ def test_the_loss_does_not_depend_on_how_much_prompt_surrounds_the_answer() -> N
     # Two copies of the same answer, one with unsupervised documents packed beside it.
     drafter, documents = random_drafter(), random_documents((12,))
     silent = random_documents((30,), seed=4)
-    padded = PackedDocuments(
+    padded = PackedBatch(
         torch.cat([documents.token_ids, silent.token_ids]),
         torch.cat([documents.loss_mask, torch.zeros(30, dtype=torch.bool)]),
         torch.cat([documents.aux, silent.aux]), torch.cat([documents.last, silent.last]), (12, 30))
@@ -174,7 +174,7 @@ def test_the_loss_does_not_depend_on_how_much_prompt_surrounds_the_answer() -> N
 
 def test_a_batch_without_answers_has_zero_loss_and_zero_gradients() -> None:
     drafter, documents = random_drafter(), random_documents((8,))
-    silent = PackedDocuments(documents.token_ids, torch.zeros(8, dtype=torch.bool), documents.aux, documents.last, (8,))
+    silent = PackedBatch(documents.token_ids, torch.zeros(8, dtype=torch.bool), documents.aux, documents.last, (8,))
     outcome = objective(drafter)(silent)
     outcome.loss.backward()
     assert float(outcome.loss.detach()) == 0.0

@@ -68,6 +68,7 @@ from eyrie_workers.drafters.layers.decoder import (
 )
 from eyrie_workers.drafters.layers.kv_cache import DrafterKVCache, NewTokens, beside
 from eyrie_workers.drafters.validation.family_checks import loaded_by
+from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.marginals import draft
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import Drafter, DrafterState, DraftTree, SettledPairs
@@ -77,7 +78,6 @@ from eyrie_workers.targets.linear import Linear, rms_normalise
 from eyrie_workers.targets.model import TargetModel, pairs_together
 from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.attention import SharedKeys, joined
-from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.fused import rms_norm
 from eyrie_workers.training.objective import DistillationObjective, Objective, Prediction, StepContext, drawn
 from eyrie_workers.training.products import linear
@@ -116,7 +116,7 @@ class DFlashDrafter(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config.decoder) for _ in range(config.decoder.num_layers))
         self.norm = Norm(hidden)
 
-    def places(self, documents: PackedDocuments, layout: UnrollLayout, rotary: Rotary, embed_VH: Tensor,
+    def places(self, documents: PackedBatch, layout: UnrollLayout, rotary: Rotary, embed_VH: Tensor,
                dtype: torch.dtype, recompute: bool = False) -> Tensor:
         """[R, C, H]: the residual stream of every root's block behind the last layer, before `norm`."""
         decoder, size = self.config.decoder, self.config.block_size
@@ -159,12 +159,12 @@ class BlockDiffusion(DistillationObjective):
         """The module being trained."""
         return self._drafter
 
-    def plan(self, documents: PackedDocuments, moment: StepContext | None) -> UnrollLayout:
+    def plan(self, documents: PackedBatch, moment: StepContext | None) -> UnrollLayout:
         """Learning: some roots, drawn, each with its whole block. Judged: all."""
         chosen = None if moment is None or self._fraction == 1.0 else drawn(documents, moment, self._fraction)
         return lay_out(documents.loss_mask, documents.lengths, self.steps, chosen=chosen)
 
-    def predict(self, documents: PackedDocuments, layout: UnrollLayout, judged: bool) -> Prediction:
+    def predict(self, documents: PackedBatch, layout: UnrollLayout, judged: bool) -> Prediction:
         """One pass for all steps. Places whose token lies behind the answer's end are in the block and not taught."""
         places_RCH = self._drafter.places(documents, layout, self._rotary, self._embed_VH, self.dtype, self._recompute)
         taught = torch.cat([places_RCH[:alive, step + 1] for step, alive in enumerate(layout.alive)])

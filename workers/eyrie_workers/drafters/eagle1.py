@@ -66,6 +66,7 @@ from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.drafters.layers.decoder import DecoderLayer, decoder_json, heads_for, initialise, refuse_eagle_fields
 from eyrie_workers.drafters.layers.serving import MAX_TABLE_BYTES, LayerServer, pairs_together
 from eyrie_workers.drafters.validation.family_checks import loaded_by
+from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.targets.config import TargetConfig, parse_config
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
@@ -73,7 +74,6 @@ from eyrie_workers.targets.linear import Linear, rms_normalise
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.attention import SharedKeys, attend, first, pick
-from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.fused import mlp, turn
 from eyrie_workers.training.objective import (
     DistillationObjective,
@@ -167,7 +167,7 @@ class Eagle1Weights:
         return mlp(x_TH, self.norm, self.gate_up, self.down, self.config.rms_eps, recompute)
 
 
-def unroll(weights: Eagle1Weights, rotary: Rotary, embed_VH: Tensor, documents: PackedDocuments, layout: UnrollLayout,
+def unroll(weights: Eagle1Weights, rotary: Rotary, embed_VH: Tensor, documents: PackedBatch, layout: UnrollLayout,
            recompute: bool = False) -> Iterator[Tensor]:
     """Predicted features [R_s, H] of each step with roots, on true tokens; after step 0 from the drafter's own
     features. The features read at step 0 are the last of `documents.aux`; only roots run more than keys and values."""
@@ -207,11 +207,11 @@ class FeatureRegression(DistillationObjective):
         """The module being trained."""
         return self._drafter
 
-    def plan(self, documents: PackedDocuments, moment: StepContext | None) -> UnrollLayout:
+    def plan(self, documents: PackedBatch, moment: StepContext | None) -> UnrollLayout:
         """Learning: one step from every root. Judged: as it is served."""
         return lay_out(documents.loss_mask, documents.lengths, self.steps if moment is None else 1)
 
-    def __call__(self, documents: PackedDocuments, moment: StepContext | None = None,
+    def __call__(self, documents: PackedBatch, moment: StepContext | None = None,
                  lesson: TargetDistribution | None = None) -> Outcome:
         """Judged, features are read as they are; learning reads them with noise, beside what they are."""
         if moment is not None:
@@ -219,7 +219,7 @@ class FeatureRegression(DistillationObjective):
             documents = replace(documents, aux=torch.stack([documents.aux[:, 0].to(read.dtype), read], 1))
         return super().__call__(documents, moment, lesson)
 
-    def predict(self, documents: PackedDocuments, layout: UnrollLayout, judged: bool) -> Prediction:
+    def predict(self, documents: PackedBatch, layout: UnrollLayout, judged: bool) -> Prediction:
         """Features of every root and step; learning, how far they are from the target's."""
         states = tuple(unroll(self._drafter.weights(self.dtype), self._rotary, self._embed_VH, documents, layout,
                               self._recompute))

@@ -48,6 +48,7 @@ from eyrie_workers.drafters.family import Family, final
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.drafters.medusa import last_states
 from eyrie_workers.drafters.validation.family_checks import loaded_by
+from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN, Drafter, DrafterState, DraftStep, DraftTree, SettledPairs
 from eyrie_workers.speculation.tree import grow
@@ -55,7 +56,6 @@ from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.objective import DistillationObjective, Objective, Prediction
 from eyrie_workers.training.products import linear
 from eyrie_workers.training.unroll_plan import UnrollLayout
@@ -112,7 +112,7 @@ class HydraObjective(DistillationObjective):
         """The module being trained."""
         return self._drafter
 
-    def predict(self, documents: PackedDocuments, layout: UnrollLayout, judged: bool) -> Prediction:
+    def predict(self, documents: PackedBatch, layout: UnrollLayout, judged: bool) -> Prediction:
         """What each head makes of its roots' states and the true tokens behind them, judged or not."""
         drafter, config, kind = self._drafter, self._drafter.config, self._drafter.lm_head.weight.dtype
         tokens_RS = _following(documents.token_ids, layout)

@@ -45,6 +45,7 @@ from eyrie_workers.drafters.checkpoint.heads import HeadsConfig, HeadsForm, load
 from eyrie_workers.drafters.family import Family, final
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.drafters.validation.family_checks import loaded_by
+from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.marginals import draft
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import Drafter, DrafterState, DraftTree, SettledPairs
@@ -52,7 +53,6 @@ from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.objective import DistillationObjective, Objective, Prediction
 from eyrie_workers.training.products import linear
 from eyrie_workers.training.unroll_plan import UnrollLayout
@@ -98,7 +98,7 @@ class MedusaObjective(DistillationObjective):
         """The module being trained."""
         return self._drafter
 
-    def predict(self, documents: PackedDocuments, layout: UnrollLayout, judged: bool) -> Prediction:
+    def predict(self, documents: PackedBatch, layout: UnrollLayout, judged: bool) -> Prediction:
         """What each head makes of its roots' states; judged or not, for no head sees a token."""
         drafter, config = self._drafter, self._drafter.config
         h_RH = documents.aux[:, 0].index_select(0, layout.roots).to(drafter.block(0).dtype)

@@ -63,6 +63,7 @@ from eyrie_workers.drafters.layers.decoder import (
 )
 from eyrie_workers.drafters.layers.kv_cache import DrafterKVCache, NewTokens, behind, beside
 from eyrie_workers.drafters.validation.family_checks import loaded_by
+from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import Drafter, DrafterState, DraftStep, DraftTree, SettledPairs
 from eyrie_workers.speculation.tree import BranchKeys, grow
@@ -71,7 +72,6 @@ from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.attention import pick
-from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.fused import rms_norm
 from eyrie_workers.training.objective import DistillationObjective, Objective, Prediction, StepContext
 from eyrie_workers.training.unroll_plan import UnrollLayout, lay_out
@@ -97,7 +97,7 @@ class StandaloneDrafter(nn.Module):
         self.model = _Body(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def states(self, documents: PackedDocuments, angles: Tensor, asked: Tensor, dtype: torch.dtype,
+    def states(self, documents: PackedBatch, angles: Tensor, asked: Tensor, dtype: torch.dtype,
                recompute: bool = False) -> Tensor:
         """[N, H] states before the output matrix at the packed positions `asked`, distinct; angles [T, 2, E / 2]."""
         config = self.config
@@ -127,11 +127,11 @@ class Distillation(DistillationObjective):
         """The module being trained."""
         return self._drafter
 
-    def plan(self, documents: PackedDocuments, moment: StepContext | None) -> UnrollLayout:
+    def plan(self, documents: PackedBatch, moment: StepContext | None) -> UnrollLayout:
         """Learning: step 0 of every root, which is every position once. Judged: as it is served."""
         return lay_out(documents.loss_mask, documents.lengths, self.steps if moment is None else 1)
 
-    def predict(self, documents: PackedDocuments, layout: UnrollLayout, judged: bool) -> Prediction:
+    def predict(self, documents: PackedBatch, layout: UnrollLayout, judged: bool) -> Prediction:
         """Step s of root i is the state after the true token i + 1 + s."""
         asked = layout.teacher_positions()
         states_NH = self._drafter.states(documents, self._rotary.at(layout.positions), asked, self.dtype,
@@ -142,7 +142,7 @@ class Distillation(DistillationObjective):
                        for step, alive in enumerate(layout.alive) if alive)
         return Prediction(states, self._drafter.lm_head.weight.to(self.dtype), flops=self._flops(documents, asked))
 
-    def _flops(self, documents: PackedDocuments, asked: Tensor) -> int:
+    def _flops(self, documents: PackedBatch, asked: Tensor) -> int:
         config, num_tokens, num_asked = self._drafter.config, documents.token_ids.numel(), asked.numel()
         seen = sum(length * (length + 1) // 2 for length in documents.lengths)
         heads = 6 * num_asked * config.hidden_size * config.vocab_size

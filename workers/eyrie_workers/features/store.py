@@ -25,12 +25,12 @@ from torch import Tensor
 from eyrie_api.artifacts import digest_bytes
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_workers.features.blocks import decode_block, join_opinions
+from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.features.shard_format import (
     INDEX,
     TRAILER_BYTES,
     Block,
     FeatureRow,
-    Opinion,
     ShardEnd,
     ShardMap,
     StoreIndex,
@@ -75,28 +75,6 @@ class Damage:
     def __str__(self) -> str:
         rows = f"row {self.rows.start}" if len(self.rows) == 1 else f"rows {self.rows.start} to {self.rows.stop - 1}"
         return f"{self.what} ({rows} of the store)"
-
-
-@dataclass(frozen=True)
-class PackedFeatures:
-    """Rows end to end, decoded."""
-
-    token_ids: Tensor
-    """[T] int64."""
-
-    loss_mask: Tensor
-    """[T] bool."""
-
-    aux: Tensor
-    """[T, A, H]."""
-
-    last: Tensor
-    """[T, H], 0 where nothing is taught; [T, 0] in a store of opinions."""
-
-    opinion: Opinion | None
-    """At the taught positions (`layout.taught_positions` of each row), in a store of opinions."""
-
-    lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -205,7 +183,7 @@ class FeatureStore:
             opinion=packed.opinion if len(chosen) == ids.shape[0] else None)
 
     def read(self, rows: Sequence[int], dtype: torch.dtype | None = None,
-             into: Buffers | None = None) -> PackedFeatures:
+             into: Buffers | None = None) -> PackedBatch:
         """Some rows end to end, in that order, decoded to `dtype` (float32 or bfloat16; default: `layout.dtype`).
 
         into   memory for the states, whose dtype then counts; the result's states are views of its beginning.
@@ -218,7 +196,7 @@ class FeatureStore:
         return self._decode(wanted, dtype, into)
 
     def batches(self, groups: Iterable[Sequence[int]], *, ahead: int = 2, dtype: torch.dtype | None = None,
-                reuse: bool = False) -> Generator[PackedFeatures, None, None]:
+                reuse: bool = False) -> Generator[PackedBatch, None, None]:
         """`read` of each group in order, up to `ahead` of them read before they are asked for.
 
         The memory in use is `ahead + 2` batches. Closing the iterator ends the reading.
@@ -226,7 +204,7 @@ class FeatureStore:
         reuse   decode into the same memory again: a batch's states are its own until the next one is asked for, and
                 reading costs a sixth (fresh memory is faulted in page by page; measured at 1024 values, int8).
         """
-        waiting: deque[tuple[Future[PackedFeatures], Buffers | None]] = deque()
+        waiting: deque[tuple[Future[PackedBatch], Buffers | None]] = deque()
         spare: list[Buffers] = []
         pool = ThreadPoolExecutor(max(1, ahead), thread_name_prefix="eyrie-features")
         try:
@@ -308,7 +286,7 @@ class FeatureStore:
         return kept
 
     def _decode(self, wanted: Sequence[tuple[Sequence[_Piece], Tensor, Tensor]],
-                dtype: torch.dtype | None, into: Buffers | None = None) -> PackedFeatures:
+                dtype: torch.dtype | None, into: Buffers | None = None) -> PackedBatch:
         layout, dtype = self.layout, dtype or self.layout.dtype
         pieces = [(piece, mask) for row, _, mask in wanted for piece in row]
         num_tokens = sum(len(piece.block.tokens) for piece, _ in pieces)
@@ -329,7 +307,7 @@ class FeatureStore:
             if not keeps:
                 opinions.append(tensors)
             at = here.stop
-        return PackedFeatures(
+        return PackedBatch(
             token_ids=torch.cat([ids for _, ids, _ in wanted]), loss_mask=torch.cat([mask for _, _, mask in wanted]),
             aux=aux, last=last, opinion=None if keeps else join_opinions(opinions),
             lengths=tuple(ids.shape[0] for _, ids, _ in wanted))
@@ -401,8 +379,8 @@ class FeatureStore:
         return StoreDamaged(self._place.name, damage)
 
 
-def _handed_out(waiting: deque[tuple[Future[PackedFeatures], Buffers | None]],
-                spare: list[Buffers]) -> Iterator[PackedFeatures]:
+def _handed_out(waiting: deque[tuple[Future[PackedBatch], Buffers | None]],
+                spare: list[Buffers]) -> Iterator[PackedBatch]:
     """The first batch in line; its memory is free once the caller comes back."""
     future, into = waiting.popleft()
     yield future.result()

@@ -34,9 +34,10 @@ from eyrie_api.artifacts import digest_bytes, digest_model, write_atomically, wr
 from eyrie_api.errors import ArtifactCorrupt
 from eyrie_api.v1alpha1.model import Digest, Frozen
 from eyrie_workers.features.blocks import decode_block, encode_block, join_opinions
+from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.features.shard_format import FeatureRow, StoreLayout, taught_positions
 from eyrie_workers.features.storage_backend import Place
-from eyrie_workers.features.store import Buffers, PackedFeatures
+from eyrie_workers.features.store import Buffers
 from eyrie_workers.features.topk_logits import form_opinion
 from eyrie_workers.targets.model import TargetModel
 
@@ -170,7 +171,7 @@ class StreamedFeatures:
         return ids, torch.arange(ids.numel()) >= self.plan.prompts[index]
 
     def read(self, rows: Sequence[int], dtype: torch.dtype | None = None,
-             into: Buffers | None = None) -> PackedFeatures:
+             into: Buffers | None = None) -> PackedBatch:
         """As `FeatureStore.read`; the target computes them now."""
         layout, keeps = self.layout, self.layout.final_state == "keep"
         told = [self.tokens(row) for row in rows]
@@ -191,18 +192,18 @@ class StreamedFeatures:
                 if not keeps:
                     opinions.append(tensors)
             self.computed_tokens += sum(lengths[i] for i in batch)
-        return PackedFeatures(
+        return PackedBatch(
             token_ids=torch.cat([ids for ids, _ in told]), loss_mask=torch.cat([mask for _, mask in told]), aux=aux,
             last=last, opinion=None if keeps else join_opinions(opinions), lengths=tuple(lengths))
 
     def batches(self, groups: Iterable[Sequence[int]], *, ahead: int = 2, dtype: torch.dtype | None = None,
-                reuse: bool = False) -> Generator[PackedFeatures, None, None]:
+                reuse: bool = False) -> Generator[PackedBatch, None, None]:
         """`read` of each group in order; up to `ahead` of them are computed before they are asked for, as far as
         `buffer_bytes` goes. A batch counts until the next one is asked for.
 
         reuse   is for stores; here decoding is little beside the target's passes.
         """
-        waiting: deque[tuple[Future[PackedFeatures], int]] = deque()
+        waiting: deque[tuple[Future[PackedBatch], int]] = deque()
         held, coming, source = 0, None, iter(groups)
         pool = ThreadPoolExecutor(1, thread_name_prefix="eyrie-stream")
         try:

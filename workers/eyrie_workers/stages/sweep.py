@@ -35,10 +35,10 @@ import torch
 
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.stages import TrainStage
+from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Interrupted, Result, Stage, run_program
 from eyrie_workers.stages.train import NUM_EVALUATIONS, Run, prepare
 from eyrie_workers.training.batch_loader import Features, open_features
-from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.evaluation import Evaluation, Tally
 from eyrie_workers.training.loop import StepReport
 from eyrie_workers.training.objective import Objective, StepContext, TargetDistribution
@@ -134,7 +134,7 @@ class Together:
             raise Interrupted
 
 
-def teach_all(objectives: Mapping[str, Objective], documents: PackedDocuments,
+def teach_all(objectives: Mapping[str, Objective], documents: PackedBatch,
               moments: Mapping[str, StepContext]) -> dict[str, TargetDistribution]:
     """Each objective's teacher of a batch, asked once for all of the same draft vocabulary. Without a moment, an
     objective is judged."""

@@ -47,15 +47,15 @@ from eyrie_workers.drafters.eagle3.flops import peak_rate
 from eyrie_workers.drafters.family import Family
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.drafters.registry import family_named
+from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Interrupted, Result, Stage, run_program
 from eyrie_workers.targets import draft_vocabulary
 from eyrie_workers.targets.config import TargetConfig, read_config
 from eyrie_workers.targets.device import chosen, on
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import resolve, special_token_ids, target_digest
-from eyrie_workers.training.batch_loader import BatchLoader, Features, open_features, packed
+from eyrie_workers.training.batch_loader import BatchLoader, Features, open_features
 from eyrie_workers.training.distributed import ALONE, World
-from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.evaluation import Evaluation, evaluate
 from eyrie_workers.training.loop import StepReport, Trainer
 from eyrie_workers.training.packing import Schedule, checkpoint_steps, cut_evenly, split_held_out
@@ -113,7 +113,7 @@ def prepare(spec: TrainStage, stage: Stage, world: World = ALONE, ends: TargetEm
     cuts = cut_evenly([lengths[row] for row in evaluation_rows], spec.train.max_tokens_per_batch)
     run = Run(spec, stage, family, drafter, trainer, digest=_run_digest(spec, store, dtype), dtype=dtype,
                tokens_per_step=sum(lengths[row] for row in train_rows) * spec.train.epochs / schedule.num_steps,
-               held_out=lambda: (packed(store.read(evaluation_rows[cut.start:cut.stop]))
+               held_out=lambda: (store.read(evaluation_rows[cut.start:cut.stop])
                                  for cut in cuts[world.rank::world.size]),
                columns=columns, ends=ends,
                vocabulary=vocabulary_report, aux_layers=layers,
@@ -260,7 +260,7 @@ class Run:
     digest: str
     dtype: torch.dtype
     tokens_per_step: float
-    held_out: Callable[[], Iterator[PackedDocuments]]
+    held_out: Callable[[], Iterator[PackedBatch]]
     """Evaluation's documents, with every layer of the store."""
 
     columns: tuple[int, ...]

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.features.shard_format import StoreLayout
 from eyrie_workers.features.storage_backend import open_place
-from eyrie_workers.features.store import FeatureStore, PackedFeatures
+from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.features.streaming import StreamedFeatures, read_plan
 from eyrie_workers.targets.loading import load_target, resolve
 from eyrie_workers.training.distributed import ALONE, Part, World, split
-from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.packing import Schedule, StepPlan
 
 
@@ -47,11 +47,11 @@ class Features(Protocol):
     def tokens(self, index: int) -> tuple[Tensor, Tensor]:
         """Ids [T] int64 and loss mask [T] bool of a row, without its states."""
 
-    def read(self, rows: Sequence[int]) -> PackedFeatures:
+    def read(self, rows: Sequence[int]) -> PackedBatch:
         """Some rows end to end, in that order."""
 
     def batches(self, groups: Iterable[Sequence[int]], *, ahead: int = 2,
-                reuse: bool = False) -> Generator[PackedFeatures, None, None]:
+                reuse: bool = False) -> Generator[PackedBatch, None, None]:
         """`read` of each group in order, some of them ahead. With `reuse` a batch's states are its own until the next
         is asked for."""
 
@@ -70,7 +70,7 @@ class Batch:
     """This process's part of one step's documents."""
 
     plan: StepPlan
-    documents: PackedDocuments
+    documents: PackedBatch
     starts: tuple[int, ...]
     num_tokens: int
     """0 where this process has no document of the step: it then sees one of which nothing is taught."""
@@ -86,7 +86,7 @@ class BatchLoader:
         self._schedule, self._features, self._world = schedule, features, world
         self._next = -1
         self._parts: deque[tuple[StepPlan, Part]] = deque()
-        self._batches: Generator[PackedFeatures, None, None] | None = None
+        self._batches: Generator[PackedBatch, None, None] | None = None
 
     def take(self, step: int) -> Batch:
         """The batch of a step."""
@@ -94,7 +94,7 @@ class BatchLoader:
             self.close()
             self._batches = self._features.batches(self._groups(step), ahead=1, reuse=True)
         self._next = -1  # what fails is begun anew
-        documents = packed(next(self._batches))
+        documents = next(self._batches)
         plan, part = self._parts.popleft()
         self._next = step + 1
         if part.rows:
@@ -120,8 +120,3 @@ class BatchLoader:
             return split(plan.rows, self._schedule.lengths, self._world.size)[self._world.rank]
         lengths = [self._schedule.lengths[row] for row in plan.rows]
         return Part(plan.rows, tuple(accumulate(lengths, initial=0))[:-1])
-
-
-def packed(found: PackedFeatures) -> PackedDocuments:
-    """Read rows, as training takes them."""
-    return PackedDocuments(found.token_ids, found.loss_mask, found.aux, found.last, found.lengths, found.opinion)

@@ -19,7 +19,7 @@ from operator import mul
 import torch
 from torch import Tensor
 
-from eyrie_workers.training.documents import PackedDocuments
+from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.training.objective import Objective, Outcome
 
 
@@ -92,7 +92,7 @@ class Tally:
 
 
 @torch.no_grad()
-def evaluate(objective: Objective, batches: Iterable[PackedDocuments], ttt_length: int,
+def evaluate(objective: Objective, batches: Iterable[PackedBatch], ttt_length: int,
              total: Callable[[Tensor], Tensor] = lambda x: x) -> Evaluation:
     """Run the objective over held-out batches; `total` as in `Tally.evaluation`."""
     counts = Tally(ttt_length)

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from eyrie_api.v1alpha1.training import TrainSpec
+from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.features.topk_logits import opinion_rows
 from eyrie_workers.targets.device import CPU, on
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.losses import Normalisation, Teacher, shares, teach
 from eyrie_workers.training.softloss import Loss, soft_loss
 from eyrie_workers.training.topk_logits import teacher_of
@@ -94,15 +94,15 @@ class Objective(Protocol):
         """Objectives over the same states with the same key may share a lesson."""
         ...
 
-    def plan(self, documents: PackedDocuments, moment: StepContext | None) -> UnrollLayout:
+    def plan(self, documents: PackedBatch, moment: StepContext | None) -> UnrollLayout:
         """What of a batch is computed at a moment; None: when it is judged."""
         ...
 
-    def teach(self, documents: PackedDocuments, positions: Tensor) -> TargetDistribution:
+    def teach(self, documents: PackedBatch, positions: Tensor) -> TargetDistribution:
         """The teacher at the given packed positions, ascending."""
         ...
 
-    def __call__(self, documents: PackedDocuments, moment: StepContext | None = None,
+    def __call__(self, documents: PackedBatch, moment: StepContext | None = None,
                  lesson: TargetDistribution | None = None) -> Outcome:
         """Loss of a batch at a moment of training; without a moment it is judged: everything unrolled, hits counted.
 
@@ -186,7 +186,7 @@ class DistillationObjective(ABC):
         """The module being trained."""
 
     @abstractmethod
-    def predict(self, documents: PackedDocuments, layout: UnrollLayout, judged: bool) -> Prediction:
+    def predict(self, documents: PackedBatch, layout: UnrollLayout, judged: bool) -> Prediction:
         """States at every root and step of the layout. `judged`: as in serving, on its own proposals where it has any;
         without, as it is trained."""
 
@@ -195,11 +195,11 @@ class DistillationObjective(ABC):
         """Objectives over the same states with the same key may share a lesson."""
         return self._draft_ids_D.numel(), self._loss != "kl"
 
-    def plan(self, documents: PackedDocuments, moment: StepContext | None) -> UnrollLayout:
+    def plan(self, documents: PackedBatch, moment: StepContext | None) -> UnrollLayout:
         """Every root, every step."""
         return lay_out(documents.loss_mask, documents.lengths, self.steps)
 
-    def teach(self, documents: PackedDocuments, positions: Tensor) -> TargetDistribution:
+    def teach(self, documents: PackedBatch, positions: Tensor) -> TargetDistribution:
         """The teacher at the given packed positions, ascending."""
         here = documents.token_ids.device
         positions = positions.to(here)
@@ -215,7 +215,7 @@ class DistillationObjective(ABC):
         return TargetDistribution(row_T, teach(last, self._lm_head_VH, self._draft_ids_D, self._t2d_V,
                                                weigh=self._loss != "kl"))
 
-    def supervise(self, documents: PackedDocuments, layouts: Sequence[UnrollLayout], layout: UnrollLayout,
+    def supervise(self, documents: PackedBatch, layouts: Sequence[UnrollLayout], layout: UnrollLayout,
                   moment: StepContext | None, lesson: TargetDistribution | None) -> Supervision:
         """Who teaches what `layout` predicts, computed in the order of `layouts`, its parts. Layouts and documents as
         they were planned: on the processor."""
@@ -231,14 +231,14 @@ class DistillationObjective(ABC):
                          alone if moment is None else moment.total)
         return Supervision(lesson, layout, step_N, position_N, row_N, share_N)
 
-    def __call__(self, documents: PackedDocuments, moment: StepContext | None = None,
+    def __call__(self, documents: PackedBatch, moment: StepContext | None = None,
                  lesson: TargetDistribution | None = None) -> Outcome:
         """Predict, compare, weigh. Planning is done on the processor, the rest where the target's matrix lies."""
         layout = self.plan(documents, moment)
         with on(self.device):
             return self._learn(documents, layout, moment, lesson)
 
-    def _learn(self, documents: PackedDocuments, layout: UnrollLayout, moment: StepContext | None,
+    def _learn(self, documents: PackedBatch, layout: UnrollLayout, moment: StepContext | None,
                lesson: TargetDistribution | None) -> Outcome:
         judged = moment is None
         told = self.supervise(documents, [layout], layout, moment, lesson)
@@ -264,7 +264,7 @@ class DistillationObjective(ABC):
         return torch.stack([parameter.sum() * 0 for parameter in self.drafter.parameters()]).sum()
 
 
-def drawn(documents: PackedDocuments, moment: StepContext, share: float) -> Tensor:
+def drawn(documents: PackedBatch, moment: StepContext, share: float) -> Tensor:
     """[T] bool: a random share of the positions, drawn anew at every step and alike however many processes share it."""
     if moment.starts is None:
         end = documents.token_ids.numel()

@@ -18,9 +18,9 @@ from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.eagle3.flops import step_flops
 from eyrie_workers.drafters.eagle3.model import Eagle3Drafter, Eagle3Weights
 from eyrie_workers.drafters.eagle3.unroll import SharedProjections, shared_projections, unroll
+from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.targets.device import on
 from eyrie_workers.targets.rotary import Rotary
-from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.objective import (
     DistillationObjective,
     Outcome,
@@ -63,7 +63,7 @@ class TrainingTimeTest(DistillationObjective):
         """The module being trained."""
         return self._drafter
 
-    def predict(self, documents: PackedDocuments, layout: UnrollLayout, judged: bool) -> Prediction:
+    def predict(self, documents: PackedBatch, layout: UnrollLayout, judged: bool) -> Prediction:
         """The unroll in one piece: the true tokens at every step, the drafter's own states, judged or not."""
         weights = self._drafter.weights(self.dtype)
         ground = shared_projections(weights, self._rotary, self._embed_VH, documents, layout.positions)
@@ -71,7 +71,7 @@ class TrainingTimeTest(DistillationObjective):
         return Prediction(states, weights.lm_head, flops=step_flops(self._drafter.config, layout),
                           computed=sum(rounded(alive) for alive in layout.alive if alive))
 
-    def __call__(self, documents: PackedDocuments, moment: StepContext | None = None,
+    def __call__(self, documents: PackedBatch, moment: StepContext | None = None,
                  lesson: TargetDistribution | None = None) -> Outcome:
         """Unroll, compare, weigh: `DistillationObjective`, with the roots taken in parts when their activations would
         be too many."""
@@ -82,7 +82,7 @@ class TrainingTimeTest(DistillationObjective):
         with on(self.device):
             return self._in_parts(documents, layout, cuts, moment, lesson)
 
-    def _in_parts(self, documents: PackedDocuments, layout: UnrollLayout, cuts: Sequence[UnrollLayout],
+    def _in_parts(self, documents: PackedBatch, layout: UnrollLayout, cuts: Sequence[UnrollLayout],
                   moment: StepContext | None, lesson: TargetDistribution | None) -> Outcome:
         supervision = self.supervise(documents, cuts, layout, moment, lesson)
         flops = step_flops(self._drafter.config, layout)
@@ -114,7 +114,7 @@ class TrainingTimeTest(DistillationObjective):
         kept = 12 * config.hidden_size + (0 if self._recompute else 2 * config.intermediate_size)
         return max(32, self._max_kept_bytes // (kept * max(1, steps) * self.dtype.itemsize) // 32 * 32)
 
-    def plan(self, documents: PackedDocuments, moment: StepContext | None) -> UnrollLayout:
+    def plan(self, documents: PackedBatch, moment: StepContext | None) -> UnrollLayout:
         """What of a batch is computed at a moment."""
         if moment is None:
             return lay_out(documents.loss_mask, documents.lengths, self.steps)

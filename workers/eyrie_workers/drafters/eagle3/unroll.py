@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Weights
+from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.attention import SharedKeys, attend, first, pick
-from eyrie_workers.training.documents import PackedDocuments
 from eyrie_workers.training.fused import turn
 from eyrie_workers.training.unroll_plan import UnrollLayout
 
@@ -53,7 +53,7 @@ class SharedProjections:
     v: Tensor
 
 
-def shared_projections(weights: Eagle3Weights, rotary: Rotary, embed_VH: Tensor, documents: PackedDocuments,
+def shared_projections(weights: Eagle3Weights, rotary: Rotary, embed_VH: Tensor, documents: PackedBatch,
                positions_T: Tensor) -> SharedProjections:
     """Compute it."""
     # The embedding's share of q, k, v belongs to a token, not to a step: computed once, picked at every step.

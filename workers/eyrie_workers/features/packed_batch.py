@@ -1,0 +1,57 @@
+"""The batch type that readers of hidden states return and training consumes: documents end to end, without padding.
+
+`FeatureStore.read`, `StreamedFeatures.read` and the objectives of all drafter families exchange this one type, so no
+conversion lies between the store and the optimiser.
+
+    T packed tokens, A aux layers, H hidden
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from eyrie_workers.features.shard_format import Opinion
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Documents end to end, decoded."""
+
+    token_ids: Tensor
+    """[T] int64."""
+
+    loss_mask: Tensor
+    """[T] bool."""
+
+    aux: Tensor
+    """[T, A, H]."""
+
+    last: Tensor
+    """[T, H], after the target's final norm; 0 at unsupervised positions; [T, 0] in a store of top-k logits."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each document."""
+
+    opinion: Opinion | None = None
+    """At the supervised positions (`shard_format.taught_positions` of each row), in a store of top-k logits."""
+
+    def to(self, device: torch.device) -> "PackedBatch":
+        """This batch on a device."""
+        if self.token_ids.device == device:
+            return self
+
+        # From pinned memory a non-blocking copy overlaps with the host's work; from pageable memory it blocks.
+        def moved(x: Tensor) -> Tensor:
+            return x.to(device, non_blocking=True)
+
+        opinion = self.opinion and Opinion(*(moved(getattr(self.opinion, field.name)) for field in fields(Opinion)))
+        return PackedBatch(moved(self.token_ids), moved(self.loss_mask), moved(self.aux), moved(self.last),
+                           self.lengths, opinion)
+
+    def with_layers(self, columns: Sequence[int]) -> "PackedBatch":
+        """This batch with the aux layers at these positions of the A axis."""
+        if list(columns) == list(range(self.aux.shape[1])):
+            return self
+        return replace(self, aux=self.aux[:, list(columns)])
