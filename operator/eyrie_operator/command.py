@@ -30,12 +30,12 @@ from eyrie_api.cli.commands import app
 from eyrie_api.cli.screen import Screen
 from eyrie_api.cli.verbs import Json, verb
 from eyrie_api.client import DEFAULT_SERVER
+from eyrie_api.processes import free_port
 from eyrie_api.settings import DEFAULT_PORT, Settings
 from eyrie_operator.detached import (
     Plane,
     check_port,
     claim,
-    free_port,
     running_plane,
     start_detached,
     stop_plane,

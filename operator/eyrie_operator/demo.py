@@ -26,6 +26,7 @@ from eyrie_api.cli.watch import verdict, watch
 from eyrie_api.client import Client
 from eyrie_api.decisions.promotion import in_short
 from eyrie_api.errors import EyrieError, Permanent
+from eyrie_api.processes import free_port
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
@@ -41,7 +42,7 @@ from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_api.v1alpha1.tuning import TuneSpec
-from eyrie_operator.detached import free_port, running_plane, start_detached, stop_plane
+from eyrie_operator.detached import running_plane, start_detached, stop_plane
 from eyrie_operator.report import build
 
 HOME = Path(".eyrie/demo")

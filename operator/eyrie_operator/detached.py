@@ -20,6 +20,7 @@ from pathlib import Path
 import httpx
 
 from eyrie_api.errors import Conflict, Permanent, PortInUse
+from eyrie_api.processes import last_lines
 from eyrie_api.settings import Settings
 
 PLANE_FILE = "plane.json"
@@ -118,25 +119,12 @@ def check_port(host: str, port: int) -> None:
                             "(if it is ours: eyrie down)") from None
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port nobody listens on now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 def is_ready(url: str) -> bool:
     """Whether /readyz answers 200."""
     try:
         return httpx.get(f"{url}/readyz", timeout=2.0).status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def last_lines(log_file: Path, num: int = 3) -> str:
-    """The end of a log in one line."""
-    lines = log_file.read_text(errors="replace").strip().splitlines()
-    return " | ".join(lines[-num:]) or "no output"
 
 
 def stop_plane(plane: Plane) -> None:

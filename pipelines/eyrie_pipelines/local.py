@@ -35,6 +35,7 @@ from typing import Literal, TypeVar
 
 from eyrie_api.artifacts import code_version, digest_model, write_model
 from eyrie_api.errors import Conflict, EyrieError, Permanent, Transient
+from eyrie_api.processes import last_lines
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.tuning import DrafterUse
@@ -186,8 +187,9 @@ def start(job_dir: Path, job_id: str, spec: JobSpec, attempt: int = 1,
         if code == _ALREADY_RUNNING_EXIT_CODE:
             raise Conflict(f"a run of job {job_id} is alive", "cancel it first")
         if code is not None:
-            raise RunNotStarted(f"the run of job {job_id} ended with {code} at once: {_tail(run_dir)}",
-                                f"read {run_dir / 'pipeline.log'}")
+            log_file = run_dir / "pipeline.log"
+            raise RunNotStarted(f"the run of job {job_id} ended with {code} at once: {last_lines(log_file)}",
+                                f"read {log_file}")
         time.sleep(0.02)
     child.kill()
     raise Transient(f"the run of job {job_id} did not come up within {_START_TIMEOUT_S:.0f} s")
@@ -231,11 +233,6 @@ def _read(path: Path, kind: type[ModelT]) -> ModelT | None:
         return kind.model_validate_json(path.read_text())
     except FileNotFoundError:
         return None
-
-
-def _tail(run_dir: Path) -> str:
-    lines = (run_dir / "pipeline.log").read_text(errors="replace").splitlines()
-    return " | ".join(line.strip() for line in lines[-3:])
 
 
 # From here on: the leader's own process.

@@ -1,7 +1,6 @@
 """The client verbs against a real API on a real port: words, JSON, exit codes, and a watch that outlives the server."""
 
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from eyrie_api.database.jobs import Jobs, Metric
 from eyrie_api.database.tables import Database
 from eyrie_api.decisions.promotion import decide
 from eyrie_api.http.server import create_app
+from eyrie_api.processes import free_port
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.status import Condition, JobStatus, Phase, Progress, StageStatus
@@ -99,10 +99,7 @@ class Eyrie:
 
 @pytest.fixture
 def eyrie(tmp_path: Path, target: Path) -> Iterator[Eyrie]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    settings = Settings(home=tmp_path / "home", port=port, sse_poll_s=0.02)
+    settings = Settings(home=tmp_path / "home", port=free_port(), sse_poll_s=0.02)
     settings.home.mkdir()
     database = Database(settings.resolved_database_url)
     database.migrate()

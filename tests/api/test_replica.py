@@ -16,11 +16,11 @@ from eyrie_api.database.migrations import downgrade, standing, upgrade
 from eyrie_api.database.tables import Database
 from eyrie_api.errors import InvalidInput
 from eyrie_api.http.replica import TablesMissing, await_tables, serve
+from eyrie_api.processes import free_port
 from eyrie_api.settings import Settings
 from eyrie_api.tasks import chore_queue, make_celery, queue_length
 from tests.api.samples import job_body
 from tests.servers.cutting import relaying
-from tests.servers.processes import free_port
 from tests.servers.redis import Redis
 
 DATABASES = ("sqlite",)

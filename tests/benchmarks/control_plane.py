@@ -36,10 +36,11 @@ import httpx
 
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.tables import Database
+from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.job import JobSpec
 from tests.benchmarks.wire import Pool, Stream
 from tests.servers import postgres
-from tests.servers.processes import START_S, Session, free_port, private_dir
+from tests.servers.processes import START_S, Session, private_dir
 from tests.servers.redis import Redis
 
 JOBS = "/v1alpha1/jobs"

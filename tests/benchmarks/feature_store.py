@@ -37,6 +37,7 @@ from eyrie_api.artifacts import write_model
 from eyrie_api.artifacts.options import StoreOptions
 from eyrie_api.artifacts.store import ArtifactStore, open_store
 from eyrie_api.errors import EyrieError, InvalidInput
+from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.codecs import BEST_FIRST
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_workers.features.shard_format import FeatureRow, StoreLayout, plan_shards
@@ -209,9 +210,7 @@ def s3_store(options: argparse.Namespace, home: Path) -> Iterator[ArtifactStore 
 def rclone(program: str, directory: Path) -> Iterator[ArtifactStore]:
     """`rclone serve s3` over a directory, for as long as it is needed."""
     (directory / _BUCKET).mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     keys = directory / "keys"
     keys.mkdir(exist_ok=True)
     secret = {"access_key": "EYRIEBENCH" + secrets.token_hex(4), "secret_key": secrets.token_hex(16)}

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from eyrie_api.processes import free_port
 from tests.cluster.conftest import eventually
 
 LEASE_S = 6.0
@@ -64,9 +64,7 @@ class OperatorProcess:
 @contextmanager
 def operating(home: Path, namespace: str, *options: str, lead: bool = True) -> Iterator[OperatorProcess]:
     """An operator that watches one namespace and has its lease there."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     log = home / f"operator-{port}.log"
     argv = [sys.executable, "-m", "eyrie_operator.command", "operator", "--namespace", namespace, "--host", "127.0.0.1",
             "--port", str(port), "--lease", f"{namespace}/eyrie-operator", "--lease-seconds", str(LEASE_S), *options]

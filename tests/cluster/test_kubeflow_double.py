@@ -20,6 +20,7 @@ import kfp_server_api
 import pytest
 import yaml
 
+from eyrie_api.processes import free_port
 from eyrie_operator.cluster.apply import Cluster
 from tests.cluster.patience import eventually
 from tests.cluster.programs import Programs, programs
@@ -93,9 +94,7 @@ class Double:
 @contextmanager
 def doubling(namespace: str, home: Path, own: Programs, env: Mapping[str, str] | None = None) -> Iterator[Double]:
     """A double for one namespace, whose pods find this machine's programs and have `env` besides."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     told = dict(env or {})
     if own.on_host:
         told["PATH"] = f"{Path(own.python[0]).parent}:/usr/bin:/bin"

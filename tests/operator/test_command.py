@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 
-from eyrie_operator.detached import free_port, running_plane
+from eyrie_api.processes import free_port
+from eyrie_operator.detached import running_plane
 
 
 def eyrie(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:

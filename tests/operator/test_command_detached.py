@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.errors import Conflict, PortInUse
-from eyrie_operator.detached import PLANE_FILE, check_port, claim, free_port, running_plane
+from eyrie_api.processes import free_port
+from eyrie_operator.detached import PLANE_FILE, check_port, claim, running_plane
 
 HOLDER = """
 import sys, pathlib

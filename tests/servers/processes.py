@@ -9,7 +9,6 @@ import fcntl
 import json
 import os
 import pwd
-import random
 import shutil
 import signal
 import socket
@@ -20,6 +19,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from eyrie_api.processes import free_port
 
 SESSION = "EYRIE_TEST_SERVERS"
 _TRIES = 5
@@ -151,22 +152,6 @@ def kept(argv: list[str], user: str = "") -> list[str]:
     """The command line that runs another as long as the session lasts, and ends as it ends."""
     keeper = str(Path(__file__).with_name("keeper.py"))
     return [sys.executable, "-I", "-S", keeper, str(session_dir() / "lifeline"), user, "--", *argv]
-
-
-def free_port() -> int:
-    """A port nobody listens on now.
-
-    Below the range the kernel takes for outgoing connections: a server that is down for a moment must find its port
-    free when it comes back.
-    """
-    while True:
-        port = random.randrange(15_000, 30_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
 
 
 def answers(port: int) -> bool:

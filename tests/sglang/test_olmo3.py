@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.training import TrainSpec
@@ -20,7 +21,7 @@ from eyrie_api.v1alpha1.tuning import OFF, Setting
 from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments, launch_environment
-from eyrie_workers.engines.sglang.process import SglangServer, free_port, start_sglang
+from eyrie_workers.engines.sglang.process import SglangServer, start_sglang
 from eyrie_workers.engines.sglang.profiles import profile
 from eyrie_workers.engines.sglang.served import read_drafter, read_target
 from eyrie_workers.measurement.parity.parity import prove_parity

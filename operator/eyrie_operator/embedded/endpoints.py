@@ -21,6 +21,7 @@ from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.database.tables import Database
 from eyrie_api.errors import EyrieError, NotFound, Transient
+from eyrie_api.processes import last_lines
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_operator.conditions import observe
@@ -32,7 +33,6 @@ from eyrie_operator.embedded.processes import (
     endpoint_dir,
     engine_argv,
     engine_dir,
-    last_words,
     list_engines,
     probe,
     read_counters,
@@ -133,7 +133,7 @@ class EmbeddedEndpoints:
     def _observe_engine(self, record: EngineRecord, folder: Path, model: str) -> EngineSeen:
         if not is_alive(record.process):
             return EngineSeen(record.revision, "dead", record.started_at, record.starts, record.retiring_since,
-                              message=last_words(folder / "engine.log"))
+                              message=last_lines(folder / "engine.log"))
         known = record
         if record.url is None:
             url = probe(folder, model)

@@ -29,6 +29,7 @@ from pydantic import BaseModel
 from eyrie_api.artifacts import write_atomically
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.errors import TargetNotFound, Transient
+from eyrie_api.processes import last_lines
 from eyrie_api.submission.target_facts import target_dir
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.targets import TargetSpec
@@ -86,7 +87,7 @@ def start_gateway(directory: Path, wanted_port: int) -> GatewayRecord:
             return record
         time.sleep(0.02)
     stop_group(process, 0.0)
-    raise Transient(f"the gateway on port {port} did not come up: {last_words(directory / 'gateway.log')}")
+    raise Transient(f"the gateway on port {port} did not come up: {last_lines(directory / 'gateway.log')}")
 
 
 def stop_gateway(directory: Path) -> None:
@@ -189,15 +190,6 @@ def read_shares(port: int) -> Counters | None:
         return Counters.model_validate_json(answer.text)
     except (httpx.HTTPError, ValueError):
         return None
-
-
-def last_words(log_file: Path, num: int = 2) -> str:
-    """The end of a log in one line."""
-    try:
-        lines = [line.strip() for line in log_file.read_text(errors="replace").splitlines() if line.strip()]
-    except FileNotFoundError:
-        lines = []
-    return " | ".join(lines[-num:])[:500] or "no output"
 
 
 def endpoint_dir(home: Path, name: str) -> Path:

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.errors import Transient
+from eyrie_api.processes import free_port
 from eyrie_workers.engines.process import EngineFailed
 from eyrie_workers.engines.sglang.process import (
     PROGRAM,
     SglangServer,
-    free_port,
-    last_words,
+    last_error,
     on_top,
     plugin_root,
     program,
@@ -73,7 +73,7 @@ def test_a_server_is_waited_for_and_ends_with_its_children(tmp_path: Path) -> No
     assert not server.ready()
 
 
-def test_a_server_that_ends_says_why_in_its_own_last_words(tmp_path: Path) -> None:
+def test_a_server_that_ends_says_why_in_its_own_last_error(tmp_path: Path) -> None:
     server = started(tmp_path, FAILURE, "--port", "1")
     with pytest.raises(EngineFailed) as failed:
         server.wait_ready(60.0)
@@ -123,9 +123,9 @@ def test_an_interpreter_without_eyrie_finds_our_model_package_and_nothing_else_o
 def test_last_words_are_the_last_lines_when_nothing_was_raised(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("one\ntwo\n\nthree\nfour\n")
-    assert last_words(log) == "two | three | four"
+    assert last_error(log) == "two | three | four"
     log.write_text("")
-    assert last_words(log) == "no output"
+    assert last_error(log) == "no output"
 
 
 def test_the_program_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

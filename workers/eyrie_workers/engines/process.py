@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from eyrie_api.errors import EyrieError, Transient
+from eyrie_api.processes import last_lines
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.targets import Dtype
 from eyrie_api.v1alpha1.tuning import OperatingMap, Setting
@@ -146,7 +147,8 @@ class EngineProcess:
         """Raises EngineFailed, with its last words, when the engine has ended."""
         code = self.process.poll()
         if code is not None:
-            raise EngineFailed(f"the engine ended with exit code {code}: {self._last_words()}", f"read {self.log_file}")
+            raise EngineFailed(f"the engine ended with exit code {code}: {last_lines(self.log_file)}",
+                               f"read {self.log_file}")
 
     def ready(self) -> bool:
         """Whether it has said by now that it answers, and at which `url`."""
@@ -172,10 +174,6 @@ class EngineProcess:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.wait()
-
-    def _last_words(self) -> str:
-        lines = self.log_file.read_text(errors="replace").strip().splitlines()
-        return " | ".join(lines[-3:]) or "no output"
 
 
 def start_engine(command: EngineCommand, directory: Path, *, leash: bool = False) -> EngineProcess:

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from eyrie_api.errors import EyrieError, InvalidInput, Transient
+from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.serving import EngineKind
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.engines.process import EngineCommand, followable, start_engine
 from eyrie_workers.engines.sglang import launch
-from eyrie_workers.engines.sglang.process import free_port, plugin_root, program, start_sglang
+from eyrie_workers.engines.sglang.process import plugin_root, program, start_sglang
 from eyrie_workers.engines.sglang.profiles import HardwareProfile, profile
 from eyrie_workers.engines.sglang.served import read_drafter, read_target
 from eyrie_workers.targets.loading import resolve

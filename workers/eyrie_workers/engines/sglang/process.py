@@ -18,7 +18,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import urllib.error
 import urllib.request
@@ -28,12 +27,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import eyrie_workers
+from eyrie_api.processes import last_lines, log_lines
 from eyrie_workers.engines.parent_death_signal import with_parent_death_signal
 from eyrie_workers.engines.process import EngineFailed, await_ready
 
 PROGRAM = "EYRIE_SGLANG_PROGRAM"
 _POLL_S = 0.25
-_MOST_CHARACTERS = 300  # of a line that is quoted: SGLang logs all its 500 settings in one
 # `SomeError: text`, also behind SGLang's time stamp: the last of them says why a server ended.
 _RAISED = re.compile(r"^(?:\[[^\]]*\]\s*)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$")
 # What the parent says after a child ended; the child's own words stand above it.
@@ -68,13 +67,6 @@ def plugin_root(directory: Path) -> str:
     return str(root)
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port nobody listens on now. SGLang cannot choose one itself; another program may still be quicker."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 @dataclass
 class SglangServer:
     """A running server."""
@@ -96,7 +88,7 @@ class SglangServer:
         """Raises EngineFailed, with its last words, when the server has ended."""
         code = self.process.poll()
         if code is not None:
-            raise EngineFailed(f"SGLang ended with exit code {code}: {last_words(self.log_file)}",
+            raise EngineFailed(f"SGLang ended with exit code {code}: {last_error(self.log_file)}",
                                f"read {self.log_file}; the command was: {shlex.join(self.command)}")
 
     def ready(self, timeout_s: float = 5.0) -> bool:
@@ -144,16 +136,11 @@ def start_sglang(arguments: Sequence[str], directory: Path, *, environment: Mapp
     return SglangServer(process, f"http://{_address(arguments)}", log_file, command)
 
 
-def last_words(log_file: Path) -> str:
-    """What the log says of a server's end: the last error raised, else its last lines."""
-    lines = [line.strip() for line in log_file.read_text(errors="replace").splitlines() if line.strip()]
-    raised = [found.group(1) for line in lines if (found := _RAISED.match(line)) and not _aftermath(line)]
-    said = raised[-1:] or [line for line in lines if not _aftermath(line)][-3:]
-    return " | ".join(line[:_MOST_CHARACTERS] for line in said) or "no output"
-
-
-def _aftermath(line: str) -> bool:
-    return any(phrase in line for phrase in _AFTERMATH)
+def last_error(log_file: Path) -> str:
+    """The last exception in the log; its last lines when there is none."""
+    raised = [match.group(1) for line in log_lines(log_file)
+              if (match := _RAISED.match(line)) and not any(phrase in line for phrase in _AFTERMATH)]
+    return raised[-1] if raised else last_lines(log_file, without=_AFTERMATH)
 
 
 def _address(arguments: Sequence[str]) -> str:

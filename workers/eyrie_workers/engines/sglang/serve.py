@@ -23,9 +23,10 @@ from typing import NoReturn
 
 from eyrie_api.artifacts import write_atomically
 from eyrie_api.errors import EyrieError
+from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.engines.sglang import launch
-from eyrie_workers.engines.sglang.process import free_port, on_top, plugin_root, program
+from eyrie_workers.engines.sglang.process import on_top, plugin_root, program
 from eyrie_workers.engines.sglang.served import read_drafter, read_target
 from eyrie_workers.engines.variants import config_of, machine_profile
 

@@ -1,0 +1,51 @@
+"""What a program that starts server processes needs: a free port before the start, the end of the log after a failure.
+
+Used by the operator, the pipeline runner, the engines and the tests. Signals and process groups are in
+`eyrie_pipelines.processes`.
+"""
+
+import errno
+import secrets
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+# Below the ephemeral range (32768 and up on Linux): no outgoing connection takes the port between this probe and the
+# server's own bind, or while the server restarts.
+_PORTS = range(15_000, 30_000)
+_TAIL_BYTES = 256 * 1024  # enough for a traceback behind SGLang's longest lines; an engine's log may have gigabytes
+_LINE_CHARACTERS = 300  # of a quoted line: SGLang logs all its 500 settings in one
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of `host` on which no process listens now; another process may still bind it first.
+
+    Raises OSError when `host` is not an address of this machine.
+    """
+    while True:
+        port = secrets.choice(_PORTS)
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    continue
+                raise
+        return port
+
+
+def log_lines(log_file: Path) -> list[str]:
+    """The non-blank lines at the end of a log, each cut to a length that can be quoted; none without a file."""
+    try:
+        with log_file.open("rb") as log:
+            log.seek(max(0, log.seek(0, 2) - _TAIL_BYTES))
+            text = log.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    return [line.strip()[:_LINE_CHARACTERS] for line in text.splitlines() if line.strip()]
+
+
+def last_lines(log_file: Path, num: int = 3, without: Sequence[str] = ()) -> str:
+    """The last lines of a log joined by ` | `, for error messages; lines that contain one of `without` are left out."""
+    lines = [line for line in log_lines(log_file) if not any(phrase in line for phrase in without)]
+    return " | ".join(lines[-num:]) or "no output"
