@@ -36,6 +36,7 @@ from typing import Literal, TypeVar
 from eyrie_api.artifacts import code_version, digest_model, write_model
 from eyrie_api.errors import Conflict, EyrieError, Permanent, Transient
 from eyrie_api.processes import last_lines
+from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.tuning import DrafterUse
@@ -307,8 +308,7 @@ def main() -> int:
         try:
             return lead(arguments.job_dir.resolve(), arguments.attempt)
         except EyrieError as error:
-            print(f"error: {error.reason}: {error.message}; {error.hint}", file=sys.stderr)
-            return error.exit_code
+            return report_error(error)
     return 130
 
 

@@ -26,6 +26,7 @@ from eyrie_api.artifacts.options import StoreOptions
 from eyrie_api.artifacts.store import open_store
 from eyrie_api.broker import SHARD_QUEUE, BrokerAway, Holds, messages_waiting, transport_settings
 from eyrie_api.errors import EyrieError, InvalidInput, Transient
+from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.stages import RegenerateStage
 from eyrie_workers.regeneration.sharded import ShardedEngine, Sharding, ShardOrder, answer_shard
 
@@ -134,8 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         app = make_app(broker_url(), Sharding.from_env())
     except EyrieError as error:
-        print(f"error: {error.message}\nmend: {error.hint}", file=sys.stderr)
-        return error.exit_code
+        return report_error(error)
     app.worker_main([
         "worker", "--pool", "prefork", "--concurrency", str(arguments.concurrency), "--loglevel", "WARNING",
         "--hostname", f"eyrie-shards-{os.getpid()}@%h", "--without-heartbeat", "--without-mingle", "--without-gossip"])

@@ -15,7 +15,6 @@ import argparse
 import fcntl
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from eyrie_api.artifacts import (
     write_model,
 )
 from eyrie_api.errors import Conflict, EyrieError, InvalidInput, Transient
+from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.records import EventRecord, Failure, MetricRecord, ProgressRecord
 from eyrie_api.v1alpha1.stages import Manifest, StageReport
@@ -151,10 +151,7 @@ def run_program(kind: type[SpecT], work: Callable[[SpecT, Stage], Result], argv:
         write_model(out_dir / "failure.json", Failure(
             reason=error.reason, message=error.message, hint=error.hint, exit_code=error.exit_code,
             transient=isinstance(error, Transient), time=_now()))
-        print(f"error: {error.reason}: {error.message}", file=sys.stderr)
-        if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)
-        return error.exit_code
+        return report_error(error)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -8,13 +8,13 @@ of EYRIE_ARTIFACTS_*.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from eyrie_api.artifacts import MANIFEST, digest_file, read_manifest, write_atomically
 from eyrie_api.artifacts.store import ArtifactStore, open_store
 from eyrie_api.errors import ArtifactMissing, EyrieError
+from eyrie_api.program_exit import report_error
 
 
 def fetch_part(store: ArtifactStore, prefix: str, part: str, directory: Path) -> int:
@@ -49,8 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         count = fetch_part(open_store(), options.prefix, options.part, options.directory)
     except EyrieError as error:
-        print(json.dumps({"reason": error.reason, "message": error.message, "hint": error.hint}), file=sys.stderr)
-        return error.exit_code
+        return report_error(error)
     print(f"{count} files of {options.prefix}/{options.part} are in {options.directory}")
     return 0
 

@@ -18,7 +18,6 @@ It says who it is in `D/gateway.json` once it listens (pid, start time, port) an
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import socket
 import sys
@@ -35,6 +34,7 @@ from starlette.routing import Route as PathRoute
 
 from eyrie_api.artifacts import write_model
 from eyrie_api.errors import EyrieError, PortInUse
+from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, RoutedRequest, Routes
 from eyrie_operator.embedded.traffic_recording import CHAT_PATH, TRAFFIC_FILE, Traffic
@@ -165,8 +165,7 @@ def main() -> int:
     try:
         listening = bind(arguments.host, arguments.port)
     except EyrieError as error:
-        print(json.dumps({"reason": error.reason, "message": error.message, "hint": error.hint}), file=sys.stderr)
-        return error.exit_code
+        return report_error(error)
     process = name_of(os.getpid())
     assert process is not None
     # The socket listens already, so whoever reads this may connect: early requests wait in its queue.

@@ -1,6 +1,5 @@
 """A drafter is fetched out of its stage: that directory alone, compared with the manifest, and only what is missing."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -58,6 +57,6 @@ def test_as_a_program_it_reads_the_store_from_the_environment_and_tells_the_hint
     assert main(["--prefix", PREFIX, *line]) == 0
     assert "2 files" in capsys.readouterr().out
     assert main(["--prefix", "jobs/j/train/b", *line]) != 0
-    told = json.loads(capsys.readouterr().err)
-    assert told["reason"] == "ArtifactMissing"
-    assert told["hint"]
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ArtifactMissing: ")
+    assert hint.removeprefix("hint: ")

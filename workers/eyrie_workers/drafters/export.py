@@ -32,6 +32,7 @@ from torch import Tensor
 
 from eyrie_api.decisions.capture_support import sglang_layer_ids
 from eyrie_api.errors import ArtifactMissing, EyrieError, InvalidInput
+from eyrie_api.program_exit import report_error
 from eyrie_workers.drafters import eagle1
 from eyrie_workers.drafters.check import check_directory
 from eyrie_workers.drafters.checkpoint.card import read_card
@@ -179,8 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             to_sglang(given.directory, given.out, architecture=given.target_architecture, num_layers=given.num_layers)
     except EyrieError as error:
-        print(f"{error.reason}: {error}", file=sys.stderr)
-        return error.exit_code
+        return report_error(error)
     print(given.out)
     return 0
 

@@ -36,6 +36,7 @@ from starlette.exceptions import HTTPException
 
 from eyrie_api.artifacts import code_version, write_atomically
 from eyrie_api.errors import EyrieError, InvalidInput, PortInUse
+from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import Method
@@ -428,10 +429,7 @@ def main(argv: list[str] | None = None) -> int:
         options = parse_options(argv)
         return serve(options, bind(options.host, options.port))
     except EyrieError as error:
-        print(f"error: {error.reason}: {error.message}", file=sys.stderr)
-        if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)
-        return error.exit_code
+        return report_error(error)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from eyrie_api.errors import ArtifactCorrupt, EyrieError
+from eyrie_api.program_exit import report_error
 from eyrie_workers.features.store import FeatureStore, open_features
 
 
@@ -20,8 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         store = open_features(parser.parse_args(argv).store)
         damaged = report(store)
     except EyrieError as error:
-        print(f"error: {error.reason}: {error.message}\nmend: {error.hint}", file=sys.stderr)
-        return error.exit_code
+        return report_error(error)
     print(f"{store.num_rows} rows, {store.num_tokens} tokens, {store.size_bytes} bytes: "
           + (f"{damaged} damaged shards" if damaged else "as they were written"))
     return ArtifactCorrupt.exit_code if damaged else 0

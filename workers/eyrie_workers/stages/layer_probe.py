@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from eyrie_api.errors import EyrieError, NoUsableData
+from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.conversations.rows import ROWS, read_rows
 from eyrie_workers.targets.layers import choose_aux_layers
@@ -206,8 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = choose_aux_layers(config.num_layers, config.layer_types).aux_layers
         found = probe_layers(target, rows_to_probe(told.rows, told.tokens), chosen)
     except EyrieError as error:
-        print(f"error: {error.reason}: {error.message}\nmend: {error.hint}", file=sys.stderr)
-        return error.exit_code
+        return report_error(error)
     for score in found.alone:
         print(f"layer {score.layers[0]:3}  {score.agreement:.4f}")
     for score in found.together:

@@ -14,6 +14,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from eyrie_api.errors import EyrieError
+from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.reports import TrainReport
 from eyrie_workers.figure_style import SETTINGS, save
 from eyrie_workers.job_record import JobRecord, Series, read_job
@@ -78,8 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         paths = draw_all(arguments.job_dir, arguments.out)
     except EyrieError as error:
-        print(f"error: {error.reason}: {error}", file=sys.stderr)
-        return error.exit_code
+        return report_error(error)
     for path in paths:
         print(path)
     if not paths:

@@ -27,6 +27,7 @@ from pydantic import Field, JsonValue, ValidationError
 
 from eyrie_api.artifacts import digest_file, write_atomically
 from eyrie_api.errors import ArtifactCorrupt, EyrieError, InvalidInput
+from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.drafter import SGLANG_ALGORITHMS, DrafterSpec
 from eyrie_api.v1alpha1.model import Digest, Frozen
 from eyrie_api.v1alpha1.targets import TargetSpec
@@ -226,8 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         print(with_results(given.directory, given.out, json.loads(given.results.read_text())))
     except EyrieError as error:
-        print(f"{error.reason}: {error}", file=sys.stderr)
-        return error.exit_code
+        return report_error(error)
     return 0
 
 

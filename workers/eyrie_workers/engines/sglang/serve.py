@@ -24,6 +24,7 @@ from typing import NoReturn
 from eyrie_api.artifacts import write_atomically
 from eyrie_api.errors import EyrieError
 from eyrie_api.processes import free_port
+from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.engines.sglang import launch
 from eyrie_workers.engines.sglang.process import on_top, plugin_root, program
@@ -63,8 +64,7 @@ def main() -> NoReturn:
         plan = replace(plan, plugin_root=plugin_root(options.ready_file.parent))
         line = (*program(), *launch.launch_arguments(plan))
     except EyrieError as error:
-        print(json.dumps({"reason": error.reason, "message": error.message, "hint": error.hint}), file=sys.stderr)
-        sys.exit(error.exit_code)
+        sys.exit(report_error(error))
     document = launch.adaptive_document(plan)
     if document is not None and plan.adaptive_path is not None:
         write_atomically(Path(plan.adaptive_path), document)
