@@ -23,7 +23,7 @@ from pathlib import Path
 
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.conversations.rows import AnsweredRow, Ledger, RowSampling
+from eyrie_workers.conversations.rows import AnsweredRow, RowLedger, RowSampling
 from eyrie_workers.regeneration.endpoint import Endpoint
 from eyrie_workers.regeneration.generation_client import Answer, Asking, Prompt, row_seed
 from eyrie_workers.regeneration.online import OnlineEngine
@@ -43,7 +43,7 @@ def prompts(tokenizer: ChatTokenizer, num: int) -> Iterator[Prompt]:
 
 def ask(endpoint: Endpoint, tokenizer: ChatTokenizer, num_rows: int, path: Path) -> tuple[float, float]:
     """Answer so many rows into a ledger; seconds and processor seconds."""
-    ledger = Ledger(path)
+    ledger = RowLedger(path)
     engine = OnlineEngine(endpoint, AnswerIds(tokenizer), lambda reason, text: print(f"{reason}: {text}"))
     asked = list(prompts(tokenizer, num_rows))  # the selection has rendered them
     sampling = RowSampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=endpoint.asking.max_new_tokens)
@@ -58,7 +58,6 @@ def ask(endpoint: Endpoint, tokenizer: ChatTokenizer, num_rows: int, path: Path)
     seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu
     if len(ledger) != num_rows:
         raise RuntimeError(f"{len(ledger)} rows in the ledger instead of {num_rows}")
-    ledger.close()
     return seconds, cpu_s
 
 

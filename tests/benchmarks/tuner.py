@@ -27,8 +27,8 @@ from eyrie_api.v1alpha1.reports import Environment, TuneReport
 from eyrie_api.v1alpha1.stages import TuneStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, Setting, TuneSpec
+from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.measurement.benchmark.blocks import BlockRun, Track, open_engines
-from eyrie_workers.measurement.benchmark.ledger import Ledger
 from eyrie_workers.measurement.benchmark.session import measuring, open_session, read_suites
 from eyrie_workers.measurement.tuner.grid import possible_settings
 from eyrie_workers.measurement.tuner.profile import Foundation
@@ -139,7 +139,7 @@ def run(spec: TuneStage, out: Path) -> TrialReport:
 
 def _tuning(spec: TuneStage, stage: Stage, track: Track, settings: tuple[Setting, ...], foundation: Foundation,
             path: Path) -> Tuning:
-    ledger = Ledger(path, BlockRun, digest_model(spec))
+    ledger = JsonlLedger(path, BlockRun, digest_model(spec))
     return Tuning(spec, stage, track, settings, foundation, ledger, {run.key: run for run in ledger.entries})
 
 

@@ -1,4 +1,4 @@
-"""Finished work survives a kill; one process of a machine measures at a time."""
+"""One process of a machine measures at a time."""
 
 import multiprocessing
 import os
@@ -7,62 +7,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from eyrie_api.errors import ArtifactCorrupt
 from eyrie_workers.machine.environment import cpu_count, describe_cpuinfo, environment
 from eyrie_workers.machine.machine_lock import MachineTime, disturbance, measuring_alone, others_share
-from eyrie_workers.measurement.benchmark.ledger import Ledger
-from eyrie_workers.measurement.benchmark.samples import Entry, Sample
-
-SAMPLE = Sample(token_ids=(1, 2), seconds=1.0, cpu_seconds=1.0, ttft_s=0.1, rounds=1, accepted_histogram=(0, 1))
-
-
-def entry(number: int) -> Entry:
-    return Entry(suite="s", prompt_id=f"p\u2028{number}", temperature=0.0, repeat=0, samples={"baseline": SAMPLE})
-
-
-def test_what_was_appended_is_there_when_opened_again(tmp_path: Path) -> None:
-    path = tmp_path / "cells.jsonl"
-    first = Ledger(path, Entry, "spec-a")
-    for number in range(3):
-        first.append(entry(number))
-    assert Ledger(path, Entry, "spec-a").entries == [entry(n) for n in range(3)]
-
-
-@settings(deadline=None)  # it writes files
-@given(cut=st.integers(1, 400))
-def test_a_file_cut_anywhere_yields_a_prefix_of_its_entries_and_takes_more(
-        tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
-    path = tmp_path_factory.mktemp("ledger") / "cells.jsonl"
-    whole = Ledger(path, Entry, "a")
-    for number in range(3):
-        whole.append(entry(number))
-    data = path.read_bytes()
-    path.write_bytes(data[: len(data) - min(cut, len(data))])
-    again = Ledger(path, Entry, "a")
-    assert again.entries == whole.entries[: len(again.entries)]
-    again.append(entry(9))
-    assert Ledger(path, Entry, "a").entries == again.entries
-
-
-def test_a_ledger_of_another_spec_is_set_aside_not_mixed_in(tmp_path: Path) -> None:
-    path = tmp_path / "cells.jsonl"
-    Ledger(path, Entry, "a").append(entry(0))
-    other = Ledger(path, Entry, "b")
-    assert other.entries == []
-    assert other.set_aside is not None
-    assert other.set_aside.exists()
-
-
-def test_a_whole_line_that_is_no_entry_is_an_error_with_its_number(tmp_path: Path) -> None:
-    path = tmp_path / "cells.jsonl"
-    Ledger(path, Entry, "a").append(entry(0))
-    with path.open("a") as file:
-        file.write('{"suite": 3}\n')
-    with pytest.raises(ArtifactCorrupt, match="line 3"):
-        Ledger(path, Entry, "a")
 
 
 def _hold(directory: Path, pipe: Connection) -> None:

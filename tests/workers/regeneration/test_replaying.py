@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_workers.conversations.conversation import conversation
-from eyrie_workers.conversations.rows import AnsweredRow, Ledger, RowSampling
+from eyrie_workers.conversations.rows import AnsweredRow, RowLedger, RowSampling
 from eyrie_workers.regeneration.conversation_replay import Ended, answer_message, following, num_turns, opening, turn_id
 from eyrie_workers.regeneration.questions import CUT, Question, Questions
 from eyrie_workers.regeneration.selection import SelectedRow
@@ -101,7 +101,7 @@ def answered(question: Question, tokenizer: ChatTokenizer, finish: str = "stop")
                        sampling=RowSampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=9), turn=question.turn)
 
 
-def questions(rows: list[SelectedRow], ledger: Ledger, tokenizer: ChatTokenizer) -> Questions:
+def questions(rows: list[SelectedRow], ledger: RowLedger, tokenizer: ChatTokenizer) -> Questions:
     return Questions(iter(rows), len(rows), RegenerateSpec(turns="all"), ledger, tokenizer, 1000)
 
 
@@ -113,7 +113,7 @@ def test_killed_anywhere_every_turn_is_answered_once_in_the_context_of_the_new_a
     path, rows, seen = tmp_path / "rows.jsonl", chats(tokenizer, lengths), list[str]()
     path.unlink(missing_ok=True)
     for left in itertools.chain(kills, [1000]):
-        ledger = Ledger(path)
+        ledger = RowLedger(path)
         asked, waiting = questions(rows, ledger, tokenizer), list[str]()
         while left > 0:
             while len(waiting) < 3 and (prompt := next(asked, None)) is not None:
@@ -125,26 +125,23 @@ def test_killed_anywhere_every_turn_is_answered_once_in_the_context_of_the_new_a
             seen.append(row_id)
             asked.heard(row_id)
             left -= 1
-        ledger.close()
     assert sorted(seen) == sorted(turn_id(row.id, turn, "all") for row, length in zip(rows, lengths, strict=True)
                                   for turn in range(length))
-    last = Ledger(path)
+    last = RowLedger(path)
     for row, length in zip(rows, lengths, strict=True):
         walk = questions(rows, last, tokenizer).walk(row)
         assert (len(walk.answered), walk.then) == (length, None)
-        text = tokenizer.decode(list(last.read(walk.answered[-1]).prompt_ids))
+        text = tokenizer.decode(list(last.row(walk.answered[-1]).prompt_ids))
         assert text.count("new answer to") == length - 1
         assert "old" not in text
-    last.close()
 
 
 def test_a_cut_answer_ends_its_conversation_and_is_told(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     (row,) = chats(tokenizer, [3])
-    ledger = Ledger(tmp_path / "rows.jsonl")
+    ledger = RowLedger(tmp_path / "rows.jsonl")
     asked = questions([row], ledger, tokenizer)
     prompt = next(asked)
     ledger.append(answered(asked.asked(prompt.row_id), tokenizer, "length"))
     asked.heard(prompt.row_id)
     assert next(asked, None) is None
     assert asked.walk(row).then == Ended(CUT)
-    ledger.close()

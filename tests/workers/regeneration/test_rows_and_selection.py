@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from eyrie_api.errors import ArtifactCorrupt, NoChatTemplate
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_workers.conversations.rows import AnsweredRow, Ledger, RowSampling, read_rows
+from eyrie_workers.conversations.rows import AnsweredRow, RowLedger, RowSampling, read_rows
 from eyrie_workers.conversations.split import BenchmarkPrompts
 from eyrie_workers.regeneration import selection
 from eyrie_workers.regeneration.generation_client import row_seed
@@ -30,20 +30,18 @@ def row(number: int) -> AnsweredRow:
 def test_a_ledger_cut_anywhere_keeps_every_whole_row_and_goes_on(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "rows.jsonl"
     path.unlink(missing_ok=True)
-    ledger = Ledger(path)
+    ledger = RowLedger(path)
     for number in range(4):
         ledger.append(row(number))
-    ledger.close()
     whole = path.read_bytes()
     cut = data.draw(st.integers(0, len(whole)))
     path.write_bytes(whole[:cut])
-    again = Ledger(path)
+    again = RowLedger(path)
     assert len(again) == whole[:cut].count(b"\n")
     for number in range(4):
         assert (row(number).id in again) == (number < len(again))
     for number in range(len(again), 4):
         again.append(row(number))
-    again.close()
     assert path.read_bytes() == whole
 
 
@@ -51,11 +49,10 @@ def test_a_ledger_cut_anywhere_keeps_every_whole_row_and_goes_on(tmp_path: Path,
 def test_the_finished_file_does_not_depend_on_the_order_of_arrival(tmp_path_factory: pytest.TempPathFactory,
                                                                   order: list[int], wanted: set[int]) -> None:
     path = tmp_path_factory.mktemp("ledger") / "rows.jsonl"
-    ledger = Ledger(path)
+    ledger = RowLedger(path)
     for number in order:
         ledger.append(row(number))
     kept = list(ledger.put_in_order(row(number).id for number in sorted(wanted)))
-    ledger.close()
     assert kept == [row(number) for number in sorted(wanted) if number < 5]
     assert list(read_rows(path)) == kept
 
@@ -65,7 +62,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
     line = row(0).model_dump_json()
     path.write_text(f"{line}\n{{broken\n{line}\n")
     with pytest.raises(ArtifactCorrupt, match="line 2"):
-        Ledger(path)
+        RowLedger(path)
     with pytest.raises(ArtifactCorrupt, match="line 2"):
         list(read_rows(path))
 

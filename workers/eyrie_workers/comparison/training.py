@@ -8,7 +8,6 @@ Processor time is counted around each call and kept in `spent.jsonl`, a line whe
 call that was killed has no second line: what it used is then not known, and not guessed.
 """
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from eyrie_api.v1alpha1.records import Failure
 from eyrie_api.v1alpha1.reports import CaptureReport, CheckpointReport, RegenerateReport, TrainReport
 from eyrie_workers.comparison import plan
 from eyrie_workers.comparison.plan import CompareSpec
+from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Result, SpecT, Stage, run_program
 from eyrie_workers.stages.capture import capture
 from eyrie_workers.stages.regenerate import regenerate
@@ -169,6 +169,14 @@ class Training:
         return report
 
 
+class CpuRecord(Frozen):
+    """A line of `spent.jsonl`: the beginning or the end of one call."""
+
+    name: str
+    begins: bool = False
+    cpu_s: float | None = None
+
+
 @dataclass
 class _Counted:
     """Counts processor time into a file; not of a stage that is done already."""
@@ -181,20 +189,16 @@ class _Counted:
     def __enter__(self) -> None:
         self._began = time.process_time()
         if not self.done:
-            self._write({"name": self.name, "begins": True})
+            JsonlLedger(self.path, CpuRecord).append(CpuRecord(name=self.name, begins=True))
 
     def __exit__(self, *_: object) -> None:
         if not self.done:
-            self._write({"name": self.name, "cpu_s": time.process_time() - self._began})
-
-    def _write(self, line: Mapping[str, object]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            cpu_s = time.process_time() - self._began
+            JsonlLedger(self.path, CpuRecord).append(CpuRecord(name=self.name, cpu_s=cpu_s))
 
 
 def cpu_seconds(path: Path, name: str) -> float | None:
     """What all calls of this name used; None when one of them did not come to its end."""
-    lines = [json.loads(line) for line in path.read_text().split("\n") if line.endswith("}")]
-    calls = [line for line in lines if line["name"] == name]
-    ended = [line["cpu_s"] for line in calls if "cpu_s" in line]
+    calls = [record for record in JsonlLedger(path, CpuRecord).entries if record.name == name]
+    ended = [record.cpu_s for record in calls if record.cpu_s is not None]
     return sum(ended) if 2 * len(ended) == len(calls) else None

@@ -1,15 +1,14 @@
 """An answered row, what identifies a set of them, and the ledger that collects them.
 
 `rows.jsonl` is its own ledger. While the stage runs, each answer is one line, appended and flushed in the order
-answers arrive; run again after a kill, the torn last line is cut off and the rows that are there are not asked for
-again. At the end the file is rewritten once in the order of the selection, so that the artifact does not depend on who
-finished first.
+answers arrive; a resumed run truncates a torn last line and does not ask again for the rows that are there. At the end
+the file is rewritten once in the order of the selection, so that the artifact does not depend on the order of arrival.
 
-A row carries token ids, never text alone: text tokenised again is not always what the target wrote (`ids_exact` says
-whether the ids are the target's own), and the drafter learns ids.
+A row carries token ids, never text alone: tokenising the text again does not always give the ids that the target
+generated (`ids_exact` tells which they are), and the drafter is trained on ids.
 
-`rows.meta.json` names the target and everything else that decides what an answer is. Rows of another target or another
-sampling are refused, here and in capture.
+`rows.meta.json` holds the digest of the target and of everything else that decides what an answer is. Rows of another
+target or another sampling are refused, here and in capture.
 """
 
 import os
@@ -21,6 +20,7 @@ from pydantic import Field, JsonValue, ValidationError
 
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_api.v1alpha1.model import Digest, Frozen
+from eyrie_workers.jsonl_ledger import Extent, JsonlLedger
 
 ROWS = "rows.jsonl"
 META = "rows.meta.json"
@@ -51,19 +51,19 @@ class AnsweredRow(Frozen):
     sampling: RowSampling
     seed: int
     ids_exact: bool
-    """Whether answer_ids are the ids the target produced, or its text tokenised again."""
+    """True when answer_ids are the ids the target generated, False when its text was tokenised again."""
 
     ids_differ: bool = False
-    """Whether ids tokenised again are known to be others than the target's."""
+    """Whether the ids tokenised again are known to differ from the target's."""
 
     reasoning: str = ""
-    """What the endpoint gave apart from the text."""
+    """Reasoning that the endpoint returned in a field of its own."""
 
     tool_calls: tuple[dict[str, JsonValue], ...] = ()
-    """As the endpoint read them out of the answer."""
+    """Tool calls as the endpoint parsed them from the answer."""
 
     turn: int = 0
-    """With `turns: all`: which question of its conversation this answers."""
+    """With `turns: all`: index of the answered turn in its conversation."""
 
 
 class RowsMeta(Frozen):
@@ -72,90 +72,59 @@ class RowsMeta(Frozen):
     format_version: Literal[1] = 1
     target_digest: Digest
     answers_digest: Digest
-    """Of data, exclusions, sampling and seed: whatever decides which prompts are asked and what the answers are."""
+    """Digest of data, exclusions, sampling and seed: all that decides which prompts are sent and what is answered."""
 
 
-class Ledger:
-    """Answered rows of one directory, by id; opening it cuts off a line that a kill left half written."""
+class RowLedger(JsonlLedger[AnsweredRow]):
+    """Answered rows of one directory, by id. Holds positions in memory, not rows."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create the ledger. Raises ArtifactCorrupt when a line before the last cannot be read."""
-        self._path = path
-        self._places: dict[str, tuple[int, int]] = {}
-        path.touch()
-        self._size = self._scan()
-        os.truncate(path, self._size)
-        self._file = path.open("ab")
+        """Open or create the ledger. Raises ArtifactCorrupt when a complete line cannot be read."""
+        self._by_id: dict[str, Extent] = {}
+        # No fsync: a power failure costs some answers, which are requested again; an fsync per answer costs more.
+        super().__init__(path, AnsweredRow, fsync=False,
+                         hint="delete that line and run again: its prompt is answered again")
 
     def __contains__(self, row_id: str) -> bool:
-        return row_id in self._places
+        return row_id in self._by_id
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._by_id)
 
-    def append(self, row: AnsweredRow) -> None:
-        """Keep one answer. It survives a kill from here on."""
-        line = row.model_dump_json().encode() + b"\n"
-        self._file.write(line)
-        self._file.flush()
-        self._places[row.id] = (self._size, len(line))
-        self._size += len(line)
-
-    def read(self, row_id: str) -> AnsweredRow:
+    def row(self, row_id: str) -> AnsweredRow:
         """One answered row."""
-        offset, length = self._places[row_id]
-        with self._path.open("rb") as file:
-            file.seek(offset)
-            return AnsweredRow.model_validate_json(file.read(length))
+        return self.read(self._by_id[row_id])
 
     def put_in_order(self, row_ids: Iterable[str],
-                     wanted: Callable[[AnsweredRow], bool] = lambda _: True) -> Iterator[AnsweredRow]:
-        """Rewrite the file with the rows of `row_ids` that are answered and wanted, in that order, and nothing else.
+                     keep: Callable[[AnsweredRow], bool] = lambda _: True) -> Iterator[AnsweredRow]:
+        """Rewrite the file with the rows of `row_ids` that are answered and that `keep` accepts, in that order.
 
-        Yields each row, wanted or not; the new file takes the place of the old when the iteration ends.
+        Yields each answered row, kept or not. The new file replaces the old one when the iteration ends; a kill before
+        that leaves the old file.
         """
-        aside = self._path.with_name(f".{self._path.name}.part")
-        places: dict[str, tuple[int, int]] = {}
+        part = self.path.with_name(f".{self.path.name}.part")
+        placed: dict[str, Extent] = {}
         size = 0
-        with self._path.open("rb") as old, aside.open("wb") as new:
+        with self.path.open("rb") as old, part.open("wb") as new:
             for row_id in row_ids:
-                if row_id not in self._places or row_id in places:
+                if row_id not in self._by_id or row_id in placed:
                     continue
-                offset, length = self._places[row_id]
+                offset, length = self._by_id[row_id]
                 old.seek(offset)
                 line = old.read(length)
                 row = AnsweredRow.model_validate_json(line)
-                if wanted(row):
+                if keep(row):
                     new.write(line)
-                    places[row_id], size = (size, length), size + length
+                    placed[row_id], size = Extent(size, length), size + length
                 yield row
             new.flush()
             os.fsync(new.fileno())
-        self._file.close()
-        os.replace(aside, self._path)
-        self._places, self._size = places, size
-        self._file = self._path.open("ab")
+        os.replace(part, self.path)
+        self._by_id, self._extents, self._size = placed, list(placed.values()), size
 
-    def close(self) -> None:
-        """Let the file go."""
-        self._file.close()
-
-    def _scan(self) -> int:
-        size = 0
-        with self._path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    if not line.endswith(b"\n"):
-                        raise ValueError("no end of line")
-                    row = AnsweredRow.model_validate_json(line)
-                except ValueError as error:  # pydantic's ValidationError is one
-                    if file.read(1):
-                        raise ArtifactCorrupt(f"{self._path}, line {number} is not an answered row",
-                                              "delete that line and run again: its prompt is answered anew") from error
-                    return size
-                self._places[row.id] = (size, len(line))
-                size += len(line)
-        return size
+    def _add(self, entry: AnsweredRow, extent: Extent) -> None:
+        super()._add(entry, extent)
+        self._by_id[entry.id] = extent
 
 
 def read_rows(path: Path) -> Iterator[AnsweredRow]:
@@ -173,7 +142,7 @@ def read_rows(path: Path) -> Iterator[AnsweredRow]:
 
 
 def read_meta(directory: Path) -> RowsMeta | None:
-    """What the rows in a directory belong to; None when nothing says. Raises ArtifactCorrupt when unreadable."""
+    """The metadata of a directory's rows, None where the file is missing. Raises ArtifactCorrupt when unreadable."""
     path = directory / META
     try:
         return RowsMeta.model_validate_json(path.read_bytes())

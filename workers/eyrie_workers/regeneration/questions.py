@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
-from eyrie_workers.conversations.rows import AnsweredRow, Ledger
+from eyrie_workers.conversations.rows import AnsweredRow, RowLedger
 from eyrie_workers.regeneration.conversation_replay import Ended, answer_message, following, num_turns, opening, turn_id
 from eyrie_workers.regeneration.generation_client import Prompt, row_seed
 from eyrie_workers.regeneration.selection import SelectedRow
@@ -47,7 +47,7 @@ class Walk:
 class Questions(Iterator[Prompt]):
     """`Prompt`s for an engine."""
 
-    def __init__(self, rows: Iterable[SelectedRow], num_rows: int, spec: RegenerateSpec, ledger: Ledger,
+    def __init__(self, rows: Iterable[SelectedRow], num_rows: int, spec: RegenerateSpec, ledger: RowLedger,
                  tokenizer: ChatTokenizer, max_prompt_tokens: int) -> None:
         self._spec, self._ledger, self._tokenizer = spec, ledger, tokenizer
         self._num_rows, self._max_prompt_tokens = num_rows, max_prompt_tokens
@@ -82,7 +82,7 @@ class Questions(Iterator[Prompt]):
             answered.append(row_id)
             if stands_for >= len(row.messages):
                 return Walk(answered, None)
-            found = self._ledger.read(row_id)
+            found = self._ledger.row(row_id)
             after = following(row.messages, messages, stands_for, _message(found, bool(row.tools)))
             if after is None or isinstance(after, Ended):
                 return Walk(answered, after)

@@ -35,11 +35,11 @@ from eyrie_api.v1alpha1.stages import ProveStage
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
 from eyrie_workers.conversations.benchmark_suites import Prompt, select
 from eyrie_workers.engines.variants import RunningVariant, Uses, VariantPlan, command_line, running_variants
+from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.load.figures import crossover
 from eyrie_workers.load.run import run_load
 from eyrie_workers.load.variants import LoadPrompt, LoadVariant
 from eyrie_workers.machine.environment import environment
-from eyrie_workers.measurement.benchmark.ledger import Ledger
 from eyrie_workers.measurement.benchmark.samples import first_difference
 from eyrie_workers.measurement.benchmark.session import (
     REPORT,
@@ -95,7 +95,7 @@ class _Proof:
     plan: VariantPlan
     uses: Uses
     prompts: Sequence[Prompt]
-    ledger: Ledger[Found]
+    ledger: JsonlLedger[Found]
     variants: dict[str, RunningVariant] = field(default_factory=dict)
     done: int = 0
     """Requests of the questions answered."""

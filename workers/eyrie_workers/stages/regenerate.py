@@ -29,7 +29,7 @@ from eyrie_api.errors import Conflict, InvalidInput, NoUsableData
 from eyrie_api.v1alpha1.reports import Lengths, QuarantinedRow, RegenerateReport
 from eyrie_api.v1alpha1.stages import RegenerateStage
 from eyrie_workers.conversations.overlap import Runs
-from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, Ledger, RowSampling, RowsMeta, read_meta
+from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowLedger, RowSampling, RowsMeta, read_meta
 from eyrie_workers.conversations.split import BenchmarkPrompts
 from eyrie_workers.conversations.suites import suite_prompts
 from eyrie_workers.regeneration import selection
@@ -108,13 +108,10 @@ def regenerate(spec: RegenerateStage, stage: Stage) -> Result:
     _claim(stage.out_dir, spec, target_digest(path))
     context = read_config(path).max_position_embeddings
     summary = _select(spec, stage, tokenizer, context)
-    ledger = Ledger(stage.out_dir / ROWS)
-    try:
-        resumed, new_tokens, refused = _ask(spec, stage, path, tokenizer, ledger, summary)
-        questions = _questions(spec, stage, tokenizer, ledger, summary, context)
-        report = _finish(spec, stage, questions, ledger, summary, refused)
-    finally:
-        ledger.close()
+    ledger = RowLedger(stage.out_dir / ROWS)
+    resumed, new_tokens, refused = _ask(spec, stage, path, tokenizer, ledger, summary)
+    questions = _questions(spec, stage, tokenizer, ledger, summary, context)
+    report = _finish(spec, stage, questions, ledger, summary, refused)
     seconds = time.monotonic() - started
     report = report.model_copy(update={"rows_resumed": resumed, "seconds": seconds,
                                        "tokens_per_s": new_tokens / seconds})
@@ -158,13 +155,13 @@ def _select(spec: RegenerateStage, stage: Stage, tokenizer: ChatTokenizer,
     return summary
 
 
-def _questions(spec: RegenerateStage, stage: Stage, tokenizer: ChatTokenizer, ledger: Ledger,
+def _questions(spec: RegenerateStage, stage: Stage, tokenizer: ChatTokenizer, ledger: RowLedger,
                summary: selection.SelectionSummary, context: int) -> Questions:
     return Questions(selection.selected(stage.out_dir), summary.rows_selected, spec.regenerate, ledger, tokenizer,
                      min(spec.data.max_prompt_tokens, context - 1))
 
 
-def _ask(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatTokenizer, ledger: Ledger,
+def _ask(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatTokenizer, ledger: RowLedger,
          summary: selection.SelectionSummary) -> tuple[int, int, list[QuarantinedRow]]:
     """Answer every question that is not in the ledger; return rows resumed, tokens answered, rows refused."""
     total, resumed = summary.turns_selected, len(ledger)
@@ -229,7 +226,7 @@ def _engine(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatToke
     return BatchEngine(endpoint, AnswerIds(tokenizer), stage.out_dir / BATCH_MEMORY, warn)
 
 
-def _finish(spec: RegenerateStage, stage: Stage, questions: Questions, ledger: Ledger,
+def _finish(spec: RegenerateStage, stage: Stage, questions: Questions, ledger: RowLedger,
             summary: selection.SelectionSummary, refused: list[QuarantinedRow]) -> RegenerateReport:
     """Put the rows in order, write the quarantine, clear the working files."""
     if len(ledger) == 0:

@@ -32,9 +32,9 @@ from eyrie_api.v1alpha1.stages import TuneStage
 from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, OperatingPoint, Setting, Trial
 from eyrie_workers.conversations.benchmark_suites import Prompt
 from eyrie_workers.intervals import acceptance_length, add_histograms
+from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.machine.environment import environment
 from eyrie_workers.measurement.benchmark.blocks import BlockRun, Track, agreeing, block_size, open_engines
-from eyrie_workers.measurement.benchmark.ledger import Ledger
 from eyrie_workers.measurement.benchmark.samples import Entry, Variant
 from eyrie_workers.measurement.benchmark.session import (
     REPORT,
@@ -81,7 +81,7 @@ class Tuning:
     track: Track
     settings: tuple[Setting, ...]
     foundation: Foundation
-    ledger: Ledger[BlockRun]
+    ledger: JsonlLedger[BlockRun]
     runs: dict[tuple[int, float, int, str], BlockRun]
     spent_s: float = 0.0
 
@@ -218,7 +218,7 @@ def tune(spec: TuneStage, stage: Stage) -> Result:
     concurrencies = sorted(set(spec.tune.concurrencies))
     suites = read_suites(spec, stage)
     final_ledger = open_ledger(stage, spec, FINAL_LEDGER)
-    ledger = Ledger(stage.out_dir / BLOCKS, BlockRun, digest_model(spec))
+    ledger = JsonlLedger(stage.out_dir / BLOCKS, BlockRun, digest_model(spec))
     if ledger.entries:
         stage.event("Resumed", f"{len(ledger.entries)} measured blocks found in {BLOCKS}")
     prompts = draw_prompts(suites, spec)
@@ -300,7 +300,7 @@ def chart_of(tuning: Tuning, races: dict[int, Race], seconds: float) -> tuple[Op
 
 
 def _measure_anew(session: Session, spec: TuneStage, stage: Stage, variant: Variant, prompts: Suites,
-                  ledger: Ledger[Entry]) -> BenchmarkReport:
+                  ledger: JsonlLedger[Entry]) -> BenchmarkReport:
     started = time.monotonic()
     units = session.units(interleave(prompts), spec.benchmark.temperatures, spec.benchmark.repeats)
     entries = ask(session, units, [Variant(None), variant], ledger, Progress(stage, 2 * len(units)))

@@ -20,9 +20,9 @@ from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport
 from eyrie_api.v1alpha1.stages import BenchmarkStage, ProveStage, TuneStage
 from eyrie_workers.conversations.benchmark_suites import Prompt, load_suite
 from eyrie_workers.drafters.registry import open_drafter
+from eyrie_workers.jsonl_ledger import EntryT, JsonlLedger
 from eyrie_workers.machine.environment import cpu_count, environment
 from eyrie_workers.machine.machine_lock import MachineTime, disturbance, measuring_alone
-from eyrie_workers.measurement.benchmark.ledger import EntryT, Ledger
 from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.measurement.benchmark.reports import baseline_rate, cell_report
 from eyrie_workers.measurement.benchmark.samples import BASELINE, Entry, Variant
@@ -113,14 +113,14 @@ def open_session(spec: BenchmarkStage | TuneStage, suites: Suites, max_concurren
     return Session(bench, target, path, tokenizer, suites, spec.benchmark, spec.target.dtype)
 
 
-def open_ledger(stage: Stage, spec: Frozen, name: str = LEDGER) -> Ledger[Entry]:
+def open_ledger(stage: Stage, spec: Frozen, name: str = LEDGER) -> JsonlLedger[Entry]:
     """A ledger of questions; says what it found in it."""
     return open_ledger_of(Entry, stage, spec, name)
 
 
-def open_ledger_of(kind: type[EntryT], stage: Stage, spec: Frozen, name: str = LEDGER) -> Ledger[EntryT]:
+def open_ledger_of(kind: type[EntryT], stage: Stage, spec: Frozen, name: str = LEDGER) -> JsonlLedger[EntryT]:
     """A ledger of the stage; says what it found in it."""
-    ledger = Ledger(stage.out_dir / name, kind, digest_model(spec))
+    ledger = JsonlLedger(stage.out_dir / name, kind, digest_model(spec))
     if ledger.set_aside is not None:
         stage.event("LedgerSetAside", f"{name} belonged to another spec and was kept as {ledger.set_aside.name}",
                     warning=True)
@@ -180,7 +180,7 @@ def interleave(suites: Suites) -> list[tuple[int, Prompt]]:
     ]
 
 
-def ask(session: Session, units: Sequence[Unit], variants: Sequence[Variant], ledger: Ledger[Entry],
+def ask(session: Session, units: Sequence[Unit], variants: Sequence[Variant], ledger: JsonlLedger[Entry],
         progress: Progress) -> list[Entry]:
     """Ask every unit in every variant, unless the ledger has the answer; returns the entries in the order of the
     units."""

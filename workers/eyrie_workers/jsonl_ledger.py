@@ -1,0 +1,119 @@
+"""An append-only JSONL file of finished work: a killed program loses at most the entry it was writing.
+
+One entry is one line. A kill in the middle of a write leaves a last line without its newline; opening the ledger
+truncates that line. A complete line that does not parse is an error, because it was not written by this module.
+
+An optional header line `{"belongs_to": <digest>}` names the spec that the entries belong to. A file with another header
+is renamed to `<name>.stale` and a new one is begun, so that entries of two specs never mix.
+
+One process writes a ledger at a time; the lock of the stage's directory ensures it.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+from pydantic import ValidationError
+
+from eyrie_api.errors import ArtifactCorrupt
+from eyrie_api.v1alpha1.model import Frozen
+
+EntryT = TypeVar("EntryT", bound=Frozen)
+
+
+class Extent(NamedTuple):
+    """The bytes of one line, newline included."""
+
+    offset: int
+    length: int
+
+
+class JsonlLedger(Generic[EntryT]):
+    """Entries of one type in the order they were appended. Positions are kept in memory, entries are not."""
+
+    def __init__(self, path: Path, entry_type: type[EntryT], belongs_to: str | None = None, *, fsync: bool = True,
+                 hint: str = "delete the file and run again") -> None:
+        """Open the ledger at `path`, or create it.
+
+        belongs_to  digest in the header line; None for a file without a header
+        fsync       whether an appended entry survives a power failure, or only the end of the process
+        hint        of the error for a line that cannot be read
+
+        Raises ArtifactCorrupt when a complete line is not an entry.
+        """
+        self.path = path
+        self.set_aside: Path | None = None
+        """Where the file of another spec was moved."""
+
+        self._entry_type = entry_type
+        self._fsync = fsync
+        self._hint = hint
+        self._extents: list[Extent] = []
+        self._size = 0
+        path.touch()
+        self._truncate_torn_line()
+        if belongs_to is not None:
+            self._check_header(json.dumps({"belongs_to": belongs_to}))
+        self._scan(first_line=1 if belongs_to is None else 2)
+
+    def __len__(self) -> int:
+        return len(self._extents)
+
+    @property
+    def entries(self) -> list[EntryT]:
+        """All entries, read from the file."""
+        return [self.read(extent) for extent in self._extents]
+
+    def append(self, entry: EntryT) -> None:
+        """Write one entry. When this returns it survives the end of the process, and with `fsync` of the machine."""
+        line = entry.model_dump_json().encode() + b"\n"
+        with self.path.open("ab") as file:
+            file.write(line)
+            file.flush()
+            if self._fsync:
+                os.fsync(file.fileno())
+        self._add(entry, Extent(self._size, len(line)))
+
+    def read(self, extent: Extent) -> EntryT:
+        """One entry by its position."""
+        with self.path.open("rb") as file:
+            file.seek(extent.offset)
+            return self._entry_type.model_validate_json(file.read(extent.length))
+
+    def _add(self, entry: EntryT, extent: Extent) -> None:
+        """Register one entry, just read or just written. A subclass overrides this to index entries."""
+        self._extents.append(extent)
+        self._size = extent.offset + extent.length
+
+    def _truncate_torn_line(self) -> None:
+        size = 0
+        for line in self._lines(0):
+            # Iterating a binary file splits at \n alone; str.splitlines() would also split at a U+2028 inside a string.
+            size += len(line) if line.endswith(b"\n") else 0
+        os.truncate(self.path, size)
+
+    def _check_header(self, header: str) -> None:
+        found = next(self._lines(0), None)
+        if found is not None and found.decode(errors="replace").rstrip("\n") != header:
+            self.set_aside = self.path.with_name(f"{self.path.name}.stale")
+            os.replace(self.path, self.set_aside)
+            found = None
+        if found is None:
+            self.path.write_text(header + "\n")
+        self._size = len(header) + 1
+
+    def _scan(self, first_line: int) -> None:
+        for number, line in enumerate(self._lines(self._size), start=first_line):
+            try:
+                entry = self._entry_type.model_validate_json(line)
+            except ValidationError as error:
+                raise ArtifactCorrupt(f"{self.path}, line {number} is not an entry: {error.errors()[0]['msg']}",
+                                      self._hint) from error
+            self._add(entry, Extent(self._size, len(line)))
+
+    def _lines(self, offset: int) -> Iterator[bytes]:
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            yield from file
