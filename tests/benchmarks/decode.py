@@ -20,6 +20,7 @@ import torch
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
+from eyrie_workers.interleaving import interleaved
 from eyrie_workers.speculation.cache import TreeAttention
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.targets.loading import load_target, resolve
@@ -71,10 +72,11 @@ def bench_baseline(target: TargetModel, prompts: list[list[int]], num_tokens: in
 
     ours(prompts[0])
     generate(prompts[0])
-    samples: dict[str, list[tuple[int, float, float]]] = {"ours": [], "transformers": []}
-    for prompt in prompts:
-        samples["ours"].append(_timed(lambda prompt=prompt: ours(prompt)))  # type: ignore[misc]
-        samples["transformers"].append(_timed(lambda prompt=prompt: generate(prompt)))  # type: ignore[misc]
+    engines = {"ours": ours, "transformers": generate}
+    samples: dict[str, list[tuple[int, float, float]]] = {name: [] for name in engines}
+    for turn, prompt in enumerate(prompts):
+        for name in interleaved(list(engines), turn):
+            samples[name].append(_timed(lambda name=name, prompt=prompt: engines[name](prompt)))  # type: ignore[misc]
     for name, taken in samples.items():
         print(f"plain decoding, {name:14s} {_rate(taken)}")
 
@@ -116,7 +118,7 @@ def bench_drafter(target: TargetModel, directory: Path, prompts: list[list[int]]
             for number, prompt in enumerate(prompts):
                 request = Request("bench", prompt, num_tokens, sampling, seed=number, stop_ids=stop_ids)
                 texts: list[list[int]] = []
-                for variant in (None, shape):
+                for variant in interleaved((None, shape), number):
                     engine.spent.reset()
 
                     def work(variant: DraftTreeShape | None = variant, request: Request = request,
@@ -125,9 +127,10 @@ def bench_drafter(target: TargetModel, directory: Path, prompts: list[list[int]]
                         return len(texts[-1])
 
                     samples[variant].append(_timed(work))
-                rounds += engine.spent.rounds
-                spent[0] += engine.spent.draft_s
-                spent[1] += engine.spent.verify_s
+                    if variant is not None:
+                        rounds += engine.spent.rounds
+                        spent[0] += engine.spent.draft_s
+                        spent[1] += engine.spent.verify_s
                 same += texts[0] == texts[1]
             plain, drafted = samples[None], samples[shape]
             tau = (sum(s[0] for s in drafted) - len(prompts)) / max(rounds, 1)

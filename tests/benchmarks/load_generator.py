@@ -27,12 +27,12 @@ import numpy as np
 
 from eyrie_api.v1alpha1.load import LoadSpec
 from eyrie_workers.load.client import Sample
+from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
 from eyrie_workers.load.events import FloatArray
 from eyrie_workers.load.figures import Seen
 from eyrie_workers.load.http1 import Pool
 from eyrie_workers.load.origin import parse_url
 from eyrie_workers.load.run import measure
-from eyrie_workers.load.variants import LoadPrompt, LoadVariant
 from eyrie_workers.machine.environment import client_environment
 
 _START_TIMEOUT_S = 30.0
@@ -61,7 +61,7 @@ def ask(url: str, streams: int, requests: int, tokens: int) -> Seen:
     """One closed loop."""
     prompts = [LoadPrompt(f"p{i}", "bench", ({"role": "user", "content": f"question {i}"},)) for i in range(64)]
     spec = LoadSpec(concurrencies=(streams,), requests=requests, max_new_tokens=tokens, warmup_requests=streams)
-    return measure([LoadVariant("responder", url, "responder")], prompts, spec).seen[0]
+    return measure([LoadEndpoint("responder", url, "responder")], prompts, spec).seen[0]
 
 
 def paced(streams: int, ttft_s: float, token_s: float, bundle: int, tokens: int) -> None:

@@ -29,6 +29,7 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.model import Frozen, Interval
 from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, WARM_ORANGE, new_figure, title
+from eyrie_workers.interleaving import interleaved
 from eyrie_workers.intervals import FloatArray, interval_around, standard_error
 from eyrie_workers.machine.machine_lock import measuring_alone
 from eyrie_workers.speculation.engine import Engine, Request
@@ -85,12 +86,11 @@ def measure(place: Place) -> Finding:
 def time_block(engine: Engine, requests: Sequence[Request], number: int) -> Block:
     """A block through every variant, beginning with another variant each time; the first block of an engine warms it
     up."""
-    names = list(ARMS)
     if number == 0:
         for shape in ARMS.values():
             engine.generate(requests[:engine.max_concurrency], shape)
     tokens, seconds = {}, {}
-    for name in [*names[number % len(names):], *names[:number % len(names)]]:
+    for name in interleaved(list(ARMS), number):
         began = time.perf_counter()
         answers = engine.generate(requests, ARMS[name])
         seconds[name] = time.perf_counter() - began

@@ -20,6 +20,7 @@ from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import CheckpointReport
 from eyrie_workers.drafters.registry import open_drafter
+from eyrie_workers.interleaving import interleaved
 from eyrie_workers.intervals import FloatArray
 from eyrie_workers.machine.machine_lock import measuring_alone
 from eyrie_workers.speculation.engine import Engine
@@ -85,13 +86,11 @@ def time_all(place: Place, rungs: Sequence[Rung]) -> list[Turn]:
                 request = place.request(prompt, temperature)
                 if (request.id, temperature) in done:
                     continue
-                names = list(engines)
-                turned = [*names[number % len(names):], *names[:number % len(names)]]
                 if number == 0:
-                    for name in names:
-                        engines[name].generate([request], None if name == OFF else CHAIN)
+                    for name, engine in engines.items():
+                        engine.generate([request], None if name == OFF else CHAIN)
                 variants = {}
-                for name in turned:
+                for name in interleaved(list(engines), number):
                     began = time.perf_counter()
                     (answer,) = engines[name].generate([request], None if name == OFF else CHAIN)
                     accepted = sum(k * count for k, count in enumerate(answer.accepted_histogram))

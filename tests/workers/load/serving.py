@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from eyrie_workers.load.endpoints import LoadPrompt
 from eyrie_workers.load.responder import Pace, serve
-from eyrie_workers.load.variants import LoadPrompt
 
 GENEROUS_S = 60.0
 

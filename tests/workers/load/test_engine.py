@@ -8,8 +8,8 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.load import LoadSpec
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.engines.process import EngineCommand, EngineProcess, start_engine
+from eyrie_workers.load.endpoints import LoadEndpoint
 from eyrie_workers.load.run import run_load
-from eyrie_workers.load.variants import LoadVariant
 from tests.tiny import tiny_target
 from tests.workers.load.serving import prompts
 
@@ -31,7 +31,7 @@ def test_the_engines_tokens_rounds_and_ids_are_counted(engine: EngineProcess) ->
     url = f"{engine.url}/v1"
     # Long enough for a random model to begin to repeat itself, which is what the n-grams find.
     spec = LoadSpec(concurrencies=(2,), requests=4, max_new_tokens=128, warmup_requests=0)
-    report = run_load([LoadVariant("off", url, "tiny"), LoadVariant("candidate", url, "tiny")], prompts(4), spec)
+    report = run_load([LoadEndpoint("off", url, "tiny"), LoadEndpoint("candidate", url, "tiny")], prompts(4), spec)
     for level in report.levels:
         assert (level.total.completed, level.total.failed) == (4, {})
         assert level.total.tau is not None

@@ -10,10 +10,10 @@ import pytest
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.load import LoadLevel, LoadReport, LoadSpec, ServiceLevel
 from eyrie_workers.load.client import LoadClient, Question, Sample, VariantUnusable
+from eyrie_workers.load.endpoints import LoadEndpoint
 from eyrie_workers.load.responder import DIALECTS, TROUBLES, Pace
 from eyrie_workers.load.run import run_load
 from eyrie_workers.load.schedule import Level, arrivals
-from eyrie_workers.load.variants import LoadVariant
 from tests.workers.load.serving import prompts, responding, saying, trouble
 
 ONE_USER = LoadSpec(concurrencies=(1,), requests=4, max_new_tokens=9)
@@ -44,7 +44,7 @@ def about_servers(report: LoadReport) -> list[str]:
 
 def test_256_streams_are_all_answered_every_token_counted_every_round_summed(url: str) -> None:
     spec = LoadSpec(concurrencies=(256,), requests=512, max_new_tokens=24, warmup_requests=0)
-    level = only(run_load([LoadVariant("candidate", url, "m")], prompts(64), spec).levels)
+    level = only(run_load([LoadEndpoint("candidate", url, "m")], prompts(64), spec).levels)
     assert (level.total.requests, level.total.completed, level.total.failed) == (512, 512, {})
     assert level.total.output_tokens == 512 * 24
     assert level.total.accepted_histogram == (0, 0, 512 * 8)
@@ -55,7 +55,7 @@ def test_256_streams_are_all_answered_every_token_counted_every_round_summed(url
 def test_every_trouble_lands_under_its_reason_and_the_rest_is_answered(url: str) -> None:
     kinds = [kind for kind in TROUBLES if kind not in HANGS]
     spec = LoadSpec(concurrencies=(8,), requests=2 * (len(kinds) + 1), max_new_tokens=24, warmup_requests=0)
-    report = run_load([LoadVariant("candidate", url, "m")], [*prompts(1, "t"), *map(trouble, kinds)], spec)
+    report = run_load([LoadEndpoint("candidate", url, "m")], [*prompts(1, "t"), *map(trouble, kinds)], spec)
     total = only(report.levels).total
     assert total.completed >= 2  # the prompts in turn by category: one of the two has a single prompt
     assert total.requests - total.completed == sum(total.failed.values())
@@ -69,7 +69,7 @@ def test_a_server_that_hangs_costs_its_requests_and_not_the_test(url: str) -> No
     spec = LoadSpec(concurrencies=(4,), requests=8, warmup_requests=0, timeout_s=1.0)
     harmless = prompts(1, "z")
     first_question, *hanging = [*harmless, *map(trouble, HANGS)]
-    total = only(run_load([LoadVariant("candidate", url, "m")], [first_question, *hanging], spec).levels).total
+    total = only(run_load([LoadEndpoint("candidate", url, "m")], [first_question, *hanging], spec).levels).total
     assert total.failed.keys() == {"Timeout"}
     assert total.failed["Timeout"] >= 4
 
@@ -79,7 +79,7 @@ def test_an_variant_is_compared_with_the_baseline_at_every_level(url: str, plain
                     slo=ServiceLevel(end_to_end_s=60.0))
     calls: list[tuple[int, int, str]] = []
     report = run_load(
-        [LoadVariant("off", plain_url, "m", what="no drafter"), LoadVariant("candidate", url, "m")],
+        [LoadEndpoint("off", plain_url, "m", what="no drafter"), LoadEndpoint("candidate", url, "m")],
         prompts(6),
         spec,
         on_progress=lambda done, total, words: calls.append((done, total, words)),
@@ -101,7 +101,7 @@ def test_an_variant_is_compared_with_the_baseline_at_every_level(url: str, plain
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_every_dialect_is_found_and_what_it_cannot_tell_is_said(dialect: str, tmp_path: Path) -> None:
     with responding(tmp_path, Pace(bundle=3, dialect=dialect)) as address:
-        report = run_load([LoadVariant("candidate", address, "m")], prompts(4), ONE_USER)
+        report = run_load([LoadEndpoint("candidate", address, "m")], prompts(4), ONE_USER)
     total = only(report.levels).total
     assert total.completed == 4
     # Only a server that tells no counts at all is counted wrong, and then the report says so.
@@ -123,16 +123,16 @@ def test_whatever_the_pause_point_raises_ends_the_test(tmp_path: Path) -> None:
             raise Interrupted
 
     with responding(tmp_path, Pace(ttft_s=3600.0)) as address, pytest.raises(Interrupted):
-        run_load([LoadVariant("candidate", address, "m")], prompts(1), ONE_USER, pause_point=pause_point)
+        run_load([LoadEndpoint("candidate", address, "m")], prompts(1), ONE_USER, pause_point=pause_point)
     assert polls == 3
 
 
 def test_a_key_is_sent_and_shown_nowhere() -> None:
     refusal = b'{"error": {"message": "Incorrect API key provided: sk-hidden"}}'
     answer = b"HTTP/1.1 401 No\r\nContent-Length: %d\r\n\r\n%b" % (len(refusal), refusal)
-    variant = LoadVariant("off", "", "m", "sk-hidden")
+    variant = LoadEndpoint("off", "", "m", "sk-hidden")
     with saying([answer]) as (address, carried), pytest.raises(VariantUnusable) as caught:
-        run_load([LoadVariant("off", address, "m", "sk-hidden")], prompts(1), ONE_USER)
+        run_load([LoadEndpoint("off", address, "m", "sk-hidden")], prompts(1), ONE_USER)
     assert carried == [1]
     assert "hidden" not in repr(variant)
     assert "answered 401" in caught.value.message
@@ -141,28 +141,28 @@ def test_a_key_is_sent_and_shown_nowhere() -> None:
 
 
 def test_credentials_in_an_address_do_not_reach_the_report(url: str) -> None:
-    report = run_load([LoadVariant("off", url.replace("http://", "http://me:hidden@"), "m")], prompts(1), ONE_USER)
+    report = run_load([LoadEndpoint("off", url.replace("http://", "http://me:hidden@"), "m")], prompts(1), ONE_USER)
     assert report.variants == {"off": url}
     assert "hidden" not in report.model_dump_json()
 
 
 def test_a_server_that_does_not_answer_is_named() -> None:
     with pytest.raises(VariantUnusable, match=r"variant 'off': http://127\.0\.0\.1:1/v1 is not reachable"):
-        run_load([LoadVariant("off", "http://127.0.0.1:1/v1", "m")], prompts(1), ONE_USER)
+        run_load([LoadEndpoint("off", "http://127.0.0.1:1/v1", "m")], prompts(1), ONE_USER)
 
 
 def test_a_refusal_that_is_not_about_extra_fields_is_told_in_the_servers_words() -> None:
     said = b'{"error": {"message": "context of 4 tokens"}}'
     answer = b"HTTP/1.1 400 No\r\nContent-Length: %d\r\n\r\n%b" % (len(said), said)
     with saying([answer] * 8) as (address, carried), pytest.raises(VariantUnusable, match="context of 4 tokens"):
-        run_load([LoadVariant("off", address, "m")], prompts(1), ONE_USER)
+        run_load([LoadEndpoint("off", address, "m")], prompts(1), ONE_USER)
     assert carried == [3]  # with everything, with what every server knows, with nothing extra
 
 
 def test_variants_and_prompts_that_cannot_be_are_refused(url: str) -> None:
-    variant = LoadVariant("candidate", url, "m")
+    variant = LoadEndpoint("candidate", url, "m")
     with pytest.raises(InvalidInput, match="no variant 'off' to compare with"):
-        run_load([variant, LoadVariant("other", url, "m")], prompts(1), ONE_USER)
+        run_load([variant, LoadEndpoint("other", url, "m")], prompts(1), ONE_USER)
     with pytest.raises(InvalidInput, match="different names"):
         run_load([variant, variant], prompts(1), ONE_USER, baseline="candidate")
     with pytest.raises(InvalidInput, match="at least one prompt"):
@@ -171,7 +171,7 @@ def test_variants_and_prompts_that_cannot_be_are_refused(url: str) -> None:
 
 def test_an_open_loop_counts_from_the_moment_a_question_is_due_not_from_when_it_was_sent(plain_url: str) -> None:
     async def late_by(seconds: float) -> Sample:
-        asker, question = LoadClient(LoadVariant("off", plain_url, "m"), ONE_USER), Question(prompts(1)[0], 0, 0)
+        asker, question = LoadClient(LoadEndpoint("off", plain_url, "m"), ONE_USER), Question(prompts(1)[0], 0, 0)
         await asker.probe(question)
         raw = await asker.send(question, time.perf_counter() - seconds)
         asker.pool.close()
@@ -187,6 +187,6 @@ def test_an_open_loop_counts_from_the_moment_a_question_is_due_not_from_when_it_
 
 def test_an_open_loop_asks_every_question_once(plain_url: str) -> None:
     spec = LoadSpec(concurrencies=(), rates_per_s=(200.0,), requests=20, max_new_tokens=4, warmup_requests=0)
-    level = only(run_load([LoadVariant("off", plain_url, "m")], prompts(4), spec).levels)
+    level = only(run_load([LoadEndpoint("off", plain_url, "m")], prompts(4), spec).levels)
     assert (level.mode, level.level, level.total.completed) == ("open", 200.0, 20)
     assert level.total.seconds >= arrivals(spec, Level("open", 200.0), 0, 20)[-1]

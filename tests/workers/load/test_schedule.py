@@ -4,8 +4,8 @@ import pytest
 
 from eyrie_api.v1alpha1.load import LoadSpec
 from eyrie_workers.load.client import Question
+from eyrie_workers.load.endpoints import LoadPrompt
 from eyrie_workers.load.schedule import Level, arrivals, blocks, draw, levels, num_requests, total_requests
-from eyrie_workers.load.variants import LoadPrompt
 from tests.workers.load.serving import prompts
 
 

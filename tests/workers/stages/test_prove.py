@@ -18,7 +18,7 @@ from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.stages import Manifest, ProveStage
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_workers.catalog import command
-from eyrie_workers.engines.variants import VariantPlan, running_variants
+from eyrie_workers.engines.servers import ServerPlan, running_servers
 from eyrie_workers.stage_program import Interrupted, Stage, run_program
 from eyrie_workers.stages.prove import FIXED, prove, use_to_prove, variants_to_compare
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report
@@ -158,7 +158,7 @@ def test_where_off_is_best_at_every_declared_load_no_server_is_started_and_nothi
 
 def test_a_map_that_the_engine_can_follow_is_proven_with_its_lowest_drafting_setting(tmp_path: Path) -> None:
     spec = spec_in(tmp_path, tuned(None), prove=ProveSpec(loads=(2, 8)))
-    plan = VariantPlan("embedded", spec.target, 2)
+    plan = ServerPlan("embedded", spec.target, 2)
     chart = best_at({1: DEEP, 2: CHAIN, 8: OFF})
     use = use_to_prove(spec, tuned(chart), plan)
     assert use == DrafterUse(drafter_dir=spec.drafter_dir, setting=CHAIN, map=chart)
@@ -170,7 +170,7 @@ def test_a_map_that_the_engine_can_follow_is_proven_with_its_lowest_drafting_set
 
 def test_a_map_that_changes_drafters_cannot_be_followed_and_one_setting_is_proven(tmp_path: Path) -> None:
     spec = spec_in(tmp_path, tuned(None))
-    plan = VariantPlan("embedded", spec.target, 2)
+    plan = ServerPlan("embedded", spec.target, 2)
     assert use_to_prove(spec, tuned(best_at({1: NGRAM, 2: CHAIN})), plan) == DrafterUse(setting=NGRAM)
     assert use_to_prove(spec, tuned(best_at({1: CHAIN, 2: NGRAM})), plan) == DrafterUse(
         drafter_dir=spec.drafter_dir, setting=CHAIN)
@@ -188,7 +188,7 @@ def test_asked_to_stop_while_servers_come_up_none_is_left(tmp_path: Path) -> Non
     def stop() -> None:
         raise Interrupted
 
-    plan = VariantPlan("embedded", stage_specs(tmp_path)[0].target, 2)
-    with pytest.raises(Interrupted), running_variants(plan, {"off": DrafterUse()}, tmp_path / "variants", stop):
+    plan = ServerPlan("embedded", stage_specs(tmp_path)[0].target, 2)
+    with pytest.raises(Interrupted), running_servers(plan, {"off": DrafterUse()}, tmp_path / "variants", stop):
         pytest.fail("it was asked to stop before any server answered")
     assert servers_of(tmp_path) == []

@@ -22,6 +22,7 @@ from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.comparison.forms import OFF
 from eyrie_workers.comparison.plan import Block, CompareSpec, Variant, blocks_of, suites_stage
 from eyrie_workers.drafters.registry import UNTRAINED, open_drafter
+from eyrie_workers.interleaving import interleaved
 from eyrie_workers.measurement.benchmark.blocks import BlockRun, Track, block_size, run_block
 from eyrie_workers.measurement.benchmark.session import Session, measuring, open_ledger_of, read_suites
 from eyrie_workers.measurement.benchmark.variants import Bench
@@ -180,9 +181,8 @@ def _first_of_each(blocks: Sequence[Block]) -> Iterator[Block]:
 
 
 def _measured(ready: Ready, block: Block, stage: Stage) -> Entry:
-    requests, start = ready.requests(block), block.turn % len(ready.variants)
-    runs = {}
-    for variant in [*ready.variants[start:], *ready.variants[:start]]:
+    requests, runs = ready.requests(block), {}
+    for variant in interleaved(ready.variants, block.turn):
         stage.pause_point()
         runs[variant.title] = ready.run(variant, block, requests)
     return Entry(suite=block.suite, concurrency=block.concurrency, temperature=block.temperature, index=block.index,

@@ -26,10 +26,10 @@ from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES, SuiteSpec
 from eyrie_api.v1alpha1.load import LoadSpec, ServiceLevel
 from eyrie_workers.conversations.benchmark_suites import load_suite
 from eyrie_workers.load.client import served_models
+from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
 from eyrie_workers.load.origin import parse_url
 from eyrie_workers.load.run import run_load
 from eyrie_workers.load.tables import load_view
-from eyrie_workers.load.variants import LoadPrompt, LoadVariant
 
 _SLO_FIELDS = {"ttft": "ttft_s", "itl": "inter_token_s", "e2e": "end_to_end_s"}
 _MOST_PROMPTS = 100_000
@@ -98,7 +98,7 @@ def read_spec(given: argparse.Namespace) -> LoadSpec:
                            "see eyrie load --help") from None
 
 
-def read_variants(given: argparse.Namespace) -> list[LoadVariant]:
+def read_variants(given: argparse.Namespace) -> list[LoadEndpoint]:
     """The servers, with keys from the environment and models as they list them. Raises InvalidInput or
     VariantUnusable."""
     urls = dict(_pair(variant, "--variant") for variant in given.variant)
@@ -118,7 +118,7 @@ def read_variants(given: argparse.Namespace) -> list[LoadVariant]:
                 raise InvalidInput(f"--api-key-env names {variables[name]}, which is not set",
                                    f"export {variables[name]}=<key>, or leave the option out")
         model = models.get(name) or _only_model(name, url, key)
-        variants.append(LoadVariant(name, url, model, key, what.get(name, "")))
+        variants.append(LoadEndpoint(name, url, model, key, what.get(name, "")))
     return variants
 
 

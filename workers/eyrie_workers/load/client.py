@@ -22,10 +22,10 @@ import numpy as np
 
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.load import LoadSpec
+from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
 from eyrie_workers.load.events import Answer, Counting, FloatArray, read_answer, reading
 from eyrie_workers.load.http1 import Pool, Reply
 from eyrie_workers.load.origin import ExchangeFailed, parse_url
-from eyrie_workers.load.variants import LoadPrompt, LoadVariant
 
 _PATH = "/chat/completions"
 _QUOTED = 300
@@ -55,7 +55,7 @@ class Dialect:
     limit_field: str = "max_tokens"
     """`max_completion_tokens` where the old name is refused."""
 
-    def body(self, variant: LoadVariant, question: "Question", spec: LoadSpec) -> bytes:
+    def body(self, variant: LoadEndpoint, question: "Question", spec: LoadSpec) -> bytes:
         """The request's JSON."""
         body: dict[str, Any] = {
             "model": variant.model, "messages": question.messages(spec), "stream": True,
@@ -137,7 +137,7 @@ class Raw:
 class LoadClient:
     """One variant: its connections and its dialect."""
 
-    def __init__(self, variant: LoadVariant, spec: LoadSpec) -> None:
+    def __init__(self, variant: LoadEndpoint, spec: LoadSpec) -> None:
         self.variant = variant
         self.origin = parse_url(variant.url)
         self.dialect = Dialect()
@@ -250,7 +250,7 @@ def _quoted(reply: Reply) -> str:
 
 async def served_models(variant_url: str, api_key: str | None, timeout_s: float) -> list[str]:
     """Names of `GET /models`. Raises VariantUnusable or InvalidInput."""
-    asker = LoadClient(LoadVariant("models", variant_url, "", api_key), LoadSpec())
+    asker = LoadClient(LoadEndpoint("models", variant_url, "", api_key), LoadSpec())
     started = time.perf_counter()
     try:
         reply = await asker.pool.exchange(asker.pool.render("GET", "/models"), timeout_s)

@@ -23,13 +23,13 @@ from typing import TypeVar
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.load import LoadReport, LoadSpec
 from eyrie_workers.load.client import LoadClient, Question, Raw, Sample
+from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
 from eyrie_workers.load.figures import Seen, comparison, crossover, level_report
 from eyrie_workers.load.origin import ExchangeFailed
 from eyrie_workers.load.schedule import Block, Level, blocks, levels, num_requests, total_requests
-from eyrie_workers.load.variants import LoadPrompt, LoadVariant
 from eyrie_workers.machine.environment import client_environment, cpu_count
 
-__all__ = ["LoadPrompt", "LoadVariant", "run_load"]
+__all__ = ["LoadEndpoint", "LoadPrompt", "run_load"]
 
 OnProgress = Callable[[int, int, str], None]
 PausePoint = Callable[[], None]
@@ -43,7 +43,7 @@ _SPARE_FILES = 64
 _MOST_UNREAD = 1024  # answers: beyond it users wait for the reader, and the report says that the generator was busy
 
 
-def run_load(variants: Sequence[LoadVariant], prompts: Sequence[LoadPrompt], spec: LoadSpec, baseline: str = "off",
+def run_load(variants: Sequence[LoadEndpoint], prompts: Sequence[LoadPrompt], spec: LoadSpec, baseline: str = "off",
              on_progress: OnProgress | None = None, pause_point: PausePoint | None = None) -> LoadReport:
     """Ask every variant at every level of `spec` and report.
 
@@ -89,7 +89,7 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
 
-def measure(variants: Sequence[LoadVariant], prompts: Sequence[LoadPrompt], spec: LoadSpec,
+def measure(variants: Sequence[LoadEndpoint], prompts: Sequence[LoadPrompt], spec: LoadSpec,
             on_progress: OnProgress | None = None, pause_point: PausePoint | None = None) -> Run:
     """Ask everything. Raises as `run_load`."""
     names = [variant.name for variant in variants]
@@ -105,7 +105,7 @@ def measure(variants: Sequence[LoadVariant], prompts: Sequence[LoadPrompt], spec
 class _Test:
     """One load test under way."""
 
-    def __init__(self, variants: Sequence[LoadVariant], prompts: Sequence[LoadPrompt], spec: LoadSpec,
+    def __init__(self, variants: Sequence[LoadEndpoint], prompts: Sequence[LoadPrompt], spec: LoadSpec,
                  on_progress: OnProgress | None, pause_point: PausePoint | None) -> None:
         self._askers = {variant.name: LoadClient(variant, spec) for variant in variants}
         self._prompts = prompts

@@ -4,8 +4,8 @@ Closed loop: `level` users, each asking again as soon as it is answered; what a 
 Open loop: questions arrive at a mean rate with exponential gaps, answered or not; what users do to a server. All
 variants meet the same questions in the same order, and in an open loop at the same moments.
 
-A level is asked in blocks, variant after variant, and the order of the variants turns round from block to block and
-from level to level (A B, B A, ...): a machine that slows down or warms up does so for both.
+A level is measured in blocks, variant after variant, in an order that changes from block to block and from level to
+level (`eyrie_workers.interleaving`), so a machine that slows down or warms up does so for all variants.
 
 Prompts are drawn from the categories in turn (chat, math, chat, math, ...), each category from its beginning and round
 again, and the next repeat goes on where the last one ended. Warm-up draws from the far end, so that a server that
@@ -19,8 +19,9 @@ from itertools import count
 from typing import Literal
 
 from eyrie_api.v1alpha1.load import LoadSpec
+from eyrie_workers.interleaving import interleaved
 from eyrie_workers.load.client import Question
-from eyrie_workers.load.variants import LoadPrompt
+from eyrie_workers.load.endpoints import LoadPrompt
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def blocks(prompts: Sequence[LoadPrompt], variants: Sequence[str], spec: LoadSpe
     for level in levels(spec):
         num = num_requests(spec, level)
         for repeat in range(spec.repeats):
-            order = variants if next(turn) % 2 == 0 else variants[::-1]
+            order = interleaved(variants, next(turn))
             drawn = draw(prompts, repeat * num, num)
             due = arrivals(spec, level, repeat, num) if level.mode == "open" else [None] * num
             questions = tuple(Question(prompt, repeat, index, at)

@@ -15,7 +15,7 @@ whoever reads its reasons wants the whole story. Where tuning found that specula
 there is nothing to prove; the report says so and no server is started.
 
 Every answered question is a line of the ledger, a load test one per level, so a killed stage goes on with the next.
-The servers are on a leash (`engines.variants`) and die with the stage.
+The servers are on a leash (`engines.servers`) and die with the stage.
 """
 
 import itertools
@@ -34,11 +34,11 @@ from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.stages import ProveStage
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
 from eyrie_workers.conversations.benchmark_suites import Prompt, select
-from eyrie_workers.engines.variants import RunningVariant, Uses, VariantPlan, command_line, running_variants
+from eyrie_workers.engines.servers import RunningServer, ServerPlan, Uses, command_line, running_servers
 from eyrie_workers.jsonl_ledger import JsonlLedger
+from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
 from eyrie_workers.load.figures import crossover
 from eyrie_workers.load.run import run_load
-from eyrie_workers.load.variants import LoadPrompt, LoadVariant
 from eyrie_workers.machine.environment import environment
 from eyrie_workers.measurement.benchmark.samples import first_difference
 from eyrie_workers.measurement.benchmark.session import (
@@ -92,11 +92,11 @@ class _Proof:
 
     spec: ProveStage
     stage: Stage
-    plan: VariantPlan
+    plan: ServerPlan
     uses: Uses
     prompts: Sequence[Prompt]
     ledger: JsonlLedger[Found]
-    variants: dict[str, RunningVariant] = field(default_factory=dict)
+    variants: dict[str, RunningServer] = field(default_factory=dict)
     done: int = 0
     """Requests of the questions answered."""
 
@@ -115,7 +115,7 @@ class _Proof:
 
     def measure(self, spec: LoadSpec, variants: Iterable[str]) -> LoadReport:
         """A load test of some variants."""
-        asked = [LoadVariant(name, self.variants[name].url, self.plan.model,
+        asked = [LoadEndpoint(name, self.variants[name].url, self.plan.model,
                              what=words_of(self.uses[name])) for name in variants]
         return run_load(asked, [LoadPrompt.of(prompt) for prompt in self.prompts], spec, BASELINE, self.tell,
                         self.stage.pause_point)
@@ -124,7 +124,7 @@ class _Proof:
 def prove(spec: ProveStage, stage: Stage) -> Result:
     """Try the tuned drafter in the serving engine."""
     started = time.monotonic()
-    plan = VariantPlan(spec.engine, spec.target, spec.max_concurrency, spec.benchmark.threads)
+    plan = ServerPlan(spec.engine, spec.target, spec.max_concurrency, spec.benchmark.threads)
     tuned = read_manifest(Path(spec.tune_dir)).report_as(TuneReport)
     assert isinstance(tuned, TuneReport)
     use = use_to_prove(spec, tuned, plan)
@@ -155,7 +155,7 @@ def _nothing_to_prove(spec: ProveStage, stage: Stage, use: DrafterUse, started: 
     return Result(report, [stage.out_dir / REPORT])
 
 
-def use_to_prove(spec: ProveStage, tuned: TuneReport, plan: VariantPlan) -> DrafterUse:
+def use_to_prove(spec: ProveStage, tuned: TuneReport, plan: ServerPlan) -> DrafterUse:
     """What the endpoint would be told: the best setting at the lowest declared load that drafts at all, or off.
 
     The operating map goes with it where the engine can follow it: then it is what is measured at the other loads.
@@ -219,7 +219,7 @@ def _ask_all(proof: _Proof, questions: Sequence[_Question]) -> None:
     if not left:
         return
     stage = proof.stage
-    with measuring(stage), running_variants(proof.plan, proof.uses, _variants_dir(stage),
+    with measuring(stage), running_servers(proof.plan, proof.uses, _variants_dir(stage),
                                             stage.pause_point) as proof.variants:
         stage.event("ServersReady", f"{len(proof.uses)} servers of the {proof.spec.engine} engine answer: "
                     + ", ".join(f"{name} ({words_of(use)})" if name != BASELINE else name
@@ -258,7 +258,7 @@ def _ask_parity(proof: _Proof) -> Found:
     return Found(question=PARITY, parity=report)
 
 
-def _same_answers(proof: _Proof, plain: RunningVariant, drafted: RunningVariant, prompts: Sequence[Sequence[int]],
+def _same_answers(proof: _Proof, plain: RunningServer, drafted: RunningServer, prompts: Sequence[Sequence[int]],
                   pause: Callable[[], None]) -> ParityReport:
     """Parity of n-gram look-up: nothing was trained that could be served wrongly, so only the answers are compared."""
     spec, tree = proof.spec, drafted.use.setting.tree

@@ -31,6 +31,7 @@ from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneCell, TuneReport
 from eyrie_api.v1alpha1.stages import TuneStage
 from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, OperatingPoint, Setting, Trial
 from eyrie_workers.conversations.benchmark_suites import Prompt
+from eyrie_workers.interleaving import interleaved
 from eyrie_workers.intervals import acceptance_length, add_histograms
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.machine.environment import environment
@@ -126,8 +127,7 @@ class Tuning:
         """One block of each temperature for everyone in the race; returns the seconds measured."""
         seconds, variants = 0.0, list(race.active)
         for turn, temperature in enumerate(self.spec.tune.temperatures):
-            start = (rung + turn) % len(variants)
-            for setting in [*variants[start:], *variants[:start]]:
+            for setting in interleaved(variants, rung + turn):
                 self.stage.pause_point()
                 run = self.measure(setting, concurrency, temperature, rung)
                 race.take(setting, (temperature, rung), Measured(run.tokens, run.seconds))

@@ -26,10 +26,10 @@ from eyrie_api.errors import EyrieError
 from eyrie_api.processes import free_port
 from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.tuning import DrafterUse
+from eyrie_workers.engines.servers import config_of, machine_profile
 from eyrie_workers.engines.sglang import launch
 from eyrie_workers.engines.sglang.process import on_top, plugin_root, program
 from eyrie_workers.engines.sglang.served import read_drafter, read_target
-from eyrie_workers.engines.variants import config_of, machine_profile
 
 _SHARE = 0.5
 """Of the memory fraction the profile would give one server alone."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from eyrie_workers.interleaving import interleaved
 from eyrie_workers.measurement.benchmark.samples import BASELINE, Variant
 from eyrie_workers.measurement.benchmark.variants import Bench, Unit
 
@@ -38,7 +39,7 @@ def compare(bench: Bench, target_path: Path, dtype: str, units: Sequence[Unit], 
     ours_tokens = theirs_tokens = 0
     ours_s = theirs_s = 0.0
     for turn, unit in enumerate(units):
-        for engine in ("ours", "theirs") if turn % 2 == 0 else ("theirs", "ours"):
+        for engine in interleaved(("ours", "theirs"), turn):
             between()
             if engine == "ours":
                 sample = bench.measure(unit, [baseline], between).samples[BASELINE]

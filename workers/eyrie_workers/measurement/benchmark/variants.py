@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.conversations.benchmark_suites import Prompt
+from eyrie_workers.interleaving import interleaved
 from eyrie_workers.measurement.benchmark.samples import Entry, Sample, UnitKey, Variant
 from eyrie_workers.speculation.engine import Engine, Request
 
@@ -32,7 +33,7 @@ class Unit:
     temperature: float
     repeat: int
     turn: int
-    """Which variant begins (`rotated`)."""
+    """Which order the variants answer in (`interleaving.interleaved`)."""
 
     @property
     def key(self) -> UnitKey:
@@ -52,11 +53,6 @@ def make_request(unit: Unit, *, seed: int, max_new_tokens: int, stop_ids: Sequen
         id=f"{unit.prompt.suite}/{unit.prompt.id}", prompt_ids=list(unit.prompt_ids), max_new_tokens=max_new_tokens,
         sampling=SamplingSpec(temperature=unit.temperature), seed=unit_seed(unit, seed), stop_ids=tuple(stop_ids))
 
-
-def rotated(variants: Sequence[Variant], turn: int) -> list[Variant]:
-    """The variants beginning with the `turn`-th; two variants simply alternate."""
-    start = turn % len(variants)
-    return [*variants[start:], *variants[:start]]
 
 
 @dataclass
@@ -78,9 +74,9 @@ class Bench:
                 self.engine.generate([request], variant.tree)
 
     def measure(self, unit: Unit, variants: Sequence[Variant], between: Callable[[], None]) -> Entry:
-        """Answer one unit in every variant, beginning with another variant each turn."""
+        """Answer one unit in every variant, in the order of its turn."""
         samples = {}
-        for variant in rotated(variants, unit.turn):
+        for variant in interleaved(variants, unit.turn):
             between()
             samples[variant.name] = self._time(unit, variant)
         return Entry(suite=unit.prompt.suite, prompt_id=unit.prompt.id, temperature=unit.temperature,

@@ -2,7 +2,7 @@
 
 An *variant* is a server of the serving engine told to use a drafter, n-gram lookup, or nothing (`DrafterUse`). All
 variants of a comparison stand side by side on one machine and are asked one at a time: an idle server costs memory and
-no processor. `start_variant` is the one place that knows which engine is meant.
+no processor. `start_server` is the one place that knows which engine is meant.
 
 A stage may be killed at any line, and a server that survived it would disturb the next measurement and keep its memory
 for ever. So every variant is on a leash (`engines.parent_death_signal`): whoever ends the stage, and however, ends its
@@ -59,7 +59,7 @@ class Server(Protocol):
 
 
 @dataclass(frozen=True)
-class VariantPlan:
+class ServerPlan:
     """What all variants of a comparison share."""
 
     kind: EngineKind
@@ -84,7 +84,7 @@ class VariantPlan:
 
 
 @dataclass(frozen=True)
-class RunningVariant:
+class RunningServer:
     """The server of one variant."""
 
     name: str
@@ -99,17 +99,17 @@ class RunningVariant:
 
 
 @contextlib.contextmanager
-def running_variants(plan: VariantPlan, uses: Uses, directory: Path,
-                 pause_point: Callable[[], None]) -> Iterator[dict[str, RunningVariant]]:
+def running_servers(plan: ServerPlan, uses: Uses, directory: Path,
+                 pause_point: Callable[[], None]) -> Iterator[dict[str, RunningServer]]:
     """All variants started and answering; ended however the block is left. `pause_point` is asked while they come up.
 
     Raises EngineFailed when one of them ends, Transient when one does not come up in time, InvalidInput (Unlaunchable)
     for a setting the engine cannot serve.
     """
-    variants: dict[str, RunningVariant] = {}
+    variants: dict[str, RunningServer] = {}
     try:
         for name in uses:
-            variants[name] = start_variant(plan, name, uses, directory / name)
+            variants[name] = start_server(plan, name, uses, directory / name)
             if plan.kind == "sglang" and (plan.machine or machine_profile()).platform != "cpu":
                 # One after the other: each takes its share of the memory that those before it have left.
                 wait_ready([variants[name]], _READY_S[plan.kind], pause_point)
@@ -120,7 +120,7 @@ def running_variants(plan: VariantPlan, uses: Uses, directory: Path,
             variant.server.stop(_DRAIN_S[plan.kind])
 
 
-def wait_ready(variants: Sequence[RunningVariant], timeout_s: float, pause_point: Callable[[], None]) -> None:
+def wait_ready(variants: Sequence[RunningServer], timeout_s: float, pause_point: Callable[[], None]) -> None:
     """Wait until all of them answer."""
     deadline = time.monotonic() + timeout_s
     while waiting := [variant for variant in variants if not _answers(variant)]:
@@ -131,7 +131,7 @@ def wait_ready(variants: Sequence[RunningVariant], timeout_s: float, pause_point
         time.sleep(_POLL_S)
 
 
-def _answers(variant: RunningVariant) -> bool:
+def _answers(variant: RunningServer) -> bool:
     try:
         variant.server.check()
     except EyrieError as error:
@@ -139,7 +139,7 @@ def _answers(variant: RunningVariant) -> bool:
     return variant.server.ready()
 
 
-def start_variant(plan: VariantPlan, name: str, uses: Uses, directory: Path) -> RunningVariant:
+def start_server(plan: ServerPlan, name: str, uses: Uses, directory: Path) -> RunningServer:
     """Start the server of one variant of `uses` on a leash; does not wait. Its log goes to `directory`."""
     use = uses[name]
     server: Server
@@ -154,24 +154,24 @@ def start_variant(plan: VariantPlan, name: str, uses: Uses, directory: Path) -> 
             _adaptive_file(directory).write_text(document)
         server = start_sglang(launch.launch_arguments(told, pins), directory,
                               environment=launch.launch_environment(told))
-    return RunningVariant(name, use, plan.model, server)
+    return RunningServer(name, use, plan.model, server)
 
 
-def command_line(plan: VariantPlan, name: str, uses: Uses, directory: Path) -> tuple[str, ...]:
+def command_line(plan: ServerPlan, name: str, uses: Uses, directory: Path) -> tuple[str, ...]:
     """How the server of a variant is started, for the report; its port is left open (0)."""
     if plan.kind == "embedded":
         return tuple(_embedded(plan, uses[name]).argv())
     return (*program(), *launch.launch_arguments(*_sglang(plan, name, uses, directory, 0)))
 
 
-def _embedded(plan: VariantPlan, use: DrafterUse) -> EngineCommand:
+def _embedded(plan: ServerPlan, use: DrafterUse) -> EngineCommand:
     return EngineCommand(
         target=resolve(plan.target), model=plan.model, drafter=Path(use.drafter_dir) if use.drafter_dir else None,
         setting=use.setting, map=use.map, max_concurrency=plan.max_concurrency, dtype=plan.target.dtype,
         threads=plan.threads)
 
 
-def _sglang(plan: VariantPlan, name: str, uses: Uses, directory: Path,
+def _sglang(plan: ServerPlan, name: str, uses: Uses, directory: Path,
             port: int) -> tuple[launch.LaunchPlan, launch.Pins]:
     """One variant's plan, and the pins that make it comparable with the others."""
     target_dir = resolve(plan.target)

@@ -1,4 +1,4 @@
-"""What is asked, and who is asked: a server under load is a variant, a conversation to be answered is a prompt."""
+"""What a load test sends requests to, and what it sends: endpoints and prompts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,8 +8,8 @@ from eyrie_workers.conversations.benchmark_suites import Prompt
 
 
 @dataclass(frozen=True)
-class LoadVariant:
-    """One server under load."""
+class LoadEndpoint:
+    """A server under load, and the name of the variant it serves."""
 
     name: str
     url: str

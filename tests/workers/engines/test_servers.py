@@ -9,8 +9,8 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.serving import EngineKind
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
+from eyrie_workers.engines.servers import ServerPlan, Uses, command_line
 from eyrie_workers.engines.sglang.profiles import profile
-from eyrie_workers.engines.variants import Uses, VariantPlan, command_line
 from eyrie_workers.targets.sglang_limits import Unlaunchable
 
 CHAIN = Setting(tree=DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3))
@@ -28,8 +28,8 @@ def value(line: tuple[str, ...], flag: str) -> str | None:
     return line[line.index(flag) + 1] if flag in line else None
 
 
-def plan_for(kind: EngineKind, target: Path, machine: str) -> VariantPlan:
-    return VariantPlan(kind, TargetSpec(model=str(target), dtype="bfloat16"), 8, machine=profile(machine))
+def plan_for(kind: EngineKind, target: Path, machine: str) -> ServerPlan:
+    return ServerPlan(kind, TargetSpec(model=str(target), dtype="bfloat16"), 8, machine=profile(machine))
 
 
 def test_sglang_variants_differ_in_drafting_and_in_the_share_of_memory_that_is_left_to_them(
