@@ -40,7 +40,7 @@ from eyrie_api.v1alpha1.stages import (
     TrainStage,
     TuneStage,
 )
-from eyrie_workers.catalog import DAMAGED_SUFFIX, ELSEWHERE, STATE_DIR
+from eyrie_workers.catalog import DAMAGED_SUFFIX, STATE_DIR, STORE_ADDRESS_FILE
 
 SYNC_VARIABLE = "EYRIE_SYNC_S"
 """Set: the store of EYRIE_ARTIFACTS_* is the work area, and this is how often unfinished work goes there."""
@@ -153,7 +153,7 @@ class WorkArea:
         assert self._store is not None
         if self._ranged:
             directory.mkdir(parents=True, exist_ok=True)
-            (directory / ELSEWHERE).write_text(f"{self._store.url}/{self._key(directory)}\n")
+            (directory / STORE_ADDRESS_FILE).write_text(f"{self._store.url}/{self._key(directory)}\n")
             return
         try:
             download_dir(self._store, self._key(directory), directory)

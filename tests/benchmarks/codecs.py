@@ -40,9 +40,9 @@ from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.conversations.benchmark_suites import load_suite, select
 from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.features.codecs import decode_into, encode, relative_error
-from eyrie_workers.features.shard_format import StoreLayout, taught_positions
+from eyrie_workers.features.shard_format import StoreFormat, supervised_positions
 from eyrie_workers.features.store import FeatureStore
-from eyrie_workers.features.topk_logits import form_opinion, rebuild
+from eyrie_workers.features.topk_logits import compute_topk_logits, rebuild_distribution
 from eyrie_workers.features.transcode import transcode
 from eyrie_workers.machine.environment import environment
 from eyrie_workers.speculation.engine import Engine, Request
@@ -150,12 +150,12 @@ class Trial:
                                    capture=CaptureSpec(codec="float32")), store)
         return FeatureStore(store)
 
-    def layout(self, way: StoredAs, source: FeatureStore) -> StoreLayout:
+    def layout(self, way: StoredAs, source: FeatureStore) -> StoreFormat:
         """The source's, stored another way."""
-        told = source.layout.model_dump() | {"codec": way.codec, "final_state": way.final_state}
+        told = source.format.model_dump() | {"codec": way.codec, "final_state": way.final_state}
         if way.final_state == "topk":
             told |= {"top_k": way.top_k, "draft_ids": self.draft_ids(source)}
-        return StoreLayout.model_validate(told)
+        return StoreFormat.model_validate(told)
 
     def draft_ids(self, source: FeatureStore) -> tuple[int, ...]:
         """The draft vocabulary that opinions are about."""
@@ -245,7 +245,7 @@ def _sample(source: FeatureStore) -> tuple[torch.Tensor, torch.Tensor]:
     while rows < source.num_rows and tokens < _SAMPLE_TOKENS:
         tokens, rows = tokens + source.lengths[rows], rows + 1
     packed = source.read(range(rows))
-    taught = torch.cat([taught_positions(mask) for mask in packed.loss_mask.split(packed.lengths)])
+    taught = torch.cat([supervised_positions(mask) for mask in packed.loss_mask.split(packed.lengths)])
     return packed.aux, packed.last[taught]
 
 
@@ -266,7 +266,7 @@ def hadamard_error(aux_TAH: torch.Tensor) -> float:
 
 def _way(trial: Trial, name: str, source: FeatureStore, store: FeatureStore, sample: tuple[torch.Tensor, torch.Tensor],
          seeds: Sequence[SeedResult], base: Sequence[float], spread: float) -> WayResult:
-    layout, taus = store.layout, [one.tau for one in seeds]
+    layout, taus = store.format, [one.tau for one in seeds]
     errors = relative_error(sample[0], layout.codec)
     lost = [of - tau for of, tau in zip(base, taus, strict=True)]
     per_token = store.size_bytes / store.num_tokens
@@ -280,15 +280,15 @@ def _way(trial: Trial, name: str, source: FeatureStore, store: FeatureStore, sam
         lost_spread=stdev(lost) if len(lost) > 1 else 0.0, within_seed_noise=fmean(lost) <= spread)
 
 
-def _teacher_kl(trial: Trial, layout: StoreLayout, source: FeatureStore, last_MH: torch.Tensor) -> float:
+def _teacher_kl(trial: Trial, fmt: StoreFormat, source: FeatureStore, last_MH: torch.Tensor) -> float:
     ids = torch.tensor(trial.draft_ids(source))
     head = trial.target.lm_head_weight
     wanted = (last_MH @ head[ids].T).log_softmax(-1)
-    if layout.final_state == "topk":
-        given = rebuild(form_opinion(last_MH, head, layout), ids.numel()).clamp_min(1e-30).log()
+    if fmt.final_state == "topk":
+        given = rebuild_distribution(compute_topk_logits(last_MH, head, fmt), ids.numel()).clamp_min(1e-30).log()
     else:
         back = torch.empty_like(last_MH)
-        codec = final_codec(layout.codec)
+        codec = final_codec(fmt.codec)
         decode_into(codec, *encode(codec, last_MH), back)
         given = (back @ head[ids].T).log_softmax(-1)
     return float((wanted.exp() * (wanted - given)).sum(-1).mean())

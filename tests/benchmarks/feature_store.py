@@ -40,8 +40,8 @@ from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.codecs import BEST_FIRST
 from eyrie_api.v1alpha1.model import Frozen
-from eyrie_workers.features.shard_format import FeatureRow, StoreLayout, plan_shards
-from eyrie_workers.features.storage_backend import Stored
+from eyrie_workers.features.shard_format import FeatureRow, StoreFormat, plan_shards
+from eyrie_workers.features.storage_backend import ObjectStoreBackend
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.machine.environment import environment
@@ -89,10 +89,10 @@ def chat_lengths(num_tokens: int, seed: int = 0) -> list[int]:
     return lengths
 
 
-def write_store(directory: Path, layout: StoreLayout, lengths: Sequence[int]) -> None:
+def write_store(directory: Path, fmt: StoreFormat, lengths: Sequence[int]) -> None:
     """Random states; the second half of each row is the answer."""
-    writer, generator = FeatureWriter(directory, layout), torch.Generator().manual_seed(0)
-    for number, shard in enumerate(plan_shards(lengths, layout, _SHARD_BYTES)):
+    writer, generator = FeatureWriter(directory, fmt), torch.Generator().manual_seed(0)
+    for number, shard in enumerate(plan_shards(lengths, fmt, _SHARD_BYTES)):
         if number in writer.shards:
             continue
         rows = []
@@ -101,8 +101,8 @@ def write_store(directory: Path, layout: StoreLayout, lengths: Sequence[int]) ->
             rows.append(FeatureRow(
                 f"row-{i}", torch.randint(0, 2048, (length,), generator=generator),
                 torch.arange(length) >= length // 2,
-                torch.randn(length, len(layout.aux_layers), layout.hidden_size, generator=generator),
-                torch.randn(length, layout.hidden_size, generator=generator)))
+                torch.randn(length, len(fmt.aux_layers), fmt.hidden_size, generator=generator),
+                torch.randn(length, fmt.hidden_size, generator=generator)))
         writer.write_shard(rows, number)
     writer.finish()
 
@@ -172,7 +172,7 @@ def run(options: argparse.Namespace, home: Path) -> StoreBench:
     paces: list[Pace] = []
     with s3_store(options, home) as remote:
         for codec in options.codecs:
-            layout = StoreLayout(aux_layers=(1, 2, 3), hidden_size=options.hidden_size, codec=codec,
+            layout = StoreFormat(aux_layers=(1, 2, 3), hidden_size=options.hidden_size, codec=codec,
                                  target_digest="sha256:" + "0" * 64)
             directory = home / codec
             write_store(directory, layout, lengths)
@@ -181,7 +181,7 @@ def run(options: argparse.Namespace, home: Path) -> StoreBench:
                 for path in sorted(directory.iterdir()):
                     remote.upload(f"bench/{codec}/{path.name}", path)
                 readings.append(Reading(codec, "S3", lambda at=f"bench/{codec}": FeatureStore(  # type: ignore[misc]
-                    Stored(remote, at)), options))
+                    ObjectStoreBackend(remote, at)), options))
             for number in range(options.passes):
                 for reading in readings if number % 2 == 0 else reversed(readings):
                     reading.one_pass(number)

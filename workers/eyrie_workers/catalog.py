@@ -20,7 +20,7 @@ STATE_DIR = "state"
 DAMAGED_SUFFIX = ".damaged"
 """Of the note beside a shard whose bytes are not what was written: capture, run again, makes that shard anew."""
 
-ELSEWHERE = "read-at.txt"
+STORE_ADDRESS_FILE = "read-at.txt"
 """In the directory of a feature store that was not brought to this machine: the address it is read at."""
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from eyrie_api.v1alpha1.codecs import StoredAs
 from eyrie_workers.conversations.rows import AnsweredRow
-from eyrie_workers.features.shard_format import FeatureRow, StoreLayout, plan_shards, taught_positions
+from eyrie_workers.features.shard_format import FeatureRow, StoreFormat, plan_shards, supervised_positions
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.targets.model import TargetModel
 
@@ -102,11 +102,11 @@ def write_raw(rows: Sequence[FeatureRow], directory: Path) -> None:
 def write_store(rows: Sequence[FeatureRow], directory: Path, aux_layers: tuple[int, ...], target_digest: str) -> None:
     """Our store of the same rows, in the default codec."""
     stored = StoredAs("int8")
-    layout = StoreLayout(aux_layers=aux_layers, hidden_size=rows[0].last.shape[-1], codec=stored.codec,
+    layout = StoreFormat(aux_layers=aux_layers, hidden_size=rows[0].last.shape[-1], codec=stored.codec,
                          target_digest=target_digest, final_state=stored.final_state)
     writer = FeatureWriter(directory, layout)
     lengths = [row.token_ids.numel() for row in rows]
-    taught = [int(taught_positions(row.loss_mask).sum()) for row in rows]
+    taught = [int(supervised_positions(row.loss_mask).sum()) for row in rows]
     for number, shard in enumerate(plan_shards(lengths, layout, 1 << 28, taught)):
         writer.write_shard([rows[index] for index in shard], number)
     writer.finish()

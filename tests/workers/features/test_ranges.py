@@ -7,9 +7,9 @@ import torch
 
 from eyrie_api.artifacts.directories import upload_dir
 from eyrie_api.errors import ArtifactCorrupt
-from eyrie_workers.catalog import ELSEWHERE
+from eyrie_workers.catalog import STORE_ADDRESS_FILE
 from eyrie_workers.features.shard_format import INDEX, shard_name
-from eyrie_workers.features.storage_backend import Stored, open_place
+from eyrie_workers.features.storage_backend import ObjectStoreBackend, open_backend
 from eyrie_workers.features.store import FeatureStore, StoreDamaged
 from eyrie_workers.features.verify import main as verify
 from tests.api.artifacts.conftest import make_bucket
@@ -26,7 +26,7 @@ def test_rows_read_through_s3_are_those_of_the_directory(rclone_s3: S3Server, tm
         (here / INDEX).unlink()
     remote = make_bucket(rclone_s3, tmp_path).store()
     upload_dir(remote, here, "capture", unfinished=True)
-    near, far = FeatureStore(here), FeatureStore(Stored(remote, "capture"))
+    near, far = FeatureStore(here), FeatureStore(ObjectStoreBackend(remote, "capture"))
     assert far.lengths == near.lengths
     groups = [[4, 1], [0, 5, 2], [3]]
     for packed, group in zip(far.batches(groups, ahead=2), groups, strict=True):
@@ -44,8 +44,8 @@ def test_a_directory_that_names_another_place_is_read_there(
     upload_dir(bucket.store("eyrie"), here, "jobs/1/capture", unfinished=True)
     monkeypatch.setenv("EYRIE_ARTIFACTS_ENDPOINT_URL", rclone_s3.endpoint_url)
     monkeypatch.setenv("EYRIE_ARTIFACTS_CREDENTIALS_DIR", str(bucket.secret))
-    (tmp_path / ELSEWHERE).write_text(f"s3://{bucket.name}/eyrie/jobs/1/capture\n")
-    far = FeatureStore(open_place(tmp_path))
+    (tmp_path / STORE_ADDRESS_FILE).write_text(f"s3://{bucket.name}/eyrie/jobs/1/capture\n")
+    far = FeatureStore(open_backend(tmp_path))
     assert torch.equal(far.read([1, 0]).aux, FeatureStore(here).read([1, 0]).aux)
 
 
@@ -55,7 +55,7 @@ def test_damage_behind_s3_is_found_when_the_row_is_read_and_noted_there(rclone_s
     flip_a_bit(here / shard_name(1), 2000)
     remote = make_bucket(rclone_s3, tmp_path).store()
     upload_dir(remote, here, "capture", unfinished=True)
-    store = FeatureStore(Stored(remote, "capture"))
+    store = FeatureStore(ObjectStoreBackend(remote, "capture"))
     store.read([0, 1])
     with pytest.raises(StoreDamaged, match="shard-00001"):
         store.read([1, 2, 3])

@@ -18,12 +18,12 @@ from eyrie_workers.features.shard_format import (
     INDEX,
     FeatureRow,
     ShardMap,
-    StoreLayout,
+    StoreFormat,
     plan_shards,
     shard_name,
-    taught_positions,
+    supervised_positions,
 )
-from eyrie_workers.features.storage_backend import Stored
+from eyrie_workers.features.storage_backend import ObjectStoreBackend
 from eyrie_workers.features.store import Buffers, FeatureStore, StoreDamaged
 from eyrie_workers.features.writer import FeatureWriter, is_whole, read_shard_end
 
@@ -31,12 +31,12 @@ DIGEST = "sha256:" + "0" * 64
 COUNTER = itertools.count()
 
 
-def layout(codec: str = "float32", num_aux: int = 3, hidden: int = 8, block_tokens: int = 1024) -> StoreLayout:
-    return StoreLayout(aux_layers=tuple(range(1, num_aux + 1)), hidden_size=hidden, codec=codec,
+def layout(codec: str = "float32", num_aux: int = 3, hidden: int = 8, block_tokens: int = 1024) -> StoreFormat:
+    return StoreFormat(aux_layers=tuple(range(1, num_aux + 1)), hidden_size=hidden, codec=codec,
                        target_digest=DIGEST, block_tokens=block_tokens)
 
 
-def store_of(directory: Path, of: StoreLayout, lengths: list[int], rows_per_shard: int = 1) -> list[FeatureRow]:
+def store_of(directory: Path, of: StoreFormat, lengths: list[int], rows_per_shard: int = 1) -> list[FeatureRow]:
     """A finished store of random rows."""
     rows = [random_row(f"r{i}", length, of, seed=i) for i, length in enumerate(lengths)]
     writer = FeatureWriter(directory, of)
@@ -52,7 +52,7 @@ def flip_a_bit(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-def random_row(row_id: str, length: int, of: StoreLayout, seed: int = 0) -> FeatureRow:
+def random_row(row_id: str, length: int, of: StoreFormat, seed: int = 0) -> FeatureRow:
     generator = torch.Generator().manual_seed(seed)
     return FeatureRow(
         row_id, torch.randint(0, 2**31 - 1, (length,), generator=generator),
@@ -78,7 +78,7 @@ def test_rows_come_back_as_written_and_final_states_where_they_teach(
     assert (store.num_rows, store.num_tokens, store.lengths) == (len(rows), sum(lengths), lengths)
     assert store.row_ids == [row.row_id for row in rows]
     for i in reversed(range(len(rows))):
-        back, taught = store.row(i), taught_positions(rows[i].loss_mask)
+        back, taught = store.row(i), supervised_positions(rows[i].loss_mask)
         assert back.row_id == rows[i].row_id
         assert torch.equal(back.token_ids, rows[i].token_ids)
         assert torch.equal(back.loss_mask, rows[i].loss_mask)
@@ -149,14 +149,14 @@ def test_the_same_store_is_read_from_an_artifact_store_by_ranges(tmp_path: Path)
     store_of(tmp_path / "here", of, [9, 20, 3, 12], rows_per_shard=2)
     elsewhere = LocalStore(tmp_path / "elsewhere")
     upload_dir(elsewhere, tmp_path / "here", "jobs/1/capture", unfinished=True)
-    here, there = FeatureStore(tmp_path / "here"), FeatureStore(Stored(elsewhere, "jobs/1/capture"))
+    here, there = FeatureStore(tmp_path / "here"), FeatureStore(ObjectStoreBackend(elsewhere, "jobs/1/capture"))
     there.verify()
     assert there.row_ids == here.row_ids
     assert torch.equal(there.read([2, 0, 1, 3]).aux, here.read([2, 0, 1, 3]).aux)
     assert torch.equal(there.row(1, 10, 12).last, here.row(1, 10, 12).last)
     flip_a_bit(tmp_path / "elsewhere/jobs/1/capture" / shard_name(1), 200)
     with pytest.raises(StoreDamaged, match="shard-00001"):
-        FeatureStore(Stored(elsewhere, "jobs/1/capture")).read([2, 3])
+        FeatureStore(ObjectStoreBackend(elsewhere, "jobs/1/capture")).read([2, 3])
     assert (tmp_path / "elsewhere/jobs/1/capture/shard-00001.damaged").is_file(), "whoever repairs it finds a note"
 
 
@@ -175,7 +175,7 @@ def test_the_plans_bytes_are_what_the_files_weigh(tmp_path: Path, codec: str) ->
     row = random_row("a", 1000, of)
     FeatureWriter(tmp_path, of).write_shard([row])
     size = (tmp_path / shard_name(0)).stat().st_size
-    taught = int(taught_positions(row.loss_mask).sum())
+    taught = int(supervised_positions(row.loss_mask).sum())
     planned = of.stored_as.bytes_of(1000, taught, 3, 64)
     record_and_alignment = 1000
     assert planned <= size <= planned + record_and_alignment

@@ -21,10 +21,10 @@ from eyrie_api.v1alpha1.reports import CaptureReport
 from eyrie_api.v1alpha1.stages import CaptureStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowSampling, RowsMeta
-from eyrie_workers.features.shard_format import shard_name, taught_positions
+from eyrie_workers.features.shard_format import shard_name, supervised_positions
 from eyrie_workers.features.store import FeatureStore, StoreDamaged
 from eyrie_workers.features.streaming import plan_batches
-from eyrie_workers.features.topk_logits import rebuild
+from eyrie_workers.features.topk_logits import rebuild_distribution
 from eyrie_workers.stage_program import run_program
 from eyrie_workers.stages.capture import capture, is_whole, plan_rows
 from eyrie_workers.targets.agreement import LayersDisagree, compare
@@ -92,7 +92,7 @@ def test_captured_states_equal_hugging_face_hidden_states(tmp_path: Path, family
         wanted = torch.stack([reference.hidden_states[layer][0] for layer in (0, 2, 5)], dim=1)
         # Two orders of float32 summation over 32 to 64 terms, through five layers.
         torch.testing.assert_close(got.aux, wanted, atol=1e-4, rtol=1e-4)
-        taught = taught_positions(got.loss_mask)
+        taught = supervised_positions(got.loss_mask)
         logits = got.last[taught] @ model.lm_head.weight.T.detach()
         torch.testing.assert_close(logits, reference.logits[0][taught], atol=1e-4, rtol=1e-4)
 
@@ -111,7 +111,7 @@ def test_the_report_counts_what_the_store_holds(tmp_path: Path) -> None:
         == sum(len(row.answer_ids) for row in rows)
     assert report.shards > 1
     assert report.bytes == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.states"))
-    assert report.layers.aux_layers == store.layout.aux_layers
+    assert report.layers.aux_layers == store.format.aux_layers
     assert report.layers.reason
     assert store.row(0).aux.dtype == torch.bfloat16
 
@@ -243,23 +243,23 @@ def test_an_opinion_holds_the_likeliest_tokens_and_exactly_the_mass_of_the_rest(
     write_spec(tmp_path / "topk", target, tmp_path / "rows", final_state="topk", final_top_k=8, draft_vocab_size=50)
     assert (run(tmp_path / "plain"), run(tmp_path / "topk")) == (0, 0)
     plain, store = FeatureStore(tmp_path / "plain"), FeatureStore(tmp_path / "topk")
-    head, ids = load_target(target).lm_head_weight, torch.tensor(store.layout.draft_ids)
+    head, ids = load_target(target).lm_head_weight, torch.tensor(store.format.draft_ids)
     packed = store.read(range(6))
-    assert packed.opinion is not None
+    assert packed.topk_logits is not None
     assert packed.last.shape[1] == 0
-    rebuilt = rebuild(packed.opinion, 50)
-    logits = torch.cat([row.last[taught_positions(row.loss_mask)] for row in map(plain.row, range(6))]) @ head.T
+    rebuilt = rebuild_distribution(packed.topk_logits, 50)
+    logits = torch.cat([row.last[supervised_positions(row.loss_mask)] for row in map(plain.row, range(6))]) @ head.T
     wanted = logits[:, ids].softmax(-1)
     torch.testing.assert_close(rebuilt.sum(-1), torch.ones(rebuilt.shape[0]), atol=1e-6, rtol=0)
     kept = torch.zeros_like(wanted, dtype=torch.bool).scatter_(1, wanted.topk(8).indices, True)
     torch.testing.assert_close((rebuilt * ~kept).sum(-1), (wanted * ~kept).sum(-1), atol=1e-6, rtol=1e-5)
     # float16 keeps a logit to one part in 2048.
     torch.testing.assert_close(rebuilt[kept], wanted[kept], atol=1e-5, rtol=5e-3)
-    torch.testing.assert_close(packed.opinion.mass, logits.softmax(-1)[:, ids].sum(-1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(packed.topk_logits.mass, logits.softmax(-1)[:, ids].sum(-1), atol=1e-5, rtol=1e-5)
     first = logits.argmax(-1)
-    assert torch.equal(packed.opinion.choice >= 0, torch.isin(first, ids))
-    inside = packed.opinion.choice >= 0
-    assert torch.equal(ids[packed.opinion.choice[inside]], first[inside])
+    assert torch.equal(packed.topk_logits.choice >= 0, torch.isin(first, ids))
+    inside = packed.topk_logits.choice >= 0
+    assert torch.equal(ids[packed.topk_logits.choice[inside]], first[inside])
 
 
 def start(out: Path) -> subprocess.Popen[bytes]:

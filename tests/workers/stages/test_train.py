@@ -21,7 +21,7 @@ from eyrie_api.v1alpha1.stages import TrainStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.eagle3.checkpoint import load_drafter
-from eyrie_workers.features.shard_format import FeatureRow, StoreLayout
+from eyrie_workers.features.shard_format import FeatureRow, StoreFormat
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, run_program
 from eyrie_workers.stages.train import train
@@ -46,7 +46,7 @@ def write_store(directory: Path, target_dir: Path, num_rows: int, *, answers: bo
     """States of the tiny target over random tokens; the second half of each row is the answer. Broken: no numbers."""
     target = load_target(target_dir, "float32")
     generator = torch.Generator().manual_seed(0)
-    writer = FeatureWriter(directory, StoreLayout(
+    writer = FeatureWriter(directory, StoreFormat(
         aux_layers=AUX_LAYERS, hidden_size=target.config.hidden_size, codec="bfloat16",
         target_digest=target_digest(target_dir)))
     rows = []

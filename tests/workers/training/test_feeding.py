@@ -9,8 +9,8 @@ import torch
 from eyrie_api.errors import ArtifactCorrupt
 from eyrie_api.v1alpha1.codecs import Codec
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.features.shard_format import StoreLayout, taught_positions
-from eyrie_workers.features.storage_backend import Directory
+from eyrie_workers.features.shard_format import StoreFormat, supervised_positions
+from eyrie_workers.features.storage_backend import LocalBackend
 from eyrie_workers.features.streaming import (
     TOKENS,
     StreamedFeatures,
@@ -48,7 +48,7 @@ def both(directory: Path, target_dir: Path, codec: Codec, num: int = 14, *, opin
     """The same rows as a store and as a stream; every row of the store had a pass of its own."""
     target = load_target(target_dir, "float32")
     told: dict[str, Any] = {"final_state": "topk", "top_k": 4, "draft_ids": tuple(range(0, 60, 2))} if opinions else {}
-    layout = StoreLayout(aux_layers=AUX_LAYERS, hidden_size=HIDDEN, codec=codec,
+    layout = StoreFormat(aux_layers=AUX_LAYERS, hidden_size=HIDDEN, codec=codec,
                          target_digest=target_digest(target_dir), **told)
     rows = rows_of(num)
     writer = FeatureWriter(directory / "store", layout)
@@ -81,12 +81,12 @@ def test_a_stream_gives_what_a_store_gives_bit_for_bit(
         assert mine.lengths == theirs.lengths == tuple(store.lengths[row] for row in one.plan.rows)
         for name in ("token_ids", "loss_mask", "aux", "last"):
             assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
-        assert (mine.opinion is None) == (not opinions)
-        if mine.opinion is not None and theirs.opinion is not None:
+        assert (mine.topk_logits is None) == (not opinions)
+        if mine.topk_logits is not None and theirs.topk_logits is not None:
             for name in ("ids", "logits", "tail", "mass", "choice"):
-                assert torch.equal(getattr(mine.opinion, name), getattr(theirs.opinion, name)), name
+                assert torch.equal(getattr(mine.topk_logits, name), getattr(theirs.topk_logits, name)), name
         else:
-            taught = torch.cat([taught_positions(mask) for mask in torch.split(mine.loss_mask, list(mine.lengths))])
+            taught = torch.cat([supervised_positions(mask) for mask in torch.split(mine.loss_mask, list(mine.lengths))])
             assert not bool(mine.last[~taught].any())
             assert bool(mine.last[taught].any())
     for feed in feeds:
@@ -134,7 +134,7 @@ def test_the_stream_holds_no_more_states_than_its_buffer(tmp_path: Path, target_
     store, _ = both(tmp_path, target_dir, "float32")
     batches = [range(i, i + 2) for i in range(0, 14, 2)]
     sizes = [sum(store.lengths[row] for row in rows) * 4 * HIDDEN * 4 for rows in batches]
-    found = read_plan(Directory(tmp_path / "stream"))
+    found = read_plan(LocalBackend(tmp_path / "stream"))
     assert found is not None
     for room, ahead in ((2 * max(sizes), 5), (1, 5), (sum(sizes), 2)):
         stream = StreamedFeatures(found[0].model_copy(update={"buffer_bytes": room}), found[1],
@@ -152,7 +152,7 @@ def test_the_stream_holds_no_more_states_than_its_buffer(tmp_path: Path, target_
 
 def test_a_plan_whose_tokens_are_not_its_own_is_refused(tmp_path: Path, target_dir: Path) -> None:
     both(tmp_path, target_dir, "float32", num=2)
-    place = Directory(tmp_path / "stream")
+    place = LocalBackend(tmp_path / "stream")
     assert plan_is_whole(place)
     with (tmp_path / "stream" / TOKENS).open("r+b") as file:
         file.write(b"\x07")

@@ -2,8 +2,8 @@
 
 import torch
 
-from eyrie_workers.features.shard_format import StoreLayout
-from eyrie_workers.features.topk_logits import form_opinion, opinion_rows
+from eyrie_workers.features.shard_format import StoreFormat
+from eyrie_workers.features.topk_logits import compute_topk_logits, topk_rows
 from eyrie_workers.training.losses import teach
 from eyrie_workers.training.topk_logits import teacher_of
 
@@ -11,9 +11,9 @@ VOCAB, HIDDEN, ROWS = 60, 16, 25
 DRAFT_IDS = torch.arange(0, VOCAB, 2)
 
 
-def parts(top_k: int) -> tuple[StoreLayout, torch.Tensor, torch.Tensor, torch.Tensor]:
+def parts(top_k: int) -> tuple[StoreFormat, torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    layout = StoreLayout(aux_layers=(1,), hidden_size=HIDDEN, codec="int8", target_digest="sha256:" + "0" * 64,
+    layout = StoreFormat(aux_layers=(1,), hidden_size=HIDDEN, codec="int8", target_digest="sha256:" + "0" * 64,
                          final_state="topk", top_k=top_k, draft_ids=tuple(DRAFT_IDS.tolist()))
     member = torch.zeros(VOCAB, dtype=torch.bool)
     member[DRAFT_IDS] = True
@@ -25,7 +25,7 @@ def test_with_every_token_kept_the_teacher_is_that_of_the_final_states() -> None
     layout, last, head, member = parts(top_k=DRAFT_IDS.numel())
     wanted = teach(last, head, DRAFT_IDS, member, weigh=True)
     order = torch.tensor([3, 0, 24, 7])
-    given = teacher_of(form_opinion(last, head, layout), order, DRAFT_IDS.numel())
+    given = teacher_of(compute_topk_logits(last, head, layout), order, DRAFT_IDS.numel())
     # Logits are kept in float16: 11 bits, and differences reach 30 here.
     torch.testing.assert_close(given.probabilities_RD, wanted.probabilities_RD[order], atol=1e-5, rtol=2e-2)
     torch.testing.assert_close(given.mass_R, wanted.mass_R[order], atol=1e-6, rtol=1e-5)
@@ -37,7 +37,7 @@ def test_with_every_token_kept_the_teacher_is_that_of_the_final_states() -> None
 def test_with_few_kept_the_rest_of_the_mass_is_exact_and_evenly_spread() -> None:
     layout, last, head, member = parts(top_k=4)
     wanted = teach(last, head, DRAFT_IDS, member, weigh=True).probabilities_RD
-    given = teacher_of(form_opinion(last, head, layout), torch.arange(ROWS), DRAFT_IDS.numel()).probabilities_RD
+    given = teacher_of(compute_topk_logits(last, head, layout), torch.arange(ROWS), DRAFT_IDS.numel()).probabilities_RD
     kept = torch.zeros_like(wanted, dtype=torch.bool).scatter_(1, wanted.topk(4).indices, True)
     torch.testing.assert_close(given.sum(-1), torch.ones(ROWS), atol=1e-6, rtol=0)
     torch.testing.assert_close((given * ~kept).sum(-1), (wanted * ~kept).sum(-1), atol=1e-6, rtol=1e-4)
@@ -47,4 +47,4 @@ def test_with_few_kept_the_rest_of_the_mass_is_exact_and_evenly_spread() -> None
 
 def test_opinions_of_packed_rows_are_found_at_their_positions() -> None:
     mask = torch.tensor([False, True, True, False, False, True, True, True, False])
-    assert opinion_rows(mask, (4, 5)).tolist() == [0, 1, -1, -1, 2, 3, 4, -1, -1]
+    assert topk_rows(mask, (4, 5)).tolist() == [0, 1, -1, -1, 2, 3, 4, -1, -1]

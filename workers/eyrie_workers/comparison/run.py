@@ -91,7 +91,7 @@ def conclude(spec: CompareSpec, training: Training, store: CaptureReport, varian
 def trained(spec: CompareSpec, family: str, learnt: Learnt, store_dir: Path, target: Path) -> Trained:
     """What a family's training took."""
     report, store = learnt.report, FeatureStore(store_dir)
-    layout = store.layout
+    layout = store.format
     layers = family_named(family).layers(layout.chosen_layers, read_config(target).num_layers)
     taught = sum(int(store.tokens(row)[1].sum()) for row in range(store.num_rows))
     return Trained(

@@ -13,46 +13,53 @@ from torch import Tensor
 
 from eyrie_api.v1alpha1.codecs import final_codec
 from eyrie_workers.features.codecs import decode_into, encode
-from eyrie_workers.features.shard_format import FeatureRow, Opinion, StoreLayout, block_sections, taught_positions
+from eyrie_workers.features.shard_format import (
+    FeatureRow,
+    StoreFormat,
+    TopKLogits,
+    block_sections,
+    supervised_positions,
+)
 
-_OPINION = ("ids", "logits", "tail", "mass", "choice")
+_TOPK_SECTIONS = ("ids", "logits", "tail", "mass", "choice")
 
 
-def encode_block(row: FeatureRow, layout: StoreLayout, tokens: range) -> tuple[dict[str, Tensor], int]:
+def encode_block(row: FeatureRow, fmt: StoreFormat, tokens: range) -> tuple[dict[str, Tensor], int]:
     """The sections of a row's tokens, by name, and how many of these are taught."""
     here = slice(tokens.start, tokens.stop)
-    is_taught = taught_positions(row.loss_mask.to(torch.bool))
+    is_taught = supervised_positions(row.loss_mask.to(torch.bool))
     before, taught = int(is_taught[:tokens.start].sum()), int(is_taught[here].sum())
-    tensors = _named("aux", *encode(layout.codec, row.aux[here]))
-    if layout.final_state == "keep":
-        tensors |= _named("final", *encode(final_codec(layout.codec), row.last[here][is_taught[here]]))
+    tensors = _named("aux", *encode(fmt.codec, row.aux[here]))
+    if fmt.final_state == "keep":
+        tensors |= _named("final", *encode(final_codec(fmt.codec), row.last[here][is_taught[here]]))
     else:
-        assert row.opinion is not None
-        dtypes = {section.name: section.dtype for section in block_sections(layout, 1, 1)}
-        tensors |= {name: getattr(row.opinion, name)[before:before + taught].to(dtypes[name]) for name in _OPINION}
+        assert row.topk_logits is not None
+        dtypes = {section.name: section.dtype for section in block_sections(fmt, 1, 1)}
+        tensors |= {name: getattr(row.topk_logits, name)[before:before + taught].to(dtypes[name])
+                    for name in _TOPK_SECTIONS}
     return tensors, taught
 
 
-def decode_block(layout: StoreLayout, tensors: Mapping[str, Tensor], taught_N: Tensor, aux_NAH: Tensor,
+def decode_block(fmt: StoreFormat, tensors: Mapping[str, Tensor], taught_N: Tensor, aux_NAH: Tensor,
                  last_NH: Tensor) -> None:
     """Write the states into `aux_NAH` and, where they are kept, the final states into the zeros of `last_NH`."""
-    decode_into(layout.codec, tensors["aux_codes"], tensors.get("aux_scales"), aux_NAH)
-    if layout.final_state == "keep":
-        _place_final(layout, tensors, taught_N, last_NH)
+    decode_into(fmt.codec, tensors["aux_codes"], tensors.get("aux_scales"), aux_NAH)
+    if fmt.final_state == "keep":
+        _place_final(fmt, tensors, taught_N, last_NH)
 
 
-def join_opinions(parts: Sequence[Mapping[str, Tensor]]) -> Opinion:
+def concat_topk_logits(parts: Sequence[Mapping[str, Tensor]]) -> TopKLogits:
     """Of the blocks of some rows, in order."""
-    ids, logits, tail, mass, choice = (torch.cat([part[name] for part in parts]) for name in _OPINION)
-    return Opinion(ids.to(torch.int64), logits, tail, mass, choice.to(torch.int64))
+    ids, logits, tail, mass, choice = (torch.cat([part[name] for part in parts]) for name in _TOPK_SECTIONS)
+    return TopKLogits(ids.to(torch.int64), logits, tail, mass, choice.to(torch.int64))
 
 
 def _named(of: str, codes: Tensor, scales: Tensor | None) -> dict[str, Tensor]:
     return {f"{of}_codes": codes} | ({} if scales is None else {f"{of}_scales": scales})
 
 
-def _place_final(layout: StoreLayout, tensors: Mapping[str, Tensor], taught_N: Tensor, last_NH: Tensor) -> None:
-    codes, scales, codec = tensors["final_codes"], tensors.get("final_scales"), final_codec(layout.codec)
+def _place_final(fmt: StoreFormat, tensors: Mapping[str, Tensor], taught_N: Tensor, last_NH: Tensor) -> None:
+    codes, scales, codec = tensors["final_codes"], tensors.get("final_scales"), final_codec(fmt.codec)
     where = taught_N.nonzero().squeeze(1)
     if where.numel() == 0:
         return

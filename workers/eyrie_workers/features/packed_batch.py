@@ -7,12 +7,12 @@ conversion lies between the store and the optimiser.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from eyrie_workers.features.shard_format import Opinion
+from eyrie_workers.features.shard_format import TopKLogits
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class PackedBatch:
     lengths: tuple[int, ...]
     """Tokens of each document."""
 
-    opinion: Opinion | None = None
-    """At the supervised positions (`shard_format.taught_positions` of each row), in a store of top-k logits."""
+    topk_logits: TopKLogits | None = None
+    """At the supervised positions (`shard_format.supervised_positions` of each row), in a store of top-k logits."""
 
     def to(self, device: torch.device) -> "PackedBatch":
         """This batch on a device."""
@@ -46,9 +46,9 @@ class PackedBatch:
         def moved(x: Tensor) -> Tensor:
             return x.to(device, non_blocking=True)
 
-        opinion = self.opinion and Opinion(*(moved(getattr(self.opinion, field.name)) for field in fields(Opinion)))
+        topk_logits = None if self.topk_logits is None else self.topk_logits.map(moved)
         return PackedBatch(moved(self.token_ids), moved(self.loss_mask), moved(self.aux), moved(self.last),
-                           self.lengths, opinion)
+                           self.lengths, topk_logits)
 
     def with_layers(self, columns: Sequence[int]) -> "PackedBatch":
         """This batch with the aux layers at these positions of the A axis."""

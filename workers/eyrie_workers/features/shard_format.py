@@ -3,7 +3,7 @@
 A store is a directory (or a prefix of an artifact store) of shards and, when it is finished, one index:
 
     shard-00000.states    tokens | block | block | ... | record | trailer
-    index.json            the layout, and every shard's record: composed once, at the end
+    index.json            the format, and every shard's record: composed once, at the end
 
 *tokens* holds the ids (int32) and loss masks (uint8) of the shard's rows, end to end. Nothing is padded: padding a
 batch to its longest row costs 2 to 4 times the disk, the reading and the training arithmetic on chat-like lengths.
@@ -13,9 +13,9 @@ needs no more than the blocks it touches. Its sections, each beginning at a mult
 
     aux codes [N, A, H], aux scales          of every token, as the codec says (`features.codecs`)
     final codes [M, H], final scales         of its M taught positions alone, or
-    opinion                                  what `features.topk_logits` keeps instead of the final state
+    topk_logits                                  what `features.topk_logits` keeps instead of the final state
 
-Position p is *taught* when token p + 1 is an answer token: only there is the target's opinion ever asked for. Every
+Position p is *taught* when token p + 1 is an answer token: only there is the target's topk_logits ever asked for. Every
 final state that training can read is stored, and none of a prompt.
 
 The *record* names the shard's rows, their lengths and a digest of every block (the first 128 bits of SHA-256), so that
@@ -29,7 +29,7 @@ Legend: R rows, N tokens of a block, M taught positions of a block, A aux layers
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -54,7 +54,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Opinion:
+class TopKLogits:
     """What the target says at M taught positions, over the draft vocabulary (`features.topk_logits`).
 
     ids [M, K] int64 draft ids, likeliest first   logits [M, K]   tail [M] float32: the mass of all other draft ids
@@ -67,6 +67,11 @@ class Opinion:
     tail: Tensor
     mass: Tensor
     choice: Tensor
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "TopKLogits":
+        """Apply a function to every tensor."""
+        return TopKLogits(function(self.ids), function(self.logits), function(self.tail), function(self.mass),
+                          function(self.choice))
 
 
 @dataclass(frozen=True)
@@ -87,11 +92,11 @@ class FeatureRow:
     """[T, H], after the final norm: target logits are `last @ lm_head.T`. Read back, it is 0 where nothing is taught;
     [T, 0] in a store of opinions."""
 
-    opinion: Opinion | None = None
+    topk_logits: TopKLogits | None = None
     """At the taught positions, in a store of opinions."""
 
 
-class StoreLayout(Frozen):
+class StoreFormat(Frozen):
     """What all rows of a store have in common; two stores may be mixed only when these are equal."""
 
     aux_layers: tuple[int, ...] = Field(min_length=1)
@@ -115,7 +120,7 @@ class StoreLayout(Frozen):
     block_tokens: int = Field(1024, ge=1)
 
     @model_validator(mode="after")
-    def _opinions_have_a_vocabulary(self) -> "StoreLayout":
+    def _opinions_have_a_vocabulary(self) -> "StoreFormat":
         if (self.final_state == "topk") != bool(self.draft_ids):
             raise ValueError("a store has draft_ids exactly where it keeps opinions (final_state topk)")
         if self.draft_ids and self.top_k > len(self.draft_ids):
@@ -170,14 +175,14 @@ def vector_sections(codec: Codec, of: str, leading: Shape, hidden_size: int) -> 
     return [Section(codes, torch.int8, (*leading, hidden_size)), Section(scales, torch.bfloat16, leading)]
 
 
-def block_sections(layout: StoreLayout, num_tokens: int, num_taught: int) -> list[Section]:
+def block_sections(fmt: StoreFormat, num_tokens: int, num_taught: int) -> list[Section]:
     """The sections of a block, in their order."""
-    sections = vector_sections(layout.codec, "aux", (num_tokens, len(layout.aux_layers)), layout.hidden_size)
-    if layout.final_state == "keep":
-        return sections + vector_sections(final_codec(layout.codec), "final", (num_taught,), layout.hidden_size)
-    ids = torch.int16 if len(layout.draft_ids) <= NARROW_VOCABULARY else torch.int32
-    return [*sections, Section("ids", ids, (num_taught, layout.top_k)),
-            Section("logits", torch.float16, (num_taught, layout.top_k)),
+    sections = vector_sections(fmt.codec, "aux", (num_tokens, len(fmt.aux_layers)), fmt.hidden_size)
+    if fmt.final_state == "keep":
+        return sections + vector_sections(final_codec(fmt.codec), "final", (num_taught,), fmt.hidden_size)
+    ids = torch.int16 if len(fmt.draft_ids) <= NARROW_VOCABULARY else torch.int32
+    return [*sections, Section("ids", ids, (num_taught, fmt.top_k)),
+            Section("logits", torch.float16, (num_taught, fmt.top_k)),
             Section("tail", torch.float32, (num_taught,)), Section("mass", torch.float32, (num_taught,)),
             Section("choice", ids, (num_taught,))]
 
@@ -190,9 +195,9 @@ def section_bytes(section: Section) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def block_bytes(layout: StoreLayout, num_tokens: int, num_taught: int) -> int:
+def block_bytes(fmt: StoreFormat, num_tokens: int, num_taught: int) -> int:
     """Bytes of a block."""
-    return sum(section_bytes(section) for section in block_sections(layout, num_tokens, num_taught))
+    return sum(section_bytes(section) for section in block_sections(fmt, num_tokens, num_taught))
 
 
 def to_bytes(sections: Sequence[Section], tensors: dict[str, Tensor]) -> bytes:
@@ -228,7 +233,7 @@ def short_digest(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()[:_DIGEST_CHARACTERS]
 
 
-def taught_positions(loss_mask_T: Tensor) -> Tensor:
+def supervised_positions(loss_mask_T: Tensor) -> Tensor:
     """[T] bool: the next token is an answer token."""
     return torch.cat([loss_mask_T[1:], loss_mask_T.new_zeros(1)]) if loss_mask_T.numel() else loss_mask_T
 
@@ -262,14 +267,14 @@ class StoreIndex(Frozen):
     """`index.json`: the store is what this file lists, no more."""
 
     format_version: Literal[2] = 2
-    layout: StoreLayout
+    layout: StoreFormat
     shards: tuple[ShardRecord, ...] = ()
 
 
 class ShardEnd(Frozen):
     """What stands in a shard's record: enough to compose the index again."""
 
-    layout: StoreLayout
+    layout: StoreFormat
     record: ShardRecord
 
 
@@ -290,7 +295,7 @@ class Block(NamedTuple):
 class ShardMap:
     """Where everything in a shard lies; derived from its record."""
 
-    def __init__(self, record: ShardRecord, layout: StoreLayout) -> None:
+    def __init__(self, record: ShardRecord, fmt: StoreFormat) -> None:
         self.record = record
         self.tokens_size = tokens_bytes(record.tokens)
         self.row_tokens = [0, *accumulate(record.lengths)]
@@ -300,8 +305,8 @@ class ShardMap:
         at, number = self.tokens_size, 0
         for length in record.lengths:
             blocks = []
-            for tokens in layout.cut(length):
-                size = block_bytes(layout, len(tokens), record.taught[number])
+            for tokens in fmt.cut(length):
+                size = block_bytes(fmt, len(tokens), record.taught[number])
                 blocks.append(Block(number, at, size, tokens, record.taught[number]))
                 at, number = at + size, number + 1
             self.rows.append(blocks)
@@ -342,7 +347,7 @@ def shard_number(name: str) -> int:
     return int(name.removeprefix("shard-").removesuffix(".states"))
 
 
-def plan_shards(lengths: Sequence[int], layout: StoreLayout, shard_size_bytes: int,
+def plan_shards(lengths: Sequence[int], fmt: StoreFormat, shard_size_bytes: int,
                 taught: Sequence[int] | None = None) -> Iterator[range]:
     """Which rows go into which shard: consecutive ranges, each within `shard_size_bytes` or a single row.
 
@@ -351,7 +356,7 @@ def plan_shards(lengths: Sequence[int], layout: StoreLayout, shard_size_bytes: i
     """
     start, size = 0, 0
     for row, num_tokens in enumerate(lengths):
-        added = layout.row_bytes(num_tokens, None if taught is None else taught[row])
+        added = fmt.row_bytes(num_tokens, None if taught is None else taught[row])
         if row > start and size + added > shard_size_bytes:
             yield range(start, row)
             start, size = row, 0
@@ -360,19 +365,19 @@ def plan_shards(lengths: Sequence[int], layout: StoreLayout, shard_size_bytes: i
         yield range(start, len(lengths))
 
 
-def check_row(row: FeatureRow, layout: StoreLayout) -> None:
-    """Refuse a row that does not fit the layout. Raises ValueError: a mismatch is our own mistake, not the user's."""
+def check_row(row: FeatureRow, fmt: StoreFormat) -> None:
+    """Refuse a row that does not fit the format. Raises ValueError: a mismatch is our own mistake, not the user's."""
     length = row.token_ids.shape[0]
     wanted: dict[str, Shape] = {
         "token_ids": (length,), "loss_mask": (length,),
-        "aux": (length, len(layout.aux_layers), layout.hidden_size)}
-    if layout.final_state == "keep":
-        wanted["last"] = (length, layout.hidden_size)
-    elif row.opinion is None:
-        raise ValueError(f"row {row.row_id} has no opinion, the layout wants one")
+        "aux": (length, len(fmt.aux_layers), fmt.hidden_size)}
+    if fmt.final_state == "keep":
+        wanted["last"] = (length, fmt.hidden_size)
+    elif row.topk_logits is None:
+        raise ValueError(f"row {row.row_id} has no top-k logits, the format requires one")
     for name, shape in wanted.items():
         got = tuple(getattr(row, name).shape)
         if got != shape:
-            raise ValueError(f"row {row.row_id}: {name} has shape {got}, the layout wants {shape}")
+            raise ValueError(f"row {row.row_id}: {name} has shape {got}, the format requires {shape}")
     if length == 0:
         raise ValueError(f"row {row.row_id} has no tokens")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eyrie_api.artifacts.store import ArtifactStore, open_store
 from eyrie_api.errors import ArtifactMissing, Permanent
-from eyrie_workers.catalog import ELSEWHERE
+from eyrie_workers.catalog import STORE_ADDRESS_FILE
 from eyrie_workers.features.shard_format import SHARD_PATTERN
 from eyrie_workers.features.writer import note_name
 
@@ -24,7 +24,7 @@ _MAX_OPEN = 4096
 """Mappings kept at once; Linux allows a process 65530."""
 
 
-class Place(Protocol):
+class StorageBackend(Protocol):
     """The files of one store."""
 
     @property
@@ -51,16 +51,16 @@ class Place(Protocol):
         """Leave word for whoever repairs the store, if we may write there."""
 
 
-def open_place(where: str | Path) -> Place:
+def open_backend(where: str | Path) -> StorageBackend:
     """A directory, or what lies below `s3://bucket/prefix`; also by way of a directory that names it."""
     if "://" not in str(where):
-        elsewhere = Path(where) / ELSEWHERE
-        return open_place(elsewhere.read_text().strip()) if elsewhere.is_file() else Directory(Path(where))
+        elsewhere = Path(where) / STORE_ADDRESS_FILE
+        return open_backend(elsewhere.read_text().strip()) if elsewhere.is_file() else LocalBackend(Path(where))
     root, _, prefix = str(where).rstrip("/").rpartition("/")
-    return Stored(open_store(root), prefix)
+    return ObjectStoreBackend(open_store(root), prefix)
 
 
-class Directory:
+class LocalBackend:
     """A store in a directory, memory-mapped: the page cache, not this process, decides what stays in memory."""
 
     parallel = 1
@@ -72,29 +72,29 @@ class Directory:
 
     @property
     def name(self) -> str:
-        """See `Place`."""
+        """See `StorageBackend`."""
         return str(self._directory)
 
     def file(self, name: str) -> bytes | None:
-        """See `Place`."""
+        """See `StorageBackend`."""
         path = self._directory / name
         return path.read_bytes() if path.is_file() else None
 
     def shards(self) -> list[str]:
-        """See `Place`."""
+        """See `StorageBackend`."""
         return sorted(path.name for path in self._directory.glob(SHARD_PATTERN))
 
     def size(self, shard: str) -> int | None:
-        """See `Place`."""
+        """See `StorageBackend`."""
         path = self._directory / shard
         return path.stat().st_size if path.is_file() else None
 
     def read(self, shard: str, start: int, length: int) -> Tensor:
-        """See `Place`. A view of the mapping: whoever changes it changes a copy of its own."""
+        """See `StorageBackend`. A view of the mapping: whoever changes it changes a copy of its own."""
         return self._mapped(shard)[start:start + length]
 
     def note_damage(self, shard: str, why: str) -> None:
-        """See `Place`."""
+        """See `StorageBackend`."""
         with suppress(OSError):  # a store that is mounted read-only is repaired by whoever reads the error
             (self._directory / note_name(shard)).write_text(why + "\n")
 
@@ -127,7 +127,7 @@ class Directory:
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
-class Stored:
+class ObjectStoreBackend:
     """A store below a prefix of an artifact store, read in ranges."""
 
     def __init__(self, store: ArtifactStore, prefix: str) -> None:
@@ -137,36 +137,36 @@ class Stored:
 
     @property
     def name(self) -> str:
-        """See `Place`."""
+        """See `StorageBackend`."""
         return f"{self._store.url}/{self._prefix}"
 
     @property
     def parallel(self) -> int:
-        """See `Place`."""
+        """See `StorageBackend`."""
         return self._store.parallel
 
     def file(self, name: str) -> bytes | None:
-        """See `Place`."""
+        """See `StorageBackend`."""
         try:
             return self._store.read(f"{self._prefix}/{name}")
         except ArtifactMissing:
             return None
 
     def shards(self) -> list[str]:
-        """See `Place`."""
+        """See `StorageBackend`."""
         return sorted(name for name in self._listed() if Path(name).match(SHARD_PATTERN))
 
     def size(self, shard: str) -> int | None:
-        """See `Place`. From one listing, made when first asked."""
+        """See `StorageBackend`. From one listing, made when first asked."""
         return self._listed().get(shard)
 
     def read(self, shard: str, start: int, length: int) -> Tensor:
-        """See `Place`."""
+        """See `StorageBackend`."""
         data = self._store.read(f"{self._prefix}/{shard}", start=start, length=length)
         return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
 
     def note_damage(self, shard: str, why: str) -> None:
-        """See `Place`."""
+        """See `StorageBackend`."""
         with suppress(Permanent):  # we may read here and not write: the error names the shard
             self._store.write(f"{self._prefix}/{note_name(shard)}", (why + "\n").encode())
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from eyrie_api.artifacts import digest_bytes
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
-from eyrie_workers.features.blocks import decode_block, join_opinions
+from eyrie_workers.features.blocks import concat_topk_logits, decode_block
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.features.shard_format import (
     INDEX,
@@ -33,8 +33,8 @@ from eyrie_workers.features.shard_format import (
     FeatureRow,
     ShardEnd,
     ShardMap,
+    StoreFormat,
     StoreIndex,
-    StoreLayout,
     block_sections,
     end_of_shard,
     from_bytes,
@@ -42,9 +42,9 @@ from eyrie_workers.features.shard_format import (
     record_size,
     shard_name,
     short_digest,
-    taught_positions,
+    supervised_positions,
 )
-from eyrie_workers.features.storage_backend import Directory, Place, open_place
+from eyrie_workers.features.storage_backend import LocalBackend, StorageBackend, open_backend
 
 _READ_TOGETHER = 16 * 2**20
 """Most bytes of neighbouring blocks asked for at once: enough to hide a request, small enough to be one of several."""
@@ -56,8 +56,8 @@ _MAX_TOKENS_KEPT = 32 * 2**20
 class StoreDamaged(ArtifactCorrupt):
     """Bytes of a store are not what was written."""
 
-    def __init__(self, place: str, damage: "Damage") -> None:
-        super().__init__(f"{damage.shard} in {place} is damaged: {damage}",
+    def __init__(self, backend: str, damage: "Damage") -> None:
+        super().__init__(f"{damage.shard} in {backend} is damaged: {damage}",
                          "run capture again: it makes this shard anew and leaves the others as they are")
         self.damage = damage
 
@@ -101,18 +101,18 @@ class _Piece:
 
 def open_features(where: str | Path) -> "FeatureStore":
     """The store in a directory, or below `s3://bucket/prefix` (credentials as `artifacts.options` says)."""
-    return FeatureStore(open_place(where))
+    return FeatureStore(open_backend(where))
 
 
 class FeatureStore:
     """Random access to the rows of a store, in the order they were captured."""
 
-    def __init__(self, place: Path | Place) -> None:
+    def __init__(self, backend: Path | StorageBackend) -> None:
         """Open a store. Raises ArtifactMissing without one, StoreDamaged for a shard that is gone or cut, and
         ArtifactCorrupt when the index cannot be read."""
-        self._place: Place = Directory(place) if isinstance(place, Path) else place
-        index = _read_index(self._place)
-        self.layout: StoreLayout = index.layout
+        self._backend: StorageBackend = LocalBackend(backend) if isinstance(backend, Path) else backend
+        index = _read_index(self._backend)
+        self.format: StoreFormat = index.layout
         self.digest = digest_bytes((index.model_dump_json(indent=2) + "\n").encode())
         """Of the index, and so of every byte: that of `index.json` where it is there."""
 
@@ -128,9 +128,9 @@ class FeatureStore:
                 raise self._damaged(damage)
 
     @property
-    def place(self) -> Place:
+    def backend(self) -> StorageBackend:
         """Where the bytes are."""
-        return self._place
+        return self._backend
 
     @property
     def num_rows(self) -> int:
@@ -155,7 +155,7 @@ class FeatureStore:
     @property
     def size_bytes(self) -> int:
         """Of all shards."""
-        return sum(_shard_size(self._map(number), self.layout) for number in range(len(self._shards)))
+        return sum(_shard_size(self._map(number), self.format) for number in range(len(self._shards)))
 
     def tokens(self, index: int) -> tuple[Tensor, Tensor]:
         """Ids [T] int64 and loss mask [T] bool of a row, without touching its states."""
@@ -167,7 +167,7 @@ class FeatureStore:
     def row(self, index: int, start: int = 0, stop: int | None = None, dtype: torch.dtype | None = None) -> FeatureRow:
         """Row `index`, or its tokens [start, stop), reading the blocks they lie in. Raises IndexError outside.
 
-        The opinion is given for a whole row alone.
+        The topk_logits is given for a whole row alone.
         """
         number, within = self._find(index)
         ids, mask = self.tokens(index)
@@ -180,7 +180,7 @@ class FeatureStore:
         return FeatureRow(
             row_id=self._shards[number].row_ids[within], token_ids=ids[chosen.start:chosen.stop],
             loss_mask=mask[chosen.start:chosen.stop], aux=packed.aux[here], last=packed.last[here],
-            opinion=packed.opinion if len(chosen) == ids.shape[0] else None)
+            topk_logits=packed.topk_logits if len(chosen) == ids.shape[0] else None)
 
     def read(self, rows: Sequence[int], dtype: torch.dtype | None = None,
              into: Buffers | None = None) -> PackedBatch:
@@ -227,11 +227,11 @@ class FeatureStore:
             return spare.pop()
         if spare:
             spare.pop()
-        states = (num_tokens, len(self.layout.aux_layers), self.layout.hidden_size)
+        states = (num_tokens, len(self.format.aux_layers), self.format.hidden_size)
         # Where there is a GPU, in memory that it copies from by itself while the batch before is learnt from.
         pinned = torch.cuda.is_available()
-        return Buffers(torch.empty(states, dtype=dtype or self.layout.dtype, pin_memory=pinned),
-                       torch.empty(num_tokens, self.layout.hidden_size, dtype=dtype or self.layout.dtype,
+        return Buffers(torch.empty(states, dtype=dtype or self.format.dtype, pin_memory=pinned),
+                       torch.empty(num_tokens, self.format.hidden_size, dtype=dtype or self.format.dtype,
                                    pin_memory=pinned))
 
     def damage(self) -> Iterator[Damage]:
@@ -239,7 +239,7 @@ class FeatureStore:
         for number in range(len(self._shards)):
             found = self._look_at(number) or self._verify_shard(number)
             if found is not None:
-                self._place.note_damage(found.shard, str(found))
+                self._backend.note_damage(found.shard, str(found))
                 yield found
 
     def verify(self) -> None:
@@ -266,7 +266,7 @@ class FeatureStore:
     def _map(self, number: int) -> ShardMap:
         found = self._maps.get(number)
         if found is None:
-            found = self._maps[number] = ShardMap(self._shards[number], self.layout)
+            found = self._maps[number] = ShardMap(self._shards[number], self.format)
         return found
 
     def _shard_tokens(self, number: int) -> tuple[Tensor, Tensor]:
@@ -275,7 +275,7 @@ class FeatureStore:
                 self._tokens.move_to_end(number)
                 return self._tokens[number]
         count = self._shards[number].tokens
-        data = self._place.read(self._shards[number].name, 0, self._map(number).tokens_size)
+        data = self._backend.read(self._shards[number].name, 0, self._map(number).tokens_size)
         self._check(number, 0, data, self._rows_of(number))
         ids = data[: 4 * count].view(torch.int32).to(torch.int64)
         kept = (ids, data[4 * count: 5 * count].to(torch.bool))
@@ -287,29 +287,29 @@ class FeatureStore:
 
     def _decode(self, wanted: Sequence[tuple[Sequence[_Piece], Tensor, Tensor]],
                 dtype: torch.dtype | None, into: Buffers | None = None) -> PackedBatch:
-        layout, dtype = self.layout, dtype or self.layout.dtype
+        fmt, dtype = self.format, dtype or self.format.dtype
         pieces = [(piece, mask) for row, _, mask in wanted for piece in row]
         num_tokens = sum(len(piece.block.tokens) for piece, _ in pieces)
-        keeps = layout.final_state == "keep"
+        keeps = fmt.final_state == "keep"
         if into is None:
-            aux = torch.empty(num_tokens, len(layout.aux_layers), layout.hidden_size, dtype=dtype)
-            last = torch.zeros(num_tokens, layout.hidden_size if keeps else 0, dtype=dtype)
+            aux = torch.empty(num_tokens, len(fmt.aux_layers), fmt.hidden_size, dtype=dtype)
+            last = torch.zeros(num_tokens, fmt.hidden_size if keeps else 0, dtype=dtype)
         else:
-            aux, last = into.aux[:num_tokens], into.last[:num_tokens, :layout.hidden_size if keeps else 0].zero_()
+            aux, last = into.aux[:num_tokens], into.last[:num_tokens, :fmt.hidden_size if keeps else 0].zero_()
         opinions = []
         at = 0
         for (piece, mask), data in zip(pieces, self._fetch([piece for piece, _ in pieces]), strict=True):
             block = piece.block
-            tensors = from_bytes(block_sections(layout, len(block.tokens), block.taught), data)
+            tensors = from_bytes(block_sections(fmt, len(block.tokens), block.taught), data)
             here = slice(at, at + len(block.tokens))
-            decode_block(layout, tensors, taught_positions(mask)[block.tokens.start:block.tokens.stop], aux[here],
+            decode_block(fmt, tensors, supervised_positions(mask)[block.tokens.start:block.tokens.stop], aux[here],
                          last[here])
             if not keeps:
                 opinions.append(tensors)
             at = here.stop
         return PackedBatch(
             token_ids=torch.cat([ids for _, ids, _ in wanted]), loss_mask=torch.cat([mask for _, _, mask in wanted]),
-            aux=aux, last=last, opinion=None if keeps else join_opinions(opinions),
+            aux=aux, last=last, topk_logits=None if keeps else concat_topk_logits(opinions),
             lengths=tuple(ids.shape[0] for _, ids, _ in wanted))
 
     def _fetch(self, pieces: Sequence[_Piece]) -> list[Tensor]:
@@ -330,7 +330,7 @@ class FeatureStore:
             first, final = pieces[group[0]], pieces[group[-1]]
             start = first.block.offset
             size = final.block.offset + final.block.size - start
-            data = self._place.read(self._shards[first.shard].name, start, size)
+            data = self._backend.read(self._shards[first.shard].name, start, size)
             for i in group:
                 piece = pieces[i]
                 part = data[piece.block.offset - start: piece.block.offset - start + piece.block.size]
@@ -338,7 +338,7 @@ class FeatureStore:
                 self._check(piece.shard, piece.block.number + 1, part, range(row, row + 1))
                 found[i] = part
 
-        _all(read, groups, self._place.parallel)
+        _all(read, groups, self._backend.parallel)
         return found
 
     def _check(self, number: int, digest: int, data: Tensor, rows: range) -> None:
@@ -348,7 +348,7 @@ class FeatureStore:
         shard = self._shards[number]
         if short_digest(data.numpy().data) != shard.digests[digest]:
             raise self._damaged(Damage(shard.name, rows, "its bytes differ from their digest"))
-        if isinstance(self._place, Directory):
+        if isinstance(self._backend, LocalBackend):
             self._checked.add((number, digest))
 
     def _verify_shard(self, number: int) -> Damage | None:
@@ -358,7 +358,7 @@ class FeatureStore:
             index = self._row_starts[number] + row
             ranges += [(block.offset, block.size, range(index, index + 1)) for block in blocks]
         wrong = [rows for (start, size, rows), digest in zip(ranges, shard.digests, strict=True)
-                 if short_digest(self._place.read(shard.name, start, size).numpy().data) != digest]
+                 if short_digest(self._backend.read(shard.name, start, size).numpy().data) != digest]
         if not wrong:
             return None
         return Damage(shard.name, range(min(rows.start for rows in wrong), max(rows.stop for rows in wrong)),
@@ -369,14 +369,14 @@ class FeatureStore:
 
     def _look_at(self, number: int) -> Damage | None:
         name, rows = self._shards[number].name, self._rows_of(number)
-        size, wanted = self._place.size(name), _shard_size(self._map(number), self.layout)
+        size, wanted = self._backend.size(name), _shard_size(self._map(number), self.format)
         if size is None:
             return Damage(name, rows, "it is gone")
         return None if size == wanted else Damage(name, rows, f"it has {size} bytes instead of {wanted}")
 
     def _damaged(self, damage: Damage) -> StoreDamaged:
-        self._place.note_damage(damage.shard, str(damage))
-        return StoreDamaged(self._place.name, damage)
+        self._backend.note_damage(damage.shard, str(damage))
+        return StoreDamaged(self._backend.name, damage)
 
 
 def _handed_out(waiting: deque[tuple[Future[PackedBatch], Buffers | None]],
@@ -398,40 +398,40 @@ def _all(do: Callable[[list[int]], None], groups: Sequence[list[int]], parallel:
             pass
 
 
-def _shard_size(of: ShardMap, layout: StoreLayout) -> int:
-    return of.states_end + len(end_of_shard(ShardEnd(layout=layout, record=of.record)))
+def _shard_size(of: ShardMap, fmt: StoreFormat) -> int:
+    return of.states_end + len(end_of_shard(ShardEnd(layout=fmt, record=of.record)))
 
 
-def _read_index(place: Place) -> StoreIndex:
-    data = place.file(INDEX)
+def _read_index(backend: StorageBackend) -> StoreIndex:
+    data = backend.file(INDEX)
     if data is None:
-        return _compose_index(place)
+        return _compose_index(backend)
     try:
         return StoreIndex.model_validate_json(data)
     except ValidationError as error:
-        raise ArtifactCorrupt(f"{INDEX} in {place.name} is not a readable store index: {error.errors()[0]['msg']}",
+        raise ArtifactCorrupt(f"{INDEX} in {backend.name} is not a readable store index: {error.errors()[0]['msg']}",
                               "run capture again: it is composed from the shards") from error
 
 
-def _compose_index(place: Place) -> StoreIndex:
+def _compose_index(backend: StorageBackend) -> StoreIndex:
     """The index of a store that is not finished, or has lost it: from the shards' ends."""
-    names = place.shards()
+    names = backend.shards()
     if not names:
-        raise ArtifactMissing(f"no {INDEX} and no shard in {place.name}: it is not a hidden-state store",
+        raise ArtifactMissing(f"no {INDEX} and no shard in {backend.name}: it is not a hidden-state store",
                               "run capture first")
     ends: list[ShardEnd] = []
     for number, name in enumerate(names):
         if name != shard_name(number):
-            raise ArtifactMissing(f"{shard_name(number)} is missing in {place.name}", "run capture again")
-        ends.append(_read_end(place, name))
+            raise ArtifactMissing(f"{shard_name(number)} is missing in {backend.name}", "run capture again")
+        ends.append(_read_end(backend, name))
     return StoreIndex(layout=ends[0].layout, shards=tuple(end.record for end in ends))
 
 
-def _read_end(place: Place, name: str) -> ShardEnd:
-    size = place.size(name) or 0
-    trailer = place.read(name, max(0, size - TRAILER_BYTES), TRAILER_BYTES).numpy().tobytes()
+def _read_end(backend: StorageBackend, name: str) -> ShardEnd:
+    size = backend.size(name) or 0
+    trailer = backend.read(name, max(0, size - TRAILER_BYTES), TRAILER_BYTES).numpy().tobytes()
     length = record_size(trailer)
-    record = b"" if length is None else place.read(name, size - TRAILER_BYTES - length, length).numpy().tobytes()
+    record = b"" if length is None else backend.read(name, size - TRAILER_BYTES - length, length).numpy().tobytes()
     end: ShardEnd | None = None
     if record:
         try:
@@ -439,7 +439,7 @@ def _read_end(place: Place, name: str) -> ShardEnd:
         except ValidationError:
             end = None
     if end is None:
-        place.note_damage(name, "its end cannot be read")
-        raise ArtifactCorrupt(f"{name} in {place.name} is damaged: its end cannot be read", "run capture again")
+        backend.note_damage(name, "its end cannot be read")
+        raise ArtifactCorrupt(f"{name} in {backend.name} is damaged: its end cannot be read", "run capture again")
     return end
 

@@ -2,12 +2,12 @@
 
 What capture leaves is then a plan, some five bytes a token:
 
-    stream.json    the layout, and of every row its id, its tokens and how many of these are prompt
+    stream.json    the format, and of every row its id, its tokens and how many of these are prompt
     tokens.bin     the rows' token ids, int32, end to end
 
 `StreamedFeatures` answers as `features.store.FeatureStore` does, so that a trainer cannot tell which of the two it
-reads: states go through the layout's codec and back, positions that teach nothing have no final state, opinions are
-formed where the layout keeps opinions. The target's products do not depend on the rows beside them (`targets.linear`),
+reads: states go through the format's codec and back, positions that teach nothing have no final state, opinions are
+formed where the format keeps opinions. The target's products do not depend on the rows beside them (`targets.linear`),
 so the numbers equal those of a store, whatever shares a pass.
 
 `batches` runs the target in a thread ahead of its caller, and never holds more states than `buffer_bytes`, those in the
@@ -33,12 +33,12 @@ from torch import Tensor
 from eyrie_api.artifacts import digest_bytes, digest_model, write_atomically, write_model
 from eyrie_api.errors import ArtifactCorrupt
 from eyrie_api.v1alpha1.model import Digest, Frozen
-from eyrie_workers.features.blocks import decode_block, encode_block, join_opinions
+from eyrie_workers.features.blocks import concat_topk_logits, decode_block, encode_block
 from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.features.shard_format import FeatureRow, StoreLayout, taught_positions
-from eyrie_workers.features.storage_backend import Place
+from eyrie_workers.features.shard_format import FeatureRow, StoreFormat, supervised_positions
+from eyrie_workers.features.storage_backend import StorageBackend
 from eyrie_workers.features.store import Buffers
-from eyrie_workers.features.topk_logits import form_opinion
+from eyrie_workers.features.topk_logits import compute_topk_logits
 from eyrie_workers.targets.model import TargetModel
 
 STREAM = "stream.json"
@@ -49,7 +49,7 @@ class StreamPlan(Frozen):
     """`stream.json`: what would be stored, and of which rows."""
 
     format_version: Literal[1] = 1
-    layout: StoreLayout
+    layout: StoreFormat
     row_ids: tuple[str, ...] = Field(min_length=1)
     lengths: tuple[int, ...]
     """Tokens of each row."""
@@ -66,7 +66,7 @@ class StreamPlan(Frozen):
     buffer_bytes: int = Field(ge=1)
 
 
-def write_plan(directory: Path, layout: StoreLayout, rows: Iterable[tuple[str, Sequence[int], int]], *,
+def write_plan(directory: Path, fmt: StoreFormat, rows: Iterable[tuple[str, Sequence[int], int]], *,
                batch_tokens: int, buffer_bytes: int) -> StreamPlan:
     """Write a plan of rows (id, token ids, how many are prompt)."""
     row_ids, lengths, prompts, ids = [], [], [], array("i")
@@ -77,32 +77,32 @@ def write_plan(directory: Path, layout: StoreLayout, rows: Iterable[tuple[str, S
         ids.extend(tokens)
     data = ids.tobytes()
     write_atomically(directory / TOKENS, data)
-    plan = StreamPlan(layout=layout, row_ids=tuple(row_ids), lengths=tuple(lengths), prompts=tuple(prompts),
+    plan = StreamPlan(layout=fmt, row_ids=tuple(row_ids), lengths=tuple(lengths), prompts=tuple(prompts),
                       tokens_digest=digest_bytes(data), batch_tokens=batch_tokens, buffer_bytes=buffer_bytes)
     write_model(directory / STREAM, plan)
     return plan
 
 
-def read_plan(place: Place) -> tuple[StreamPlan, bytes] | None:
+def read_plan(backend: StorageBackend) -> tuple[StreamPlan, bytes] | None:
     """A plan and its tokens; None where there is none. Raises ArtifactCorrupt."""
-    data = place.file(STREAM)
+    data = backend.file(STREAM)
     if data is None:
         return None
     try:
         plan = StreamPlan.model_validate_json(data)
     except ValidationError as error:
-        raise ArtifactCorrupt(f"{STREAM} in {place.name} is not a readable plan: {error.errors()[0]['msg']}",
+        raise ArtifactCorrupt(f"{STREAM} in {backend.name} is not a readable plan: {error.errors()[0]['msg']}",
                               "delete it and run capture again") from error
-    tokens = place.file(TOKENS) or b""
+    tokens = backend.file(TOKENS) or b""
     if digest_bytes(tokens) != plan.tokens_digest:
-        raise ArtifactCorrupt(f"{TOKENS} in {place.name} is gone or not what {STREAM} says", "run capture again")
+        raise ArtifactCorrupt(f"{TOKENS} in {backend.name} is gone or not what {STREAM} says", "run capture again")
     return plan, tokens
 
 
-def plan_is_whole(place: Place) -> bool:
+def plan_is_whole(backend: StorageBackend) -> bool:
     """Whether a readable plan and its tokens are there."""
     try:
-        return read_plan(place) is not None
+        return read_plan(backend) is not None
     except ArtifactCorrupt:
         return False
 
@@ -120,16 +120,17 @@ def plan_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[range]:
 
 
 def compute_rows(target: TargetModel, rows: Sequence[tuple[str, Tensor, Tensor]],
-                 layout: StoreLayout) -> list[FeatureRow]:
+                 fmt: StoreFormat) -> list[FeatureRow]:
     """One teacher-forced pass over rows (id, token ids [T], loss mask [T]): states as the target computes them, on the
     CPU."""
-    states = target.hidden_states([ids for _, ids, _ in rows], layout.aux_layers)
+    states = target.hidden_states([ids for _, ids, _ in rows], fmt.aux_layers)
     made = []
     for (row_id, ids, mask), (aux, last) in zip(rows, states, strict=True):
-        opinion = None
-        if layout.final_state == "topk":
-            opinion = form_opinion(last[taught_positions(mask).to(last.device)], target.lm_head_weight, layout)
-        made.append(FeatureRow(row_id, ids, mask, aux.cpu(), last.cpu(), opinion))
+        topk_logits = None
+        if fmt.final_state == "topk":
+            supervised = last[supervised_positions(mask).to(last.device)]
+            topk_logits = compute_topk_logits(supervised, target.lm_head_weight, fmt)
+        made.append(FeatureRow(row_id, ids, mask, aux.cpu(), last.cpu(), topk_logits))
     return made
 
 
@@ -138,7 +139,7 @@ class StreamedFeatures:
 
     def __init__(self, plan: StreamPlan, tokens: bytes, target: Callable[[], TargetModel]) -> None:
         """`target` is called when the first state is asked for, once."""
-        self.plan, self.layout = plan, plan.layout
+        self.plan, self.format = plan, plan.layout
         self.digest = digest_model(plan.model_copy(update={"batch_tokens": 1, "buffer_bytes": 1}))
         """Of the rows and what is computed of them; not of how."""
 
@@ -173,28 +174,28 @@ class StreamedFeatures:
     def read(self, rows: Sequence[int], dtype: torch.dtype | None = None,
              into: Buffers | None = None) -> PackedBatch:
         """As `FeatureStore.read`; the target computes them now."""
-        layout, keeps = self.layout, self.layout.final_state == "keep"
+        fmt, keeps = self.format, self.format.final_state == "keep"
         told = [self.tokens(row) for row in rows]
         lengths = [ids.numel() for ids, _ in told]
         if into is None:
-            states = (sum(lengths), len(layout.aux_layers), layout.hidden_size)
-            into = Buffers(torch.empty(states, dtype=dtype or layout.dtype),
-                           torch.empty(states[0], layout.hidden_size if keeps else 0, dtype=dtype or layout.dtype))
-        aux, last = into.aux[:sum(lengths)], into.last[:sum(lengths), :layout.hidden_size if keeps else 0].zero_()
+            states = (sum(lengths), len(fmt.aux_layers), fmt.hidden_size)
+            into = Buffers(torch.empty(states, dtype=dtype or fmt.dtype),
+                           torch.empty(states[0], fmt.hidden_size if keeps else 0, dtype=dtype or fmt.dtype))
+        aux, last = into.aux[:sum(lengths)], into.last[:sum(lengths), :fmt.hidden_size if keeps else 0].zero_()
         opinions, at, target = [], 0, self._the_target()
         for batch in plan_batches(lengths, self.plan.batch_tokens):
             here = [(self.plan.row_ids[rows[i]], *told[i]) for i in batch]
-            for row in compute_rows(target, here, layout):
+            for row in compute_rows(target, here, fmt):
                 num = row.token_ids.numel()
-                tensors, _ = encode_block(row, layout, range(num))
-                decode_block(layout, tensors, taught_positions(row.loss_mask), aux[at:at + num], last[at:at + num])
+                tensors, _ = encode_block(row, fmt, range(num))
+                decode_block(fmt, tensors, supervised_positions(row.loss_mask), aux[at:at + num], last[at:at + num])
                 at += num
                 if not keeps:
                     opinions.append(tensors)
             self.computed_tokens += sum(lengths[i] for i in batch)
         return PackedBatch(
             token_ids=torch.cat([ids for ids, _ in told]), loss_mask=torch.cat([mask for _, mask in told]), aux=aux,
-            last=last, opinion=None if keeps else join_opinions(opinions), lengths=tuple(lengths))
+            last=last, topk_logits=None if keeps else concat_topk_logits(opinions), lengths=tuple(lengths))
 
     def batches(self, groups: Iterable[Sequence[int]], *, ahead: int = 2, dtype: torch.dtype | None = None,
                 reuse: bool = False) -> Generator[PackedBatch, None, None]:
@@ -225,9 +226,9 @@ class StreamedFeatures:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _state_bytes(self, rows: Sequence[int], dtype: torch.dtype | None) -> int:
-        states = len(self.layout.aux_layers) + (self.layout.final_state == "keep")
-        return sum(self.lengths[row] for row in rows) * states * self.layout.hidden_size \
-            * (dtype or self.layout.dtype).itemsize
+        states = len(self.format.aux_layers) + (self.format.final_state == "keep")
+        return sum(self.lengths[row] for row in rows) * states * self.format.hidden_size \
+            * (dtype or self.format.dtype).itemsize
 
     def _the_target(self) -> TargetModel:
         with self._lock:  # an evaluation may ask beside the thread that computes ahead

@@ -1,4 +1,4 @@
-"""The target's opinion instead of its final state: the likeliest K of D draft tokens, and the mass of all others.
+"""The target's topk_logits instead of its final state: the likeliest K of D draft tokens, and the mass of all others.
 
 At a taught position let z be the target's logits over the draft vocabulary and p = softmax(z) over those D tokens,
 which is what a drafter is taught (`training.losses`). Kept are
@@ -14,7 +14,7 @@ and the distribution is rebuilt as
     q(j_k) = (1 - tail) * softmax(stored logits)_k        q(i) = tail / (D - K) for every other i
 
 It sums to 1, its tail mass is the target's exactly, and each of the K has its share of the rest up to float16's
-rounding of a logit. What is lost is how the tail is divided; evenly is the choice that adds no opinion of ours.
+rounding of a logit. What is lost is how the tail is divided; evenly is the choice that adds no topk_logits of ours.
 
     M positions, V target vocabulary, D draft vocabulary, K top-k, H hidden
 """
@@ -22,16 +22,16 @@ rounding of a logit. What is lost is how the tail is divided; evenly is the choi
 import torch
 from torch import Tensor
 
-from eyrie_workers.features.shard_format import Opinion, StoreLayout, taught_positions
+from eyrie_workers.features.shard_format import StoreFormat, TopKLogits, supervised_positions
 
 _MAX_LOGITS = 1 << 26
 """Elements of a [M, V] product made at a time: 256 MiB."""
 
 
 @torch.no_grad()
-def form_opinion(last_MH: Tensor, lm_head_VH: Tensor, layout: StoreLayout) -> Opinion:
+def compute_topk_logits(last_MH: Tensor, lm_head_VH: Tensor, fmt: StoreFormat) -> TopKLogits:
     """What the target says at positions whose final states are given."""
-    ids_D = torch.tensor(layout.draft_ids, device=last_MH.device)
+    ids_D = torch.tensor(fmt.draft_ids, device=last_MH.device)
     vocab_size = lm_head_VH.shape[0]
     draft_id_V = torch.full((vocab_size,), -1, device=last_MH.device)
     draft_id_V[ids_D] = torch.arange(ids_D.numel(), device=last_MH.device)
@@ -39,40 +39,40 @@ def form_opinion(last_MH: Tensor, lm_head_VH: Tensor, layout: StoreLayout) -> Op
     for chunk in last_MH.to(lm_head_VH.dtype).split(max(1, _MAX_LOGITS // vocab_size)):
         logits_MV = (chunk @ lm_head_VH.T).float()
         logits_MD = logits_MV.index_select(1, ids_D)
-        top_MK, ids_MK = logits_MD.topk(layout.top_k, dim=-1)
+        top_MK, ids_MK = logits_MD.topk(fmt.top_k, dim=-1)
         # float64: a tail of 1e-6 beside a sum of nearly 1 would be float32's rounding and nothing else.
         share_MK = logits_MD.double().softmax(-1).gather(1, ids_MK)
-        tail_M = (1.0 - share_MK.sum(-1)).clamp_(0.0, 1.0) if layout.top_k < ids_D.numel() else share_MK.new_zeros(
+        tail_M = (1.0 - share_MK.sum(-1)).clamp_(0.0, 1.0) if fmt.top_k < ids_D.numel() else share_MK.new_zeros(
             share_MK.shape[0])
         mass_M = (logits_MD.double().logsumexp(-1) - logits_MV.double().logsumexp(-1)).exp()
         parts.append((ids_MK, top_MK - top_MK[:, :1], tail_M.float(), mass_M.float(),
                       draft_id_V[logits_MV.argmax(-1)]))
     if not parts:
-        nothing = torch.zeros(0, layout.top_k, dtype=torch.int64)
-        return Opinion(nothing, nothing.to(torch.float16), torch.zeros(0), torch.zeros(0),
+        nothing = torch.zeros(0, fmt.top_k, dtype=torch.int64)
+        return TopKLogits(nothing, nothing.to(torch.float16), torch.zeros(0), torch.zeros(0),
                        torch.zeros(0, dtype=torch.int64))
     ids, logits, tail, mass, choice = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
     # A difference below float16's range is a probability of 0 either way.
-    return Opinion(ids, logits.clamp_min(torch.finfo(torch.float16).min).to(torch.float16), tail, mass, choice)
+    return TopKLogits(ids, logits.clamp_min(torch.finfo(torch.float16).min).to(torch.float16), tail, mass, choice)
 
 
-def shares(opinion: Opinion) -> Tensor:
+def topk_probabilities(topk_logits: TopKLogits) -> Tensor:
     """[M, K] float32: the probability of each kept token."""
-    return opinion.logits.float().softmax(-1) * (1.0 - opinion.tail).unsqueeze(-1)
+    return topk_logits.logits.float().softmax(-1) * (1.0 - topk_logits.tail).unsqueeze(-1)
 
 
-def rebuild(opinion: Opinion, draft_vocab_size: int) -> Tensor:
+def rebuild_distribution(topk_logits: TopKLogits, draft_vocab_size: int) -> Tensor:
     """[M, D] float32: the distribution (see the module's essay). What training takes as the teacher's."""
-    num, top_k = opinion.ids.shape
+    num, top_k = topk_logits.ids.shape
     if draft_vocab_size > top_k:
-        others = opinion.tail / (draft_vocab_size - top_k)
+        others = topk_logits.tail / (draft_vocab_size - top_k)
         rebuilt = others.unsqueeze(-1).expand(num, draft_vocab_size).contiguous()
     else:
         rebuilt = torch.zeros(num, draft_vocab_size)
-    return rebuilt.scatter_(1, opinion.ids, shares(opinion))
+    return rebuilt.scatter_(1, topk_logits.ids, topk_probabilities(topk_logits))
 
 
-def opinion_rows(loss_mask_T: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """[T] int64: for packed rows, which opinion belongs to a position; -1 where nothing is taught."""
-    taught_T = torch.cat([taught_positions(mask) for mask in loss_mask_T.split(lengths)])
+def topk_rows(loss_mask_T: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """[T] int64: for packed rows, which topk_logits belongs to a position; -1 where nothing is taught."""
+    taught_T = torch.cat([supervised_positions(mask) for mask in loss_mask_T.split(lengths)])
     return torch.where(taught_T, taught_T.cumsum(0) - 1, -1)

@@ -8,29 +8,29 @@ from pathlib import Path
 
 from torch import Tensor
 
-from eyrie_workers.features.shard_format import FeatureRow, StoreLayout, plan_shards, taught_positions
+from eyrie_workers.features.shard_format import FeatureRow, StoreFormat, plan_shards, supervised_positions
 from eyrie_workers.features.store import FeatureStore
-from eyrie_workers.features.topk_logits import form_opinion
+from eyrie_workers.features.topk_logits import compute_topk_logits
 from eyrie_workers.features.writer import FeatureWriter
 
 _SHARD_BYTES = 64 * 2**20
 
 
-def transcode(source: FeatureStore, directory: Path, layout: StoreLayout, lm_head_VH: Tensor) -> None:
+def transcode(source: FeatureStore, directory: Path, fmt: StoreFormat, lm_head_VH: Tensor) -> None:
     """Write all rows of a store that keeps final states into `directory` as `layout` says."""
-    if source.layout.final_state != "keep":
+    if source.format.final_state != "keep":
         raise ValueError("a store of opinions has no final states to transcode")
-    writer = FeatureWriter(directory, layout)
-    for number, shard in enumerate(plan_shards(source.lengths, layout, _SHARD_BYTES)):
+    writer = FeatureWriter(directory, fmt)
+    for number, shard in enumerate(plan_shards(source.lengths, fmt, _SHARD_BYTES)):
         if not writer.holds(number, source.row_ids[shard.start:shard.stop]):
-            writer.write_shard(list(_rows(source, shard, layout, lm_head_VH)), number)
+            writer.write_shard(list(_rows(source, shard, fmt, lm_head_VH)), number)
     writer.finish()
 
 
-def _rows(source: FeatureStore, rows: range, layout: StoreLayout, lm_head_VH: Tensor) -> Iterator[FeatureRow]:
+def _rows(source: FeatureStore, rows: range, fmt: StoreFormat, lm_head_VH: Tensor) -> Iterator[FeatureRow]:
     for index in rows:
         row = source.row(index)
-        opinion = None
-        if layout.final_state == "topk":
-            opinion = form_opinion(row.last[taught_positions(row.loss_mask)], lm_head_VH, layout)
-        yield FeatureRow(row.row_id, row.token_ids, row.loss_mask, row.aux, row.last, opinion)
+        topk_logits = None
+        if fmt.final_state == "topk":
+            topk_logits = compute_topk_logits(row.last[supervised_positions(row.loss_mask)], lm_head_VH, fmt)
+        yield FeatureRow(row.row_id, row.token_ids, row.loss_mask, row.aux, row.last, topk_logits)

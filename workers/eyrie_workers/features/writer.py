@@ -32,8 +32,8 @@ from eyrie_workers.features.shard_format import (
     ShardEnd,
     ShardMap,
     ShardRecord,
+    StoreFormat,
     StoreIndex,
-    StoreLayout,
     block_sections,
     check_row,
     end_of_shard,
@@ -97,11 +97,11 @@ def is_whole(directory: Path) -> bool:
 class FeatureWriter:
     """Writes whole shards; opening an unfinished or damaged store finds what is missing."""
 
-    def __init__(self, directory: Path, layout: StoreLayout) -> None:
-        """Open or create the store in `directory`. Raises Conflict when it holds states of another layout."""
+    def __init__(self, directory: Path, fmt: StoreFormat) -> None:
+        """Open or create the store in `directory`. Raises Conflict when it holds states of another format."""
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
-        self.layout = layout
+        self.format = fmt
         self._shards: dict[int, ShardRecord] = {}
         self.damaged: dict[str, str] = {}
         """Shards that are to be written again, and why."""
@@ -142,8 +142,8 @@ class FeatureWriter:
         path = self._directory / shard_name(number)
         aside = path.with_name(f".{path.name}.part")
         with aside.open("wb") as file:
-            record = _write_rows(file.write, path.name, rows, self.layout)
-            file.write(end_of_shard(ShardEnd(layout=self.layout, record=record)))
+            record = _write_rows(file.write, path.name, rows, self.format)
+            file.write(end_of_shard(ShardEnd(layout=self.format, record=record)))
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
@@ -157,7 +157,7 @@ class FeatureWriter:
         if sorted(self._shards) != list(range(len(self._shards))) or not self._shards or self.damaged:
             raise ValueError(f"the store in {self._directory} is not whole: it has shards {sorted(self._shards)}")
         shards = tuple(self._shards[number] for number in sorted(self._shards))
-        index = StoreIndex(layout=self.layout, shards=shards)
+        index = StoreIndex(layout=self.format, shards=shards)
         if read_index_or_none(self._directory) != index:
             write_model(self._directory / INDEX, index)
         return [self._directory / INDEX, *(self._directory / shard.name for shard in shards)]
@@ -169,9 +169,9 @@ class FeatureWriter:
             self.damaged[path.name] = "it is cut, or its end cannot be read"
         elif note.exists():
             self.damaged[path.name] = note.read_text().strip()
-        elif end.layout != self.layout:
+        elif end.layout != self.format:
             raise Conflict(
-                f"{self._directory} holds hidden states of another layout ({_difference(end.layout, self.layout)})",
+                f"{self._directory} holds hidden states of another format ({_difference(end.layout, self.format)})",
                 "capture into an empty directory, or delete this one")
         else:
             self._shards[shard_number(path.name)] = end.record
@@ -186,9 +186,9 @@ def read_index_or_none(directory: Path) -> StoreIndex | None:
 
 
 def _write_rows(write: Callable[[bytes], object], name: str, rows: Sequence[FeatureRow],
-                layout: StoreLayout) -> ShardRecord:
+                fmt: StoreFormat) -> ShardRecord:
     for row in rows:
-        check_row(row, layout)
+        check_row(row, fmt)
     lengths = tuple(row.token_ids.shape[0] for row in rows)
     ids = torch.cat([row.token_ids.to(torch.int32) for row in rows])
     masks = torch.cat([row.loss_mask.to(torch.uint8) for row in rows])
@@ -196,9 +196,9 @@ def _write_rows(write: Callable[[bytes], object], name: str, rows: Sequence[Feat
     write(tokens)
     digests, taught = [short_digest(tokens)], []
     for row in rows:
-        for block in layout.cut(row.token_ids.shape[0]):
-            tensors, num = encode_block(row, layout, block)
-            data = to_bytes(block_sections(layout, len(block), num), tensors)
+        for block in fmt.cut(row.token_ids.shape[0]):
+            tensors, num = encode_block(row, fmt, block)
+            data = to_bytes(block_sections(fmt, len(block), num), tensors)
             write(data)
             digests.append(short_digest(data))
             taught.append(num)
@@ -206,7 +206,7 @@ def _write_rows(write: Callable[[bytes], object], name: str, rows: Sequence[Feat
                        digests=tuple(digests))
 
 
-def _difference(found: StoreLayout, wanted: StoreLayout) -> str:
+def _difference(found: StoreFormat, wanted: StoreFormat) -> str:
     one, other = found.model_dump(), wanted.model_dump()
     return ", ".join(f"{name}: {one[name]} instead of {other[name]}" if name != "draft_ids" else "draft_ids"
                      for name in one if one[name] != other[name])

@@ -39,8 +39,8 @@ from eyrie_api.v1alpha1.stages import CaptureStage
 from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, read_meta, read_rows
 from eyrie_workers.drafters.registry import layers_of
 from eyrie_workers.features.codecs import relative_error, zero_share
-from eyrie_workers.features.shard_format import FeatureRow, StoreLayout, plan_shards, taught_positions
-from eyrie_workers.features.storage_backend import Directory
+from eyrie_workers.features.shard_format import FeatureRow, StoreFormat, plan_shards, supervised_positions
+from eyrie_workers.features.storage_backend import LocalBackend
 from eyrie_workers.features.streaming import STREAM, TOKENS, compute_rows, plan_batches, plan_is_whole, write_plan
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.features.writer import is_whole as store_is_whole
@@ -107,9 +107,9 @@ def plan_rows(rows: Iterator[AnsweredRow], max_length: int) -> CapturePlan:
     return CapturePlan(tuple(kept), cut, dropped)
 
 
-def plan_layout(spec: CaptureSpec, plan: CapturePlan, target: TargetConfig, aux_layers: tuple[int, ...], digest: str,
+def plan_format(spec: CaptureSpec, plan: CapturePlan, target: TargetConfig, aux_layers: tuple[int, ...], digest: str,
                 rows: Iterable[AnsweredRow], always: Sequence[int],
-                fused_layers: tuple[int, ...] | None = None) -> StoreLayout:
+                fused_layers: tuple[int, ...] | None = None) -> StoreFormat:
     """How the planned rows are stored. Raises DiskTooSmall when nothing fits `max_bytes`.
 
     fused_layers  those of `aux_layers` that were chosen for fusing, where they are not all.
@@ -131,7 +131,7 @@ def plan_layout(spec: CaptureSpec, plan: CapturePlan, target: TargetConfig, aux_
             answer = torch.tensor(row.answer_ids[: row_plan.num_tokens - row_plan.num_prompt_tokens])
             counts += torch.bincount(answer, minlength=target.vocab_size)
         draft_ids = tuple(draft_vocabulary.build(counts, size, always).ids.tolist())
-    return StoreLayout(aux_layers=aux_layers, fused_layers=() if fused_layers in (None, aux_layers) else fused_layers,
+    return StoreFormat(aux_layers=aux_layers, fused_layers=() if fused_layers in (None, aux_layers) else fused_layers,
                        hidden_size=target.hidden_size, codec=chosen.codec, target_digest=digest,
                        final_state=chosen.final_state, top_k=chosen.top_k, draft_ids=draft_ids)
 
@@ -179,42 +179,42 @@ def capture(spec: CaptureStage, stage: Stage) -> Result:
     layers = tuple(sorted({*of_families, *named})) or choice.aux_layers
     streams = spec.capture.feed == "stream"
     how = spec.capture.model_copy(update={"max_bytes": None}) if streams else spec.capture
-    layout = plan_layout(how, plan, config, layers, digest, read_rows(rows_dir / ROWS), always,
+    fmt = plan_format(how, plan, config, layers, digest, read_rows(rows_dir / ROWS), always,
                          fused_layers=choice.aux_layers)
-    _tell_codec(spec.capture, layout, stage)
-    work = _leave_plan(spec, stage, plan, layout) if streams else _leave_store(spec, stage, plan, layout)
+    _tell_codec(spec.capture, fmt, stage)
+    work = _leave_plan(spec, stage, plan, fmt) if streams else _leave_store(spec, stage, plan, fmt)
     tokens = sum(plan.lengths)
     return Result(CaptureReport(
         rows=len(plan.rows), tokens=tokens,
         supervised_tokens=sum(row.num_tokens - row.num_prompt_tokens for row in plan.rows),
         bytes=work.size_bytes, bytes_per_token=work.size_bytes / tokens, shards=work.shards,
-        layers=LayerChoice(aux_layers=layers, reason=choice.reason), hidden_size=layout.hidden_size,
-        codec=layout.codec, final_state=layout.final_state, states_error=work.errors,
+        layers=LayerChoice(aux_layers=layers, reason=choice.reason), hidden_size=fmt.hidden_size,
+        codec=fmt.codec, final_state=fmt.final_state, states_error=work.errors,
         checked={str(one.layer): one.error for one in work.checked}, repaired_shards=tuple(work.repaired),
         rows_cut=plan.rows_cut, rows_dropped=plan.rows_dropped, seconds=time.monotonic() - started,
         tokens_per_s=work.tokens / work.seconds if work.seconds else 0.0,
         prefill_tokens_per_s=work.tokens / work.prefill_s if work.prefill_s else 0.0), work.files)
 
 
-def _leave_store(spec: CaptureStage, stage: Stage, plan: CapturePlan, layout: StoreLayout) -> _Work:
-    writer = FeatureWriter(stage.out_dir, layout)
+def _leave_store(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat) -> _Work:
+    writer = FeatureWriter(stage.out_dir, fmt)
     for name, why in writer.damaged.items():
         stage.event("ShardDamaged", f"{name} is made again: {why}", warning=True)
     stage.pause_point()
-    target, checked = _load_checked(spec, stage, plan, layout, fresh=not writer.shards)
+    target, checked = _load_checked(spec, stage, plan, fmt, fresh=not writer.shards)
     work = _write_shards(spec, stage, plan, target, writer)
     work.files, work.checked = writer.finish(), checked
     work.size_bytes, work.shards = writer.size_bytes, len(writer.shards)
     return work
 
 
-def _leave_plan(spec: CaptureStage, stage: Stage, plan: CapturePlan, layout: StoreLayout) -> _Work:
+def _leave_plan(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat) -> _Work:
     """With `feed: stream`: what training needs to compute the states itself."""
     work = _Work()
     if spec.capture.check_rows:
-        work.checked = _load_checked(spec, stage, plan, layout, fresh=True)[1]
+        work.checked = _load_checked(spec, stage, plan, fmt, fresh=True)[1]
     rows = _kept(read_rows(Path(spec.rows_dir) / ROWS), plan)
-    write_plan(stage.out_dir, layout, ((of.row_id, (row.prompt_ids + row.answer_ids)[:of.num_tokens],
+    write_plan(stage.out_dir, fmt, ((of.row_id, (row.prompt_ids + row.answer_ids)[:of.num_tokens],
                                         of.num_prompt_tokens) for of, row in rows),
                batch_tokens=spec.capture.batch_tokens, buffer_bytes=spec.capture.stream_buffer_bytes)
     work.files = [stage.out_dir / STREAM, stage.out_dir / TOKENS]
@@ -225,7 +225,7 @@ def _leave_plan(spec: CaptureStage, stage: Stage, plan: CapturePlan, layout: Sto
 
 def is_whole(directory: Path) -> bool:
     """Whether what capture left is there, a store or a plan, and nobody found damage."""
-    return store_is_whole(directory) or plan_is_whole(Directory(directory))
+    return store_is_whole(directory) or plan_is_whole(LocalBackend(directory))
 
 
 def _probe(spec: CaptureStage, stage: Stage, chosen: Sequence[int]) -> None:
@@ -238,14 +238,14 @@ def _probe(spec: CaptureStage, stage: Stage, chosen: Sequence[int]) -> None:
     stage.pause_point()
 
 
-def _tell_codec(spec: CaptureSpec, layout: StoreLayout, stage: Stage) -> None:
-    chosen = layout.stored_as
+def _tell_codec(spec: CaptureSpec, fmt: StoreFormat, stage: Stage) -> None:
+    chosen = fmt.stored_as
     if (chosen.codec, chosen.final_state) != (spec.codec, spec.final_state):
         stage.event("CodecChosen", f"states are stored as {chosen.name}: capture.codec {spec.codec} with final_state "
                                    f"{spec.final_state} does not fit capture.max_bytes {spec.max_bytes}", warning=True)
 
 
-def _load_checked(spec: CaptureStage, stage: Stage, plan: CapturePlan, layout: StoreLayout, *,
+def _load_checked(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat, *,
                   fresh: bool) -> tuple[TargetModel, tuple[LayerAgreement, ...]]:
     """The target, after its states were seen to agree with `transformers`; asked once per store."""
     path = resolve(spec.target)
@@ -257,8 +257,8 @@ def _load_checked(spec: CaptureStage, stage: Stage, plan: CapturePlan, layout: S
     theirs = reference_states(path, spec.target.dtype, samples)  # first, and let go: two targets need not fit
     stage.pause_point()
     target = load_target(path, spec.target.dtype)
-    ours = [aux.cpu() for aux, _ in target.hidden_states(samples, layout.aux_layers)]
-    found = compare(ours, theirs, layout.aux_layers, spec.target.dtype)
+    ours = [aux.cpu() for aux, _ in target.hidden_states(samples, fmt.aux_layers)]
+    found = compare(ours, theirs, fmt.aux_layers, spec.target.dtype)
     worst, nearest = max(one.error for one in found), min(one.neighbour for one in found)
     stage.event("LayersAgree", f"aux states of {len(samples)} rows agree with transformers to {worst:.1g}; "
                                f"one layer off would be {nearest:.2g}")
@@ -269,7 +269,7 @@ def _write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: T
                   writer: FeatureWriter) -> _Work:
     """Capture the shards that are not there yet, or damaged."""
     done = writer.num_rows
-    shards = list(plan_shards(plan.lengths, writer.layout, spec.capture.shard_size_bytes, plan.taught))
+    shards = list(plan_shards(plan.lengths, writer.format, spec.capture.shard_size_bytes, plan.taught))
     beyond = [number for number in writer.shards if number >= len(shards)]
     if beyond:
         raise Conflict(f"{stage.out_dir} holds hidden states of other rows than {spec.rows_dir}",
@@ -290,11 +290,11 @@ def _write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: T
         for batch in plan_batches([row.num_tokens for row, _ in rows], spec.capture.batch_tokens):
             stage.pause_point()
             before = time.monotonic()
-            made = compute_rows(target, [_tokens_of(*rows[i]) for i in batch], writer.layout)
+            made = compute_rows(target, [_tokens_of(*rows[i]) for i in batch], writer.format)
             work.prefill_s += time.monotonic() - before
             if not work.errors:
-                work.errors = _errors(made, writer.layout)
-                _tell_outliers(made, writer.layout, stage)
+                work.errors = _errors(made, writer.format)
+                _tell_outliers(made, writer.format, stage)
             features += made
             work.tokens += sum(rows[i][0].num_tokens for i in batch)
             stage.progress(passed + work.tokens, total, "tokens")
@@ -305,22 +305,22 @@ def _write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: T
     return work
 
 
-def _errors(rows: Sequence[FeatureRow], layout: StoreLayout) -> dict[str, float]:
+def _errors(rows: Sequence[FeatureRow], fmt: StoreFormat) -> dict[str, float]:
     """What the codec changes, over the tokens of one pass."""
     aux = torch.cat([row.aux for row in rows])
-    found = {str(layer): _mean(relative_error(aux[:, place], layout.codec))
-             for place, layer in enumerate(layout.aux_layers)}
-    if layout.final_state == "keep":
-        last = torch.cat([row.last[taught_positions(row.loss_mask)] for row in rows])
-        found["final"] = _mean(relative_error(last, final_codec(layout.codec)))
+    found = {str(layer): _mean(relative_error(aux[:, place], fmt.codec))
+             for place, layer in enumerate(fmt.aux_layers)}
+    if fmt.final_state == "keep":
+        last = torch.cat([row.last[supervised_positions(row.loss_mask)] for row in rows])
+        found["final"] = _mean(relative_error(last, final_codec(fmt.codec)))
     return found
 
 
-def _tell_outliers(rows: Sequence[FeatureRow], layout: StoreLayout, stage: Stage) -> None:
+def _tell_outliers(rows: Sequence[FeatureRow], fmt: StoreFormat, stage: Stage) -> None:
     """Warn where a few large values leave no codes for the others."""
     aux = torch.cat([row.aux for row in rows])
-    drowned = {layer: share for place, layer in enumerate(layout.aux_layers)
-               if (share := zero_share(aux[:, place], layout.codec)) > _MOST_DROWNED[layout.codec]}
+    drowned = {layer: share for place, layer in enumerate(fmt.aux_layers)
+               if (share := zero_share(aux[:, place], fmt.codec)) > _MOST_DROWNED[fmt.codec]}
     if drowned:
         told = ", ".join(f"{share:.0%} of layer {layer}" for layer, share in drowned.items())
         stage.event("StatesDrowned", f"{told} is stored as 0 beside values many times as large: capture.codec fp8 "

@@ -92,7 +92,7 @@ def prepare(spec: TrainStage, stage: Stage, world: World = ALONE, ends: TargetEm
     _check_origin(store, path, spec)
     config, family = read_config(path), family_named(spec.drafter.family)
     spec = _settled(spec, family)
-    layers = family.layers(spec.drafter.aux_layers or store.layout.chosen_layers, config.num_layers)
+    layers = family.layers(spec.drafter.aux_layers or store.format.chosen_layers, config.num_layers)
     columns = _columns(layers, store, spec)
     lengths = store.lengths
     train_rows, held_out = split_held_out(store.num_rows, _HELD_OUT_FRACTION, spec.train.seed, _MAX_HELD_OUT_ROWS)
@@ -117,7 +117,7 @@ def prepare(spec: TrainStage, stage: Stage, world: World = ALONE, ends: TargetEm
                                  for cut in cuts[world.rank::world.size]),
                columns=columns, ends=ends,
                vocabulary=vocabulary_report, aux_layers=layers,
-               target=identify(path, spec.target, digest=store.layout.target_digest),
+               target=identify(path, spec.target, digest=store.format.target_digest),
                data=DataIdentity(store_digest=store.digest, rows=store.num_rows,
                                  tokens=sum(lengths), longest_row=max(lengths)))
     run.resume()
@@ -195,7 +195,7 @@ def _settled(spec: TrainStage, family: Family) -> TrainStage:
 
 def _columns(layers: tuple[int, ...], store: Features, spec: TrainStage) -> tuple[int, ...]:
     """Places of a family's layers among the store's. Raises Conflict when one was not captured."""
-    held = store.layout.aux_layers
+    held = store.format.aux_layers
     missing = [layer for layer in layers if layer not in held]
     if missing:
         raise Conflict(f"the store in {spec.store_dir} holds layers {list(held)}; drafter.family "
@@ -205,7 +205,7 @@ def _columns(layers: tuple[int, ...], store: Features, spec: TrainStage) -> tupl
 
 
 def _check_origin(store: Features, path: Path, spec: TrainStage) -> None:
-    if store.layout.target_digest != target_digest(path):
+    if store.format.target_digest != target_digest(path):
         raise Conflict(f"the hidden states in {spec.store_dir} were captured from another target than "
                        f"{spec.target.model!r}", "capture again from this target")
     if store.num_rows == 0:
@@ -222,12 +222,12 @@ def _build_vocabulary(spec: TrainStage, stage: Stage, store: Features, rows: Seq
     always = [*config.eos_token_ids, *special_token_ids(path)]
     wanted = config.vocab_size if whole else spec.drafter.draft_vocab_size
     size = draft_vocabulary.choose_size(config.vocab_size, wanted)
-    if store.layout.draft_ids:  # the target's opinions are about these tokens and no others
-        if wanted not in (None, len(store.layout.draft_ids)):
+    if store.format.draft_ids:  # the target's opinions are about these tokens and no others
+        if wanted not in (None, len(store.format.draft_ids)):
             raise Conflict(f"the drafter's vocabulary is {wanted}, and the store in {spec.store_dir} "
-                           f"keeps opinions over {len(store.layout.draft_ids)} draft tokens",
+                           f"keeps opinions over {len(store.format.draft_ids)} draft tokens",
                            "leave drafter.draft_vocab_size out, or capture with final_state keep")
-        vocabulary = DraftVocabulary(torch.tensor(store.layout.draft_ids), config.vocab_size)
+        vocabulary = DraftVocabulary(torch.tensor(store.format.draft_ids), config.vocab_size)
     else:
         vocabulary = draft_vocabulary.build(counts, size, always)
     report = VocabularyReport(
@@ -244,7 +244,7 @@ def _run_digest(spec: TrainStage, store: Features, dtype: torch.dtype) -> str:
     told = spec.model_dump(mode="json", exclude={"job_id", "store_dir", "target"})
     for name in ("threads", "trackers"):
         told["train"].pop(name)
-    told |= {"store": store.digest, "target": store.layout.target_digest, "dtype": str(dtype)}
+    told |= {"store": store.digest, "target": store.format.target_digest, "dtype": str(dtype)}
     return digest_bytes(json.dumps(told, sort_keys=True).encode())
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.features.shard_format import StoreLayout
-from eyrie_workers.features.storage_backend import open_place
+from eyrie_workers.features.shard_format import StoreFormat
+from eyrie_workers.features.storage_backend import open_backend
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.features.streaming import StreamedFeatures, read_plan
 from eyrie_workers.targets.loading import load_target, resolve
@@ -32,7 +32,7 @@ from eyrie_workers.training.packing import Schedule, StepPlan
 class Features(Protocol):
     """Captured rows in any order, wherever they come from."""
 
-    layout: StoreLayout
+    format: StoreFormat
     digest: str
     """Of everything the states depend on."""
 
@@ -58,7 +58,7 @@ class Features(Protocol):
 
 def open_features(where: str, target: TargetSpec) -> Features:
     """What capture left in a directory or below `s3://bucket/prefix`. Raises ArtifactMissing, StoreDamaged."""
-    place = open_place(where)
+    place = open_backend(where)
     found = read_plan(place)
     if found is None:
         return FeatureStore(place)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.features.topk_logits import opinion_rows
+from eyrie_workers.features.topk_logits import topk_rows
 from eyrie_workers.targets.device import CPU, on
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.training.losses import Normalisation, Teacher, shares, teach
@@ -206,10 +206,10 @@ class DistillationObjective(ABC):
         row_T = torch.full_like(documents.token_ids, -1)
         row_T[positions] = torch.arange(positions.numel(), device=here)
         row_T = row_T.to(self.device)
-        if documents.opinion is not None:
+        if documents.topk_logits is not None:
             with here:
-                rows = opinion_rows(documents.loss_mask, documents.lengths)[positions]
-                teacher = teacher_of(documents.opinion, rows, self._draft_ids_D.numel())
+                rows = topk_rows(documents.loss_mask, documents.lengths)[positions]
+                teacher = teacher_of(documents.topk_logits, rows, self._draft_ids_D.numel())
             return TargetDistribution(row_T, teacher.to(self.device))
         last = documents.last.index_select(0, positions).to(self.device)
         return TargetDistribution(row_T, teach(last, self._lm_head_VH, self._draft_ids_D, self._t2d_V,

@@ -6,14 +6,13 @@
 import torch
 from torch import Tensor
 
-from eyrie_workers.features.shard_format import Opinion
-from eyrie_workers.features.topk_logits import rebuild
+from eyrie_workers.features.shard_format import TopKLogits
+from eyrie_workers.features.topk_logits import rebuild_distribution
 from eyrie_workers.training.losses import Teacher
 
 
-def teacher_of(opinion: Opinion, row_R: Tensor, draft_vocab_size: int) -> Teacher:
-    """The opinions `row_R` as distributions over the draft vocabulary they were formed over."""
-    asked = Opinion(opinion.ids[row_R], opinion.logits[row_R], opinion.tail[row_R], opinion.mass[row_R],
-                    opinion.choice[row_R])
-    return Teacher(rebuild(asked, draft_vocab_size), asked.mass, asked.choice >= 0,
+def teacher_of(topk_logits: TopKLogits, row_R: Tensor, draft_vocab_size: int) -> Teacher:
+    """The top-k logits of rows `row_R` as distributions over the draft vocabulary."""
+    asked = topk_logits.map(lambda x: x[row_R])
+    return Teacher(rebuild_distribution(asked, draft_vocab_size), asked.mass, asked.choice >= 0,
                    asked.choice.clamp_min(0).to(torch.int64))
