@@ -26,12 +26,12 @@ from pathlib import Path
 import numpy as np
 
 from eyrie_api.v1alpha1.load import LoadSpec
-from eyrie_workers.load.client import Sample
+from eyrie_workers.load.client import RequestResult
+from eyrie_workers.load.completion_stream import FloatArray
+from eyrie_workers.load.endpoint_url import parse_url
 from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
-from eyrie_workers.load.events import FloatArray
-from eyrie_workers.load.figures import Seen
-from eyrie_workers.load.http1 import Pool
-from eyrie_workers.load.origin import parse_url
+from eyrie_workers.load.http_client import ConnectionPool
+from eyrie_workers.load.report_statistics import LevelResults
 from eyrie_workers.load.run import measure
 from eyrie_workers.machine.environment import client_environment
 
@@ -43,7 +43,7 @@ def responder(directory: Path, *options: str) -> Iterator[str]:
     """A responder as a process of its own; yields its URL."""
     ready = directory / "ready.json"
     ready.unlink(missing_ok=True)
-    process = subprocess.Popen([sys.executable, "-m", "eyrie_workers.load.responder", "--ready-file", str(ready),
+    process = subprocess.Popen([sys.executable, "-m", "tests.servers.stub_openai_server", "--ready-file", str(ready),
                                 *options], stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + _START_TIMEOUT_S
@@ -57,7 +57,7 @@ def responder(directory: Path, *options: str) -> Iterator[str]:
         process.wait()
 
 
-def ask(url: str, streams: int, requests: int, tokens: int) -> Seen:
+def ask(url: str, streams: int, requests: int, tokens: int) -> LevelResults:
     """One closed loop."""
     prompts = [LoadPrompt(f"p{i}", "bench", ({"role": "user", "content": f"question {i}"},)) for i in range(64)]
     spec = LoadSpec(concurrencies=(streams,), requests=requests, max_new_tokens=tokens, warmup_requests=streams)
@@ -87,7 +87,7 @@ def paced(streams: int, ttft_s: float, token_s: float, bundle: int, tokens: int)
     _cost(seen, bundle)
 
 
-def arrivals(sample: Sample, bundle: int) -> FloatArray:
+def arrivals(sample: RequestResult, bundle: int) -> FloatArray:
     """When each bundle of an answer was seen, on the clock of perf_counter."""
     assert sample.first_at is not None
     at = sample.first_at + np.concatenate([np.zeros(1), np.cumsum(sample.gaps_s)])
@@ -106,7 +106,7 @@ def ceiling(streams: int, bundle: int, tokens: int, requests: int) -> None:
 
 async def _connections_cost(url: str, num: int) -> float:
     """Processor seconds per connection opened."""
-    pool = Pool(parse_url(url), {})
+    pool = ConnectionPool(parse_url(url), {})
     before = time.process_time()
     await pool.prepare(num)
     cost = (time.process_time() - before) / num
@@ -114,7 +114,7 @@ async def _connections_cost(url: str, num: int) -> float:
     return cost
 
 
-def _cost(seen: Seen, bundle: int) -> None:
+def _cost(seen: LevelResults, bundle: int) -> None:
     good = [sample for sample in seen.samples if sample.failure is None]
     tokens = sum(sample.tokens for sample in good)
     pieces = sum(-(-sample.tokens // bundle) + 1 for sample in good)

@@ -1,6 +1,6 @@
-"""How much of what a server can do does asking it reach? `python -m tests.benchmarks.regeneration`
+"""Share of the servers' capacity that online regeneration reaches. `python -m tests.benchmarks.regeneration`
 
-Responders of a known pace (`load.responder`) stand for servers: each answer takes a set time, however many are in
+Stub servers of known timing (`tests.servers.stub_openai_server`): each answer takes a set time, however many are in
 flight. With C requests in flight and T seconds per answer they can serve C / T answers per second, and R rounds of C
 rows take R * T seconds at best. Printed:
 

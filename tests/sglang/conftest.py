@@ -13,7 +13,7 @@ collect_ignore_glob = [] if os.environ.get("EYRIE_TEST_SGLANG") == "1" else ["*.
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Figures after the verdicts."""
-    from tests.sglang.seen import SEEN
+    from tests.sglang.summary import SEEN
 
     if SEEN:
         terminalreporter.section("what SGLang was seen to do")

@@ -15,8 +15,8 @@ from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.drafters.checkpoint.files import read_config
+from eyrie_workers.engines.sglang.checkpoints import checkpoint_algorithm
 from eyrie_workers.engines.sglang.process import SglangServer, start_sglang
-from eyrie_workers.engines.sglang.served import algorithm_of
 from eyrie_workers.targets.loading import QUICKSTART, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +57,7 @@ def flags(*more: str, radix_cache: bool = False) -> tuple[str, ...]:
 
 def drafting(drafter: Path, tree: DraftTreeShape) -> tuple[str, ...]:
     """The flags that make it draft."""
-    return ("--speculative-algorithm", str(algorithm_of(read_config(drafter))),
+    return ("--speculative-algorithm", str(checkpoint_algorithm(read_config(drafter))),
             "--speculative-draft-model-path", str(drafter),
             "--speculative-num-steps", str(tree.num_steps), "--speculative-eagle-topk", str(tree.top_k),
             "--speculative-num-draft-tokens", str(tree.num_draft_tokens))

@@ -10,17 +10,17 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.drafters.checkpoint.files import read_config
 from eyrie_workers.drafters.ngram_trie import TrieDrafter
+from eyrie_workers.engines.sglang.checkpoints import read_target
 from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments
 from eyrie_workers.engines.sglang.process import SglangServer
 from eyrie_workers.engines.sglang.profiles import profile
-from eyrie_workers.engines.sglang.served import read_target
 from eyrie_workers.intervals import acceptance_length, add_histograms
 from eyrie_workers.measurement.parity.round_replay import histogram_of, reference_rounds
 from eyrie_workers.measurement.parity.served_answers import ask_all
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.targets.loading import load_target
-from tests.sglang.seen import SEEN
 from tests.sglang.servers import MODEL, TARGET, serving
+from tests.sglang.summary import SEEN
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="SGLang compiles its trie with g++: none here")
 TREE = DraftTreeShape(num_steps=11, top_k=4, num_draft_tokens=12)
@@ -30,7 +30,7 @@ TOKENS = 64
 @pytest.fixture(scope="module")
 def ngram(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
     plan = LaunchPlan(
-        target=read_target(str(TARGET), read_config(TARGET)), machine=profile("cpu"), served_name=MODEL,
+        target=read_target(str(TARGET), read_config(TARGET)), machine=profile("cpu"), served_model_name=MODEL,
         setting=Setting(method="ngram", tree=TREE), dtype="float32", port=free_port(), max_running_requests=8,
         context_length=1024, max_total_tokens=8192)
     with serving((*launch_arguments(plan), "--skip-server-warmup"), tmp_path_factory.mktemp("ngram")) as server:

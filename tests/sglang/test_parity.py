@@ -10,13 +10,13 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.prove import ParityReport
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.drafters.checkpoint.files import read_config
+from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments
 from eyrie_workers.engines.sglang.process import SglangServer
 from eyrie_workers.engines.sglang.profiles import profile
-from eyrie_workers.engines.sglang.served import read_drafter, read_target
 from eyrie_workers.measurement.parity.parity import prove_parity
-from tests.sglang.seen import tell
 from tests.sglang.servers import MODEL, TARGET, drafting, flags, serving
+from tests.sglang.summary import tell
 
 CHAIN = DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)
 TREE = DraftTreeShape(num_steps=5, top_k=4, num_draft_tokens=16)
@@ -29,7 +29,7 @@ def chain(drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     """A server as we would start it in production, but for the warm-up: our launch line, prefix cache on."""
     plan = LaunchPlan(
         target=read_target(str(TARGET), read_config(TARGET)), drafter=read_drafter(str(drafter), read_config(drafter)),
-        machine=profile("cpu"), served_name=MODEL, setting=Setting(tree=CHAIN), dtype="float32", port=free_port(),
+        machine=profile("cpu"), served_model_name=MODEL, setting=Setting(tree=CHAIN), dtype="float32", port=free_port(),
         max_running_requests=8, context_length=1024, max_total_tokens=8192)
     with serving((*launch_arguments(plan), "--skip-server-warmup"), tmp_path_factory.mktemp("chain")) as server:
         yield server

@@ -38,9 +38,9 @@ from eyrie_operator.manifests.deployment import (
 )
 from eyrie_operator.manifests.engines import ANY_HOST
 from eyrie_workers.engines.process import EngineCommand
+from eyrie_workers.engines.sglang.checkpoints import TargetCheckpoint, read_drafter, read_target
 from eyrie_workers.engines.sglang.launch import LaunchPlan
 from eyrie_workers.engines.sglang.profiles import profile as machine_profile
-from eyrie_workers.engines.sglang.served import ServedTarget, read_drafter, read_target
 
 PLAIN_ATTENTION = frozenset({
     "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MistralForCausalLM",
@@ -112,11 +112,11 @@ class Deployments:
     def _sglang(self, endpoint: Endpoint, serving: Serving, placement: Placement) -> SglangEngine:
         machine = machine_profile(serving.serve.hardware_profile or self._given.hardware_profile)
         return SglangEngine(LaunchPlan(
-            target=self._target(endpoint, serving), machine=machine, served_name=endpoint.model,
+            target=self._target(endpoint, serving), machine=machine, served_model_name=endpoint.model,
             dtype=serving.target.dtype, max_running_requests=serving.serve.max_concurrency,
             tp_size=max(1, placement.num_gpus)))
 
-    def _target(self, endpoint: Endpoint, serving: Serving) -> ServedTarget:
+    def _target(self, endpoint: Endpoint, serving: Serving) -> TargetCheckpoint:
         target = serving.target
         try:
             directory = target_dir(target)
@@ -134,7 +134,7 @@ class Deployments:
             "it is of a plain kind", "mount the target's directory, or a Hub cache that has it (HF_HOME), into the "
             "operator's pod")
 
-    def _told_by_card(self, model: str, commit: str | None, drafter_dir: str) -> ServedTarget | None:
+    def _told_by_card(self, model: str, commit: str | None, drafter_dir: str) -> TargetCheckpoint | None:
         try:
             found = self._drafters.find(drafter_dir)
             reach = read_drafter(drafter_dir, found.config).context_length if found.config is not None else None
@@ -143,5 +143,5 @@ class Deployments:
         about = (found.card or {}).get("target", {})
         if reach is None or about.get("architecture") not in PLAIN_ATTENTION:
             return None
-        return ServedTarget(model=model, revision=commit, architecture=about["architecture"],
+        return TargetCheckpoint(model=model, revision=commit, architecture=about["architecture"],
                             num_layers=int(about["num_layers"]), context_length=reach)

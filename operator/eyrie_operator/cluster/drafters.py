@@ -28,7 +28,7 @@ from eyrie_api.v1alpha1.stages import Manifest
 from eyrie_operator.manifests.deployment import DrafterFiles, StoredDrafter, Undeployable
 from eyrie_operator.manifests.names import digest
 from eyrie_pipelines.work_area import split_drafter
-from eyrie_workers.engines.sglang.served import ServedDrafter, algorithm_of_family, read_drafter
+from eyrie_workers.engines.sglang.checkpoints import DrafterCheckpoint, family_algorithm, read_drafter
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +76,10 @@ class Drafters:
         if found.config is not None:
             facts = read_drafter(directory, found.config)
         elif not facts_needed:
-            facts = ServedDrafter(directory, context_length=1)  # nobody reads it
+            facts = DrafterCheckpoint(directory, context_length=1)  # nobody reads it
         elif job is not None and job.drafter.max_position_embeddings is not None and not job.sweep.families:
-            facts = ServedDrafter(directory, job.drafter.max_position_embeddings, job.drafter.sliding_window,
-                                  algorithm=algorithm_of_family(job.drafter.family))
+            facts = DrafterCheckpoint(directory, job.drafter.max_position_embeddings, job.drafter.sliding_window,
+                                  algorithm=family_algorithm(job.drafter.family))
         else:
             raise Undeployable(f"{directory}/{CONFIG} cannot be read by the operator, and the drafter's job does not "
                                "say drafter.max_position_embeddings, or trains several families",

@@ -13,8 +13,8 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.model import Name
 from eyrie_api.v1alpha1.placement import ObjectName, Placement, S3Work
 from eyrie_api.v1alpha1.tuning import DrafterUse
+from eyrie_workers.engines.sglang.checkpoints import DrafterCheckpoint
 from eyrie_workers.engines.sglang.launch import LaunchPlan
-from eyrie_workers.engines.sglang.served import ServedDrafter
 
 LWS_API = "leaderworkerset.x-k8s.io/v1"
 
@@ -57,7 +57,7 @@ class StoredDrafter:
 class DrafterFiles:
     """One revision's drafter."""
 
-    facts: ServedDrafter
+    facts: DrafterCheckpoint
     """`directory` is a path on the work volume, unless `stored` says where it is fetched from."""
 
     stored: StoredDrafter | None = None

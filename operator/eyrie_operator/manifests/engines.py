@@ -62,7 +62,7 @@ def engine_line(endpoint_model: str, revision: Revision, deployment: EndpointDep
                           drafter=drafter, fetch=stored)
     shared = deployment.engine.plan
     plan = replace(
-        shared, served_name=endpoint_model, setting=revision.use.setting, map=revision.use.map, host=ANY_HOST,
+        shared, served_model_name=endpoint_model, setting=revision.use.setting, map=revision.use.map, host=ANY_HOST,
         port=deployment.port, adaptive_path=f"{ADAPTIVE_DIR}/{ADAPTIVE_FILE}",
         drafter=None if drafter is None or directory is None else replace(drafter.facts, directory=directory),
         context_length=revision.use.context_length or shared.context_length, metrics=True,

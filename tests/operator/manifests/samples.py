@@ -24,9 +24,9 @@ from eyrie_operator.manifests.deployment import (
     StoredDrafter,
 )
 from eyrie_workers.engines.process import EngineCommand
+from eyrie_workers.engines.sglang.checkpoints import DrafterCheckpoint, TargetCheckpoint
 from eyrie_workers.engines.sglang.launch import LaunchPlan
 from eyrie_workers.engines.sglang.profiles import profile
-from eyrie_workers.engines.sglang.served import ServedDrafter, ServedTarget
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 CHAIN = Setting(tree=DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6))
@@ -36,8 +36,8 @@ ADAPTIVE = OperatingMap(
     crossover=16, adaptive={"1": {"candidate_steps": [5]}, "16": {"candidate_steps": [0]}})
 CORE = frozenset({"v1", "apps/v1", "policy/v1"})
 EVERYTHING = CORE | {"gateway.networking.k8s.io/v1", "monitoring.coreos.com/v1", "keda.sh/v1alpha1", LWS_API}
-TARGET = ServedTarget(model="org/model", architecture="LlamaForCausalLM", num_layers=32, context_length=8192)
-PLAN = LaunchPlan(target=TARGET, machine=profile("h100"), served_name="model")
+TARGET = TargetCheckpoint(model="org/model", architecture="LlamaForCausalLM", num_layers=32, context_length=8192)
+PLAN = LaunchPlan(target=TARGET, machine=profile("h100"), served_model_name="model")
 PLACEMENT = Placement(
     image="registry.example/sglang@sha256:" + "0" * 64, num_gpus=1, gpu_type="NVIDIA-H100-80GB-HBM3",
     shared_memory="16Gi", requests={"cpu": "8", "memory": "64Gi"}, work=VolumeWork(claim="work"),
@@ -68,7 +68,7 @@ def endpoint(active: int | None = 1, candidate: int | None = None, *, name: str 
 
 def deployment(**changes: Any) -> EndpointDeployment:
     """SGLang on one H100 with a work volume, on a cluster that has nothing but Kubernetes."""
-    files = {number: DrafterFiles(ServedDrafter(f"/var/lib/eyrie/jobs/j{number}/c", 8192),
+    files = {number: DrafterFiles(DrafterCheckpoint(f"/var/lib/eyrie/jobs/j{number}/c", 8192),
                                   StoredDrafter(f"jobs/j{number}/stages/train/a", "checkpoints/c"), f"sha256:{number}")
              for number in (2, 3)}
     return replace(EndpointDeployment(namespace="serving", placement=PLACEMENT, engine=SglangEngine(PLAN),

@@ -9,7 +9,7 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, OperatingPoint, Setting
 from eyrie_workers.drafters.ngram import NgramDrafter
-from eyrie_workers.engines.process import EngineCommand, followable
+from eyrie_workers.engines.process import EngineCommand, batch_size_schedule
 from eyrie_workers.engines.server import Options, load, parse_options
 from eyrie_workers.speculation.engine import Engine, Request
 from tests.tiny import tiny_target
@@ -51,9 +51,9 @@ def test_a_map_of_one_drafter_is_followed_by_load() -> None:
 
 def test_a_map_that_changes_drafters_or_never_changes_is_not_followed() -> None:
     ngram, trained = Setting(method="ngram", tree=CHAIN), Setting(tree=TREE)
-    assert followable(chart(ngram, trained, OFF)) is None
-    assert followable(chart(trained, trained)) is None
-    assert followable(chart(OFF, OFF)) is None
+    assert batch_size_schedule(chart(ngram, trained, OFF)) is None
+    assert batch_size_schedule(chart(trained, trained)) is None
+    assert batch_size_schedule(chart(OFF, OFF)) is None
     options = said(drafter=DRAFTER, setting=trained, map=chart(trained, ngram))
     assert (options.tree, options.by_load) == (TREE, {})
 

@@ -16,7 +16,7 @@ from eyrie_workers.engines.sglang.process import (
     PROGRAM,
     SglangServer,
     last_error,
-    on_top,
+    merged_environment,
     plugin_root,
     program,
     start_sglang,
@@ -100,9 +100,9 @@ def test_a_servers_python_path_comes_before_ours_and_keeps_it(tmp_path: Path, mo
                           environment={"PYTHONPATH": "/its", "ONE": "1"})
     assert server.process.wait(60.0) == 0
     assert server.log_file.read_text().strip() == "path /its:/ours 1"
-    assert on_top({})["PYTHONPATH"] == "/ours"
+    assert merged_environment({})["PYTHONPATH"] == "/ours"
     monkeypatch.delenv("PYTHONPATH")
-    assert on_top({"PYTHONPATH": "/its"})["PYTHONPATH"] == "/its"
+    assert merged_environment({"PYTHONPATH": "/its"})["PYTHONPATH"] == "/its"
 
 
 def test_an_interpreter_without_eyrie_finds_our_model_package_and_nothing_else_of_ours(tmp_path: Path) -> None:

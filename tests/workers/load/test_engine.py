@@ -11,7 +11,7 @@ from eyrie_workers.engines.process import EngineCommand, EngineProcess, start_en
 from eyrie_workers.load.endpoints import LoadEndpoint
 from eyrie_workers.load.run import run_load
 from tests.tiny import tiny_target
-from tests.workers.load.serving import prompts
+from tests.workers.load.servers import prompts
 
 
 @pytest.fixture(scope="module")

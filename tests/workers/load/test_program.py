@@ -11,9 +11,9 @@ import pytest
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.load import LoadReport
 from eyrie_workers.load.__main__ import build_parser, main, read_prompts, read_spec, read_variants
-from eyrie_workers.load.client import VariantUnusable
-from eyrie_workers.load.responder import Pace
-from tests.workers.load.serving import responding
+from eyrie_workers.load.client import EndpointUnusable
+from tests.servers.stub_openai_server import Timing
+from tests.workers.load.servers import responding
 
 QUICK = ["--concurrency", "1,2", "--requests", "8", "--max-new-tokens", "8", "--prompts", "quickstart:chat",
          "--prompts", "quickstart:math"]
@@ -21,7 +21,7 @@ QUICK = ["--concurrency", "1,2", "--requests", "8", "--max-new-tokens", "8", "--
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with responding(tmp_path_factory.mktemp("responder"), Pace(bundle=2)) as address:
+    with responding(tmp_path_factory.mktemp("responder"), Timing(bundle=2)) as address:
         yield address
 
 
@@ -68,7 +68,7 @@ def test_json_is_the_report_and_nothing_else(url: str, capsys: pytest.CaptureFix
 
 
 def test_a_server_that_is_not_there_ends_with_its_exit_code_and_the_hint(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--variant", "one=http://127.0.0.1:1/v1"]) == VariantUnusable.exit_code
+    assert main(["--variant", "one=http://127.0.0.1:1/v1"]) == EndpointUnusable.exit_code
     assert "start the server" in capsys.readouterr().err
 
 
@@ -122,8 +122,8 @@ def test_prompts_come_from_suites_and_files_under_a_category(tmp_path: Path) -> 
 def test_the_verb_starts_the_program_with_its_options_and_ends_with_its_code() -> None:
     done = subprocess.run([sys.executable, "-m", "eyrie_operator.command", "load", "--variant", "one=http://127.0.0.1:1/v1",
                            "--json"], capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == VariantUnusable.exit_code
-    assert json.loads(done.stderr)["error"]["reason"] == "VariantUnusable"
+    assert done.returncode == EndpointUnusable.exit_code
+    assert json.loads(done.stderr)["error"]["reason"] == "EndpointUnusable"
 
 
 def test_the_program_does_not_load_torch() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.load.http1 import Pool, Reply
-from eyrie_workers.load.origin import ExchangeFailed, parse_url
-from eyrie_workers.load.proxy import proxy_of
-from tests.workers.load.serving import GENEROUS_S, certified
+from eyrie_workers.load.endpoint_url import RequestFailed, parse_url
+from eyrie_workers.load.http_client import ConnectionPool, HttpResponse
+from eyrie_workers.load.proxy import proxy_for
+from tests.workers.load.servers import GENEROUS_S, certified
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 SECRET = "Basic bWU6c2VzYW1l"  # me:sesame
@@ -56,7 +56,7 @@ async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 def through(scheme: str, directory: Path, monkeypatch: pytest.MonkeyPatch, credentials: str = "me:sesame@",
-            times: int = 1) -> tuple[list[Reply], Proxy, list[str]]:
+            times: int = 1) -> tuple[list[HttpResponse], Proxy, list[str]]:
     """Ask `model.internal` by way of the environment's proxy; its answers, the proxy, and what the model was sent."""
     seen: list[str] = []
     tls = None
@@ -71,14 +71,14 @@ def through(scheme: str, directory: Path, monkeypatch: pytest.MonkeyPatch, crede
                 writer.write(OK)
         writer.close()
 
-    async def work() -> tuple[list[Reply], Proxy]:
+    async def work() -> tuple[list[HttpResponse], Proxy]:
         async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=tls) as model:
             proxy = Proxy(model.sockets[0].getsockname()[1])
             async with await asyncio.start_server(proxy.connected, "127.0.0.1", 0) as standing:
                 port = standing.sockets[0].getsockname()[1]
                 monkeypatch.setenv(f"{scheme.upper()}_PROXY", f"http://{credentials}127.0.0.1:{port}")
                 origin = parse_url(f"{scheme}://model.internal/v1")
-                pool = Pool(origin, {}, proxy_of(origin))
+                pool = ConnectionPool(origin, {}, proxy_for(origin))
                 try:
                     return [await pool.exchange(pool.render("GET", "/x"), GENEROUS_S) for _ in range(times)], proxy
                 finally:
@@ -107,7 +107,7 @@ def test_tls_goes_through_a_tunnel_in_which_the_proxy_reads_nothing(
 
 def test_a_proxy_that_gives_no_tunnel_is_named_without_our_key(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ExchangeFailed) as caught:
+    with pytest.raises(RequestFailed) as caught:
         through("https", tmp_path, monkeypatch, credentials="me:wrong@")
     assert caught.value.reason == "Proxy"
     assert "407 Proxy Authentication Required" in str(caught.value)
@@ -130,7 +130,7 @@ def test_the_environment_names_the_proxy_and_who_is_asked_without(
         environment: Mapping[str, str], url: str, proxy: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    found = proxy_of(parse_url(url))
+    found = proxy_for(parse_url(url))
     assert (found.url if found else None) == proxy
 
 
@@ -138,5 +138,5 @@ def test_the_environment_names_the_proxy_and_who_is_asked_without(
 def test_a_proxy_of_another_kind_is_refused(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTPS_PROXY", named)
     with pytest.raises(InvalidInput) as caught:
-        proxy_of(parse_url("https://model.internal/v1"))
+        proxy_for(parse_url("https://model.internal/v1"))
     assert "sesame" not in str(caught.value)

@@ -9,12 +9,12 @@ import pytest
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.load import LoadLevel, LoadReport, LoadSpec, ServiceLevel
-from eyrie_workers.load.client import LoadClient, Question, Sample, VariantUnusable
+from eyrie_workers.load.client import EndpointUnusable, LoadClient, LoadRequest, RequestResult
 from eyrie_workers.load.endpoints import LoadEndpoint
-from eyrie_workers.load.responder import DIALECTS, TROUBLES, Pace
 from eyrie_workers.load.run import run_load
 from eyrie_workers.load.schedule import Level, arrivals
-from tests.workers.load.serving import prompts, responding, saying, trouble
+from tests.servers.stub_openai_server import DIALECTS, FAULTS, Timing
+from tests.workers.load.servers import prompts, responding, saying, trouble
 
 ONE_USER = LoadSpec(concurrencies=(1,), requests=4, max_new_tokens=9)
 HANGS = ("stall", "silence")
@@ -22,7 +22,7 @@ HANGS = ("stall", "silence")
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with responding(tmp_path_factory.mktemp("responder"), Pace(bundle=3)) as address:
+    with responding(tmp_path_factory.mktemp("responder"), Timing(bundle=3)) as address:
         yield address
 
 
@@ -53,7 +53,7 @@ def test_256_streams_are_all_answered_every_token_counted_every_round_summed(url
 
 
 def test_every_trouble_lands_under_its_reason_and_the_rest_is_answered(url: str) -> None:
-    kinds = [kind for kind in TROUBLES if kind not in HANGS]
+    kinds = [kind for kind in FAULTS if kind not in HANGS]
     spec = LoadSpec(concurrencies=(8,), requests=2 * (len(kinds) + 1), max_new_tokens=24, warmup_requests=0)
     report = run_load([LoadEndpoint("candidate", url, "m")], [*prompts(1, "t"), *map(trouble, kinds)], spec)
     total = only(report.levels).total
@@ -100,7 +100,7 @@ def test_an_variant_is_compared_with_the_baseline_at_every_level(url: str, plain
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_every_dialect_is_found_and_what_it_cannot_tell_is_said(dialect: str, tmp_path: Path) -> None:
-    with responding(tmp_path, Pace(bundle=3, dialect=dialect)) as address:
+    with responding(tmp_path, Timing(bundle=3, dialect=dialect)) as address:
         report = run_load([LoadEndpoint("candidate", address, "m")], prompts(4), ONE_USER)
     total = only(report.levels).total
     assert total.completed == 4
@@ -122,7 +122,7 @@ def test_whatever_the_pause_point_raises_ends_the_test(tmp_path: Path) -> None:
         if polls == 3:
             raise Interrupted
 
-    with responding(tmp_path, Pace(ttft_s=3600.0)) as address, pytest.raises(Interrupted):
+    with responding(tmp_path, Timing(ttft_s=3600.0)) as address, pytest.raises(Interrupted):
         run_load([LoadEndpoint("candidate", address, "m")], prompts(1), ONE_USER, pause_point=pause_point)
     assert polls == 3
 
@@ -131,7 +131,7 @@ def test_a_key_is_sent_and_shown_nowhere() -> None:
     refusal = b'{"error": {"message": "Incorrect API key provided: sk-hidden"}}'
     answer = b"HTTP/1.1 401 No\r\nContent-Length: %d\r\n\r\n%b" % (len(refusal), refusal)
     variant = LoadEndpoint("off", "", "m", "sk-hidden")
-    with saying([answer]) as (address, carried), pytest.raises(VariantUnusable) as caught:
+    with saying([answer]) as (address, carried), pytest.raises(EndpointUnusable) as caught:
         run_load([LoadEndpoint("off", address, "m", "sk-hidden")], prompts(1), ONE_USER)
     assert carried == [1]
     assert "hidden" not in repr(variant)
@@ -147,14 +147,14 @@ def test_credentials_in_an_address_do_not_reach_the_report(url: str) -> None:
 
 
 def test_a_server_that_does_not_answer_is_named() -> None:
-    with pytest.raises(VariantUnusable, match=r"variant 'off': http://127\.0\.0\.1:1/v1 is not reachable"):
+    with pytest.raises(EndpointUnusable, match=r"variant 'off': http://127\.0\.0\.1:1/v1 is not reachable"):
         run_load([LoadEndpoint("off", "http://127.0.0.1:1/v1", "m")], prompts(1), ONE_USER)
 
 
 def test_a_refusal_that_is_not_about_extra_fields_is_told_in_the_servers_words() -> None:
     said = b'{"error": {"message": "context of 4 tokens"}}'
     answer = b"HTTP/1.1 400 No\r\nContent-Length: %d\r\n\r\n%b" % (len(said), said)
-    with saying([answer] * 8) as (address, carried), pytest.raises(VariantUnusable, match="context of 4 tokens"):
+    with saying([answer] * 8) as (address, carried), pytest.raises(EndpointUnusable, match="context of 4 tokens"):
         run_load([LoadEndpoint("off", address, "m")], prompts(1), ONE_USER)
     assert carried == [3]  # with everything, with what every server knows, with nothing extra
 
@@ -170,14 +170,14 @@ def test_variants_and_prompts_that_cannot_be_are_refused(url: str) -> None:
 
 
 def test_an_open_loop_counts_from_the_moment_a_question_is_due_not_from_when_it_was_sent(plain_url: str) -> None:
-    async def late_by(seconds: float) -> Sample:
-        asker, question = LoadClient(LoadEndpoint("off", plain_url, "m"), ONE_USER), Question(prompts(1)[0], 0, 0)
+    async def late_by(seconds: float) -> RequestResult:
+        asker, question = LoadClient(LoadEndpoint("off", plain_url, "m"), ONE_USER), LoadRequest(prompts(1)[0], 0, 0)
         await asker.probe(question)
         raw = await asker.send(question, time.perf_counter() - seconds)
         asker.pool.close()
         with pytest.raises(StopIteration) as end:  # a short answer is read in one slice
             next(asker.read(raw))
-        sample: Sample = end.value.value
+        sample: RequestResult = end.value.value
         return sample
 
     sample = asyncio.run(late_by(7.0))

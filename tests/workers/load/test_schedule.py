@@ -3,10 +3,10 @@
 import pytest
 
 from eyrie_api.v1alpha1.load import LoadSpec
-from eyrie_workers.load.client import Question
+from eyrie_workers.load.client import LoadRequest
 from eyrie_workers.load.endpoints import LoadPrompt
 from eyrie_workers.load.schedule import Level, arrivals, blocks, draw, levels, num_requests, total_requests
-from tests.workers.load.serving import prompts
+from tests.workers.load.servers import prompts
 
 
 def test_levels_ascend_and_stand_once() -> None:
@@ -58,7 +58,7 @@ def test_arrivals_are_a_poisson_process_fixed_by_the_seed() -> None:
 
 def test_another_system_prompt_replaces_the_prompts_own() -> None:
     told = ({"role": "system", "content": "old"}, {"role": "user", "content": "hello"})
-    question = Question(LoadPrompt("p", "a", told), 0, 0)
+    question = LoadRequest(LoadPrompt("p", "a", told), 0, 0)
     assert question.messages(LoadSpec()) == list(told)
     assert question.messages(LoadSpec(system_prompt="new")) == [
         {"role": "system", "content": "new"}, {"role": "user", "content": "hello"}]
@@ -66,7 +66,7 @@ def test_another_system_prompt_replaces_the_prompts_own() -> None:
 
 def test_a_question_has_the_same_seed_in_every_variant_and_another_in_the_next_repeat() -> None:
     prompt = prompts(1)[0]
-    first, again = (Question(prompt, 0, 3).seed(LoadSpec()) for _ in range(2))
+    first, again = (LoadRequest(prompt, 0, 3).seed(LoadSpec()) for _ in range(2))
     assert first == again
-    assert first != Question(prompt, 1, 3).seed(LoadSpec())
+    assert first != LoadRequest(prompt, 1, 3).seed(LoadSpec())
     assert 0 <= first < 2**31

@@ -18,7 +18,7 @@ from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.stages import Manifest, ProveStage
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
 from eyrie_workers.catalog import command
-from eyrie_workers.engines.servers import ServerPlan, running_servers
+from eyrie_workers.engines.managed_servers import ServerPlan, managed_servers
 from eyrie_workers.stage_program import Interrupted, Stage, run_program
 from eyrie_workers.stages.prove import FIXED, prove, use_to_prove, variants_to_compare
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report
@@ -189,6 +189,6 @@ def test_asked_to_stop_while_servers_come_up_none_is_left(tmp_path: Path) -> Non
         raise Interrupted
 
     plan = ServerPlan("embedded", stage_specs(tmp_path)[0].target, 2)
-    with pytest.raises(Interrupted), running_servers(plan, {"off": DrafterUse()}, tmp_path / "variants", stop):
+    with pytest.raises(Interrupted), managed_servers(plan, {"off": DrafterUse()}, tmp_path / "variants", stop):
         pytest.fail("it was asked to stop before any server answered")
     assert servers_of(tmp_path) == []

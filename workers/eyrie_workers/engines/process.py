@@ -28,7 +28,7 @@ _POLL_S = 0.05
 
 
 @dataclass(frozen=True)
-class ByLoad:
+class BatchSizeSchedule:
     """A map that one engine can follow: its drafter, and the shapes as the server's --by-load takes them."""
 
     method: str
@@ -36,7 +36,7 @@ class ByLoad:
     """`rows=num_steps/top_k/num_draft_tokens` or `rows=off`, by comma; each holds from that many rows on."""
 
 
-def followable(chart: OperatingMap) -> ByLoad | None:
+def batch_size_schedule(chart: OperatingMap) -> BatchSizeSchedule | None:
     """How an engine follows this map: an engine has one drafter, so None when the map changes between two.
 
     None too when one setting is best at every load: then there is nothing to follow.
@@ -46,7 +46,7 @@ def followable(chart: OperatingMap) -> ByLoad | None:
         return None
     text = ",".join(f"{point.concurrency}={point.setting.tree.label() if point.setting.tree else 'off'}"
                     for point in chart.points)
-    return ByLoad(methods.pop(), text)
+    return BatchSizeSchedule(methods.pop(), text)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class EngineCommand:
     """How to decode; goes before `tree`. n-gram and off leave `drafter` unread."""
 
     map: OperatingMap | None = None
-    """Follow the load by these points instead of one shape, where `followable` says that one drafter can."""
+    """Follow the load by these points instead of one shape, where `batch_size_schedule` says that one drafter can."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -78,7 +78,7 @@ class EngineCommand:
         argv = [sys.executable, "-m", "eyrie_workers.engines.server", "--target", str(self.target),
                 "--model", self.model, "--host", self.host, "--port", str(self.port),
                 "--max-concurrency", str(self.max_concurrency), "--dtype", self.dtype]
-        by_load = followable(self.map) if self.map is not None else None
+        by_load = batch_size_schedule(self.map) if self.map is not None else None
         method = by_load.method if by_load is not None else self.setting.method if self.setting is not None else None
         tree = self.setting.tree if self.setting is not None else self.tree
         if method is not None:
@@ -105,7 +105,7 @@ class EngineFailed(EyrieError):
     reason = "EngineFailed"
 
 
-class Starting(Protocol):
+class StartupProbe(Protocol):
     """A server that is coming up, whatever engine it is."""
 
     @property
@@ -118,7 +118,7 @@ class Starting(Protocol):
         """Whether it answers now."""
 
 
-def await_ready(server: Starting, name: str, timeout_s: float, poll_s: float) -> None:
+def wait_until_ready(server: StartupProbe, name: str, timeout_s: float, poll_s: float) -> None:
     """Wait until it answers. Raises EngineFailed when it ended, Transient when time is up."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -140,7 +140,7 @@ class EngineProcess:
 
     def wait_ready(self, timeout_s: float = 60.0) -> str:
         """Wait until the engine answers; return its base URL (without /v1). Raises EngineFailed or Transient."""
-        await_ready(self, "the engine", timeout_s, _POLL_S)
+        wait_until_ready(self, "the engine", timeout_s, _POLL_S)
         return self.url
 
     def check(self) -> None:

@@ -40,21 +40,21 @@ from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import Method
-from eyrie_workers.engines.answers import Answer, Wanted, want
-from eyrie_workers.engines.meters import Meters
-from eyrie_workers.engines.openai import (
+from eyrie_workers.engines.engine_thread import EngineCrashed, EngineThread, LoadedEngine
+from eyrie_workers.engines.metrics import EngineMetrics
+from eyrie_workers.engines.openai_api import (
     BodyTooLarge,
-    ChatRequest,
-    Head,
+    ChatCompletionRequest,
+    CompletionRequest,
     NotReady,
     Refused,
-    TextRequest,
+    ResponseMetadata,
     UnknownModel,
     error_body,
     parse_chat,
-    parse_text,
+    parse_completion,
 )
-from eyrie_workers.engines.worker_loop import EngineDied, EngineLoop, Loaded
+from eyrie_workers.engines.responses import GenerationRequest, ResponseBuilder, want
 from eyrie_workers.speculation.engine import Engine, Progress
 
 # A conversation that fills a 128k context is well under a megabyte; tools and JSON escapes included, four are ample.
@@ -87,37 +87,37 @@ class Options:
 class Service:
     """The HTTP side's hold on the engine."""
 
-    def __init__(self, loop: EngineLoop, meters: Meters, model: str) -> None:
+    def __init__(self, loop: EngineThread, meters: EngineMetrics, model: str) -> None:
         self.loop = loop
         self.meters = meters
         self.model = model
         self.created = int(time.time())
         self._fingerprint = f"eyrie-{code_version()}"
 
-    def loaded(self) -> Loaded:
+    def loaded(self) -> LoadedEngine:
         """What the thread loaded. Raises NotReady before that, and after its death."""
         if not self.loop.alive or self.loop.loaded is None:
             raise NotReady(f"the engine is {self.loop.state}", "try again in a moment; GET /health says when")
         return self.loop.loaded
 
-    def open(self, body: ChatRequest | TextRequest) -> "Exchange":
+    def open(self, body: ChatCompletionRequest | CompletionRequest) -> "Exchange":
         """Check the request against this server and send it to the engine."""
         loaded = self.loaded()
         if body.model is not None and body.model != self.model:
             raise UnknownModel(f"model {body.model!r} is not served here", f"ask for {self.model!r}", param="model",
                                code="model_not_found")
-        chat = isinstance(body, ChatRequest)
+        chat = isinstance(body, ChatCompletionRequest)
         request_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         wanted = want(body, request_id, loaded)
-        head = Head(request_id, self.model, int(time.time()), chat, self._fingerprint)
-        answer = Answer(wanted, head, loaded.tokenizer.decode, loaded.tokenizer.parse_answer)
+        head = ResponseMetadata(request_id, self.model, int(time.time()), chat, self._fingerprint)
+        answer = ResponseBuilder(wanted, head, loaded.tokenizer.decode, loaded.tokenizer.parse_answer)
         return Exchange(self, wanted, answer)
 
 
 class Exchange:
     """One request and its answer under way."""
 
-    def __init__(self, service: Service, wanted: Wanted, answer: Answer) -> None:
+    def __init__(self, service: Service, wanted: GenerationRequest, answer: ResponseBuilder) -> None:
         self.wanted = wanted
         self._service = service
         self._answer = answer
@@ -182,7 +182,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await _answer(service, request, parse_text)
+        return await _answer(service, request, parse_completion)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -217,7 +217,7 @@ def create_app(service: Service) -> FastAPI:
     @app.exception_handler(Exception)
     async def broken(_request: Request, error: Exception) -> Response:
         # The traceback goes to the log (starlette raises it on); the client gets a body its library can read.
-        said = EngineDied(f"internal error: {type(error).__name__}", "see the engine's log")
+        said = EngineCrashed(f"internal error: {type(error).__name__}", "see the engine's log")
         return JSONResponse(error_body(said), status_code=500)
 
     return app
@@ -233,7 +233,7 @@ def _model_card(service: Service) -> dict[str, Any]:
 
 
 async def _answer(service: Service, request: Request,
-                  parse: Callable[[Mapping[str, Any]], ChatRequest | TextRequest]) -> Response:
+                  parse: Callable[[Mapping[str, Any]], ChatCompletionRequest | CompletionRequest]) -> Response:
     exchange = service.open(parse(await _read_json(request)))
     if exchange.wanted.stream:
         return StreamingResponse(_events(exchange), media_type="text/event-stream",
@@ -280,7 +280,7 @@ async def _read_json(request: Request) -> Mapping[str, Any]:
     return value
 
 
-def load(options: Options) -> Loaded:
+def load(options: Options) -> LoadedEngine:
     """Load target and drafter, in the thread that will run them. Raises EyrieError."""
     import torch
 
@@ -303,7 +303,7 @@ def load(options: Options) -> Loaded:
             return next((shape for rows, shape in reversed(slots) if rows <= num_rows), slots[0][1])
 
         engine.draft_by(choose, [shape for _, shape in slots if shape is not None])
-    return Loaded(engine, tokenizer)
+    return LoadedEngine(engine, tokenizer)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -326,8 +326,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 def serve(options: Options, listening: socket.socket) -> int:
     """Run until SIGTERM, or until the engine dies. Returns the exit code."""
-    meters = Meters()
-    loop = EngineLoop(lambda: load(options), meters, max_waiting=options.max_waiting)
+    meters = EngineMetrics()
+    loop = EngineThread(lambda: load(options), meters, max_waiting=options.max_waiting)
     app = create_app(Service(loop, meters, options.model))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False,
                                            timeout_graceful_shutdown=_DRAIN_S))

@@ -26,10 +26,10 @@ from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES, SuiteSpec
 from eyrie_api.v1alpha1.load import LoadSpec, ServiceLevel
 from eyrie_workers.conversations.benchmark_suites import load_suite
 from eyrie_workers.load.client import served_models
+from eyrie_workers.load.endpoint_url import parse_url
 from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
-from eyrie_workers.load.origin import parse_url
+from eyrie_workers.load.report_tables import load_view
 from eyrie_workers.load.run import run_load
-from eyrie_workers.load.tables import load_view
 
 _SLO_FIELDS = {"ttft": "ttft_s", "itl": "inter_token_s", "e2e": "end_to_end_s"}
 _MOST_PROMPTS = 100_000
@@ -100,7 +100,7 @@ def read_spec(given: argparse.Namespace) -> LoadSpec:
 
 def read_variants(given: argparse.Namespace) -> list[LoadEndpoint]:
     """The servers, with keys from the environment and models as they list them. Raises InvalidInput or
-    VariantUnusable."""
+    EndpointUnusable."""
     urls = dict(_pair(variant, "--variant") for variant in given.variant)
     if len(urls) < len(given.variant):
         raise InvalidInput("two --variant have the same name", "give each server a name of its own")

@@ -22,10 +22,16 @@ import numpy as np
 
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.load import LoadSpec
+from eyrie_workers.load.completion_stream import (
+    FloatArray,
+    StreamedCompletion,
+    TokenCounting,
+    read_stream,
+    read_stream_in_slices,
+)
+from eyrie_workers.load.endpoint_url import RequestFailed, parse_url
 from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
-from eyrie_workers.load.events import Answer, Counting, FloatArray, read_answer, reading
-from eyrie_workers.load.http1 import Pool, Reply
-from eyrie_workers.load.origin import ExchangeFailed, parse_url
+from eyrie_workers.load.http_client import ConnectionPool, HttpResponse
 
 _PATH = "/chat/completions"
 _QUOTED = 300
@@ -39,12 +45,12 @@ _EXTRAS: dict[str, dict[str, Any]] = {
 }
 
 
-class VariantUnusable(EyrieError):
+class EndpointUnusable(EyrieError):
     """A server under load does not answer even one plain question."""
 
     http_status = 502
     exit_code = 69  # EX_UNAVAILABLE
-    reason = "VariantUnusable"
+    reason = "EndpointUnusable"
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ class Dialect:
     limit_field: str = "max_tokens"
     """`max_completion_tokens` where the old name is refused."""
 
-    def body(self, variant: LoadEndpoint, question: "Question", spec: LoadSpec) -> bytes:
+    def body(self, variant: LoadEndpoint, question: "LoadRequest", spec: LoadSpec) -> bytes:
         """The request's JSON."""
         body: dict[str, Any] = {
             "model": variant.model, "messages": question.messages(spec), "stream": True,
@@ -73,7 +79,7 @@ class Dialect:
 
 
 @dataclass(frozen=True)
-class Question:
+class LoadRequest:
     """A prompt in its place of the schedule."""
 
     prompt: LoadPrompt
@@ -98,7 +104,7 @@ class Question:
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class RequestResult:
     """One question and what came of it. Times in seconds from the sending, or in an open loop from the due time."""
 
     category: str
@@ -123,11 +129,11 @@ class Sample:
 
 
 @dataclass(frozen=True, eq=False)
-class Raw:
+class RawResponse:
     """What came of a question, unread. Times on the clock of `time.perf_counter()`."""
 
-    question: Question
-    came: Reply | ExchangeFailed
+    question: LoadRequest
+    came: HttpResponse | RequestFailed
     began_at: float
     """When it was sent, or in an open loop due."""
 
@@ -146,48 +152,48 @@ class LoadClient:
         headers = {"User-Agent": "eyrie-load", "Accept": "text/event-stream"}
         if variant.api_key is not None:
             headers["Authorization"] = f"Bearer {variant.api_key}"
-        self.pool = Pool(self.origin, headers)
+        self.pool = ConnectionPool(self.origin, headers)
 
-    async def send(self, question: Question, due_at: float | None = None) -> Raw:
+    async def send(self, question: LoadRequest, due_at: float | None = None) -> RawResponse:
         """Ask, and wait for the last byte; nothing is read yet. Never raises for what went wrong."""
         request = self.pool.render("POST", _PATH, self.dialect.body(self.variant, question, self._spec))
         try:
             reply = await self.pool.exchange(request, self._spec.timeout_s)
             self._check(reply)
-        except ExchangeFailed as failure:
-            return Raw(question, failure, due_at or 0.0, time.perf_counter())
-        return Raw(question, reply, reply.sent_at if due_at is None else due_at, reply.ended_at)
+        except RequestFailed as failure:
+            return RawResponse(question, failure, due_at or 0.0, time.perf_counter())
+        return RawResponse(question, reply, reply.sent_at if due_at is None else due_at, reply.ended_at)
 
-    def read(self, raw: Raw) -> Generator[None, None, Sample]:
-        """The sample in a raw answer, slice by slice (`events.reading`)."""
+    def read(self, raw: RawResponse) -> Generator[None, None, RequestResult]:
+        """The sample in a raw answer, slice by slice (`events.read_stream_in_slices`)."""
         question, came = raw.question, raw.came
         who = (question.prompt.category, question.prompt.id, question.repeat, question.index)
         try:
-            if isinstance(came, ExchangeFailed):
+            if isinstance(came, RequestFailed):
                 raise came
-            answer = yield from reading(came.pieces)
-        except ExchangeFailed as failure:
-            return Sample(*who, failure=failure.reason, detail=self.redacted(str(failure)))
-        return Sample(
+            answer = yield from read_stream_in_slices(came.pieces)
+        except RequestFailed as failure:
+            return RequestResult(*who, failure=failure.reason, detail=self.redacted(str(failure)))
+        return RequestResult(
             *who, tokens=answer.tokens, ttft_s=None if answer.first_at is None else answer.first_at - raw.began_at,
             gaps_s=answer.gaps_s, end_to_end_s=raw.ended_at - raw.began_at, histogram=answer.histogram,
             proposed=answer.proposed, digest=answer.digest(), ids_digest=answer.ids_digest(), answer_id=answer.id,
             first_at=answer.first_at)
 
-    async def probe(self, question: Question) -> None:
-        """Find the server's dialect. Raises VariantUnusable when it does not answer a plain question."""
+    async def probe(self, question: LoadRequest) -> None:
+        """Find the server's dialect. Raises EndpointUnusable when it does not answer a plain question."""
         while True:
             request = self.pool.render("POST", _PATH, self.dialect.body(self.variant, question, self._spec))
             try:
                 reply = await self.pool.exchange(request, self._spec.timeout_s)
-            except ExchangeFailed as failure:
+            except RequestFailed as failure:
                 raise self._unusable(str(failure), "start the server, and check its address") from None
             if reply.status in (400, 422) and self._give_way(reply):
                 continue
             try:
                 self._check(reply)
-                answer = read_answer(reply.pieces)
-            except ExchangeFailed as failure:
+                answer = read_stream(reply.pieces)
+            except RequestFailed as failure:
                 raise self._unusable(str(failure), _hint(reply.status)) from None
             self._note(answer)
             return
@@ -196,16 +202,16 @@ class LoadClient:
         """Without the key, should a server have quoted it."""
         return text.replace(self.variant.api_key, "***") if self.variant.api_key else text
 
-    def _check(self, reply: Reply) -> None:
+    def _check(self, reply: HttpResponse) -> None:
         if reply.status != 200:
-            raise ExchangeFailed(f"Http{reply.status}", f"{self.origin.url} answered {reply.status}: "
+            raise RequestFailed(f"Http{reply.status}", f"{self.origin.url} answered {reply.status}: "
                                                         f"{_quoted(reply)}")
         kind = reply.headers.get("content-type", "")
         if not kind.startswith("text/event-stream"):
-            raise ExchangeFailed("NotAStream", f"asked for a stream, the server sent {kind or 'untyped bytes'}: "
+            raise RequestFailed("NotAStream", f"asked for a stream, the server sent {kind or 'untyped bytes'}: "
                                                f"{_quoted(reply)}")
 
-    def _give_way(self, reply: Reply) -> bool:
+    def _give_way(self, reply: HttpResponse) -> bool:
         """Ask for less after a refusal; False when there is nothing left to leave out."""
         said = reply.body.decode(errors="replace")
         if self.dialect.limit_field == "max_tokens" and "max_completion_tokens" in said:
@@ -221,9 +227,9 @@ class LoadClient:
         self.dialect = Dialect(left, self.dialect.limit_field)
         return True
 
-    def _note(self, answer: Answer) -> None:
+    def _note(self, answer: StreamedCompletion) -> None:
         """What the reader of the report should know of this server."""
-        ways: dict[Counting, str] = {
+        ways: dict[TokenCounting, str] = {
             "text": "tells no token counts along the stream: tokens were placed by the length of the text",
             "chunks": "tells no token counts at all: every chunk with text counts as one token, which is too few when "
                       "tokens come in bundles",
@@ -232,8 +238,8 @@ class LoadClient:
         if told is not None:
             self.notes.append(f"{self.variant.name}: the server {told}")
 
-    def _unusable(self, message: str, hint: str) -> VariantUnusable:
-        return VariantUnusable(f"variant {self.variant.name!r}: {self.redacted(message)}", hint)
+    def _unusable(self, message: str, hint: str) -> EndpointUnusable:
+        return EndpointUnusable(f"variant {self.variant.name!r}: {self.redacted(message)}", hint)
 
 
 def _hint(status: int) -> str:
@@ -243,26 +249,26 @@ def _hint(status: int) -> str:
     }.get(status, "the address must be that of an OpenAI-compatible server's /v1")
 
 
-def _quoted(reply: Reply) -> str:
+def _quoted(reply: HttpResponse) -> str:
     flat = " ".join(reply.body.decode(errors="replace").split())
     return flat if len(flat) <= _QUOTED else flat[:_QUOTED] + " ..."
 
 
 async def served_models(variant_url: str, api_key: str | None, timeout_s: float) -> list[str]:
-    """Names of `GET /models`. Raises VariantUnusable or InvalidInput."""
+    """Names of `GET /models`. Raises EndpointUnusable or InvalidInput."""
     asker = LoadClient(LoadEndpoint("models", variant_url, "", api_key), LoadSpec())
     started = time.perf_counter()
     try:
         reply = await asker.pool.exchange(asker.pool.render("GET", "/models"), timeout_s)
         if reply.status != 200:
-            raise VariantUnusable(
+            raise EndpointUnusable(
                 f"{asker.origin.url}/models answered {reply.status}: {asker.redacted(_quoted(reply))}",
                 _hint(reply.status),
             )
         return [str(card["id"]) for card in json.loads(reply.body)["data"]]
-    except ExchangeFailed as failure:
+    except RequestFailed as failure:
         waited = time.perf_counter() - started
-        raise VariantUnusable(f"{failure} (after {waited:.1f} s)", "start the server, and check its address") from None
+        raise EndpointUnusable(f"{failure} (after {waited:.1f} s)", "start the server, and check its address") from None
     except (ValueError, KeyError, TypeError):
         raise InvalidInput(f"{asker.origin.url}/models is not a list of models", "name the model: --model NAME") \
             from None

@@ -12,12 +12,12 @@ from ipaddress import ip_address
 from urllib.request import getproxies, proxy_bypass
 
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.load.origin import ExchangeFailed, Origin, parse_url
+from eyrie_workers.load.endpoint_url import EndpointUrl, RequestFailed, parse_url
 
 _MAX_HEAD_BYTES = 64 * 1024
 
 
-def proxy_of(origin: Origin) -> Origin | None:
+def proxy_for(origin: EndpointUrl) -> EndpointUrl | None:
     """The proxy that stands before an origin; None where there is none. Raises InvalidInput for one of another kind."""
     proxies = getproxies()
     named = proxies.get(origin.scheme) or proxies.get("all")
@@ -39,7 +39,7 @@ def _is_this_machine(host: str) -> bool:
         return host == "localhost"
 
 
-class Tunnel(asyncio.Protocol):
+class ProxyTunnel(asyncio.Protocol):
     """A fresh connection to a proxy that is being asked for a tunnel."""
 
     def __init__(self) -> None:
@@ -57,18 +57,18 @@ class Tunnel(asyncio.Protocol):
         if not self._answer.done():
             self._answer.set_result(self._head)
 
-    async def granted(self, transport: asyncio.Transport, proxy: Origin, origin: Origin) -> None:
-        """Ask for a tunnel to an origin and wait until it stands. Raises ExchangeFailed."""
+    async def granted(self, transport: asyncio.Transport, proxy: EndpointUrl, origin: EndpointUrl) -> None:
+        """Ask for a tunnel to an origin and wait until it stands. Raises RequestFailed."""
         where = f"[{origin.host}]:{origin.port}" if ":" in origin.host else f"{origin.host}:{origin.port}"
-        head = f"CONNECT {where} HTTP/1.1\r\nHost: {where}\r\n{authorisation(proxy)}\r\n"
+        head = f"CONNECT {where} HTTP/1.1\r\nHost: {where}\r\n{proxy_authorization_header(proxy)}\r\n"
         transport.write(head.encode())
         said = (await self._answer).partition(b"\r\n")[0].decode("latin-1")
         version, _, status = said.partition(" ")
         if not version.startswith("HTTP/1.") or not status.startswith("2"):
-            raise ExchangeFailed("Proxy", f"the proxy {proxy.url} gave no tunnel to {where}: "
+            raise RequestFailed("Proxy", f"the proxy {proxy.url} gave no tunnel to {where}: "
                                           f"{said[:80] or 'it closed the connection'}")
 
 
-def authorisation(proxy: Origin) -> str:
+def proxy_authorization_header(proxy: EndpointUrl) -> str:
     """The header that names us to the proxy; empty where its address holds no credentials."""
     return f"Proxy-Authorization: {proxy.basic}\r\n" if proxy.basic else ""

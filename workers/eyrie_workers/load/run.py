@@ -22,10 +22,10 @@ from typing import TypeVar
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.load import LoadReport, LoadSpec
-from eyrie_workers.load.client import LoadClient, Question, Raw, Sample
+from eyrie_workers.load.client import LoadClient, LoadRequest, RawResponse, RequestResult
+from eyrie_workers.load.endpoint_url import RequestFailed
 from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
-from eyrie_workers.load.figures import Seen, comparison, crossover, level_report
-from eyrie_workers.load.origin import ExchangeFailed
+from eyrie_workers.load.report_statistics import LevelResults, comparison, crossover, level_report
 from eyrie_workers.load.schedule import Block, Level, blocks, levels, num_requests, total_requests
 from eyrie_workers.machine.environment import client_environment, cpu_count
 
@@ -51,7 +51,7 @@ def run_load(variants: Sequence[LoadEndpoint], prompts: Sequence[LoadPrompt], sp
     on_progress   called with (requests done, requests in all, what is being asked), warm-up included.
     pause_point   called several times a second; whatever it raises ends the test and is raised here.
 
-    Raises InvalidInput for variants, prompts or a baseline that cannot be; VariantUnusable when a server does not
+    Raises InvalidInput for variants, prompts or a baseline that cannot be; EndpointUnusable when a server does not
     answer the first question. Single failed requests are counted in the report, not raised.
     """
     if len(variants) > 1 and baseline not in [variant.name for variant in variants]:
@@ -85,7 +85,7 @@ class Run:
     """What a load test saw, before it became figures."""
 
     variants: dict[str, str]
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[LevelResults] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -115,26 +115,26 @@ class _Test:
         self._done = 0
         self._total = total_requests(prompts, list(self._askers), spec)
         self._words = ""
-        self._unread: asyncio.Queue[Raw | None] = asyncio.Queue(_MOST_UNREAD)
+        self._unread: asyncio.Queue[RawResponse | None] = asyncio.Queue(_MOST_UNREAD)
 
     async def run(self) -> Run:
         """All of it. Connections are closed however it ends."""
         try:
             for asker in self._askers.values():
                 self._say(f"first question to {asker.variant.name}", 0)
-                await self._watched(asker.probe(Question(self._prompts[0], 0, -1)))
+                await self._watched(asker.probe(LoadRequest(self._prompts[0], 0, -1)))
             return await self._blocks()
         finally:
             for asker in self._askers.values():
                 asker.pool.close()
 
     async def _blocks(self) -> Run:
-        seen: dict[tuple[str, Level], Seen] = {}
+        seen: dict[tuple[str, Level], LevelResults] = {}
         for block in blocks(self._prompts, list(self._askers), self._spec):
             new = await self._watched(self._block(block))
             old = seen.get((block.variant, block.level))
             if old is not None:
-                new = Seen(new.variant, new.level, old.samples + new.samples, old.seconds + new.seconds,
+                new = LevelResults(new.variant, new.level, old.samples + new.samples, old.seconds + new.seconds,
                            old.cpu_s + new.cpu_s)
             seen[block.variant, block.level] = new
         run = Run({name: _described(asker) for name, asker in self._askers.items()}, list(seen.values()))
@@ -144,7 +144,7 @@ class _Test:
         run.notes += _crowd()
         return run
 
-    async def _block(self, block: Block) -> Seen:
+    async def _block(self, block: Block) -> LevelResults:
         asker = self._askers[block.variant]
         self._words = f"{block.variant}, {block.level.words()}"
         users = block.level.users if block.level.mode == "closed" else 1
@@ -156,9 +156,9 @@ class _Test:
         else:
             asking = self._open_loop(asker, block.questions)
         samples, ended = await self._read_along(asker, asking)
-        return Seen(block.variant, block.level, samples, ended - began, time.thread_time() - cpu)
+        return LevelResults(block.variant, block.level, samples, ended - began, time.thread_time() - cpu)
 
-    async def _closed_loop(self, asker: LoadClient, questions: Sequence[Question], users: int) -> None:
+    async def _closed_loop(self, asker: LoadClient, questions: Sequence[LoadRequest], users: int) -> None:
         """So many users share the questions; whoever has its answer takes the next."""
         left = iter(questions)
 
@@ -166,18 +166,18 @@ class _Test:
             for question in left:
                 raw = await asker.send(question)
                 await self._unread.put(raw)
-                if isinstance(raw.came, ExchangeFailed):
+                if isinstance(raw.came, RequestFailed):
                     await asyncio.sleep(_AFTER_FAILURE_S)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(users):
                 group.create_task(user())
 
-    async def _open_loop(self, asker: LoadClient, questions: Sequence[Question]) -> None:
+    async def _open_loop(self, asker: LoadClient, questions: Sequence[LoadRequest]) -> None:
         """Every question at its time, whatever became of the others."""
         began = time.perf_counter()
 
-        async def one(question: Question, due_at: float) -> None:
+        async def one(question: LoadRequest, due_at: float) -> None:
             await self._unread.put(await asker.send(question, due_at))
 
         async with asyncio.TaskGroup() as group:
@@ -186,13 +186,13 @@ class _Test:
                 await asyncio.sleep(max(0.0, due_at - time.perf_counter()))
                 group.create_task(one(question, due_at))
 
-    async def _read_along(self, asker: LoadClient, asking: Coroutine[None, None, None]) -> tuple[tuple[Sample, ...],
-                                                                                                 float]:
+    async def _read_along(self, asker: LoadClient, asking: Coroutine[None, None, None]) \
+            -> tuple[tuple[RequestResult, ...], float]:
         """Read answers while others are asked for, a slice between two looks at the sockets.
 
         Returns the samples, and when the last answer ended.
         """
-        samples: list[Sample] = []
+        samples: list[RequestResult] = []
         ended = time.perf_counter()
 
         async def read_on() -> None:
@@ -242,9 +242,9 @@ def _described(asker: LoadClient) -> str:
     return f"{asker.variant.what} ({url})" if asker.variant.what else url
 
 
-def _failures(seen: Seen) -> list[str]:
+def _failures(seen: LevelResults) -> list[str]:
     """One line per reason, with the first request's words."""
-    failed: dict[str, list[Sample]] = {}
+    failed: dict[str, list[RequestResult]] = {}
     for sample in seen.samples:
         if sample.failure is not None:
             failed.setdefault(sample.failure, []).append(sample)
@@ -255,7 +255,7 @@ def _failures(seen: Seen) -> list[str]:
     ]
 
 
-def _saturation(seen: Seen) -> list[str]:
+def _saturation(seen: LevelResults) -> list[str]:
     share = seen.cpu_s / seen.seconds if seen.seconds > 0 else 0.0
     if share <= _SATURATED:
         return []

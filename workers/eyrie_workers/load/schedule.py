@@ -20,7 +20,7 @@ from typing import Literal
 
 from eyrie_api.v1alpha1.load import LoadSpec
 from eyrie_workers.interleaving import interleaved
-from eyrie_workers.load.client import Question
+from eyrie_workers.load.client import LoadRequest
 from eyrie_workers.load.endpoints import LoadPrompt
 
 
@@ -48,8 +48,8 @@ class Block:
 
     level: Level
     variant: str
-    warmup: tuple[Question, ...]
-    questions: tuple[Question, ...]
+    warmup: tuple[LoadRequest, ...]
+    questions: tuple[LoadRequest, ...]
 
 
 def levels(spec: LoadSpec) -> list[Level]:
@@ -82,9 +82,9 @@ def blocks(prompts: Sequence[LoadPrompt], variants: Sequence[str], spec: LoadSpe
             order = interleaved(variants, next(turn))
             drawn = draw(prompts, repeat * num, num)
             due = arrivals(spec, level, repeat, num) if level.mode == "open" else [None] * num
-            questions = tuple(Question(prompt, repeat, index, at)
+            questions = tuple(LoadRequest(prompt, repeat, index, at)
                               for index, (prompt, at) in enumerate(zip(drawn, due, strict=True)))
-            warmup = tuple(Question(prompt, repeat, -1 - index) for index, prompt in enumerate(
+            warmup = tuple(LoadRequest(prompt, repeat, -1 - index) for index, prompt in enumerate(
                 draw(prompts, -spec.warmup_requests, spec.warmup_requests))) if repeat == 0 else ()
             yield from (Block(level, variant, warmup, questions) for variant in order)
 

@@ -4,9 +4,9 @@ An event loop lives inside the generator: as many requests as `concurrency` are 
 for the next, and whoever consumes the answers decides the pace. Closing the generator, or a request to stop, cancels
 what is in flight; those rows are asked again next time, with the same seed.
 
-Requests travel over `load.http1`: the processor time of a general HTTP library is what kept a burst of answers, which
-end together on a server that batches, from being asked anew at once (workers/README.md). A proxy that the environment
-names is used (`load.proxy`).
+Requests use `load.http_client`: with a general HTTP library its CPU time delayed the next requests after a burst of
+answers, which end together on a server that batches (workers/README.md). The proxy that the environment names is used
+(`load.proxy`).
 """
 
 import asyncio
@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eyrie_api.errors import Transient
-from eyrie_workers.load.http1 import Pool, Reply
-from eyrie_workers.load.origin import ExchangeFailed, parse_url
-from eyrie_workers.load.proxy import proxy_of
+from eyrie_workers.load.endpoint_url import RequestFailed, parse_url
+from eyrie_workers.load.http_client import ConnectionPool, HttpResponse
+from eyrie_workers.load.proxy import proxy_for
 from eyrie_workers.regeneration.dispatch import Route, Routes
 from eyrie_workers.regeneration.endpoint import (
     AnswerTokenizer,
@@ -99,7 +99,7 @@ class OnlineEngine:
             retry_after: str | None = None
             try:
                 reply = await lines.ask(route.url, request_body(self.endpoint, prompt, ids_field=ids_field))
-            except ExchangeFailed as error:
+            except RequestFailed as error:
                 trouble = f"{error.reason}: {error}"
             except BaseException:
                 routes.dropped(route)
@@ -149,11 +149,11 @@ class _Lines:
     def __init__(self, endpoint: Endpoint) -> None:
         self._timeout_s = endpoint.timeout_s
         origins = {url: parse_url(url) for url in endpoint.base_urls}
-        self._pools = {url: Pool(origin, {"Accept": "application/json", **endpoint.headers}, proxy_of(origin))
-                       for url, origin in origins.items()}
+        headers = {"Accept": "application/json", **endpoint.headers}
+        self._pools = {url: ConnectionPool(origin, headers, proxy_for(origin)) for url, origin in origins.items()}
 
-    async def ask(self, url: str, body: dict[str, Any]) -> Reply:
-        """One request for a chat completion. Raises ExchangeFailed."""
+    async def ask(self, url: str, body: dict[str, Any]) -> HttpResponse:
+        """One request for a chat completion. Raises RequestFailed."""
         pool = self._pools[url]
         sent = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
         return await pool.exchange(pool.render("POST", "/chat/completions", sent), self._timeout_s)
@@ -176,7 +176,7 @@ async def _abandon(tasks: set[asyncio.Task[Answer | Refusal]], lines: _Lines) ->
     lines.close()
 
 
-def _json(reply: Reply) -> object:
+def _json(reply: HttpResponse) -> object:
     try:
         return json.loads(reply.body)
     except ValueError:

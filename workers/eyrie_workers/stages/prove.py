@@ -15,7 +15,7 @@ whoever reads its reasons wants the whole story. Where tuning found that specula
 there is nothing to prove; the report says so and no server is started.
 
 Every answered question is a line of the ledger, a load test one per level, so a killed stage goes on with the next.
-The servers are on a leash (`engines.servers`) and die with the stage.
+The servers are on a leash (`engines.managed_servers`) and die with the stage.
 """
 
 import itertools
@@ -34,10 +34,10 @@ from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.stages import ProveStage
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
 from eyrie_workers.conversations.benchmark_suites import Prompt, select
-from eyrie_workers.engines.servers import RunningServer, ServerPlan, Uses, command_line, running_servers
+from eyrie_workers.engines.managed_servers import DrafterUses, ManagedServer, ServerPlan, command_line, managed_servers
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
-from eyrie_workers.load.figures import crossover
+from eyrie_workers.load.report_statistics import crossover
 from eyrie_workers.load.run import run_load
 from eyrie_workers.machine.environment import environment
 from eyrie_workers.measurement.benchmark.samples import first_difference
@@ -93,10 +93,10 @@ class _Proof:
     spec: ProveStage
     stage: Stage
     plan: ServerPlan
-    uses: Uses
+    uses: DrafterUses
     prompts: Sequence[Prompt]
     ledger: JsonlLedger[Found]
-    variants: dict[str, RunningServer] = field(default_factory=dict)
+    variants: dict[str, ManagedServer] = field(default_factory=dict)
     done: int = 0
     """Requests of the questions answered."""
 
@@ -172,7 +172,7 @@ def use_to_prove(spec: ProveStage, tuned: TuneReport, plan: ServerPlan) -> Draft
     return DrafterUse(drafter_dir=spec.drafter_dir if setting.method == "drafter" else None, setting=setting)
 
 
-def variants_to_compare(spec: ProveStage, use: DrafterUse, stage: Stage) -> Uses:
+def variants_to_compare(spec: ProveStage, use: DrafterUse, stage: Stage) -> DrafterUses:
     """What the servers decode with. An incumbent whose drafter is gone cannot be compared with, which is told."""
     uses = {BASELINE: DrafterUse(), CANDIDATE: use}
     if use.map is not None and use.map.at(1).setting != use.setting:
@@ -219,7 +219,7 @@ def _ask_all(proof: _Proof, questions: Sequence[_Question]) -> None:
     if not left:
         return
     stage = proof.stage
-    with measuring(stage), running_servers(proof.plan, proof.uses, _variants_dir(stage),
+    with measuring(stage), managed_servers(proof.plan, proof.uses, _variants_dir(stage),
                                             stage.pause_point) as proof.variants:
         stage.event("ServersReady", f"{len(proof.uses)} servers of the {proof.spec.engine} engine answer: "
                     + ", ".join(f"{name} ({words_of(use)})" if name != BASELINE else name
@@ -258,7 +258,7 @@ def _ask_parity(proof: _Proof) -> Found:
     return Found(question=PARITY, parity=report)
 
 
-def _same_answers(proof: _Proof, plain: RunningServer, drafted: RunningServer, prompts: Sequence[Sequence[int]],
+def _same_answers(proof: _Proof, plain: ManagedServer, drafted: ManagedServer, prompts: Sequence[Sequence[int]],
                   pause: Callable[[], None]) -> ParityReport:
     """Parity of n-gram look-up: nothing was trained that could be served wrongly, so only the answers are compared."""
     spec, tree = proof.spec, drafted.use.setting.tree

@@ -10,13 +10,21 @@ from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import SGLANG_ALGORITHMS, Family
 from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, OperatingPoint, Setting
+from eyrie_workers.engines.sglang.checkpoints import (
+    DrafterCheckpoint,
+    TargetCheckpoint,
+    checkpoint_algorithm,
+    family_algorithm,
+    read_drafter,
+    read_target,
+)
 from eyrie_workers.engines.sglang.launch import (
     LaunchPlan,
     adaptive_document,
     comparison,
     launch_arguments,
     launch_environment,
-    pins_of,
+    shared_args,
     without_speculation,
 )
 from eyrie_workers.engines.sglang.profiles import (
@@ -26,14 +34,6 @@ from eyrie_workers.engines.sglang.profiles import (
     captured_batches,
     profile,
     static_fraction,
-)
-from eyrie_workers.engines.sglang.served import (
-    ServedDrafter,
-    ServedTarget,
-    algorithm_of,
-    algorithm_of_family,
-    read_drafter,
-    read_target,
 )
 
 CHAIN = Setting(tree=DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6))
@@ -46,11 +46,11 @@ ADAPTIVE = OperatingMap(
 
 
 def plan(machine: str = "h100", setting: Setting = CHAIN, **more: Any) -> LaunchPlan:
-    target = more.pop("target", ServedTarget(model="/models/llama", architecture="LlamaForCausalLM", num_layers=32,
+    target = more.pop("target", TargetCheckpoint(model="/models/llama", architecture="LlamaForCausalLM", num_layers=32,
                                              context_length=8192))
-    drafter = more.pop("drafter", ServedDrafter(directory="/drafters/d", context_length=8192))
-    return LaunchPlan(target=target, machine=profile(machine), served_name="llama", drafter=drafter, setting=setting,
-                      **more)
+    drafter = more.pop("drafter", DrafterCheckpoint(directory="/drafters/d", context_length=8192))
+    return LaunchPlan(target=target, machine=profile(machine), served_model_name="llama", drafter=drafter,
+                      setting=setting, **more)
 
 
 def value(line: tuple[str, ...], flag: str) -> str | None:
@@ -80,10 +80,10 @@ def test_settings_raced_against_each_other_share_a_backend_that_serves_them_all(
 
 
 def test_a_blackwell_chain_runs_on_trtllm_and_gives_it_up_when_compared_with_a_tree() -> None:
-    assert pins_of(plan("b200", CHAIN)).attention_backend == "trtllm_mha"
-    assert pins_of(plan("b200", CHAIN)).page_size == 64
-    assert pins_of(plan("b200", CHAIN), [TREE]).attention_backend == "flashinfer"
-    assert pins_of(plan("h100", CHAIN)).attention_backend == pins_of(plan("h100", TREE)).attention_backend == "fa3"
+    assert shared_args(plan("b200", CHAIN)).attention_backend == "trtllm_mha"
+    assert shared_args(plan("b200", CHAIN)).page_size == 64
+    assert shared_args(plan("b200", CHAIN), [TREE]).attention_backend == "flashinfer"
+    assert {shared_args(plan("h100", setting)).attention_backend for setting in (CHAIN, TREE)} == {"fa3"}
 
 
 @pytest.mark.parametrize("machine", list(PROFILES))
@@ -125,20 +125,20 @@ def test_a_map_that_never_drafts_is_served_without_speculation() -> None:
 def test_an_unquantised_drafter_is_told_so_beside_a_quantised_target() -> None:
     flag = "--speculative-draft-model-quantization"
     assert value(launch_arguments(plan(quantization="fp8")), flag) == "unquant"
-    by_itself = ServedTarget(model="/m", architecture="LlamaForCausalLM", num_layers=32, context_length=8192,
+    by_itself = TargetCheckpoint(model="/m", architecture="LlamaForCausalLM", num_layers=32, context_length=8192,
                              quantised="gptq")
     assert value(launch_arguments(plan(target=by_itself)), flag) == "unquant"
     assert value(launch_arguments(plan()), flag) is None
-    both = ServedDrafter(directory="/d", context_length=8192, quantised="fp8")
+    both = DrafterCheckpoint(directory="/d", context_length=8192, quantised="fp8")
     assert value(launch_arguments(plan(quantization="fp8", drafter=both)), flag) is None
 
 
 def test_a_window_of_positions_becomes_sglangs_count_of_those_behind() -> None:
-    windowed = ServedDrafter(directory="/d", context_length=8192, sliding_window=1024)
+    windowed = DrafterCheckpoint(directory="/d", context_length=8192, sliding_window=1024)
     assert value(launch_arguments(plan(drafter=windowed)), "--speculative-draft-window-size") == "1023"
 
 
-WINDOWED = ServedDrafter(directory="/d", context_length=8192, sliding_window=1024)
+WINDOWED = DrafterCheckpoint(directory="/d", context_length=8192, sliding_window=1024)
 
 
 @pytest.mark.parametrize(("machine", "backend"), [("h100", "fa3"), ("a100-80gb", "fa3"), ("l40s", "fa3"),
@@ -173,7 +173,7 @@ def test_a_windowed_drafter_restricts_no_setting_that_does_not_ask_it() -> None:
 
 
 def test_the_context_served_is_one_that_target_and_drafter_reach() -> None:
-    short = ServedDrafter(directory="/d", context_length=2048)
+    short = DrafterCheckpoint(directory="/d", context_length=2048)
     assert value(launch_arguments(plan(drafter=short)), "--context-length") == "2048"
     assert {value(line, "--context-length") for line in comparison(plan(drafter=short)).values()} == {"2048"}
     with pytest.raises(Unlaunchable, match="2048 positions") as refused:
@@ -183,13 +183,13 @@ def test_the_context_served_is_one_that_target_and_drafter_reach() -> None:
         launch_arguments(plan(setting=OFF, context_length=9000))
 
 
-OLMO = ServedTarget(model="/m", architecture="Olmo3ForCausalLM", num_layers=32, context_length=8192,
+OLMO = TargetCheckpoint(model="/m", architecture="Olmo3ForCausalLM", num_layers=32, context_length=8192,
                     attention=AttentionNeeds(sliding=True))
-MLA = ServedTarget(model="/m", architecture="DeepseekV3ForCausalLM", num_layers=61, context_length=8192,
+MLA = TargetCheckpoint(model="/m", architecture="DeepseekV3ForCausalLM", num_layers=61, context_length=8192,
                    attention=AttentionNeeds(mla=True))
-HYBRID = ServedTarget(model="/m", architecture="Qwen3NextForCausalLM", num_layers=48, context_length=8192,
+HYBRID = TargetCheckpoint(model="/m", architecture="Qwen3NextForCausalLM", num_layers=48, context_length=8192,
                       attention=AttentionNeeds(linear=True))
-MIXTRAL = ServedTarget(model="/m", architecture="MixtralForCausalLM", num_layers=32, context_length=8192)
+MIXTRAL = TargetCheckpoint(model="/m", architecture="MixtralForCausalLM", num_layers=32, context_length=8192)
 
 
 def test_olmo_is_served_through_our_model_package_in_both_variants() -> None:
@@ -324,7 +324,7 @@ def test_both_variants_capture_the_same_batches_up_to_the_last(most: int) -> Non
 
 def drafted(algorithm: Any, setting: Setting = CHAIN, machine: str = "h100", **more: Any) -> LaunchPlan:
     facts = {name: more.pop(name) for name in ("block_size", "sliding_window") if name in more}
-    return plan(machine, setting, drafter=ServedDrafter("/drafters/d", 8192, algorithm=algorithm, **facts), **more)
+    return plan(machine, setting, drafter=DrafterCheckpoint("/drafters/d", 8192, algorithm=algorithm, **facts), **more)
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE"])
@@ -346,7 +346,7 @@ def test_a_drafter_of_blocks_is_told_its_block_and_a_backend_that_computes_it() 
                  "--speculative-draft-attention-backend") == "triton"
 
 
-OLMO = ServedTarget(model="/models/olmo", architecture="Olmo3ForCausalLM", num_layers=32, context_length=8192)
+OLMO = TargetCheckpoint(model="/models/olmo", architecture="Olmo3ForCausalLM", num_layers=32, context_length=8192)
 MIXTRAL = replace(OLMO, architecture="MixtralForCausalLM")
 QWEN2 = replace(OLMO, architecture="Qwen2ForCausalLM")
 STATIC = Setting(tree=DraftTreeShape(num_steps=4, top_k=4, num_draft_tokens=12, static=True))
@@ -384,8 +384,9 @@ def test_the_algorithm_is_read_from_the_architecture_of_every_family_sglang_serv
 
     for name, family in FAMILIES.items():
         if name != "standalone":  # its checkpoint is a target's, of whatever class that is
-            assert algorithm_of({"architectures": [family.architecture]}) == SGLANG_ALGORITHMS.get(family.name), name
-    assert algorithm_of({"architectures": ["LlamaForCausalLM"]}) == "STANDALONE"
-    assert algorithm_of({"architectures": ["Eagle3LlamaForCausalLM"]}) is None
-    assert algorithm_of({}) is None
-    assert {algorithm_of_family(family) for family in get_args(Family)} == {*SGLANG_ALGORITHMS.values(), None}
+            algorithm = checkpoint_algorithm({"architectures": [family.architecture]})
+            assert algorithm == SGLANG_ALGORITHMS.get(family.name), name
+    assert checkpoint_algorithm({"architectures": ["LlamaForCausalLM"]}) == "STANDALONE"
+    assert checkpoint_algorithm({"architectures": ["Eagle3LlamaForCausalLM"]}) is None
+    assert checkpoint_algorithm({}) is None
+    assert {family_algorithm(family) for family in get_args(Family)} == {*SGLANG_ALGORITHMS.values(), None}

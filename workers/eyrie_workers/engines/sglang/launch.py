@@ -31,6 +31,7 @@ from typing import Any
 from eyrie_api.decisions.capture_support import PLUGIN_ARCHITECTURES, require_block_capture, require_capture
 from eyrie_api.v1alpha1.targets import Dtype
 from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, Setting
+from eyrie_workers.engines.sglang.checkpoints import Algorithm, DrafterCheckpoint, TargetCheckpoint
 from eyrie_workers.engines.sglang.profiles import (
     AttentionNeeds,
     HardwareProfile,
@@ -39,7 +40,6 @@ from eyrie_workers.engines.sglang.profiles import (
     choose_attention,
     default_page_size,
 )
-from eyrie_workers.engines.sglang.served import Algorithm, ServedDrafter, ServedTarget
 from eyrie_workers.targets.sglang_limits import Unlaunchable
 
 PLUGIN_PACKAGE = "eyrie_workers.engines.sglang.plugin"
@@ -55,10 +55,10 @@ _DRAFTS_BLOCKS = ("flashinfer", "fa3", "fa4", "triton")
 class LaunchPlan:
     """Everything a server is told."""
 
-    target: ServedTarget
+    target: TargetCheckpoint
     machine: HardwareProfile
-    served_name: str
-    drafter: ServedDrafter | None = None
+    served_model_name: str
+    drafter: DrafterCheckpoint | None = None
     setting: Setting = OFF
     map: OperatingMap | None = None
     """When its adaptive form is there, the server follows the load by it; else `setting` holds at every load."""
@@ -103,7 +103,7 @@ class LaunchPlan:
 
 
 @dataclass(frozen=True)
-class Pins:
+class SharedServerArgs:
     """What every variant of a comparison must share."""
 
     attention_backend: str
@@ -113,12 +113,12 @@ class Pins:
     context_length: int
 
 
-def launch_arguments(plan: LaunchPlan, pins: Pins | None = None) -> tuple[str, ...]:
+def launch_arguments(plan: LaunchPlan, pins: SharedServerArgs | None = None) -> tuple[str, ...]:
     """The arguments behind `python -m sglang.launch_server`. Raises Unlaunchable with the hint."""
-    pins = pins or pins_of(plan)
+    pins = pins or shared_args(plan)
     _check(plan, pins)
     line = [
-        "--model-path", plan.target.model, "--served-model-name", plan.served_name,
+        "--model-path", plan.target.model, "--served-model-name", plan.served_model_name,
         "--host", plan.host, "--port", str(plan.port), "--dtype", plan.dtype,
         "--context-length", str(pins.context_length),
         "--max-running-requests", str(pins.max_running_requests),
@@ -172,7 +172,7 @@ def adaptive_document(plan: LaunchPlan) -> str | None:
     return None if slots is None else json.dumps(slots, indent=1) + "\n"
 
 
-def pins_of(plan: LaunchPlan, also: Sequence[Setting] = (), beside: Sequence[Setting] = ()) -> Pins:
+def shared_args(plan: LaunchPlan, also: Sequence[Setting] = (), beside: Sequence[Setting] = ()) -> SharedServerArgs:
     """What to pin for this plan, and for the same plan under these settings too. Raises Unlaunchable.
 
     beside   settings of other drafters' plans that are to have the same pins
@@ -189,7 +189,7 @@ def pins_of(plan: LaunchPlan, also: Sequence[Setting] = (), beside: Sequence[Set
         problem = attention_problem(plan.machine, needs, backend, widest, page_size)
         if problem is not None:
             raise Unlaunchable(*problem)
-    return Pins(
+    return SharedServerArgs(
         attention_backend=backend, page_size=page_size,
         mem_fraction=plan.mem_fraction if plan.mem_fraction is not None else plan.machine.mem_fraction,
         max_running_requests=plan.max_running_requests, context_length=_context(plan))
@@ -205,7 +205,7 @@ def comparison(plan: LaunchPlan, settings: Sequence[Setting] = ()) -> dict[str, 
 
     Attention backend, page size, memory fraction, max-running-requests and context are the same in all of them.
     """
-    pins = pins_of(plan, settings)
+    pins = shared_args(plan, settings)
     lines = {OFF.label(): launch_arguments(without_speculation(plan), pins)}
     if _adaptive_slots(plan) is not None:
         lines["adaptive"] = launch_arguments(plan, pins)
@@ -217,7 +217,7 @@ def comparison(plan: LaunchPlan, settings: Sequence[Setting] = ()) -> dict[str, 
 # Speculation
 
 
-def _speculation(plan: LaunchPlan, pins: Pins) -> list[str]:
+def _speculation(plan: LaunchPlan, pins: SharedServerArgs) -> list[str]:
     slots = _adaptive_slots(plan)
     tree = plan.setting.tree
     if slots is None and tree is None:
@@ -304,7 +304,7 @@ def _context(plan: LaunchPlan) -> int:
     return plan.context_length if plan.context_length is not None else reach
 
 
-def _check(plan: LaunchPlan, pins: Pins) -> None:
+def _check(plan: LaunchPlan, pins: SharedServerArgs) -> None:
     """Refuse what SGLang refuses, drops with a warning, or finds out only with the weights loaded."""
     adaptive = _adaptive_slots(plan) is not None
     drafting = adaptive or plan.setting.method == "drafter"
@@ -355,7 +355,7 @@ def _check_adaptive(plan: LaunchPlan) -> None:
                            "setting and only log it", "serve one setting (leave the map out), or attn_dp_size 1")
 
 
-def _check_family(plan: LaunchPlan, drafter: ServedDrafter, algorithm: Algorithm) -> None:
+def _check_family(plan: LaunchPlan, drafter: DrafterCheckpoint, algorithm: Algorithm) -> None:
     """What one way of drafting cannot do and another can."""
     adaptive = _adaptive_slots(plan) is not None
     if algorithm == "EAGLE3":
@@ -374,7 +374,7 @@ def _check_family(plan: LaunchPlan, drafter: ServedDrafter, algorithm: Algorithm
         _check_blocks(plan, drafter)
 
 
-def _check_blocks(plan: LaunchPlan, drafter: ServedDrafter) -> None:
+def _check_blocks(plan: LaunchPlan, drafter: DrafterCheckpoint) -> None:
     if plan.machine.platform == "cpu":
         raise Unlaunchable("DFLASH does not run on cpu", "serve it on a GPU, or in Eyrie's own engine")
     require_block_capture(plan.target.architecture)
@@ -390,7 +390,7 @@ def _check_blocks(plan: LaunchPlan, drafter: ServedDrafter) -> None:
                            f"use num_steps {drafter.block_size - 1} and num_draft_tokens {drafter.block_size}")
 
 
-def _check_drafter(plan: LaunchPlan, pins: Pins) -> None:
+def _check_drafter(plan: LaunchPlan, pins: SharedServerArgs) -> None:
     if plan.drafter is None:
         raise Unlaunchable("the setting drafts with a drafter, and there is none", "give a drafter directory, or off")
     if plan.drafter.algorithm is None:

@@ -29,7 +29,7 @@ from pathlib import Path
 import eyrie_workers
 from eyrie_api.processes import last_lines, log_lines
 from eyrie_workers.engines.parent_death_signal import with_parent_death_signal
-from eyrie_workers.engines.process import EngineFailed, await_ready
+from eyrie_workers.engines.process import EngineFailed, wait_until_ready
 
 PROGRAM = "EYRIE_SGLANG_PROGRAM"
 _POLL_S = 0.25
@@ -44,7 +44,7 @@ def program() -> tuple[str, ...]:
     return tuple(shlex.split(os.environ.get(PROGRAM, ""))) or ("python", "-m", "sglang.launch_server")
 
 
-def on_top(variables: Mapping[str, str]) -> dict[str, str]:
+def merged_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """This process's environment with `variables` over it; a PYTHONPATH comes before ours, and does not replace it."""
     found = {**os.environ, **variables}
     ours = os.environ.get("PYTHONPATH")
@@ -81,7 +81,7 @@ class SglangServer:
 
     def wait_ready(self, timeout_s: float = 1800.0) -> str:
         """Wait until it serves; return `url`. Raises EngineFailed when it ended, Transient when time is up."""
-        await_ready(self, "SGLang", timeout_s, _POLL_S)
+        wait_until_ready(self, "SGLang", timeout_s, _POLL_S)
         return self.url
 
     def check(self) -> None:
@@ -131,7 +131,7 @@ def start_sglang(arguments: Sequence[str], directory: Path, *, environment: Mapp
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            env=on_top(environment or {}),
+            env=merged_environment(environment or {}),
         )
     return SglangServer(process, f"http://{_address(arguments)}", log_file, command)
 

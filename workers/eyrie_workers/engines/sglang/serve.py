@@ -26,21 +26,22 @@ from eyrie_api.errors import EyrieError
 from eyrie_api.processes import free_port
 from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.tuning import DrafterUse
-from eyrie_workers.engines.servers import config_of, machine_profile
+from eyrie_workers.engines.managed_servers import config_of, machine_profile
 from eyrie_workers.engines.sglang import launch
-from eyrie_workers.engines.sglang.process import on_top, plugin_root, program
-from eyrie_workers.engines.sglang.served import read_drafter, read_target
+from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
+from eyrie_workers.engines.sglang.process import merged_environment, plugin_root, program
 
 _SHARE = 0.5
 """Of the memory fraction the profile would give one server alone."""
 
 
-def plan_of(options: argparse.Namespace, use: DrafterUse, port: int, directory: Path) -> launch.LaunchPlan:
+def build_launch_plan(options: argparse.Namespace, use: DrafterUse, port: int, directory: Path) -> launch.LaunchPlan:
     """The launch plan of one engine on this machine. Raises Unlaunchable or InvalidInput."""
     machine = machine_profile()
     drafts = use.setting.method == "drafter" and use.drafter_dir is not None
     return launch.LaunchPlan(
-        target=read_target(options.target, config_of(Path(options.target))), machine=machine, served_name=options.model,
+        target=read_target(options.target, config_of(Path(options.target))), machine=machine,
+        served_model_name=options.model,
         drafter=read_drafter(use.drafter_dir, config_of(Path(use.drafter_dir))) if drafts and use.drafter_dir else None,
         setting=use.setting, map=use.map, adaptive_path=str(directory / "adaptive.json"), host=options.host, port=port,
         dtype=options.dtype, context_length=use.context_length, max_running_requests=options.max_concurrency,
@@ -60,7 +61,7 @@ def main() -> NoReturn:
     options = parser.parse_args()
     port = free_port(options.host)
     try:
-        plan = plan_of(options, DrafterUse.model_validate_json(options.use), port, options.ready_file.parent)
+        plan = build_launch_plan(options, DrafterUse.model_validate_json(options.use), port, options.ready_file.parent)
         plan = replace(plan, plugin_root=plugin_root(options.ready_file.parent))
         line = (*program(), *launch.launch_arguments(plan))
     except EyrieError as error:
@@ -69,7 +70,7 @@ def main() -> NoReturn:
     if document is not None and plan.adaptive_path is not None:
         write_atomically(Path(plan.adaptive_path), document)
     write_atomically(options.ready_file, json.dumps({"url": f"http://{options.host}:{port}"}) + "\n")
-    os.execvpe(line[0], line, on_top(launch.launch_environment(plan)))
+    os.execvpe(line[0], line, merged_environment(launch.launch_environment(plan)))
 
 
 if __name__ == "__main__":

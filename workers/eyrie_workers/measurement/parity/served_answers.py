@@ -1,7 +1,7 @@
 """Greedy answers of a serving engine, as token ids, with what drafting did for each.
 
 Torch-free. Two dialects: SGLang's own `/generate`, which takes and gives token ids and whose `meta_info` holds the
-histogram of accepted lengths; and the OpenAI completions of our engine with its two extensions (`engines.openai`).
+histogram of accepted lengths; and the OpenAI completions of our engine with its two extensions (`engines.openai_api`).
 Answers end where the engine ends them. Both count the rounds of one request, and differ in one thing: SGLang enters the
 last round with all it accepted, our engine with the tokens that reached the answer.
 """

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from eyrie_api.errors import EyrieError
-from eyrie_workers.engines.meters import Meters
-from eyrie_workers.engines.openai import NotReady, Overloaded
+from eyrie_workers.engines.metrics import EngineMetrics
+from eyrie_workers.engines.openai_api import NotReady, Overloaded
 from eyrie_workers.speculation.engine import Engine, Progress, Request
 from eyrie_workers.targets.templates import ChatTokenizer
 
@@ -25,7 +25,7 @@ State = Literal["loading", "ready", "failed", "stopped"]
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedEngine:
     """What the thread needs to serve, and what the HTTP side needs to know."""
 
     engine: Engine
@@ -38,12 +38,12 @@ Listener = Callable[[Progress | EyrieError], None]
 """Called in the loop's thread: must not block."""
 
 
-class EngineDied(EyrieError):
+class EngineCrashed(EyrieError):
     """The engine raised in the middle of its work."""
 
     http_status = 500
     exit_code = 70
-    reason = "EngineDied"
+    reason = "EngineCrashed"
 
 
 @dataclass
@@ -56,10 +56,10 @@ class _Client:
     heard: bool = False
 
 
-class EngineLoop:
+class EngineThread:
     """Runs an engine in a thread of its own."""
 
-    def __init__(self, load: Callable[[], Loaded], meters: Meters, *, max_waiting: int = 256) -> None:
+    def __init__(self, load: Callable[[], LoadedEngine], meters: EngineMetrics, *, max_waiting: int = 256) -> None:
         self._load = load
         self._meters = meters
         self._max_waiting = max_waiting
@@ -72,7 +72,7 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.state: State = "loading"
         self.failure: EyrieError | None = None
-        self.loaded: Loaded | None = None
+        self.loaded: LoadedEngine | None = None
         self.on_change: Callable[[], None] = lambda: None
         """Called in the thread when the state changes."""
 
@@ -82,7 +82,7 @@ class EngineLoop:
 
     @property
     def alive(self) -> bool:
-        """Loaded, and the thread still turning."""
+        """LoadedEngine, and the thread still turning."""
         return self.state == "ready" and self._thread.is_alive()
 
     def submit(self, request: Request, listener: Listener) -> None:
@@ -116,17 +116,17 @@ class EngineLoop:
             self._die(error)
             return
         except Exception as error:
-            self._die(EngineDied(f"loading failed: {type(error).__name__}: {error}", "see the traceback in the log"))
+            self._die(EngineCrashed(f"loading failed: {type(error).__name__}: {error}", "see the traceback in the log"))
             raise
         self._become("ready")
         try:
             while self.state == "ready":
                 self._turn(self.loaded)
         except Exception as error:
-            self._die(EngineDied(f"{type(error).__name__}: {error}", "the engine will be restarted; send it again"))
+            self._die(EngineCrashed(f"{type(error).__name__}: {error}", "the engine will be restarted; send it again"))
             raise
 
-    def _turn(self, loaded: Loaded) -> None:
+    def _turn(self, loaded: LoadedEngine) -> None:
         self._take_commands(block=not self._clients)
         while self._waiting and len(self._running) < loaded.engine.max_concurrency:
             client = self._clients[self._waiting.popleft()]

@@ -19,7 +19,7 @@ _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30
 _ITL_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
-class Meters:
+class EngineMetrics:
     """One server's metrics, in a registry of their own."""
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
 """An OpenAI-compatible server that computes nothing: it answers at a set pace and writes down when it sent what.
 
-    python -m eyrie_workers.load.responder --ttft 0.1 --token 0.02 --bundle 3 --log sends.jsonl
+    python -m tests.servers.stub_openai_server --ttft 0.1 --token 0.02 --bundle 3 --log sends.jsonl
 
 It exists to measure the load generator against a server whose times are known, and to be the server that goes wrong:
-a last message of the form `trouble: <kind>` gets that trouble (`TROUBLES`). Its dialects refuse and offer what SGLang,
+a last message of the form `trouble: <kind>` gets that trouble (`FAULTS`). Its dialects refuse and offer what SGLang,
 vLLM, Eyrie and plainer servers do, so that finding a server's dialect can be tried without any of them.
 
 The answer is a function of the question alone: token i of it is word (crc32(question) + i) mod 1000, so two responders
@@ -32,7 +32,7 @@ from typing import Any, TextIO
 
 from eyrie_api.artifacts import write_atomically
 
-TROUBLES = {
+FAULTS = {
     "reset": "the connection is reset before an answer",
     "reset-midway": "the connection is reset in the middle of the answer",
     "cut": "the connection is closed in the middle of the answer",
@@ -64,7 +64,7 @@ _ID = "the-id-of-this-answer"
 
 
 @dataclass(frozen=True)
-class Pace:
+class Timing:
     """How answers leave. All zero: as fast as it can."""
 
     ttft_s: float = 0.0
@@ -80,7 +80,7 @@ class Pace:
 class Responder:
     """The server's state: its pace, its log, what it has served."""
 
-    pace: Pace
+    pace: Timing
     log: TextIO | None = None
     served: int = 0
     tasks: set["asyncio.Task[None]"] = field(default_factory=set)
@@ -139,7 +139,7 @@ class Responder:
         num_tokens = min(limit, self.pace.tokens or limit)
         bundles = -(-num_tokens // self.pace.bundle)
         await asyncio.sleep(self.pace.ttft_s + max(0, bundles - 1) * self.pace.bundle * self.pace.token_s)
-        answer = whole(question, num_tokens, Wish.of(body, self.pace.dialect))
+        answer = whole(question, num_tokens, RequestedFields.of(body, self.pace.dialect))
         sent_at = time.perf_counter()
         _whole(writer, 200, answer)
         await writer.drain()
@@ -153,7 +153,7 @@ class Responder:
         answer_id = f"chatcmpl-{os.getpid()}-{self.served}"
         limit = int(body.get("max_tokens") or body.get("max_completion_tokens") or 16)
         pieces = render(question, min(limit, self.pace.tokens or limit), self.pace.bundle,
-                        Wish.of(body, self.pace.dialect))
+                        RequestedFields.of(body, self.pace.dialect))
         sent_at = []
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         for number, piece in enumerate(pieces):
@@ -195,7 +195,7 @@ class Responder:
 
 
 @dataclass(frozen=True)
-class Wish:
+class RequestedFields:
     """What a request asked to be told."""
 
     running_usage: bool
@@ -205,7 +205,7 @@ class Wish:
     details: bool
 
     @classmethod
-    def of(cls, body: Mapping[str, Any], dialect: str) -> "Wish":
+    def of(cls, body: Mapping[str, Any], dialect: str) -> "RequestedFields":
         """As far as the dialect knows it."""
         options = body.get("stream_options") or {}
         return cls(
@@ -216,7 +216,7 @@ class Wish:
 
 
 @functools.lru_cache(maxsize=4096)
-def render(question: str, num_tokens: int, bundle: int, wish: Wish) -> tuple[bytes, ...]:
+def render(question: str, num_tokens: int, bundle: int, wish: RequestedFields) -> tuple[bytes, ...]:
     """The events of an answer, bundle by bundle, the id still to be filled in; the last piece ends it.
 
     Kept, because rendering costs more than sending and would be seen in the pace.
@@ -247,7 +247,7 @@ def render(question: str, num_tokens: int, bundle: int, wish: Wish) -> tuple[byt
     return (*pieces, last + b"data: [DONE]\n\n")
 
 
-def whole(question: str, num_tokens: int, wish: Wish) -> dict[str, Any]:
+def whole(question: str, num_tokens: int, wish: RequestedFields) -> dict[str, Any]:
     """The completion that says what `render` streams."""
     ids = [(zlib.crc32(question.encode()) + i) % _WORDS for i in range(num_tokens)]
     message = {"role": "assistant", "content": "".join(f" w{token}" for token in ids)}
@@ -298,7 +298,7 @@ def _whole(writer: asyncio.StreamWriter, status: int, value: Mapping[str, Any]) 
                  f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
 
 
-async def serve(pace: Pace, port: int, ready_file: Path | None, log_file: Path | None) -> None:
+async def serve(pace: Timing, port: int, ready_file: Path | None, log_file: Path | None) -> None:
     """Answer until cancelled."""
     log = log_file.open("w") if log_file is not None else None
     responder = Responder(pace, log)
@@ -320,7 +320,7 @@ async def serve(pace: Pace, port: int, ready_file: Path | None, log_file: Path |
 
 def main(argv: list[str] | None = None) -> int:
     """The program; ends with SIGINT or SIGTERM."""
-    parser = argparse.ArgumentParser(prog="python -m eyrie_workers.load.responder",
+    parser = argparse.ArgumentParser(prog="python -m tests.servers.stub_openai_server",
                                      description="An OpenAI-compatible server of a set pace, for measuring clients.")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     parser.add_argument("--ttft", type=float, default=0.0, help="seconds to the first token")
@@ -331,7 +331,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--log", type=Path, help="JSON lines: when each piece of each answer was sent")
     parser.add_argument("--ready-file", type=Path, help="written (JSON: url, pid) once it answers")
     given = parser.parse_args(argv)
-    pace = Pace(given.ttft, given.token, max(1, given.bundle), given.tokens, given.dialect)
+    pace = Timing(given.ttft, given.token, max(1, given.bundle), given.tokens, given.dialect)
 
     async def until_told() -> None:
         task = asyncio.ensure_future(serve(pace, given.port, given.ready_file, given.log))

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyrie_api.v1alpha1.sampling import SamplingSpec
-from eyrie_workers.engines.answers import Answer, Wanted
-from eyrie_workers.engines.openai import Head
+from eyrie_workers.engines.openai_api import ResponseMetadata
+from eyrie_workers.engines.responses import GenerationRequest, ResponseBuilder
 from eyrie_workers.speculation.engine import Progress, Request
 from eyrie_workers.targets.templates import parse_answer
 
@@ -21,11 +21,11 @@ def decode(ids: list[int]) -> str:
     return bytes(ids).decode("utf-8", errors="replace")
 
 
-def new_answer(*, stops: tuple[str, ...] = (), tools: bool = False, chat: bool = True) -> Answer:
+def new_answer(*, stops: tuple[str, ...] = (), tools: bool = False, chat: bool = True) -> ResponseBuilder:
     request = Request(id="r", prompt_ids=[1, 2], max_new_tokens=999, sampling=SamplingSpec(), stop_ids=(EOS,))
-    wanted = Wanted(request=request, stops=stops, has_tools=tools, stream=True, include_usage=True, token_ids=True,
-                    spec_details=True)
-    return Answer(wanted, Head("chatcmpl-77", "m", 0, chat, "f"), decode, parse_answer)
+    generation = GenerationRequest(request=request, stops=stops, has_tools=tools, stream=True, include_usage=True,
+                                   token_ids=True, spec_details=True)
+    return ResponseBuilder(generation, ResponseMetadata("chatcmpl-77", "m", 0, chat, "f"), decode, parse_answer)
 
 
 def rounds(tokens: list[int], cuts: list[int]) -> list[Progress]:
@@ -40,7 +40,7 @@ def rounds(tokens: list[int], cuts: list[int]) -> list[Progress]:
     return said
 
 
-def streamed(answer: Answer, said: list[Progress]) -> list[dict[str, Any]]:
+def streamed(answer: ResponseBuilder, said: list[Progress]) -> list[dict[str, Any]]:
     chunks = [answer.opening()]
     for progress in said:
         text = answer.take(progress)

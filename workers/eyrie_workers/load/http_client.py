@@ -11,7 +11,7 @@ and body, a deadline per exchange, a proxy where one is given. Not wanted here: 
 for), HTTP/2.
 
 A connection that the server closed while it lay idle is not the server's failure: the request is sent once more on a
-fresh one. Everything else that goes wrong is an `ExchangeFailed` with a reason that can be counted.
+fresh one. Everything else that goes wrong is an `RequestFailed` with a reason that can be counted.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.load.origin import ExchangeFailed, Origin
-from eyrie_workers.load.proxy import Tunnel, authorisation
+from eyrie_workers.load.endpoint_url import EndpointUrl, RequestFailed
+from eyrie_workers.load.proxy import ProxyTunnel, proxy_authorization_header
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_LINE_BYTES = 1024
@@ -39,7 +39,7 @@ class _WentStale(Exception):
 
 
 @dataclass
-class Reply:
+class HttpResponse:
     """An answer as it came. Times are `time.perf_counter()`."""
 
     status: int
@@ -56,7 +56,7 @@ class Reply:
         return b"".join(piece for _, piece in self.pieces)
 
 
-class Frames:
+class BodyDecoder:
     """Takes a body out of its frames as it comes. `feed` appends payload to `pieces` and says when it is whole."""
 
     def __init__(self, length: int | None, chunked: bool) -> None:
@@ -69,12 +69,12 @@ class Frames:
         self._size = 0
 
     def feed(self, now: float, data: bytes) -> bool:
-        """Whether the body is whole. Raises ExchangeFailed for broken frames or too large a body."""
+        """Whether the body is whole. Raises RequestFailed for broken frames or too large a body."""
         if self._chunked:
             return self._feed_chunks(now, data)
         if not self.until_close:
             if len(data) > self._left:
-                raise ExchangeFailed("Malformed", "the server sent more than the Content-Length it announced")
+                raise RequestFailed("Malformed", "the server sent more than the Content-Length it announced")
             self._left -= len(data)
         if data:
             self._keep(now, data)
@@ -83,7 +83,7 @@ class Frames:
     def _keep(self, now: float, payload: bytes) -> None:
         self._size += len(payload)
         if self._size > MAX_BODY_BYTES:
-            raise ExchangeFailed("Oversized", f"the answer is larger than {MAX_BODY_BYTES >> 20} MiB")
+            raise RequestFailed("Oversized", f"the answer is larger than {MAX_BODY_BYTES >> 20} MiB")
         self.pieces.append((now, payload))
 
     def _feed_chunks(self, now: float, data: bytes) -> bool:
@@ -102,13 +102,13 @@ class Frames:
             self._line += piece
             at += len(piece)
             if len(self._line) > MAX_LINE_BYTES:
-                raise ExchangeFailed("Malformed", "a chunk's size line is too long")
+                raise RequestFailed("Malformed", "a chunk's size line is too long")
             if stop < 0:
                 break
             line, self._line = self._line.strip(), b""
             if self._take_line(line):
                 if at < len(data):
-                    raise ExchangeFailed("Malformed", "the server sent bytes after the end of its answer")
+                    raise RequestFailed("Malformed", "the server sent bytes after the end of its answer")
                 return True
         return False
 
@@ -116,7 +116,7 @@ class Frames:
         """One line between payloads; True after the last."""
         if self._state == "end":
             if line:
-                raise ExchangeFailed("Malformed", "a chunk is longer than its size line says")
+                raise RequestFailed("Malformed", "a chunk is longer than its size line says")
             self._state = "size"
         elif self._state == "trailer":
             return not line
@@ -127,7 +127,7 @@ class Frames:
             except ValueError:
                 self._left = -1
             if self._left < 0 or not digits.isalnum():
-                raise ExchangeFailed("Malformed", f"{line[:40]!r} is not the size of a chunk")
+                raise RequestFailed("Malformed", f"{line[:40]!r} is not the size of a chunk")
             self._state = "data" if self._left else "trailer"
         return False
 
@@ -141,9 +141,9 @@ class Connection(asyncio.BufferedProtocol):
         """It lay idle: the server may have closed it meanwhile."""
 
         self._transport: asyncio.Transport | None = None
-        self._answer: asyncio.Future[Reply] | None = None
+        self._answer: asyncio.Future[HttpResponse] | None = None
         self._head = bytearray()
-        self._frames: Frames | None = None
+        self._frames: BodyDecoder | None = None
         self._status = 0
         self._headers: dict[str, str] = {}
         self._sent_at = 0.0
@@ -169,7 +169,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         try:
             self._take(now, bytes(_BUFFER[:nbytes]))
-        except ExchangeFailed as error:
+        except RequestFailed as error:
             self._fail(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -182,15 +182,15 @@ class Connection(asyncio.BufferedProtocol):
         elif self._frames is None and not self._head and self.kept:
             self._answer.set_exception(_WentStale())
         elif exc is not None:
-            self._answer.set_exception(ExchangeFailed("Reset", f"the connection broke: {exc}"))
+            self._answer.set_exception(RequestFailed("Reset", f"the connection broke: {exc}"))
         else:
             where = "before it answered" if self._frames is None else "in the middle of its answer"
-            self._answer.set_exception(ExchangeFailed("CutShort", f"the server closed the connection {where}"))
+            self._answer.set_exception(RequestFailed("CutShort", f"the server closed the connection {where}"))
 
     # Our side
 
-    async def exchange(self, request: bytes, timeout_s: float) -> Reply:
-        """Send a whole request, wait for the whole answer. Raises ExchangeFailed; a failed connection is closed."""
+    async def exchange(self, request: bytes, timeout_s: float) -> HttpResponse:
+        """Send a whole request, wait for the whole answer. Raises RequestFailed; a failed connection is closed."""
         assert self._transport is not None
         loop = asyncio.get_running_loop()
         self._answer = loop.create_future()
@@ -199,7 +199,7 @@ class Connection(asyncio.BufferedProtocol):
         if not self.open:
             raise _WentStale
         late = loop.call_later(timeout_s, self._fail,
-                               ExchangeFailed("Timeout", f"no whole answer within {timeout_s:g} s"))
+                               RequestFailed("Timeout", f"no whole answer within {timeout_s:g} s"))
         try:
             self._sent_at = time.perf_counter()
             self._transport.write(request)
@@ -219,7 +219,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def _fail(self, error: ExchangeFailed) -> None:
+    def _fail(self, error: RequestFailed) -> None:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
         self.abort()
@@ -230,7 +230,7 @@ class Connection(asyncio.BufferedProtocol):
             end = self._head.find(b"\r\n\r\n")
             if end < 0:
                 if len(self._head) > MAX_HEAD_BYTES:
-                    raise ExchangeFailed("Malformed", f"the answer's head is larger than {MAX_HEAD_BYTES >> 10} KiB")
+                    raise RequestFailed("Malformed", f"the answer's head is larger than {MAX_HEAD_BYTES >> 10} KiB")
                 return
             data = bytes(self._head[end + 4:])
             self._read_head(bytes(self._head[:end]))
@@ -247,7 +247,7 @@ class Connection(asyncio.BufferedProtocol):
     def _finish(self, now: float) -> None:
         assert self._answer is not None
         assert self._frames is not None
-        self._answer.set_result(Reply(self._status, self._headers, self._frames.pieces, self._sent_at, now))
+        self._answer.set_result(HttpResponse(self._status, self._headers, self._frames.pieces, self._sent_at, now))
 
     def _read_head(self, head: bytes) -> None:
         self._status, self._headers, minor = read_head(head)
@@ -255,35 +255,35 @@ class Connection(asyncio.BufferedProtocol):
         length: int | None = None
         if not chunked and "content-length" in self._headers:
             if not self._headers["content-length"].isdigit():
-                raise ExchangeFailed("Malformed", "Content-Length is not a number")
+                raise RequestFailed("Malformed", "Content-Length is not a number")
             length = int(self._headers["content-length"])
         if self._status in (204, 304):
             length = 0
-        self._frames = Frames(length, chunked)
+        self._frames = BodyDecoder(length, chunked)
         wish = self._headers.get("connection", "").lower()
         self._keep_alive = ("keep-alive" in wish or (minor >= 1 and "close" not in wish)) \
             and not self._frames.until_close
 
 
 def read_head(head: bytes) -> tuple[int, dict[str, str], int]:
-    """Status, headers by lower-case name, and the minor HTTP version. Raises ExchangeFailed."""
+    """Status, headers by lower-case name, and the minor HTTP version. Raises RequestFailed."""
     first, *lines = head.decode("latin-1").split("\r\n")
     parts = first.split(" ", 2)
     if len(parts) < 2 or not parts[0].startswith("HTTP/1.") or not parts[1].isdigit():
-        raise ExchangeFailed("Malformed", f"{first[:60]!r} is not the beginning of an HTTP/1 answer")
+        raise RequestFailed("Malformed", f"{first[:60]!r} is not the beginning of an HTTP/1 answer")
     headers = {}
     for line in lines:
         name, colon, value = line.partition(":")
         if not colon:
-            raise ExchangeFailed("Malformed", f"{line[:60]!r} is not a header")
+            raise RequestFailed("Malformed", f"{line[:60]!r} is not a header")
         headers[name.strip().lower()] = value.strip()
     return int(parts[1]), headers, 0 if parts[0] == "HTTP/1.0" else 1
 
 
-class Pool:
+class ConnectionPool:
     """Connections to one origin, kept alive between requests."""
 
-    def __init__(self, origin: Origin, headers: Mapping[str, str], proxy: Origin | None = None) -> None:
+    def __init__(self, origin: EndpointUrl, headers: Mapping[str, str], proxy: EndpointUrl | None = None) -> None:
         self._origin, self._proxy = origin, proxy
         self._tls = ssl.create_default_context() if origin.scheme == "https" else None
         self._idle: list[Connection] = []
@@ -298,15 +298,15 @@ class Pool:
         self._path = origin.path
         if proxy is not None and self._tls is None:  # without TLS the proxy reads the request: whole address, own name
             self._path = origin.url
-            self._head += authorisation(proxy)
+            self._head += proxy_authorization_header(proxy)
 
     def render(self, method: str, path: str, body: bytes = b"") -> bytes:
         """The bytes of a request."""
         sized = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
         return f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}{sized}\r\n".encode() + body
 
-    async def exchange(self, request: bytes, timeout_s: float) -> Reply:
-        """Send a rendered request and wait for the whole answer. Raises ExchangeFailed."""
+    async def exchange(self, request: bytes, timeout_s: float) -> HttpResponse:
+        """Send a rendered request and wait for the whole answer. Raises RequestFailed."""
         while self._idle:
             connection = self._idle.pop()
             if not connection.open:
@@ -318,7 +318,7 @@ class Pool:
         try:
             return await self._use(await self._connect(min(timeout_s, _CONNECT_TIMEOUT_S)), request, timeout_s)
         except _WentStale:
-            raise ExchangeFailed("Reset", "the server closed a fresh connection") from None
+            raise RequestFailed("Reset", "the server closed a fresh connection") from None
 
     async def prepare(self, num: int) -> None:
         """Have at least so many idle connections, as far as the server grants them."""
@@ -335,7 +335,7 @@ class Pool:
             connection.abort()
         self._idle.clear()
 
-    async def _use(self, connection: Connection, request: bytes, timeout_s: float) -> Reply:
+    async def _use(self, connection: Connection, request: bytes, timeout_s: float) -> HttpResponse:
         reply = await connection.exchange(request, timeout_s)
         if connection.open:
             self._keep(connection)
@@ -353,21 +353,21 @@ class Pool:
                     return await self._through_tunnel(self._proxy, self._tls)
                 return await self._straight(through)
         except TimeoutError:
-            raise ExchangeFailed("Timeout", f"{through.url} took no connection within {timeout_s:g} s") from None
+            raise RequestFailed("Timeout", f"{through.url} took no connection within {timeout_s:g} s") from None
         except ssl.SSLError as error:
-            raise ExchangeFailed("Tls", f"{self._origin.url}: TLS failed: {error}") from error
+            raise RequestFailed("Tls", f"{self._origin.url}: TLS failed: {error}") from error
         except OSError as error:
             why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-            raise ExchangeFailed("Unreachable", f"{through.url} is not reachable: {why}") from error
+            raise RequestFailed("Unreachable", f"{through.url} is not reachable: {why}") from error
 
-    async def _straight(self, to: Origin) -> Connection:
+    async def _straight(self, to: EndpointUrl) -> Connection:
         _, connection = await asyncio.get_running_loop().create_connection(
             Connection, to.host, to.port, ssl=self._tls, server_hostname=to.host if self._tls else None)
         return connection
 
-    async def _through_tunnel(self, proxy: Origin, tls: ssl.SSLContext) -> Connection:
+    async def _through_tunnel(self, proxy: EndpointUrl, tls: ssl.SSLContext) -> Connection:
         loop, connection = asyncio.get_running_loop(), Connection()
-        transport, tunnel = await loop.create_connection(Tunnel, proxy.host, proxy.port)
+        transport, tunnel = await loop.create_connection(ProxyTunnel, proxy.host, proxy.port)
         try:
             await tunnel.granted(transport, proxy, self._origin)
             inner = await loop.start_tls(transport, connection, tls, server_hostname=self._origin.host)

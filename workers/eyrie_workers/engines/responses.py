@@ -1,9 +1,9 @@
-"""One request on its way: what was wanted, and the answer as its tokens arrive.
+"""Generation requests, and the OpenAI response objects built from the engine's tokens as they arrive.
 
-`Answer` turns the engine's progress into what a client sees. It is a function of the tokens alone: cut at the first
-stop id or stop string, counted token by token, so that text, usage and finish reason are the same whether tokens come
-one by one or seven at a time. Speculation details count rounds as the engine ran them, also for a round whose last
-tokens a stop string cut off.
+`ResponseBuilder` turns the engine's progress into what a client receives. The result depends on the tokens alone, not
+on how they are grouped: they are appended one by one and cut at the first stop id or stop string, so that text, usage
+and finish reason are the same whether a round yields one token or seven. Speculation details count rounds as the engine
+ran them, including a round whose last tokens a stop string removed.
 """
 
 import secrets
@@ -11,19 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from eyrie_workers.engines.openai import (
-    ChatRequest,
+from eyrie_workers.engines.detokenizer import ResponseText
+from eyrie_workers.engines.engine_thread import LoadedEngine
+from eyrie_workers.engines.openai_api import (
+    ChatCompletionRequest,
+    CompletionRequest,
     FinishReason,
-    Head,
+    ResponseMetadata,
     SpecDetails,
-    TextRequest,
-    delta_choice,
+    chunk_choice,
+    completion_choice,
     fit_context,
     usage,
-    whole_choice,
 )
-from eyrie_workers.engines.text import AnswerText
-from eyrie_workers.engines.worker_loop import Loaded
 from eyrie_workers.speculation.engine import Progress, Request
 
 # Seeds are 63-bit: what a signed 64-bit field of any client holds.
@@ -31,7 +31,7 @@ _SEED_MASK = 2**63 - 1
 
 
 @dataclass(frozen=True)
-class Wanted:
+class GenerationRequest:
     """A request both APIs boil down to."""
 
     request: Request
@@ -43,10 +43,10 @@ class Wanted:
     spec_details: bool
 
 
-def want(body: ChatRequest | TextRequest, request_id: str, loaded: Loaded) -> Wanted:
+def want(body: ChatCompletionRequest | CompletionRequest, request_id: str, loaded: LoadedEngine) -> GenerationRequest:
     """Render the prompt and settle every number. Raises ContextTooLong."""
     tools = None
-    if isinstance(body, ChatRequest):
+    if isinstance(body, ChatCompletionRequest):
         tools = body.offered_tools
         prompt_ids = loaded.tokenizer.render([message.for_template() for message in body.messages], tools)
     else:
@@ -58,14 +58,14 @@ def want(body: ChatRequest | TextRequest, request_id: str, loaded: Loaded) -> Wa
         sampling=body.sampling(), seed=seed,
         stop_ids=() if body.ignore_eos else tuple(loaded.tokenizer.eos_ids),
     )
-    return Wanted(
+    return GenerationRequest(
         request=request, stops=body.stops(), has_tools=tools is not None, stream=body.stream,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         token_ids=body.return_token_ids, spec_details=body.return_spec_tokens_details,
     )
 
 
-def _prompt_ids(body: TextRequest, loaded: Loaded) -> list[int]:
+def _prompt_ids(body: CompletionRequest, loaded: LoadedEngine) -> list[int]:
     prompt = body.prompt[0] if isinstance(body.prompt, list) and isinstance(body.prompt[0], str) else body.prompt
     if isinstance(prompt, str):
         return loaded.tokenizer.encode(prompt)
@@ -73,11 +73,11 @@ def _prompt_ids(body: TextRequest, loaded: Loaded) -> list[int]:
 
 
 @dataclass
-class Answer:
+class ResponseBuilder:
     """One answer as it grows."""
 
-    wanted: Wanted
-    head: Head
+    wanted: GenerationRequest
+    head: ResponseMetadata
     decode: Callable[[list[int]], str]
     parse: Callable[[str], dict[str, Any]]
     """Text to an assistant message with `tool_calls`, when it holds any."""
@@ -90,7 +90,7 @@ class Answer:
     """Token ids already sent in chunks."""
 
     def __post_init__(self) -> None:
-        self._text = AnswerText(self.decode, self.wanted.stops, gate_calls=self.wanted.has_tools)
+        self._text = ResponseText(self.decode, self.wanted.stops, gate_calls=self.wanted.has_tools)
 
     def take(self, progress: Progress) -> str:
         """Take in what one step yielded; return the text to show. Sets `finish` at the end."""
@@ -124,7 +124,7 @@ class Answer:
         """The answer object of a request that did not stream."""
         message = self._message()
         assert self.finish is not None
-        choice = whole_choice(self.head, message, "tool_calls" if message.get("tool_calls") else self.finish)
+        choice = completion_choice(self.head, message, "tool_calls" if message.get("tool_calls") else self.finish)
         answer = self.head.wrap([choice], chunk=False) | {"usage": self.usage()}
         if self.wanted.token_ids:
             choice["token_ids"] = self.token_ids
@@ -133,14 +133,14 @@ class Answer:
 
     def opening(self) -> dict[str, Any]:
         """The first chunk of a stream: the role, and the prompt's token ids when asked for."""
-        chunk = self.head.wrap([delta_choice(self.head, text="", role="assistant")], chunk=True)
+        chunk = self.head.wrap([chunk_choice(self.head, text="", role="assistant")], chunk=True)
         if self.wanted.token_ids:
             chunk["prompt_token_ids"] = list(self.wanted.request.prompt_ids)
         return chunk
 
     def chunk(self, text: str) -> dict[str, Any]:
         """A chunk with text, and the token ids that came since the last chunk."""
-        return self.head.wrap([self._with_ids(delta_choice(self.head, text=text))], chunk=True)
+        return self.head.wrap([self._with_ids(chunk_choice(self.head, text=text))], chunk=True)
 
     def closing(self) -> list[dict[str, Any]]:
         """The last chunks of a stream: what the gate held back, the finish reason, usage when asked for."""
@@ -151,9 +151,9 @@ class Answer:
         late = (message["content"] or "").removeprefix(self._text.shown.strip()) if calls else self._text.unshown
         chunks = []
         if late or calls:
-            choice = delta_choice(self.head, text=late or None, tool_calls=calls)
+            choice = chunk_choice(self.head, text=late or None, tool_calls=calls)
             chunks.append(self.head.wrap([self._with_ids(choice)], chunk=True))
-        last = self._with_ids(delta_choice(self.head, reason="tool_calls" if calls else self.finish))
+        last = self._with_ids(chunk_choice(self.head, reason="tool_calls" if calls else self.finish))
         chunks.append(self.head.wrap([last], chunk=True) | self._extension())
         if self.wanted.include_usage:
             chunks.append(self.head.wrap([], chunk=True) | {"usage": self.usage()})

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_workers.engines.openai import (
+from eyrie_workers.engines.openai_api import (
     ContextTooLong,
     Refused,
     SpecDetails,
     error_body,
     fit_context,
     parse_chat,
-    parse_text,
+    parse_completion,
 )
 
 HELLO = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -20,7 +20,7 @@ HELLO = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 def test_defaults_are_those_of_openai() -> None:
     sampling = parse_chat(HELLO).sampling()
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
-    assert parse_text({"prompt": "x"}).most_tokens == 16
+    assert parse_completion({"prompt": "x"}).most_tokens == 16
 
 
 def test_nulls_mean_absent() -> None:
@@ -67,11 +67,11 @@ def test_tools_are_not_offered_when_the_client_forbids_their_use() -> None:
 
 
 def test_a_prompt_is_one_text_or_one_list_of_token_ids() -> None:
-    assert parse_text({"prompt": [1, 2, 3]}).prompt == [1, 2, 3]
-    assert parse_text({"prompt": ["one"]}).prompt == ["one"]
+    assert parse_completion({"prompt": [1, 2, 3]}).prompt == [1, 2, 3]
+    assert parse_completion({"prompt": ["one"]}).prompt == ["one"]
     for prompt in (["one", "two"], "", [], None):
         with pytest.raises(Refused):
-            parse_text({"prompt": prompt})
+            parse_completion({"prompt": prompt})
 
 
 @given(st.integers(1, 600), st.one_of(st.none(), st.integers(1, 600)))

@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 from eyrie_api.errors import InvalidInput
 
 
-class ExchangeFailed(Exception):
+class RequestFailed(Exception):
     """No whole answer came. `reason` is a word to count by, the message says more."""
 
     def __init__(self, reason: str, message: str) -> None:
@@ -17,7 +17,7 @@ class ExchangeFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Origin:
+class EndpointUrl:
     """Where requests go. `path` is the part of the URL before the API's own paths."""
 
     scheme: Literal["http", "https"]
@@ -40,7 +40,7 @@ class Origin:
         return self.url.split("//", 1)[1].split("/", 1)[0]
 
 
-def parse_url(url: str) -> Origin:
+def parse_url(url: str) -> EndpointUrl:
     """An http(s) address. Raises InvalidInput, which quotes the address only as far as it holds no credentials."""
     parts = urlsplit(url)
     try:
@@ -58,4 +58,5 @@ def parse_url(url: str) -> Origin:
         pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
         basic = "Basic " + base64.b64encode(pair.encode()).decode()
     scheme: Literal["http", "https"] = "https" if parts.scheme == "https" else "http"
-    return Origin(scheme, parts.hostname, port or (443 if scheme == "https" else 80), parts.path.rstrip("/"), basic)
+    port = port or (443 if scheme == "https" else 80)
+    return EndpointUrl(scheme, parts.hostname, port, parts.path.rstrip("/"), basic)

@@ -183,7 +183,7 @@ class _Completion(_Closed):
         )
 
 
-class ChatRequest(_Completion):
+class ChatCompletionRequest(_Completion):
     """`POST /v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1)
@@ -204,7 +204,7 @@ class ChatRequest(_Completion):
         return self.max_completion_tokens or self.max_tokens
 
 
-class TextRequest(_Completion):
+class CompletionRequest(_Completion):
     """`POST /v1/completions`: one prompt, as text or as token ids."""
 
     prompt: str | list[int] | list[str]
@@ -228,14 +228,14 @@ class TextRequest(_Completion):
 RequestT = TypeVar("RequestT", bound=_Completion)
 
 
-def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
+def parse_chat(body: Mapping[str, Any]) -> ChatCompletionRequest:
     """A chat request from its JSON. Raises Refused naming the field."""
-    return _parse(ChatRequest, body)
+    return _parse(ChatCompletionRequest, body)
 
 
-def parse_text(body: Mapping[str, Any]) -> TextRequest:
+def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
     """A text completion request from its JSON. Raises Refused naming the field."""
-    return _parse(TextRequest, body)
+    return _parse(CompletionRequest, body)
 
 
 def _parse(kind: type[RequestT], body: Mapping[str, Any]) -> RequestT:
@@ -326,7 +326,7 @@ class SpecDetails:
 
 
 @dataclass(frozen=True)
-class Head:
+class ResponseMetadata:
     """What every object of one answer repeats."""
 
     id: str
@@ -350,14 +350,14 @@ def usage(num_prompt_tokens: int, num_answer_tokens: int) -> dict[str, int]:
             "total_tokens": num_prompt_tokens + num_answer_tokens}
 
 
-def whole_choice(head: Head, message: Mapping[str, Any], reason: FinishReason) -> dict[str, Any]:
+def completion_choice(head: ResponseMetadata, message: Mapping[str, Any], reason: FinishReason) -> dict[str, Any]:
     """The one choice of a non-streaming answer. `message` has `content` and perhaps `tool_calls`."""
     if not head.chat:
         return {"index": 0, "text": message.get("content") or "", "finish_reason": reason, "logprobs": None}
     return {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": reason, "logprobs": None}
 
 
-def delta_choice(head: Head, *, text: str | None = None, role: str | None = None,
+def chunk_choice(head: ResponseMetadata, *, text: str | None = None, role: str | None = None,
                  tool_calls: Sequence[Mapping[str, Any]] = (), reason: FinishReason | None = None) -> dict[str, Any]:
     """The one choice of a streamed chunk."""
     if not head.chat:

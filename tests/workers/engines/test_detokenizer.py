@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_workers.engines.text import AnswerText, Detokenizer, StopMatcher
+from eyrie_workers.engines.detokenizer import Detokenizer, ResponseText, StopMatcher
 
 
 def decode_bytes(ids: list[int]) -> str:
@@ -69,7 +69,7 @@ def test_a_tail_that_may_begin_a_stop_waits_and_is_given_when_it_does_not() -> N
 
 
 def test_text_behind_a_bracket_waits_when_tools_were_offered() -> None:
-    text = AnswerText(decode_bytes, gate_calls=True)
+    text = ResponseText(decode_bytes, gate_calls=True)
     shown = "".join(text.push(byte) for byte in b'I look it up. {"name": "f"}') + text.finish()
     assert shown == "I look it up. "
     assert text.unshown == '{"name": "f"}'
@@ -77,5 +77,5 @@ def test_text_behind_a_bracket_waits_when_tools_were_offered() -> None:
 
 
 def test_without_tools_a_bracket_is_text_like_any_other() -> None:
-    text = AnswerText(decode_bytes)
+    text = ResponseText(decode_bytes)
     assert "".join(text.push(byte) for byte in b"a[0]") + text.finish() == "a[0]"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from eyrie_workers.load.endpoints import LoadPrompt
-from eyrie_workers.load.responder import Pace, serve
+from tests.servers.stub_openai_server import Timing, serve
 
 GENEROUS_S = 60.0
 
@@ -40,11 +40,11 @@ def in_thread(work: "asyncio._CoroutineLike[None]") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def responding(directory: Path, pace: Pace | None = None) -> Iterator[str]:
+def responding(directory: Path, pace: Timing | None = None) -> Iterator[str]:
     """A responder; yields its URL."""
     ready = directory / "ready.json"
     ready.unlink(missing_ok=True)
-    with in_thread(serve(pace or Pace(), 0, ready, None)):
+    with in_thread(serve(pace or Timing(), 0, ready, None)):
         wait_for(ready)
         yield json.loads(ready.read_text())["url"]
 

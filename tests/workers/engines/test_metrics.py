@@ -1,15 +1,15 @@
 """What is counted of rounds."""
 
-from eyrie_workers.engines.meters import Meters
+from eyrie_workers.engines.metrics import EngineMetrics
 
 
-def counted(meters: Meters) -> dict[str, float]:
+def counted(meters: EngineMetrics) -> dict[str, float]:
     lines = [line.split() for line in meters.render().decode().splitlines() if not line.startswith("#")]
     return {name: float(value) for name, value in lines}
 
 
 def test_rounds_that_drafted_are_told_from_plain_ones_whatever_was_accepted() -> None:
-    meters = Meters()
+    meters = EngineMetrics()
     meters.rounds([3, 0], [5, 5])
     meters.rounds([0, 0, 0], [0, 0, 0])  # too many requests for drafting to pay
     meters.rounds([], [])

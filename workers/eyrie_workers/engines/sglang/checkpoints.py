@@ -27,7 +27,7 @@ _ALGORITHMS: dict[str, Algorithm] = {
 
 
 @dataclass(frozen=True)
-class ServedTarget:
+class TargetCheckpoint:
     """A target as SGLang sees it."""
 
     model: str
@@ -44,7 +44,7 @@ class ServedTarget:
 
 
 @dataclass(frozen=True)
-class ServedDrafter:
+class DrafterCheckpoint:
     """A drafter as SGLang sees it."""
 
     directory: str
@@ -60,7 +60,7 @@ class ServedDrafter:
     """Tokens of one block, the last settled one included, of a drafter that writes whole blocks."""
 
 
-def read_target(model: str, config: Mapping[str, Any], revision: str | None = None) -> ServedTarget:
+def read_target(model: str, config: Mapping[str, Any], revision: str | None = None) -> TargetCheckpoint:
     """The facts of a target from its `config.json`. Raises Unlaunchable naming what is missing."""
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
@@ -75,7 +75,7 @@ def read_target(model: str, config: Mapping[str, Any], revision: str | None = No
     kinds = text.get("layer_types") or ()
     linear = LINEAR in kinds or bool(text.get("linear_num_key_heads"))
     windowed = bool(text.get("sliding_window")) and bool(text.get("use_sliding_window", True))
-    return ServedTarget(
+    return TargetCheckpoint(
         model=model, revision=revision, architecture=str(architectures[0]),
         num_layers=positive_integer(text, "num_hidden_layers", model), context_length=context_length(text, model),
         attention=AttentionNeeds(
@@ -85,7 +85,7 @@ def read_target(model: str, config: Mapping[str, Any], revision: str | None = No
         quantised=_quantised(config))
 
 
-def read_drafter(directory: str, config: Mapping[str, Any]) -> ServedDrafter:
+def read_drafter(directory: str, config: Mapping[str, Any]) -> DrafterCheckpoint:
     """The facts of an exported drafter from its `config.json`. Raises Unlaunchable naming what is missing."""
     own = config.get("eyrie")
     window = config.get("sliding_window")
@@ -94,14 +94,14 @@ def read_drafter(directory: str, config: Mapping[str, Any]) -> ServedDrafter:
     if window is not None and (not isinstance(window, int) or window < 2):
         raise Unlaunchable(f"drafter {directory!r}: sliding_window is {window!r}, not a count of positions",
                            "export the drafter again")
-    algorithm = algorithm_of(config)
+    algorithm = checkpoint_algorithm(config)
     endless = algorithm is None and "max_position_embeddings" not in config  # heads on a state know no positions
-    return ServedDrafter(
+    return DrafterCheckpoint(
         directory=directory, context_length=_ENDLESS if endless else context_length(config, directory),
         sliding_window=window, quantised=_quantised(config), algorithm=algorithm, block_size=_block_size(config))
 
 
-def algorithm_of(config: Mapping[str, Any]) -> Algorithm | None:
+def checkpoint_algorithm(config: Mapping[str, Any]) -> Algorithm | None:
     """How SGLang drafts with a checkpoint of these `architectures`; None when it cannot.
 
     A model that SGLang knows as a target drafts by itself (STANDALONE).
@@ -111,7 +111,7 @@ def algorithm_of(config: Mapping[str, Any]) -> Algorithm | None:
     return _ALGORITHMS.get(str(name)) or ("STANDALONE" if name in SUPPORTED_BY_SGLANG else None)
 
 
-def algorithm_of_family(family: Family) -> Algorithm | None:
+def family_algorithm(family: Family) -> Algorithm | None:
     """The same for a drafter whose checkpoint cannot be read, only the job that asked for it."""
     found = SGLANG_ALGORITHMS.get(family)
     return next((algorithm for algorithm in get_args(Algorithm) if algorithm == found), None)

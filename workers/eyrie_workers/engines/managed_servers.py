@@ -22,11 +22,11 @@ from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.serving import EngineKind
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
-from eyrie_workers.engines.process import EngineCommand, followable, start_engine
+from eyrie_workers.engines.process import EngineCommand, batch_size_schedule, start_engine
 from eyrie_workers.engines.sglang import launch
+from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.engines.sglang.process import plugin_root, program, start_sglang
 from eyrie_workers.engines.sglang.profiles import HardwareProfile, profile
-from eyrie_workers.engines.sglang.served import read_drafter, read_target
 from eyrie_workers.targets.loading import resolve
 
 _POLL_S = 0.1
@@ -36,7 +36,7 @@ _READY_S = {"embedded": 180.0, "sglang": 1800.0}
 _DRAIN_S = {"embedded": 10.0, "sglang": 0.0}
 """Between SIGTERM and SIGKILL. Nobody waits for an answer any more, and SGLang looks for the signal every 5 s only."""
 
-Uses = dict[str, DrafterUse]
+DrafterUses = dict[str, DrafterUse]
 """What each variant decodes with, by the variant's name."""
 
 
@@ -80,11 +80,11 @@ class ServerPlan:
         """Whether the engine can change its setting with the load, by the map of `use`."""
         if use.map is None:
             return False
-        return use.map.adaptive is not None if self.kind == "sglang" else followable(use.map) is not None
+        return use.map.adaptive is not None if self.kind == "sglang" else batch_size_schedule(use.map) is not None
 
 
 @dataclass(frozen=True)
-class RunningServer:
+class ManagedServer:
     """The server of one variant."""
 
     name: str
@@ -99,14 +99,14 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def running_servers(plan: ServerPlan, uses: Uses, directory: Path,
-                 pause_point: Callable[[], None]) -> Iterator[dict[str, RunningServer]]:
+def managed_servers(plan: ServerPlan, uses: DrafterUses, directory: Path,
+                 pause_point: Callable[[], None]) -> Iterator[dict[str, ManagedServer]]:
     """All variants started and answering; ended however the block is left. `pause_point` is asked while they come up.
 
     Raises EngineFailed when one of them ends, Transient when one does not come up in time, InvalidInput (Unlaunchable)
     for a setting the engine cannot serve.
     """
-    variants: dict[str, RunningServer] = {}
+    variants: dict[str, ManagedServer] = {}
     try:
         for name in uses:
             variants[name] = start_server(plan, name, uses, directory / name)
@@ -120,7 +120,7 @@ def running_servers(plan: ServerPlan, uses: Uses, directory: Path,
             variant.server.stop(_DRAIN_S[plan.kind])
 
 
-def wait_ready(variants: Sequence[RunningServer], timeout_s: float, pause_point: Callable[[], None]) -> None:
+def wait_ready(variants: Sequence[ManagedServer], timeout_s: float, pause_point: Callable[[], None]) -> None:
     """Wait until all of them answer."""
     deadline = time.monotonic() + timeout_s
     while waiting := [variant for variant in variants if not _answers(variant)]:
@@ -131,7 +131,7 @@ def wait_ready(variants: Sequence[RunningServer], timeout_s: float, pause_point:
         time.sleep(_POLL_S)
 
 
-def _answers(variant: RunningServer) -> bool:
+def _answers(variant: ManagedServer) -> bool:
     try:
         variant.server.check()
     except EyrieError as error:
@@ -139,7 +139,7 @@ def _answers(variant: RunningServer) -> bool:
     return variant.server.ready()
 
 
-def start_server(plan: ServerPlan, name: str, uses: Uses, directory: Path) -> RunningServer:
+def start_server(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path) -> ManagedServer:
     """Start the server of one variant of `uses` on a leash; does not wait. Its log goes to `directory`."""
     use = uses[name]
     server: Server
@@ -154,10 +154,10 @@ def start_server(plan: ServerPlan, name: str, uses: Uses, directory: Path) -> Ru
             _adaptive_file(directory).write_text(document)
         server = start_sglang(launch.launch_arguments(told, pins), directory,
                               environment=launch.launch_environment(told))
-    return RunningServer(name, use, plan.model, server)
+    return ManagedServer(name, use, plan.model, server)
 
 
-def command_line(plan: ServerPlan, name: str, uses: Uses, directory: Path) -> tuple[str, ...]:
+def command_line(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path) -> tuple[str, ...]:
     """How the server of a variant is started, for the report; its port is left open (0)."""
     if plan.kind == "embedded":
         return tuple(_embedded(plan, uses[name]).argv())
@@ -171,13 +171,13 @@ def _embedded(plan: ServerPlan, use: DrafterUse) -> EngineCommand:
         threads=plan.threads)
 
 
-def _sglang(plan: ServerPlan, name: str, uses: Uses, directory: Path,
-            port: int) -> tuple[launch.LaunchPlan, launch.Pins]:
+def _sglang(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path,
+            port: int) -> tuple[launch.LaunchPlan, launch.SharedServerArgs]:
     """One variant's plan, and the pins that make it comparable with the others."""
     target_dir = resolve(plan.target)
     machine = plan.machine or machine_profile()
     shared = launch.LaunchPlan(
-        target=read_target(str(target_dir), config_of(target_dir), None), machine=machine, served_name=plan.model,
+        target=read_target(str(target_dir), config_of(target_dir), None), machine=machine, served_model_name=plan.model,
         port=port, dtype=plan.target.dtype, max_running_requests=plan.max_concurrency)
 
     def told(use: DrafterUse) -> launch.LaunchPlan:
@@ -186,13 +186,13 @@ def _sglang(plan: ServerPlan, name: str, uses: Uses, directory: Path,
                        adaptive_path=str(_adaptive_file(directory)))
 
     plans = {variant: told(use) for variant, use in uses.items()}
-    context = min(launch.pins_of(one).context_length for one in plans.values())
+    context = min(launch.shared_args(one).context_length for one in plans.values())
     own = plans[name]
     if machine.platform == "cpu":  # its memory is not all SGLang's: no more of it than its requests can fill
         own = replace(own, max_total_tokens=plan.max_concurrency * context)
     # One backend for all: asked of the drafter that is hardest to serve, under every setting compared.
     hardest = max(plans.values(), key=_demands)
-    pins = launch.pins_of(hardest, beside=[use.setting for use in uses.values()])
+    pins = launch.shared_args(hardest, beside=[use.setting for use in uses.values()])
     fraction = _fraction(machine, list(uses).index(name), len(uses))
     return own, replace(pins, context_length=context, mem_fraction=fraction)
 

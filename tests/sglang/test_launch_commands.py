@@ -17,6 +17,7 @@ import pytest
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, OperatingPoint, Setting
+from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.engines.sglang.launch import (
     LaunchPlan,
     adaptive_document,
@@ -25,12 +26,11 @@ from eyrie_workers.engines.sglang.launch import (
     launch_environment,
 )
 from eyrie_workers.engines.sglang.profiles import PROFILES, HardwareProfile, profile
-from eyrie_workers.engines.sglang.served import read_drafter, read_target
 from eyrie_workers.targets.sglang_limits import Unlaunchable
 from tests.sglang.servers import ROOT, STAND_IN, environment, sglang_python
 from tests.sglang.target_configs import TARGETS, write_drafter, write_target
 
-RESOLVER = Path(__file__).with_name("resolve_lines.py")
+RESOLVER = Path(__file__).with_name("resolve_commands.py")
 CHAIN = Setting(tree=DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6))
 TREE = Setting(tree=DraftTreeShape(num_steps=4, top_k=4, num_draft_tokens=12))
 NGRAM = Setting(method="ngram", tree=DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4))
@@ -88,7 +88,7 @@ class Matrix:
         drafter = read_drafter(str(self.drafter), json.loads((self.drafter / "config.json").read_text()))
         directory = self.targets[target]
         known = read_target(str(directory), json.loads((directory / "config.json").read_text()))
-        return LaunchPlan(target=known, machine=profile(machine), served_name=target, setting=setting,
+        return LaunchPlan(target=known, machine=profile(machine), served_model_name=target, setting=setting,
                           **({"drafter": drafter} | more))
 
     def other(self, algorithm: str, machine: str, setting: Setting = CHAIN, **more: Any) -> LaunchPlan:

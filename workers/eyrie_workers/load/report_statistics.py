@@ -26,20 +26,20 @@ from eyrie_workers.intervals import (
     interval_around,
     standard_error,
 )
-from eyrie_workers.load.client import Sample
-from eyrie_workers.load.events import FloatArray
+from eyrie_workers.load.client import RequestResult
+from eyrie_workers.load.completion_stream import FloatArray
 from eyrie_workers.load.schedule import Level
 
 PromptKey = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Seen:
+class LevelResults:
     """All blocks of one variant at one level."""
 
     variant: str
     level: Level
-    samples: tuple[Sample, ...]
+    samples: tuple[RequestResult, ...]
     seconds: float
     """Wall clock of the blocks, from the first request sent to the last answer."""
 
@@ -55,7 +55,7 @@ def quantiles(values: FloatArray) -> Quantiles | None:
     return Quantiles(mean=float(values.mean()), p50=p50, p90=p90, p99=p99)
 
 
-def keeps(sample: Sample, slo: ServiceLevel) -> bool:
+def keeps(sample: RequestResult, slo: ServiceLevel) -> bool:
     """Whether a request kept every bound that is given. A failed one kept none."""
     if sample.failure is not None:
         return False
@@ -64,14 +64,14 @@ def keeps(sample: Sample, slo: ServiceLevel) -> bool:
     return all(value is not None and value <= bound for value, bound in pairs if bound is not None)
 
 
-def drafts(samples: Iterable[Sample]) -> bool:
+def drafts(samples: Iterable[RequestResult]) -> bool:
     """Whether a variant drafts. An engine that does not may still count its rounds, all of which accepted nothing;
     and a
     single answer of one that does may have accepted nothing. So all answers are asked."""
     return any(s.proposed or (s.histogram is not None and len(s.histogram) > 1) for s in samples)
 
 
-def cell(samples: Sequence[Sample], seconds: float, spec: LoadSpec, *, drafting: bool) -> LoadCell:
+def cell(samples: Sequence[RequestResult], seconds: float, spec: LoadSpec, *, drafting: bool) -> LoadCell:
     """Figures of the requests of one variant at one level, of one category or all. `drafting`: whether the variant
     does."""
     good = [sample for sample in samples if sample.failure is None]
@@ -97,7 +97,7 @@ def cell(samples: Sequence[Sample], seconds: float, spec: LoadSpec, *, drafting:
         acceptance=conditional_acceptance(histogram), accepted_histogram=histogram)
 
 
-def level_report(seen: Seen, spec: LoadSpec) -> LoadLevel:
+def level_report(seen: LevelResults, spec: LoadSpec) -> LoadLevel:
     """One variant at one level, with its categories."""
     categories = dict.fromkeys(sample.category for sample in seen.samples)
     drafting = drafts(seen.samples)
@@ -109,7 +109,7 @@ def level_report(seen: Seen, spec: LoadSpec) -> LoadLevel:
         generator_cpu_share=seen.cpu_s / seen.seconds if seen.seconds > 0 else None)
 
 
-def comparison(variant: Seen, baseline: Seen, spec: LoadSpec) -> LoadComparison | None:
+def comparison(variant: LevelResults, baseline: LevelResults, spec: LoadSpec) -> LoadComparison | None:
     """A variant against the baseline at one level; None unless both answered some prompt."""
     pairs = _by_prompt(variant.samples, baseline.samples)
     if not pairs:
@@ -151,7 +151,7 @@ def crossover(comparisons: Iterable[LoadComparison]) -> float | None:
     return None
 
 
-def _user_rate(good: Sequence[Sample]) -> float:
+def _user_rate(good: Sequence[RequestResult]) -> float:
     rates = [sample.tokens / sample.end_to_end_s for sample in good if sample.end_to_end_s > 0]
     return sum(rates) / len(rates) if rates else 0.0
 
@@ -162,10 +162,10 @@ def _ratio(ours: LoadCell, theirs: LoadCell) -> float | None:
     return ours.tokens_per_s_per_user / theirs.tokens_per_s_per_user
 
 
-Pair = tuple[list[Sample], list[Sample]]
+Pair = tuple[list[RequestResult], list[RequestResult]]
 
 
-def _by_prompt(ours: Sequence[Sample], theirs: Sequence[Sample]) -> dict[PromptKey, Pair]:
+def _by_prompt(ours: Sequence[RequestResult], theirs: Sequence[RequestResult]) -> dict[PromptKey, Pair]:
     """Answers of both variants by prompt; prompts that one variant never answered left out."""
     pairs: dict[PromptKey, Pair] = {}
     for side, samples in enumerate((ours, theirs)):
@@ -188,24 +188,24 @@ def _identical(pairs: Iterable[Pair]) -> tuple[int, int]:
     return compared, identical
 
 
-def _same(one: Sample, other: Sample) -> bool:
+def _same(one: RequestResult, other: RequestResult) -> bool:
     if one.ids_digest is not None and other.ids_digest is not None:
         return one.ids_digest == other.ids_digest
     return one.digest == other.digest
 
 
-def _work(samples: Sequence[Sample]) -> tuple[float, float]:
+def _work(samples: Sequence[RequestResult]) -> tuple[float, float]:
     """Tokens, and the seconds they were waited for."""
     return float(sum(sample.tokens for sample in samples)), sum(sample.end_to_end_s for sample in samples)
 
 
-def _rates(samples: Sequence[Sample]) -> tuple[float, float]:
+def _rates(samples: Sequence[RequestResult]) -> tuple[float, float]:
     """Sum of the requests' tokens per second, and their number."""
     rates = [sample.tokens / sample.end_to_end_s for sample in samples if sample.end_to_end_s > 0]
     return sum(rates), float(len(rates))
 
 
-def _interval(value: float, pairs: Iterable[Pair], summed: Callable[[Sequence[Sample]], tuple[float, float]],
+def _interval(value: float, pairs: Iterable[Pair], summed: Callable[[Sequence[RequestResult]], tuple[float, float]],
               seed: int) -> Interval:
     """Interval of a ratio of quotients of sums. One prompt says nothing about others: its interval is the point."""
     fields = np.array([(*summed(ours), *summed(theirs)) for ours, theirs in pairs], dtype=np.float64)
@@ -216,7 +216,7 @@ def _interval(value: float, pairs: Iterable[Pair], summed: Callable[[Sequence[Sa
     return interval_around(value, error, len(fields))
 
 
-def _tau_interval(good: Sequence[Sample], seed: int) -> Interval:
+def _tau_interval(good: Sequence[RequestResult], seed: int) -> Interval:
     """Of the acceptance length, prompts resampled. It cannot be below 1."""
     by_prompt: dict[PromptKey, list[tuple[int, ...]]] = {}
     for sample in good:

@@ -24,10 +24,10 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from eyrie_workers.load.origin import ExchangeFailed
+from eyrie_workers.load.endpoint_url import RequestFailed
 
 FloatArray = npt.NDArray[np.float64]
-Counting = Literal["ids", "usage", "text", "chunks"]
+TokenCounting = Literal["ids", "usage", "text", "chunks"]
 
 _DONE = "[DONE]"
 _SLICE = 32  # events read between two looks at the sockets: about a quarter of a millisecond
@@ -36,12 +36,12 @@ _UNFINISHED = ("abort", "error")
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class StreamedCompletion:
     """A whole answer."""
 
     id: str
     tokens: int
-    counting: Counting
+    counting: TokenCounting
     first_at: float | None
     """When the first token came; None for an answer without any."""
 
@@ -73,7 +73,7 @@ class Answer:
 def events(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:
     """Server-sent events with the time at which each was complete. Comments and field names but `data` are skipped.
 
-    Raises ExchangeFailed for bytes that are not UTF-8 or an event that never ended.
+    Raises RequestFailed for bytes that are not UTF-8 or an event that never ended.
     """
     rest = b""
     data: list[bytes] = []
@@ -88,14 +88,14 @@ def events(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, str]]
                 yield at, _decoded(b"\n".join(data))
                 data = []
     if data or rest.strip():
-        raise ExchangeFailed("CutShort", "the stream ended in the middle of an event")
+        raise RequestFailed("CutShort", "the stream ended in the middle of an event")
 
 
 def _decoded(data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError:
-        raise ExchangeFailed("Malformed", "an event of the stream is not UTF-8") from None
+        raise RequestFailed("Malformed", "an event of the stream is not UTF-8") from None
 
 
 @dataclass
@@ -116,10 +116,10 @@ class _Seen:
     proposed: bool = False
 
 
-def reading(pieces: Sequence[tuple[float, bytes]]) -> Generator[None, None, Answer]:
+def read_stream_in_slices(pieces: Sequence[tuple[float, bytes]]) -> Generator[None, None, StreamedCompletion]:
     """Read the answer of a stream that has ended, a slice of its events at a time: other streams come in between.
 
-    Returns the answer. Raises ExchangeFailed when it is not a whole chat completion.
+    Returns the answer. Raises RequestFailed when it is not a whole chat completion.
     """
     seen = _Seen()
     done = False
@@ -132,34 +132,34 @@ def reading(pieces: Sequence[tuple[float, bytes]]) -> Generator[None, None, Answ
         try:
             chunk = json.loads(data)
         except ValueError:
-            raise ExchangeFailed("Malformed", f"an event of the stream is not JSON: {data[:80]!r}") from None
+            raise RequestFailed("Malformed", f"an event of the stream is not JSON: {data[:80]!r}") from None
         try:
             _take(seen, at, chunk)
         except (AttributeError, KeyError, IndexError, TypeError, ValueError):
-            raise ExchangeFailed("Malformed", f"an event is not a chat completion chunk: {data[:80]!r}") from None
+            raise RequestFailed("Malformed", f"an event is not a chat completion chunk: {data[:80]!r}") from None
     if seen.finish_reason is None:
-        raise ExchangeFailed("CutShort", "the stream ended without a finish reason" if done or seen.at
+        raise RequestFailed("CutShort", "the stream ended without a finish reason" if done or seen.at
                              else "the stream holds no answer")
     if seen.finish_reason in _UNFINISHED:
-        raise ExchangeFailed("Aborted", f"the server ended the answer with finish reason {seen.finish_reason!r}")
+        raise RequestFailed("Aborted", f"the server ended the answer with finish reason {seen.finish_reason!r}")
     return _settled(seen)
 
 
-def read_answer(pieces: Sequence[tuple[float, bytes]]) -> Answer:
+def read_stream(pieces: Sequence[tuple[float, bytes]]) -> StreamedCompletion:
     """The same in one go."""
-    steps = reading(pieces)
+    steps = read_stream_in_slices(pieces)
     while True:
         try:
             next(steps)
         except StopIteration as end:
-            return cast(Answer, end.value)
+            return cast(StreamedCompletion, end.value)
 
 
 def _take(seen: _Seen, at: float, chunk: Mapping[str, Any]) -> None:
     error = chunk.get("error")
     if error is not None or chunk.get("object") == "error":
         said = error.get("message") if isinstance(error, Mapping) else error or chunk.get("message")
-        raise ExchangeFailed("ErrorInStream", f"the server reported an error in the stream: {str(said)[:200]}")
+        raise RequestFailed("ErrorInStream", f"the server reported an error in the stream: {str(said)[:200]}")
     seen.id = seen.id or str(chunk.get("id") or "")
     usage = chunk.get("usage")
     running = None if usage is None else int(usage["completion_tokens"])
@@ -207,13 +207,13 @@ def _take_extension(seen: _Seen, extension: Mapping[str, Any] | None) -> None:
         seen.last_ids = [int(token) for token in output_ids[0]]
 
 
-def _settled(seen: _Seen) -> Answer:
+def _settled(seen: _Seen) -> StreamedCompletion:
     counting, counts = _token_counts(seen)
     arrived = counts > 0
     at, counts = np.asarray(seen.at, dtype=np.float64)[arrived], counts[arrived]
     # The finish reason is a chunk of its own, so there is always one; a text may still have no token at all.
     ids = seen.last_ids if seen.last_ids is not None else (seen.ids or None)
-    return Answer(
+    return StreamedCompletion(
         id=seen.id, tokens=int(counts.sum()), counting=counting, first_at=float(at[0]) if len(at) else None,
         gaps_s=_gaps(at, counts), finish_reason=seen.finish_reason or "",
         text="\x1f".join("".join(said) for said in seen.texts.values()),
@@ -227,7 +227,7 @@ def _gaps(at: FloatArray, counts: npt.NDArray[np.int64]) -> FloatArray:
     return np.concatenate([np.zeros(counts[0] - 1), np.repeat(later, counts[1:])])
 
 
-def _token_counts(seen: _Seen) -> tuple[Counting, npt.NDArray[np.int64]]:
+def _token_counts(seen: _Seen) -> tuple[TokenCounting, npt.NDArray[np.int64]]:
     """Tokens of every chunk, by the best of the four ways (see the module's essay)."""
     ids = np.asarray(seen.num_ids, dtype=np.int64)
     if seen.ids and (seen.total is None or int(ids.sum()) == seen.total):

@@ -9,7 +9,7 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.serving import EngineKind
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
-from eyrie_workers.engines.servers import ServerPlan, Uses, command_line
+from eyrie_workers.engines.managed_servers import DrafterUses, ServerPlan, command_line
 from eyrie_workers.engines.sglang.profiles import profile
 from eyrie_workers.targets.sglang_limits import Unlaunchable
 
@@ -19,7 +19,7 @@ SHARED = ("--attention-backend", "--page-size", "--max-running-requests", "--con
 
 
 @pytest.fixture
-def uses(drafter: Path) -> Uses:
+def uses(drafter: Path) -> DrafterUses:
     return {"off": DrafterUse(), "candidate": DrafterUse(drafter_dir=str(drafter), setting=CHAIN),
             "incumbent": DrafterUse(drafter_dir=str(drafter), setting=TREE)}
 
@@ -33,7 +33,7 @@ def plan_for(kind: EngineKind, target: Path, machine: str) -> ServerPlan:
 
 
 def test_sglang_variants_differ_in_drafting_and_in_the_share_of_memory_that_is_left_to_them(
-        target: Path, uses: Uses, tmp_path: Path) -> None:
+        target: Path, uses: DrafterUses, tmp_path: Path) -> None:
     # A B200 would run a chain and a tree on different attention backends if each were left to choose.
     plan = plan_for("sglang", target, "b200")
     lines = {name: command_line(plan, name, uses, tmp_path) for name in uses}
@@ -51,8 +51,8 @@ def test_sglang_variants_differ_in_drafting_and_in_the_share_of_memory_that_is_l
     assert left > taken[0]  # the reference engine of the parity gate fits beside them
 
 
-def test_a_windowed_candidate_stands_beside_an_incumbent_that_drafts_trees(target: Path, drafter: Path, uses: Uses,
-                                                                           tmp_path: Path) -> None:
+def test_a_windowed_candidate_and_an_incumbent_that_drafts_trees_share_an_attention_backend(
+        target: Path, drafter: Path, uses: DrafterUses, tmp_path: Path) -> None:
     windowed = tmp_path / "windowed"
     windowed.mkdir()
     config = json.loads((drafter / "config.json").read_text())
@@ -67,12 +67,12 @@ def test_a_windowed_candidate_stands_beside_an_incumbent_that_drafts_trees(targe
 
 
 def test_on_a_processor_sglang_keeps_no_more_memory_than_its_requests_can_fill(
-        target: Path, uses: Uses, tmp_path: Path) -> None:
+        target: Path, uses: DrafterUses, tmp_path: Path) -> None:
     line = command_line(plan_for("sglang", target, "cpu"), "off", uses, tmp_path)
     assert value(line, "--max-total-tokens") == str(8 * int(value(line, "--context-length") or 0))
 
 
-def test_an_engine_of_ours_is_told_the_map_it_can_follow(target: Path, uses: Uses, tmp_path: Path) -> None:
+def test_an_engine_of_ours_is_told_the_map_it_can_follow(target: Path, uses: DrafterUses, tmp_path: Path) -> None:
     chart = OperatingMap(points=tuple(
         OperatingPoint(concurrency=load, setting=setting, speedup=1.0, tokens_per_s=1.0, measured=True)
         for load, setting in ((1, CHAIN), (4, OFF))))

@@ -12,7 +12,7 @@ from eyrie_workers.engines.parent_death_signal import with_parent_death_signal
 
 PARENT = """
 import subprocess, sys, time
-from eyrie_workers.engines.leash import with_parent_death_signal
+from eyrie_workers.engines.parent_death_signal import with_parent_death_signal
 child = subprocess.Popen(with_parent_death_signal(["sleep", "600"]), start_new_session=True)
 print(child.pid, flush=True)
 time.sleep(600)

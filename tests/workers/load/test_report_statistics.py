@@ -7,25 +7,26 @@ import pytest
 
 from eyrie_api.v1alpha1.load import LoadComparison, LoadSpec, ServiceLevel
 from eyrie_api.v1alpha1.model import Interval
-from eyrie_workers.load.client import Sample
-from eyrie_workers.load.figures import Seen, cell, comparison, crossover, keeps, level_report
+from eyrie_workers.load.client import RequestResult
+from eyrie_workers.load.report_statistics import LevelResults, cell, comparison, crossover, keeps, level_report
 from eyrie_workers.load.schedule import Level
 
 SPEC = LoadSpec(concurrencies=(1,))
 
 
 def sample(index: int, seconds: float = 1.0, tokens: int = 11, category: str = "a", ttft_s: float = 0.1,
-           digest: bytes = b"same", histogram: tuple[int, ...] | None = None) -> Sample:
-    return Sample(category, f"p{index}", 0, index, tokens=tokens, ttft_s=ttft_s, digest=digest, histogram=histogram,
-                  gaps_s=np.full(tokens - 1, (seconds - ttft_s) / (tokens - 1)), end_to_end_s=seconds)
+           digest: bytes = b"same", histogram: tuple[int, ...] | None = None) -> RequestResult:
+    gaps_s = np.full(tokens - 1, (seconds - ttft_s) / (tokens - 1))
+    return RequestResult(category, f"p{index}", 0, index, tokens=tokens, ttft_s=ttft_s, digest=digest,
+                         histogram=histogram, gaps_s=gaps_s, end_to_end_s=seconds)
 
 
-def seen(variant: str, *samples: Sample, users: int = 1) -> Seen:
-    return Seen(variant, Level("closed", users), samples, sum(s.end_to_end_s for s in samples) / users, 0.01)
+def seen(variant: str, *samples: RequestResult, users: int = 1) -> LevelResults:
+    return LevelResults(variant, Level("closed", users), samples, sum(s.end_to_end_s for s in samples) / users, 0.01)
 
 
 def test_a_cell_by_hand() -> None:
-    failed = Sample("a", "p9", 0, 9, failure="Http429", detail="full")
+    failed = RequestResult("a", "p9", 0, 9, failure="Http429", detail="full")
     made = cell([sample(0, 1.0), sample(1, 2.0), failed], 3.0, SPEC, drafting=True)
     assert (made.requests, made.completed, made.failed, made.output_tokens) == (3, 2, {"Http429": 1}, 22)
     assert made.tokens_per_s == pytest.approx(22 / 3)
@@ -38,7 +39,7 @@ def test_a_cell_by_hand() -> None:
 
 
 def test_a_cell_of_failures_has_no_latencies_and_no_speed() -> None:
-    made = cell([Sample("a", "p", 0, 0, failure="Timeout")], 5.0, SPEC, drafting=True)
+    made = cell([RequestResult("a", "p", 0, 0, failure="Timeout")], 5.0, SPEC, drafting=True)
     assert (made.completed, made.tokens_per_s, made.ttft_s, made.tau) == (0, 0.0, None, None)
 
 
@@ -68,7 +69,7 @@ def test_goodput_counts_requests_that_keep_every_bound() -> None:
     spec = LoadSpec(concurrencies=(1,), slo=slo)
     good, slow, late = sample(0, 1.0), sample(1, 2.0), sample(2, 1.0, ttft_s=0.3)
     assert [keeps(s, slo) for s in (good, slow, late)] == [True, False, False]
-    failed = Sample("a", "p", 0, 3, failure="Reset")
+    failed = RequestResult("a", "p", 0, 3, failure="Reset")
     assert cell([good, slow, late, failed], 4.0, spec, drafting=False).goodput_per_s == 0.25
     assert cell([good], 1.0, SPEC, drafting=False).goodput_per_s is None
 

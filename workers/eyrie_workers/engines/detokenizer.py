@@ -85,7 +85,7 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-class AnswerText:
+class ResponseText:
     """One answer's text as it grows: characters, then stops, then the gate before tool calls."""
 
     def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = (), *,

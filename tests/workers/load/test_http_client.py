@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.load.http1 import Frames, Pool, Reply
-from eyrie_workers.load.origin import ExchangeFailed, parse_url
-from tests.workers.load.serving import GENEROUS_S, certified, saying
+from eyrie_workers.load.endpoint_url import RequestFailed, parse_url
+from eyrie_workers.load.http_client import BodyDecoder, ConnectionPool, HttpResponse
+from tests.workers.load.servers import GENEROUS_S, certified, saying
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-def exchange(url: str, times: int = 1, timeout_s: float = GENEROUS_S, prepare: int = 0) -> list[Reply]:
-    async def work() -> list[Reply]:
-        pool = Pool(parse_url(url), {})
+def exchange(url: str, times: int = 1, timeout_s: float = GENEROUS_S, prepare: int = 0) -> list[HttpResponse]:
+    async def work() -> list[HttpResponse]:
+        pool = ConnectionPool(parse_url(url), {})
         try:
             await pool.prepare(prepare)
             return [await pool.exchange(pool.render("GET", "/x"), timeout_s) for _ in range(times)]
@@ -27,8 +27,8 @@ def exchange(url: str, times: int = 1, timeout_s: float = GENEROUS_S, prepare: i
     return asyncio.run(work())
 
 
-def failure(url: str, timeout_s: float = GENEROUS_S) -> ExchangeFailed:
-    with pytest.raises(ExchangeFailed) as caught:
+def failure(url: str, timeout_s: float = GENEROUS_S) -> RequestFailed:
+    with pytest.raises(RequestFailed) as caught:
         exchange(url, timeout_s=timeout_s)
     return caught.value
 
@@ -38,7 +38,7 @@ def test_chunks_are_taken_out_of_their_frames_wherever_the_network_cut_them() ->
     chance = random.Random(0)
     for _ in range(200):
         cuts = sorted(chance.sample(range(1, len(framed)), chance.randrange(1, 12)))
-        frames = Frames(None, chunked=True)
+        frames = BodyDecoder(None, chunked=True)
         ends = [frames.feed(0.0, framed[a:b]) for a, b in zip([0, *cuts], [*cuts, len(framed)], strict=True)]
         assert b"".join(piece for _, piece in frames.pieces) == b"hello concurrency"
         assert ends == [False] * len(cuts) + [True]
@@ -46,8 +46,8 @@ def test_chunks_are_taken_out_of_their_frames_wherever_the_network_cut_them() ->
 
 @pytest.mark.parametrize("framed", [b"xyz\r\n", b"-5\r\n", b"3\r\nlong!\r\n", b"1" * 2000, b"0\r\n\r\nmore"])
 def test_broken_frames_are_told_as_malformed(framed: bytes) -> None:
-    with pytest.raises(ExchangeFailed) as caught:
-        Frames(None, chunked=True).feed(0.0, framed)
+    with pytest.raises(RequestFailed) as caught:
+        BodyDecoder(None, chunked=True).feed(0.0, framed)
     assert caught.value.reason == "Malformed"
 
 
@@ -118,12 +118,12 @@ def test_credentials_of_an_address_are_sent_but_never_shown() -> None:
     origin = parse_url("https://me:p%40ss@host.example/v1/")
     assert origin.url == "https://host.example/v1"
     assert "ss" not in repr(origin)
-    assert b"Authorization: Basic bWU6cEBzcw==" in Pool(origin, {}).render("GET", "/models")
+    assert b"Authorization: Basic bWU6cEBzcw==" in ConnectionPool(origin, {}).render("GET", "/models")
 
 
 def test_a_header_cannot_smuggle_another_one() -> None:
     with pytest.raises(InvalidInput) as caught:
-        Pool(parse_url("http://host/v1"), {"Authorization": "Bearer hidden\r\nX: y"})
+        ConnectionPool(parse_url("http://host/v1"), {"Authorization": "Bearer hidden\r\nX: y"})
     assert "hidden" not in str(caught.value)
 
 
@@ -139,11 +139,11 @@ def test_https_is_spoken_and_an_unknown_certificate_refused(tmp_path: Path, monk
     async def work() -> tuple[bytes, str]:
         async with await asyncio.start_server(connected, "127.0.0.1", 0, ssl=context) as server:
             url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-            stranger = Pool(parse_url(url), {})
-            with pytest.raises(ExchangeFailed) as caught:
+            stranger = ConnectionPool(parse_url(url), {})
+            with pytest.raises(RequestFailed) as caught:
                 await stranger.exchange(stranger.render("GET", "/x"), GENEROUS_S)
             monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-            pool = Pool(parse_url(url), {})
+            pool = ConnectionPool(parse_url(url), {})
             reply = await pool.exchange(pool.render("GET", "/x"), GENEROUS_S)
             pool.close()
             return reply.body, caught.value.reason
