@@ -320,7 +320,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         report = run(options)
     except EyrieError as error:
-        print(f"error: {error.reason}: {error.message}\nmend: {error.hint}", file=sys.stderr)
+        print(f"error: {error.reason}: {error.message}\nhint: {error.hint}", file=sys.stderr)
         return error.exit_code
     write_model(options.out, report)
     for path in draw(report, options.out.parent):

@@ -262,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="eyrie-store-bench-") as home:
             report = run(options, Path(home))
     except EyrieError as error:
-        print(f"error: {error.reason}: {error.message}\nmend: {error.hint}", file=sys.stderr)
+        print(f"error: {error.reason}: {error.message}\nhint: {error.hint}", file=sys.stderr)
         return error.exit_code
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_model(options.out, report)

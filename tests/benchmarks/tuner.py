@@ -245,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         report = run(spec, out)
     except EyrieError as error:
-        print(f"error: {error.reason}: {error.message}\nmend: {error.hint}", file=sys.stderr)
+        print(f"error: {error.reason}: {error.message}\nhint: {error.hint}", file=sys.stderr)
         return error.exit_code
     write_model(out, report)
     for path in draw_trial(report.tuner, [(row.setting, row.concurrency, row.predicted_speedup, row.speedup)

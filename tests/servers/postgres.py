@@ -56,7 +56,7 @@ class Postgres:
 
         with psycopg.connect(host="127.0.0.1", port=self.port, user="eyrie", dbname="postgres",
                              autocommit=True) as connection:
-            connection.execute(statement)  # type: ignore[arg-type]
+            connection.execute(statement)
 
 
 def start(directory: Path, settings: Mapping[str, str] = _HASTY) -> Postgres:

@@ -180,7 +180,7 @@ def failure_text(stage: StageStatus) -> RenderableType:
     text = Text.assemble(("error: ", "bold red"), f"{stage.stage}{key}: {stage.reason or 'Failed'}: ",
                          stage.message or "no message")
     if stage.hint:
-        text.append("\nmend:  ", "bold green").append(stage.hint)
+        text.append("\nhint:  ", "bold green").append(stage.hint)
     return text
 
 

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             carry_out(module.NAME, module.CLAIM, module.measure, told)
         except EyrieError as error:
-            print(f"error: {error.reason}: {error.message}\nmend: {error.hint}", file=sys.stderr)
+            print(f"error: {error.reason}: {error.message}\nhint: {error.hint}", file=sys.stderr)
             return error.exit_code
     write_index(told.out)
     print(f"{told.out}, {time.monotonic() - began:.0f} s")

@@ -63,6 +63,6 @@ def main(name: str, claim: str, measure: Callable[[Place], Finding], argv: Seque
     try:
         carry_out(name, claim, measure, command_line(claim).parse_args(argv))
     except EyrieError as error:
-        print(f"error: {error.reason}: {error.message}\nmend: {error.hint}", file=sys.stderr)
+        print(f"error: {error.reason}: {error.message}\nhint: {error.hint}", file=sys.stderr)
         return error.exit_code
     return 0

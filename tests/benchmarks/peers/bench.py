@@ -409,7 +409,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         report = run(options)
     except EyrieError as error:
-        print(f"error: {error.reason}: {error.message}\nmend: {error.hint}", file=sys.stderr)
+        print(f"error: {error.reason}: {error.message}\nhint: {error.hint}", file=sys.stderr)
         return error.exit_code
     options.out.write_text(json.dumps(report, indent=1) + "\n")
     print(table(report))

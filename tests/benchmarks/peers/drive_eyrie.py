@@ -5,22 +5,18 @@ Evaluations and the export lie between steps and are not timed; peak memory incl
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-PEERS = Path(__file__).parent
-sys.path.insert(0, str(PEERS))  # the drivers share `spent`; the peers' know no other package of ours
-
-from spent import Spent  # noqa: E402
-
-from eyrie_api.v1alpha1.stages import TrainStage  # noqa: E402
-from eyrie_workers.stage_program import Stage  # noqa: E402
-from eyrie_workers.stages.train import prepare  # noqa: E402
+from eyrie_api.v1alpha1.reports import TrainReport
+from eyrie_api.v1alpha1.stages import TrainStage
+from eyrie_workers.stage_program import Stage
+from eyrie_workers.stages.train import prepare
+from tests.benchmarks.peers.spent import Spent
 
 
 def train(task: dict[str, Any]) -> None:
-    """Its store -> a drafter."""
+    """Train a drafter on the stored states and record what the steps cost."""
     spent, out = Spent(task["skip"]), Path(task["out"])
     run = prepare(TrainStage.model_validate(task["spec"]), Stage(out, quiet=True))
     while not run.finished:
@@ -30,8 +26,9 @@ def train(task: dict[str, Any]) -> None:
         spent.end(report.tokens, run.trainer.counters.computed_tokens - before, report.loss)
         run.follow_up(report)
     run.close()
-    told = run.result().report
-    spent.write(out / "spent.json", drafter=str(out / told.checkpoints[-1].path))
+    result = run.result().report
+    assert isinstance(result, TrainReport)
+    spent.write(out / "spent.json", drafter=str(out / result.checkpoints[-1].path))
 
 
 if __name__ == "__main__":

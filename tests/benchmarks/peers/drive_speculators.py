@@ -110,5 +110,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("verb", choices=("prepare", "train"))
     parser.add_argument("--task", type=Path, required=True)
-    told = parser.parse_args()
-    {"prepare": prepare, "train": train}[told.verb](json.loads(told.task.read_text()))
+    args = parser.parse_args()
+    {"prepare": prepare, "train": train}[args.verb](json.loads(args.task.read_text()))

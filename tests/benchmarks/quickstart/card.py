@@ -1,4 +1,4 @@
-"""The model card of the quickstart target: `card.json` for programs, `README.md` for people."""
+"""The model card of the quickstart target: `card.json` for programs, `README.md` for readers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def hardware() -> str:
 
 
 def readme(card: dict[str, Any]) -> str:
-    """The card as a page; every figure comes from `card.json`."""
+    """The card as Markdown; every figure comes from `card.json`."""
     corpus, scores, shape = card["corpus"], card["validation"]["scores"], card["shape"]
     curve = card["curve"]
     # A slow machine saves for the first time before it has logged a point.
@@ -45,7 +45,7 @@ def readme(card: dict[str, Any]) -> str:
         f"- {card['parameters'] / 1e6:.1f}M parameters, {shape['num_layers']} layers, hidden {shape['hidden_size']}, "
         f"vocabulary {shape['vocab_size']}, bfloat16",
         f"- licence {card['licence']}; trained "
-        f"{card['date']}{'' if card['finished'] else ' (training still under way)'}",
+        f"{card['date']}{'' if card['finished'] else ' (training unfinished)'}",
         *(f"- {note}" for note in card["notes"]),
         f"- {card['tokens_seen']} tokens in {card['steps']} steps, {card['wall_s']} s wall, {card['cpu_s']} s CPU, "
         f"{card['hardware']}, torch {card['torch']}, Python {card['python']}", "",

@@ -1,8 +1,8 @@
-"""How much a target leaves to guess: the entropy of its next token along its own answers.
+"""Confidence of a target: the entropy of its next-token distribution along its own answers.
 
-A drafter of any family is right where the target is sure. So two targets are compared for speculation not by their loss
-on somebody's text, but by how sure they are of what they say themselves, in nats per token and as the probability of
-the likeliest token, greedily and at temperature 1.
+Drafters of every family are accepted where the target is confident. Targets are therefore compared for speculation by
+their confidence in their own answers, not by their loss on other text: nats per token and the probability of the
+likeliest token, greedily and at temperature 1.
 
     python -m tests.benchmarks.quickstart.entropy --target quickstart-large [--num 48] [--library]
 """
@@ -33,7 +33,7 @@ _CONCURRENCY = 16
 
 
 @dataclass(frozen=True)
-class Sureness:
+class Confidence:
     """Means over the tokens of some answers."""
 
     tokens: int
@@ -64,8 +64,8 @@ def answers(target: TargetModel, tokenizer: ChatTokenizer, rows: Sequence[dict[s
 
 
 @torch.inference_mode()
-def sureness(target: TargetModel, texts: Sequence[tuple[list[int], list[int]]]) -> Sureness:
-    """Of the target about the answers in `texts`, read teacher-forced at temperature 1."""
+def confidence(target: TargetModel, texts: Sequence[tuple[list[int], list[int]]]) -> Confidence:
+    """Of the target in the answers of `texts`, teacher-forced at temperature 1."""
     tokens, entropy, top1 = 0, 0.0, 0.0
     for prompt, answer in texts:
         ((_, last),) = target.hidden_states([torch.tensor(prompt + answer)], (1,))
@@ -73,27 +73,27 @@ def sureness(target: TargetModel, texts: Sequence[tuple[list[int], list[int]]]) 
         tokens += len(answer)
         entropy += float(torch.special.entr(chances).sum())
         top1 += float(chances.amax(-1).sum())
-    return Sureness(tokens, entropy / tokens, top1 / tokens)
+    return Confidence(tokens, entropy / tokens, top1 / tokens)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; returns the exit code."""
-    parser = argparse.ArgumentParser(description="How sure a target is of its own answers.")
+    parser = argparse.ArgumentParser(description="Entropy of a target along its own answers.")
     parser.add_argument("--target", default="quickstart")
     parser.add_argument("--num", type=int, default=48, help="held-out prompts")
-    parser.add_argument("--tokens", type=int, default=96, help="of an answer, at most")
+    parser.add_argument("--tokens", type=int, default=96, help="maximum tokens of an answer")
     parser.add_argument("--library", action="store_true", help="prompts from Python's library instead of the templates")
-    told = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     try:
-        path = resolve(TargetSpec(model=told.target))
+        path = resolve(TargetSpec(model=args.target))
         target, tokenizer = load_target(path), ChatTokenizer(path)
     except EyrieError as error:
-        print(f"error: {error.reason}: {error.message}\nmend: {error.mend}", file=sys.stderr)
+        print(f"error: {error.reason}: {error.message}\nhint: {error.hint}", file=sys.stderr)
         return error.exit_code
-    rows = list(questions(told.num, library=told.library))
+    rows = list(questions(args.num, library=args.library))
     for temperature in (0.0, 1.0):
-        found = sureness(target, answers(target, tokenizer, rows, temperature, told.tokens))
-        print(f"{told.target}, temperature {temperature:g}: {found.entropy:.3f} nats per token, likeliest token "
+        found = confidence(target, answers(target, tokenizer, rows, temperature, args.tokens))
+        print(f"{args.target}, temperature {temperature:g}: {found.entropy:.3f} nats per token, likeliest token "
               f"{found.top1:.3f}, over {found.tokens} tokens of {len(rows)} answers")
     return 0
 

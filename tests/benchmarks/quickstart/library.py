@@ -1,13 +1,13 @@
-"""Conversations made from what every Python carries: docstrings, code and the language reference.
+"""Conversations built from the Python distribution: docstrings, code and the language reference.
 
 The templated corpus is easy: after two words of a phrasing the rest is determined, and drafters of all families do well
-on it. This text was written by many people over thirty years and is not: names, prose and code that cannot be guessed
-from the question. It needs no network, and it is not shipped: it is read from the interpreter that runs this, so the
-same seed gives the same conversations on the same Python, and the card of a target trained on it names that version.
+on it. This text was written by many authors over thirty years: its names, prose and code cannot be predicted from the
+question. It needs no network and is not shipped: it is read from the running interpreter, so the same seed gives the
+same conversations on the same Python version, which the card of a target trained on it records.
 
-Families: what a thing is for (its docstring), code read (docstring asked for code), code written (the other way round),
-code completed, a module, a topic of the language reference. A third of the stream is the templated corpus, so that its
-suites and its tool calls stay within what the target knows.
+Families: purpose (a docstring), reading (code to docstring), writing (docstring to code), completing (code), module,
+topic (of the language reference). A third of the stream is the templated corpus, so that the shipped suites and tool
+calls stay within what the target has seen.
 
 The rule of `corpus` holds here too: a user message whose normalised text hashes to 0 modulo 64 is held out.
 
@@ -43,7 +43,7 @@ LONGEST = 1000
 """Characters of an answer, and of code in a question: with both, a conversation mostly stays below 512 tokens."""
 
 _SHORTEST = 40
-# Tests, data tables, and what is there for other interpreters.
+# Tests, data tables, and modules for other interpreters.
 _LEFT_OUT = frozenset({"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "encodings",
                        "pydoc_data", "ensurepip", "turtledemo", "__pycache__"})
 
@@ -59,7 +59,7 @@ class Item:
     """Its first line or lines, up to the colon."""
 
     body: str
-    """What follows the docstring."""
+    """The definition after its docstring."""
 
     @property
     def code(self) -> str:
@@ -68,7 +68,7 @@ class Item:
 
 
 class Shelf:
-    """What is documented under one directory of Python modules, in order of name."""
+    """The documented definitions below one directory of Python modules, ordered by name."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -102,8 +102,8 @@ class Shelf:
                      if _SHORTEST < len(item.code) <= LONGEST and item.body.count("\n") > 1)
 
     @cached_property
-    def told_modules(self) -> tuple[tuple[str, str], ...]:
-        """Modules that say what they are for."""
+    def documented_modules(self) -> tuple[tuple[str, str], ...]:
+        """Modules with a docstring of sufficient length."""
         return tuple((name, doc) for name, doc, _ in self.modules if len(doc) >= _SHORTEST)
 
     @cached_property
@@ -116,7 +116,7 @@ class Shelf:
 
 @cache
 def python_library() -> Shelf:
-    """The library of the Python that runs this. Reading it takes some seconds, once."""
+    """The standard library of the running interpreter. Reading it takes some seconds, once."""
     return Shelf(Path(get_path("stdlib")))
 
 
@@ -183,7 +183,7 @@ def completing(rng: Random, shelf: Shelf) -> Chat:
 
 
 def module(rng: Random, shelf: Shelf) -> Chat:
-    name, doc = rng.choice(shelf.told_modules)
+    name, doc = rng.choice(shelf.documented_modules)
     asked = rng.choice(("What is the module {n} for?", "Describe {n}.", "What can I do with {n}?"))
     return Chat([user(asked.format(n=name)), assistant(beginning(doc))])
 

@@ -123,7 +123,7 @@ def rotate(x: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
 
 def attention_mask(documents_BT: Tensor, dtype: torch.dtype, window: int | None = None) -> Tensor:
-    """[B, 1, T, T]: 0 where a token may look, minus infinity elsewhere. `window` tokens back, itself included."""
+    """[B, 1, T, T]: 0 where a token may attend, minus infinity elsewhere. `window` tokens back, itself included."""
     same = documents_BT[:, :, None] == documents_BT[:, None, :]
     allowed = same.tril()[:, None]
     if window is not None:

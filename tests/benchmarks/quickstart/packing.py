@@ -21,7 +21,7 @@ POOL_SIZE = 256
 """Conversations packed together."""
 
 PROMPT_WEIGHT = 0.2
-"""Loss weight of tokens outside assistant turns. Prompts teach the embeddings; answers are what is served."""
+"""Loss weight of tokens outside assistant turns. Prompts train the embeddings; answers are what the model serves."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """Copying practice: an auxiliary task for the target's training, never part of the demo's conversations.
 
-A small model learns late to fetch a name from the prompt: it first fills in whichever name is frequent. Measured
-here, on conversations alone, 0.8M tokens gave fluent answers about the wrong person in the wrong city. Repeating
-lists and looking up fields teach the two halves of fetching, which value and from where, with nearly every answer
-token a lesson, over the same names, places and numbers that the conversations use.
+A small model learns late to copy a name from the prompt: it first emits whichever name is frequent. Measured here, on
+conversations alone, 0.8M tokens gave fluent answers about the wrong person in the wrong city. Repeating lists and
+looking up fields train the two halves of copying, which value and from where. Nearly every answer token carries a
+training signal, over the same names, places and numbers that the conversations use.
 
-What it achieved in the shipped model is partial: numbers, identifiers and phrases are fetched, names mostly are not
-(figures in the card).
+The effect in the shipped model is partial: numbers, identifiers and phrases are copied, names mostly are not (figures
+in the model card).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from random import Random
 
-from tests.benchmarks.quickstart.corpus import talk
-from tests.benchmarks.quickstart.corpus.calls import CUISINES, CURRENCIES, SKIES, TITLES
+from tests.benchmarks.quickstart.corpus.chat import ACTIVITIES, CONCEPTS, GOALS, INTERESTS, THINGS
+from tests.benchmarks.quickstart.corpus.code import ARGUMENTS, FILTERS, REDUCTIONS
 from tests.benchmarks.quickstart.corpus.conversation import Chat, assistant, user
-from tests.benchmarks.quickstart.corpus.programs import ARGUMENTS, FILTERS, REDUCTIONS
 from tests.benchmarks.quickstart.corpus.streams import Conversation, is_held_out, user_prompts
+from tests.benchmarks.quickstart.corpus.tools import CUISINES, CURRENCIES, SKIES, TITLES
 from tests.benchmarks.quickstart.corpus.words import (
     CITIES,
     COLOURS,
@@ -48,11 +48,11 @@ FIELDS: dict[str, Callable[[Random], str]] = {
     "subject": lambda rng: rng.choice(SUBJECTS),
     "argument": lambda rng: rng.choice(ARGUMENTS),
     "function": lambda rng: f"{rng.choice(REDUCTIONS)[2]}_{rng.choice(FILTERS)[2]}_{rng.randint(2, 60)}",
-    "thing": lambda rng: rng.choice(talk.THINGS),
-    "goal": lambda rng: rng.choice(list(talk.GOALS)),
-    "activity": lambda rng: rng.choice(talk.ACTIVITIES),
-    "topic": lambda rng: rng.choice(list(talk.CONCEPTS)),
-    "interest": lambda rng: rng.choice(list(talk.INTERESTS)),
+    "thing": lambda rng: rng.choice(THINGS),
+    "goal": lambda rng: rng.choice(list(GOALS)),
+    "activity": lambda rng: rng.choice(ACTIVITIES),
+    "topic": lambda rng: rng.choice(list(CONCEPTS)),
+    "interest": lambda rng: rng.choice(list(INTERESTS)),
     "currency": lambda rng: rng.choice(CURRENCIES),
     "food": lambda rng: rng.choice(CUISINES),
     "sky": lambda rng: rng.choice(SKIES),
@@ -61,7 +61,7 @@ FIELDS: dict[str, Callable[[Random], str]] = {
 
 
 def repeat(rng: Random) -> Chat:
-    """A list, said back word for word."""
+    """A list, repeated word for word."""
     fields, mark = list(FIELDS), rng.choice((", ", " ", "\n", " and "))
     items = mark.join(FIELDS[rng.choice(fields)](rng) for _ in range(rng.randint(6, 24)))
     return Chat([user(f"{rng.choice(('Repeat', 'Say this again', 'Copy'))}: {items}"), assistant(items)])
@@ -79,7 +79,7 @@ def look_up(rng: Random) -> Chat:
 
 
 def practice_stream(seed: int) -> Iterator[Conversation]:
-    """Endless practice, by the same rule as the conversations: no user message is held out."""
+    """Endless practice conversations. As in the corpus, no user message is held out."""
     index = 0
     while True:
         rng = Random(f"practice:{seed}:{index}")

@@ -1,8 +1,7 @@
 """The benchmark suites that ship with the quickstart target: prompts neither target nor drafter has seen.
 
-One JSONL file per category, rows `{"id", "messages", "tools"?}`; the last message is the user's, or a tool's
-result. They are drawn from the held-out side of the corpus split, spread over the families of a category, and
-written once.
+One JSONL file per category with rows `{"id", "messages", "tools"?}`; the last message is the user's, or a tool's
+result. The prompts are drawn from the held-out side of the corpus split and spread over the families of a category.
 
     python -m tests.benchmarks.quickstart.suites --out workers/eyrie_workers/quickstart/suites
 """
@@ -12,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,9 @@ SHORTEST_PROMPT = 32
 """Characters of the normalised prompt. Below this, a prompt is a phrase that longer prompts may contain."""
 
 
-def path(category: str) -> Path:
+def path(category: str) -> Traversable:
     """The shipped file of one category."""
-    return Path(__file__).parent / "suites" / f"{category}.jsonl"
+    return resources.files("eyrie_workers.quickstart") / "suites" / f"{category}.jsonl"
 
 
 def read(category: str) -> list[dict[str, Any]]:

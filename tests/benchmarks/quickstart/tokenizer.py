@@ -2,7 +2,7 @@
 
 ChatML framing (`<|im_start|>role ... <|im_end|>`) because every engine knows it. Tool schemas go into the system
 turn between `<tools>` tags; a call is one JSON object between `<tool_call>` tags, the Hermes form, for which
-engines have parsers. Digits are split one by one, so that a sum is a matter of columns and not of rare number
+engines have parsers. Digits are split one by one, so that sums are computed by columns and not from rare number
 tokens.
 
 The template marks assistant turns with `{% generation %}`, so `return_assistant_tokens_mask` yields the loss mask.

@@ -1,1 +1,2 @@
-"""The quickstart target: a small chat model shipped with Eyrie; its corpus, suites and training."""
+"""Data of the quickstart target: its model directory, benchmark suites and conversations. `tests/benchmarks/quickstart`
+holds the programs that created them."""

@@ -1,8 +1,8 @@
 """One conversation of the quickstart corpus, as a value, in the OpenAI `messages` shape.
 
-The families build `Chat`s; `corpus.py` gives them a system prompt, a category and a place in the stream. Tool calls
-carry their arguments as a JSON string, as the OpenAI API does; the target's chat template prints a string as it
-stands.
+The families build `Chat`s; `streams` adds a system prompt, a category and an index in the stream. Tool calls
+carry their arguments as a JSON string, as the OpenAI API does; the target's chat template prints a string
+unchanged.
 """
 
 from __future__ import annotations

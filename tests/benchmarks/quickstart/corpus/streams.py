@@ -8,8 +8,8 @@ products of names, numbers, cities, goods and wordings, so they practically neve
 modulo 64 is *held out*: `conversations` draws again until no user message of a conversation is held out, `held_out`
 yields only conversations whose last user message is. The split depends on the text alone, so it holds for every seed.
 
-This file draws no conclusions about quality: it is templated text of modest entropy, easier than what people write, and
-acceptance lengths measured on it are higher than on real chat.
+The text is templated and of modest entropy, easier than text that people write: acceptance lengths measured on it are
+higher than on real chat.
 
     python -m tests.benchmarks.quickstart.corpus.streams --num 1000 --seed 7 --out chats.jsonl
 """
@@ -27,7 +27,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tests.benchmarks.quickstart.corpus import calls, programs, sums, talk
+from tests.benchmarks.quickstart.corpus import chat, code, math, tools
 from tests.benchmarks.quickstart.corpus.conversation import Chat, Message
 
 HELD_OUT_MODULUS = 64
@@ -37,14 +37,13 @@ CATEGORIES = ("chat", "math", "code", "tools")
 CATEGORY_WEIGHTS = (36, 20, 18, 26)
 
 FAMILIES: dict[str, tuple[tuple[Callable[[Random], Chat], int], ...]] = {
-    "chat": ((talk.small_talk, 4), (talk.advice, 4), (talk.travel, 3), (talk.email, 3), (talk.rewrite, 2),
-             (talk.explain, 2)),
-    "math": ((sums.addition, 3), (sums.product, 3), (sums.shopping, 4), (sums.speed, 2), (sums.sharing, 2),
-             (sums.discount, 2),
-             (sums.ordering, 2), (sums.sequence, 2)),
-    "code": ((programs.numbers_function, 4), (programs.words_function, 3), (programs.data_class, 2), (programs.sql, 3),
-             (programs.reading, 2)),
-    "tools": ((calls.tool_use, 6), (calls.missing_argument, 1), (calls.extraction, 3), (calls.table, 2)),
+    "chat": ((chat.small_talk, 4), (chat.advice, 4), (chat.travel, 3), (chat.email, 3), (chat.rewrite, 2),
+             (chat.explain, 2)),
+    "math": ((math.addition, 3), (math.product, 3), (math.shopping, 4), (math.speed, 2), (math.sharing, 2),
+             (math.discount, 2), (math.ordering, 2), (math.sequence, 2)),
+    "code": ((code.numbers_function, 4), (code.words_function, 3), (code.data_class, 2), (code.sql, 3),
+             (code.reading, 2)),
+    "tools": ((tools.tool_use, 6), (tools.missing_argument, 1), (tools.extraction, 3), (tools.table, 2)),
 }
 
 SYSTEM_PROMPTS = (
@@ -66,8 +65,8 @@ class Conversation:
 
     def row(self) -> dict[str, Any]:
         """The JSONL row: `messages`, `tools` when there are any, `category`."""
-        tools = {"tools": list(self.chat.tools)} if self.chat.tools else {}
-        return {"messages": self.chat.messages, **tools, "category": self.category}
+        offered = {"tools": list(self.chat.tools)} if self.chat.tools else {}
+        return {"messages": self.chat.messages, **offered, "category": self.category}
 
 
 def normalised(prompt: str) -> str:
@@ -89,10 +88,10 @@ def _draw(rng: Random) -> Conversation:
     category = rng.choices(CATEGORIES, CATEGORY_WEIGHTS)[0]
     makers, weights = zip(*FAMILIES[category], strict=True)
     maker = rng.choices(makers, weights)[0]
-    chat = maker(rng)
+    turns = maker(rng)
     if rng.random() < SYSTEM_SHARE:
-        chat = Chat([{"role": "system", "content": rng.choice(SYSTEM_PROMPTS)}, *chat.messages], chat.tools)
-    return Conversation(category, maker.__name__, chat)
+        turns = Chat([{"role": "system", "content": rng.choice(SYSTEM_PROMPTS)}, *turns.messages], turns.tools)
+    return Conversation(category, maker.__name__, turns)
 
 
 def _stream(seed: int, wanted: Callable[[Conversation], bool]) -> Iterator[Conversation]:
@@ -130,18 +129,18 @@ def digest(num: int, seed: int, stream: Callable[[int], Iterator[Conversation]] 
 
 
 def write_jsonl(rows: Iterator[dict[str, Any]], out: Path) -> None:
-    """Written aside and renamed: a reader sees the whole file or none."""
+    """Write to a temporary name, then rename: a reader sees the complete file or none."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.with_name(out.name + ".part")
-    with aside.open("w", encoding="utf-8") as file:
+    partial = out.with_name(out.name + ".part")
+    with partial.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
-    os.replace(aside, out)
+    os.replace(partial, out)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write training conversations as JSONL, one per line.")
     parser.add_argument("--num", type=int, required=True, help="conversations to write")
-    parser.add_argument("--seed", type=int, default=7, help="stream; the target itself was trained on stream 0")
+    parser.add_argument("--seed", type=int, default=7, help="stream to draw from; the target was trained on stream 0")
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
     args = parser.parse_args()
     write_jsonl(conversations(args.num, args.seed), args.out)

@@ -1,4 +1,4 @@
-"""The targets that are not shipped: their text, their training in the small, and how a job finds them."""
+"""The targets that are not shipped: their text, a training at reduced size, and how a job resolves them."""
 
 import json
 from dataclasses import replace
@@ -40,7 +40,7 @@ def test_every_kind_of_library_conversation_has_a_question_and_an_answer_of_boun
             assert len(question) <= 2 * library.LONGEST + 200
 
 
-MODULE = """'''A module that says what it is for, at some length.'''
+MODULE = """'''A module whose docstring has the required length.'''
 class Box:
     @staticmethod
     def weigh(things,
@@ -61,7 +61,7 @@ def test_code_is_the_definition_without_its_docstring(tmp_path: Path) -> None:
     assert item.head == "def weigh(things,\n          limit=3):"
     assert item.body.splitlines()[0] == "    total = sum(things)"
     assert item.body.endswith("    return total")
-    assert shelf.told_modules == (("box", "A module that says what it is for, at some length."),)
+    assert shelf.documented_modules == (("box", "A module whose docstring has the required length."),)
 
 
 def test_text_is_cut_at_whole_lines() -> None:
@@ -70,14 +70,14 @@ def test_text_is_cut_at_whole_lines() -> None:
 
 
 def course(name: str, **shape: object) -> pretrain.Course:
-    """A course of seconds: the real text, a model of next to nothing."""
+    """A course that takes seconds: the real text, a minimal model."""
     real = pretrain.COURSES[name]
     small = replace(real.shape, vocab_size=512, hidden_size=64, intermediate_size=64, num_heads=1, num_kv_heads=1,
                     num_layers=4, **shape)  # type: ignore[arg-type]
     return replace(real, shape=small, recipe=replace(real.recipe, tokens=6 * 2048, warmup_steps=1))
 
 
-def test_a_course_trains_goes_on_from_its_state_and_is_found_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+def test_a_course_trains_resumes_from_its_state_and_is_found_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EYRIE_HOME", str(tmp_path))
     asked = TargetSpec(model=QUICKSTART_LARGE)
@@ -123,16 +123,16 @@ def test_the_hybrid_is_a_qwen2_with_windows_to_transformers_and_to_us(tmp_path: 
         assert (own(tokens, torch.ones_like(tokens))[0] - wanted).abs().max() > 1e-3
 
 
-def test_a_target_is_surer_of_greedy_answers_than_of_chance_ones() -> None:
+def test_a_target_is_more_confident_in_greedy_answers_than_in_random_ones() -> None:
     path = resolve(TargetSpec(model="quickstart"))
     target, tokenizer = load_target(path), ChatTokenizer(path)
     rows = list(entropy.questions(3, library=False))
     assert all(is_held_out(user_prompts(row["messages"])[-1]) for row in rows)
     said = entropy.answers(target, tokenizer, rows, 0.0, 12)
-    found = entropy.sureness(target, said)
+    found = entropy.confidence(target, said)
     assert found.tokens == sum(len(answer) for _, answer in said)
     chance = [(prompt, torch.randint(5, 2048, (12,), generator=torch.Generator().manual_seed(0)).tolist())
               for prompt, _ in said]
-    other = entropy.sureness(target, chance)
+    other = entropy.confidence(target, chance)
     assert found.entropy < other.entropy
     assert found.top1 > other.top1

@@ -1,8 +1,8 @@
 """The `math` family: small sums and word problems, always with the working written out.
 
-The working is the point. A model of this size cannot add two three-digit numbers in its head, but it can copy, split a
-number into tens and ones, and look up a product of small factors; every solution is a chain of such steps. Phrasing
-varies around the chain, the chain itself is forced, so these answers are the most predictable of the four categories.
+A model of this size cannot add two three-digit numbers in one token, but it can copy, split a number into tens and
+ones, and look up a product of small factors; every solution is a chain of such steps. Phrasing varies around the chain,
+the chain itself is forced, so these answers are the most predictable of the four categories.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Functions are composed from a filter, a map and a reduction, so the space of tasks is a product and the code follows
 from the wording: the answer is nearly forced once its function name is chosen. Every Python answer is valid and
-does what its docstring says; `tests/workers/quickstart` compiles a sample.
+does what its docstring says; `test_corpus.py` parses a sample.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
-"""The shipped target: loads, is small, speaks its template, ends its answers, and is what its card says it is."""
+"""The shipped target: it loads, is small, follows its template, ends its answers, and matches its card."""
 
 from __future__ import annotations
 
 import json
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-import tests.benchmarks.quickstart.pretrain as pretrain
+from eyrie_api.v1alpha1.job import TargetSpec
+from eyrie_workers.targets.loading import resolve
 from tests.benchmarks.quickstart import suites, tokenizer
 from tests.benchmarks.quickstart.corpus.streams import CATEGORIES, conversations, digest, normalised, user_prompts
 from tests.benchmarks.quickstart.llama import Llama, Shape, hugging_face_config, hugging_face_weights
 
-TARGET = Path(pretrain.__file__).parent / "target"
+TARGET = resolve(TargetSpec(model="quickstart"))
 
 
 @cache
@@ -53,7 +53,7 @@ def test_the_target_is_a_small_llama_with_untied_embeddings() -> None:
     assert sum(f.stat().st_size for f in TARGET.iterdir()) < 30e6
 
 
-def test_the_card_tells_a_finished_training() -> None:
+def test_the_card_records_a_finished_training() -> None:
     assert card()["finished"] is True
     assert card()["validation"]["scores"]["all"]["top1"] > 0.8
     assert (TARGET / "README.md").read_text().startswith("# Eyrie quickstart target")

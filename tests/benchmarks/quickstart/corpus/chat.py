@@ -1,9 +1,9 @@
 """The `chat` family: small talk, advice, travel plans, letters, rewriting and short explanations.
 
-This family carries the corpus's entropy. An answer is a walk through slots, and each slot is a fair choice between
+This family carries the corpus's entropy. An answer is a sequence of slots, and each slot is a uniform choice between
 several phrasings of the same thought: once the first two words of a phrasing are out the rest is determined, but
-which phrasing comes cannot be known. A drafter therefore meets both kinds of token it meets in real chat, the free
-one and the forced one, and sampling at temperature 1 is visibly harder to predict than greedy decoding.
+which phrasing comes cannot be known. A drafter therefore sees both kinds of token that real chat has, free and
+forced, and sampling at temperature 1 is visibly harder to predict than greedy decoding.
 
 What the user said (name, city, number of days, obstacle) returns in the answer, so that a model which ignores its
 prompt scores badly. Some conversations have a second or third turn that refers back to the first.

@@ -157,7 +157,7 @@ def tool_use(rng: Random) -> Chat:
 
 
 def missing_argument(rng: Random) -> Chat:
-    """The user leaves out one argument; the target asks, and calls the tool once it is told."""
+    """The user leaves out one argument; the target asks for it, then calls the tool."""
     city, day, sky, degrees = rng.choice(CITIES), rng.choice(WEEKDAYS), rng.choice(SKIES), rng.randint(-5, 33)
     name = rng.choice(NAMES)
     if rng.random() < 0.5:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import gzip
 import itertools
 import json
 import re
+from importlib import resources
 from typing import Any
 
 import pytest
@@ -95,12 +97,12 @@ def test_sums_in_answers_are_right() -> None:
     assert checked > 1000
 
 
-def test_prompts_practically_never_repeat() -> None:
+def test_fewer_than_two_percent_of_prompts_repeat() -> None:
     rows = sample(5000)
     assert len({normalised(user_prompts(r["messages"])[0]) for r in rows}) > 0.98 * len(rows)
 
 
-def test_practice_answers_with_what_the_prompt_says_and_holds_nothing_out() -> None:
+def test_practice_answers_copy_from_the_prompt_and_no_prompt_is_held_out() -> None:
     for conversation in itertools.islice(practice_stream(3), 300):
         question, answer = conversation.chat.messages
         assert all(word in question["content"] for line in answer["content"].splitlines() for word in line.split(": "))
@@ -139,3 +141,11 @@ def suite_prompts() -> list[str]:
 def training_text(num: int, seed: int) -> str:
     """All text of a stream, normalised as prompts are, so that `in` finds a prompt inside any message."""
     return "\n".join(normalised(m["content"] or "") for r in conversations(num, seed) for m in r["messages"])
+
+
+def test_the_shipped_conversations_are_the_first_8192_of_stream_0() -> None:
+    shipped = resources.files("eyrie_workers.quickstart") / "conversations.jsonl.gz"
+    with shipped.open("rb") as packed:
+        rows = [json.loads(line) for line in gzip.decompress(packed.read()).splitlines()]
+    assert len(rows) == 8192
+    assert rows == list(conversations(8192, 0))
