@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from eyrie_api.v1alpha1.job import TargetSpec
+from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.targets.loading import resolve
 from tests.benchmarks.quickstart import suites, tokenizer
 from tests.benchmarks.quickstart.corpus.streams import CATEGORIES, conversations, digest, normalised, user_prompts

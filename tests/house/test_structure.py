@@ -1,0 +1,76 @@
+"""What no linter checks: top-level entries, module names and docstrings, what may know what."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.house.sources import COMPONENTS, ROOT, modules, parsed
+
+TOP_LEVEL = {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "constraints.txt", "docs", "helm",
+             "pyproject.toml", "tests", *COMPONENTS}
+
+
+def test_the_top_level_contains_only_the_agreed_entries() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    if not tracked:
+        pytest.skip("not a git checkout: nothing to compare")
+    assert {name for path in tracked if not (name := path.split("/")[0]).startswith(".")} <= TOP_LEVEL
+
+
+def test_no_python_file_lies_directly_in_a_component_folder() -> None:
+    assert [path for component in COMPONENTS for path in (ROOT / component).glob("*.py")] == []
+
+
+def test_every_module_has_a_docstring_and_is_ascii() -> None:
+    assert [path for path in modules() if not ast.get_docstring(parsed(path))] == []
+    assert [path for path in modules() if not path.read_text(encoding="utf-8").isascii()] == []
+
+
+def test_no_module_has_a_vague_name_or_that_of_a_standard_library_module_at_package_level() -> None:
+    vague = {"utils", "util", "common", "helpers", "manager", "misc", "base"}
+    assert [path for path in modules() if path.stem in vague] == []
+    assert [path for path in modules() if path.parent.name.startswith("eyrie_")
+            and path.stem in {"operator", "types", "typing", "logging"}] == []
+
+
+def test_the_control_plane_imports_without_torch_or_transformers() -> None:
+    code = (
+        "import sys, pkgutil, importlib\n"
+        "import eyrie_api, eyrie_operator, eyrie_pipelines\n"
+        "for package in (eyrie_api, eyrie_operator, eyrie_pipelines):\n"
+        "    for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
+        "        if '.migrations' not in module.name:\n"
+        "            importlib.import_module(module.name)\n"
+        "heavy = {'torch', 'transformers', 'sglang'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_the_api_accepts_exactly_the_target_families_that_the_workers_implement() -> None:
+    from eyrie_api.v1alpha1.targets import SUPPORTED_ARCHITECTURES
+    from eyrie_workers.targets.config import FAMILIES
+
+    assert {name.removesuffix("ForCausalLM").lower() for name in SUPPORTED_ARCHITECTURES} == set(FAMILIES)
+
+
+def _names_and_strings(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from node.module.split(".")
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_decoding_stages_and_measurement_name_no_drafter_family() -> None:
+    families = {"eagle1", "eagle3", "medusa", "hydra", "standalone", "dflash"}
+    workers = ROOT / "workers/eyrie_workers"
+    paths = [path for package in ("speculation", "stages", "measurement") for path in (workers / package).rglob("*.py")
+             if path.stem != "known_misconfigurations"]  # those are mistakes in checkpoints of one family
+    assert len(paths) > 30
+    assert {path: found for path in paths if (found := families.intersection(_names_and_strings(parsed(path))))} == {}
