@@ -19,7 +19,8 @@ def modules() -> tuple[Path, ...]:
 @cache
 def benchmarks() -> tuple[Path, ...]:
     """Every Python file of tests/benchmarks that is not a test."""
-    return tuple(path for path in sorted((ROOT / "tests/benchmarks").rglob("*.py")) if not path.stem.startswith("test_"))
+    paths = sorted((ROOT / "tests/benchmarks").rglob("*.py"))
+    return tuple(path for path in paths if not path.stem.startswith("test_"))
 
 
 @cache
