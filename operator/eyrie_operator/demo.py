@@ -224,17 +224,26 @@ def closing(report: dict[str, Any], final: BenchmarkReport | None, reply: chat.R
         Text(),
         pairs([
             ("speed-up", f"{times(speedup['greedy'])} greedy, {times(speedup['sampled'])} sampled, against the same "
-                         "engine without a drafter"),
+                         f"engine without a drafter ({promoted['baseline_tokens_per_s']:.0f} tok/s on the same "
+                         "prompts)"),
             ("same output", identical_words(final)),
             ("drafter", f"{promoted['checkpoint']}: {promoted['tau']:.2f} tokens per target pass (tau) at "
                         f"depth {promoted['num_steps']}, top-k {promoted['top_k']}, {promoted['num_draft_tokens']} "
                         "draft tokens, mean over suites and temperatures"),
-            ("baseline", f"{baseline['tokens_per_s']:.0f} tok/s without a drafter; transformers generate, same "
-                         f"prompts: {rate(baseline['transformers_generate_tokens_per_s'])}"),
+            ("baseline", baseline_words(baseline)),
         ]),
         *by_suite, *proven, *tried,
     ]
     return Group(*parts)
+
+
+def baseline_words(baseline: dict[str, Any]) -> str:
+    """The engine without a drafter against `transformers` generate, measured together. Pure."""
+    if baseline["prompts"] is None:
+        return "transformers generate was not measured"
+    return (f"{baseline['tokens_per_s']:.0f} tok/s without a drafter, "
+            f"{baseline['transformers_generate_tokens_per_s']:.0f} tok/s by transformers generate: the same "
+            f"{baseline['prompts']} prompts, greedy, in turn")
 
 
 def identical_words(final: BenchmarkReport | None) -> str:
@@ -319,8 +328,3 @@ def pairs(known: list[tuple[str, str]]) -> RenderableType:
     for name, words in known:
         grid.add_row(name, words)
     return grid
-
-
-def rate(tokens_per_s: float | None) -> str:
-    """Tokens per second, when measured."""
-    return "not measured" if tokens_per_s is None else f"{tokens_per_s:.0f} tok/s"

@@ -81,12 +81,18 @@ def _cell(cell: CellReport) -> dict[str, JsonValue]:
 
 
 def _baseline(benchmarks: Sequence[BenchmarkReport]) -> dict[str, JsonValue]:
-    # Both figures from the report that measured both: they are comparable only within one run.
-    honest = next((one for one in benchmarks if one.transformers_generate_tokens_per_s is not None), None)
-    chosen = honest or next(iter(benchmarks), None)
-    return {"tokens_per_s": None if chosen is None else chosen.baseline_tokens_per_s,
-            "transformers_generate_tokens_per_s": None if honest is None else
-            honest.transformers_generate_tokens_per_s}
+    """The engine without a drafter against `transformers` generate: the same prompts, greedy, interleaved.
+
+    `prompts` is null when `transformers` was not timed; `tokens_per_s` is then over everything the first benchmark
+    measured.
+    """
+    compared = next((one for one in benchmarks if one.transformers_generate_tokens_per_s is not None), None)
+    if compared is None:
+        return {"tokens_per_s": benchmarks[0].baseline_tokens_per_s if benchmarks else None,
+                "transformers_generate_tokens_per_s": None, "prompts": None}
+    return {"tokens_per_s": compared.transformers_baseline_tokens_per_s,
+            "transformers_generate_tokens_per_s": compared.transformers_generate_tokens_per_s,
+            "prompts": compared.transformers_prompts}
 
 
 def _shape(tree: dict[str, JsonValue], tau: float, tokens_per_s: float, speedup: float) -> dict[str, JsonValue]:
@@ -132,6 +138,7 @@ def _promoted(tuned: TuneReport, decision: PromotionDecision) -> dict[str, JsonV
         "checkpoint": tuned.checkpoint, **tuned.winner.model_dump(),
         "tau": fmean(cell.tau for cell in tuned.final.cells),
         "speedup": {"greedy": _mean_speedup(greedy), "sampled": _mean_speedup(sampled)},
+        "baseline_tokens_per_s": tuned.final.baseline_tokens_per_s,
         "identical": {"greedy": _all_identical(greedy), "sampled": _all_identical(sampled)},
         "reasons": list(decision.reasons),
     }

@@ -42,12 +42,12 @@ def load(users: int, speedup: float) -> dict[str, Any]:
 def report(*, promoted: bool) -> dict[str, Any]:
     return {
         "promoted": {"checkpoint": "base-step-90", **CHAIN.model_dump(), "tau": 5.5, "reasons": ["faster"],
-                     "speedup": {"greedy": 3.01, "sampled": 2.02},
+                     "speedup": {"greedy": 3.01, "sampled": 2.02}, "baseline_tokens_per_s": 50.0,
                      "identical": {"greedy": True, "sampled": True}} if promoted else None,
         "decision": {"promote": promoted, "verdict": "promote" if promoted else "no-drafter",
                      "reasons": ["tools: 0.97x is below 1.05x"]},
         "outcome": {"succeeded": True, "reason": "Completed", "message": ""},
-        "baseline": {"tokens_per_s": 50.0, "transformers_generate_tokens_per_s": None},
+        "baseline": {"tokens_per_s": 61.0, "transformers_generate_tokens_per_s": 44.0, "prompts": 4},
         "seconds": {"setup": 100.0, "regenerate": 60.0, "capture": 20.0, "total": 240.0},
         "proof": {
             "engine": "embedded", "setting": "7/1/8", "follows_load": False, "skipped": "",
@@ -82,8 +82,14 @@ def test_the_short_job_keeps_every_stage_and_shrinks_what_takes_time() -> None:
 def test_closing_words_name_every_setting_a_tau_depends_on() -> None:
     seen = " ".join(rendered(demo.closing(report(promoted=True), FINAL, None)).split())
     for part in ("3.01x greedy", "2.02x sampled", "12 of 12 greedy and 12 of 12 sampled", "depth 7, top-k 1",
-                 "8 draft tokens", "same output", "50 tok/s", "not measured"):
+                 "8 draft tokens", "same output", "without a drafter (50 tok/s on the same prompts)",
+                 "61 tok/s without a drafter, 44 tok/s by transformers generate: the same 4 prompts, greedy, in turn"):
         assert part in seen, part
+
+
+def test_a_baseline_that_was_not_compared_with_transformers_is_not_printed_next_to_it() -> None:
+    assert demo.baseline_words({"tokens_per_s": 50.0, "transformers_generate_tokens_per_s": None, "prompts": None}
+                               ) == "transformers generate was not measured"
 
 
 def test_closing_words_tell_the_proof_in_the_serving_engine() -> None:

@@ -241,9 +241,16 @@ class BenchmarkReport(Frozen):
     """Mean over suites and temperatures: what selection ranks by."""
 
     baseline_tokens_per_s: float
-    transformers_generate_tokens_per_s: float | None = None
-    """The honesty check: `transformers` generate with cache, same dtype, threads and prompts."""
+    """The same engine without a drafter, over all prompts and temperatures: what the speed-ups are against."""
 
+    transformers_generate_tokens_per_s: float | None = None
+    """`transformers` generate with its KV cache, same dtype and threads, greedy, on `transformers_prompts` prompts.
+    Comparable with `transformers_baseline_tokens_per_s` alone."""
+
+    transformers_baseline_tokens_per_s: float | None = None
+    """The engine without a drafter on those prompts, interleaved with `transformers` generate."""
+
+    transformers_prompts: int = 0
     environment: Environment
     seconds: float
 

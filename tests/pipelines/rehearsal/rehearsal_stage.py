@@ -60,6 +60,7 @@ def benchmark_report(checkpoint: str, speedup: float) -> BenchmarkReport:
         for suite in ("chat", "math", "code", "tools") for temperature in (0.0, 1.0))
     return BenchmarkReport(checkpoint=checkpoint, candidate="base", path="", cells=cells, lossless=True,
                            speedup=speedup, baseline_tokens_per_s=100.0, transformers_generate_tokens_per_s=90.0,
+                           transformers_baseline_tokens_per_s=95.0, transformers_prompts=4,
                            environment=ENVIRONMENT, seconds=1.0)
 
 

@@ -9,7 +9,6 @@ import torch
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.conversations.benchmark_suites import Prompt
-from eyrie_workers.measurement.benchmark.hf_baseline import compare
 from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.measurement.benchmark.samples import BASELINE, Entry, Variant
 from eyrie_workers.measurement.benchmark.session import (
@@ -20,6 +19,7 @@ from eyrie_workers.measurement.benchmark.session import (
     read_suites,
     report_cells,
 )
+from eyrie_workers.measurement.benchmark.transformers_baseline import compare
 from eyrie_workers.measurement.benchmark.variants import Bench, unit_seed
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.stage_program import Stage
@@ -155,7 +155,8 @@ def test_prompts_of_uneven_suites_are_all_asked() -> None:
 
 def test_transformers_generate_is_timed_on_the_same_prompts(session: Session) -> None:
     units = [unit for unit in units_of(session) if unit.temperature == 0.0][:2]
-    honest = compare(session.bench, session.target_path, "float32", units, nothing)
-    assert honest.ours > 0
-    assert honest.transformers > 0
-    assert honest.tokens == honest.transformers_tokens, "greedy answers of both engines should be equally long"
+    found = compare(session.bench, session.target_path, "float32", units, nothing)
+    assert found.tokens_per_s > 0
+    assert found.transformers_tokens_per_s > 0
+    assert found.prompts == 2
+    assert found.tokens == found.transformers_tokens, "greedy answers of both engines should be equally long"

@@ -146,4 +146,7 @@ def test_the_transformers_figure_is_reported_when_asked_for(tmp_path: Path) -> N
     assert isinstance(report, BenchmarkReport)
     assert report.transformers_generate_tokens_per_s is not None
     assert report.transformers_generate_tokens_per_s > 0
-    assert "HonestBaseline" in (directory / "events.jsonl").read_text()
+    assert report.transformers_baseline_tokens_per_s is not None
+    assert report.transformers_baseline_tokens_per_s > 0
+    assert report.transformers_prompts == 2
+    assert "BaselineCompared" in (directory / "events.jsonl").read_text()

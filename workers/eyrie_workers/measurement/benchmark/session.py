@@ -26,6 +26,7 @@ from eyrie_workers.machine.machine_lock import MachineTime, disturbance, measuri
 from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.measurement.benchmark.reports import baseline_rate, cell_report
 from eyrie_workers.measurement.benchmark.samples import BASELINE, Entry, Variant
+from eyrie_workers.measurement.benchmark.transformers_baseline import TransformersBaseline
 from eyrie_workers.measurement.benchmark.variants import Bench, Unit, unit_seed
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.stage_program import Stage
@@ -223,10 +224,14 @@ def _divergence(session: Session, unit: Unit, entry: Entry, variant: Variant) ->
 
 
 def benchmark_report(session: Session, spec: BenchmarkStage | TuneStage, entries: Sequence[Entry],
-                     cells: tuple[CellReport, ...], transformers_rate: float | None, seconds: float) -> BenchmarkReport:
-    """The cells of one checkpoint, summed up."""
+                     cells: tuple[CellReport, ...], compared: TransformersBaseline | None,
+                     seconds: float) -> BenchmarkReport:
+    """The report of one checkpoint from its cells. compared: the undrafted engine against `transformers`, if timed."""
     return BenchmarkReport(
         checkpoint=spec.checkpoint, candidate=spec.candidate, path=spec.drafter_dir, cells=cells,
         lossless=all(cell.identical == cell.prompts for cell in cells),
         speedup=sum(cell.speedup for cell in cells) / len(cells), baseline_tokens_per_s=baseline_rate(entries),
-        transformers_generate_tokens_per_s=transformers_rate, environment=environment(session.dtype), seconds=seconds)
+        transformers_generate_tokens_per_s=compared.transformers_tokens_per_s if compared else None,
+        transformers_baseline_tokens_per_s=compared.tokens_per_s if compared else None,
+        transformers_prompts=compared.prompts if compared else 0, environment=environment(session.dtype),
+        seconds=seconds)

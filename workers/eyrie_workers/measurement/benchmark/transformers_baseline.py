@@ -1,8 +1,10 @@
-"""The honesty check: is our undrafted engine at least as fast as the one everybody has?
+"""The undrafted engine against `transformers` generate: a speed-up over a slow baseline means nothing.
 
-A speed-up over a slow baseline is worth nothing. So the same prompts are answered greedily by `transformers` generate
-with its cache, at the same dtype and thread count, interleaved with our engine undrafted; both are timed whole, prefill
-included. `transformers` is imported only here, because importing it takes longer than a small benchmark.
+`transformers` generate, with its KV cache and at the same dtype and thread count, and our engine without a drafter
+answer the same prompts greedily, in turn. Both are timed over the whole request, prefill included. The two rates are
+comparable with each other only: the benchmark's other figures come from other prompts and temperatures.
+
+`transformers` is imported here alone, because the import takes longer than a small benchmark.
 """
 
 import time
@@ -18,17 +20,21 @@ from eyrie_workers.measurement.benchmark.variants import Bench, Unit
 
 
 @dataclass(frozen=True)
-class Honesty:
+class TransformersBaseline:
     """Tokens per second of both engines on the same prompts."""
 
-    ours: float
-    transformers: float
+    tokens_per_s: float
+    """Our engine without a drafter."""
+
+    transformers_tokens_per_s: float
     tokens: int
     transformers_tokens: int
+    prompts: int
 
 
-def compare(bench: Bench, target_path: Path, dtype: str, units: Sequence[Unit], between: Callable[[], None]) -> Honesty:
-    """Time both engines on greedy `units`, alternating which begins."""
+def compare(bench: Bench, target_path: Path, dtype: str, units: Sequence[Unit],
+            between: Callable[[], None]) -> TransformersBaseline:
+    """Time both engines on greedy `units`, interleaved. `between` is called before each answer and may raise."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -36,20 +42,21 @@ def compare(bench: Bench, target_path: Path, dtype: str, units: Sequence[Unit], 
     baseline = Variant(None)
     bench.warm_up(units[:1], [baseline], between)
     _generate(model, units[0], bench.stop_ids, 8)
-    ours_tokens = theirs_tokens = 0
-    ours_s = theirs_s = 0.0
+    tokens = transformers_tokens = 0
+    seconds = transformers_s = 0.0
     for turn, unit in enumerate(units):
-        for engine in interleaved(("ours", "theirs"), turn):
+        for engine in interleaved(("ours", "transformers"), turn):
             between()
             if engine == "ours":
                 sample = bench.measure(unit, [baseline], between).samples[BASELINE]
-                ours_tokens, ours_s = ours_tokens + len(sample.token_ids), ours_s + sample.seconds
+                tokens, seconds = tokens + len(sample.token_ids), seconds + sample.seconds
             else:
                 started = time.perf_counter()
-                theirs_tokens += _generate(model, unit, bench.stop_ids, bench.max_new_tokens)
-                theirs_s += time.perf_counter() - started
-    return Honesty(ours=ours_tokens / ours_s, transformers=theirs_tokens / theirs_s, tokens=ours_tokens,
-                   transformers_tokens=theirs_tokens)
+                transformers_tokens += _generate(model, unit, bench.stop_ids, bench.max_new_tokens)
+                transformers_s += time.perf_counter() - started
+    return TransformersBaseline(
+        tokens_per_s=tokens / seconds, transformers_tokens_per_s=transformers_tokens / transformers_s, tokens=tokens,
+        transformers_tokens=transformers_tokens, prompts=len(units))
 
 
 def _generate(model: "torch.nn.Module", unit: Unit, stop_ids: Sequence[int], max_new_tokens: int) -> int:
