@@ -1,14 +1,17 @@
-"""The frame every stage program stands in: arguments, lock, progress, interruption, manifest last.
+"""The frame of every stage program: arguments, lock, progress, interruption, and the manifest written last.
 
-A stage's own file holds its work as a function `(spec, Stage) -> Result`; this room turns it into a program that is
-safe to kill at any line and to run again:
+A stage's own module holds its work as a function `(spec, Stage) -> Result`; `run_program` turns it into a program that
+can be killed at any line and run again:
 
-- a manifest of the same spec already there: nothing to do, exit 0 (unless the stage knows how to see that its artifact
-  is damaged, and to hint it: then it does, and the manifest stays if the files are again what it says);
-- a manifest of another spec there: refused, because an artifact is immutable;
-- two programs in one directory: the second is refused (advisory lock, freed by the kernel when the holder dies);
-- SIGTERM or SIGINT: `stage.pause_point()` raises Interrupted at the next safe line, exit 143; run again, it goes on;
-- an EyrieError: `failure.json` with reason, message and hint, and the class's exit code.
+- a manifest of the same spec exists: nothing to do, exit 0 (unless the stage detects that its artifact is damaged and
+  can rebuild it: then it does, and the manifest stays if the files match it again);
+- a manifest of another spec exists: refused, because an artifact is immutable;
+- two programs in one directory: the second is refused (advisory lock, freed by the kernel when its holder dies);
+- SIGTERM or SIGINT: `stage.pause_point()` raises Interrupted at the next safe line, exit 143; the next run resumes;
+- an EyrieError: `failure.json` with reason, message and hint, and the exit code of the error's class.
+
+`open_stage` is the same frame as a context manager, for a program that works on several directories at once
+(`stages.sweep`).
 """
 
 import argparse
@@ -16,12 +19,13 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from pydantic import ValidationError
 
@@ -48,7 +52,7 @@ class Interrupted(BaseException):
 
 @dataclass(frozen=True)
 class Result:
-    """What the work leaves: a report, and the files that belong to the artifact."""
+    """What a stage's work returns: a report, and the files that belong to the artifact."""
 
     report: StageReport
     files: Iterable[Path]
@@ -60,35 +64,39 @@ def _now() -> datetime:
 
 @dataclass
 class Stage:
-    """What the work may use of the world: its directory, its voice, and the question whether to stop."""
+    """What a stage's work is given: its directory, the writer of its event log, and the request to stop."""
 
     out_dir: Path
     stop_requested: bool = False
     quiet: bool = False
+    """Write events to the log alone, not to stdout."""
+
     _started: float = field(default_factory=time.monotonic)
     _last_progress: float = 0.0
     _first_done: float | None = None
     _phase: tuple[str, bool] | None = None
 
     def pause_point(self) -> None:
-        """Raise Interrupted if a signal asked us to stop. Call it where everything is saved or can be redone."""
+        """Raise Interrupted if a stop was requested. Call it where everything is saved or can be computed again."""
         if self.stop_requested:
             raise Interrupted
 
     def progress(self, done: float, total: float | None, unit: str, message: str = "") -> None:
-        """Say how far the work is; rate and ETA follow from the clock. At most two lines a second are written.
+        """Log progress, with rate and ETA from the clock. At most two records a second are written.
 
-        Another unit, or a total that was not known before, begins another phase with a clock of its own.
+        Another unit, or a total that was not known before, begins another phase with its own clock.
         """
         now = time.monotonic()
         phase = (unit, total is None)
+        # `done` decreases where the work was begun again: a rate over both parts would be wrong.
         if self._first_done is None or self._phase != phase or done < self._first_done:
             self._first_done, self._started, self._phase = done, now, phase
         if now - self._last_progress < _PROGRESS_EVERY_S and done != total:
             return
         self._last_progress = now
-        spent = now - self._started
-        rate = (done - self._first_done) / spent if spent > 0 and done > self._first_done else None
+        elapsed_s = now - self._started
+        # Over what this process has done: a resumed stage begins at `_first_done`, which cost it no time.
+        rate = (done - self._first_done) / elapsed_s if elapsed_s > 0 and done > self._first_done else None
         eta = (total - done) / rate if rate and total is not None else None
         self._write(ProgressRecord(time=_now(), done=done, total=total, unit=unit, rate=rate, eta_s=eta,
                                    message=message))
@@ -98,7 +106,7 @@ class Stage:
         self._write(MetricRecord(time=_now(), name=name, step=step, value=value))
 
     def event(self, reason: str, message: str, *, warning: bool = False) -> None:
-        """Tell a person something."""
+        """Log an event, and print it."""
         self._write(EventRecord(time=_now(), type="Warning" if warning else "Normal", reason=reason,
                                 message=message))
         if not self.quiet:
@@ -106,7 +114,7 @@ class Stage:
 
     def _write(self, record: Frozen) -> None:
         line = record.model_dump_json() + "\n"
-        # One write call on an append-mode descriptor: a line is there whole or not at all.
+        # One write call on an append-mode descriptor: readers and other writers never see part of a line.
         descriptor = os.open(self.out_dir / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             os.write(descriptor, line.encode())
@@ -117,69 +125,125 @@ class Stage:
 SpecT = TypeVar("SpecT", bound=Frozen)
 
 
-def run_program(kind: type[SpecT], work: Callable[[SpecT, Stage], Result], argv: list[str] | None = None,
-                is_whole: Callable[[Path], bool] = lambda _: True) -> int:
-    """Run one stage program and return its exit code (see the module's essay).
+@dataclass(frozen=True)
+class OpenStage(Generic[SpecT]):
+    """A stage's directory while its lock is held."""
 
-    is_whole   of a finished directory: whether its artifact still is what it was. Cheap: it is asked on every run.
+    spec: SpecT
+    stage: Stage
+    finished: bool
+    """Whether the manifest of this spec exists and its artifact is whole: there is nothing to do."""
+
+    _manifest: Path
+    _before: Manifest | None
+    """A manifest of this spec whose artifact turned out damaged."""
+
+    _started: datetime
+
+    def finish(self, result: Result) -> None:
+        """Write the manifest. Raises Interrupted where a stop was requested."""
+        self.stage.pause_point()
+        files = list_files(self.stage.out_dir, result.files)
+        if self._before is not None and self._before.files == files:
+            return
+        spec = self.spec
+        write_model(self._manifest, Manifest(
+            stage=spec.stage, job_id=spec.job_id,  # type: ignore[attr-defined]
+            candidate=getattr(spec, "candidate", None), spec_digest=digest_model(spec), code_version=code_version(),
+            started_at=self._started.isoformat(), finished_at=_now().isoformat(), files=files, report=result.report))
+
+    def fail(self, error: EyrieError) -> None:
+        """Write `failure.json`."""
+        _write_failure(self.stage, error)
+
+
+@contextmanager
+def open_stage(kind: type[SpecT], stage: Stage, spec_file: Path, out: Path,
+               is_whole: Callable[[Path], bool] = lambda _: True) -> Iterator[OpenStage[SpecT]]:
+    """Hold the lock of a stage's directory and read its spec.
+
+    An EyrieError raised here or in the block is written to `failure.json`, Interrupted to the event log; both are
+    raised again.
+
+    stage     of the manifest's directory, which is created.
+    out       the manifest.
+    is_whole  of a finished directory: whether its artifact still matches the manifest. Cheap: it is called every time.
     """
-    parser = argparse.ArgumentParser(description=(work.__doc__ or kind.__doc__ or "").strip())
-    parser.add_argument("--spec", type=Path, required=True, help="JSON file: the stage's spec")
-    parser.add_argument("--out", type=Path, required=True, help="manifest to write; its directory is the workplace")
-    arguments = parser.parse_args(argv)
-    out_dir: Path = arguments.out.resolve().parent
-    out_dir.mkdir(parents=True, exist_ok=True)
-    (out_dir / "failure.json").unlink(missing_ok=True)
-    stage = Stage(out_dir)
-
-    def ask_to_stop(_number: int, _frame: FrameType | None) -> None:
-        stage.stop_requested = True
-
-    previous = {number: signal.signal(number, ask_to_stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    stage.out_dir.mkdir(parents=True, exist_ok=True)
+    (stage.out_dir / "failure.json").unlink(missing_ok=True)
     try:
-        with (out_dir / ".lock").open("w") as lock:
+        with (stage.out_dir / ".lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise Conflict(f"another program works in {out_dir}", "wait for it, or cancel its job") from None
-            _run_locked(kind, work, arguments.spec, arguments.out.resolve(), stage, is_whole)
-        return 0
+                raise Conflict(f"another program works in {stage.out_dir}",
+                               "wait for it, or cancel its job") from None
+            # Only under the lock: another program may be writing the manifest until then.
+            spec = _read_spec(kind, spec_file)
+            before = read_manifest(out) if out.exists() else None
+            if before is not None and before.spec_digest != digest_model(spec):
+                raise Conflict(f"{out} was made from another spec",
+                               "give an empty directory, or delete the old output")
+            finished = before is not None and is_whole(stage.out_dir)
+            yield OpenStage(spec, stage, finished, out, before, _now())
     except Interrupted:
-        stage.event("Interrupted", "stopped on request; run again to go on from here", warning=True)
-        return INTERRUPTED_EXIT_CODE
+        stage.event("Interrupted", "stopped on request; run again to resume", warning=True)
+        raise
     except EyrieError as error:
-        write_model(out_dir / "failure.json", Failure(
-            reason=error.reason, message=error.message, hint=error.hint, exit_code=error.exit_code,
-            transient=isinstance(error, Transient), time=_now()))
-        return report_error(error)
+        _write_failure(stage, error)
+        raise
+
+
+@contextmanager
+def stop_on_signals(*stages: Stage) -> Iterator[None]:
+    """Within the block SIGTERM and SIGINT request the stages to stop instead of ending the process."""
+
+    def request_stop(_number: int, _frame: FrameType | None) -> None:
+        for stage in stages:
+            stage.stop_requested = True
+
+    previous = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-def _run_locked(kind: type[SpecT], work: Callable[[SpecT, Stage], Result], spec_file: Path, out: Path,
-                stage: Stage, is_whole: Callable[[Path], bool]) -> None:
+def run_program(kind: type[SpecT], work: Callable[[SpecT, Stage], Result], argv: list[str] | None = None,
+                is_whole: Callable[[Path], bool] = lambda _: True) -> int:
+    """Run one stage program and return its exit code (see the module docstring). `is_whole`: see `open_stage`."""
+    parser = argparse.ArgumentParser(description=(work.__doc__ or kind.__doc__ or "").strip())
+    parser.add_argument("--spec", type=Path, required=True, help="JSON file: the stage's spec")
+    parser.add_argument("--out", type=Path, required=True,
+                        help="manifest to write; the stage's other files are written next to it")
+    arguments = parser.parse_args(argv)
+    out: Path = arguments.out.resolve()
+    stage = Stage(out.parent)
+    # The handlers come first: a signal that arrives while the lock is taken is acted on at the first pause point.
     try:
-        spec = kind.model_validate_json(spec_file.read_text())
+        with stop_on_signals(stage), open_stage(kind, stage, arguments.spec, out, is_whole) as opened:
+            if not opened.finished:
+                opened.finish(work(opened.spec, stage))
+        return 0
+    except Interrupted:
+        return INTERRUPTED_EXIT_CODE
+    except EyrieError as error:
+        return report_error(error)
+
+
+def _read_spec(kind: type[SpecT], spec_file: Path) -> SpecT:
+    try:
+        return kind.model_validate_json(spec_file.read_text())
     except FileNotFoundError:
         raise InvalidInput(f"--spec {spec_file} does not exist", "give the path of a stage spec") from None
     except ValidationError as error:
         first = error.errors()[0]
         raise InvalidInput(f"--spec {spec_file}: {'.'.join(map(str, first['loc']))}: {first['msg']} "
                            f"(got {first['input']!r})", f"see {kind.__name__} in eyrie_api.v1alpha1.stages") from error
-    digest = digest_model(spec)
-    before = read_manifest(out) if out.exists() else None
-    if before is not None and before.spec_digest == digest and is_whole(stage.out_dir):
-        return
-    if before is not None and before.spec_digest != digest:
-        raise Conflict(f"{out} was made from another spec", "give an empty directory, or delete the old output")
-    started = _now()
-    result = work(spec, stage)
-    stage.pause_point()
-    files = list_files(stage.out_dir, result.files)
-    if before is not None and before.files == files:
-        return
-    write_model(out, Manifest(
-        stage=spec.stage, job_id=spec.job_id, candidate=getattr(spec, "candidate", None),  # type: ignore[attr-defined]
-        spec_digest=digest, code_version=code_version(), started_at=started.isoformat(),
-        finished_at=_now().isoformat(), files=files, report=result.report))
+
+
+def _write_failure(stage: Stage, error: EyrieError) -> None:
+    write_model(stage.out_dir / "failure.json", Failure(
+        reason=error.reason, message=error.message, hint=error.hint, exit_code=error.exit_code,
+        transient=isinstance(error, Transient), time=_now()))

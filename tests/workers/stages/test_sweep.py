@@ -1,5 +1,6 @@
 """Candidates trained together are what they would have been alone, and cost less."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -10,9 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from eyrie_api.errors import ArtifactCorrupt, Conflict
 from eyrie_workers.drafters.eagle3.directory_format import num_aux
 from eyrie_workers.drafters.registry import FAMILIES
-from eyrie_workers.stages.sweep import groups, losers, rung_steps, sweep
+from eyrie_workers.features.shard_format import shard_name
+from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE
+from eyrie_workers.stages.sweep import group_candidates, rung_steps, slower_half, sweep
 from eyrie_workers.targets.config import read_config
 from tests.tiny import tiny_target
 from tests.workers.stages import test_train
@@ -116,6 +120,27 @@ def test_a_sweep_killed_after_a_rung_decides_as_it_would_have(
     assert sorted(steps[0].values()) == [8, 8, 20, 40]
 
 
+def test_sigterm_saves_every_candidate_and_the_sweep_resumes(
+        tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
+    names = ("a", "b")
+    for name in names:
+        write_spec(tmp_path / name, target_dir, store_dir, max_steps=40, epochs=99, save_every_steps=1000)
+    command = [sys.executable, "-m", "eyrie_workers.stages.sweep",
+               *(part for name in names for part in ("--train", str(tmp_path / name)))]
+    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None and not any(
+            '"loss"' in path.read_text() for path in tmp_path.glob("*/events.jsonl")):
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait() == INTERRUPTED_EXIT_CODE
+    for name in names:
+        assert "Interrupted" in (tmp_path / name / "events.jsonl").read_text()
+        assert (tmp_path / name / "state" / "training.safetensors").exists()
+    assert sweep([tmp_path / name for name in names]) == 0
+    assert all(report_of(tmp_path / name).resumed_from_step > 0 for name in names)
+
+
 def test_a_rung_stands_where_an_evaluation_is_due_anyway() -> None:
     assert rung_steps(100, (0.25, 0.5)) == (20, 50)
     assert rung_steps(8, (0.25, 0.5)) == (2, 4)
@@ -132,6 +157,31 @@ def test_one_candidates_failure_is_its_own(tmp_path: Path, target_dir: Path, sto
     assert report_of(tmp_path / "good").steps == 4
 
 
+def test_damage_to_the_shared_store_is_the_failure_of_every_candidate_of_the_group(
+        tmp_path: Path, target_dir: Path) -> None:
+    store_dir = write_store(tmp_path / "store", target_dir, 12)
+    for name in ("a", "b"):
+        write_spec(tmp_path / name, target_dir, store_dir, max_steps=4)
+    shard = store_dir / shard_name(0)
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(bytes(data))
+    assert sweep([tmp_path / "a", tmp_path / "b"]) == ArtifactCorrupt.exit_code
+    for name in ("a", "b"):
+        assert json.loads((tmp_path / name / "failure.json").read_text())["reason"] == "ArtifactCorrupt"
+
+
+def test_a_directory_that_another_program_works_in_is_refused_and_the_others_are_trained(
+        tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
+    for name in ("locked", "free"):
+        write_spec(tmp_path / name, target_dir, store_dir, max_steps=2)
+    with (tmp_path / "locked" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert sweep([tmp_path / "locked", tmp_path / "free"]) == Conflict.exit_code
+    assert report_of(tmp_path / "free").steps == 2
+    assert not (tmp_path / "locked" / "manifest.json").exists()
+
+
 def test_a_candidate_that_was_further_waits_for_the_others(tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
     write_spec(tmp_path / "a", target_dir, store_dir, max_steps=6, save_every_steps=1)
     write_spec(tmp_path / "b", target_dir, store_dir, max_steps=6, learning_rate=2e-3)
@@ -146,10 +196,10 @@ def test_candidates_of_the_same_documents_are_a_group(tmp_path: Path, target_dir
            {"loss": "tv"})
     specs = {str(number): write_spec(tmp_path / str(number), target_dir, store_dir, **fields)  # type: ignore[arg-type]
              for number, fields in enumerate(one)}
-    assert groups(specs) == [("0", "1", "4"), ("2",), ("3",)]
+    assert group_candidates(specs) == [("0", "1", "4"), ("2",), ("3",)]
 
 
 def test_the_slower_half_loses_and_of_an_odd_number_the_middle_stays() -> None:
-    assert losers({"a": 2.0, "b": 3.0, "c": 1.0}) == {"c"}
-    assert losers({"a": 2.0, "b": 2.0}) == {"b"}
-    assert losers({"a": 2.0}) == set()
+    assert slower_half({"a": 2.0, "b": 3.0, "c": 1.0}) == {"c"}
+    assert slower_half({"a": 2.0, "b": 2.0}) == {"b"}
+    assert slower_half({"a": 2.0}) == set()

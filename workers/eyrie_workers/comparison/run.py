@@ -7,11 +7,9 @@
 """
 
 import fcntl
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from safetensors import safe_open
 
@@ -30,7 +28,7 @@ from eyrie_workers.comparison.training import Learnt, Training
 from eyrie_workers.drafters.registry import FAMILIES, family_named
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.machine.environment import environment
-from eyrie_workers.stage_program import Stage
+from eyrie_workers.stage_program import Stage, stop_on_signals
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.loading import resolve
 
@@ -50,7 +48,7 @@ def compare(spec: CompareSpec, home: Path, tell: Callable[[str, Path], None]) ->
         stage.out_dir.mkdir(exist_ok=True)
         variants = variants_of([family for family in spec.families if family in training.learnt], spec.benchmark.tree)
         training.measuring(stage.out_dir)
-        with _interruptible(stage):
+        with stop_on_signals(stage):  # the measuring ends between two variants of a block
             entries = measure(spec, variants, {name: one.directory for name, one in training.learnt.items()},
                               {name: one.checkpoint.digest for name, one in training.learnt.items()},
                               str(training.rows_dir / "held_out.jsonl"), stage)
@@ -160,18 +158,3 @@ def _alone(home: Path) -> Iterator[None]:
         except BlockingIOError:
             raise Conflict(f"another comparison works in {home}", "wait for it, or give another --out") from None
         yield
-
-
-@contextmanager
-def _interruptible(stage: Stage) -> Iterator[None]:
-    """SIGTERM and SIGINT end the measuring between two blocks' variants, as they end a stage program."""
-
-    def ask_to_stop(_number: int, _frame: FrameType | None) -> None:
-        stage.stop_requested = True
-
-    previous = {number: signal.signal(number, ask_to_stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

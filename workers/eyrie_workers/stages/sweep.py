@@ -1,42 +1,51 @@
-"""Trains the candidates of a sweep together: one read of the states and one teacher for all of them.
+"""Trains the candidates of a sweep together: one read of the hidden states and one target distribution for all.
 
     python -m eyrie_workers.stages.sweep --train <dir a> --train <dir b> ... [--rungs 0.25,0.5]
 
-Each directory holds the `spec.json` of a train stage and afterwards what that stage would have left there:
-checkpoints, events, manifest. It is no stage of its own: the train program, run later on such a directory, finds its
-manifest and has nothing to do, and run on one that is not finished goes on from its state, alone. So a pipeline may
-call this first, or not at all.
+Each directory holds the `spec.json` of a train stage, and afterwards what that stage would have left there:
+checkpoints, events, manifest. The sweep is not a stage of its own: the train program, run later on such a directory,
+finds its manifest and does nothing; on an unfinished one it resumes from the saved state, for that candidate alone.
+A pipeline may therefore run the sweep first, or not at all.
 
-What candidates share they share by `groups`: same target, store, seed and batch size means the same documents at every
-step. Of one group, states are read and decoded once, and the target is asked once about every position that any
-candidate asks about (once per size of draft vocabulary), in training and in evaluation. Drafters of other families,
-layers, widths, rates, losses, depths and lengths of training go together. A candidate that fails, or was further when
-all were killed, stands aside; the others go on.
+`group_candidates` finds what can be shared: same target, store, seed and batch size means the same documents at every
+step. Within a group, states are read and decoded once, and the target's distribution is computed once for every
+position that any candidate needs (once per size of draft vocabulary), in training and in evaluation. Drafters of
+different families, layers, widths, learning rates, losses, depths and training lengths share a group. A candidate that
+fails does not stop the others; one that is ahead of the others after an interruption waits for them.
 
-**Rungs** (successive halving, arXiv:1502.07943) spend less on what will not win: at each given share of the longest
-candidate's steps, the half of a family with the lower simulated speed-up on held-out rows stops there, with a
+**Rungs** (successive halving, arXiv:1502.07943) spend less on candidates that will not win: at each given share of the
+longest candidate's steps, the half of a family with the lower simulated speed-up on held-out rows stops, with a
 checkpoint. With rungs at a quarter and a half, eight candidates cost the steps of four, and early steps are the cheap
-ones (`train.single_step_ratio`). Families are not halved against one another: they learn at different paces, and
-which is best is for the benchmark to say. A rung stands at the last of the evaluations that are due anyway before its
-share. What each candidate reached there is in its saved state, so that a sweep that was killed decides as it would
-have.
+ones (`train.single_step_ratio`). Families are not halved against one another: they learn at different rates, and the
+benchmark decides between them. A rung is placed at the last scheduled evaluation at or before its share. What each
+candidate reached there is part of its saved state, so an interrupted sweep makes the same decisions when it resumes.
 
-Simulated speed-up counts no drafting cost and grows with `ttt_length`: an axis over that one is better trained to the
-end (`sweep.rungs: []`). What it costs and saves is measured by `tests.benchmarks.sweep`.
+The simulated speed-up counts no drafting cost and grows with `ttt_length`: train an axis over `ttt_length` to the end
+(`sweep.rungs: []`). `tests.benchmarks.sweep` measures what a sweep costs and saves.
 """
 
 import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
 from eyrie_api.errors import EyrieError
+from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.stages import TrainStage
 from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Interrupted, Result, Stage, run_program
+from eyrie_workers.stage_program import (
+    INTERRUPTED_EXIT_CODE,
+    Interrupted,
+    OpenStage,
+    Result,
+    Stage,
+    open_stage,
+    stop_on_signals,
+)
 from eyrie_workers.stages.train import NUM_EVALUATIONS, Run, prepare
 from eyrie_workers.training.batch_loader import Features, open_features
 from eyrie_workers.training.evaluation import Evaluation, Tally
@@ -45,45 +54,45 @@ from eyrie_workers.training.objective import Objective, StepContext, TargetDistr
 from eyrie_workers.training.packing import checkpoint_steps
 
 
-def groups(candidates: Mapping[str, TrainStage]) -> list[tuple[str, ...]]:
+def group_candidates(candidates: Mapping[str, TrainStage]) -> list[tuple[str, ...]]:
     """Names of the candidates that see the same documents at the same steps, in the order given. Pure."""
-    together: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for name, spec in candidates.items():
         key = "\n".join((spec.target.model_dump_json(), spec.store_dir, str(spec.train.seed),
                          str(spec.train.max_tokens_per_batch), str(spec.train.threads)))
-        together.setdefault(key, []).append(name)
-    return [tuple(names) for names in together.values()]
+        groups.setdefault(key, []).append(name)
+    return [tuple(names) for names in groups.values()]
 
 
-def losers(speedups: Mapping[str, float]) -> set[str]:
-    """The half, rounded down, with the lower speed-up; among equals the later. Pure."""
+def slower_half(speedups: Mapping[str, float]) -> set[str]:
+    """The half, rounded down, with the lower speed-up; of equal ones the later. Pure."""
     ranked = sorted(speedups, key=lambda name: -speedups[name])
     return set(ranked[len(ranked) - len(ranked) // 2:])
 
 
 def rung_steps(num_steps: int, rungs: Sequence[float]) -> tuple[int, ...]:
-    """The steps after which the slower half stops: evaluations that are due anyway, at or before each share. Pure."""
-    due = checkpoint_steps(num_steps, NUM_EVALUATIONS)
-    found = {max([step for step in due if step <= share * num_steps] or due[:1]) for share in rungs}
+    """The steps after which the slower half stops: scheduled evaluations at or before each share. Pure."""
+    scheduled = checkpoint_steps(num_steps, NUM_EVALUATIONS)
+    found = {max([step for step in scheduled if step <= share * num_steps] or scheduled[:1]) for share in rungs}
     return tuple(sorted(found - {num_steps}))
 
 
-class Together:
-    """Several runs over one feed."""
+class CandidateGroup:
+    """Several runs that read their batches from one loader."""
 
     def __init__(self, runs: Mapping[str, Run], rungs: Sequence[float] = ()) -> None:
         self._runs = dict(runs)
         self.failed: dict[str, EyrieError] = {}
         longest = max(runs.values(), key=lambda run: run.trainer.schedule.num_steps)
-        self._feed = longest.trainer.feed
+        self._loader = longest.trainer.feed
         self._rungs = rung_steps(longest.trainer.schedule.num_steps, rungs)
         for run in runs.values():
             run.evaluate_also_at(self._rungs)
 
-    def to_the_end(self) -> None:
-        """Train all until each is finished or failed. Raises Interrupted once every one is saved."""
+    def train(self) -> None:
+        """Train until every candidate has finished or failed. Raises Interrupted once each has saved its state."""
         while active := self._active():
-            # Those that were killed at an earlier step catch up first.
+            # Interrupted runs resume at the step of their last save, which differs: those behind catch up first.
             step = min(run.trainer.counters.step for run in active.values())
             if step in self._rungs:
                 self._halve(step)
@@ -94,34 +103,39 @@ class Together:
         return {name: run for name, run in self._runs.items() if not run.finished and name not in self.failed}
 
     def _halve(self, step: int) -> None:
-        """Stop the slower half of each family; those count that stopped here before all were killed."""
-        standing: dict[str, dict[str, float]] = {}
+        """Stop the slower half of each family. Runs that this rung stopped before an interruption count as well."""
+        by_family: dict[str, dict[str, float]] = {}
         for name, run in self._runs.items():
             if step in run.standing:
-                standing.setdefault(run.family.name, {})[name] = run.standing[step]
-        for speedups in standing.values():
-            for name in losers(speedups):
+                by_family.setdefault(run.family.name, {})[name] = run.standing[step]
+        for speedups in by_family.values():
+            for name in slower_half(speedups):
                 if not self._runs[name].finished and name not in self.failed:
                     self._runs[name].stop_here(f"the other half of {len(speedups)} candidates simulated faster")
 
     def _step(self, runs: Mapping[str, Run], step: int) -> None:
+        """One optimiser step of each run, on one batch and one set of target distributions."""
         started = time.perf_counter()
         if not runs:
             return
-        batch = self._feed.take(step)
+        # 1. Shared: read the batch, compute the target's distributions.
+        batch = self._loader.take(step)
         waited = time.perf_counter() - started
-        lessons = teach_all({name: run.trainer.objective for name, run in runs.items()}, batch.documents,
-                            {name: run.trainer.moment(batch) for name, run in runs.items()})
-        shared = (time.perf_counter() - started) / len(runs)
+        targets = shared_targets({name: run.trainer.objective for name, run in runs.items()}, batch.documents,
+                                 {name: run.trainer.moment(batch) for name, run in runs.items()})
+        # 2. Each run's own step. Its counters are charged an equal share of the time that step 1 took.
+        shared_s = (time.perf_counter() - started) / len(runs)
         reports: dict[str, StepReport] = {}
         for name, run in runs.items():
             try:
-                reports[name] = run.trainer.learn(batch, time.perf_counter() - shared, waited / len(runs),
-                                                  lessons[name])
+                reports[name] = run.trainer.learn(batch, time.perf_counter() - shared_s, waited / len(runs),
+                                                  targets[name])
             except EyrieError as error:
                 self.failed[name] = error
+        # 3. Shared: evaluate the runs whose schedule asks for it.
         due = {name: runs[name] for name in reports if runs[name].is_evaluated_at(step + 1)}
-        evaluations = evaluate_all(due) if due else {}
+        evaluations = evaluate_together(due) if due else {}
+        # 4. Each run exports and saves. Interrupted is raised after the last of them, so that every run has saved.
         interrupted = False
         for name, report in reports.items():
             try:
@@ -134,99 +148,95 @@ class Together:
             raise Interrupted
 
 
-def teach_all(objectives: Mapping[str, Objective], documents: PackedBatch,
-              moments: Mapping[str, StepContext]) -> dict[str, TargetDistribution]:
-    """Each objective's teacher of a batch, asked once for all of the same draft vocabulary. Without a moment, an
-    objective is judged."""
-    asked: dict[tuple[int, bool], list[str]] = {}
+def shared_targets(objectives: Mapping[str, Objective], documents: PackedBatch,
+                   contexts: Mapping[str, StepContext]) -> dict[str, TargetDistribution]:
+    """Each objective's target distribution for a batch, computed once for all with the same draft vocabulary.
+
+    Objectives without a context are evaluated rather than trained.
+    """
+    by_key: dict[tuple[int, bool], list[str]] = {}
     for name, objective in objectives.items():
-        asked.setdefault(objective.teacher_key, []).append(name)
-    lessons: dict[str, TargetDistribution] = {}
-    for names in asked.values():
-        positions = torch.cat([objectives[name].plan(documents, moments.get(name)).teacher_positions()
+        by_key.setdefault(objective.teacher_key, []).append(name)
+    targets: dict[str, TargetDistribution] = {}
+    for names in by_key.values():
+        # The union of all positions: each objective looks up its own by packed position.
+        positions = torch.cat([objectives[name].plan(documents, contexts.get(name)).teacher_positions()
                                for name in names]).unique()
-        lessons |= dict.fromkeys(names, objectives[names[0]].teach(documents, positions))
-    return lessons
+        targets |= dict.fromkeys(names, objectives[names[0]].teach(documents, positions))
+    return targets
 
 
 @torch.no_grad()
-def evaluate_all(runs: Mapping[str, Run]) -> dict[str, Evaluation]:
-    """What `evaluate` says of each run of a group, over one read of the held-out rows and one teacher."""
+def evaluate_together(runs: Mapping[str, Run]) -> dict[str, Evaluation]:
+    """What `evaluate` returns for each run of a group, from one read of the held-out rows and shared targets."""
     objectives = {name: run.trainer.objective for name, run in runs.items()}
     counts = {name: Tally(run.spec.train.ttt_length) for name, run in runs.items()}
     for documents in next(iter(runs.values())).held_out():
-        lessons = teach_all(objectives, documents, {})
+        targets = shared_targets(objectives, documents, {})
         for name, run in runs.items():
-            counts[name].add(objectives[name](documents.with_layers(run.columns), None, lessons[name]))
+            counts[name].add(objectives[name](documents.with_layers(run.columns), None, targets[name]))
     return {name: count.evaluation() for name, count in counts.items()}
 
 
 def sweep(directories: Sequence[Path], rungs: Sequence[float] = ()) -> int:
-    """Train what the directories' specs say; the exit code: 0, or that of the first candidate that failed.
+    """Train the specs in these directories; the exit code: 0, or that of the first candidate that failed.
 
-    The train programs stand inside one another, so that each has its lock, its manifest and its failure as if alone;
-    the innermost does the work of all.
+    All directories are open at once, each with its lock, manifest and failure.json, as if its train program ran alone.
     """
-    todo: list[tuple[TrainStage, Stage]] = []
-    outcome: dict[str, Result | EyrieError] = {}
-
-    def stand_in(number: int) -> int:
-        if number == len(directories):
-            _train_all(todo, rungs, outcome)
-            return 0
-        directory = directories[number]
-        entered = False
-
-        def work(spec: TrainStage, stage: Stage) -> Result:
-            nonlocal entered
-            entered = True
-            todo.append((spec, stage))
-            code = stand_in(number + 1)
-            if code == INTERRUPTED_EXIT_CODE:
-                raise Interrupted
-            found = outcome[str(stage.out_dir)]
-            if isinstance(found, EyrieError):
-                raise found
-            inner.append(code)
-            return found
-
-        inner: list[int] = []
-        code = run_program(TrainStage, work, ["--spec", str(directory / "spec.json"),
-                                              "--out", str(directory / "manifest.json")])
-        if not entered:  # finished before, or refused
-            return stand_in(number + 1) or code
-        return code or inner[0]
-
-    return stand_in(0)
+    stages = [Stage(directory.resolve()) for directory in directories]
+    opened: dict[str, OpenStage[TrainStage]] = {}
+    codes: dict[str, int] = {}
+    try:
+        with stop_on_signals(*stages), ExitStack() as stack:
+            for stage in stages:
+                name = str(stage.out_dir)
+                try:
+                    candidate = stack.enter_context(open_stage(
+                        TrainStage, stage, stage.out_dir / "spec.json", stage.out_dir / "manifest.json"))
+                except EyrieError as error:  # locked, or its spec is invalid: the other candidates are trained
+                    codes[name] = report_error(error)
+                else:
+                    if not candidate.finished:
+                        opened[name] = candidate
+            for name, outcome in _train_all(opened, rungs).items():
+                if isinstance(outcome, EyrieError):
+                    opened[name].fail(outcome)
+                    codes[name] = report_error(outcome)
+                else:
+                    opened[name].finish(outcome)
+    except Interrupted:  # each open stage has logged it
+        return INTERRUPTED_EXIT_CODE
+    return next((codes[name] for stage in stages if (name := str(stage.out_dir)) in codes), 0)
 
 
-def _train_all(todo: Sequence[tuple[TrainStage, Stage]], rungs: Sequence[float],
-               outcome: dict[str, Result | EyrieError]) -> None:
-    stages = {str(stage.out_dir): (spec, stage) for spec, stage in todo}
-    innermost = todo[-1][1] if todo else None
-    for names in groups({name: spec for name, (spec, _) in stages.items()}):
+def _train_all(opened: Mapping[str, OpenStage[TrainStage]],
+               rungs: Sequence[float]) -> dict[str, Result | EyrieError]:
+    """Train the candidates, one group after the other. Raises Interrupted."""
+    outcomes: dict[str, Result | EyrieError] = {}
+    for names in group_candidates({name: candidate.spec for name, candidate in opened.items()}):
         runs: dict[str, Run] = {}
         features: Features | None = None
         for name in names:
-            spec, stage = stages[name]
+            spec = opened[name].spec
             try:
                 ends = next((run.ends for run in runs.values()), None)
                 features = features or open_features(spec.store_dir, spec.target)
-                runs[name] = prepare(spec, stage, ends=ends, features=features)
+                runs[name] = prepare(spec, opened[name].stage, ends=ends, features=features)
             except EyrieError as error:
-                outcome[name] = error
+                outcomes[name] = error
         if not runs:
             continue
-        for run in runs.values():  # a signal reaches the innermost program alone
-            run.heed(lambda: innermost is not None and innermost.stop_requested)
-        together = Together(runs, rungs)
+        group = CandidateGroup(runs, rungs)
         try:
-            together.to_the_end()
+            group.train()
+            outcomes |= {name: run.result() for name, run in runs.items() if name not in group.failed}
+        except EyrieError as error:  # of what the group shares: reading its batches
+            outcomes |= dict.fromkeys(runs, error)
         finally:
             for run in runs.values():
                 run.close()
-        outcome |= together.failed
-        outcome |= {name: run.result() for name, run in runs.items() if name not in together.failed}
+        outcomes |= group.failed
+    return outcomes
 
 
 def main(argv: Sequence[str]) -> int:
@@ -235,8 +245,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--train", type=Path, action="append", required=True, metavar="DIR",
                         help="directory with the spec.json of a train stage; once per candidate")
     parser.add_argument("--rungs", default="", help="shares of the steps at which the slower half stops: 0.25,0.5")
-    told = parser.parse_args(argv)
-    return sweep(told.train, [float(share) for share in told.rungs.split(",") if share])
+    arguments = parser.parse_args(argv)
+    return sweep(arguments.train, [float(share) for share in arguments.rungs.split(",") if share])
 
 
 if __name__ == "__main__":

@@ -24,12 +24,10 @@ four processes and go on upon one.
 import argparse
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -48,7 +46,14 @@ from eyrie_workers.drafters.family import Family
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Interrupted, Result, Stage, run_program
+from eyrie_workers.stage_program import (
+    INTERRUPTED_EXIT_CODE,
+    Interrupted,
+    Result,
+    Stage,
+    run_program,
+    stop_on_signals,
+)
 from eyrie_workers.targets import draft_vocabulary
 from eyrie_workers.targets.config import TargetConfig, read_config
 from eyrie_workers.targets.device import chosen, on
@@ -139,14 +144,10 @@ def follow(world: World, argv: Sequence[str]) -> int:
     told = parser.parse_args(argv)
     stage = _Silent(told.out.resolve().parent, quiet=True)
 
-    def ask_to_stop(_number: int, _frame: FrameType | None) -> None:
-        stage.stop_requested = True
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, ask_to_stop)
     try:
-        while world.tell(None) == _GO:
-            train(TrainStage.model_validate_json(told.spec.read_text()), stage, world)
+        with stop_on_signals(stage):
+            while world.tell(None) == _GO:
+                train(TrainStage.model_validate_json(told.spec.read_text()), stage, world)
         return 0
     except Interrupted:
         return INTERRUPTED_EXIT_CODE
@@ -280,7 +281,6 @@ class Run:
         """Simulated speed-up at each step that was evaluated."""
 
         self.resumed_from = 0
-        self._told_to_stop: Callable[[], bool] = lambda: self.stage.stop_requested
         self._exports = set(checkpoint_steps(num_steps, train.num_checkpoints))
         self._evaluations = set(checkpoint_steps(num_steps, NUM_EVALUATIONS)) | self._exports
         self._log_every = max(1, num_steps // _NUM_LOGGED_STEPS)
@@ -336,10 +336,6 @@ class Run:
         for tracker in self._trackers:
             tracker.close()
 
-    def heed(self, told_to_stop: Callable[[], bool]) -> None:
-        """Ask this, instead of the own stage, whether to stop."""
-        self._told_to_stop = told_to_stop
-
     def evaluate_also_at(self, steps: Iterable[int]) -> None:
         """Evaluate after these steps too."""
         self._evaluations |= set(steps)
@@ -366,7 +362,7 @@ class Run:
         self._tell(report)
         if self.is_evaluated_at(report.step):
             self._follow_evaluation(report, evaluation or self._evaluate())
-        stopping = self._world.any(self._told_to_stop())
+        stopping = self._world.any(self.stage.stop_requested)
         if (stopping or self.stopped_early or report.step in self._exports
                 or report.step % self.spec.train.save_every_steps == 0):
             self._save()
