@@ -23,7 +23,7 @@ from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
 from eyrie_pipelines.kubeflow import KubeflowRunner
 from eyrie_pipelines.local import LocalRunner
 from eyrie_pipelines.runner import Runner
-from eyrie_pipelines.unavailable_runner import UnavailableRunner, stages_run_here
+from eyrie_pipelines.unavailable_runner import UnavailableRunner, has_stage_programs
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class World:
 def world_of(settings: Settings, database: Database) -> World:
     """The cluster of the profile, or this machine. Raises InvalidInput for a profile that cannot be followed."""
     if settings.cluster_profile is None:
-        runner = LocalRunner(settings.home) if stages_run_here() else UnavailableRunner()
+        runner = LocalRunner(settings.home) if has_stage_programs() else UnavailableRunner()
         return World(runner, EmbeddedEndpoints(settings, database).tend)
     profile = read_profile(settings.cluster_profile)
     if str(settings.home.absolute()) != profile.home:
@@ -68,7 +68,7 @@ def make_app() -> Any:
 def _celery(settings: Settings, database: Database) -> Any:
     world = world_of(settings, database)
     return make_celery(settings, Driver(settings, database, world.runner).advance, tend=world.tend,
-                       forget=world.runner.forget, sweep=world.sweep, database=database)
+                       forget=world.runner.delete, sweep=world.sweep, database=database)
 
 
 def work(settings: Settings, concurrency: int) -> None:

@@ -63,7 +63,7 @@ from eyrie_operator.reconcile import (
     give_up,
     reconcile,
 )
-from eyrie_pipelines.run_stage import FAILURE_FILE
+from eyrie_pipelines.run_failure import FAILURE_FILE
 from eyrie_pipelines.runner import Runner
 from eyrie_pipelines.steps import find_checkpoint, list_checkpoints
 from eyrie_workers.catalog import CATALOG, stage_dir
@@ -171,7 +171,7 @@ class Driver:
     def _place_free(self, job: Job) -> bool:
         """Whether a run may start now."""
         running = self._jobs.count_by_phase().get("Running", 0) - (job.status.phase == "Running")
-        return self._runner.has_place(job.id, self._jobs.live(), running)
+        return self._runner.has_capacity(job.id, self._jobs.live(), running)
 
     def _observe_serving(self, settled: Settled | None) -> ServingSeen:
         if settled is None or settled.endpoint is None or settled.revision is None:
@@ -220,7 +220,7 @@ class Driver:
 
     def _settle(self, job_id: str, settled: Settled) -> None:
         write_model(self._settings.job_dir(job_id) / SETTLED_FILE, settled)
-        self._runner.keep(job_id, SETTLED_FILE)
+        self._runner.persist(job_id, SETTLED_FILE)
 
     def _record(self, job: Job, report: BenchmarkReport, *, tuned: bool) -> None:
         trained = _train_reports(job, self._settings.job_dir(job.id))
@@ -275,7 +275,7 @@ class Driver:
             # Beside the checkpoint and not in it: its bytes are named by digest and served as they are.
             beside = drafter.with_name(f"{drafter.name}-results.json")
             write_atomically(beside, json.dumps(reports.results(tuned.final, proof), indent=2) + "\n")
-            self._runner.keep(job.id, beside.relative_to(job_dir).as_posix())
+            self._runner.persist(job.id, beside.relative_to(job_dir).as_posix())
             # N-gram look-up reads no drafter, and an engine should not load one for it.
             use = proof.use.model_copy(update={"drafter_dir": None if without_drafter(proof) else str(drafter)})
             revision = self._endpoints.propose(
@@ -291,7 +291,7 @@ class Driver:
         content = reports.build(job.id, read_manifests(job, job_dir), status.conditions, total_s,
                                 settled.decision if settled else None, endpoint)
         write_atomically(job_dir / REPORT_FILE, json.dumps(content, indent=2) + "\n")
-        self._runner.keep(job.id, REPORT_FILE)
+        self._runner.persist(job.id, REPORT_FILE)
 
     # Telling.
 

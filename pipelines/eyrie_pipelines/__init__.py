@@ -1,1 +1,1 @@
-"""In what order the stages run: one kfp definition, two runners."""
+"""The order in which stages run: one kfp pipeline, two runners."""

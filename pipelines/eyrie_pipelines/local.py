@@ -1,23 +1,23 @@
-"""The runner of one machine: a run is a process group of its own, observed through files, stopped by a signal.
+"""The runner of one machine: a run is a process group, observed through files, stopped by a signal.
 
 kfp.local keeps its state in globals of the process (configuration, log handlers, a patched `print`) and cannot be
-cancelled. So every run gets a process of its own, leader of a session: `start` launches it, `observe` reads what it
-left on disk, `stop` ends the whole group within seconds, stages included. None of the three needs the process that
-called `start`: a control plane that was killed finds the run again, and adopts it by `run/run.json`.
+cancelled. So every run has its own process, which leads a session: `start` spawns it, `observe` reads its files, `stop`
+ends the whole group within seconds, stages included. None of the three needs the process that called `start`: a
+restarted control plane finds the run through `run/run.json`.
 
     <job>/job.json              the job, as the run reads it
-    <job>/run/lock              held by the leader while it lives: two runs of a job at once are impossible
-    <job>/run/run.json          who leads the run: pid, start time, boot; which attempt
-    <job>/run/pipeline.log      what kfp.local and the boxes print
-    <job>/run/failure.json      the stage that failed, and why (`run_stage`)
+    <job>/run/lock              locked by the leader while it runs: a job cannot have two runs at once
+    <job>/run/run.json          identity of the leader: pid, start time, boot; which attempt
+    <job>/run/pipeline.log      output of kfp.local and the tasks
+    <job>/run/failure.json      the stage that failed, and why (`run_failure`)
     <job>/run/result.json       how the run ended; written last
     <job>/run/{root,tmp}        kfp.local's own files
 
-`LocalRunner` is these functions behind the protocol of `runner`.
+`LocalRunner` implements the protocol of `runner` with these functions.
 
-kfp.local also replaces the text `python3` in every argument of a box, a path in it included, by `sys.executable`
-unquoted. The leader therefore puts its interpreter's directory first in PATH and calls itself plainly `python3`:
-the replacement becomes harmless for paths that contain that word, or a space.
+kfp.local also replaces the text `python3` in every argument of a task, paths included, by `sys.executable` unquoted.
+The leader therefore puts its interpreter's directory first in PATH and sets `sys.executable` to `python3`: the
+replacement then changes nothing, also in paths that contain that word or a space.
 """
 
 import argparse
@@ -40,13 +40,16 @@ from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.tuning import DrafterUse
-from eyrie_pipelines.processes import ProcessName, group_members, is_alive, name_of, stop_group
-from eyrie_pipelines.run_stage import OUTER_TMPDIR, RUN_DIR, RunFailure, load_job, read_failure
+from eyrie_pipelines.processes import ProcessId, group_members, identify, is_alive, stop_group
+from eyrie_pipelines.run_failure import RUN_DIR, RunFailure, read_failure
 from eyrie_pipelines.runner import RunFailed, RunSeen, RunState
+from eyrie_pipelines.stage_process import OUTER_TMPDIR
 from eyrie_pipelines.steps import JOB_FILE, JobFile
+from eyrie_pipelines.tasks import load_job
 
 GRACE_S = 5.0
-"""Between SIGTERM and SIGKILL. A stage saves what it has at the next pause point; what it cannot save it redoes."""
+"""Between SIGTERM and SIGKILL. A stage saves its state at the next pause point; work since the last save is
+repeated."""
 
 _START_TIMEOUT_S = 60.0
 _ALREADY_RUNNING_EXIT_CODE = 3
@@ -55,15 +58,15 @@ ModelT = TypeVar("ModelT", bound=Frozen)
 
 
 class RunHandle(Frozen):
-    """`run/run.json`: who leads the run."""
+    """`run/run.json`: identity of the run's leader."""
 
     run_id: str
     job_id: str
     attempt: int
     starts: int = 1
-    """How often this attempt was started: more than once when the leader or the machine died."""
+    """How often this attempt was started: more than once if the leader or the machine died."""
 
-    process: ProcessName
+    process: ProcessId
     started_at: datetime
 
 
@@ -78,7 +81,7 @@ class RunResult(Frozen):
 
 
 class RunObservation(Frozen):
-    """What can be seen of a job's latest run."""
+    """The latest run of a job, from its files and the process table."""
 
     state: RunState
     """none: never started. gone: the leader died without a result (killed, or the machine went down)."""
@@ -88,13 +91,13 @@ class RunObservation(Frozen):
 
 
 class RunNotStarted(Permanent):
-    """The run's process ended before it could say who it is."""
+    """The run's process ended before it wrote `run.json`."""
 
     reason = "RunNotStarted"
 
 
 class LocalRunner:
-    """Runs of one home. At most `max_runs` of them share the machine's cores."""
+    """Runs of one home directory, at most `max_runs` at once."""
 
     def __init__(self, home: Path, *, max_runs: int = 1) -> None:
         self._home, self._max_runs = home.absolute(), max_runs
@@ -111,7 +114,7 @@ class LocalRunner:
         if run.result is not None and run.result.state == "failed":
             failure = _failure_of(run.result)
         return RunSeen(state=run.state, attempt=run.handle.attempt, starts=run.handle.starts, run_id=run.handle.run_id,
-                       failure=failure, leftovers=run.state != "running" and bool(leftovers(self._dir(job_id))))
+                       failure=failure, leftovers=run.state != "running" and bool(live_processes(self._dir(job_id))))
 
     def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None) -> None:
         """See `Runner`, and `start` in this module."""
@@ -126,15 +129,15 @@ class LocalRunner:
         if observe(self._dir(job_id)).state == "running":
             pause(self._dir(job_id))
 
-    def keep(self, job_id: str, name: str) -> None:
-        """See `Runner`: this disk is where jobs are kept."""
+    def persist(self, job_id: str, name: str) -> None:
+        """See `Runner`: jobs are stored on this disk, nothing to upload."""
 
-    def forget(self, job_id: str) -> None:
+    def delete(self, job_id: str) -> None:
         """See `Runner`."""
         stop(self._dir(job_id))
 
-    def has_place(self, job_id: str, live: tuple[str, ...], num_running: int) -> bool:
-        """See `Runner`: a place is free, and no older job waits for it. Processes count, whatever rows say."""
+    def has_capacity(self, job_id: str, live: tuple[str, ...], num_running: int) -> bool:
+        """See `Runner`: fewer than `max_runs` run and no older job waits. Counts processes, not database rows."""
         older, running, older_waits = True, 0, False
         for other in live:
             if other == job_id:
@@ -158,17 +161,16 @@ def _failure_of(result: RunResult) -> RunFailed:
 
 def start(job_dir: Path, job_id: str, spec: JobSpec, attempt: int = 1,
           incumbent: DrafterUse | None = None) -> RunHandle:
-    """Start the job's pipeline in a process group of its own and return once it has said who it is.
+    """Start the job's pipeline in its own process group and return once it has written `run.json`.
 
-    `incumbent` is what serves at the job's endpoint; the first start of an attempt decides it, a later one keeps it.
-    What an earlier leader left running is ended first. Raises Conflict when a run of this job is alive, RunNotStarted
-    when the process died at once (the message carries the end of its log).
-    """
+    `incumbent` is what serves at the job's endpoint; it is fixed at the first start of an attempt. Processes that an
+    earlier leader left behind are stopped first. Raises Conflict when a run of this job is alive, RunNotStarted when
+    the process ended at once (the message contains the end of its log). """
     job_dir = job_dir.resolve()
     seen = observe(job_dir)
     if seen.state == "running":
         raise Conflict(f"a run of job {job_id} is alive", "cancel it first")
-    if seen.handle is not None:
+    if seen.handle is not None:  # its leader has ended; stages it started may still run
         stop_group(seen.handle.process, GRACE_S)
     run_dir = job_dir / RUN_DIR
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -185,7 +187,7 @@ def start(job_dir: Path, job_id: str, spec: JobSpec, attempt: int = 1,
         if handle is not None and handle.process.pid == child.pid:
             return handle
         code = child.poll()
-        if code == _ALREADY_RUNNING_EXIT_CODE:
+        if code == _ALREADY_RUNNING_EXIT_CODE:  # race: another process started a run after `observe`
             raise Conflict(f"a run of job {job_id} is alive", "cancel it first")
         if code is not None:
             log_file = run_dir / "pipeline.log"
@@ -197,13 +199,14 @@ def start(job_dir: Path, job_id: str, spec: JobSpec, attempt: int = 1,
 
 
 def observe(job_dir: Path) -> RunObservation:
-    """What can be seen of the latest run, from files and the process table; needs no memory of having started it."""
+    """The latest run, from files and the process table; works in any process, not only the one that started it."""
     run_dir = job_dir / RUN_DIR
     handle = _read(run_dir / "run.json", RunHandle)
     if handle is None:
         return RunObservation(state="none")
     alive = is_alive(handle.process)
-    # The result is read after asking for the leader: it may have ended in between, and its result comes first.
+    # Race: the leader may end between the two reads. Its result is read last, so that a finished run never reads as
+    # gone.
     result = _read(run_dir / "result.json", RunResult)
     if result is not None and result.run_id == handle.run_id:
         return RunObservation(state=result.state, handle=handle, result=result)
@@ -211,20 +214,20 @@ def observe(job_dir: Path) -> RunObservation:
 
 
 def stop(job_dir: Path, grace_s: float = GRACE_S) -> None:
-    """End the latest run with every process of its group: SIGTERM, then SIGKILL after `grace_s` seconds."""
+    """Stop the latest run with every process of its group: SIGTERM, then SIGKILL after `grace_s` seconds."""
     handle = observe(job_dir).handle
     if handle is not None:
         stop_group(handle.process, grace_s)
 
 
 def pause(job_dir: Path, grace_s: float = GRACE_S) -> None:
-    """End the latest run as `stop` does, and forget it: the next start is then not counted as one after a death."""
+    """Stop the latest run and remove `run.json`: the next start then does not count as a restart after a crash."""
     stop(job_dir, grace_s)
     (job_dir / RUN_DIR / "run.json").unlink(missing_ok=True)
 
 
-def leftovers(job_dir: Path) -> list[int]:
-    """Processes of the latest run's group that still live."""
+def live_processes(job_dir: Path) -> list[int]:
+    """Running processes of the latest run's group."""
     handle = observe(job_dir).handle
     return [] if handle is None else group_members(handle.process.pid)
 
@@ -236,11 +239,11 @@ def _read(path: Path, kind: type[ModelT]) -> ModelT | None:
         return None
 
 
-# From here on: the leader's own process.
+# The leader's process.
 
 
-def lead(job_dir: Path, attempt: int) -> int:
-    """Be the run: claim the lock, say who we are, walk the pipeline, write the result. Returns the exit code."""
+def run_pipeline(job_dir: Path, attempt: int) -> int:
+    """Take the lock, write `run.json`, run the pipeline, write `result.json`. Returns the exit code."""
     run_dir = job_dir / RUN_DIR
     with (run_dir / "lock").open("w") as lock:
         try:
@@ -248,16 +251,16 @@ def lead(job_dir: Path, attempt: int) -> int:
         except BlockingIOError:
             return _ALREADY_RUNNING_EXIT_CODE
         job = load_job(str(job_dir))
-        process = name_of(os.getpid())
+        process = identify(os.getpid())
         assert process is not None
         run_id = f"{job.id}-{attempt}-{process.started_ticks}-{process.pid}"
         before = _read(run_dir / "run.json", RunHandle)
         starts = before.starts + 1 if before is not None and before.attempt == attempt else 1
         write_model(run_dir / "run.json", RunHandle(run_id=run_id, job_id=job.id, attempt=attempt, starts=starts,
                                                     process=process, started_at=datetime.now(UTC)))
-        for name in ("result.json", "failure.json"):  # of an earlier run; observers tell them apart by run_id
+        for name in ("result.json", "failure.json"):  # of an earlier run; observers ignore a result with another run_id
             (run_dir / name).unlink(missing_ok=True)
-        failure = _walk(job_dir, job)
+        failure = _run_under_kfp(job_dir, job)
         state: Literal["succeeded", "failed"] = "succeeded" if failure is None else "failed"
         write_model(run_dir / "result.json", RunResult(
             run_id=run_id, state=state, failure=read_failure(job_dir), message=failure or "",
@@ -265,11 +268,11 @@ def lead(job_dir: Path, attempt: int) -> int:
         return 0 if failure is None else 1
 
 
-def _walk(job_dir: Path, job: JobFile) -> str | None:
-    """Run the pipeline under kfp.local; None when it succeeded, else what kfp said."""
+def _run_under_kfp(job_dir: Path, job: JobFile) -> str | None:
+    """Run the pipeline under kfp.local; None when it succeeded, else kfp's error message."""
     run_dir = job_dir / RUN_DIR
     _prepare_environment(run_dir)
-    # Imported late: it takes about a second, which a refused second leader should not pay.
+    # Imported here: it takes about a second, which a second leader refused at the lock must not spend.
     from kfp import local
 
     from eyrie_pipelines.drafter import train_drafter
@@ -278,7 +281,7 @@ def _walk(job_dir: Path, job: JobFile) -> str | None:
                enable_caching=False)
     try:
         train_drafter(job_dir=str(job_dir), spec_digest=digest_model(job), code_version=code_version())
-    except RuntimeError as error:  # kfp.local's only way of saying that a box failed
+    except RuntimeError as error:  # raised by kfp.local when a task failed
         return str(error)
     finally:
         for scratch in ("root", "tmp"):
@@ -287,26 +290,26 @@ def _walk(job_dir: Path, job: JobFile) -> str | None:
 
 
 def _prepare_environment(run_dir: Path) -> None:
-    """See the module's essay: PATH and the interpreter's name; temporary files of the boxes stay in the run."""
+    """Set PATH and `sys.executable` (see the module docstring), and keep the tasks' temporary files in the run."""
     os.environ[OUTER_TMPDIR] = os.environ.get("TMPDIR", "")
     (run_dir / "tmp").mkdir(exist_ok=True)
     os.environ["TMPDIR"] = str(run_dir / "tmp")
-    home = Path(sys.executable).parent
-    if (home / "python3").exists():
-        os.environ["PATH"] = f"{home}{os.pathsep}{os.environ.get('PATH', '')}"
+    bin_dir = Path(sys.executable).parent
+    if (bin_dir / "python3").exists():
+        os.environ["PATH"] = f"{bin_dir}{os.pathsep}{os.environ.get('PATH', '')}"
         sys.executable = "python3"
 
 
 def main() -> int:
-    """`python -m eyrie_pipelines.local --job-dir D`: lead one run."""
-    parser = argparse.ArgumentParser(description="Run one job's pipeline on this machine, in this process group.")
-    parser.add_argument("--job-dir", type=Path, required=True, help="directory that holds job.json")
-    parser.add_argument("--attempt", type=int, default=1, help="which attempt of the job this is")
+    """`python -m eyrie_pipelines.local --job-dir D`: run one job's pipeline."""
+    parser = argparse.ArgumentParser(description="Run one job's pipeline in this process group.")
+    parser.add_argument("--job-dir", type=Path, required=True, help="directory that contains job.json")
+    parser.add_argument("--attempt", type=int, default=1, help="number of the job's attempt")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with contextlib.suppress(KeyboardInterrupt):
         try:
-            return lead(arguments.job_dir.resolve(), arguments.attempt)
+            return run_pipeline(arguments.job_dir.resolve(), arguments.attempt)
         except EyrieError as error:
             return report_error(error)
     return 130

@@ -1,24 +1,24 @@
-"""Where the boxes of the pipeline run on a cluster: a `Placement` applied to a kfp task, and the whole compiled.
+"""Compile the pipeline for a cluster: a `Placement` applied to each kfp task.
 
-What kfp and kfp-kubernetes can say is said by them: image, pull policy and secrets, CPU, memory, GPUs, node selector,
-tolerations, claims (with sub path), Secrets as files and variables, emptyDirs, labels. Kueue takes plain pods by the
+kfp and kfp-kubernetes set what they support: image, pull policy and secrets, CPU, memory, GPUs, node selector,
+tolerations, claims (with sub path), Secrets as files and variables, emptyDirs, labels. Kueue admits plain pods by the
 label `kueue.x-k8s.io/queue-name`.
 
-What they cannot say (2.17: directories of the node, a priority class, a service account of one stage) goes as JSON into
-one annotation of the box's pod, `eyrie.dev/pod`:
+What they do not support (2.17: host paths, a priority class, a service account per stage) is written as JSON into one
+annotation of the task's pod, `eyrie.dev/pod`:
 
     {"host_paths": [{"path": "/models", "mount_path": "/models", "read_only": true}],
      "priority_class": "batch", "service_account": "eyrie-train"}
 
-Kubeflow passes annotations on, and does nothing with this one: on a real cluster an admission policy has to turn it
-into the pod's fields. The test double reads it itself. Other resources than CPU, memory and GPUs are refused.
+Kubeflow copies the annotation to the pod and does not interpret it: on a real cluster an admission policy has to set
+the pod's fields from it. The test double reads it itself. Resources other than CPU, memory and GPUs are refused.
 
-With `train_launcher: trainjob` the train box is small and orders a TrainJob (`trainjob`).
+With `train_launcher: trainjob` the train task is small and creates a TrainJob (`trainjob`).
 
-A run's service account is the run's (`KubeflowSpec.service_account`). Secrets appear by their names only.
+The service account of a run is `KubeflowSpec.service_account`. Secrets appear by name only.
 
-The image's Python: kfp starts a box by `python3` in a shell. The compiled command names the profile's instead, and is
-made an `exec`, so that the box and not the shell is told when its pod is to end.
+kfp starts a task with `python3` in a shell. The compiled command names the profile's Python instead and uses `exec`, so
+that SIGTERM reaches the task and not the shell.
 """
 
 import json
@@ -38,56 +38,57 @@ from eyrie_api.v1alpha1.placement import Placement, S3Work, VolumeWork
 from eyrie_api.v1alpha1.requests import JobPlacement
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_pipelines.drafter import define
-from eyrie_pipelines.trainjob import ORDER_VARIABLE, Order
+from eyrie_pipelines.trainjob import TRAINJOB_VARIABLE, TrainJobRequest
 from eyrie_pipelines.work_area import CREDENTIALS_DIR, pod_variables
 
 POD_ANNOTATION = "eyrie.dev/pod"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PART_LABEL = ("app.kubernetes.io/part-of", "eyrie")
-"""By which the chart's NetworkPolicy lets pods reach the bundled store."""
+"""Selected by the chart's NetworkPolicy that lets pods reach the bundled store."""
 
 _SMALL = {"cpu": "100m", "memory": "512Mi"}
-"""Of the boxes between stages: they read manifests."""
+"""Requests of the tasks between stages: they only read manifests."""
 
 _RETRIES = 5
-"""Pods of a box that were taken away (spot nodes, memory, drained nodes): the next goes on from what the last one put
-into the work area. A stage that failed for good fails again at once; its run is ended before that (`kubeflow`)."""
+"""Retries of a task whose pod was evicted or killed (spot nodes, memory, drained nodes): the next pod resumes from what
+the last one uploaded to the work area. A permanently failed stage fails again at once; `kubeflow` ends its run
+before."""
 
 _RETRY_WITHIN = "2592000s"
-"""30 days. Argo takes kfp's `backoff_max_duration` for a bound on all attempts together, from the first pod's start on:
-that long after it nothing is tried again, and what is being tried again is killed. kfp's own default is an hour."""
+"""30 days. Argo applies kfp's `backoff_max_duration` to all attempts together, counted from the first pod's start:
+after that time nothing is retried, and a running retry is killed. kfp's own default is an hour."""
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_STARTS_BOX = "_KFP_RUNTIME=true python3 -m kfp.dsl.executor_main"
+_TASK_COMMAND = "_KFP_RUNTIME=true python3 -m kfp.dsl.executor_main"
 
 
-def compile_for(profile: ClusterProfile, wanted: JobPlacement, *, together: bool = False) -> dict[str, Any]:
-    """The pipeline with every box in its place, as the KFP API takes it: `pipeline_spec` and `platform_spec`.
+def compile_for(profile: ClusterProfile, requested: JobPlacement, *, together: bool = False) -> dict[str, Any]:
+    """The pipeline with every task placed, as the KFP API takes it: `pipeline_spec` and `platform_spec`.
 
-    together   whether one box trains all candidates, where a training is placed, and those of the candidates have
-               little; otherwise there is no such box, for it would wait for a GPU to do nothing.
+    together   whether one task trains all candidates. It then gets the training's placement, and the candidates' own
+               tasks get small requests. Otherwise there is no such task: it would wait for a GPU to do nothing.
 
     Raises InvalidInput for what Kubeflow cannot do.
     """
-    made: dict[str, Any] = json.loads(_compiled(profile.model_dump_json(), wanted.model_dump_json(), together))
-    return made
+    documents: dict[str, Any] = json.loads(_compiled(profile.model_dump_json(), requested.model_dump_json(), together))
+    return documents
 
 
 @lru_cache(maxsize=64)
-def _compiled(profile_text: str, wanted_text: str, together: bool) -> str:
-    """As JSON. It takes a tenth of a second, and most jobs ask for the same."""
+def _compiled(profile_text: str, requested_text: str, together: bool) -> str:
+    """As JSON. Cached: compiling takes a tenth of a second, and most jobs request the same placement."""
     profile = ClusterProfile.model_validate_json(profile_text)
-    wanted = JobPlacement.model_validate_json(wanted_text)
+    requested = JobPlacement.model_validate_json(requested_text)
 
     def placed(task: Any, stage: StageName | None) -> Any:
         if stage is None:
             return place(task, small(profile.stages), profile)
-        given = place_stage(profile, wanted, stage)
-        if stage != "train" or wanted.train_launcher == "pod":
+        given = place_stage(profile, requested, stage)
+        if stage != "train" or requested.train_launcher == "pod":
             return place(task, given, profile)
-        order = Order(nodes=wanted.train_nodes, placement=given, home=profile.home, sync_s=profile.sync_s,
-                      python=profile.python)
-        return place(task, small(given), profile).set_env_variable(ORDER_VARIABLE, order.model_dump_json())
+        request = TrainJobRequest(nodes=requested.train_nodes, placement=given, home=profile.home,
+                                  sync_s=profile.sync_s, python=profile.python)
+        return place(task, small(given), profile).set_env_variable(TRAINJOB_VARIABLE, request.model_dump_json())
 
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "pipeline.yaml"
@@ -95,20 +96,20 @@ def _compiled(profile_text: str, wanted_text: str, together: bool) -> str:
         documents = list(yaml.load_all(path.read_text(), _LOADER))
     for executor in documents[0]["deploymentSpec"]["executors"].values():
         command = executor["container"]["command"]
-        assert _STARTS_BOX in command[2], "kfp starts boxes in another way than it did"
+        assert _TASK_COMMAND in command[2], "kfp's command to start a task has changed"
         command[2] = command[2].replace(
-            _STARTS_BOX, f"exec env _KFP_RUNTIME=true {shlex.join(profile.python)} -m kfp.dsl.executor_main")
+            _TASK_COMMAND, f"exec env _KFP_RUNTIME=true {shlex.join(profile.python)} -m kfp.dsl.executor_main")
     return json.dumps({"pipeline_spec": documents[0], "platform_spec": documents[1]})
 
 
 def small(given: Placement) -> Placement:
-    """Where the boxes between stages run: as stages do, with little of everything."""
+    """The placement of the tasks between stages: that of a stage, with small requests and no GPU."""
     return given.model_copy(update={"num_gpus": 0, "gpu_type": None, "requests": _SMALL, "limits": {},
                                     "shared_memory": None, "secret_variables": ()})
 
 
 def place(task: Any, placement: Placement, profile: ClusterProfile) -> Any:
-    """Put one task in its place. Raises InvalidInput for amounts kfp cannot express."""
+    """Apply a placement to one task. Raises InvalidInput for amounts kfp cannot express."""
     task.set_container_image(placement.image)
     task.set_retry(_RETRIES, backoff_duration="10s", backoff_factor=2.0, backoff_max_duration=_RETRY_WITHIN)
     for name, value in pod_variables(placement, profile.home, profile.sync_s).items():
@@ -117,9 +118,9 @@ def place(task: Any, placement: Placement, profile: ClusterProfile) -> Any:
     kubernetes.add_pod_label(task, *PART_LABEL)
     if placement.image_pull_secrets:
         kubernetes.set_image_pull_secrets(task, list(placement.image_pull_secrets))
-    _give_resources(task, placement)
-    _choose_nodes(task, placement)
-    _give_work_area(task, placement, profile)
+    _set_resources(task, placement)
+    _select_nodes(task, placement)
+    _mount_work_area(task, placement, profile)
     if placement.shared_memory is not None:
         kubernetes.empty_dir_mount(task, "shared-memory", "/dev/shm", medium="Memory",
                                    size_limit=placement.shared_memory)
@@ -131,13 +132,13 @@ def place(task: Any, placement: Placement, profile: ClusterProfile) -> Any:
     return task
 
 
-def _give_resources(task: Any, placement: Placement) -> None:
+def _set_resources(task: Any, placement: Placement) -> None:
     setters = {("requests", "cpu"): task.set_cpu_request, ("requests", "memory"): task.set_memory_request,
                ("limits", "cpu"): task.set_cpu_limit, ("limits", "memory"): task.set_memory_limit}
     for side in ("requests", "limits"):
         for name, amount in getattr(placement, side).items():
             if (side, name) not in setters:
-                raise InvalidInput(f"placement.{side} names {name}: Kubeflow Pipelines gives cpu, memory and GPUs",
+                raise InvalidInput(f"placement.{side} names {name}: Kubeflow Pipelines supports cpu, memory and GPUs",
                                    f"leave {name} out")
             try:
                 setters[side, name](amount)
@@ -148,11 +149,11 @@ def _give_resources(task: Any, placement: Placement) -> None:
         task.set_accelerator_type(placement.gpu_resource).set_accelerator_limit(placement.num_gpus)
 
 
-def _choose_nodes(task: Any, placement: Placement) -> None:
-    chosen = dict(placement.node_selector)
+def _select_nodes(task: Any, placement: Placement) -> None:
+    labels = dict(placement.node_selector)
     if placement.gpu_type is not None:
-        chosen[placement.gpu_type_label] = placement.gpu_type
-    for key, value in chosen.items():
+        labels[placement.gpu_type_label] = placement.gpu_type
+    for key, value in labels.items():
         kubernetes.add_node_selector(task, key, value)
     for one in placement.tolerations:
         kubernetes.add_toleration(task, key=one.key or "", operator=one.operator, value=one.value,
@@ -161,7 +162,7 @@ def _choose_nodes(task: Any, placement: Placement) -> None:
         kubernetes.add_pod_label(task, QUEUE_LABEL, placement.queue)
 
 
-def _give_work_area(task: Any, placement: Placement, profile: ClusterProfile) -> None:
+def _mount_work_area(task: Any, placement: Placement, profile: ClusterProfile) -> None:
     work = placement.work
     if isinstance(work, VolumeWork):
         kubernetes.mount_pvc(task, work.claim, work.mount_path, work.sub_path or "")
@@ -172,7 +173,7 @@ def _give_work_area(task: Any, placement: Placement, profile: ClusterProfile) ->
 
 
 def _beyond_kfp(placement: Placement) -> dict[str, Any]:
-    """See the module's essay."""
+    """The value of POD_ANNOTATION: see the module docstring."""
     beyond: dict[str, Any] = {}
     if placement.host_paths:
         beyond["host_paths"] = [one.model_dump(mode="json") for one in placement.host_paths]

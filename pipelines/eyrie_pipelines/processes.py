@@ -1,8 +1,8 @@
-"""Who is running: processes named so that a reused number cannot be mistaken for the old one, and their groups.
+"""Identify processes across restarts of this one, and signal process groups.
 
-Linux gives a dead process's number to a stranger sooner or later. A process is therefore named by three things: the
-boot, the number, and the start time the kernel keeps in /proc. A control plane that was killed finds its children
-again by that name, and never signals a stranger.
+Linux reuses process ids. A process is therefore identified by three values: the boot id, the pid, and the start time in
+/proc. A restarted control plane finds its earlier children by that identity, and never signals an unrelated process
+that got the same pid.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _PROC = Path("/proc")
 _POLL_S = 0.05
 
 
-class ProcessName(Frozen):
+class ProcessId(Frozen):
     """One process of one boot of this machine."""
 
     pid: int
@@ -29,7 +29,7 @@ class ProcessName(Frozen):
 
 
 def boot_id() -> str:
-    """The kernel's name for this boot."""
+    """The kernel's id of this boot."""
     return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -43,21 +43,21 @@ def _stat(pid: int) -> list[str] | None:
     return text[text.rindex(")") + 2:].split()
 
 
-def name_of(pid: int) -> ProcessName | None:
-    """The full name of a living process; None when it is gone or only its exit status is left."""
+def identify(pid: int) -> ProcessId | None:
+    """The identity of a running process; None when it has ended (zombies included)."""
     fields = _stat(pid)
     if fields is None or fields[0] in "ZX":
         return None
-    return ProcessName(pid=pid, started_ticks=int(fields[19]), boot=boot_id())
+    return ProcessId(pid=pid, started_ticks=int(fields[19]), boot=boot_id())
 
 
-def is_alive(process: ProcessName) -> bool:
-    """Whether that very process still runs."""
-    return name_of(process.pid) == process
+def is_alive(process: ProcessId) -> bool:
+    """Whether this process is still running."""
+    return identify(process.pid) == process
 
 
 def group_members(pgid: int) -> list[int]:
-    """Living processes of a group (zombies left out)."""
+    """Running processes of a group, without zombies."""
     members = []
     for entry in _PROC.iterdir():
         if entry.name.isdigit():
@@ -67,17 +67,17 @@ def group_members(pgid: int) -> list[int]:
     return members
 
 
-def stop_group(leader: ProcessName, grace_s: float) -> None:
-    """SIGTERM to the group `leader` leads or led, SIGKILL to what is left after `grace_s`; return when it is empty.
+def stop_group(leader: ProcessId, grace_s: float) -> None:
+    """SIGTERM to the group of `leader`, SIGKILL to its remaining members after `grace_s`; returns when it is empty.
 
-    The leader may be dead already: a group's number stays taken while it has members, so it is still ours, except on
-    another boot, where nothing of it can be left.
+    The leader may have ended: the kernel does not reuse a group's id while it has members. After another boot no
+    process of the group can exist.
     """
     if leader.boot != boot_id():
         return
-    current = name_of(leader.pid)
+    current = identify(leader.pid)
     if current is not None and current != leader:
-        return  # the number was given to a stranger, which the kernel does only after the group had emptied
+        return  # the pid was reused, which the kernel does only after the group is empty
     signal_group(leader.pid, signal.SIGTERM)
     if not wait_until(lambda: not group_members(leader.pid), grace_s):
         signal_group(leader.pid, signal.SIGKILL)
@@ -85,16 +85,16 @@ def stop_group(leader: ProcessName, grace_s: float) -> None:
 
 
 def signal_group(pgid: int, number: int) -> None:
-    """Signal a group; an empty one is no error."""
+    """Signal a group; an empty group is not an error."""
     if group_members(pgid):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pgid, number)
 
 
-def wait_until(true: Callable[[], bool], timeout_s: float) -> bool:
-    """Poll until `true()` or the time is over; the last answer."""
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Poll `condition` until it is true or the time is over; returns its last value."""
     deadline = time.monotonic() + timeout_s
-    while not (answer := true()) and time.monotonic() < deadline:
+    while not (result := condition()) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    return answer
+    return result
 

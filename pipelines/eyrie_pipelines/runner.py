@@ -1,10 +1,9 @@
-"""What drives a job asks of a runner, whatever a run is: a process group of this machine, or a Kubeflow run.
+"""The interface of a runner. A run is a process group of this machine, or a Kubeflow run.
 
-A job has at most one run at a time. Its driver (`eyrie_operator.driver`) knows runs only by what is here: it starts
-them, looks at them, ends them, and reads what their stages left in the job's directory `<home>/jobs/<id>`. Where stages
-work elsewhere, `refresh` brings the small files of that directory here first, and `keep` takes the driver's own there.
-All of it may be called twice, and by another process than the time before.
-"""
+A job has at most one run at a time. Its driver (`eyrie_operator.driver`) uses runs through this interface only: it
+starts, observes and stops them, and reads the files of their stages in the job's directory `<home>/jobs/<id>`. Where
+stages run elsewhere, `refresh` downloads the small files of that directory first, and `persist` uploads the driver's
+own. Every method is idempotent, and consecutive calls may come from different processes. """
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -14,12 +13,12 @@ from eyrie_api.v1alpha1.stages import StageName
 from eyrie_api.v1alpha1.tuning import DrafterUse
 
 RunState = Literal["none", "running", "succeeded", "failed", "gone"]
-"""none: never started. gone: it ended without a result (killed, its machine went down, deleted), and may go on."""
+"""none: never started. gone: ended without a result (killed, its machine went down, deleted); it may be resumed."""
 
 
 @dataclass(frozen=True)
 class RunFailed:
-    """The stage a run ended with, and why."""
+    """The stage that failed, and why."""
 
     stage: StageName | None
     key: str
@@ -30,7 +29,7 @@ class RunFailed:
 
 @dataclass(frozen=True)
 class RunSeen:
-    """The job's latest run."""
+    """The latest run of a job."""
 
     state: RunState = "none"
     attempt: int = 0
@@ -40,7 +39,7 @@ class RunSeen:
     run_id: str | None = None
     failure: RunFailed | None = None
     leftovers: bool = False
-    """Its result is known, but something of it still lives: processes of its group, boxes beside one that failed."""
+    """It has a result, but processes of its group, or tasks other than the failed one, are still running."""
 
     @property
     def alive(self) -> bool:
@@ -48,34 +47,35 @@ class RunSeen:
 
 
 class Runner(Protocol):
-    """Starts, sees and ends the runs of jobs. Raises Transient for trouble that may pass."""
+    """Starts, observes and stops the runs of jobs. Raises Transient for errors that may be temporary."""
 
     def refresh(self, job_id: str, spec: JobSpec) -> None:
-        """Bring what the job's stages have said and finished into its directory."""
+        """Download the events, logs and manifests of the job's stages into its directory."""
 
     def observe(self, job_id: str) -> RunSeen:
-        """The job's latest run."""
+        """The state of the job's latest run."""
 
     def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None) -> None:
-        """Start a run, unless one of this attempt lives.
+        """Start a run, unless one of this attempt is running.
 
-        incumbent   what serves at the job's endpoint; the first start of an attempt decides it, a later one keeps it.
+        incumbent   what serves at the job's endpoint; fixed at the first start of an attempt.
         """
 
     def stop(self, job_id: str) -> None:
-        """End the latest run with everything it started; `observe` says when that is done."""
+        """Begin to stop the latest run with everything it started; `observe` reports when it has ended."""
 
     def pause(self, job_id: str) -> None:
-        """The control plane ends in order: end what cannot go on without it, so that it goes on with the next one."""
+        """The control plane shuts down: stop a run that depends on it, so that the next control plane resumes it."""
 
-    def keep(self, job_id: str, name: str) -> None:
-        """The file `name` of the job's directory was written here: it shall outlive this process's disk."""
+    def persist(self, job_id: str, name: str) -> None:
+        """Upload the file `name` of the job's directory, so that it survives the loss of this machine's disk."""
 
-    def forget(self, job_id: str) -> None:
-        """The job was deleted: end its run, and remove what was kept of it outside its directory."""
+    def delete(self, job_id: str) -> None:
+        """The job was deleted: stop its run, and delete its files outside the job's directory."""
 
-    def has_place(self, job_id: str, live: tuple[str, ...], num_running: int) -> bool:
+    def has_capacity(self, job_id: str, live: tuple[str, ...], num_running: int) -> bool:
         """Whether the job may start a run now.
 
-        live          jobs that have not ended, oldest first. num_running: how many rows say that their run goes on.
+        live          jobs that have not ended, oldest first
+        num_running   jobs whose database row says that their run is in progress
         """

@@ -1,14 +1,13 @@
-"""From a job to the spec of each of its stages: pure arithmetic on values and paths.
+"""The spec of each stage of a job: pure functions of values and paths.
 
-The pipeline (`drafter`) says in what order the stages run; this room says what each of them is told. Everything here is
-a function of the job file and of the manifests upstream, so that a stage's spec is the same whether the run is the
-first, a retry, on a laptop or in a pod: equal specs have equal digests, and a stage whose manifest carries that digest
-has nothing left to do. That is our cache; kfp's own is switched off, because it cannot see that code has changed.
+The pipeline (`drafter`) defines the order of the stages; this module builds their specs. Every spec is a function of
+the job file and of the manifests upstream, and therefore the same in a first run, a retry, on a laptop and in a pod.
+Equal specs have equal digests, and a stage whose manifest carries that digest is finished. This replaces kfp's cache,
+which is off because its key does not cover our code.
 
-Paths are built from the job directory and `catalog.stage_dir` alone. References that travel between the pipeline's
-boxes are strings relative to the job directory (`stages/train/base`): no number and no absolute path crosses a box
-border, because kfp.local turns the integers of a collected list into floats and rewrites text that looks like an
-interpreter's name.
+Paths are built from the job directory and `catalog.stage_dir` alone. References passed between the pipeline's tasks are
+strings relative to the job directory (`stages/train/base`), never numbers or absolute paths: kfp.local turns the
+integers of a collected list into floats and rewrites text that looks like an interpreter's name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,17 +36,17 @@ HELD_OUT = "held-out"
 
 
 class JobFile(Frozen):
-    """`job.json` in the job directory: what every box of the pipeline starts from."""
+    """`job.json` in the job directory: the input of every task of the pipeline."""
 
     id: str
     spec: JobSpec
     attempt: int = 1
     incumbent: DrafterUse | None = None
-    """What serves at the job's endpoint, when that is a drafter: looked up once, when the attempt first started."""
+    """The drafter that serves at the job's endpoint, if any: read once, when the attempt first started."""
 
 
 class CheckpointRef(Frozen):
-    """One exported drafter, as the boxes after training need it."""
+    """One exported drafter, as the tasks after training need it."""
 
     name: str
     candidate: str
@@ -56,29 +55,29 @@ class CheckpointRef(Frozen):
 
 
 def reference(stage: StageName, key: str = "") -> str:
-    """How a box names a stage's output to the next box: its directory relative to the job's."""
+    """Reference to a stage's output for the next task: its directory relative to the job's."""
     return stage_dir(Path(), stage, key).as_posix()
 
 
 def regenerate_spec(job: JobFile) -> RegenerateStage:
-    """The first stage. Prompts of the benchmark suites are named, so that none of them is trained on."""
+    """The first stage. It excludes the prompts of the benchmark suites from the training data."""
     suites = tuple(suite.path for suite in job.spec.benchmark.suites if suite.path != HELD_OUT)
     return RegenerateStage(job_id=job.id, target=job.spec.target, data=job.spec.data,
                            regenerate=job.spec.regenerate, exclude_prompts=suites)
 
 
 def check_held_out(job: JobFile, report: RegenerateReport) -> None:
-    """Refuse to go on when a suite is to be drawn from held-out prompts and none was held out. Raises NoUsableData."""
+    """Raises NoUsableData when a suite uses held-out prompts and none were held out."""
     for suite in job.spec.benchmark.suites:
         if suite.path == HELD_OUT and report.rows_held_out == 0:
             raise NoUsableData(
-                f"suite {suite.name!r} takes held-out prompts, but none of {report.rows_read} rows was held out by "
+                f"suite {suite.name!r} uses held-out prompts, but none of {report.rows_read} rows was held out by "
                 f"data.held_out_fraction {job.spec.data.held_out_fraction:g}",
                 "raise data.held_out_fraction, give more conversations, or name a file of prompts for the suite")
 
 
 def capture_spec(job: JobFile, job_dir: Path) -> CaptureStage:
-    """Capture reads what regenerate wrote, and stores what any candidate reads."""
+    """Capture reads the output of regenerate and stores every feature that any candidate reads."""
     candidates = expand(job.spec)
     return CaptureStage(job_id=job.id, target=job.spec.target, capture=job.spec.capture,
                         rows_dir=str(stage_dir(job_dir, "regenerate")), families=reading_defaults(candidates),
@@ -90,9 +89,9 @@ def trains_together(spec: JobSpec, num_gpus: int | None = None) -> bool:
 
     num_gpus  of one training pod; None on one machine.
 
-    Together a sweep costs less, apart it is sooner done where there is hardware for all at once. Of machines with one
-    GPU or none there are seldom enough idle for every candidate; a job whose pods have several GPUs or nodes each was
-    given them to be quick, and the sweep program is one process on one device.
+    One program costs less in total; separate trainings finish sooner if there is hardware for all of them at once.
+    `auto` assumes that a cluster seldom has that many idle machines of at most one GPU. A job with several GPUs or
+    nodes per training trains its candidates separately: the sweep program is one process on one device.
     """
     sweep = spec.sweep
     if sweep.together == "never" or len(expand(spec)) < 2:
@@ -103,22 +102,22 @@ def trains_together(spec: JobSpec, num_gpus: int | None = None) -> bool:
 
 
 def train_spec(job: JobFile, job_dir: Path, candidates: Mapping[str, JobSpec], candidate: str) -> TrainStage:
-    """One candidate of the sweep; `candidates` maps its name to the job with the sweep's values put in."""
-    chosen = candidates.get(candidate)
-    if chosen is None:
+    """One candidate of the sweep; `candidates` maps each name to the job with the sweep's values applied."""
+    candidate_spec = candidates.get(candidate)
+    if candidate_spec is None:
         raise InvalidInput(f"candidate {candidate!r} is not in this job's sweep",
                            f"candidates are {', '.join(sorted(candidates))}")
-    return TrainStage(job_id=job.id, candidate=candidate, target=job.spec.target, drafter=chosen.drafter,
-                      train=chosen.train, store_dir=str(stage_dir(job_dir, "capture")))
+    return TrainStage(job_id=job.id, candidate=candidate, target=job.spec.target, drafter=candidate_spec.drafter,
+                      train=candidate_spec.train, store_dir=str(stage_dir(job_dir, "capture")))
 
 
 def list_checkpoints(reports: Sequence[TrainReport]) -> tuple[CheckpointRef, ...]:
     """Every exported drafter of every candidate, in order of candidate and step. Raises ArtifactMissing when none."""
-    found = tuple(_checkpoint(checkpoint) for report in reports
-                  for checkpoint in sorted(report.checkpoints, key=lambda one: one.step))
-    if not found:
+    checkpoints = tuple(_checkpoint(checkpoint) for report in reports
+                        for checkpoint in sorted(report.checkpoints, key=lambda checkpoint: checkpoint.step))
+    if not checkpoints:
         raise ArtifactMissing("training exported no checkpoint", "raise train.epochs or train.max_steps and retry")
-    return found
+    return checkpoints
 
 
 def _checkpoint(report: CheckpointReport) -> CheckpointRef:
@@ -135,7 +134,7 @@ def find_checkpoint(reports: Sequence[TrainReport], name: str) -> CheckpointRef:
 
 
 def benchmark_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, *, first: bool) -> BenchmarkStage:
-    """One checkpoint's measurement; only the first of a job also times `transformers`, the honesty check."""
+    """The measurement of one checkpoint. Only the first of a job also times `transformers` as a reference."""
     return BenchmarkStage(
         job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.spec.target,
         benchmark=job.spec.benchmark, drafter_dir=str(job_dir / checkpoint.path),
@@ -143,7 +142,7 @@ def benchmark_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, *, fi
 
 
 def tune_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef) -> TuneStage:
-    """The grid of draft-tree shapes, for the chosen checkpoint."""
+    """The grid of draft-tree shapes for the selected checkpoint."""
     return TuneStage(
         job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.spec.target,
         benchmark=job.spec.benchmark, tune=job.spec.tune, drafter_dir=str(job_dir / checkpoint.path),
@@ -151,7 +150,7 @@ def tune_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef) -> TuneSta
 
 
 def prove_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, tuned: str) -> ProveStage:
-    """The tuned checkpoint in the serving engine, beside what serves now."""
+    """The tuned checkpoint in the serving engine, compared with the incumbent."""
     return ProveStage(
         job_id=job.id, checkpoint=checkpoint.name, candidate=checkpoint.candidate, target=job.spec.target,
         benchmark=job.spec.benchmark, prove=job.spec.prove, drafter_dir=str(job_dir / checkpoint.path),
@@ -160,5 +159,5 @@ def prove_spec(job: JobFile, job_dir: Path, checkpoint: CheckpointRef, tuned: st
 
 
 def _held_out_file(job: JobFile, job_dir: Path) -> str | None:
-    wanted = any(suite.path == HELD_OUT for suite in job.spec.benchmark.suites)
-    return str(stage_dir(job_dir, "regenerate") / "held_out.jsonl") if wanted else None
+    used = any(suite.path == HELD_OUT for suite in job.spec.benchmark.suites)
+    return str(stage_dir(job_dir, "regenerate") / "held_out.jsonl") if used else None

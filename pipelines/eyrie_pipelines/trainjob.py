@@ -1,29 +1,27 @@
-"""Training on several nodes: the train box orders a TrainJob of Kubeflow Trainer v2 and waits for it.
+"""Training on several nodes: the train task creates a TrainJob of Kubeflow Trainer v2 and waits for it.
 
-With `placement.train_launcher: trainjob` the box itself is small. It makes one TrainJob (trainer.kubeflow.org/v1alpha1,
-as of Trainer 2.2, which replaced podTemplateOverrides by runtimePatches) whose nodes run
+With `placement.train_launcher: trainjob` the train task itself is small. It creates one TrainJob
+(trainer.kubeflow.org/v1alpha1, as of Trainer 2.2, which replaced podTemplateOverrides by runtimePatches) whose nodes
+run
 
-    python -m eyrie_pipelines.trainjob --job-dir D --spec-digest X --candidate C
+    python -m eyrie_pipelines.train_node --job-dir D --spec-digest X --candidate C
 
-which is the train box without this order: it brings what the stage reads, starts the same stage program under torchrun,
-and node 0 puts into the work area what comes out. Who the nodes are, Trainer's torch runtime says in PET_* variables,
-which torchrun reads by itself: `torchrun_command` below is the one place where its arguments are made. The stage has to
-know what to do in more than one process; one that does not refuses at its lock. How many processes a node has is said
-twice, to the runtime (numProcPerNode) and to torchrun by its own argument: one for each GPU of the placement.
+which is the train task without EYRIE_TRAINJOB: it downloads the stage's inputs and starts the stage program under
+torchrun (`torchrun`); node 0 uploads the output to the work area. The number of processes per node is given twice, to
+the runtime (numProcPerNode) and to torchrun by an argument: one for each GPU of the placement. A stage program that
+does not support several processes refuses to start a second one at its lock.
 
-The name of a TrainJob follows from job, candidate and spec, so a box that was taken away finds it again. It is deleted
-when the box is told to end, and when it is over; nodes that die are the runtime's to start again.
+The name of a TrainJob is derived from job, candidate and spec, so that a restarted task finds the TrainJob of the pod
+before it. The TrainJob is deleted when the task gets SIGTERM, and when it has ended; the runtime restarts dead nodes.
 
-What a TrainJob cannot say (image pull policy, priority class) is the ClusterTrainingRuntime's. The box needs a service
-account that may get, create and delete trainjobs in its namespace: give it as the train stage's `service_account` or
-the run's. Only the API server is asked, by its token; no Kubernetes client is needed.
+What a TrainJob cannot express (image pull policy, priority class) belongs in the ClusterTrainingRuntime. The task needs
+a service account that may get, create and delete trainjobs in its namespace: set it as the train stage's
+`service_account` or the run's. Requests go to the API server with its token; no Kubernetes client is needed.
 """
 
-import argparse
 import hashlib
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from types import FrameType
@@ -34,42 +32,43 @@ import httpx
 from eyrie_api.errors import Permanent, Transient
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.placement import Placement, S3Work, VolumeWork
+from eyrie_pipelines.torchrun import PROCESSES_VARIABLE
 from eyrie_pipelines.work_area import CREDENTIALS_DIR, pod_variables
-from eyrie_workers.catalog import command
 
-ORDER_VARIABLE = "EYRIE_TRAINJOB"
+TRAINJOB_VARIABLE = "EYRIE_TRAINJOB"
+"""A TrainJobRequest as JSON: set on the train task that creates a TrainJob, not on its nodes."""
+
 API_VERSION = "trainer.kubeflow.org/v1alpha1"
 MANAGER = "eyrie.dev/pipelines"
 RUNTIME = "torch-distributed"
 """The ClusterTrainingRuntime that Trainer installs for torch."""
 
-PROCESSES_VARIABLE = "EYRIE_TRAIN_PROCESSES"
-"""Training processes of a node."""
-
 _NODE = "node"
-"""What Trainer's runtimes call the replicated job of a training, and its container."""
+"""Name of the replicated job and of its container in Trainer's runtimes."""
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _POLL_S = 5.0
-_PATIENCE_S = 900.0
-"""An API server that does not answer for so long is gone; the TrainJob goes on, and the box's next pod finds it."""
+_READ_RETRY_S = 900.0
+"""How long reads are retried while the API server is unavailable. The TrainJob continues meanwhile; after this time the
+task fails, and its next pod finds the TrainJob again."""
+
 _TIMEOUT_S = 30.0
 
 
-class TrainJobRefused(Permanent):
-    """The API server will not take the TrainJob."""
+class TrainJobRejected(Permanent):
+    """The API server rejects the TrainJob."""
 
-    reason = "TrainJobRefused"
+    reason = "TrainJobRejected"
 
 
-class TrainJobAway(Transient):
+class TrainJobUnavailable(Transient):
     """The API server does not answer, or the TrainJob was deleted."""
 
-    reason = "TrainJobAway"
+    reason = "TrainJobUnavailable"
 
 
-class Order(Frozen):
-    """What the train box is told, in EYRIE_TRAINJOB: names of Secrets, never their values."""
+class TrainJobRequest(Frozen):
+    """The value of EYRIE_TRAINJOB. Holds the names of Secrets, never their values."""
 
     nodes: int
     placement: Placement
@@ -78,32 +77,32 @@ class Order(Frozen):
     python: tuple[str, ...]
 
 
-class Ended(Frozen):
+class TrainJobResult(Frozen):
     """How a TrainJob ended."""
 
     state: Literal["complete", "failed"]
     message: str = ""
 
 
-def order_of_environment() -> Order | None:
-    """The order this box was given, if it is to give one."""
-    text = os.environ.get(ORDER_VARIABLE)
-    return Order.model_validate_json(text) if text else None
+def request_from_environment() -> TrainJobRequest | None:
+    """The request in EYRIE_TRAINJOB; None where the task trains in its own pod."""
+    text = os.environ.get(TRAINJOB_VARIABLE)
+    return TrainJobRequest.model_validate_json(text) if text else None
 
 
 def name_of(job_id: str, candidate: str, spec_digest: str) -> str:
-    """At most 40 letters: JobSet makes longer names of it."""
+    """Name of the TrainJob. At most 40 characters: JobSet appends to it."""
     digest = hashlib.sha256(f"{job_id}/{candidate}/{spec_digest}".encode()).hexdigest()[:10]
     words = "".join(letter if letter.isalnum() else "-" for letter in job_id.lower())[:22].strip("-")
     return f"eyrie-{words}-{digest}"
 
 
-def render(order: Order, name: str, namespace: str, arguments: list[str]) -> dict[str, Any]:
+def render(request: TrainJobRequest, name: str, namespace: str, arguments: list[str]) -> dict[str, Any]:
     """The TrainJob. Pure."""
-    placed = order.placement
+    placed = request.placement
     processes = max(1, placed.num_gpus)
-    told = pod_variables(placed, order.home, order.sync_s) | {PROCESSES_VARIABLE: str(processes)}
-    variables: list[dict[str, Any]] = [{"name": key, "value": value} for key, value in told.items()]
+    values = pod_variables(placed, request.home, request.sync_s) | {PROCESSES_VARIABLE: str(processes)}
+    variables: list[dict[str, Any]] = [{"name": key, "value": value} for key, value in values.items()]
     variables += [{"name": one.variable, "valueFrom": {"secretKeyRef": {"name": one.secret, "key": one.key}}}
                   for one in placed.secret_variables]
     amounts = {side: dict(getattr(placed, side)) for side in ("requests", "limits")}
@@ -116,17 +115,18 @@ def render(order: Order, name: str, namespace: str, arguments: list[str]) -> dic
         "spec": {
             "runtimeRef": {"name": RUNTIME, "apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime"},
             "trainer": {
-                "image": placed.image, "command": [*order.python, "-m", "eyrie_pipelines.trainjob"], "args": arguments,
-                "env": variables, "numNodes": order.nodes, "numProcPerNode": processes,
+                "image": placed.image, "command": [*request.python, "-m", "eyrie_pipelines.train_node"],
+                "args": arguments,
+                "env": variables, "numNodes": request.nodes, "numProcPerNode": processes,
                 "resourcesPerNode": {side: given for side, given in amounts.items() if given}},
             "runtimePatches": [{"manager": MANAGER, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [
-                {"name": _NODE, "template": {"spec": {"template": {"spec": _pod(placed, order.home)}}}}]}}}}],
+                {"name": _NODE, "template": {"spec": {"template": {"spec": _pod(placed, request.home)}}}}]}}}}],
         },
     }
 
 
 def _pod(placed: Placement, home: str) -> dict[str, Any]:
-    """What the runtime's pods are given beside the trainer: nodes, volumes, names of secrets."""
+    """The pod template's patch: node selection, volumes, names of secrets. The container is the TrainJob's trainer."""
     volumes: list[dict[str, Any]] = []
     mounts: list[dict[str, Any]] = []
 
@@ -158,163 +158,132 @@ def _pod(placed: Placement, home: str) -> dict[str, Any]:
     return {key: value for key, value in pod.items() if value}
 
 
-class Trainer:
-    """TrainJobs of one namespace."""
+class TrainJobClient:
+    """Creates, reads and deletes the TrainJobs of one namespace."""
 
     def __init__(self, client: httpx.Client, namespace: str) -> None:
         self._client, self.namespace = client, namespace
         self._path = f"/apis/{API_VERSION}/namespaces/{namespace}/trainjobs"
 
     @classmethod
-    def of_pod(cls) -> "Trainer":
-        """As the pod's service account may. Raises TrainJobRefused in a pod that has none."""
+    def in_cluster(cls) -> "TrainJobClient":
+        """A client with the pod's service account. Raises TrainJobRejected in a pod without a token."""
         host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
         token = _ACCOUNT / "token"
         if host is None or not token.is_file():
-            raise TrainJobRefused("this pod has no service account's token, and so cannot order a TrainJob",
-                                  "give the train stage, or the run, a service account that may")
+            raise TrainJobRejected("this pod has no service account token and cannot create a TrainJob",
+                                   "give the train stage, or the run, a service account that may create trainjobs")
         shown = f"[{host}]" if ":" in host else host
         client = httpx.Client(base_url=f"https://{shown}:{port}", verify=str(_ACCOUNT / "ca.crt"), timeout=_TIMEOUT_S,
                               event_hooks={"request": [_with_token]})
         return cls(client, (_ACCOUNT / "namespace").read_text().strip())
 
-    def carry_out(self, trainjob: dict[str, Any], *, poll_s: float = _POLL_S) -> Ended:
-        """Have it done: find it or make it, wait until it is over, delete it.
+    def run(self, trainjob: dict[str, Any], *, poll_s: float = _POLL_S) -> TrainJobResult:
+        """Find or create the TrainJob, wait until it has ended, delete it.
 
-        Told to end meanwhile, delete it and leave with 143. Raises TrainJobAway, TrainJobRefused.
+        On SIGTERM it deletes the TrainJob and exits with 143. Raises TrainJobUnavailable, TrainJobRejected.
         """
         name = trainjob["metadata"]["name"]
-        told = _Told()
+        termination = _Termination()
         try:
-            left = self.read(name)
-            if left is not None and ended(left) is not None:  # of an attempt before: its end is not ours
+            existing = self.read(name)
+            # Race: the pod before this one may have died between the end of its TrainJob and the deletion. That result
+            # belongs to an earlier attempt. A TrainJob of the same name can be created once the old one is gone.
+            if existing is not None and result_of(existing) is not None:
                 self.delete(name)
                 while self.read(name) is not None:
-                    told.pause(poll_s)
-                left = None
-            if left is None:
-                self._ask("POST", self._path, trainjob)
+                    termination.pause(poll_s)
+                existing = None
+            if existing is None:
+                self._request("POST", self._path, trainjob)
             while True:
-                seen = self._read_patiently(name, told, poll_s)
-                if seen is None:
-                    raise TrainJobAway(f"TrainJob {name} was deleted while it ran")
-                end = ended(seen)
-                if end is not None:
+                current = self._read_with_retries(name, termination, poll_s)
+                if current is None:
+                    raise TrainJobUnavailable(f"TrainJob {name} was deleted while it ran")
+                result = result_of(current)
+                if result is not None:
                     self.delete(name)
-                    return end
-                told.pause(poll_s)
-        except SystemExit:
+                    return result
+                termination.pause(poll_s)
+        except SystemExit:  # SIGTERM: without this task nothing would wait for the TrainJob, so its nodes end too
             self.delete(name)
             raise
         finally:
-            told.no_more()
+            termination.restore()
 
-    def _read_patiently(self, name: str, told: "_Told", poll_s: float) -> dict[str, Any] | None:
-        """`read` through an API server that is replaced: a training of days must not end with an answer of seconds."""
-        deadline = time.monotonic() + _PATIENCE_S
+    def _read_with_retries(self, name: str, termination: "_Termination", poll_s: float) -> dict[str, Any] | None:
+        """`read`, retried while the API server is unavailable: a restart of seconds must not fail a training of
+        days."""
+        deadline = time.monotonic() + _READ_RETRY_S
         while True:
             try:
                 return self.read(name)
-            except TrainJobAway:
+            except TrainJobUnavailable:
                 if time.monotonic() >= deadline:
                     raise
-                told.pause(poll_s)
+                termination.pause(poll_s)
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """The TrainJob, if there is one."""
-        return self._ask("GET", f"{self._path}/{name}")
+        """The TrainJob; None when there is none."""
+        return self._request("GET", f"{self._path}/{name}")
 
     def delete(self, name: str) -> None:
-        """Delete it with its pods; none there is fine."""
-        self._ask("DELETE", f"{self._path}/{name}", {"propagationPolicy": "Background"})
+        """Delete the TrainJob with its pods; succeeds when there is none."""
+        self._request("DELETE", f"{self._path}/{name}", {"propagationPolicy": "Background"})
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any] | None:
         try:
-            answer = self._client.request(method, path, json=body)
+            response = self._client.request(method, path, json=body)
         except httpx.HTTPError as error:
-            raise TrainJobAway(f"the API server does not answer ({type(error).__name__})") from None
-        if answer.status_code == 404 and method != "POST":
+            raise TrainJobUnavailable(f"the API server does not respond ({type(error).__name__})") from None
+        if response.status_code == 404 and method != "POST":
             return None
-        if answer.status_code == 429 or answer.status_code >= 500:
-            raise TrainJobAway(f"the API server answered {answer.status_code}")
-        if answer.status_code == 409 and method == "POST":
-            return None  # made meanwhile, by this box's predecessor
-        if answer.is_error:
-            raise TrainJobRefused(
-                f"the API server answered {answer.status_code} for {method} {path}: {answer.text[:500]}",
+        if response.status_code == 429 or response.status_code >= 500:
+            raise TrainJobUnavailable(f"the API server answered {response.status_code}")
+        if response.status_code == 409 and method == "POST":
+            return None  # race: an earlier pod of this task created it between our read and our POST
+        if response.is_error:
+            raise TrainJobRejected(
+                f"the API server answered {response.status_code} for {method} {path}: {response.text[:500]}",
                 "install Kubeflow Trainer 2.2 or newer, and let the train stage's service account get, create and "
                 "delete trainjobs")
-        found: dict[str, Any] = answer.json()
-        return found
+        body_read: dict[str, Any] = response.json()
+        return body_read
 
 
-def ended(trainjob: dict[str, Any]) -> Ended | None:
-    """How it ended; None while it has not. Suspended ones wait (Kueue holds them)."""
+def result_of(trainjob: dict[str, Any]) -> TrainJobResult | None:
+    """The result of a TrainJob that has ended, else None. A suspended one has not ended (Kueue queues it)."""
     for condition in trainjob.get("status", {}).get("conditions", ()):
         if condition["status"] == "True" and condition["type"] in ("Complete", "Failed"):
-            words = f"{condition.get('reason', '')}: {condition.get('message', '')}".strip(": ")
-            return Ended(state="complete" if condition["type"] == "Complete" else "failed", message=words[:1000])
+            message = f"{condition.get('reason', '')}: {condition.get('message', '')}".strip(": ")
+            return TrainJobResult(state="complete" if condition["type"] == "Complete" else "failed",
+                                  message=message[:1000])
     return None
 
 
 def _with_token(request: httpx.Request) -> None:
-    """The token is rotated: read it for each request."""
+    """Read the token for each request: the kubelet rotates it."""
     request.headers["Authorization"] = f"Bearer {(_ACCOUNT / 'token').read_text().strip()}"
 
 
-class _Told:
-    """Whether this box was told to end; pauses end at once then."""
+class _Termination:
+    """Handles SIGTERM: `pause` then raises SystemExit, so that no request to the API server is cut off half-way."""
 
     def __init__(self) -> None:
-        self._asked = False
-        self._before = signal.signal(signal.SIGTERM, self._hear)
+        self._requested = False
+        self._previous = signal.signal(signal.SIGTERM, self._handle)
 
-    def _hear(self, _number: int, _frame: FrameType | None) -> None:
-        self._asked = True
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        self._requested = True
 
     def pause(self, seconds: float) -> None:
-        """Raises SystemExit when told to end."""
+        """Sleep; raises SystemExit after SIGTERM."""
         deadline = time.monotonic() + seconds
-        while not self._asked and time.monotonic() < deadline:
+        while not self._requested and time.monotonic() < deadline:
             time.sleep(min(0.2, seconds))
-        if self._asked:
+        if self._requested:
             raise SystemExit(143)
 
-    def no_more(self) -> None:
-        """As it was before."""
-        signal.signal(signal.SIGTERM, self._before)
-
-
-# From here on: on the nodes.
-
-
-def is_node() -> bool:
-    """Whether this process is one of a TrainJob's nodes."""
-    return "PET_NNODES" in os.environ
-
-
-def torchrun_command(directory: Path) -> list[str]:
-    """The train stage's program under torchrun; where its peers are, torchrun reads in PET_*."""
-    python, *program = command("train", directory)
-    processes = os.environ.get(PROCESSES_VARIABLE, "1")
-    return [python, "-m", "torch.distributed.run", "--nproc-per-node", processes, *program]
-
-
-def main() -> None:
-    """`python -m eyrie_pipelines.trainjob`: one node."""
-    from eyrie_pipelines import run_stage
-
-    parser = argparse.ArgumentParser(description="Be one node of a training.")
-    parser.add_argument("--job-dir", required=True)
-    parser.add_argument("--spec-digest", required=True)
-    parser.add_argument("--candidate", required=True)
-    told = parser.parse_args()
-    try:
-        run_stage.train(told.job_dir, told.spec_digest, "", told.candidate)
-    except run_stage.StageFailed as failed:
-        print(failed, file=sys.stderr)
-        sys.exit(failed.exit_code)
-
-
-if __name__ == "__main__":
-    main()
+    def restore(self) -> None:
+        """Restore the previous signal handler."""
+        signal.signal(signal.SIGTERM, self._previous)

@@ -1,7 +1,7 @@
-"""The runner of a worker that has nowhere to run a job: no cluster profile, and an image without the stage programs.
+"""The runner of a worker without a runtime: no cluster profile, and an image without the stage programs.
 
-So it is where a chart was installed before Kubeflow was: the API answers, jobs are accepted, and each ends at once with
-the reason and what to set.
+A chart installed before Kubeflow is in this state: the API responds and accepts jobs, and each job fails at once with
+the reason RuntimeUnavailable and the setting that is missing.
 """
 
 import importlib.util
@@ -12,14 +12,14 @@ from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_pipelines.runner import RunSeen
 
 
-class NoRuntimeConfigured(Permanent):
+class RuntimeUnavailable(Permanent):
     """Neither a cluster nor this machine can run a stage."""
 
-    reason = "NoRuntimeConfigured"
+    reason = "RuntimeUnavailable"
 
 
-def stages_run_here() -> bool:
-    """Whether this machine has what every stage program needs."""
+def has_stage_programs() -> bool:
+    """Whether the packages that every stage program needs are installed."""
     return importlib.util.find_spec("torch") is not None
 
 
@@ -34,10 +34,10 @@ class UnavailableRunner:
         return RunSeen()
 
     def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None) -> None:
-        """Raises NoRuntimeConfigured."""
-        raise NoRuntimeConfigured(
-            "this installation has no cluster to run jobs on, and its workers' image no stage programs",
-            "give it Kubeflow Pipelines (EYRIE_CLUSTER_PROFILE; in the chart: cluster.kubeflow.url), "
+        """Raises RuntimeUnavailable."""
+        raise RuntimeUnavailable(
+            "this installation has no cluster to run jobs on, and its workers' image has no stage programs",
+            "configure Kubeflow Pipelines (EYRIE_CLUSTER_PROFILE; in the chart: cluster.kubeflow.url), "
             "then retry the job",
         )
 
@@ -47,12 +47,12 @@ class UnavailableRunner:
     def pause(self, job_id: str) -> None:
         """See `Runner`."""
 
-    def keep(self, job_id: str, name: str) -> None:
+    def persist(self, job_id: str, name: str) -> None:
         """See `Runner`."""
 
-    def forget(self, job_id: str) -> None:
+    def delete(self, job_id: str) -> None:
         """See `Runner`."""
 
-    def has_place(self, job_id: str, live: tuple[str, ...], num_running: int) -> bool:
-        """See `Runner`: so that the job is told at once."""
+    def has_capacity(self, job_id: str, live: tuple[str, ...], num_running: int) -> bool:
+        """See `Runner`. Always true: the job then fails at once, with the reason, instead of waiting."""
         return True

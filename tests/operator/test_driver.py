@@ -24,7 +24,7 @@ from eyrie_operator.driver import Driver
 from eyrie_pipelines import local
 from eyrie_pipelines.local import LocalRunner
 from eyrie_pipelines.processes import group_members, wait_until
-from eyrie_pipelines.run_stage import load_job
+from eyrie_pipelines.tasks import load_job
 from tests.pipelines.conftest import Rehearsal, spec_of
 
 LIMIT_S = 120.0

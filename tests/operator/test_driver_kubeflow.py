@@ -21,7 +21,7 @@ from eyrie_operator.conditions import find
 from eyrie_operator.driver import Driver
 from eyrie_pipelines.kubeflow import KubeflowRunner
 from eyrie_pipelines.local import LocalRunner
-from eyrie_pipelines.run_stage import RunFailure
+from eyrie_pipelines.run_failure import RunFailure
 from tests.pipelines.conftest import spec_of
 from tests.pipelines.kfp_server import KfpServer
 
@@ -68,8 +68,8 @@ def test_a_job_waits_for_kubeflow_to_come_back_and_says_so_once(world: World) ->
     for _ in range(3):
         world.kubeflow.refusals = [(503, False)]
         world.driver.advance(job_id)
-    assert (world.reason(job_id), world.phase(job_id)) == ("KubeflowAway", "Pending")
-    told = [event for event in world.jobs.events(job_id, limit=100) if event.reason == "KubeflowAway"]
+    assert (world.reason(job_id), world.phase(job_id)) == ("KubeflowUnavailable", "Pending")
+    told = [event for event in world.jobs.events(job_id, limit=100) if event.reason == "KubeflowUnavailable"]
     assert len(told) == 1
     assert told[0].type == "Warning"
     world.driver.advance(job_id)

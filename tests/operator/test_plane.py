@@ -80,7 +80,7 @@ def test_a_posted_job_survives_an_ordered_end_and_a_kill_of_the_plane(
 
     plane.process.send_signal(signal.SIGTERM)
     assert plane.process.wait(60) == 0
-    assert local.leftovers(directory) == []  # ended in order: nothing of the run is left
+    assert local.live_processes(directory) == []  # ended in order: nothing of the run is left
 
     plane.start()
     assert wait_until(lambda: "tune" in rehearsal.starts(), LIMIT_S)
@@ -92,7 +92,7 @@ def test_a_posted_job_survives_an_ordered_end_and_a_kill_of_the_plane(
     assert wait_until(lambda: plane.phase(job_id) == "Running", LIMIT_S)
     assert plane.http.post(f"/v1alpha1/jobs/{job_id}/cancel").status_code == 202
     assert wait_until(lambda: plane.phase(job_id) == "Cancelled", LIMIT_S)
-    assert local.leftovers(directory) == []
+    assert local.live_processes(directory) == []
 
     assert plane.http.post(f"/v1alpha1/jobs/{job_id}/retry").status_code == 202
     assert wait_until(lambda: plane.phase(job_id) == "Succeeded", LIMIT_S), plane.job(job_id)

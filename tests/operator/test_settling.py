@@ -30,7 +30,7 @@ from eyrie_operator.conditions import find
 from eyrie_operator.driver import Driver
 from eyrie_pipelines import local, steps
 from eyrie_pipelines.local import LocalRunner
-from eyrie_pipelines.processes import name_of
+from eyrie_pipelines.processes import identify
 from eyrie_workers.catalog import stage_dir
 from tests.pipelines.conftest import spec_of
 from tests.pipelines.rehearsal.rehearsal_stage import report_of
@@ -67,7 +67,7 @@ class World:
             self._finish(root, steps.benchmark_spec(job, root, ref, first=False), ref.name)
         self._finish(root, steps.tune_spec(job, root, refs[-1]))
         self._finish(root, steps.prove_spec(job, root, refs[-1], steps.reference("tune")))
-        process = name_of(os.getpid())
+        process = identify(os.getpid())
         assert process is not None
         gone = process.model_copy(update={"boot": "the boot before"})  # its leader has ended long ago
         write_model(root / "run" / "run.json", local.RunHandle(run_id="r1", job_id=job_id, attempt=attempt,

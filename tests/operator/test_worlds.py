@@ -30,6 +30,6 @@ def test_without_a_profile_and_without_stage_programs_each_job_ends_at_once_with
     Driver(settings, database, UnavailableRunner()).advance(job.id)
     failed = find(jobs.get(job.id).status.conditions, "Failed")
     assert failed is not None
-    assert (failed.status, failed.reason) == ("True", "NoRuntimeConfigured")
+    assert (failed.status, failed.reason) == ("True", "RuntimeUnavailable")
     assert "cluster.kubeflow.url" in failed.message
     database.close()

@@ -15,9 +15,15 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.placement import Placement, S3Work
 from eyrie_api.v1alpha1.records import Failure
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
-from eyrie_pipelines.kfp_api import KfpApi, KubeflowAway, KubeflowMissing, KubeflowRefused, PipelineRefused
+from eyrie_pipelines.kfp_api import (
+    KfpApi,
+    KubeflowAccessDenied,
+    KubeflowNotFound,
+    KubeflowUnavailable,
+    PipelineRejected,
+)
 from eyrie_pipelines.kubeflow import KubeflowRunner
-from eyrie_pipelines.run_stage import RunFailure
+from eyrie_pipelines.run_failure import RunFailure
 from eyrie_pipelines.runner import RunSeen
 from eyrie_pipelines.steps import JobFile
 from tests.pipelines.conftest import spec_of
@@ -94,7 +100,7 @@ def test_a_run_carries_the_pipeline_the_platform_and_what_the_boxes_are_told(wor
 def test_a_creation_whose_answer_was_lost_is_found_and_not_repeated(world: World, server: KfpServer) -> None:
     world.runner.observe("job-1")
     server.refusals = [(200, True), (503, True)]
-    with pytest.raises(KubeflowAway):
+    with pytest.raises(KubeflowUnavailable):
         world.start()
     assert names(server) == ["job-1-1.1"]
     world.start()
@@ -202,16 +208,17 @@ def test_stopping_ends_what_lives_and_may_be_asked_again(world: World, server: K
 
 
 @pytest.mark.parametrize(("status", "kind", "base"), [
-    (500, KubeflowAway, Transient), (502, KubeflowAway, Transient), (503, KubeflowAway, Transient),
-    (429, KubeflowAway, Transient), (401, KubeflowRefused, Permanent), (403, KubeflowRefused, Permanent),
-    (404, KubeflowMissing, Permanent), (400, PipelineRefused, Permanent), (409, PipelineRefused, Permanent)])
+    (500, KubeflowUnavailable, Transient), (502, KubeflowUnavailable, Transient), (503, KubeflowUnavailable, Transient),
+    (429, KubeflowUnavailable, Transient), (401, KubeflowAccessDenied, Permanent),
+    (403, KubeflowAccessDenied, Permanent),
+    (404, KubeflowNotFound, Permanent), (400, PipelineRejected, Permanent), (409, PipelineRejected, Permanent)])
 def test_what_may_pass_is_told_from_what_will_not(
         server: KfpServer, tmp_path: Path, status: int, kind: type[Exception], base: type[Exception]) -> None:
     token = tmp_path / "token"
     token.write_text("a-secret-token\n")
     api = KfpApi(KubeflowSpec(url=server.url, token_file=str(token)))
     server.refusals = [(status, False)]
-    with pytest.raises(kind, match=f"answered {status}|refused .* with {status}|has no") as told:
+    with pytest.raises(kind, match=f"answered {status}|rejected .* with {status}|has no") as told:
         api.find_runs("job-1-")
     assert isinstance(told.value, base)
     assert "because of the server" in str(told.value)
@@ -221,14 +228,14 @@ def test_what_may_pass_is_told_from_what_will_not(
 
 def test_a_server_that_is_not_there_may_come_back(server: KfpServer) -> None:
     server.close()
-    with pytest.raises(KubeflowAway, match="does not answer"):
+    with pytest.raises(KubeflowUnavailable, match="does not respond"):
         KfpApi(KubeflowSpec(url=server.url, timeout_s=5.0)).find_runs("job-1-")
 
 
 def test_a_rotated_token_is_used_at_once(server: KfpServer, tmp_path: Path) -> None:
     token = tmp_path / "token"
     api = KfpApi(KubeflowSpec(url=server.url, token_file=str(token)))
-    with pytest.raises(KubeflowAway, match="cannot be read"):
+    with pytest.raises(KubeflowUnavailable, match="cannot be read"):
         api.find_runs("x")
     for value in ("first", "second"):
         token.write_text(value + "\n")
@@ -259,7 +266,7 @@ def test_what_stages_say_is_brought_here_piece_by_piece(world: World, server: Kf
 
 def test_what_the_driver_decided_outlives_its_disk(world: World, tmp_path: Path) -> None:
     write_model(world.home / "jobs" / "job-1" / "settled.json", INCUMBENT)
-    world.runner.keep("job-1", "settled.json")
+    world.runner.persist("job-1", "settled.json")
     kept = world.read("settled.json")
     world.home = tmp_path / "another"
     other = KubeflowRunner(world.profile, world.home, world.store)
@@ -270,7 +277,7 @@ def test_what_the_driver_decided_outlives_its_disk(world: World, tmp_path: Path)
 def test_a_deleted_job_leaves_neither_a_run_nor_bytes(world: World, server: KfpServer) -> None:
     world.start()
     world.put("stages/regenerate/events.jsonl", "one\n")
-    world.runner.forget("job-1")
+    world.runner.delete("job-1")
     assert server.runs[0]["state"] == "CANCELING"
     assert list(world.store.list("jobs/job-1")) == []
-    world.runner.forget("job-1")
+    world.runner.delete("job-1")

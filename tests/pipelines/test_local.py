@@ -16,10 +16,11 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
-from eyrie_pipelines import local, run_stage
-from eyrie_pipelines.processes import ProcessName, boot_id, group_members, is_alive, name_of, wait_until
-from eyrie_pipelines.run_stage import load_job
+from eyrie_pipelines import local, tasks
+from eyrie_pipelines.processes import ProcessId, boot_id, group_members, identify, is_alive, wait_until
+from eyrie_pipelines.run_failure import StageFailed, read_failure
 from eyrie_pipelines.steps import JOB_FILE, JobFile
+from eyrie_pipelines.tasks import load_job
 from eyrie_workers.catalog import CATALOG
 from tests.pipelines.conftest import Rehearsal, spec_of, sweeping_spec
 
@@ -133,10 +134,10 @@ def test_candidates_trained_together_are_tried_again_as_one_alone_is(
     rehearsal.plan(**{"train__c1-lr-0p001": [word]})
     job = JobFile(id="job-1", spec=sweeping_spec())
     write_model(job_dir / JOB_FILE, job)
-    with pytest.raises(run_stage.StageFailed, match=words):
-        run_stage.sweep(str(job_dir), digest_model(job), "stages/capture")
+    with pytest.raises(StageFailed, match=words):
+        tasks.sweep(str(job_dir), digest_model(job), "stages/capture")
     assert len(rehearsal.sweeps()) == starts
-    failed = run_stage.read_failure(job_dir)
+    failed = read_failure(job_dir)
     assert failed is not None
     assert (failed.stage, failed.failure.reason) == ("train", reason)
     if reason == "StageFailed":
@@ -203,7 +204,7 @@ def test_a_run_outlives_the_process_that_started_it_and_is_found_again(job_dir: 
     with pytest.raises(Conflict):
         local.start(job_dir, "job-1", spec_of())
     local.stop(job_dir)
-    assert local.leftovers(job_dir) == []
+    assert local.live_processes(job_dir) == []
 
 
 def test_two_leaders_in_one_job_directory_are_impossible(job_dir: Path, rehearsal: Rehearsal) -> None:
@@ -224,7 +225,7 @@ def test_when_only_the_leader_is_killed_the_next_start_clears_its_orphans_and_go
     wait_for_start(rehearsal, "capture")
     os.kill(first.process.pid, signal.SIGKILL)
     assert wait_until(lambda: local.observe(job_dir).state == "gone", 10.0)
-    assert local.leftovers(job_dir)
+    assert local.live_processes(job_dir)
     # What serves was looked up when the attempt began; a start after a death keeps it.
     second = local.start(job_dir, "job-1", spec_of(), incumbent=INCUMBENT)
     assert load_job(str(job_dir)).incumbent is None
@@ -235,7 +236,7 @@ def test_when_only_the_leader_is_killed_the_next_start_clears_its_orphans_and_go
 
 
 def test_a_reused_pid_is_not_mistaken_for_the_leader(job_dir: Path) -> None:
-    own = name_of(os.getpid())
+    own = identify(os.getpid())
     assert own is not None
     for stranger in (own.model_copy(update={"started_ticks": own.started_ticks - 1}),
                      own.model_copy(update={"boot": "another-boot"})):
@@ -249,8 +250,8 @@ def test_a_reused_pid_is_not_mistaken_for_the_leader(job_dir: Path) -> None:
 
 def test_a_zombie_counts_as_dead() -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"])
-    name = ProcessName(pid=child.pid, started_ticks=0, boot=boot_id())
-    assert wait_until(lambda: name_of(name.pid) is None, 10.0)
+    name = ProcessId(pid=child.pid, started_ticks=0, boot=boot_id())
+    assert wait_until(lambda: identify(name.pid) is None, 10.0)
     child.wait()
 
 

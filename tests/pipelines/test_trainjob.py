@@ -1,4 +1,4 @@
-"""A TrainJob as Kubeflow Trainer 2.2 reads it, and what its nodes run. No Trainer is here: see tests/cluster."""
+"""A TrainJob in the format of Kubeflow Trainer 2.2, and the program of its nodes, without a cluster."""
 
 import subprocess
 import sys
@@ -10,18 +10,18 @@ import pytest
 from eyrie_api.artifacts import digest_model, write_model
 from eyrie_api.v1alpha1.placement import Placement, VolumeWork
 from eyrie_api.v1alpha1.requests import JobPlacement
-from eyrie_pipelines import run_stage, work_area
+from eyrie_pipelines import work_area
+from eyrie_pipelines.run_failure import read_failure
 from eyrie_pipelines.steps import JOB_FILE, JobFile
+from eyrie_pipelines.torchrun import PROCESSES_VARIABLE, torchrun_command
 from eyrie_pipelines.trainjob import (
-    ORDER_VARIABLE,
-    PROCESSES_VARIABLE,
-    Ended,
-    Order,
-    Trainer,
-    ended,
+    TRAINJOB_VARIABLE,
+    TrainJobClient,
+    TrainJobRequest,
+    TrainJobResult,
     name_of,
     render,
-    torchrun_command,
+    result_of,
 )
 from tests.pipelines.conftest import Rehearsal, spec_of
 from tests.pipelines.test_placement import EVERYTHING, compiled, container, platform, variables
@@ -29,12 +29,12 @@ from tests.pipelines.test_placement import EVERYTHING, compiled, container, plat
 ARGUMENTS = ["--job-dir", "/var/lib/eyrie/jobs/j", "--spec-digest", "sha256:0", "--candidate", "base"]
 
 
-def order(placement: Placement = EVERYTHING, nodes: int = 4) -> Order:
-    return Order(nodes=nodes, placement=placement, home="/var/lib/eyrie", sync_s=15.0, python=("python3",))
+def request(placement: Placement = EVERYTHING, nodes: int = 4) -> TrainJobRequest:
+    return TrainJobRequest(nodes=nodes, placement=placement, home="/var/lib/eyrie", sync_s=15.0, python=("python3",))
 
 
-def test_a_trainjob_says_how_many_nodes_what_they_run_and_what_each_is_given() -> None:
-    job = render(order(), "eyrie-j", "team", ARGUMENTS)
+def test_a_trainjob_sets_number_of_nodes_command_resources_and_environment() -> None:
+    job = render(request(), "eyrie-j", "team", ARGUMENTS)
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     assert job["metadata"] == {"name": "eyrie-j", "namespace": "team", "labels": {"kueue.x-k8s.io/queue-name": "gpus"}}
     spec = job["spec"]
@@ -42,15 +42,15 @@ def test_a_trainjob_says_how_many_nodes_what_they_run_and_what_each_is_given() -
                                   "kind": "ClusterTrainingRuntime"}
     trainer = spec["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (4, 2)
-    assert trainer["command"] + trainer["args"] == ["python3", "-m", "eyrie_pipelines.trainjob", *ARGUMENTS]
+    assert trainer["command"] + trainer["args"] == ["python3", "-m", "eyrie_pipelines.train_node", *ARGUMENTS]
     assert trainer["resourcesPerNode"] == {"requests": {"cpu": "500m", "memory": "2Gi"},
                                            "limits": {"cpu": "4", "memory": "64Gi", "nvidia.com/gpu": "2"}}
     assert {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}} in trainer["env"]
     assert {"name": "EYRIE_SYNC_S", "value": "15"} in trainer["env"]
 
 
-def test_what_the_runtimes_pods_are_given_is_one_patch_of_ours_with_the_fields_patches_may_have() -> None:
-    patches = render(order(), "eyrie-j", "team", ARGUMENTS)["spec"]["runtimePatches"]
+def test_pods_are_changed_by_one_runtime_patch_with_the_fields_that_patches_may_set() -> None:
+    patches = render(request(), "eyrie-j", "team", ARGUMENTS)["spec"]["runtimePatches"]
     assert [one["manager"] for one in patches] == ["eyrie.dev/pipelines"]
     replicated = patches[0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     assert [one["name"] for one in replicated] == ["node"]
@@ -66,7 +66,7 @@ def test_what_the_runtimes_pods_are_given_is_one_patch_of_ours_with_the_fields_p
 
 def test_a_shared_volume_is_mounted_and_nothing_is_copied() -> None:
     placed = Placement(image="i", work=VolumeWork(claim="shared", sub_path="eyrie"))
-    spec = render(order(placed), "eyrie-j", "team", ARGUMENTS)["spec"]
+    spec = render(request(placed), "eyrie-j", "team", ARGUMENTS)["spec"]
     pod = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"][
         "template"]["spec"]
     assert pod["volumes"] == [{"name": "work", "persistentVolumeClaim": {"claimName": "shared"}}]
@@ -76,17 +76,17 @@ def test_a_shared_volume_is_mounted_and_nothing_is_copied() -> None:
     assert spec["trainer"]["resourcesPerNode"] == {}
 
 
-def test_the_box_that_orders_is_small_and_is_told_what_to_order() -> None:
+def test_the_task_that_creates_a_trainjob_is_small_and_gets_the_request_in_its_environment() -> None:
     pipeline = compiled(wanted=JobPlacement(train_nodes=4, train_launcher="trainjob"))
     assert "accelerator" not in container(pipeline, "train")["resources"]
-    told = Order.model_validate_json(variables(pipeline, "train")[ORDER_VARIABLE])
-    assert (told.nodes, told.placement.num_gpus, told.placement.image) == (4, 2, EVERYTHING.image)
+    passed = TrainJobRequest.model_validate_json(variables(pipeline, "train")[TRAINJOB_VARIABLE])
+    assert (passed.nodes, passed.placement.num_gpus, passed.placement.image) == (4, 2, EVERYTHING.image)
     assert "service_account" in platform(pipeline, "train")["podMetadata"]["annotations"]["eyrie.dev/pod"]
     assert container(pipeline, "benchmark")["resources"]["accelerator"]["resourceCount"] == "2"
-    assert ORDER_VARIABLE not in variables(compiled(), "train")
+    assert TRAINJOB_VARIABLE not in variables(compiled(), "train")
 
 
-def test_its_name_is_a_label_of_dns_and_follows_from_what_is_trained() -> None:
+def test_the_name_is_a_dns_label_and_differs_by_job_candidate_and_spec() -> None:
     names = {name_of(job, candidate, digest) for job in ("dj-1", "Job_" + "x" * 300)
              for candidate in ("base", "c1") for digest in ("sha256:0", "sha256:1")}
     assert len(names) == 8
@@ -98,16 +98,17 @@ def test_its_name_is_a_label_of_dns_and_follows_from_what_is_trained() -> None:
         assert name[-1] != "-"
 
 
-def test_an_end_is_told_from_suspension_and_from_work() -> None:
+def test_only_complete_and_failed_conditions_end_a_trainjob() -> None:
     def seen(*conditions: tuple[str, str]) -> dict[str, object]:
         return {"status": {"conditions": [{"type": kind, "status": status, "reason": "R", "message": "m"}
                                           for kind, status in conditions]}}
 
-    assert ended({}) is None
-    assert ended(seen(("Suspended", "True"))) is None
-    assert ended(seen(("Suspended", "False"), ("Complete", "False"))) is None
-    assert ended(seen(("Suspended", "False"), ("Complete", "True"))) == Ended(state="complete", message="R: m")
-    assert ended(seen(("Failed", "True"))) == Ended(state="failed", message="R: m")
+    assert result_of({}) is None
+    assert result_of(seen(("Suspended", "True"))) is None
+    assert result_of(seen(("Suspended", "False"), ("Complete", "False"))) is None
+    complete = TrainJobResult(state="complete", message="R: m")
+    assert result_of(seen(("Suspended", "False"), ("Complete", "True"))) == complete
+    assert result_of(seen(("Failed", "True"))) == TrainJobResult(state="failed", message="R: m")
 
 
 @pytest.mark.parametrize(("gpus", "processes"), [(0, "1"), (2, "2")])
@@ -115,16 +116,16 @@ def test_torchrun_has_a_process_for_each_gpu_and_finds_its_peers_in_the_environm
         gpus: int, processes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = Path("/var/lib/eyrie/jobs/j/stages/train/base")
     placed = EVERYTHING.model_copy(update={"num_gpus": gpus, "gpu_type": None})
-    trainer = render(order(placed), "eyrie-j", "team", ARGUMENTS)["spec"]["trainer"]
+    trainer = render(request(placed), "eyrie-j", "team", ARGUMENTS)["spec"]["trainer"]
     assert trainer["numProcPerNode"] == int(processes)
-    told = {one["name"]: one.get("value") for one in trainer["env"]}
-    monkeypatch.setenv(PROCESSES_VARIABLE, str(told[PROCESSES_VARIABLE]))
+    values = {each["name"]: each.get("value") for each in trainer["env"]}
+    monkeypatch.setenv(PROCESSES_VARIABLE, str(values[PROCESSES_VARIABLE]))
     assert torchrun_command(directory) == [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", processes,
         "-m", "eyrie_workers.stages.train", "--spec", f"{directory}/spec.json", "--out", f"{directory}/manifest.json"]
 
 
-def test_of_several_nodes_the_first_alone_puts_things_into_the_store(
+def test_only_the_first_of_several_nodes_uploads_to_the_store(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job_dir = tmp_path / "home" / "jobs" / "j"
     monkeypatch.setenv("EYRIE_ARTIFACTS_URL", str(tmp_path / "store"))
@@ -133,44 +134,45 @@ def test_of_several_nodes_the_first_alone_puts_things_into_the_store(
         monkeypatch.setenv("PET_NODE_RANK", rank)
         (job_dir / "run").mkdir(parents=True, exist_ok=True)
         (job_dir / "run" / "failure.json").write_text(rank)
-        work_area.WorkArea.of(job_dir).put(job_dir / "run" / "failure.json")
+        work_area.WorkArea.of(job_dir).upload(job_dir / "run" / "failure.json")
         found = tmp_path / "store" / "jobs" / "j" / "run" / "failure.json"
         assert found.exists() is (rank == "0")
 
 
-def test_secrets_are_named_and_not_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_appear_by_name_and_not_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "known-to-the-box-alone")
-    assert "known-to-the-box-alone" not in str(render(order(), "eyrie-j", "team", ARGUMENTS))
+    assert "known-to-the-box-alone" not in str(render(request(), "eyrie-j", "team", ARGUMENTS))
 
 
 @pytest.mark.parametrize(("word", "final"), [("die", False), ("permanent", True)])
-def test_a_node_whose_training_was_killed_does_not_fail_the_run_and_one_that_cannot_go_on_does(
+def test_a_node_whose_training_was_killed_does_not_fail_the_run_and_a_permanent_failure_does(
         rehearsal: Rehearsal, job_dir: Path, monkeypatch: pytest.MonkeyPatch, word: str, final: bool) -> None:
     monkeypatch.setenv("PET_NNODES", "1")
     rehearsal.plan(train__base=[word])
     job = JobFile(id="job-1", spec=spec_of(), attempt=1)
     write_model(job_dir / JOB_FILE, job)
-    node = subprocess.run([sys.executable, "-m", "eyrie_pipelines.trainjob", "--job-dir", str(job_dir), "--spec-digest",
-                           digest_model(job), "--candidate", "base"], capture_output=True, text=True, timeout=300)
+    node = subprocess.run([sys.executable, "-m", "eyrie_pipelines.train_node", "--job-dir", str(job_dir),
+                           "--spec-digest", digest_model(job), "--candidate", "base"],
+                          capture_output=True, text=True, timeout=300)
     assert node.returncode != 0
-    assert (run_stage.read_failure(job_dir) is not None) == final, node.stderr
+    assert (read_failure(job_dir) is not None) == final, node.stderr
     assert rehearsal.starts() == ["train/base"]
 
 
-def test_an_api_server_that_is_replaced_meanwhile_is_waited_for() -> None:
-    """The transport is a stand-in for an API server that answers 503, or not at all, between two looks."""
+def test_reads_are_retried_while_the_api_server_is_unavailable() -> None:
+    """The transport stands in for an API server that answers 503, or not at all, between two reads."""
     complete = {"status": {"conditions": [{"type": "Complete", "status": "True", "reason": "R", "message": "done"}]}}
-    looks = iter([httpx.Response(404), httpx.Response(503), None, httpx.Response(200, json=complete)])
+    responses = iter([httpx.Response(404), httpx.Response(503), None, httpx.Response(200, json=complete)])
 
     def answer(request: httpx.Request) -> httpx.Response:
         if request.method != "GET":
             return httpx.Response(200, json={})
-        told = next(looks)
-        if told is None:
+        response = next(responses)
+        if response is None:
             raise httpx.ConnectError("refused", request=request)
-        return told
+        return response
 
     with httpx.Client(transport=httpx.MockTransport(answer), base_url="http://kubernetes") as client:
-        end = Trainer(client, "team").carry_out({"metadata": {"name": "eyrie-j"}}, poll_s=0.01)
-    assert (end.state, end.message) == ("complete", "R: done")
-    assert next(looks, "none left") == "none left"
+        result = TrainJobClient(client, "team").run({"metadata": {"name": "eyrie-j"}}, poll_s=0.01)
+    assert (result.state, result.message) == ("complete", "R: done")
+    assert next(responses, "none left") == "none left"

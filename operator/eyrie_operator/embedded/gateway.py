@@ -38,7 +38,7 @@ from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, RoutedRequest, Routes
 from eyrie_operator.embedded.traffic_recording import CHAT_PATH, TRAFFIC_FILE, Traffic
-from eyrie_pipelines.processes import ProcessName, name_of
+from eyrie_pipelines.processes import ProcessId, identify
 
 GATEWAY_FILE = "gateway.json"
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]
@@ -55,7 +55,7 @@ _SWITCH_S = 0.1
 class GatewayRecord(Frozen):
     """`gateway.json`: who listens on the stable port."""
 
-    process: ProcessName
+    process: ProcessId
     host: str
     port: int
 
@@ -166,7 +166,7 @@ def main() -> int:
         listening = bind(arguments.host, arguments.port)
     except EyrieError as error:
         return report_error(error)
-    process = name_of(os.getpid())
+    process = identify(os.getpid())
     assert process is not None
     # The socket listens already, so whoever reads this may connect: early requests wait in its queue.
     write_model(directory / GATEWAY_FILE, GatewayRecord(process=process, host=arguments.host,

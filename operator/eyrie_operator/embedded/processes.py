@@ -37,7 +37,7 @@ from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord, bind
 from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, Counters
 from eyrie_operator.engine_metrics import read_metrics
-from eyrie_pipelines.processes import ProcessName, is_alive, name_of, stop_group
+from eyrie_pipelines.processes import ProcessId, identify, is_alive, stop_group
 from eyrie_workers.engines.process import EngineCommand
 
 HOST = "127.0.0.1"
@@ -57,7 +57,7 @@ class EngineRecord(Frozen):
     """`engine.json`."""
 
     revision: int
-    process: ProcessName
+    process: ProcessId
     started_at: datetime
     starts: int
     url: str | None = None
@@ -108,7 +108,7 @@ def stop_endpoints(home: Path) -> None:
         (directory / ROUTE_FILE).unlink(missing_ok=True)
 
 
-def spawn(argv: list[str], cwd: Path, log_file: Path) -> ProcessName:
+def spawn(argv: list[str], cwd: Path, log_file: Path) -> ProcessId:
     """Start a process that outlives us, leader of a session; its output is appended to `log_file`."""
     with log_file.open("ab") as out:
         child = subprocess.Popen(argv, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
@@ -116,7 +116,7 @@ def spawn(argv: list[str], cwd: Path, log_file: Path) -> ProcessName:
     _children.append(child)
     _children[:] = [one for one in _children if one.poll() is None]  # collects the status of those that ended
     # A child that is gone already gets a name that nobody has: it counts as dead, and its log says why.
-    return name_of(child.pid) or ProcessName(pid=child.pid, started_ticks=0, boot="ended-at-once")
+    return identify(child.pid) or ProcessId(pid=child.pid, started_ticks=0, boot="ended-at-once")
 
 
 _children: list[subprocess.Popen[bytes]] = []

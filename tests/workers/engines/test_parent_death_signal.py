@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from eyrie_pipelines.processes import name_of
+from eyrie_pipelines.processes import identify
 from eyrie_workers.engines.parent_death_signal import with_parent_death_signal
 
 PARENT = """
@@ -30,7 +30,7 @@ def test_a_parent_killed_outright_takes_its_leashed_child_along_into_whatever_se
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    while name_of(child) is not None:
+    while identify(child) is not None:
         assert time.monotonic() < deadline, "the child outlived its parent"
         time.sleep(0.02)
 

@@ -24,8 +24,11 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.stages import RegenerateStage
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
-from eyrie_pipelines import run_stage, work_area
+from eyrie_pipelines import tasks, work_area
+from eyrie_pipelines.directory_sync import DirectorySync, _take_snapshot
 from eyrie_pipelines.processes import wait_until
+from eyrie_pipelines.run_failure import StageFailed
+from eyrie_pipelines.stage_process import INTERRUPTED_EXIT_CODE
 from eyrie_pipelines.steps import JobFile, regenerate_spec
 from eyrie_workers.catalog import CATALOG, STATE_DIR
 from tests.pipelines.conftest import Rehearsal, spec_of, sweeping_spec
@@ -51,13 +54,13 @@ class Pods:
     def run(self, box: Callable[..., object], *arguments: object) -> object:
         """One box in a pod of its own."""
         self.lose_the_node()
-        given = () if box is run_stage.select else (digest_model(self.job),)
+        given = () if box is tasks.select else (digest_model(self.job),)
         return box(str(self.job_dir), *given, *arguments)
 
     def start(self, box: str, *arguments: str) -> subprocess.Popen[bytes]:
         """The same, as a process that can be killed."""
         self.lose_the_node()
-        code = "import sys; from eyrie_pipelines import run_stage; getattr(run_stage, sys.argv[1])(*sys.argv[2:])"
+        code = "import sys; from eyrie_pipelines import tasks; getattr(tasks, sys.argv[1])(*sys.argv[2:])"
         return subprocess.Popen([sys.executable, "-c", code, box, str(self.job_dir), digest_model(self.job),
                                  *arguments], start_new_session=True)
 
@@ -78,7 +81,7 @@ def environment(tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.Monkey
     monkeypatch.setenv(work_area.SYNC_VARIABLE, "0.05")
     for name, stage in CATALOG.items():  # boxes run in this process: what `sitecustomize` does for others
         monkeypatch.setitem(CATALOG, name, dataclasses.replace(stage, module="rehearsal_stage",
-                                                                together="rehearsal_stage"))
+                                                               together="rehearsal_stage"))
     return tmp_path
 
 
@@ -89,23 +92,23 @@ def pods(environment: Path) -> Pods:
 
 def test_a_job_passes_from_pod_to_pod_through_the_store_and_each_brings_only_what_it_reads(
         pods: Pods, rehearsal: Rehearsal) -> None:
-    rows = pods.run(run_stage.regenerate)
-    store = pods.run(run_stage.capture, rows)
+    rows = pods.run(tasks.regenerate)
+    store = pods.run(tasks.capture, rows)
     assert {"stages/regenerate/rows.jsonl", "stages/regenerate/held_out.jsonl"} <= pods.here()
-    assert pods.run(run_stage.list_candidates) == ["base"]
-    trained = pods.run(run_stage.train, store, "base")
+    assert pods.run(tasks.list_candidates) == ["base"]
+    trained = pods.run(tasks.train, store, "base")
     assert "stages/capture/index.json" in pods.here()
     assert "stages/regenerate/rows.jsonl" not in pods.here()
-    names = pods.run(run_stage.list_checkpoints, [trained])
+    names = pods.run(tasks.list_checkpoints, [trained])
     assert names == ["base-step-10", "base-step-20"]
-    measured = [pods.run(run_stage.benchmark, name) for name in ("base-step-10", "base-step-20")]
+    measured = [pods.run(tasks.benchmark, name) for name in ("base-step-10", "base-step-20")]
     assert {"stages/regenerate/held_out.jsonl", "stages/train/base/checkpoints/base-step-20/config.json",
             } <= pods.here()
     assert not {"stages/regenerate/rows.jsonl", "stages/train/base/checkpoints/base-step-10/config.json",
                 "stages/capture/index.json"} & pods.here()
-    best = pods.run(run_stage.select, measured)
-    tuned = pods.run(run_stage.tune, best)
-    pods.run(run_stage.prove, best, tuned)
+    best = pods.run(tasks.select, measured)
+    tuned = pods.run(tasks.tune, best)
+    pods.run(tasks.prove, best, tuned)
     assert rehearsal.starts() == ["regenerate", "capture", "train/base", "benchmark/base-step-10",
                                   "benchmark/base-step-20", "tune", "prove"]
     done = {f"stages/{name}/manifest.json" for name in (
@@ -113,12 +116,12 @@ def test_a_job_passes_from_pod_to_pod_through_the_store_and_each_brings_only_wha
     assert done <= pods.stored()
     assert {"stages/prove/events.jsonl", "stages/prove/log.txt", "stages/prove/spec.json"} <= pods.stored()
     # A run that is started again finds every stage finished.
-    assert pods.run(run_stage.train, store, "base") == trained
+    assert pods.run(tasks.train, store, "base") == trained
     assert len(rehearsal.starts()) == 7
     # A proof is of one incumbent. Another one's is made anew, and takes the old one's place.
     proof = pods.store.read("jobs/job-1/stages/prove/manifest.json")
     pods.take(pods.job.model_copy(update={"incumbent": INCUMBENT}))
-    pods.run(run_stage.prove, best, tuned)
+    pods.run(tasks.prove, best, tuned)
     assert rehearsal.starts()[7:] == ["prove"]
     assert pods.store.read("jobs/job-1/stages/prove/manifest.json") != proof
 
@@ -126,8 +129,8 @@ def test_a_job_passes_from_pod_to_pod_through_the_store_and_each_brings_only_wha
 def test_states_too_large_for_a_pods_disk_stay_in_the_store_and_training_is_told_where(
         pods: Pods, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(work_area.STATES_VARIABLE, "ranged")
-    store = pods.run(run_stage.capture, pods.run(run_stage.regenerate))
-    pods.run(run_stage.train, store, "base")
+    store = pods.run(tasks.capture, pods.run(tasks.regenerate))
+    pods.run(tasks.train, store, "base")
     states = {name for name in pods.here() if name.startswith("stages/capture/")}
     assert states == {"stages/capture/read-at.txt"}
     told = (pods.job_dir / "stages" / "capture" / "read-at.txt").read_text().strip()
@@ -138,37 +141,37 @@ def test_states_too_large_for_a_pods_disk_stay_in_the_store_and_training_is_told
 def test_candidates_trained_together_in_one_pod_are_each_in_the_store_whichever_failed(
         pods: Pods, rehearsal: Rehearsal) -> None:
     pods.take(JobFile(id="job-1", spec=sweeping_spec()))
-    store = pods.run(run_stage.capture, pods.run(run_stage.regenerate))
+    store = pods.run(tasks.capture, pods.run(tasks.regenerate))
     rehearsal.plan(**{"train__c1-lr-0p001": ["permanent", "ok"]})
-    with pytest.raises(run_stage.StageFailed, match=r"lower train\.learning_rate"):
-        pods.run(run_stage.sweep, store)
+    with pytest.raises(StageFailed, match=r"lower train\.learning_rate"):
+        pods.run(tasks.sweep, store)
     done = {name for name in pods.stored() if name.startswith("stages/train/") and name.endswith("/manifest.json")}
     assert done == {"stages/train/c2-lr-0p002/manifest.json", "stages/train/c3-lr-0p003/manifest.json"}
     pods.store.delete("jobs/job-1/run/failure.json")  # as the runner does when it starts the next attempt
-    assert pods.run(run_stage.sweep, store) == store
+    assert pods.run(tasks.sweep, store) == store
     assert rehearsal.starts()[2:] == ["train/c1-lr-0p001", "train/c2-lr-0p002", "train/c3-lr-0p003",
                                       "train/c1-lr-0p001"]
     for name in ("c1-lr-0p001", "c2-lr-0p002", "c3-lr-0p003"):  # the train boxes find all of them finished
-        assert pods.run(run_stage.train, store, name) == f"stages/train/{name}"
+        assert pods.run(tasks.train, store, name) == f"stages/train/{name}"
     assert len(rehearsal.starts()) == 6
     assert "stages/capture/index.json" not in pods.here()
 
 
 def test_a_damaged_shard_in_the_store_is_named_noted_and_made_again_by_a_retry(
         pods: Pods, rehearsal: Rehearsal) -> None:
-    states = pods.run(run_stage.capture, pods.run(run_stage.regenerate))
+    states = pods.run(tasks.capture, pods.run(tasks.regenerate))
     shard, note = ("jobs/job-1/stages/capture/shard-000000" + ending for ending in (".safetensors", ".damaged"))
     whole = pods.store.read(shard)
     pods.store.write(shard, b"not what was written")
-    with pytest.raises(run_stage.StageFailed, match=r"shard-000000\.safetensors") as failed:
-        pods.run(run_stage.train, states, "base")
+    with pytest.raises(StageFailed, match=r"shard-000000\.safetensors") as failed:
+        pods.run(tasks.train, states, "base")
     assert "retry the job: capture makes what is damaged again" in failed.value.hint
     assert {note} == {one.key for one in pods.store.list("jobs/job-1/stages/capture") if one.key == note}
     pods.store.delete("jobs/job-1/run/failure.json")  # what a retry does
-    pods.run(run_stage.capture, "stages/regenerate")
+    pods.run(tasks.capture, "stages/regenerate")
     assert pods.store.read(shard) == whole
     assert note not in {one.key for one in pods.store.list("jobs/job-1/stages/capture")}
-    pods.run(run_stage.train, states, "base")
+    pods.run(tasks.train, states, "base")
     assert rehearsal.starts() == ["regenerate", "capture", "capture", "train/base"]
 
 
@@ -180,7 +183,7 @@ def test_a_pod_killed_at_work_loses_nothing_it_had_put_into_the_store(pods: Pods
     pod.wait()
     said = pods.store.read("jobs/job-1/stages/regenerate/events.jsonl")
     assert said
-    pods.run(run_stage.regenerate)
+    pods.run(tasks.regenerate)
     assert rehearsal.starts() == ["regenerate", "regenerate"]
     assert pods.store.read("jobs/job-1/stages/regenerate/events.jsonl").startswith(said)
 
@@ -192,21 +195,21 @@ def test_a_pod_told_to_end_puts_what_it_has_into_the_store_first(
     pod = pods.start("regenerate")
     assert wait_until(lambda: rehearsal.starts() == ["regenerate"], LIMIT_S)
     pod.terminate()
-    assert pod.wait(LIMIT_S) == run_stage.INTERRUPTED_EXIT_CODE
+    assert pod.wait(LIMIT_S) == INTERRUPTED_EXIT_CODE
     assert b"Interrupted" in pods.store.read("jobs/job-1/stages/regenerate/events.jsonl")
 
 
 def test_the_first_failure_of_a_run_stops_boxes_in_other_pods_and_is_told_in_the_stages_words(
         pods: Pods, rehearsal: Rehearsal) -> None:
     rehearsal.plan(regenerate=["permanent"])
-    with pytest.raises(run_stage.StageFailed, match=r"lower train\.learning_rate"):
-        pods.run(run_stage.regenerate)
+    with pytest.raises(StageFailed, match=r"lower train\.learning_rate"):
+        pods.run(tasks.regenerate)
     assert {"run/failure.json", "stages/regenerate/failure.json"} <= pods.stored()
-    with pytest.raises(run_stage.StageFailed, match="already failed in stage regenerate"):
-        pods.run(run_stage.capture, "stages/regenerate")
+    with pytest.raises(StageFailed, match="already failed in stage regenerate"):
+        pods.run(tasks.capture, "stages/regenerate")
     pods.store.delete("jobs/job-1/run/failure.json")  # as the runner does when it starts the next attempt
     rehearsal.plan(regenerate=["permanent", "ok"])
-    pods.run(run_stage.regenerate)
+    pods.run(tasks.regenerate)
 
 
 def interrupted(area: work_area.WorkArea, spec: RegenerateStage, directory: Path, shards: int) -> list[str]:
@@ -240,12 +243,12 @@ def test_what_lies_in_the_store_never_mentions_what_is_not_there_wherever_a_sync
         tmp_path: Path, uploads: int) -> None:
     directory, store = tmp_path / "stage", LocalStore(tmp_path / "store")
     write_shards(directory, 2)
-    work_area._Sync(store, directory, "s").once()
-    sync = work_area._Sync(Leaving(store, uploads), directory, "s")  # type: ignore[arg-type]
+    DirectorySync(store, directory, "s").sync()
+    sync = DirectorySync(Leaving(store, uploads), directory, "s")  # type: ignore[arg-type]
     sync.begin()
     write_shards(directory, 5)  # three shards and the index have changed
     with pytest.raises(StoreAway) if uploads < 4 else contextlib.nullcontext():
-        sync.once()
+        sync.sync()
     stored = {one.key for one in store.list("s")}
     mentioned = store.read("s/index.json").decode().split()
     assert {f"s/{name}" for name in mentioned} <= stored
@@ -264,7 +267,7 @@ def write_shards(directory: Path, number: int) -> None:
                 aside.replace(directory / name)
 
 
-def test_a_picture_of_a_stage_at_work_is_one_moment_of_it(tmp_path: Path) -> None:
+def test_a_snapshot_of_a_working_stage_is_consistent(tmp_path: Path) -> None:
     directory, ended = tmp_path / "stage", threading.Event()
 
     def write_on() -> None:
@@ -281,12 +284,12 @@ def test_a_picture_of_a_stage_at_work_is_one_moment_of_it(tmp_path: Path) -> Non
     writer.start()
     try:
         for _ in range(20):
-            found = work_area._take_picture(directory)
-            picture = directory / ".sync"
+            found = _take_snapshot(directory)
+            snapshot = directory / ".sync"
             if "index.json" in found:
-                mentioned = set((picture / "index.json").read_text().split())
+                mentioned = set((snapshot / "index.json").read_text().split())
                 assert mentioned <= set(found)
-                assert all((picture / name).read_text() == "data" for name in mentioned)
+                assert all((snapshot / name).read_text() == "data" for name in mentioned)
     finally:
         ended.set()
         writer.join()
@@ -295,10 +298,10 @@ def test_a_picture_of_a_stage_at_work_is_one_moment_of_it(tmp_path: Path) -> Non
 def test_what_a_stage_removes_leaves_the_store_too(tmp_path: Path) -> None:
     directory, store = tmp_path / "stage", LocalStore(tmp_path / "store")
     write_shards(directory, 2)
-    sync = work_area._Sync(store, directory, "s")
-    sync.once()
+    sync = DirectorySync(store, directory, "s")
+    sync.sync()
     (directory / "shard-0.safetensors").unlink()
-    sync.once()
+    sync.sync()
     assert {one.key for one in store.list("s")} == {"s/shard-1.safetensors", "s/index.json"}
 
 
@@ -313,7 +316,7 @@ def test_what_a_killed_stage_goes_on_from_is_in_the_store_until_it_has_finished(
     with contextlib.suppress(SystemExit), work_area.WorkArea(pods.job_dir, pods.store, 3600).stage(spec, directory):
         assert state.read_bytes() == b"step 50"
         raise SystemExit(143)
-    pods.run(run_stage.regenerate)
+    pods.run(tasks.regenerate)
     stored = {name for name in pods.stored() if name.startswith("stages/regenerate/")}
     assert "stages/regenerate/manifest.json" in stored
     assert not [name for name in stored if f"/{STATE_DIR}/" in name]

@@ -1,0 +1,139 @@
+"""Upload one stage's unfinished directory to the artifact store while the stage works.
+
+Each upload is a consistent snapshot. A stage writes data first and its reference after (a shard, then the index; a
+checkpoint, then the training state). If files were read one after the other while the stage works, the index could list
+a shard that was not uploaded. So `_take_snapshot` first links the directory's files (hard links, and copies of files
+that grow), and repeats if any file was renamed meanwhile. Files are then uploaded in the order the stage wrote them, so
+that an upload cut off at any file leaves in the store a state that a killed stage could have left on disk.
+
+Large state takes time to upload: syncing takes at most a fifth of the stage's time.
+"""
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from eyrie_api.artifacts import MANIFEST
+from eyrie_api.artifacts.store import ArtifactStore
+from eyrie_api.errors import EyrieError, Transient
+
+SYNC_SHARE = 4
+"""Pauses between two syncs are at least this multiple of the last sync's duration."""
+
+_GROWING = (".jsonl", ".txt")
+"""Files a stage appends to: a snapshot copies them, since a hard link would keep growing."""
+
+_SNAPSHOT_DIR = ".sync"
+_SNAPSHOT_ATTEMPTS = 20
+
+FileStamp = tuple[int, int, int]
+"""Inode, size in bytes, modification time in ns."""
+
+
+class DirectorySync:
+    """Uploads the changed files of one directory under `prefix`, periodically."""
+
+    def __init__(self, store: ArtifactStore, directory: Path, prefix: str, share: int = SYNC_SHARE) -> None:
+        """`share`: pauses are at least this multiple of the last sync's duration."""
+        self._store, self._directory, self._prefix, self._share = store, directory, prefix, share
+        self._uploaded: dict[str, FileStamp] = {}
+        self._stopping = threading.Event()
+
+    def begin(self) -> None:
+        """Take the files that both the store and this directory hold as uploaded. Call right after a download."""
+        stored = {item.key.removeprefix(f"{self._prefix}/") for item in self._store.list(self._prefix)}
+        self._uploaded = {name: stamp for name, stamp in _stamps(self._directory).items() if name in stored}
+
+    @contextmanager
+    def every(self, sync_s: float) -> Iterator[None]:
+        """Sync in a thread, and once more when the stage ends without a manifest (interrupted, or failed)."""
+        thread = threading.Thread(target=self._repeat, args=(sync_s,), name="eyrie-sync", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            # The thread is joined before the last sync: two syncs would write into the same snapshot directory.
+            self._stopping.set()
+            thread.join()
+            if not (self._directory / MANIFEST).exists():
+                self._try()
+            shutil.rmtree(self._directory / _SNAPSHOT_DIR, ignore_errors=True)
+
+    def _repeat(self, sync_s: float) -> None:
+        pause_s = sync_s
+        while not self._stopping.wait(pause_s):
+            began = time.monotonic()
+            self._try()
+            pause_s = max(sync_s, self._share * (time.monotonic() - began))
+
+    def _try(self) -> None:
+        try:
+            self.sync()
+        except (EyrieError, OSError) as error:  # the stage continues; the next sync uploads what is missing
+            print(f"sync: {type(error).__name__}: {error}", flush=True)
+
+    def sync(self) -> None:
+        """Upload one consistent snapshot of the directory, and delete from the store what the directory lost."""
+        stamps = _take_snapshot(self._directory)
+        snapshot = self._directory / _SNAPSHOT_DIR
+        # In the order the stage wrote them, data before its reference: if this process is killed between two uploads,
+        # the store holds a state that a killed stage could have left on disk.
+        for name in sorted(stamps, key=lambda name: _write_order(name, stamps[name])):
+            if self._uploaded.get(name) != stamps[name]:
+                self._store.upload(f"{self._prefix}/{name}", snapshot / name)
+                self._uploaded[name] = stamps[name]
+        for item in list(self._store.list(self._prefix)):
+            name = item.key.removeprefix(f"{self._prefix}/")
+            if name not in stamps:
+                self._store.delete(item.key)
+                self._uploaded.pop(name, None)
+
+
+def _take_snapshot(directory: Path) -> dict[str, FileStamp]:
+    """A consistent snapshot of a directory under `.sync`; returns the stamps of its files."""
+    for _ in range(_SNAPSHOT_ATTEMPTS):
+        shutil.rmtree(directory / _SNAPSHOT_DIR, ignore_errors=True)
+        before = _stamps(directory)
+        try:
+            for name in before:
+                path = directory / _SNAPSHOT_DIR / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if name.endswith(_GROWING):
+                    shutil.copyfile(directory / name, path)
+                else:
+                    os.link(directory / name, path)
+        except FileNotFoundError:
+            continue  # race: the stage renamed or removed the file after it was listed
+        if _replaced_inodes(before) == _replaced_inodes(_stamps(directory)):
+            return before
+        time.sleep(0.05)
+    raise Transient(f"{directory} changes faster than a snapshot can be taken", "the next sync retries")
+
+
+def _stamps(directory: Path) -> dict[str, FileStamp]:
+    """Stamps of the visible files. The manifest is left out: `upload_dir` uploads a finished directory."""
+    stamps = {}
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory)
+        if name.as_posix() != MANIFEST and not any(part.startswith(".") for part in name.parts) and path.is_file():
+            try:
+                stat = path.stat()
+            except FileNotFoundError:
+                continue
+            stamps[name.as_posix()] = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    return stamps
+
+
+def _write_order(name: str, stamp: FileStamp) -> tuple[int, int, bool]:
+    """Sort key by time of writing. File system clocks tick some hundred times a second; within one tick, deeper files
+    come first and text files last, since indexes are text and training states lie above checkpoints."""
+    return stamp[2], -name.count("/"), name.endswith((".json", *_GROWING))
+
+
+def _replaced_inodes(stamps: dict[str, FileStamp]) -> dict[str, int]:
+    """Inodes of the files that a stage replaces by rename. Files it appends to are left out: valid at any length."""
+    return {name: stamp[0] for name, stamp in stamps.items() if not name.endswith(_GROWING)}

@@ -1,0 +1,146 @@
+"""Start a stage program, wait for it, retry it, and report how it ended.
+
+A stage is always a child process with the command line of `catalog.command`: the same program in a pod, in a test, on a
+laptop.
+
+- stdout and stderr are appended to `log.txt` next to the spec; the program writes its progress to `events.jsonl`;
+- SIGTERM is forwarded, and this process then exits with 143 (interrupted; the stage resumes when it is run again);
+- a transient failure, or a program killed by a signal, is retried up to three times with growing pauses;
+- a permanent failure raises StageFailed with the program's message and hint;
+- stages that measure take the machine's measuring lock themselves, since concurrent measurements would distort each
+  other; a stage started by hand waits for the same lock.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from eyrie_api.artifacts import read_manifest, write_model
+from eyrie_api.processes import log_lines
+from eyrie_api.v1alpha1.stages import StageSpec
+from eyrie_pipelines.run_failure import FAILURE_FILE, StageFailed, read_stage_failure
+from eyrie_pipelines.torchrun import is_first_node, is_node, torchrun_command
+from eyrie_workers.catalog import command, sweep_command
+
+INTERRUPTED_EXIT_CODE = 143
+MAX_ATTEMPTS = 3
+BACKOFF_S = (1.0, 5.0)
+"""Pauses before the second and third attempt; EYRIE_RETRY_BACKOFF_S overrides both (tests)."""
+
+OUTER_TMPDIR = "EYRIE_OUTER_TMPDIR"
+"""The TMPDIR that the runner replaced for kfp's scratch files. Stages get it back: the measuring lock is a file in
+TMPDIR and must be the same for every process of the machine."""
+
+
+def run_stage_program(spec: StageSpec, directory: Path) -> None:
+    """Run a stage program in its directory until it has written its manifest.
+
+    Raises StageFailed when it ended without one after MAX_ATTEMPTS transient failures. Exits this process with 143
+    after SIGTERM or SIGINT.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    write_model(directory / "spec.json", spec)
+    node = is_node()
+    arguments = torchrun_command(directory) if node else command(spec.stage, directory)
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        code, interrupted = _run_once(arguments, directory)
+        if code == 0:
+            if is_first_node():
+                read_manifest(directory)  # exit 0 without a manifest is a defect of the stage: report it here
+            return
+        if interrupted:
+            raise SystemExit(INTERRUPTED_EXIT_CODE)
+        failure = read_stage_failure(directory)
+        if node and (failure is None or failure.transient):
+            # A peer may have ended. A node must not restart its program alone: the peers would not rejoin it. The
+            # TrainJob's runtime restarts all nodes, and fails the TrainJob after its own limit.
+            raise SystemExit(code if code > 0 else 1)
+        # Killed from outside (out of memory, kill): the stage resumes from its ledger or checkpoint.
+        retryable = failure.transient if failure is not None else code < 0 or code == INTERRUPTED_EXIT_CODE
+        if not retryable or attempt == MAX_ATTEMPTS:
+            if failure is None:
+                raise StageFailed(*_explain(code, directory))
+            raise StageFailed(failure.message, failure.hint)
+        _wait(spec.stage, attempt, code)
+
+
+def run_sweep_program(directories: Sequence[Path], rungs: Sequence[float]) -> None:
+    """Run the sweep program until each candidate has its manifest or its failure.
+
+    Raises StageFailed when it ended with neither. Exits this process with 143 after SIGTERM or SIGINT.
+    """
+    first = directories[0]
+    for directory in directories:
+        (directory / FAILURE_FILE).unlink(missing_ok=True)
+        if directory != first:
+            (directory / "log.txt").write_text(f"trained in one process with {first.name}: see its log\n")
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        code, interrupted = _run_once(sweep_command(directories, rungs), first)
+        if code == 0:
+            for directory in directories:
+                read_manifest(directory)
+            return
+        if interrupted:
+            raise SystemExit(INTERRUPTED_EXIT_CODE)
+        failures = [failure for directory in directories if (failure := read_stage_failure(directory)) is not None]
+        retryable = all(each.transient for each in failures) if failures else code < 0 or code == INTERRUPTED_EXIT_CODE
+        if not retryable or attempt == MAX_ATTEMPTS:
+            if failures:
+                return
+            message, hint = _explain(code, first)
+            raise StageFailed(message, f"{hint}; or set sweep.together to never: candidates then train one by one")
+        _wait("sweep", attempt, code)
+
+
+def _wait(what: str, attempt: int, code: int) -> None:
+    pause = float(os.environ.get("EYRIE_RETRY_BACKOFF_S", BACKOFF_S[attempt - 1]))
+    print(f"{what}: attempt {attempt} of {MAX_ATTEMPTS} ended with {code}; retrying in {pause} s", flush=True)
+    time.sleep(pause)
+
+
+def _explain(code: int, directory: Path) -> tuple[str, str]:
+    """Message and hint for a program that ended without a failure record."""
+    log = directory / "log.txt"
+    lines = log_lines(log)
+    last = f"; last line of its log: {lines[-1]}" if lines else ""
+    if code < 0:
+        return (f"the program was killed by {signal.Signals(-code).name} {MAX_ATTEMPTS} times{last}",
+                "if memory ran out, lower the batch sizes of this stage; then retry the job")
+    return f"the program ended with exit code {code}{last}", f"read {log}, then retry the job"
+
+
+def _environment() -> dict[str, str]:
+    environment = dict(os.environ)
+    if (outer := environment.pop(OUTER_TMPDIR, None)) is not None:
+        environment.pop("TMPDIR", None)
+        if outer:
+            environment["TMPDIR"] = outer
+    return environment
+
+
+def _run_once(arguments: list[str], directory: Path) -> tuple[int, bool]:
+    """Start the program once and wait: (exit code, whether a signal to stop arrived meanwhile)."""
+    interrupted = False
+    child: subprocess.Popen[bytes] | None = None
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        if child is not None:
+            child.send_signal(number)
+
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with (directory / "log.txt").open("ab") as log:
+            child = subprocess.Popen(arguments, cwd=directory, env=_environment(), stdout=log, stderr=subprocess.STDOUT,
+                                     stdin=subprocess.DEVNULL)
+            if interrupted:  # race: the signal arrived after the handler was set and before `child` was assigned
+                child.terminate()
+            return child.wait(), interrupted
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,243 @@
+"""The bodies of the pipeline's tasks: build a stage's spec, run its program, record the first failure.
+
+Each component of `drafter` calls one function of this module, so that the logic is testable without kfp. A task takes
+the job directory and references, and returns references (`steps`).
+
+- `stage_process` runs the stage program; `work_area` downloads its inputs and uploads its output where the work area is
+  an artifact store;
+- the first failure of a run is written to `run/failure.json`. kfp.local starts the queued members of a fan-out after
+  one has failed, and Kubeflow retries a failed task: both read the file and stop.
+"""
+
+import contextlib
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from eyrie_api.artifacts import MANIFEST, digest_model, read_manifest, write_model
+from eyrie_api.decisions.leaderboard import select_best
+from eyrie_api.decisions.sweep import expand
+from eyrie_api.errors import ArtifactMissing, Conflict, EyrieError, Transient
+from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.reports import BenchmarkReport, RegenerateReport, TrainReport
+from eyrie_api.v1alpha1.stages import StageName, StageSpec, TrainStage
+from eyrie_pipelines import steps, trainjob
+from eyrie_pipelines.run_failure import (
+    FAILURE_FILE,
+    RUN_DIR,
+    RunFailure,
+    StageFailed,
+    failure_of,
+    read_failure,
+    read_stage_failure,
+)
+from eyrie_pipelines.stage_process import run_stage_program, run_sweep_program
+from eyrie_pipelines.work_area import WorkArea
+from eyrie_workers.catalog import stage_dir
+
+ReportT = TypeVar("ReportT", bound=Frozen)
+
+
+# In the order in which the pipeline calls them.
+
+
+def regenerate(job_dir: str, spec_digest: str) -> str:
+    """Regenerate the answers of the conversations with the target."""
+    with _recording_failure(job_dir, "regenerate"):
+        job = load_job(job_dir, spec_digest)
+        done = _run(job_dir, steps.regenerate_spec(job))
+        # Checked here: the benchmark stage would fail for the same reason after hours of training.
+        steps.check_held_out(job, _report(job_dir, done, RegenerateReport))
+        return done
+
+
+def capture(job_dir: str, spec_digest: str, _rows: str) -> str:
+    """Record the target's hidden states."""
+    with _recording_failure(job_dir, "capture"):
+        return _run(job_dir, steps.capture_spec(load_job(job_dir, spec_digest), Path(job_dir)))
+
+
+def list_candidates(job_dir: str, spec_digest: str) -> list[str]:
+    """Names of the sweep's candidates."""
+    with _recording_failure(job_dir, "train"):
+        return [candidate.name for candidate in expand(load_job(job_dir, spec_digest).spec)]
+
+
+def sweep(job_dir: str, spec_digest: str, store: str) -> str:
+    """Train all candidates in one program, if the job is configured so (`steps.trains_together`)."""
+    failed = None
+    with _recording_failure(job_dir, "train"):
+        job = load_job(job_dir, spec_digest)
+        if steps.trains_together(job.spec):
+            candidates = {candidate.name: candidate.spec for candidate in expand(job.spec)}
+            specs = {name: steps.train_spec(job, Path(job_dir), candidates, name) for name in candidates}
+            failed = _train_together(job_dir, specs, job.spec.sweep.rungs)
+    if failed is not None:
+        with _recording_failure(job_dir, "train", failed):
+            raise StageFailed(f"candidate {failed} failed", "correct it and retry the job: the others are trained")
+    return store
+
+
+def train(job_dir: str, spec_digest: str, _store: str, candidate: str) -> str:
+    """Train one candidate."""
+    with _recording_failure(job_dir, "train", candidate):
+        job = load_job(job_dir, spec_digest)
+        candidates = {each.name: each.spec for each in expand(job.spec)}
+        spec = steps.train_spec(job, Path(job_dir), candidates, candidate)
+        request = trainjob.request_from_environment()
+        if request is None:
+            return _run(job_dir, spec, candidate)
+        return _run_trainjob(job_dir, spec, spec_digest, request)
+
+
+def _run_trainjob(job_dir: str, spec: TrainStage, spec_digest: str, request: trainjob.TrainJobRequest) -> str:
+    """Train one candidate in a TrainJob. Its nodes run this same task without EYRIE_TRAINJOB."""
+    directory = stage_dir(Path(job_dir), "train", spec.candidate)
+    work = WorkArea.of(Path(job_dir))
+    work.download_manifest(directory)
+    if not (directory / MANIFEST).exists() or read_manifest(directory).spec_digest != digest_model(spec):
+        client = trainjob.TrainJobClient.in_cluster()
+        arguments = ["--job-dir", job_dir, "--spec-digest", spec_digest, "--candidate", spec.candidate]
+        name = trainjob.name_of(spec.job_id, spec.candidate, digest_model(spec))
+        result = client.run(trainjob.render(request, name, client.namespace, arguments))
+        work.begin()
+        first = read_failure(Path(job_dir))
+        if first is not None:
+            raise StageFailed(first.failure.message, first.failure.hint)
+        if result.state == "failed":
+            raise StageFailed(f"TrainJob {name} failed: {result.message}",
+                              f"read the logs of its pods in namespace {client.namespace}, then retry the job")
+        work.download_manifest(directory)
+        read_manifest(directory)
+    return steps.reference("train", spec.candidate)
+
+
+def list_checkpoints(job_dir: str, spec_digest: str, _trained: list[str]) -> list[str]:
+    """Names of the exported drafters of all candidates."""
+    with _recording_failure(job_dir, "train"):
+        job = load_job(job_dir, spec_digest)
+        return [checkpoint.name for checkpoint in steps.list_checkpoints(_train_reports(job_dir, job))]
+
+
+def benchmark(job_dir: str, spec_digest: str, checkpoint: str) -> str:
+    """Measure one checkpoint."""
+    with _recording_failure(job_dir, "benchmark", checkpoint):
+        job = load_job(job_dir, spec_digest)
+        reports = _train_reports(job_dir, job)
+        ref = steps.find_checkpoint(reports, checkpoint)
+        first = steps.list_checkpoints(reports)[0].name == checkpoint
+        return _run(job_dir, steps.benchmark_spec(job, Path(job_dir), ref, first=first), checkpoint)
+
+
+def select(job_dir: str, benchmarked: list[str]) -> str:
+    """Select the checkpoint with the best average over suites."""
+    with _recording_failure(job_dir, "benchmark"):
+        return select_best([_report(job_dir, ref, BenchmarkReport) for ref in benchmarked]).checkpoint
+
+
+def tune(job_dir: str, spec_digest: str, checkpoint: str) -> str:
+    """Tune the draft tree of the selected checkpoint."""
+    with _recording_failure(job_dir, "tune"):
+        job = load_job(job_dir, spec_digest)
+        ref = steps.find_checkpoint(_train_reports(job_dir, job), checkpoint)
+        return _run(job_dir, steps.tune_spec(job, Path(job_dir), ref))
+
+
+def prove(job_dir: str, spec_digest: str, checkpoint: str, tuned: str) -> str:
+    """Measure the tuned checkpoint in the engine that will serve it."""
+    with _recording_failure(job_dir, "prove"):
+        job = load_job(job_dir, spec_digest)
+        ref = steps.find_checkpoint(_train_reports(job_dir, job), checkpoint)
+        spec = steps.prove_spec(job, Path(job_dir), ref, tuned)
+        _remove_stale_proof(spec, stage_dir(Path(job_dir), "prove"))
+        return _run(job_dir, spec)
+
+
+def _remove_stale_proof(spec: StageSpec, directory: Path) -> None:
+    """Remove a finished prove stage that was run from another spec. The incumbent is the only input of a stage that is
+    not part of the job: by the time of a retry the endpoint may serve another drafter, and the comparison is void."""
+    work = WorkArea.of(directory.parent.parent)
+    work.download_manifest(directory)
+    if (directory / MANIFEST).exists() and read_manifest(directory).spec_digest != digest_model(spec):
+        shutil.rmtree(directory)
+        work.remove(directory)
+
+
+@contextlib.contextmanager
+def _recording_failure(job_dir: str, stage: StageName, key: str = "") -> Iterator[None]:
+    """Write the first failure of a run to `run/failure.json`; raise StageFailed at once when the file exists."""
+    root = Path(job_dir)
+    work = WorkArea.of(root)
+    work.begin()
+    first = read_failure(root)
+    if first is not None:
+        raise StageFailed(f"the run has already failed in stage {first.stage} {first.key}".rstrip(),
+                          "nothing to do here: correct that stage and retry the job")
+    try:
+        yield
+    except Transient:  # the store is unavailable: the runner restarts the task
+        raise
+    except EyrieError as error:
+        failure = failure_of(error, stage_dir(root, stage, key))
+        if read_failure(root) is None:  # race: a stage on another node may have recorded its failure first; keep that
+            write_model(root / RUN_DIR / FAILURE_FILE, RunFailure(stage=stage, key=key, failure=failure))
+            work.upload(root / RUN_DIR / FAILURE_FILE)
+        raise StageFailed(f"{stage} {key}".rstrip() + f": {failure.reason}: {failure.message}",
+                          failure.hint) from error
+
+
+def load_job(job_dir: str, spec_digest: str | None = None) -> steps.JobFile:
+    """`job.json`, checked against the digest the run was started with. Raises ArtifactMissing or Conflict."""
+    path = Path(job_dir) / steps.JOB_FILE
+    try:
+        job = steps.JobFile.model_validate_json(path.read_text())
+    except FileNotFoundError:
+        raise ArtifactMissing(f"no job file at {path}", "start the run through eyrie_pipelines.local") from None
+    if spec_digest is not None and digest_model(job) != spec_digest:
+        raise Conflict(f"{path} is not the job this run was started for", "cancel the run and start it again")
+    return job
+
+
+def _train_reports(job_dir: str, job: steps.JobFile) -> list[TrainReport]:
+    """Reports of every candidate. Read from the manifests rather than passed between tasks: kfp does not accept the
+    collected outputs of one fan-out as input of another."""
+    return [_report(job_dir, steps.reference("train", candidate.name), TrainReport) for candidate in expand(job.spec)]
+
+
+def _report(job_dir: str, ref: str, kind: type[ReportT]) -> ReportT:
+    WorkArea.of(Path(job_dir)).download_manifest(Path(job_dir) / ref)
+    report = read_manifest(Path(job_dir) / ref).report_as(kind)
+    assert isinstance(report, kind)
+    return report
+
+
+def _run(job_dir: str, spec: StageSpec, key: str = "") -> str:
+    """Run one stage of a job to its manifest; return its reference. Raises StageFailed, or exits 143 on SIGTERM."""
+    directory = stage_dir(Path(job_dir), spec.stage, key)
+    with WorkArea.of(Path(job_dir)).stage(spec, directory) as needed:
+        if needed:
+            run_stage_program(spec, directory)
+    return steps.reference(spec.stage, key)
+
+
+def _train_together(job_dir: str, specs: Mapping[str, TrainStage], rungs: Sequence[float]) -> str | None:
+    """Train the candidates that are not trained yet; returns the first that failed permanently, if one did."""
+    root = Path(job_dir)
+    work = WorkArea.of(root)
+    pending: dict[str, Path] = {}
+    with contextlib.ExitStack() as stages:
+        for name, spec in specs.items():
+            directory = stage_dir(root, "train", name)
+            needed = stages.enter_context(work.stage(spec, directory, concurrent=len(specs)))
+            if needed and not _is_finished(spec, directory):
+                pending[name] = directory
+                directory.mkdir(parents=True, exist_ok=True)
+                write_model(directory / "spec.json", spec)
+        if pending:
+            run_sweep_program(list(pending.values()), rungs)
+    return next((name for name, directory in pending.items() if read_stage_failure(directory) is not None), None)
+
+
+def _is_finished(spec: StageSpec, directory: Path) -> bool:
+    return (directory / MANIFEST).exists() and read_manifest(directory).spec_digest == digest_model(spec)
