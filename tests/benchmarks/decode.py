@@ -119,7 +119,7 @@ def bench_drafter(target: TargetModel, directory: Path, prompts: list[list[int]]
                 request = Request("bench", prompt, num_tokens, sampling, seed=number, stop_ids=stop_ids)
                 texts: list[list[int]] = []
                 for variant in interleaved((None, shape), number):
-                    engine.spent.reset()
+                    engine.stats.reset()
 
                     def work(variant: DraftTreeShape | None = variant, request: Request = request,
                              texts: list[list[int]] = texts) -> int:
@@ -128,9 +128,9 @@ def bench_drafter(target: TargetModel, directory: Path, prompts: list[list[int]]
 
                     samples[variant].append(_timed(work))
                     if variant is not None:
-                        rounds += engine.spent.rounds
-                        spent[0] += engine.spent.draft_s
-                        spent[1] += engine.spent.verify_s
+                        rounds += engine.stats.rounds
+                        spent[0] += engine.stats.draft_s
+                        spent[1] += engine.stats.verify_s
                 same += texts[0] == texts[1]
             plain, drafted = samples[None], samples[shape]
             tau = (sum(s[0] for s in drafted) - len(prompts)) / max(rounds, 1)

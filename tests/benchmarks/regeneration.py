@@ -6,7 +6,7 @@ rows take R * T seconds at best. Printed:
 
 - what was reached of that;
 - how full the servers were kept: the time that answers spent in them, by their own clock, over C times the whole time.
-  On a busy machine the servers are late too, which the first figure charges to the asking and this one does not;
+  On a busy machine the servers are late too, which the first figure charges to regeneration and this one does not;
 - the processor time a row cost here, which says where this process itself would be the limit.
 
 Everything between the selection and the ledger is in it: dispatch, requests, reading token ids, appending rows.
@@ -25,31 +25,31 @@ from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.conversations.rows import AnsweredRow, RowLedger, RowSampling
 from eyrie_workers.regeneration.endpoint import Endpoint
-from eyrie_workers.regeneration.generation_client import Answer, Asking, Prompt, row_seed
-from eyrie_workers.regeneration.online import OnlineEngine
-from eyrie_workers.regeneration.retokenising import AnswerIds
+from eyrie_workers.regeneration.generation_client import GeneratedAnswer, GenerationParams, GenerationRequest, row_seed
+from eyrie_workers.regeneration.online import OnlineClient
+from eyrie_workers.regeneration.retokenising import AnswerRetokenizer
 from eyrie_workers.targets.loading import resolve
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.benchmarks.load_generator import responder
 
 
-def prompts(tokenizer: ChatTokenizer, num: int) -> Iterator[Prompt]:
+def prompts(tokenizer: ChatTokenizer, num: int) -> Iterator[GenerationRequest]:
     """Short questions, all different."""
     for number in range(num):
         messages = [{"role": "user", "content": f"What is question {number} about?"}]
         row_id = f"{number:032x}"
-        yield Prompt(row_id, messages, [], tokenizer.render(messages), row_seed(0, row_id), number)
+        yield GenerationRequest(row_id, messages, [], tokenizer.render(messages), row_seed(0, row_id), number)
 
 
 def ask(endpoint: Endpoint, tokenizer: ChatTokenizer, num_rows: int, path: Path) -> tuple[float, float]:
-    """Answer so many rows into a ledger; seconds and processor seconds."""
+    """GeneratedAnswer so many rows into a ledger; seconds and processor seconds."""
     ledger = RowLedger(path)
-    engine = OnlineEngine(endpoint, AnswerIds(tokenizer), lambda reason, text: print(f"{reason}: {text}"))
+    engine = OnlineClient(endpoint, AnswerRetokenizer(tokenizer), lambda reason, text: print(f"{reason}: {text}"))
     asked = list(prompts(tokenizer, num_rows))  # the selection has rendered them
-    sampling = RowSampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=endpoint.asking.max_new_tokens)
+    sampling = RowSampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=endpoint.params.max_new_tokens)
     started, cpu = time.perf_counter(), time.process_time()
     for outcome in engine.answers(iter(asked), lambda: None):
-        if not isinstance(outcome, Answer):
+        if not isinstance(outcome, GeneratedAnswer):
             raise RuntimeError(f"the responder answered with {outcome.reason}")
         ledger.append(AnsweredRow(
             id=outcome.row_id, source="bench", line=1, category="", prompt_ids=tuple(outcome.prompt_ids),
@@ -63,7 +63,7 @@ def ask(endpoint: Endpoint, tokenizer: ChatTokenizer, num_rows: int, path: Path)
 
 def main(argv: list[str] | None = None) -> int:
     """Print figures as a JSON object."""
-    parser = argparse.ArgumentParser(description="What asking reaches of what servers of a known pace can do.")
+    parser = argparse.ArgumentParser(description="Share of the capacity of paced servers that regeneration reaches.")
     parser.add_argument("--endpoints", type=int, default=2)
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=6, help="rows per request in flight")
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
                                                       "--tokens", str(given.tokens), "--dialect", given.dialect,
                                                       "--log", str(directory / f"{number}.jsonl"))))
         endpoint = Endpoint(base_urls=tuple(urls), model="responder", concurrency=given.concurrency,
-                            asking=Asking(SamplingSpec(), given.tokens))
+                            params=GenerationParams(SamplingSpec(), given.tokens))
         num_rows, logs = given.concurrency * given.rounds, [directory / f"{n}.jsonl" for n in range(given.endpoints)]
         seconds, cpu_s = ask(endpoint, tokenizer, num_rows, directory / "rows.jsonl")
         stack.close()  # the logs are whole when the servers have ended

@@ -32,7 +32,7 @@ from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
 from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.targets.config import RopeConfig
-from eyrie_workers.targets.device import chosen, on
+from eyrie_workers.targets.device import default_device, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.training.objective import StepContext
 
@@ -89,14 +89,14 @@ def import_the_rest() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Time it and print."""
-    options, device = _PARSER.parse_args(arguments), chosen()
+    options, device = _PARSER.parse_args(arguments), default_device()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     import_the_rest()
     baseline_mb = memory_mb("VmRSS")
     drafter, documents = drafter_of(options), documents_of(options)
     drafter.to(device)
-    with on(device):
+    with device_scope(device):
         objective = TrainingTimeTest(
             drafter, torch.randn(options.vocab, options.hidden), torch.randn(options.vocab, options.hidden).mul_(0.1),
             TrainSpec(ttt_length=options.ttt, unrolled_fraction=options.unrolled, single_step_ratio=0.0,

@@ -17,7 +17,7 @@ from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest
 from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.targets.config import TargetConfig
-from eyrie_workers.targets.device import CPU, on
+from eyrie_workers.targets.device import CPU, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.training.objective import StepContext
@@ -50,7 +50,7 @@ def test_a_training_step_has_the_loss_and_the_gradients_of_the_processor() -> No
     for device in (CPU, GPU):
         drafter: Eagle3Drafter = random_drafter()
         drafter.to(device)
-        with on(device):
+        with device_scope(device):
             objective = TrainingTimeTest(drafter, embedding().to(device), lm_head.to(device),
                                          TrainSpec(ttt_length=4, unrolled_fraction=0.5), max_positions=64)
         outcome = objective(documents, StepContext(9, 10, 0))

@@ -26,7 +26,7 @@ from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.measurement.parity.round_replay import Retracer
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Stage
-from eyrie_workers.targets.device import CPU, on
+from eyrie_workers.targets.device import CPU, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.training.evaluation import evaluate
@@ -93,7 +93,7 @@ def test_tensors_of_two_devices_do_not_meet(gpu: PretendedGpu) -> None:
         there.numpy()
     with pytest.raises(Apart, match="cat"):
         torch.cat([here, there])
-    with on(GPU):
+    with device_scope(GPU):
         assert torch.zeros(2).is_cuda
 
 
@@ -133,7 +133,7 @@ def test_a_family_is_trained_there_as_on_the_processor(name: str, gpu: Pretended
         drafter, layers = made(name, target_dir, ends)
         documents = documents_for(target_dir, layers)
         drafter.to(device)
-        with on(device):
+        with device_scope(device):
             objective = FAMILIES[name].objective(
                 drafter, ends.to(device), TrainSpec(ttt_length=STEPS, unrolled_fraction=0.5, single_step_ratio=0.0),
                 64, torch.float32)

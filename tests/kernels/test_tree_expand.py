@@ -42,7 +42,7 @@ def test_of_equal_logits_a_kernel_takes_the_first(path: str, device: str, monkey
     assert found.frontier.tolist() == [[0, 1, 2]]
 
 
-def _grown(rows: int, width: int, depth: int, dtype: torch.dtype, equals: bool) -> engine._Grown:
+def _grown(rows: int, width: int, depth: int, dtype: torch.dtype, equals: bool) -> engine._Candidates:
     """Candidates as the engine grows them: a child below its parent, or equal to it."""
     tokens, parents, scores = [], [], []
     for _ in range(rows):
@@ -62,7 +62,7 @@ def _grown(rows: int, width: int, depth: int, dtype: torch.dtype, equals: bool) 
         tokens.append(torch.randint(1000, (len(row_parents),)))
         parents.append(torch.tensor(row_parents))
         scores.append(torch.tensor(row_scores, dtype=dtype))
-    return engine._Grown(torch.stack(tokens), torch.stack(parents), torch.stack(scores))
+    return engine._Candidates(torch.stack(tokens), torch.stack(parents), torch.stack(scores))
 
 
 @pytest.mark.parametrize("equals", [False, True])

@@ -28,7 +28,7 @@ from eyrie_api.broker import SHARD_QUEUE, BrokerAway, Holds, messages_waiting, t
 from eyrie_api.errors import EyrieError, InvalidInput, Transient
 from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.stages import RegenerateStage
-from eyrie_workers.regeneration.sharded import ShardedEngine, Sharding, ShardOrder, answer_shard
+from eyrie_workers.regeneration.sharded import ShardedClient, ShardingConfig, ShardMessage, answer_shard
 
 TASK = "eyrie.regenerate_shard"
 _RETRY_AFTER_MOST_S = 60.0
@@ -43,7 +43,7 @@ def broker_url() -> str:
     return url
 
 
-def make_app(url: str, sharding: Sharding) -> Celery:
+def make_app(url: str, sharding: ShardingConfig) -> Celery:
     """The Celery app with its one task."""
     app = Celery("eyrie-shards", broker=url, set_as_current=False)
     app.conf.update({
@@ -58,9 +58,9 @@ def make_app(url: str, sharding: Sharding) -> Celery:
 
     @app.task(name=TASK, bind=True, shared=False, max_retries=None)
     def regenerate_shard(task: Any, text: str) -> None:
-        order = ShardOrder.model_validate_json(text)
+        order = ShardMessage.model_validate_json(text)
         tag = str(task.request.properties["delivery_tag"])
-        name = held_name(order)
+        name = hold_name(order)
         if not holds.take(name, tag):
             return
         try:
@@ -75,7 +75,7 @@ def make_app(url: str, sharding: Sharding) -> Celery:
     return app
 
 
-def held_name(order: ShardOrder) -> str:
+def hold_name(order: ShardMessage) -> str:
     """A shard's name among all jobs'."""
     return digest_model(order)
 
@@ -96,11 +96,11 @@ def _renewing(holds: Holds, name: str, tag: str) -> Callable[[], None]:
 class CeleryShards:
     """`ShardQueue` over Celery."""
 
-    def __init__(self, url: str, sharding: Sharding) -> None:
+    def __init__(self, url: str, sharding: ShardingConfig) -> None:
         self._app = make_app(url, sharding)
         self._holds = Holds(url, sharding.shard_visibility_timeout_s)
 
-    def send(self, order: ShardOrder) -> None:
+    def send(self, order: ShardMessage) -> None:
         """See `ShardQueue`."""
         try:
             self._app.send_task(TASK, args=[order.model_dump_json()])
@@ -111,29 +111,29 @@ class CeleryShards:
         """See `ShardQueue`."""
         return messages_waiting(self._app.connection_for_read(connect_timeout=2), SHARD_QUEUE)
 
-    def is_held(self, order: ShardOrder) -> bool:
+    def is_held(self, order: ShardMessage) -> bool:
         """See `ShardQueue`."""
-        return self._holds.is_held(held_name(order))
+        return self._holds.is_held(hold_name(order))
 
 
-def sharded_engine(sharding: Sharding, spec: RegenerateStage, context: int, target_dir: Path,
-                   warn: Callable[[str, str], None]) -> ShardedEngine:
+def sharded_client(sharding: ShardingConfig, spec: RegenerateStage, context: int, target_dir: Path,
+                   warn: Callable[[str, str], None]) -> ShardedClient:
     """The engine of a stage whose asking is shared out. Raises InvalidInput where broker or store are not named."""
     store = open_store()
-    order = ShardOrder(store_url=store.url, prefix=f"jobs/{spec.job_id}/regenerate-shards", shard="",
+    order = ShardMessage(store_url=store.url, prefix=f"jobs/{spec.job_id}/regenerate-shards", shard="",
                        target=spec.target, regenerate=spec.regenerate, context=context)
-    return ShardedEngine(order=order, store=store, queue=CeleryShards(broker_url(), sharding), sharding=sharding,
+    return ShardedClient(order=order, store=store, queue=CeleryShards(broker_url(), sharding), sharding=sharding,
                          tokenizer_dir=target_dir, warn=warn,
                          resend_after_s=2 * sharding.shard_visibility_timeout_s)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Answer shards until SIGTERM or SIGINT; those in hand are finished."""
+    """GeneratedAnswer shards until SIGTERM or SIGINT; those in hand are finished."""
     parser = argparse.ArgumentParser(description="Answers shards of regeneration from Redis (EYRIE_BROKER_URL).")
     parser.add_argument("--concurrency", type=int, default=2, help="shards at once, each with many requests in flight")
     arguments = parser.parse_args(argv)
     try:
-        app = make_app(broker_url(), Sharding.from_env())
+        app = make_app(broker_url(), ShardingConfig.from_env())
     except EyrieError as error:
         return report_error(error)
     app.worker_main([

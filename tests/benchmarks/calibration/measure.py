@@ -41,7 +41,7 @@ from eyrie_workers.conversations.benchmark_suites import load_suite, select
 from eyrie_workers.machine.environment import environment
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.speculation.noise import RowNoise
-from eyrie_workers.speculation.protocol import NO_TOKEN, Drafter, DrafterState, DraftTree, SettledPairs
+from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, Drafter, DrafterState, DraftTree
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.templates import ChatTokenizer
 
@@ -157,7 +157,7 @@ class Watched:
         self.proposals = []
         self._drafter.admit(state, row, prompt)
 
-    def extend(self, state: DrafterState, pairs: SettledPairs) -> None:
+    def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
         """Pairs up to i settle token i+1."""
         self._settled = int(pairs.starts[0] + pairs.lengths[0])
         self._drafter.extend(state, pairs)

@@ -16,7 +16,7 @@ from eyrie_workers.drafters.family import Family
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.engine import Engine, Generation, Request
-from eyrie_workers.speculation.protocol import SettledPairs
+from eyrie_workers.speculation.protocol import CommittedTokens
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
@@ -118,7 +118,7 @@ def answers(of: World, drafter: Any, shape: DraftTreeShape | None, sampling: Sam
     return Engine(of.target, drafter, max_concurrency=max_concurrency).generate(asked, shape)
 
 
-def pairs_until(of: PackedBatch, root: int) -> SettledPairs:
+def pairs_until(of: PackedBatch, root: int) -> CommittedTokens:
     """Pairs 0 .. root of one document, for row 0."""
-    return SettledPairs(rows=torch.tensor([0]), starts=torch.tensor([0]), lengths=torch.tensor([root + 1]),
+    return CommittedTokens(rows=torch.tensor([0]), starts=torch.tensor([0]), lengths=torch.tensor([root + 1]),
                         tokens=of.token_ids[None, 1: root + 2], aux=of.aux[None, : root + 1])

@@ -27,7 +27,7 @@ from eyrie_workers.drafters.dflash import (
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.speculation.protocol import NO_TOKEN, SettledPairs
+from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
@@ -155,14 +155,15 @@ def test_serving_proposes_the_marginals_of_training(target: TargetModel, tmp_pat
     texts = list(zip(packed.token_ids.split([8, 13]), packed.aux.split([8, 13]), strict=True))
     for row, (ids, aux) in zip((2, 0), texts, strict=True):
         server.admit(state, row, ids[:4].tolist())
-        server.extend(state, SettledPairs(torch.tensor([row]), torch.tensor([0]), torch.tensor([4]), ids[None, 1:5],
+        server.extend(state, CommittedTokens(torch.tensor([row]), torch.tensor([0]), torch.tensor([4]), ids[None, 1:5],
                                           aux[None, :4]))
     server.propose(state, torch.tensor([0]), CHAIN)  # its scratch keys must not stay
     rest = [len(ids) - 5 for ids, _ in texts]
     tokens = torch.stack([F.pad(ids[5:], (0, max(rest) - left)) for (ids, _), left in zip(texts, rest, strict=True)])
     states = torch.stack([F.pad(aux[4:-1], (0, 0, 0, 0, 0, max(rest) - left))
                           for (_, aux), left in zip(texts, rest, strict=True)])
-    server.extend(state, SettledPairs(torch.tensor([2, 0]), torch.tensor([4, 4]), torch.tensor(rest), tokens, states))
+    server.extend(state, CommittedTokens(torch.tensor([2, 0]), torch.tensor([4, 4]), torch.tensor(rest), tokens,
+                                         states))
     tree = server.propose(state, torch.tensor([2, 0]), CHAIN)
     for row, (ids, aux) in enumerate(texts):
         with torch.no_grad():

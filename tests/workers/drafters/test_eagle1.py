@@ -32,7 +32,7 @@ from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_
 from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.engine import Engine, Request
-from eyrie_workers.speculation.protocol import DraftStep, SettledPairs
+from eyrie_workers.speculation.protocol import CommittedTokens, DraftStep
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
@@ -276,10 +276,10 @@ def test_training_lowers_the_loss_and_raises_the_hits_of_every_step(
         assert float(new.float().mean()) > float(old.float().mean()) + 0.2
 
 
-def pairs_of(documents: PackedBatch, start: int, stop: int) -> SettledPairs:
+def pairs_of(documents: PackedBatch, start: int, stop: int) -> CommittedTokens:
     """Pairs 0 .. stop-1 of the document that begins at packed position `start`."""
     tokens, aux = documents.token_ids[start + 1: start + stop + 1], documents.aux[start: start + stop]
-    return SettledPairs(torch.tensor([0]), torch.tensor([0]), torch.tensor([stop]), tokens[None], aux[None])
+    return CommittedTokens(torch.tensor([0]), torch.tensor([0]), torch.tensor([stop]), tokens[None], aux[None])
 
 
 def test_unrolled_logits_equal_serving_logits_at_every_root_and_step(

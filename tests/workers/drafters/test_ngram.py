@@ -13,7 +13,7 @@ from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.drafters.ngram import NgramDrafter
 from eyrie_workers.drafters.registry import open_method
 from eyrie_workers.speculation.engine import Engine, Request
-from eyrie_workers.speculation.protocol import NO_TOKEN, SettledPairs
+from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
 from tests.tiny import tiny_target
@@ -36,7 +36,7 @@ def proposed(texts: Sequence[Sequence[int]], of: DraftTreeShape) -> tuple[list[l
     for row, text in enumerate(texts):
         drafter.admit(state, row, text)
         if len(text) > 1:
-            drafter.extend(state, SettledPairs(
+            drafter.extend(state, CommittedTokens(
                 torch.tensor([row]), torch.tensor([0]), torch.tensor([len(text) - 1]), torch.tensor([text[1:]]),
                 torch.empty(1, len(text) - 1, 0, 8)))
     tree = drafter.propose(state, torch.arange(len(texts)), of)

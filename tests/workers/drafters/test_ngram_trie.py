@@ -8,7 +8,7 @@ import torch
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.drafters.ngram_trie import FILLING, WINDOW, TrieDrafter, TrieState
 from eyrie_workers.speculation.engine import Engine, Request
-from eyrie_workers.speculation.protocol import NO_TOKEN, SettledPairs
+from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens
 from eyrie_workers.targets.loading import load_target
 from tests.tiny import tiny_target
 
@@ -31,7 +31,7 @@ class Server:
     def go_on(self, tokens: Sequence[int], row: int = 0) -> list[list[int]]:
         """The paths proposed after these tokens too, from the root to each leaf; filling nodes left out."""
         if tokens:
-            self.drafter.extend(self.state, SettledPairs(
+            self.drafter.extend(self.state, CommittedTokens(
                 torch.tensor([row]), torch.tensor([self.lengths[row]]), torch.tensor([len(tokens)]),
                 torch.tensor([list(tokens)]), torch.empty(1, len(tokens), 0, 8)))
             self.lengths[row] += len(tokens)

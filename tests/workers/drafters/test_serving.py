@@ -12,7 +12,7 @@ from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
 from eyrie_workers.drafters.eagle3.unroll import UnrolledStep, shared_projections, unroll
 from eyrie_workers.drafters.layers.serving import Eagle3Server, LayerState
 from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.speculation.protocol import DraftStep, SettledPairs
+from eyrie_workers.speculation.protocol import CommittedTokens, DraftStep
 from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.rotary import Rotary
@@ -65,9 +65,9 @@ def embedding(seed: int = 2) -> torch.Tensor:
     return torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
-def pairs_of(documents: PackedBatch, start: int, first: int, stop: int, row: int = 0) -> SettledPairs:
+def pairs_of(documents: PackedBatch, start: int, first: int, stop: int, row: int = 0) -> CommittedTokens:
     """Pairs first .. stop-1 of the document that begins at packed position `start`."""
-    return SettledPairs(
+    return CommittedTokens(
         rows=torch.tensor([row]), starts=torch.tensor([first]), lengths=torch.tensor([stop - first]),
         tokens=documents.token_ids[None, start + first + 1: start + stop + 1],
         aux=documents.aux[None, start + first: start + stop])
@@ -169,7 +169,8 @@ def test_a_batch_of_rows_proposes_what_each_row_proposes_alone(shape: DraftTreeS
     tokens, aux = torch.zeros(3, longest, dtype=torch.int64), torch.zeros(3, longest, 3, HIDDEN)
     for b, (document, length) in enumerate(zip(documents, lengths, strict=True)):
         tokens[b, :length], aux[b, :length] = document.token_ids[1:], document.aux[:-1]
-    server.extend(together, SettledPairs(rows, torch.zeros(3, dtype=torch.int64), torch.tensor(lengths), tokens, aux))
+    server.extend(together, CommittedTokens(rows, torch.zeros(3, dtype=torch.int64), torch.tensor(lengths), tokens,
+                                            aux))
     batched = server.propose(together, rows, shape)
     for b, (document, length) in enumerate(zip(documents, lengths, strict=True)):
         alone = server.new_state(1, 48, shape)

@@ -16,7 +16,7 @@ from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_
 from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.drafters.standalone import FAMILY, Distillation, StandaloneDrafter, StandaloneServer
 from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.speculation.protocol import SettledPairs
+from eyrie_workers.speculation.protocol import CommittedTokens
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
@@ -96,13 +96,13 @@ def test_serving_says_what_training_says_along_every_path_of_a_tree(target: Targ
     state = server.new_state(3, 100, TREE)
     for row, text in zip((2, 0), texts, strict=True):
         server.admit(state, row, text[:4].tolist())
-        server.extend(state, SettledPairs(torch.tensor([row]), torch.tensor([0]), torch.tensor([4]), text[None, 1:5],
+        server.extend(state, CommittedTokens(torch.tensor([row]), torch.tensor([0]), torch.tensor([4]), text[None, 1:5],
                                           torch.zeros(1, 4, 0, 32)))
     # The rest together, one row's padded; then trees of both rows at once, twice, so that scratch keys are old.
     rest = [len(text) - 5 for text in texts]
     padded = torch.stack([torch.cat([text[5:], text.new_zeros(max(rest) - left)])
                           for text, left in zip(texts, rest, strict=True)])
-    server.extend(state, SettledPairs(torch.tensor([2, 0]), torch.tensor([4, 4]), torch.tensor(rest), padded,
+    server.extend(state, CommittedTokens(torch.tensor([2, 0]), torch.tensor([4, 4]), torch.tensor(rest), padded,
                                       torch.zeros(2, max(rest), 0, 32)))
     server.propose(state, torch.tensor([0, 2]), DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3))
     tree = server.propose(state, torch.tensor([2, 0]), TREE)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.engines.openai_api import ResponseMetadata
 from eyrie_workers.engines.responses import GenerationRequest, ResponseBuilder
-from eyrie_workers.speculation.engine import Progress, Request
+from eyrie_workers.speculation.engine import Request, StepOutput
 from eyrie_workers.targets.templates import parse_answer
 
 EOS = 3  # no byte of the texts below
@@ -28,7 +28,7 @@ def new_answer(*, stops: tuple[str, ...] = (), tools: bool = False, chat: bool =
     return ResponseBuilder(generation, ResponseMetadata("chatcmpl-77", "m", 0, chat, "f"), decode, parse_answer)
 
 
-def rounds(tokens: list[int], cuts: list[int]) -> list[Progress]:
+def rounds(tokens: list[int], cuts: list[int]) -> list[StepOutput]:
     """The tokens in rounds of the given lengths (the last takes what is left)."""
     said, at = [], 0
     for cut in [*cuts, len(tokens)]:
@@ -36,11 +36,11 @@ def rounds(tokens: list[int], cuts: list[int]) -> list[Progress]:
         at += len(taken)
         if taken:
             reason = None if at < len(tokens) else ("stop" if tokens[-1] == EOS else "length")
-            said.append(Progress("r", taken, [len(taken) - 1], reason, drafted=[4]))  # type: ignore[arg-type]
+            said.append(StepOutput("r", taken, [len(taken) - 1], reason, drafted=[4]))  # type: ignore[arg-type]
     return said
 
 
-def streamed(answer: ResponseBuilder, said: list[Progress]) -> list[dict[str, Any]]:
+def streamed(answer: ResponseBuilder, said: list[StepOutput]) -> list[dict[str, Any]]:
     chunks = [answer.opening()]
     for progress in said:
         text = answer.take(progress)
@@ -105,14 +105,14 @@ def test_what_only_looks_like_a_call_is_given_as_text_in_the_end() -> None:
 
 def test_without_tools_a_call_is_text_and_streams_at_once() -> None:
     answer = new_answer()
-    first = answer.take(Progress("r", list(CALL.encode()), [len(CALL) - 1]))
+    first = answer.take(StepOutput("r", list(CALL.encode()), [len(CALL) - 1]))
     assert first == CALL
 
 
 def test_details_add_up_over_rounds() -> None:
     answer = new_answer(chat=False)
     for tokens, accepted in (([97], []), ([97, 98, 99], [2]), ([97], [0])):
-        answer.take(Progress("r", tokens, accepted))
+        answer.take(StepOutput("r", tokens, accepted))
     details = answer.details()
     assert (details.rounds, details.histogram, details.accepted) == (2, (1, 0, 1), 2)
     assert details.acceptance_length == 2.0

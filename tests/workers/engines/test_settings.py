@@ -73,9 +73,9 @@ def test_a_loaded_engine_decodes_by_load_with_the_method_it_was_told(tmp_path: P
     drafted_at = set()
     while len(done) < 3:
         rows = engine.num_running
-        nodes = engine.spent.nodes
+        nodes = engine.stats.nodes
         said = engine.step()
-        if rows == len(said) and engine.spent.nodes - nodes > 1:
+        if rows == len(said) and engine.stats.nodes - nodes > 1:
             drafted_at.add(rows)
         done |= {one.id: one.generation.token_ids for one in said if one.generation is not None}
     assert [done[request.id] for request in requests] == plain

@@ -17,7 +17,7 @@ from eyrie_workers.measurement.parity.round_replay import Retracer, histogram_of
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import DraftStep, DraftTree
-from eyrie_workers.speculation.tree import grow
+from eyrie_workers.speculation.tree import build_draft_tree
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
@@ -133,7 +133,7 @@ class TiedDrafter(RandomDrafter):
             paths.append(int(tokens[0, 0]))
             return DraftStep(logits(paths), hidden)
 
-        return grow(DraftStep(logits([]), torch.zeros(1, 1, 1)), step, shape, None, noise)
+        return build_draft_tree(DraftStep(logits([]), torch.zeros(1, 1, 1)), step, shape, None, noise)
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_a_served_token_that_the_target_does_not_choose_is_measured(target: Targ
 def test_every_suspect_is_another_drafter_than_the_right_one(target_dir: Path, target: TargetModel,
                                                             tmp_path: Path) -> None:
     drafter = random_drafter(tmp_path / "drafter", target_dir)
-    causes = [suspect.cause for suspect in suspects(drafter, target, "places")]
+    causes = [suspect.cause for suspect in suspects(drafter, target, "frontier_slots")]
     assert len(set(causes)) == len(causes)
     assert any("its final norm" in cause for cause in causes)
     assert any("one before" in cause for cause in causes)  # the highest layer of this drafter is the target's last

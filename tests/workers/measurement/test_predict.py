@@ -31,8 +31,8 @@ from eyrie_workers.measurement.tuner.predict import (
 )
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.speculation.protocol import DraftStep, DraftTree
-from eyrie_workers.speculation.tree import grow
-from eyrie_workers.speculation.verify import follow
+from eyrie_workers.speculation.tree import build_draft_tree
+from eyrie_workers.speculation.verify import accept_path
 from eyrie_workers.targets.loading import load_target
 from tests.tiny import tiny_target
 from tests.workers.measurement.tiny_bench import random_drafter
@@ -59,7 +59,7 @@ def grown(seed: int, shape: DraftTreeShape) -> DraftTree:
             state[0, i, :len(path)] = torch.tensor(path)
         return DraftStep(logits(paths), state)
 
-    return grow(DraftStep(logits([()]), torch.zeros(1, 1, DEPTH)), step, shape)
+    return build_draft_tree(DraftStep(logits([()]), torch.zeros(1, 1, DEPTH)), step, shape)
 
 
 @settings(max_examples=150, deadline=None)
@@ -75,7 +75,7 @@ def test_a_whole_tree_tells_what_every_shape_of_its_width_accepts(seed: int, sha
     for parent in own.parents[0, 1:].tolist():
         depths.append(depths[parent] + 1)
     choices = [text[depth] if depth < len(text) else -7 for depth in depths]
-    assert held == len(follow(own.tokens[0].tolist(), own.parents[0].tolist(), choices).nodes) - 1
+    assert held == len(accept_path(own.tokens[0].tolist(), own.parents[0].tolist(), choices).nodes) - 1
     assert located.filled[0, shape.num_steps - 1] >= shape.num_draft_tokens
 
 

@@ -28,7 +28,7 @@ def test_a_drafter_is_told_sglang_s_habits_and_no_other_family_s_mistakes_are_su
     row.save(tmp_path / "drafter", row.create(
         DrafterSpec.model_validate({"family": family}), config, read_target_embeddings(target, False), layers,
         DraftVocabulary(torch.arange(config.vocab_size), config.vocab_size), 1), "float32", None)
-    habits: tuple[tuple[EngineKind, str], ...] = (("sglang", "places"), ("embedded", "ancestors"))
+    habits: tuple[tuple[EngineKind, str], ...] = (("sglang", "frontier_slots"), ("embedded", "ancestors"))
     for kind, keys in habits:
         reference = Reference(target, tmp_path / "drafter", kind, TREE, "float32")
         assert isinstance(reference.drafter, GrowsTrees)
@@ -37,4 +37,4 @@ def test_a_drafter_is_told_sglang_s_habits_and_no_other_family_s_mistakes_are_su
         rounds = reference.rounds([5, 9, 40, 7], 12)
         assert len(rounds.token_ids) == 12
         assert rounds.token_ids == reference.rounds([5, 9, 40, 7], 12).token_ids
-        assert list(suspects(tmp_path / "drafter", reference.target, "places")) == []
+        assert list(suspects(tmp_path / "drafter", reference.target, "frontier_slots")) == []

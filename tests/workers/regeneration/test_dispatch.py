@@ -11,9 +11,14 @@ from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.regeneration.dispatch import FIRST_REST_S, LONGEST_REST_S, Route, Routes
 from eyrie_workers.regeneration.endpoint import Endpoint
-from eyrie_workers.regeneration.generation_client import Answer, Asking, Prompt, Refusal
-from eyrie_workers.regeneration.online import OnlineEngine
-from eyrie_workers.regeneration.retokenising import AnswerIds
+from eyrie_workers.regeneration.generation_client import (
+    GeneratedAnswer,
+    GenerationOutcome,
+    GenerationParams,
+    GenerationRequest,
+)
+from eyrie_workers.regeneration.online import OnlineClient
+from eyrie_workers.regeneration.retokenising import AnswerRetokenizer
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.tiny import tiny_target
 from tests.workers.regeneration.openai_double import Troubles, openai_double
@@ -38,14 +43,14 @@ def test_an_endpoint_that_fails_rests_longer_each_time_and_one_request_tries_it(
     for _ in range(9):
         while (route := routes.take(now)) is not sick:  # until its rest is over
             routes.answered(route)
-            now = max(now, sick.rests_until)
+            now = max(now, sick.unavailable_until)
         assert routes.take(now) is well  # while one tries it, nobody else does
         routes.answered(well)
         routes.failed(sick, now)
-        rests.append(sick.rests_until - now)
+        rests.append(sick.unavailable_until - now)
     assert rests[:3] == [FIRST_REST_S, 2 * FIRST_REST_S, 4 * FIRST_REST_S]
     assert rests[-1] == LONGEST_REST_S
-    assert routes.take(sick.rests_until) is sick
+    assert routes.take(sick.unavailable_until) is sick
     routes.answered(sick)
     assert sick.failures == 0
 
@@ -54,7 +59,7 @@ def test_when_all_rest_the_one_whose_rest_ends_first_is_asked() -> None:
     routes = Routes(["a", "b"])
     for wish_s in (20.0, 10.0):
         routes.failed(routes.take(0.0), 0.0, wish_s)
-    assert not routes.another_is_well(5.0)
+    assert not routes.has_available(5.0)
     assert routes.take(5.0).url == "b"
 
 
@@ -63,14 +68,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
     return ChatTokenizer(tiny_target(tmp_path_factory.mktemp("target")))
 
 
-def asked(tokenizer: ChatTokenizer, urls: tuple[str, ...], num: int, **changes: float) -> list[Answer | Refusal]:
+def asked(tokenizer: ChatTokenizer, urls: tuple[str, ...], num: int, **changes: float) -> list[GenerationOutcome]:
     prompts = []
     for i in range(num):
         messages = [{"role": "user", "content": f"What is {i}?"}]
-        prompts.append(Prompt(f"{i:032x}", messages, [], tokenizer.render(messages), seed=i))
-    endpoint = Endpoint(base_urls=urls, model="tiny", asking=Asking(SamplingSpec(), 16), max_retries=3, concurrency=4,
+        prompts.append(GenerationRequest(f"{i:032x}", messages, [], tokenizer.render(messages), seed=i))
+    endpoint = Endpoint(base_urls=urls, model="tiny", params=GenerationParams(SamplingSpec(), 16), max_retries=3,
+                        concurrency=4,
                         **changes)  # type: ignore[arg-type]
-    engine = OnlineEngine(endpoint, AnswerIds(tokenizer), lambda *_: None, first_delay_s=0.001)
+    engine = OnlineClient(endpoint, AnswerRetokenizer(tokenizer), lambda *_: None, first_delay_s=0.001)
     return list(engine.answers(iter(prompts), lambda: None))
 
 
@@ -81,7 +87,7 @@ def test_a_dead_endpoint_costs_no_row_and_the_living_share_the_rest(tokenizer: C
         assert min(len(one.bodies), len(two.bodies)) > 0
         assert len(sick.bodies) < 40
     assert sorted(outcome.row_id for outcome in outcomes) == [f"{i:032x}" for i in range(40)]
-    assert all(isinstance(outcome, Answer) for outcome in outcomes)
+    assert all(isinstance(outcome, GeneratedAnswer) for outcome in outcomes)
 
 
 def test_a_row_is_given_up_at_its_deadline(tokenizer: ChatTokenizer) -> None:
@@ -104,15 +110,15 @@ def test_the_ids_an_endpoint_cannot_give_are_checked_against_what_it_counted(tok
     with openai_double() as service:
         service.troubles.completion_tokens = 3
         (answer,) = asked(tokenizer, (service.url,), 1)
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, GeneratedAnswer)
         assert (answer.ids_exact, answer.ids_differ) == (False, len(answer.answer_ids) not in (3, 4))
         service.troubles.completion_tokens = len(answer.answer_ids)
         (answer,) = asked(tokenizer, (service.url,), 1)
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, GeneratedAnswer)
     assert not answer.ids_differ
 
 
 def test_sglang_gives_its_ids_where_it_is_asked_in_its_own_words(tokenizer: ChatTokenizer) -> None:
     with openai_double(Troubles(forbid_token_ids=True, know_sglext=True)) as service:
         outcomes = asked(tokenizer, (service.url,), 6)
-    assert all(isinstance(outcome, Answer) and outcome.ids_exact for outcome in outcomes)
+    assert all(isinstance(outcome, GeneratedAnswer) and outcome.ids_exact for outcome in outcomes)

@@ -1,4 +1,4 @@
-"""Asking outside endpoints, over real HTTP against a double of the OpenAI API (`openai_double`)."""
+"""GenerationParams outside endpoints, over real HTTP against a double of the OpenAI API (`openai_double`)."""
 
 import threading
 from collections.abc import Iterator
@@ -12,11 +12,17 @@ from eyrie_api.errors import InvalidInput, Permanent, Transient
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.regeneration.batch import BatchEngine
+from eyrie_workers.regeneration.batch import BatchClient
 from eyrie_workers.regeneration.endpoint import Endpoint, endpoint_of, retry_delay_s
-from eyrie_workers.regeneration.generation_client import Answer, Asking, Prompt, Refusal
-from eyrie_workers.regeneration.online import OnlineEngine
-from eyrie_workers.regeneration.retokenising import AnswerIds
+from eyrie_workers.regeneration.generation_client import (
+    GeneratedAnswer,
+    GenerationFailure,
+    GenerationOutcome,
+    GenerationParams,
+    GenerationRequest,
+)
+from eyrie_workers.regeneration.online import OnlineClient
+from eyrie_workers.regeneration.retokenising import AnswerRetokenizer
 from eyrie_workers.targets.templates import ChatTokenizer, _environment
 from tests.tiny import TEMPLATE, tiny_target
 from tests.workers.regeneration.openai_double import Service, Troubles, answer_text, openai_double, token_ids
@@ -29,16 +35,17 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
     return ChatTokenizer(tiny_target(tmp_path_factory.mktemp("target")))
 
 
-def prompts(tokenizer: ChatTokenizer, num: int) -> list[Prompt]:
+def prompts(tokenizer: ChatTokenizer, num: int) -> list[GenerationRequest]:
     result = []
     for i in range(num):
         messages = [{"role": "user", "content": f"What is {i}?"}]
-        result.append(Prompt(f"{i:032x}", messages, [], tokenizer.render(messages), seed=100 + i))
+        result.append(GenerationRequest(f"{i:032x}", messages, [], tokenizer.render(messages), seed=100 + i))
     return result
 
 
 def endpoint(service: Service, **changes: Any) -> Endpoint:
-    settings: dict[str, Any] = {"asking": Asking(SamplingSpec(temperature=0.7, top_k=5), 16), "max_retries": 2,
+    params = GenerationParams(SamplingSpec(temperature=0.7, top_k=5), 16)
+    settings: dict[str, Any] = {"params": params, "max_retries": 2,
                                 "concurrency": 4} | changes
     return Endpoint(base_urls=(service.url,), model="tiny", **settings)
 
@@ -48,10 +55,10 @@ class World:
 
     def __init__(self, service: Service, tokenizer: ChatTokenizer, **changes: Any) -> None:
         self.warnings: list[str] = []
-        self.engine = OnlineEngine(endpoint(service, **changes), AnswerIds(tokenizer),
+        self.engine = OnlineClient(endpoint(service, **changes), AnswerRetokenizer(tokenizer),
                                    lambda reason, _: self.warnings.append(reason), first_delay_s=0.001)
 
-    def ask(self, asked: list[Prompt]) -> dict[str, Answer | Refusal]:
+    def ask(self, asked: list[GenerationRequest]) -> dict[str, GenerationOutcome]:
         outcomes = list(self.engine.answers(iter(asked), lambda: None))
         found = {outcome.row_id: outcome for outcome in outcomes}
         assert len(outcomes) == len(found)
@@ -68,7 +75,7 @@ def test_every_prompt_is_answered_once_with_its_own_seed_and_so_many_in_flight(t
     assert (body["model"], body["max_tokens"], body["temperature"], body["top_k"]) == ("tiny", 16, 0.7, 5)
     for prompt in asked:
         answer = outcomes[prompt.row_id]
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, GeneratedAnswer)
         assert answer.text == answer_text({"messages": prompt.messages, "seed": prompt.seed})
         assert tokenizer.decode(answer.answer_ids) == answer.text
         assert answer.answer_ids[-1] in tokenizer.eos_ids
@@ -79,9 +86,9 @@ def test_token_ids_are_taken_as_they_come_where_the_endpoint_returns_them(tokeni
     with openai_double(Troubles(know_token_ids=True)) as service:
         world = World(service, tokenizer)
         (answer,) = world.ask(prompts(tokenizer, 1)).values()
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, GeneratedAnswer)
     assert answer.ids_exact
-    assert answer.answer_ids == [*token_ids(answer.text), AnswerIds(tokenizer).eos_ids[0]]
+    assert answer.answer_ids == [*token_ids(answer.text), AnswerRetokenizer(tokenizer).eos_ids[0]]
     assert answer.prompt_ids == [7, 8, 9]
     assert world.warnings == []
 
@@ -90,21 +97,21 @@ def test_without_token_ids_the_answer_is_tokenised_again_and_said_so_once(tokeni
     with openai_double() as service:
         world = World(service, tokenizer)
         outcomes = world.ask(prompts(tokenizer, 6))
-    assert not any(answer.ids_exact for answer in outcomes.values() if isinstance(answer, Answer))
+    assert not any(answer.ids_exact for answer in outcomes.values() if isinstance(answer, GeneratedAnswer))
     assert world.warnings == ["TokenIdsNotReturned"]
 
 
 def test_an_endpoint_that_refuses_the_field_for_token_ids_is_asked_without_it(tokenizer: ChatTokenizer) -> None:
     with openai_double(Troubles(forbid_token_ids=True)) as service:
         outcomes = World(service, tokenizer).ask(prompts(tokenizer, 12))
-    assert all(isinstance(outcome, Answer) for outcome in outcomes.values())
+    assert all(isinstance(outcome, GeneratedAnswer) for outcome in outcomes.values())
     assert sum("return_token_ids" in body for body in service.bodies) <= 4  # those in flight together
 
 
 def test_a_cut_answer_has_no_end_of_turn(tokenizer: ChatTokenizer) -> None:
     with openai_double(Troubles(finish_reason="length")) as service:
         (answer,) = World(service, tokenizer).ask(prompts(tokenizer, 1)).values()
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, GeneratedAnswer)
     assert answer.finish_reason == "length"
     assert answer.answer_ids[-1] not in tokenizer.eos_ids
 
@@ -114,7 +121,7 @@ def test_a_tool_call_is_spelled_out_by_the_chat_template(tokenizer: ChatTokenize
     (prompt,) = prompts(tokenizer, 1)
     with openai_double(trouble) as service:
         (answer,) = World(service, tokenizer).ask([prompt]).values()
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, GeneratedAnswer)
     whole = tokenizer.render([*prompt.messages, trouble.message or {}], add_generation_prompt=False)
     assert answer.finish_reason == "stop"
     assert whole[: len(prompt.prompt_ids) + len(answer.answer_ids)] == [*prompt.prompt_ids, *answer.answer_ids]
@@ -125,7 +132,7 @@ def test_a_tool_call_is_spelled_out_by_the_chat_template(tokenizer: ChatTokenize
 def test_trouble_that_passes_is_retried(tokenizer: ChatTokenizer, status: int) -> None:
     with openai_double(Troubles(fail_first={"What is 3?": 2}, fail_status=status)) as service:
         outcomes = World(service, tokenizer).ask(prompts(tokenizer, 8))
-    assert all(isinstance(outcome, Answer) for outcome in outcomes.values())
+    assert all(isinstance(outcome, GeneratedAnswer) for outcome in outcomes.values())
     assert service.attempts["What is 3?"] == 3
     assert service.attempts["What is 4?"] == 1
 
@@ -141,7 +148,7 @@ def test_an_endpoint_that_stays_away_is_transient(tokenizer: ChatTokenizer) -> N
 def test_one_prompt_that_always_fails_does_not_stop_the_others(tokenizer: ChatTokenizer) -> None:
     with openai_double(Troubles(fail_first={"What is 3?": 99}, fail_status=500)) as service:
         outcomes = World(service, tokenizer).ask(prompts(tokenizer, 40))
-    refused = [outcome for outcome in outcomes.values() if isinstance(outcome, Refusal)]
+    refused = [outcome for outcome in outcomes.values() if isinstance(outcome, GenerationFailure)]
     assert [outcome.row_id for outcome in refused] == [f"{3:032x}"]
     assert "status 500" in refused[0].reason
 
@@ -150,7 +157,7 @@ def test_a_declined_prompt_is_refused_with_the_endpoints_words(tokenizer: ChatTo
     with openai_double(Troubles(decline={"What is 1?": 400})) as service:
         outcomes = World(service, tokenizer).ask(prompts(tokenizer, 3))
     refusal = outcomes[f"{1:032x}"]
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, GenerationFailure)
     assert "400" in refusal.reason
     assert "context is too short" in refusal.reason
     assert service.attempts["What is 1?"] == 1
@@ -177,7 +184,7 @@ def test_a_filtered_or_unusable_answer_is_refused(tokenizer: ChatTokenizer, trou
         tokenizer._templates = {"default": _environment().from_string(text)}
     with openai_double(troubles) as service:
         (outcome,) = World(service, tokenizer).ask(prompts(tokenizer, 1)).values()
-    assert isinstance(outcome, Refusal)
+    assert isinstance(outcome, GenerationFailure)
     assert words in outcome.reason
 
 
@@ -217,8 +224,8 @@ def test_retry_delays_double_up_to_a_minute_and_obey_the_server() -> None:
     assert retry_delay_s(0, "Wed, 21 Oct 2026 07:28:00 GMT", 0.5, 0.0) == 0.25
 
 
-def batch_engine(service: Service, tokenizer: ChatTokenizer, memory: Path, **changes: Any) -> BatchEngine:
-    return BatchEngine(endpoint(service), AnswerIds(tokenizer), memory, lambda *_: None, first_delay_s=0.001,
+def batch_engine(service: Service, tokenizer: ChatTokenizer, memory: Path, **changes: Any) -> BatchClient:
+    return BatchClient(endpoint(service), AnswerRetokenizer(tokenizer), memory, lambda *_: None, first_delay_s=0.001,
                        poll_s=0.001, **changes)
 
 
@@ -231,13 +238,13 @@ def test_a_batch_answers_every_prompt_and_forgets_itself(tokenizer: ChatTokenize
     assert set(outcomes) == {prompt.row_id for prompt in asked}
     for prompt in asked:
         answer = outcomes[prompt.row_id]
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, GeneratedAnswer)
         assert not answer.ids_exact
         assert answer.text == answer_text({"messages": prompt.messages, "seed": prompt.seed})
     assert not memory.exists()
 
 
-def taken(engine: BatchEngine, asked: Iterator[Prompt], num: int) -> list[str]:
+def taken(engine: BatchClient, asked: Iterator[GenerationRequest], num: int) -> list[str]:
     """Take some answers and drop the generator, as a killed program does: its `finally` writes nothing."""
     found = []
     for outcome in engine.answers(asked, lambda: None):
@@ -290,12 +297,12 @@ def test_expired_requests_are_asked_again_and_declined_ones_are_not(tokenizer: C
         outcomes = {o.row_id: o for o in engine.answers(iter(asked), lambda: None)}
         assert len(service.batches) == 2
     assert set(outcomes) == {prompt.row_id for prompt in asked}
-    assert [row_id for row_id, o in outcomes.items() if isinstance(o, Refusal)] == [f"{2:032x}"]
+    assert [row_id for row_id, o in outcomes.items() if isinstance(o, GenerationFailure)] == [f"{2:032x}"]
 
 
 def test_a_row_that_fails_in_every_batch_is_refused_in_the_end(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
     with openai_double(Troubles(fail_first={"What is 1?": 99}, fail_status=500)) as service:
         engine = batch_engine(service, tokenizer, tmp_path / "batch.json")
         outcomes = {o.row_id: o for o in engine.answers(iter(prompts(tokenizer, 3)), lambda: None)}
-    assert isinstance(outcomes[f"{1:032x}"], Refusal)
+    assert isinstance(outcomes[f"{1:032x}"], GenerationFailure)
     assert len(outcomes) == 3

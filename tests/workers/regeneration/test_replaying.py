@@ -12,9 +12,16 @@ from hypothesis import strategies as st
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_workers.conversations.conversation import conversation
 from eyrie_workers.conversations.rows import AnsweredRow, RowLedger, RowSampling
-from eyrie_workers.regeneration.conversation_replay import Ended, answer_message, following, num_turns, opening, turn_id
-from eyrie_workers.regeneration.questions import CUT, Question, Questions
+from eyrie_workers.regeneration.conversation_replay import (
+    Ended,
+    answer_message,
+    first_turn,
+    next_turn,
+    num_turns,
+    turn_id,
+)
 from eyrie_workers.regeneration.selection import SelectedRow
+from eyrie_workers.regeneration.turn_queue import CUT, PendingTurn, TurnQueue
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.tiny import tiny_target
 
@@ -39,35 +46,35 @@ WEATHER = [user("Oslo or Rome?"),
 
 
 def test_the_opening_is_all_up_to_the_first_answer_or_up_to_the_last() -> None:
-    assert opening(WEATHER, "all") == WEATHER[:1]
-    assert opening(WEATHER, "last") == WEATHER
+    assert first_turn(WEATHER, "all") == WEATHER[:1]
+    assert first_turn(WEATHER, "last") == WEATHER
     assert (num_turns(WEATHER, "all"), num_turns(WEATHER, "last")) == (3, 1)
-    assert following(WEATHER, WEATHER, len(WEATHER), assistant("warm")) is None
+    assert next_turn(WEATHER, WEATHER, len(WEATHER), assistant("warm")) is None
 
 
 def test_results_go_to_the_calls_with_equal_arguments_under_the_new_ids() -> None:
     answer = assistant(None, ("x", "weather", {"city": "Rome"}), ("y", "weather", {"city": "Oslo"}))
-    after = following(WEATHER, WEATHER[:1], 1, answer)
+    after = next_turn(WEATHER, WEATHER[:1], 1, answer)
     assert after == ([WEATHER[0], answer, result("x", "sun"), result("y", "rain")], 4)
 
 
 def test_fewer_calls_take_fewer_results_and_others_end_the_conversation() -> None:
     one = assistant(None, ("x", "weather", {"city": "Bergen"}))
-    after = following(WEATHER, WEATHER[:1], 1, one)
+    after = next_turn(WEATHER, WEATHER[:1], 1, one)
     assert isinstance(after, tuple)
     assert after[0][-1] == result("x", "rain")
     other = assistant(None, ("x", "tides", {}))
-    assert isinstance(following(WEATHER, WEATHER[:1], 1, other), Ended)
+    assert isinstance(next_turn(WEATHER, WEATHER[:1], 1, other), Ended)
     three = assistant(None, *[(str(i), "weather", {"city": "Rome"}) for i in range(3)])
-    assert isinstance(following(WEATHER, WEATHER[:1], 1, three), Ended)
+    assert isinstance(next_turn(WEATHER, WEATHER[:1], 1, three), Ended)
     said = [user("hello"), assistant("hi"), user("how?")]
-    assert isinstance(following(said, said[:1], 1, other), Ended)
+    assert isinstance(next_turn(said, said[:1], 1, other), Ended)
 
 
 def test_an_answer_without_the_old_calls_goes_on_at_the_next_user_turn() -> None:
     answer = assistant("I do not know.")
-    assert following(WEATHER, WEATHER[:1], 1, answer) == ([WEATHER[0], answer, WEATHER[-1]], 6)
-    assert following(WEATHER[:4], WEATHER[:1], 1, answer) is None
+    assert next_turn(WEATHER, WEATHER[:1], 1, answer) == ([WEATHER[0], answer, WEATHER[-1]], 6)
+    assert next_turn(WEATHER[:4], WEATHER[:1], 1, answer) is None
 
 
 def test_calls_are_read_out_of_the_text_where_tools_were_on_offer_and_reasoning_is_put_back() -> None:
@@ -88,11 +95,11 @@ def chats(tokenizer: ChatTokenizer, lengths: list[int]) -> list[SelectedRow]:
         messages = [m for i in range(length) for m in (user(f"{line}.{i}?"), assistant(f"old {line}.{i}"))]
         found = conversation({"messages": messages}, "a.jsonl", line, "messages")
         rows.append(SelectedRow(id=found.id, source="a.jsonl", line=line, category="", messages=list(found.prompt),
-                                tools=[], prompt_ids=tokenizer.render(opening(found.prompt, "all"))))
+                                tools=[], prompt_ids=tokenizer.render(first_turn(found.prompt, "all"))))
     return rows
 
 
-def answered(question: Question, tokenizer: ChatTokenizer, finish: str = "stop") -> AnsweredRow:
+def answered(question: PendingTurn, tokenizer: ChatTokenizer, finish: str = "stop") -> AnsweredRow:
     prompt = question.prompt
     text = f"new answer to {prompt.messages[-1]['content']}"
     return AnsweredRow(id=prompt.row_id, source="a.jsonl", line=question.row.line, category="",
@@ -101,8 +108,8 @@ def answered(question: Question, tokenizer: ChatTokenizer, finish: str = "stop")
                        sampling=RowSampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=9), turn=question.turn)
 
 
-def questions(rows: list[SelectedRow], ledger: RowLedger, tokenizer: ChatTokenizer) -> Questions:
-    return Questions(iter(rows), len(rows), RegenerateSpec(turns="all"), ledger, tokenizer, 1000)
+def questions(rows: list[SelectedRow], ledger: RowLedger, tokenizer: ChatTokenizer) -> TurnQueue:
+    return TurnQueue(iter(rows), len(rows), RegenerateSpec(turns="all"), ledger, tokenizer, 1000)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -20,18 +20,23 @@ from eyrie_api.errors import ArtifactCorrupt, InvalidInput, Permanent
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.regeneration.generation_client import Answer, Prompt, Refusal
+from eyrie_workers.regeneration.generation_client import (
+    GeneratedAnswer,
+    GenerationFailure,
+    GenerationOutcome,
+    GenerationRequest,
+)
 from eyrie_workers.regeneration.sharded import (
-    ShardedEngine,
-    Sharding,
-    ShardOrder,
+    ShardedClient,
+    ShardingConfig,
+    ShardMessage,
     ShardReport,
     answer_shard,
     read_outcomes,
     shard_name,
     write_outcomes,
 )
-from eyrie_workers.shards import CeleryShards, broker_url, held_name
+from eyrie_workers.shards import CeleryShards, broker_url, hold_name
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.servers.processes import kept
 from tests.servers.redis import Redis
@@ -48,12 +53,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_target(tmp_path_factory.mktemp("target"))
 
 
-def prompts(target: Path, num: int = ROWS) -> list[Prompt]:
+def prompts(target: Path, num: int = ROWS) -> list[GenerationRequest]:
     tokenizer = ChatTokenizer(target)
     made = []
     for place in range(num):
         messages = [{"role": "user", "content": f"What is {place}?"}]
-        made.append(Prompt(f"{place:032x}", messages, [], tokenizer.render(messages), seed=100 + place, place=place))
+        made.append(GenerationRequest(f"{place:032x}", messages, [], tokenizer.render(messages), seed=100 + place,
+                                      place=place))
     return made
 
 
@@ -69,18 +75,18 @@ class World:
 
     def __init__(self, redis: Redis, directory: Path, target: Path) -> None:
         self.redis, self.directory, self.target = redis, directory, target
-        self.sharding = Sharding(shard_rows=SHARD_ROWS, shard_visibility_timeout_s=VISIBILITY_S)
+        self.sharding = ShardingConfig(shard_rows=SHARD_ROWS, shard_visibility_timeout_s=VISIBILITY_S)
         self.store: ArtifactStore = open_store(str(directory / "store"), StoreOptions())
         self.queue = CeleryShards(redis.url, self.sharding)
         self.warnings: list[str] = []
         self._workers: list[subprocess.Popen[bytes]] = []
 
-    def engine(self, service: Service, **changes: object) -> ShardedEngine:
+    def engine(self, service: Service, **changes: object) -> ShardedClient:
         spec = RegenerateSpec(engine="openai", base_url=service.url, concurrency=2, max_retries=1,
                               sampling=SamplingSpec(temperature=0.7), max_new_tokens=16)
-        order = ShardOrder(store_url=self.store.url, prefix="jobs/j/shards", shard="", regenerate=spec,
+        order = ShardMessage(store_url=self.store.url, prefix="jobs/j/shards", shard="", regenerate=spec,
                            target=TargetSpec(model="org/name"), context=None)
-        return ShardedEngine(**{  # type: ignore[arg-type]
+        return ShardedClient(**{  # type: ignore[arg-type]
             "order": order, "store": self.store, "queue": self.queue, "sharding": self.sharding, "poll_s": 0.1,
             "tokenizer_dir": self.target, "warn": lambda reason, _: self.warnings.append(reason)} | changes)
 
@@ -109,17 +115,17 @@ def world(redis: Redis, tmp_path: Path, target: Path) -> Iterator[World]:
     made.end()
 
 
-class Asking:
-    """A stage that asks in a thread, as its program would in its own."""
+class RunningClient:
+    """A stage that regenerates in a thread instead of a program."""
 
-    def __init__(self, engine: ShardedEngine, asked: list[Prompt]) -> None:
-        self.outcomes: list[Answer | Refusal] = []
+    def __init__(self, engine: ShardedClient, asked: list[GenerationRequest]) -> None:
+        self.outcomes: list[GenerationOutcome] = []
         self.error: BaseException | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._ask, args=(engine, asked), daemon=True)
         self._thread.start()
 
-    def _ask(self, engine: ShardedEngine, asked: list[Prompt]) -> None:
+    def _ask(self, engine: ShardedClient, asked: list[GenerationRequest]) -> None:
         def pause() -> None:
             if self._stop.is_set():
                 raise InterruptedError("asked to stop")
@@ -130,7 +136,7 @@ class Asking:
         except BaseException as error:  # noqa: BLE001 - told to the test
             self.error = error
 
-    def end(self) -> list[Answer | Refusal]:
+    def end(self) -> list[GenerationOutcome]:
         self._thread.join(LONG_S)
         assert not self._thread.is_alive()
         if self.error is not None:
@@ -142,12 +148,12 @@ class Asking:
         self._thread.join(LONG_S)
 
 
-def assert_answered(outcomes: list[Answer | Refusal], asked: list[Prompt]) -> None:
+def assert_answered(outcomes: list[GenerationOutcome], asked: list[GenerationRequest]) -> None:
     assert sorted(outcome.row_id for outcome in outcomes) == [prompt.row_id for prompt in asked], "each exactly once"
     by_id = {outcome.row_id: outcome for outcome in outcomes}
     for prompt in asked:
         answer = by_id[prompt.row_id]
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, GeneratedAnswer)
         assert answer.text == answer_text({"messages": prompt.messages, "seed": prompt.seed})
 
 
@@ -155,10 +161,10 @@ def test_shards_are_answered_by_workers_and_taken_in_whole(world: World, target:
     asked = prompts(target)
     with openai_double(Troubles(decline={"What is 7?": 400})) as service:
         world.worker()
-        outcomes = Asking(world.engine(service), asked).end()
+        outcomes = RunningClient(world.engine(service), asked).end()
         assert sum(service.attempts.values()) == ROWS
-    assert [o.row_id for o in outcomes if isinstance(o, Refusal)] == [asked[7].row_id]
-    assert_answered([o for o in outcomes if isinstance(o, Answer)], [*asked[:7], *asked[8:]])
+    assert [o.row_id for o in outcomes if isinstance(o, GenerationFailure)] == [asked[7].row_id]
+    assert_answered([o for o in outcomes if isinstance(o, GeneratedAnswer)], [*asked[:7], *asked[8:]])
     assert world.warnings == ["TokenIdsNotReturned"], "told once, not once per shard"
     assert list(world.store.list()) == [], "nothing is left lying"
     assert world.queue.length() == 0
@@ -168,14 +174,14 @@ def test_a_shard_whose_worker_was_killed_is_answered_by_another_and_finished_one
         world: World, target: Path) -> None:
     asked, gate = prompts(target), threading.Event()
     with openai_double(Troubles(gate=gate, before_gate=3 * SHARD_ROWS)) as service:
-        asking = Asking(world.engine(service), asked)
+        running = RunningClient(world.engine(service), asked)
         first = world.worker()  # its two processes finish two shards at least before all they ask is held back
-        eventually(lambda: len(asking.outcomes) >= 2 * SHARD_ROWS and service.at_once > 0)
+        eventually(lambda: len(running.outcomes) >= 2 * SHARD_ROWS and service.at_once > 0)
         world.kill(first)
-        finished = {outcome.row_id for outcome in asking.outcomes}
+        finished = {outcome.row_id for outcome in running.outcomes}
         gate.set()
         world.worker()
-        outcomes = asking.end()
+        outcomes = running.end()
     assert_answered(outcomes, asked)
     for prompt in asked:
         if prompt.row_id in finished:
@@ -185,14 +191,14 @@ def test_a_shard_whose_worker_was_killed_is_answered_by_another_and_finished_one
 def test_a_shard_that_takes_longer_than_the_visibility_timeout_is_not_asked_twice(world: World, target: Path) -> None:
     asked, gate = prompts(target, SHARD_ROWS), threading.Event()
     with openai_double(Troubles(gate=gate)) as service:
-        asking = Asking(world.engine(service), asked)
+        running = RunningClient(world.engine(service), asked)
         world.worker()
         world.worker()  # idle, and ready to take what is handed out again
         eventually(lambda: service.at_once == 2)
         until = time.monotonic() + 2 * VISIBILITY_S
         eventually(lambda: time.monotonic() > until)
         gate.set()
-        assert_answered(asking.end(), asked)
+        assert_answered(running.end(), asked)
         assert set(service.attempts.values()) == {1}
 
 
@@ -200,14 +206,14 @@ def test_a_stage_that_was_stopped_goes_on_with_what_its_workers_have_finished_si
         world: World, target: Path) -> None:
     asked, gate = prompts(target, 2 * SHARD_ROWS), threading.Event()
     with openai_double(Troubles(gate=gate)) as service:
-        asking = Asking(world.engine(service), asked)
+        running = RunningClient(world.engine(service), asked)
         world.worker()
         eventually(lambda: service.at_once > 0)
-        asking.stop()
-        assert isinstance(asking.error, InterruptedError)
+        running.stop()
+        assert isinstance(running.error, InterruptedError)
         gate.set()
         eventually(lambda: len(list(world.store.list("jobs/j/shards/done"))) == 2)
-        again = Asking(world.engine(service), asked)
+        again = RunningClient(world.engine(service), asked)
         assert_answered(again.end(), asked)
         assert set(service.attempts.values()) == {1}
 
@@ -215,41 +221,42 @@ def test_a_stage_that_was_stopped_goes_on_with_what_its_workers_have_finished_si
 def test_messages_that_a_redis_forgot_are_sent_again(world: World, target: Path) -> None:
     asked = prompts(target)
     with openai_double() as service:
-        asking = Asking(world.engine(service, resend_after_s=0.5), asked)
+        running = RunningClient(world.engine(service, resend_after_s=0.5), asked)
         eventually(lambda: world.queue.length() == 6)
         world.redis.kill()
         world.redis.start()
         world.worker()
-        eventually(lambda: not asking._thread.is_alive())
-        if isinstance(asking.error, BrokerAway):  # it looked while Redis was away: the stage is retried
-            asking = Asking(world.engine(service, resend_after_s=0.5), asked)
-        assert_answered(asking.end(), asked)
+        eventually(lambda: not running._thread.is_alive())
+        if isinstance(running.error, BrokerAway):  # it looked while Redis was away: the stage is retried
+            running = RunningClient(world.engine(service, resend_after_s=0.5), asked)
+        assert_answered(running.end(), asked)
 
 
 def test_a_shard_that_can_never_be_answered_ends_the_stage_with_the_reason(world: World, target: Path) -> None:
     with openai_double(Troubles(api_key="sesame")) as service:
         world.worker()
         with pytest.raises(Permanent, match="401"):
-            Asking(world.engine(service), prompts(target)).end()
+            RunningClient(world.engine(service), prompts(target)).end()
         service.troubles.api_key = None
-        assert_answered(Asking(world.engine(service), prompts(target)).end(), prompts(target))
+        assert_answered(RunningClient(world.engine(service), prompts(target)).end(), prompts(target))
 
 
 def test_an_endpoint_that_is_away_for_a_while_is_asked_again(world: World, target: Path) -> None:
     with openai_double(Troubles(everything=503)) as service:
-        asking = Asking(world.engine(service), prompts(target, SHARD_ROWS))
+        running = RunningClient(world.engine(service), prompts(target, SHARD_ROWS))
         world.worker()
         eventually(lambda: len(service.bodies) >= 2)
         service.troubles.everything = None
-        assert_answered(asking.end(), prompts(target, SHARD_ROWS))
+        assert_answered(running.end(), prompts(target, SHARD_ROWS))
 
 
 # Without workers.
 
 
-def an_order(store: ArtifactStore, service_url: str, asked: list[Prompt]) -> ShardOrder:
+def an_order(store: ArtifactStore, service_url: str, asked: list[GenerationRequest]) -> ShardMessage:
     spec = RegenerateSpec(engine="openai", base_url=service_url, concurrency=2)
-    order = ShardOrder(store_url=store.url, prefix="p", shard="", regenerate=spec, target=TargetSpec(model="org/name"),
+    order = ShardMessage(store_url=store.url, prefix="p", shard="", regenerate=spec,
+                           target=TargetSpec(model="org/name"),
                        context=None)
     return order.model_copy(update={"shard": shard_name(order, 0, asked)})
 
@@ -258,7 +265,7 @@ def test_the_second_of_two_workers_on_one_shard_writes_nothing(tmp_path: Path, t
     store, asked = open_store(str(tmp_path), StoreOptions()), prompts(target, 3)
     with openai_double() as service:
         order = an_order(store, service.url, asked)
-        engine = ShardedEngine(order, store, queue=None, sharding=Sharding(shard_rows=8),  # type: ignore[arg-type]
+        engine = ShardedClient(order, store, queue=None, sharding=ShardingConfig(shard_rows=8),  # type: ignore[arg-type]
                                tokenizer_dir=target, warn=lambda *_: None)
         engine._publish_tokenizer()
         assert not answer_shard(order, store, tmp_path / "cache", lambda: None), "its input was taken in and cleared"
@@ -287,7 +294,7 @@ def test_the_name_of_a_shard_says_what_is_asked_and_how(target: Path) -> None:
 
 def test_outcomes_survive_being_written_down_and_torn_ones_are_told() -> None:
     report = ShardReport(shard="0-a", num_outcomes=2, warnings=(("Why", "because"),))
-    outcomes = [Answer("a", [1], [2, 3], "stop", "x \u2028 \u00e9", True), Refusal("b", "no")]
+    outcomes = [GeneratedAnswer("a", [1], [2, 3], "stop", "x \u2028 \u00e9", True), GenerationFailure("b", "no")]
     data = write_outcomes(report, outcomes)
     assert read_outcomes(data, "k") == (report, outcomes)
     for torn in (b"", data[: len(data) // 2], data.rsplit(b"\n", 2)[0] + b"\n", b"{}\n"):
@@ -314,9 +321,9 @@ def test_what_is_not_set_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EYRIE_BROKER_URL", raising=False)
     with pytest.raises(InvalidInput, match="broker"):
         broker_url()
-    assert Sharding.from_env({}).shard_rows is None
+    assert ShardingConfig.from_env({}).shard_rows is None
     with pytest.raises(InvalidInput, match="EYRIE_SHARD_ROWS = '0'"):
-        Sharding.from_env({"EYRIE_SHARD_ROWS": "0"})
+        ShardingConfig.from_env({"EYRIE_SHARD_ROWS": "0"})
 
 
 def test_the_queue_has_the_name_that_scalers_are_told(world: World, target: Path) -> None:
@@ -327,4 +334,4 @@ def test_the_queue_has_the_name_that_scalers_are_told(world: World, target: Path
     assert client.Redis.from_url(world.redis.url).llen(SHARD_QUEUE) == world.queue.length() == 1
     assert SHARD_QUEUE == "eyrie-shards"
     assert not world.queue.is_held(an_order(world.store, "http://127.0.0.1:1/v1", prompts(target, 1)))
-    assert held_name(an_order(world.store, "http://a/v1", prompts(target, 1))).startswith("sha256:")
+    assert hold_name(an_order(world.store, "http://a/v1", prompts(target, 1))).startswith("sha256:")

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.speculation.noise import RowNoise
-from eyrie_workers.speculation.protocol import DraftStep, DraftTree, SettledPairs
-from eyrie_workers.speculation.tree import grow
+from eyrie_workers.speculation.protocol import CommittedTokens, DraftStep, DraftTree
+from eyrie_workers.speculation.tree import build_draft_tree
 from eyrie_workers.targets.model import TargetModel
 
 
@@ -37,7 +37,7 @@ class RandomDrafter:
     def admit(self, state: TextState, row: int, prompt: Sequence[int]) -> None:
         state.texts[row], state.aux[row] = [prompt[0]], []
 
-    def extend(self, state: TextState, pairs: SettledPairs) -> None:
+    def extend(self, state: TextState, pairs: CommittedTokens) -> None:
         assert len(set(pairs.rows.tolist())) == len(pairs.rows)
         for index, row in enumerate(pairs.rows.tolist()):
             length = int(pairs.lengths[index])
@@ -60,7 +60,7 @@ class RandomDrafter:
             assert bool((mask.sum(-1) == depth).all())  # itself and one ancestor per depth above
             return DraftStep(logits(tokens.shape[1]), hidden)
 
-        return grow(DraftStep(logits(1), torch.zeros(len(rows), 1, 1)), step, shape, None, noise)
+        return build_draft_tree(DraftStep(logits(1), torch.zeros(len(rows), 1, 1)), step, shape, None, noise)
 
 
 @dataclass
@@ -109,4 +109,4 @@ class OracleDrafter(RandomDrafter):
                     packed[index, node, 1:1 + len(path)] = torch.tensor(path)
             return packed
 
-        return grow(DraftStep(all_logits(), pack()), step, shape, None, noise)
+        return build_draft_tree(DraftStep(all_logits(), pack()), step, shape, None, noise)

@@ -1,9 +1,9 @@
 """Verification against brute force: toy targets, any tree, and rules written from the papers in plain numbers.
 
-A toy target answers every prefix over a tiny vocabulary with logits of its own. What `choose` and `follow` emit is held
-to two readings that share no code with them:
+A toy target has logits of its own for every prefix over a tiny vocabulary. The output of `sample_target_tokens` and
+`accept_path` is compared with two implementations that share no code with them:
 
-    word by word    the text the target alone would have gone on with under the same noise, cut where the tree ends
+    token by token  the text that the target alone generates under the same noise, cut where the tree ends
     exactly         the distribution over emitted texts, enumerated: at each node every token with its probability, on
                     into the child that carries it, else out ("naive sampling" of SpecInfer, arXiv:2305.09781)
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN
-from eyrie_workers.speculation.verify import choose, follow
+from eyrie_workers.speculation.verify import accept_path, sample_target_tokens
 from tests.workers.speculation.chi_square import chi_square_score
 
 VOCAB = 5
@@ -133,9 +133,9 @@ def verified(toy: Toy, tree: Tree, sampling: SamplingSpec, gumbel_BLV: Tensor) -
     logits = torch.tensor([toy.logits(tree.prefix(node)) for node in range(len(tree.tokens))], dtype=torch.float64)
     depths = torch.tensor([len(tree.prefix(node)) for node in range(len(tree.tokens))])
     noise = RowNoise(torch.full((num_rows,), sampling.temperature or 1.0, dtype=torch.float64), gumbel_BLV)
-    choices = choose(logits.expand(num_rows, -1, -1), depths.expand(num_rows, -1), [sampling] * num_rows,
+    choices = sample_target_tokens(logits.expand(num_rows, -1, -1), depths.expand(num_rows, -1), [sampling] * num_rows,
                      None if sampling.temperature == 0.0 else noise)
-    return [follow(tree.tokens, tree.parents, chosen).tokens for chosen in choices.tolist()]
+    return [accept_path(tree.tokens, tree.parents, chosen).tokens for chosen in choices.tolist()]
 
 
 def gumbel_noise(num_rows: int, seed: int) -> Tensor:

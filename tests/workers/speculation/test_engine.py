@@ -284,7 +284,7 @@ def test_following_the_load_changes_no_token_and_keeps_the_drafter_fed(sampling:
         seen.append(num_rows)
         return None if num_rows == 3 else TREE if num_rows == 2 else CHAIN
 
-    engine.draft_by(by_load, [TREE, CHAIN])
+    engine.set_tree_schedule(by_load, [TREE, CHAIN])
     for request in asked:
         engine.submit(request)
     done: dict[str, Generation] = {}
@@ -310,7 +310,7 @@ def test_a_shape_may_not_change_under_way(targets: dict[str, TargetModel]) -> No
     with pytest.raises(Conflict):
         engine.tree = None
     with pytest.raises(Conflict):
-        engine.draft_by(lambda _num_rows: CHAIN, [CHAIN])
+        engine.set_tree_schedule(lambda _num_rows: CHAIN, [CHAIN])
 
 
 def test_cancelling_in_a_cache_that_has_grown_leaves_the_others_their_answers(targets: dict[str, TargetModel]) -> None:

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_workers.speculation.marginals import draft
+from eyrie_workers.speculation.marginals import build_tree_from_marginals
 from eyrie_workers.speculation.noise import RowNoise, gumbel
 from eyrie_workers.speculation.protocol import NO_TOKEN, DraftStep, DraftTree
 from eyrie_workers.speculation.static_tree import static_topology
-from eyrie_workers.speculation.tree import ancestors, grow, is_chain
+from eyrie_workers.speculation.tree import ancestors, build_draft_tree, is_chain
 
 VOCAB = 7
 
@@ -47,7 +47,7 @@ def best_prefixes(logits_SD: torch.Tensor, num_steps: int, top_k: int) -> list[f
 @given(cases())
 def test_the_tree_holds_the_most_probable_prefixes_and_nothing_else(case: tuple[torch.Tensor, DraftTreeShape]) -> None:
     logits, shape = case
-    tree = draft(logits, shape)
+    tree = build_tree_from_marginals(logits, shape)
     confidence = logits.double().log_softmax(-1)
     for row in range(len(logits)):
         assert [int(token) for token in tree.tokens[row, :1]] == [NO_TOKEN]
@@ -66,7 +66,7 @@ def test_the_tree_holds_the_most_probable_prefixes_and_nothing_else(case: tuple[
 def test_a_static_tree_has_its_topology_filled_by_rank(case: tuple[torch.Tensor, DraftTreeShape]) -> None:
     logits, shape = case
     shape = shape.model_copy(update={"static": True})
-    tree, topology = draft(logits, shape), static_topology(shape)
+    tree, topology = build_tree_from_marginals(logits, shape), static_topology(shape)
     depths = ancestors(tree.parents, shape.num_steps).sum(-1) - 1
     assert tree.parents.tolist() == [list(topology.parents)] * len(logits)
     for row, node in product(range(len(logits)), range(1, shape.num_draft_tokens)):
@@ -86,7 +86,7 @@ def test_a_chain_holds_the_first_choices_and_no_token_beyond(depths: int, num_st
     logits = torch.randn(3, depths, VOCAB, generator=torch.Generator().manual_seed(depths * 7 + num_steps))
     shape = DraftTreeShape(num_steps=num_steps, top_k=1, num_draft_tokens=num_steps + 1)
     for static in (False, True):
-        tree = draft(logits, shape.model_copy(update={"static": static}))
+        tree = build_tree_from_marginals(logits, shape.model_copy(update={"static": static}))
         said = min(depths, num_steps)
         assert is_chain(tree.parents)
         assert tree.tokens[:, 1: said + 1].tolist() == logits.argmax(-1)[:, :said].tolist()
@@ -97,14 +97,14 @@ def test_a_chain_holds_the_first_choices_and_no_token_beyond(depths: int, num_st
 def test_draft_ids_become_target_ids() -> None:
     logits, ids = torch.randn(2, 3, VOCAB), torch.tensor([2, 3, 11, 12, 20, 31, 40])
     shape = DraftTreeShape(num_steps=3, top_k=3, num_draft_tokens=9)
-    plain, mapped = draft(logits, shape), draft(logits, shape, ids)
+    plain, mapped = build_tree_from_marginals(logits, shape), build_tree_from_marginals(logits, shape, ids)
     assert mapped.tokens[:, 1:].tolist() == ids[plain.tokens[:, 1:]].tolist()
     assert torch.equal(plain.parents, mapped.parents)
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_each_depth_is_coupled_to_the_noise_of_its_own_position_as_in_a_grown_tree(top_k: int) -> None:
-    """A drafter whose step says the same whatever the path is: `grow` and marginals must agree on every token."""
+    """With a step that ignores the path, `build_draft_tree` and marginals must agree on every token."""
     rows, depths, ids = 2, 3, torch.tensor([0, 1, 4, 6, 7, 8, 9])
     logits = torch.randn(rows, depths, VOCAB, generator=torch.Generator().manual_seed(3))
     noise = RowNoise(torch.tensor([1.0, 0.7], dtype=torch.float64), torch.stack([gumbel(5, 9, 4, 10),
@@ -113,18 +113,19 @@ def test_each_depth_is_coupled_to_the_noise_of_its_own_position_as_in_a_grown_tr
     def step(tokens: torch.Tensor, hidden: torch.Tensor, mask: torch.Tensor, depth: int) -> DraftStep:
         return DraftStep(logits[:, depth: depth + 1].expand(-1, tokens.shape[1], -1), hidden)
 
-    # Few enough nodes that no depth has more than top_k parents, as `grow` demands.
+    # Few enough nodes that no depth has more than top_k parents, as `build_draft_tree` demands.
     shape = DraftTreeShape(num_steps=depths, top_k=top_k, num_draft_tokens=4 if top_k == 1 else 5)
-    grown = grow(DraftStep(logits[:, :1], torch.zeros(rows, 1, 1)), step, shape, ids, noise)
-    drawn = draft(logits, shape, ids, noise)
+    grown = build_draft_tree(DraftStep(logits[:, :1], torch.zeros(rows, 1, 1)), step, shape, ids, noise)
+    drawn = build_tree_from_marginals(logits, shape, ids, noise)
     for row in range(rows):
         assert sorted(paths(grown, row)) == sorted(paths(drawn, row))
-    assert drawn.tokens.tolist() != draft(logits, shape, ids).tokens.tolist()  # the noise decides something here
+    without_noise = build_tree_from_marginals(logits, shape, ids)
+    assert drawn.tokens.tolist() != without_noise.tokens.tolist()
 
 
 def test_half_precision_logits_rank_as_their_values() -> None:
     logits = torch.randn(1, 4, 400, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     shape = DraftTreeShape(num_steps=4, top_k=4, num_draft_tokens=20)
-    half, full = draft(logits, shape), draft(logits.float(), shape)
+    half, full = build_tree_from_marginals(logits, shape), build_tree_from_marginals(logits.float(), shape)
     assert half.tokens.tolist() == full.tokens.tolist()
     assert half.scores.dtype == torch.float32

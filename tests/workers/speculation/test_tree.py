@@ -7,7 +7,7 @@ from torch import Tensor
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.speculation.protocol import NO_TOKEN, DraftStep, DraftTree
-from eyrie_workers.speculation.tree import ancestors, grow, is_chain
+from eyrie_workers.speculation.tree import ancestors, build_draft_tree, is_chain
 
 Path = tuple[int, ...]
 
@@ -19,7 +19,7 @@ def toy_logits(path: Path, row: int, vocab_size: int, seed: int) -> Tensor:
 
 
 class ToyDrafter:
-    """Runs `grow` on `toy_logits`; the hidden state of a node is the number of its path."""
+    """Runs `build_draft_tree` on `toy_logits`; the hidden state of a node is the number of its path."""
 
     def __init__(self, num_rows: int, vocabulary: list[int], seed: int) -> None:
         self.num_rows, self.vocabulary, self.seed = num_rows, vocabulary, seed
@@ -95,7 +95,7 @@ def shapes(draw: st.DrawFn) -> DraftTreeShape:
 def test_grown_trees_equal_the_reference(shape: DraftTreeShape, num_rows: int, vocab: int, seed: int) -> None:
     vocabulary = [3 * token + 1 for token in range(vocab)]
     drafter = ToyDrafter(num_rows, vocabulary, seed)
-    tree = grow(drafter.first(), drafter.step, shape, torch.tensor(vocabulary))
+    tree = build_draft_tree(drafter.first(), drafter.step, shape, torch.tensor(vocabulary))
     assert tree.tokens.shape == (num_rows, shape.num_draft_tokens)
     for row in range(num_rows):
         found, expected = paths_of(tree, row), reference_tree(shape, vocabulary, row, seed)
@@ -126,7 +126,7 @@ def test_ties_keep_parents_with_their_children() -> None:
         return DraftStep(torch.full((1, tokens.shape[1], 2), 0.0), hidden)
 
     shape = DraftTreeShape(num_steps=4, top_k=2, num_draft_tokens=7)
-    tree = grow(DraftStep(torch.zeros(1, 1, 2), torch.zeros(1, 1, 1)), flat, shape)
+    tree = build_draft_tree(DraftStep(torch.zeros(1, 1, 2), torch.zeros(1, 1, 1)), flat, shape)
     assert len(paths_of(tree, 0)) == 6
 
 
@@ -135,7 +135,7 @@ def test_a_draft_vocabulary_smaller_than_the_tree_leaves_empty_nodes() -> None:
         return DraftStep(torch.zeros(1, tokens.shape[1], 1), hidden)
 
     shape = DraftTreeShape(num_steps=2, top_k=3, num_draft_tokens=10)
-    tree = grow(DraftStep(torch.zeros(1, 1, 1), torch.zeros(1, 1, 1)), certain, shape, torch.tensor([42]))
+    tree = build_draft_tree(DraftStep(torch.zeros(1, 1, 1), torch.zeros(1, 1, 1)), certain, shape, torch.tensor([42]))
     assert tree.tokens.tolist() == [[NO_TOKEN, 42, 42] + [NO_TOKEN] * 7]
     assert tree.parents.tolist()[0][:3] == [0, 0, 1]
 
@@ -150,7 +150,7 @@ def test_branches_may_see_the_keys_written_at_their_place_instead_of_their_ances
         return DraftStep(torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(depth)), hidden)
 
     first = DraftStep(torch.randn(2, 1, 5, generator=torch.Generator().manual_seed(0)), torch.zeros(2, 1, 1))
-    grow(first, step, shape, branch_keys="places")
+    build_draft_tree(first, step, shape, branch_keys="frontier_slots")
     for depth, mask in enumerate(masks, start=1):
         for place in range(3):
             assert torch.nonzero(mask[0, place]).flatten().tolist() == [3 * above + place for above in range(depth)]

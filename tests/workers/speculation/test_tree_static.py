@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.speculation.protocol import NO_TOKEN, DraftStep
 from eyrie_workers.speculation.static_tree import accepted_at, static_topology
-from eyrie_workers.speculation.tree import grow
+from eyrie_workers.speculation.tree import build_draft_tree
 from tests.workers.speculation.test_tree import ToyDrafter, paths_of, toy_logits
 
 
@@ -88,7 +88,7 @@ def test_the_prior_falls_with_every_rank() -> None:
 def test_every_node_takes_the_guess_of_its_rank(shape: DraftTreeShape, num_rows: int, vocab: int, seed: int) -> None:
     vocabulary = [3 * token + 1 for token in range(vocab)]
     drafter = ToyDrafter(num_rows, vocabulary, seed)
-    tree = grow(drafter.first(), drafter.step, shape, torch.tensor(vocabulary))
+    tree = build_draft_tree(drafter.first(), drafter.step, shape, torch.tensor(vocabulary))
     assert tree.parents.tolist() == [list(static_topology(shape).parents)] * num_rows
     for row in range(num_rows):
         expected: dict[tuple[int, ...], float] = {}
@@ -112,7 +112,7 @@ def test_only_nodes_that_have_children_are_run() -> None:
         widths.append(tokens.shape[1])
         return drafter.step(tokens, hidden, mask, depth)
 
-    grow(drafter.first(), step, shape)
+    build_draft_tree(drafter.first(), step, shape)
     inner = {path[:-1] for path in paths(shape)[1:]}
     by_depth = Counter(len(path) for path in inner)
     assert widths == [by_depth[depth] for depth in range(1, max(by_depth) + 1)]
@@ -122,7 +122,7 @@ def test_only_nodes_that_have_children_are_run() -> None:
 def test_a_draft_vocabulary_smaller_than_the_tree_is_wide_leaves_empty_nodes() -> None:
     shape = DraftTreeShape(num_steps=2, top_k=3, num_draft_tokens=13, static=True)
     drafter = ToyDrafter(1, [7, 5], 3)
-    tree = grow(drafter.first(), drafter.step, shape, torch.tensor([7, 5]))
+    tree = build_draft_tree(drafter.first(), drafter.step, shape, torch.tensor([7, 5]))
     ranks = torch.tensor(static_topology(shape).ranks)
     assert torch.equal(tree.tokens[0] == NO_TOKEN, (ranks > 1) | (torch.arange(13) == 0))
     live = tree.tokens[0] != NO_TOKEN

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.speculation.noise import RowNoise, gumbel
-from eyrie_workers.speculation.verify import choose, follow, truncate
+from eyrie_workers.speculation.verify import accept_path, apply_top_k_top_p, sample_target_tokens
 from tests.workers.speculation.chi_square import chi_square_score
 
 
@@ -32,7 +32,7 @@ def test_following_finds_the_longest_agreeing_path(nodes: list[tuple[int, int]],
         return [*above, node] if above is not None and choices[parents[node]] == tokens[node] else None
 
     longest = max((path for node in range(len(tokens)) if (path := agreeing(node)) is not None), key=len)
-    path = follow(tokens, parents, choices)
+    path = accept_path(tokens, parents, choices)
     assert path.nodes == longest
     assert path.tokens == [choices[node] for node in longest]
 
@@ -43,7 +43,7 @@ def test_truncation_keeps_what_hugging_face_keeps(seed: int, top_k: int, top_p: 
     from transformers import TopKLogitsWarper, TopPLogitsWarper
 
     scores = torch.randn(3, 10, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
-    ours = truncate(scores, SamplingSpec(top_k=top_k, top_p=top_p))
+    ours = apply_top_k_top_p(scores, SamplingSpec(top_k=top_k, top_p=top_p))
     theirs = scores
     if top_k:
         theirs = TopKLogitsWarper(top_k=min(top_k, 10))(None, theirs)
@@ -59,10 +59,10 @@ def test_rows_of_one_batch_are_chosen_each_by_their_own_sampling() -> None:
     samplings = [SamplingSpec(temperature=0.0), SamplingSpec(temperature=0.7, top_k=5), SamplingSpec(temperature=1.3)]
     noise = RowNoise(torch.tensor([1.0, 0.7, 1.3], dtype=torch.float64),
                      torch.stack([torch.zeros(3, 50, dtype=torch.float64), gumbel(1, 7, 3, 50), gumbel(2, 9, 3, 50)]))
-    together = choose(logits, depths, samplings, noise)
+    together = sample_target_tokens(logits, depths, samplings, noise)
     assert torch.equal(together[0], logits[0].argmax(-1))
     for row in range(3):
-        alone = choose(logits[row:row + 1], depths[row:row + 1], samplings[row:row + 1],
+        alone = sample_target_tokens(logits[row:row + 1], depths[row:row + 1], samplings[row:row + 1],
                        RowNoise(noise.temperature[row:row + 1], noise.gumbel[row:row + 1]))
         assert torch.equal(together[row], alone[0])
     top5 = logits[1].topk(5).indices
@@ -100,14 +100,14 @@ def decode_texts(accept: Accept) -> Tensor:
         noise = RowNoise(torch.ones(NUM_SEEDS, dtype=torch.float64),
                          noise_rows.gather(1, at[:, :, None].expand(-1, -1, VOCAB)))
         samplings = [SamplingSpec(temperature=1.0)] * NUM_SEEDS
-        choices = choose(TARGET[nodes], torch.arange(3).expand(NUM_SEEDS, -1), samplings, noise)
+        choices = sample_target_tokens(TARGET[nodes], torch.arange(3).expand(NUM_SEEDS, -1), samplings, noise)
         drafts = torch.cat([nodes[:, 1:], torch.full((NUM_SEEDS, 1), -1)], 1)
         choices = accept(choices, drafts, nodes)
         walked = zip(nodes.tolist(), choices.tolist(), settled.tolist(), strict=True)
         for row, (tokens, chosen, start) in enumerate(walked):
             if start >= LENGTH:
                 continue
-            path = follow(tokens, [0, 0, 1], chosen)
+            path = accept_path(tokens, [0, 0, 1], chosen)
             end = min(start + len(path.tokens), LENGTH + 3)
             answers[row, start:end] = torch.tensor(path.tokens[:end - start])
             settled[row], root[row] = end, path.tokens[-1]

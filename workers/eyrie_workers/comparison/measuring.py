@@ -4,7 +4,7 @@ One engine per checkpoint over one target, and one that drafts nothing; a varian
 answer a block before the next begins, another one first each time, so a machine that slows down slows all alike. A
 block is timed as `measurement.benchmark.blocks.run_block` does it: whole requests, prefill included, every slot busy.
 
-Beside the clock each engine keeps what its rounds were spent on (`engine.Spent`), which is where the cost of drafting
+Each engine also counts the seconds of its phases (`engine.EngineStats`), which is where the cost of drafting
 comes from, and every answer is kept, to be compared with the undrafted one.
 """
 
@@ -99,11 +99,11 @@ class Ready:
     def run(self, variant: Variant, block: Block, requests: Sequence[Request]) -> VariantRun:
         """One variant, one block."""
         engine = self.engines[variant.family]
-        engine.spent.reset()
+        engine.stats.reset()
         setting = OFF_SETTING if variant.tree is None else Setting(tree=variant.tree)
         cpu = time.process_time()
         done = run_block({setting.method: engine}, setting, requests, block.concurrency, block.index)
-        cpu, spent = time.process_time() - cpu, engine.spent
+        cpu, spent = time.process_time() - cpu, engine.stats
         return VariantRun(block=done, cpu_seconds=cpu, prefill_s=spent.prefill_s, draft_s=spent.draft_s,
                       verify_s=spent.verify_s, rounds=spent.rounds, nodes=spent.nodes)
 

@@ -69,9 +69,9 @@ from eyrie_workers.drafters.layers.decoder import (
 from eyrie_workers.drafters.layers.kv_cache import DrafterKVCache, NewTokens, beside
 from eyrie_workers.drafters.validation.family_checks import loaded_by
 from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.speculation.marginals import draft
+from eyrie_workers.speculation.marginals import build_tree_from_marginals
 from eyrie_workers.speculation.noise import RowNoise
-from eyrie_workers.speculation.protocol import Drafter, DrafterState, DraftTree, SettledPairs
+from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftTree
 from eyrie_workers.targets.config import FULL, TargetConfig, parse_config
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear, rms_normalise
@@ -249,7 +249,7 @@ class DFlashServer:
         state.kept.settled[row] = 0
 
     @torch.inference_mode()
-    def extend(self, state: DrafterState, pairs: SettledPairs) -> None:
+    def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
         """Keep the keys of the pairs' features: no attention and no MLP."""
         assert isinstance(state, DFlashState)
         rows, num_pairs = pairs.rows.tolist(), pairs.tokens.shape[1]
@@ -277,7 +277,7 @@ class DFlashServer:
         attend = NewTokens(state.kept, row_list, settled, size, beside(settled, whole))
         _, states = self._model.run(tokens_BC.flatten(), positions_BC.flatten(), attend)
         asked = states.unflatten(0, (-1, size))[:, 1:1 + shape.num_steps]
-        return draft(self._target.logits(asked), shape, None, noise)
+        return build_tree_from_marginals(self._target.logits(asked), shape, None, noise)
 
 
 def _create(

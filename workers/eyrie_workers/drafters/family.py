@@ -67,7 +67,7 @@ class Family:
 
     serve: Callable[[Path, TargetModel], Drafter]
     """Load an export for the engine: (directory, target). Raises ArtifactMissing, CheckpointInvalid. Called where the
-    target computes (`targets.device.on`): `checkpoint.read_tensors` and tensors made in it lie there."""
+    target computes (`targets.device.device_scope`): `checkpoint.read_tensors` and tensors made in it lie there."""
 
     examine: Examine
     """Everything that is wrong with a directory of its architecture (`drafters.check`)."""

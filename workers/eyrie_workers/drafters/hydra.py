@@ -11,7 +11,7 @@ the target's output matrix, so a new drafter repeats the target's choice as Medu
 
 In training the tokens are the true ones, also where hits are counted: what a head is asked in serving is whether it is
 right after a right path. A path is drafted token by token, one head a depth, so trees grow by confidence like EAGLE's
-(`speculation.tree.grow`); what a node hands to its children is its z. There are no keys and no positions.
+(`speculation.tree.build_draft_tree`); what a node hands to its children is its z. There are no keys and no positions.
 
 Two things differ from the paper. e is the target's embedding scaled to a mean square of one. And W is shared, which
 spares S - 1 matrices of [D, H]. Measured on the quickstart target (295 answers of 16 k tokens, 4 epochs, 7 heads,
@@ -50,8 +50,8 @@ from eyrie_workers.drafters.medusa import last_states
 from eyrie_workers.drafters.validation.family_checks import loaded_by
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
-from eyrie_workers.speculation.protocol import NO_TOKEN, Drafter, DrafterState, DraftStep, DraftTree, SettledPairs
-from eyrie_workers.speculation.tree import grow
+from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, Drafter, DrafterState, DraftStep, DraftTree
+from eyrie_workers.speculation.tree import build_draft_tree
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear
@@ -176,7 +176,7 @@ class HydraServer:
         """Nothing to forget: the first pairs overwrite what is there."""
 
     @torch.inference_mode()
-    def extend(self, state: DrafterState, pairs: SettledPairs) -> None:
+    def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
         """Keep each row's last pair."""
         assert isinstance(state, HydraState)
         chosen = pairs.tokens.gather(1, (pairs.lengths - 1).to(pairs.tokens.device)[:, None])[:, 0]
@@ -188,7 +188,7 @@ class HydraServer:
         """Grow one tree per row as deep as there are heads; NO_TOKEN beyond."""
         assert isinstance(state, HydraState)
         first = self._say(0, state.read[rows][:, None])
-        tree = grow(first, self._step, _within(shape, self._num_heads), self._draft_ids_D, noise)
+        tree = build_draft_tree(first, self._step, _within(shape, self._num_heads), self._draft_ids_D, noise)
         return _filled(tree, shape.num_draft_tokens)
 
     def _step(self, tokens: Tensor, hidden: Tensor, mask: Tensor, depth: int) -> DraftStep:

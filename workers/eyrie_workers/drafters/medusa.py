@@ -46,9 +46,9 @@ from eyrie_workers.drafters.family import Family, final
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.drafters.validation.family_checks import loaded_by
 from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.speculation.marginals import draft
+from eyrie_workers.speculation.marginals import build_tree_from_marginals
 from eyrie_workers.speculation.noise import RowNoise
-from eyrie_workers.speculation.protocol import Drafter, DrafterState, DraftTree, SettledPairs
+from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftTree
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear
@@ -152,7 +152,7 @@ class MedusaServer:
         """Nothing to forget: the first pairs overwrite what is there."""
 
     @torch.inference_mode()
-    def extend(self, state: DrafterState, pairs: SettledPairs) -> None:
+    def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
         """Keep each row's last state."""
         assert isinstance(state, MedusaState)
         state.last[pairs.rows] = last_states(pairs).to(self._dtype)
@@ -166,10 +166,10 @@ class MedusaServer:
         h_BSH = residual(h_BH[:, None], self._blocks(h_BH).view(h_BH.shape[0], self._num_heads, -1))
         asked = min(shape.num_steps, self._num_heads)
         logits_BSD = torch.stack([self._outputs[head](h_BSH[:, head].contiguous()) for head in range(asked)], 1)
-        return draft(logits_BSD, shape, self._draft_ids_D, noise)
+        return build_tree_from_marginals(logits_BSD, shape, self._draft_ids_D, noise)
 
 
-def last_states(pairs: SettledPairs) -> Tensor:
+def last_states(pairs: CommittedTokens) -> Tensor:
     """[B, H] the first aux state of each row's last pair."""
     rows = torch.arange(pairs.lengths.numel(), device=pairs.aux.device)
     return pairs.aux[rows, (pairs.lengths - 1).to(pairs.aux.device), 0]

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.speculation.noise import RowNoise
-from eyrie_workers.speculation.protocol import NO_TOKEN, DrafterState, DraftTree, SettledPairs
+from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, DrafterState, DraftTree
 
 # Longer suffixes pick better continuations, shorter ones find some at all. A single token recurs everywhere and says
 # little of what follows it: two at least, as four at most.
@@ -91,7 +91,7 @@ class NgramDrafter:
         state.texts[row] = Text()
         state.texts[row].append(prompt[0])
 
-    def extend(self, state: DrafterState, pairs: SettledPairs) -> None:
+    def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
         """Take in the tokens of the pairs."""
         assert isinstance(state, NgramState)
         for row, tokens, length in zip(pairs.rows.tolist(), pairs.tokens.tolist(), pairs.lengths.tolist(), strict=True):

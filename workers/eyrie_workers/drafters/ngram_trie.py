@@ -32,7 +32,7 @@ from torch import Tensor
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.speculation.noise import RowNoise
-from eyrie_workers.speculation.protocol import NO_TOKEN, DrafterState, DraftTree, SettledPairs
+from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, DrafterState, DraftTree
 
 WINDOW = 18
 """SGLang's `max_trie_depth`: the longest path of the trie."""
@@ -80,7 +80,7 @@ class TrieDrafter:
         assert isinstance(state, TrieState)
         state.texts[row] = _Text([prompt[0]])
 
-    def extend(self, state: DrafterState, pairs: SettledPairs) -> None:
+    def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
         """Take in the tokens of the pairs."""
         assert isinstance(state, TrieState)
         for row, tokens, length in zip(pairs.rows.tolist(), pairs.tokens.tolist(), pairs.lengths.tolist(), strict=True):

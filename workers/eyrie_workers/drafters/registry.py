@@ -15,7 +15,7 @@ from eyrie_workers.drafters.eagle3 import family as eagle3_family
 from eyrie_workers.drafters.family import Family, Layers
 from eyrie_workers.drafters.ngram import NgramDrafter
 from eyrie_workers.speculation.protocol import Drafter
-from eyrie_workers.targets.device import on
+from eyrie_workers.targets.device import device_scope
 from eyrie_workers.targets.model import TargetModel
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (
@@ -55,7 +55,7 @@ def open_drafter(directory: Path, target: TargetModel) -> Drafter:
     architectures = read_config(directory).get("architectures")
     for family in FAMILIES.values():
         if architectures == [family.architecture]:
-            with on(target.device):
+            with device_scope(target.device):
                 return family.serve(directory, target)
     raise CheckpointInvalid(f"{directory} holds a drafter of architecture {json.dumps(architectures)}",
                             f"use one of {', '.join(family.architecture for family in FAMILIES.values())}")

@@ -65,8 +65,8 @@ from eyrie_workers.drafters.layers.kv_cache import DrafterKVCache, NewTokens, be
 from eyrie_workers.drafters.validation.family_checks import loaded_by
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
-from eyrie_workers.speculation.protocol import Drafter, DrafterState, DraftStep, DraftTree, SettledPairs
-from eyrie_workers.speculation.tree import BranchKeys, grow
+from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftStep, DraftTree
+from eyrie_workers.speculation.tree import BranchKeys, build_draft_tree
 from eyrie_workers.targets.config import TargetConfig, parse_config
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import TargetModel
@@ -185,7 +185,7 @@ class StandaloneServer:
         if self.reads_first_token:
             self._read(state, [row], torch.tensor([list(prompt[:1])]), [1])
 
-    def extend(self, state: DrafterState, pairs: SettledPairs) -> None:
+    def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
         """Read the tokens of the pairs, and predict from the last of each row."""
         assert isinstance(state, StandaloneState)
         self._read(state, pairs.rows.tolist(), pairs.tokens, pairs.lengths.tolist())
@@ -219,7 +219,7 @@ class StandaloneServer:
 
         logits = state.logits.index_select(0, rows)[:, None]
         first = DraftStep(logits, logits.new_zeros(len(row_list), 1, 1))
-        return grow(first, step, shape, None, noise, self.branch_keys)
+        return build_draft_tree(first, step, shape, None, noise, self.branch_keys)
 
 
 def _create(

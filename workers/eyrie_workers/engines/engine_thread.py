@@ -18,7 +18,7 @@ from typing import Literal
 from eyrie_api.errors import EyrieError
 from eyrie_workers.engines.metrics import EngineMetrics
 from eyrie_workers.engines.openai_api import NotReady, Overloaded
-from eyrie_workers.speculation.engine import Engine, Progress, Request
+from eyrie_workers.speculation.engine import Engine, Request, StepOutput
 from eyrie_workers.targets.templates import ChatTokenizer
 
 State = Literal["loading", "ready", "failed", "stopped"]
@@ -34,7 +34,7 @@ class LoadedEngine:
     tokenizer: ChatTokenizer
 
 
-Listener = Callable[[Progress | EyrieError], None]
+Listener = Callable[[StepOutput | EyrieError], None]
 """Called in the loop's thread: must not block."""
 
 
@@ -168,7 +168,7 @@ class EngineThread:
         with self._lock:
             self._accepted -= 1
 
-    def _deliver(self, progress: Progress) -> None:
+    def _deliver(self, progress: StepOutput) -> None:
         client = self._clients[progress.id]
         now = time.monotonic()
         if progress.token_ids:

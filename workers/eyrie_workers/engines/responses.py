@@ -24,7 +24,7 @@ from eyrie_workers.engines.openai_api import (
     fit_context,
     usage,
 )
-from eyrie_workers.speculation.engine import Progress, Request
+from eyrie_workers.speculation.engine import Request, StepOutput
 
 # Seeds are 63-bit: what a signed 64-bit field of any client holds.
 _SEED_MASK = 2**63 - 1
@@ -92,7 +92,7 @@ class ResponseBuilder:
     def __post_init__(self) -> None:
         self._text = ResponseText(self.decode, self.wanted.stops, gate_calls=self.wanted.has_tools)
 
-    def take(self, progress: Progress) -> str:
+    def take(self, progress: StepOutput) -> str:
         """Take in what one step yielded; return the text to show. Sets `finish` at the end."""
         for count in progress.accepted:
             self._histogram += [0] * (count + 1 - len(self._histogram))

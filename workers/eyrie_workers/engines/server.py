@@ -55,7 +55,7 @@ from eyrie_workers.engines.openai_api import (
     parse_completion,
 )
 from eyrie_workers.engines.responses import GenerationRequest, ResponseBuilder, want
-from eyrie_workers.speculation.engine import Engine, Progress
+from eyrie_workers.speculation.engine import Engine, StepOutput
 
 # A conversation that fills a 128k context is well under a megabyte; tools and JSON escapes included, four are ample.
 MAX_BODY_BYTES = 4 * 2**20
@@ -121,10 +121,10 @@ class Exchange:
         self.wanted = wanted
         self._service = service
         self._answer = answer
-        self._inbox: asyncio.Queue[Progress | EyrieError] = asyncio.Queue()
+        self._inbox: asyncio.Queue[StepOutput | EyrieError] = asyncio.Queue()
         home = asyncio.get_running_loop()
 
-        def listener(news: Progress | EyrieError) -> None:
+        def listener(news: StepOutput | EyrieError) -> None:
             with contextlib.suppress(RuntimeError):  # the event loop is gone: so is the client
                 home.call_soon_threadsafe(self._inbox.put_nowait, news)
 
@@ -151,7 +151,7 @@ class Exchange:
             for chunk in self._answer.closing():
                 yield chunk
 
-    async def _next(self) -> Progress:
+    async def _next(self) -> StepOutput:
         news = await self._inbox.get()
         if isinstance(news, EyrieError):
             raise news
@@ -302,7 +302,7 @@ def load(options: Options) -> LoadedEngine:
         def choose(num_rows: int) -> DraftTreeShape | None:
             return next((shape for rows, shape in reversed(slots) if rows <= num_rows), slots[0][1])
 
-        engine.draft_by(choose, [shape for _, shape in slots if shape is not None])
+        engine.set_tree_schedule(choose, [shape for _, shape in slots if shape is not None])
     return LoadedEngine(engine, tokenizer)
 
 

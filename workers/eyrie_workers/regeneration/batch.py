@@ -32,12 +32,16 @@ from eyrie_workers.regeneration.endpoint import (
     Endpoint,
     declined,
     fatal,
-    may_pass,
-    read_answer,
+    is_retryable,
+    parse_completion,
     request_body,
     retry_delay_s,
 )
-from eyrie_workers.regeneration.generation_client import Answer, Prompt, Refusal
+from eyrie_workers.regeneration.generation_client import (
+    GenerationFailure,
+    GenerationOutcome,
+    GenerationRequest,
+)
 
 MAX_REQUESTS = 50_000
 """OpenAI's limit of requests in one batch."""
@@ -50,7 +54,7 @@ _CHAT_PATH = "/v1/chat/completions"
 _ENDED_IN_PART = ("expired", "cancelled")
 
 
-class RememberedBatch(Frozen):
+class PendingBatch(Frozen):
     """`batch.json`: the batch under way."""
 
     row_ids: tuple[str, ...]
@@ -59,8 +63,8 @@ class RememberedBatch(Frozen):
 
 
 @dataclass
-class BatchEngine:
-    """`AnswerEngine` over the Batch API."""
+class BatchClient:
+    """`GenerationClient` over the Batch API."""
 
     endpoint: Endpoint
     tokenizer: AnswerTokenizer
@@ -73,8 +77,8 @@ class BatchEngine:
     max_requests: int = MAX_REQUESTS
     _failures: Counter[str] = field(default_factory=Counter)
 
-    def answers(self, prompts: Iterator[Prompt], pause: Callable[[], None]) -> Iterator[Answer | Refusal]:
-        """See `AnswerEngine`. Raises Transient or Permanent as `online` does."""
+    def answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
+        """See `GenerationClient`. Raises Transient or Permanent as `online` does."""
         self.warn("TokenIdsNotReturned", "the Batch API returns no token ids: answers are tokenised again from their "
                   "text, which may differ from the ids the target produced (rows say ids_exact: false)")
         with httpx.Client(headers=self.endpoint.headers, timeout=self.endpoint.timeout_s) as client:
@@ -90,7 +94,7 @@ class BatchEngine:
                     raise Transient(f"{self.endpoint.base_url}: {fruitless} batches in a row brought no answer",
                                     "try another time; answered rows are kept", 3600.0)
 
-    def _chunk(self, waiting: "_Waiting") -> list[Prompt]:
+    def _chunk(self, waiting: "_Waiting") -> list[GenerationRequest]:
         """The prompts of the next batch: what is left of the remembered one, if there is one under way."""
         if (remembered := self._remembered()) is not None:
             known = set(remembered.row_ids)
@@ -100,15 +104,15 @@ class BatchEngine:
             self.memory.unlink()
         room = [self.max_requests, MAX_FILE_BYTES]
 
-        def fits(prompt: Prompt) -> bool:
+        def fits(prompt: GenerationRequest) -> bool:
             room[0] -= 1
             room[1] -= len(self._line(prompt))
             return min(room) >= 0
 
         return waiting.take_while(fits)
 
-    def _one_batch(self, client: httpx.Client, chunk: Sequence[Prompt],
-                   pause: Callable[[], None]) -> dict[str, Answer | Refusal]:
+    def _one_batch(self, client: httpx.Client, chunk: Sequence[GenerationRequest],
+                   pause: Callable[[], None]) -> dict[str, GenerationOutcome]:
         remembered = self._remembered() or self._upload(client, chunk, pause)
         if remembered.batch_id is None:
             remembered = self._create(client, remembered, pause)
@@ -116,27 +120,28 @@ class BatchEngine:
         batch = self._await(client, remembered.batch_id, pause)
         return self._collect(client, batch, {prompt.row_id: prompt for prompt in chunk}, pause)
 
-    def _remembered(self) -> RememberedBatch | None:
+    def _remembered(self) -> PendingBatch | None:
         try:
-            return RememberedBatch.model_validate_json(self.memory.read_bytes())
+            return PendingBatch.model_validate_json(self.memory.read_bytes())
         except (FileNotFoundError, ValidationError):
             return None
 
-    def _line(self, prompt: Prompt) -> bytes:
+    def _line(self, prompt: GenerationRequest) -> bytes:
         body = request_body(self.endpoint, prompt, ids_field=None)
         return json.dumps({"custom_id": prompt.row_id, "method": "POST", "url": _CHAT_PATH, "body": body}).encode() \
             + b"\n"
 
-    def _upload(self, client: httpx.Client, chunk: Sequence[Prompt], pause: Callable[[], None]) -> RememberedBatch:
+    def _upload(self, client: httpx.Client, chunk: Sequence[GenerationRequest],
+                pause: Callable[[], None]) -> PendingBatch:
         lines = b"".join(self._line(prompt) for prompt in chunk)
         file = self._call(client, "POST", "/files", pause, data={"purpose": "batch"},
                           files={"file": ("requests.jsonl", lines, "application/jsonl")}).json()
-        remembered = RememberedBatch(row_ids=tuple(prompt.row_id for prompt in chunk), input_file_id=file["id"])
+        remembered = PendingBatch(row_ids=tuple(prompt.row_id for prompt in chunk), input_file_id=file["id"])
         write_model(self.memory, remembered)
         return remembered
 
-    def _create(self, client: httpx.Client, remembered: RememberedBatch,
-                pause: Callable[[], None]) -> RememberedBatch:
+    def _create(self, client: httpx.Client, remembered: PendingBatch,
+                pause: Callable[[], None]) -> PendingBatch:
         listed = self._call(client, "GET", "/batches?limit=100", pause).json().get("data", [])
         batch = next((b for b in listed if b.get("input_file_id") == remembered.input_file_id), None)
         if batch is None:
@@ -158,9 +163,9 @@ class BatchEngine:
                                 "hint what the endpoint names, then retry; answered rows are kept")
             _sleep(self.poll_s, pause)
 
-    def _collect(self, client: httpx.Client, batch: dict[str, Any], prompts: dict[str, Prompt],
-                 pause: Callable[[], None]) -> dict[str, Answer | Refusal]:
-        outcomes: dict[str, Answer | Refusal] = {}
+    def _collect(self, client: httpx.Client, batch: dict[str, Any], prompts: dict[str, GenerationRequest],
+                 pause: Callable[[], None]) -> dict[str, GenerationOutcome]:
+        outcomes: dict[str, GenerationOutcome] = {}
         for key in ("output_file_id", "error_file_id"):
             if not batch.get(key):
                 continue
@@ -172,18 +177,18 @@ class BatchEngine:
                     outcomes[prompt.row_id] = outcome
         return outcomes
 
-    def _outcome(self, prompt: Prompt, row: dict[str, Any]) -> Answer | Refusal | None:
+    def _outcome(self, prompt: GenerationRequest, row: dict[str, Any]) -> GenerationOutcome | None:
         """None for a request the service did not get to, or that may succeed in another batch."""
         response, error = row.get("response") or {}, row.get("error") or {}
         status = response.get("status_code")
         if status == 200:
-            return read_answer(prompt, response.get("body"), self.tokenizer)
+            return parse_completion(prompt, response.get("body"), self.tokenizer)
         if status is None:
-            return None if "expired" in str(error.get("code")) else Refusal(
+            return None if "expired" in str(error.get("code")) else GenerationFailure(
                 prompt.row_id, f"the Batch API answered: {error.get('message') or error.get('code')}")
-        if may_pass(status):
+        if is_retryable(status):
             self._failures[prompt.row_id] += 1
-            return None if self._failures[prompt.row_id] <= self.endpoint.max_retries else Refusal(
+            return None if self._failures[prompt.row_id] <= self.endpoint.max_retries else GenerationFailure(
                 prompt.row_id, f"the endpoint answered {status} in {self._failures[prompt.row_id]} batches")
         return declined(prompt, status, json.dumps(response.get("body")), f"{self.endpoint.base_url}{_CHAT_PATH}")
 
@@ -199,7 +204,7 @@ class BatchEngine:
             else:
                 if response.is_success:
                     return response
-                if not may_pass(response.status_code):
+                if not is_retryable(response.status_code):
                     raise fatal(response.status_code, response.text, url)
                 trouble, retry_after = f"status {response.status_code}", response.headers.get("Retry-After")
             if attempt >= self.endpoint.max_retries:
@@ -212,15 +217,15 @@ class BatchEngine:
 class _Waiting:
     """The prompts not yet asked: those put back, then the rest of the stream."""
 
-    def __init__(self, prompts: Iterator[Prompt]) -> None:
-        self._front: deque[Prompt] = deque()
+    def __init__(self, prompts: Iterator[GenerationRequest]) -> None:
+        self._front: deque[GenerationRequest] = deque()
         self._rest = prompts
 
-    def put_back(self, prompts: Sequence[Prompt]) -> None:
+    def put_back(self, prompts: Sequence[GenerationRequest]) -> None:
         self._front.extendleft(reversed(prompts))
 
-    def take_while(self, wanted: Callable[[Prompt], bool]) -> list[Prompt]:
-        taken: list[Prompt] = []
+    def take_while(self, wanted: Callable[[GenerationRequest], bool]) -> list[GenerationRequest]:
+        taken: list[GenerationRequest] = []
         while (prompt := self._front.popleft() if self._front else next(self._rest, None)) is not None:
             if not wanted(prompt):
                 self._front.appendleft(prompt)

@@ -32,11 +32,11 @@ class Ended:
 
 
 def num_turns(messages: Sequence[Message], turns: str) -> int:
-    """Questions a conversation has at most; `messages` are without its last assistant turn."""
+    """TurnQueue a conversation has at most; `messages` are without its last assistant turn."""
     return 1 if turns == "last" else 1 + sum(message["role"] == "assistant" for message in messages)
 
 
-def opening(messages: Sequence[Message], turns: str) -> list[Message]:
+def first_turn(messages: Sequence[Message], turns: str) -> list[Message]:
     """The first question."""
     if turns == "last":
         return list(messages)
@@ -63,7 +63,7 @@ def answer_message(text: str, reasoning: str, tool_calls: Sequence[Mapping[str, 
     return message | ({"reasoning_content": reasoning} if reasoning else {})
 
 
-def following(original: Sequence[Message], said: Sequence[Message], place: int,
+def next_turn(original: Sequence[Message], said: Sequence[Message], place: int,
               answer: Message) -> tuple[list[Message], int] | Ended | None:
     """What is asked after an answer, and the place in `original` of the assistant turn it stands for.
 

@@ -26,7 +26,7 @@ class Route:
     failures: int = 0
     """In a row."""
 
-    rests_until: float = 0.0
+    unavailable_until: float = 0.0
     ids_place: int = 0
     """Into IDS_FIELDS: what this endpoint is asked for ids with."""
 
@@ -35,7 +35,7 @@ class Route:
         """The field that asks this endpoint for token ids, if it knows one."""
         return IDS_FIELDS[self.ids_place]
 
-    def does_not_know(self, ids_field: str | None) -> None:
+    def reject_ids_field(self, ids_field: str | None) -> None:
         """Ask it otherwise from now on; many requests may learn the same thing at once."""
         if ids_field is not None:
             self.ids_place = max(self.ids_place, IDS_FIELDS.index(ids_field) + 1)
@@ -53,7 +53,7 @@ class Routes:
         if well:
             route = min(well, key=lambda route: (route.in_flight, route.answered))
         else:
-            route = min(self.all, key=lambda route: (route.rests_until, route.in_flight))
+            route = min(self.all, key=lambda route: (route.unavailable_until, route.in_flight))
         route.in_flight += 1
         return route
 
@@ -61,7 +61,7 @@ class Routes:
         """It answered, be it with a refusal of one prompt."""
         route.in_flight -= 1
         route.answered += 1
-        route.failures, route.rests_until = 0, 0.0
+        route.failures, route.unavailable_until = 0, 0.0
 
     def failed(self, route: Route, now: float, wish_s: float = 0.0) -> None:
         """It failed, and is left alone; requests that failed together count once.
@@ -69,18 +69,19 @@ class Routes:
         wish_s   the pause it asked for itself
         """
         route.in_flight -= 1
-        if now >= route.rests_until:
-            route.rests_until = now + max(wish_s, min(FIRST_REST_S * 2.0**min(route.failures, 30), LONGEST_REST_S))
+        if now >= route.unavailable_until:
+            backoff_s = min(FIRST_REST_S * 2.0**min(route.failures, 30), LONGEST_REST_S)
+            route.unavailable_until = now + max(wish_s, backoff_s)
             route.failures += 1
 
     def dropped(self, route: Route) -> None:
         """A request was given up, which says nothing about its endpoint."""
         route.in_flight -= 1
 
-    def another_is_well(self, now: float) -> bool:
+    def has_available(self, now: float) -> bool:
         """Whether a request that has just failed need not wait."""
         return any(self._takes(route, now) for route in self.all)
 
     @staticmethod
     def _takes(route: Route, now: float) -> bool:
-        return route.failures == 0 or (now >= route.rests_until and route.in_flight == 0)
+        return route.failures == 0 or (now >= route.unavailable_until and route.in_flight == 0)

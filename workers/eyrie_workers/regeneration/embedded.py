@@ -7,27 +7,32 @@ kept full: a finished answer makes room for the next prompt, and short answers n
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from eyrie_workers.regeneration.generation_client import Answer, Asking, Prompt, Refusal
+from eyrie_workers.regeneration.generation_client import (
+    GeneratedAnswer,
+    GenerationOutcome,
+    GenerationParams,
+    GenerationRequest,
+)
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.speculation.requests import Generation, Request
 from eyrie_workers.targets.templates import ChatTokenizer
 
 
 @dataclass
-class EmbeddedEngine:
-    """`AnswerEngine` over `speculation.engine.Engine`, without a drafter."""
+class EmbeddedClient:
+    """`GenerationClient` over `speculation.engine.Engine`, without a drafter."""
 
     engine: Engine
     tokenizer: ChatTokenizer
-    asking: Asking
+    params: GenerationParams
     context: int
     """Longest prompt and answer together, in tokens."""
 
     concurrency: int
-    _asked: dict[str, Prompt] = field(default_factory=dict)
+    _asked: dict[str, GenerationRequest] = field(default_factory=dict)
 
-    def answers(self, prompts: Iterator[Prompt], pause: Callable[[], None]) -> Iterator[Answer | Refusal]:
-        """See `AnswerEngine`."""
+    def answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
+        """See `GenerationClient`."""
         try:
             while True:
                 while len(self._asked) < self.concurrency and (prompt := next(prompts, None)) is not None:
@@ -43,16 +48,17 @@ class EmbeddedEngine:
                 self.engine.cancel(row_id)
             self._asked.clear()
 
-    def _submit(self, prompt: Prompt) -> None:
+    def _submit(self, prompt: GenerationRequest) -> None:
         room = self.context - len(prompt.prompt_ids)
         self.engine.submit(Request(
             id=prompt.row_id, prompt_ids=tuple(prompt.prompt_ids),
-            max_new_tokens=min(self.asking.max_new_tokens, room), sampling=self.asking.sampling, seed=prompt.seed,
+            max_new_tokens=min(self.params.max_new_tokens, room), sampling=self.params.sampling, seed=prompt.seed,
             stop_ids=tuple(self.tokenizer.eos_ids)))
         self._asked[prompt.row_id] = prompt
 
-    def _finished(self, done: Generation) -> Answer:
+    def _finished(self, done: Generation) -> GeneratedAnswer:
         ended = done.finish_reason == "stop"
-        return Answer(row_id=done.id, prompt_ids=self._asked.pop(done.id).prompt_ids, answer_ids=done.token_ids,
+        prompt_ids = self._asked.pop(done.id).prompt_ids
+        return GeneratedAnswer(row_id=done.id, prompt_ids=prompt_ids, answer_ids=done.token_ids,
                       finish_reason=done.finish_reason, ids_exact=True,
                       text=self.tokenizer.decode(done.token_ids[:-1] if ended else done.token_ids))

@@ -7,7 +7,7 @@ target's: text that does not come back from them, or another number of tokens th
 refuses an unknown field is asked again without it.
 
 Failures are three kinds, told by status: trouble that may pass (429, 5xx, timeouts, refused connections) is retried;
-a prompt that is declined (400, 413, 422: too long, filtered) becomes a Refusal and the job goes on; anything else
+a prompt that is declined (400, 413, 422: too long, filtered) becomes a GenerationFailure; anything else
 (401, 403, 404 ...) means that every request would fail, and ends the stage.
 """
 
@@ -19,7 +19,13 @@ from typing import Any, Protocol
 from eyrie_api.errors import InvalidInput, Permanent
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.regeneration.generation_client import Answer, Asking, Prompt, Refusal
+from eyrie_workers.regeneration.generation_client import (
+    GeneratedAnswer,
+    GenerationFailure,
+    GenerationOutcome,
+    GenerationParams,
+    GenerationRequest,
+)
 
 _MAX_QUOTED = 300
 _DECLINED = (400, 413, 422)
@@ -29,7 +35,7 @@ _MAY_PASS = (408, 409, 425, 429)
 class AnswerTokenizer(Protocol):
     """Turns an answer given as text back into ids, where the endpoint returned no ids."""
 
-    def answer_ids(self, prompt: Prompt, message: Mapping[str, Any], *, ended: bool) -> list[int]:
+    def answer_ids(self, prompt: GenerationRequest, message: Mapping[str, Any], *, ended: bool) -> list[int]:
         """Ids of an assistant message after this prompt, with the end-of-turn id when it `ended`.
 
         Raises ValueError when the message cannot be put into ids.
@@ -51,14 +57,14 @@ class Endpoint:
     """The same model behind each of them."""
 
     model: str
-    asking: Asking
+    params: GenerationParams
     api_key: str | None = field(default=None, repr=False)
     timeout_s: float = 600.0
     max_retries: int = 5
     deadline_s: float = 3600.0
     concurrency: int = 24
     context: int | None = None
-    """The target's longest text. Asking for more than what the prompt leaves of it is an error to most servers."""
+    """The target's longest text. Most servers refuse a `max_tokens` beyond what the prompt leaves of it."""
 
     @property
     def base_url(self) -> str:
@@ -81,18 +87,18 @@ def endpoint_of(spec: RegenerateSpec, target: TargetSpec, context: int | None = 
                                f"export {spec.api_key_env}=<key> where the stage runs, or remove the field")
     assert spec.base_urls  # the contract demands it for these engines
     return Endpoint(base_urls=spec.base_urls, model=spec.served_model or target.model, api_key=key,
-                    asking=Asking(spec.sampling, spec.max_new_tokens), timeout_s=spec.timeout_s,
+                    params=GenerationParams(spec.sampling, spec.max_new_tokens), timeout_s=spec.timeout_s,
                     max_retries=spec.max_retries, deadline_s=spec.deadline_s, concurrency=spec.concurrency,
                     context=context)
 
 
-def request_body(endpoint: Endpoint, prompt: Prompt, *, ids_field: str | None) -> dict[str, Any]:
+def request_body(endpoint: Endpoint, prompt: GenerationRequest, *, ids_field: str | None) -> dict[str, Any]:
     """Body of one chat completion request.
 
     ids_field   what asks this server for token ids; None does not ask
     """
-    sampling = endpoint.asking.sampling
-    most = endpoint.asking.max_new_tokens
+    sampling = endpoint.params.sampling
+    most = endpoint.params.max_new_tokens
     if endpoint.context is not None:
         most = max(1, min(most, endpoint.context - len(prompt.prompt_ids)))
     body: dict[str, Any] = {
@@ -108,17 +114,17 @@ def request_body(endpoint: Endpoint, prompt: Prompt, *, ids_field: str | None) -
     return body
 
 
-def read_answer(prompt: Prompt, payload: object, tokenizer: AnswerTokenizer) -> Answer | Refusal:
-    """What a chat completion says. A reply we cannot use is a Refusal, never a guess."""
+def parse_completion(prompt: GenerationRequest, payload: object, tokenizer: AnswerTokenizer) -> GenerationOutcome:
+    """What a chat completion says. A reply we cannot use is a GenerationFailure, never a guess."""
     try:
         assert isinstance(payload, Mapping)
         choice = payload["choices"][0]
         message, finish = choice["message"], choice["finish_reason"]
         assert isinstance(message, Mapping)
     except (AssertionError, KeyError, IndexError, TypeError):
-        return Refusal(prompt.row_id, "the endpoint's reply is not a chat completion")
+        return GenerationFailure(prompt.row_id, "the endpoint's reply is not a chat completion")
     if finish not in ("stop", "length", "tool_calls", "function_call"):
-        return Refusal(prompt.row_id, f"the endpoint ended the answer for the reason {finish!r}",
+        return GenerationFailure(prompt.row_id, f"the endpoint ended the answer for the reason {finish!r}",
                        "filtered" if finish == "content_filter" else "failed")
     ended = finish != "length"
     ids = _int_list(choice.get("token_ids")) or _sglang_ids(payload)
@@ -127,14 +133,15 @@ def read_answer(prompt: Prompt, payload: object, tokenizer: AnswerTokenizer) -> 
         try:
             ids = tokenizer.answer_ids(prompt, message, ended=ended)
         except ValueError as error:
-            return Refusal(prompt.row_id, str(error))
+            return GenerationFailure(prompt.row_id, str(error))
         differ = _differs(ids, message, payload, tokenizer)
     elif ended and (not ids or ids[-1] not in tokenizer.eos_ids):
         ids = [*ids, tokenizer.eos_ids[0]]  # some servers leave the end-of-sequence token out
     if not ids or (ended and len(ids) == 1):
-        return Refusal(prompt.row_id, "the endpoint's answer is empty", "empty")
+        return GenerationFailure(prompt.row_id, "the endpoint's answer is empty", "empty")
     reasoning = message.get("reasoning_content") or message.get("reasoning")
-    return Answer(row_id=prompt.row_id, prompt_ids=_int_list(payload.get("prompt_token_ids")) or prompt.prompt_ids,
+    prompt_ids = _int_list(payload.get("prompt_token_ids")) or prompt.prompt_ids
+    return GeneratedAnswer(row_id=prompt.row_id, prompt_ids=prompt_ids,
                   answer_ids=ids, finish_reason="stop" if ended else "length", text=message.get("content") or "",
                   ids_exact=exact, ids_differ=differ, reasoning=reasoning if isinstance(reasoning, str) else "",
                   tool_calls=tuple(message.get("tool_calls") or ()))
@@ -145,15 +152,15 @@ def refuses_ids_field(status: int, text: str, ids_field: str | None) -> bool:
     return ids_field is not None and status in (400, 422) and ids_field in text
 
 
-def may_pass(status: int) -> bool:
+def is_retryable(status: int) -> bool:
     """Whether the same request may succeed later."""
     return status in _MAY_PASS or status >= 500
 
 
-def declined(prompt: Prompt, status: int, text: str, url: str) -> Refusal:
-    """The Refusal a final status means. Raises Permanent when it would meet every request alike."""
+def declined(prompt: GenerationRequest, status: int, text: str, url: str) -> GenerationFailure:
+    """The GenerationFailure a final status means. Raises Permanent when it would meet every request alike."""
     if status in _DECLINED:
-        return Refusal(prompt.row_id, f"the endpoint answered {status}: {_quoted(text)}", "declined")
+        return GenerationFailure(prompt.row_id, f"the endpoint answered {status}: {_quoted(text)}", "declined")
     raise fatal(status, text, url)
 
 

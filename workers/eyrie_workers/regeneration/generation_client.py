@@ -1,9 +1,9 @@
-"""What is asked of a target and what comes back, whatever engine stands between.
+"""Requests to a target and its answers, independent of the engine that serves them.
 
-An engine takes prompts lazily, keeps as many in flight as it likes, and yields outcomes in the order they finish; each
-row's seed depends on the row alone, so neither order nor concurrency changes an answer. A prompt the engine declines
-for good comes back as a `Refusal` with the reason; trouble that may pass is retried inside and raised as Transient when
-it does not pass: the stage then ends, and run again it goes on.
+A client takes requests lazily, keeps several in flight, and yields outcomes in the order they finish. The seed of a row
+depends on the row alone, so neither order nor concurrency changes an answer. A prompt that the engine refuses for good
+yields a `GenerationFailure` with the reason. Transient errors are retried by the client, then raised as Transient: the
+stage ends, and its next run resumes.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from eyrie_api.v1alpha1.sampling import SamplingSpec
 
 
 @dataclass(frozen=True)
-class Prompt:
+class GenerationRequest:
     """One conversation that waits for its last assistant turn."""
 
     row_id: str
@@ -28,7 +28,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Answer:
+class GeneratedAnswer:
     """The target's answer."""
 
     row_id: str
@@ -49,30 +49,33 @@ class Answer:
     """As the endpoint read them out of the answer."""
 
 
-RefusalKind = Literal["declined", "filtered", "failed", "empty"]
+FailureKind = Literal["declined", "filtered", "failed", "empty"]
 
 
 @dataclass(frozen=True)
-class Refusal:
+class GenerationFailure:
     """A prompt the engine will not answer, however often it is asked."""
 
     row_id: str
     reason: str
-    kind: RefusalKind = "failed"
+    kind: FailureKind = "failed"
+
+
+GenerationOutcome = GeneratedAnswer | GenerationFailure
 
 
 @dataclass(frozen=True)
-class Asking:
+class GenerationParams:
     """How every prompt of a job is asked."""
 
     sampling: SamplingSpec
     max_new_tokens: int
 
 
-class AnswerEngine(Protocol):
+class GenerationClient(Protocol):
     """Anything that answers prompts."""
 
-    def answers(self, prompts: Iterator[Prompt], pause: Callable[[], None]) -> Iterator[Answer | Refusal]:
+    def answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
         """Outcomes in the order they finish, each prompt exactly once.
 
         pause   called often; it raises when the program was asked to stop, and the engine drops what is in flight.

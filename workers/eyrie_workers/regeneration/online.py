@@ -26,13 +26,18 @@ from eyrie_workers.regeneration.endpoint import (
     AnswerTokenizer,
     Endpoint,
     declined,
-    may_pass,
-    read_answer,
+    is_retryable,
+    parse_completion,
     refuses_ids_field,
     request_body,
     retry_delay_s,
 )
-from eyrie_workers.regeneration.generation_client import Answer, Prompt, Refusal
+from eyrie_workers.regeneration.generation_client import (
+    GeneratedAnswer,
+    GenerationFailure,
+    GenerationOutcome,
+    GenerationRequest,
+)
 
 _TOO_MANY = "status 429"
 _LISTEN_S = 0.2
@@ -40,8 +45,8 @@ _LISTEN_S = 0.2
 
 
 @dataclass
-class OnlineEngine:
-    """`AnswerEngine` over chat completion requests."""
+class OnlineClient:
+    """`GenerationClient` over chat completion requests."""
 
     endpoint: Endpoint
     tokenizer: AnswerTokenizer
@@ -56,11 +61,11 @@ class OnlineEngine:
     def __post_init__(self) -> None:
         self._routes = Routes(self.endpoint.base_urls)
 
-    def answers(self, prompts: Iterator[Prompt], pause: Callable[[], None]) -> Iterator[Answer | Refusal]:
-        """See `AnswerEngine`. Raises Transient when retries are used up, Permanent when every request would fail."""
+    def answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
+        """See `GenerationClient`. Raises Transient after the last retry, Permanent when every request would fail."""
         with asyncio.Runner() as runner:
             lines = _Lines(self.endpoint)
-            in_flight: set[asyncio.Task[Answer | Refusal]] = set()
+            in_flight: set[asyncio.Task[GenerationOutcome]] = set()
             try:
                 while True:
                     while len(in_flight) < self.endpoint.concurrency and (prompt := next(prompts, None)) is not None:
@@ -79,7 +84,7 @@ class OnlineEngine:
             finally:
                 runner.run(_abandon(in_flight, lines))
 
-    async def _ask(self, lines: "_Lines", prompt: Prompt) -> Answer | Refusal:
+    async def _ask(self, lines: "_Lines", prompt: GenerationRequest) -> GenerationOutcome:
         answered_before = self._answered
         try:
             async with asyncio.timeout(self.endpoint.deadline_s):
@@ -87,11 +92,12 @@ class OnlineEngine:
         except TimeoutError:
             trouble = f"no answer within regenerate.deadline_s = {self.endpoint.deadline_s:g}"
             if self._answered > answered_before:
-                return Refusal(prompt.row_id, f"{trouble}, while others were answered")
+                return GenerationFailure(prompt.row_id, f"{trouble}, while others were answered")
             raise Transient(f"{', '.join(self.endpoint.base_urls)}: {trouble}",
                             "see that the endpoint is up, then retry: answered rows are kept", 60.0) from None
 
-    async def _ask_until_answered(self, lines: "_Lines", prompt: Prompt, answered_before: int) -> Answer | Refusal:
+    async def _ask_until_answered(self, lines: "_Lines", prompt: GenerationRequest,
+                                  answered_before: int) -> GenerationOutcome:
         routes, attempt = self._routes, 0
         while True:
             route = routes.take(time.monotonic())
@@ -105,13 +111,13 @@ class OnlineEngine:
                 routes.dropped(route)
                 raise
             else:
-                if not may_pass(reply.status):
+                if not is_retryable(reply.status):
                     routes.answered(route)
                     if reply.status == 200:
                         return self._read(route, ids_field, prompt, _json(reply))
                     said = reply.body.decode(errors="replace")
                     if refuses_ids_field(reply.status, said, ids_field):
-                        route.does_not_know(ids_field)  # for every request from now on
+                        route.reject_ids_field(ids_field)  # for every request from now on
                         continue
                     return declined(prompt, reply.status, said, url)
                 trouble, retry_after = f"status {reply.status}", reply.headers.get("retry-after")
@@ -121,22 +127,24 @@ class OnlineEngine:
             if attempt >= self.endpoint.max_retries:
                 if self._answered > answered_before and trouble != _TOO_MANY:
                     # Others were answered meanwhile: it is this prompt, and it must not stop the job for ever.
-                    return Refusal(prompt.row_id, f"failed {attempt + 1} times while others were answered: {trouble}")
+                    reason = f"failed {attempt + 1} times while others were answered: {trouble}"
+                    return GenerationFailure(prompt.row_id, reason)
                 raise Transient(f"{url} failed {attempt + 1} times for one request: {trouble}",
                                 "see that the endpoint is up, then retry: answered rows are kept", 60.0)
-            if not routes.another_is_well(time.monotonic()):
+            if not routes.has_available(time.monotonic()):
                 await asyncio.sleep(delay_s)
             attempt += 1
 
-    def _read(self, route: Route, ids_field: str | None, prompt: Prompt, payload: object) -> Answer | Refusal:
+    def _read(self, route: Route, ids_field: str | None, prompt: GenerationRequest,
+              payload: object) -> GenerationOutcome:
         self._answered += 1
-        outcome = read_answer(prompt, payload, self.tokenizer)
-        if isinstance(outcome, Answer) and not outcome.ids_exact:
-            route.does_not_know(ids_field)  # it took the field and said nothing
+        outcome = parse_completion(prompt, payload, self.tokenizer)
+        if isinstance(outcome, GeneratedAnswer) and not outcome.ids_exact:
+            route.reject_ids_field(ids_field)  # it took the field and said nothing
         return outcome
 
-    def _told(self, outcome: Answer | Refusal) -> Answer | Refusal:
-        if isinstance(outcome, Answer) and not outcome.ids_exact and not self._warned:
+    def _told(self, outcome: GenerationOutcome) -> GenerationOutcome:
+        if isinstance(outcome, GeneratedAnswer) and not outcome.ids_exact and not self._warned:
             self._warned = True
             self.warn("TokenIdsNotReturned", "the endpoint returns no token ids: answers are tokenised again from "
                       "their text, which may differ from the ids the target produced (rows say ids_exact: false)")
@@ -164,12 +172,12 @@ class _Lines:
             pool.close()
 
 
-async def _first_done(tasks: set[asyncio.Task[Answer | Refusal]]) -> tuple[
-        set[asyncio.Task[Answer | Refusal]], set[asyncio.Task[Answer | Refusal]]]:
+async def _first_done(tasks: set[asyncio.Task[GenerationOutcome]]) -> tuple[
+        set[asyncio.Task[GenerationOutcome]], set[asyncio.Task[GenerationOutcome]]]:
     return await asyncio.wait(tasks, timeout=_LISTEN_S, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _abandon(tasks: set[asyncio.Task[Answer | Refusal]], lines: _Lines) -> None:
+async def _abandon(tasks: set[asyncio.Task[GenerationOutcome]], lines: _Lines) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.regeneration.generation_client import Prompt
+from eyrie_workers.regeneration.generation_client import GenerationRequest
 from eyrie_workers.targets.templates import ChatTokenizer
 
 
-class AnswerIds:
+class AnswerRetokenizer:
     """`AnswerTokenizer` over the target's own tokenizer and template."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
@@ -33,7 +33,7 @@ class AnswerIds:
         """See `AnswerTokenizer`."""
         return self._tokenizer.decode(ids)
 
-    def answer_ids(self, prompt: Prompt, message: Mapping[str, Any], *, ended: bool) -> list[int]:
+    def answer_ids(self, prompt: GenerationRequest, message: Mapping[str, Any], *, ended: bool) -> list[int]:
         """See `AnswerTokenizer`. Raises ValueError when the message cannot be put into ids."""
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         if message.get("tool_calls") or reasoning:
@@ -43,7 +43,7 @@ class AnswerIds:
         end = next((place for place, token in enumerate(ids) if token in self._eos_ids), len(ids))
         return [*ids[:end], *self._eos_ids[:1]] if ended else ids[:end]
 
-    def _spelled_out(self, prompt: Prompt, message: Mapping[str, Any], reasoning: object) -> str:
+    def _spelled_out(self, prompt: GenerationRequest, message: Mapping[str, Any], reasoning: object) -> str:
         answer = {"role": "assistant", "content": message.get("content")}
         answer |= {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
         answer |= {"reasoning_content": reasoning} if reasoning else {}

@@ -31,7 +31,7 @@ from eyrie_workers.conversations.near_duplicates import NearDuplicates
 from eyrie_workers.conversations.overlap import RUN_WORDS, Runs
 from eyrie_workers.conversations.readers import check_source, read_conversations
 from eyrie_workers.conversations.split import BenchmarkPrompts, is_held_out
-from eyrie_workers.regeneration.conversation_replay import num_turns, opening
+from eyrie_workers.regeneration.conversation_replay import first_turn, num_turns
 from eyrie_workers.targets.templates import ChatTokenizer
 
 HELD_OUT = "held_out.jsonl"
@@ -50,7 +50,7 @@ class SelectionSummary(Frozen):
     duplicates: int = 0
     near_duplicates: int = 0
     turns_selected: int = 0
-    """Questions at most: more than rows where every turn is asked."""
+    """TurnQueue at most: more than rows where every turn is asked."""
 
     overlaps: dict[str, int] = {}
     languages: dict[str, int] = {}
@@ -195,7 +195,7 @@ class _Divider:
         self._seen.add(key)
         messages, tools = list(row.prompt), list(row.tools)
         try:
-            prompt_ids = self._tokenizer.render(opening(messages, self._rules.turns), tools or None)
+            prompt_ids = self._tokenizer.render(first_turn(messages, self._rules.turns), tools or None)
         except NoChatTemplate:
             raise
         except InvalidInput as error:

@@ -1,19 +1,19 @@
-"""Asking shared out: prompts in shards, each answered by whichever worker takes it. No Celery here (see `shards`).
+"""Regeneration in shards: each shard of prompts is answered by the worker that takes it. Celery is in `shards`.
 
-Asking an endpoint is waiting: one cheap CPU worker keeps hundreds of requests in flight, and a dozen of them keep a
-pool of GPU endpoints busy. The stage cuts its prompts into shards by their place in the selection, puts each into the
-artifact store, sends a message with its name, and takes in the answers as shards are finished:
+A request to an endpoint is waiting time: one CPU worker keeps hundreds of them in flight, and a dozen workers keep a
+pool of GPU endpoints busy. The stage cuts its prompts into shards by their position in the selection, writes each to
+the artifact store, sends a message with its name, and reads the answers as shards are finished:
 
-    <prefix>/tokenizer/...          what turns a text answer back into ids
+    <prefix>/tokenizer/...          turns a text answer back into token ids
     <prefix>/in/<shard>.jsonl       prompts
     <prefix>/done/<shard>.jsonl     a report, then one line per outcome: written once, whole
-    <prefix>/failed/<shard>.json    why it never will be
+    <prefix>/failed/<shard>.json    a permanent error
 
-A shard's name is made of its place and a digest of its prompts and of how they are asked. So any message may be
-delivered twice, to a worker that has died or beside one that has not: whoever finds the shard done has nothing to do,
-whoever finishes second finds that it may not write. A stage that was killed sends what is not done and asks nothing
-twice that is. Messages may even be lost: when nothing has come for a while, nothing waits and nobody is at it, the
-shard is sent again.
+A shard's name consists of its number and a digest of its prompts and their generation parameters. Messages may
+therefore be delivered twice, to two live workers as well: a worker that finds the shard done does nothing, and a worker
+that finishes second fails its conditional write. A stage that was killed sends the shards that are not done and no
+others. A lost message is sent again when no shard has finished for a while, no message waits and no worker holds the
+shard.
 """
 
 import hashlib
@@ -35,9 +35,14 @@ from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.regeneration.endpoint import endpoint_of
-from eyrie_workers.regeneration.generation_client import Answer, Prompt, Refusal
-from eyrie_workers.regeneration.online import OnlineEngine
-from eyrie_workers.regeneration.retokenising import AnswerIds
+from eyrie_workers.regeneration.generation_client import (
+    GeneratedAnswer,
+    GenerationFailure,
+    GenerationOutcome,
+    GenerationRequest,
+)
+from eyrie_workers.regeneration.online import OnlineClient
+from eyrie_workers.regeneration.retokenising import AnswerRetokenizer
 from eyrie_workers.targets.templates import ChatTokenizer
 
 _LISTEN_S = 0.2
@@ -47,7 +52,7 @@ _LARGEST_TOKENIZER_FILE = 64 * 2**20
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 
 
-class Sharding(Frozen):
+class ShardingConfig(Frozen):
     """How a deployment shares regeneration out: read from EYRIE_SHARD_* by the stage and by the shard workers."""
 
     shard_rows: int | None = Field(None, ge=1, le=100_000)
@@ -61,7 +66,7 @@ class Sharding(Frozen):
     """A shard whose worker has not renewed its hold for so long is handed to another."""
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None) -> "Sharding":
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> "ShardingConfig":
         """Read EYRIE_SHARD_ROWS, ... Raises InvalidInput naming the variable that is wrong."""
         environ = os.environ if environ is None else environ
         names = {name: f"EYRIE_{name.upper()}" for name in cls.model_fields}
@@ -75,7 +80,7 @@ class Sharding(Frozen):
                                "correct or unset the variable") from error
 
 
-class ShardOrder(Frozen):
+class ShardMessage(Frozen):
     """What a message says: where the shard is and how its prompts are asked. Keys are named, never carried."""
 
     store_url: str
@@ -109,26 +114,26 @@ class ShardFailure(Frozen):
 class ShardQueue(Protocol):
     """How shards reach workers. Raises Transient while the broker is away."""
 
-    def send(self, order: ShardOrder) -> None:
+    def send(self, order: ShardMessage) -> None:
         """Have a shard answered."""
 
     def length(self) -> int:
         """Messages nobody has taken yet."""
 
-    def is_held(self, order: ShardOrder) -> bool:
+    def is_held(self, order: ShardMessage) -> bool:
         """Whether a worker is at it."""
 
 
 @dataclass
-class ShardedEngine:
-    """`AnswerEngine` over shard workers: the stage's side."""
+class ShardedClient:
+    """`GenerationClient` over shard workers: the stage's side."""
 
-    order: ShardOrder
+    order: ShardMessage
     """Every shard's order, but for the shard."""
 
     store: ArtifactStore
     queue: ShardQueue
-    sharding: Sharding
+    sharding: ShardingConfig
     tokenizer_dir: Path
     warn: Callable[[str, str], None]
     poll_s: float = 1.0
@@ -136,8 +141,8 @@ class ShardedEngine:
     _open: dict[str, frozenset[str]] = field(default_factory=dict)
     """Shards on their way, and the rows each of them must answer."""
 
-    def answers(self, prompts: Iterator[Prompt], pause: Callable[[], None]) -> Iterator[Answer | Refusal]:
-        """See `AnswerEngine`. Raises Permanent when a worker says that a shard cannot be answered."""
+    def answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
+        """See `GenerationClient`. Raises Permanent when a worker says that a shard cannot be answered."""
         self._publish_tokenizer()
         try:
             yield from self._answers(prompts, pause)
@@ -149,7 +154,7 @@ class ShardedEngine:
                 for shard in self._open:
                     self.store.delete(self._order(shard).key("in"))
 
-    def _answers(self, prompts: Iterator[Prompt], pause: Callable[[], None]) -> Iterator[Answer | Refusal]:
+    def _answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
         shard_rows = self.sharding.shard_rows or 1
         groups = _Groups(prompts, shard_rows)
         news, warned = time.monotonic(), set[str]()
@@ -178,7 +183,7 @@ class ShardedEngine:
                 news = time.monotonic()
             self._wait(pause)
 
-    def _submit(self, number: int, prompts: list[Prompt]) -> None:
+    def _submit(self, number: int, prompts: list[GenerationRequest]) -> None:
         order = self._order(shard_name(self.order, number, prompts))
         self._open[order.shard] = frozenset(prompt.row_id for prompt in prompts)
         self.store.delete(order.key("failed"))
@@ -191,7 +196,7 @@ class ShardedEngine:
         names = (Path(found.key).stem for found in self.store.list(f"{self.order.prefix}/done"))
         return [name for name in names if name in self._open]
 
-    def _take_in(self, shard: str) -> tuple[ShardReport, list[Answer | Refusal]]:
+    def _take_in(self, shard: str) -> tuple[ShardReport, list[GenerationOutcome]]:
         key = self._order(shard).key("done")
         report, outcomes = read_outcomes(self.store.read(key), key)
         if report.shard != shard or {outcome.row_id for outcome in outcomes} != self._open[shard]:
@@ -225,7 +230,7 @@ class ShardedEngine:
             if path.stat().st_size <= _LARGEST_TOKENIZER_FILE:
                 self.store.upload(f"{self.order.prefix}/tokenizer/{path.name}", path)
 
-    def _order(self, shard: str) -> ShardOrder:
+    def _order(self, shard: str) -> ShardMessage:
         return self.order.model_copy(update={"shard": shard})
 
     def _wait(self, pause: Callable[[], None]) -> None:
@@ -238,11 +243,11 @@ class ShardedEngine:
 class _Groups:
     """Prompts in a row whose places belong to one shard. The stream may run dry and flow again."""
 
-    def __init__(self, prompts: Iterator[Prompt], shard_rows: int) -> None:
+    def __init__(self, prompts: Iterator[GenerationRequest], shard_rows: int) -> None:
         self._prompts, self._shard_rows = prompts, shard_rows
-        self._next: Prompt | None = None
+        self._next: GenerationRequest | None = None
 
-    def take(self) -> list[Prompt]:
+    def take(self) -> list[GenerationRequest]:
         """The next group; empty where there is none now."""
         group, self._next = [self._next] if self._next is not None else [], None
         while (prompt := next(self._prompts, None)) is not None:
@@ -253,14 +258,14 @@ class _Groups:
         return group
 
 
-def shard_name(order: ShardOrder, number: int, prompts: list[Prompt]) -> str:
+def shard_name(order: ShardMessage, number: int, prompts: list[GenerationRequest]) -> str:
     """`<number>-<digest>`, of what is asked and how: the same prompts asked otherwise are another shard."""
     how = digest_model(order.regenerate) + digest_model(order.target)
     asked = json.dumps([[prompt.row_id, prompt.prompt_ids, prompt.seed] for prompt in prompts])
     return f"{number:06d}-{hashlib.sha256((how + asked).encode()).hexdigest()[:16]}"
 
 
-def answer_shard(order: ShardOrder, store: ArtifactStore, cache: Path, pause: Callable[[], None]) -> bool:
+def answer_shard(order: ShardMessage, store: ArtifactStore, cache: Path, pause: Callable[[], None]) -> bool:
     """The worker's side: answer one shard and write it down; False when there is nothing left to do.
 
     cache   a directory of this worker's own, for tokenizers
@@ -271,12 +276,12 @@ def answer_shard(order: ShardOrder, store: ArtifactStore, cache: Path, pause: Ca
         if store.stat(order.key("done")) is not None:
             return False
         try:
-            prompts = [Prompt(**json.loads(line)) for line in store.read(order.key("in")).splitlines()]
+            prompts = [GenerationRequest(**json.loads(line)) for line in store.read(order.key("in")).splitlines()]
         except ArtifactMissing:  # taken in and cleared away: this message was late
             return False
         warnings: list[tuple[str, str]] = []
-        tokenizer = AnswerIds(ChatTokenizer(_tokenizer(order, store, cache)))
-        engine = OnlineEngine(endpoint_of(order.regenerate, order.target, order.context), tokenizer,
+        tokenizer = AnswerRetokenizer(ChatTokenizer(_tokenizer(order, store, cache)))
+        engine = OnlineClient(endpoint_of(order.regenerate, order.target, order.context), tokenizer,
                               lambda reason, text: warnings.append((reason, text)))
         outcomes = {outcome.row_id: outcome for outcome in engine.answers(iter(prompts), pause)}
         report = ShardReport(shard=order.shard, num_outcomes=len(outcomes), warnings=tuple(warnings))
@@ -292,14 +297,14 @@ def answer_shard(order: ShardOrder, store: ArtifactStore, cache: Path, pause: Ca
     return True
 
 
-def write_outcomes(report: ShardReport, outcomes: list[Answer | Refusal]) -> bytes:
+def write_outcomes(report: ShardReport, outcomes: list[GenerationOutcome]) -> bytes:
     """A finished shard's bytes."""
     lines = [report.model_dump_json()]
-    lines += [json.dumps({"answered": isinstance(outcome, Answer), **asdict(outcome)}) for outcome in outcomes]
+    lines += [json.dumps({"answered": isinstance(outcome, GeneratedAnswer), **asdict(outcome)}) for outcome in outcomes]
     return "".join(line + "\n" for line in lines).encode()
 
 
-def read_outcomes(data: bytes, key: str) -> tuple[ShardReport, list[Answer | Refusal]]:
+def read_outcomes(data: bytes, key: str) -> tuple[ShardReport, list[GenerationOutcome]]:
     """What `write_outcomes` wrote. Raises ArtifactCorrupt."""
     try:
         first, *rest = data.splitlines()
@@ -312,13 +317,13 @@ def read_outcomes(data: bytes, key: str) -> tuple[ShardReport, list[Answer | Ref
     return report, outcomes
 
 
-def _outcome(fields: dict[str, Any]) -> Answer | Refusal:
+def _outcome(fields: dict[str, Any]) -> GenerationOutcome:
     if not fields.pop("answered"):
-        return Refusal(**fields)
-    return Answer(**fields | {"tool_calls": tuple(fields["tool_calls"])})
+        return GenerationFailure(**fields)
+    return GeneratedAnswer(**fields | {"tool_calls": tuple(fields["tool_calls"])})
 
 
-def _tokenizer(order: ShardOrder, store: ArtifactStore, cache: Path) -> Path:
+def _tokenizer(order: ShardMessage, store: ArtifactStore, cache: Path) -> Path:
     """The tokenizer's directory, fetched once per worker and job."""
     directory = cache / digest_bytes(f"{order.store_url} {order.prefix}".encode()).removeprefix("sha256:")[:16]
     if not (directory / ".whole").exists():

@@ -1,7 +1,7 @@
 """Keys and values of everything the target has read, and attention over them from the nodes of a draft tree.
 
 One buffer for all layers: [layer, slot, place, key and value heads, head]. A slot is one request; place p holds the
-token at position p, and the nodes of a round sit behind the settled text in tree order. After verification `settle`
+token at position p, and the nodes of a round sit behind the settled text in tree order. After verification `commit`
 moves the accepted nodes forward to where their positions say, in all layers at once. Slots in use are kept side by
 side from 0, so attention reads a slice and never gathers.
 
@@ -31,16 +31,16 @@ class KVCache:
     """Keys and values of `num_slots` requests."""
 
     def __init__(self, config: TargetConfig, num_slots: int, dtype: torch.dtype, device: torch.device,
-                 places: int = 256) -> None:
+                 capacity: int = 256) -> None:
         self.config = config
         self.num_slots = num_slots
-        self.places = places
-        self._data = self._allocate(places, dtype, device)
+        self.capacity = capacity
+        self._data = self._allocate(capacity, dtype, device)
 
-    def _allocate(self, places: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _allocate(self, capacity: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         # Zeros, not garbage: a masked place has weight 0, and 0 * NaN would still be NaN.
         config = self.config
-        return torch.zeros(config.num_layers, self.num_slots, places, 2 * config.num_kv_heads, config.head_dim,
+        return torch.zeros(config.num_layers, self.num_slots, capacity, 2 * config.num_kv_heads, config.head_dim,
                            dtype=dtype, device=device)
 
     @property
@@ -48,36 +48,36 @@ class KVCache:
         """Of keys, values and attention."""
         return self._data.dtype
 
-    def reserve(self, places: int) -> None:
+    def reserve(self, capacity: int) -> None:
         """Make room for texts of this many tokens."""
-        if places <= self.places:
+        if capacity <= self.capacity:
             return
-        grown = self._allocate(max(places, 2 * self.places), self.dtype, self._data.device)
-        grown[:, :, :self.places] = self._data
-        self._data, self.places = grown, grown.shape[2]
+        grown = self._allocate(max(capacity, 2 * self.capacity), self.dtype, self._data.device)
+        grown[:, :, :self.capacity] = self._data
+        self._data, self.capacity = grown, grown.shape[2]
 
     def layer(self, layer: int) -> Tensor:
         """[slots, L, 2G, E] of one layer: keys, then values."""
         return self._data[layer]
 
-    def settle(self, slots: Sequence[int], starts: Sequence[int], nodes: Sequence[Sequence[int]]) -> None:
+    def commit(self, slots: Sequence[int], starts: Sequence[int], nodes: Sequence[Sequence[int]]) -> None:
         """Move accepted nodes to their positions: node nodes[b][d] of slots[b], now at place starts[b] + node, goes to
         starts[b] + d. Rows whose nodes are already in place cost nothing."""
         sources: list[int] = []
         targets: list[int] = []
         for slot, start, path in zip(slots, starts, nodes, strict=True):
-            base = slot * self.places + start
+            base = slot * self.capacity + start
             for depth, node in enumerate(path):
                 if node != depth:
                     sources.append(base + node)
                     targets.append(base + depth)
         if not sources:
             return
-        flat = self._data.view(self.config.num_layers, self.num_slots * self.places, -1)
+        flat = self._data.view(self.config.num_layers, self.num_slots * self.capacity, -1)
         index = torch.tensor([sources, targets], device=self._data.device)
         flat.index_copy_(1, index[1], flat.index_select(1, index[0]))  # read whole before written
 
-    def move(self, source: int, target: int, length: int) -> None:
+    def copy_slot(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` places of one slot to another."""
         self._data[:, target, :length] = self._data[:, source, :length]
 
@@ -122,7 +122,7 @@ class TreeAttention:
         device = depths.device
         slots = torch.arange(self._num_rows, device=device)[:, None]
         nodes = torch.arange(self._num_nodes, device=device)
-        self._index = (slots * cache.places + starts[:, None] + nodes).flatten()
+        self._index = (slots * cache.capacity + starts[:, None] + nodes).flatten()
         self._first = max_start if self._num_rows == 1 else None
         window = cache.config.sliding_window if SLIDING in cache.config.layer_types else None
         self._full = self._mask(starts, seen, depths, None)

@@ -1,24 +1,24 @@
-"""The reference decode engine: several requests at once, drafted or not, and the same output either way.
+"""The reference decode engine: several requests at once, with or without drafting, and the same output either way.
 
-One `step` admits what waits while there are slots (each prompt is read whole, alone), then runs one round for all rows:
+One `step` admits waiting requests while slots are free (each prompt is prefilled alone), then runs one round for all
+rows:
 
-    propose   the drafter grows a tree on the last token of each row        (without drafting: the tree is its root)
-    verify    one target pass over all nodes of all rows; the target's choice at every node; the path it agrees with
-    settle    keys of accepted nodes move into place, finished rows leave, the drafter takes in the settled pairs
+    propose   the drafter builds a tree on the last token of each row       (without drafting: the tree is its root)
+    verify    one target pass over all nodes of all rows; the target's token at every node; the longest accepted path
+    commit    keys of accepted nodes move into place, finished rows leave, the drafter receives the committed tokens
 
-Plain decoding is this very loop with trees of one node, which makes a comparison between the two honest: same kernels,
-same cache, same bookkeeping. Rows join and leave between rounds; slots in use stay side by side, so a row that leaves
-is replaced by the last one. A prompt is never batched with another, a row's sums never depend on its neighbours (see
-`cache` for how far that holds), and noise belongs to positions: an answer depends on its request alone.
+Plain decoding is the same loop with trees of one node, so a comparison of the two uses the same kernels, the same cache
+and the same bookkeeping. Rows join and leave between rounds; occupied slots are contiguous from 0, so the last row
+takes the slot of a row that leaves. A prompt is never batched with another, a row's sums do not depend on its
+neighbours (see `cache` for how far that holds), and noise is keyed by position: an answer depends on its request alone.
 
-Following the load. Drafting pays while the target's pass over a few more tokens costs little more than over one, and
-that ends somewhere as rows are added. So the shape is asked anew each round (`draft_by`), by the number of rows and
-nothing else. While no tokens are drafted the drafter still takes in every settled pair: it costs little when many rows
-share it, and a drafter that missed nothing may go on in any round. Nothing a user can see depends on the shape, so
-nothing has to be settled before it changes.
+Adaptive drafting. Drafting pays while the target's pass over a few more tokens costs little more than a pass over one,
+and that ends as rows are added. `set_tree_schedule` therefore gives the shape of each round as a function of the number
+of rows. In rounds without drafting the drafter still receives every committed token, so that it can draft again in any
+later round. The output does not depend on the shape, so a change needs no synchronisation.
 
-Not here: paging, prefix sharing, chunked prefill. Engines made for GPUs have them; this one exists to be right, to be
-read, and to be fast enough on a machine with two cores that speculation can be seen to pay.
+Not implemented: paging, prefix sharing, chunked prefill. GPU engines have them; this engine is the reference for
+correctness, and fast enough to show the effect of speculation on two CPU cores.
 """
 
 # B rows, N nodes, T pairs, A aux layers, H hidden, V vocabulary
@@ -35,21 +35,21 @@ from eyrie_api.errors import Conflict, InvalidInput
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.speculation.cache import KVCache, PrefillAttention, TreeAttention
 from eyrie_workers.speculation.noise import NoiseTable, RowNoise
-from eyrie_workers.speculation.protocol import NO_TOKEN, Drafter, DrafterState, DraftTree, SettledPairs
-from eyrie_workers.speculation.requests import Generation, Progress, Request, Row, check_request
+from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, Drafter, DrafterState, DraftTree
+from eyrie_workers.speculation.requests import Generation, Request, RequestState, StepOutput, check_request
 from eyrie_workers.speculation.tree import ancestors, is_chain
-from eyrie_workers.speculation.verify import Path, choose, follow
-from eyrie_workers.targets.device import on
+from eyrie_workers.speculation.verify import AcceptedPath, accept_path, sample_target_tokens
+from eyrie_workers.targets.device import device_scope
 from eyrie_workers.targets.model import TargetModel
 
-__all__ = ["Engine", "Generation", "Progress", "Request", "Spent", "room_for"]
+__all__ = ["Engine", "EngineStats", "Generation", "Request", "StepOutput", "smallest_common_shape"]
 
-ChooseShape = Callable[[int], DraftTreeShape | None]
+TreeSchedule = Callable[[int], DraftTreeShape | None]
 """From the number of rows to the shape of the coming round; None drafts nothing."""
 
 
 @dataclass
-class Spent:
+class EngineStats:
     """Seconds of wall clock by what they were spent on, since the engine was made or `reset`."""
 
     prefill_s: float = 0.0
@@ -87,17 +87,17 @@ class Engine:
         self.drafter = drafter
         self.max_concurrency = max_concurrency
         self.max_length = min(max_length or config.max_position_embeddings, config.max_position_embeddings)
-        self.spent = Spent()
+        self.stats = EngineStats()
         if exact is None:
             exact = target.dtype == torch.float32 and target.device.type == "cpu"
         self.exact = exact
         self._cache = KVCache(config, max_concurrency, torch.float64 if exact else target.dtype, target.device)
         self._waiting: deque[tuple[Request, float]] = deque()
-        self._rows: list[Row] = []  # row i decodes in slot i
+        self._rows: list[RequestState] = []  # row i decodes in slot i
         self._free_drafter_rows = list(range(max_concurrency))
         self._states: dict[DraftTreeShape, DrafterState] = {}
         self._room: DraftTreeShape | None = None
-        self._choose_shape: ChooseShape | None = None  # None: always the room itself
+        self._choose_shape: TreeSchedule | None = None  # None: always the room itself
         self.tree = tree
 
     @property
@@ -111,14 +111,14 @@ class Engine:
         if self._choose_shape is not None or shape != self._room:
             self._switch(None, shape)
 
-    def draft_by(self, choose_shape: ChooseShape, shapes: Iterable[DraftTreeShape]) -> None:
+    def set_tree_schedule(self, choose_shape: TreeSchedule, shapes: Iterable[DraftTreeShape]) -> None:
         """Ask for the shape anew in every round. `shapes` are all it may answer, None apart.
 
         May only change while nothing is being decoded. Raises Conflict, and InvalidInput without a drafter.
         """
-        self._switch(choose_shape, room_for(shapes))
+        self._switch(choose_shape, smallest_common_shape(shapes))
 
-    def _switch(self, choose_shape: ChooseShape | None, room: DraftTreeShape | None) -> None:
+    def _switch(self, choose_shape: TreeSchedule | None, room: DraftTreeShape | None) -> None:
         if self._rows:
             raise Conflict(f"{len(self._rows)} requests are being decoded with another draft tree",
                            "finish or cancel them first")
@@ -168,10 +168,10 @@ class Engine:
         return len(self._waiting)
 
     @torch.inference_mode()
-    def step(self) -> list[Progress]:
+    def step(self) -> list[StepOutput]:
         """Admit what fits, run one round, and report what each request got. Empty when there is nothing to do."""
-        said: list[Progress] = []
-        with on(self.target.device):
+        said: list[StepOutput] = []
+        with device_scope(self.target.device):
             while self._waiting and len(self._rows) < self.max_concurrency:
                 said.append(self._admit(*self._waiting.popleft()))
             if self._rows:
@@ -180,13 +180,14 @@ class Engine:
 
     # Admission
 
-    def _admit(self, request: Request, submitted_at: float) -> Progress:
+    def _admit(self, request: Request, submitted_at: float) -> StepOutput:
         """Read the prompt into the next slot and choose the first token."""
         began = time.perf_counter()
         slot = len(self._rows)
         greedy = request.sampling.temperature == 0.0
-        row = Row(request, self._free_drafter_rows.pop(), submitted_at=submitted_at, tokens=list(request.prompt_ids),
-                  noise=None if greedy else NoiseTable(request.seed, self.target.config.vocab_size))
+        noise = None if greedy else NoiseTable(request.seed, self.target.config.vocab_size)
+        row = RequestState(request, self._free_drafter_rows.pop(), submitted_at=submitted_at,
+                           tokens=list(request.prompt_ids), noise=noise)
         self._rows.append(row)
         num_prompt = len(row.tokens)
         self._cache.reserve(num_prompt + 1)
@@ -196,29 +197,29 @@ class Engine:
         aux, last = self.target.run(prompt, positions, attend, self._aux_layers())
         logits = self.target.logits(last[-1:])[None]
         root = torch.zeros(1, 1, dtype=torch.int64, device=self.target.device)
-        first = choose(logits, root, [request.sampling], self._noise([row], 1))
+        first = sample_target_tokens(logits, root, [request.sampling], self._noise([row], 1))
         taken = row.take(first.flatten().tolist(), self.max_length)
         row.first_token_s = time.perf_counter() - submitted_at
         if row.finish_reason is not None:
             self._leave(slot)
         elif self._room is not None:
             self._begin_drafting(row, prompt, aux)
-        self.spent.prefill_s += time.perf_counter() - began
+        self.stats.prefill_s += time.perf_counter() - began
         return row.progress(taken, [], [])
 
-    def _begin_drafting(self, row: Row, prompt: Tensor, aux: Tensor) -> None:
+    def _begin_drafting(self, row: RequestState, prompt: Tensor, aux: Tensor) -> None:
         row.drafting = self._may_draft(row)
         if row.drafting:
             assert self.drafter is not None
             self.drafter.admit(self._state(), row.drafter_row, row.request.prompt_ids)
             following = torch.cat([prompt[1:], prompt.new_tensor(row.tokens[-1:])])
-            self.drafter.extend(self._state(), SettledPairs(
+            self.drafter.extend(self._state(), CommittedTokens(
                 rows=torch.tensor([row.drafter_row]), starts=torch.tensor([0]), lengths=torch.tensor([len(prompt)]),
                 tokens=following[None], aux=aux[None]))
 
     # A round
 
-    def _round(self) -> list[Progress]:
+    def _round(self) -> list[StepOutput]:
         began = time.perf_counter()
         shape = self._shape_for(len(self._rows))
         depth = shape.num_steps if shape is not None else 0
@@ -228,7 +229,7 @@ class Engine:
         proposed = time.perf_counter()
         paths, aux = self._verify(tree, depth, noise)
         starts = [len(row.tokens) - 1 for row in self._rows]
-        self._cache.settle(range(len(self._rows)), starts, [path.nodes for path in paths])
+        self._cache.commit(range(len(self._rows)), starts, [path.nodes for path in paths])
         said = []
         for row, path in zip(self._rows, paths, strict=True):
             taken = row.take(path.tokens, self.max_length)
@@ -242,10 +243,10 @@ class Engine:
         for slot in reversed(range(len(self._rows))):
             if self._rows[slot].finish_reason is not None:
                 self._leave(slot)
-        self.spent.draft_s += proposed - asked + extended - verified
-        self.spent.verify_s += asked - began + verified - proposed
-        self.spent.rounds += 1
-        self.spent.nodes += tree.tokens.shape[1]
+        self.stats.draft_s += proposed - asked + extended - verified
+        self.stats.verify_s += asked - began + verified - proposed
+        self.stats.rounds += 1
+        self.stats.nodes += tree.tokens.shape[1]
         return said
 
     def _propose(self, shape: DraftTreeShape | None, noise: RowNoise | None) -> DraftTree:
@@ -264,7 +265,7 @@ class Engine:
             grown = _spread(grown, torch.tensor(drafting, device=device), len(self._rows))
         return DraftTree(torch.cat([roots, grown.tokens[:, 1:]], dim=1), grown.parents, grown.scores)
 
-    def _verify(self, tree: DraftTree, max_depth: int, noise: RowNoise | None) -> tuple[list[Path], Tensor]:
+    def _verify(self, tree: DraftTree, max_depth: int, noise: RowNoise | None) -> tuple[list[AcceptedPath], Tensor]:
         """One target pass over all nodes: the path each row takes, and aux states [B, N, A, H] of all nodes."""
         target = self.target
         num_rows, num_nodes = tree.tokens.shape
@@ -279,11 +280,11 @@ class Engine:
         aux, last = target.run(tree.tokens.clamp(min=0).flatten(), (starts[:, None] + depths).flatten(), attend,
                                self._aux_layers())
         logits = target.logits(last).view(num_rows, num_nodes, -1)
-        choices = choose(logits, depths, [row.request.sampling for row in self._rows], noise)
+        choices = sample_target_tokens(logits, depths, [row.request.sampling for row in self._rows], noise)
         walked = zip(tree.tokens.tolist(), tree.parents.tolist(), choices.tolist(), strict=True)
-        return [follow(*row) for row in walked], aux.view(num_rows, num_nodes, *aux.shape[1:])
+        return [accept_path(*row) for row in walked], aux.view(num_rows, num_nodes, *aux.shape[1:])
 
-    def _extend(self, starts: Sequence[int], paths: Sequence[Path], aux: Tensor) -> None:
+    def _extend(self, starts: Sequence[int], paths: Sequence[AcceptedPath], aux: Tensor) -> None:
         """Hand the settled pairs of all rows that go on to the drafter."""
         assert self.drafter is not None
         going: list[int] = []
@@ -298,7 +299,7 @@ class Engine:
         nodes = torch.tensor([_padded(paths[index].nodes, longest) for index in going])
         tokens = torch.tensor([_padded(paths[index].tokens, longest) for index in going])
         of_rows = torch.tensor(going)[:, None]
-        self.drafter.extend(self._state(), SettledPairs(
+        self.drafter.extend(self._state(), CommittedTokens(
             rows=torch.tensor([self._rows[index].drafter_row for index in going]),
             starts=torch.tensor([starts[index] for index in going]), lengths=torch.tensor(lengths), tokens=tokens,
             aux=aux[of_rows, nodes]))
@@ -309,14 +310,14 @@ class Engine:
         last = self._rows.pop()
         if slot < len(self._rows):
             self._rows[slot] = last
-            self._cache.move(len(self._rows), slot, len(last.tokens))
+            self._cache.copy_slot(len(self._rows), slot, len(last.tokens))
 
     # Small questions
 
     def _aux_layers(self) -> tuple[int, ...]:
         return self.drafter.aux_layers if self._room is not None and self.drafter is not None else ()
 
-    def _may_draft(self, row: Row) -> bool:
+    def _may_draft(self, row: RequestState) -> bool:
         """Whether the drafter can follow this text for another round."""
         assert self.drafter is not None
         assert self._room is not None
@@ -333,7 +334,7 @@ class Engine:
             self._states[self._room] = self.drafter.new_state(self.max_concurrency, length, self._room)
         return self._states[self._room]
 
-    def _noise(self, rows: Sequence[Row], num_ahead: int) -> RowNoise | None:
+    def _noise(self, rows: Sequence[RequestState], num_ahead: int) -> RowNoise | None:
         """Noise of the next `num_ahead` positions of each row; None when all are greedy."""
         if all(row.noise is None for row in rows):
             return None
@@ -344,7 +345,7 @@ class Engine:
                         torch.stack(gumbel).to(self.target.device))
 
 
-def room_for(shapes: Iterable[DraftTreeShape]) -> DraftTreeShape | None:
+def smallest_common_shape(shapes: Iterable[DraftTreeShape]) -> DraftTreeShape | None:
     """The smallest shape that is at least as large as each in every number; None for none."""
     held = list(shapes)
     if not held:

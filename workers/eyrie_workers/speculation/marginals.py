@@ -29,7 +29,7 @@ from eyrie_workers.speculation.protocol import NO_TOKEN, DraftTree
 from eyrie_workers.speculation.static_tree import Topology, static_topology
 
 
-def draft(logits_BSD: Tensor, shape: DraftTreeShape, vocabulary: Tensor | None = None,
+def build_tree_from_marginals(logits_BSD: Tensor, shape: DraftTreeShape, vocabulary: Tensor | None = None,
           noise: RowNoise | None = None) -> DraftTree:
     """The tree of each row's most probable prefixes, or the static one; the chain of first choices where top_k is 1.
 

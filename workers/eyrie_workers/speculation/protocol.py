@@ -8,7 +8,7 @@ verbs, and every family fits them:
               EAGLE runs one forward over the pairs (EAGLE-3, arXiv:2503.01840, figure 5: fused h_i beside the
               embedding of x_{i+1}, predicting x_{i+2}); Medusa keeps the last h_i; an n-gram drafter the tokens.
     propose   "grow a draft tree on each row's last token". A family that predicts one token at a time hands its step
-              to `eyrie_workers.speculation.tree.grow`, which owns expansion, reranking and masks; a family that finds
+              to `speculation.tree.build_draft_tree`, which owns expansion, reranking and masks; a family that finds
               whole continuations builds the tree itself.
 
 Why pairs: after a prefill of P prompt tokens the target has states h_0 .. h_{P-1} and has chosen x_P; after a round
@@ -20,7 +20,7 @@ What a drafter may not do is change the output: verification never looks at its 
 `noise` carries the sampling noise of the positions ahead. The target will take argmax(logits / temperature + Gumbel
 noise of that position); a good drafter that perturbs its own logits with the same noise guesses that argmax more often
 than by offering its most probable token (shared-noise coupling: Daliri et al., arXiv:2408.07978). How much noise to add
-is measured in `eyrie_workers.speculation.noise`; `grow` does it for every family that uses it.
+is measured in `eyrie_workers.speculation.noise`; `build_draft_tree` does it for every family that uses it.
 """
 
 # B rows, T pairs, A aux layers, H hidden, D draft vocabulary, N tree nodes, K top-k, M scratch keys
@@ -39,7 +39,7 @@ NO_TOKEN = -1
 
 
 @dataclass(frozen=True)
-class SettledPairs:
+class CommittedTokens:
     """Target states and the tokens chosen after them, for some rows at once; padded on the right.
 
     rows     [B]        int64    row (slot) of the drafter's state; distinct
@@ -123,7 +123,7 @@ class Drafter(Protocol):
         """A new request takes `row`: forget what was there. Its pairs follow by `extend`, from position 0."""
         ...
 
-    def extend(self, state: DrafterState, pairs: SettledPairs) -> None:
+    def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
         """Take in settled pairs. Scratch keys of an earlier `propose` are void."""
         ...
 

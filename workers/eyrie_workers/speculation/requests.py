@@ -33,7 +33,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Progress:
+class StepOutput:
     """What one request got out of one step."""
 
     id: str
@@ -90,7 +90,7 @@ def check_request(request: Request, vocab_size: int, max_length: int) -> None:
 
 
 @dataclass
-class Row:
+class RequestState:
     """One request being decoded."""
 
     request: Request
@@ -131,12 +131,12 @@ class Row:
         self.histogram += [0] * (accepted + 1 - len(self.histogram))
         self.histogram[accepted] += 1
 
-    def progress(self, taken: list[int], accepted: list[int], drafted: list[int]) -> Progress:
+    def progress(self, taken: list[int], accepted: list[int], drafted: list[int]) -> StepOutput:
         """What to say about tokens just taken."""
         if self.finish_reason is None:
-            return Progress(self.request.id, taken, accepted, drafted=drafted)
+            return StepOutput(self.request.id, taken, accepted, drafted=drafted)
         num_prompt = len(self.request.prompt_ids)
-        return Progress(self.request.id, taken, accepted, self.finish_reason, Generation(
+        return StepOutput(self.request.id, taken, accepted, self.finish_reason, Generation(
             id=self.request.id, num_prompt_tokens=num_prompt, token_ids=self.tokens[num_prompt:],
             finish_reason=self.finish_reason, rounds=self.rounds, accepted_histogram=list(self.histogram),
             first_token_s=self.first_token_s, total_s=time.perf_counter() - self.submitted_at), drafted)

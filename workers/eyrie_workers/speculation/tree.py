@@ -16,8 +16,8 @@ Everything here is a function of tensors; the drafter enters as a `StepFunction`
 SGLang grows, scores, reranks and verifies by the same rules (0.5.23: `select_top_k_tokens`, `organize_draft_results`),
 with one difference. It keeps the keys of a depth where they were written, by place in the frontier, and does not move
 them when the next frontier is picked; a node then sees the keys of whoever held its place before, which is an ancestor
-as long as the order of the frontier lasts. `branch_keys="places"` does the same. On the quickstart drafter it changes
-4 % of the trees of shape 5/4/16 and no accepted length among 157 rounds; chains are not touched.
+as long as the order of the frontier lasts. `branch_keys="frontier_slots"` does the same. On the quickstart drafter it
+changes 4 % of the trees of shape 5/4/16 and no accepted length among 157 rounds; chains are not touched.
 """
 
 # B rows, N nodes of the final tree, C candidate nodes grown, K top-k, D draft vocabulary, H hidden, M scratch keys
@@ -34,12 +34,12 @@ from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN, DraftStep, DraftTree, StepFunction
 from eyrie_workers.speculation.static_tree import levels, static_topology
 
-BranchKeys = Literal["ancestors", "places"]
+BranchKeys = Literal["ancestors", "frontier_slots"]
 """Which scratch keys a node sees: those of its ancestors, or those written at its place in the frontier (SGLang)."""
 
 
 @dataclass(frozen=True)
-class _Grown:
+class _Candidates:
     """All nodes below the root, in the order they were grown. Parents are candidate indices, -1 for the root."""
 
     tokens: Tensor
@@ -50,7 +50,7 @@ class _Grown:
     """[B, C] float: log of the product of confidences along the path"""
 
 
-def grow(first: DraftStep, step: StepFunction, shape: DraftTreeShape, vocabulary: Tensor | None = None,
+def build_draft_tree(first: DraftStep, step: StepFunction, shape: DraftTreeShape, vocabulary: Tensor | None = None,
          noise: RowNoise | None = None, branch_keys: BranchKeys = "ancestors") -> DraftTree:
     """Grow one tree per row, `shape.num_steps` deep.
 
@@ -91,7 +91,7 @@ def _grow_chain(first: DraftStep, step: StepFunction, shape: DraftTreeShape, voc
 
 
 def _expand(first: DraftStep, step: StepFunction, shape: DraftTreeShape, vocabulary: Tensor | None,
-            noise: RowNoise | None, branch_keys: BranchKeys) -> _Grown:
+            noise: RowNoise | None, branch_keys: BranchKeys) -> _Candidates:
     """Grow top_k + (num_steps - 1) * top_k^2 candidates (fewer when the draft vocabulary is smaller than top_k)."""
     num_rows, device = first.logits.shape[0], first.logits.device
     width = min(shape.top_k, first.logits.shape[-1])
@@ -124,7 +124,7 @@ def _expand(first: DraftStep, step: StepFunction, shape: DraftTreeShape, vocabul
             mask = torch.cat([mask, own], dim=2)
             frontier = num_grown + chosen
         num_grown += width * width
-    return _Grown(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(all_scores, 1))
+    return _Candidates(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(all_scores, 1))
 
 
 def _grow_static(first: DraftStep, step: StepFunction, shape: DraftTreeShape, vocabulary: Tensor | None,
@@ -157,7 +157,7 @@ def _grow_static(first: DraftStep, step: StepFunction, shape: DraftTreeShape, vo
     return DraftTree(tokens, parents.expand(num_rows, -1), scores)
 
 
-def rerank(grown: _Grown, num_draft_tokens: int) -> DraftTree:
+def rerank(grown: _Candidates, num_draft_tokens: int) -> DraftTree:
     """Keep the `num_draft_tokens - 1` best candidates of each row, parents before children, under a root.
 
     A row with fewer candidates is filled up with NO_TOKEN nodes under the root.

@@ -25,7 +25,7 @@ from eyrie_workers.speculation.noise import RowNoise
 
 
 @dataclass(frozen=True)
-class Path:
+class AcceptedPath:
     """What one row emits in a round."""
 
     nodes: list[int]
@@ -35,7 +35,8 @@ class Path:
     """The target's choice at each of them: the accepted draft tokens, then the bonus token."""
 
 
-def choose(logits: Tensor, depths: Tensor, samplings: Sequence[SamplingSpec], noise: RowNoise | None) -> Tensor:
+def sample_target_tokens(logits: Tensor, depths: Tensor, samplings: Sequence[SamplingSpec],
+                         noise: RowNoise | None) -> Tensor:
     """The target's choice after each node.
 
     logits     [B, N, V]
@@ -49,7 +50,7 @@ def choose(logits: Tensor, depths: Tensor, samplings: Sequence[SamplingSpec], no
     scores = logits.to(torch.float64)
     greedy = torch.tensor([sampling.temperature == 0.0 for sampling in samplings], device=logits.device)
     if any(sampling.top_k or sampling.top_p < 1.0 for sampling in samplings):
-        rows = [row if sampling.temperature == 0.0 else truncate(row / sampling.temperature, sampling)
+        rows = [row if sampling.temperature == 0.0 else apply_top_k_top_p(row / sampling.temperature, sampling)
                 for row, sampling in zip(scores, samplings, strict=True)]
         scores = torch.stack(rows)
     else:
@@ -59,7 +60,7 @@ def choose(logits: Tensor, depths: Tensor, samplings: Sequence[SamplingSpec], no
     return torch.where(greedy[:, None], logits.argmax(dim=-1), drawn) if bool(greedy.any()) else drawn
 
 
-def truncate(scores: Tensor, sampling: SamplingSpec) -> Tensor:
+def apply_top_k_top_p(scores: Tensor, sampling: SamplingSpec) -> Tensor:
     """-inf for tokens outside top_k and then outside the nucleus of top_p (arXiv:1904.09751), in that order.
 
     scores [..., V] are logits / temperature. The nucleus is the smallest set of most probable tokens whose mass reaches
@@ -76,7 +77,7 @@ def truncate(scores: Tensor, sampling: SamplingSpec) -> Tensor:
     return scores
 
 
-def follow(tokens: Sequence[int], parents: Sequence[int], choices: Sequence[int]) -> Path:
+def accept_path(tokens: Sequence[int], parents: Sequence[int], choices: Sequence[int]) -> AcceptedPath:
     """Walk from the root along children that carry the target's choice.
 
     tokens, parents, choices  [N]; node 0 is the root and parents precede children. Plain lists: a walk is a dozen
@@ -87,4 +88,4 @@ def follow(tokens: Sequence[int], parents: Sequence[int], choices: Sequence[int]
         if parents[node] == nodes[-1] and tokens[node] == emitted[-1]:
             nodes.append(node)
             emitted.append(choices[node])
-    return Path(nodes, emitted)
+    return AcceptedPath(nodes, emitted)

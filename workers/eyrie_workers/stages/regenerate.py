@@ -5,7 +5,7 @@ regenerate the final assistant turn using your actual model ... the response mig
 does not matter" (the second seed). Steps, each resumable:
 
     read, split, exclude -> selection        (regeneration.selection; nothing held out is ever asked)
-    walk conversations   -> questions        (regeneration.questions; the last turn, or each in turn)
+    walk conversations   -> questions        (regeneration.turn_queue; the last turn, or each in turn)
     ask an engine        -> rows.jsonl       (appended and flushed per answer: it is the ledger of what is done)
     put in order         -> rows.jsonl, quarantine.jsonl, held_out.jsonl, rows.meta.json
 
@@ -33,15 +33,20 @@ from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowLedger,
 from eyrie_workers.conversations.split import BenchmarkPrompts
 from eyrie_workers.conversations.suites import suite_prompts
 from eyrie_workers.regeneration import selection
-from eyrie_workers.regeneration.batch import BatchEngine
+from eyrie_workers.regeneration.batch import BatchClient
 from eyrie_workers.regeneration.conversation_replay import Ended
-from eyrie_workers.regeneration.embedded import EmbeddedEngine
+from eyrie_workers.regeneration.embedded import EmbeddedClient
 from eyrie_workers.regeneration.endpoint import endpoint_of
-from eyrie_workers.regeneration.generation_client import Answer, AnswerEngine, Asking, Refusal
-from eyrie_workers.regeneration.online import OnlineEngine
-from eyrie_workers.regeneration.questions import REFUSED, Question, Questions
-from eyrie_workers.regeneration.retokenising import AnswerIds
-from eyrie_workers.regeneration.sharded import Sharding
+from eyrie_workers.regeneration.generation_client import (
+    GeneratedAnswer,
+    GenerationClient,
+    GenerationFailure,
+    GenerationParams,
+)
+from eyrie_workers.regeneration.online import OnlineClient
+from eyrie_workers.regeneration.retokenising import AnswerRetokenizer
+from eyrie_workers.regeneration.sharded import ShardingConfig
+from eyrie_workers.regeneration.turn_queue import REFUSED, PendingTurn, TurnQueue
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.stage_program import Result, Stage, run_program
 from eyrie_workers.targets.config import read_config
@@ -49,7 +54,7 @@ from eyrie_workers.targets.loading import load_target, resolve, target_digest
 from eyrie_workers.targets.templates import ChatTokenizer
 
 QUARANTINE = "quarantine.jsonl"
-BATCH_MEMORY = "batch.json"
+BATCH_STATE = "batch.json"
 _QUARANTINE_SHOWN = 100
 _HOPELESS_AFTER = 20
 """So many refusals before the first answer mean that the request itself is wrong, not twenty prompts."""
@@ -156,14 +161,14 @@ def _select(spec: RegenerateStage, stage: Stage, tokenizer: ChatTokenizer,
 
 
 def _questions(spec: RegenerateStage, stage: Stage, tokenizer: ChatTokenizer, ledger: RowLedger,
-               summary: selection.SelectionSummary, context: int) -> Questions:
-    return Questions(selection.selected(stage.out_dir), summary.rows_selected, spec.regenerate, ledger, tokenizer,
+               summary: selection.SelectionSummary, context: int) -> TurnQueue:
+    return TurnQueue(selection.selected(stage.out_dir), summary.rows_selected, spec.regenerate, ledger, tokenizer,
                      min(spec.data.max_prompt_tokens, context - 1))
 
 
 def _ask(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatTokenizer, ledger: RowLedger,
          summary: selection.SelectionSummary) -> tuple[int, int, list[QuarantinedRow]]:
-    """Answer every question that is not in the ledger; return rows resumed, tokens answered, rows refused."""
+    """GeneratedAnswer every question that is not in the ledger; return rows resumed, tokens answered, rows refused."""
     total, resumed = summary.turns_selected, len(ledger)
     if resumed:
         stage.event("Resumed", f"{resumed} of {total} rows were answered before")
@@ -177,9 +182,9 @@ def _ask(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatTokeniz
     for outcome in engine.answers(questions, stage.pause_point):
         question = questions.asked(outcome.row_id)
         row = question.row
-        if isinstance(outcome, Answer) and outcome.finish_reason == "stop" and len(outcome.answer_ids) == 1:
-            outcome = Refusal(outcome.row_id, "the answer is empty", "empty")
-        if isinstance(outcome, Refusal):
+        if isinstance(outcome, GeneratedAnswer) and outcome.finish_reason == "stop" and len(outcome.answer_ids) == 1:
+            outcome = GenerationFailure(outcome.row_id, "the answer is empty", "empty")
+        if isinstance(outcome, GenerationFailure):
             refused.append(QuarantinedRow(source=row.source, line=row.line, reason=outcome.reason, kind=outcome.kind))
             if answered == resumed == 0 and len(refused) >= _HOPELESS_AFTER:
                 raise InvalidInput(f"the first {len(refused)} prompts were all refused: {outcome.reason}",
@@ -194,7 +199,7 @@ def _ask(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatTokeniz
     return resumed, new_tokens, refused
 
 
-def _answered(spec: RegenerateStage, question: Question, answer: Answer) -> AnsweredRow:
+def _answered(spec: RegenerateStage, question: PendingTurn, answer: GeneratedAnswer) -> AnsweredRow:
     sampling = RowSampling(**spec.regenerate.sampling.model_dump(), max_new_tokens=spec.regenerate.max_new_tokens)
     row = question.row
     return AnsweredRow(id=answer.row_id, source=row.source, line=row.line, category=row.category,
@@ -204,29 +209,29 @@ def _answered(spec: RegenerateStage, question: Question, answer: Answer) -> Answ
                        reasoning=answer.reasoning, tool_calls=answer.tool_calls, turn=question.turn)
 
 
-def _engine(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatTokenizer) -> AnswerEngine:
+def _engine(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatTokenizer) -> GenerationClient:
     if spec.regenerate.engine == "embedded":
         target = load_target(path, spec.target.dtype)
-        return EmbeddedEngine(
+        return EmbeddedClient(
             engine=Engine(target, None, max_concurrency=spec.regenerate.concurrency), tokenizer=tokenizer,
-            asking=Asking(spec.regenerate.sampling, spec.regenerate.max_new_tokens),
+            params=GenerationParams(spec.regenerate.sampling, spec.regenerate.max_new_tokens),
             context=target.config.max_position_embeddings, concurrency=spec.regenerate.concurrency)
 
     def warn(reason: str, text: str) -> None:
         stage.event(reason, text, warning=True)
 
     context = read_config(path).max_position_embeddings
-    if spec.regenerate.engine == "openai" and (sharding := Sharding.from_env()).shard_rows is not None:
-        from eyrie_workers.shards import sharded_engine  # here: on one machine nobody needs celery
+    if spec.regenerate.engine == "openai" and (sharding := ShardingConfig.from_env()).shard_rows is not None:
+        from eyrie_workers.shards import sharded_client  # here: on one machine nobody needs celery
 
-        return sharded_engine(sharding, spec, context, path, warn)
+        return sharded_client(sharding, spec, context, path, warn)
     endpoint = endpoint_of(spec.regenerate, spec.target, context)
     if spec.regenerate.engine == "openai":
-        return OnlineEngine(endpoint, AnswerIds(tokenizer), warn)
-    return BatchEngine(endpoint, AnswerIds(tokenizer), stage.out_dir / BATCH_MEMORY, warn)
+        return OnlineClient(endpoint, AnswerRetokenizer(tokenizer), warn)
+    return BatchClient(endpoint, AnswerRetokenizer(tokenizer), stage.out_dir / BATCH_STATE, warn)
 
 
-def _finish(spec: RegenerateStage, stage: Stage, questions: Questions, ledger: RowLedger,
+def _finish(spec: RegenerateStage, stage: Stage, questions: TurnQueue, ledger: RowLedger,
             summary: selection.SelectionSummary, refused: list[QuarantinedRow]) -> RegenerateReport:
     """Put the rows in order, write the quarantine, clear the working files."""
     if len(ledger) == 0:

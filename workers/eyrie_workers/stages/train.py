@@ -56,7 +56,7 @@ from eyrie_workers.stage_program import (
 )
 from eyrie_workers.targets import draft_vocabulary
 from eyrie_workers.targets.config import TargetConfig, read_config
-from eyrie_workers.targets.device import chosen, on
+from eyrie_workers.targets.device import default_device, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import resolve, special_token_ids, target_digest
 from eyrie_workers.training.batch_loader import BatchLoader, Features, open_features
@@ -107,10 +107,10 @@ def prepare(spec: TrainStage, stage: Stage, world: World = ALONE, ends: TargetEm
                                                       whole=family.whole_vocabulary)
     ends = ends or read_target_embeddings(path, config.tie_word_embeddings)
     drafter = family.create(spec.drafter, config, ends, layers, vocabulary, spec.train.seed)
-    device = chosen()
+    device = default_device()
     dtype = fastest_dtype(device) if spec.train.dtype == "auto" else getattr(torch, spec.train.dtype)
     drafter.to(device)
-    with on(device):
+    with device_scope(device):
         objective = family.objective(drafter, ends.to(device), spec.train, max(lengths), dtype)
 
     trainer = Trainer(objective, schedule, spec.train, BatchLoader(schedule, store, world), world, columns)

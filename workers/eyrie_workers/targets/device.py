@@ -1,10 +1,10 @@
-"""Where arithmetic happens: the machine's GPU if there is one, else its processor.
+"""The device of this process: a GPU if there is one, else the CPU.
 
-A tensor that nobody placed must land beside those it meets. Rather than hand a device through every function, the few
-rooms that compute (a forward pass, a round of the engine, an objective) open `on(device)`: whatever is made inside,
-without a device of its own, is made there. On a processor that is the way things are, and `on` does nothing.
+A tensor created without a device must be on the device of the tensors it meets. Functions that compute (a forward pass,
+a round of the engine, an objective) open `device_scope(device)` instead of passing a device through every call: tensors
+created inside without an explicit device are created there. For the CPU the scope does nothing.
 
-Files are read, packed and checked on the processor; what is loaded for computing is moved once, by whoever loads it.
+Files are read, packed and checked on the CPU; the code that loads weights for computing moves them once.
 
 EYRIE_DEVICE overrides the choice (`cpu`, `cuda`, `cuda:1`).
 """
@@ -19,10 +19,10 @@ from eyrie_api.errors import InvalidInput
 CPU = torch.device("cpu")
 
 
-def chosen() -> torch.device:
-    """The device of this process: EYRIE_DEVICE, else the GPU that torchrun gave it or the first, else the processor.
+def default_device() -> torch.device:
+    """The device of this process: EYRIE_DEVICE, else the GPU of its LOCAL_RANK (default 0), else the CPU.
 
-    Raises InvalidInput when EYRIE_DEVICE names none that is here.
+    Raises InvalidInput when EYRIE_DEVICE is not a device of this machine.
     """
     asked = os.environ.get("EYRIE_DEVICE")
     if asked is None:
@@ -30,13 +30,13 @@ def chosen() -> torch.device:
     try:
         device = torch.device(asked)
     except RuntimeError as error:
-        raise InvalidInput(f"EYRIE_DEVICE {asked!r} is no device", "give cpu, cuda or cuda:<number>") from error
+        raise InvalidInput(f"EYRIE_DEVICE {asked!r} is not a device", "give cpu, cuda or cuda:<number>") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidInput(f"EYRIE_DEVICE is {asked!r} and no GPU is to be seen here",
+        raise InvalidInput(f"EYRIE_DEVICE is {asked!r}, but torch sees no GPU",
                            "unset it, or install a CUDA build of torch on a machine with a GPU")
     return device
 
 
-def on(device: torch.device) -> AbstractContextManager[object]:
-    """Tensors made inside without a device of their own are made on this one."""
+def device_scope(device: torch.device) -> AbstractContextManager[object]:
+    """Within the scope, tensors created without an explicit device are created on `device`."""
     return nullcontext() if device.type == "cpu" else device

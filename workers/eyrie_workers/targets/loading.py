@@ -18,7 +18,7 @@ from eyrie_api.artifacts import digest_file
 from eyrie_api.errors import ArtifactCorrupt, TargetNotFound, UnsupportedTarget
 from eyrie_api.v1alpha1.targets import TRAINED_HERE, TargetSpec, trained_here
 from eyrie_workers.targets.config import read_config, read_json
-from eyrie_workers.targets.device import chosen
+from eyrie_workers.targets.device import default_device
 from eyrie_workers.targets.model import TargetModel
 
 QUICKSTART = "quickstart"
@@ -78,7 +78,7 @@ def load_target(path: Path, dtype: str = "float32", device: torch.device | None 
     that are missing, truncated or of the wrong shape.
     """
     config = read_config(path)
-    place = device or chosen()
+    place = device or default_device()
     weights = {name: tensor.to(place, _DTYPES[dtype]) for name, tensor in read_weights(path).items()}
     try:
         return TargetModel(config, weights, path)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.features.topk_logits import topk_rows
-from eyrie_workers.targets.device import CPU, on
+from eyrie_workers.targets.device import CPU, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.training.losses import Normalisation, Teacher, shares, teach
 from eyrie_workers.training.softloss import Loss, soft_loss
@@ -235,7 +235,7 @@ class DistillationObjective(ABC):
                  lesson: TargetDistribution | None = None) -> Outcome:
         """Predict, compare, weigh. Planning is done on the processor, the rest where the target's matrix lies."""
         layout = self.plan(documents, moment)
-        with on(self.device):
+        with device_scope(self.device):
             return self._learn(documents, layout, moment, lesson)
 
     def _learn(self, documents: PackedBatch, layout: UnrollLayout, moment: StepContext | None,

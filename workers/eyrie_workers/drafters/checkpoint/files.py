@@ -78,7 +78,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, by the names they are stored under, where `targets.device.on` says.
+    """The tensors of a checkpoint, by the names they are stored under, where `targets.device.device_scope` says.
 
     Raises ArtifactMissing or CheckpointInvalid.
     """

@@ -19,7 +19,7 @@ from eyrie_workers.drafters.eagle3.flops import step_flops
 from eyrie_workers.drafters.eagle3.model import Eagle3Drafter, Eagle3Weights
 from eyrie_workers.drafters.eagle3.unroll import SharedProjections, shared_projections, unroll
 from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.targets.device import on
+from eyrie_workers.targets.device import device_scope
 from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.objective import (
     DistillationObjective,
@@ -79,7 +79,7 @@ class TrainingTimeTest(DistillationObjective):
         cuts = [layout] if judged else parts(layout, self._most_roots(layout))
         if len(cuts) == 1:
             return super().__call__(documents, moment, lesson)
-        with on(self.device):
+        with device_scope(self.device):
             return self._in_parts(documents, layout, cuts, moment, lesson)
 
     def _in_parts(self, documents: PackedBatch, layout: UnrollLayout, cuts: Sequence[UnrollLayout],

@@ -26,8 +26,8 @@ from torch import Tensor
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
 from eyrie_workers.speculation.noise import RowNoise
-from eyrie_workers.speculation.protocol import DrafterState, DraftStep, DraftTree, SettledPairs
-from eyrie_workers.speculation.tree import BranchKeys, grow
+from eyrie_workers.speculation.protocol import CommittedTokens, DrafterState, DraftStep, DraftTree
+from eyrie_workers.speculation.tree import BranchKeys, build_draft_tree
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.linear import Linear, rms_normalise
 
@@ -179,7 +179,7 @@ class LayerServer:
         state.settled[row] = 0
 
     @torch.inference_mode()
-    def extend(self, state: DrafterState, pairs: SettledPairs) -> None:
+    def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
         """Write keys and values of the pairs; predict from the last pair of each row."""
         assert isinstance(state, LayerState)
         num_rows, num_pairs = pairs.tokens.shape
@@ -209,7 +209,7 @@ class LayerServer:
         def step(tokens: Tensor, hidden: Tensor, mask: Tensor, depth: int) -> DraftStep:
             return self._step(own, row_list, tokens, hidden, mask, depth)
 
-        return grow(first, step, shape, self._draft_ids_D, noise, self.branch_keys)
+        return build_draft_tree(first, step, shape, self._draft_ids_D, noise, self.branch_keys)
 
     def _step(self, state: LayerState, rows: list[int], tokens_BN: Tensor, hidden_BNH: Tensor, mask_BNM: Tensor,
               depth: int) -> DraftStep:

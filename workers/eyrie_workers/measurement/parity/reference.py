@@ -40,7 +40,7 @@ class Reference:
         self.drafter = open_drafter(drafter_dir, self.target)
         self._directory, self._tree, self._dtype = drafter_dir, tree, dtype
         self._whole = WHOLE_LAST_ROUND[kind]
-        self._branch_keys: BranchKeys = "places" if kind == "sglang" else "ancestors"
+        self._branch_keys: BranchKeys = "frontier_slots" if kind == "sglang" else "ancestors"
         if isinstance(self.drafter, GrowsTrees):
             self.drafter.branch_keys = self._branch_keys
         if isinstance(self.drafter, ReadsText):

@@ -28,8 +28,8 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.measurement.benchmark.losslessness import TIE_RELATIVE
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.speculation.noise import RowNoise
-from eyrie_workers.speculation.protocol import Drafter, SettledPairs
-from eyrie_workers.targets.device import on
+from eyrie_workers.speculation.protocol import CommittedTokens, Drafter
+from eyrie_workers.targets.device import device_scope
 from eyrie_workers.targets.model import TargetModel
 
 _JITTERS = 12
@@ -120,7 +120,7 @@ class Retracer:
             self._continue(target)
             ((self._aux_TAH, last_TH),) = target.hidden_states([torch.tensor(self._text)], drafter.aux_layers)
             self._logits_TV = target.logits(last_TH).double().cpu()
-        with on(self._device):
+        with device_scope(self._device):
             self._state = drafter.new_state(1, min(len(self._text) + 1, drafter.max_length), tree)
         self._settled: int | None = None
         self._accepted: dict[tuple[int, int], int] = {}
@@ -153,7 +153,7 @@ class Retracer:
         return self._accepted[start, jitter]
 
     def _propose(self, start: int, jitter: int) -> int:
-        with torch.inference_mode(), on(self._device):
+        with torch.inference_mode(), device_scope(self._device):
             self._settle(self._num_prompt + start - 1)
             noise = None
             if jitter:
@@ -191,7 +191,7 @@ class Retracer:
         if held is None or held > num_pairs:
             self._drafter.admit(self._state, 0, self._text[: self._num_prompt])
             held = 0
-        self._drafter.extend(self._state, SettledPairs(
+        self._drafter.extend(self._state, CommittedTokens(
             rows=torch.tensor([0]), starts=torch.tensor([held]), lengths=torch.tensor([num_pairs - held]),
             tokens=torch.tensor([self._text[held + 1: num_pairs + 1]]), aux=self._aux_TAH[None, held:num_pairs]))
         self._settled = num_pairs

@@ -16,10 +16,10 @@ import torch
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.measurement.tuner.predict import IntArray, Located, Trace, locate
-from eyrie_workers.speculation.engine import room_for
+from eyrie_workers.speculation.engine import smallest_common_shape
 from eyrie_workers.speculation.noise import NoiseTable, RowNoise
-from eyrie_workers.speculation.protocol import Drafter, DrafterState, SettledPairs
-from eyrie_workers.targets.device import on
+from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState
+from eyrie_workers.targets.device import device_scope
 from eyrie_workers.targets.model import TargetModel
 
 _MOST_NODES = 512  # of a DraftTreeShape
@@ -44,7 +44,7 @@ def whole_tree(num_steps: int, top_k: int) -> DraftTreeShape:
 def trace(target: TargetModel, drafter: Drafter, answers: Sequence[Answered], num_steps: int, widths: Iterable[int],
           between: Callable[[], None], rows_at_once: int = 16) -> dict[int, list[Trace]]:
     """By width, the trace of every answer, in the order given. `between` is called at every position."""
-    with on(target.device):
+    with device_scope(target.device):
         return _traced(target, drafter, answers, [whole_tree(num_steps, width) for width in sorted(set(widths))],
                        between, rows_at_once)
 
@@ -71,7 +71,7 @@ class _Batch:
                  shapes: Sequence[DraftTreeShape]) -> None:
         self.drafter, self.answers, self.shapes = drafter, answers, shapes
         self.vocab_size = target.config.vocab_size
-        room = room_for(shapes)
+        room = smallest_common_shape(shapes)
         assert room is not None
         longest = max(len(answer.prompt_ids) + len(answer.token_ids) for answer in answers)
         self.state: DrafterState = drafter.new_state(len(answers), min(longest, drafter.max_length), room)
@@ -81,7 +81,7 @@ class _Batch:
         for row, (answer, text, aux) in enumerate(zip(answers, texts, self.aux, strict=True)):
             num_prompt = len(answer.prompt_ids)
             drafter.admit(self.state, row, answer.prompt_ids)
-            drafter.extend(self.state, SettledPairs(
+            drafter.extend(self.state, CommittedTokens(
                 torch.tensor([row]), torch.tensor([0]), torch.tensor([num_prompt]),
                 text[None, 1:num_prompt + 1], aux[None, :num_prompt]))
 
@@ -119,7 +119,7 @@ class _Batch:
         tokens = [[self.answers[row].token_ids[position + 1]] for row in rows]
         aux = torch.stack([self.aux[row][start:start + 1] for row, start in zip(rows, starts, strict=True)])
         one_each = torch.ones(len(rows), dtype=torch.int64)
-        self.drafter.extend(self.state, SettledPairs(torch.tensor(rows), torch.tensor(starts), one_each,
+        self.drafter.extend(self.state, CommittedTokens(torch.tensor(rows), torch.tensor(starts), one_each,
                                                      torch.tensor(tokens), aux))
 
 

@@ -70,7 +70,7 @@ class Located(NamedTuple):
 
 
 def locate(tokens: IntArray, parents: IntArray, scores: FloatArray, following: IntArray, num_steps: int) -> Located:
-    """Find the continuation in whole trees: as many nodes as the drafter can grow, siblings distinct.
+    """Find the continuation in whole trees: as many nodes as the drafter can build_draft_tree, siblings distinct.
 
     tokens, parents [B, N] and scores [B, N] as in `speculation.protocol.DraftTree`; nodes in the order they were grown
     following       [B, S]: the text's next tokens, anything below zero beyond its end

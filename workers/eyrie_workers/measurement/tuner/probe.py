@@ -59,7 +59,7 @@ def run_probe(engine: Engine, requests: Sequence[Request], concurrency: int, sha
               between: Callable[[], None], rounds: int) -> Probe:
     """Answer all requests at this concurrency, in turning shapes. Leaves the engine idle."""
     probe, turn = Probe(), _Turning(dict.fromkeys(shapes, 0))
-    engine.draft_by(turn, [shape for shape in shapes if shape is not None])
+    engine.set_tree_schedule(turn, [shape for shape in shapes if shape is not None])
     rows = min(concurrency, len(requests))
     names = {request.id for request in requests}
     again = 0
@@ -74,9 +74,9 @@ def run_probe(engine: Engine, requests: Sequence[Request], concurrency: int, sha
         while waiting and engine.num_running + engine.num_waiting < rows:
             engine.submit(waiting.pop(0))
         between()
-        before = replace(engine.spent)
+        before = replace(engine.stats)
         said = engine.step()
-        spent = engine.spent
+        spent = engine.stats
         for progress in said:
             if progress.generation is not None and progress.id in names:
                 probe.texts[progress.id] = tuple(progress.generation.token_ids)

@@ -126,9 +126,9 @@ class _Work:
         engine.tree = None
         plain = []
         for request in prompts:
-            before = engine.spent.prefill_s
+            before = engine.stats.prefill_s
             engine.generate([request])
-            plain.append(engine.spent.prefill_s - before)
+            plain.append(engine.stats.prefill_s - before)
         return {"off": median(plain)} | {method: median(times) for method, times in self._prefill_s.items() if times}
 
     def _first_requests(self) -> list[Request]:

@@ -1,6 +1,6 @@
 """The questions of a job in the order they can be asked: a conversation's next turn once the one before is answered.
 
-What has been answered stands in the ledger and nowhere else: a conversation is walked from its opening through the
+What has been answered stands in the ledger and nowhere else: a conversation is walked from its first_turn through the
 answers that are there to the first one that is not. So a run that was killed anywhere goes on with the same questions.
 
 An engine takes questions from an iterator that may run dry and flow again: after `heard` there may be another one.
@@ -13,8 +13,15 @@ from dataclasses import dataclass
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_workers.conversations.rows import AnsweredRow, RowLedger
-from eyrie_workers.regeneration.conversation_replay import Ended, answer_message, following, num_turns, opening, turn_id
-from eyrie_workers.regeneration.generation_client import Prompt, row_seed
+from eyrie_workers.regeneration.conversation_replay import (
+    Ended,
+    answer_message,
+    first_turn,
+    next_turn,
+    num_turns,
+    turn_id,
+)
+from eyrie_workers.regeneration.generation_client import GenerationRequest, row_seed
 from eyrie_workers.regeneration.selection import SelectedRow
 from eyrie_workers.targets.templates import ChatTokenizer
 
@@ -25,26 +32,26 @@ TEMPLATE = "the chat template refuses the answer"
 
 
 @dataclass(frozen=True)
-class Question:
+class PendingTurn:
     """One turn of one conversation, ready to be asked."""
 
     row: SelectedRow
     turn: int
-    prompt: Prompt
+    prompt: GenerationRequest
 
 
 @dataclass(frozen=True)
-class Walk:
+class ReplayState:
     """How far a conversation has come."""
 
     answered: list[str]
     """Ids of its answered rows, in order."""
 
-    then: Question | Ended | None
+    then: PendingTurn | Ended | None
     """What comes next; None where all is answered."""
 
 
-class Questions(Iterator[Prompt]):
+class TurnQueue(Iterator[GenerationRequest]):
     """`Prompt`s for an engine."""
 
     def __init__(self, rows: Iterable[SelectedRow], num_rows: int, spec: RegenerateSpec, ledger: RowLedger,
@@ -52,10 +59,10 @@ class Questions(Iterator[Prompt]):
         self._spec, self._ledger, self._tokenizer = spec, ledger, tokenizer
         self._num_rows, self._max_prompt_tokens = num_rows, max_prompt_tokens
         self._rows = enumerate(rows)
-        self._ready: deque[Question] = deque()
-        self._in_flight: dict[str, Question] = {}
+        self._ready: deque[PendingTurn] = deque()
+        self._in_flight: dict[str, PendingTurn] = {}
 
-    def __next__(self) -> Prompt:
+    def __next__(self) -> GenerationRequest:
         while not self._ready:
             place, row = next(self._rows)
             self._line_up(self.walk(row, place))
@@ -63,7 +70,7 @@ class Questions(Iterator[Prompt]):
         self._in_flight[question.prompt.row_id] = question
         return question.prompt
 
-    def asked(self, row_id: str) -> Question:
+    def asked(self, row_id: str) -> PendingTurn:
         """The question that an outcome is about."""
         return self._in_flight[row_id]
 
@@ -73,21 +80,21 @@ class Questions(Iterator[Prompt]):
         if self._spec.turns == "all" and row_id in self._ledger:
             self._line_up(self.walk(question.row, question.prompt.place % self._num_rows))
 
-    def walk(self, row: SelectedRow, place: int = 0) -> Walk:
+    def walk(self, row: SelectedRow, place: int = 0) -> ReplayState:
         """Go through a conversation as far as it is answered."""
         turns, answered = self._spec.turns, list[str]()
-        messages = opening(row.messages, turns)
+        messages = first_turn(row.messages, turns)
         stands_for = len(messages)
         while (row_id := turn_id(row.id, len(answered), turns)) in self._ledger:
             answered.append(row_id)
             if stands_for >= len(row.messages):
-                return Walk(answered, None)
+                return ReplayState(answered, None)
             found = self._ledger.row(row_id)
-            after = following(row.messages, messages, stands_for, _message(found, bool(row.tools)))
+            after = next_turn(row.messages, messages, stands_for, _message(found, bool(row.tools)))
             if after is None or isinstance(after, Ended):
-                return Walk(answered, after)
+                return ReplayState(answered, after)
             if found.finish_reason == "length":
-                return Walk(answered, Ended(CUT))
+                return ReplayState(answered, Ended(CUT))
             messages, stands_for = after
         turn = len(answered)
         prompt_ids = row.prompt_ids
@@ -95,19 +102,19 @@ class Questions(Iterator[Prompt]):
             try:
                 prompt_ids = self._tokenizer.render(messages, row.tools or None)
             except InvalidInput:
-                return Walk(answered, Ended(TEMPLATE))
+                return ReplayState(answered, Ended(TEMPLATE))
             if len(prompt_ids) > self._max_prompt_tokens:
-                return Walk(answered, Ended(TOO_LONG))
-        prompt = Prompt(row_id=row_id, messages=messages, tools=row.tools, prompt_ids=prompt_ids,
+                return ReplayState(answered, Ended(TOO_LONG))
+        prompt = GenerationRequest(row_id=row_id, messages=messages, tools=row.tools, prompt_ids=prompt_ids,
                         seed=row_seed(self._spec.seed, row_id), place=turn * self._num_rows + place)
-        return Walk(answered, Question(row, turn, prompt))
+        return ReplayState(answered, PendingTurn(row, turn, prompt))
 
-    def num_unasked(self, question: Question) -> int:
+    def num_unasked(self, question: PendingTurn) -> int:
         """Turns that will not be asked when this question is the last of its conversation."""
         return num_turns(question.row.messages, self._spec.turns) - question.turn - 1
 
-    def _line_up(self, walk: Walk) -> None:
-        if isinstance(walk.then, Question):
+    def _line_up(self, walk: ReplayState) -> None:
+        if isinstance(walk.then, PendingTurn):
             self._ready.append(walk.then)
 
 
