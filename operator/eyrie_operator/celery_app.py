@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from eyrie_api.artifacts.store import ArtifactStore
-from eyrie_api.database.tables import Database
+from eyrie_api.chores.tasks import Step, make_celery
+from eyrie_api.chores.worker import run_worker
+from eyrie_api.database.engine import Database
+from eyrie_api.database.migrations import upgrade
 from eyrie_api.errors import InvalidInput
 from eyrie_api.http.job_files import work_store
 from eyrie_api.settings import Settings
 from eyrie_api.submission.placement import read_profile
-from eyrie_api.tasks import Step, make_celery, run_worker
 from eyrie_operator.driver import Driver
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
 from eyrie_pipelines.kubeflow import KubeflowRunner
@@ -67,14 +69,14 @@ def make_app() -> Any:
 
 def _celery(settings: Settings, database: Database) -> Any:
     world = world_of(settings, database)
-    return make_celery(settings, Driver(settings, database, world.runner).advance, tend=world.tend,
+    return make_celery(settings, Driver(settings, database, world.runner).advance, reconcile_endpoint=world.tend,
                        forget=world.runner.delete, sweep=world.sweep, database=database)
 
 
 def work(settings: Settings, concurrency: int) -> None:
     """Take chores in prefork processes until told to stop."""
     database = Database(settings.resolved_database_url)
-    database.migrate()
+    upgrade(database)
     world = world_of(settings, database)
     if world.store is not None:
         world.store.check()

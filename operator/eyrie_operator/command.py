@@ -142,7 +142,7 @@ def migrate(
     as_json: Json = False,
 ) -> None:
     """Bring the tables of EYRIE_DATABASE_URL up to date; those of a newer Eyrie stay as they are."""
-    from eyrie_api.database.tables import Database
+    from eyrie_api.database.engine import Database
     from eyrie_api.http.replica import await_tables, migrate_when_there
 
     settings = settings_for(None, None, None)

@@ -30,10 +30,10 @@ from eyrie_api.artifacts import MANIFEST, read_manifest, write_atomically, write
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.engine import Database
 from eyrie_api.database.ingest import Ingest
 from eyrie_api.database.jobs import Jobs, LeaseLost
 from eyrie_api.database.results import ResultFilter, Results
-from eyrie_api.database.tables import Database
 from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.decisions.promotion import decide, in_short, proven_speedup, proven_tau, without_drafter
 from eyrie_api.decisions.sweep import expand

@@ -10,9 +10,9 @@ from pathlib import Path
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database.endpoint_history import Histories, Watched
 from eyrie_api.database.endpoints import Endpoints, Serving
+from eyrie_api.database.engine import Database
 from eyrie_api.database.idempotency import Idempotency
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.tables import Database
 from eyrie_api.errors import EyrieError, NotFound
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.promotion import PromotionPolicy

@@ -16,10 +16,12 @@ from types import FrameType
 
 import uvicorn
 
-from eyrie_api.database.tables import Database
+from eyrie_api.chores.tasks import make_celery, queue_lengths
+from eyrie_api.chores.worker import ChoreLoop
+from eyrie_api.database.engine import Database
+from eyrie_api.database.migrations import upgrade
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
-from eyrie_api.tasks import ChoreLoop, make_celery, queue_lengths
 from eyrie_operator.driver import Driver
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
 from eyrie_operator.embedded.gateway import bind
@@ -58,10 +60,11 @@ class Plane:
         settings.home.mkdir(parents=True, exist_ok=True)
         self._settings = settings
         self._database = Database(settings.resolved_database_url)
-        self._database.migrate()
+        upgrade(self._database)
         self._jobs = Driver(settings, self._database, LocalRunner(settings.home))
         self._endpoints = EmbeddedEndpoints(settings, self._database)
-        celery = make_celery(settings, self._jobs.advance, tend=self._endpoints.tend, database=self._database)
+        celery = make_celery(settings, self._jobs.advance, reconcile_endpoint=self._endpoints.tend,
+                             database=self._database)
         self._chores = ChoreLoop(settings, celery)
         app = create_app(settings, database=self._database, wake=self._chores.wake,
                          checks={"chores": lambda: self._chores.is_running},
@@ -97,7 +100,7 @@ def stop_leftovers(settings: Settings) -> None:
     """End what a killed control plane of this home left running: runs are paused, gateways and engines ended."""
     database = Database(settings.resolved_database_url)
     try:
-        database.migrate()
+        upgrade(database)
         Driver(settings, database, LocalRunner(settings.home)).stop_runs()
     finally:
         database.close()

@@ -22,7 +22,8 @@ from pathlib import Path
 from eyrie_api.artifacts import MANIFEST, digest_model, read_manifest
 from eyrie_api.artifacts.directories import download_dir, upload_dir
 from eyrie_api.artifacts.fetch import fetch_part
-from eyrie_api.artifacts.store import ArtifactStore, open_store
+from eyrie_api.artifacts.open_store import open_store
+from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, Transient
 from eyrie_api.v1alpha1.placement import Placement, S3Work
 from eyrie_api.v1alpha1.stages import (

@@ -15,8 +15,9 @@ import pytest
 import uvicorn
 
 from eyrie_api.client import Client
+from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.tables import Database
+from eyrie_api.database.migrations import upgrade
 from eyrie_api.http.control import Control
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
@@ -41,7 +42,7 @@ def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def migrate(url: str) -> None:
     made = Database(url)
-    made.migrate()
+    upgrade(made)
     made.close()
 
 

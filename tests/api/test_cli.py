@@ -16,8 +16,9 @@ from typer.testing import CliRunner, Result
 from eyrie_api.cli.commands import app
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs, Metric
-from eyrie_api.database.tables import Database
+from eyrie_api.database.migrations import upgrade
 from eyrie_api.decisions.promotion import decide
 from eyrie_api.http.server import create_app
 from eyrie_api.processes import free_port
@@ -102,7 +103,7 @@ def eyrie(tmp_path: Path, target: Path) -> Iterator[Eyrie]:
     settings = Settings(home=tmp_path / "home", port=free_port(), sse_poll_s=0.02)
     settings.home.mkdir()
     database = Database(settings.resolved_database_url)
-    database.migrate()
+    upgrade(database)
     plane = Plane(settings, database)
     plane.open()
     yield Eyrie(plane, target, chats_file(tmp_path / "chats.jsonl"))

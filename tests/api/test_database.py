@@ -12,9 +12,10 @@ from sqlalchemy import insert, inspect, select, text
 from sqlalchemy.exc import IntegrityError, StatementError
 
 from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.engine import Database, upsert
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import downgrade, upgrade
-from eyrie_api.database.tables import Base, Database, EventRow, IngestRow, JobRow, OutboxRow, upsert
+from eyrie_api.database.tables import Base, EventRow, IngestRow, JobRow, OutboxRow
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
@@ -95,7 +96,7 @@ def test_processes_that_migrate_at_the_same_time_all_succeed(backend: str, tmp_p
     def migrate() -> None:
         opened = Database(url)
         try:
-            opened.migrate()
+            upgrade(opened)
         except BaseException as error:  # noqa: BLE001 - the test reports whatever it is
             failures.append(error)
         finally:

@@ -4,10 +4,10 @@ import pytest
 
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.outbox import Outbox
 from eyrie_api.database.results import ResultFilter, Results
-from eyrie_api.database.tables import Database
 from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.decisions.promotion import decide
 from eyrie_api.errors import Conflict, InvalidInput, NotFound
@@ -39,7 +39,7 @@ def test_a_new_endpoint_aims_at_the_bare_target(endpoints: Endpoints, database: 
     assert (made.active_revision, made.candidate_revision, made.desired) == (None, 1, "on")
     assert made.revisions[0].checkpoint is None
     assert endpoints.serving("default").serve.port == 9000
-    assert [(one.task, one.argument) for one in Outbox(database).pending()] == [("tend_endpoint", "default")]
+    assert [(one.task, one.argument) for one in Outbox(database).pending()] == [("reconcile_endpoint", "default")]
 
 
 def test_making_it_again_finds_it_and_another_target_is_refused(endpoints: Endpoints) -> None:

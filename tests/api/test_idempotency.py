@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from eyrie_api.database.engine import Database
 from eyrie_api.database.idempotency import (
     IN_FLIGHT_TTL_S,
     Claim,
@@ -13,7 +14,6 @@ from eyrie_api.database.idempotency import (
     RequestInFlight,
 )
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.tables import Database
 from tests.api.samples import ManualClock, job_spec
 
 

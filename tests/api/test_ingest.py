@@ -9,9 +9,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from eyrie_api.database.engine import Database
 from eyrie_api.database.ingest import Ingest
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.tables import Database
 from eyrie_api.errors import NotFound
 from eyrie_api.v1alpha1.records import EventRecord, MetricRecord, ProgressRecord
 from tests.api.samples import NOW, job_spec

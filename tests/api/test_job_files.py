@@ -11,10 +11,11 @@ from starlette.testclient import TestClient
 
 from eyrie_api.artifacts import digest_bytes
 from eyrie_api.artifacts.directories import upload_dir
+from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.options import StoreOptions
-from eyrie_api.artifacts.store import open_store
+from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.tables import Database
+from eyrie_api.database.migrations import upgrade
 from eyrie_api.errors import InvalidInput
 from eyrie_api.http.job_files import PIECE_BYTES
 from eyrie_api.http.server import create_app
@@ -45,7 +46,7 @@ def test_an_api_server_without_the_files_shows_them_from_the_store(tmp_path: Pat
     settings = Settings(home=tmp_path / "home", artifacts=options,
                         cluster_profile=profile(tmp_path / "profile.yaml", work))
     database = Database(settings.resolved_database_url)
-    database.migrate()
+    upgrade(database)
     job = Jobs(database).submit(job_spec())
     # A pod's directory, as it comes into the store.
     pod = tmp_path / "pod"

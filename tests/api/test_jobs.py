@@ -8,10 +8,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import JobFilter, Jobs, LeaseLost, Metric
 from eyrie_api.database.outbox import Outbox
 from eyrie_api.database.rendering import decode_cursor, encode_cursor
-from eyrie_api.database.tables import Database
 from eyrie_api.errors import Conflict, InvalidInput, NotFound
 from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.status import JobStatus, Progress, StageStatus

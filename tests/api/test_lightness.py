@@ -9,7 +9,8 @@ HEAVY = ("torch", "transformers", "numpy", "kfp", "matplotlib", "pyarrow")
 
 
 @pytest.mark.parametrize(("modules", "absent"), [
-    ("eyrie_api.http.server, eyrie_api.tasks, eyrie_api.client, eyrie_api.decisions.plan, eyrie_api.database.ingest",
+    ("eyrie_api.http.server, eyrie_api.chores.tasks, eyrie_api.client, eyrie_api.decisions.plan, "
+     "eyrie_api.database.ingest",
      HEAVY),
     ("eyrie_api.client", (*HEAVY, "fastapi", "sqlalchemy", "celery", "alembic")),
     ("eyrie_api.decisions.sweep, eyrie_api.decisions.leaderboard, eyrie_api.decisions.promotion, "

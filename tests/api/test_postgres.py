@@ -11,19 +11,20 @@ from sqlalchemy import delete, update
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-from eyrie_api.access.audit import Audit
-from eyrie_api.access.callers import LOCAL
-from eyrie_api.access.quotas import QuotaReached
 from eyrie_api.access.scope import Scope
+from eyrie_api.database.audit import Audit
 from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.engine import Database
 from eyrie_api.database.idempotency import Claim, Idempotency, Once, Replay
 from eyrie_api.database.jobs import JobFilter, Jobs, Metric
 from eyrie_api.database.migrations import downgrade, upgrade
 from eyrie_api.database.outbox import Outbox
+from eyrie_api.database.quotas import QuotaReached
 from eyrie_api.database.results import ResultFilter, Results
-from eyrie_api.database.tables import Base, Database, IdempotencyRow, ProjectRow
+from eyrie_api.database.tables import Base, IdempotencyRow, ProjectRow
 from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.errors import Conflict
+from eyrie_api.http.authentication import LOCAL
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.status import Job, StageStatus
@@ -49,7 +50,7 @@ def postgres(request: pytest.FixtureRequest) -> Iterator[Database]:
         server = request.getfixturevalue("postgres_server")
         url = server.url(server.create())
     opened = Database(url)
-    opened.migrate()
+    upgrade(opened)
     yield opened
     downgrade(opened)
     opened.close()

@@ -11,12 +11,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from eyrie_api.chores.tasks import chore_queue, make_celery, queue_length, queue_lengths
+from eyrie_api.chores.worker import Ticker, run_worker
+from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.migrations import upgrade
 from eyrie_api.database.outbox import Outbox
-from eyrie_api.database.tables import Database
 from eyrie_api.errors import InvalidInput
 from eyrie_api.settings import Settings
-from eyrie_api.tasks import Ticker, chore_queue, make_celery, queue_length, queue_lengths, run_worker
 from tests.api.conftest import Running
 from tests.api.samples import job_body, job_spec
 from tests.api.test_tasks import LONG_S, eventually
@@ -171,7 +173,7 @@ def test_a_postgresql_that_is_away_for_a_while_is_a_503_and_nothing_accepted_is_
     assert cluster.server is not None
     settings = Settings(home=tmp_path / "home", database_url=cluster.url(cluster.create()))
     database = Database(settings.resolved_database_url)
-    database.migrate()
+    upgrade(database)
     try:
         with serve(settings, database) as running:
             before = running.client.create_job(job_spec())

@@ -12,13 +12,13 @@ import httpx
 import pytest
 from sqlalchemy import text
 
-from eyrie_api.database.migrations import downgrade, standing, upgrade
-from eyrie_api.database.tables import Database
+from eyrie_api.chores.tasks import chore_queue, make_celery, queue_length
+from eyrie_api.database.engine import Database
+from eyrie_api.database.migrations import downgrade, schema_state, upgrade
 from eyrie_api.errors import InvalidInput
 from eyrie_api.http.replica import TablesMissing, await_tables, serve
 from eyrie_api.processes import free_port
 from eyrie_api.settings import Settings
-from eyrie_api.tasks import chore_queue, make_celery, queue_length
 from tests.api.samples import job_body
 from tests.servers.cutting import relaying
 from tests.servers.redis import Redis
@@ -46,12 +46,12 @@ def make_newer(database: Database) -> None:
 
 
 def test_tables_are_behind_until_migrated_and_ahead_after_a_newer_program(database: Database) -> None:
-    assert standing(database) == "current"
+    assert schema_state(database) == "current"
     downgrade(database)
-    assert standing(database) == "behind"
+    assert schema_state(database) == "behind"
     upgrade(database)
     make_newer(database)
-    assert standing(database) == "ahead"
+    assert schema_state(database) == "ahead"
 
 
 def test_tables_of_a_newer_program_are_left_alone_so_that_a_rollback_serves(database: Database) -> None:
@@ -105,10 +105,10 @@ def test_migrate_makes_the_tables_and_check_changes_nothing(tmp_path: Path) -> N
                               check=False, timeout=200)
 
     assert migrate("--check", "--timeout", "0").returncode == TablesMissing.exit_code
-    assert standing(database) == "behind"
+    assert schema_state(database) == "behind"
     made = migrate()
     assert (made.returncode, "current" in made.stdout) == (0, True), made.stderr
-    assert standing(database) == "current"
+    assert schema_state(database) == "current"
     database.close()
 
 

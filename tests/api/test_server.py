@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from eyrie_api.artifacts import digest_model
 from eyrie_api.client import error_of
-from eyrie_api.database.tables import Database
+from eyrie_api.database.engine import Database
+from eyrie_api.database.migrations import upgrade
 from eyrie_api.errors import EyrieError, Transient
 from eyrie_api.http import problems
 from eyrie_api.http.routes.jobs import EXAMPLES, JOBS
@@ -308,7 +309,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     settings = Settings(home=tmp_path_factory.mktemp("fuzz"))
     database = Database(settings.resolved_database_url)
-    database.migrate()
+    upgrade(database)
     with serving(settings, database) as running:
         yield running
     database.close()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyrie_api.artifacts.local import LocalStore
-from eyrie_api.storage_usage import (
+from eyrie_api.artifacts.storage_usage import (
     JobFacts,
     Storage,
     files_in_home,

@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_api.broker import BrokerAway, RedisTransport
+from eyrie_api.chores.broker import BrokerAway, RedisTransport
+from eyrie_api.chores.tasks import chore_queue, make_celery, queue_length
+from eyrie_api.chores.worker import ChoreLoop
 from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.engine import Database
 from eyrie_api.database.idempotency import Claim, Idempotency
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.outbox import Outbox
-from eyrie_api.database.tables import Database
 from eyrie_api.settings import Settings
-from eyrie_api.tasks import ChoreLoop, chore_queue, make_celery, queue_length
 from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from tests.api.samples import ended, job_spec
@@ -57,7 +58,7 @@ def eventually(holds: Callable[[], bool]) -> None:
 @contextmanager
 def running(settings: Settings, database: Database, advance: Callable[[str], None],
             tend: Callable[[str], None] | None = None) -> Iterator[ChoreLoop]:
-    loop = ChoreLoop(settings, make_celery(settings, advance, tend=tend, database=database))
+    loop = ChoreLoop(settings, make_celery(settings, advance, reconcile_endpoint=tend, database=database))
     loop.start(LONG_S)
     try:
         yield loop
@@ -175,8 +176,8 @@ def test_retention_sweeps_what_has_expired(frequent: Settings, database: Databas
 
 CRASHING = """
 import os, sys
-from eyrie_api.database import Database
-from eyrie_api.jobs import Jobs
+from eyrie_api.database.engine import Database
+from eyrie_api.database.jobs import Jobs
 from eyrie_api.v1alpha1.job import JobSpec
 from pathlib import Path
 job = Jobs(Database(sys.argv[1])).submit(JobSpec.model_validate_json(sys.argv[2]))
@@ -219,7 +220,9 @@ def test_a_broker_that_cannot_be_reached_at_the_start_is_an_error_with_the_hint(
     code = (
         "import sys\n"
         "from eyrie_api.settings import Settings\n"
-        "from eyrie_api.tasks import ChoreLoop, make_celery\n"
+        "from eyrie_api.chores.broker import BrokerAway\n"
+        "from eyrie_api.chores.tasks import make_celery\n"
+        "from eyrie_api.chores.worker import ChoreLoop\n"
         "settings = Settings.model_validate_json(sys.argv[1])\n"
         "try:\n"
         "    ChoreLoop(settings, make_celery(settings, print)).start(0.5)\n"
@@ -257,7 +260,7 @@ def test_a_tick_adds_nothing_to_a_queue_that_workers_do_not_keep_up_with(
     settings = rare.model_copy(update={"broker_url": redis.url})
     app = make_celery(settings, print, database=database)
     Jobs(database).submit(job_spec())
-    monkeypatch.setattr("eyrie_api.tasks._ENOUGH_WAITS", 2)
+    monkeypatch.setattr("eyrie_api.chores.tasks._MAX_QUEUED", 2)
     for expected in (1, 2, 2, 2):
         app.tasks["eyrie.reconcile_tick"]()
         assert queue_length(app, chore_queue(settings)) == expected

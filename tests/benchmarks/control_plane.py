@@ -34,8 +34,9 @@ from typing import Any
 
 import httpx
 
+from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.tables import Database
+from eyrie_api.database.migrations import upgrade
 from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.job import JobSpec
 from tests.benchmarks.wire import Pool, Stream
@@ -124,7 +125,7 @@ def stores() -> Iterator[Parts]:
         assert cluster.server is not None
         url = cluster.url(cluster.create())
         database = Database(url)
-        database.migrate()
+        upgrade(database)
         database.close()
         yield Parts(home, url, redis.url, {"postgresql": [cluster.server.pid], "redis": [redis.server.pid]})
     finally:

@@ -34,8 +34,9 @@ import numpy as np
 import torch
 
 from eyrie_api.artifacts import write_model
+from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.options import StoreOptions
-from eyrie_api.artifacts.store import ArtifactStore, open_store
+from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.codecs import BEST_FIRST

@@ -19,7 +19,8 @@ import yaml
 from kubernetes import client, config
 
 from eyrie_api.database.endpoints import Endpoints
-from eyrie_api.database.tables import Database
+from eyrie_api.database.engine import Database
+from eyrie_api.database.migrations import upgrade
 from eyrie_api.errors import NotFound
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
@@ -50,7 +51,7 @@ class World:
         self.work = home / "work"
         self.work.mkdir()
         self.database = Database(Settings(home=home).resolved_database_url)
-        self.database.migrate()
+        upgrade(self.database)
         self.endpoints = Endpoints(self.database)
         self._client = config.new_client_from_config()
 

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from eyrie_api.access.projects import Projects
 from eyrie_api.clock import utc_now
 from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import JobFilter, Jobs
-from eyrie_api.database.tables import Database
+from eyrie_api.database.migrations import upgrade
+from eyrie_api.database.projects import Projects
 from eyrie_api.errors import NotFound
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
@@ -41,7 +42,7 @@ def settings(tmp_path: Path) -> Settings:
 @pytest.fixture
 def database(settings: Settings) -> Iterator[Database]:
     made = Database(settings.resolved_database_url)
-    made.migrate()
+    upgrade(made)
     yield made
     made.close()
 

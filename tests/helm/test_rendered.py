@@ -7,6 +7,7 @@ import pytest
 import yaml
 from kubernetes_validate import SchemaNotFoundError, validate
 
+from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
 from eyrie_api.submission.placement import read_profile
 from eyrie_api.v1alpha1.cluster import ClusterProfile
@@ -182,7 +183,7 @@ def test_what_containers_start_is_a_verb_of_the_command(rendered: Rendered) -> N
 
 
 def test_shard_workers_know_redis_and_bucket_and_no_database() -> None:
-    from eyrie_api.broker import SHARD_QUEUE
+    from eyrie_api.chores.broker import SHARD_QUEUE
 
     values, apis = SETS["everything on"]
     rendered = render(values, apis=apis)
@@ -347,7 +348,7 @@ def test_what_the_server_lacks_is_left_out() -> None:
 
 
 def test_the_custom_resources_are_those_of_the_contract_and_kept_when_asked() -> None:
-    from eyrie_api.crd import custom_resource_definitions
+    from eyrie_operator.manifests.crd import custom_resource_definitions
 
     wanted = {one["metadata"]["name"]: one["spec"] for one in custom_resource_definitions().values()}
     kept = render().of("CustomResourceDefinition")
@@ -396,12 +397,12 @@ def test_alerts_and_dashboard_ask_for_metrics_that_exist(tmp_path: Path) -> None
     from prometheus_client.parser import text_string_to_metric_families
     from starlette.testclient import TestClient
 
-    from eyrie_api.database.tables import Database
+    from eyrie_api.database.engine import Database
     from eyrie_api.http.server import create_app
 
     settings = Settings(home=tmp_path)
     database = Database(settings.resolved_database_url)
-    database.migrate()
+    upgrade(database)
     with TestClient(create_app(settings, database=database), base_url="http://localhost") as client:
         client.get("/healthz")
         answer = client.get("/metrics").text

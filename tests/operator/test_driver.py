@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.tables import Database
+from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
@@ -37,7 +38,7 @@ class World:
     def __init__(self, home: Path) -> None:
         self.settings = Settings(home=home)
         self.database = Database(self.settings.resolved_database_url)
-        self.database.migrate()
+        upgrade(self.database)
         self.jobs = Jobs(self.database)
         self.driver = Driver(self.settings, self.database, LocalRunner(self.settings.home))
 
@@ -154,7 +155,7 @@ def test_a_killed_control_plane_leaves_the_run_alone_and_the_next_one_adopts_it(
     job_id = world.submit()
     code = (
         "import sys, time; from pathlib import Path; from eyrie_api.settings import Settings\n"
-        "from eyrie_api.database.tables import Database; from eyrie_operator.driver import Driver\n"
+        "from eyrie_api.database.engine import Database; from eyrie_operator.driver import Driver\n"
         "from eyrie_pipelines.local import LocalRunner; settings = Settings(home=Path(sys.argv[1]))\n"
         "world = Driver(settings, Database(settings.resolved_database_url), LocalRunner(settings.home))\n"
         "world.advance(sys.argv[2]); print('advanced', flush=True); time.sleep(600)\n")

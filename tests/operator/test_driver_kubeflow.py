@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from eyrie_api.artifacts.local import LocalStore
+from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.tables import Database
+from eyrie_api.database.migrations import upgrade
 from eyrie_api.errors import InvalidInput
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
@@ -39,7 +40,7 @@ class World:
             stages=Placement(image="eyrie/workers:1", work=S3Work(url="s3://bucket/eyrie")))
         self.settings = Settings(home=home)
         self.database = Database(self.settings.resolved_database_url)
-        self.database.migrate()
+        upgrade(self.database)
         self.jobs, self.store = Jobs(self.database), LocalStore(directory / "store")
         self.driver = Driver(self.settings, self.database, KubeflowRunner(self.profile, home, self.store))
 

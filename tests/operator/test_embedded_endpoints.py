@@ -11,8 +11,9 @@ import pytest
 
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.tables import Database
+from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
@@ -49,7 +50,7 @@ class World:
     def __init__(self, home: Path, target: Path, policy: PromotionPolicy | None = None) -> None:
         self.settings = Settings(home=home)
         self.database = Database(self.settings.resolved_database_url)
-        self.database.migrate()
+        upgrade(self.database)
         self.endpoints = Endpoints(self.database)
         self.keeper = EmbeddedEndpoints(self.settings, self.database)
         self.directory = endpoint_dir(home, "default")

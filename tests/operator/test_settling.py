@@ -10,9 +10,10 @@ import pytest
 
 from eyrie_api.artifacts import code_version, digest_model, read_manifest, write_model
 from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
+from eyrie_api.database.migrations import upgrade
 from eyrie_api.database.results import ResultFilter, Results
-from eyrie_api.database.tables import Database
 from eyrie_api.decisions.sweep import expand
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
@@ -44,7 +45,7 @@ class World:
     def __init__(self, home: Path) -> None:
         self.settings = Settings(home=home)
         self.database = Database(self.settings.resolved_database_url)
-        self.database.migrate()
+        upgrade(self.database)
         self.jobs, self.endpoints = Jobs(self.database), Endpoints(self.database)
 
     def finished(self, spec: JobSpec, attempt: int = 1) -> str:

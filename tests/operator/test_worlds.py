@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.tables import Database
+from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
 from eyrie_operator.celery_app import world_of
 from eyrie_operator.conditions import find
@@ -16,7 +17,7 @@ from tests.api.samples import job_spec
 def test_without_a_profile_jobs_run_on_the_workers_machine(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path)
     database = Database(settings.resolved_database_url)
-    database.migrate()
+    upgrade(database)
     assert isinstance(world_of(settings, database).runner, LocalRunner)
     database.close()
 
@@ -24,7 +25,7 @@ def test_without_a_profile_jobs_run_on_the_workers_machine(tmp_path: Path) -> No
 def test_without_a_profile_and_without_stage_programs_each_job_ends_at_once_with_what_to_set(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path)
     database = Database(settings.resolved_database_url)
-    database.migrate()
+    upgrade(database)
     jobs = Jobs(database)
     job = jobs.submit(job_spec())
     Driver(settings, database, UnavailableRunner()).advance(job.id)

@@ -17,8 +17,9 @@ import pytest
 
 from eyrie_api.artifacts import digest_model
 from eyrie_api.artifacts.local import LocalStore
+from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.options import StoreOptions
-from eyrie_api.artifacts.store import ArtifactStore, StoreAway, StoredObject, open_store
+from eyrie_api.artifacts.store import ArtifactStore, StoreAway, StoredObject
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec

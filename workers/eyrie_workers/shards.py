@@ -3,7 +3,7 @@
     python -m eyrie_workers.shards --concurrency 4     a prefork worker; as many of them as the queue's length asks for
 
 What is done is in `regeneration.sharded`; here is only how it reaches a worker. One shard may take longer than the
-visibility timeout, so its worker renews its hold on the message while it asks (`eyrie_api.broker.Holds`): a dead
+visibility timeout, so its worker renews its hold on the message while it asks (`eyrie_api.chores.broker.Holds`): a dead
 worker's shard comes back within that time, a living one's does not. A worker needs EYRIE_BROKER_URL, EYRIE_ARTIFACTS_*
 and the key that `regenerate.api_key_env` names; no database, no GPU, no torch.
 """
@@ -22,9 +22,9 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 
 from eyrie_api.artifacts import digest_model
+from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.options import StoreOptions
-from eyrie_api.artifacts.store import open_store
-from eyrie_api.broker import SHARD_QUEUE, BrokerAway, Holds, messages_waiting, transport_settings
+from eyrie_api.chores.broker import SHARD_QUEUE, BrokerAway, Holds, messages_waiting, transport_settings
 from eyrie_api.errors import EyrieError, InvalidInput, Transient
 from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.stages import RegenerateStage

@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import ColumnElement, false, true
-from sqlalchemy.orm import Session
 
 from eyrie_api.access.roles import ALL_PROJECTS, Principal, refusal
 from eyrie_api.clock import Clock
-from eyrie_api.database.tables import AuditRow
 from eyrie_api.errors import Forbidden, InvalidInput, NotFound
 from eyrie_api.v1alpha1.access import Action
 
@@ -91,12 +89,8 @@ class Scope:
         raise InvalidInput(f"{self.principal.subject} is in {len(roles)} projects and the request names none",
                            "send the header Eyrie-Project with the one that is meant")
 
-    def note(self, session: Session, clock: Clock, verb: str, thing: str, project: str | None) -> None:
-        """Write a change into the audit, in the transaction that makes it."""
-        session.add_all(AuditRow(**values) for values in self.noted(clock, verb, thing, project))
-
-    def noted(self, clock: Clock, verb: str, thing: str, project: str | None) -> tuple[dict[str, Any], ...]:
-        """The audit's row of a change, for who inserts it with others; none when the control plane acts itself."""
+    def audit_rows(self, clock: Clock, verb: str, thing: str, project: str | None) -> tuple[dict[str, Any], ...]:
+        """The audit row of a change, by column; none when the control plane itself acts."""
         if self.principal is None:
             return ()
         return ({"time": clock(), "actor": self.principal.subject, "verb": verb, "object": thing, "project": project,

@@ -1,4 +1,4 @@
-"""What an artifact store can do, whatever holds the bytes; and how one is opened.
+"""The interface of an artifact store, whatever holds the bytes (`open_store` opens one).
 
 Keys are relative paths with forward slashes; no component begins with a dot (what is written aside does). Every object
 carries the SHA-256 of its bytes, computed before they leave and compared when they come back: what the network or the
@@ -15,9 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import unquote, urlsplit
 
-from eyrie_api.artifacts.options import StoreOptions
 from eyrie_api.errors import Conflict, InvalidInput, Permanent, Transient
 
 _KEY = re.compile(r"(?:[^./\\\x00-\x1f][^/\\\x00-\x1f]*)(?:/[^./\\\x00-\x1f][^/\\\x00-\x1f]*)*")
@@ -113,30 +111,6 @@ class ArtifactStore(Protocol):
 
     def sweep_unfinished(self, prefix: str = "", *, older_than_s: float) -> int:
         """Remove what interrupted uploads below `prefix/` left and readers never see; return how many."""
-
-
-def open_store(url: str | None = None, options: StoreOptions | None = None) -> ArtifactStore:
-    """The store at `url`, by default at the options' url. Nothing is asked of it yet: see `check`.
-
-    Raises InvalidInput for a url that names no store.
-    """
-    options = options or StoreOptions.from_env()
-    url = url or options.url
-    if not url:
-        raise InvalidInput("no artifact store is configured", "set EYRIE_ARTIFACTS_URL, for example s3://bucket/eyrie")
-    parts = urlsplit(url)
-    if parts.scheme == "s3":
-        from eyrie_api.artifacts.s3 import S3Store  # here: whoever uses local directories need not have boto3
-
-        return S3Store(url, options)
-    from eyrie_api.artifacts.local import LocalStore
-
-    if parts.scheme == "file" and parts.netloc in ("", "localhost"):
-        return LocalStore(Path(unquote(parts.path)), parallel=options.parallel)
-    if "://" not in url:
-        return LocalStore(Path(url), parallel=options.parallel)
-    raise InvalidInput(f"artifact store {url!r} is of no known kind",
-                       "write s3://bucket/prefix, file:///directory or a path")
 
 
 def checked_key(key: str) -> str:

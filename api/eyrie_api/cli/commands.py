@@ -346,8 +346,8 @@ def storage(
     as_json: Json = False,
 ) -> None:
     """What jobs hold on disk, and what of it nobody needs: captured states, training states, losing checkpoints."""
-    from eyrie_api import storage_usage as holds
-    from eyrie_api.artifacts.store import open_store
+    from eyrie_api.artifacts import storage_usage
+    from eyrie_api.artifacts.open_store import open_store
     from eyrie_api.cli.storage import all_jobs, storage_view
 
     root = home or Settings.from_env().home
@@ -355,12 +355,13 @@ def storage(
         raise InvalidInput(f"no jobs below {root}", "run it where the server's files are, with --home, or give --store")
     place = open_store(store) if store is not None else None
     with connect(server) as client:
-        jobs, served = holds.facts_of(all_jobs(client)), holds.served_by(client.endpoints().items)
-    files = holds.files_in_home(root) if place is None else holds.files_in_store(place)
-    found = holds.judge(holds.holdings(files), jobs, served, failed_too=failed)
+        jobs, served = storage_usage.facts_of(all_jobs(client)), storage_usage.served_by(client.endpoints().items)
+    files = storage_usage.files_in_home(root) if place is None else storage_usage.files_in_store(place)
+    found = storage_usage.judge(storage_usage.holdings(files), jobs, served, failed_too=failed)
     freed = None
     if clean:
-        freed = holds.remove_from_home(root, found) if place is None else holds.remove_from_store(place, found)
+        freed = (storage_usage.remove_from_home(root, found) if place is None
+                 else storage_usage.remove_from_store(place, found))
     told = {"removed_bytes": freed, **found.model_dump(mode="json")}
     Screen(as_json=as_json).show(told, storage_view(found, freed))
 

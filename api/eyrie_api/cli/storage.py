@@ -6,9 +6,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from eyrie_api.artifacts.storage_usage import Storage
 from eyrie_api.cli.tables import size
 from eyrie_api.client import Client
-from eyrie_api.storage_usage import Storage
 from eyrie_api.v1alpha1.status import Job
 
 _PAGE = 200

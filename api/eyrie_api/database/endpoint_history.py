@@ -15,8 +15,9 @@ from sqlalchemy.orm import Session
 from eyrie_api.access.scope import DEFAULT_PROJECT, SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import endpoint_names
+from eyrie_api.database.engine import Database
 from eyrie_api.database.rendering import render_history
-from eyrie_api.database.tables import Database, EndpointRow, HistoryRow
+from eyrie_api.database.tables import EndpointRow, HistoryRow
 from eyrie_api.database.webhooks import announce
 from eyrie_api.errors import InvalidInput, NotFound
 from eyrie_api.v1alpha1.history import Actor, History, HistoryEntry, HistoryKind

@@ -2,7 +2,7 @@
 
 An endpoint is a name with numbered revisions; revision 1 is always the bare target, so that there is something lossless
 to roll back to before the first drafter was ever promoted. Nothing here starts or stops an engine: a change of mind
-(`propose`, `roll_back`, `set_desired`) moves `candidate_revision` or `desired` and promises the chore `tend_endpoint`.
+(`propose`, `roll_back`, `set_desired`) moves `candidate_revision` or `desired` and enqueues `reconcile_endpoint`.
 Whoever tends the endpoint brings the candidate up beside the active engine, gives it a share of the requests (`canary`)
 and says how that went: `activate` or `reject`. Until then the active revision keeps serving.
 
@@ -17,14 +17,16 @@ from typing import Literal
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from eyrie_api.access.quotas import check_endpoints
 from eyrie_api.access.scope import DEFAULT_PROJECT, SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import endpoint_names
+from eyrie_api.database.audit import record_change
 from eyrie_api.database.endpoint_history import tell
+from eyrie_api.database.engine import Database
 from eyrie_api.database.outbox import promise
+from eyrie_api.database.quotas import check_endpoints
 from eyrie_api.database.rendering import render_endpoint, render_revision
-from eyrie_api.database.tables import Database, EndpointRow, JobRow, RevisionRow
+from eyrie_api.database.tables import EndpointRow, JobRow, RevisionRow
 from eyrie_api.database.webhooks import announce
 from eyrie_api.errors import Conflict, NotFound
 from eyrie_api.v1alpha1.access import Action
@@ -76,9 +78,9 @@ class Endpoints:
                                         drafter_dir=None, use=DrafterUse().model_dump(mode="json"), speedup=None,
                                         tau=None, created_at=now, reason="the target without a drafter",
                                         state="proposed", rejected_reason=None))
-                promise(session, "tend_endpoint", name, self._clock)
+                promise(session, "reconcile_endpoint", name, self._clock)
                 tell(session, self._clock, name, "created", "Created", f"serves {target.model}", revision=1)
-                self._scope.note(session, self._clock, "endpoint.create", f"endpoint/{name}", owner)
+                record_change(session, self._scope, self._clock, "endpoint.create", f"endpoint/{name}", owner)
             elif row.target != target.model_dump(mode="json"):
                 raise Conflict(f"endpoint {name!r} serves target {row.target['model']!r}, not {target.model!r}",
                                "give serve.endpoint another name")
@@ -247,7 +249,7 @@ class Endpoints:
         return self._find(session, name, "endpoints:write", hold=True)
 
     def _note(self, session: Session, verb: str, name: str) -> None:
-        self._scope.note(session, self._clock, verb, f"endpoint/{name}", endpoint_names.owner(session, name))
+        record_change(session, self._scope, self._clock, verb, f"endpoint/{name}", endpoint_names.owner(session, name))
 
     def _check_quota(self, session: Session, project: str, name: str) -> None:
         """Of whoever asks; the control plane itself brings to its end what was accepted. Raises QuotaReached."""
@@ -287,7 +289,7 @@ class Endpoints:
 
     def _touch(self, session: Session, row: EndpointRow) -> None:
         row.updated_at = self._clock()
-        promise(session, "tend_endpoint", row.name, self._clock)
+        promise(session, "reconcile_endpoint", row.name, self._clock)
         session.flush()
 
     def _render(self, session: Session, row: EndpointRow) -> Endpoint:

@@ -19,7 +19,8 @@ from sqlalchemy.orm import Session
 
 from eyrie_api.access.scope import DEFAULT_PROJECT
 from eyrie_api.clock import Clock, utc_now
-from eyrie_api.database.tables import Database, IdempotencyRow, rowcount, upsert
+from eyrie_api.database.engine import Database, rowcount, upsert
+from eyrie_api.database.tables import IdempotencyRow
 from eyrie_api.errors import Conflict, InvalidInput
 
 IN_FLIGHT_TTL_S = 60.0

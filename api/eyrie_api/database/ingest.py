@@ -12,8 +12,9 @@ from pydantic import ValidationError
 from sqlalchemy.orm import Session
 
 from eyrie_api.clock import Clock, utc_now
+from eyrie_api.database.engine import Database, upsert
 from eyrie_api.database.jobs import Metric, put_metric
-from eyrie_api.database.tables import Database, EventRow, IngestRow, JobRow, StageRow, upsert
+from eyrie_api.database.tables import EventRow, IngestRow, JobRow, StageRow
 from eyrie_api.errors import NotFound
 from eyrie_api.v1alpha1.records import STAGE_RECORD, EventRecord, MetricRecord, StageRecord
 from eyrie_api.v1alpha1.stages import StageName

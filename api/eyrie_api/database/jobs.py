@@ -26,12 +26,14 @@ from sqlalchemy import Select, and_, bindparam, exists, func, not_, or_, select,
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from eyrie_api.access.quotas import check_endpoints, check_jobs
 from eyrie_api.access.scope import DEFAULT_PROJECT, SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import endpoint_names
+from eyrie_api.database.audit import record_change
+from eyrie_api.database.engine import Database, JsonText, Rows, insert_all, rowcount, upsert
 from eyrie_api.database.idempotency import Claim, Idempotency, Once, Replay
 from eyrie_api.database.outbox import promise, promised
+from eyrie_api.database.quotas import check_endpoints, check_jobs
 from eyrie_api.database.rendering import (
     ENDS,
     decode_cursor,
@@ -45,23 +47,17 @@ from eyrie_api.database.rendering import (
 from eyrie_api.database.tables import (
     AuditRow,
     Base,
-    Database,
     EndpointNameRow,
     EndpointRow,
     EventRow,
     IdempotencyRow,
     JobRow,
-    JsonText,
     LabelRow,
     MetricRow,
     OutboxRow,
     ProjectRow,
     RevisionRow,
-    Rows,
     StageRow,
-    insert_all,
-    rowcount,
-    upsert,
 )
 from eyrie_api.database.webhooks import announce
 from eyrie_api.errors import Conflict, InvalidInput, NotFound
@@ -206,7 +202,7 @@ class Jobs:
         rows.append((EventRow, {column: value for column, value in event.items() if value is not None}))
         rows.append((OutboxRow, promised("advance_job", job_id, self._clock)))
         rows += [(AuditRow, values)
-                 for values in self._scope.noted(self._clock, "job.create", f"job/{job_id}", project)]
+                 for values in self._scope.audit_rows(self._clock, "job.create", f"job/{job_id}", project)]
         return job, rows
 
     def get(self, job_id: str) -> Job:
@@ -248,7 +244,7 @@ class Jobs:
                 raise Conflict(f"job {job_id} has already ended: {row.phase}", "delete it, or retry it if it failed")
             if not row.ended and not row.cancel_requested:
                 self._request_cancel(session, row)
-            self._scope.note(session, self._clock, "job.cancel", f"job/{job_id}", row.project)
+            record_change(session, self._scope, self._clock, "job.cancel", f"job/{job_id}", row.project)
             return self._render(session, row)
 
     def retry(self, job_id: str) -> Job:
@@ -277,7 +273,7 @@ class Jobs:
                 StageRow.job_id == job_id, StageRow.state.in_(("Failed", "Cancelled", "Running")),
             ).values(state="Pending", progress=None, reason=None, message=None, hint=None, finished_at=None))
             self._note(session, job_id, "Retried", f"attempt {row.attempt}: going on from the last finished stage")
-            self._scope.note(session, self._clock, "job.retry", f"job/{job_id}", row.project)
+            record_change(session, self._scope, self._clock, "job.retry", f"job/{job_id}", row.project)
             promise(session, "advance_job", job_id, self._clock)
             session.flush()
             return self._render(session, row)
@@ -298,7 +294,7 @@ class Jobs:
             if serving is not None:
                 raise Conflict(f"endpoint {serving!r} serves a drafter of job {job_id}",
                                "promote another job's drafter or roll the endpoint back first")
-            self._scope.note(session, self._clock, "job.delete", f"job/{job_id}", row.project)
+            record_change(session, self._scope, self._clock, "job.delete", f"job/{job_id}", row.project)
             if row.ended:
                 session.delete(row)
                 promise(session, "remove_files", job_id, self._clock)

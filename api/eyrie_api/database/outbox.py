@@ -14,9 +14,10 @@ from sqlalchemy import BindParameter, bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from eyrie_api.clock import Clock, utc_now
-from eyrie_api.database.tables import Database, OutboxRow, rowcount
+from eyrie_api.database.engine import Database, rowcount
+from eyrie_api.database.tables import OutboxRow
 
-ChoreName = Literal["advance_job", "tend_endpoint", "remove_files", "deliver"]
+ChoreName = Literal["advance_job", "reconcile_endpoint", "remove_files", "deliver"]
 
 
 _SWEPT_AT_ONCE = 5000

@@ -11,7 +11,8 @@ from sqlalchemy import select
 
 from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
-from eyrie_api.database.tables import Database, JobRow, ResultRow, upsert
+from eyrie_api.database.engine import Database, upsert
+from eyrie_api.database.tables import JobRow, ResultRow
 from eyrie_api.decisions.leaderboard import Measured, mean_speedup, rank, select_best
 from eyrie_api.errors import NotFound
 from eyrie_api.v1alpha1.reports import BenchmarkReport, LeaderboardEntry

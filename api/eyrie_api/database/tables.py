@@ -1,72 +1,30 @@
-"""Where rows live: the tables, the engine, and two kinds of session.
+"""The tables, as portable SQLAlchemy 2: SQLite by default, PostgreSQL by URL, no code change.
 
-Portable SQLAlchemy 2 only: SQLite here, PostgreSQL by URL, no code change. What SQLite needs is met in this file alone:
+Times are stored as naive UTC and come back aware, because SQLite forgets time zones. `eyrie_api.database.migrations`
+creates the tables; `engine` opens sessions on them.
 
-- WAL, a busy timeout and foreign keys, set on every connection;
-- `writing()` opens with BEGIN IMMEDIATE. A transaction that reads first and writes later would otherwise fail with
-  "database is locked" the moment another one has written in between, whatever the timeout (SQLite cannot upgrade a
-  stale snapshot). `reading()` takes no lock, so live streams never hold up a writer;
-- times are stored as naive UTC and come back aware, because SQLite forgets time zones.
-
-PostgreSQL needs one thing said: `reading()` asks for REPEATABLE READ, READ ONLY, since its default would give every
-statement a snapshot of its own. Writers take turns by the rows they hold (`SELECT ... FOR UPDATE`), not by one lock.
-
-Upserts are UPDATE, then INSERT in a savepoint, then UPDATE again: three portable statements instead of one dialect's.
-Only `jobs`, `endpoints`, `history`, `results`, `ingest`, `outbox`, `idempotency`, `webhooks` and `access` open
-sessions. The tables are made by `eyrie_api.database.migrations`.
-
-A job belongs to a project, and what hangs on a job (labels, stages, events, metrics, results) is reached through it and
-carries no project of its own; so it is with an endpoint, its revisions and its history, through the name.
+A job belongs to a project. Rows that hang on a job (labels, stages, events, metrics, results) are reached through it
+and carry no project of their own; likewise an endpoint's revisions and history, through its name.
 """
 
-import json
-import select as sockets
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from sqlalchemy import (
     JSON,
-    URL,
     BigInteger,
-    ColumnElement,
     DateTime,
     Dialect,
-    Engine,
-    Executable,
     ForeignKey,
     Index,
     MetaData,
     String,
     Text,
     UniqueConstraint,
-    bindparam,
-    create_engine,
-    event,
-    func,
-    insert,
-    literal,
-    make_url,
-    select,
     text,
-    true,
-    update,
 )
-from sqlalchemy.engine import Connection
-from sqlalchemy.exc import ArgumentError, DisconnectionError, IntegrityError
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
-from sqlalchemy.pool import ConnectionPoolEntry
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
-
-from eyrie_api.errors import InvalidInput
-
-BUSY_TIMEOUT_MS = 10_000
-_WRITES = {"eyrie_writes": True}
-_POSTGRESQL_READS = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -398,199 +356,3 @@ class DeliveryRow(Base):
     ended_at: Mapped[datetime | None]
     __table_args__ = (Index("ix_deliveries_webhook_id_created_at", "webhook_id", "created_at"),
                       Index("ix_deliveries_state_next_at", "state", "next_at"))
-
-
-Rows = Sequence[tuple[type[Base], Mapping[str, Any]]]
-"""Rows to insert, of several tables, in this order; the values by column."""
-
-_Shape = tuple[tuple[type[Base], tuple[str, ...]], ...]
-
-
-class Database:
-    """An engine and its two kinds of session. Cheap to share between threads; one per process and URL."""
-
-    def __init__(self, url: str) -> None:
-        try:
-            parsed = make_url(url)
-        except ArgumentError:
-            raise InvalidInput(f"database_url {url!r} is not an SQLAlchemy URL",
-                               "write sqlite:///path/eyrie.db or postgresql+psycopg://user@host/name") from None
-        if parsed.drivername in ("postgres", "postgresql"):  # as other programs write it
-            parsed = parsed.set(drivername="postgresql+psycopg")
-        self.is_sqlite = parsed.get_backend_name() == "sqlite"
-        if self.is_sqlite:
-            if parsed.database in (None, "", ":memory:"):
-                raise InvalidInput("database_url names an in-memory SQLite database, which every thread would see "
-                                   "differently", "name a file")
-            Path(str(parsed.database)).absolute().parent.mkdir(parents=True, exist_ok=True)
-        self.engine = _open_engine(parsed, is_sqlite=self.is_sqlite)
-
-    @contextmanager
-    def reading(self) -> Iterator[Session]:
-        """A session that only reads; sees one snapshot."""
-        options = {} if self.is_sqlite else _POSTGRESQL_READS
-        with (self.engine.connect().execution_options(**options) as connection,
-              Session(connection, autoflush=False) as session):
-            yield session
-
-    @contextmanager
-    def writing(self) -> Iterator[Session]:
-        """A transaction: committed at the end, rolled back on any exception. SQLite: write-locked from the start."""
-        with (self.engine.connect().execution_options(**_WRITES) as connection, connection.begin(),
-              Session(connection, join_transaction_mode="rollback_only") as session):
-            yield session
-            session.commit()  # flushes; the transaction is the connection's, and ends after this
-
-    def insert_at_once(self, condition: ColumnElement[bool], given: Mapping[str, Any], rows: Rows) -> bool:
-        """On PostgreSQL: insert rows of several tables if `condition` holds, as one statement that is its own
-        transaction; whether it held. False on SQLite, which has no such statement: take the long way, of a session.
-        """
-        if self.is_sqlite:
-            return False
-        shape = tuple((row, tuple(values)) for row, values in rows)
-        with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-            return bool(connection.execute(_statement_if(condition, shape), {**given, **_numbered(rows)}).scalar_one())
-
-    def migrate(self) -> None:
-        """Bring the tables to the newest revision; several processes may try at once."""
-        from eyrie_api.database.migrations import upgrade  # here, so that alembic is loaded only by those who migrate
-
-        upgrade(self)
-
-    def is_reachable(self) -> bool:
-        """Whether a statement can be run. Raises what the driver raises when it cannot."""
-        with self.reading() as session:
-            return bool(session.execute(text("SELECT 1")).scalar_one())
-
-    def close(self) -> None:
-        """Give all connections back."""
-        self.engine.dispose()
-
-
-def upsert(session: Session, row: type[Base], key: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Set `values` on the row with this primary key, making it when it is not there."""
-    session.flush()
-    for attempt in range(2):
-        if values and _update(session, row, key, values):
-            return
-        try:
-            with session.begin_nested():
-                session.execute(insert(row).values({**key, **values}))
-            return
-        except IntegrityError:  # another transaction made the row between the two statements
-            if attempt or not values:
-                raise
-
-
-def _update(session: Session, row: type[Base], key: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
-    statement = update(row).values(dict(values)).execution_options(synchronize_session=False)
-    for column, value in key.items():
-        statement = statement.where(getattr(row, column) == value)
-    return rowcount(session, statement) > 0
-
-
-def rowcount(session: Session, statement: Any) -> int:
-    """Execute an UPDATE or DELETE and say how many rows it touched."""
-    return int(session.execute(statement).rowcount)  # type: ignore[attr-defined]
-
-
-class JsonText(str):
-    """JSON that is text already: stored as it is, where a JSON column would have it made from a value."""
-
-    __slots__ = ()
-
-
-def _to_json(value: Any) -> str:
-    return value if isinstance(value, JsonText) else json.dumps(value)
-
-
-def insert_all(session: Session, rows: Rows) -> None:
-    """Insert rows of several tables, in this order. PostgreSQL gets them as one statement, whose foreign keys are
-    looked at in its end: a round trip and a plan for each costs more than the rows do."""
-    session.flush()
-    connection = session.connection()
-    shape = tuple((row, tuple(values)) for row, values in rows)
-    if connection.dialect.name == "postgresql":
-        connection.execute(_one_statement(shape), _numbered(rows))
-        return
-    for number, (_, values) in enumerate(rows):
-        connection.execute(_an_insert(*shape[number]), dict(values))
-
-
-@lru_cache(maxsize=64)
-def _an_insert(row: type[Base], columns: tuple[str, ...]) -> Executable:
-    return insert(row.__table__).values({column: bindparam(column) for column in columns}).inline()  # type: ignore[arg-type]
-
-
-def _numbered(rows: Rows) -> dict[str, Any]:
-    return {f"r{number}_{column}": value for number, (_, values) in enumerate(rows) for column, value in values.items()}
-
-
-@lru_cache(maxsize=64)
-def _one_statement(shape: _Shape) -> Executable:
-    return _statement_if(true(), shape)
-
-
-@lru_cache(maxsize=64)
-def _statement_if(condition: ColumnElement[bool], shape: _Shape) -> Executable:
-    held = select(literal(1).label("held")).where(condition).cte("held")
-    parts = []
-    for number, (row, columns) in enumerate(shape):
-        table = row.__table__
-        values = select(*(bindparam(f"r{number}_{column}", type_=table.c[column].type) for column in columns))
-        into = insert(table).from_select(list(columns), values.select_from(held))  # type: ignore[arg-type]
-        parts.append(into.inline().cte(f"part{number}"))
-    return select(func.count()).select_from(held).add_cte(*parts)
-
-
-_CONNECTIONS = 16
-"""Kept open at most, by a process that uses so many at once: more than the threads that handle requests. With fewer,
-each burst would open connections and close them again, which costs PostgreSQL a process every time."""
-
-_TRUSTED_S = 30.0
-"""A connection that was given back so recently is taken again without asking the server whether it is still there,
-which would cost as much as a statement. Nothing may have come in on it: a server that ends a connection says so."""
-
-
-def _open_engine(url: URL, *, is_sqlite: bool) -> Engine:
-    if not is_sqlite:
-        engine = create_engine(url, pool_size=_CONNECTIONS, pool_use_lifo=True, json_serializer=_to_json)
-        _ask_the_idle(engine)
-        return engine
-    engine = create_engine(url, json_serializer=_to_json)
-
-    @event.listens_for(engine, "connect")
-    def _prepare(connection: Any, _record: Any) -> None:
-        connection.isolation_level = None  # the driver must not open transactions of its own; `_begin` does
-        cursor = connection.cursor()
-        # WAL with synchronous=NORMAL loses nothing to kill -9; a power cut may lose the last commits, never the file.
-        for pragma in ("journal_mode=WAL", "synchronous=NORMAL", f"busy_timeout={BUSY_TIMEOUT_MS}", "foreign_keys=ON"):
-            cursor.execute(f"PRAGMA {pragma}")
-        cursor.close()
-
-    @event.listens_for(engine, "begin")
-    def _begin(connection: Connection) -> None:
-        writes = connection.get_execution_options().get("eyrie_writes")
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
-
-    return engine
-
-
-def _ask_the_idle(engine: Engine) -> None:
-    """What `pool_pre_ping` does, for connections that have not been used for a while."""
-
-    @event.listens_for(engine, "checkin")
-    def _given_back(_connection: Any, entry: ConnectionPoolEntry) -> None:
-        entry.info["given_back"] = time.monotonic()
-
-    @event.listens_for(engine, "checkout")
-    def _taken(connection: Any, entry: ConnectionPoolEntry, _proxy: Any) -> None:
-        poll = sockets.poll()
-        poll.register(connection.fileno(), sockets.POLLIN)
-        try:
-            if poll.poll(0):
-                raise DisconnectionError("the server has ended the connection")
-            if time.monotonic() - entry.info.get("given_back", time.monotonic()) > _TRUSTED_S:
-                engine.dialect.do_ping(connection)
-        except (OSError, engine.dialect.loaded_dbapi.Error) as error:
-            raise DisconnectionError(str(error)) from error

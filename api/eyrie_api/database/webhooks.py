@@ -19,14 +19,16 @@ from typing import Any
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
-from eyrie_api import ssrf_safe_http
 from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
+from eyrie_api.database.audit import record_change
+from eyrie_api.database.engine import Database, rowcount
 from eyrie_api.database.outbox import promise
-from eyrie_api.database.tables import Database, DeliveryRow, WebhookRow, rowcount
+from eyrie_api.database.tables import DeliveryRow, WebhookRow
+from eyrie_api.egress import ssrf_safe_http
+from eyrie_api.egress.webhook_signatures import signed
 from eyrie_api.errors import InvalidInput, NotFound
 from eyrie_api.v1alpha1.access import CreateWebhook, Delivery, Webhook, WebhookEvent
-from eyrie_api.webhook_signatures import signed
 
 BACKOFF_S = (10.0, 60.0, 300.0, 1800.0, 7200.0, 21600.0)
 """Pauses between attempts: seven in nine hours."""
@@ -95,7 +97,7 @@ class Webhooks:
                          created_by=actor, created_at=self._clock())
         with self._database.writing() as session:
             session.add(row)
-            self._scope.note(session, self._clock, "webhook.create", f"webhook/{row.id}", project)
+            record_change(session, self._scope, self._clock, "webhook.create", f"webhook/{row.id}", project)
             return _render(row), row.secret
 
     def list(self) -> tuple[Webhook, ...]:
@@ -108,7 +110,7 @@ class Webhooks:
         """Delete it with its deliveries. Raises NotFound or Forbidden."""
         with self._database.writing() as session:
             row = self._find(session, webhook_id)
-            self._scope.note(session, self._clock, "webhook.delete", f"webhook/{webhook_id}", row.project)
+            record_change(session, self._scope, self._clock, "webhook.delete", f"webhook/{webhook_id}", row.project)
             session.delete(row)
 
     def deliveries(self, webhook_id: str) -> tuple[Delivery, ...]:
@@ -124,7 +126,7 @@ class Webhooks:
         with self._database.writing() as session:
             hook = self._find(session, webhook_id)
             row = _add(session, self._clock, hook, "ping", {})
-            self._scope.note(session, self._clock, "webhook.ping", f"webhook/{webhook_id}", hook.project)
+            record_change(session, self._scope, self._clock, "webhook.ping", f"webhook/{webhook_id}", hook.project)
             session.flush()
             return _render_delivery(row)
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from eyrie_api.artifacts import MANIFEST, write_atomically
+from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.stage_manifests import StageManifest, read_manifests
-from eyrie_api.artifacts.store import ArtifactStore, open_store
+from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_api.settings import Settings
 from eyrie_api.submission.placement import read_profile

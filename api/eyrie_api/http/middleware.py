@@ -24,12 +24,12 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as Request
 
-from eyrie_api.access.audit import Audit
-from eyrie_api.access.callers import LOCAL, Callers
 from eyrie_api.access.limits import buckets_of, require
 from eyrie_api.access.roles import ALL_PROJECTS, Principal
 from eyrie_api.access.scope import Scope
+from eyrie_api.database.audit import Audit
 from eyrie_api.errors import EyrieError, Forbidden, NotFound, TooLarge, Unauthorized
+from eyrie_api.http.authentication import LOCAL, Callers
 from eyrie_api.http.problems import UnsupportedMediaType, refuse
 from eyrie_api.settings import Settings, is_loopback_host
 

@@ -18,12 +18,13 @@ from collections.abc import Callable
 import uvicorn
 from sqlalchemy.exc import SQLAlchemyError
 
-from eyrie_api.database.migrations import Standing, standing
-from eyrie_api.database.tables import Database
+from eyrie_api.chores.tasks import chore_queue, make_celery, queue_length
+from eyrie_api.chores.worker import Ticker
+from eyrie_api.database.engine import Database
+from eyrie_api.database.migrations import SchemaState, schema_state, upgrade
 from eyrie_api.errors import InvalidInput, Transient
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
-from eyrie_api.tasks import Ticker, chore_queue, make_celery, queue_length
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ def serve(settings: Settings) -> None:
         raise InvalidInput("the broker memory:// lives inside one process, and no worker could take this one's chores",
                            "set EYRIE_BROKER_URL to a Redis, or run `eyrie up`, which does its own chores")
     database = Database(settings.resolved_database_url)
-    celery = make_celery(settings, _taken_elsewhere, tend=_taken_elsewhere, database=database)
+    celery = make_celery(settings, _taken_elsewhere, reconcile_endpoint=_taken_elsewhere, database=database)
     ticker = Ticker(settings, celery)
     app = create_app(settings, database=database, wake=ticker.wake, checks={"the ticker": lambda: ticker.is_running},
                      queues={"chores": lambda: queue_length(celery, chore_queue(settings))})
@@ -89,25 +90,25 @@ def _taken_elsewhere(name: str) -> None:
     raise AssertionError(f"an API server gives chores and takes none; it was given {name}")
 
 
-def await_tables(database: Database, timeout_s: float, *, pause: Callable[[float], None] = time.sleep) -> Standing:
+def await_tables(database: Database, timeout_s: float, *, pause: Callable[[float], None] = time.sleep) -> SchemaState:
     """Where the tables stand once they are not behind. Raises TablesMissing."""
     return _await(database, timeout_s, pause, ("current", "ahead"))
 
 
 def migrate_when_there(database: Database, timeout_s: float, *,
-                       pause: Callable[[float], None] = time.sleep) -> Standing:
+                       pause: Callable[[float], None] = time.sleep) -> SchemaState:
     """Bring the tables up to date as soon as the database answers. Raises TablesMissing when it never does."""
     _await(database, timeout_s, pause, ("behind", "current", "ahead"))
-    database.migrate()
-    return standing(database)
+    upgrade(database)
+    return schema_state(database)
 
 
 def _await(database: Database, timeout_s: float, pause: Callable[[float], None],
-           enough: tuple[Standing, ...]) -> Standing:
+           enough: tuple[SchemaState, ...]) -> SchemaState:
     until = time.monotonic() + timeout_s
     while True:
         try:
-            found: Standing | None = standing(database)
+            found: SchemaState | None = schema_state(database)
             reason = "its tables are older than this program, or not there"
         except SQLAlchemyError as error:
             found, reason = None, f"it does not answer ({type(error).__name__})"

@@ -1,8 +1,8 @@
 """The HTTP server: routes put together, guards around them, every refusal a problem. No logic.
 
-`create_app(settings)` is what `eyrie up` gives to uvicorn. It answers from rows alone and starts nothing: whoever calls
-it runs the chores (`eyrie_api.tasks.ChoreLoop`) and hands in `wake`, so that a request's promise is kept at once rather
-than at the next tick.
+`eyrie up` passes `create_app(settings)` to uvicorn. The app answers from database rows alone and starts nothing: its
+caller runs the chores (`eyrie_api.chores.worker.ChoreLoop`) and passes `wake`, so that a chore which a request has
+enqueued is dispatched at once rather than at the next tick.
 """
 
 import importlib.metadata
@@ -14,9 +14,9 @@ from anyio import to_thread
 from fastapi import FastAPI
 from starlette.routing import Route
 
-from eyrie_api.access.callers import Callers
-from eyrie_api.database.tables import Database
+from eyrie_api.database.engine import Database
 from eyrie_api.http import problems
+from eyrie_api.http.authentication import Callers
 from eyrie_api.http.control import Control
 from eyrie_api.http.event_fanout import Following
 from eyrie_api.http.middleware import Guard, Stopwatch

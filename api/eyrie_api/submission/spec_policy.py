@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from eyrie_api.egress.ssrf_safe_http import is_allowed
 from eyrie_api.errors import InvalidInput
-from eyrie_api.ssrf_safe_http import is_allowed
 from eyrie_api.v1alpha1.job import JobSpec
 
 _SYSTEM = tuple(Path(path) for path in ("/proc", "/sys", "/dev", "/etc", "/run", "/var/run", "/root"))

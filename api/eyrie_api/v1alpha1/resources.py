@@ -7,7 +7,7 @@ it: `observedGeneration`, and conditions in the shape of metav1.Condition.
 A status is a projection of rows, written when something changed that a person would call a change. So it holds no
 progress: 1,000 running jobs would be 1,000 writes every few seconds. Progress is at the REST API and its event stream.
 
-`eyrie_api.crd` makes CustomResourceDefinitions of these models.
+`eyrie_operator.manifests.crd` makes CustomResourceDefinitions of these models.
 """
 
 from datetime import datetime

@@ -23,15 +23,15 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from eyrie_api.access.quotas import QuotaReached
 from eyrie_api.access.roles import Principal
 from eyrie_api.access.scope import DEFAULT_PROJECT, Scope
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import endpoint_names
 from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.engine import Database
 from eyrie_api.database.idempotency import Idempotency, Replay, RequestInFlight
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.tables import Database
+from eyrie_api.database.quotas import QuotaReached
 from eyrie_api.errors import EyrieError, Forbidden, NotFound, Transient
 from eyrie_api.settings import Settings
 from eyrie_api.submission import preflight, spec_policy

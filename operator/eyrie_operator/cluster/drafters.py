@@ -19,8 +19,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from eyrie_api.artifacts import MANIFEST
+from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.options import StoreOptions
-from eyrie_api.artifacts.store import open_store
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import S3Work, WorkArea

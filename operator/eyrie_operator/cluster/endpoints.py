@@ -20,7 +20,7 @@ from datetime import datetime
 
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database.endpoints import Serving
-from eyrie_api.database.tables import Database
+from eyrie_api.database.engine import Database
 from eyrie_api.errors import Conflict, EyrieError, NotFound, Transient
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.cluster import ClusterProfile, ServingSpec

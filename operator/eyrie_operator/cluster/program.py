@@ -28,7 +28,7 @@ from pathlib import Path
 from sqlalchemy.exc import SQLAlchemyError
 
 from eyrie_api.clock import utc_now
-from eyrie_api.database.tables import Database
+from eyrie_api.database.engine import Database
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.settings import Settings
 from eyrie_operator.cluster.apply import Cluster, ClusterAway, LeaseKeeper

@@ -19,7 +19,7 @@ from pathlib import Path
 from eyrie_api.artifacts import write_model
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database.endpoints import Serving
-from eyrie_api.database.tables import Database
+from eyrie_api.database.engine import Database
 from eyrie_api.errors import EyrieError, NotFound, Transient
 from eyrie_api.processes import last_lines
 from eyrie_api.settings import Settings

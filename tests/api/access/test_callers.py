@@ -8,14 +8,16 @@ import pytest
 from sqlalchemy import delete, event, inspect, select, text, update
 from sqlalchemy.exc import DatabaseError
 
-from eyrie_api.access.callers import LOCAL, REMEMBERED_S, Callers
-from eyrie_api.access.issued import USED_EVERY_S, Keys, Wanted
-from eyrie_api.access.projects import Projects
 from eyrie_api.access.roles import Principal
 from eyrie_api.access.scope import Scope
+from eyrie_api.database.api_keys import USED_EVERY_S, Keys, Wanted
+from eyrie_api.database.audit import record_change
+from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.tables import ApiKeyRow, AuditRow, Base, Database
+from eyrie_api.database.projects import Projects
+from eyrie_api.database.tables import ApiKeyRow, AuditRow, Base
 from eyrie_api.errors import Forbidden, InvalidInput, Unauthorized
+from eyrie_api.http.authentication import LOCAL, REMEMBERED_S, Callers
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import CreateProject
 from tests.api.access.receiver import receiving
@@ -116,7 +118,7 @@ def test_the_audit_cannot_be_changed_or_deleted(database: Database, clock: Manua
 def test_a_change_that_fails_leaves_no_word_of_itself(database: Database, clock: ManualClock) -> None:
     def half_way() -> None:
         with database.writing() as session:
-            ROOT.note(session, clock, "job.create", "job/x", "default")
+            record_change(session, ROOT, clock, "job.create", "job/x", "default")
             session.flush()
             raise RuntimeError("half-way")
 

@@ -8,13 +8,13 @@ import httpx
 import pytest
 
 from eyrie_api.access.limits import Buckets, LocalBuckets, SharedBuckets
-from eyrie_api.access.projects import Projects
-from eyrie_api.access.quotas import QuotaReached
 from eyrie_api.access.roles import Principal
 from eyrie_api.access.scope import Scope
 from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.tables import Database
+from eyrie_api.database.projects import Projects
+from eyrie_api.database.quotas import QuotaReached
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import Quotas
 from eyrie_api.v1alpha1.serving import ServeSpec

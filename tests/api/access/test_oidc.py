@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import serialization
 
 from eyrie_api.access.oidc import Issuer, IssuerAway
 from eyrie_api.clock import utc_now
-from eyrie_api.database.tables import Database
+from eyrie_api.database.engine import Database
 from eyrie_api.errors import InvalidInput, Unauthorized
 from eyrie_api.settings import Settings
 from tests.api.access.issuer import AUDIENCE, IssuerDouble, ec_key, issuing, rsa_key

@@ -2,7 +2,7 @@
 
 import pytest
 
-from eyrie_api.database.tables import Database
+from eyrie_api.database.engine import Database
 from eyrie_api.http import middleware
 from eyrie_api.settings import Settings
 from tests.api.access.world import JOBS, TOKEN, two_projects

@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from eyrie_api.cli.commands import app
 from eyrie_api.client import Client
-from eyrie_api.database.tables import Database
+from eyrie_api.database.engine import Database
 from eyrie_api.settings import Settings
 from tests.api.access.receiver import receiving
 from tests.api.access.world import TOKEN, World, two_projects

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 
-from eyrie_api.database.tables import Database
+from eyrie_api.database.engine import Database
 from eyrie_api.http.middleware import MUTATING
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings

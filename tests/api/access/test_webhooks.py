@@ -8,21 +8,22 @@ from collections.abc import Iterator
 
 import pytest
 
-from eyrie_api import ssrf_safe_http
+from eyrie_api.chores.tasks import make_celery
+from eyrie_api.chores.worker import ChoreLoop
 from eyrie_api.clock import utc_now
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.outbox import Outbox
-from eyrie_api.database.tables import Database
 from eyrie_api.database.webhooks import BACKOFF_S, GIVEN_UP, KEPT_S, Webhooks
+from eyrie_api.egress import ssrf_safe_http
+from eyrie_api.egress.webhook_signatures import is_genuine, signature
 from eyrie_api.errors import InvalidInput
 from eyrie_api.settings import Settings
-from eyrie_api.tasks import ChoreLoop, make_celery
 from eyrie_api.v1alpha1.access import CreateWebhook
 from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_api.webhook_signatures import is_genuine, signature
 from tests.api.access.receiver import Receiver, receiving
 from tests.api.samples import ManualClock, ended, job_spec
 

@@ -9,8 +9,8 @@ import httpx
 
 from eyrie_api.access.roles import Principal
 from eyrie_api.access.scope import Scope
+from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Metric
-from eyrie_api.database.tables import Database
 from eyrie_api.decisions.leaderboard import Measured
 from eyrie_api.http.control import Control
 from eyrie_api.settings import Settings

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.artifacts import digest_bytes, digest_file
+from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.options import MIN_PART_BYTES, StoreOptions
 from eyrie_api.artifacts.s3 import DIGEST
-from eyrie_api.artifacts.store import StoreAway, StoreRefused, open_store
+from eyrie_api.artifacts.store import StoreAway, StoreRefused
 from eyrie_api.errors import ArtifactCorrupt, EyrieError, InvalidInput
 from tests.api.artifacts.conftest import Bucket, make_bucket
 from tests.servers.cutting import Relay, relaying
@@ -66,7 +67,7 @@ UPLOADING = """
 import sys
 from pathlib import Path
 from eyrie_api.artifacts.options import StoreOptions
-from eyrie_api.artifacts.store import open_store
+from eyrie_api.artifacts.open_store import open_store
 open_store(sys.argv[1], StoreOptions.model_validate_json(sys.argv[2])).upload("a.bin", Path(sys.argv[3]))
 """
 

@@ -10,8 +10,9 @@ import yaml
 
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
+from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
-from eyrie_api.database.tables import Database
+from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
 from eyrie_api.submission.placement import read_profile
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
@@ -53,7 +54,7 @@ class World:
             "serving": {"namespace": "serving", "placement": placement, **(profile or {})}}))
         self.settings = Settings(home=home, cluster_profile=path)
         self.database = Database(self.settings.resolved_database_url)
-        self.database.migrate()
+        upgrade(self.database)
         self.endpoints, self.histories = Endpoints(self.database), Histories(self.database)
         self.jobs = Jobs(self.database)
         self.owner: Owner | None = None
@@ -399,7 +400,7 @@ def test_objects_belong_to_the_draft_endpoint_while_it_is_to_take_them_along(wor
 def test_objects_of_an_unknown_endpoint_are_left_alone(world: World) -> None:
     tender = world.serve_bare()
     other = Database(f"sqlite:///{world.settings.home}/other.db")
-    other.migrate()
+    upgrade(other)
     profile = read_profile(world.settings.cluster_profile or Path())
     assert profile.serving is not None
     stranger = EndpointReconciler(world.settings, profile, profile.serving, other, Cluster(), lambda *_: None)

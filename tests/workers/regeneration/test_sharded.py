@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.options import StoreOptions
-from eyrie_api.artifacts.store import AlreadyWritten, ArtifactStore, open_store
-from eyrie_api.broker import SHARD_QUEUE, BrokerAway, Holds
+from eyrie_api.artifacts.store import AlreadyWritten, ArtifactStore
+from eyrie_api.chores.broker import SHARD_QUEUE, BrokerAway, Holds
 from eyrie_api.errors import ArtifactCorrupt, InvalidInput, Permanent
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.sampling import SamplingSpec

@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eyrie_api.artifacts.store import ArtifactStore, open_store
+from eyrie_api.artifacts.open_store import open_store
+from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.errors import ArtifactMissing, Permanent
 from eyrie_workers.catalog import STORE_ADDRESS_FILE
 from eyrie_workers.features.shard_format import SHARD_PATTERN

@@ -5,8 +5,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Response
 
-from eyrie_api.access.issued import Wanted
 from eyrie_api.clock import utc_now
+from eyrie_api.database.api_keys import Wanted
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.http.control import Here
 from eyrie_api.v1alpha1.access import (

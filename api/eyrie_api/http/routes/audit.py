@@ -4,7 +4,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from eyrie_api.access.audit import MAX_PAGE
+from eyrie_api.database.audit import MAX_PAGE
 from eyrie_api.http.control import Here
 from eyrie_api.v1alpha1.access import AuditPage
 

@@ -15,7 +15,7 @@ What JSON Schema cannot say and the models check between fields is told once mor
 know it (1.25 and newer); older ones drop the rules, and the operator refuses the object in its status instead.
 A schema that cannot be expressed is an error here and not a hole there: `structural` raises.
 
-    python -m eyrie_api.crd --out helm/eyrie/files/crds
+    python -m eyrie_operator.manifests.crd --out helm/eyrie/files/crds
 """
 
 import argparse
@@ -282,13 +282,13 @@ class _Dumper(yaml.SafeDumper):
 
 def render(definition: Schema) -> str:
     """The YAML that is checked in."""
-    head = "# Made by `python -m eyrie_api.crd` from the contract; a test compares. Do not edit.\n"
+    head = "# Made by `python -m eyrie_operator.manifests.crd` from the contract; a test compares. Do not edit.\n"
     return head + yaml.dump(definition, Dumper=_Dumper, sort_keys=False, width=116, default_flow_style=False)
 
 
 def main() -> None:
     """Write the definitions."""
-    parser = argparse.ArgumentParser(prog="python -m eyrie_api.crd", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m eyrie_operator.manifests.crd", description=main.__doc__)
     parser.add_argument("--out", type=Path, required=True, help="Directory, for example helm/eyrie/files/crds.")
     out: Path = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)

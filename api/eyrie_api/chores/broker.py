@@ -75,7 +75,7 @@ def transport_settings(broker_url: str, visibility_timeout_s: float) -> dict[str
     if broker_url.startswith("memory:"):
         return settings | {"broker_transport_options": {"polling_interval": POLLING_INTERVAL_S}}
     if broker_url.startswith(("redis:", "rediss:")):
-        settings["broker_transport"] = "eyrie_api.broker:RedisTransport"
+        settings["broker_transport"] = "eyrie_api.chores.broker:RedisTransport"
     return settings | {"broker_transport_options": {
         "visibility_timeout": visibility_timeout_s, "unacked_restore_throttle": 1,
         "unacked_restore_interval": max(1.0, min(10.0, visibility_timeout_s / 10))}}

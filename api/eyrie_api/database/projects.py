@@ -10,11 +10,13 @@ from sqlalchemy import or_, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from eyrie_api.access.quotas import live_endpoints, live_jobs
 from eyrie_api.access.roles import ROLES
 from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
-from eyrie_api.database.tables import Database, MembershipRow, ProjectRow
+from eyrie_api.database.audit import record_change
+from eyrie_api.database.engine import Database
+from eyrie_api.database.quotas import live_endpoints, live_jobs
+from eyrie_api.database.tables import MembershipRow, ProjectRow
 from eyrie_api.errors import Conflict, NotFound
 from eyrie_api.v1alpha1.access import Action, CreateMember, CreateProject, Member, Project, Quotas, Role
 
@@ -34,7 +36,7 @@ class Projects:
                                  **wanted.quotas.model_dump())
                 session.add(row)
                 session.flush()
-                self._scope.note(session, self._clock, "project.create", f"project/{row.name}", row.name)
+                record_change(session, self._scope, self._clock, "project.create", f"project/{row.name}", row.name)
                 return _render(session, row)
         except IntegrityError:
             raise Conflict(f"project {wanted.name!r} is there already", "give it another name, or use it") from None
@@ -57,7 +59,7 @@ class Projects:
             self._scope.check_installation("quotas:write")
             for field, value in quotas.model_dump().items():
                 setattr(row, field, value)
-            self._scope.note(session, self._clock, "project.quotas", f"project/{name}", name)
+            record_change(session, self._scope, self._clock, "project.quotas", f"project/{name}", name)
             session.flush()
             return _render(session, row)
 
@@ -81,7 +83,7 @@ class Projects:
                 session.add(row)
             row.role = wanted.role
             session.flush()
-            self._scope.note(session, self._clock, "member.add", f"member/{row.id}", name)
+            record_change(session, self._scope, self._clock, "member.add", f"member/{row.id}", name)
             return _member(row)
 
     def remove_member(self, name: str, member_id: int) -> None:
@@ -92,7 +94,7 @@ class Projects:
             if row is None or row.project != name:
                 raise NotFound(f"no member {member_id} in project {name!r}", "list the members to see their ids")
             session.delete(row)
-            self._scope.note(session, self._clock, "member.remove", f"member/{member_id}", name)
+            record_change(session, self._scope, self._clock, "member.remove", f"member/{member_id}", name)
 
     def exists(self, name: str) -> bool:
         """Whether there is such a project; unscoped."""

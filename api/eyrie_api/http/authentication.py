@@ -14,13 +14,13 @@ import threading
 import time
 from collections.abc import Callable
 
-from eyrie_api.access.issued import Keys
 from eyrie_api.access.keys import PREFIX, id_of, proved
 from eyrie_api.access.oidc import Issuer
-from eyrie_api.access.projects import Projects
 from eyrie_api.access.roles import ALL_PROJECTS, Principal
 from eyrie_api.clock import Clock, utc_now
-from eyrie_api.database.tables import Database
+from eyrie_api.database.api_keys import Keys
+from eyrie_api.database.engine import Database
+from eyrie_api.database.projects import Projects
 from eyrie_api.errors import Unauthorized
 from eyrie_api.settings import Settings
 

@@ -9,11 +9,11 @@ import pytest
 import yaml
 from pydantic import BaseModel, Field
 
-from eyrie_api.crd import NotStructural, custom_resource_definitions, render, structural
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.placement import Placement
 from eyrie_api.v1alpha1.resources import DraftEndpointSpec, DrafterJobSpec
+from eyrie_operator.manifests.crd import NotStructural, custom_resource_definitions, render, structural
 from tests.api.samples import job_body
 
 CHECKED_IN = Path(__file__).parents[2] / "helm" / "eyrie" / "files" / "crds"
@@ -72,7 +72,8 @@ def with_defaults(value: Any, schema: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_the_definition_checked_in_is_the_one_generated(name: str) -> None:
     checked_in = (CHECKED_IN / name).read_text(encoding="utf-8")
-    assert checked_in == render(DEFINITIONS[name]), "run: python -m eyrie_api.crd --out helm/eyrie/files/crds"
+    assert checked_in == render(DEFINITIONS[name]), \
+        "run: python -m eyrie_operator.manifests.crd --out helm/eyrie/files/crds"
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)

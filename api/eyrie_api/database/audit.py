@@ -1,20 +1,27 @@
-"""The audit, read; and what was refused, written. What was done is written by `Scope.note`, with the change itself."""
+"""The audit log: what was done is written in the transaction of the change, what was refused in one of its own."""
 
 import logging
 
 from sqlalchemy import or_, select
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
 
 from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
-from eyrie_api.database.tables import AuditRow, Database
+from eyrie_api.database.engine import Database
+from eyrie_api.database.tables import AuditRow
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.access import AuditEntry, AuditPage
 
 log = logging.getLogger(__name__)
 
 MAX_PAGE = 500
+
+
+def record_change(session: Session, scope: Scope, clock: Clock, verb: str, thing: str, project: str | None) -> None:
+    """Write a change to the audit log, in the transaction that makes it."""
+    session.add_all(AuditRow(**values) for values in scope.audit_rows(clock, verb, thing, project))
 
 
 class Audit:
@@ -43,8 +50,7 @@ class Audit:
         return AuditPage(items=items, next_before=items[-1].id if len(rows) > limit else None)
 
     def refused(self, actor: str, verb: str, thing: str, project: str | None, status: int, request_id: str) -> None:
-        """Write down an attempt that was refused. The answer is out already, so a database that is away is only told
-        to the log."""
+        """Record a refused attempt. The response has been sent already, so a database error is only logged."""
         try:
             with self._database.writing() as session:
                 session.add(AuditRow(time=self._clock(), actor=actor[:512], verb=verb[:63], object=thing[:512],

@@ -11,7 +11,9 @@ from eyrie_api.access.keys import KeyRecord, NewKey, mint
 from eyrie_api.access.roles import ALL_PROJECTS, Principal
 from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
-from eyrie_api.database.tables import ApiKeyRow, Database
+from eyrie_api.database.audit import record_change
+from eyrie_api.database.engine import Database
+from eyrie_api.database.tables import ApiKeyRow
 from eyrie_api.errors import Conflict, NotFound
 from eyrie_api.v1alpha1.access import Action, ApiKey, Role
 
@@ -47,7 +49,7 @@ class Keys:
         with self._database.writing() as session:
             row = _row(made.record, project, wanted.role)
             session.add(row)
-            self._scope.note(session, self._clock, "key.create", f"key/{row.id}", project)
+            record_change(session, self._scope, self._clock, "key.create", f"key/{row.id}", project)
             return _render(row), made.text
 
     def list(self) -> tuple[ApiKey, ...]:
@@ -61,7 +63,7 @@ class Keys:
         with self._database.writing() as session:
             row = self._hold(session, key_id)
             row.revoked_at = row.revoked_at or self._clock()
-            self._scope.note(session, self._clock, "key.revoke", f"key/{key_id}", row.project)
+            record_change(session, self._scope, self._clock, "key.revoke", f"key/{key_id}", row.project)
             return _render(row)
 
     def rotate(self, key_id: str, overlap_s: float = 0.0) -> tuple[ApiKey, str]:
@@ -77,8 +79,8 @@ class Keys:
             row.revoked_at = now + timedelta(seconds=overlap_s)
             new = _row(made.record, row.project, row.role)
             session.add(new)
-            self._scope.note(session, self._clock, "key.rotate", f"key/{key_id}", row.project)
-            self._scope.note(session, self._clock, "key.create", f"key/{new.id}", row.project)
+            record_change(session, self._scope, self._clock, "key.rotate", f"key/{key_id}", row.project)
+            record_change(session, self._scope, self._clock, "key.create", f"key/{new.id}", row.project)
             return _render(new), made.text
 
     def find(self, key_id: str) -> KeyRecord | None:

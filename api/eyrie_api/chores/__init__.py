@@ -1,0 +1,1 @@
+"""Short background tasks over Celery: the tasks, the processes that run them, the broker."""

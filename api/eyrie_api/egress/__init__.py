@@ -1,0 +1,1 @@
+"""Requests this server sends to addresses that users gave: checked, pinned, signed."""
