@@ -10,7 +10,7 @@ from torch import Tensor
 from eyrie_kernels import packed_attention as module
 from eyrie_kernels.packed_attention import Blocks, packed_attention, reference_packed_attention, sight
 from eyrie_workers.training.attention import SharedKeys, attend
-from eyrie_workers.training.unroll_plan import lay_out
+from eyrie_workers.training.unroll_plan import plan_unroll
 
 Inputs = tuple[Tensor, Tensor, Tensor, list[tuple[Tensor, Tensor]], Tensor, Tensor]
 
@@ -86,7 +86,7 @@ def test_it_is_the_attention_that_the_trainer_trains_with(window: int | None, de
     lengths, step, kv_heads, per_kv, head = (13, 7), 2, 2, 2, 8
     mask = torch.ones(20, dtype=torch.bool)
     mask[:3] = False
-    layout = lay_out(mask, lengths, 3)
+    layout = plan_unroll(mask, lengths, 3)
     alive = layout.alive
     k, v = torch.randn(2, 20, kv_heads, head, dtype=torch.float64)
     own = [(torch.randn(alive[1], kv_heads, head, dtype=torch.float64),

@@ -38,7 +38,7 @@ from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.objective import StepContext
-from eyrie_workers.training.unroll_plan import lay_out
+from eyrie_workers.training.unroll_plan import plan_unroll
 from tests.packed_rows import pack_rows
 from tests.tiny import tiny_target
 
@@ -136,9 +136,9 @@ def naive_features(drafter: Eagle1Drafter, ends: TargetEmbeddings, ids: torch.Te
 
 
 def naive_loss(drafter: Eagle1Drafter, ends: TargetEmbeddings, documents: PackedBatch,
-               moment: StepContext) -> torch.Tensor:
+               context: StepContext) -> torch.Tensor:
     """CE + 10 SmoothL1, each the mean over positions i whose tokens i+1 and i+2 are the target's."""
-    read = noisy(documents.aux[:, 0], documents.lengths, moment)
+    read = noisy(documents.aux[:, 0], documents.lengths, context)
     losses, start = [], 0
     for length in documents.lengths:
         here = slice(start, start + length)
@@ -158,13 +158,13 @@ def naive_loss(drafter: Eagle1Drafter, ends: TargetEmbeddings, documents: Packed
 
 def test_loss_and_every_gradient_equal_the_naive_reading_in_double_precision(
         target: TargetModel, ends: TargetEmbeddings, documents: PackedBatch) -> None:
-    drafter, moment = shaken(new_drafter(target, ends)).double(), StepContext(3, 10, seed=4)
-    expected = naive_loss(drafter, ends, documents, moment)
+    drafter, context = shaken(new_drafter(target, ends)).double(), StepContext(3, 10, seed=4)
+    expected = naive_loss(drafter, ends, documents, context)
     expected.backward()
     wanted = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()
               if parameter.grad is not None}
     drafter.zero_grad()
-    outcome = objective(drafter, ends, torch.float64)(documents, moment)
+    outcome = objective(drafter, ends, torch.float64)(documents, context)
     outcome.loss.backward()
     # The teacher, the log-sum-exp, the noise and the rotary table are float32 by design.
     torch.testing.assert_close(outcome.loss.double(), expected, atol=1e-5, rtol=1e-5)
@@ -189,9 +189,9 @@ def test_documents_packed_together_predict_what_each_predicts_alone(
 def test_training_takes_one_step_and_judging_takes_all(
         target: TargetModel, ends: TargetEmbeddings, documents: PackedBatch) -> None:
     learner = objective(shaken(new_drafter(target, ends)), ends)
-    learnt, judged = learner(documents, StepContext(0, 1, 0)), learner(documents)
-    assert learnt.supervised == judged.hits[0].numel()
-    assert judged.supervised == sum(hits.numel() for hits in judged.hits) > 2 * learnt.supervised
+    learnt, evaluated = learner(documents, StepContext(0, 1, 0)), learner(documents)
+    assert learnt.supervised == evaluated.hits[0].numel()
+    assert evaluated.supervised == sum(hits.numel() for hits in evaluated.hits) > 2 * learnt.supervised
     assert not learnt.hits
     silent = replace(documents, loss_mask=torch.zeros_like(documents.loss_mask))
     nothing = learner(silent, StepContext(0, 1, 0))
@@ -246,8 +246,8 @@ def test_a_batch_spread_over_two_processes_has_the_loss_and_gradients_of_one(
 
 def test_bfloat16_products_stay_near_float32(
         target: TargetModel, ends: TargetEmbeddings, documents: PackedBatch) -> None:
-    drafter, moment = shaken(new_drafter(target, ends)), StepContext(0, 1, 0)
-    exact, rounded = (float(objective(drafter, ends, dtype)(documents, moment).loss.detach())
+    drafter, context = shaken(new_drafter(target, ends)), StepContext(0, 1, 0)
+    exact, rounded = (float(objective(drafter, ends, dtype)(documents, context).loss.detach())
                       for dtype in (torch.float32, torch.bfloat16))
     assert abs(exact - rounded) < 0.03 * exact
 
@@ -285,24 +285,24 @@ def pairs_of(documents: PackedBatch, start: int, stop: int) -> CommittedTokens:
 def test_unrolled_logits_equal_serving_logits_at_every_root_and_step(
         target: TargetModel, ends: TargetEmbeddings, documents: PackedBatch) -> None:
     drafter = shaken(new_drafter(target, ends))
-    layout = lay_out(documents.loss_mask, documents.lengths, STEPS)
+    plan = plan_unroll(documents.loss_mask, documents.lengths, STEPS)
     rotary = Rotary(drafter.config.rope, drafter.config.head_dim, LONGEST + STEPS)
     with torch.no_grad():
         unrolled = [states @ ends.lm_head.T for states in unroll(
-            drafter.weights(torch.float32), rotary, ends.embed, documents, layout)]
+            drafter.weights(torch.float32), rotary, ends.embed, documents, plan)]
     server, compared = Eagle1Server(drafter, target), 0
-    for rank, root in enumerate(layout.roots.tolist()):
-        start = max(int(one) for one in layout.starts if one <= root)
+    for rank, root in enumerate(plan.roots.tolist()):
+        start = max(int(one) for one in plan.starts if one <= root)
         state = server.new_state(1, LONGEST, CHAIN)
         server.extend(state, pairs_of(documents, start, root - start + 1))
         step = DraftStep(state.logits[None], state.hidden[None])
-        for depth in range(sum(rank < alive for alive in layout.alive)):
+        for depth in range(sum(rank < alive for alive in plan.alive)):
             if depth > 0:
                 token = documents.token_ids[None, None, root + 1 + depth]
                 step = server._step(state, [0], token, step.hidden, torch.ones(1, 1, depth, dtype=torch.bool), depth)
             torch.testing.assert_close(step.logits[0, 0], unrolled[depth][rank], atol=TOLERANCE, rtol=1e-4)
             compared += 1
-    assert compared == layout.num_supervised > 40
+    assert compared == plan.num_predictions > 40
 
 
 @pytest.mark.parametrize("sampling", [SamplingSpec(temperature=0.0), SamplingSpec(temperature=1.0)],

@@ -16,7 +16,7 @@ from eyrie_workers.speculation.protocol import CommittedTokens, DraftStep
 from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.rotary import Rotary
-from eyrie_workers.training.unroll_plan import UnrollLayout, lay_out
+from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
 
 HIDDEN, VOCAB, STEPS = 16, 40, 4
 # Same weights, same sums in another order: float32 rounding only. Logits here are of order one.
@@ -85,35 +85,35 @@ def chain(server: Eagle3Server, state: LayerState, tokens: torch.Tensor, row: in
 
 
 def unrolled_steps(drafter: Eagle3Drafter, rotary: Rotary, embed: torch.Tensor, documents: PackedBatch,
-                   layout: UnrollLayout) -> Iterator[UnrolledStep]:
+                   plan: UnrollPlan) -> Iterator[UnrolledStep]:
     weights = drafter.weights()
-    return unroll(weights, rotary, shared_projections(weights, rotary, embed, documents, layout.positions), layout)
+    return unroll(weights, rotary, shared_projections(weights, rotary, embed, documents, plan.positions), plan)
 
 
 @variants
 def test_unrolled_logits_equal_serving_logits_at_every_root_and_step(flags: dict[str, Any]) -> None:
     drafter, embed = random_drafter(**flags), embedding()
     documents = random_documents((14, 9, 17), num_aux=drafter.config.num_aux)
-    layout = lay_out(documents.loss_mask, documents.lengths, STEPS)
+    plan = plan_unroll(documents.loss_mask, documents.lengths, STEPS)
     rotary = Rotary(drafter.config.rope, drafter.config.head_dim, 64)
     with torch.no_grad():
-        unrolled = list(unrolled_steps(drafter, rotary, embed, documents, layout))
+        unrolled = list(unrolled_steps(drafter, rotary, embed, documents, plan))
     server = Eagle3Server(drafter, embed)
     starts = [0, 14, 23, 40]
     compared = 0
-    for row_of_roots, root in enumerate(layout.roots.tolist()):
+    for row_of_roots, root in enumerate(plan.roots.tolist()):
         start = next(a for a, b in pairwise(starts) if a <= root < b)
         position = root - start
         state = server.new_state(1, 64, DraftTreeShape(num_steps=STEPS, top_k=1, num_draft_tokens=STEPS + 1))
         server.extend(state, pairs_of(documents, start, 0, position + 1))
-        life = sum(row_of_roots < alive for alive in layout.alive)
+        life = sum(row_of_roots < alive for alive in plan.alive)
         served = chain(server, state, documents.token_ids[root + 2: root + 1 + life])
         for step in range(life):
             logits = drafter.lm_head(unrolled[step].state[row_of_roots])
             torch.testing.assert_close(logits, served[step], atol=TOLERANCE, rtol=0)
             assert unrolled[step].teacher[row_of_roots] == root + 1 + step
             compared += 1
-    assert compared == layout.num_supervised > 40
+    assert compared == plan.num_predictions > 40
 
 
 @pytest.mark.parametrize("window", [3, 4, 7])
@@ -126,10 +126,10 @@ def test_a_key_behind_the_window_has_no_influence_and_the_oldest_within_has(wind
         documents = random_documents((16,))
         if changed is not None:
             documents.aux[changed] += 1.0
-        layout = lay_out(documents.loss_mask, documents.lengths, STEPS)
+        plan = plan_unroll(documents.loss_mask, documents.lengths, STEPS)
         with torch.no_grad():
-            steps = list(unrolled_steps(drafter, rotary, embed, documents, layout))
-        row = layout.roots.tolist().index(root)
+            steps = list(unrolled_steps(drafter, rotary, embed, documents, plan))
+        row = plan.roots.tolist().index(root)
         server = Eagle3Server(drafter, embed)
         state = server.new_state(1, 64, DraftTreeShape(num_steps=STEPS, top_k=1, num_draft_tokens=STEPS + 1))
         server.extend(state, pairs_of(documents, 0, 0, root + 1))

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_workers.training.evaluation import Evaluation, evaluate, tally
+from eyrie_workers.training.evaluation import Evaluation, count_hits, evaluate
 from tests.workers.drafters.test_serving import random_documents, random_drafter
 from tests.workers.training.test_objective import STEPS, objective
 
@@ -15,7 +15,7 @@ HITS = st.lists(st.lists(st.booleans(), min_size=1, max_size=5), min_size=1, max
 def test_counts_follow_each_root_until_its_first_miss(roots: list[list[bool]]) -> None:
     roots = sorted(roots, key=len, reverse=True)
     per_step = [torch.tensor([hits[step] for hits in roots if len(hits) > step]) for step in range(5)]
-    counts = tally([hits for hits in per_step if hits.numel()], 5)
+    counts = count_hits([hits for hits in per_step if hits.numel()], 5)
     for step in range(5):
         alive = [hits for hits in roots if len(hits) > step]
         right = [hits for hits in alive if all(hits[:step])]

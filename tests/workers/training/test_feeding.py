@@ -22,7 +22,7 @@ from eyrie_workers.features.streaming import (
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.targets.loading import load_target, target_digest
 from eyrie_workers.training.batch_loader import BatchLoader, Features, open_features
-from eyrie_workers.training.distributed import ALONE, World
+from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext
 from eyrie_workers.training.packing import Schedule
 from tests.tiny import tiny_target
 
@@ -109,8 +109,8 @@ def test_a_feed_that_begins_in_the_middle_gives_the_batches_of_one_that_came_the
 def test_the_processes_of_a_world_share_a_step_whichever_way_they_are_fed(tmp_path: Path, target_dir: Path) -> None:
     store, stream = both(tmp_path, target_dir, "float32", num=5)
     schedule = Schedule(range(5), store.lengths, max_tokens=60, epochs=1, seed=0)
-    alone = BatchLoader(schedule, store, ALONE)
-    parts = [[BatchLoader(schedule, features, World(rank, 2)) for rank in (0, 1)] for features in (store, stream)]
+    alone = BatchLoader(schedule, store, SINGLE_PROCESS)
+    parts = [[BatchLoader(schedule, features, DistContext(rank, 2)) for rank in (0, 1)] for features in (store, stream)]
     idle = 0
     for step in range(schedule.num_steps):
         whole = alone.take(step)

@@ -6,15 +6,15 @@ from torch import Tensor
 
 from eyrie_workers.targets.rotary import rotate
 from eyrie_workers.training.fused import (
+    apply_rotary,
     mlp,
     normed_linear,
     reference_mlp,
     reference_normed_linear,
     rms_norm,
-    turn,
 )
-from eyrie_workers.training.losses import Teacher
-from eyrie_workers.training.products import linear, padded, product, rounded
+from eyrie_workers.training.losses import TargetTable
+from eyrie_workers.training.matmul import linear, matmul, pad_rows, round_up_rows
 from eyrie_workers.training.softloss import Loss, reference_losses, soft_loss
 
 EPS = 1e-5
@@ -62,7 +62,7 @@ def test_product_norm_and_turn_have_the_gradients_of_their_formulas() -> None:
     angles = noise(5, 6, seed=3)
     cos_sin = torch.stack([angles.cos(), angles.sin()], 1)
     (x,), (y,) = leaves(noise(5, 2, 12)), leaves(noise(5, 2, 12))
-    agree(turn(x, cos_sin), rotate(y, cos_sin), (x,), (y,))
+    agree(apply_rotary(x, cos_sin), rotate(y, cos_sin), (x,), (y,))
 
 
 @pytest.mark.parametrize("shape", [(5, 123, 7), (64, 32, 48), (1, 3, 1), (0, 4, 5)])
@@ -73,20 +73,20 @@ def test_products_in_float32_are_float32_whatever_the_layout(shape: tuple[int, i
     gaps[:, columns:] = b
     for right in (b.float(), b.float().T.contiguous().T, gaps[:, columns:]):
         for left in (a.float(), a.float().T.contiguous().T):
-            torch.testing.assert_close(product(left, right).double(), a @ b, atol=1e-4, rtol=1e-5)
+            torch.testing.assert_close(matmul(left, right).double(), a @ b, atol=1e-4, rtol=1e-5)
 
 
 def test_rows_are_rounded_to_few_sizes_and_padding_is_zero() -> None:
-    assert [rounded(n) for n in (1, 32, 33, 1023, 1024, 1025, 5000)] == [32, 32, 64, 1024, 1024, 1088, 5120]
-    assert len({rounded(n) for n in range(1, 20_000)}) < 110
+    assert [round_up_rows(n) for n in (1, 32, 33, 1023, 1024, 1025, 5000)] == [32, 32, 64, 1024, 1024, 1088, 5120]
+    assert len({round_up_rows(n) for n in range(1, 20_000)}) < 110
     x = noise(5, 3)
-    assert torch.equal(padded(x, x.dtype), torch.cat([x, torch.zeros(27, 3, dtype=x.dtype)]))
-    assert padded(noise(64, 3), torch.float64).shape == (64, 3)
+    assert torch.equal(pad_rows(x, x.dtype), torch.cat([x, torch.zeros(27, 3, dtype=x.dtype)]))
+    assert pad_rows(noise(64, 3), torch.float64).shape == (64, 3)
 
 
-def lesson(positions: int, draft_vocab: int) -> Teacher:
+def lesson(positions: int, draft_vocab: int) -> TargetTable:
     mass = torch.rand(positions, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    return Teacher(noise(positions, draft_vocab, seed=1).mul(2).softmax(-1), mass, torch.ones(positions).bool(),
+    return TargetTable(noise(positions, draft_vocab, seed=1).mul(2).softmax(-1), mass, torch.ones(positions).bool(),
                    torch.zeros(positions, dtype=torch.int64))
 
 

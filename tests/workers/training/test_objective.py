@@ -11,7 +11,7 @@ from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.eagle3.model import Eagle3Drafter
 from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest
 from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.training.losses import Normalisation, Teacher, shares, step_weights, teach
+from eyrie_workers.training.losses import Normalisation, TargetTable, compute_target_table, shares, step_weights
 from eyrie_workers.training.objective import StepContext
 from eyrie_workers.training.softloss import Loss, by_kernel, soft_loss
 from tests.workers.drafters.test_serving import HIDDEN, VARIANTS, VOCAB, embedding, random_documents, random_drafter
@@ -198,7 +198,7 @@ def test_the_teacher_is_renormalised_over_the_draft_vocabulary() -> None:
     ids, last = torch.tensor([1, 4, 9]), torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(0))
     member = torch.zeros(VOCAB, dtype=torch.bool)
     member[ids] = True
-    teacher = teach(last, lm_head(), ids, member)
+    teacher = compute_target_table(last, lm_head(), ids, member)
     full = (last @ lm_head().T).softmax(-1)
     torch.testing.assert_close(teacher.probabilities_RD, full[:, ids] / full[:, ids].sum(-1, keepdim=True))
     assert teacher.inside_R.tolist() == member[full.argmax(-1)].tolist()
@@ -293,7 +293,7 @@ def test_recomputation_changes_no_gradient() -> None:
 def test_the_form_for_a_gpu_has_the_loss_the_gradients_and_the_choices_of_the_processors(kind: Loss) -> None:
     generator = torch.Generator().manual_seed(3)
     table = torch.rand(6, 24, generator=generator).softmax(-1)
-    teacher = Teacher(table, torch.rand(6, generator=generator), torch.ones(6, dtype=torch.bool), table.argmax(-1))
+    teacher = TargetTable(table, torch.rand(6, generator=generator), torch.ones(6, dtype=torch.bool), table.argmax(-1))
     row = torch.randint(6, (40,), generator=generator)
     share = torch.rand(40, generator=generator) * (torch.arange(40) % 3 > 0)
     found = []

@@ -4,8 +4,8 @@ import torch
 
 from eyrie_workers.features.shard_format import StoreFormat
 from eyrie_workers.features.topk_logits import compute_topk_logits, topk_rows
-from eyrie_workers.training.losses import teach
-from eyrie_workers.training.topk_logits import teacher_of
+from eyrie_workers.training.losses import compute_target_table
+from eyrie_workers.training.topk_logits import table_from_topk
 
 VOCAB, HIDDEN, ROWS = 60, 16, 25
 DRAFT_IDS = torch.arange(0, VOCAB, 2)
@@ -23,9 +23,9 @@ def parts(top_k: int) -> tuple[StoreFormat, torch.Tensor, torch.Tensor, torch.Te
 
 def test_with_every_token_kept_the_teacher_is_that_of_the_final_states() -> None:
     layout, last, head, member = parts(top_k=DRAFT_IDS.numel())
-    wanted = teach(last, head, DRAFT_IDS, member, weigh=True)
+    wanted = compute_target_table(last, head, DRAFT_IDS, member, weigh=True)
     order = torch.tensor([3, 0, 24, 7])
-    given = teacher_of(compute_topk_logits(last, head, layout), order, DRAFT_IDS.numel())
+    given = table_from_topk(compute_topk_logits(last, head, layout), order, DRAFT_IDS.numel())
     # Logits are kept in float16: 11 bits, and differences reach 30 here.
     torch.testing.assert_close(given.probabilities_RD, wanted.probabilities_RD[order], atol=1e-5, rtol=2e-2)
     torch.testing.assert_close(given.mass_R, wanted.mass_R[order], atol=1e-6, rtol=1e-5)
@@ -36,8 +36,9 @@ def test_with_every_token_kept_the_teacher_is_that_of_the_final_states() -> None
 
 def test_with_few_kept_the_rest_of_the_mass_is_exact_and_evenly_spread() -> None:
     layout, last, head, member = parts(top_k=4)
-    wanted = teach(last, head, DRAFT_IDS, member, weigh=True).probabilities_RD
-    given = teacher_of(compute_topk_logits(last, head, layout), torch.arange(ROWS), DRAFT_IDS.numel()).probabilities_RD
+    wanted = compute_target_table(last, head, DRAFT_IDS, member, weigh=True).probabilities_RD
+    given = table_from_topk(compute_topk_logits(last, head, layout), torch.arange(ROWS),
+                            DRAFT_IDS.numel()).probabilities_RD
     kept = torch.zeros_like(wanted, dtype=torch.bool).scatter_(1, wanted.topk(4).indices, True)
     torch.testing.assert_close(given.sum(-1), torch.ones(ROWS), atol=1e-6, rtol=0)
     torch.testing.assert_close((given * ~kept).sum(-1), (wanted * ~kept).sum(-1), atol=1e-6, rtol=1e-4)

@@ -79,9 +79,9 @@ from eyrie_workers.targets.model import TargetModel, pairs_together
 from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.attention import SharedKeys, joined
 from eyrie_workers.training.fused import rms_norm
-from eyrie_workers.training.objective import DistillationObjective, Objective, Prediction, StepContext, drawn
-from eyrie_workers.training.products import linear
-from eyrie_workers.training.unroll_plan import UnrollLayout, lay_out
+from eyrie_workers.training.matmul import linear
+from eyrie_workers.training.objective import DistillationObjective, Objective, Prediction, StepContext, draw_positions
+from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
 
 ARCHITECTURE = "DFlashDraftModel"
 _MOST_LAYERS = 5  # the paper's; 8 raise tau by 6 % and lower the speed-up
@@ -116,23 +116,23 @@ class DFlashDrafter(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config.decoder) for _ in range(config.decoder.num_layers))
         self.norm = Norm(hidden)
 
-    def places(self, documents: PackedBatch, layout: UnrollLayout, rotary: Rotary, embed_VH: Tensor,
+    def places(self, documents: PackedBatch, plan: UnrollPlan, rotary: Rotary, embed_VH: Tensor,
                dtype: torch.dtype, recompute: bool = False) -> Tensor:
         """[R, C, H]: the residual stream of every root's block behind the last layer, before `norm`."""
         decoder, size = self.config.decoder, self.config.block_size
         aux_TC = documents.aux.flatten(-2)
         features_TH = rms_norm(linear(aux_TC, self.fc.weight.to(dtype)).to(self.norm.weight.dtype),
                                self.hidden_norm.weight, decoder.rms_eps)
-        at_T = rotary.at(layout.positions)
-        positions_RC = layout.positions[layout.roots][:, None] + 1 + torch.arange(size)
+        at_T = rotary.at(plan.positions)
+        positions_RC = plan.positions[plan.roots][:, None] + 1 + torch.arange(size)
         at_X = rotary.at(positions_RC.flatten())  # X = R * C
         tokens_RC = torch.full_like(positions_RC, self.config.mask_token_id)
-        tokens_RC[:, 0] = documents.token_ids[layout.roots + 1]
+        tokens_RC[:, 0] = documents.token_ids[plan.roots + 1]
         x_XH = F.embedding(tokens_RC.flatten(), embed_VH)
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             weights = layer.weights(dtype)
-            shared = SharedKeys(layout, *weights.keys(features_TH, at_T))
+            shared = SharedKeys(plan, *weights.keys(features_TH, at_T))
             q, k, v = (part.unflatten(0, (-1, size)).transpose(1, 2) for part in weights.heads(x_XH, at_X))
             # Places and query heads are all queries of one kv head: [R, K, C, W, E] as [R, K, C * W, E].
             q_RKXE = q.flatten(2, 3) * decoder.head_dim ** -0.5
@@ -159,26 +159,27 @@ class BlockDiffusion(DistillationObjective):
         """The module being trained."""
         return self._drafter
 
-    def plan(self, documents: PackedBatch, moment: StepContext | None) -> UnrollLayout:
-        """Learning: some roots, drawn, each with its whole block. Judged: all."""
-        chosen = None if moment is None or self._fraction == 1.0 else drawn(documents, moment, self._fraction)
-        return lay_out(documents.loss_mask, documents.lengths, self.steps, chosen=chosen)
+    def plan(self, documents: PackedBatch, context: StepContext | None) -> UnrollPlan:
+        """In training: some roots, drawn at random, each with its whole block. In evaluation: all."""
+        chosen = (None if context is None or self._fraction == 1.0
+                  else draw_positions(documents, context, self._fraction))
+        return plan_unroll(documents.loss_mask, documents.lengths, self.steps, chosen=chosen)
 
-    def predict(self, documents: PackedBatch, layout: UnrollLayout, judged: bool) -> Prediction:
+    def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """One pass for all steps. Places whose token lies behind the answer's end are in the block and not taught."""
-        places_RCH = self._drafter.places(documents, layout, self._rotary, self._embed_VH, self.dtype, self._recompute)
-        taught = torch.cat([places_RCH[:alive, step + 1] for step, alive in enumerate(layout.alive)])
+        places_RCH = self._drafter.places(documents, plan, self._rotary, self._embed_VH, self.dtype, self._recompute)
+        taught = torch.cat([places_RCH[:alive, step + 1] for step, alive in enumerate(plan.alive)])
         states_NH = rms_norm(taught, self._drafter.norm.weight, self._drafter.config.decoder.rms_eps)
-        return Prediction(states_NH.split([alive for alive in layout.alive if alive]), self._head_VH,
-                          flops=self._flops(layout))
+        return Prediction(states_NH.split([alive for alive in plan.alive if alive]), self._head_VH,
+                          flops=self._flops(plan))
 
-    def _flops(self, layout: UnrollLayout) -> int:
-        decoder, size, num_roots = self._drafter.config.decoder, self._drafter.config.block_size, layout.roots.numel()
-        num_tokens, kv = layout.positions.numel(), decoder.num_kv_heads * decoder.head_dim
-        seen = size * (int(layout.positions[layout.roots].sum()) + num_roots * (1 + size))
+    def _flops(self, plan: UnrollPlan) -> int:
+        decoder, size, num_roots = self._drafter.config.decoder, self._drafter.config.block_size, plan.roots.numel()
+        num_tokens, kv = plan.positions.numel(), decoder.num_kv_heads * decoder.head_dim
+        seen = size * (int(plan.positions[plan.roots].sum()) + num_roots * (1 + size))
         context = 4 * num_tokens * self._drafter.fc.weight.numel() + decoder.num_layers * (
             12 * num_tokens * decoder.hidden_size * kv)
-        heads = 4 * layout.num_supervised + 2 * layout.teacher_positions().numel()
+        heads = 4 * plan.num_predictions + 2 * plan.target_positions().numel()
         return (context + decoder.num_layers * layer_flops(decoder, num_roots * size, seen)
                 + heads * decoder.hidden_size * decoder.vocab_size)
 

@@ -74,7 +74,8 @@ from eyrie_workers.targets.linear import Linear, rms_normalise
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.attention import SharedKeys, attend, first, pick
-from eyrie_workers.training.fused import mlp, turn
+from eyrie_workers.training.fused import apply_rotary, mlp
+from eyrie_workers.training.matmul import linear, round_up_rows
 from eyrie_workers.training.objective import (
     DistillationObjective,
     Objective,
@@ -83,8 +84,7 @@ from eyrie_workers.training.objective import (
     StepContext,
     TargetDistribution,
 )
-from eyrie_workers.training.products import linear, rounded
-from eyrie_workers.training.unroll_plan import UnrollLayout, lay_out
+from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
 
 ARCHITECTURE = "LlamaForCausalLMEagle"
 
@@ -153,13 +153,13 @@ class Eagle1Weights:
     def queries(self, x_TH: Tensor, angles: Tensor) -> Tensor:
         """[T, K, W, E], turned."""
         heads = linear(x_TH, self.query).unflatten(-1, (self.config.num_kv_heads, -1, self.config.head_dim))
-        return turn(heads, angles)
+        return apply_rotary(heads, angles)
 
     def keys(self, x_TH: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
         """Turned k and v, each [T, K, E]."""
         k_TKE, v_TKE = (part.unflatten(-1, (-1, self.config.head_dim))
                         for part in linear(x_TH, self.key_value).chunk(2, -1))
-        return turn(k_TKE, angles), v_TKE
+        return apply_rotary(k_TKE, angles), v_TKE
 
     def finish(self, x_TH: Tensor, attended_TQ: Tensor, recompute: bool) -> Tensor:
         """What follows attention: the predicted features, [T, H]."""
@@ -167,7 +167,7 @@ class Eagle1Weights:
         return mlp(x_TH, self.norm, self.gate_up, self.down, self.config.rms_eps, recompute)
 
 
-def unroll(weights: Eagle1Weights, rotary: Rotary, embed_VH: Tensor, documents: PackedBatch, layout: UnrollLayout,
+def unroll(weights: Eagle1Weights, rotary: Rotary, embed_VH: Tensor, documents: PackedBatch, plan: UnrollPlan,
            recompute: bool = False) -> Iterator[Tensor]:
     """Predicted features [R_s, H] of each step with roots, on true tokens; after step 0 from the drafter's own
     features. The features read at step 0 are the last of `documents.aux`; only roots run more than keys and values."""
@@ -175,14 +175,14 @@ def unroll(weights: Eagle1Weights, rotary: Rotary, embed_VH: Tensor, documents: 
     features_TH = documents.aux[:, -1].to(weights.norm.dtype)
     # Position i pairs with token i+1. The last token of a document has none of its own, but no root reads its key.
     x_TH = weights.states(features_TH) + torch.cat([token_TH[1:], token_TH[-1:]])
-    shared = SharedKeys(layout, *weights.keys(x_TH, rotary.at(layout.positions)))
+    shared = SharedKeys(plan, *weights.keys(x_TH, rotary.at(plan.positions)))
     own: list[tuple[Tensor, Tensor]] = []
-    x_RH = features_RH = pick(x_TH, layout.roots)
-    for step, alive in enumerate(layout.alive):
+    x_RH = features_RH = pick(x_TH, plan.roots)
+    for step, alive in enumerate(plan.alive):
         if alive == 0:
             return
-        roots = layout.roots[:alive]
-        angles = rotary.at(layout.positions[roots] + step)
+        roots = plan.roots[:alive]
+        angles = rotary.at(plan.positions[roots] + step)
         if step > 0:
             x_RH = weights.states(first(features_RH, alive)) + pick(token_TH, roots + 1 + step)
             own.append(weights.keys(x_RH, angles))
@@ -207,38 +207,38 @@ class FeatureRegression(DistillationObjective):
         """The module being trained."""
         return self._drafter
 
-    def plan(self, documents: PackedBatch, moment: StepContext | None) -> UnrollLayout:
+    def plan(self, documents: PackedBatch, context: StepContext | None) -> UnrollPlan:
         """Learning: one step from every root. Judged: as it is served."""
-        return lay_out(documents.loss_mask, documents.lengths, self.steps if moment is None else 1)
+        return plan_unroll(documents.loss_mask, documents.lengths, self.steps if context is None else 1)
 
-    def __call__(self, documents: PackedBatch, moment: StepContext | None = None,
-                 lesson: TargetDistribution | None = None) -> Outcome:
+    def __call__(self, documents: PackedBatch, context: StepContext | None = None,
+                 targets: TargetDistribution | None = None) -> Outcome:
         """Judged, features are read as they are; learning reads them with noise, beside what they are."""
-        if moment is not None:
-            read = noisy(documents.aux[:, 0], documents.lengths, moment)
+        if context is not None:
+            read = noisy(documents.aux[:, 0], documents.lengths, context)
             documents = replace(documents, aux=torch.stack([documents.aux[:, 0].to(read.dtype), read], 1))
-        return super().__call__(documents, moment, lesson)
+        return super().__call__(documents, context, targets)
 
-    def predict(self, documents: PackedBatch, layout: UnrollLayout, judged: bool) -> Prediction:
+    def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """Features of every root and step; learning, how far they are from the target's."""
-        states = tuple(unroll(self._drafter.weights(self.dtype), self._rotary, self._embed_VH, documents, layout,
+        states = tuple(unroll(self._drafter.weights(self.dtype), self._rotary, self._embed_VH, documents, plan,
                               self._recompute))
         extra = None
-        if not judged:
-            aim = documents.aux[:, 0].index_select(0, layout.roots + 1).to(states[0].dtype)
+        if not evaluating:
+            aim = documents.aux[:, 0].index_select(0, plan.roots + 1).to(states[0].dtype)
             extra = REGRESSION_WEIGHT * F.smooth_l1_loss(states[0], aim, reduction="none").mean(-1)
-        return Prediction(states, self._head_VH, extra, step_flops(self._drafter.config, layout),
-                          sum(rounded(alive) for alive in layout.alive if alive))
+        return Prediction(states, self._head_VH, extra, step_flops(self._drafter.config, plan),
+                          sum(round_up_rows(alive) for alive in plan.alive if alive))
 
 
-def noisy(features_TH: Tensor, lengths: tuple[int, ...], moment: StepContext) -> Tensor:
+def noisy(features_TH: Tensor, lengths: tuple[int, ...], context: StepContext) -> Tensor:
     """[T, H] float32: each feature shifted by U(-NOISE, NOISE) of its position's root mean square.
 
     A document's noise depends on the seed, the step and where it begins in the step's whole batch: not on how the batch
     is spread over processes.
     """
-    starts = moment.starts or tuple(accumulate(lengths[:-1], initial=0))
-    draws = [np.random.default_rng((moment.seed, moment.step, start, 0xEA61)).random(
+    starts = context.starts or tuple(accumulate(lengths[:-1], initial=0))
+    draws = [np.random.default_rng((context.seed, context.step, start, 0xEA61)).random(
         (length, features_TH.shape[1]), dtype=np.float32) for start, length in zip(starts, lengths, strict=True)]
     features_TH = features_TH.float()
     size_T1 = features_TH.square().mean(-1, keepdim=True).sqrt_()
@@ -246,18 +246,18 @@ def noisy(features_TH: Tensor, lengths: tuple[int, ...], moment: StepContext) ->
     return torch.addcmul(features_TH, uniform_TH, size_T1, value=NOISE)
 
 
-def step_flops(config: TargetConfig, layout: UnrollLayout) -> int:
+def step_flops(config: TargetConfig, plan: UnrollPlan) -> int:
     """Floating-point operations of one batch, forward and backward. Neither fc's inputs at step 0 nor the output matrix
     have a gradient."""
-    tokens, hidden = layout.positions.numel(), config.hidden_size
+    tokens, hidden = plan.positions.numel(), config.hidden_size
     q, kv = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
     once = tokens * hidden * (2 * 2 * hidden + 3 * kv)
     per_root = 3 * hidden * (2 * q + 3 * config.intermediate_size) + 2 * hidden * config.vocab_size
-    again = (layout.num_supervised - layout.alive[0]) * 3 * hidden * (hidden + kv)
-    sight = sum(int(layout.positions[layout.roots[:alive]].sum()) + alive * (1 + step)
-                for step, alive in enumerate(layout.alive))
-    asked = layout.teacher_positions().numel()
-    unrolled = layout.num_supervised * per_root + 3 * 2 * sight * q
+    again = (plan.num_predictions - plan.alive[0]) * 3 * hidden * (hidden + kv)
+    sight = sum(int(plan.positions[plan.roots[:alive]].sum()) + alive * (1 + step)
+                for step, alive in enumerate(plan.alive))
+    asked = plan.target_positions().numel()
+    unrolled = plan.num_predictions * per_root + 3 * 2 * sight * q
     return 2 * (once + again + unrolled + asked * hidden * config.vocab_size)
 
 

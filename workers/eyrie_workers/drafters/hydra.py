@@ -56,9 +56,9 @@ from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear
 from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.training.matmul import linear
 from eyrie_workers.training.objective import DistillationObjective, Objective, Prediction
-from eyrie_workers.training.products import linear
-from eyrie_workers.training.unroll_plan import UnrollLayout
+from eyrie_workers.training.unroll_plan import UnrollPlan
 
 _INITIAL_STD = 0.02
 _EPS = 1e-6
@@ -112,14 +112,14 @@ class HydraObjective(DistillationObjective):
         """The module being trained."""
         return self._drafter
 
-    def predict(self, documents: PackedBatch, layout: UnrollLayout, judged: bool) -> Prediction:
+    def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """What each head makes of its roots' states and the true tokens behind them, judged or not."""
         drafter, config, kind = self._drafter, self._drafter.config, self._drafter.lm_head.weight.dtype
-        tokens_RS = _following(documents.token_ids, layout)
+        tokens_RS = _following(documents.token_ids, plan)
         embed_RSH = embeddings(self._embed_VH[tokens_RS]).to(kind)
-        read_RC = torch.cat([documents.aux[:, 0].index_select(0, layout.roots).to(kind), embed_RSH.flatten(1)], 1)
-        states, flops = [], layout.teacher_positions().numel() * config.vocab_size
-        for number, alive in enumerate(layout.alive):
+        read_RC = torch.cat([documents.aux[:, 0].index_select(0, plan.roots).to(kind), embed_RSH.flatten(1)], 1)
+        states, flops = [], plan.target_positions().numel() * config.vocab_size
+        for number, alive in enumerate(plan.alive):
             if alive == 0:
                 break
             width = (2 + number) * config.hidden_size
@@ -135,10 +135,10 @@ def _state(read: Tensor, weight: Tensor, kind: torch.dtype) -> Tensor:
     return joined(linear(read, weight).to(kind))
 
 
-def _following(token_ids: Tensor, layout: UnrollLayout) -> Tensor:
+def _following(token_ids: Tensor, plan: UnrollPlan) -> Tensor:
     """[R, S] tokens i+1 .. i+S behind each root i; where a root lives no longer, any token."""
-    steps = torch.arange(1, len(layout.alive) + 1, device=token_ids.device)
-    return token_ids[(layout.roots[:, None] + steps).clamp(max=token_ids.numel() - 1)]
+    steps = torch.arange(1, len(plan.alive) + 1, device=token_ids.device)
+    return token_ids[(plan.roots[:, None] + steps).clamp(max=token_ids.numel() - 1)]
 
 
 @dataclass

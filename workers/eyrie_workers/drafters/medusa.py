@@ -53,9 +53,9 @@ from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear
 from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.training.matmul import linear
 from eyrie_workers.training.objective import DistillationObjective, Objective, Prediction
-from eyrie_workers.training.products import linear
-from eyrie_workers.training.unroll_plan import UnrollLayout
+from eyrie_workers.training.unroll_plan import UnrollPlan
 
 
 class _Block(nn.Module):
@@ -98,17 +98,17 @@ class MedusaObjective(DistillationObjective):
         """The module being trained."""
         return self._drafter
 
-    def predict(self, documents: PackedBatch, layout: UnrollLayout, judged: bool) -> Prediction:
+    def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """What each head makes of its roots' states; judged or not, for no head sees a token."""
         drafter, config = self._drafter, self._drafter.config
-        h_RH = documents.aux[:, 0].index_select(0, layout.roots).to(drafter.block(0).dtype)
-        heads = [head for head, alive in enumerate(layout.alive) if alive]
-        states = [residual(h_RH[: layout.alive[head]], linear(h_RH[: layout.alive[head]],
+        h_RH = documents.aux[:, 0].index_select(0, plan.roots).to(drafter.block(0).dtype)
+        heads = [head for head, alive in enumerate(plan.alive) if alive]
+        states = [residual(h_RH[: plan.alive[head]], linear(h_RH[: plan.alive[head]],
                                                               drafter.block(head).to(self.dtype))) for head in heads]
         # Of W1 one product forward, one backward: h itself is not trained. Of W2 three; the teacher is asked once.
         flops = 2 * config.hidden_size * (
-            layout.num_supervised * (2 * config.hidden_size + 3 * config.draft_vocab_size)
-            + layout.teacher_positions().numel() * config.vocab_size)
+            plan.num_predictions * (2 * config.hidden_size + 3 * config.draft_vocab_size)
+            + plan.target_positions().numel() * config.vocab_size)
         return Prediction(tuple(states), tuple(drafter.output(head).to(self.dtype) for head in heads), flops=flops)
 
 

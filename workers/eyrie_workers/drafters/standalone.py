@@ -74,7 +74,7 @@ from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.attention import pick
 from eyrie_workers.training.fused import rms_norm
 from eyrie_workers.training.objective import DistillationObjective, Objective, Prediction, StepContext
-from eyrie_workers.training.unroll_plan import UnrollLayout, lay_out
+from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
 
 ARCHITECTURE = "LlamaForCausalLM"
 _NUM_LAYERS = 2
@@ -127,19 +127,19 @@ class Distillation(DistillationObjective):
         """The module being trained."""
         return self._drafter
 
-    def plan(self, documents: PackedBatch, moment: StepContext | None) -> UnrollLayout:
+    def plan(self, documents: PackedBatch, context: StepContext | None) -> UnrollPlan:
         """Learning: step 0 of every root, which is every position once. Judged: as it is served."""
-        return lay_out(documents.loss_mask, documents.lengths, self.steps if moment is None else 1)
+        return plan_unroll(documents.loss_mask, documents.lengths, self.steps if context is None else 1)
 
-    def predict(self, documents: PackedBatch, layout: UnrollLayout, judged: bool) -> Prediction:
+    def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """Step s of root i is the state after the true token i + 1 + s."""
-        asked = layout.teacher_positions()
-        states_NH = self._drafter.states(documents, self._rotary.at(layout.positions), asked, self.dtype,
+        asked = plan.target_positions()
+        states_NH = self._drafter.states(documents, self._rotary.at(plan.positions), asked, self.dtype,
                                          self._recompute)
         row_T = torch.full_like(documents.token_ids, -1)
         row_T[asked] = torch.arange(asked.numel(), device=asked.device)
-        states = tuple(states_NH.index_select(0, row_T[layout.roots[:alive] + 1 + step])
-                       for step, alive in enumerate(layout.alive) if alive)
+        states = tuple(states_NH.index_select(0, row_T[plan.roots[:alive] + 1 + step])
+                       for step, alive in enumerate(plan.alive) if alive)
         return Prediction(states, self._drafter.lm_head.weight.to(self.dtype), flops=self._flops(documents, asked))
 
     def _flops(self, documents: PackedBatch, asked: Tensor) -> int:

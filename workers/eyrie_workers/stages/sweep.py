@@ -48,7 +48,7 @@ from eyrie_workers.stage_program import (
 )
 from eyrie_workers.stages.train import NUM_EVALUATIONS, Run, prepare
 from eyrie_workers.training.batch_loader import Features, open_features
-from eyrie_workers.training.evaluation import Evaluation, Tally
+from eyrie_workers.training.evaluation import Evaluation, HitCounts
 from eyrie_workers.training.loop import StepReport
 from eyrie_workers.training.objective import Objective, StepContext, TargetDistribution
 from eyrie_workers.training.packing import checkpoint_steps
@@ -156,13 +156,13 @@ def shared_targets(objectives: Mapping[str, Objective], documents: PackedBatch,
     """
     by_key: dict[tuple[int, bool], list[str]] = {}
     for name, objective in objectives.items():
-        by_key.setdefault(objective.teacher_key, []).append(name)
+        by_key.setdefault(objective.target_key, []).append(name)
     targets: dict[str, TargetDistribution] = {}
     for names in by_key.values():
         # The union of all positions: each objective looks up its own by packed position.
-        positions = torch.cat([objectives[name].plan(documents, contexts.get(name)).teacher_positions()
+        positions = torch.cat([objectives[name].plan(documents, contexts.get(name)).target_positions()
                                for name in names]).unique()
-        targets |= dict.fromkeys(names, objectives[names[0]].teach(documents, positions))
+        targets |= dict.fromkeys(names, objectives[names[0]].target_distribution(documents, positions))
     return targets
 
 
@@ -170,7 +170,7 @@ def shared_targets(objectives: Mapping[str, Objective], documents: PackedBatch,
 def evaluate_together(runs: Mapping[str, Run]) -> dict[str, Evaluation]:
     """What `evaluate` returns for each run of a group, from one read of the held-out rows and shared targets."""
     objectives = {name: run.trainer.objective for name, run in runs.items()}
-    counts = {name: Tally(run.spec.train.ttt_length) for name, run in runs.items()}
+    counts = {name: HitCounts(run.spec.train.ttt_length) for name, run in runs.items()}
     for documents in next(iter(runs.values())).held_out():
         targets = shared_targets(objectives, documents, {})
         for name, run in runs.items():

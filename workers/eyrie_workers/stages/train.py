@@ -60,11 +60,11 @@ from eyrie_workers.targets.device import default_device, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import resolve, special_token_ids, target_digest
 from eyrie_workers.training.batch_loader import BatchLoader, Features, open_features
-from eyrie_workers.training.distributed import ALONE, World
+from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext
 from eyrie_workers.training.evaluation import Evaluation, evaluate
 from eyrie_workers.training.loop import StepReport, Trainer
 from eyrie_workers.training.packing import Schedule, checkpoint_steps, cut_evenly, split_held_out
-from eyrie_workers.training.state import Moments, load_state, save_state, trained
+from eyrie_workers.training.state import Moments, load_state, save_state, trainable_parameters
 from eyrie_workers.training.trackers import open_trackers
 
 _HELD_OUT_FRACTION = 0.05
@@ -77,16 +77,16 @@ _NUM_LOGGED_STEPS = 200
 _GO, _END = "go", "end"
 
 
-def train(spec: TrainStage, stage: Stage, world: World = ALONE) -> Result:
+def train(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS) -> Result:
     """Train a drafter on captured hidden states."""
-    if world.leads:
-        world.tell(_GO)
-    run = prepare(spec, stage, world)
+    if dist.leads:
+        dist.tell(_GO)
+    run = prepare(spec, stage, dist)
     run.to_the_end()
     return run.result()
 
 
-def prepare(spec: TrainStage, stage: Stage, world: World = ALONE, ends: TargetEmbeddings | None = None,
+def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS, ends: TargetEmbeddings | None = None,
             features: Features | None = None) -> "Run":
     """Everything before the next optimiser step: the first one, or the one a killed run had come to.
 
@@ -113,13 +113,13 @@ def prepare(spec: TrainStage, stage: Stage, world: World = ALONE, ends: TargetEm
     with device_scope(device):
         objective = family.objective(drafter, ends.to(device), spec.train, max(lengths), dtype)
 
-    trainer = Trainer(objective, schedule, spec.train, BatchLoader(schedule, store, world), world, columns)
+    trainer = Trainer(objective, schedule, spec.train, BatchLoader(schedule, store, dist), dist, columns)
     evaluation_rows = held_out or train_rows  # a single row has nothing to hold out; better its own curve than none
     cuts = cut_evenly([lengths[row] for row in evaluation_rows], spec.train.max_tokens_per_batch)
     run = Run(spec, stage, family, drafter, trainer, digest=_run_digest(spec, store, dtype), dtype=dtype,
                tokens_per_step=sum(lengths[row] for row in train_rows) * spec.train.epochs / schedule.num_steps,
                held_out=lambda: (store.read(evaluation_rows[cut.start:cut.stop])
-                                 for cut in cuts[world.rank::world.size]),
+                                 for cut in cuts[dist.rank::dist.size]),
                columns=columns, ends=ends,
                vocabulary=vocabulary_report, aux_layers=layers,
                target=identify(path, spec.target, digest=store.format.target_digest),
@@ -136,7 +136,7 @@ class _Silent(Stage):
         pass
 
 
-def follow(world: World, argv: Sequence[str]) -> int:
+def follow(dist: DistContext, argv: Sequence[str]) -> int:
     """Be one of the processes that process 0 leads, until it has no more work; the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--spec", type=Path, required=True)
@@ -146,8 +146,8 @@ def follow(world: World, argv: Sequence[str]) -> int:
 
     try:
         with stop_on_signals(stage):
-            while world.tell(None) == _GO:
-                train(TrainStage.model_validate_json(told.spec.read_text()), stage, world)
+            while dist.tell(None) == _GO:
+                train(TrainStage.model_validate_json(told.spec.read_text()), stage, dist)
         return 0
     except Interrupted:
         return INTERRUPTED_EXIT_CODE
@@ -157,21 +157,21 @@ def follow(world: World, argv: Sequence[str]) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """The program, in a world of any size; the exit code."""
-    world = World.join()
+    dist = DistContext.join()
 
     def lead(spec: TrainStage, stage: Stage) -> Result:
-        return train(spec, stage, world)
+        return train(spec, stage, dist)
 
     lead.__doc__ = train.__doc__
     try:
-        if not world.leads:
-            return follow(world, argv)
+        if not dist.leads:
+            return follow(dist, argv)
         code = run_program(TrainStage, lead, list(argv))
         if code == 0:
-            world.tell(_END)
+            dist.tell(_END)
         return code
     finally:
-        world.leave()
+        dist.leave()
 
 
 def fastest_dtype(device: torch.device) -> torch.dtype:
@@ -285,30 +285,30 @@ class Run:
         self._evaluations = set(checkpoint_steps(num_steps, NUM_EVALUATIONS)) | self._exports
         self._log_every = max(1, num_steps // _NUM_LOGGED_STEPS)
         self._state_file = self.stage.out_dir / STATE_DIR / "training.safetensors"
-        self._world = self.trainer.world
+        self._dist = self.trainer.dist
         self._peak, _ = peak_rate(self.dtype, next(self.drafter.parameters()).device)
         self._trackers = open_trackers(
-            train.trackers if self._world.leads else (), f"{self.spec.job_id}/{self.spec.candidate}",
+            train.trackers if self._dist.leads else (), f"{self.spec.job_id}/{self.spec.candidate}",
             train.model_dump(mode="json"), self.stage.out_dir / "trackers")
 
     @property
     def mfu(self) -> float:
         """Of all processes together, on average so far."""
         counters = self.trainer.counters
-        return counters.flops / max(counters.seconds, 1e-9) / (self._peak * self._world.size)
+        return counters.flops / max(counters.seconds, 1e-9) / (self._peak * self._dist.size)
 
     def resume(self) -> None:
         """Go on from the saved state if there is one."""
         notes: dict[str, Any] | None = None
-        moments: Moments = [{} for _ in trained(self.drafter)]
-        if self._world.leads:
+        moments: Moments = [{} for _ in trainable_parameters(self.drafter)]
+        if self._dist.leads:
             found = load_state(self._state_file, self.drafter, self.digest)
             if found is not None:
                 self.trainer.counters, notes, moments = found
-        notes = self._world.tell(notes)
+        notes = self._dist.tell(notes)
         if notes is None:
             return
-        self.trainer.counters, moments = self._world.share_state(self.drafter, moments, self.trainer.counters)
+        self.trainer.counters, moments = self._dist.share_state(self.drafter, moments, self.trainer.counters)
         self.trainer.optimizer.restore(moments)
         self.reports = [CheckpointReport.model_validate(report) for report in notes["checkpoints"]]
         self.best, self.evaluations_since_best = notes.get("best", 0.0), notes.get("evaluations_since_best", 0)
@@ -362,7 +362,7 @@ class Run:
         self._tell(report)
         if self.is_evaluated_at(report.step):
             self._follow_evaluation(report, evaluation or self._evaluate())
-        stopping = self._world.any(self.stage.stop_requested)
+        stopping = self._dist.any(self.stage.stop_requested)
         if (stopping or self.stopped_early or report.step in self._exports
                 or report.step % self.spec.train.save_every_steps == 0):
             self._save()
@@ -374,7 +374,7 @@ class Run:
 
     def _save(self) -> None:
         moments = self.trainer.optimizer.moments()  # all processes give their part
-        if self._world.leads:
+        if self._dist.leads:
             save_state(self._state_file, self.drafter, moments, self.trainer.counters, self.digest,
                        {"checkpoints": [report.model_dump(mode="json") for report in self.reports], "best": self.best,
                         "evaluations_since_best": self.evaluations_since_best, "stopped_early": self.stopped_early,
@@ -399,7 +399,7 @@ class Run:
 
     def _evaluate(self) -> Evaluation:
         return evaluate(self.trainer.objective, (batch.with_layers(self.columns) for batch in self.held_out()),
-                        self.spec.train.ttt_length, self._world.total)
+                        self.spec.train.ttt_length, self._dist.total)
 
     def _follow_evaluation(self, report: StepReport, evaluation: Evaluation) -> None:
         for index, (accuracy, acceptance) in enumerate(zip(evaluation.accuracy, evaluation.acceptance, strict=True)):
@@ -408,7 +408,7 @@ class Run:
         self._metric("theoretical_speedup", report.step, evaluation.theoretical_speedup)
         self._metric("evaluation_loss", report.step, evaluation.loss)
         self._consider_stopping(evaluation.theoretical_speedup, report.step)
-        if self._world.leads and (report.step in self._exports or self.stopped_early):
+        if self._dist.leads and (report.step in self._exports or self.stopped_early):
             self._export(report.step, report.epoch, evaluation)
 
     def _consider_stopping(self, speedup: float, step: int) -> None:
@@ -447,7 +447,7 @@ class Run:
                 data_wait_share=min(1.0, counters.data_wait_s / seconds), vocabulary=self.vocabulary,
                 checkpoints=tuple(self.reports), resumed_from_step=self.resumed_from,
                 parameters=sum(parameter.numel() for parameter in self.drafter.parameters()), mfu=self.mfu,
-                processes=trainer.world.size, stopped_early=self.stopped_early),
+                processes=trainer.dist.size, stopped_early=self.stopped_early),
             files=[file for report in self.reports for file in files_of(self.stage.out_dir / report.path)])
 
     def _card(self, step: int, epoch: float) -> Card:

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from eyrie_kernels.packed_attention import Sight, packed_attention, sight
-from eyrie_workers.training.unroll_plan import Tile, UnrollLayout
+from eyrie_workers.training.unroll_plan import AttentionTile, UnrollPlan
 
 # What a query may not look at. Finite, because a window may hide every key of a tile from a late step: the log-sum-exp
 # is then about -1e30, the tile's weight in the merge exactly 0, and nothing is nan. Beside any visible key, exp(-1e30)
@@ -167,12 +167,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 class SharedKeys:
     """The step-0 keys and values of a batch, used by every step; tiled once, if at all."""
 
-    def __init__(self, layout: UnrollLayout, k_TKE: Tensor, v_TKE: Tensor, window: int | None = None) -> None:
-        self._layout = layout
+    def __init__(self, plan: UnrollPlan, k_TKE: Tensor, v_TKE: Tensor, window: int | None = None) -> None:
+        self._layout = plan
         self.k_TKE, self.v_TKE, self.window = k_TKE, v_TKE, window
 
     @cached_property
-    def _tiles(self) -> list[tuple[Tile, Tensor, Tensor]]:
+    def _tiles(self) -> list[tuple[AttentionTile, Tensor, Tensor]]:
         return [(tile, _tiled(tile, self.k_TKE), _tiled(tile, self.v_TKE)) for tile in self._layout.tiles]
 
     def sight(self, step: int) -> Sight:
@@ -188,21 +188,21 @@ class SharedKeys:
         cells = place(q_RKWE, index, sum(sizes))
         outs, lses = [], []
         for q, (tile, k, v) in zip(cells.split(list(sizes)), self._tiles, strict=True):
-            num_queries = tile.queries_at[step]
+            num_queries = tile.num_queries[step]
             if num_queries == 0:
                 continue
-            shape = (tile.num_documents, num_queries, kv_heads, per_kv)
+            shape = (tile.num_blocks, num_queries, kv_heads, per_kv)
             tiled = q.view(*shape, head).permute(0, 2, 3, 1, 4).reshape(-1, per_kv * num_queries, head)
-            out, lse = TileAttention.apply(tiled, k, v, tile.hidden_at(step, self.window))
-            back = (tile.num_documents, kv_heads, per_kv, num_queries)
+            out, lse = TileAttention.apply(tiled, k, v, tile.mask_at(step, self.window))
+            back = (tile.num_blocks, kv_heads, per_kv, num_queries)
             outs.append(out.view(*back, head).permute(0, 3, 1, 2, 4).reshape(-1, kv_heads, per_kv, head))
             lses.append(lse.view(*back).permute(0, 3, 1, 2).reshape(-1, kv_heads, per_kv))
         return pick(torch.cat(outs), index), pick(torch.cat(lses), index)
 
 
-def _tiled(tile: Tile, x_TKE: Tensor) -> Tensor:
-    cells = place(x_TKE, tile.key_cell, tile.num_documents * tile.num_keys, tile.key_index)
-    return cells.view(tile.num_documents, tile.num_keys, *x_TKE.shape[1:]).transpose(1, 2).flatten(0, 1).contiguous()
+def _tiled(tile: AttentionTile, x_TKE: Tensor) -> Tensor:
+    cells = place(x_TKE, tile.key_cell, tile.num_blocks * tile.num_keys, tile.key_index)
+    return cells.view(tile.num_blocks, tile.num_keys, *x_TKE.shape[1:]).transpose(1, 2).flatten(0, 1).contiguous()
 
 
 def attend(q_RKWE: Tensor, shared: SharedKeys, own: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

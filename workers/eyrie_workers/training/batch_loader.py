@@ -25,7 +25,7 @@ from eyrie_workers.features.storage_backend import open_backend
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.features.streaming import StreamedFeatures, read_plan
 from eyrie_workers.targets.loading import load_target, resolve
-from eyrie_workers.training.distributed import ALONE, Part, World, split
+from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext, Part, split
 from eyrie_workers.training.packing import Schedule, StepPlan
 
 
@@ -82,8 +82,8 @@ class BatchLoader:
     A batch's states are its own until the next one is taken. Any step may be asked for; what follows it is then ahead.
     """
 
-    def __init__(self, schedule: Schedule, features: Features, world: World = ALONE) -> None:
-        self._schedule, self._features, self._world = schedule, features, world
+    def __init__(self, schedule: Schedule, features: Features, dist: DistContext = SINGLE_PROCESS) -> None:
+        self._schedule, self._features, self._dist = schedule, features, dist
         self._next = -1
         self._parts: deque[tuple[StepPlan, Part]] = deque()
         self._batches: Generator[PackedBatch, None, None] | None = None
@@ -116,7 +116,7 @@ class BatchLoader:
             yield part.rows or plan.rows[:1]
 
     def _part(self, plan: StepPlan) -> Part:
-        if self._world.size > 1:
-            return split(plan.rows, self._schedule.lengths, self._world.size)[self._world.rank]
+        if self._dist.size > 1:
+            return split(plan.rows, self._schedule.lengths, self._dist.size)[self._dist.rank]
         lengths = [self._schedule.lengths[row] for row in plan.rows]
         return Part(plan.rows, tuple(accumulate(lengths, initial=0))[:-1])

@@ -21,25 +21,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from eyrie_workers.training.state import Counters, Moments, trained
+from eyrie_workers.training.state import Counters, Moments, trainable_parameters
 
 
 @dataclass(frozen=True)
-class World:
+class DistContext:
     """This process among all of a run."""
 
     rank: int = 0
     size: int = 1
 
     @staticmethod
-    def join() -> "World":
-        """The world torchrun describes in the environment; alone without one."""
+    def join() -> "DistContext":
+        """The dist torchrun describes in the environment; alone without one."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            return World()
+            return DistContext()
         if not dist.is_initialized():
             # Counts are summed where they are made, on the processor; gradients where they are, on the GPU.
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-        return World(dist.get_rank(), dist.get_world_size())
+        return DistContext(dist.get_rank(), dist.get_world_size())
 
     @property
     def leads(self) -> bool:
@@ -79,7 +79,7 @@ class World:
             dist.broadcast(parameter.data, src=0)
         told = self.tell([sorted(kept) for kept in moments])
         shared: list[dict[str, Tensor]] = []
-        for number, ((_, parameter), names) in enumerate(zip(trained(drafter), told, strict=True)):
+        for number, ((_, parameter), names) in enumerate(zip(trainable_parameters(drafter), told, strict=True)):
             shared.append({})
             for name in names:
                 value = torch.zeros_like(parameter.data) if name != "step" else parameter.new_zeros(())
@@ -90,7 +90,7 @@ class World:
         return counters, shared
 
 
-ALONE = World()
+SINGLE_PROCESS = DistContext()
 
 
 @dataclass(frozen=True)

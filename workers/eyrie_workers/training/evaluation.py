@@ -50,7 +50,7 @@ class Evaluation:
         return 1.0 + sum(accumulate(self.acceptance, mul))
 
 
-def tally(hits: Sequence[Tensor], ttt_length: int) -> list[tuple[int, int, int, int]]:
+def count_hits(hits: Sequence[Tensor], ttt_length: int) -> list[tuple[int, int, int, int]]:
     """Counts (asked, hit, right before, right after) of one batch for each of `ttt_length` steps."""
     counts = []
     right = torch.ones_like(hits[0]) if hits else torch.zeros(0, dtype=torch.bool)
@@ -63,7 +63,7 @@ def tally(hits: Sequence[Tensor], ttt_length: int) -> list[tuple[int, int, int, 
     return counts
 
 
-class Tally:
+class HitCounts:
     """The counts of an evaluation under way."""
 
     def __init__(self, ttt_length: int) -> None:
@@ -73,7 +73,7 @@ class Tally:
 
     def add(self, outcome: Outcome) -> None:
         """One judged batch."""
-        counts = tally(outcome.hits, self._ttt_length)
+        counts = count_hits(outcome.hits, self._ttt_length)
         self._totals = [tuple(a + b for a, b in zip(total, count, strict=True))  # type: ignore[misc]
                         for total, count in zip(self._totals, counts, strict=True)]
         self._loss_sum += float(outcome.loss) * outcome.supervised
@@ -94,8 +94,8 @@ class Tally:
 @torch.no_grad()
 def evaluate(objective: Objective, batches: Iterable[PackedBatch], ttt_length: int,
              total: Callable[[Tensor], Tensor] = lambda x: x) -> Evaluation:
-    """Run the objective over held-out batches; `total` as in `Tally.evaluation`."""
-    counts = Tally(ttt_length)
+    """Run the objective over held-out batches; `total` as in `HitCounts.evaluation`."""
+    counts = HitCounts(ttt_length)
     for documents in batches:
         counts.add(objective(documents))
     return counts.evaluation(total)

@@ -14,7 +14,7 @@ With r = 1 / sqrt(mean(x^2) + eps), n = x r w and dn the gradient of n,
     d silu(g) = sigma(g) (1 + g (1 - sigma(g)))
 
 Weights may be of lower precision than x: products are done in the weight's dtype, norms, sums and the residual stream
-in x's. Rows that enter a product are rounded up with zeros (`training.products`), and zero rows stay zero.
+in x's. Rows that enter a product are rounded up with zeros (`training.matmul`), and zero rows stay zero.
 
 The plain formulas are `reference_normed_linear` and `reference_mlp`; tests hold the functions to them in float64.
 
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from eyrie_workers.training.products import padded, product, rounded
+from eyrie_workers.training.matmul import matmul, pad_rows, round_up_rows
 
 
 def reference_normed_linear(x: Tensor, norm: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -51,7 +51,7 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
 def _normed(x: Tensor, inverse: Tensor, norm: Tensor, dtype: torch.dtype) -> Tensor:
     """x r w in `dtype`, rows rounded up."""
     num_rows = x.shape[0]
-    out = x.new_empty(rounded(num_rows), x.shape[1])
+    out = x.new_empty(round_up_rows(num_rows), x.shape[1])
     torch.mul(x, inverse, out=out[:num_rows])
     out[:num_rows].mul_(norm)
     out[num_rows:] = 0
@@ -72,15 +72,15 @@ class _NormedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, norm: Tensor, weight: Tensor, eps: float) -> Tensor:
         inverse = _inverse_rms(x, eps)
         ctx.save_for_backward(x, inverse, norm, weight)
-        return product(_normed(x, inverse, norm, weight.dtype), weight.T)[: x.shape[0]]
+        return matmul(_normed(x, inverse, norm, weight.dtype), weight.T)[: x.shape[0]]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None]:
         x, inverse, norm, weight = ctx.saved_tensors
-        grad = padded(grad, weight.dtype)
-        grad_weight = product(grad.T, _normed(x, inverse, norm, weight.dtype))
-        grad_x, grad_norm = _norm_backward(product(grad, weight)[: x.shape[0]].to(x.dtype), x, inverse, norm)
+        grad = pad_rows(grad, weight.dtype)
+        grad_weight = matmul(grad.T, _normed(x, inverse, norm, weight.dtype))
+        grad_x, grad_norm = _norm_backward(matmul(grad, weight)[: x.shape[0]].to(x.dtype), x, inverse, norm)
         return grad_x if ctx.needs_input_grad[0] else None, grad_norm, grad_weight, None
 
 
@@ -115,9 +115,9 @@ class _Mlp(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, eps: float,
                 recompute: bool) -> Tensor:
         inverse = _inverse_rms(x, eps)
-        gated = product(_normed(x, inverse, norm, gate_up.dtype), gate_up.T)
+        gated = matmul(_normed(x, inverse, norm, gate_up.dtype), gate_up.T)
         gate, up = gated.chunk(2, -1)
-        out = product(F.silu(gate).mul_(up), down.T)[: x.shape[0]] + x
+        out = matmul(F.silu(gate).mul_(up), down.T)[: x.shape[0]] + x
         ctx.save_for_backward(x, inverse, norm, gate_up, down)
         ctx.gated = None if recompute else gated
         return out
@@ -126,16 +126,16 @@ class _Mlp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None]:
         x, inverse, norm, gate_up, down = ctx.saved_tensors
-        rows, normed = padded(grad, down.dtype), _normed(x, inverse, norm, gate_up.dtype)
-        gated = product(normed, gate_up.T) if ctx.gated is None else ctx.gated
+        rows, normed = pad_rows(grad, down.dtype), _normed(x, inverse, norm, gate_up.dtype)
+        gated = matmul(normed, gate_up.T) if ctx.gated is None else ctx.gated
         ctx.gated = None
         gate, up = gated.chunk(2, -1)
-        acted, grad_acted = F.silu(gate), product(rows, down)
-        grad_down = product(rows.T, acted * up)
+        acted, grad_acted = F.silu(gate), matmul(rows, down)
+        grad_down = matmul(rows.T, acted * up)
         torch.ops.aten.silu_backward.grad_input(grad_acted * up, gate, grad_input=gate)  # [g u] becomes its gradient
         torch.mul(grad_acted, acted, out=up)
-        grad_x, grad_norm = _norm_backward(product(gated, gate_up)[: x.shape[0]].to(x.dtype), x, inverse, norm)
-        return grad_x.add_(grad), grad_norm, product(gated.T, normed), grad_down, None, None
+        grad_x, grad_norm = _norm_backward(matmul(gated, gate_up)[: x.shape[0]].to(x.dtype), x, inverse, norm)
+        return grad_x.add_(grad), grad_norm, matmul(gated.T, normed), grad_down, None, None
 
 
 def mlp(x: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, eps: float, recompute: bool = False) -> Tensor:
@@ -169,7 +169,7 @@ def _turned(x: Tensor, cos_sin: Tensor, sign: float) -> Tensor:
     return out
 
 
-def turn(x: Tensor, cos_sin: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cos_sin: Tensor) -> Tensor:
     """`targets.rotary.rotate` with its gradient, which is the turn back. x [M, ..., E], cos_sin [M, 2, E / 2]."""
     y: Tensor = _Rotate.apply(x, cos_sin)
     return y

@@ -20,11 +20,11 @@ import torch
 from eyrie_api.errors import LossDiverged
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.training.batch_loader import Batch, BatchLoader
-from eyrie_workers.training.distributed import ALONE, World
+from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext
 from eyrie_workers.training.objective import Objective, StepContext, TargetDistribution
 from eyrie_workers.training.optimiser import adamw
 from eyrie_workers.training.packing import Schedule
-from eyrie_workers.training.state import Counters, trained
+from eyrie_workers.training.state import Counters, trainable_parameters
 
 DEFAULT_LEARNING_RATE = 1e-3
 """Peak of a run whose spec leaves it to the family, and whose family has no other wish."""
@@ -72,15 +72,16 @@ class StepReport:
 
 
 class Trainer:
-    """Runs an objective over a schedule, in this process's part of a world."""
+    """Runs an objective over a schedule, in this process's part of a dist."""
 
     def __init__(self, objective: Objective, schedule: Schedule, spec: TrainSpec,
-                 feed: BatchLoader, world: World = ALONE, columns: Sequence[int] | None = None) -> None:
+                 feed: BatchLoader, dist: DistContext = SINGLE_PROCESS, columns: Sequence[int] | None = None) -> None:
         """`columns`: places of the objective's layers among those that the feed yields; None: all."""
-        self.objective, self.schedule, self.spec, self.world = objective, schedule, spec, world
+        self.objective, self.schedule, self.spec, self.dist = objective, schedule, spec, dist
         self.feed, self._columns = feed, columns
         self.counters = Counters()
-        self.optimizer = adamw([parameter for _, parameter in trained(objective.drafter)], world.rank, world.size,
+        self.optimizer = adamw([parameter for _, parameter in trainable_parameters(objective.drafter)], dist.rank,
+                               dist.size,
                                lr=peak_of(spec), betas=(spec.beta1, spec.beta2), weight_decay=spec.weight_decay)
 
     @property
@@ -109,7 +110,7 @@ class Trainer:
         outcome.loss.backward()
         self.optimizer.reduce()
         grad_norm = self.optimizer.clip(self.spec.max_grad_norm)
-        told = self.world.total(torch.tensor([float(outcome.loss.detach()), outcome.supervised, batch.num_tokens,
+        told = self.dist.total(torch.tensor([float(outcome.loss.detach()), outcome.supervised, batch.num_tokens,
                                               outcome.flops, outcome.computed], dtype=torch.float64)).tolist()
         loss, supervised, tokens, flops, norm = told[0], round(told[1]), round(told[2]), told[3], float(grad_norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -130,4 +131,4 @@ class Trainer:
 
     def moment(self, batch: Batch) -> StepContext:
         """Where the run stands with this batch."""
-        return StepContext(batch.plan.step, self.schedule.num_steps, self.spec.seed, batch.starts, self.world.total)
+        return StepContext(batch.plan.step, self.schedule.num_steps, self.spec.seed, batch.starts, self.dist.total)

@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from eyrie_workers.training.products import padded, product
+from eyrie_workers.training.matmul import matmul, pad_rows
 
 Normalisation = Literal["token", "sequence"]
 
@@ -34,7 +34,7 @@ _MAX_LOGITS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Teacher:
+class TargetTable:
     """What the target says at each asked position: a table, looked up by every step that asks.
 
     probabilities  [R, D]  softmax over the draft vocabulary.
@@ -48,14 +48,15 @@ class Teacher:
     inside_R: Tensor
     choice_R: Tensor
 
-    def to(self, device: torch.device) -> "Teacher":
+    def to(self, device: torch.device) -> "TargetTable":
         """The same table on a device."""
-        return Teacher(self.probabilities_RD.to(device), self.mass_R.to(device), self.inside_R.to(device),
+        return TargetTable(self.probabilities_RD.to(device), self.mass_R.to(device), self.inside_R.to(device),
                        self.choice_R.to(device))
 
 
 @torch.no_grad()
-def teach(last_RH: Tensor, lm_head_VH: Tensor, draft_ids_D: Tensor, t2d_V: Tensor, weigh: bool = True) -> Teacher:
+def compute_target_table(last_RH: Tensor, lm_head_VH: Tensor, draft_ids_D: Tensor, t2d_V: Tensor,
+                         weigh: bool = True) -> TargetTable:
     """The teacher's distributions at the positions whose final states are given.
 
     last_RH      [R, H]  states after the target's final norm; R may be 0.
@@ -72,10 +73,10 @@ def teach(last_RH: Tensor, lm_head_VH: Tensor, draft_ids_D: Tensor, t2d_V: Tenso
     most_R = torch.full((num_rows,), -torch.inf, device=device)
     first_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
     total_R = torch.full((num_rows,), -torch.inf, device=device)
-    rows, size = padded(last_RH, lm_head_VH.dtype), max(1024, _MAX_LOGITS // max(1, num_rows) // 1024 * 1024)
+    rows, size = pad_rows(last_RH, lm_head_VH.dtype), max(1024, _MAX_LOGITS // max(1, num_rows) // 1024 * 1024)
     ends = torch.searchsorted(draft_ids_D, torch.arange(0, lm_head_VH.shape[0] + size, size, device=device)).tolist()
     for number, block_VH in enumerate(lm_head_VH.split(size)):
-        logits_RV = product(rows, block_VH.T)[:num_rows].float()
+        logits_RV = matmul(rows, block_VH.T)[:num_rows].float()
         block_most_R, block_first_R = logits_RV.max(-1)
         first_R = torch.where(block_most_R > most_R, block_first_R + number * size, first_R)
         most_R = torch.maximum(most_R, block_most_R)
@@ -86,7 +87,7 @@ def teach(last_RH: Tensor, lm_head_VH: Tensor, draft_ids_D: Tensor, t2d_V: Tenso
             total_R = torch.logaddexp(total_R, logits_RV.logsumexp(-1))
     mass_R = (table_RD.logsumexp(-1) - total_R).exp_() if weigh else torch.ones(num_rows, device=device)
     torch.softmax(table_RD, -1, out=table_RD)
-    return Teacher(table_RD, mass_R, t2d_V[first_R],
+    return TargetTable(table_RD, mass_R, t2d_V[first_R],
                    torch.searchsorted(draft_ids_D, first_R).clamp_(max=max(0, draft_vocab - 1)))
 
 

@@ -23,10 +23,10 @@ from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.features.topk_logits import topk_rows
 from eyrie_workers.targets.device import CPU, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.training.losses import Normalisation, Teacher, shares, teach
+from eyrie_workers.training.losses import Normalisation, TargetTable, compute_target_table, shares
 from eyrie_workers.training.softloss import Loss, soft_loss
-from eyrie_workers.training.topk_logits import teacher_of
-from eyrie_workers.training.unroll_plan import UnrollLayout, lay_out
+from eyrie_workers.training.topk_logits import table_from_topk
+from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class TargetDistribution:
     """The teacher of one batch: its table, and the row of it that a packed position is found in (-1: none)."""
 
     row_T: Tensor
-    teacher: Teacher
+    teacher: TargetTable
 
 
 class Objective(Protocol):
@@ -90,23 +90,23 @@ class Objective(Protocol):
         ...
 
     @property
-    def teacher_key(self) -> tuple[int, bool]:
-        """Objectives over the same states with the same key may share a lesson."""
+    def target_key(self) -> tuple[int, bool]:
+        """Objectives over the same states with the same key may share a targets."""
         ...
 
-    def plan(self, documents: PackedBatch, moment: StepContext | None) -> UnrollLayout:
-        """What of a batch is computed at a moment; None: when it is judged."""
+    def plan(self, documents: PackedBatch, context: StepContext | None) -> UnrollPlan:
+        """What of a batch is computed at a context; None: when it is judged."""
         ...
 
-    def teach(self, documents: PackedBatch, positions: Tensor) -> TargetDistribution:
+    def target_distribution(self, documents: PackedBatch, positions: Tensor) -> TargetDistribution:
         """The teacher at the given packed positions, ascending."""
         ...
 
-    def __call__(self, documents: PackedBatch, moment: StepContext | None = None,
-                 lesson: TargetDistribution | None = None) -> Outcome:
-        """Loss of a batch at a moment of training; without a moment it is judged: everything unrolled, hits counted.
+    def __call__(self, documents: PackedBatch, context: StepContext | None = None,
+                 targets: TargetDistribution | None = None) -> Outcome:
+        """Loss of a batch at a step of training; without a context the batch is evaluated: all unrolled, hits counted.
 
-        lesson  the teacher of the batch, when it has been asked already (`stages.sweep`).
+        targets  the teacher of the batch, when it has been asked already (`stages.sweep`).
 
         A function of its arguments and the parameters alone. A batch without roots has loss 0.
         """
@@ -115,37 +115,37 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class Supervision:
-    """Who teaches each prediction of a layout, step by step in the order of its roots, and how much it weighs.
+    """Who teaches each prediction of a plan, step by step in the order of its roots, and how much it weighs.
 
     step_N, position_N  [N] int64: its step; the packed position whose final state the target judges it by.
-    row_N               [N] int64: row of the lesson's table.
+    row_N               [N] int64: row of the targets's table.
     share_N             [N] float32: its share of the loss (`training.losses.shares`).
     """
 
-    lesson: TargetDistribution
-    layout: UnrollLayout
+    targets: TargetDistribution
+    plan: UnrollPlan
     step_N: Tensor
     position_N: Tensor
     row_N: Tensor
     share_N: Tensor
 
-    def outcome(self, loss: Tensor, losses_N: Tensor, choice_N: Tensor, *, judged: bool, flops: int = 0,
+    def outcome(self, loss: Tensor, losses_N: Tensor, choice_N: Tensor, *, evaluating: bool, flops: int = 0,
                 computed: int | None = None) -> Outcome:
         """What a batch yields, of its loss, each prediction's loss and, when judged, each prediction's first choice."""
-        inside_N = self.lesson.teacher.inside_R[self.row_N]
+        inside_N = self.targets.teacher.inside_R[self.row_N]
         counts_S = torch.bincount(self.step_N, weights=inside_N).clamp(min=1.0)
         hits: tuple[Tensor, ...] = ()
-        if judged:
-            hits_N = (choice_N == self.lesson.teacher.choice_R[self.row_N]) & inside_N
-            hits = hits_N.split([alive for alive in self.layout.alive if alive])
-        supervised = self.layout.num_supervised
+        if evaluating:
+            hits_N = (choice_N == self.targets.teacher.choice_R[self.row_N]) & inside_N
+            hits = hits_N.split([alive for alive in self.plan.alive if alive])
+        supervised = self.plan.num_predictions
         return Outcome(loss, torch.bincount(self.step_N, weights=losses_N * inside_N) / counts_S, supervised, hits,
                        flops, supervised if computed is None else computed)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a family says at the positions and steps of a layout.
+    """What a family says at the positions and steps of a plan.
 
     states  per step with roots: [R_s, H] of its first R_s roots, as `heads` reads them.
     heads   [D, H], or one for each step.
@@ -186,20 +186,20 @@ class DistillationObjective(ABC):
         """The module being trained."""
 
     @abstractmethod
-    def predict(self, documents: PackedBatch, layout: UnrollLayout, judged: bool) -> Prediction:
+    def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """States at every root and step of the layout. `judged`: as in serving, on its own proposals where it has any;
         without, as it is trained."""
 
     @property
-    def teacher_key(self) -> tuple[int, bool]:
-        """Objectives over the same states with the same key may share a lesson."""
+    def target_key(self) -> tuple[int, bool]:
+        """Objectives over the same states with the same key may share a targets."""
         return self._draft_ids_D.numel(), self._loss != "kl"
 
-    def plan(self, documents: PackedBatch, moment: StepContext | None) -> UnrollLayout:
+    def plan(self, documents: PackedBatch, context: StepContext | None) -> UnrollPlan:
         """Every root, every step."""
-        return lay_out(documents.loss_mask, documents.lengths, self.steps)
+        return plan_unroll(documents.loss_mask, documents.lengths, self.steps)
 
-    def teach(self, documents: PackedBatch, positions: Tensor) -> TargetDistribution:
+    def target_distribution(self, documents: PackedBatch, positions: Tensor) -> TargetDistribution:
         """The teacher at the given packed positions, ascending."""
         here = documents.token_ids.device
         positions = positions.to(here)
@@ -209,77 +209,77 @@ class DistillationObjective(ABC):
         if documents.topk_logits is not None:
             with here:
                 rows = topk_rows(documents.loss_mask, documents.lengths)[positions]
-                teacher = teacher_of(documents.topk_logits, rows, self._draft_ids_D.numel())
+                teacher = table_from_topk(documents.topk_logits, rows, self._draft_ids_D.numel())
             return TargetDistribution(row_T, teacher.to(self.device))
         last = documents.last.index_select(0, positions).to(self.device)
-        return TargetDistribution(row_T, teach(last, self._lm_head_VH, self._draft_ids_D, self._t2d_V,
+        return TargetDistribution(row_T, compute_target_table(last, self._lm_head_VH, self._draft_ids_D, self._t2d_V,
                                                weigh=self._loss != "kl"))
 
-    def supervise(self, documents: PackedBatch, layouts: Sequence[UnrollLayout], layout: UnrollLayout,
-                  moment: StepContext | None, lesson: TargetDistribution | None) -> Supervision:
-        """Who teaches what `layout` predicts, computed in the order of `layouts`, its parts. Layouts and documents as
+    def supervise(self, documents: PackedBatch, plans: Sequence[UnrollPlan], plan: UnrollPlan,
+                  context: StepContext | None, targets: TargetDistribution | None) -> Supervision:
+        """Who teaches what `plan` predicts, computed in the order of `plans`, its parts. Layouts and documents as
         they were planned: on the processor."""
-        lesson = lesson or self.teach(documents, layout.teacher_positions())
-        asked = [asked_of(part) for part in layouts]
+        targets = targets or self.target_distribution(documents, plan.target_positions())
+        asked = [prediction_positions(part) for part in plans]
         step_N, position_N = (torch.cat(column) for column in zip(*asked, strict=True))
         lengths = torch.tensor(documents.lengths, device=CPU)
         document_T = torch.repeat_interleave(torch.arange(lengths.numel(), device=CPU), lengths)
         document_N = document_T[position_N].to(self.device)
         step_N, position_N = step_N.to(self.device), position_N.to(self.device)
-        row_N, inside_T = lesson.row_T[position_N], lesson.teacher.inside_R
+        row_N, inside_T = targets.row_T[position_N], targets.teacher.inside_R
         share_N = shares(step_N, document_N, inside_T[row_N], self.steps, self._step_decay, self._normalisation,
-                         alone if moment is None else moment.total)
-        return Supervision(lesson, layout, step_N, position_N, row_N, share_N)
+                         alone if context is None else context.total)
+        return Supervision(targets, plan, step_N, position_N, row_N, share_N)
 
-    def __call__(self, documents: PackedBatch, moment: StepContext | None = None,
-                 lesson: TargetDistribution | None = None) -> Outcome:
+    def __call__(self, documents: PackedBatch, context: StepContext | None = None,
+                 targets: TargetDistribution | None = None) -> Outcome:
         """Predict, compare, weigh. Planning is done on the processor, the rest where the target's matrix lies."""
-        layout = self.plan(documents, moment)
+        plan = self.plan(documents, context)
         with device_scope(self.device):
-            return self._learn(documents, layout, moment, lesson)
+            return self._learn(documents, plan, context, targets)
 
-    def _learn(self, documents: PackedBatch, layout: UnrollLayout, moment: StepContext | None,
-               lesson: TargetDistribution | None) -> Outcome:
-        judged = moment is None
-        told = self.supervise(documents, [layout], layout, moment, lesson)
-        if layout.num_supervised == 0:
+    def _learn(self, documents: PackedBatch, plan: UnrollPlan, context: StepContext | None,
+               targets: TargetDistribution | None) -> Outcome:
+        evaluating = context is None
+        told = self.supervise(documents, [plan], plan, context, targets)
+        if plan.num_predictions == 0:
             return Outcome(self.nothing(), torch.zeros(0), 0)
-        found = self.predict(documents.to(self.device), layout.to(self.device), judged)
+        found = self.predict(documents.to(self.device), plan.to(self.device), evaluating)
         if isinstance(found.heads, Tensor):
-            loss, losses_N, choice_N = soft_loss(torch.cat(found.states), found.heads, told.lesson.teacher, told.row_N,
-                                                 told.share_N, self._loss, choose=judged)
+            loss, losses_N, choice_N = soft_loss(torch.cat(found.states), found.heads, told.targets.teacher, told.row_N,
+                                                 told.share_N, self._loss, choose=evaluating)
         else:
             sizes = [state.shape[0] for state in found.states]
-            each = [soft_loss(state, head, told.lesson.teacher, row, share, self._loss, choose=judged)
+            each = [soft_loss(state, head, told.targets.teacher, row, share, self._loss, choose=evaluating)
                     for state, head, row, share in zip(found.states, found.heads, told.row_N.split(sizes),
                                                        told.share_N.split(sizes), strict=False)]
             loss = torch.stack([one[0] for one in each]).sum()
             losses_N, choice_N = torch.cat([one[1] for one in each]), torch.cat([one[2] for one in each])
         if found.extra is not None:
             loss = loss + torch.dot(found.extra, told.share_N.to(found.extra.dtype))
-        return told.outcome(loss, losses_N, choice_N, judged=judged, flops=found.flops, computed=found.computed)
+        return told.outcome(loss, losses_N, choice_N, evaluating=evaluating, flops=found.flops, computed=found.computed)
 
     def nothing(self) -> Tensor:
         """A loss of 0 that every parameter has a gradient of."""
         return torch.stack([parameter.sum() * 0 for parameter in self.drafter.parameters()]).sum()
 
 
-def drawn(documents: PackedBatch, moment: StepContext, share: float) -> Tensor:
+def draw_positions(documents: PackedBatch, context: StepContext, share: float) -> Tensor:
     """[T] bool: a random share of the positions, drawn anew at every step and alike however many processes share it."""
-    if moment.starts is None:
+    if context.starts is None:
         end = documents.token_ids.numel()
     else:  # the tokens of the step's whole batch, as far as this part of it reaches
-        end = max(start + length for start, length in zip(moment.starts, documents.lengths, strict=True))
-    draws = np.random.default_rng((moment.seed, moment.step, 0xDEEB)).random(end)
-    if moment.starts is not None:
+        end = max(start + length for start, length in zip(context.starts, documents.lengths, strict=True))
+    draws = np.random.default_rng((context.seed, context.step, 0xDEEB)).random(end)
+    if context.starts is not None:
         draws = np.concatenate([draws[start:start + length]
-                                for start, length in zip(moment.starts, documents.lengths, strict=True)])
+                                for start, length in zip(context.starts, documents.lengths, strict=True)])
     return torch.from_numpy(draws < share)
 
 
-def asked_of(layout: UnrollLayout) -> tuple[Tensor, Tensor]:
+def prediction_positions(plan: UnrollPlan) -> tuple[Tensor, Tensor]:
     """Of every prediction, step by step: its step, and the packed position the teacher is asked at."""
-    alive = torch.tensor(layout.alive, device=layout.roots.device)
+    alive = torch.tensor(plan.alive, device=plan.roots.device)
     steps = torch.repeat_interleave(torch.arange(alive.numel(), device=alive.device), alive)
-    roots = torch.cat([layout.roots[:alive] for alive in layout.alive])
+    roots = torch.cat([plan.roots[:alive] for alive in plan.alive])
     return steps, roots + 1 + steps

@@ -33,8 +33,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from eyrie_kernels.soft_target_loss import TableTeacher, soft_target_loss
-from eyrie_workers.training.losses import Teacher
-from eyrie_workers.training.products import padded, product
+from eyrie_workers.training.losses import TargetTable
+from eyrie_workers.training.matmul import matmul, pad_rows
 
 Loss = Literal["kl", "tv", "lk", "lk_hybrid"]
 LK_ETA = 3.0
@@ -98,19 +98,19 @@ class _SoftLoss(torch.autograd.Function):
         grad_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros(weight.shape, dtype=wide, device=x.device) if ctx.needs_input_grad[1] else None
         for chosen in kept.split(_chunk_rows(draft_vocab)):
-            rows = padded(x.index_select(0, chosen), weight.dtype)
-            logits = product(rows, weight.T)[: chosen.numel()].to(wide)
+            rows = pad_rows(x.index_select(0, chosen), weight.dtype)
+            logits = matmul(rows, weight.T)[: chosen.numel()].to(wide)
             if choose:
                 choice[chosen] = logits.argmax(-1)
             told = row.index_select(0, chosen)
             loss, grad = _chunk_loss(logits, table.index_select(0, told).to(wide), mass.index_select(0, told), kind)
             losses[chosen] = loss
             if grad_x is not None or grad_weight is not None:
-                grad = padded(grad.mul_(share.index_select(0, chosen)[:, None]), weight.dtype)
+                grad = pad_rows(grad.mul_(share.index_select(0, chosen)[:, None]), weight.dtype)
             if grad_x is not None:
-                grad_x[chosen] = product(grad, weight)[: chosen.numel()].to(x.dtype)
+                grad_x[chosen] = matmul(grad, weight)[: chosen.numel()].to(x.dtype)
             if grad_weight is not None:  # a borrowed output matrix does not learn
-                grad_weight += product(grad.T, rows)
+                grad_weight += matmul(grad.T, rows)
         ctx.grads = grad_x, None if grad_weight is None else grad_weight.to(weight.dtype)
         ctx.mark_non_differentiable(losses, choice)
         return torch.dot(losses, share.to(wide)), losses, choice
@@ -125,7 +125,7 @@ class _SoftLoss(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None, None, None, None
 
 
-def soft_loss(x: Tensor, weight: Tensor, teacher: Teacher, row: Tensor, share: Tensor, kind: Loss = "kl",
+def soft_loss(x: Tensor, weight: Tensor, teacher: TargetTable, row: Tensor, share: Tensor, kind: Loss = "kl",
               choose: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """sum over n of share[n] * loss(x[n] W', teacher[row[n]]).
 
@@ -143,7 +143,7 @@ def soft_loss(x: Tensor, weight: Tensor, teacher: Teacher, row: Tensor, share: T
     return found
 
 
-def by_kernel(x: Tensor, weight: Tensor, teacher: Teacher, row: Tensor, share: Tensor, kind: Loss,
+def by_kernel(x: Tensor, weight: Tensor, teacher: TargetTable, row: Tensor, share: Tensor, kind: Loss,
               choose: bool) -> tuple[Tensor, Tensor, Tensor]:
     """`soft_loss` as a GPU does it: the same formulas, a chunk's rows by one kernel (`kernels.soft_target_loss`)."""
     table = TableTeacher(teacher.probabilities_RD, mass_U=teacher.mass_R)

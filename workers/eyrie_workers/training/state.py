@@ -59,7 +59,7 @@ Moments = Sequence[Mapping[str, Tensor]]
 """What the optimiser keeps of each trained parameter (`training.optimiser`), in the order of `trained`."""
 
 
-def trained(drafter: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def trainable_parameters(drafter: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The parameters that learn, and their names."""
     return [(name, parameter) for name, parameter in drafter.named_parameters() if parameter.requires_grad]
 
@@ -73,7 +73,7 @@ def save_state(path: Path, drafter: nn.Module, moments: Moments, counters: Count
     """
     tensors = {_PARAMETER + name: parameter.detach().cpu().contiguous()
                for name, parameter in drafter.named_parameters()}
-    for (name, _), kept in zip(trained(drafter), moments, strict=True):
+    for (name, _), kept in zip(trainable_parameters(drafter), moments, strict=True):
         for key, value in kept.items():
             tensors[f"{_MOMENT}{key}.{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
     metadata = {"format": str(FORMAT), "digest": digest, "counters": json.dumps(counters.__dict__),
@@ -116,7 +116,7 @@ def _restore(drafter: nn.Module, tensors: Mapping[str, Tensor]) -> Moments:
     for name, parameter in drafter.named_parameters():
         parameter.copy_(tensors[_PARAMETER + name])
     return [{key.removeprefix(_MOMENT).removesuffix("." + name): value for key, value in tensors.items()
-             if key.startswith(_MOMENT) and _moment_of(key) == name} for name, _ in trained(drafter)]
+             if key.startswith(_MOMENT) and _moment_of(key) == name} for name, _ in trainable_parameters(drafter)]
 
 
 def _moment_of(key: str) -> str:

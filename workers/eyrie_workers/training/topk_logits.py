@@ -8,11 +8,11 @@ from torch import Tensor
 
 from eyrie_workers.features.shard_format import TopKLogits
 from eyrie_workers.features.topk_logits import rebuild_distribution
-from eyrie_workers.training.losses import Teacher
+from eyrie_workers.training.losses import TargetTable
 
 
-def teacher_of(topk_logits: TopKLogits, row_R: Tensor, draft_vocab_size: int) -> Teacher:
+def table_from_topk(topk_logits: TopKLogits, row_R: Tensor, draft_vocab_size: int) -> TargetTable:
     """The top-k logits of rows `row_R` as distributions over the draft vocabulary."""
     asked = topk_logits.map(lambda x: x[row_R])
-    return Teacher(rebuild_distribution(asked, draft_vocab_size), asked.mass, asked.choice >= 0,
+    return TargetTable(rebuild_distribution(asked, draft_vocab_size), asked.mass, asked.choice >= 0,
                    asked.choice.clamp_min(0).to(torch.int64))

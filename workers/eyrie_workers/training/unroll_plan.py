@@ -1,19 +1,19 @@
-"""Where the unroll computes: which positions begin a draft, how long each lives, and how attention is tiled. Pure.
+"""Which (position, step) pairs of a packed batch are unrolled, and how their attention is tiled. Pure index arithmetic.
 
-**Roots.** In serving a round grows from position i only when token i+1 is a settled token of the answer (the root of
-the draft tree), and its step s proposes token i+2+s. So position i is a root of the unroll when `loss_mask[i+1]`, and
-its step s is alive while all of tokens i+2 .. i+2+s belong to the answer. A draft that outlives the answer is never
-served, a prompt position never drafts: neither is computed. (Peers supervise by the mask of token i, which drops the
-first answer tokens and teaches the ones after the answer's end.)
+**Roots.** In serving, a round drafts from position i only when token i+1 is an accepted token of the answer (the root
+of the draft tree), and its step s proposes token i+2+s. Training does the same: position i is a root when
+`loss_mask[i+1]`, and it is unrolled at step s while all of tokens i+2 .. i+2+s belong to the answer. Drafts past the
+end of the answer and drafts from prompt positions never occur in serving, so neither is computed. (Masking by token i,
+as other trainers do, drops the first answer tokens and trains on tokens after the answer's end.)
 
-**Prefixes.** Roots are ordered by how many steps they live, longest first: the roots alive at step s are then the first
-`alive[s]`, and "drop the dead" is a slice. With one layer, a position that is no root only lends its key and value; its
-attention, MLP and logits are never needed.
+**Prefixes.** Roots are sorted by their number of steps, most first: the roots alive at step s are then the first
+`alive[s]`, and dropping finished roots is a slice. With one layer, a position that is no root contributes only its key
+and value; its attention, MLP and logits are never needed.
 
-**Tiles.** Step 0 of every position is a key for the later roots of its own document, at every step. Blocks of a
+**Tiles.** The step-0 key of every position is read by the later roots of its own document, at every step. Blocks of a
 document's queries, of similar size, are stacked into a tile [G, Lq, Lk] of attention scores; later steps compute its
-first queries only. A tile is the one place with padding, inside attention alone and bounded by `_MAX_TILE_WASTE`;
-documents in one tile share an axis, never a score.
+first queries only. A tile is the only place with padding, inside attention and bounded by `_MAX_TILE_WASTE`; documents
+in one tile share a batch axis, never a score.
 
     T packed tokens, R roots, S steps, G blocks of a tile, Lq its most roots, Lk its most keys
 """
@@ -30,18 +30,20 @@ from torch import Tensor
 # Attention is a few percent of a step's arithmetic, so up to 40 % more of it costs less than launching more tiles.
 _MAX_TILE_WASTE = 1.4
 
-# A document's queries are cut into blocks of so many, for each looks at no key behind its last; and into no more blocks
-# than this, for every block copies its keys.
+# Queries per block of a document: a block reads no key behind its last query. And the most blocks of a document,
+# because every block copies its keys.
 QUERY_BLOCK, _MAX_BLOCKS = 128, 8
 
 
 @dataclass(frozen=True)
-class Tile:
-    """Documents whose attention runs as one batched product."""
+class AttentionTile:
+    """Blocks of queries whose attention runs as one batched matrix product."""
 
-    num_documents: int
-    queries_at: tuple[int, ...]
-    """[S] most queries a document has at each step: non-increasing. The first is Lq."""
+    num_blocks: int
+    """G"""
+
+    num_queries: tuple[int, ...]
+    """[S] most queries of a block at each step: non-increasing. The first is Lq."""
 
     num_keys: int
     """Lk"""
@@ -53,31 +55,33 @@ class Tile:
     """Cell of each real key, same order."""
 
     query_positions: Tensor
-    """[G, Lq] int64 position of each query within its document; 0 in unused cells, to stay finite. A document's queries
-    stand by decreasing life: those of step s are the first."""
+    """[G, Lq] int64 position of each query within its document; 0 in unused cells, so that their softmax is finite. A
+    block's queries are sorted by decreasing number of steps: those of step s are the first."""
 
     @cached_property
-    def hidden(self) -> Tensor:
-        """[G, 1, Lq, Lk] bool, True where a query may not look. Made when first asked for: a kernel never asks."""
+    def causal_mask(self) -> Tensor:
+        """[G, 1, Lq, Lk] bool, True where a key lies behind the query. Built at first use: the GPU kernel needs none.
+        """
         keys = torch.arange(self.num_keys, device=self.query_positions.device)
         return keys > self.query_positions[:, None, :, None]
 
-    def hidden_at(self, step: int, window: int | None) -> Tensor:
-        """`hidden` at an unrolled step, when a position sees no further back than `window` positions."""
-        num_queries = self.queries_at[step]
-        hidden = self.hidden[:, :, :num_queries]
+    def mask_at(self, step: int, window: int | None) -> Tensor:
+        """[G, 1, Lq, Lk] bool, True where a query of `step` may not attend; `window` keys are visible, or all."""
+        num_queries = self.num_queries[step]
+        masked = self.causal_mask[:, :, :num_queries]
         if window is None:
-            return hidden
+            return masked
+        # At step s the query stands at position i + s: its window begins s positions later than at step 0.
         oldest = self.query_positions[:, :num_queries] + (step - window + 1)
-        return hidden | (torch.arange(self.num_keys, device=hidden.device) < oldest[:, None, :, None])
+        return masked | (torch.arange(self.num_keys, device=masked.device) < oldest[:, None, :, None])
 
 
 @dataclass(frozen=True)
-class UnrollLayout:
-    """Everything index-like about one batch's unroll."""
+class UnrollPlan:
+    """All indices of one batch's unroll."""
 
     roots: Tensor
-    """[R] int64 packed positions, by decreasing life, then ascending."""
+    """[R] int64 packed positions, by decreasing number of steps, then ascending."""
 
     positions: Tensor
     """[T] int64 position of each packed token within its document: its rope position."""
@@ -85,52 +89,51 @@ class UnrollLayout:
     alive: tuple[int, ...]
     """[S] roots alive at each step: non-increasing, alive[0] = R."""
 
-    tiles: tuple[Tile, ...]
-    seats: Tensor
-    """[R, 3] int64 of each root: its tile, its document in the tile, its rank among that document's queries."""
+    tiles: tuple[AttentionTile, ...]
+    tile_slots: Tensor
+    """[R, 3] int64 of each root: its tile, its block in the tile, its rank among the block's queries."""
 
-    life: Tensor
-    """[T] int64 steps each packed position lives."""
+    num_steps: Tensor
+    """[T] int64 steps that each packed position is unrolled; 0 where it is no root."""
 
     starts: Tensor
-    """[documents + 1] int64 where each document begins, and the last one's end."""
+    """[documents + 1] int64 first packed position of each document, and the end of the last."""
 
-    def to(self, device: torch.device) -> "UnrollLayout":
-        """The same layout, its indices on a device. Planning itself is done on the processor."""
+    def to(self, device: torch.device) -> "UnrollPlan":
+        """The same plan with its indices on a device. Planning itself runs on the CPU."""
         if self.roots.device == device:
             return self
         tiles = tuple(replace(tile, key_index=tile.key_index.to(device), key_cell=tile.key_cell.to(device),
                               query_positions=tile.query_positions.to(device)) for tile in self.tiles)
-        roots, positions, seats, life, starts = (one.to(device) for one in (
-            self.roots, self.positions, self.seats, self.life, self.starts))
-        return UnrollLayout(roots, positions, self.alive, tiles, seats, life, starts)
+        return UnrollPlan(self.roots.to(device), self.positions.to(device), self.alive, tiles,
+                          self.tile_slots.to(device), self.num_steps.to(device), self.starts.to(device))
 
     def query_cells(self, step: int) -> tuple[Tensor, tuple[int, ...]]:
-        """[R_s] cell of each root alive at `step` in the tiles' query cells laid end to end, and each tile's cells."""
-        queries = torch.tensor([tile.queries_at[step] for tile in self.tiles])
-        sizes = [tile.num_documents * tile.queries_at[step] for tile in self.tiles]
+        """[R_s] cell of each root alive at `step` in the concatenated query cells of all tiles, and cells per tile."""
+        queries = torch.tensor([tile.num_queries[step] for tile in self.tiles])
+        sizes = [tile.num_blocks * tile.num_queries[step] for tile in self.tiles]
         bases = torch.tensor([0, *accumulate(sizes)])
-        tile, document, rank = self.seats[: self.alive[step]].unbind(1)
-        return bases[tile] + document * queries[tile] + rank, tuple(sizes)
+        tile, block, rank = self.tile_slots[: self.alive[step]].unbind(1)
+        return bases[tile] + block * queries[tile] + rank, tuple(sizes)
 
     @property
-    def num_supervised(self) -> int:
+    def num_predictions(self) -> int:
         """Token predictions over all steps: the work of the unroll."""
         return sum(self.alive)
 
-    def teacher_positions(self) -> Tensor:
-        """Ascending packed positions whose final state some step compares with: step s of root i asks i + 1 + s."""
-        asked_T = torch.zeros(self.positions.numel(), dtype=torch.bool, device=self.roots.device)
+    def target_positions(self) -> Tensor:
+        """Ascending packed positions whose final state some step is compared with: step s of root i needs i + 1 + s."""
+        needed_T = torch.zeros(self.positions.numel(), dtype=torch.bool, device=self.roots.device)
         for step, num_alive in enumerate(self.alive):
-            asked_T[self.roots[:num_alive] + 1 + step] = True
-        return asked_T.nonzero().squeeze(1)
+            needed_T[self.roots[:num_alive] + 1 + step] = True
+        return needed_T.nonzero().squeeze(1)
 
 
-def lives(loss_mask: np.ndarray, ttt_length: int) -> np.ndarray:
-    """Steps each position of ONE document lives as a root: 0 where it is none.
+def count_steps(loss_mask: np.ndarray, ttt_length: int) -> np.ndarray:
+    """Steps that each position of ONE document is unrolled: 0 where it is no root.
 
     loss_mask  [T] bool   token t was produced by the target.
-    returns    [T] int64  min(S, number of answer tokens in a row from i+2 on) where token i+1 is an answer token.
+    returns    [T] int64  min(S, number of consecutive answer tokens from i+2 on) where token i+1 is an answer token.
     """
     length = loss_mask.shape[0]
     position = np.arange(length + 2)
@@ -141,68 +144,74 @@ def lives(loss_mask: np.ndarray, ttt_length: int) -> np.ndarray:
     return np.where(padded[1:-1], np.maximum(after, 0), 0)
 
 
-def lay_out(loss_mask: Tensor, lengths: Sequence[int], ttt_length: int, deep: Tensor | None = None,
-            query_block: int = QUERY_BLOCK, *, chosen: Tensor | None = None) -> UnrollLayout:
+def plan_unroll(loss_mask: Tensor, lengths: Sequence[int], ttt_length: int, deep: Tensor | None = None,
+                query_block: int = QUERY_BLOCK, *, chosen: Tensor | None = None) -> UnrollPlan:
     """Plan the unroll of one batch.
 
-    loss_mask  [T] bool, documents end to end.
-    lengths    tokens of each document, summing to T.
-    deep       [T] bool, positions whose draft goes on after step 0; None: all.
-    query_block  queries of one document that share a tile's rows of keys, at most.
-    chosen     [T] bool, positions that may be roots; None: all.
+    loss_mask    [T] bool, documents end to end.
+    lengths      tokens of each document, summing to T.
+    deep         [T] bool, positions unrolled beyond step 0; None: all.
+    query_block  most queries of one document in a block.
+    chosen       [T] bool, positions that may be roots; None: all.
     """
     mask = loss_mask.numpy()
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    life = np.concatenate([lives(mask[a:b], ttt_length) for a, b in pairwise(starts)])
+    # Per document: a run of answer tokens must not continue into the next one.
+    num_steps = np.concatenate([count_steps(mask[a:b], ttt_length) for a, b in pairwise(starts)])
     if deep is not None:
-        life = np.where(deep.numpy(), life, np.minimum(life, 1))
+        num_steps = np.where(deep.numpy(), num_steps, np.minimum(num_steps, 1))
     if chosen is not None:
-        life = np.where(chosen.numpy(), life, 0)
-    return _laid_out(life, starts, ttt_length, query_block)
+        num_steps = np.where(chosen.numpy(), num_steps, 0)
+    return _plan(num_steps, starts, ttt_length, query_block)
 
 
-def _laid_out(life: np.ndarray, starts: np.ndarray, ttt_length: int, query_block: int) -> UnrollLayout:
-    positions = np.arange(life.shape[0]) - np.repeat(starts[:-1], np.diff(starts))
-    roots = np.flatnonzero(life)
-    roots = roots[np.argsort(-life[roots], kind="stable")]
-    alive = tuple(int((life[roots] > step).sum()) for step in range(ttt_length))
-    tiles, seats_T = _tiles(life, starts, ttt_length, query_block)
-    return UnrollLayout(roots=torch.from_numpy(roots), positions=torch.from_numpy(positions), alive=alive, tiles=tiles,
-                        seats=torch.from_numpy(seats_T[roots]), life=torch.from_numpy(life),
-                        starts=torch.from_numpy(starts))
+def _plan(num_steps: np.ndarray, starts: np.ndarray, ttt_length: int, query_block: int) -> UnrollPlan:
+    positions = np.arange(num_steps.shape[0]) - np.repeat(starts[:-1], np.diff(starts))
+    roots = np.flatnonzero(num_steps)
+    # Stable: roots with equally many steps stay ascending, so the order of sums does not depend on the sort.
+    roots = roots[np.argsort(-num_steps[roots], kind="stable")]
+    alive = tuple(int((num_steps[roots] > step).sum()) for step in range(ttt_length))
+    tiles, slots_T = _tiles(num_steps, starts, ttt_length, query_block)
+    return UnrollPlan(roots=torch.from_numpy(roots), positions=torch.from_numpy(positions), alive=alive, tiles=tiles,
+                      tile_slots=torch.from_numpy(slots_T[roots]), num_steps=torch.from_numpy(num_steps),
+                      starts=torch.from_numpy(starts))
 
 
-def parts(layout: UnrollLayout, most_roots: int) -> list[UnrollLayout]:
-    """The same unroll as several, of at most `most_roots` neighbouring roots each, that may run one after the other:
-    roots of a batch meet in nothing but the step-0 keys."""
-    roots = layout.roots.sort().values
-    if roots.numel() <= most_roots:
-        return [layout]
-    cut = []
-    for some in roots.chunk(-(-roots.numel() // most_roots)):
-        life = torch.zeros_like(layout.life)
-        life[some] = layout.life[some]
-        cut.append(_laid_out(life.numpy(), layout.starts.numpy(), len(layout.alive), QUERY_BLOCK))
-    return cut
+def split_plan(plan: UnrollPlan, max_roots: int) -> list[UnrollPlan]:
+    """The same unroll as several plans of at most `max_roots` neighbouring roots each, which may run one after the
+    other: roots of a batch share nothing but the step-0 keys."""
+    roots = plan.roots.sort().values
+    if roots.numel() <= max_roots:
+        return [plan]
+    plans = []
+    for members in roots.chunk(-(-roots.numel() // max_roots)):
+        num_steps = torch.zeros_like(plan.num_steps)
+        num_steps[members] = plan.num_steps[members]
+        plans.append(_plan(num_steps.numpy(), plan.starts.numpy(), len(plan.alive), QUERY_BLOCK))
+    return plans
 
 
 def _blocks(queries: np.ndarray, size: int) -> list[np.ndarray]:
-    """Runs of a document's queries. Each needs the keys up to its own last query: the later half of a long document's
-    keys is no key of the first half's queries."""
+    """Runs of a document's queries. A run reads the keys up to its own last query, so the first half of a long document
+    is not multiplied with the keys of its second half."""
     size = max(size, -(-queries.size // _MAX_BLOCKS))
     return [queries[at:at + size] for at in range(0, queries.size, size)]
 
 
-def _tiles(life: np.ndarray, starts: np.ndarray, ttt_length: int,
-           query_block: int) -> tuple[tuple[Tile, ...], np.ndarray]:
-    """Stack blocks of queries with their documents' keys, similar sizes together; also the seat of every root."""
+def _tiles(num_steps: np.ndarray, starts: np.ndarray, ttt_length: int,
+           query_block: int) -> tuple[tuple[AttentionTile, ...], np.ndarray]:
+    """Stack blocks of queries with their documents' keys, similar sizes together; also the slot of every root."""
+    # 1. Cut each document's queries into blocks (keys, start of the document, queries by decreasing number of steps).
     blocks = []
     for start, end in pairwise(starts.tolist()):
-        for queries in _blocks(np.flatnonzero(life[start:end]), query_block):
-            blocks.append((int(queries[-1]) + 1, start, queries[np.argsort(-life[start + queries], kind="stable")]))
+        for queries in _blocks(np.flatnonzero(num_steps[start:end]), query_block):
+            by_steps = np.argsort(-num_steps[start + queries], kind="stable")
+            blocks.append((int(queries[-1]) + 1, start, queries[by_steps]))
+    # 2. Sort by size, so that neighbours fit one rectangle; the start breaks ties, so that the plan is reproducible.
     blocks.sort(key=lambda block: (-block[0], -block[2].size, block[1]))
-    seats = np.full((life.shape[0], 3), -1)
-    tiles: list[Tile] = []
+    slots = np.full((num_steps.shape[0], 3), -1)
+    tiles: list[AttentionTile] = []
+    # 3. Each group of blocks becomes one tile, padded to its most keys and its most queries.
     for members in _group([(keys, queries.size, start) for keys, start, queries in blocks]):
         chosen = [blocks[member] for member in members]
         num_queries, num_keys = max(block[2].size for block in chosen), chosen[0][0]
@@ -212,18 +221,20 @@ def _tiles(life: np.ndarray, starts: np.ndarray, ttt_length: int,
             query_positions[row, : queries.size] = queries
             key_index.append(start + np.arange(keys))
             key_cell.append(row * num_keys + np.arange(keys))
-            seats[start + queries] = np.stack([np.full(queries.size, len(tiles)), np.full(queries.size, row),
+            slots[start + queries] = np.stack([np.full(queries.size, len(tiles)), np.full(queries.size, row),
                                                np.arange(queries.size)], 1)
-        lifetimes = [life[start + queries] for _, start, queries in chosen]
-        queries_at = tuple(max(int((lived > step).sum()) for lived in lifetimes) for step in range(ttt_length))
-        tiles.append(Tile(len(chosen), queries_at, num_keys, torch.from_numpy(np.concatenate(key_index)),
-                          torch.from_numpy(np.concatenate(key_cell)), torch.from_numpy(query_positions)))
-    return tuple(tiles), seats
+        steps_of_blocks = [num_steps[start + queries] for _, start, queries in chosen]
+        num_queries_at = tuple(max(int((steps > step).sum()) for steps in steps_of_blocks)
+                               for step in range(ttt_length))
+        tiles.append(AttentionTile(
+            len(chosen), num_queries_at, num_keys, torch.from_numpy(np.concatenate(key_index)),
+            torch.from_numpy(np.concatenate(key_cell)), torch.from_numpy(query_positions)))
+    return tuple(tiles), slots
 
 
 def _group(sizes: list[tuple[int, int, int]]) -> list[list[int]]:
     """Consecutive groups of (keys, queries, document) whose common rectangle wastes at most `_MAX_TILE_WASTE`, no
-    document twice in one: a key is copied once into a tile, so that its gradient is a copy as well."""
+    document twice in one: a key is then copied once into a tile, and its gradient is a copy as well."""
     groups: list[list[int]] = []
     real = most_keys = most_queries = 0
     inside: set[int] = set()

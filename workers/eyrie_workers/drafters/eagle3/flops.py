@@ -13,24 +13,24 @@ import time
 import torch
 
 from eyrie_workers.drafters.eagle3.model import Eagle3Config
-from eyrie_workers.training.products import product
-from eyrie_workers.training.unroll_plan import UnrollLayout
+from eyrie_workers.training.matmul import matmul
+from eyrie_workers.training.unroll_plan import UnrollPlan
 
 _PROBE_SIZE, _PROBE_S = 1024, 0.1
 _GPU_PROBE_SIZE = 8192  # a smaller product is over before a GPU has begun
 
 
-def step_flops(config: Eagle3Config, layout: UnrollLayout) -> int:
+def step_flops(config: Eagle3Config, plan: UnrollPlan) -> int:
     """Floating-point operations of one optimiser step, forward and backward, the optimiser's own left out."""
-    tokens, hidden, (q, k, v) = layout.positions.numel(), config.hidden_size, config.qkv_widths
+    tokens, hidden, (q, k, v) = plan.positions.numel(), config.hidden_size, config.qkv_widths
     once = tokens * hidden * (2 * config.num_aux * hidden + 3 * (k + v))  # fc has no gradient to its input
     token_half = 3 * tokens * hidden * (q + k + v)
     per_root = 3 * (q * hidden + 3 * hidden * config.intermediate_size + hidden * config.draft_vocab_size)
-    unrolled = (layout.num_supervised * (per_root + 3 * q * hidden)
-                + 3 * (layout.num_supervised - layout.alive[0]) * hidden * (k + v))
-    sight = sum(int(layout.positions[layout.roots[:alive]].sum()) + alive * (1 + step)
-                for step, alive in enumerate(layout.alive))
-    asked = layout.teacher_positions().numel()
+    unrolled = (plan.num_predictions * (per_root + 3 * q * hidden)
+                + 3 * (plan.num_predictions - plan.alive[0]) * hidden * (k + v))
+    sight = sum(int(plan.positions[plan.roots[:alive]].sum()) + alive * (1 + step)
+                for step, alive in enumerate(plan.alive))
+    asked = plan.target_positions().numel()
     return 2 * (once + token_half + unrolled + 3 * 2 * sight * q + asked * hidden * config.vocab_size)
 
 
@@ -42,7 +42,7 @@ def peak_rate(dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[f
     wall, cpu, started = float("inf"), float("inf"), time.perf_counter()
     while time.perf_counter() - started < _PROBE_S:
         before, spent = time.perf_counter(), time.process_time()
-        product(a, b).sum().item()
+        matmul(a, b).sum().item()
         wall, cpu = min(wall, time.perf_counter() - before), min(cpu, time.process_time() - spent)
     operations = 2.0 * size**3
     return operations / wall, operations / max(cpu, 1e-9)

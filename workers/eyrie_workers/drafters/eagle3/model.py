@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.training.fused import mlp, normed_linear, rms_norm
-from eyrie_workers.training.products import linear
+from eyrie_workers.training.matmul import linear
 
 
 @dataclass(frozen=True)

@@ -21,17 +21,17 @@ from eyrie_workers.drafters.eagle3.unroll import SharedProjections, shared_proje
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.targets.device import device_scope
 from eyrie_workers.targets.rotary import Rotary
+from eyrie_workers.training.matmul import round_up_rows
 from eyrie_workers.training.objective import (
     DistillationObjective,
     Outcome,
     Prediction,
     StepContext,
     TargetDistribution,
-    drawn,
+    draw_positions,
 )
-from eyrie_workers.training.products import rounded
 from eyrie_workers.training.softloss import soft_loss
-from eyrie_workers.training.unroll_plan import UnrollLayout, lay_out, parts
+from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll, split_plan
 
 # What autograd may keep of the roots unrolled at a time.
 MAX_KEPT_BYTES = 64 << 20
@@ -63,34 +63,34 @@ class TrainingTimeTest(DistillationObjective):
         """The module being trained."""
         return self._drafter
 
-    def predict(self, documents: PackedBatch, layout: UnrollLayout, judged: bool) -> Prediction:
+    def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """The unroll in one piece: the true tokens at every step, the drafter's own states, judged or not."""
         weights = self._drafter.weights(self.dtype)
-        ground = shared_projections(weights, self._rotary, self._embed_VH, documents, layout.positions)
-        states = tuple(step.state for step in unroll(weights, self._rotary, ground, layout, self._recompute))
-        return Prediction(states, weights.lm_head, flops=step_flops(self._drafter.config, layout),
-                          computed=sum(rounded(alive) for alive in layout.alive if alive))
+        ground = shared_projections(weights, self._rotary, self._embed_VH, documents, plan.positions)
+        states = tuple(step.state for step in unroll(weights, self._rotary, ground, plan, self._recompute))
+        return Prediction(states, weights.lm_head, flops=step_flops(self._drafter.config, plan),
+                          computed=sum(round_up_rows(alive) for alive in plan.alive if alive))
 
-    def __call__(self, documents: PackedBatch, moment: StepContext | None = None,
-                 lesson: TargetDistribution | None = None) -> Outcome:
+    def __call__(self, documents: PackedBatch, context: StepContext | None = None,
+                 targets: TargetDistribution | None = None) -> Outcome:
         """Unroll, compare, weigh: `DistillationObjective`, with the roots taken in parts when their activations would
         be too many."""
-        layout, judged = self.plan(documents, moment), moment is None
-        cuts = [layout] if judged else parts(layout, self._most_roots(layout))
+        plan, evaluating = self.plan(documents, context), context is None
+        cuts = [plan] if evaluating else split_plan(plan, self._most_roots(plan))
         if len(cuts) == 1:
-            return super().__call__(documents, moment, lesson)
+            return super().__call__(documents, context, targets)
         with device_scope(self.device):
-            return self._in_parts(documents, layout, cuts, moment, lesson)
+            return self._in_parts(documents, plan, cuts, context, targets)
 
-    def _in_parts(self, documents: PackedBatch, layout: UnrollLayout, cuts: Sequence[UnrollLayout],
-                  moment: StepContext | None, lesson: TargetDistribution | None) -> Outcome:
-        supervision = self.supervise(documents, cuts, layout, moment, lesson)
-        flops = step_flops(self._drafter.config, layout)
-        documents, layout = documents.to(self.device), layout.to(self.device)
+    def _in_parts(self, documents: PackedBatch, plan: UnrollPlan, cuts: Sequence[UnrollPlan],
+                  context: StepContext | None, targets: TargetDistribution | None) -> Outcome:
+        supervision = self.supervise(documents, cuts, plan, context, targets)
+        flops = step_flops(self._drafter.config, plan)
+        documents, plan = documents.to(self.device), plan.to(self.device)
         weights = self._drafter.weights(self.dtype)
-        ground = shared_projections(weights, self._rotary, self._embed_VH, documents, layout.positions)
+        ground = shared_projections(weights, self._rotary, self._embed_VH, documents, plan.positions)
         told: list[tuple[Tensor, Tensor]] = []
-        ends = list(accumulate((cut.num_supervised for cut in cuts), initial=0))
+        ends = list(accumulate((cut.num_predictions for cut in cuts), initial=0))
 
         def lose(number: int, ground: SharedProjections, weights: Eagle3Weights) -> Tensor:
             """The loss of one part of the roots."""
@@ -98,31 +98,31 @@ class TrainingTimeTest(DistillationObjective):
             part = cuts[number].to(self.device)
             states = [step.state for step in unroll(weights, self._rotary, ground, part, self._recompute)]
             loss, losses_N, choice_N = soft_loss(
-                torch.cat(states), weights.lm_head, supervision.lesson.teacher, supervision.row_N[mine],
+                torch.cat(states), weights.lm_head, supervision.targets.teacher, supervision.row_N[mine],
                 supervision.share_N[mine], self._loss, choose=False)
             told.append((losses_N, choice_N))
             return loss
 
         loss = in_parts(len(cuts), lose, ground, weights)
         losses_N, choice_N = (torch.cat(column) for column in zip(*told, strict=True))
-        return supervision.outcome(loss, losses_N, choice_N, judged=False, flops=flops,
-                                   computed=sum(rounded(alive) for cut in cuts for alive in cut.alive if alive))
+        return supervision.outcome(loss, losses_N, choice_N, evaluating=False, flops=flops,
+                                   computed=sum(round_up_rows(alive) for cut in cuts for alive in cut.alive if alive))
 
-    def _most_roots(self, layout: UnrollLayout) -> int:
+    def _most_roots(self, plan: UnrollPlan) -> int:
         """Roots unrolled at a time, from what one keeps for its gradient."""
-        config, steps = self._drafter.config, sum(alive > 0 for alive in layout.alive)
+        config, steps = self._drafter.config, sum(alive > 0 for alive in plan.alive)
         kept = 12 * config.hidden_size + (0 if self._recompute else 2 * config.intermediate_size)
         return max(32, self._max_kept_bytes // (kept * max(1, steps) * self.dtype.itemsize) // 32 * 32)
 
-    def plan(self, documents: PackedBatch, moment: StepContext | None) -> UnrollLayout:
-        """What of a batch is computed at a moment."""
-        if moment is None:
-            return lay_out(documents.loss_mask, documents.lengths, self.steps)
-        single = moment.step < self._single_step_ratio * moment.num_steps
+    def plan(self, documents: PackedBatch, context: StepContext | None) -> UnrollPlan:
+        """What of a batch is computed at a context."""
+        if context is None:
+            return plan_unroll(documents.loss_mask, documents.lengths, self.steps)
+        single = context.step < self._single_step_ratio * context.num_steps
         deep = None
         if not single and self._unrolled_fraction < 1.0:
-            deep = drawn(documents, moment, self._unrolled_fraction)
-        return lay_out(documents.loss_mask, documents.lengths, 1 if single else self.steps, deep)
+            deep = draw_positions(documents, context, self._unrolled_fraction)
+        return plan_unroll(documents.loss_mask, documents.lengths, 1 if single else self.steps, deep)
 
 
 class _InParts(torch.autograd.Function):

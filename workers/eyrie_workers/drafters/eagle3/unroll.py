@@ -21,8 +21,8 @@ from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Weights
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.attention import SharedKeys, attend, first, pick
-from eyrie_workers.training.fused import turn
-from eyrie_workers.training.unroll_plan import UnrollLayout
+from eyrie_workers.training.fused import apply_rotary
+from eyrie_workers.training.unroll_plan import UnrollPlan
 
 
 @dataclass(frozen=True)
@@ -62,32 +62,32 @@ def shared_projections(weights: Eagle3Weights, rotary: Rotary, embed_VH: Tensor,
     # Position i pairs with token i+1. The last token of a document has none of its own, but no root reads its key.
     shared_TQ = weights.hidden_half(fused_TH) + torch.cat([embed_TQ[1:], embed_TQ[-1:]])
     q_TKWE, k_TKE, v_TKE = split_heads(shared_TQ, weights.config)
-    return SharedProjections(embed_TQ, fused_TH, q_TKWE, turn(k_TKE, rotary.at(positions_T)), v_TKE)
+    return SharedProjections(embed_TQ, fused_TH, q_TKWE, apply_rotary(k_TKE, rotary.at(positions_T)), v_TKE)
 
 
-def unroll(weights: Eagle3Weights, rotary: Rotary, ground: SharedProjections, layout: UnrollLayout,
+def unroll(weights: Eagle3Weights, rotary: Rotary, ground: SharedProjections, plan: UnrollPlan,
            recompute: bool = False) -> Iterator[UnrolledStep]:
-    """Run the drafter from the roots of a layout, step by step; ends early when no root is alive.
+    """Run the drafter from the roots of a plan, step by step; ends early when no root is alive.
 
     recompute  keep less for the gradient and compute it again (`training.fused.mlp`).
     """
     config = weights.config
-    shared = SharedKeys(layout, ground.k, ground.v, config.sliding_window)
-    hidden_RH = pick(ground.fused, layout.roots)
+    shared = SharedKeys(plan, ground.k, ground.v, config.sliding_window)
+    hidden_RH = pick(ground.fused, plan.roots)
     own: list[tuple[Tensor, Tensor]] = []
-    for step, num_alive in enumerate(layout.alive):
+    for step, num_alive in enumerate(plan.alive):
         if num_alive == 0:
             return
-        roots = layout.roots[:num_alive]
-        angles = rotary.at(layout.positions[roots] + step)
+        roots = plan.roots[:num_alive]
+        angles = rotary.at(plan.positions[roots] + step)
         if step == 0:
-            q_RKWE = turn(pick(ground.q, roots), angles)
+            q_RKWE = apply_rotary(pick(ground.q, roots), angles)
         else:
             hidden_RH = first(hidden_RH, num_alive)
             qkv_RQ = weights.hidden_half(hidden_RH) + pick(ground.embed, roots + 1 + step)
             q_RKWE, k_RKE, v_RKE = split_heads(qkv_RQ, config)
-            q_RKWE = turn(q_RKWE, angles)
-            own.append((turn(k_RKE, angles), v_RKE))
+            q_RKWE = apply_rotary(q_RKWE, angles)
+            own.append((apply_rotary(k_RKE, angles), v_RKE))
         attended = attend(q_RKWE, shared, own)
         hidden_RH = weights.finish(hidden_RH, attended.flatten(1), recompute)
         state_RH = weights.normed(hidden_RH)

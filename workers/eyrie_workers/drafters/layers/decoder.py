@@ -24,8 +24,8 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_workers.drafters.checkpoint.files import rope_json
 from eyrie_workers.targets.config import TargetConfig
-from eyrie_workers.training.fused import mlp, normed_linear, rms_norm, turn
-from eyrie_workers.training.products import linear
+from eyrie_workers.training.fused import apply_rotary, mlp, normed_linear, rms_norm
+from eyrie_workers.training.matmul import linear
 
 _INITIAL_STD = 0.02
 
@@ -105,7 +105,7 @@ class LayerWeights:
         q_TKWE = q.unflatten(-1, (config.num_kv_heads, -1, config.head_dim))
         if self.head_norms is not None:
             q_TKWE = self._normed(q_TKWE, self.head_norms[0])
-        return turn(q_TKWE, angles), *self._keys(kv, angles)
+        return apply_rotary(q_TKWE, angles), *self._keys(kv, angles)
 
     def keys(self, x_TH: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
         """Turned k and v, each [T, K, E], of what is no residual stream and comes normed."""
@@ -116,7 +116,7 @@ class LayerWeights:
         k_TKE, v_TKE = (part.unflatten(-1, (-1, self.config.head_dim)) for part in kv_TQ.chunk(2, -1))
         if self.head_norms is not None:
             k_TKE = self._normed(k_TKE, self.head_norms[1])
-        return turn(k_TKE, angles), v_TKE
+        return apply_rotary(k_TKE, angles), v_TKE
 
     def _normed(self, x: Tensor, norm: Tensor) -> Tensor:
         return rms_norm(x.float().reshape(-1, x.shape[-1]), norm, self.config.rms_eps).view(x.shape).to(x.dtype)

@@ -7,8 +7,8 @@ order of summation differs. So on such processors float32 products go to oneDNN,
 
 oneDNN compiles a kernel for every shape it meets (1 to 2.5 ms each, measured; ten products a layer, three passes, seven
 steps) and is a fifth slower at odd row counts. Batches of packed documents never have the same number of rows twice.
-Therefore buffers that enter a product have their rows rounded up to a size from a short list (`rounded`), the rest
-zero: at most a sixteenth more arithmetic, or 31 rows.
+Therefore buffers that enter a product have their rows rounded up to a size from a short list (`round_up_rows`), the
+rest zero: at most a sixteenth more arithmetic, or 31 rows.
 
     M, N rows, I inputs, O outputs
 """
@@ -32,13 +32,13 @@ def _onednn_is_faster() -> bool:
     return amd and torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_supported()
 
 
-def rounded(num_rows: int) -> int:
+def round_up_rows(num_rows: int) -> int:
     """`num_rows`, up to the next multiple of 32 or, from 1024 on, of a sixteenth of the power of two below."""
     grain = max(_SMALLEST, (1 << max(0, num_rows.bit_length() - 1)) // 16)
     return -(-num_rows // grain) * grain
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a [M, I] times b [I, O], outside autograd; transposed views are as good as contiguous ones."""
     if a.dtype == torch.float32 and a.device.type == "cpu" and _onednn_is_faster() and a.numel() and b.numel():
         y: Tensor = torch.ops.mkldnn._linear_pointwise(_dense(a), _dense(b).T, None, "none", [], "")
@@ -51,9 +51,9 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() or x.T.is_contiguous() else x.contiguous()
 
 
-def padded(x: Tensor, dtype: torch.dtype) -> Tensor:
+def pad_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x [M, I] in `dtype`, zero rows added up to the rounded count; x itself when it is already so."""
-    num_rows = rounded(x.shape[0])
+    num_rows = round_up_rows(x.shape[0])
     if num_rows == x.shape[0]:
         return x.to(dtype)
     out = x.new_empty((num_rows, *x.shape[1:]), dtype=dtype)
@@ -65,18 +65,18 @@ def padded(x: Tensor, dtype: torch.dtype) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        rows = padded(x, weight.dtype)
+        rows = pad_rows(x, weight.dtype)
         ctx.save_for_backward(rows, weight)
         ctx.num_rows, ctx.dtype = x.shape[0], x.dtype
-        return product(rows, weight.T)[: ctx.num_rows]
+        return matmul(rows, weight.T)[: ctx.num_rows]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
         rows, weight = ctx.saved_tensors
-        grad = padded(grad, weight.dtype)
-        back = product(grad, weight)[: ctx.num_rows].to(ctx.dtype) if ctx.needs_input_grad[0] else None
-        return back, product(grad.T, rows)
+        grad = pad_rows(grad, weight.dtype)
+        back = matmul(grad, weight)[: ctx.num_rows].to(ctx.dtype) if ctx.needs_input_grad[0] else None
+        return back, matmul(grad.T, rows)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

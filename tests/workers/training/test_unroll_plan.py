@@ -5,14 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_workers.training.unroll_plan import lay_out, lives
+from eyrie_workers.training.unroll_plan import count_steps, plan_unroll
 
 MASKS = st.lists(st.booleans(), min_size=1, max_size=40)
 
 
 @given(mask=MASKS, steps=st.integers(1, 8))
 def test_a_step_is_alive_exactly_while_root_and_proposals_are_answer_tokens(mask: list[bool], steps: int) -> None:
-    life = lives(np.array(mask), steps)
+    life = count_steps(np.array(mask), steps)
     for i in range(len(mask)):
         for step in range(steps):
             tokens = range(i + 1, i + 3 + step)
@@ -21,21 +21,21 @@ def test_a_step_is_alive_exactly_while_root_and_proposals_are_answer_tokens(mask
 
 def test_the_first_answer_token_is_a_root_and_the_last_is_predicted() -> None:
     # prompt 0 1 2, answer 3 4 5: position 2 (root token 3) predicts 4 and 5, position 3 (root token 4) predicts 5.
-    assert lives(np.array([False] * 3 + [True] * 3), 7).tolist() == [0, 0, 2, 1, 0, 0]
+    assert count_steps(np.array([False] * 3 + [True] * 3), 7).tolist() == [0, 0, 2, 1, 0, 0]
 
 
 @given(masks=st.lists(MASKS, min_size=1, max_size=8), steps=st.integers(1, 6))
 def test_roots_are_ordered_by_life_and_every_root_has_its_own_cell(masks: list[list[bool]], steps: int) -> None:
     mask = torch.tensor([bit for one in masks for bit in one])
-    layout = lay_out(mask, [len(one) for one in masks], steps)
-    life = np.concatenate([lives(np.array(one), steps) for one in masks])
-    assert sorted(layout.roots.tolist()) == np.flatnonzero(life).tolist()
-    for step, alive in enumerate(layout.alive):
-        assert set(layout.roots[:alive].tolist()) == set(np.flatnonzero(life > step).tolist())
-        cells, sizes = layout.query_cells(step) if alive else (torch.zeros(0), ())
+    plan = plan_unroll(mask, [len(one) for one in masks], steps)
+    life = np.concatenate([count_steps(np.array(one), steps) for one in masks])
+    assert sorted(plan.roots.tolist()) == np.flatnonzero(life).tolist()
+    for step, alive in enumerate(plan.alive):
+        assert set(plan.roots[:alive].tolist()) == set(np.flatnonzero(life > step).tolist())
+        cells, sizes = plan.query_cells(step) if alive else (torch.zeros(0), ())
         assert cells.unique().numel() == alive
         assert alive == 0 or 0 <= int(cells.min()) <= int(cells.max()) < sum(sizes)
-    assert layout.num_supervised == int(life.sum())
+    assert plan.num_predictions == int(life.sum())
 
 
 @given(masks=st.lists(MASKS, min_size=1, max_size=8), step=st.integers(0, 2), block=st.sampled_from([3, 8, 128]))
@@ -43,18 +43,18 @@ def test_in_a_tile_a_root_sees_the_positions_up_to_itself_in_its_own_document(ma
                                                                               block: int) -> None:
     mask = torch.tensor([bit for one in masks for bit in one])
     lengths = [len(one) for one in masks]
-    layout = lay_out(mask, lengths, 3, query_block=block)
-    if layout.alive[step] == 0:
+    plan = plan_unroll(mask, lengths, 3, query_block=block)
+    if plan.alive[step] == 0:
         return
-    cells, _ = layout.query_cells(step)
+    cells, _ = plan.query_cells(step)
     document = np.repeat(np.arange(len(masks)), lengths)
-    cell_root = {int(cell): int(root) for cell, root in zip(cells, layout.roots[: layout.alive[step]], strict=True)}
+    cell_root = {int(cell): int(root) for cell, root in zip(cells, plan.roots[: plan.alive[step]], strict=True)}
     first_cell = 0
-    for tile in layout.tiles:
-        num_queries, hidden = tile.queries_at[step], tile.hidden_at(step, None)
+    for tile in plan.tiles:
+        num_queries, hidden = tile.num_queries[step], tile.mask_at(step, None)
         assert tile.key_index.unique().numel() == tile.key_index.numel()
         cell_key = {int(cell): int(key) for cell, key in zip(tile.key_cell, tile.key_index, strict=True)}
-        for row in range(tile.num_documents):
+        for row in range(tile.num_blocks):
             for query in range(num_queries):
                 root = cell_root.get(first_cell + row * num_queries + query)
                 if root is None:
@@ -63,14 +63,14 @@ def test_in_a_tile_a_root_sees_the_positions_up_to_itself_in_its_own_document(ma
                         if not hidden[row, 0, query, key]]
                 own = [i for i in range(len(document)) if document[i] == document[root] and i <= root]
                 assert seen == own
-        first_cell += tile.num_documents * num_queries
+        first_cell += tile.num_blocks * num_queries
 
 
 @given(mask=MASKS, data=st.data())
 def test_a_position_not_drawn_deep_keeps_its_first_step_only(mask: list[bool], data: st.DataObject) -> None:
     deep = data.draw(st.lists(st.booleans(), min_size=len(mask), max_size=len(mask)))
-    whole = lay_out(torch.tensor(mask), [len(mask)], 5)
-    drawn = lay_out(torch.tensor(mask), [len(mask)], 5, torch.tensor(deep))
+    whole = plan_unroll(torch.tensor(mask), [len(mask)], 5)
+    drawn = plan_unroll(torch.tensor(mask), [len(mask)], 5, torch.tensor(deep))
     assert set(drawn.roots.tolist()) == set(whole.roots.tolist())
     for step in range(1, 5):
         kept = {root for root in whole.roots[: whole.alive[step]].tolist() if deep[root]}
