@@ -33,7 +33,7 @@ from eyrie_workers.training.evaluation import evaluate
 from eyrie_workers.training.objective import StepContext
 from tests.benchmarks import training_step as training_bench
 from tests.benchmarks.calibration.measure import measure as calibrating
-from tests.benchmarks.quickstart.entropy import sureness
+from tests.benchmarks.quickstart.entropy import confidence
 from tests.gpu.pretended import GPU, Apart, PretendedGpu
 from tests.packed_rows import pack_rows
 from tests.tiny import tiny_target
@@ -236,7 +236,7 @@ def test_answers_are_retraced_explained_and_calibrated_there(gpu: PretendedGpu, 
     divergence = explain(target, "a", request.prompt_ids, answer.token_ids, other, temperature=1.0, seed=1)
     assert divergence is not None
     assert divergence.position == 5
-    assert sureness(target, [([*request.prompt_ids], [*answer.token_ids])]).tokens == 12
+    assert confidence(target, [([*request.prompt_ids], [*answer.token_ids])]).tokens == 12
     nodes, _, tokens = calibrating(target, server, [request], tree)
     assert nodes
     assert tokens == 12
