@@ -43,7 +43,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
 def prompts() -> list[list[int]]:
     """Token ids of four prompts of each quickstart suite."""
     from eyrie_api.v1alpha1.benchmark import SuiteSpec
-    from eyrie_workers.conversations.benchmark_suites import load_suite
+    from eyrie_workers.conversations.suites import load_suite
     from eyrie_workers.targets.templates import ChatTokenizer
     from tests.sglang.servers import TARGET
     from tests.sglang.trained_drafter import SUITES

@@ -48,8 +48,8 @@ from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.stages import RegenerateStage, TrainStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.conversations.benchmark_suites import load_suite, select
 from eyrie_workers.conversations.rows import ROWS, read_rows
+from eyrie_workers.conversations.suites import load_suite, select
 from eyrie_workers.drafters.eagle3.checkpoint import save_drafter
 from eyrie_workers.drafters.eagle3.directory_format import canonical_name
 from eyrie_workers.drafters.eagle3.model import Eagle3Drafter

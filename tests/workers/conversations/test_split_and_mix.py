@@ -14,7 +14,7 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.reports import QuarantinedRow
 from eyrie_workers.conversations.mixing import mix
 from eyrie_workers.conversations.split import BenchmarkPrompts, is_held_out, user_turns
-from eyrie_workers.conversations.suites import suite_prompts
+from eyrie_workers.conversations.suites import excluded_prompts
 
 WORDS = st.text(string.ascii_letters + string.digits + " ,.?!", min_size=1, max_size=40)
 
@@ -75,7 +75,7 @@ def test_quickstart_conversations_never_overlap_the_quickstart_suites() -> None:
     from tests.benchmarks.quickstart.corpus.streams import conversations
 
     names = ("chat", "math", "code", "tools")
-    suites = BenchmarkPrompts.of(suite_prompts([f"quickstart:{name}" for name in names], pytest.fail))
+    suites = BenchmarkPrompts.of(excluded_prompts([f"quickstart:{name}" for name in names], pytest.fail))
     assert suites.whole
     assert not any(suites.overlap(row["messages"]) for row in conversations(300, seed=11))
 
@@ -85,20 +85,20 @@ def test_suite_rows_of_every_layout_are_read(tmp_path: Path) -> None:
             {"messages": [{"role": "user", "content": "i j"}, {"role": "assistant", "content": None}]}]
     path = tmp_path / "suite.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
-    read = [user_turns(prompt) for prompt in suite_prompts([str(path)], pytest.fail)]
+    read = [user_turns(prompt) for prompt in excluded_prompts([str(path)], pytest.fail)]
     assert read == [("a b",), ("c d",), ("e f", "g h"), ("i j",)]
 
 
 def test_a_suite_that_cannot_be_excluded_is_an_error_or_a_warning_and_never_silence(tmp_path: Path) -> None:
     for path in ("quickstart:nonsense", str(tmp_path / "missing.jsonl")):
         with pytest.raises(InvalidInput):
-            list(suite_prompts([path], pytest.fail))
+            list(excluded_prompts([path], pytest.fail))
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "x"}\n{"text": "y"}\n')
     with pytest.raises(InvalidInput, match="line 2"):
-        list(suite_prompts([str(bad)], pytest.fail))
+        list(excluded_prompts([str(bad)], pytest.fail))
     warnings: list[str] = []
-    assert list(suite_prompts(["some-org/some-suite"], warnings.append)) == []
+    assert list(excluded_prompts(["some-org/some-suite"], warnings.append)) == []
     assert "some-org/some-suite" in warnings[0]
 
 

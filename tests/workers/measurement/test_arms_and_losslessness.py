@@ -8,7 +8,7 @@ import torch
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_workers.conversations.benchmark_suites import Prompt
+from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.measurement.benchmark.samples import BASELINE, Entry, Variant
 from eyrie_workers.measurement.benchmark.session import (

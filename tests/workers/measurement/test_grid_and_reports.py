@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import Setting, TuneSpec
-from eyrie_workers.conversations.benchmark_suites import Prompt
+from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.measurement.benchmark.reports import baseline_rate, cell_report
 from eyrie_workers.measurement.benchmark.samples import BASELINE, Entry, Sample, first_difference
 from eyrie_workers.measurement.tuner.grid import (

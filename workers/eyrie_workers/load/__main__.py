@@ -24,7 +24,7 @@ from eyrie_api.cli.tables import count, duration
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES, SuiteSpec
 from eyrie_api.v1alpha1.load import LoadSpec, ServiceLevel
-from eyrie_workers.conversations.benchmark_suites import load_suite
+from eyrie_workers.conversations.suites import load_suite
 from eyrie_workers.load.client import served_models
 from eyrie_workers.load.endpoint_url import parse_url
 from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt

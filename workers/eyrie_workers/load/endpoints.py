@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from eyrie_workers.conversations.benchmark_suites import Prompt
+from eyrie_workers.conversations.suites import Prompt
 
 
 @dataclass(frozen=True)

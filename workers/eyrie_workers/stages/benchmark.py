@@ -13,7 +13,7 @@ import time
 
 from eyrie_api.artifacts import write_model
 from eyrie_api.v1alpha1.stages import BenchmarkStage
-from eyrie_workers.conversations.benchmark_suites import select
+from eyrie_workers.conversations.suites import select
 from eyrie_workers.measurement.benchmark import transformers_baseline
 from eyrie_workers.measurement.benchmark.samples import Variant
 from eyrie_workers.measurement.benchmark.session import (

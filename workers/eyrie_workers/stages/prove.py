@@ -33,7 +33,7 @@ from eyrie_api.v1alpha1.prove import ParityReport, ProveReport
 from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.stages import ProveStage
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
-from eyrie_workers.conversations.benchmark_suites import Prompt, select
+from eyrie_workers.conversations.suites import Prompt, select
 from eyrie_workers.engines.managed_servers import DrafterUses, ManagedServer, ServerPlan, command_line, managed_servers
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt

@@ -31,7 +31,7 @@ from eyrie_api.v1alpha1.stages import RegenerateStage
 from eyrie_workers.conversations.overlap import Runs
 from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowLedger, RowSampling, RowsMeta, read_meta
 from eyrie_workers.conversations.split import BenchmarkPrompts
-from eyrie_workers.conversations.suites import suite_prompts
+from eyrie_workers.conversations.suites import excluded_prompts
 from eyrie_workers.regeneration import selection
 from eyrie_workers.regeneration.batch import BatchClient
 from eyrie_workers.regeneration.conversation_replay import Ended
@@ -140,7 +140,7 @@ def _claim(directory: Path, spec: RegenerateStage, digest: str) -> None:
 
 def _select(spec: RegenerateStage, stage: Stage, tokenizer: ChatTokenizer,
             context: int) -> selection.SelectionSummary:
-    prompts = list(suite_prompts(spec.exclude_prompts,
+    prompts = list(excluded_prompts(spec.exclude_prompts,
                                  lambda text: stage.event("PromptsNotExcluded", text, warning=True)))
     rules = selection.Rules(data=spec.data, benchmark=BenchmarkPrompts.of(prompts),
                             max_prompt_tokens=min(spec.data.max_prompt_tokens, context - 1),

@@ -30,7 +30,7 @@ from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.reports import BenchmarkReport, TuneCell, TuneReport
 from eyrie_api.v1alpha1.stages import TuneStage
 from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, OperatingPoint, Setting, Trial
-from eyrie_workers.conversations.benchmark_suites import Prompt
+from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.interleaving import interleaved
 from eyrie_workers.intervals import acceptance_length, add_histograms
 from eyrie_workers.jsonl_ledger import JsonlLedger

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.tuning import Setting
-from eyrie_workers.conversations.benchmark_suites import Prompt
+from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.drafters.registry import UNTRAINED, open_method
 from eyrie_workers.measurement.benchmark.session import Session
 from eyrie_workers.measurement.benchmark.variants import make_request

@@ -18,7 +18,7 @@ from eyrie_api.v1alpha1.benchmark import BenchmarkSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport
 from eyrie_api.v1alpha1.stages import BenchmarkStage, ProveStage, TuneStage
-from eyrie_workers.conversations.benchmark_suites import Prompt, load_suite
+from eyrie_workers.conversations.suites import Prompt, load_suite
 from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.jsonl_ledger import EntryT, JsonlLedger
 from eyrie_workers.machine.environment import cpu_count, environment

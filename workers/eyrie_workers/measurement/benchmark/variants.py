@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from eyrie_api.v1alpha1.sampling import SamplingSpec
-from eyrie_workers.conversations.benchmark_suites import Prompt
+from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.interleaving import interleaved
 from eyrie_workers.measurement.benchmark.samples import Entry, Sample, UnitKey, Variant
 from eyrie_workers.speculation.engine import Engine, Request

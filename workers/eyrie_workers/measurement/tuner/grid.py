@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import OFF, Setting, TuneSpec
-from eyrie_workers.conversations.benchmark_suites import Prompt, select
+from eyrie_workers.conversations.suites import Prompt, select
 from eyrie_workers.measurement.tuner.predict import Prediction
 
 # Differences smaller than this are called none in the finding: a benchmark this short cannot tell them apart.

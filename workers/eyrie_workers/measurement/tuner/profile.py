@@ -14,7 +14,7 @@ from statistics import median
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.tuning import OFF, DraftTime, Method, Setting, StepTime, TuneSpec
-from eyrie_workers.conversations.benchmark_suites import Prompt
+from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.measurement.benchmark.blocks import Track
 from eyrie_workers.measurement.tuner.draft_replay import Answered, trace
 from eyrie_workers.measurement.tuner.predict import (

@@ -12,7 +12,7 @@ import pytest
 
 from eyrie_api.errors import ArtifactMissing, EyrieError, InvalidInput, NoUsableData
 from eyrie_api.v1alpha1.benchmark import SuiteSpec
-from eyrie_workers.conversations.benchmark_suites import Prompt, load_suite, select
+from eyrie_workers.conversations.suites import Prompt, load_suite, select
 
 
 def write(path: Path, rows: list[Any]) -> SuiteSpec:

@@ -1,0 +1,203 @@
+"""Rows of a suite of prompts, from package data, a file or the Hub, and the prompt that a row holds.
+
+The path of a suite names its source:
+
+    quickstart:<name>          package data: suites/<name>.jsonl of eyrie_workers.quickstart
+    /some/file.jsonl[.gz]      also .json (an array) and .parquet
+    org/name[:split]           a Hub data set, when the `datasets` package is installed
+
+The format of a row is recognised by its fields, so that a downloaded gsm8k, HumanEval or MT-Bench file needs no
+conversion: `messages` (OpenAI), `prompt` (HumanEval; a list is MT-Bench on the Hub), `question` (gsm8k), `turns`
+(MT-Bench).
+
+`suites` uses these rows twice: to send prompts to an engine, and to keep them out of training.
+"""
+
+import gzip
+import importlib.resources
+import json
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from eyrie_api.errors import ArtifactMissing, InvalidInput
+from eyrie_workers.conversations.conversation import Message
+
+QUICKSTART = "quickstart:"
+_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+# Configuration names that `load_dataset` demands for the data sets the contract mentions.
+_HUB_CONFIGURATIONS = {"openai/gsm8k": "main", "gsm8k": "main"}
+_TEXT_FIELDS = ("prompt", "question", "turns")
+
+Row = Mapping[str, Any]
+Located = tuple[str, Row]
+"""A row and its location (file and line) for error messages."""
+
+
+def read_suite_rows(path: str, owner: str) -> Iterator[Located]:
+    """Rows of a suite with their locations.
+
+    owner   names the setting in errors: "suite 'gsm8k'", "exclude_prompts"
+
+    Raises InvalidInput for a source that cannot be read, ArtifactMissing for a missing file.
+    """
+    if path.startswith(QUICKSTART):
+        yield from _quickstart_rows(path, owner)
+    elif is_file(path):
+        yield from file_rows(Path(path), owner)
+    else:
+        yield from _hub_rows(path, owner)
+
+
+def is_file(path: str) -> bool:
+    """Whether a suite's path names a file, existing or not, and not a Hub data set."""
+    return path.endswith(_SUFFIXES) or Path(path).exists()
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a suite's path has the form of a Hub data set's id."""
+    return path.count("/") == 1 and not path.startswith(("/", ".", "~"))
+
+
+def file_rows(path: Path, owner: str) -> Iterator[Located]:
+    """Rows of one file. Raises as `read_suite_rows`."""
+    if not path.is_file():
+        raise ArtifactMissing(f"{owner}: there is no file {path}", "check the suite's path")
+    try:
+        if path.name.endswith(".parquet"):
+            yield from _parquet_rows(path)
+        elif path.name.endswith(".json"):
+            yield from _json_array(path)
+        else:
+            data = path.read_bytes()
+            text = (gzip.decompress(data) if path.name.endswith(".gz") else data).decode()
+            yield from _json_lines(text, str(path))
+    except (UnicodeDecodeError, OSError) as error:
+        raise InvalidInput(f"{owner}: {path} cannot be read: {error}",
+                           f"give UTF-8 text in one of {', '.join(_SUFFIXES)}") from error
+
+
+def evaluation_hub_rows(path: str) -> Iterator[Located]:
+    """Rows of every configuration and split of a Hub data set but `train`, which one may train on.
+
+    Raises OSError or ValueError, as the `datasets` package does; the caller checks that it is installed.
+    """
+    from datasets import get_dataset_config_names, load_dataset
+
+    for config in get_dataset_config_names(path):
+        splits: dict[str, Any] = load_dataset(path, config, streaming=True)
+        for split in (name for name in splits if name != "train"):
+            for number, row in enumerate(splits[split], start=1):
+                yield f"{path}:{split} row {number}", row
+
+
+def row_messages(row: Row, location: str) -> list[Message]:
+    """All messages of a row; the texts of `prompt`, `question` or `turns` become user messages.
+
+    Raises InvalidInput naming the location for a row without a prompt.
+    """
+    messages = row.get("messages")
+    if messages is None:
+        return [{"role": "user", "content": text} for text in _texts(row, location)]
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise InvalidInput(f"{location}: `messages` is not a list of objects with a `role`", "use the OpenAI format")
+    return messages
+
+
+def row_tools(row: Row, location: str) -> list[Message]:
+    """Tool definitions of a row. Raises InvalidInput naming the location."""
+    tools = row.get("tools") or ()
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidInput(f"{location}: `tools` is not a list of objects", "use the OpenAI tools format")
+    return list(tools)
+
+
+def _texts(row: Row, location: str) -> list[str]:
+    for name in _TEXT_FIELDS:
+        value = row.get(name)
+        texts = value if isinstance(value, list | tuple) else [value]
+        if texts and isinstance(texts[0], str) and texts[0].strip():
+            return [text for text in texts if isinstance(text, str) and text.strip()]
+        if value is not None:
+            raise InvalidInput(f"{location}: `{name}` is empty or not text", "give a non-empty string")
+    raise InvalidInput(f"{location} has none of `messages`, `prompt`, `question`, `turns` (fields: "
+                       f"{', '.join(map(str, row)) or 'none'})", "rename the column that holds the prompt")
+
+
+def _quickstart_rows(path: str, owner: str) -> Iterator[Located]:
+    folder = importlib.resources.files("eyrie_workers.quickstart") / "suites"
+    name = path.removeprefix(QUICKSTART)
+    file = folder / f"{name}.jsonl"
+    if not file.is_file():
+        known = sorted(p.name.removesuffix(".jsonl") for p in folder.iterdir()) if folder.is_dir() else []
+        raise InvalidInput(f"{owner}: there is no quickstart suite {name!r}",
+                           f"use one of: {', '.join(known) or '(none installed)'}")
+    yield from _json_lines(file.read_text(encoding="utf-8"), path)
+
+
+def _json_lines(text: str, source: str) -> Iterator[Located]:
+    # Not splitlines(): it would also split a row at a U+2028 inside one of its strings.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield f"{source} line {number}", _json_object(line, f"{source} line {number}")
+
+
+def _json_object(text: str, location: str) -> Row:
+    try:
+        row = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InvalidInput(f"{location} is not JSON: {error}", "one JSON object per line") from error
+    return _object(row, location)
+
+
+def _object(row: object, location: str) -> Row:
+    if not isinstance(row, dict):
+        raise InvalidInput(f"{location} is a JSON {type(row).__name__}, not an object",
+                           'write {"messages": [...]} or {"prompt": "..."}')
+    return row
+
+
+def _json_array(path: Path) -> Iterator[Located]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise InvalidInput(f"{path} is not JSON: {error}", "a .json suite is one array of rows") from error
+    if not isinstance(rows, list):
+        raise InvalidInput(f"{path} holds a JSON {type(rows).__name__}, not an array of rows",
+                           "use an array, or one object per line in a .jsonl file")
+    for number, row in enumerate(rows, start=1):
+        yield f"{path} row {number}", _object(row, f"{path} row {number}")
+
+
+def _parquet_rows(path: Path) -> Iterator[Located]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise InvalidInput(f"{path} is not readable parquet: {error}", "check the download") from error
+    for number, row in enumerate(rows, start=1):
+        yield f"{path} row {number}", row
+
+
+def _hub_rows(path: str, owner: str) -> Iterator[Located]:
+    name, _, split = path.partition(":")
+    if find_spec("datasets") is None:
+        raise InvalidInput(
+            f"{owner}: {path!r} is not a file here, and reading it from the Hub needs the `datasets` package",
+            "pip install datasets, or download the file and give its path")
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(name, _HUB_CONFIGURATIONS.get(name))
+    except Exception as error:  # `datasets` raises its own, the network's and pyarrow's errors
+        raise InvalidInput(f"{owner}: the Hub data set {name!r} could not be read: {error}",
+                           "check the id and the network, or download the file and give its path") from error
+    split = split or next((s for s in ("test", "train") if s in loaded), next(iter(loaded)))
+    if split not in loaded:
+        raise InvalidInput(f"{owner}: {name} has no split {split!r}",
+                           f"use one of: {', '.join(loaded)}, as {name}:<split>")
+    for number, row in enumerate(loaded[split], start=1):
+        yield f"{name}:{split} row {number}", row
