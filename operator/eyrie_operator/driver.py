@@ -223,14 +223,14 @@ class Driver:
         self._runner.persist(job_id, SETTLED_FILE)
 
     def _record(self, job: Job, report: BenchmarkReport, *, tuned: bool) -> None:
-        trained = _train_reports(job, self._settings.job_dir(job.id))
+        trained = _train_reports(_candidate_names(job), self._settings.job_dir(job.id))
         family = next(one.family for one in trained if one.candidate == report.candidate)
         measured = Measured(job.id, family, job.spec.target.model, tuned, report)
         self._results.record(measured, self._drafter_dir(job, report.checkpoint))
 
     def _drafter_dir(self, job: Job, checkpoint: str) -> str:
         job_dir = self._settings.job_dir(job.id)
-        return str(job_dir / find_checkpoint(_train_reports(job, job_dir), checkpoint).path)
+        return str(job_dir / find_checkpoint(_train_reports(_candidate_names(job), job_dir), checkpoint).path)
 
     def _incumbent(self, endpoint: str) -> BenchmarkReport | None:
         """The report of the drafter the endpoint serves now; None when it serves without one, or nothing."""
@@ -364,27 +364,32 @@ def _read_settled(job_dir: Path, attempt: int) -> Settled | None:
 
 
 def _observe_stages(job: Job, job_dir: Path) -> Iterator[StageSeen]:
+    candidates = _candidate_names(job)
     for stage in STAGES:
-        for key in _keys(job, job_dir, stage):
+        for key in _keys(candidates, job_dir, stage):
             yield _observe_stage(job, job_dir, stage, key)
 
 
-def _keys(job: Job, job_dir: Path, stage: StageName) -> list[str]:
+def _candidate_names(job: Job) -> list[str]:
+    return [candidate.name for candidate in expand(job.spec)]
+
+
+def _keys(candidates: list[str], job_dir: Path, stage: StageName) -> list[str]:
     """Members of a stage known so far: the sweep's candidates, and checkpoints once all of these are trained."""
     if stage == "train":
-        return [candidate.name for candidate in expand(job.spec)]
+        return candidates
     if stage == "benchmark":
         try:
-            return [one.name for one in list_checkpoints(_train_reports(job, job_dir))]
+            return [one.name for one in list_checkpoints(_train_reports(candidates, job_dir))]
         except ArtifactMissing:
             return []
     return [""]
 
 
-def _train_reports(job: Job, job_dir: Path) -> list[TrainReport]:
+def _train_reports(candidates: list[str], job_dir: Path) -> list[TrainReport]:
     found = []
-    for candidate in expand(job.spec):
-        report = read_manifest(stage_dir(job_dir, "train", candidate.name)).report
+    for candidate in candidates:
+        report = read_manifest(stage_dir(job_dir, "train", candidate)).report
         assert isinstance(report, TrainReport)
         found.append(report)
     return found

@@ -93,7 +93,7 @@ class KubeflowRunner:
         from eyrie_pipelines.placement import compile_for  # imports kfp: one second and 80 MB
 
         gpus = place_stage(self._profile, spec.placement, "train").num_gpus
-        pipeline = compile_for(self._profile, spec.placement, together=trains_together(spec, gpus))
+        pipeline = compile_for(self._profile, spec.placement, together=trains_together(spec, len(expand(spec)), gpus))
         job = self._write_job(job_id, spec, attempt, incumbent)
         self._remove_failure(job_id)
         number = seen.starts + 1 if seen.attempt == attempt else 1

@@ -10,11 +10,12 @@ strings relative to the job directory (`stages/train/base`), never numbers or ab
 integers of a collected list into floats and rewrites text that looks like an interpreter's name.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 from eyrie_api.decisions.families import named_layers, reading_defaults
-from eyrie_api.decisions.sweep import expand
+from eyrie_api.decisions.sweep import Candidate, expand
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.model import Frozen
@@ -43,6 +44,11 @@ class JobFile(Frozen):
     attempt: int = 1
     incumbent: DrafterUse | None = None
     """The drafter that serves at the job's endpoint, if any: read once, when the attempt first started."""
+
+    @cached_property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The sweep's candidates, expanded once."""
+        return expand(self.spec)
 
 
 class CheckpointRef(Frozen):
@@ -78,13 +84,12 @@ def check_held_out(job: JobFile, report: RegenerateReport) -> None:
 
 def capture_spec(job: JobFile, job_dir: Path) -> CaptureStage:
     """Capture reads the output of regenerate and stores every feature that any candidate reads."""
-    candidates = expand(job.spec)
     return CaptureStage(job_id=job.id, target=job.spec.target, capture=job.spec.capture,
-                        rows_dir=str(stage_dir(job_dir, "regenerate")), families=reading_defaults(candidates),
-                        aux_layers=named_layers(candidates), seed=job.spec.data.seed)
+                        rows_dir=str(stage_dir(job_dir, "regenerate")), families=reading_defaults(job.candidates),
+                        aux_layers=named_layers(job.candidates), seed=job.spec.data.seed)
 
 
-def trains_together(spec: JobSpec, num_gpus: int | None = None) -> bool:
+def trains_together(spec: JobSpec, num_candidates: int, num_gpus: int | None = None) -> bool:
     """Whether one program trains all candidates of a job (`sweep.together`).
 
     num_gpus  of one training pod; None on one machine.
@@ -94,21 +99,21 @@ def trains_together(spec: JobSpec, num_gpus: int | None = None) -> bool:
     nodes per training trains its candidates separately: the sweep program is one process on one device.
     """
     sweep = spec.sweep
-    if sweep.together == "never" or len(expand(spec)) < 2:
+    if sweep.together == "never" or num_candidates < 2:
         return False
     if sweep.together == "always" or num_gpus is None:
         return True
     return num_gpus <= 1 and spec.placement.train_launcher == "pod"
 
 
-def train_spec(job: JobFile, job_dir: Path, candidates: Mapping[str, JobSpec], candidate: str) -> TrainStage:
-    """One candidate of the sweep; `candidates` maps each name to the job with the sweep's values applied."""
-    candidate_spec = candidates.get(candidate)
-    if candidate_spec is None:
+def train_spec(job: JobFile, job_dir: Path, candidate: str) -> TrainStage:
+    """The training of one candidate of the sweep. Raises InvalidInput for a name that is not one."""
+    found = next((each for each in job.candidates if each.name == candidate), None)
+    if found is None:
         raise InvalidInput(f"candidate {candidate!r} is not in this job's sweep",
-                           f"candidates are {', '.join(sorted(candidates))}")
-    return TrainStage(job_id=job.id, candidate=candidate, target=job.spec.target, drafter=candidate_spec.drafter,
-                      train=candidate_spec.train, store_dir=str(stage_dir(job_dir, "capture")))
+                           f"candidates are {', '.join(sorted(each.name for each in job.candidates))}")
+    return TrainStage(job_id=job.id, candidate=candidate, target=job.spec.target, drafter=found.drafter,
+                      train=found.train, store_dir=str(stage_dir(job_dir, "capture")))
 
 
 def list_checkpoints(reports: Sequence[TrainReport]) -> tuple[CheckpointRef, ...]:

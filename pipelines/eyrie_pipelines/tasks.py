@@ -17,7 +17,6 @@ from typing import TypeVar
 
 from eyrie_api.artifacts import MANIFEST, digest_model, read_manifest, write_model
 from eyrie_api.decisions.leaderboard import select_best
-from eyrie_api.decisions.sweep import expand
 from eyrie_api.errors import ArtifactMissing, Conflict, EyrieError, Transient
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import BenchmarkReport, RegenerateReport, TrainReport
@@ -61,7 +60,7 @@ def capture(job_dir: str, spec_digest: str, _rows: str) -> str:
 def list_candidates(job_dir: str, spec_digest: str) -> list[str]:
     """Names of the sweep's candidates."""
     with _recording_failure(job_dir, "train"):
-        return [candidate.name for candidate in expand(load_job(job_dir, spec_digest).spec)]
+        return [candidate.name for candidate in load_job(job_dir, spec_digest).candidates]
 
 
 def sweep(job_dir: str, spec_digest: str, store: str) -> str:
@@ -69,9 +68,9 @@ def sweep(job_dir: str, spec_digest: str, store: str) -> str:
     failed = None
     with _recording_failure(job_dir, "train"):
         job = load_job(job_dir, spec_digest)
-        if steps.trains_together(job.spec):
-            candidates = {candidate.name: candidate.spec for candidate in expand(job.spec)}
-            specs = {name: steps.train_spec(job, Path(job_dir), candidates, name) for name in candidates}
+        if steps.trains_together(job.spec, len(job.candidates)):
+            specs = {candidate.name: steps.train_spec(job, Path(job_dir), candidate.name)
+                     for candidate in job.candidates}
             failed = _train_together(job_dir, specs, job.spec.sweep.rungs)
     if failed is not None:
         with _recording_failure(job_dir, "train", failed):
@@ -83,8 +82,7 @@ def train(job_dir: str, spec_digest: str, _store: str, candidate: str) -> str:
     """Train one candidate."""
     with _recording_failure(job_dir, "train", candidate):
         job = load_job(job_dir, spec_digest)
-        candidates = {each.name: each.spec for each in expand(job.spec)}
-        spec = steps.train_spec(job, Path(job_dir), candidates, candidate)
+        spec = steps.train_spec(job, Path(job_dir), candidate)
         request = trainjob.request_from_environment()
         if request is None:
             return _run(job_dir, spec, candidate)
@@ -202,7 +200,7 @@ def load_job(job_dir: str, spec_digest: str | None = None) -> steps.JobFile:
 def _train_reports(job_dir: str, job: steps.JobFile) -> list[TrainReport]:
     """Reports of every candidate. Read from the manifests rather than passed between tasks: kfp does not accept the
     collected outputs of one fan-out as input of another."""
-    return [_report(job_dir, steps.reference("train", candidate.name), TrainReport) for candidate in expand(job.spec)]
+    return [_report(job_dir, steps.reference("train", candidate.name), TrainReport) for candidate in job.candidates]
 
 
 def _report(job_dir: str, ref: str, kind: type[ReportT]) -> ReportT:

@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyrie_api.decisions.plan import DataFacts, TargetFacts, make_plan, tree_shapes
+from eyrie_api.decisions.sweep import expand
 from eyrie_api.submission.target_facts import data_facts, quickstart_dir, target_facts
 from eyrie_api.v1alpha1.codecs import BEST_FIRST, ID_AND_MASK_BYTES, StoredAs
 from eyrie_api.v1alpha1.data import DataSpec
+from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan
 from eyrie_api.v1alpha1.tuning import TuneSpec
 from tests.api.samples import job_spec, target_directory
@@ -24,6 +26,10 @@ SEED_TARGET = TargetFacts(hidden_size=5120, num_layers=64, vocab_size=100_278, i
                           num_kv_heads=8, head_dim=128, tie_word_embeddings=False, source="the seed")
 SMALL = TargetFacts(hidden_size=256, num_layers=16, vocab_size=2048, intermediate_size=704, num_heads=4,
                     num_kv_heads=2, head_dim=64, tie_word_embeddings=False, source="test")
+
+
+def plan_of(spec: JobSpec, target: TargetFacts, free_bytes: int | None) -> Plan:
+    return make_plan(spec, expand(spec), target, free_bytes)
 
 
 def test_the_seeds_42_tib_is_40_tib_when_divided_by_1024s() -> None:
@@ -46,7 +52,7 @@ def test_the_seeds_job_keeps_final_states_of_answers_alone_and_not_quite_5_gib_o
         data={"sources": [{"path": "allenai/Dolci-Instruct-SFT"}], "max_conversations": 500_000,
               "held_out_fraction": 0.0, "max_prompt_tokens": 1024},
         regenerate={"max_new_tokens": 1024}, capture={"max_length": 2048, "codec": "bfloat16"})
-    plan = make_plan(spec, SEED_TARGET, free_bytes=39 * TIB)
+    plan = plan_of(spec, SEED_TARGET, free_bytes=39 * TIB)
     capture = plan.stages[1]
     assert capture.tokens == 500_000 * 2048
     assert plan.bytes_per_token == 3 * 10_240 + 10_240 // 2, "half of the tokens are answers"
@@ -55,7 +61,7 @@ def test_the_seeds_job_keeps_final_states_of_answers_alone_and_not_quite_5_gib_o
     assert capture.bytes_on_disk - states == 5 * capture.tokens
     assert round((capture.bytes_on_disk - states) / 2**30, 1) == 4.8
     assert plan.fits_disk is True, "the post's 42 TiB would have been refused on this disk"
-    assert make_plan(spec, SEED_TARGET, free_bytes=33 * TIB).fits_disk is False
+    assert plan_of(spec, SEED_TARGET, free_bytes=33 * TIB).fits_disk is False
 
 
 def test_in_the_default_codec_the_seeds_states_take_less_than_half_of_its_40_tib() -> None:
@@ -63,17 +69,17 @@ def test_in_the_default_codec_the_seeds_states_take_less_than_half_of_its_40_tib
         data={"sources": [{"path": "allenai/Dolci-Instruct-SFT"}], "max_conversations": 500_000,
               "held_out_fraction": 0.0, "max_prompt_tokens": 1024},
         regenerate={"max_new_tokens": 1024}, capture={"max_length": 2048})
-    assert make_plan(spec, SEED_TARGET, None).stages[1].bytes_on_disk < 17 * TIB
+    assert plan_of(spec, SEED_TARGET, None).stages[1].bytes_on_disk < 17 * TIB
 
 
 def test_a_budget_of_bytes_takes_the_best_codec_that_fits_and_says_so() -> None:
     def planned(max_bytes: int) -> Plan:
-        return make_plan(job_spec(capture={"codec": "float32", "max_bytes": max_bytes}), SMALL, None)
+        return plan_of(job_spec(capture={"codec": "float32", "max_bytes": max_bytes}), SMALL, None)
 
     def said(plan: Plan) -> str:
         return next(one.source for one in plan.assumptions if one.name == "stored states")
 
-    whole = make_plan(job_spec(capture={"codec": "float32"}), SMALL, None).stages[1].bytes_on_disk
+    whole = plan_of(job_spec(capture={"codec": "float32"}), SMALL, None).stages[1].bytes_on_disk
     assert said(planned(whole)).startswith("float32:")
     half = planned(whole - 1)
     assert said(half).startswith("bfloat16:")
@@ -86,9 +92,9 @@ def test_a_budget_of_bytes_takes_the_best_codec_that_fits_and_says_so() -> None:
 
 def test_storage_scales_with_hidden_size_and_not_with_depth_as_the_seed_says() -> None:
     deep = TargetFacts(**{**vars(SEED_TARGET), "num_layers": 640})
-    assert make_plan(job_spec(), deep, None).bytes_per_token == make_plan(job_spec(), SEED_TARGET, None).bytes_per_token
+    assert plan_of(job_spec(), deep, None).bytes_per_token == plan_of(job_spec(), SEED_TARGET, None).bytes_per_token
     wide = TargetFacts(**{**vars(SEED_TARGET), "hidden_size": 8192})
-    ratio = make_plan(job_spec(), wide, None).bytes_per_token / make_plan(job_spec(), SEED_TARGET, None).bytes_per_token
+    ratio = plan_of(job_spec(), wide, None).bytes_per_token / plan_of(job_spec(), SEED_TARGET, None).bytes_per_token
     assert ratio == pytest.approx(1.6, rel=1e-3), "a scale of two bytes per state does not grow"
 
 
@@ -102,7 +108,7 @@ def test_the_parameter_estimate_equals_the_weights_of_the_quickstart_target() ->
 
 
 def test_every_number_of_a_plan_rests_on_a_named_assumption_with_a_source() -> None:
-    plan = make_plan(job_spec(), SMALL, None)
+    plan = plan_of(job_spec(), SMALL, None)
     named = {one.name for one in plan.assumptions}
     assert {"prompt length", "answer length", "hidden size", "training rate", "candidates"} <= named
     assert all(one.source for one in plan.assumptions)
@@ -112,19 +118,19 @@ def test_every_number_of_a_plan_rests_on_a_named_assumption_with_a_source() -> N
 
 def test_of_candidates_that_race_one_another_the_steps_after_a_rung_are_not_charged() -> None:
     axes = [{"field": "train.learning_rate", "values": [number / 1000 for number in range(1, 9)]}]
-    one, eight = make_plan(job_spec(), SMALL, None), make_plan(job_spec(sweep={"axes": axes}), SMALL, None)
+    one, eight = plan_of(job_spec(), SMALL, None), plan_of(job_spec(sweep={"axes": axes}), SMALL, None)
     assert eight.stages[2].tokens == 4 * one.stages[2].tokens  # 8 * 0.25 + 4 * 0.25 + 2 * 0.5
-    never = make_plan(job_spec(sweep={"axes": axes, "together": "never"}), SMALL, None)
+    never = plan_of(job_spec(sweep={"axes": axes, "together": "never"}), SMALL, None)
     assert never.stages[2].tokens == 8 * one.stages[2].tokens
     families = ["eagle3", "eagle1", "medusa", "hydra", "standalone", "dflash"]
-    every = make_plan(job_spec(sweep={"families": families}), SMALL, None)
+    every = plan_of(job_spec(sweep={"families": families}), SMALL, None)
     assert every.stages[2].tokens == 6 * one.stages[2].tokens, "families are not halved against one another"
     assert [note.partition(":")[0] for note in every.notes] == families
 
 
 def test_a_streamed_job_needs_no_disk_for_states_and_pays_the_target_in_every_epoch() -> None:
     def planned(epochs: float, **changes: Any) -> Plan:
-        return make_plan(job_spec(train={"epochs": epochs}, **changes), SMALL, None)
+        return plan_of(job_spec(train={"epochs": epochs}, **changes), SMALL, None)
 
     stored, streamed = planned(2.0), planned(2.0, capture={"feed": "stream", "max_bytes": 2**16})
     tokens = stored.stages[1].tokens
@@ -149,13 +155,13 @@ def test_a_streamed_job_needs_no_disk_for_states_and_pays_the_target_in_every_ep
     ({"sweep": {"axes": [{"field": "drafter.aux_layers", "values": [[1, 5], [1, 9, 12]]}]}}, 4),
 ])
 def test_the_store_holds_what_any_candidate_reads(sections: dict[str, Any], states: int) -> None:
-    plan = make_plan(job_spec(**sections), SMALL, None)
+    plan = plan_of(job_spec(**sections), SMALL, None)
     assert next(one.value for one in plan.assumptions if one.name == "states of every token") == states
 
 
 def test_a_sweep_is_charged_for_every_candidate_it_trains_and_benchmarks() -> None:
-    one = make_plan(job_spec(), SMALL, None)
-    three = make_plan(job_spec(sweep={"axes": [{"field": "train.seed", "values": [1, 2, 3]}]}), SMALL, None)
+    one = plan_of(job_spec(), SMALL, None)
+    three = plan_of(job_spec(sweep={"axes": [{"field": "train.seed", "values": [1, 2, 3]}]}), SMALL, None)
     assert three.stages[2].tokens == 3 * one.stages[2].tokens
     assert three.stages[3].tokens == 3 * one.stages[3].tokens
     assert three.stages[1] == one.stages[1], "captured once, whatever is trained from it"
@@ -169,7 +175,7 @@ def test_a_plan_is_consistent_for_any_job(rows: int, prompt: int, answer: int, h
         data={"sources": [{"path": "quickstart"}], "max_conversations": rows, "max_prompt_tokens": prompt,
               "held_out_fraction": held_out},
         regenerate={"max_new_tokens": answer}, capture={"max_length": length, "codec": codec})
-    plan = make_plan(spec, SMALL, free_bytes=10**12)
+    plan = plan_of(spec, SMALL, free_bytes=10**12)
     assert plan.total_bytes_on_disk == sum(stage.bytes_on_disk for stage in plan.stages)
     assert plan.stages[1].tokens <= rows * length
     assert plan.stages[1].tokens <= rows * (prompt + answer)
@@ -179,7 +185,7 @@ def test_a_plan_is_consistent_for_any_job(rows: int, prompt: int, answer: int, h
 
 def test_absurdly_large_numbers_are_planned_and_not_a_crash() -> None:
     spec = job_spec(train={"max_steps": 10**400}, data={"sources": [{"path": "quickstart", "max_rows": 10**300}]})
-    assert make_plan(spec, SMALL, None).total_hours > 0
+    assert plan_of(spec, SMALL, None).total_hours > 0
 
 
 def test_impossible_tree_shapes_are_left_out_of_the_grid() -> None:

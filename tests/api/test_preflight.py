@@ -100,7 +100,7 @@ def test_an_architecture_we_cannot_decode_is_refused_and_the_supported_ones_are_
 
 def test_a_target_without_tokenizer_or_without_chat_template_is_refused(settings: Settings, target: Path) -> None:
     (target / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 10}))
-    refused(settings, NoChatTemplate, "without chat template", target={"model": str(target)})
+    refused(settings, NoChatTemplate, "without a chat template", target={"model": str(target)})
     (target / "chat_template.jinja").write_text("{{ messages }}")
     check(job_spec(target={"model": str(target)}), settings)
     for name in ("tokenizer.json", "tokenizer_config.json"):

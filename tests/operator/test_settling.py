@@ -14,7 +14,6 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.database.results import ResultFilter, Results
-from eyrie_api.decisions.sweep import expand
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
@@ -56,8 +55,7 @@ class World:
 
     def lay_out(self, job_id: str, spec: JobSpec, attempt: int) -> None:
         root, job = self.settings.job_dir(job_id), steps.JobFile(id=job_id, spec=spec)
-        candidates = {one.name: one.spec for one in expand(spec)}
-        train = steps.train_spec(job, root, candidates, "base")
+        train = steps.train_spec(job, root, "base")
         trained = report_of(train)
         assert isinstance(trained, TrainReport)
         refs = steps.list_checkpoints([trained])

@@ -10,6 +10,7 @@ from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.reports import CheckpointReport, RegenerateReport, TrainReport, VocabularyReport
 from eyrie_api.v1alpha1.requests import JobPlacement
 from eyrie_api.v1alpha1.sweep import SweepAxis, SweepSpec
@@ -44,11 +45,10 @@ def test_suite_prompts_are_named_to_regenerate_so_that_none_is_trained_on() -> N
 
 def test_each_candidate_is_trained_with_its_own_values() -> None:
     job = steps.JobFile(id="j", spec=sweeping_spec())
-    candidates = {one.name: one.spec for one in expand(job.spec)}
-    rates = [steps.train_spec(job, ROOT, candidates, name).train.learning_rate for name in candidates]
+    rates = [steps.train_spec(job, ROOT, candidate.name).train.learning_rate for candidate in job.candidates]
     assert rates == [0.001, 0.002, 0.003]
-    with pytest.raises(InvalidInput, match="nobody"):
-        steps.train_spec(job, ROOT, candidates, "nobody")
+    with pytest.raises(InvalidInput, match="unknown"):
+        steps.train_spec(job, ROOT, "unknown")
 
 
 def test_capture_stores_what_any_candidate_reads() -> None:
@@ -61,16 +61,20 @@ def test_capture_stores_what_any_candidate_reads() -> None:
     assert (told.families, told.aux_layers) == (("eagle1",), (1, 2, 4, 6))
 
 
+def trains_together(spec: JobSpec, num_gpus: int | None = None) -> bool:
+    return steps.trains_together(spec, len(expand(spec)), num_gpus)
+
+
 def test_candidates_are_trained_together_where_that_is_cheaper_and_not_slower_than_was_asked_for() -> None:
-    assert not steps.trains_together(spec_of())  # nobody to train with
-    assert steps.trains_together(sweeping_spec())
-    assert not steps.trains_together(sweeping_spec("never"))
-    assert steps.trains_together(sweeping_spec(), num_gpus=1)
-    assert not steps.trains_together(sweeping_spec(), num_gpus=2)
-    assert steps.trains_together(sweeping_spec("always"), num_gpus=2)
+    assert not trains_together(spec_of()), "one candidate alone"
+    assert trains_together(sweeping_spec())
+    assert not trains_together(sweeping_spec("never"))
+    assert trains_together(sweeping_spec(), num_gpus=1)
+    assert not trains_together(sweeping_spec(), num_gpus=2)
+    assert trains_together(sweeping_spec("always"), num_gpus=2)
     nodes = JobPlacement(train_nodes=4, train_launcher="trainjob")
-    assert not steps.trains_together(sweeping_spec(placement=nodes), num_gpus=1)
-    assert steps.trains_together(sweeping_spec(placement=nodes)), "on one machine there is no launcher"
+    assert not trains_together(sweeping_spec(placement=nodes), num_gpus=1)
+    assert trains_together(sweeping_spec(placement=nodes)), "on one machine there is no launcher"
 
 
 def test_checkpoints_are_listed_in_order_of_candidate_and_step() -> None:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from eyrie_api.decisions.families import FAMILIES, fuses, in_words, named_layers
-from eyrie_api.decisions.sweep import Candidate, expand, families_of
+from eyrie_api.decisions.sweep import Candidate, families_of
 from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES, StoredAs, choose
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
@@ -138,15 +138,13 @@ class Rates:
     source: str = "measured on a 2-core AVX-512 CPU; set EYRIE_*_GFLOPS for yours"
 
 
-def make_plan(spec: JobSpec, target_facts: TargetFacts, free_bytes: int | None, *,
+def make_plan(spec: JobSpec, candidates: Sequence[Candidate], target_facts: TargetFacts, free_bytes: int | None, *,
               data_facts: DataFacts | None = None, rates: Rates | None = None) -> Plan:
-    """The cost of `spec` for a target, stage by stage.
+    """The cost of `spec` and its sweep's candidates for a target, stage by stage.
 
-    `free_bytes` is the free space where the job would write, None when unknown. Raises InvalidInput when the sweep
-    cannot be expanded.
+    `free_bytes` is the free space where the job would write, None when unknown.
     """
     data_facts, rates = data_facts or DataFacts(), rates or Rates()
-    candidates = expand(spec)
     work = _Work(spec, target_facts, data_facts, candidates)
     stages = (
         _regenerate(work, rates),
@@ -167,7 +165,7 @@ def make_plan(spec: JobSpec, target_facts: TargetFacts, free_bytes: int | None, 
         stages=stages, total_tokens=sum(stage.tokens for stage in stages), total_bytes_on_disk=total,
         total_hours=sum(stage.hours for stage in stages), bytes_per_token=work.state_bytes,
         assumptions=_assumptions(work, candidates, rates), warnings=tuple(warnings),
-        notes=tuple(in_words(family) for family in families_of(spec)), fits_disk=fits)
+        notes=tuple(in_words(family) for family in families_of(candidates)), fits_disk=fits)
 
 
 class _Work:
@@ -371,7 +369,7 @@ def _assumptions(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> 
         say("drafter parameters", target.drafter_parameters(candidates[0]), "parameters",
             f"estimated for candidate {candidates[0].name}"),
         say("states of every token", work.num_aux, "layers",
-            f"what {', '.join(families_of(work.spec))} read"
+            f"what {', '.join(families_of(candidates))} read"
             + ("" if work.spec.capture.aux_layers else "; by default low, middle and high are fused")),
         say("streamed states" if work.streamed else "stored states", work.state_bytes, "bytes per token",
             f"{work.stored.name}: {_why_stored(work)}"),

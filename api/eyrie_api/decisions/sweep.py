@@ -94,9 +94,9 @@ def expand(spec: JobSpec) -> tuple[Candidate, ...]:
     return tuple(one for family in sweep.families for one in _candidates(_of_family(spec, family), points, family))
 
 
-def families_of(spec: JobSpec) -> tuple[Family, ...]:
-    """The families that a job trains, each once."""
-    return tuple(dict.fromkeys(one.drafter.family for one in expand(spec)))
+def families_of(candidates: Sequence[Candidate]) -> tuple[Family, ...]:
+    """The families of the candidates, each once."""
+    return tuple(dict.fromkeys(candidate.drafter.family for candidate in candidates))
 
 
 def _of_family(spec: JobSpec, family: Family) -> JobSpec:

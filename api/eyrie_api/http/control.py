@@ -27,7 +27,7 @@ from eyrie_api.errors import Forbidden, NotFound
 from eyrie_api.http.job_files import JobFiles
 from eyrie_api.settings import Settings
 from eyrie_api.submission import spec_policy
-from eyrie_api.submission.preflight import Checks
+from eyrie_api.submission.preflight import PreflightCache
 from eyrie_api.v1alpha1.job import JobSpec
 
 
@@ -52,7 +52,7 @@ class Control:
     projects: Projects
     audit: Audit
     webhooks: Webhooks
-    checks_of_jobs: Checks
+    preflight: PreflightCache
     scope: Scope = SYSTEM
     wake: Callable[[], None] = _nothing
     checks: Mapping[str, Callable[[], bool]] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Control:
         return cls(settings, database, JobFiles.of(settings), Jobs(database, idempotency=idempotency),
                    Endpoints(database), Histories(database), Results(database), Outbox(database), idempotency,
                    Keys(database), Projects(database), Audit(database), Webhooks(database),
-                   Checks(settings), SYSTEM, wake or _nothing, checks or {}, queues or {})
+                   PreflightCache(settings), SYSTEM, wake or _nothing, checks or {}, queues or {})
 
     def within(self, scope: Scope) -> "Control":
         """The same, as `scope` sees it."""

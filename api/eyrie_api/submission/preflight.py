@@ -1,8 +1,9 @@
-"""Refuse early: what can be known to be wrong with a job before anything has run, without loading a model.
+"""Validation of a job before it is accepted, without loading a model.
 
-Each check names field, value and rule, and says what to do instead. Paths are the server's: they are made absolute once
-here, because stage programs run elsewhere. What cannot be known cheaply (a Hub id that is not in the cache, rows that
-turn out malformed) is left to the stage that meets it.
+Each error names field, value and rule, and a hint says what to do instead. Paths are the server's: they are made
+absolute once here, because stage programs run elsewhere. What cannot be checked cheaply (a Hub id that is not in the
+cache, malformed rows) is left to the stage that reads it. The sweep is expanded once per job; every check gets the
+candidates.
 """
 
 import time
@@ -38,88 +39,92 @@ from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Plan
 from eyrie_api.v1alpha1.targets import HELD_OUT, QUICKSTART, QUICKSTART_SUITE_NAMES, SUPPORTED_ARCHITECTURES
 
-_REMEMBERED_S = 2.0
-_MAX_REMEMBERED = 1000
+_CACHED_S = 2.0
+_MAX_CACHED = 1000
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 @dataclass(frozen=True)
-class Checked:
-    """A job that passed, with its paths absolute, and what it will cost where that is known."""
+class CheckedJob:
+    """A valid job with absolute paths, and its plan where the target's sizes are known."""
 
     spec: JobSpec
     plan: Plan | None
 
 
-def check(spec: JobSpec, settings: Settings) -> Checked:
-    """Check a job before it is accepted. Raises an InvalidInput or DiskTooSmall with the hint."""
-    _check_layers(spec)
-    _check_windows(spec)
-    facts = _check_target(spec)
+def check(spec: JobSpec, settings: Settings) -> CheckedJob:
+    """Check a job before it is accepted. Raises InvalidInput or DiskTooSmall, with a hint."""
+    candidates = expand(spec)
+    _check_layers(spec, candidates)
+    _check_windows(spec, candidates)
+    facts = _check_target(spec, candidates)
     for source in spec.data.sources:
         _check_source(source)
     for suite in spec.benchmark.suites:
         _check_suite(suite, spec)
-    _check_sizes(spec, facts)
     if facts is None:
-        return Checked(absolute(spec), None)
+        return CheckedJob(absolute(spec), None)
+    _check_sizes(candidates, facts)
     known = data_facts(spec.data)
-    plan = make_plan(spec, facts, free_bytes(settings.home), data_facts=known, rates=rates(settings))
-    # Refused only on lengths sampled from the data: an upper bound that does not fit is no proof that the job won't.
+    plan = make_plan(spec, candidates, facts, free_bytes(settings.home), data_facts=known, rates=rates(settings))
+    # Only lengths sampled from the data refuse a job: without them the plan is an upper bound, which does not prove
+    # that the job will not fit.
     if plan.fits_disk is False and known.prompt_tokens is not None:
         raise DiskTooSmall(f"the job needs about {plan.total_bytes_on_disk / 2**30:.1f} GiB under {settings.home} and "
                            f"{free_bytes(settings.home) / 2**30:.1f} GiB are free",
                            "lower data.max_conversations or capture.max_length, use capture.codec int4 or "
                            "capture.final_state topk, or set EYRIE_HOME to a larger disk")
-    return Checked(absolute(spec), plan)
+    return CheckedJob(absolute(spec), plan)
 
 
-class Checks:
-    """`check`, remembering for a moment what passed. Many jobs that differ in nothing but their names come together,
-    and what is asked of files holds for as long as that."""
+class PreflightCache:
+    """`check` with its results cached for `_CACHED_S` seconds: jobs that differ only in name and labels are often
+    submitted together, and files seldom change within that time."""
 
     def __init__(self, settings: Settings, elapsed: Callable[[], float] = time.monotonic) -> None:
         self._settings, self._elapsed = settings, elapsed
-        self._passed: dict[str, tuple[Checked, float]] = {}
+        self._passed: dict[str, tuple[CheckedJob, float]] = {}
 
-    def check(self, spec: JobSpec) -> Checked:
-        """Raises as `check`; what was refused is not remembered."""
-        same, now = spec.model_dump_json(exclude={"name", "labels"}), self._elapsed()
-        passed, until = self._passed.get(same, (None, 0.0))
+    def check(self, spec: JobSpec) -> CheckedJob:
+        """Raises as `check`; refusals are not cached."""
+        key, now = spec.model_dump_json(exclude={"name", "labels"}), self._elapsed()
+        passed, until = self._passed.get(key, (None, 0.0))
         if passed is None or until <= now:
             passed = check(spec, self._settings)
-            if len(self._passed) >= _MAX_REMEMBERED:
+            if len(self._passed) >= _MAX_CACHED:
                 self._passed.clear()
-            self._passed[same] = (passed, now + _REMEMBERED_S)
+            self._passed[key] = (passed, now + _CACHED_S)
         named = passed.spec.model_copy(update={"name": spec.name, "labels": spec.labels})
-        return Checked(named, passed.plan)
+        return CheckedJob(named, passed.plan)
 
 
 def plan(spec: JobSpec, settings: Settings) -> Plan:
     """The dry run behind `POST /plans`. Raises InvalidInput when the target's config cannot be read here."""
-    _check_layers(spec)
-    _check_windows(spec)
-    facts = _check_target(spec)
+    candidates = expand(spec)
+    _check_layers(spec, candidates)
+    _check_windows(spec, candidates)
+    facts = _check_target(spec, candidates)
     for source in spec.data.sources:
         _check_source(source)
-    _check_sizes(spec, facts)
     if facts is None:
         raise InvalidInput(f"target.model {spec.target.model!r} is not on this machine, so its sizes are unknown",
                            "download it first (`hf download`), or give a local directory with its config.json")
-    return make_plan(spec, facts, free_bytes(settings.home), data_facts=data_facts(spec.data), rates=rates(settings))
+    _check_sizes(candidates, facts)
+    return make_plan(spec, candidates, facts, free_bytes(settings.home), data_facts=data_facts(spec.data),
+                     rates=rates(settings))
 
 
 def rates(settings: Settings) -> Rates:
-    """The machine's arithmetic as settings give it."""
+    """Arithmetic rates of the machine, from the settings."""
     return Rates(prefill=settings.prefill_gflops, decode=settings.decode_gflops, single=settings.single_gflops,
                  train=settings.train_gflops)
 
 
 def absolute(spec: JobSpec) -> JobSpec:
-    """The job with every local path made absolute."""
+    """The job with absolute local paths."""
     target = spec.target.model_copy(update={"model": _absolute(spec.target.model)})
-    sources = tuple(one.model_copy(update={"path": _absolute(one.path)}) for one in spec.data.sources)
-    suites = tuple(one.model_copy(update={"path": _absolute(one.path)}) for one in spec.benchmark.suites)
+    sources = tuple(source.model_copy(update={"path": _absolute(source.path)}) for source in spec.data.sources)
+    suites = tuple(suite.model_copy(update={"path": _absolute(suite.path)}) for suite in spec.benchmark.suites)
     return spec.model_copy(update={
         "target": target, "data": spec.data.model_copy(update={"sources": sources}),
         "benchmark": spec.benchmark.model_copy(update={"suites": suites})})
@@ -132,7 +137,7 @@ def _absolute(path: str) -> str:
     return path if found is None else str(found)
 
 
-def _check_target(spec: JobSpec) -> TargetFacts | None:
+def _check_target(spec: JobSpec, candidates: Sequence[Candidate]) -> TargetFacts | None:
     directory = target_dir(spec.target)
     if directory is None:
         return None
@@ -144,56 +149,56 @@ def _check_target(spec: JobSpec) -> TargetFacts | None:
     if not set(architectures) & set(SUPPORTED_ARCHITECTURES):
         raise UnsupportedTarget(
             f"target.model {spec.target.model!r}: config.json names architecture "
-            f"{', '.join(architectures) or 'nowhere'}, which is not supported",
+            f"{', '.join(architectures) or '(none)'}, which is not supported",
             f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}")
     _check_tokenizer(directory)
     facts = target_facts(directory)
-    # Whatever serves now: a checkpoint's config.json names its layers for SGLang, so they must have such names.
-    for _, layers in _layer_choices(spec):
+    # For every serving engine: a checkpoint's config.json names its layers as SGLang does, so such names must exist.
+    for _, layers in _layer_choices(spec, candidates):
         sglang_layer_ids(architectures[0], facts.num_layers, layers)
     return facts
 
 
-def _check_layers(spec: JobSpec) -> None:
-    """What of the layers named is wrong for any target; `sglang_layer_ids` knows what is wrong for this one."""
-    for field, layers in _layer_choices(spec):
+def _check_layers(spec: JobSpec, candidates: Sequence[Candidate]) -> None:
+    """Rules for aux_layers that hold for any target; `sglang_layer_ids` checks those of one target."""
+    for field, layers in _layer_choices(spec, candidates):
         if len(layers) < 2:
-            raise InvalidInput(f"{field} {list(layers)} is one layer: SGLang takes a state as wide as the "
-                               "embedding for the drafter's own and would skip its fc",
-                               "give two or more, or leave it out for a low, a middle and a high one")
+            raise InvalidInput(f"{field} {list(layers)} is one layer: SGLang treats a state of the "
+                               "embedding's width as the drafter's own and skips its fc",
+                               "give two or more, or omit it for a low, a middle and a high layer")
         if list(layers) != sorted(set(layers)):
             raise InvalidInput(f"{field} {list(layers)} are not distinct and ascending",
                                f"write {sorted(set(layers))}")
     named = spec.drafter.aux_layers
-    if named is not None and not any(fuses(one) for one in expand(spec)):
-        raise InvalidInput(f"drafter.aux_layers {list(named)} are named and no family of the job fuses layers",
-                           "leave drafter.aux_layers out, or train eagle3 or dflash")
+    if named is not None and not any(fuses(candidate) for candidate in candidates):
+        raise InvalidInput(f"drafter.aux_layers {list(named)} is set and no family of the job fuses layers",
+                           "omit drafter.aux_layers, or train eagle3 or dflash")
 
 
-def _layer_choices(spec: JobSpec) -> list[tuple[str, tuple[int, ...]]]:
-    """Every set of layers that is to be fused, and the field that names it."""
-    found = [] if spec.capture.aux_layers is None else [("capture.aux_layers", spec.capture.aux_layers)]
-    return found + [(f"drafter.aux_layers (candidate {one.name})", one.drafter.aux_layers)
-                    for one in expand(spec) if one.drafter.aux_layers is not None and fuses(one)]
+def _layer_choices(spec: JobSpec, candidates: Sequence[Candidate]) -> list[tuple[str, tuple[int, ...]]]:
+    """Every set of layers that is fused, and the field that names it."""
+    captured = [] if spec.capture.aux_layers is None else [("capture.aux_layers", spec.capture.aux_layers)]
+    return captured + [(f"drafter.aux_layers (candidate {candidate.name})", candidate.drafter.aux_layers)
+                       for candidate in candidates if candidate.drafter.aux_layers is not None and fuses(candidate)]
 
 
-def _check_windows(spec: JobSpec) -> None:
-    """SGLang keeps a drafter's window in chains only (`eyrie_workers.engines.sglang.profiles`)."""
+def _check_windows(spec: JobSpec, candidates: Sequence[Candidate]) -> None:
+    """SGLang applies a drafter's sliding window in chains only (`eyrie_workers.engines.sglang.profiles`)."""
     widest = max(spec.tune.top_k)
     if spec.serve.engine != "sglang" or widest == 1:
         return
-    for candidate in expand(spec):
+    for candidate in candidates:
         if candidate.spec.drafter.sliding_window is not None:
             raise InvalidInput(
                 f"drafter.sliding_window {candidate.spec.drafter.sliding_window} (candidate {candidate.name}) with "
-                f"tune.top_k up to {widest}: in a tree SGLang lets the drafter see more than its window",
-                "set tune.top_k to [1], serve with the embedded engine, or leave drafter.sliding_window out")
+                f"tune.top_k up to {widest}: in a tree SGLang lets the drafter attend beyond its window",
+                "set tune.top_k to [1], serve with the embedded engine, or omit drafter.sliding_window")
 
 
 def _check_tokenizer(directory: Path) -> None:
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         raise NoChatTemplate(f"target directory {directory} has no tokenizer ({', '.join(_TOKENIZER_FILES)})",
-                             "copy the model's tokenizer files beside its config.json")
+                             "copy the model's tokenizer files next to its config.json")
     if (directory / "chat_template.jinja").is_file() or (directory / "chat_template.json").is_file():
         return
     if any(directory.glob("additional_chat_templates/*.jinja")):
@@ -203,7 +208,7 @@ def _check_tokenizer(directory: Path) -> None:
     except (OSError, ValueError):
         text = ""
     if '"chat_template"' not in text:
-        raise NoChatTemplate(f"target directory {directory} has a tokenizer without chat template",
+        raise NoChatTemplate(f"target directory {directory} has a tokenizer without a chat template",
                              "use the chat model rather than the base model, or add chat_template.jinja")
 
 
@@ -226,8 +231,8 @@ def _check_source(source: DataSource) -> None:
 def _check_suite(suite: SuiteSpec, spec: JobSpec) -> None:
     if suite.path == HELD_OUT:
         if spec.data.held_out_fraction == 0.0:
-            raise InvalidInput(f"benchmark suite {suite.name!r} wants held-out prompts, but data.held_out_fraction is "
-                               "0", "set data.held_out_fraction, or leave the suite out")
+            raise InvalidInput(f"benchmark suite {suite.name!r} uses held-out prompts, but data.held_out_fraction is 0",
+                               "set data.held_out_fraction, or omit the suite")
         return
     kind, _, name = suite.path.partition(":")
     if kind == QUICKSTART:
@@ -244,26 +249,23 @@ def _check_suite(suite: SuiteSpec, spec: JobSpec) -> None:
                            "give a JSONL file of messages or prompt rows")
 
 
-def _check_sizes(spec: JobSpec, facts: TargetFacts | None) -> None:
-    candidates = expand(spec)
-    if facts is None:
-        return
-    _check_opinions(candidates, facts)
+def _check_sizes(candidates: Sequence[Candidate], facts: TargetFacts) -> None:
+    _check_stored_vocabulary(candidates, facts)
     for candidate in candidates:
         wanted = candidate.drafter.draft_vocab_size
         if wanted is not None and wanted > facts.vocab_size:
             raise VocabularyTooLarge(f"drafter.draft_vocab_size {wanted} (candidate {candidate.name}) is larger than "
                                      f"the target's vocabulary of {facts.vocab_size}",
-                                     f"give at most {facts.vocab_size}, or leave it out")
+                                     f"give at most {facts.vocab_size}, or omit it")
 
 
-def _check_opinions(candidates: Sequence[Candidate], facts: TargetFacts) -> None:
-    """A store of opinions is about one draft vocabulary: every drafter trained from it must have that one."""
+def _check_stored_vocabulary(candidates: Sequence[Candidate], facts: TargetFacts) -> None:
+    """A store of top-k logits has one draft vocabulary: every drafter trained from it must use that one."""
     for candidate in candidates:
         capture, wanted = candidate.spec.capture, candidate.drafter.draft_vocab_size
         stored = capture.draft_vocab_size or min(facts.vocab_size, DEFAULT_DRAFT_VOCABULARY)
         if capture.final_state == "topk" and wanted not in (None, stored):
             raise InvalidInput(
                 f"drafter.draft_vocab_size {wanted} (candidate {candidate.name}) with capture.final_state topk, which "
-                f"keeps opinions over {stored} draft tokens",
+                f"stores logits over {stored} draft tokens",
                 f"set capture.draft_vocab_size {wanted} and no other in the sweep, or capture.final_state keep")

@@ -73,7 +73,7 @@ def create_job(spec: Spec, control: Here, key: IdempotencyKey = None) -> Respons
         check_key(key)
         once = Once(key, route_within(project, JOBS), digest_model(spec))
     try:
-        checked = control.checks_of_jobs.check(spec)
+        checked = control.preflight.check(spec)
     except EyrieError:
         replay = None if once is None else control.idempotency.answered(once)
         if replay is None:
