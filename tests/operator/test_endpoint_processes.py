@@ -82,7 +82,7 @@ def test_an_engine_decodes_by_its_map_where_it_can_follow_one(target: Path) -> N
                    for load, setting in ((1, CHAIN), (4, OFF)))
     use = DrafterUse(drafter_dir="/d", setting=CHAIN, map=OperatingMap(points=points))
     line = " ".join(engine_argv(serving, use, "m", Path("/r/ready.json")))
-    assert "--drafter /d --by-load 1=3/1/4,4=off" in line
+    assert "--drafter /d --trees-by-batch-size 1=3/1/4,4=off" in line
     assert "--max-concurrency 3" in line
     bare = " ".join(engine_argv(serving, DrafterUse(), "m", Path("/r/ready.json")))
     assert "--drafter" not in bare

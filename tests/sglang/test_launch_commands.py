@@ -19,12 +19,12 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, OperatingPoint, Setting
 from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.engines.sglang.launch import (
-    LaunchPlan,
-    adaptive_document,
-    comparison,
+    adaptive_config,
+    comparison_commands,
     launch_arguments,
     launch_environment,
 )
+from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
 from eyrie_workers.engines.sglang.profiles import PROFILES, HardwareProfile, profile
 from eyrie_workers.targets.sglang_limits import Unlaunchable
 from tests.sglang.servers import ROOT, STAND_IN, environment, sglang_python
@@ -102,7 +102,7 @@ class Matrix:
                            "arguments": line if line is not None else launch_arguments(plan)})
 
     def add_variants(self, name: str, plan: LaunchPlan, settings: tuple[Setting, ...] = ()) -> None:
-        for label, line in comparison(plan, settings).items():
+        for label, line in comparison_commands(plan, settings).items():
             self.add(f"{name} {label}", plan, line)
 
 
@@ -153,7 +153,7 @@ def add_features(found: Matrix, root: Path) -> None:
     """One of each of what a plan can ask for besides."""
     adaptive, key, lora = root / "adaptive.json", root / "key.yaml", root / "adapter"
     followed = found.plan("h100", "llama", map=ADAPTIVE, adaptive_path=str(adaptive))
-    adaptive.write_text(adaptive_document(followed) or "")
+    adaptive.write_text(adaptive_config(followed) or "")
     key.write_text("api-key: hidden\n")
     lora.mkdir()
     found.add_variants("adaptive", followed)

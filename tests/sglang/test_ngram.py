@@ -11,7 +11,8 @@ from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.drafters.checkpoint.files import read_config
 from eyrie_workers.drafters.ngram_trie import TrieDrafter
 from eyrie_workers.engines.sglang.checkpoints import read_target
-from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments
+from eyrie_workers.engines.sglang.launch import launch_arguments
+from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
 from eyrie_workers.engines.sglang.process import SglangServer
 from eyrie_workers.engines.sglang.profiles import profile
 from eyrie_workers.intervals import acceptance_length, add_histograms

@@ -21,7 +21,8 @@ from eyrie_api.v1alpha1.tuning import OFF, Setting
 from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
-from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments, launch_environment
+from eyrie_workers.engines.sglang.launch import launch_arguments, launch_environment
+from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
 from eyrie_workers.engines.sglang.process import SglangServer, start_sglang
 from eyrie_workers.engines.sglang.profiles import profile
 from eyrie_workers.measurement.parity.parity import prove_parity

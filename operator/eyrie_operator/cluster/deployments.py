@@ -39,7 +39,7 @@ from eyrie_operator.manifests.deployment import (
 from eyrie_operator.manifests.engines import ANY_HOST
 from eyrie_workers.engines.process import EngineCommand
 from eyrie_workers.engines.sglang.checkpoints import TargetCheckpoint, read_drafter, read_target
-from eyrie_workers.engines.sglang.launch import LaunchPlan
+from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
 from eyrie_workers.engines.sglang.profiles import profile as machine_profile
 
 PLAIN_ATTENTION = frozenset({

@@ -14,7 +14,7 @@ from eyrie_api.v1alpha1.model import Name
 from eyrie_api.v1alpha1.placement import ObjectName, Placement, S3Work
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.engines.sglang.checkpoints import DrafterCheckpoint
-from eyrie_workers.engines.sglang.launch import LaunchPlan
+from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
 
 LWS_API = "leaderworkerset.x-k8s.io/v1"
 

@@ -17,12 +17,7 @@ from eyrie_operator.manifests.deployment import (
     Undeployable,
     fetched,
 )
-from eyrie_workers.engines.sglang.launch import (
-    MODULE,
-    adaptive_document,
-    launch_arguments,
-    launch_environment,
-)
+from eyrie_workers.engines.sglang.launch import MODULE, adaptive_config, launch_arguments, launch_environment
 
 ADAPTIVE_DIR, ADAPTIVE_FILE = "/etc/eyrie/adaptive", "adaptive.json"
 KEY_DIR = "/etc/eyrie/key"
@@ -69,7 +64,7 @@ def engine_line(endpoint_model: str, revision: Revision, deployment: EndpointDep
         key_file=None if deployment.api_key is None else f"{KEY_DIR}/{deployment.api_key.key}")
     line = (*deployment.python, "-m", MODULE, *launch_arguments(plan))
     return EngineLine(command=(*line, *_nodes(deployment)), ready_path="/ready", environment=launch_environment(plan),
-                      adaptive=adaptive_document(plan), drafter=drafter, fetch=stored)
+                      adaptive=adaptive_config(plan), drafter=drafter, fetch=stored)
 
 
 def _nodes(deployment: EndpointDeployment) -> tuple[str, ...]:

@@ -16,7 +16,8 @@ from eyrie_workers.drafters.checkpoint.card import Card, identify
 from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.drafters.registry import FAMILIES
 from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
-from eyrie_workers.engines.sglang.launch import LaunchPlan, launch_arguments
+from eyrie_workers.engines.sglang.launch import launch_arguments
+from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
 from eyrie_workers.engines.sglang.profiles import profile
 from eyrie_workers.targets.config import parse_config
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary

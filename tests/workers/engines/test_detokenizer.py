@@ -69,11 +69,11 @@ def test_a_tail_that_may_begin_a_stop_waits_and_is_given_when_it_does_not() -> N
 
 
 def test_text_behind_a_bracket_waits_when_tools_were_offered() -> None:
-    text = ResponseText(decode_bytes, gate_calls=True)
+    text = ResponseText(decode_bytes, hold_tool_calls=True)
     shown = "".join(text.push(byte) for byte in b'I look it up. {"name": "f"}') + text.finish()
     assert shown == "I look it up. "
-    assert text.unshown == '{"name": "f"}'
-    assert text.whole == shown + text.unshown
+    assert text.held_back == '{"name": "f"}'
+    assert text.text == shown + text.held_back
 
 
 def test_without_tools_a_bracket_is_text_like_any_other() -> None:

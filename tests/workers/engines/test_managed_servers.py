@@ -78,8 +78,8 @@ def test_an_engine_of_ours_is_told_the_map_it_can_follow(target: Path, uses: Dra
         for load, setting in ((1, CHAIN), (4, OFF))))
     candidate = uses["candidate"].model_copy(update={"map": chart})
     plan = plan_for("embedded", target, "cpu")
-    assert plan.follows(candidate)
+    assert plan.is_adaptive(candidate)
     line = command_line(plan, "candidate", {"candidate": candidate}, tmp_path)
-    assert value(line, "--by-load") == "1=2/1/3,4=off"
+    assert value(line, "--trees-by-batch-size") == "1=2/1/3,4=off"
     assert value(command_line(plan, "candidate", uses, tmp_path), "--num-steps") == "2"
-    assert not plan_for("sglang", target, "h100").follows(candidate)  # the map has no adaptive form
+    assert not plan_for("sglang", target, "h100").is_adaptive(candidate)  # the map has no adaptive form

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from eyrie_workers.engines.openai_api import (
     ContextTooLong,
-    Refused,
+    InvalidRequest,
     SpecDetails,
     error_body,
     fit_context,
@@ -20,14 +20,14 @@ HELLO = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 def test_defaults_are_those_of_openai() -> None:
     sampling = parse_chat(HELLO).sampling()
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
-    assert parse_completion({"prompt": "x"}).most_tokens == 16
+    assert parse_completion({"prompt": "x"}).token_limit == 16
 
 
 def test_nulls_mean_absent() -> None:
     request = parse_chat(HELLO | {"temperature": None, "stop": None, "n": None, "stream": None, "tools": None,
                                   "max_tokens": None, "logit_bias": None})
     assert request.stops() == ()
-    assert request.most_tokens is None
+    assert request.token_limit is None
 
 
 @pytest.mark.parametrize(("field", "value"), [
@@ -37,7 +37,7 @@ def test_nulls_mean_absent() -> None:
     ("tool_choice", "required"), ("messages", [{"role": "robot", "content": "x"}]), ("stop", ["x" * 1000]),
 ])
 def test_a_field_we_cannot_honour_is_refused_by_name_with_a_hint(field: str, value: object) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(InvalidRequest) as refused:
         parse_chat(HELLO | {field: value})
     assert (refused.value.param or "").split(".")[0] == field
     assert refused.value.hint
@@ -56,7 +56,7 @@ def test_content_parts_are_joined_and_images_refused() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     message = parse_chat({"messages": [{"role": "user", "content": parts}]}).messages[0]
     assert message.for_template()["content"] == "one two"
-    with pytest.raises(Refused):
+    with pytest.raises(InvalidRequest):
         parse_chat({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]})
 
 
@@ -70,7 +70,7 @@ def test_a_prompt_is_one_text_or_one_list_of_token_ids() -> None:
     assert parse_completion({"prompt": [1, 2, 3]}).prompt == [1, 2, 3]
     assert parse_completion({"prompt": ["one"]}).prompt == ["one"]
     for prompt in (["one", "two"], "", [], None):
-        with pytest.raises(Refused):
+        with pytest.raises(InvalidRequest):
             parse_completion({"prompt": prompt})
 
 

@@ -21,10 +21,10 @@ def decode(ids: list[int]) -> str:
     return bytes(ids).decode("utf-8", errors="replace")
 
 
-def new_answer(*, stops: tuple[str, ...] = (), tools: bool = False, chat: bool = True) -> ResponseBuilder:
+def new_builder(*, stops: tuple[str, ...] = (), tools: bool = False, chat: bool = True) -> ResponseBuilder:
     request = Request(id="r", prompt_ids=[1, 2], max_new_tokens=999, sampling=SamplingSpec(), stop_ids=(EOS,))
-    generation = GenerationRequest(request=request, stops=stops, has_tools=tools, stream=True, include_usage=True,
-                                   token_ids=True, spec_details=True)
+    generation = GenerationRequest(engine_request=request, stops=stops, has_tools=tools, stream=True,
+                                   include_usage=True, token_ids=True, spec_details=True)
     return ResponseBuilder(generation, ResponseMetadata("chatcmpl-77", "m", 0, chat, "f"), decode, parse_answer)
 
 
@@ -40,15 +40,15 @@ def rounds(tokens: list[int], cuts: list[int]) -> list[StepOutput]:
     return said
 
 
-def streamed(answer: ResponseBuilder, said: list[StepOutput]) -> list[dict[str, Any]]:
-    chunks = [answer.opening()]
+def streamed(builder: ResponseBuilder, said: list[StepOutput]) -> list[dict[str, Any]]:
+    chunks = [builder.first_chunk()]
     for progress in said:
-        text = answer.take(progress)
-        if text or answer.has_unsent:
-            chunks.append(answer.chunk(text))
-        if answer.finish is not None:
+        text = builder.append(progress)
+        if text or builder.has_unsent:
+            chunks.append(builder.chunk(text))
+        if builder.finish is not None:
             break
-    return chunks + answer.closing()
+    return chunks + builder.last_chunks()
 
 
 def text_of(chunks: list[dict[str, Any]]) -> str:
@@ -61,19 +61,19 @@ def test_text_usage_and_reason_do_not_depend_on_rounds(text: str, cuts: list[int
     tokens = [*text.encode(), EOS]
     seen = []
     for said in (rounds(tokens, cuts), rounds(tokens, [1] * len(tokens))):
-        answer = new_answer(stops=tuple(stops))
-        chunks = streamed(answer, said)
-        assert text_of(chunks) == answer.whole()["choices"][0]["message"]["content"]
+        builder = new_builder(stops=tuple(stops))
+        chunks = streamed(builder, said)
+        assert text_of(chunks) == builder.response()["choices"][0]["message"]["content"]
         ids = [token for chunk in chunks for choice in chunk["choices"] for token in choice.get("token_ids", [])]
-        assert ids == answer.token_ids
-        seen.append((text_of(chunks), answer.usage(), answer.finish))
+        assert ids == builder.token_ids
+        seen.append((text_of(chunks), builder.usage(), builder.finish))
     assert seen[0] == seen[1]
 
 
 def test_the_end_token_counts_but_is_not_text() -> None:
-    answer = new_answer()
-    streamed(answer, rounds([*b"hi", EOS], [3]))
-    whole = answer.whole()
+    builder = new_builder()
+    streamed(builder, rounds([*b"hi", EOS], [3]))
+    whole = builder.response()
     assert whole["choices"][0]["message"]["content"] == "hi"
     assert whole["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
     assert whole["choices"][0]["finish_reason"] == "stop"
@@ -82,37 +82,37 @@ def test_the_end_token_counts_but_is_not_text() -> None:
 
 @pytest.mark.parametrize("before", ["", "I look it up.\n"])
 def test_a_tool_call_comes_out_as_a_call_and_not_as_text(before: str) -> None:
-    answer = new_answer(tools=True)
-    chunks = streamed(answer, rounds([*(before + CALL).encode(), EOS], [4] * 40))
+    builder = new_builder(tools=True)
+    chunks = streamed(builder, rounds([*(before + CALL).encode(), EOS], [4] * 40))
     assert text_of(chunks).strip() == before.strip()
     deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
     (call,) = [call for delta in deltas for call in delta.get("tool_calls", [])]
     assert call["index"] == 0
     assert call["function"]["name"] == "get_weather"
     assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
-    whole = answer.whole()["choices"][0]
+    whole = builder.response()["choices"][0]
     assert whole["finish_reason"] == "tool_calls"
     assert (whole["message"]["content"] or "").strip() == before.strip()
     assert chunks[-2]["choices"][0]["finish_reason"] == "tool_calls"
 
 
 def test_what_only_looks_like_a_call_is_given_as_text_in_the_end() -> None:
-    answer = new_answer(tools=True)
-    chunks = streamed(answer, rounds([*b"if a < b: [1]", EOS], [2] * 20))
+    builder = new_builder(tools=True)
+    chunks = streamed(builder, rounds([*b"if a < b: [1]", EOS], [2] * 20))
     assert text_of(chunks) == "if a < b: [1]"
-    assert answer.whole()["choices"][0]["finish_reason"] == "stop"
+    assert builder.response()["choices"][0]["finish_reason"] == "stop"
 
 
 def test_without_tools_a_call_is_text_and_streams_at_once() -> None:
-    answer = new_answer()
-    first = answer.take(StepOutput("r", list(CALL.encode()), [len(CALL) - 1]))
+    builder = new_builder()
+    first = builder.append(StepOutput("r", list(CALL.encode()), [len(CALL) - 1]))
     assert first == CALL
 
 
 def test_details_add_up_over_rounds() -> None:
-    answer = new_answer(chat=False)
+    builder = new_builder(chat=False)
     for tokens, accepted in (([97], []), ([97, 98, 99], [2]), ([97], [0])):
-        answer.take(StepOutput("r", tokens, accepted))
-    details = answer.details()
+        builder.append(StepOutput("r", tokens, accepted))
+    details = builder.details()
     assert (details.rounds, details.histogram, details.accepted) == (2, (1, 0, 1), 2)
     assert details.acceptance_length == 2.0

@@ -10,7 +10,7 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, OperatingPoint, Setting
 from eyrie_workers.drafters.ngram import NgramDrafter
 from eyrie_workers.engines.process import EngineCommand, batch_size_schedule
-from eyrie_workers.engines.server import Options, load, parse_options
+from eyrie_workers.engines.server import ServerOptions, load, parse_options
 from eyrie_workers.speculation.engine import Engine, Request
 from tests.tiny import tiny_target
 
@@ -19,7 +19,7 @@ TREE = DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6)
 DRAFTER = Path("/drafter")
 
 
-def said(**what: Any) -> Options:
+def said(**what: Any) -> ServerOptions:
     return parse_options(EngineCommand(target="t", model="m", **what).argv()[3:])
 
 
@@ -40,13 +40,13 @@ def test_the_server_reads_what_the_command_means(command: dict[str, Any], method
                                                  drafter: Path | None) -> None:
     options = said(**command)
     assert (options.method, options.tree, options.drafter) == (method, tree, drafter)
-    assert not options.by_load
+    assert not options.trees_by_batch_size
 
 
 def test_a_map_of_one_drafter_is_followed_by_load() -> None:
     options = said(drafter=DRAFTER, map=chart(Setting(tree=TREE), Setting(tree=CHAIN), OFF))
     assert options.method == "drafter"
-    assert options.by_load == {1: TREE, 2: CHAIN, 4: None}
+    assert options.trees_by_batch_size == {1: TREE, 2: CHAIN, 4: None}
 
 
 def test_a_map_that_changes_drafters_or_never_changes_is_not_followed() -> None:
@@ -55,12 +55,12 @@ def test_a_map_that_changes_drafters_or_never_changes_is_not_followed() -> None:
     assert batch_size_schedule(chart(trained, trained)) is None
     assert batch_size_schedule(chart(OFF, OFF)) is None
     options = said(drafter=DRAFTER, setting=trained, map=chart(trained, ngram))
-    assert (options.tree, options.by_load) == (TREE, {})
+    assert (options.tree, options.trees_by_batch_size) == (TREE, {})
 
 
 def test_a_loaded_engine_decodes_by_load_with_the_method_it_was_told(tmp_path: Path) -> None:
     target = tiny_target(tmp_path / "target", "llama", initializer_range=0.05)
-    options = parse_options(["--target", str(target), "--method", "ngram", "--by-load", "1=3/1/4,3=off",
+    options = parse_options(["--target", str(target), "--method", "ngram", "--trees-by-batch-size", "1=3/1/4,3=off",
                              "--max-concurrency", "3", "--threads", "1"])
     engine = load(options).engine
     assert isinstance(engine.drafter, NgramDrafter)
@@ -83,9 +83,9 @@ def test_a_loaded_engine_decodes_by_load_with_the_method_it_was_told(tmp_path: P
     assert 3 not in drafted_at
 
 
-@pytest.mark.parametrize("argv", [["--method", "drafter"], ["--method", "ngram", "--by-load", "1=deep"],
-                                  ["--method", "ngram", "--by-load", "many=3/1/4"],
-                                  ["--method", "ngram", "--by-load", "1=3/1/9"]])
+@pytest.mark.parametrize("argv", [["--method", "drafter"], ["--method", "ngram", "--trees-by-batch-size", "1=deep"],
+                                  ["--method", "ngram", "--trees-by-batch-size", "many=3/1/4"],
+                                  ["--method", "ngram", "--trees-by-batch-size", "1=3/1/9"]])
 def test_a_command_line_that_cannot_be_is_refused(argv: list[str]) -> None:
     with pytest.raises(InvalidInput):
         parse_options(["--target", "t", *argv])

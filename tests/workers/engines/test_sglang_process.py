@@ -16,9 +16,9 @@ from eyrie_workers.engines.sglang.process import (
     PROGRAM,
     SglangServer,
     last_error,
+    launcher_command,
     merged_environment,
     plugin_root,
-    program,
     start_sglang,
 )
 
@@ -130,10 +130,10 @@ def test_last_words_are_the_last_lines_when_nothing_was_raised(tmp_path: Path) -
 
 def test_the_program_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PROGRAM, raising=False)
-    assert program() == ("python", "-m", "sglang.launch_server")
+    assert launcher_command() == ("python", "-m", "sglang.launch_server")
     words = ("/opt/sglang/bin/python", "/opt/with space/serve.py")
     monkeypatch.setenv(PROGRAM, shlex.join(words))
-    assert program() == words
+    assert launcher_command() == words
 
 
 @pytest.mark.parametrize(("arguments", "url"), [

@@ -1,20 +1,20 @@
-"""Token ids in, text out, one token at a time: nothing shown that a later token could take back.
+"""Incremental detokenisation: token ids in, text out, without releasing text that a later token could change.
 
-Three things hold text back. A character whose bytes are split over tokens: the tokenizer decodes the first half to
-U+FFFD, so a tail of U+FFFD waits. A stop string that may have begun: the longest tail of the text
-that is a prefix of a stop waits for the next token. And a tool call that may have begun: when tools were offered,
-text from the first bracket on waits until the answer is whole, because only then can it be told from content.
+Text is held back in three cases. A character whose bytes are split over tokens: the tokenizer decodes an incomplete
+character to U+FFFD, so U+FFFD at the end waits. A stop string that may have begun: the longest suffix that is a prefix
+of a stop string waits. A tool call that may have begun: when the request has tools, text from the first bracket on
+waits until the response is complete, because only then can a tool call be distinguished from content.
 
-Decoding works on a window: the tokens since the last release, with the few before them that a tokenizer needs to
-place spaces rightly (the scheme of text-generation servers: decode(window) minus decode(known part of the window)).
-Tokens are pushed one by one even when a round of speculation yields several, so that the place where a stop string
-ends the answer, and so the usage count, is the same with and without a drafter.
+Decoding uses a window: the tokens since the last release, with the few before them that a tokenizer needs to place
+spaces correctly (the method of text-generation servers: decode(window) minus decode(known part of the window)). Tokens
+are pushed one by one even when a round of speculation yields several, so that the position where a stop string ends the
+response, and with it the usage count, is the same with and without a drafter.
 """
 
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
-# Every chat template known to us opens a call with one of these: <tool_call>, [TOOL_CALLS], {"name": ...}, <|...|>.
+# The first character of a tool call in all supported chat templates: <tool_call>, [TOOL_CALLS], {"name": ...}, <|...|>.
 _CALL_OPENERS = "<[{"
 
 
@@ -24,32 +24,32 @@ class Detokenizer:
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
         self._ids: list[int] = []
-        self._window = 0  # index of the first token still decoded
-        self._settled = 0  # tokens before this index ended on a whole character
-        self._shown = 0  # characters of the window's text already released
+        self._window = 0  # index of the first token that is decoded again
+        self._settled = 0  # the tokens before this index end with a complete character
+        self._released = 0  # characters of the window's text already released
 
     def push(self, token_id: int) -> str:
-        """Take one more token; return the text that is now certain, possibly empty."""
+        """Append a token; return the text that is now final, possibly empty."""
         self._ids.append(token_id)
         text = self._decode(self._ids[self._window:])
-        # However long the run of U+FFFD is: decoders with byte fallback turn a whole run of bytes to U+FFFD while
-        # its last character is incomplete, and back to text when it is complete.
+        # All trailing U+FFFD are held back: decoders with byte fallback decode a whole run of bytes to U+FFFD while its
+        # last character is incomplete, and to text once it is complete.
         certain = text.rstrip(REPLACEMENT)
-        fresh, self._shown = certain[self._shown:], max(self._shown, len(certain))
+        fresh, self._released = certain[self._released:], max(self._released, len(certain))
         if certain == text:
             self._window, self._settled = self._settled, len(self._ids)
-            self._shown = len(self._decode(self._ids[self._window:]))
+            self._released = len(self._decode(self._ids[self._window:]))
         return fresh
 
     def flush(self) -> str:
-        """The text of what was held back; bytes that never became a character stay U+FFFD."""
+        """The text still held back; bytes that do not form a character remain U+FFFD."""
         text = self._decode(self._ids[self._window:])
-        fresh, self._shown = text[self._shown:], len(text)
+        fresh, self._released = text[self._released:], len(text)
         return fresh
 
 
 class StopMatcher:
-    """Cuts text before the first of some stop strings, however it is split over pushes."""
+    """Cuts text before the first stop string, however the text is split over pushes."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -57,22 +57,22 @@ class StopMatcher:
         self.matched = False
 
     def push(self, text: str) -> str:
-        """Take more text; return what certainly precedes every stop. After a match nothing more is released."""
+        """Append text; return what precedes every possible stop string. After a match nothing is released."""
         if self.matched:
             return ""
         if not self._stops:
             return text
         pending = self._held + text
-        found = [at for stop in self._stops if (at := pending.find(stop)) >= 0]
-        if found:
+        positions = [at for stop in self._stops if (at := pending.find(stop)) >= 0]
+        if positions:
             self.matched, self._held = True, ""
-            return pending[:min(found)]
+            return pending[:min(positions)]
         keep = max(_overlap(pending, stop) for stop in self._stops)
         self._held = pending[len(pending) - keep:]
         return pending[:len(pending) - keep]
 
     def flush(self) -> str:
-        """What was held back, once no more text can come."""
+        """The text still held back, at the end of the response."""
         held, self._held = self._held, ""
         return held
 
@@ -86,50 +86,50 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class ResponseText:
-    """One answer's text as it grows: characters, then stops, then the gate before tool calls."""
+    """The text of one response: detokenisation, then stop strings, then holding back tool calls."""
 
     def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = (), *,
-                 gate_calls: bool = False) -> None:
+                 hold_tool_calls: bool = False) -> None:
         self._characters = Detokenizer(decode)
         self._stops = StopMatcher(stops)
-        self._gate = gate_calls
-        self._whole = ""
-        self._shown = 0
+        self._hold_tool_calls = hold_tool_calls
+        self._text = ""
+        self._released = 0
 
     @property
     def stopped(self) -> bool:
-        """A stop string has been met: the answer is over."""
+        """Whether a stop string was found, which ends the response."""
         return self._stops.matched
 
     @property
-    def whole(self) -> str:
-        """All text so far, stops cut off, held text not included."""
-        return self._whole
+    def text(self) -> str:
+        """The text so far, without the stop string and without what the detokenizer and the matcher hold back."""
+        return self._text
 
     @property
-    def unshown(self) -> str:
-        """Text behind the gate: to be shown as content if it turns out to hold no tool call."""
-        return self._whole[self._shown:]
+    def held_back(self) -> str:
+        """Text not released because it may be a tool call; it is content if it turns out not to be one."""
+        return self._text[self._released:]
 
     @property
-    def shown(self) -> str:
-        """Text already released."""
-        return self._whole[:self._shown]
+    def released(self) -> str:
+        """The text released so far."""
+        return self._text[:self._released]
 
     def push(self, token_id: int) -> str:
-        """Take one token that belongs to the text; return what may be shown."""
-        return self._show(self._stops.push(self._characters.push(token_id)))
+        """Append a token of the text; return the text to send."""
+        return self._release(self._stops.push(self._characters.push(token_id)))
 
     def finish(self) -> str:
-        """No more tokens: return the rest that may be shown. Text behind the gate stays in `unshown`."""
+        """End of the tokens: return the remaining text to send. A possible tool call stays in `held_back`."""
         rest = self._stops.push(self._characters.flush())
-        return self._show(rest + self._stops.flush())
+        return self._release(rest + self._stops.flush())
 
-    def _show(self, text: str) -> str:
-        self._whole += text
-        end = len(self._whole)
-        if self._gate:
-            openers = [at for opener in _CALL_OPENERS if (at := self._whole.find(opener)) >= 0]
+    def _release(self, text: str) -> str:
+        self._text += text
+        end = len(self._text)
+        if self._hold_tool_calls:
+            openers = [at for opener in _CALL_OPENERS if (at := self._text.find(opener)) >= 0]
             end = min(openers, default=end)
-        shown, self._shown = self._whole[self._shown:end], max(end, self._shown)
-        return shown
+        released, self._released = self._text[self._released:end], max(end, self._released)
+        return released

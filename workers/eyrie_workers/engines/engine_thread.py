@@ -1,10 +1,11 @@
-"""The one thread that owns the engine: requests go in by a queue, tokens come out by callback.
+"""The thread that owns the engine: requests arrive through a queue, tokens leave through callbacks.
 
-Torch and the engine's caches belong to this thread alone; the HTTP side never touches them. The thread loads the
-target, then repeats: take in what was asked (blocking only when idle), step the engine once, hand out what each
-request got. A request beyond the engine's slots waits here in a bounded line, so that a crowd is told so at once
-(429) rather than after a minute. If stepping raises, nothing is guessed: every listener hears of it, the loop is dead,
-/health says so and the process ends, for its supervisor to start a fresh one.
+Torch and the engine's caches are used by this thread only; the HTTP side never accesses them. The thread loads the
+target and then repeats: take commands from the queue (blocking only when there are no requests), step the engine once,
+pass each request its tokens. Requests beyond the engine's slots wait here in a bounded queue, so that an overloaded
+server answers 429 at once instead of after a minute. If a step raises, the state of the engine is unknown: every
+listener receives the error, the thread ends, /health reports it, and the process exits so that its supervisor starts a
+new one.
 """
 
 import queue
@@ -26,20 +27,20 @@ State = Literal["loading", "ready", "failed", "stopped"]
 
 @dataclass(frozen=True)
 class LoadedEngine:
-    """What the thread needs to serve, and what the HTTP side needs to know."""
+    """What the thread needs to serve requests, and what the HTTP side needs to know."""
 
     engine: Engine
-    """Its shape (`tree`, `max_length`, `max_concurrency`) may be read from any thread; it does not change."""
+    """Its configuration (`tree`, `max_length`, `max_concurrency`) does not change and may be read from any thread."""
 
     tokenizer: ChatTokenizer
 
 
 Listener = Callable[[StepOutput | EyrieError], None]
-"""Called in the loop's thread: must not block."""
+"""Called in the engine thread: must not block."""
 
 
 class EngineCrashed(EyrieError):
-    """The engine raised in the middle of its work."""
+    """The engine raised an unexpected exception."""
 
     http_status = 500
     exit_code = 70
@@ -47,121 +48,129 @@ class EngineCrashed(EyrieError):
 
 
 @dataclass
-class _Client:
+class _QueuedRequest:
     request: Request
     listener: Listener
     since: float
-    """When the request was accepted, or when its last tokens came."""
+    """When the request was accepted, or when its previous tokens arrived."""
 
-    heard: bool = False
+    has_tokens: bool = False
 
 
 class EngineThread:
-    """Runs an engine in a thread of its own."""
+    """Runs an engine in its own thread."""
 
-    def __init__(self, load: Callable[[], LoadedEngine], meters: EngineMetrics, *, max_waiting: int = 256) -> None:
+    def __init__(self, load: Callable[[], LoadedEngine], metrics: EngineMetrics, *, max_waiting: int = 256) -> None:
         self._load = load
-        self._meters = meters
+        self._metrics = metrics
         self._max_waiting = max_waiting
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._clients: dict[str, _Client] = {}
+        self._requests: dict[str, _QueuedRequest] = {}
         self._waiting: deque[str] = deque()
         self._running: set[str] = set()
-        self._accepted = 0  # requests submitted and not ended; guarded by _lock, read by the HTTP side
+        self._accepted = 0  # requests submitted and not finished; guarded by _lock, read by the HTTP side
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.state: State = "loading"
         self.failure: EyrieError | None = None
         self.loaded: LoadedEngine | None = None
-        self.on_change: Callable[[], None] = lambda: None
-        """Called in the thread when the state changes."""
+        self.on_state_change: Callable[[], None] = lambda: None
+        """Called in the engine thread when the state changes."""
 
     def start(self) -> None:
-        """Begin loading."""
+        """Start the thread, which begins to load."""
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        """LoadedEngine, and the thread still turning."""
+        """Whether the engine is loaded and the thread runs."""
         return self.state == "ready" and self._thread.is_alive()
 
     def submit(self, request: Request, listener: Listener) -> None:
-        """Ask for an answer. Raises NotReady or Overloaded; later failures go to the listener."""
-        client = _Client(request, listener, time.monotonic())
-        with self._lock:  # so that no request slips in between the last look at the queue and the end of the thread
+        """Queue a request. Raises NotReady or Overloaded; later errors go to the listener."""
+        queued = _QueuedRequest(request, listener, time.monotonic())
+        # Race with `_end`: without the lock a request could be put between the last read of the queue and the end of
+        # the thread, and its listener would never be called. `_end` changes the state under the same lock and reads
+        # the queue afterwards, so a request is either rejected here or found there.
+        with self._lock:
             if not self.alive or self.loaded is None:
-                raise NotReady(f"the engine is {self.state}", "try again in a moment; GET /health says when")
+                raise NotReady(f"the engine is {self.state}", "try again in a moment; GET /health reports the state")
             if self._accepted >= self.loaded.engine.max_concurrency + self._max_waiting:
-                raise Overloaded(f"{self._accepted} requests are in work or waiting",
+                raise Overloaded(f"{self._accepted} requests are running or waiting",
                                  "try again later, or start the engine with a larger --max-waiting")
             self._accepted += 1
-            self._commands.put(lambda: self._admit(client))
-        self._meters.accepted_request(len(request.prompt_ids))
+            self._commands.put(lambda: self._enqueue(queued))
+        self._metrics.accepted_request(len(request.prompt_ids))
 
     def cancel(self, request_id: str) -> None:
-        """Forget a request and free its slot. Unknown or ended ids are fine: a client may leave at any moment."""
-        self._commands.put(lambda: self._forget(request_id))
+        """Remove a request and free its slot. Unknown and finished ids are ignored: the request may end meanwhile."""
+        self._commands.put(lambda: self._cancel(request_id))
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread after its current step."""
-        self._commands.put(self._halt)
+        self._commands.put(self._stop)
         self._thread.join(timeout_s)
 
-    # Below: only the engine's thread.
+    # Everything below runs in the engine thread only.
 
     def _run(self) -> None:
         try:
             self.loaded = self._load()
         except EyrieError as error:
-            self._die(error)
+            self._fail(error)
             return
         except Exception as error:
-            self._die(EngineCrashed(f"loading failed: {type(error).__name__}: {error}", "see the traceback in the log"))
+            self._fail(EngineCrashed(f"loading failed: {type(error).__name__}: {error}", "see the log's traceback"))
             raise
-        self._become("ready")
+        self.state = "ready"
+        self.on_state_change()
         try:
             while self.state == "ready":
-                self._turn(self.loaded)
+                self._iterate(self.loaded)
         except Exception as error:
-            self._die(EngineCrashed(f"{type(error).__name__}: {error}", "the engine will be restarted; send it again"))
+            self._fail(EngineCrashed(f"{type(error).__name__}: {error}", "send it again once the engine has restarted"))
             raise
 
-    def _turn(self, loaded: LoadedEngine) -> None:
-        self._take_commands(block=not self._clients)
+    def _iterate(self, loaded: LoadedEngine) -> None:
+        # 1. Commands of the HTTP side. An idle thread blocks here instead of polling.
+        self._run_commands(block=not self._requests)
+        # 2. Waiting requests take free slots, first come, first served.
         while self._waiting and len(self._running) < loaded.engine.max_concurrency:
-            client = self._clients[self._waiting.popleft()]
+            queued = self._requests[self._waiting.popleft()]
             try:
-                loaded.engine.submit(client.request)
-            except EyrieError as error:  # this request's fault, and its alone
-                self._drop(client.request.id)
-                client.listener(error)
+                loaded.engine.submit(queued.request)
+            except EyrieError as error:  # an error of this request, which does not affect the others
+                self._remove(queued.request.id)
+                queued.listener(error)
                 continue
-            self._running.add(client.request.id)
-        self._meters.load(len(self._running), len(self._waiting))
+            self._running.add(queued.request.id)
+        self._metrics.load(len(self._running), len(self._waiting))
+        # 3. One round for all running requests.
         if self._running:
             for progress in loaded.engine.step():
                 self._deliver(progress)
 
-    def _take_commands(self, *, block: bool) -> None:
+    def _run_commands(self, *, block: bool) -> None:
         if block:
             self._commands.get()()
         while not self._commands.empty():
             self._commands.get()()
 
-    def _admit(self, client: _Client) -> None:
-        self._clients[client.request.id] = client
-        self._waiting.append(client.request.id)
+    def _enqueue(self, queued: _QueuedRequest) -> None:
+        self._requests[queued.request.id] = queued
+        self._waiting.append(queued.request.id)
 
-    def _forget(self, request_id: str) -> None:
-        if request_id not in self._clients:
+    def _cancel(self, request_id: str) -> None:
+        # The request may have finished between the client's disconnect and this command.
+        if request_id not in self._requests:
             return
         if request_id in self._running:
             assert self.loaded is not None
             self.loaded.engine.cancel(request_id)
-        self._drop(request_id)
+        self._remove(request_id)
 
-    def _drop(self, request_id: str) -> None:
-        del self._clients[request_id]
+    def _remove(self, request_id: str) -> None:
+        del self._requests[request_id]
         self._running.discard(request_id)
         if request_id in self._waiting:
             self._waiting.remove(request_id)
@@ -169,32 +178,28 @@ class EngineThread:
             self._accepted -= 1
 
     def _deliver(self, progress: StepOutput) -> None:
-        client = self._clients[progress.id]
+        queued = self._requests[progress.id]
         now = time.monotonic()
         if progress.token_ids:
-            self._meters.tokens(len(progress.token_ids), now - client.since, first=not client.heard)
-            client.since, client.heard = now, True
-        self._meters.rounds(progress.accepted, progress.drafted)
+            self._metrics.tokens(len(progress.token_ids), now - queued.since, first=not queued.has_tokens)
+            queued.since, queued.has_tokens = now, True
+        self._metrics.rounds(progress.accepted, progress.drafted)
         if progress.finish_reason is not None:
-            self._drop(progress.id)
-        client.listener(progress)
+            self._remove(progress.id)
+        queued.listener(progress)
 
-    def _halt(self) -> None:
-        self._end("stopped", NotReady("the engine was stopped", "send it again to its successor"))
+    def _stop(self) -> None:
+        self._end("stopped", NotReady("the engine was stopped", "send the request again when it has restarted"))
 
-    def _become(self, state: State) -> None:
-        self.state = state
-        self.on_change()
-
-    def _die(self, error: EyrieError) -> None:
+    def _fail(self, error: EyrieError) -> None:
         self.failure = error
         self._end("failed", error)
 
     def _end(self, state: State, error: EyrieError) -> None:
-        with self._lock:
+        with self._lock:  # no request is accepted from here on, see `submit`
             self.state = state
-        self._take_commands(block=False)
-        for client in self._clients.values():
-            client.listener(error)
-        self._clients.clear()
-        self.on_change()
+        self._run_commands(block=False)
+        for queued in self._requests.values():
+            queued.listener(error)
+        self._requests.clear()
+        self.on_state_change()

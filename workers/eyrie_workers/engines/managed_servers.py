@@ -1,83 +1,83 @@
-"""The servers of a comparison: one engine per variant, alike in everything but how it drafts, gone when the stage is.
+"""The servers of a comparison: one per variant, equal in everything but drafting, stopped with the stage.
 
-An *variant* is a server of the serving engine told to use a drafter, n-gram lookup, or nothing (`DrafterUse`). All
-variants of a comparison stand side by side on one machine and are asked one at a time: an idle server costs memory and
-no processor. `start_server` is the one place that knows which engine is meant.
+A variant is served by the serving engine with a drafter, with n-gram lookup, or without speculation (`DrafterUse`). The
+servers of all variants run on one machine at the same time and receive requests one after the other: an idle server
+uses memory and no CPU time. `start_server` is the only place that distinguishes the engines.
 
-A stage may be killed at any line, and a server that survived it would disturb the next measurement and keep its memory
-for ever. So every variant is on a leash (`engines.parent_death_signal`): whoever ends the stage, and however, ends its
-servers.
+A stage may be killed at any line. A server that survived it would disturb the next measurement and keep its memory, so
+every server is killed when the stage ends (`engines.parent_death_signal`).
 """
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from eyrie_api.errors import EyrieError, InvalidInput, Transient
+from eyrie_api.errors import EyrieError, Transient
 from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.serving import EngineKind
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.engines.process import EngineCommand, batch_size_schedule, start_engine
-from eyrie_workers.engines.sglang import launch
-from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
-from eyrie_workers.engines.sglang.process import plugin_root, program, start_sglang
-from eyrie_workers.engines.sglang.profiles import HardwareProfile, profile
+from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_json_config, read_target
+from eyrie_workers.engines.sglang.launch import adaptive_config, launch_arguments, launch_environment
+from eyrie_workers.engines.sglang.launch_plan import LaunchPlan, SharedServerArgs, shared_args
+from eyrie_workers.engines.sglang.local_hardware import detect_hardware
+from eyrie_workers.engines.sglang.process import launcher_command, plugin_root, start_sglang
+from eyrie_workers.engines.sglang.profiles import HardwareProfile
 from eyrie_workers.targets.loading import resolve
 
 _POLL_S = 0.1
 _READY_S = {"embedded": 180.0, "sglang": 1800.0}
-"""Until a server must answer. Loading a large target and capturing its graphs takes SGLang many minutes."""
+"""Timeout of the start. Loading a large target and capturing its CUDA graphs takes SGLang many minutes."""
 
 _DRAIN_S = {"embedded": 10.0, "sglang": 0.0}
-"""Between SIGTERM and SIGKILL. Nobody waits for an answer any more, and SGLang looks for the signal every 5 s only."""
+"""Between SIGTERM and SIGKILL. No request is running any more, and SGLang polls for the signal only every 5 s."""
 
 DrafterUses = dict[str, DrafterUse]
-"""What each variant decodes with, by the variant's name."""
+"""The drafter and setting of each variant, by the variant's name."""
 
 
-class Server(Protocol):
-    """What `EngineProcess` and `SglangServer` have in common."""
+class EngineServer(Protocol):
+    """The interface of `EngineProcess` and `SglangServer`."""
 
     url: str
 
     def check(self) -> None:
-        """Raises EngineFailed when it has ended."""
+        """Raises EngineFailed when the process has ended."""
         ...
 
     def ready(self) -> bool:
-        """Whether it answers now."""
+        """Whether it accepts requests."""
         ...
 
     def stop(self, timeout_s: float) -> int:
-        """End it; the exit code."""
+        """Stop it; returns the exit code."""
         ...
 
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """What all variants of a comparison share."""
+    """What the servers of all variants share."""
 
     kind: EngineKind
     target: TargetSpec
     max_concurrency: int
     threads: int | None = None
-    """Of the embedded engine."""
+    """CPU threads of the embedded engine."""
 
     machine: HardwareProfile | None = None
-    """What SGLang runs on; default: what is found here."""
+    """The hardware SGLang runs on; default: this machine's."""
 
     @property
     def model(self) -> str:
-        """The name clients ask for."""
+        """The model name in requests."""
         return Path(self.target.model).name
 
-    def follows(self, use: DrafterUse) -> bool:
-        """Whether the engine can change its setting with the load, by the map of `use`."""
+    def is_adaptive(self, use: DrafterUse) -> bool:
+        """Whether the engine changes its setting with the load according to the map of `use`."""
         if use.map is None:
             return False
         return use.map.adaptive is not None if self.kind == "sglang" else batch_size_schedule(use.map) is not None
@@ -90,7 +90,7 @@ class ManagedServer:
     name: str
     use: DrafterUse
     model: str
-    server: Server
+    server: EngineServer
 
     @property
     def url(self) -> str:
@@ -100,144 +100,125 @@ class ManagedServer:
 
 @contextlib.contextmanager
 def managed_servers(plan: ServerPlan, uses: DrafterUses, directory: Path,
-                 pause_point: Callable[[], None]) -> Iterator[dict[str, ManagedServer]]:
-    """All variants started and answering; ended however the block is left. `pause_point` is asked while they come up.
+                    pause_point: Callable[[], None]) -> Iterator[dict[str, ManagedServer]]:
+    """Start the servers of all variants and wait until they are ready; stop them when the block is left.
 
-    Raises EngineFailed when one of them ends, Transient when one does not come up in time, InvalidInput (Unlaunchable)
-    for a setting the engine cannot serve.
+    pause_point   called while the servers start; whatever it raises stops them
+
+    Raises EngineFailed when a server ends, Transient when one is not ready in time, InvalidInput (Unlaunchable) for a
+    setting the engine does not support.
     """
-    variants: dict[str, ManagedServer] = {}
+    servers: dict[str, ManagedServer] = {}
     try:
         for name in uses:
-            variants[name] = start_server(plan, name, uses, directory / name)
-            if plan.kind == "sglang" and (plan.machine or machine_profile()).platform != "cpu":
-                # One after the other: each takes its share of the memory that those before it have left.
-                wait_ready([variants[name]], _READY_S[plan.kind], pause_point)
-        wait_ready(list(variants.values()), _READY_S[plan.kind], pause_point)
-        yield variants
+            servers[name] = start_server(plan, name, uses, directory / name)
+            if plan.kind == "sglang" and (plan.machine or detect_hardware()).platform != "cpu":
+                # One after the other: SGLang measures the free memory at start, see `_memory_fraction`.
+                wait_ready([servers[name]], _READY_S[plan.kind], pause_point)
+        wait_ready(list(servers.values()), _READY_S[plan.kind], pause_point)
+        yield servers
     finally:
-        for variant in variants.values():
-            variant.server.stop(_DRAIN_S[plan.kind])
+        for server in servers.values():
+            server.server.stop(_DRAIN_S[plan.kind])
 
 
-def wait_ready(variants: Sequence[ManagedServer], timeout_s: float, pause_point: Callable[[], None]) -> None:
-    """Wait until all of them answer."""
+def wait_ready(servers: Sequence[ManagedServer], timeout_s: float, pause_point: Callable[[], None]) -> None:
+    """Wait until all servers are ready."""
     deadline = time.monotonic() + timeout_s
-    while waiting := [variant for variant in variants if not _answers(variant)]:
+    while waiting := [server for server in servers if not _is_ready(server)]:
         pause_point()
         if time.monotonic() > deadline:
-            raise Transient(f"the server of variant {waiting[0].name} does not answer after {timeout_s:g} s",
-                            "read its log beside the stage's, or retry on a machine with less to do")
+            raise Transient(f"the server of variant {waiting[0].name} is not ready after {timeout_s:g} s",
+                            "read its log in the stage's directory, or retry on a less busy machine")
         time.sleep(_POLL_S)
 
 
-def _answers(variant: ManagedServer) -> bool:
+def _is_ready(managed: ManagedServer) -> bool:
     try:
-        variant.server.check()
+        managed.server.check()
     except EyrieError as error:
-        raise type(error)(f"variant {variant.name}: {error.message}", error.hint) from None
-    return variant.server.ready()
+        raise type(error)(f"variant {managed.name}: {error.message}", error.hint) from None
+    return managed.server.ready()
 
 
 def start_server(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path) -> ManagedServer:
-    """Start the server of one variant of `uses` on a leash; does not wait. Its log goes to `directory`."""
+    """Start the server of one variant; does not wait until it is ready. Its log goes to `directory`."""
     use = uses[name]
-    server: Server
+    server: EngineServer
     if plan.kind == "embedded":
-        server = start_engine(_embedded(plan, use), directory, leash=True)
+        server = start_engine(_engine_command(plan, use), directory, die_with_parent=True)
     else:
-        told, pins = _sglang(plan, name, uses, directory, free_port())
-        told = replace(told, plugin_root=plugin_root(directory))
-        document = launch.adaptive_document(told)
-        if document is not None:
+        launch_plan, shared = _sglang_plan(plan, name, uses, directory, free_port())
+        launch_plan = replace(launch_plan, plugin_root=plugin_root(directory))
+        config = adaptive_config(launch_plan)
+        if config is not None:
             directory.mkdir(parents=True, exist_ok=True)
-            _adaptive_file(directory).write_text(document)
-        server = start_sglang(launch.launch_arguments(told, pins), directory,
-                              environment=launch.launch_environment(told))
+            _adaptive_file(directory).write_text(config)
+        server = start_sglang(launch_arguments(launch_plan, shared), directory,
+                              environment=launch_environment(launch_plan))
     return ManagedServer(name, use, plan.model, server)
 
 
 def command_line(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path) -> tuple[str, ...]:
-    """How the server of a variant is started, for the report; its port is left open (0)."""
+    """The command line of a variant's server, for the report, with port 0."""
     if plan.kind == "embedded":
-        return tuple(_embedded(plan, uses[name]).argv())
-    return (*program(), *launch.launch_arguments(*_sglang(plan, name, uses, directory, 0)))
+        return tuple(_engine_command(plan, uses[name]).argv())
+    return (*launcher_command(), *launch_arguments(*_sglang_plan(plan, name, uses, directory, 0)))
 
 
-def _embedded(plan: ServerPlan, use: DrafterUse) -> EngineCommand:
+def _engine_command(plan: ServerPlan, use: DrafterUse) -> EngineCommand:
     return EngineCommand(
         target=resolve(plan.target), model=plan.model, drafter=Path(use.drafter_dir) if use.drafter_dir else None,
         setting=use.setting, map=use.map, max_concurrency=plan.max_concurrency, dtype=plan.target.dtype,
         threads=plan.threads)
 
 
-def _sglang(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path,
-            port: int) -> tuple[launch.LaunchPlan, launch.SharedServerArgs]:
-    """One variant's plan, and the pins that make it comparable with the others."""
+def _sglang_plan(plan: ServerPlan, name: str, uses: DrafterUses, directory: Path,
+                 port: int) -> tuple[LaunchPlan, SharedServerArgs]:
+    """One variant's launch plan, and the arguments it shares with the other variants."""
     target_dir = resolve(plan.target)
-    machine = plan.machine or machine_profile()
-    shared = launch.LaunchPlan(
-        target=read_target(str(target_dir), config_of(target_dir), None), machine=machine, served_model_name=plan.model,
-        port=port, dtype=plan.target.dtype, max_running_requests=plan.max_concurrency)
+    machine = plan.machine or detect_hardware()
+    common = LaunchPlan(
+        target=read_target(str(target_dir), read_json_config(target_dir), None), machine=machine,
+        served_model_name=plan.model, port=port, dtype=plan.target.dtype, max_running_requests=plan.max_concurrency)
 
-    def told(use: DrafterUse) -> launch.LaunchPlan:
-        drafter = None if use.drafter_dir is None else read_drafter(use.drafter_dir, config_of(Path(use.drafter_dir)))
-        return replace(shared, drafter=drafter, setting=use.setting, map=use.map, context_length=use.context_length,
+    def with_drafting(use: DrafterUse) -> LaunchPlan:
+        drafter = None
+        if use.drafter_dir is not None:
+            drafter = read_drafter(use.drafter_dir, read_json_config(Path(use.drafter_dir)))
+        return replace(common, drafter=drafter, setting=use.setting, map=use.map, context_length=use.context_length,
                        adaptive_path=str(_adaptive_file(directory)))
 
-    plans = {variant: told(use) for variant, use in uses.items()}
-    context = min(launch.shared_args(one).context_length for one in plans.values())
+    plans = {variant: with_drafting(use) for variant, use in uses.items()}
+    context_length = min(shared_args(variant).context_length for variant in plans.values())
     own = plans[name]
-    if machine.platform == "cpu":  # its memory is not all SGLang's: no more of it than its requests can fill
-        own = replace(own, max_total_tokens=plan.max_concurrency * context)
-    # One backend for all: asked of the drafter that is hardest to serve, under every setting compared.
-    hardest = max(plans.values(), key=_demands)
-    pins = launch.shared_args(hardest, beside=[use.setting for use in uses.values()])
-    fraction = _fraction(machine, list(uses).index(name), len(uses))
-    return own, replace(pins, context_length=context, mem_fraction=fraction)
+    if machine.platform == "cpu":  # main memory is shared: no larger KV pool than the requests can fill
+        own = replace(own, max_total_tokens=plan.max_concurrency * context_length)
+    # One attention backend for all variants: chosen for the drafter with the most requirements, under every setting.
+    most_demanding = max(plans.values(), key=_backend_requirements)
+    shared = shared_args(most_demanding, other_settings=[use.setting for use in uses.values()])
+    mem_fraction = _memory_fraction(machine, list(uses).index(name), len(uses))
+    return own, replace(shared, context_length=context_length, mem_fraction=mem_fraction)
 
 
-def _demands(plan: launch.LaunchPlan) -> int:
-    """A windowed drafter narrows the choice of attention backends, and no drafter asks nothing."""
+def _backend_requirements(plan: LaunchPlan) -> int:
+    """Orders plans by how much their drafter restricts the attention backend: none, full attention, sliding window."""
     if plan.drafter is None:
         return 0
     return 1 if plan.drafter.sliding_window is None else 2
 
 
-def _fraction(machine: HardwareProfile, place: int, num_variants: int) -> float:
-    """What the server started as number `place` may take, so that all of them and the reference engine fit.
+def _memory_fraction(machine: HardwareProfile, index: int, num_variants: int) -> float:
+    """`--mem-fraction-static` of the server started as number `index`, so that all and the reference engine fit.
 
-    SGLang takes its fraction of the memory that is free when it starts, hence more of the less that is left.
+    SGLang applies the fraction to the memory that is free when it starts. Equal shares of the whole therefore are
+    increasing fractions of what the servers before have left.
     """
     if machine.platform == "cpu":
         return machine.mem_fraction
     share = machine.mem_fraction / (num_variants + 1)
-    return round(share / (1.0 - place * share), 3)
+    return round(share / (1.0 - index * share), 3)
 
 
 def _adaptive_file(directory: Path) -> Path:
     return directory / "adaptive.json"
-
-
-def machine_profile() -> HardwareProfile:
-    """What SGLang would run on here: the first GPU, or the processor."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return profile("cpu")
-    seen = torch.cuda.get_device_properties(0)
-    memory_gib = seen.total_memory / 2**30
-    if torch.version.hip:
-        return HardwareProfile(seen.name, "rocm", 0, memory_gib)
-    return HardwareProfile(seen.name, "cuda", 10 * seen.major + seen.minor, memory_gib)
-
-
-def config_of(directory: Path) -> dict[str, Any]:
-    """`config.json` of a target or drafter. Raises InvalidInput."""
-    try:
-        config = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"{directory / 'config.json'} cannot be read: {error}", "check the directory") from None
-    if not isinstance(config, dict):
-        raise InvalidInput(f"{directory / 'config.json'} is not a JSON object", "check the directory")
-    return config

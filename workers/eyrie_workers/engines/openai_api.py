@@ -1,13 +1,13 @@
-"""The OpenAI dialect, as pure shapes: what a request may say, what an answer looks like, how a refusal reads.
+"""The OpenAI API as data types: request fields, response objects, error bodies. Pure.
 
-Chat completions and completions, n = 1. A field that would change the output and that this engine cannot honour is
-refused with what to do instead; a field that cannot change the output (`user`, `metadata`, ...) is accepted and
-ignored; a field nobody knows is refused, because a misspelt `temprature` silently disregarded is a wrong answer. No
-system prompt is ever added: the prompt is the chat template over the client's messages, nothing else.
+Chat completions and completions with n = 1. A field that would change the output and that this engine does not support
+is rejected with a hint; a field that cannot change the output (`user`, `metadata`, ...) is accepted and ignored; an
+unknown field is rejected, because ignoring a misspelt `temprature` would return a wrong result. The prompt is the chat
+template over the client's messages; no system prompt is added.
 
-Three extensions, named as the field already names them, so that one client reads SGLang, vLLM and Eyrie alike:
-`return_spec_tokens_details` (SGLang) answers with `sglext.spec_tokens_details`, `return_token_ids` (vLLM) with
-`prompt_token_ids` and `choices[].token_ids`, and `ignore_eos` (both) decodes on to `max_tokens`.
+Three extensions have the names that SGLang and vLLM use, so that one client can read all three servers:
+`return_spec_tokens_details` (SGLang) returns `sglext.spec_tokens_details`, `return_token_ids` (vLLM) returns
+`prompt_token_ids` and `choices[].token_ids`, and `ignore_eos` (both) generates up to `max_tokens`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,8 +24,8 @@ MAX_STOP_CHARACTERS = 256
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class Refused(InvalidInput):
-    """A request this server will not run. `param` names the field, `code` is OpenAI's word for the case."""
+class InvalidRequest(InvalidInput):
+    """A request this server rejects. `param` is the field's name, `code` is OpenAI's error code."""
 
     http_status = 400
     reason = "BadRequest"
@@ -36,35 +36,35 @@ class Refused(InvalidInput):
         self.code = code
 
 
-class ContextTooLong(Refused):
-    """Prompt and answer together do not fit the target's context."""
+class ContextTooLong(InvalidRequest):
+    """Prompt and response together exceed the target's context length."""
 
     reason = "ContextTooLong"
 
 
-class UnknownModel(Refused):
+class UnknownModel(InvalidRequest):
     """The request names a model that is not served here."""
 
     http_status = 404
     reason = "UnknownModel"
 
 
-class BodyTooLarge(Refused):
-    """More bytes than any conversation that fits the context needs."""
+class BodyTooLarge(InvalidRequest):
+    """The body is larger than any conversation that fits the context."""
 
     http_status = 413
     reason = "TooLarge"
 
 
 class Overloaded(EyrieError):
-    """The line of waiting requests is full."""
+    """The queue of waiting requests is full."""
 
     http_status = 429
     reason = "Overloaded"
 
 
 class NotReady(EyrieError):
-    """The target is still being loaded, or the server is going away."""
+    """The target is still loading, or the server is shutting down."""
 
     http_status = 503
     reason = "NotReady"
@@ -75,21 +75,21 @@ class _Closed(BaseModel):
 
 
 class StreamOptions(_Closed):
-    """What a stream carries besides text."""
+    """What a stream contains besides text."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class TextPart(_Closed):
-    """One piece of a message's content; only text is understood."""
+    """One part of a message's content; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(BaseModel):
-    """One turn. Tool fields are handed to the chat template as they came."""
+    """One turn. Tool fields are passed to the chat template unchanged."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -115,21 +115,21 @@ class Tool(_Closed):
     function: dict[str, Any]
 
 
-# Fields we cannot honour, with the values that ask for nothing. None always asks for nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+# Fields that are not supported, with the values that have no effect. None never has an effect.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, 0.0), "presence_penalty": (0, 0.0), "repetition_penalty": (1, 1.0), "logit_bias": ({},),
     "logprobs": (False, 0), "top_logprobs": (0,), "min_p": (0, 0.0), "min_tokens": (0,), "best_of": (1,),
     "echo": (False,), "suffix": ("",), "response_format": ({"type": "text"},), "functions": ([],),
     "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (), "prediction": (),
     "reasoning_effort": (), "web_search_options": (), "guided_json": (), "guided_regex": (),
 }
-# Fields that cannot change the tokens.
-_HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier",
+# Fields that cannot change the output.
+_IGNORED = frozenset({"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier",
                        "prompt_cache_key", "prompt_cache_retention", "verbosity"})
 
 
-class _Completion(_Closed):
-    """What chat and text completions share."""
+class _SharedFields(_Closed):
+    """Fields of both chat completions and completions."""
 
     model: str | None = None
     n: int = 1
@@ -152,17 +152,17 @@ class _Completion(_Closed):
 
     @field_validator("n", mode="before")
     @classmethod
-    def _one_answer(cls, value: object) -> object:
+    def _single_choice(cls, value: object) -> object:
         if value is None:
             return 1
         if value != 1 or isinstance(value, bool):
-            raise ValueError("this engine answers once per request: send n = 1, or the request several times "
-                             "with different seeds")
+            raise ValueError("this engine returns one choice per request: send n = 1, or send the request several "
+                             "times with different seeds")
         return value
 
     @field_validator("stop")
     @classmethod
-    def _few_short_stops(cls, value: str | list[str] | None) -> str | list[str] | None:
+    def _bounded_stops(cls, value: str | list[str] | None) -> str | list[str] | None:
         stops = [value] if isinstance(value, str) else value or []
         if len(stops) > MAX_STOP_STRINGS:
             raise ValueError(f"{len(stops)} stop strings: at most {MAX_STOP_STRINGS}")
@@ -183,7 +183,7 @@ class _Completion(_Closed):
         )
 
 
-class ChatCompletionRequest(_Completion):
+class ChatCompletionRequest(_SharedFields):
     """`POST /v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1)
@@ -199,110 +199,110 @@ class ChatCompletionRequest(_Completion):
         return [tool.model_dump() for tool in self.tools]
 
     @property
-    def most_tokens(self) -> int | None:
-        """The answer's limit as asked, under its new name or its old one."""
+    def token_limit(self) -> int | None:
+        """`max_completion_tokens`, or the deprecated `max_tokens`."""
         return self.max_completion_tokens or self.max_tokens
 
 
-class CompletionRequest(_Completion):
+class CompletionRequest(_SharedFields):
     """`POST /v1/completions`: one prompt, as text or as token ids."""
 
     prompt: str | list[int] | list[str]
 
     @field_validator("prompt")
     @classmethod
-    def _one_prompt(cls, value: str | list[int] | list[str]) -> str | list[int] | list[str]:
+    def _single_prompt(cls, value: str | list[int] | list[str]) -> str | list[int] | list[str]:
         if isinstance(value, list) and value and isinstance(value[0], str) and len(value) > 1:
-            raise ValueError(f"{len(value)} prompts in one request: send one prompt per request; they are decoded "
-                             "together all the same")
+            raise ValueError(f"{len(value)} prompts in one request: send one prompt per request; concurrent requests "
+                             "are batched")
         if not value:
-            raise ValueError("an empty prompt: give at least one token")
+            raise ValueError("the prompt is empty: send at least one token")
         return value
 
     @property
-    def most_tokens(self) -> int:
-        """The answer's limit; OpenAI's default for text completions is 16."""
+    def token_limit(self) -> int:
+        """`max_tokens`; OpenAI's default for completions is 16."""
         return self.max_tokens or 16
 
 
-RequestT = TypeVar("RequestT", bound=_Completion)
+RequestT = TypeVar("RequestT", bound=_SharedFields)
 
 
 def parse_chat(body: Mapping[str, Any]) -> ChatCompletionRequest:
-    """A chat request from its JSON. Raises Refused naming the field."""
+    """Parse a chat completion request. Raises InvalidRequest naming the field."""
     return _parse(ChatCompletionRequest, body)
 
 
 def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
-    """A text completion request from its JSON. Raises Refused naming the field."""
+    """Parse a completion request. Raises InvalidRequest naming the field."""
     return _parse(CompletionRequest, body)
 
 
 def _parse(kind: type[RequestT], body: Mapping[str, Any]) -> RequestT:
     known: dict[str, Any] = {}
     for name, value in body.items():
-        if name in _HARMLESS:
+        if name in _IGNORED:
             continue
-        if name in _NEUTRAL and name not in kind.model_fields:
-            _refuse_unless_neutral(name, value)
+        if name in _UNSUPPORTED and name not in kind.model_fields:
+            _reject_unless_default(name, value)
             continue
         known[name] = value
     try:
         return kind.model_validate(known)
     except ValidationError as error:
-        raise _as_refusal(error) from error
+        raise _invalid_request(error) from error
 
 
-def _refuse_unless_neutral(name: str, value: Any) -> None:
-    if value is None or any(value == neutral and type(value) is type(neutral) for neutral in _NEUTRAL[name]):
+def _reject_unless_default(name: str, value: Any) -> None:
+    if value is None or any(value == default and type(value) is type(default) for default in _UNSUPPORTED[name]):
         return
-    raise Refused(f"{name} = {value!r} is not supported by this engine", f"leave {name} out", param=name,
+    raise InvalidRequest(f"{name} = {value!r} is not supported by this engine", f"leave {name} out", param=name,
                   code="unsupported_parameter")
 
 
-def _as_refusal(error: ValidationError) -> Refused:
+def _invalid_request(error: ValidationError) -> InvalidRequest:
     first = error.errors(include_url=False)[0]
-    # Unions add their branch's name to the path; the field and its index are what the client wrote.
+    # Pydantic appends the branch of a union to the path; the client wrote only the field and its index.
     param = ".".join(str(step) for step in first["loc"][:2])
     if first["type"] == "extra_forbidden":
-        return Refused(f"{param} is not a field of this request", "check its spelling, or leave it out", param=param,
-                       code="unknown_parameter")
+        return InvalidRequest(f"{param} is not a field of this request", "check its spelling, or leave it out",
+                              param=param, code="unknown_parameter")
     if first["type"] == "missing":
-        return Refused(f"{param} is required", f"send {param}", param=param, code="missing_required_parameter")
+        return InvalidRequest(f"{param} is required", f"send {param}", param=param, code="missing_required_parameter")
     shown = repr(first["input"])
     rule = first["msg"].removeprefix("Value error, ")
-    return Refused(f"{param} = {shown if len(shown) < 80 else shown[:77] + '...'}: {rule}",
+    return InvalidRequest(f"{param} = {shown if len(shown) < 80 else shown[:77] + '...'}: {rule}",
                    f"send another value of {param}", param=param, code="invalid_value")
 
 
-def fit_context(num_prompt_tokens: int, asked: int | None, context: int) -> int:
-    """How many tokens the answer may have. Raises ContextTooLong when prompt and answer do not fit.
+def fit_context(num_prompt_tokens: int, requested: int | None, context: int) -> int:
+    """The limit of generated tokens. Raises ContextTooLong when prompt and response do not fit the context.
 
-    Without a wish the answer may fill what the prompt leaves of the context.
+    Without a requested limit the response may use the rest of the context.
     """
     left = context - num_prompt_tokens
     if left < 1:
         raise ContextTooLong(
             f"the prompt has {num_prompt_tokens} tokens and the target's context is {context}",
             f"shorten the prompt to at most {context - 1} tokens", param="messages", code="context_length_exceeded")
-    if asked is not None and asked > left:
+    if requested is not None and requested > left:
         raise ContextTooLong(
-            f"the prompt has {num_prompt_tokens} tokens and max_tokens is {asked}: together more than the target's "
+            f"the prompt has {num_prompt_tokens} tokens and max_tokens is {requested}: together more than the target's "
             f"context of {context}",
             f"ask for max_tokens <= {left}, or shorten the prompt", param="max_tokens",
             code="context_length_exceeded")
-    return left if asked is None else asked
+    return left if requested is None else requested
 
 
 @dataclass(frozen=True)
 class SpecDetails:
-    """What speculation did for one request. Histogram index k: verify rounds in which k draft tokens were accepted."""
+    """Statistics of speculation for one request. Histogram index k: verify rounds that accepted k draft tokens."""
 
     rounds: int
     histogram: tuple[int, ...]
     proposed: int = 0
-    """Draft tokens asked for, as SGLang counts them: the size of the tree without its root, each round that drafted.
-    It tells a drafter that accepts nothing from no drafter."""
+    """Draft tokens proposed, as SGLang counts them: the size of the tree without its root, for each round that drafted.
+    Distinguishes a drafter whose tokens are never accepted from no drafter."""
 
     @property
     def accepted(self) -> int:
@@ -327,7 +327,7 @@ class SpecDetails:
 
 @dataclass(frozen=True)
 class ResponseMetadata:
-    """What every object of one answer repeats."""
+    """Fields that all objects of one response repeat."""
 
     id: str
     model: str
@@ -336,7 +336,7 @@ class ResponseMetadata:
     fingerprint: str
 
     def wrap(self, choices: list[dict[str, Any]], *, chunk: bool) -> dict[str, Any]:
-        """An answer object, or a chunk of one, around its choices."""
+        """A response object, or a chunk of one, with these choices."""
         kind = "text_completion"
         if self.chat:
             kind = "chat.completion.chunk" if chunk else "chat.completion"
@@ -344,23 +344,23 @@ class ResponseMetadata:
                 "system_fingerprint": self.fingerprint, "choices": choices}
 
 
-def usage(num_prompt_tokens: int, num_answer_tokens: int) -> dict[str, int]:
+def usage(num_prompt_tokens: int, num_completion_tokens: int) -> dict[str, int]:
     """OpenAI's usage object."""
-    return {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_answer_tokens,
-            "total_tokens": num_prompt_tokens + num_answer_tokens}
+    return {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_completion_tokens,
+            "total_tokens": num_prompt_tokens + num_completion_tokens}
 
 
-def completion_choice(head: ResponseMetadata, message: Mapping[str, Any], reason: FinishReason) -> dict[str, Any]:
-    """The one choice of a non-streaming answer. `message` has `content` and perhaps `tool_calls`."""
-    if not head.chat:
+def completion_choice(metadata: ResponseMetadata, message: Mapping[str, Any], reason: FinishReason) -> dict[str, Any]:
+    """The choice of a response without `stream`. `message` has `content` and optionally `tool_calls`."""
+    if not metadata.chat:
         return {"index": 0, "text": message.get("content") or "", "finish_reason": reason, "logprobs": None}
     return {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": reason, "logprobs": None}
 
 
-def chunk_choice(head: ResponseMetadata, *, text: str | None = None, role: str | None = None,
+def chunk_choice(metadata: ResponseMetadata, *, text: str | None = None, role: str | None = None,
                  tool_calls: Sequence[Mapping[str, Any]] = (), reason: FinishReason | None = None) -> dict[str, Any]:
-    """The one choice of a streamed chunk."""
-    if not head.chat:
+    """The choice of a chunk."""
+    if not metadata.chat:
         return {"index": 0, "text": text or "", "finish_reason": reason, "logprobs": None}
     delta: dict[str, Any] = {}
     if role is not None:
@@ -373,7 +373,7 @@ def chunk_choice(head: ResponseMetadata, *, text: str | None = None, role: str |
 
 
 def error_body(error: EyrieError) -> dict[str, Any]:
-    """OpenAI's error object, with our hint beside it and inside the message, where clients show it."""
+    """OpenAI's error object. The hint is a field of its own and part of the message, which is what clients show."""
     kind = "invalid_request_error" if error.http_status < 500 and error.http_status != 429 else "server_error"
     return {"error": {
         "message": str(error), "type": "rate_limit_error" if error.http_status == 429 else kind,

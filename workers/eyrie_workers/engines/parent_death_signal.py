@@ -1,15 +1,15 @@
-"""A child that cannot outlive its parent, however the parent ends.
+"""Child processes that end when their parent ends, even by SIGKILL.
 
-    python -m eyrie_workers.engines.parent_death_signal PARENT COMMAND ...
+    python -m eyrie_workers.engines.parent_death_signal PARENT_PID COMMAND ...
 
-An engine that a stage starts for a measurement belongs to that stage. Told to stop, the stage stops it; killed with
-SIGKILL, it cannot. So the kernel does it: this program asks to be killed when its parent ends (prctl PR_SET_PDEATHSIG)
-and then becomes the command, which keeps the request. It is a program of its own because the alternative, code between
-fork and exec of a process full of threads, may deadlock.
+A stage stops the engines it started for a measurement when it is asked to stop; killed with SIGKILL it cannot. So the
+kernel does it: this program sets its parent-death signal to SIGKILL (prctl PR_SET_PDEATHSIG) and then executes the
+command, which keeps the setting. It is a separate program because the alternative, a `preexec_fn` between fork and exec
+of a multi-threaded process, may deadlock.
 
-The kernel means the *thread* that started the child: start engines from a thread that lives as long as the program.
-SGLang's own children make the same request of theirs. Other systems than Linux have no such request: there an engine
-outlives a stage that was killed.
+The signal is sent when the *thread* that created the child ends: start engines from a thread that lives as long as the
+process. SGLang sets the same signal for its own children. PR_SET_PDEATHSIG exists on Linux only; on other systems an
+engine outlives a stage that was killed.
 """
 
 import ctypes
@@ -22,19 +22,20 @@ _PR_SET_PDEATHSIG = 1
 
 
 def with_parent_death_signal(argv: Sequence[str]) -> list[str]:
-    """The command line that runs `argv` as a child of this process that dies with it."""
+    """The command line that runs `argv` as a child which is killed when this process ends."""
     return [sys.executable, "-m", "eyrie_workers.engines.parent_death_signal", str(os.getpid()), *argv]
 
 
 def main() -> None:
-    """Bind this process to its parent, then become the command. Does not return."""
+    """Set the parent-death signal, then execute the command. Does not return."""
     parent, argv = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
             sys.exit(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
-    if os.getppid() != parent:  # it ended before the request was made
-        sys.exit("the program that wanted this engine is gone")
+    # Race: a parent that ended before prctl sends no signal any more, but this process then has another parent.
+    if os.getppid() != parent:
+        sys.exit("the parent process has ended")
     os.execvp(argv[0], argv)
 
 

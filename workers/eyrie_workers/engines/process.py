@@ -1,7 +1,7 @@
-"""An engine as a child process: the command line, the start, the question whether it is healthy, the end.
+"""The embedded engine as a child process: command line, start, readiness, health, stop.
 
-Torch-free, so that a control plane, a test or a load generator can hold an engine without loading a model. The child
-gets its own process group: an engine is ended whole, SIGTERM first so that answers under way can finish.
+Does not import torch, so that the control plane, a test or a load generator can run an engine without loading a model.
+The child has its own process group and is stopped as a group: SIGTERM first, so that running requests can finish.
 """
 
 import contextlib
@@ -29,29 +29,30 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class BatchSizeSchedule:
-    """A map that one engine can follow: its drafter, and the shapes as the server's --by-load takes them."""
+    """An operating map that one engine can apply while it serves."""
 
     method: str
-    text: str
-    """`rows=num_steps/top_k/num_draft_tokens` or `rows=off`, by comma; each holds from that many rows on."""
+    trees: str
+    """The value of --trees-by-batch-size: `batch_size=num_steps/top_k/num_draft_tokens` or `batch_size=off`, separated
+    by commas; each slot applies from that number of running requests on."""
 
 
-def batch_size_schedule(chart: OperatingMap) -> BatchSizeSchedule | None:
-    """How an engine follows this map: an engine has one drafter, so None when the map changes between two.
+def batch_size_schedule(operating_map: OperatingMap) -> BatchSizeSchedule | None:
+    """The schedule of a map; None when the map needs two drafting methods, because an engine has one.
 
-    None too when one setting is best at every load: then there is nothing to follow.
+    Also None when one setting is best at every load, because then the setting never changes.
     """
-    methods = {point.setting.method for point in chart.points} - {"off"}
-    if len(methods) != 1 or len({point.setting for point in chart.points}) == 1:
+    methods = {point.setting.method for point in operating_map.points} - {"off"}
+    if len(methods) != 1 or len({point.setting for point in operating_map.points}) == 1:
         return None
-    text = ",".join(f"{point.concurrency}={point.setting.tree.label() if point.setting.tree else 'off'}"
-                    for point in chart.points)
-    return BatchSizeSchedule(methods.pop(), text)
+    trees = ",".join(f"{point.concurrency}={point.setting.tree.label() if point.setting.tree else 'off'}"
+                     for point in operating_map.points)
+    return BatchSizeSchedule(methods.pop(), trees)
 
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """What to serve, and how. `port` 0 lets the system choose; the ready file then says which."""
+    """The command line of an engine server. With `port` 0 the system selects a port and the ready file contains it."""
 
     target: Path | str
     """Hugging Face directory, Hub id, or quickstart."""
@@ -59,13 +60,13 @@ class EngineCommand:
     model: str
     drafter: Path | None = None
     tree: DraftTreeShape | None = None
-    """Of the drafter. Short for `setting` with method drafter."""
+    """The draft tree: an abbreviation for `setting` with method drafter."""
 
     setting: Setting | None = None
-    """How to decode; goes before `tree`. n-gram and off leave `drafter` unread."""
+    """Takes precedence over `tree`. The methods n-gram and off do not use `drafter`."""
 
     map: OperatingMap | None = None
-    """Follow the load by these points instead of one shape, where `batch_size_schedule` says that one drafter can."""
+    """Change the tree with the number of running requests, if `batch_size_schedule` supports the map."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -78,15 +79,15 @@ class EngineCommand:
         argv = [sys.executable, "-m", "eyrie_workers.engines.server", "--target", str(self.target),
                 "--model", self.model, "--host", self.host, "--port", str(self.port),
                 "--max-concurrency", str(self.max_concurrency), "--dtype", self.dtype]
-        by_load = batch_size_schedule(self.map) if self.map is not None else None
-        method = by_load.method if by_load is not None else self.setting.method if self.setting is not None else None
+        schedule = batch_size_schedule(self.map) if self.map is not None else None
+        method = schedule.method if schedule is not None else self.setting.method if self.setting is not None else None
         tree = self.setting.tree if self.setting is not None else self.tree
         if method is not None:
             argv += ["--method", method]
         if self.drafter is not None and method in (None, "drafter"):
             argv += ["--drafter", str(self.drafter)]
-        if by_load is not None:
-            argv += ["--by-load", by_load.text]
+        if schedule is not None:
+            argv += ["--trees-by-batch-size", schedule.trees]
         elif tree is not None:
             argv += ["--num-steps", str(tree.num_steps), "--top-k", str(tree.top_k),
                      "--num-draft-tokens", str(tree.num_draft_tokens)]
@@ -98,7 +99,7 @@ class EngineCommand:
 
 
 class EngineFailed(EyrieError):
-    """The engine process ended, or did not become healthy in time."""
+    """The engine process ended, or did not become ready in time."""
 
     http_status = 502
     exit_code = 70
@@ -106,20 +107,20 @@ class EngineFailed(EyrieError):
 
 
 class StartupProbe(Protocol):
-    """A server that is coming up, whatever engine it is."""
+    """What `wait_until_ready` needs of a starting server."""
 
     @property
     def log_file(self) -> Path: ...
 
     def check(self) -> None:
-        """Raises EngineFailed when it has ended."""
+        """Raises EngineFailed when the process has ended."""
 
     def ready(self) -> bool:
-        """Whether it answers now."""
+        """Whether it accepts requests."""
 
 
 def wait_until_ready(server: StartupProbe, name: str, timeout_s: float, poll_s: float) -> None:
-    """Wait until it answers. Raises EngineFailed when it ended, Transient when time is up."""
+    """Poll until the server is ready. Raises EngineFailed when its process ends, Transient after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         server.check()
@@ -139,19 +140,19 @@ class EngineProcess:
     url: str = field(default="")
 
     def wait_ready(self, timeout_s: float = 60.0) -> str:
-        """Wait until the engine answers; return its base URL (without /v1). Raises EngineFailed or Transient."""
+        """Wait until the engine is ready; return its base URL (without /v1). Raises EngineFailed or Transient."""
         wait_until_ready(self, "the engine", timeout_s, _POLL_S)
         return self.url
 
     def check(self) -> None:
-        """Raises EngineFailed, with its last words, when the engine has ended."""
+        """Raises EngineFailed, with the last lines of the log, when the process has ended."""
         code = self.process.poll()
         if code is not None:
             raise EngineFailed(f"the engine ended with exit code {code}: {last_lines(self.log_file)}",
                                f"read {self.log_file}")
 
     def ready(self) -> bool:
-        """Whether it has said by now that it answers, and at which `url`."""
+        """Whether the ready file exists; sets `url` from it."""
         if not self.url and self.ready_file.exists():
             self.url = str(json.loads(self.ready_file.read_text())["url"])
         return bool(self.url)
@@ -165,7 +166,7 @@ class EngineProcess:
             return False
 
     def stop(self, timeout_s: float = 15.0) -> int:
-        """End it: SIGTERM, then SIGKILL to the whole group. Returns the exit code."""
+        """Stop it: SIGTERM, after `timeout_s` SIGKILL to the process group. Returns the exit code."""
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -176,18 +177,18 @@ class EngineProcess:
         return self.process.wait()
 
 
-def start_engine(command: EngineCommand, directory: Path, *, leash: bool = False) -> EngineProcess:
-    """Start an engine; its log and ready file go to `directory`. Does not wait.
+def start_engine(command: EngineCommand, directory: Path, *, die_with_parent: bool = False) -> EngineProcess:
+    """Start an engine, with log and ready file in `directory`; does not wait until it is ready.
 
-    On a leash it dies with this process, however that ends.
+    die_with_parent   the engine is killed when this process ends, even by SIGKILL (`parent_death_signal`)
     """
     directory.mkdir(parents=True, exist_ok=True)
     ready_file, log_file = directory / "ready.json", directory / "engine.log"
-    ready_file.unlink(missing_ok=True)
+    ready_file.unlink(missing_ok=True)  # of an earlier engine in this directory: it would be taken for this one's
     argv = command.argv(ready_file)
     with log_file.open("wb") as log:
         process = subprocess.Popen(
-            with_parent_death_signal(argv) if leash else argv,
+            with_parent_death_signal(argv) if die_with_parent else argv,
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

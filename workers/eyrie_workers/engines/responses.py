@@ -32,9 +32,9 @@ _SEED_MASK = 2**63 - 1
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A request both APIs boil down to."""
+    """A chat completion or completion request, with the prompt rendered and every default resolved."""
 
-    request: Request
+    engine_request: Request
     stops: tuple[str, ...]
     has_tools: bool
     stream: bool
@@ -43,8 +43,9 @@ class GenerationRequest:
     spec_details: bool
 
 
-def want(body: ChatCompletionRequest | CompletionRequest, request_id: str, loaded: LoadedEngine) -> GenerationRequest:
-    """Render the prompt and settle every number. Raises ContextTooLong."""
+def build_generation_request(body: ChatCompletionRequest | CompletionRequest, request_id: str,
+                             loaded: LoadedEngine) -> GenerationRequest:
+    """Render the prompt and resolve the defaults. Raises ContextTooLong."""
     tools = None
     if isinstance(body, ChatCompletionRequest):
         tools = body.offered_tools
@@ -54,12 +55,12 @@ def want(body: ChatCompletionRequest | CompletionRequest, request_id: str, loade
     seed = secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK
     request = Request(
         id=request_id, prompt_ids=tuple(prompt_ids),
-        max_new_tokens=fit_context(len(prompt_ids), body.most_tokens, loaded.engine.max_length),
+        max_new_tokens=fit_context(len(prompt_ids), body.token_limit, loaded.engine.max_length),
         sampling=body.sampling(), seed=seed,
         stop_ids=() if body.ignore_eos else tuple(loaded.tokenizer.eos_ids),
     )
     return GenerationRequest(
-        request=request, stops=body.stops(), has_tools=tools is not None, stream=body.stream,
+        engine_request=request, stops=body.stops(), has_tools=tools is not None, stream=body.stream,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         token_ids=body.return_token_ids, spec_details=body.return_spec_tokens_details,
     )
@@ -74,113 +75,115 @@ def _prompt_ids(body: CompletionRequest, loaded: LoadedEngine) -> list[int]:
 
 @dataclass
 class ResponseBuilder:
-    """One answer as it grows."""
+    """One response while its tokens arrive."""
 
-    wanted: GenerationRequest
-    head: ResponseMetadata
+    generation: GenerationRequest
+    metadata: ResponseMetadata
     decode: Callable[[list[int]], str]
     parse: Callable[[str], dict[str, Any]]
-    """Text to an assistant message with `tool_calls`, when it holds any."""
+    """Text to an assistant message, with `tool_calls` when the text contains any."""
 
     token_ids: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     _histogram: list[int] = field(default_factory=list)
     _drafted: int = 0
     _reported: int = 0
-    """Token ids already sent in chunks."""
+    """Number of token ids already sent in chunks."""
 
     def __post_init__(self) -> None:
-        self._text = ResponseText(self.decode, self.wanted.stops, gate_calls=self.wanted.has_tools)
+        self._text = ResponseText(self.decode, self.generation.stops, hold_tool_calls=self.generation.has_tools)
 
-    def take(self, progress: StepOutput) -> str:
-        """Take in what one step yielded; return the text to show. Sets `finish` at the end."""
+    def append(self, progress: StepOutput) -> str:
+        """Append what one engine step yielded; return the text to send. Sets `finish` at the end of the response."""
         for count in progress.accepted:
             self._histogram += [0] * (count + 1 - len(self._histogram))
             self._histogram[count] += 1
         self._drafted += sum(progress.drafted)
-        shown = ""
+        text = ""
         for token in progress.token_ids:
             self.token_ids.append(token)
-            if token in self.wanted.request.stop_ids:
-                break  # ends the answer and is not part of its text
-            shown += self._text.push(token)
+            if token in self.generation.engine_request.stop_ids:
+                break  # ends the response and is not part of its text
+            text += self._text.push(token)
             if self._text.stopped:
                 self.finish = "stop"
-                return shown
+                return text
         if progress.finish_reason is not None:
-            shown += self._text.finish()
+            text += self._text.finish()
             self.finish = "stop" if self._text.stopped else progress.finish_reason
-        return shown
+        return text
 
     def details(self) -> SpecDetails:
-        """What speculation did so far."""
+        """Statistics of speculation so far."""
         return SpecDetails(rounds=sum(self._histogram), proposed=self._drafted, histogram=tuple(self._histogram))
 
     def usage(self) -> dict[str, int]:
-        """Tokens in and out."""
-        return usage(len(self.wanted.request.prompt_ids), len(self.token_ids))
+        """OpenAI's usage object."""
+        return usage(len(self.generation.engine_request.prompt_ids), len(self.token_ids))
 
-    def whole(self) -> dict[str, Any]:
-        """The answer object of a request that did not stream."""
+    def response(self) -> dict[str, Any]:
+        """The response object of a request without `stream`."""
         message = self._message()
         assert self.finish is not None
-        choice = completion_choice(self.head, message, "tool_calls" if message.get("tool_calls") else self.finish)
-        answer = self.head.wrap([choice], chunk=False) | {"usage": self.usage()}
-        if self.wanted.token_ids:
+        choice = completion_choice(self.metadata, message, "tool_calls" if message.get("tool_calls") else self.finish)
+        response = self.metadata.wrap([choice], chunk=False) | {"usage": self.usage()}
+        if self.generation.token_ids:
             choice["token_ids"] = self.token_ids
-            answer["prompt_token_ids"] = list(self.wanted.request.prompt_ids)
-        return answer | self._extension()
+            response["prompt_token_ids"] = list(self.generation.engine_request.prompt_ids)
+        return response | self._extension()
 
-    def opening(self) -> dict[str, Any]:
-        """The first chunk of a stream: the role, and the prompt's token ids when asked for."""
-        chunk = self.head.wrap([chunk_choice(self.head, text="", role="assistant")], chunk=True)
-        if self.wanted.token_ids:
-            chunk["prompt_token_ids"] = list(self.wanted.request.prompt_ids)
+    def first_chunk(self) -> dict[str, Any]:
+        """The first chunk of a stream: the role, and the prompt's token ids if requested."""
+        chunk = self.metadata.wrap([chunk_choice(self.metadata, text="", role="assistant")], chunk=True)
+        if self.generation.token_ids:
+            chunk["prompt_token_ids"] = list(self.generation.engine_request.prompt_ids)
         return chunk
 
     def chunk(self, text: str) -> dict[str, Any]:
-        """A chunk with text, and the token ids that came since the last chunk."""
-        return self.head.wrap([self._with_ids(chunk_choice(self.head, text=text))], chunk=True)
+        """A chunk with text and the token ids appended since the previous chunk."""
+        return self.metadata.wrap([self._with_ids(chunk_choice(self.metadata, text=text))], chunk=True)
 
-    def closing(self) -> list[dict[str, Any]]:
-        """The last chunks of a stream: what the gate held back, the finish reason, usage when asked for."""
+    def last_chunks(self) -> list[dict[str, Any]]:
+        """The last chunks of a stream: text or tool calls held back so far, the finish reason, usage if requested."""
         assert self.finish is not None
         message = self._message()
         calls = message.get("tool_calls") or ()
-        # `parse` strips the content around calls; what was shown before the gate is a prefix of it, but for blanks.
-        late = (message["content"] or "").removeprefix(self._text.shown.strip()) if calls else self._text.unshown
+        # `parse` strips the content around tool calls; what was released already is a prefix of it, except for spaces.
+        remaining = self._text.held_back
+        if calls:
+            remaining = (message["content"] or "").removeprefix(self._text.released.strip())
         chunks = []
-        if late or calls:
-            choice = chunk_choice(self.head, text=late or None, tool_calls=calls)
-            chunks.append(self.head.wrap([self._with_ids(choice)], chunk=True))
-        last = self._with_ids(chunk_choice(self.head, reason="tool_calls" if calls else self.finish))
-        chunks.append(self.head.wrap([last], chunk=True) | self._extension())
-        if self.wanted.include_usage:
-            chunks.append(self.head.wrap([], chunk=True) | {"usage": self.usage()})
+        if remaining or calls:
+            choice = chunk_choice(self.metadata, text=remaining or None, tool_calls=calls)
+            chunks.append(self.metadata.wrap([self._with_ids(choice)], chunk=True))
+        last = self._with_ids(chunk_choice(self.metadata, reason="tool_calls" if calls else self.finish))
+        chunks.append(self.metadata.wrap([last], chunk=True) | self._extension())
+        if self.generation.include_usage:
+            chunks.append(self.metadata.wrap([], chunk=True) | {"usage": self.usage()})
         return chunks
 
     @property
     def has_unsent(self) -> bool:
-        """Token ids wait to be sent, though no text does."""
-        return self.wanted.token_ids and self._reported < len(self.token_ids)
+        """Whether token ids have to be sent although no text does."""
+        return self.generation.token_ids and self._reported < len(self.token_ids)
 
     def _message(self) -> dict[str, Any]:
-        text = self._text.whole
-        if not self.wanted.has_tools:
+        text = self._text.text
+        if not self.generation.has_tools:
             return {"content": text}
         message = self.parse(text)
         if not message.get("tool_calls"):
             return {"content": text}
-        # Ids unique among all answers, so that the results of a later turn find their call.
-        calls = [call | {"id": f"call_{self.head.id.rsplit('-', 1)[-1]}_{index}"}
+        # Call ids are unique across responses, because the tool results of a later turn refer to them.
+        calls = [call | {"id": f"call_{self.metadata.id.rsplit('-', 1)[-1]}_{index}"}
                  for index, call in enumerate(message["tool_calls"])]
         return {"content": message.get("content") or None, "tool_calls": calls}
 
     def _with_ids(self, choice: dict[str, Any]) -> dict[str, Any]:
-        if self.wanted.token_ids:
+        if self.generation.token_ids:
             choice["token_ids"] = self.token_ids[self._reported:]
             self._reported = len(self.token_ids)
         return choice
 
     def _extension(self) -> dict[str, Any]:
-        return {"sglext": {"spec_tokens_details": self.details().as_sglang()}} if self.wanted.spec_details else {}
+        return {"sglext": {"spec_tokens_details": self.details().as_sglang()}} if self.generation.spec_details else {}

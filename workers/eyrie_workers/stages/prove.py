@@ -166,7 +166,7 @@ def use_to_prove(spec: ProveStage, tuned: TuneReport, plan: ServerPlan) -> Draft
     best = [chart.at(load).setting for load in sorted(spec.prove.loads)]
     setting = next((one for one in best if one != OFF), OFF)
     followed = DrafterUse(drafter_dir=spec.drafter_dir, setting=setting, map=chart)
-    if setting == OFF or plan.follows(followed):
+    if setting == OFF or plan.is_adaptive(followed):
         return followed
     # One setting at every load: the chosen drafter is the map's own, so a directory is named only where it is read.
     return DrafterUse(drafter_dir=spec.drafter_dir if setting.method == "drafter" else None, setting=setting)

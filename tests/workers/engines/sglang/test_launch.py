@@ -19,14 +19,13 @@ from eyrie_workers.engines.sglang.checkpoints import (
     read_target,
 )
 from eyrie_workers.engines.sglang.launch import (
-    LaunchPlan,
-    adaptive_document,
-    comparison,
+    adaptive_config,
+    comparison_commands,
     launch_arguments,
     launch_environment,
-    shared_args,
     without_speculation,
 )
+from eyrie_workers.engines.sglang.launch_plan import LaunchPlan, shared_args
 from eyrie_workers.engines.sglang.profiles import (
     PROFILES,
     AttentionNeeds,
@@ -65,7 +64,7 @@ NGRAM_TREE = Setting(method="ngram", tree=DraftTreeShape(num_steps=3, top_k=4, n
 @pytest.mark.parametrize("machine", list(PROFILES))
 @pytest.mark.parametrize("setting", [CHAIN, TREE, NGRAM], ids=lambda one: one.label())
 def test_both_variants_of_a_comparison_differ_in_nothing_but_speculation(machine: str, setting: Setting) -> None:
-    lines = comparison(plan(machine, setting))
+    lines = comparison_commands(plan(machine, setting))
     off, on = lines["off"], lines[setting.label()]
     assert all(value(off, flag) is not None for flag in PINNED)
     assert on[:len(off)] == off
@@ -74,7 +73,7 @@ def test_both_variants_of_a_comparison_differ_in_nothing_but_speculation(machine
 
 @pytest.mark.parametrize("machine", list(PROFILES))
 def test_settings_raced_against_each_other_share_a_backend_that_serves_them_all(machine: str) -> None:
-    lines = comparison(plan(machine, CHAIN), [TREE, NGRAM])
+    lines = comparison_commands(plan(machine, CHAIN), [TREE, NGRAM])
     assert set(lines) == {"off", CHAIN.label(), TREE.label(), NGRAM.label()}
     assert len({tuple(value(line, flag) for flag in PINNED) for line in lines.values()}) == 1
 
@@ -88,7 +87,8 @@ def test_a_blackwell_chain_runs_on_trtllm_and_gives_it_up_when_compared_with_a_t
 
 @pytest.mark.parametrize("machine", list(PROFILES))
 def test_idle_variants_sleep_on_a_processor_they_share_with_the_one_measured(machine: str) -> None:
-    assert all(("--sleep-on-idle" in line) == (machine == "cpu") for line in comparison(plan(machine)).values())
+    commands = comparison_commands(plan(machine)).values()
+    assert all(("--sleep-on-idle" in command) == (machine == "cpu") for command in commands)
 
 
 def test_the_setting_is_written_in_sglangs_words() -> None:
@@ -110,11 +110,11 @@ def test_an_operating_map_with_an_adaptive_form_follows_the_load() -> None:
     assert "--speculative-adaptive" in line
     assert value(line, "--speculative-adaptive-config") == "/etc/eyrie/adaptive.json"
     assert (value(line, "--speculative-num-steps"), value(line, "--speculative-eagle-topk")) == ("5", "1")
-    document = adaptive_document(adaptive)
+    document = adaptive_config(adaptive)
     assert document is not None
     assert json.loads(document) == ADAPTIVE.adaptive
-    assert set(comparison(adaptive)) == {"off", "adaptive", CHAIN.label()}
-    assert adaptive_document(without_speculation(adaptive)) is None
+    assert set(comparison_commands(adaptive)) == {"off", "adaptive", CHAIN.label()}
+    assert adaptive_config(without_speculation(adaptive)) is None
 
 
 def test_a_map_that_never_drafts_is_served_without_speculation() -> None:
@@ -144,7 +144,7 @@ WINDOWED = DrafterCheckpoint(directory="/d", context_length=8192, sliding_window
 @pytest.mark.parametrize(("machine", "backend"), [("h100", "fa3"), ("a100-80gb", "fa3"), ("l40s", "fa3"),
                                                   ("cpu", "intel_amx")])
 def test_a_chain_of_a_windowed_drafter_runs_where_the_window_is_kept(machine: str, backend: str) -> None:
-    lines = comparison(plan(machine, drafter=WINDOWED), [NGRAM])
+    lines = comparison_commands(plan(machine, drafter=WINDOWED), [NGRAM])
     assert {value(line, "--attention-backend") for line in lines.values()} == {backend}
 
 
@@ -169,13 +169,13 @@ def test_a_windowed_drafter_restricts_no_setting_that_does_not_ask_it() -> None:
     for setting in (OFF, NGRAM, NGRAM_TREE):
         assert launch_arguments(plan("b200", setting, drafter=WINDOWED))
     with pytest.raises(Unlaunchable, match="overstep"):
-        comparison(plan(drafter=WINDOWED), [TREE])
+        comparison_commands(plan(drafter=WINDOWED), [TREE])
 
 
 def test_the_context_served_is_one_that_target_and_drafter_reach() -> None:
     short = DrafterCheckpoint(directory="/d", context_length=2048)
     assert value(launch_arguments(plan(drafter=short)), "--context-length") == "2048"
-    assert {value(line, "--context-length") for line in comparison(plan(drafter=short)).values()} == {"2048"}
+    assert {value(line, "--context-length") for line in comparison_commands(plan(drafter=short)).values()} == {"2048"}
     with pytest.raises(Unlaunchable, match="2048 positions") as refused:
         launch_arguments(plan(drafter=short, context_length=4096))
     assert "context_length 2048" in refused.value.hint
@@ -363,7 +363,7 @@ STATIC = Setting(tree=DraftTreeShape(num_steps=4, top_k=4, num_draft_tokens=12, 
     (drafted("DFLASH", tp_size=2, attn_dp_size=2), "data parallelism"),
     (drafted("DFLASH", machine="cpu"), "cpu"),
     (drafted("DFLASH", TREE), "top_k is 4"),
-    (drafted("DFLASH", block_size=8), "block of 8"),
+    (drafted("DFLASH", block_size=8), "block size, 8"),
 ])
 def test_what_a_family_cannot_do_in_sglang_is_refused_with_a_hint(refused: LaunchPlan, word: str) -> None:
     with pytest.raises(Unlaunchable, match=word) as error:

@@ -1,22 +1,26 @@
-"""What a launch line must know of a target and a drafter, read from their `config.json` and nothing else.
+"""Facts about a target and a drafter that decide SGLang's flags, read from their `config.json` only.
 
-The target may be of any family SGLang serves, so nothing here asks whether Eyrie could load it: only the questions that
-change flags are answered: attention kind, sliding windows, experts, quantisation, context; of a drafter also which
-algorithm drafts with it, which its architecture says.
+The target may be of any family that SGLang serves, whether or not Eyrie can load it. Read are: attention kind, sliding
+windows, experts, quantisation and context length; for a drafter also the speculative algorithm, which follows from its
+architecture.
 """
 
+
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from eyrie_api.decisions.capture_support import SUPPORTED_BY_SGLANG
+from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.drafter import SGLANG_ALGORITHMS, Family
 from eyrie_workers.engines.sglang.profiles import AttentionNeeds
 from eyrie_workers.targets.sglang_limits import Unlaunchable, context_length, positive_integer
 
 SLIDING, LINEAR = "sliding_attention", "linear_attention"
 PLAIN = AttentionNeeds()
-_ENDLESS = 2**31 - 1
+_UNLIMITED = 2**31 - 1
 _SINK_ARCHITECTURES = ("GptOssForCausalLM",)
 
 Algorithm = Literal["EAGLE", "EAGLE3", "STANDALONE", "DFLASH"]
@@ -28,10 +32,10 @@ _ALGORITHMS: dict[str, Algorithm] = {
 
 @dataclass(frozen=True)
 class TargetCheckpoint:
-    """A target as SGLang sees it."""
+    """A target's checkpoint."""
 
     model: str
-    """Directory or Hub id."""
+    """Directory or Hugging Face Hub id."""
 
     architecture: str
     num_layers: int
@@ -45,33 +49,45 @@ class TargetCheckpoint:
 
 @dataclass(frozen=True)
 class DrafterCheckpoint:
-    """A drafter as SGLang sees it."""
+    """A drafter's checkpoint."""
 
     directory: str
     context_length: int
     sliding_window: int | None = None
-    """Latest positions it attends to, the present one included, as it was trained."""
+    """Number of latest positions it attends to, the current one included, as in training."""
 
     quantised: str | None = None
     algorithm: Algorithm | None = "EAGLE3"
-    """None: SGLang has no way to draft with it."""
+    """None: SGLang does not support its family."""
 
     block_size: int | None = None
-    """Tokens of one block, the last settled one included, of a drafter that writes whole blocks."""
+    """For a drafter of blocks: the tokens of one block, the last accepted token included."""
+
+
+def read_json_config(directory: Path) -> dict[str, Any]:
+    """`config.json` of a target's or a drafter's directory. Raises InvalidInput."""
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{path} cannot be read: {error}", "check the directory") from None
+    if not isinstance(config, dict):
+        raise InvalidInput(f"{path} is not a JSON object", "check the directory")
+    return config
 
 
 def read_target(model: str, config: Mapping[str, Any], revision: str | None = None) -> TargetCheckpoint:
-    """The facts of a target from its `config.json`. Raises Unlaunchable naming what is missing."""
+    """Read a target's `config.json`. Raises Unlaunchable naming the missing field."""
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
-        raise Unlaunchable(f"target {model!r}: config.json names no architecture", "give a Hugging Face model")
+        raise Unlaunchable(f"target {model!r}: config.json has no `architectures`", "give a Hugging Face model")
     text = config.get("text_config")
     text = text if isinstance(text, Mapping) else config
     if config.get("model_type") == "olmo3" and SLIDING in (config.get("rope_parameters") or {}):
-        # Its own Olmo 3 configuration does not know this spelling, and falls back to theta 10000 without a word.
-        raise Unlaunchable(f"target {model!r}: config.json gives rope_parameters by layer type, as transformers 5 "
-                           "saves them; SGLang would serve another model", "write the full_attention entry as "
-                           "rope_scaling and its rope_theta at the top level, as the published checkpoints have them")
+        # SGLang's Olmo 3 configuration does not read this form and uses theta 10000 without a warning.
+        raise Unlaunchable(f"target {model!r}: config.json has rope_parameters by layer type, as transformers 5 "
+                           "saves them, which SGLang ignores", "write the full_attention entry as "
+                           "rope_scaling and its rope_theta at the top level, as in the published checkpoints")
     kinds = text.get("layer_types") or ()
     linear = LINEAR in kinds or bool(text.get("linear_num_key_heads"))
     windowed = bool(text.get("sliding_window")) and bool(text.get("use_sliding_window", True))
@@ -86,25 +102,26 @@ def read_target(model: str, config: Mapping[str, Any], revision: str | None = No
 
 
 def read_drafter(directory: str, config: Mapping[str, Any]) -> DrafterCheckpoint:
-    """The facts of an exported drafter from its `config.json`. Raises Unlaunchable naming what is missing."""
+    """Read an exported drafter's `config.json`. Raises Unlaunchable naming the missing field."""
     own = config.get("eyrie")
     window = config.get("sliding_window")
     if window is None and isinstance(own, Mapping):
         window = own.get("sliding_window")
     if window is not None and (not isinstance(window, int) or window < 2):
-        raise Unlaunchable(f"drafter {directory!r}: sliding_window is {window!r}, not a count of positions",
+        raise Unlaunchable(f"drafter {directory!r}: sliding_window is {window!r}, not a number of positions",
                            "export the drafter again")
     algorithm = checkpoint_algorithm(config)
-    endless = algorithm is None and "max_position_embeddings" not in config  # heads on a state know no positions
+    # Heads on the target's hidden state have no positions of their own.
+    unlimited = algorithm is None and "max_position_embeddings" not in config
     return DrafterCheckpoint(
-        directory=directory, context_length=_ENDLESS if endless else context_length(config, directory),
+        directory=directory, context_length=_UNLIMITED if unlimited else context_length(config, directory),
         sliding_window=window, quantised=_quantised(config), algorithm=algorithm, block_size=_block_size(config))
 
 
 def checkpoint_algorithm(config: Mapping[str, Any]) -> Algorithm | None:
-    """How SGLang drafts with a checkpoint of these `architectures`; None when it cannot.
+    """SGLang's algorithm for a checkpoint of these `architectures`; None when there is none.
 
-    A model that SGLang knows as a target drafts by itself (STANDALONE).
+    A language model that SGLang supports as a target is a STANDALONE drafter.
     """
     architectures = config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else None
@@ -112,15 +129,15 @@ def checkpoint_algorithm(config: Mapping[str, Any]) -> Algorithm | None:
 
 
 def family_algorithm(family: Family) -> Algorithm | None:
-    """The same for a drafter whose checkpoint cannot be read, only the job that asked for it."""
-    found = SGLANG_ALGORITHMS.get(family)
-    return next((algorithm for algorithm in get_args(Algorithm) if algorithm == found), None)
+    """The algorithm of a drafter family, for a control plane that has the job but not the checkpoint."""
+    name = SGLANG_ALGORITHMS.get(family)
+    return next((algorithm for algorithm in get_args(Algorithm) if algorithm == name), None)
 
 
 def _block_size(config: Mapping[str, Any]) -> int | None:
     inner = config.get("dflash_config")
-    found = (inner if isinstance(inner, Mapping) else {}).get("block_size", config.get("block_size"))
-    return found if isinstance(found, int) else None
+    block_size = (inner if isinstance(inner, Mapping) else {}).get("block_size", config.get("block_size"))
+    return block_size if isinstance(block_size, int) else None
 
 
 def _quantised(config: Mapping[str, Any]) -> str | None:

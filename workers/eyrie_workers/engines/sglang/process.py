@@ -1,15 +1,14 @@
-"""A SGLang server as a child process: start, the question whether it serves, its last words, the end.
+"""A SGLang server as a child process: start, readiness, the error that ended it, stop.
 
-Torch-free. SGLang is never imported: it lives in an interpreter of its own, with versions of torch and transformers
-that need not be ours, and is reached over HTTP. Which program starts it is a prefix of its command line:
+Does not import torch or SGLang: SGLang runs in its own interpreter, possibly with other versions of torch and
+transformers, and is reached over HTTP. The program that starts it is configurable:
 
-    EYRIE_SGLANG_PROGRAM   words as a shell would split them; default `python -m sglang.launch_server`
+    EYRIE_SGLANG_PROGRAM   a command in shell syntax; default `python -m sglang.launch_server`
 
-What stands behind the prefix is rendered in `launch`. One server is a family of processes (HTTP, scheduler,
-detokenizer); it gets a session of its own so that it can be ended whole, and a leash (`engines.parent_death_signal`) so
-that it does not outlive the program that measures it.
+The arguments are rendered in `launch`. One server is several processes (HTTP, scheduler, detokenizer); it has its own
+session so that all of them can be killed, and is killed when this process ends (`engines.parent_death_signal`).
 
-Start-up is import-bound: 20 to 60 s on two cores for a model of 50 MB, minutes for one of 50 GB. `/ready` answers 200
+Start-up is import-bound: 20 to 60 s on two cores for a model of 50 MB, minutes for one of 50 GB. `/ready` returns 200
 once the weights are loaded, the graphs captured and the warm-up request answered.
 """
 
@@ -33,36 +32,36 @@ from eyrie_workers.engines.process import EngineFailed, wait_until_ready
 
 PROGRAM = "EYRIE_SGLANG_PROGRAM"
 _POLL_S = 0.25
-# `SomeError: text`, also behind SGLang's time stamp: the last of them says why a server ended.
+# `SomeError: text`, with or without SGLang's time stamp: the last match is the reason why a server ended.
 _RAISED = re.compile(r"^(?:\[[^\]]*\]\s*)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$")
-# What the parent says after a child ended; the child's own words stand above it.
+# Messages of the parent process after a child has failed; the child's own error is logged before them.
 _AFTERMATH = ("Received sigquit", "Rank 0 scheduler", "Scheduler or DataParallelController", "EOFError", "SystemExit")
 
 
-def program() -> tuple[str, ...]:
-    """The words that start SGLang's launcher in this environment."""
+def launcher_command() -> tuple[str, ...]:
+    """The command that starts SGLang's launcher, without arguments."""
     return tuple(shlex.split(os.environ.get(PROGRAM, ""))) or ("python", "-m", "sglang.launch_server")
 
 
 def merged_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment with `variables` over it; a PYTHONPATH comes before ours, and does not replace it."""
-    found = {**os.environ, **variables}
-    ours = os.environ.get("PYTHONPATH")
-    if ours and "PYTHONPATH" in variables:
-        found["PYTHONPATH"] = f"{variables['PYTHONPATH']}{os.pathsep}{ours}"
-    return found
+    """This process's environment updated with `variables`; a PYTHONPATH is prepended to the existing one."""
+    merged = {**os.environ, **variables}
+    inherited = os.environ.get("PYTHONPATH")
+    if inherited and "PYTHONPATH" in variables:
+        merged["PYTHONPATH"] = f"{variables['PYTHONPATH']}{os.pathsep}{inherited}"
+    return merged
 
 
 def plugin_root(directory: Path) -> str:
-    """A folder in `directory` with our package and nothing else in it, for an interpreter that does not have Eyrie.
+    """A folder in `directory` that contains our package only, for an interpreter without Eyrie.
 
-    A link, because the package may lie in site-packages: with those on its path SGLang would import our torch.
+    A symbolic link, because the package may be in site-packages: with those on its path SGLang would import our torch.
     """
     root = directory.absolute() / "plugin"
     root.mkdir(parents=True, exist_ok=True)
     link, package = root / "eyrie_workers", Path(eyrie_workers.__file__).parent
     if not link.exists():
-        link.unlink(missing_ok=True)  # one that leads nowhere any more
+        link.unlink(missing_ok=True)  # a dangling link
         link.symlink_to(package, target_is_directory=True)
     return str(root)
 
@@ -73,26 +72,26 @@ class SglangServer:
 
     process: subprocess.Popen[bytes]
     url: str
-    """Base URL, without /v1. Nobody may be listening yet: `wait_ready`."""
+    """Base URL, without /v1. The server may not listen yet, see `wait_ready`."""
 
     log_file: Path
     command: tuple[str, ...] = field(default=())
-    """Program and arguments, as they could be typed."""
+    """Program and arguments."""
 
     def wait_ready(self, timeout_s: float = 1800.0) -> str:
-        """Wait until it serves; return `url`. Raises EngineFailed when it ended, Transient when time is up."""
+        """Wait until it is ready; return `url`. Raises EngineFailed when it ends, Transient after `timeout_s`."""
         wait_until_ready(self, "SGLang", timeout_s, _POLL_S)
         return self.url
 
     def check(self) -> None:
-        """Raises EngineFailed, with its last words, when the server has ended."""
+        """Raises EngineFailed, with the last error of the log, when the process has ended."""
         code = self.process.poll()
         if code is not None:
             raise EngineFailed(f"SGLang ended with exit code {code}: {last_error(self.log_file)}",
                                f"read {self.log_file}; the command was: {shlex.join(self.command)}")
 
     def ready(self, timeout_s: float = 5.0) -> bool:
-        """Whether /ready answers 200 now."""
+        """Whether /ready returns 200."""
         try:
             with urllib.request.urlopen(f"{self.url}/ready", timeout=timeout_s) as answer:
                 return bool(answer.status == 200)
@@ -100,30 +99,30 @@ class SglangServer:
             return False
 
     def stop(self, timeout_s: float = 30.0) -> int:
-        """End it: SIGTERM, on which SGLang finishes its answers, then SIGKILL to all that is left of it.
+        """Stop it: SIGTERM, on which SGLang finishes running requests, then SIGKILL to the rest of its process group.
 
-        Returns the exit code. SGLang looks for the signal every five seconds, so a stop takes about that long; with
-        `timeout_s` 0 nothing is waited for.
+        Returns the exit code. SGLang polls for the signal every five seconds, so a stop takes about that long; with
+        `timeout_s` 0 it is killed at once.
         """
         if self.process.poll() is None and timeout_s > 0:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout_s)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # also children whose parent is gone
+            os.killpg(self.process.pid, signal.SIGKILL)  # also children whose parent has ended
         return self.process.wait()
 
 
 def start_sglang(arguments: Sequence[str], directory: Path, *, environment: Mapping[str, str] | None = None,
                  prefix: Sequence[str] | None = None) -> SglangServer:
-    """Start a server with these arguments (`launch.launch_arguments`); its log goes to `directory`. Does not wait.
+    """Start a server with these arguments (`launch.launch_arguments`), with its log in `directory`; does not wait.
 
-    environment   variables on top of this process's own (`launch.launch_environment`)
-    prefix        the program instead of `program()`
+    environment   variables in addition to this process's own (`launch.launch_environment`)
+    prefix        the command to use instead of `launcher_command()`
     """
     directory.mkdir(parents=True, exist_ok=True)
     log_file = directory / "sglang.log"
-    command = (*(program() if prefix is None else prefix), *arguments)
+    command = (*(launcher_command() if prefix is None else prefix), *arguments)
     with log_file.open("wb") as log:
         process = subprocess.Popen(
             with_parent_death_signal(command),
@@ -144,7 +143,7 @@ def last_error(log_file: Path) -> str:
 
 
 def _address(arguments: Sequence[str]) -> str:
-    """Where to reach a server with these arguments; SGLang's own defaults are 127.0.0.1 and 30000."""
+    """Host and port of a server with these arguments; SGLang's defaults are 127.0.0.1 and 30000."""
     given = {flag: value for flag, value in pairwise(arguments) if flag in ("--host", "--port")}
     host = given.get("--host", "127.0.0.1")
     host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
