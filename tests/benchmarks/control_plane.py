@@ -302,7 +302,7 @@ def watched_jobs(url: str, count: int) -> list[str]:
 # The report.
 
 def table(load: Load, rounds: list[Round]) -> str:
-    """Markdown, as it stands in api/README.md."""
+    """Markdown, as in docs/results/control_plane.md."""
     lines = ["| API processes | accepted/s | POST p50 / p90 / p99 / max ms | event seen p50 / p90 / p99 / max ms | "
              "streams | CPU ms per job: API, PostgreSQL, Redis, client | errors |", "|---|---|---|---|---|---|---|"]
     for one in rounds:

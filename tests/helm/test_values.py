@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 
 from tests.helm.rendering import CHART, Values, from_file, render, sdk
-from tests.helm.values_table import README, profile_definitions, readme_with, resolved, settings_schema, table
+from tests.helm.values_table import PAGE, page_with, profile_definitions, resolved, settings_schema, table
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
 
@@ -53,11 +53,11 @@ def test_every_value_is_read_by_some_template() -> None:
     assert unread == set()
 
 
-def test_schema_and_readme_are_in_step_with_settings_and_values() -> None:
+def test_schema_and_page_of_values_match_settings_and_values() -> None:
     hint = "python -m tests.helm.values_table"
     assert SCHEMA["properties"]["settings"] == settings_schema(), hint
     assert {**SCHEMA["definitions"], **profile_definitions()} == SCHEMA["definitions"], hint
-    assert README.read_text() == readme_with(table()), hint
+    assert PAGE.read_text() == page_with(table()), hint
 
 
 @pytest.mark.parametrize(("values", "words"), [

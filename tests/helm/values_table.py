@@ -2,7 +2,7 @@
 
 Three things would otherwise drift: the settings that values.schema.json lets through (they are those of
 `eyrie_api.settings`), what `cluster` may hold (it is `eyrie_api.v1alpha1.cluster`'s, and its words), and the table of
-values in helm/README.md (from the schema and values.yaml). The tests compare.
+values in docs/helm_values.md (from the schema and values.yaml). The tests compare.
 """
 
 import json
@@ -15,7 +15,8 @@ from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.cluster import ClusterProfile
 
 HELM = Path(__file__).parents[2] / "helm"
-SCHEMA, VALUES, README = HELM / "eyrie/values.schema.json", HELM / "eyrie/values.yaml", HELM / "README.md"
+SCHEMA, VALUES = HELM / "eyrie/values.schema.json", HELM / "eyrie/values.yaml"
+PAGE = HELM.parent / "docs/helm_values.md"
 BEGIN, END = "<!-- values: python -m tests.helm.values_table -->\n", "<!-- end of values -->\n"
 
 GIVEN = {"home", "host", "port", "artifacts", "chore_queue", "token", "database_url", "broker_url", "cluster_profile"}
@@ -106,9 +107,9 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def readme_with(rows: str) -> str:
-    """helm/README.md with this table in it."""
-    text = README.read_text()
+def page_with(rows: str) -> str:
+    """docs/helm_values.md with this table in it."""
+    text = PAGE.read_text()
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)
     return head + BEGIN + "\n" + rows + "\n" + END + tail
@@ -125,4 +126,4 @@ def schema_text() -> str:
 
 if __name__ == "__main__":
     SCHEMA.write_text(schema_text())
-    README.write_text(readme_with(table()))
+    PAGE.write_text(page_with(table()))

@@ -22,7 +22,7 @@ from tests.tiny import tiny_target
 
 NAMES: tuple[Family, ...] = get_args(Family)
 AUX_LAYERS = (1, 2, 3)
-WORKERS_README = Path(__file__).parents[3] / "workers" / "README.md"
+COMPARISON = Path(__file__).parents[3] / "docs/results/comparison.md"
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_every_family_of_the_contract_is_in_both_tables_and_has_words() -> None:
 
 
 def test_the_speed_ups_a_plan_quotes_are_those_of_the_committed_comparison() -> None:
-    table = WORKERS_README.read_text().split("| variant | shape | speed-up, T = 0")[1].partition("\n\n")[0]
+    table = COMPARISON.read_text().split("| variant | shape | speed-up, T = 0")[1].partition("\n\n")[0]
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
     greedy = {row[0]: float(row[2].partition(" ")[0]) for row in cells}
     for name in NAMES:

@@ -33,7 +33,7 @@ MARGIN = 0.08
 
 TIE = 0.01
 _PREDICTION_ERROR = 0.03
-"""Standard error of a predicted ratio, at least (measured on the quickstart target: workers/README.md)."""
+"""Standard error of a predicted ratio, at least (measured on the quickstart target: docs/results/tuner.md)."""
 
 _BLOCK_ERROR = 0.06
 """Standard error of the ratio of two variants on one block, while there are too few blocks to tell."""

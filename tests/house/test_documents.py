@@ -1,0 +1,56 @@
+"""The documents: layers as in the import contract, links that lead somewhere, short READMEs."""
+
+import re
+import tomllib
+from itertools import takewhile
+
+from tests.house.sources import COMPONENTS, ROOT
+
+BEGIN, END = "<!-- layers -->\n", "<!-- end of layers -->\n"
+DOCUMENTS = sorted(path for pattern in ("*.md", "*/*.md", "docs/**/*.md") for path in ROOT.glob(pattern))
+
+
+def layers_table() -> str:
+    """The layers of the workers with the sentence of each, from the comments of the contract in pyproject.toml."""
+    text = (ROOT / "pyproject.toml").read_text()
+    contract = text[text.index('name = "Layers of the workers"'):]
+    body = contract[contract.index("layers = [") + len("layers = [\n"):]
+    rows = []
+    for line in takewhile(lambda line: not line.startswith("]"), body.splitlines()):
+        names, sentence = re.fullmatch(r'\s*"([^"]+)",\s*#\s*(.+)', line).groups()  # type: ignore[union-attr]
+        rows.append(f"| {', '.join(f'`{name.strip()}`' for name in names.split('|'))} | {sentence} |\n")
+    return "| layer | contains |\n|---|---|\n" + "".join(rows)
+
+
+def test_the_architecture_page_shows_the_layers_of_the_import_contract() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    shown = page[page.index(BEGIN) + len(BEGIN):page.index(END)]
+    assert shown == layers_table(), "copy the sentences of the contract \"Layers of the workers\" in pyproject.toml"
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (contract,) = (one for one in contracts if one["name"] == "Layers of the workers")
+    assert len(contract["layers"]) == layers_table().count("\n") - 2
+
+
+def test_every_relative_link_of_a_document_leads_to_a_file() -> None:
+    broken = [(str(path.relative_to(ROOT)), link) for path in DOCUMENTS
+              for link in re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", path.read_text())
+              if not (path.parent / link).exists()]
+    assert broken == []
+
+
+def test_every_make_target_and_module_that_a_document_names_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for path in DOCUMENTS:
+        text = path.read_text()
+        named = set(re.findall(r"`make ([a-z-]+)", text)) | set(re.findall(r"^ *make ([a-z-]+)", text, re.MULTILINE))
+        assert named <= targets, path
+        for module in re.findall(r"python -m ((?:eyrie_|tests\.)[a-z_0-9.]+[a-z_0-9])(?![<*])", text):
+            home = next((ROOT / name for name in COMPONENTS if module.startswith(f"eyrie_{name}")), ROOT)
+            file = home / module.replace(".", "/")
+            assert file.with_suffix(".py").exists() or (file / "__main__.py").exists() or file.is_dir(), (path, module)
+
+
+def test_readmes_are_short() -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in ROOT.glob("*/README.md")}
+    assert {path: length for path, length in lengths.items() if length > 80} == {}
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
