@@ -9,13 +9,13 @@ CLUSTER_LIMIT_S ?= 3000
 HELM_SDK = $(BIN)/python -c 'import helm_python' 2>/dev/null || timeout 300 $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt helm-python-sdk
 
 NEED_CUDA = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
-	  echo 'error: torch sees no CUDA device here' >&2; \
-	  echo 'hint: on a machine with a GPU: make setup TORCH="torch>=2.13", then again' >&2; exit 1; }
+	  echo 'error: torch finds no CUDA device on this machine' >&2; \
+	  echo 'hint: on a machine with a GPU: make setup TORCH="torch>=2.13", then repeat this command' >&2; exit 1; }
 
-.PHONY: help setup demo demo-short demo-stop test test-sglang test-cluster test-kernels test-gpu bench-gpu lint bench bench-load bench-control bench-tuner bench-store bench-codecs bench-sweep bench-peers compare experiments clean
+.PHONY: help setup demo demo-short demo-stop test test-wheel test-sglang test-cluster test-helm test-kernels test-gpu bench-gpu lint bench bench-load bench-control bench-tuner bench-store bench-codecs bench-sweep bench-peers compare experiments clean
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## a virtual environment with everything, pinned by constraints.txt
 
@@ -26,52 +26,56 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## the whole job on this machine: a drafter trained, measured, promoted, serving
 	@$(BIN)/eyrie demo
 
-demo-short: setup  ## the same in a short form, as CI runs it
+demo-short: setup  ## the same in a short form
 	@$(BIN)/eyrie demo --short
 
-demo-stop:  ## end what `make demo` left running
+demo-stop:  ## stop the endpoint that `make demo` left running
 	@$(BIN)/eyrie demo --stop
 
 test: setup  ## every test of the fast tier
 	@$(BIN)/pytest -n 2 --dist worksteal tests
 
-# Servers are started one after the other; the drafter they serve is trained first and kept. pyproject's limit of 300 s
-# per test is for the fast tier: here a fixture trains for minutes.
-test-sglang: setup  ## the real SGLang on this machine's processors, drafted and not (needs 3 GB of disk, 6 GB of memory)
+# CI runs the demo in this form. It needs no `setup`: building and installing happen in an environment of its own.
+test-wheel:  ## the wheel, installed in an empty environment without a checkout, runs `eyrie demo --short`
+	@PYTHON="$(PYTHON)" .ci/wheel
+
+# Servers start one after the other; the drafter they serve is trained first and kept. pyproject's limit of 300 s per test
+# is for the fast tier: here a fixture trains for minutes.
+test-sglang: setup  ## the real SGLang on the CPU, with and without a drafter (needs 3 GB of disk, 6 GB of memory)
 	@PYTHON="$(PYTHON)" bash tests/sglang/environment/setup
 	@EYRIE_TEST_SGLANG=1 timeout --kill-after=30 $(SGLANG_LIMIT_S) $(BIN)/pytest -v --timeout 1200 tests/sglang
 
-# Any cluster whose administrator you are will do: kind, minikube, or one of your own. It gets the two definitions and
-# namespaces named eyrie-test-*, which are deleted again. One worker: the tests share the machine with the API server.
-# The operator's tests need nothing but KUBECONFIG. Those in which pods run ours (test_endpoints, test_walk) need an
-# image with all of it: EYRIE_TEST_IMAGE=<one that the nodes can pull; tests/cluster/Dockerfile makes it>. On a cluster
-# that is part of this machine (EYRIE_CLUSTER_STATE, as CI has it) pods mount the machine's own programs instead. What
-# is missing is skipped with its reason, and fails under EYRIE_TEST_CLUSTER_WALK=1. A crowded machine: EYRIE_TEST_PATIENCE=3.
+# Any cluster on which you are an administrator: kind, minikube, or your own. The tests create the two definitions and
+# namespaces named eyrie-test-*, and delete them. One pytest worker: the tests share the machine with the API server.
+# The operator's tests need KUBECONFIG alone. Those in which pods run Eyrie (test_endpoints, test_walk) need an image with
+# everything: EYRIE_TEST_IMAGE=<one that the nodes can pull; tests/cluster/Dockerfile builds it>. On a cluster that is part
+# of this machine (EYRIE_CLUSTER_STATE, as in CI) pods mount the machine's own programs instead. Tests that cannot run are
+# skipped with the reason, and fail under EYRIE_TEST_CLUSTER_WALK=1. On a busy machine: EYRIE_TEST_PATIENCE=3.
 test-cluster: setup  ## operator, chart and a whole job on a real cluster (needs KUBECONFIG; one way: kind create cluster)
-	@test -n "$$KUBECONFIG" || { echo "error: KUBECONFIG is not set: these tests need a cluster that is yours to fill" >&2; \
-	  echo "hint: kind create cluster && export KUBECONFIG=~/.kube/config, or any other cluster's file" >&2; exit 1; }
+	@test -n "$$KUBECONFIG" || { echo "error: KUBECONFIG is not set: these tests need a cluster on which they may create objects" >&2; \
+	  echo "hint: kind create cluster && export KUBECONFIG=~/.kube/config, or the kubeconfig of another cluster" >&2; exit 1; }
 	@$(HELM_SDK)
 	@EYRIE_TEST_CLUSTER=1 timeout --kill-after=30 $(CLUSTER_LIMIT_S) $(BIN)/pytest -v -s --timeout 2400 tests/cluster
 
-# Helm's SDK is fetched for these two targets alone. With KUBECONFIG set the chart is also installed there, in namespaces of its
-# own, with definitions that the whole cluster sees: not on a cluster where Eyrie serves somebody (it would skip).
+# Helm's SDK is installed for these two targets alone. With KUBECONFIG set the chart is also installed there, in namespaces
+# of its own, with definitions for the whole cluster: on a cluster where Eyrie is installed those tests skip.
 test-helm: setup  ## the chart rendered by Helm's SDK; installed too where KUBECONFIG names an API server
 	@$(HELM_SDK)
 	@EYRIE_TEST_CLUSTER=1 timeout --kill-after=30 600 $(BIN)/pytest tests/helm
 
-# Triton is fetched for this target alone. Two processes: one runs the kernels in its interpreter, one compiles them for
-# GPUs that are not there; neither can do the other's work.
+# Triton is installed for this target alone. Two processes, because a process either interprets kernels or compiles them
+# ahead for GPUs that this machine does not have.
 test-kernels: setup  ## the Triton kernels in their interpreter, and compiled ahead for sm_80 and sm_90 (needs 1 GB of disk)
 	@$(BIN)/python -c 'import triton' 2>/dev/null || timeout 300 $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt triton
 	@TRITON_INTERPRET=1 timeout --kill-after=30 600 $(BIN)/pytest -n 2 tests/kernels
 	@EYRIE_COMPILE_KERNELS=1 timeout --kill-after=30 600 $(BIN)/pytest -n 2 tests/kernels/test_compiling.py
 
-# torch for your CUDA brings the Triton that fits it: make setup TORCH="torch>=2.13".
-test-gpu: setup  ## the kernels on this machine's GPU, and the target, a training step and the engine; refuses without one
+# torch for your CUDA version depends on the matching Triton: make setup TORCH="torch>=2.13".
+test-gpu: setup  ## kernels, target, a training step and the engine on this machine's GPU; fails without one
 	@$(NEED_CUDA)
 	@$(BIN)/pytest tests/kernels tests/gpu
 
-bench-gpu: setup  ## kernels against their floors and the trainer's MFU on this machine's GPU; writes .eyrie/bench/gpu*.json
+bench-gpu: setup  ## kernels relative to hardware limits and the trainer's MFU on a GPU; writes .eyrie/bench/gpu*.json
 	@$(NEED_CUDA)
 	@$(BIN)/python -m eyrie_kernels.bench --out .eyrie/bench/gpu.json
 	@$(BIN)/python -m tests.benchmarks.training_step --hidden 4096 --intermediate 14336 --heads 32 --kv-heads 8 --vocab 128256 \
@@ -84,13 +88,13 @@ lint: setup  ## ruff, mypy --strict, import contracts
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 
-bench: setup  ## engine figures for this machine: baseline against transformers, cost of verifying, of drafting
+bench: setup  ## the engine on this machine: baseline against transformers, cost of verifying and of drafting
 	@$(BIN)/python -m tests.benchmarks.decode --target quickstart
 
-bench-load: setup  ## what the load generator can take on this machine: 256 streams against a responder of known pace
+bench-load: setup  ## capacity of the load generator: 256 streams against a responder of known pace
 	@$(BIN)/python -m tests.benchmarks.load_generator
 
-bench-control: setup  ## what the control plane carries: 200 jobs/s and 500 event streams on PostgreSQL and Redis
+bench-control: setup  ## the control plane under 200 jobs/s and 500 event streams, on PostgreSQL and Redis
 	@$(BIN)/python -m tests.benchmarks.control_plane
 
 bench-tuner: setup  ## the tuner against the exhaustive grid, a quarter of an hour: make bench-tuner DRAFTER=<directory>
@@ -100,23 +104,23 @@ bench-tuner: setup  ## the tuner against the exhaustive grid, a quarter of an ho
 bench-store: setup  ## the hidden-state store's reader, from a directory and through S3 (with rclone)
 	@$(BIN)/python -m tests.benchmarks.feature_store --out .eyrie/bench/store.json
 
-bench-sweep: setup  ## a sweep of eight against eight runs, and whether it finds as good a drafter; about five minutes
+bench-sweep: setup  ## a sweep of eight candidates against eight runs: cost, and quality of the winner; about five minutes
 	@$(BIN)/python -m tests.benchmarks.sweep --out .eyrie/bench/sweep.json
 
-bench-codecs: setup  ## what each codec costs in acceptance length, ten minutes on two idle cores
+bench-codecs: setup  ## acceptance length by codec of the hidden states; ten minutes on two idle cores
 	@$(BIN)/python -m tests.benchmarks.codecs --out .eyrie/bench/codecs.json
 
-# Under twenty minutes on two cores; SHORT=1 for a look in four minutes. FAMILIES=eagle1,eagle3 BUDGET=tokens=300k choose.
-compare: setup  ## which drafter for the quickstart target: all families trained at an equal budget and measured
+# Under twenty minutes on two cores; SHORT=1 takes four. FAMILIES=eagle1,eagle3 and BUDGET=tokens=300k restrict it.
+compare: setup  ## all drafter families for the quickstart target, trained at an equal budget and measured
 	@$(BIN)/eyrie compare $(if $(SHORT),--short) $(if $(FAMILIES),--families $(FAMILIES)) $(if $(BUDGET),--budget $(BUDGET)) \
 		--out .eyrie/compare$(if $(SHORT),-short)
 
-# Up to an hour on two cores; killed, it goes on from the last stage. The committed pages: OUT=docs/results/experiments.
-experiments: setup  ## what the seeds claim, measured here: pages and plots in .eyrie/experiments; SHORT=1 for a quick look
+# Up to an hour on two cores; killed, it resumes from the last stage. The committed pages: OUT=docs/results/experiments.
+experiments: setup  ## claims about speculative decoding, measured: pages and plots in .eyrie/experiments; SHORT=1 is quick
 	@$(BIN)/python -m tests.benchmarks.experiments $(if $(SHORT),--short) --out $(or $(OUT),.eyrie/experiments)
 
-# Half an hour on two idle cores with their environments to make (2.5 GB in .eyrie/peers), which are kept.
-bench-peers: setup  ## Eyrie beside SpecForge and speculators, each in an environment of its own; SHORT=1 for a quick look
+# Half an hour on two idle cores, including the peers' environments (2.5 GB in .eyrie/peers), which are kept.
+bench-peers: setup  ## Eyrie compared with SpecForge and speculators, each in an environment of its own; SHORT=1 is quick
 	@PYTHON="$(PYTHON)" bash tests/benchmarks/peers/environments/setup
 	@$(BIN)/python -m tests.benchmarks.peers.bench $(if $(SHORT),--short) --out .eyrie/bench/peers.json
 
