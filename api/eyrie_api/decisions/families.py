@@ -2,8 +2,8 @@
 
 Programs see a family as a row of functions (`eyrie_workers.drafters.family`), which needs torch; this table says the
 same of sizes and layers in plain numbers, and a test holds the two together. Its sentences are for `eyrie plan`. They
-say what follows from how a family works, and what `make compare` found on the shipped target (docs/results/comparison.md); which
-is fastest for another target is for its leaderboard to say.
+say what follows from how a family works, and what `make compare` found on the shipped target
+(docs/results/comparison.md); which is fastest for another target is shown by its leaderboard.
 
     H hidden, D draft vocabulary, V vocabulary, A aux layers, S tokens it looks ahead
 """

@@ -15,7 +15,7 @@ class CaptureSpec(Frozen):
     """`hidden_states` indices, ascending. Default: low, middle, high; moved onto full-attention layers on hybrids."""
 
     codec: Codec = "int8"
-    """How states are stored. What each costs in acceptance length is in docs/results/hidden_states.md, with its spread."""
+    """How states are stored. docs/results/hidden_states.md has the acceptance length of each, with its spread."""
 
     final_state: FinalState = "keep"
     """`topk` stores the target's opinion (`final_top_k` logits and the mass of the rest) instead of its final state."""

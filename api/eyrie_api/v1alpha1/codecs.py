@@ -14,7 +14,8 @@ because the target's opinion on a prompt token is never asked. Token id and loss
 `final_state: topk` replaces the final state by the target's opinion itself: the k most likely tokens of the draft
 vocabulary with their logits, and the mass of all others. Its size does not grow with H.
 
-`choose` takes the best way that fits a budget of bytes. The order is by what was measured of each (docs/results/hidden_states.md).
+`choose` takes the best way that fits a budget of bytes. The order follows measurements
+(docs/results/hidden_states.md).
 """
 
 from collections.abc import Iterator

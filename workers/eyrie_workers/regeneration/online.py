@@ -5,8 +5,8 @@ for the next, and whoever consumes the answers decides the pace. Closing the gen
 what is in flight; those rows are asked again next time, with the same seed.
 
 Requests use `load.http_client`: with a general HTTP library its CPU time delayed the next requests after a burst of
-answers, which end together on a server that batches (docs/results/regeneration.md). The proxy that the environment names is used
-(`load.proxy`).
+answers, which end together on a server that batches (docs/results/regeneration.md). The proxy that the
+environment names is used (`load.proxy`).
 """
 
 import asyncio
