@@ -158,7 +158,7 @@ def test_candidates_trained_together_in_one_pod_are_each_in_the_store_whichever_
     assert "stages/capture/index.json" not in pods.here()
 
 
-def test_a_damaged_shard_in_the_store_is_named_noted_and_made_again_by_a_retry(
+def test_a_damaged_shard_in_the_store_is_marked_and_rebuilt_by_a_retry(
         pods: Pods, rehearsal: Rehearsal) -> None:
     states = pods.run(tasks.capture, pods.run(tasks.regenerate))
     shard, note = ("jobs/job-1/stages/capture/shard-000000" + ending for ending in (".safetensors", ".damaged"))
@@ -166,7 +166,7 @@ def test_a_damaged_shard_in_the_store_is_named_noted_and_made_again_by_a_retry(
     pods.store.write(shard, b"not what was written")
     with pytest.raises(StageFailed, match=r"shard-000000\.safetensors") as failed:
         pods.run(tasks.train, states, "base")
-    assert "retry the job: capture makes what is damaged again" in failed.value.hint
+    assert "retry the job: capture rebuilds the damaged files" in failed.value.hint
     assert {note} == {one.key for one in pods.store.list("jobs/job-1/stages/capture") if one.key == note}
     pods.store.delete("jobs/job-1/run/failure.json")  # what a retry does
     pods.run(tasks.capture, "stages/regenerate")
