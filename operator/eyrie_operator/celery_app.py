@@ -20,8 +20,8 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.http.job_files import work_store
 from eyrie_api.settings import Settings
 from eyrie_api.submission.placement import read_profile
-from eyrie_operator.driver import Driver
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
+from eyrie_operator.jobs.driver import Driver
 from eyrie_pipelines.kubeflow import KubeflowRunner
 from eyrie_pipelines.local import LocalRunner
 from eyrie_pipelines.runner import Runner
@@ -48,7 +48,7 @@ class World:
             self.store.sweep_unfinished("jobs", older_than_s=_UPLOAD_S)
 
 
-def world_of(settings: Settings, database: Database) -> World:
+def runtime_of(settings: Settings, database: Database) -> World:
     """The cluster of the profile, or this machine. Raises InvalidInput for a profile that cannot be followed."""
     if settings.cluster_profile is None:
         runner = LocalRunner(settings.home) if has_stage_programs() else UnavailableRunner()
@@ -68,7 +68,7 @@ def make_app() -> Any:
 
 
 def _celery(settings: Settings, database: Database) -> Any:
-    world = world_of(settings, database)
+    world = runtime_of(settings, database)
     return make_celery(settings, Driver(settings, database, world.runner).advance, reconcile_endpoint=world.tend,
                        forget=world.runner.delete, sweep=world.sweep, database=database)
 
@@ -77,7 +77,7 @@ def work(settings: Settings, concurrency: int) -> None:
     """Take chores in prefork processes until told to stop."""
     database = Database(settings.resolved_database_url)
     upgrade(database)
-    world = world_of(settings, database)
+    world = runtime_of(settings, database)
     if world.store is not None:
         world.store.check()
         log.info("the work area %s can be written", world.store.url)

@@ -32,7 +32,7 @@ from eyrie_api.cli.verbs import Json, verb
 from eyrie_api.client import DEFAULT_SERVER
 from eyrie_api.processes import free_port
 from eyrie_api.settings import DEFAULT_PORT, Settings
-from eyrie_operator.detached import (
+from eyrie_operator.cli.detached import (
     Plane,
     check_port,
     claim,
@@ -61,7 +61,7 @@ def up(
     as_json: Json = False,
 ) -> None:
     """Start the control plane on this machine."""
-    from eyrie_operator.plane import run
+    from eyrie_operator.control_plane import run
 
     screen = Screen(as_json=as_json)
     settings = settings_for(home, host, port)
@@ -97,7 +97,7 @@ def tell_up(plane: Plane, screen: Screen, *, already: bool = False) -> None:
 @verb
 def down(home: Home = None, as_json: Json = False) -> None:
     """End the control plane on this machine. Jobs stop at a safe line and go on at the next `up`."""
-    from eyrie_operator.plane import stop_leftovers
+    from eyrie_operator.control_plane import stop_leftovers
 
     settings = settings_for(home, None, None)
     plane = running_plane(settings.home)
@@ -173,13 +173,13 @@ def operate(
 ) -> None:
     """Drive the custom resources of a cluster over the database of EYRIE_DATABASE_URL."""
     from eyrie_operator.cluster import program
-    from eyrie_operator.cluster.leases import terms_of
+    from eyrie_operator.cluster.leases import timings_of
 
     where, _, name = lease.rpartition("/")
     options = program.Options(
         lease_namespace=where or program.own_namespace(), lease_name=name, namespaces=program.split(namespace or ()),
         mirror_namespace=mirror, projects=program.pairs(project or ()), host=host, port=port,
-        terms=terms_of(lease_s))
+        timings=timings_of(lease_s))
     raise typer.Exit(program.run(settings_for(home, None, None), options))
 
 
@@ -191,7 +191,7 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """The whole job on the shipped target: trained, measured, promoted, serving. `--stop` ends what it left."""
-    from eyrie_operator import demo as show
+    from eyrie_operator.cli import demo as show
 
     screen = Screen(as_json=as_json)
     if not keep:
@@ -236,7 +236,7 @@ def check_drafter(
     as_json: Json = False,
 ) -> None:
     """Would SGLang and vLLM serve this drafter as it was trained? Ends with 65 when not."""
-    from eyrie_operator import drafter_check
+    from eyrie_operator.cli import drafter_check
 
     asked = [str(directory), *(["--target", target] if target else []), *(["--fast"] if fast else []),
              *(["--context", str(context)] if context else [])]

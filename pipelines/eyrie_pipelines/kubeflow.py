@@ -38,7 +38,7 @@ from eyrie_api.v1alpha1.stages import STAGES, StageName
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_pipelines.kfp_api import KfpApi
 from eyrie_pipelines.run_failure import FAILURE_FILE, read_failure
-from eyrie_pipelines.runner import RunFailed, RunSeen, RunState
+from eyrie_pipelines.runner import ObservedRun, RunFailed, RunState
 from eyrie_pipelines.steps import JOB_FILE, JobFile, list_checkpoints, trains_together
 from eyrie_pipelines.work_area import RUN_FAILURE
 from eyrie_workers.catalog import stage_dir
@@ -51,7 +51,7 @@ _STATES: dict[str, RunState] = {
 _UNEXPLAINED_FAILURES = 3
 """Starts of an attempt after which a failed run without a stage failure counts as failed."""
 
-_DRIVER_FILES = ("settled.json", "report.json")
+_DRIVER_FILES = ("outcome.json", "report.json")
 
 
 class KubeflowRunner:
@@ -63,11 +63,11 @@ class KubeflowRunner:
 
     # Requests to Kubeflow.
 
-    def observe(self, job_id: str) -> RunSeen:
+    def observe(self, job_id: str) -> ObservedRun:
         """See `Runner`."""
         runs = self._runs(job_id)
         if not runs:
-            return RunSeen()
+            return ObservedRun()
         attempt, starts, run = runs[-1]
         state = _STATES.get(str(run.state), "running")
         failure = self._stage_failure(job_id) if state in ("running", "failed") else None
@@ -82,8 +82,8 @@ class KubeflowRunner:
             state = "gone"
         elif state == "failed":
             failure = _unexplained(run)
-        return RunSeen(state=state, attempt=attempt, starts=starts, run_id=run.run_id, failure=failure,
-                       leftovers=alive and state == "failed")
+        return ObservedRun(state=state, attempt=attempt, starts=starts, run_id=run.run_id, failure=failure,
+                           leftovers=alive and state == "failed")
 
     def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None) -> None:
         """See `Runner`."""

@@ -42,7 +42,7 @@ from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_pipelines.processes import ProcessId, group_members, identify, is_alive, stop_group
 from eyrie_pipelines.run_failure import RUN_DIR, RunFailure, read_failure
-from eyrie_pipelines.runner import RunFailed, RunSeen, RunState
+from eyrie_pipelines.runner import ObservedRun, RunFailed, RunState
 from eyrie_pipelines.stage_process import OUTER_TMPDIR
 from eyrie_pipelines.steps import JOB_FILE, JobFile
 from eyrie_pipelines.tasks import load_job
@@ -105,15 +105,16 @@ class LocalRunner:
     def refresh(self, job_id: str, spec: JobSpec) -> None:
         """See `Runner`: stages work in the job's own directory."""
 
-    def observe(self, job_id: str) -> RunSeen:
+    def observe(self, job_id: str) -> ObservedRun:
         """See `Runner`."""
         run = observe(self._dir(job_id))
         if run.handle is None:
-            return RunSeen()
+            return ObservedRun()
         failure = None
         if run.result is not None and run.result.state == "failed":
             failure = _failure_of(run.result)
-        return RunSeen(state=run.state, attempt=run.handle.attempt, starts=run.handle.starts, run_id=run.handle.run_id,
+        return ObservedRun(state=run.state, attempt=run.handle.attempt, starts=run.handle.starts,
+                           run_id=run.handle.run_id,
                        failure=failure, leftovers=run.state != "running" and bool(live_processes(self._dir(job_id))))
 
     def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None) -> None:

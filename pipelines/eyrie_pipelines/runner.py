@@ -1,6 +1,6 @@
 """The interface of a runner. A run is a process group of this machine, or a Kubeflow run.
 
-A job has at most one run at a time. Its driver (`eyrie_operator.driver`) uses runs through this interface only: it
+A job has at most one run at a time. Its driver (`eyrie_operator.jobs.driver`) uses runs through this interface only: it
 starts, observes and stops them, and reads the files of their stages in the job's directory `<home>/jobs/<id>`. Where
 stages run elsewhere, `refresh` downloads the small files of that directory first, and `persist` uploads the driver's
 own. Every method is idempotent, and consecutive calls may come from different processes. """
@@ -28,7 +28,7 @@ class RunFailed:
 
 
 @dataclass(frozen=True)
-class RunSeen:
+class ObservedRun:
     """The latest run of a job."""
 
     state: RunState = "none"
@@ -52,7 +52,7 @@ class Runner(Protocol):
     def refresh(self, job_id: str, spec: JobSpec) -> None:
         """Download the events, logs and manifests of the job's stages into its directory."""
 
-    def observe(self, job_id: str) -> RunSeen:
+    def observe(self, job_id: str) -> ObservedRun:
         """The state of the job's latest run."""
 
     def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None) -> None:

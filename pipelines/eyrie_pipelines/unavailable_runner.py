@@ -9,7 +9,7 @@ import importlib.util
 from eyrie_api.errors import Permanent
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
-from eyrie_pipelines.runner import RunSeen
+from eyrie_pipelines.runner import ObservedRun
 
 
 class RuntimeUnavailable(Permanent):
@@ -29,9 +29,9 @@ class UnavailableRunner:
     def refresh(self, job_id: str, spec: JobSpec) -> None:
         """See `Runner`."""
 
-    def observe(self, job_id: str) -> RunSeen:
+    def observe(self, job_id: str) -> ObservedRun:
         """See `Runner`."""
-        return RunSeen()
+        return ObservedRun()
 
     def start(self, job_id: str, spec: JobSpec, attempt: int, incumbent: DrafterUse | None) -> None:
         """Raises RuntimeUnavailable."""

@@ -28,7 +28,7 @@ from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.cluster.apply import Cluster
-from eyrie_operator.cluster.metric_windows import WINDOW
+from eyrie_operator.cluster.metric_windows import WINDOW_BASELINE
 from eyrie_operator.conditions import find
 from eyrie_operator.manifests.names import ENDPOINT_LABEL
 from tests.cluster.conftest import eventually
@@ -210,15 +210,15 @@ def test_a_better_revision_takes_over_a_broken_one_does_not_and_nobody_is_kept_w
     assert told.reason == "EngineDied"
 
     window = world.cluster.get("apps/v1", "Deployment", world.namespace, f"eyrie-chat-r{after.active_revision}")
-    assert json.loads(window["metadata"]["annotations"][WINDOW])["counts"]  # its pod has been asked
+    assert json.loads(window["metadata"]["annotations"][WINDOW_BASELINE])["counts"]  # its pod has been asked
 
-    def at_rest() -> bool:
+    def steady_state() -> bool:
         """Looked at again and again, nothing is written."""
         writes, looks = (operator.figure(f"eyrie_operator_{what}_total") for what in ("writes", "reconcile"))
         eventually(lambda: operator.figure("eyrie_operator_reconcile_total") >= looks + 3, "it is looked at")
         return operator.figure("eyrie_operator_writes_total") == writes
 
-    eventually(at_rest, "it rests")
+    eventually(steady_state, "it rests")
 
     world.endpoints.set_desired("chat", "off")
     eventually(lambda: world.objects() == set(), "everything is gone")

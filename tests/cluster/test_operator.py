@@ -25,7 +25,7 @@ from eyrie_api.v1alpha1.resources import FINALIZER
 from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.status import Job
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_operator.cluster.apply import FIELD_MANAGER, Cluster, ClusterConflict, ClusterRefused
+from eyrie_operator.cluster.apply import FIELD_MANAGER, Cluster, ClusterConflict, ClusterRejected
 from eyrie_operator.cluster.resources import read_job
 from tests.api.samples import ended, job_body, job_spec
 from tests.cluster.conftest import eventually
@@ -166,7 +166,7 @@ def test_users_write_the_spec_and_only_the_operator_the_status(cluster: Cluster,
 def test_the_server_refuses_fields_out_of_bounds_and_fills_in_defaults(cluster: Cluster, namespace: str) -> None:
     body = manifest(namespace)
     body["spec"]["job"] = job_body(train={"ttt_length": 99})
-    with pytest.raises(ClusterRefused, match="ttt_length"):
+    with pytest.raises(ClusterRejected, match="ttt_length"):
         cluster.create(body)
     body["spec"]["job"] = job_body(regenerate={"sampling": {"top_p": 0.5}})
     made = cluster.create(body)

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from eyrie_api.processes import free_port
-from eyrie_operator.detached import running_plane
+from eyrie_operator.cli.detached import running_plane
 
 
 def eyrie(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:

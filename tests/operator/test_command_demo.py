@@ -13,7 +13,7 @@ from eyrie_api.cli.screen import Screen
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport, Environment
-from eyrie_operator import demo
+from eyrie_operator.cli import demo
 
 CHAIN = DraftTreeShape(num_steps=7, top_k=1, num_draft_tokens=8)
 

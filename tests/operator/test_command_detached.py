@@ -11,11 +11,11 @@ import pytest
 
 from eyrie_api.errors import Conflict, PortInUse
 from eyrie_api.processes import free_port
-from eyrie_operator.detached import PLANE_FILE, check_port, claim, running_plane
+from eyrie_operator.cli.detached import PLANE_FILE, check_port, claim, running_plane
 
 HOLDER = """
 import sys, pathlib
-from eyrie_operator.detached import claim
+from eyrie_operator.cli.detached import claim
 with claim(pathlib.Path(sys.argv[1]), "http://127.0.0.1:1"):
     print("held", flush=True)
     sys.stdin.read()

@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from typer.testing import CliRunner
 
+from eyrie_operator.cli.drafter_check import is_defective, refusal, verdict
 from eyrie_operator.command import app
-from eyrie_operator.drafter_check import is_defective, refusal, verdict
 
 
 def words(document: dict[str, Any]) -> str:

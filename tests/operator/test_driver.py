@@ -21,7 +21,7 @@ from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.status import Job
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_operator.conditions import find, is_over
-from eyrie_operator.driver import Driver
+from eyrie_operator.jobs.driver import Driver
 from eyrie_pipelines import local
 from eyrie_pipelines.local import LocalRunner
 from eyrie_pipelines.processes import group_members, wait_until
@@ -155,7 +155,7 @@ def test_a_killed_control_plane_leaves_the_run_alone_and_the_next_one_adopts_it(
     job_id = world.submit()
     code = (
         "import sys, time; from pathlib import Path; from eyrie_api.settings import Settings\n"
-        "from eyrie_api.database.engine import Database; from eyrie_operator.driver import Driver\n"
+        "from eyrie_api.database.engine import Database; from eyrie_operator.jobs.driver import Driver\n"
         "from eyrie_pipelines.local import LocalRunner; settings = Settings(home=Path(sys.argv[1]))\n"
         "world = Driver(settings, Database(settings.resolved_database_url), LocalRunner(settings.home))\n"
         "world.advance(sys.argv[2]); print('advanced', flush=True); time.sleep(600)\n")

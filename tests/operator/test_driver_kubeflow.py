@@ -17,9 +17,9 @@ from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
 from eyrie_api.v1alpha1.placement import Placement, S3Work
 from eyrie_api.v1alpha1.records import Failure
 from eyrie_api.v1alpha1.serving import ServeSpec
-from eyrie_operator.celery_app import world_of
+from eyrie_operator.celery_app import runtime_of
 from eyrie_operator.conditions import find
-from eyrie_operator.driver import Driver
+from eyrie_operator.jobs.driver import Driver
 from eyrie_pipelines.kubeflow import KubeflowRunner
 from eyrie_pipelines.local import LocalRunner
 from eyrie_pipelines.run_failure import RunFailure
@@ -119,13 +119,13 @@ def test_no_more_runs_than_the_administrator_allows(tmp_path: Path) -> None:
 
 
 def test_a_worker_follows_the_profile_or_works_on_this_machine(tmp_path: Path, world: World) -> None:
-    assert isinstance(world_of(Settings(home=tmp_path), world.database).runner, LocalRunner)
+    assert isinstance(runtime_of(Settings(home=tmp_path), world.database).runner, LocalRunner)
     path = tmp_path / "profile.yaml"
     path.write_text(yaml.safe_dump(world.profile.model_dump(mode="json")))
-    chosen = world_of(Settings(home=tmp_path / "home", cluster_profile=path), world.database)
+    chosen = runtime_of(Settings(home=tmp_path / "home", cluster_profile=path), world.database)
     assert isinstance(chosen.runner, KubeflowRunner)
     assert chosen.tend is None
     assert chosen.store is not None
     assert chosen.store.url == "s3://bucket/eyrie"
     with pytest.raises(InvalidInput, match="EYRIE_HOME"):
-        world_of(Settings(home=tmp_path / "elsewhere", cluster_profile=path), world.database)
+        runtime_of(Settings(home=tmp_path / "elsewhere", cluster_profile=path), world.database)

@@ -23,7 +23,6 @@ from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.status import Endpoint, Revision
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.conditions import find
-from eyrie_operator.driver import serving_of
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord
 from eyrie_operator.embedded.processes import (
@@ -34,7 +33,8 @@ from eyrie_operator.embedded.processes import (
     resolve_target,
     stop_endpoints,
 )
-from eyrie_operator.serving import MIN_ROUNDS
+from eyrie_operator.endpoints.plan import MIN_ROUNDS
+from eyrie_operator.jobs.driver import serving_of
 from eyrie_pipelines.processes import is_alive, wait_until
 from tests.workers.engines.conftest import drafter, target
 

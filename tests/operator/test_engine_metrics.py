@@ -1,6 +1,6 @@
 """What is read of an engine's metrics page, ours or SGLang's."""
 
-from eyrie_operator.engine_metrics import EngineCounters, grown, read_metrics
+from eyrie_operator.endpoints.engine_metrics import EngineCounters, grown, read_metrics
 
 OURS = """# HELP eyrie_requests_total Requests ended, by finish reason.
 eyrie_requests_total{finish_reason="stop"} 5.0

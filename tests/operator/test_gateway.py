@@ -20,7 +20,7 @@ from eyrie_api.errors import PortInUse
 from eyrie_operator.embedded.gateway import bind, create_gateway
 from eyrie_operator.embedded.processes import read_port, start_gateway, stop_gateway
 from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, RouteRecord, Routes, Share
-from eyrie_operator.embedded.traffic_recording import TRAFFIC_FILE, Traffic
+from eyrie_operator.endpoints.traffic_recording import TRAFFIC_FILE, Traffic
 from eyrie_pipelines.processes import is_alive
 
 

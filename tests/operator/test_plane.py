@@ -22,7 +22,7 @@ CODE = """
 import sys
 from pathlib import Path
 from eyrie_api.settings import Settings
-from eyrie_operator.plane import run
+from eyrie_operator.control_plane import run
 run(Settings(home=Path(sys.argv[1]), port=int(sys.argv[2]), reconcile_interval_s=0.2))
 """
 

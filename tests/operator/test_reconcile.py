@@ -18,19 +18,19 @@ from eyrie_api.v1alpha1.stages import Manifest
 from eyrie_api.v1alpha1.status import Condition, JobStatus
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.conditions import find, is_over, is_true, observe
-from eyrie_operator.reconcile import (
+from eyrie_operator.jobs.reconcile import (
     MAX_STARTS,
     Decide,
-    Observed,
+    ObservedJob,
+    ObservedServing,
+    ObservedStage,
     Promote,
-    ServingSeen,
-    StageSeen,
     StartRun,
     StopRun,
     WriteReport,
     reconcile,
 )
-from eyrie_pipelines.runner import RunFailed, RunSeen
+from eyrie_pipelines.runner import ObservedRun, RunFailed
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 SPEC = JobSpec(target=TargetSpec(model="quickstart"), data=DataSpec(sources=(DataSource(path="quickstart"),)))
@@ -38,8 +38,8 @@ YES = PromotionDecision(promote=True, verdict="promote", reasons=("faster everyw
 NO = PromotionDecision(promote=False, verdict="no-drafter", reasons=("chat: 0.90x, below the required 1.05x",))
 
 
-def seen(**known: Any) -> Observed:
-    return Observed(**({"attempt": 1, "previous": JobStatus()} | known))
+def seen(**known: Any) -> ObservedJob:
+    return ObservedJob(**({"attempt": 1, "previous": JobStatus()} | known))
 
 
 def manifest(stage: str = "capture") -> Manifest:
@@ -69,9 +69,9 @@ def test_a_new_job_waits_in_line_while_no_place_is_free() -> None:
 
 
 def test_a_living_run_is_left_alone_and_its_stages_are_told() -> None:
-    stages = (StageSeen("regenerate", started_at=NOW, manifest=manifest()), StageSeen("capture", started_at=NOW),
-              StageSeen("train", "base"))
-    plan = reconcile(SPEC, seen(run=RunSeen("running", 1, 1, "r"), stages=stages), NOW)
+    stages = (ObservedStage("regenerate", started_at=NOW, manifest=manifest()),
+              ObservedStage("capture", started_at=NOW), ObservedStage("train", "base"))
+    plan = reconcile(SPEC, seen(run=ObservedRun("running", 1, 1, "r"), stages=stages), NOW)
     assert plan.actions == ()
     assert plan.status.phase == "Running"
     assert [one.state for one in plan.status.stages] == ["Succeeded", "Running", "Pending"]
@@ -82,36 +82,38 @@ def test_a_living_run_is_left_alone_and_its_stages_are_told() -> None:
 
 def test_a_stage_that_is_being_tried_again_is_running_not_failed() -> None:
     failure = Failure(reason="Transient", message="refused", transient=True, exit_code=75, time=NOW)
-    stages = (StageSeen("regenerate", started_at=NOW, failure=failure),)
-    plan = reconcile(SPEC, seen(run=RunSeen("running", 1, 1), stages=stages), NOW)
+    stages = (ObservedStage("regenerate", started_at=NOW, failure=failure),)
+    plan = reconcile(SPEC, seen(run=ObservedRun("running", 1, 1), stages=stages), NOW)
     assert plan.status.stages[0].state == "Running"
 
 
 def test_training_is_not_told_as_done_before_every_candidate_is() -> None:
-    done = [StageSeen(stage, started_at=NOW, manifest=manifest()) for stage in ("regenerate", "capture")]
-    one = StageSeen("train", "a", started_at=NOW, manifest=manifest())
-    plan = reconcile(SPEC, seen(run=RunSeen("running", 1, 1), stages=(*done, one, StageSeen("train", "b"))), NOW)
+    done = [ObservedStage(stage, started_at=NOW, manifest=manifest()) for stage in ("regenerate", "capture")]
+    one = ObservedStage("train", "a", started_at=NOW, manifest=manifest())
+    running = ObservedRun("running", 1, 1)
+    plan = reconcile(SPEC, seen(run=running, stages=(*done, one, ObservedStage("train", "b"))), NOW)
     assert reason_of(plan.status, "Trained") == "Running"
-    plan = reconcile(SPEC, seen(run=RunSeen("running", 1, 1), stages=(*done, one)), NOW)
+    plan = reconcile(SPEC, seen(run=ObservedRun("running", 1, 1), stages=(*done, one)), NOW)
     assert is_true(plan.status.conditions, "Trained")
 
 
 def test_a_run_that_vanished_is_started_again_but_not_forever() -> None:
-    assert reconcile(SPEC, seen(run=RunSeen("gone", 1, 1)), NOW).actions == (StartRun(1),)
-    plan = reconcile(SPEC, seen(run=RunSeen("gone", 1, MAX_STARTS)), NOW)
+    assert reconcile(SPEC, seen(run=ObservedRun("gone", 1, 1)), NOW).actions == (StartRun(1),)
+    plan = reconcile(SPEC, seen(run=ObservedRun("gone", 1, MAX_STARTS)), NOW)
     assert plan.actions == ()
     assert reason_of(plan.status, "Failed") == "RunKeepsDying"
 
 
 def test_orphans_of_a_dead_leader_are_ended_before_the_run_is_started_again() -> None:
-    assert reconcile(SPEC, seen(run=RunSeen("gone", 1, 1, leftovers=True)), NOW).actions == (StopRun(),)
+    assert reconcile(SPEC, seen(run=ObservedRun("gone", 1, 1, leftovers=True)), NOW).actions == (StopRun(),)
     told = RunFailed("train", "base", "LossDiverged", "loss was nan")
-    assert reconcile(SPEC, seen(run=RunSeen("failed", 1, 1, failure=told, leftovers=True)), NOW).actions == (StopRun(),)
+    failed = ObservedRun("failed", 1, 1, failure=told, leftovers=True)
+    assert reconcile(SPEC, seen(run=failed), NOW).actions == (StopRun(),)
 
 
 def test_a_failed_run_fails_the_job_with_the_stages_own_words() -> None:
     failed = RunFailed("train", "base", "LossDiverged", "loss was nan at step 3", "lower train.learning_rate")
-    plan = reconcile(SPEC, seen(run=RunSeen("failed", 1, 1, failure=failed)), NOW)
+    plan = reconcile(SPEC, seen(run=ObservedRun("failed", 1, 1, failure=failed)), NOW)
     assert plan.actions == (WriteReport(),)
     assert plan.status.phase == "Failed"
     for kind in ("Failed", "Trained", "Succeeded"):
@@ -122,8 +124,8 @@ def test_a_failed_run_fails_the_job_with_the_stages_own_words() -> None:
 
 
 def test_a_retried_job_starts_a_run_of_the_next_attempt() -> None:
-    over = reconcile(SPEC, seen(run=RunSeen("failed", 1, 1)), NOW).status
-    plan = reconcile(SPEC, seen(attempt=2, previous=over, run=RunSeen("failed", 1, 1)), NOW)
+    over = reconcile(SPEC, seen(run=ObservedRun("failed", 1, 1)), NOW).status
+    plan = reconcile(SPEC, seen(attempt=2, previous=over, run=ObservedRun("failed", 1, 1)), NOW)
     assert plan.actions == (StartRun(2),)
     assert not is_over(plan.status.conditions)
     assert plan.status.finished_at is None
@@ -131,34 +133,34 @@ def test_a_retried_job_starts_a_run_of_the_next_attempt() -> None:
 
 @pytest.mark.parametrize("wish", ["cancel_requested", "delete_requested"])
 def test_cancelling_stops_what_lives_and_only_then_says_cancelled(wish: str) -> None:
-    plan = reconcile(SPEC, seen(run=RunSeen("running", 1, 1), **{wish: True}), NOW)
+    plan = reconcile(SPEC, seen(run=ObservedRun("running", 1, 1), **{wish: True}), NOW)
     assert plan.actions == (StopRun(),)
     assert plan.status.phase == "Cancelling"
-    plan = reconcile(SPEC, seen(run=RunSeen("gone", 1, 1, leftovers=True), **{wish: True}), NOW)
+    plan = reconcile(SPEC, seen(run=ObservedRun("gone", 1, 1, leftovers=True), **{wish: True}), NOW)
     assert plan.actions == (StopRun(),)
-    plan = reconcile(SPEC, seen(run=RunSeen("gone", 1, 1), **{wish: True}), NOW)
+    plan = reconcile(SPEC, seen(run=ObservedRun("gone", 1, 1), **{wish: True}), NOW)
     assert plan.actions == ()
     assert plan.status.phase == "Cancelled"
     assert plan.status.finished_at == NOW
 
 
 def test_a_finished_pipeline_is_decided_then_promoted_then_watched_until_it_serves() -> None:
-    run = RunSeen("succeeded", 1, 1)
+    run = ObservedRun("succeeded", 1, 1)
     assert reconcile(SPEC, seen(run=run), NOW).actions == (Decide(),)
     assert reconcile(SPEC, seen(run=run, decision=YES), NOW).actions == (Promote("default"),)
-    waiting = reconcile(SPEC, seen(run=run, decision=YES, serving=ServingSeen("deploying")), NOW)
+    waiting = reconcile(SPEC, seen(run=run, decision=YES, serving=ObservedServing("deploying")), NOW)
     assert waiting.actions == ()
     assert not is_over(waiting.status.conditions)
-    done = reconcile(SPEC, seen(run=run, decision=YES, serving=ServingSeen("serving")), NOW)
+    done = reconcile(SPEC, seen(run=run, decision=YES, serving=ObservedServing("serving")), NOW)
     assert done.actions == (WriteReport(),)
     assert done.status.phase == "Succeeded"
     assert is_true(done.status.conditions, "Serving")
 
 
 def test_a_drafter_that_is_not_faster_does_not_serve_but_the_target_alone_does() -> None:
-    run = RunSeen("succeeded", 1, 1)
+    run = ObservedRun("succeeded", 1, 1)
     assert reconcile(SPEC, seen(run=run, decision=NO), NOW).actions == (Promote("default"),)
-    plan = reconcile(SPEC, seen(run=run, decision=NO, serving=ServingSeen("serving")), NOW)
+    plan = reconcile(SPEC, seen(run=run, decision=NO, serving=ObservedServing("serving")), NOW)
     assert plan.actions == (WriteReport(),)
     assert plan.status.phase == "Succeeded"
     assert reason_of(plan.status, "Promoted") == "NotFaster"
@@ -167,30 +169,30 @@ def test_a_drafter_that_is_not_faster_does_not_serve_but_the_target_alone_does()
 @pytest.mark.parametrize("verdict", ["keep-incumbent", "awaits-approval"])
 def test_what_serves_is_left_alone_when_the_candidate_may_not_replace_it(verdict: str) -> None:
     decision = PromotionDecision(promote=False, verdict=verdict, reasons=("r",))  # type: ignore[arg-type]
-    plan = reconcile(SPEC, seen(run=RunSeen("succeeded", 1, 1), decision=decision), NOW)
+    plan = reconcile(SPEC, seen(run=ObservedRun("succeeded", 1, 1), decision=decision), NOW)
     assert plan.actions == (WriteReport(),)
     assert plan.status.phase == "Succeeded"
 
 
 def test_without_serving_the_decision_is_the_end() -> None:
     spec = SPEC.model_copy(update={"serve": ServeSpec(enabled=False)})
-    assert reconcile(spec, seen(run=RunSeen("succeeded", 1, 1), decision=YES), NOW).status.phase == "Succeeded"
+    assert reconcile(spec, seen(run=ObservedRun("succeeded", 1, 1), decision=YES), NOW).status.phase == "Succeeded"
 
 
 def test_a_rolled_back_engine_fails_the_job_with_its_reason() -> None:
-    serving = ServingSeen("rolled-back", "HealthTimeout", "not healthy after 60 s")
-    plan = reconcile(SPEC, seen(run=RunSeen("succeeded", 1, 1), decision=YES, serving=serving), NOW)
+    serving = ObservedServing("rolled-back", "HealthTimeout", "not healthy after 60 s")
+    plan = reconcile(SPEC, seen(run=ObservedRun("succeeded", 1, 1), decision=YES, serving=serving), NOW)
     assert reason_of(plan.status, "Failed") == "HealthTimeout"
     assert reason_of(plan.status, "Serving") == "HealthTimeout"
 
 
 def test_a_job_that_is_over_stays_as_it_is_and_ends_leftovers_only() -> None:
-    over = reconcile(SPEC, seen(run=RunSeen("failed", 1, 1)), NOW).status
+    over = reconcile(SPEC, seen(run=ObservedRun("failed", 1, 1)), NOW).status
     later = NOW + timedelta(hours=1)
-    again = reconcile(SPEC, seen(previous=over, run=RunSeen("failed", 1, 1)), later)
+    again = reconcile(SPEC, seen(previous=over, run=ObservedRun("failed", 1, 1)), later)
     assert again.actions == ()
     assert again.status == over
-    assert reconcile(SPEC, seen(previous=over, run=RunSeen("running", 1, 1)), later).actions == (StopRun(),)
+    assert reconcile(SPEC, seen(previous=over, run=ObservedRun("running", 1, 1)), later).actions == (StopRun(),)
 
 
 def test_a_condition_keeps_its_transition_time_until_its_status_changes() -> None:
@@ -212,15 +214,15 @@ class JobMachine(RuleBasedStateMachine):
         self.verdict = YES if faster else NO
         self.status, self.attempt = JobStatus(), 1
         self.cancel, self.place = False, True
-        self.run: RunSeen = RunSeen()
+        self.run: ObservedRun = ObservedRun()
         self.decision: PromotionDecision | None = None
-        self.serving = ServingSeen()
+        self.serving = ObservedServing()
         self.promotions = 0
         self.now = NOW
 
     def look(self, *, crash_before_actions: bool = False, crash_before_status: bool = False) -> None:
         self.now += timedelta(seconds=1)
-        plan = reconcile(self.spec, Observed(
+        plan = reconcile(self.spec, ObservedJob(
             attempt=self.attempt, previous=self.status, cancel_requested=self.cancel, place_free=self.place,
             run=self.run, decision=self.decision, serving=self.serving), self.now)
         if crash_before_actions:
@@ -234,7 +236,7 @@ class JobMachine(RuleBasedStateMachine):
         if isinstance(action, StartRun):
             assert not self.run.alive, "two runs at once"
             starts = self.run.starts + 1 if self.run.attempt == action.attempt else 1
-            self.run = RunSeen("running", action.attempt, starts, f"r{action.attempt}-{starts}")
+            self.run = ObservedRun("running", action.attempt, starts, f"r{action.attempt}-{starts}")
         elif isinstance(action, StopRun):
             if self.run.state == "running":
                 self.run = replace(self.run, state="gone")
@@ -245,7 +247,7 @@ class JobMachine(RuleBasedStateMachine):
         elif isinstance(action, Promote):
             assert self.serving.state == "absent", "promoted twice"
             self.promotions += 1
-            self.serving = ServingSeen("deploying")
+            self.serving = ObservedServing("deploying")
 
     @rule()
     def tick(self) -> None:
@@ -264,7 +266,7 @@ class JobMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.serving.state == "deploying")
     @rule(good=st.booleans())
     def the_engine_answers(self, good: bool) -> None:
-        self.serving = ServingSeen("serving") if good else ServingSeen("rolled-back", "EngineDied", "it ended")
+        self.serving = ObservedServing("serving") if good else ObservedServing("rolled-back", "EngineDied", "it ended")
 
     @rule(free=st.booleans())
     def other_jobs_come_and_go(self, free: bool) -> None:
@@ -281,7 +283,7 @@ class JobMachine(RuleBasedStateMachine):
     def the_user_retries(self) -> None:
         self.attempt += 1
         self.cancel = False
-        self.decision, self.serving, self.promotions = None, ServingSeen(), 0
+        self.decision, self.serving, self.promotions = None, ObservedServing(), 0
 
     @invariant()
     def exactly_one_end_and_nothing_alive_after_cancellation(self) -> None:
@@ -306,7 +308,7 @@ class JobMachine(RuleBasedStateMachine):
             if self.run.state == "running" and not self.cancel:
                 self.run = replace(self.run, state="succeeded")
             if self.serving.state == "deploying":
-                self.serving = ServingSeen("serving")
+                self.serving = ObservedServing("serving")
         assert is_over(self.status.conditions), self.status
         if self.cancel and self.promotions == 0 and not is_true(self.status.conditions, "Failed"):
             assert is_true(self.status.conditions, "Cancelled") or is_true(self.status.conditions, "Succeeded")

@@ -11,29 +11,26 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.promotion import CanarySpec, DriftSpec
 from eyrie_api.v1alpha1.status import Endpoint, Revision
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPoint, Setting
-from eyrie_operator.serving import (
-    CANARY_ROUNDS,
-    DRAIN_S,
-    MIN_ROUNDS,
+from eyrie_operator.endpoints.plan import CANARY_ROUNDS, DRAIN_S, MIN_ROUNDS, plan_endpoint
+from eyrie_operator.endpoints.state import (
     Activate,
-    CanarySeen,
     CloseWindow,
-    EndpointSeen,
-    EngineSeen,
-    ForgetEngine,
-    GoBack,
+    DeleteEngine,
     KillEngine,
+    ObservedCanary,
+    ObservedEndpoint,
+    ObservedEngine,
+    ProposeNoDrafter,
     Reject,
+    ReportDrift,
     RetireEngine,
+    RollBack,
     Route,
-    ServeBare,
     ServePolicy,
     ShareRoute,
     StartEngine,
     StartGateway,
     StopGateway,
-    TellDrift,
-    plan_endpoint,
 )
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
@@ -58,13 +55,13 @@ def endpoint(active: int | None, candidate: int | None = None, *, num: int = 2, 
         "candidate_revision": candidate, "revisions": revisions, "updated_at": NOW})
 
 
-def engine(revision: int, state: Any = "healthy", **known: Any) -> EngineSeen:
-    return EngineSeen(revision=revision, state=state, **({"started_at": NOW} | known))
+def engine(revision: int, state: Any = "healthy", **known: Any) -> ObservedEngine:
+    return ObservedEngine(revision=revision, state=state, **({"started_at": NOW} | known))
 
 
-def plan(wanted: Endpoint, *engines: EngineSeen, routed: int | None = None, gateway: bool = True,
+def plan(wanted: Endpoint, *engines: ObservedEngine, routed: int | None = None, gateway: bool = True,
          now: datetime = NOW, policy: ServePolicy = AT_ONCE, **seen: Any) -> Any:
-    return plan_endpoint(wanted, policy, EndpointSeen(gateway, routed, engines, **seen), now)
+    return plan_endpoint(wanted, policy, ObservedEndpoint(gateway, routed, engines, **seen), now)
 
 
 def kinds(planned: Any) -> list[type]:
@@ -99,7 +96,7 @@ def test_a_candidate_that_dies_or_is_late_is_rejected_and_the_old_engine_keeps_t
 
 
 def test_when_the_first_drafter_does_not_come_up_the_bare_target_is_served_but_not_proposed_forever() -> None:
-    assert ServeBare() in plan(endpoint(None, None)).actions
+    assert ProposeNoDrafter() in plan(endpoint(None, None)).actions
     only_bare = endpoint(None, None, num=1)
     assert plan(only_bare).actions == ()
     assert plan(only_bare).reason == "NothingToServe"
@@ -118,7 +115,7 @@ def test_a_dead_engine_is_restarted_with_growing_pauses() -> None:
 def test_collapsed_acceptance_goes_back_and_a_thin_window_proves_nothing() -> None:
     poor = {"window_tokens": 1.2 * MIN_ROUNDS, "window_rounds": float(MIN_ROUNDS)}
     actions = plan(endpoint(2), engine(2, **poor), routed=2).actions
-    assert [type(one) for one in actions] == [CloseWindow, GoBack]
+    assert [type(one) for one in actions] == [CloseWindow, RollBack]
     assert "1.50" in actions[1].message
     thin = {"window_tokens": 1.2 * (MIN_ROUNDS - 1), "window_rounds": MIN_ROUNDS - 1.0}
     assert plan(endpoint(2), engine(2, **thin), routed=2).actions == ()
@@ -136,7 +133,7 @@ def test_a_window_is_closed_when_it_is_long_enough_too_but_a_collapse_does_not_w
         now = NOW + timedelta(seconds=seconds)
         assert bool(plan(endpoint(2), seen, routed=2, policy=policy, now=now).actions) == closed
     poor = engine(2, window_tokens=1.2 * 2 * MIN_ROUNDS, **full)
-    assert GoBack in kinds(plan(endpoint(2), poor, routed=2, policy=policy))
+    assert RollBack in kinds(plan(endpoint(2), poor, routed=2, policy=policy))
 
 
 def test_an_engine_that_switches_itself_off_under_load_is_blamed_for_its_drafted_rounds_alone() -> None:
@@ -150,9 +147,9 @@ def test_an_engine_that_switches_itself_off_under_load_is_blamed_for_its_drafted
     assert kinds(plan(wanted, engine(2, **poor), routed=2)) == [CloseWindow]
     assert plan(wanted, engine(2), routed=2, policy=DRIFTING, windows=(1.0, 1.0, 1.0)).actions == ()
     apart = replace(AT_ONCE, counts_drafted=True)
-    assert kinds(plan(wanted, engine(2, **poor), routed=2, policy=apart)) == [CloseWindow, GoBack]
+    assert kinds(plan(wanted, engine(2, **poor), routed=2, policy=apart)) == [CloseWindow, RollBack]
     apart = replace(DRIFTING, counts_drafted=True)
-    assert kinds(plan(wanted, engine(2), routed=2, policy=apart, windows=(1.0, 1.0, 1.0))) == [TellDrift]
+    assert kinds(plan(wanted, engine(2), routed=2, policy=apart, windows=(1.0, 1.0, 1.0))) == [ReportDrift]
 
 
 def test_acceptance_is_not_judged_while_another_revision_is_coming_up() -> None:
@@ -165,7 +162,7 @@ def test_a_retired_engine_is_killed_only_after_its_grace_and_forgotten_when_dead
     assert plan(endpoint(2), engine(2), retired, routed=2).actions == ()
     late = NOW + timedelta(seconds=DRAIN_S + 1)
     assert plan(endpoint(2), engine(2), retired, routed=2, now=late).actions == (KillEngine(1),)
-    assert plan(endpoint(2), engine(2), engine(1, "dead"), routed=2).actions == (ForgetEngine(1),)
+    assert plan(endpoint(2), engine(2), engine(1, "dead"), routed=2).actions == (DeleteEngine(1),)
 
 
 def test_off_closes_the_port_and_ends_every_engine() -> None:
@@ -175,7 +172,7 @@ def test_off_closes_the_port_and_ends_every_engine() -> None:
 
 
 def on_trial(share: float = 0.2, **counted: int) -> dict[str, Any]:
-    return {"canary": CanarySeen(2, share, NOW, **counted), "routed": 1, "policy": TRIED}
+    return {"canary": ObservedCanary(2, share, NOW, **counted), "routed": 1, "policy": TRIED}
 
 
 def test_a_new_revision_gets_its_shares_step_by_step_and_then_everything() -> None:
@@ -203,7 +200,7 @@ def test_one_failed_request_on_trial_sends_everything_back_to_the_engine_that_ne
 
 def test_an_engine_that_dies_on_trial_is_rejected_and_the_route_is_whole_again() -> None:
     planned = plan(endpoint(1, 2, state="canary"), engine(1), engine(2, "dead", message="killed"), **on_trial())
-    assert planned.actions == (Reject(2, "EngineDied", "the new engine ended: killed"), Route(1), ForgetEngine(2))
+    assert planned.actions == (Reject(2, "EngineDied", "the new engine ended: killed"), Route(1), DeleteEngine(2))
 
 
 def test_acceptance_that_collapses_on_trial_rejects_and_a_few_rounds_prove_nothing() -> None:
@@ -243,15 +240,15 @@ DRIFTING = ServePolicy(drift=DriftSpec(ratio=0.85, windows=3))
 def test_acceptance_below_the_drift_ratio_for_some_windows_in_a_row_is_told_once() -> None:
     wanted, serving = endpoint(2), engine(2)
 
-    def told(*windows: float, drift_told: bool = False, policy: ServePolicy = DRIFTING) -> bool:
-        planned = plan(wanted, serving, routed=2, policy=policy, windows=windows, drift_told=drift_told)
-        return TellDrift in kinds(planned)
+    def told(*windows: float, drift_reported: bool = False, policy: ServePolicy = DRIFTING) -> bool:
+        planned = plan(wanted, serving, routed=2, policy=policy, windows=windows, drift_reported=drift_reported)
+        return ReportDrift in kinds(planned)
 
     assert told(3.0, 2.5, 2.4, 2.5)
     assert not told(2.5, 2.4)
     assert not told(2.5, 2.6, 2.4, 2.5)  # 2.55 is the bound: the second one recovered
-    assert not told(2.5, 2.5, 2.5, drift_told=True)
-    assert told(2.5, 2.8, 2.5, 2.5, 2.5, drift_told=True)
+    assert not told(2.5, 2.5, 2.5, drift_reported=True)
+    assert told(2.5, 2.8, 2.5, 2.5, 2.5, drift_reported=True)
     assert not told(2.5, 2.5, 2.5, policy=ServePolicy(drift=DriftSpec(action="ignore")))
     drift = plan(wanted, serving, routed=2, policy=DRIFTING, windows=(2.5, 2.4, 2.5)).actions[0]
     assert (drift.revision, drift.taus, drift.proven) == (2, (2.5, 2.4, 2.5), 3.0)
@@ -273,7 +270,7 @@ def test_a_world_that_does_its_part_always_comes_to_serve_something_healthy(
     broken = {number for number in broken if number <= num}
     active = active if active is not None and active <= num and active not in broken else None
     wanted = endpoint(active, min(candidate, num), num=num)
-    engines: dict[int, EngineSeen] = {}
+    engines: dict[int, ObservedEngine] = {}
     routed, gateway, now, canary = None, False, NOW, None
     result = None
     for step in range(40):
@@ -286,30 +283,30 @@ def test_a_world_that_does_its_part_always_comes_to_serve_something_healthy(
         if canary is not None and canary.revision in failing:
             canary = replace(canary, errors=1)
         result = plan_endpoint(wanted, TRIED if tried else AT_ONCE,
-                               EndpointSeen(gateway, routed, tuple(engines.values()), canary), now)
+                               ObservedEndpoint(gateway, routed, tuple(engines.values()), canary), now)
         assert sum(isinstance(one, Route | ShareRoute) for one in result.actions) <= 1
         for action in result.actions:
             if isinstance(action, StartGateway):
                 gateway = True
             elif isinstance(action, StartEngine):
-                engines[action.revision] = EngineSeen(action.revision, "starting", now, action.starts)
+                engines[action.revision] = ObservedEngine(action.revision, "starting", now, action.starts)
             elif isinstance(action, Route):
                 assert engines[action.revision].state == "healthy"
                 routed, canary = action.revision, None
             elif isinstance(action, ShareRoute):
                 assert {engines[one].state for one in (action.revision, action.serving)} == {"healthy"}
-                routed, canary = action.serving, CanarySeen(action.revision, action.share, now)
+                routed, canary = action.serving, ObservedCanary(action.revision, action.share, now)
             elif isinstance(action, RetireEngine):
                 assert action.revision != routed
                 assert canary is None or action.revision != canary.revision
                 engines[action.revision] = replace(engines[action.revision], retiring_since=now)
-            elif isinstance(action, ForgetEngine):
+            elif isinstance(action, DeleteEngine):
                 del engines[action.revision]
             elif isinstance(action, Activate):
                 wanted = wanted.model_copy(update={"active_revision": action.revision, "candidate_revision": None})
             elif isinstance(action, Reject):
                 wanted = wanted.model_copy(update={"candidate_revision": None})
-            elif isinstance(action, ServeBare):
+            elif isinstance(action, ProposeNoDrafter):
                 new = BARE.model_copy(update={"number": wanted.revisions[-1].number + 1})
                 wanted = wanted.model_copy(update={"revisions": (*wanted.revisions, new),
                                                    "candidate_revision": new.number})

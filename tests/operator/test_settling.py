@@ -27,7 +27,7 @@ from eyrie_api.v1alpha1.status import Job
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
 from eyrie_operator.conditions import find
-from eyrie_operator.driver import Driver
+from eyrie_operator.jobs.driver import Driver
 from eyrie_pipelines import local, steps
 from eyrie_pipelines.local import LocalRunner
 from eyrie_pipelines.processes import identify

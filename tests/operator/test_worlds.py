@@ -6,9 +6,9 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.settings import Settings
-from eyrie_operator.celery_app import world_of
+from eyrie_operator.celery_app import runtime_of
 from eyrie_operator.conditions import find
-from eyrie_operator.driver import Driver
+from eyrie_operator.jobs.driver import Driver
 from eyrie_pipelines.local import LocalRunner
 from eyrie_pipelines.unavailable_runner import UnavailableRunner
 from tests.api.samples import job_spec
@@ -18,7 +18,7 @@ def test_without_a_profile_jobs_run_on_the_workers_machine(tmp_path: Path) -> No
     settings = Settings(home=tmp_path)
     database = Database(settings.resolved_database_url)
     upgrade(database)
-    assert isinstance(world_of(settings, database).runner, LocalRunner)
+    assert isinstance(runtime_of(settings, database).runner, LocalRunner)
     database.close()
 
 

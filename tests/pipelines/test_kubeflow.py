@@ -24,7 +24,7 @@ from eyrie_pipelines.kfp_api import (
 )
 from eyrie_pipelines.kubeflow import KubeflowRunner
 from eyrie_pipelines.run_failure import RunFailure
-from eyrie_pipelines.runner import RunSeen
+from eyrie_pipelines.runner import ObservedRun
 from eyrie_pipelines.steps import JobFile
 from tests.pipelines.conftest import spec_of
 from tests.pipelines.kfp_server import KfpServer
@@ -76,7 +76,7 @@ def names(server: KfpServer) -> list[str]:
 
 def test_an_attempt_is_started_once_however_often_and_by_whomever_it_is_asked_for(
         world: World, server: KfpServer) -> None:
-    assert world.runner.observe("job-1") == RunSeen()
+    assert world.runner.observe("job-1") == ObservedRun()
     world.start()
     world.start()
     world.another().start("job-1", SPEC, 1, INCUMBENT)
@@ -114,7 +114,7 @@ def test_another_jobs_runs_are_not_this_jobs_and_the_latest_of_many_pages_counts
         server.runs[-1]["state"] = "FAILED" if attempt < 3 else "SUCCEEDED"
     server.runs.append({**server.runs[0], "display_name": "other-job-1-9.1"})
     assert world.runner.observe("job-1").attempt == 6
-    assert world.runner.observe("job-2") == RunSeen()
+    assert world.runner.observe("job-2") == ObservedRun()
 
 
 @pytest.mark.parametrize(("state", "seen"), [
@@ -265,13 +265,13 @@ def test_what_stages_say_is_brought_here_piece_by_piece(world: World, server: Kf
 
 
 def test_what_the_driver_decided_outlives_its_disk(world: World, tmp_path: Path) -> None:
-    write_model(world.home / "jobs" / "job-1" / "settled.json", INCUMBENT)
-    world.runner.persist("job-1", "settled.json")
-    kept = world.read("settled.json")
+    write_model(world.home / "jobs" / "job-1" / "outcome.json", INCUMBENT)
+    world.runner.persist("job-1", "outcome.json")
+    kept = world.read("outcome.json")
     world.home = tmp_path / "another"
     other = KubeflowRunner(world.profile, world.home, world.store)
     other.refresh("job-1", SPEC)
-    assert world.read("settled.json") == kept
+    assert world.read("outcome.json") == kept
 
 
 def test_a_deleted_job_leaves_neither_a_run_nor_bytes(world: World, server: KfpServer) -> None:

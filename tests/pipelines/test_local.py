@@ -262,5 +262,5 @@ def test_nothing_started_is_observed_as_none(job_dir: Path) -> None:
 
 def test_watching_runs_does_not_load_kfp() -> None:
     """kfp.local changes its process: log handlers, `print`, configuration. Only a run's own leader may load it."""
-    code = "import sys, eyrie_operator.plane, eyrie_pipelines.local; assert 'kfp' not in sys.modules"
+    code = "import sys, eyrie_operator.control_plane, eyrie_pipelines.local; assert 'kfp' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

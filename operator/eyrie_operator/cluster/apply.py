@@ -27,7 +27,7 @@ from kubernetes.dynamic.exceptions import DynamicApiError
 from eyrie_api.errors import Conflict, EyrieError, NotFound, Permanent, Transient
 from eyrie_api.v1alpha1.model import API_VERSION
 from eyrie_operator.cluster.leases import LeaseRecord
-from eyrie_operator.cluster.resources import Identity, Notice
+from eyrie_operator.cluster.resources import EventRecord, Identity
 
 log = logging.getLogger(__name__)
 
@@ -49,16 +49,16 @@ class ClusterConflict(Conflict):
     reason = "ClusterConflict"
 
 
-class ClusterRefused(Permanent):
+class ClusterRejected(Permanent):
     """The API server will not take it."""
 
-    reason = "ClusterRefused"
+    reason = "ClusterRejected"
 
 
-class ClusterAway(Transient):
+class ClusterUnavailable(Transient):
     """The API server does not answer, or not now."""
 
-    reason = "ClusterAway"
+    reason = "ClusterUnavailable"
 
 
 def _nothing(_verb: str, _kind: str) -> None:
@@ -108,7 +108,7 @@ class Cluster:
         return True
 
     def serves_ours(self) -> bool:
-        """Whether our resources are defined. Raises ClusterAway."""
+        """Whether our resources are defined. Raises ClusterUnavailable."""
         try:
             found = self._request("GET", "APIResourceList", f"/apis/{API_VERSION}")
         except NotFound:
@@ -172,19 +172,19 @@ class Cluster:
         with contextlib.suppress(NotFound):
             self._write("DELETE", kind, path_of(api_version, kind, namespace, name), body, _JSON)
 
-    def post_event(self, identity: Identity, notice: Notice, now: datetime) -> None:
+    def post_event(self, identity: Identity, event: EventRecord, now: datetime) -> None:
         """Post an Event about one of our resources, once: its name says what it says."""
         moment = now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        event = {
-            "apiVersion": "v1", "kind": "Event", "type": notice.type, "reason": notice.reason,
-            "message": notice.message, "count": 1, "firstTimestamp": moment, "lastTimestamp": moment,
-            "metadata": {"name": notice.name, "namespace": identity.namespace},
+        manifest = {
+            "apiVersion": "v1", "kind": "Event", "type": event.type, "reason": event.reason,
+            "message": event.message, "count": 1, "firstTimestamp": moment, "lastTimestamp": moment,
+            "metadata": {"name": event.name, "namespace": identity.namespace},
             "source": {"component": FIELD_MANAGER}, "reportingComponent": FIELD_MANAGER,
             "involvedObject": {"apiVersion": API_VERSION, "kind": identity.kind, "name": identity.name,
                                "namespace": identity.namespace, "uid": identity.uid},
         }
         with contextlib.suppress(ClusterConflict):
-            self.create(event)
+            self.create(manifest)
 
     # Requests.
 
@@ -210,7 +210,7 @@ class Cluster:
             return read
 
 
-class LeaseKeeper:
+class KubernetesLease:
     """A Lease in the cluster, for `leases.Elector`. Not fenced: it is what opens the fence."""
 
     def __init__(self, cluster: Cluster, namespace: str, name: str) -> None:
@@ -282,11 +282,11 @@ def _translated(kind: str, path: str) -> Iterator[None]:
         if error.status == 409:
             raise ClusterConflict(f"{kind}: {said}", "look at the object again") from None
         if error.status in (408, 425, 429) or error.status >= 500:
-            raise ClusterAway(f"{kind}: {error.status} {said}") from None
+            raise ClusterUnavailable(f"{kind}: {error.status} {said}") from None
         hint = "grant the operator's role the right" if error.status in (401, 403) else "correct what is sent"
-        raise ClusterRefused(f"{path}: {error.status} {said}", hint) from None
+        raise ClusterRejected(f"{path}: {error.status} {said}", hint) from None
     except (urllib3.exceptions.HTTPError, OSError) as error:
-        raise ClusterAway(f"the API server was not reached: {type(error).__name__}") from None
+        raise ClusterUnavailable(f"the API server was not reached: {type(error).__name__}") from None
 
 
 def _message(error: DynamicApiError) -> str:

@@ -46,23 +46,23 @@ from eyrie_operator.cluster.reconcile import (
     STOPPING_CHECK_S,
     Action,
     Actions,
+    AddFinalizer,
     Annotate,
     CancelJob,
-    CheckAgain,
     CreateEndpoint,
     CreateJob,
     DeleteJob,
     DeleteResource,
-    Hold,
-    Memory,
-    Project,
-    Release,
+    EndpointObjects,
+    JobHistory,
+    PostEvent,
+    RemoveFinalizer,
+    RequeueAfter,
     RetryJob,
     SetDesired,
-    ShowEndpoint,
-    Standing,
-    Tell,
+    UpdateMirror,
     UpdateServing,
+    UpdateStatus,
     reconcile_endpoint,
     reconcile_job,
     refuse_job,
@@ -301,11 +301,11 @@ class Controller:
             if self._tender is not None:  # who owns its objects may have changed
                 self.queue.add(("Endpoint", "", key[2]))
 
-    def _standing(self, identity: Identity) -> Standing:
+    def _standing(self, identity: Identity) -> EndpointObjects:
         if self._tender is None:
-            return Standing()
+            return EndpointObjects()
         standing = self._tender.standing
-        return Standing(standing.stands(identity.name), standing.owned_by(identity.name, identity.uid))
+        return EndpointObjects(standing.stands(identity.name), standing.owned_by(identity.name, identity.uid))
 
     def _find_job(self, resource: JobResource) -> Job | None:
         uid = resource.identity.uid
@@ -330,18 +330,18 @@ class Controller:
         except NotFound:
             return None
 
-    def _memory(self, resource: JobResource, job: Job | None) -> Memory:
+    def _memory(self, resource: JobResource, job: Job | None) -> JobHistory:
         """Asked only where it decides something: these are further queries."""
         if job is None:
             known = resource.job_id is not None and not resource.mirrored and not resource.deleting
-            return Memory(deleted=known and self._was_submitted(resource.identity.uid))
+            return JobHistory(deleted=known and self._was_submitted(resource.identity.uid))
         if not resource.deleting:
-            return Memory()
+            return JobHistory()
         for endpoint in self._endpoints.list().items:
             serving = (endpoint.active_revision, endpoint.candidate_revision)
             if any(one.job_id == job.id and one.number in serving for one in endpoint.revisions):
-                return Memory(served_by=endpoint.name)
-        return Memory()
+                return JobHistory(served_by=endpoint.name)
+        return JobHistory()
 
     def _was_submitted(self, uid: str) -> bool:
         claimed = self._idempotency.claim(uid, _ROUTE, uid)
@@ -354,7 +354,7 @@ class Controller:
         """Do it in order. What changed the row or the object is looked at again at once."""
         moved = False
         for action in actions:
-            if moved and isinstance(action, Tell | Project):
+            if moved and isinstance(action, PostEvent | UpdateStatus):
                 continue  # thought out for what was there before
             if isinstance(action, CreateJob):
                 assert isinstance(resource, JobResource)
@@ -368,22 +368,22 @@ class Controller:
 
     def _do(self, key: Key, action: Action, identity: Identity) -> bool:
         """One action; whether the object or its row is another one afterwards."""
-        if isinstance(action, Hold | Release):
-            self._set_finalizer(key, identity, held=isinstance(action, Hold))
+        if isinstance(action, AddFinalizer | RemoveFinalizer):
+            self._set_finalizer(key, identity, held=isinstance(action, AddFinalizer))
         elif isinstance(action, Annotate):
             self._keep(key, self._cluster.annotate(identity, action.name, action.value))
         elif isinstance(action, DeleteResource):
             log.info("%s %s/%s: deleted, %s", *key, action.why)
             self._cluster.delete(API_VERSION, identity.kind, identity.namespace, identity.name, identity.uid)
-        elif isinstance(action, ShowEndpoint):
+        elif isinstance(action, UpdateMirror):
             self._show_endpoint(self._endpoints.get(action.name), identity.namespace)
-        elif isinstance(action, Project):
+        elif isinstance(action, UpdateStatus):
             self._keep(key, self._cluster.write_status(identity, action.status))
             return False
-        elif isinstance(action, Tell):
-            self._cluster.post_event(identity, action.notice, self._clock())
+        elif isinstance(action, PostEvent):
+            self._cluster.post_event(identity, action.event, self._clock())
             return False
-        elif isinstance(action, CheckAgain):
+        elif isinstance(action, RequeueAfter):
             self.queue.add_after(key, action.after_s)
             return False
         else:
@@ -428,7 +428,8 @@ class Controller:
             self._job_of[action.key] = self._jobs.submit(accepted, claimed, project).id
         except QuotaReached as full:  # a place comes free by itself, and the next look takes it
             self._idempotency.release(claimed)
-            return (*refuse_job(resource, full.reason, str(full), self._clock(), over=False), CheckAgain(_FULL_CHECK_S))
+            refused = refuse_job(resource, full.reason, str(full), self._clock(), over=False)
+            return (*refused, RequeueAfter(_FULL_CHECK_S))
         except BaseException as error:
             self._idempotency.release(claimed)
             if isinstance(error, EyrieError) and not isinstance(error, Transient):

@@ -1,9 +1,9 @@
 """World 1: endpoints on a cluster, as Deployments and Services. The leader tends every endpoint row.
 
-One step: look at the row and at what stands of it, ask the pure `plan_endpoint` what to do, let `rollout.follow` say
-what should stand then, apply what differs, delete what is superseded, write down what was decided. It may be killed at
-any line: what is given up is written down before its objects go, what serves is written down after the Service leads
-there, and the next step, of whichever operator leads then, finds either half and does the other.
+One step: look at the row and at what stands of it, ask the pure `plan_endpoint` what to do, let `rollout.apply_plan`
+say what should stand then, apply what differs, delete what is obsolete_objects, write down what was decided. It may be
+killed at any line: what is given up is written down before its objects go, what serves is written down after the
+Service leads there, and the next step, of whichever operator leads then, finds either half and does the other.
 
 Nothing is written when nothing has changed (`unchanged`), to the cluster or to rows, and nothing is listed per endpoint
 at rest (`standing`). Every write asks the fence first, those to rows included.
@@ -25,35 +25,48 @@ from eyrie_api.errors import Conflict, EyrieError, NotFound, Transient
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.cluster import ClusterProfile, ServingSpec
 from eyrie_api.v1alpha1.status import Endpoint
-from eyrie_operator.cluster.apply import Cluster, ClusterRefused, Object
+from eyrie_operator.cluster.apply import Cluster, ClusterRejected, Object
 from eyrie_operator.cluster.deployments import Deployments
-from eyrie_operator.cluster.manifest_diff import difference, is_applied, signed
-from eyrie_operator.cluster.metric_windows import TRIAL, WINDOW, Beginning, ask_engines, read_beginning
-from eyrie_operator.cluster.object_cache import Standing
+from eyrie_operator.cluster.manifest_diff import difference, is_applied, with_digest
+from eyrie_operator.cluster.metric_windows import (
+    CANARY_BASELINE,
+    WINDOW_BASELINE,
+    CounterBaseline,
+    read_baseline,
+    scrape_engines,
+)
+from eyrie_operator.cluster.object_cache import ObjectCache
 from eyrie_operator.conditions import Conditions, find, observe
-from eyrie_operator.endpoint_records import EndpointRecords
-from eyrie_operator.engine_metrics import grown
-from eyrie_operator.manifests.deployment import EndpointDeployment, Owner, Undeployable
-from eyrie_operator.manifests.endpoint import render_endpoint
-from eyrie_operator.manifests.names import ENDPOINT_LABEL, REVISION_LABEL, Manifest
-from eyrie_operator.manifests.observed import endpoint_seen
-from eyrie_operator.manifests.rollout import WORKLOADS, Wanted, follow, policy_here, present, superseded
-from eyrie_operator.manifests.traffic import base_url
-from eyrie_operator.serving import (
+from eyrie_operator.endpoints.engine_metrics import grown
+from eyrie_operator.endpoints.plan import plan_endpoint
+from eyrie_operator.endpoints.records import EndpointRecords
+from eyrie_operator.endpoints.state import (
     Activate,
     CloseWindow,
     EndpointAction,
     EndpointPlan,
-    EndpointSeen,
-    EngineSeen,
-    GoBack,
+    ObservedEndpoint,
+    ObservedEngine,
+    ProposeNoDrafter,
     Reject,
-    ServeBare,
+    ReportDrift,
+    RollBack,
     ServePolicy,
     ShareRoute,
-    TellDrift,
-    plan_endpoint,
 )
+from eyrie_operator.manifests.deployment import EndpointDeployment, Owner, Undeployable
+from eyrie_operator.manifests.endpoint import render_endpoint
+from eyrie_operator.manifests.names import ENDPOINT_LABEL, REVISION_LABEL, Manifest
+from eyrie_operator.manifests.observed import observe_endpoint
+from eyrie_operator.manifests.rollout import (
+    WORKLOADS,
+    RolloutState,
+    apply_plan,
+    current_state,
+    obsolete_objects,
+    policy_on_cluster,
+)
+from eyrie_operator.manifests.traffic import base_url
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +106,7 @@ class EndpointReconciler:
         self._owner_of = owner_of
         self._records = EndpointRecords(settings, database, clock)
         self._deployments = Deployments(settings, profile, given)
-        self.standing = Standing(cluster, given.namespace)
+        self.standing = ObjectCache(cluster, given.namespace)
         self._versions: dict[str, tuple[str, ...]] = {}
         self._settled: dict[tuple[str, str], str] = {}
         """Objects that the server keeps otherwise than we write them, with the digest they were applied under."""
@@ -101,14 +114,14 @@ class EndpointReconciler:
     # When to look.
 
     def sweep(self) -> tuple[str, ...]:
-        """List what stands; the endpoints whose objects have changed since the last time. Raises ClusterAway."""
+        """List what stands; the endpoints whose objects have changed since the last time. Raises ClusterUnavailable."""
         self.standing.sweep()
         before, self._versions = self._versions, self.standing.versions()
         names = {*before, *self._versions}
         return tuple(sorted(name for name in names if before.get(name) != self._versions.get(name)))
 
     def discover(self) -> None:
-        """Ask again what the server has: an API may have been installed since. Raises ClusterAway."""
+        """Ask again what the server has: an API may have been installed since. Raises ClusterUnavailable."""
         self.standing.discover()
 
     # One step.
@@ -129,12 +142,13 @@ class EndpointReconciler:
             raise
         except EyrieError as error:
             return self._stuck(look, error, self._refuse(look, error, endpoint.conditions)[0])
-        policy = policy_here(self._records.policy(endpoint, serving), deployment)
+        policy = policy_on_cluster(self._records.policy(endpoint, serving), deployment)
         plan = plan_endpoint(endpoint, policy, self._see(look, deployment), look.now)
         return self._carry_out(look, deployment, plan)
 
     def _switch_off(self, look: _Look) -> float:
-        plan = plan_endpoint(look.endpoint, ServePolicy(), endpoint_seen(look.name, look.objects, replicas=1), look.now)
+        seen = observe_endpoint(look.name, look.objects, replicas=1)
+        plan = plan_endpoint(look.endpoint, ServePolicy(), seen, look.now)
         moved = self._clear(look, ())
         moved = self._tell(look, plan, look.endpoint.conditions, None) or moved
         return UNDER_WAY_S if moved else AT_REST_S
@@ -142,9 +156,9 @@ class EndpointReconciler:
     def _carry_out(self, look: _Look, deployment: EndpointDeployment, plan: EndpointPlan) -> float:
         conditions, moved = look.endpoint.conditions, False
         for action in plan.actions:  # what is given up: before its objects go
-            if isinstance(action, Reject | GoBack | CloseWindow | TellDrift | ServeBare):
+            if isinstance(action, Reject | RollBack | CloseWindow | ReportDrift | ProposeNoDrafter):
                 conditions, moved = self._record(action, look, conditions), True
-        wanted = follow(present(look.name, look.objects), plan, look.now)
+        wanted = apply_plan(current_state(look.name, look.objects), plan, look.now)
         try:
             manifests, refusal = self._render(look, deployment, wanted)
             refused, applied = self._apply(look, manifests)
@@ -171,7 +185,7 @@ class EndpointReconciler:
 
     def _stuck(self, look: _Look, error: EyrieError, conditions: Conditions) -> float:
         """What stands is left as it is; the words say what keeps it from being changed."""
-        seen = endpoint_seen(look.name, look.objects, replicas=1)
+        seen = observe_endpoint(look.name, look.objects, replicas=1)
         serves = seen.engine(seen.routed)
         words = f"what stands is left as it is: {error}" if look.objects else str(error)
         healthy = serves is not None and serves.state == "healthy"
@@ -192,47 +206,47 @@ class EndpointReconciler:
 
     # Looking.
 
-    def _see(self, look: _Look, deployment: EndpointDeployment) -> EndpointSeen:
-        stands = present(look.name, look.objects)
+    def _see(self, look: _Look, deployment: EndpointDeployment) -> ObservedEndpoint:
+        stands = current_state(look.name, look.objects)
         answers = (0, 0)
         if stands.trial is not None and stands.trial.revision == look.endpoint.candidate_revision:
             answers = self._answers(look, deployment, stands.trial.revision, stands.trial.since)
-        seen = endpoint_seen(look.name, look.objects, replicas=deployment.replicas, answers=answers)
+        seen = observe_endpoint(look.name, look.objects, replicas=deployment.replicas, answers=answers)
         watched = self._records.watched(look.endpoint)
         drafting = {one.number for one in look.endpoint.revisions if one.use.setting.method != "off"}
         engines = tuple(self._with_window(look, deployment, one) if one.revision in drafting else one
                         for one in seen.engines)
-        return replace(seen, engines=engines, windows=watched.windows, drift_told=watched.drift_told)
+        return replace(seen, engines=engines, windows=watched.windows, drift_reported=watched.drift_told)
 
-    def _with_window(self, look: _Look, deployment: EndpointDeployment, engine: EngineSeen) -> EngineSeen:
+    def _with_window(self, look: _Look, deployment: EndpointDeployment, engine: ObservedEngine) -> ObservedEngine:
         serves_or_tries = engine.revision in (look.endpoint.active_revision, look.endpoint.candidate_revision)
         workload = look.workload(engine.revision)
         if engine.state != "healthy" or not serves_or_tries or workload is None:
             return engine
-        counts = ask_engines(look.objects, engine.revision, deployment.port)
+        counts = scrape_engines(look.objects, engine.revision, deployment.port)
         if not counts:
             return engine
-        began = read_beginning(workload, WINDOW)
+        began = read_baseline(workload, WINDOW_BASELINE)
         if began is None:
-            began = Beginning(look.now, counts)
-            self._note(look, workload, WINDOW, began)
+            began = CounterBaseline(look.now, counts)
+            self._note(look, workload, WINDOW_BASELINE, began)
         total = grown(counts, began.counts)
         return replace(engine, window_rounds=total.rounds, window_tokens=total.tokens, window_since=began.since)
 
     def _answers(self, look: _Look, deployment: EndpointDeployment, revision: int, since: datetime) -> tuple[int, int]:
         """Answered and failed requests of the revision on trial since it has its share."""
         workload = look.workload(revision)
-        counts = ask_engines(look.objects, revision, deployment.port)
+        counts = scrape_engines(look.objects, revision, deployment.port)
         if workload is None or not counts:
             return 0, 0
-        began = read_beginning(workload, TRIAL)
+        began = read_baseline(workload, CANARY_BASELINE)
         if began is None or began.since != since:
-            self._note(look, workload, TRIAL, Beginning(since, counts))
+            self._note(look, workload, CANARY_BASELINE, CounterBaseline(since, counts))
             return 0, 0
         total = grown(counts, began.counts)
         return int(total.answered), int(total.failed)
 
-    def _note(self, look: _Look, workload: Object, annotation: str, began: Beginning) -> None:
+    def _note(self, look: _Look, workload: Object, annotation: str, began: CounterBaseline) -> None:
         metadata = workload["metadata"]
         self.standing.touched(look.name)
         self._cluster.merge(workload["apiVersion"], workload["kind"], metadata["namespace"], metadata["name"],
@@ -246,13 +260,13 @@ class EndpointReconciler:
             # The new window first: one recorded twice would make drift of a single bad hour.
             workload = look.workload(action.revision)
             if workload is not None:
-                counts = ask_engines(look.objects, action.revision, self._given.port)
-                self._note(look, workload, WINDOW, Beginning(look.now, counts))
+                counts = scrape_engines(look.objects, action.revision, self._given.port)
+                self._note(look, workload, WINDOW_BASELINE, CounterBaseline(look.now, counts))
         return self._records.record(action, look.endpoint, conditions,
                                     self._home.absolute() / "endpoints" / look.name)
 
     def _render(self, look: _Look, deployment: EndpointDeployment,
-                wanted: Wanted) -> tuple[tuple[Manifest, ...], EyrieError | None]:
+                wanted: RolloutState) -> tuple[tuple[Manifest, ...], EyrieError | None]:
         """The manifests, and why the candidate is not among them. Raises what is wrong with the others."""
         candidate, refusal = look.endpoint.candidate_revision, None
         for revision in look.endpoint.revisions:
@@ -261,7 +275,7 @@ class EndpointReconciler:
             job = self._records.promoted_from(look.endpoint, revision.number)
             try:
                 deployment = self._deployments.with_drafter(deployment, revision, None if job is None else job.spec)
-                render_endpoint(look.endpoint, deployment, Wanted(engines=(revision.number,)))
+                render_endpoint(look.endpoint, deployment, RolloutState(engines=(revision.number,)))
             except Transient:
                 raise
             except EyrieError as error:
@@ -278,7 +292,7 @@ class EndpointReconciler:
         """
         applied, found = False, {(one["kind"], one["metadata"]["name"]): one for one in look.objects}
         candidate = str(look.endpoint.candidate_revision)
-        for manifest in map(signed, manifests):
+        for manifest in map(with_digest, manifests):
             key = (manifest["kind"], manifest["metadata"]["name"])
             there = found.get(key)
             if there is not None and self._is_right(key, manifest, there):
@@ -288,7 +302,7 @@ class EndpointReconciler:
             self.standing.touched(look.name)
             try:
                 written = self._cluster.apply(manifest, force=True)
-            except ClusterRefused as refused:
+            except ClusterRejected as refused:
                 if manifest["metadata"]["labels"].get(REVISION_LABEL) == candidate:
                     return refused, applied
                 raise
@@ -320,7 +334,7 @@ class EndpointReconciler:
 
     def _clear(self, look: _Look, manifests: Iterable[Manifest]) -> bool:
         """Delete what is not rendered any more; whether anything was."""
-        gone = superseded(look.name, look.objects, manifests)
+        gone = obsolete_objects(look.name, look.objects, manifests)
         uids = {(one["kind"], one["metadata"]["name"]): one["metadata"] for one in look.objects}
         deleted = False
         for one in gone:
@@ -341,7 +355,7 @@ class EndpointReconciler:
         return self._records.show(look.endpoint, conditions, url)
 
 
-def _without(wanted: Wanted, revision: int | None) -> Wanted:
+def _without(wanted: RolloutState, revision: int | None) -> RolloutState:
     return replace(wanted, engines=tuple(one for one in wanted.engines if one != revision),
                    serving=None if wanted.serving == revision else wanted.serving,
                    trial=None if wanted.trial is not None and wanted.trial.revision == revision else wanted.trial)

@@ -51,7 +51,7 @@ class LeaseRecord:
 
 
 @dataclass(frozen=True)
-class Terms:
+class LeaseTimings:
     """How long things may take. client-go's defaults."""
 
     duration_s: float = 15.0
@@ -59,12 +59,12 @@ class Terms:
     retry_s: float = 2.0
 
 
-def terms_of(duration_s: float) -> Terms:
+def timings_of(duration_s: float) -> LeaseTimings:
     """The proportions of the defaults, for another duration."""
-    return Terms(duration_s, duration_s * 2 / 3, duration_s * 2 / 15)
+    return LeaseTimings(duration_s, duration_s * 2 / 3, duration_s * 2 / 15)
 
 
-class LeaseDoor(Protocol):
+class LeaseClient(Protocol):
     """Where the lease is kept."""
 
     def read_lease(self) -> LeaseRecord | None:
@@ -83,7 +83,7 @@ def decide(me: str, seen: LeaseRecord | None, unchanged_for_s: float) -> Move:
         return "make"
     if seen.holder == me:
         return "renew"
-    # A holder announces how long it may be silent; our own terms do not matter to it.
+    # A holder announces how long it may be silent; our own timings do not matter to it.
     return "take" if not seen.holder or unchanged_for_s > seen.duration_s else "wait"
 
 
@@ -115,9 +115,9 @@ class Fence:
 class Elector:
     """One candidate."""
 
-    def __init__(self, me: str, door: LeaseDoor, terms: Terms, fence: Fence, *, monotonic: Monotonic,
+    def __init__(self, me: str, door: LeaseClient, timings: LeaseTimings, fence: Fence, *, monotonic: Monotonic,
                  clock: Callable[[], datetime]) -> None:
-        self._me, self._door, self._terms, self._fence = me, door, terms, fence
+        self._me, self._door, self._timings, self._fence = me, door, timings, fence
         self._monotonic, self._clock = monotonic, clock
         self._seen: LeaseRecord | None = None
         self._since = monotonic()
@@ -131,7 +131,7 @@ class Elector:
         move = decide(self._me, seen, started - self._since)
         if move != "wait" and self._write(move, seen):
             # Counted from before the request: nobody else can have seen it renewed earlier than that.
-            self._fence.open_until(started + self._terms.renew_within_s)
+            self._fence.open_until(started + self._timings.renew_within_s)
         elif move == "wait":
             self._fence.close()
         return self._fence.is_open
@@ -146,12 +146,12 @@ class Elector:
     def _write(self, move: Move, seen: LeaseRecord | None) -> bool:
         now = self._clock()
         if seen is None or move == "make":
-            record = LeaseRecord(self._me, self._terms.duration_s, now, now)
+            record = LeaseRecord(self._me, self._timings.duration_s, now, now)
         elif move == "renew":
-            record = replace(seen, renewed_at=now, duration_s=self._terms.duration_s)
+            record = replace(seen, renewed_at=now, duration_s=self._timings.duration_s)
         else:
             record = replace(seen, holder=self._me, renewed_at=now, acquired_at=now, transitions=seen.transitions + 1,
-                             duration_s=self._terms.duration_s)
+                             duration_s=self._timings.duration_s)
         written = self._door.write_lease(record)
         if written is None:
             return False
@@ -159,8 +159,8 @@ class Elector:
         return True
 
 
-def campaign(elector: Elector, fence: Fence, terms: Terms, stopping: threading.Event,
-             leading: Callable[[], None], lost: Callable[[], None]) -> None:
+def run_election(elector: Elector, fence: Fence, timings: LeaseTimings, stopping: threading.Event,
+                 leading: Callable[[], None], lost: Callable[[], None]) -> None:
     """Stand for election until told to stop; `leading` is called once when won, `lost` once when no longer held.
 
     An API server that does not answer makes nobody a leader: the fence falls by itself.
@@ -177,7 +177,7 @@ def campaign(elector: Elector, fence: Fence, terms: Terms, stopping: threading.E
         elif led and not fence.is_open:
             lost()
             return
-        stopping.wait(terms.retry_s)
+        stopping.wait(timings.retry_s)
     if led:
         try:
             elector.resign()

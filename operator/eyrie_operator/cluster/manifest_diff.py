@@ -22,7 +22,7 @@ _UNITS = {"": Decimal(1), "m": Decimal("0.001"), "k": Decimal(10**3), "M": Decim
           "Ti": Decimal(2**40), "Pi": Decimal(2**50)}
 
 
-def signed(manifest: Manifest) -> Manifest:
+def with_digest(manifest: Manifest) -> Manifest:
     """The manifest with its own digest among the annotations."""
     metadata = manifest["metadata"]
     annotations = {**metadata.get("annotations", {}), APPLIED: digest(manifest)}
@@ -30,7 +30,7 @@ def signed(manifest: Manifest) -> Manifest:
 
 
 def is_applied(manifest: Manifest, found: Mapping[str, Any]) -> bool:
-    """Whether this signed manifest was the last one applied to the object."""
+    """Whether this with_digest manifest was the last one applied to the object."""
     annotations = found["metadata"].get("annotations") or {}
     return bool(annotations.get(APPLIED) == manifest["metadata"]["annotations"][APPLIED])
 

@@ -15,19 +15,19 @@ from typing import Any
 
 import httpx
 
-from eyrie_operator.engine_metrics import Counts, EngineCounters, read_metrics
+from eyrie_operator.endpoints.engine_metrics import Counts, EngineCounters, read_metrics
 from eyrie_operator.manifests.names import GROUP, REVISION_LABEL, ROLE_LABEL, SERVER
 
 log = logging.getLogger(__name__)
 
-WINDOW, TRIAL = f"{GROUP}/window", f"{GROUP}/trial-begun"
+WINDOW_BASELINE, CANARY_BASELINE = f"{GROUP}/window", f"{GROUP}/trial-begun"
 """Annotations of a revision's workload."""
 
 _TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
-class Beginning:
+class CounterBaseline:
     """When something began, and what the engines had counted by then."""
 
     since: datetime
@@ -39,20 +39,20 @@ class Beginning:
                            "counts": {name: asdict(one) for name, one in self.counts.items()}}, sort_keys=True)
 
 
-def read_beginning(workload: Mapping[str, Any], annotation: str) -> Beginning | None:
+def read_baseline(workload: Mapping[str, Any], annotation: str) -> CounterBaseline | None:
     """What an annotation says; None without one, or when it is not ours."""
     text = (workload["metadata"].get("annotations") or {}).get(annotation)
     if text is None:
         return None
     try:
         found = json.loads(text)
-        return Beginning(datetime.fromisoformat(found["since"]),
-                         {name: EngineCounters(**one) for name, one in found["counts"].items()})
+        return CounterBaseline(datetime.fromisoformat(found["since"]),
+                               {name: EngineCounters(**one) for name, one in found["counts"].items()})
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def ask_engines(objects: Iterable[Mapping[str, Any]], revision: int, port: int) -> Counts:
+def scrape_engines(objects: Iterable[Mapping[str, Any]], revision: int, port: int) -> Counts:
     """What each engine process of a revision has counted; those that do not answer are left out."""
     found: dict[str, EngineCounters] = {}
     with httpx.Client(trust_env=False, timeout=_TIMEOUT_S) as client:

@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Iterable
 
-from eyrie_operator.cluster.apply import Cluster, ClusterRefused, Object
+from eyrie_operator.cluster.apply import Cluster, ClusterRejected, Object
 from eyrie_operator.manifests.deployment import LWS_API
 from eyrie_operator.manifests.names import ENDPOINT_LABEL
 
@@ -29,7 +29,7 @@ _APIS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 _ALWAYS = ("v1", "apps/v1")
 
 
-class Standing:
+class ObjectCache:
     """One namespace. Safe between threads."""
 
     def __init__(self, cluster: Cluster, namespace: str) -> None:
@@ -46,7 +46,7 @@ class Standing:
         """When it was last written, on the order of sweeps; absent when what is known is newer."""
 
     def discover(self) -> None:
-        """Ask what APIs there are. Raises ClusterAway."""
+        """Ask what APIs there are. Raises ClusterUnavailable."""
         offered = self._cluster.list_apis()
         kinds: list[tuple[str, str]] = []
         for versions, named in _APIS:
@@ -58,7 +58,7 @@ class Standing:
         self.served = offered - lacking
 
     def sweep(self) -> None:
-        """List everything. Raises ClusterAway."""
+        """List everything. Raises ClusterUnavailable."""
         if not self.served:
             self.discover()
         began = next(self._order)
@@ -68,7 +68,7 @@ class Standing:
             self._touched = {name: at for name, at in self._touched.items() if at > began}
 
     def of(self, endpoint: str) -> tuple[Object, ...]:
-        """Everything that carries the endpoint's label. Raises ClusterAway."""
+        """Everything that carries the endpoint's label. Raises ClusterUnavailable."""
         if not self._swept:
             self.sweep()
         with self._lock:
@@ -109,7 +109,7 @@ class Standing:
     def _may_list(self, api: str, kind: str) -> bool:
         try:
             self._cluster.list_all(api, kind, self._namespace, labelled=ENDPOINT_LABEL)
-        except ClusterRefused as refused:
+        except ClusterRejected as refused:
             if api not in self._denied:
                 log.warning("%s is here and this operator may not use it, so it does without: %s", api, refused)
             self._denied.add(api)

@@ -31,9 +31,9 @@ from eyrie_api.clock import utc_now
 from eyrie_api.database.engine import Database
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.settings import Settings
-from eyrie_operator.cluster.apply import Cluster, ClusterAway, LeaseKeeper
+from eyrie_operator.cluster.apply import Cluster, ClusterUnavailable, KubernetesLease
 from eyrie_operator.cluster.controller import Controller
-from eyrie_operator.cluster.leases import Elector, Fence, Terms, campaign
+from eyrie_operator.cluster.leases import Elector, Fence, LeaseTimings, run_election
 from eyrie_operator.cluster.telemetry import Telemetry
 from eyrie_operator.cluster.watch import watch
 
@@ -61,7 +61,7 @@ class Options:
     """Probes come from the node. Nothing that is answered is secret."""
 
     port: int = 8080
-    terms: Terms = field(default_factory=Terms)
+    timings: LeaseTimings = field(default_factory=LeaseTimings)
     poll_s: float = 2.0
     resync_s: float = 60.0
 
@@ -91,8 +91,8 @@ class Operator:
                                       mirror_namespace=options.mirror_namespace, namespaces=options.namespaces,
                                       projects=options.projects)
         me = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-        keeper = LeaseKeeper(self._cluster, options.lease_namespace, options.lease_name)
-        self._elector = Elector(me, keeper, options.terms, self._fence, monotonic=time.monotonic, clock=utc_now)
+        keeper = KubernetesLease(self._cluster, options.lease_namespace, options.lease_name)
+        self._elector = Elector(me, keeper, options.timings, self._fence, monotonic=time.monotonic, clock=utc_now)
         self._stopping, self._leading, self._lost = threading.Event(), threading.Event(), threading.Event()
         self._campaign = threading.Thread(target=self._stand, name="eyrie-election", daemon=True)
 
@@ -138,7 +138,7 @@ class Operator:
         """kopf looks once for what it shall watch: a chart may start us before its definitions are served."""
         waited = False
         while not self._stopping.is_set() and not self._lost.is_set():
-            with contextlib.suppress(ClusterAway):
+            with contextlib.suppress(ClusterUnavailable):
                 if await asyncio.to_thread(self._cluster.serves_ours):
                     return
             if not waited:
@@ -182,7 +182,7 @@ class Operator:
             log.warning("%s: %s", step.__name__, error, exc_info=None if known else error)
 
     def _stand(self) -> None:
-        campaign(self._elector, self._fence, self._options.terms, self._stopping, self._leading.set, self._depose)
+        run_election(self._elector, self._fence, self._options.timings, self._stopping, self._leading.set, self._depose)
 
     def _depose(self) -> None:
         log.error("the lease was lost: ending")

@@ -12,7 +12,7 @@ applied twice or not at all. What happens to a DrafterJob:
     the row is gone          -> it was deleted at the REST API: so is the object
 
 The last line is drawn with care. A database that was lost or mistaken for another must not empty the cluster: an object
-goes only when this database remembers having had its job (`Memory.deleted`). Otherwise it is told and left alone.
+goes only when this database remembers having had its job (`JobHistory.deleted`). Otherwise it is told and left alone.
 
 A DraftEndpoint that was applied says how its row is served; one made for a row of its own (a promotion's, the REST
 API's) shows the row, and speaks only when somebody has written to it since it was last shown.
@@ -40,14 +40,14 @@ from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.cluster.resources import (
     SUSPENDED_ANNOTATION,
     EndpointResource,
+    EventRecord,
     Identity,
     JobResource,
-    Notice,
     dump,
     endpoint_status,
+    event_records,
     job_status,
     labels_of,
-    notices,
 )
 from eyrie_operator.conditions import is_over, is_true
 
@@ -56,7 +56,7 @@ STOPPING_CHECK_S = 5.0
 
 
 @dataclass(frozen=True)
-class Memory:
+class JobHistory:
     """What the database knows of an object's job besides the row itself."""
 
     deleted: bool = False
@@ -67,7 +67,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Standing:
+class EndpointObjects:
     """What of an endpoint is in the cluster besides its DraftEndpoint."""
 
     objects: bool = False
@@ -78,12 +78,12 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Hold:
+class AddFinalizer:
     """Put our finalizer on the object."""
 
 
 @dataclass(frozen=True)
-class Release:
+class RemoveFinalizer:
     """Take our finalizer off."""
 
 
@@ -150,7 +150,7 @@ class UpdateServing:
 
 
 @dataclass(frozen=True)
-class ShowEndpoint:
+class UpdateMirror:
     """Write the row into the spec of the object that was made for it."""
 
     name: str
@@ -165,54 +165,54 @@ class SetDesired:
 
 
 @dataclass(frozen=True)
-class Project:
+class UpdateStatus:
     """Write the status."""
 
     status: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Tell:
+class PostEvent:
     """Post an Event."""
 
-    notice: Notice
+    event: EventRecord
 
 
 @dataclass(frozen=True)
-class CheckAgain:
+class RequeueAfter:
     """Look again after so long, whether or not anything is heard."""
 
     after_s: float
 
 
-Action = (Hold | Release | CreateJob | CancelJob | RetryJob | DeleteJob | Annotate | DeleteResource | CreateEndpoint
-          | UpdateServing | ShowEndpoint | SetDesired | Project | Tell | CheckAgain)
+Action = (AddFinalizer | RemoveFinalizer | CreateJob | CancelJob | RetryJob | DeleteJob | Annotate | DeleteResource
+          | CreateEndpoint | UpdateServing | UpdateMirror | SetDesired | UpdateStatus | PostEvent | RequeueAfter)
 Actions = tuple[Action, ...]
 
 
-def reconcile_job(resource: JobResource, job: Job | None, memory: Memory, now: datetime) -> Actions:
+def reconcile_job(resource: JobResource, job: Job | None, history: JobHistory, now: datetime) -> Actions:
     """What a DrafterJob needs next; see the module's essay."""
     if resource.deleting:
-        return _let_go(resource, job, memory, now)
+        return _let_go(resource, job, history, now)
     if job is None:
-        return _submit(resource, memory, now)
+        return _submit(resource, history, now)
     if resource.spec is None:  # it was accepted once: the job goes on as it was accepted
         return _project(resource, job, now)
-    actions: list[Action] = [] if resource.held else [Hold()]
+    actions: list[Action] = [] if resource.held else [AddFinalizer()]
     actions += _suspend_or_resume(resource, job, suspend=resource.spec.suspend)
     ttl_s, finished_at = resource.spec.ttl_seconds_after_finished, job.status.finished_at
     if ttl_s is not None and finished_at is not None and is_over(job.status.conditions) and not resource.spec.suspend:
         left_s = (finished_at + timedelta(seconds=ttl_s) - now).total_seconds()
         if left_s <= 0:
             return (Annotate(OUTSIDE_ANNOTATION, "keep"), DeleteResource(f"ended more than {ttl_s} s ago"))
-        actions.append(CheckAgain(left_s))
+        actions.append(RequeueAfter(left_s))
     return (*actions, *_project(resource, job, now))
 
 
-def _submit(resource: JobResource, memory: Memory, now: datetime) -> Actions:
+def _submit(resource: JobResource, history: JobHistory, now: datetime) -> Actions:
     if resource.mirrored:
         return (DeleteResource(f"job {resource.job_id} was deleted"),)
-    if memory.deleted:
+    if history.deleted:
         return (DeleteResource("its job was deleted at the REST API"),)
     if resource.job_id is not None:
         message = (f"job {resource.job_id} is not in this database, or not this object's: restore the database, or "
@@ -226,7 +226,7 @@ def _submit(resource: JobResource, memory: Memory, now: datetime) -> Actions:
         return ()
     spec = resource.spec.job
     labelled = spec.model_copy(update={"labels": {**spec.labels, **labels_of(resource)}})
-    return (Hold(), CreateJob(resource.identity.uid, labelled))
+    return (AddFinalizer(), CreateJob(resource.identity.uid, labelled))
 
 
 def _suspend_or_resume(resource: JobResource, job: Job, *, suspend: bool) -> list[Action]:
@@ -235,28 +235,28 @@ def _suspend_or_resume(resource: JobResource, job: Job, *, suspend: bool) -> lis
         marked = resource.suspended_attempt == job.status.attempt
         # Marked first: killed between the two, the mark makes the cancelled job resumable all the same.
         return [*(() if marked else (Annotate(SUSPENDED_ANNOTATION, str(job.status.attempt)),)),
-                *(() if job.status.phase == "Cancelling" else (CancelJob(job.id),)), CheckAgain(STOPPING_CHECK_S)]
+                *(() if job.status.phase == "Cancelling" else (CancelJob(job.id),)), RequeueAfter(STOPPING_CHECK_S)]
     if suspend or resource.suspended_attempt is None:
         return []
     if resource.suspended_attempt == job.status.attempt:
         if cancelled:
             return [RetryJob(job.id)]
         if not over:  # resumed before it had stopped
-            return [CheckAgain(STOPPING_CHECK_S)]
+            return [RequeueAfter(STOPPING_CHECK_S)]
     return [Annotate(SUSPENDED_ANNOTATION, None)]
 
 
-def _let_go(resource: JobResource, job: Job | None, memory: Memory, now: datetime) -> Actions:
+def _let_go(resource: JobResource, job: Job | None, history: JobHistory, now: datetime) -> Actions:
     if not resource.held:
         return ()
     if job is None or resource.keep_outside:
-        return (Release(),)
-    if memory.served_by is not None:
-        message = (f"endpoint {memory.served_by!r} serves a drafter of this job: promote another or roll it back, or "
+        return (RemoveFinalizer(),)
+    if history.served_by is not None:
+        message = (f"endpoint {history.served_by!r} serves a drafter of this job: promote another or roll it back, or "
                    f"annotate this object with {OUTSIDE_ANNOTATION}=keep to leave the job where it is")
         waiting = _condition("Deleted", "False", "EndpointServes", message, resource, now)
-        return (*_project(resource, job, now, waiting), CheckAgain(STOPPING_CHECK_S))
-    return (DeleteJob(job.id), *_project(resource, job, now), CheckAgain(STOPPING_CHECK_S))
+        return (*_project(resource, job, now, waiting), RequeueAfter(STOPPING_CHECK_S))
+    return (DeleteJob(job.id), *_project(resource, job, now), RequeueAfter(STOPPING_CHECK_S))
 
 
 def _project(resource: JobResource, job: Job, now: datetime, *more: ResourceCondition) -> Actions:
@@ -301,13 +301,13 @@ def refuse_job(resource: JobResource, reason: str, message: str, now: datetime, 
 
 def reconcile_endpoint(resource: EndpointResource, endpoint: Endpoint | None, model: str, now: datetime,
                        taken_by: str | None = None, serve: ServeSpec | None = None,
-                       standing: Standing | None = None) -> Actions:
+                       standing: EndpointObjects | None = None) -> Actions:
     """What a DraftEndpoint needs next. Its row outlives it, switched off: name, URL and history stay.
 
     taken_by  an older object of the same name in another namespace: endpoints have one name in all of them
     serve     the row's serving section
     """
-    standing = standing or Standing()
+    standing = standing or EndpointObjects()
     if resource.deleting:
         return _let_endpoint_go(resource, endpoint, standing, ours=taken_by is None)
     if taken_by is not None:
@@ -319,12 +319,12 @@ def reconcile_endpoint(resource: EndpointResource, endpoint: Endpoint | None, mo
             return _refuse_endpoint(resource, "EndpointUnknown", "this database has no endpoint of that name: restore "
                                     "the database, or delete this object", now)
         wanted = resource.spec.serve.model_copy(update={"endpoint": resource.identity.name})
-        return (Hold(), CreateEndpoint(resource.identity.name, resource.spec.target, wanted, model))
+        return (AddFinalizer(), CreateEndpoint(resource.identity.name, resource.spec.target, wanted, model))
     if endpoint.target != resource.spec.target.model:
         message = (f"the name serves target {endpoint.target!r} already, not {resource.spec.target.model!r}: apply "
                    "this endpoint under another name")
         return _refuse_endpoint(resource, "TargetDiffers", message, now)
-    actions: list[Action] = [] if resource.held else [Hold()]
+    actions: list[Action] = [] if resource.held else [AddFinalizer()]
     actions += _serve_as_said(resource, resource.spec, endpoint, serve)
     accepted = _condition("Accepted", "True", "EndpointAccepted", "the spec is valid", resource, now)
     status = endpoint_status(endpoint, resource)
@@ -345,22 +345,22 @@ def _serve_as_said(resource: EndpointResource, spec: DraftEndpointSpec, endpoint
         actions.append(UpdateServing(endpoint.name, wanted))
     differs = (spec.desired, wanted) != (endpoint.desired, serve)
     if resource.mirrored and not actions and (differs or resource.edited):
-        actions.append(ShowEndpoint(endpoint.name))
+        actions.append(UpdateMirror(endpoint.name))
     return actions
 
 
-def _let_endpoint_go(resource: EndpointResource, endpoint: Endpoint | None, standing: Standing, *,
+def _let_endpoint_go(resource: EndpointResource, endpoint: Endpoint | None, standing: EndpointObjects, *,
                      ours: bool) -> Actions:
     """Switched off and its objects gone; kept, once nothing of it would be taken along."""
     if not resource.held:
         return ()
     if endpoint is None or not ours:
-        return (Release(),)
+        return (RemoveFinalizer(),)
     if resource.keep_outside:
-        return (CheckAgain(STOPPING_CHECK_S),) if standing.owned else (Release(),)
+        return (RequeueAfter(STOPPING_CHECK_S),) if standing.owned else (RemoveFinalizer(),)
     if endpoint.desired == "on":
-        return (SetDesired(endpoint.name, "off"), CheckAgain(STOPPING_CHECK_S))
-    return (CheckAgain(STOPPING_CHECK_S),) if standing.objects else (Release(),)
+        return (SetDesired(endpoint.name, "off"), RequeueAfter(STOPPING_CHECK_S))
+    return (RequeueAfter(STOPPING_CHECK_S),) if standing.objects else (RemoveFinalizer(),)
 
 
 def _refuse_endpoint(resource: EndpointResource, reason: str, message: str, now: datetime) -> Actions:
@@ -378,8 +378,8 @@ def _write(identity: Identity, stored: Any, status: DrafterJobStatus | DraftEndp
     wanted = dump(status)
     if wanted == stored:
         return ()
-    told = notices(identity, stored.get("conditions", ()), status.conditions)
-    return (*(Tell(one) for one in told), Project(wanted))
+    told = event_records(identity, stored.get("conditions", ()), status.conditions)
+    return (*(PostEvent(one) for one in told), UpdateStatus(wanted))
 
 
 def _condition(kind: str, status: Literal["True", "False"], reason: str, message: str,

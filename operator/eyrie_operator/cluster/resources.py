@@ -264,7 +264,7 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Notice:
+class EventRecord:
     """One Kubernetes Event to post. Its name is made of what it says, so that posting it again is refused."""
 
     name: str
@@ -276,17 +276,17 @@ class Notice:
 _BAD_WHEN_TRUE = frozenset({"Failed", "RolledBack"})
 
 
-def notices(identity: Identity, before: Iterable[Mapping[str, Any]],
-            after: Iterable[ResourceCondition]) -> tuple[Notice, ...]:
+def event_records(identity: Identity, before: Iterable[Mapping[str, Any]],
+                  after: Iterable[ResourceCondition]) -> tuple[EventRecord, ...]:
     """An event per condition whose status or reason has changed; none for what stays as it was."""
     known = {one.get("type"): (one.get("status"), one.get("reason")) for one in before}
     changed = [one for one in after if known.get(one.type) != (one.status, one.reason)]
-    return tuple(_notice(identity, one) for one in changed)
+    return tuple(_event_record(identity, one) for one in changed)
 
 
-def _notice(identity: Identity, one: ResourceCondition) -> Notice:
+def _event_record(identity: Identity, one: ResourceCondition) -> EventRecord:
     bad = one.status == "True" if one.type in _BAD_WHEN_TRUE else one.status == "False"
     said = f"{identity.uid}/{one.type}/{one.status}/{one.reason}/{one.last_transition_time.isoformat()}"
     name = f"{identity.name[:200]}.{hashlib.sha256(said.encode()).hexdigest()[:16]}"
     message = f"{one.type}={one.status}" + (f": {one.message}" if one.message else "")
-    return Notice(name, "Warning" if bad else "Normal", one.reason, message[:1024])
+    return EventRecord(name, "Warning" if bad else "Normal", one.reason, message[:1024])

@@ -44,23 +44,23 @@ from eyrie_operator.embedded.processes import (
     stop_gateway,
 )
 from eyrie_operator.embedded.routing import ROUTE_FILE, Counted, Counters, RouteRecord, Share
-from eyrie_operator.endpoint_records import EndpointRecords
-from eyrie_operator.serving import (
-    CanarySeen,
+from eyrie_operator.endpoints.plan import plan_endpoint
+from eyrie_operator.endpoints.records import EndpointRecords
+from eyrie_operator.endpoints.state import (
     CloseWindow,
+    DeleteEngine,
     EndpointAction,
     EndpointPlan,
-    EndpointSeen,
-    EngineSeen,
-    ForgetEngine,
     KillEngine,
+    ObservedCanary,
+    ObservedEndpoint,
+    ObservedEngine,
     RetireEngine,
     Route,
     ShareRoute,
     StartEngine,
     StartGateway,
     StopGateway,
-    plan_endpoint,
 )
 from eyrie_pipelines.processes import is_alive, stop_group
 
@@ -115,7 +115,7 @@ class EmbeddedEndpoints:
 
     # Looking.
 
-    def _observe(self, endpoint: Endpoint, directory: Path) -> EndpointSeen:
+    def _observe(self, endpoint: Endpoint, directory: Path) -> ObservedEndpoint:
         gateway = read_record(directory / GATEWAY_FILE, GatewayRecord)
         route = read_record(directory / ROUTE_FILE, RouteRecord)
         engines = tuple(self._observe_engine(record, folder, endpoint.model)
@@ -127,18 +127,19 @@ class EmbeddedEndpoints:
         watched = self._records.watched(endpoint)
         trial = route is not None and bool(route.others)
         canary = _observe_canary(route, read_shares(gateway.port) if gateway is not None and alive and trial else None)
-        return EndpointSeen(gateway_alive=alive, routed=routed, engines=engines, windows=watched.windows,
-                            drift_told=watched.drift_told, canary=canary)
+        return ObservedEndpoint(gateway_alive=alive, routed=routed, engines=engines, windows=watched.windows,
+                                drift_reported=watched.drift_told, canary=canary)
 
-    def _observe_engine(self, record: EngineRecord, folder: Path, model: str) -> EngineSeen:
+    def _observe_engine(self, record: EngineRecord, folder: Path, model: str) -> ObservedEngine:
         if not is_alive(record.process):
-            return EngineSeen(record.revision, "dead", record.started_at, record.starts, record.retiring_since,
-                              message=last_lines(folder / "engine.log"))
+            return ObservedEngine(record.revision, "dead", record.started_at, record.starts, record.retiring_since,
+                                  message=last_lines(folder / "engine.log"))
         known = record
         if record.url is None:
             url = probe(folder, model)
             if url is None:
-                return EngineSeen(record.revision, "starting", record.started_at, record.starts, record.retiring_since)
+                return ObservedEngine(record.revision, "starting", record.started_at, record.starts,
+                                      record.retiring_since)
             rounds, tokens = read_counters(url) or (0.0, 0.0)  # the probe's own rounds are left out of the window
             record = record.model_copy(update={"url": url, "window_rounds": rounds, "window_tokens": tokens,
                                                "window_since": self._clock()})
@@ -148,9 +149,9 @@ class EmbeddedEndpoints:
             write_model(folder / ENGINE_FILE, record)
         assert record.url is not None
         rounds, tokens = read_counters(record.url) or (record.window_rounds, record.window_tokens)
-        return EngineSeen(record.revision, "healthy", record.started_at, record.starts, record.retiring_since,
-                          window_rounds=rounds - record.window_rounds, window_tokens=tokens - record.window_tokens,
-                          window_since=record.window_since)
+        return ObservedEngine(record.revision, "healthy", record.started_at, record.starts, record.retiring_since,
+                              window_rounds=rounds - record.window_rounds, window_tokens=tokens - record.window_tokens,
+                              window_since=record.window_since)
 
     # Doing. Every action may be applied twice.
 
@@ -170,7 +171,7 @@ class EmbeddedEndpoints:
                                                             record_prompts=serving.serve.record_prompts))
         elif isinstance(action, CloseWindow):
             _restart_window(engine_dir(directory, action.revision), now)
-        elif isinstance(action, RetireEngine | KillEngine | ForgetEngine):
+        elif isinstance(action, RetireEngine | KillEngine | DeleteEngine):
             _act_on_engine(action, engine_dir(directory, action.revision), now)
 
     def _start_engine(self, action: StartEngine, endpoint: Endpoint, serving: Serving, directory: Path) -> None:
@@ -187,14 +188,14 @@ class EmbeddedEndpoints:
                                                        started_at=self._clock(), starts=action.starts))
 
 
-def _observe_canary(route: RouteRecord | None, counters: Counters | None) -> CanarySeen | None:
+def _observe_canary(route: RouteRecord | None, counters: Counters | None) -> ObservedCanary | None:
     if route is None or not route.others:
         return None
     trial = route.others[0]
     # Counts of another route are of a gateway that has not read this one yet: nothing was asked under it so far.
     known = counters is not None and counters.since == route.since
     counted = counters.revisions.get(trial.revision, Counted()) if known and counters is not None else Counted()
-    return CanarySeen(trial.revision, trial.share, route.since, counted.answered, counted.errors)
+    return ObservedCanary(trial.revision, trial.share, route.since, counted.answered, counted.errors)
 
 
 def _engine_url(directory: Path, revision: int) -> str:
@@ -211,7 +212,7 @@ def _share_route(action: ShareRoute, directory: Path, record_prompts: int, now: 
         record_prompts=record_prompts))
 
 
-def _act_on_engine(action: RetireEngine | KillEngine | ForgetEngine, folder: Path, now: datetime) -> None:
+def _act_on_engine(action: RetireEngine | KillEngine | DeleteEngine, folder: Path, now: datetime) -> None:
     record = read_record(folder / ENGINE_FILE, EngineRecord)
     if record is None:
         return

@@ -37,7 +37,7 @@ from eyrie_api.errors import EyrieError, PortInUse
 from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, RoutedRequest, Routes
-from eyrie_operator.embedded.traffic_recording import CHAT_PATH, TRAFFIC_FILE, Traffic
+from eyrie_operator.endpoints.traffic_recording import CHAT_PATH, TRAFFIC_FILE, Traffic
 from eyrie_pipelines.processes import ProcessId, identify
 
 GATEWAY_FILE = "gateway.json"

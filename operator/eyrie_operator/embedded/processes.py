@@ -36,7 +36,7 @@ from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.embedded.gateway import GATEWAY_FILE, GatewayRecord, bind
 from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, Counters
-from eyrie_operator.engine_metrics import read_metrics
+from eyrie_operator.endpoints.engine_metrics import read_metrics
 from eyrie_pipelines.processes import ProcessId, identify, is_alive, stop_group
 from eyrie_workers.engines.process import EngineCommand
 

@@ -1,8 +1,8 @@
 """An endpoint as Kubernetes objects: values in, plain dicts out. Pure; nothing here knows a client or a clock.
 
 `eyrie_operator.cluster` applies what `endpoint.render_endpoint` returns by server-side apply and deletes what
-`rollout.superseded` names. What should stand follows from `serving.plan_endpoint`, the same plan that drives processes
-on one machine, through `rollout.follow`.
+`rollout.obsolete_objects` names. What should stand follows from `serving.plan_endpoint`, the same plan that drives
+processes on one machine, through `rollout.apply_plan`.
 
     deployment  what an operator decides about an endpoint, beyond what the endpoint itself says
     engines     the command line of one revision: SGLang or the embedded engine

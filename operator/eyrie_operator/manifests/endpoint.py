@@ -7,19 +7,19 @@ from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_operator.manifests.deployment import EndpointDeployment
 from eyrie_operator.manifests.monitoring import render_monitoring
 from eyrie_operator.manifests.names import Manifest
-from eyrie_operator.manifests.rollout import Wanted, at_rest
+from eyrie_operator.manifests.rollout import RolloutState, steady_state
 from eyrie_operator.manifests.traffic import render_traffic
 from eyrie_operator.manifests.workloads import render_revision
 
 
 def render_endpoint(endpoint: Endpoint, deployment: EndpointDeployment,
-                    wanted: Wanted | None = None) -> tuple[Manifest, ...]:
+                    wanted: RolloutState | None = None) -> tuple[Manifest, ...]:
     """Every object of an endpoint. Raises Undeployable or Unlaunchable, naming what is wrong.
 
-    wanted   what should stand, from `rollout.follow`. Default: the endpoint at rest; a trial under way would lose its
-             share by that, so whoever drives a rollout gives it.
+    wanted   the desired state, from `rollout.apply_plan`. Default: `steady_state`, in which a canary has no share of the
+             requests; callers that drive a rollout pass the state.
     """
-    wanted = at_rest(endpoint) if wanted is None else wanted
+    wanted = steady_state(endpoint) if wanted is None else wanted
     rendered: list[Manifest] = []
     for revision in endpoint.revisions:
         if revision.number in wanted.engines:

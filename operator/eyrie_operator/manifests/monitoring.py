@@ -1,4 +1,4 @@
-"""What is measured, alerted and drawn of an endpoint, and how its replicas follow the load. Pure.
+"""What is measured, alerted and drawn of an endpoint, and how its replicas apply_plan the load. Pure.
 
 Acceptance is watched as windowed tau, tokens over verify rounds: SGLang's own gauge covers the last 40 decode steps and
 jumps. Its counters are summed when a request ends, so a window must hold many; the alert asks for as many rounds as the
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eyrie_api.v1alpha1.status import Endpoint, Revision
+from eyrie_operator.endpoints.plan import MIN_ROUNDS, proven_tau
 from eyrie_operator.manifests.deployment import EndpointDeployment, Monitoring, SglangEngine
 from eyrie_operator.manifests.names import (
     ENDPOINT_LABEL,
@@ -23,9 +24,8 @@ from eyrie_operator.manifests.names import (
     object_name,
     selector,
 )
-from eyrie_operator.manifests.rollout import Wanted
+from eyrie_operator.manifests.rollout import RolloutState
 from eyrie_operator.manifests.workloads import described, workload_reference
-from eyrie_operator.serving import MIN_ROUNDS, proven_tau
 
 _WINDOW = "10m"
 
@@ -64,7 +64,7 @@ EMBEDDED = Series(
     first_token="eyrie_time_to_first_token_seconds", between_tokens="eyrie_inter_token_latency_seconds")
 
 
-def render_monitoring(endpoint: Endpoint, deployment: EndpointDeployment, wanted: Wanted) -> list[Manifest]:
+def render_monitoring(endpoint: Endpoint, deployment: EndpointDeployment, wanted: RolloutState) -> list[Manifest]:
     """PodMonitor, PrometheusRule and dashboard where asked for and possible; a scaler per revision."""
     series = SGLANG if isinstance(deployment.engine, SglangEngine) else EMBEDDED
     rendered: list[Manifest] = []
@@ -92,7 +92,7 @@ def _pod_monitor(endpoint: Endpoint, deployment: EndpointDeployment, told: Monit
     return monitor
 
 
-def _rules(endpoint: Endpoint, deployment: EndpointDeployment, told: Monitoring, wanted: Wanted,
+def _rules(endpoint: Endpoint, deployment: EndpointDeployment, told: Monitoring, wanted: RolloutState,
            series: Series) -> Manifest:
     ours = _ours(endpoint, deployment)
     by = _label(REVISION_LABEL)

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any, Literal
 
+from eyrie_operator.endpoints.state import ObservedCanary, ObservedEndpoint, ObservedEngine
 from eyrie_operator.manifests.names import ENDPOINT_LABEL, REVISION_LABEL
-from eyrie_operator.manifests.rollout import WORKLOADS, present
-from eyrie_operator.serving import CanarySeen, EndpointSeen, EngineSeen
+from eyrie_operator.manifests.rollout import WORKLOADS, current_state
 
 CRASHES = 3
 """Ends in a row until an engine is given up. The first may be a node's; three are its own."""
@@ -26,8 +26,8 @@ _LONGEST = 500
 _Object = Mapping[str, Any]
 
 
-def endpoint_seen(endpoint: str, objects: Iterable[_Object], *, replicas: int,
-                  answers: tuple[int, int] = (0, 0)) -> EndpointSeen:
+def observe_endpoint(endpoint: str, objects: Iterable[_Object], *, replicas: int,
+                     answers: tuple[int, int] = (0, 0)) -> ObservedEndpoint:
     """What the plan is asked with; windows of acceptance are for whoever reads metrics to fill in.
 
     objects   everything that carries the endpoint's label: what `rollout.KINDS` names, and pods
@@ -35,16 +35,16 @@ def endpoint_seen(endpoint: str, objects: Iterable[_Object], *, replicas: int,
               on by time alone
     """
     listed = list(objects)
-    stands = present(endpoint, listed)
-    canary = None if stands.trial is None else CanarySeen(
+    stands = current_state(endpoint, listed)
+    canary = None if stands.trial is None else ObservedCanary(
         stands.trial.revision, stands.trial.share, stands.trial.since, answered=answers[0], errors=answers[1])
-    return EndpointSeen(
+    return ObservedEndpoint(
         gateway_alive=stands.open, routed=stands.serving, canary=canary,
-        engines=engines_seen(endpoint, listed, serving=stands.serving, replicas=replicas))
+        engines=observe_engines(endpoint, listed, serving=stands.serving, replicas=replicas))
 
 
-def engines_seen(endpoint: str, objects: Iterable[_Object], *, serving: int | None,
-                 replicas: int) -> tuple[EngineSeen, ...]:
+def observe_engines(endpoint: str, objects: Iterable[_Object], *, serving: int | None,
+                    replicas: int) -> tuple[ObservedEngine, ...]:
     """Every engine of the endpoint, by revision; windows of acceptance are left at zero.
 
     objects   workloads and pods, others are passed over
@@ -63,7 +63,7 @@ def engines_seen(endpoint: str, objects: Iterable[_Object], *, serving: int | No
     return tuple(sorted(found, key=lambda one: one.revision))
 
 
-def _engine(workload: _Object, revision: int, pods: list[_Object], *, needed: int) -> EngineSeen:
+def _engine(workload: _Object, revision: int, pods: list[_Object], *, needed: int) -> ObservedEngine:
     status = workload.get("status", {})
     statuses = [one for pod in pods for one in (*pod.get("status", {}).get("initContainerStatuses", ()),
                                                 *pod.get("status", {}).get("containerStatuses", ()))]
@@ -75,7 +75,7 @@ def _engine(workload: _Object, revision: int, pods: list[_Object], *, needed: in
         state = "healthy"
     elif not answering and any(_crashing(one) for one in statuses):
         state = "dead"
-    return EngineSeen(
+    return ObservedEngine(
         revision=revision, state=state, started_at=_moment(workload["metadata"]["creationTimestamp"]),
         starts=0 if state == "healthy" else 1 + max((one.get("restartCount", 0) for one in statuses), default=0),
         message="" if state == "healthy" else _message(pods, statuses))

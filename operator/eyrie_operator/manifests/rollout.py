@@ -3,12 +3,14 @@
 `serving.plan_endpoint` answers with actions: start this engine, lead the route there, retire that one. On one machine
 each is a deed. On a cluster they change what is *wanted*, and what is wanted is rendered and applied whole:
 
-    found objects -> observed.endpoint_seen -> serving.plan_endpoint -> follow -> endpoint.render_endpoint -> apply
-                                                                                  superseded -> delete
+    found objects -> observed.observe_endpoint -> serving.plan_endpoint -> apply_plan -> endpoint.render_endpoint ->
+    apply
+                                                                                  obsolete_objects -> delete
 
-Nothing is kept besides the objects themselves: `present` reads back what `render_endpoint` wrote, so that an operator
-that starts anew goes on where the last one ended. Actions that only record something (Activate, Reject, GoBack,
-CloseWindow, TellDrift, ServeBare) change rows, not objects; what they bring about comes with the next plan.
+Nothing is kept besides the objects themselves: `current_state` reads back what `render_endpoint` wrote, so that an
+operator that starts anew goes on where the last one ended. Actions that only record something (Activate, Reject,
+RollBack, CloseWindow, ReportDrift, ProposeNoDrafter) change rows, not objects; what they bring about comes with the
+next plan.
 
 Retiring is deleting: the pod leaves the Services, drains and ends within its grace period, and nobody has to wait for
 it. An engine that died is restarted by its kubelet; StartEngine for one that stands changes nothing.
@@ -21,11 +23,9 @@ from typing import Any
 
 from eyrie_api.v1alpha1.promotion import CanarySpec
 from eyrie_api.v1alpha1.status import Endpoint
-from eyrie_operator.manifests.deployment import EndpointDeployment
-from eyrie_operator.manifests.names import ENDPOINT_LABEL, ENTRY, GROUP, REVISION_LABEL, ROLE_LABEL, Manifest
-from eyrie_operator.serving import (
+from eyrie_operator.endpoints.state import (
+    DeleteEngine,
     EndpointPlan,
-    ForgetEngine,
     KillEngine,
     RetireEngine,
     Route,
@@ -35,11 +35,13 @@ from eyrie_operator.serving import (
     StartGateway,
     StopGateway,
 )
+from eyrie_operator.manifests.deployment import EndpointDeployment
+from eyrie_operator.manifests.names import ENDPOINT_LABEL, ENTRY, GROUP, REVISION_LABEL, ROLE_LABEL, Manifest
 
-TRIAL_REVISION, TRIAL_SHARE, TRIAL_SINCE = (f"{GROUP}/trial-{what}" for what in ("revision", "share", "since"))
+CANARY_REVISION, CANARY_SHARE, CANARY_SINCE = (f"{GROUP}/trial-{what}" for what in ("revision", "share", "since"))
 """Annotations of the stable Service."""
 
-NOBODY = "none"
+NO_REVISION = "none"
 """Value of the revision label that no pod has: the stable Service before the first engine is healthy."""
 
 WORKLOADS = ("Deployment", "LeaderWorkerSet")
@@ -49,7 +51,7 @@ KINDS = (*WORKLOADS, "ConfigMap", "Service", "PodDisruptionBudget", "HTTPRoute",
 
 
 @dataclass(frozen=True)
-class Trial:
+class CanaryShare:
     """A revision that gets a share of the requests, since when."""
 
     revision: int
@@ -58,7 +60,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RolloutState:
     """What should stand of an endpoint."""
 
     open: bool = False
@@ -70,7 +72,7 @@ class Wanted:
     serving: int | None = None
     """The revision the stable Service leads to."""
 
-    trial: Trial | None = None
+    trial: CanaryShare | None = None
 
 
 @dataclass(frozen=True)
@@ -82,15 +84,15 @@ class ObjectRef:
     name: str
 
 
-def at_rest(endpoint: Endpoint) -> Wanted:
+def steady_state(endpoint: Endpoint) -> RolloutState:
     """What stands when nothing is under way: the active revision serves, a candidate runs beside it without a share."""
     if endpoint.desired == "off":
-        return Wanted()
+        return RolloutState()
     numbers = {one for one in (endpoint.active_revision, endpoint.candidate_revision) if one is not None}
-    return Wanted(open=True, engines=tuple(sorted(numbers)), serving=endpoint.active_revision)
+    return RolloutState(open=True, engines=tuple(sorted(numbers)), serving=endpoint.active_revision)
 
 
-def follow(before: Wanted, plan: EndpointPlan, now: datetime) -> Wanted:
+def apply_plan(before: RolloutState, plan: EndpointPlan, now: datetime) -> RolloutState:
     """What a plan makes of what stands."""
     wanted = before
     for action in plan.actions:
@@ -104,8 +106,8 @@ def follow(before: Wanted, plan: EndpointPlan, now: datetime) -> Wanted:
             case Route(revision=revision):
                 wanted = replace(wanted, serving=revision, trial=None)
             case ShareRoute(revision=revision, serving=serving, share=share):
-                wanted = replace(wanted, serving=serving, trial=Trial(revision, share, now))
-            case RetireEngine(revision=revision) | KillEngine(revision=revision) | ForgetEngine(revision=revision):
+                wanted = replace(wanted, serving=serving, trial=CanaryShare(revision, share, now))
+            case RetireEngine(revision=revision) | KillEngine(revision=revision) | DeleteEngine(revision=revision):
                 wanted = replace(wanted, engines=tuple(one for one in wanted.engines if one != revision))
             case _:
                 pass  # a record, not an object
@@ -114,7 +116,7 @@ def follow(before: Wanted, plan: EndpointPlan, now: datetime) -> Wanted:
                    trial=wanted.trial if wanted.trial is not None and wanted.trial.revision in wanted.engines else None)
 
 
-def policy_here(policy: ServePolicy, deployment: EndpointDeployment) -> ServePolicy:
+def policy_on_cluster(policy: ServePolicy, deployment: EndpointDeployment) -> ServePolicy:
     """The promotion's limits as this cluster can keep them: a Service cannot share requests, so it switches at once.
 
     The time to become healthy is the pods': a new revision is given up when its startup probe would be.
@@ -124,7 +126,7 @@ def policy_here(policy: ServePolicy, deployment: EndpointDeployment) -> ServePol
                    counts_drafted=deployment.counts_drafted)
 
 
-def present(endpoint: str, objects: Iterable[Mapping[str, Any]]) -> Wanted:
+def current_state(endpoint: str, objects: Iterable[Mapping[str, Any]]) -> RolloutState:
     """What stands, read back from the endpoint's own objects (others are passed over)."""
     engines: set[int] = set()
     entry: Mapping[str, Any] | None = None
@@ -136,15 +138,15 @@ def present(endpoint: str, objects: Iterable[Mapping[str, Any]]) -> Wanted:
             engines.add(int(labels[REVISION_LABEL]))
         elif one["kind"] == "Service" and labels.get(ROLE_LABEL) == ENTRY:
             entry = one
-    wanted = Wanted(engines=tuple(sorted(engines)))
+    wanted = RolloutState(engines=tuple(sorted(engines)))
     if entry is None:
         return wanted
     led_to = entry["spec"]["selector"][REVISION_LABEL]
-    return replace(wanted, open=True, serving=None if led_to == NOBODY else int(led_to), trial=_trial(entry))
+    return replace(wanted, open=True, serving=None if led_to == NO_REVISION else int(led_to), trial=_trial(entry))
 
 
-def superseded(endpoint: str, objects: Iterable[Mapping[str, Any]],
-               manifests: Iterable[Manifest]) -> tuple[ObjectRef, ...]:
+def obsolete_objects(endpoint: str, objects: Iterable[Mapping[str, Any]],
+                     manifests: Iterable[Manifest]) -> tuple[ObjectRef, ...]:
     """Objects of the endpoint that are not rendered any more, to be deleted.
 
     What controllers make of ours (pods, ReplicaSets, an autoscaler) goes with its owner and is left to them.
@@ -156,8 +158,9 @@ def superseded(endpoint: str, objects: Iterable[Mapping[str, Any]],
                  and (one["kind"], one["metadata"]["name"]) not in kept)
 
 
-def _trial(entry: Mapping[str, Any]) -> Trial | None:
+def _trial(entry: Mapping[str, Any]) -> CanaryShare | None:
     notes = entry["metadata"].get("annotations", {})
-    if TRIAL_REVISION not in notes:
+    if CANARY_REVISION not in notes:
         return None
-    return Trial(int(notes[TRIAL_REVISION]), float(notes[TRIAL_SHARE]), datetime.fromisoformat(notes[TRIAL_SINCE]))
+    return CanaryShare(int(notes[CANARY_REVISION]), float(notes[CANARY_SHARE]),
+                       datetime.fromisoformat(notes[CANARY_SINCE]))

@@ -13,22 +13,22 @@ import math
 from eyrie_api.v1alpha1.status import Endpoint
 from eyrie_operator.manifests.deployment import EndpointDeployment, GatewayRef
 from eyrie_operator.manifests.names import ENTRY, REVISION_LABEL, Manifest, object_name, selector, service_name
-from eyrie_operator.manifests.rollout import NOBODY, TRIAL_REVISION, TRIAL_SHARE, TRIAL_SINCE, Wanted
+from eyrie_operator.manifests.rollout import CANARY_REVISION, CANARY_SHARE, CANARY_SINCE, NO_REVISION, RolloutState
 from eyrie_operator.manifests.workloads import described, service_spec
 
 
-def render_traffic(endpoint: Endpoint, deployment: EndpointDeployment, wanted: Wanted) -> list[Manifest]:
+def render_traffic(endpoint: Endpoint, deployment: EndpointDeployment, wanted: RolloutState) -> list[Manifest]:
     """The stable Service and the route; nothing while the endpoint is closed."""
     if not wanted.open:
         return []
     name = object_name(endpoint.name)
     entry = described("v1", "Service", name, endpoint, deployment, role=ENTRY)
-    serving = NOBODY if wanted.serving is None else str(wanted.serving)
+    serving = NO_REVISION if wanted.serving is None else str(wanted.serving)
     entry["spec"] = service_spec(selector(endpoint.name) | {REVISION_LABEL: serving})
     if wanted.trial is not None:
         entry["metadata"]["annotations"] = {
-            TRIAL_REVISION: str(wanted.trial.revision), TRIAL_SHARE: repr(wanted.trial.share),
-            TRIAL_SINCE: wanted.trial.since.isoformat()}
+            CANARY_REVISION: str(wanted.trial.revision), CANARY_SHARE: repr(wanted.trial.share),
+            CANARY_SINCE: wanted.trial.since.isoformat()}
     api, gateway = deployment.route_api, deployment.gateway
     if api is None or gateway is None:
         return [entry]
@@ -42,7 +42,7 @@ def base_url(endpoint: str, namespace: str) -> str:
     return f"http://{object_name(endpoint)}.{namespace}.svc/v1"
 
 
-def weights(wanted: Wanted) -> dict[int, int]:
+def weights(wanted: RolloutState) -> dict[int, int]:
     """Hundredths of the requests by revision; they sum to 100, or nobody serves."""
     if wanted.serving is None:
         return {}
@@ -53,7 +53,7 @@ def weights(wanted: Wanted) -> dict[int, int]:
     return {wanted.serving: 100 - share, trial.revision: share}
 
 
-def _route_spec(endpoint: str, gateway: GatewayRef, wanted: Wanted) -> Manifest:
+def _route_spec(endpoint: str, gateway: GatewayRef, wanted: RolloutState) -> Manifest:
     parent: Manifest = {"name": gateway.name}
     if gateway.namespace is not None:
         parent["namespace"] = gateway.namespace

@@ -6,7 +6,7 @@ from typing import Any
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.resources import FINALIZER, UID_LABEL
 from eyrie_api.v1alpha1.status import Condition, Job, JobStatus, Phase
-from eyrie_operator.cluster.reconcile import Actions, Project
+from eyrie_operator.cluster.reconcile import Actions, UpdateStatus
 from tests.api.samples import job_body
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
@@ -51,7 +51,7 @@ def cancelled(attempt: int = 1) -> Job:
 
 def projected(actions: Actions) -> dict[str, Any]:
     """The status that is to be written."""
-    return next(one.status for one in actions if isinstance(one, Project))
+    return next(one.status for one in actions if isinstance(one, UpdateStatus))
 
 
 def conditions(actions: Actions) -> dict[str, tuple[str, str]]:

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
-from eyrie_operator.cluster.apply import Cluster, ClusterAway
+from eyrie_operator.cluster.apply import Cluster, ClusterUnavailable
 from eyrie_operator.cluster.controller import Controller
 from eyrie_operator.cluster.telemetry import Telemetry
 from tests.operator.cluster.apiserver import ApiServer, serving
@@ -67,7 +67,7 @@ def test_while_the_api_server_is_away_nothing_ends_and_afterwards_it_goes_on(wor
     world.create()
     one.resync()
     world.server.away = True
-    with pytest.raises(ClusterAway):
+    with pytest.raises(ClusterUnavailable):
         one.sweep()
     one.poll()
     assert one.work()

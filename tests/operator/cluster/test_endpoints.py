@@ -182,7 +182,7 @@ def test_the_bare_target_waits_for_whoever_mends_what_keeps_it_from_being_served
     world.create(engine="sglang", hardware_profile="cpu")
     world.server.refused.add(("Deployment", "eyrie-chat-r1"))
     settle(tender)
-    assert world.told("Serving").reason == "ClusterRefused"
+    assert world.told("Serving").reason == "ClusterRejected"
     world.server.refused.clear()
     settle(tender)
     world.server.run("eyrie-chat-r1")
@@ -341,7 +341,7 @@ def test_a_candidate_the_server_refuses_is_rejected_and_what_served_goes_on(worl
     world.propose()
     settle(tender)
     assert world.chat.candidate_revision is None
-    assert world.told("RolledBack").reason == "ClusterRefused"
+    assert world.told("RolledBack").reason == "ClusterRejected"
     assert "admission webhook says no" in world.told("RolledBack").message
     assert world.told("Serving").status == "True"
     settle(tender)

@@ -7,10 +7,19 @@ from datetime import UTC, datetime
 import pytest
 
 from eyrie_api.errors import Transient
-from eyrie_operator.cluster.leases import Elector, Fence, LeaseRecord, NotLeader, Terms, campaign, decide, terms_of
+from eyrie_operator.cluster.leases import (
+    Elector,
+    Fence,
+    LeaseRecord,
+    LeaseTimings,
+    NotLeader,
+    decide,
+    run_election,
+    timings_of,
+)
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
-TERMS = Terms(duration_s=15.0, renew_within_s=10.0, retry_s=2.0)
+TIMINGS = LeaseTimings(duration_s=15.0, renew_within_s=10.0, retry_s=2.0)
 
 
 class StepContext:
@@ -49,7 +58,7 @@ class Shelf:
 class Candidate:
     def __init__(self, name: str, shelf: Shelf, clock: StepContext) -> None:
         self.fence = Fence(clock)
-        self.elector = Elector(name, shelf, TERMS, self.fence, monotonic=clock, clock=lambda: NOW)
+        self.elector = Elector(name, shelf, TIMINGS, self.fence, monotonic=clock, clock=lambda: NOW)
 
     def leads(self) -> bool:
         return self.elector.step()
@@ -151,17 +160,17 @@ def test_a_campaign_tells_of_winning_and_of_losing(shelf: Shelf) -> None:
         shelf.record = record("other")  # somebody else has it now, whatever we believed
         clock.now += 10.0
 
-    campaign(first.elector, first.fence, Terms(retry_s=0.0), stopping, won, lambda: told.append("lost"))
+    run_election(first.elector, first.fence, LeaseTimings(retry_s=0.0), stopping, won, lambda: told.append("lost"))
     assert told == ["leads", "lost"]
 
 
 def test_a_campaign_that_is_ended_gives_the_lease_back(shelf: Shelf) -> None:
     stopping = threading.Event()
     first = Candidate("first", shelf, StepContext())
-    campaign(first.elector, first.fence, Terms(retry_s=0.0), stopping, stopping.set, stopping.set)
+    run_election(first.elector, first.fence, LeaseTimings(retry_s=0.0), stopping, stopping.set, stopping.set)
     assert shelf.record is not None
     assert shelf.record.holder == ""
 
 
 def test_terms_keep_their_proportions() -> None:
-    assert terms_of(15.0) == Terms()
+    assert timings_of(15.0) == LeaseTimings()

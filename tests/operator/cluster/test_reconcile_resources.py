@@ -12,23 +12,23 @@ from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.cluster.reconcile import (
     Actions,
+    AddFinalizer,
     Annotate,
     CancelJob,
-    CheckAgain,
     CreateEndpoint,
     CreateJob,
     DeleteJob,
     DeleteResource,
-    Hold,
-    Memory,
-    Project,
-    Release,
+    EndpointObjects,
+    JobHistory,
+    PostEvent,
+    RemoveFinalizer,
+    RequeueAfter,
     RetryJob,
     SetDesired,
-    ShowEndpoint,
-    Standing,
-    Tell,
+    UpdateMirror,
     UpdateServing,
+    UpdateStatus,
     reconcile_endpoint,
     reconcile_job,
     refuse_job,
@@ -44,9 +44,11 @@ from eyrie_operator.cluster.resources import (
 )
 from tests.operator.cluster.objects import NOW, UID, cancelled, conditions, drafter_job, job, projected, succeeded
 
+RELEASED = (RemoveFinalizer(),)
 
-def look(raw: dict[str, Any], row: Job | None, memory: Memory | None = None) -> Actions:
-    return reconcile_job(read_job(raw), row, memory or Memory(), NOW)
+
+def look(raw: dict[str, Any], row: Job | None, history: JobHistory | None = None) -> Actions:
+    return reconcile_job(read_job(raw), row, history or JobHistory(), NOW)
 
 
 def settled(raw: dict[str, Any], row: Job) -> dict[str, Any]:
@@ -56,7 +58,7 @@ def settled(raw: dict[str, Any], row: Job) -> dict[str, Any]:
 
 def test_an_applied_object_is_held_and_submitted_with_its_uid_as_key_and_label() -> None:
     hold, create = look(drafter_job(held=False), None)
-    assert hold == Hold()
+    assert hold == AddFinalizer()
     assert isinstance(create, CreateJob)
     assert create.key == UID
     assert create.spec.labels == {UID_LABEL: UID, "kubernetes-namespace": "team", "kubernetes-name": "mine"}
@@ -70,16 +72,16 @@ def test_a_status_that_is_right_already_is_not_written_again() -> None:
 def test_a_change_is_written_once_with_one_event_per_changed_condition() -> None:
     raw = settled(drafter_job(), job())
     told = look(raw, job("Running", ("Trained", "Unknown", "Running")))
-    assert [one.notice.reason for one in told if isinstance(one, Tell)] == ["Running"]
-    assert isinstance(told[-1], Project)
+    assert [one.event.reason for one in told if isinstance(one, PostEvent)] == ["Running"]
+    assert isinstance(told[-1], UpdateStatus)
     assert conditions(told)["Trained"] == ("Unknown", "Running")
 
 
 def test_events_of_the_same_transition_have_the_same_name() -> None:
-    first = [one for one in look(drafter_job(), succeeded()) if isinstance(one, Tell)]
-    again = [one for one in look(drafter_job(), succeeded()) if isinstance(one, Tell)]
+    first = [one for one in look(drafter_job(), succeeded()) if isinstance(one, PostEvent)]
+    again = [one for one in look(drafter_job(), succeeded()) if isinstance(one, PostEvent)]
     assert first == again
-    assert len({one.notice.name for one in first}) == len(first) == 2
+    assert len({one.event.name for one in first}) == len(first) == 2
 
 
 def test_times_are_whole_seconds_in_utc_and_generations_are_the_objects() -> None:
@@ -148,39 +150,39 @@ def test_suspending_what_has_succeeded_changes_nothing() -> None:
 @pytest.mark.parametrize(("ago_s", "left_s"), [(59.0, 1.0), (10.0, 50.0)])
 def test_an_ended_object_is_looked_at_again_when_its_time_is_up(ago_s: float, left_s: float) -> None:
     raw = settled(drafter_job(ttl_seconds_after_finished=60), succeeded(ago_s))
-    assert look(raw, succeeded(ago_s)) == (CheckAgain(left_s),)
+    assert look(raw, succeeded(ago_s)) == (RequeueAfter(left_s),)
 
 
 def test_an_object_whose_time_is_up_goes_and_leaves_its_job() -> None:
     keep, delete = look(drafter_job(ttl_seconds_after_finished=60), succeeded(60.0))
     assert keep == Annotate(OUTSIDE_ANNOTATION, "keep")
     assert isinstance(delete, DeleteResource)
-    assert look(drafter_job(deleting=True, annotations={OUTSIDE_ANNOTATION: "keep"}), succeeded()) == (Release(),)
+    assert look(drafter_job(deleting=True, annotations={OUTSIDE_ANNOTATION: "keep"}), succeeded()) == RELEASED
 
 
 def test_a_running_job_has_no_time_to_live() -> None:
-    assert not any(isinstance(one, DeleteResource | CheckAgain)
+    assert not any(isinstance(one, DeleteResource | RequeueAfter)
                    for one in look(drafter_job(ttl_seconds_after_finished=0), job()))
 
 
 def test_deleting_an_object_ends_its_job_first_and_releases_it_when_the_record_is_gone() -> None:
     waiting = look(drafter_job(deleting=True), job())
     assert DeleteJob("job-abc") in waiting
-    assert not any(isinstance(one, Release) for one in waiting)
-    assert look(drafter_job(deleting=True), None) == (Release(),)
+    assert not any(isinstance(one, RemoveFinalizer) for one in waiting)
+    assert look(drafter_job(deleting=True), None) == RELEASED
     assert look(drafter_job(deleting=True, held=False), None) == ()
 
 
 def test_an_object_whose_drafter_serves_is_held_and_says_how_to_go_on() -> None:
-    told = look(drafter_job(deleting=True), succeeded(), Memory(served_by="support"))
-    assert not any(isinstance(one, DeleteJob | Release) for one in told)
+    told = look(drafter_job(deleting=True), succeeded(), JobHistory(served_by="support"))
+    assert not any(isinstance(one, DeleteJob | RemoveFinalizer) for one in told)
     assert conditions(told)["Deleted"] == ("False", "EndpointServes")
     assert "support" in projected(told)["conditions"][-1]["message"]
 
 
 def test_an_object_whose_job_was_deleted_elsewhere_goes_too() -> None:
     gone = drafter_job(status={"job_id": "job-abc"})
-    assert isinstance(look(gone, None, Memory(deleted=True))[0], DeleteResource)
+    assert isinstance(look(gone, None, JobHistory(deleted=True))[0], DeleteResource)
 
 
 def test_a_database_that_never_had_the_job_empties_no_cluster() -> None:
@@ -230,7 +232,7 @@ def test_an_endpoint_is_switched_as_its_object_says_and_off_before_it_is_let_go(
     deleting = draft_endpoint()
     deleting["metadata"]["deletionTimestamp"] = "2026-11-21T11:59:00Z"
     assert SetDesired("support", "off") in reconcile_endpoint(read_endpoint(deleting), endpoint(), "quickstart", NOW)
-    assert reconcile_endpoint(read_endpoint(deleting), endpoint(desired="off"), "quickstart", NOW) == (Release(),)
+    assert reconcile_endpoint(read_endpoint(deleting), endpoint(desired="off"), "quickstart", NOW) == RELEASED
 
 
 def test_an_endpoint_of_another_target_is_refused_and_left_alone() -> None:
@@ -245,7 +247,7 @@ def test_of_two_endpoints_of_one_name_the_younger_is_refused_and_switches_nothin
     assert conditions(told) == {"Accepted": ("False", "NameTaken")}
     deleting = draft_endpoint()
     deleting["metadata"]["deletionTimestamp"] = "2026-11-21T11:59:00Z"
-    assert reconcile_endpoint(read_endpoint(deleting), endpoint(), "quickstart", NOW, "other/support") == (Release(),)
+    assert reconcile_endpoint(read_endpoint(deleting), endpoint(), "quickstart", NOW, "other/support") == RELEASED
 
 
 def test_an_endpoint_s_status_shows_url_and_revisions_and_is_written_once() -> None:
@@ -283,9 +285,9 @@ def test_a_mirrored_endpoint_shows_its_row_and_switches_nothing_by_itself() -> N
     serve = ServeSpec(endpoint="support")
     raw, off = mirrored(endpoint(), serve), endpoint(desired="off")
     first = reconcile_endpoint(read_endpoint(raw), endpoint(), "quickstart", NOW, serve=serve)
-    assert not any(isinstance(one, SetDesired | UpdateServing | ShowEndpoint) for one in first)
+    assert not any(isinstance(one, SetDesired | UpdateServing | UpdateMirror) for one in first)
     told = reconcile_endpoint(read_endpoint(raw), off, "quickstart", NOW, serve=serve)
-    assert ShowEndpoint("support") in told
+    assert UpdateMirror("support") in told
     assert not any(isinstance(one, SetDesired) for one in told)
 
 
@@ -295,10 +297,10 @@ def test_what_somebody_writes_to_a_mirrored_endpoint_counts_once() -> None:
     told = reconcile_endpoint(read_endpoint(raw), endpoint(), "quickstart", NOW, serve=serve)
     assert SetDesired("support", "off") in told
     done = reconcile_endpoint(read_endpoint(raw), endpoint(desired="off"), "quickstart", NOW, serve=serve)
-    assert ShowEndpoint("support") in done
-    signed = mirrored(endpoint(desired="off"), serve)
-    later = reconcile_endpoint(read_endpoint(signed), endpoint(), "quickstart", NOW, serve=serve)
-    assert ShowEndpoint("support") in later
+    assert UpdateMirror("support") in done
+    with_digest = mirrored(endpoint(desired="off"), serve)
+    later = reconcile_endpoint(read_endpoint(with_digest), endpoint(), "quickstart", NOW, serve=serve)
+    assert UpdateMirror("support") in later
     assert not any(isinstance(one, SetDesired) for one in later)
 
 
@@ -313,16 +315,16 @@ def test_an_endpoint_is_let_go_when_its_objects_are_gone() -> None:
     deleting = draft_endpoint()
     deleting["metadata"]["deletionTimestamp"] = "2026-11-21T11:59:00Z"
     off = endpoint(desired="off")
-    waits = reconcile_endpoint(read_endpoint(deleting), off, "quickstart", NOW, standing=Standing(objects=True))
-    assert [type(one) for one in waits] == [CheckAgain]
-    assert reconcile_endpoint(read_endpoint(deleting), off, "quickstart", NOW, standing=Standing()) == (Release(),)
+    waits = reconcile_endpoint(read_endpoint(deleting), off, "quickstart", NOW, standing=EndpointObjects(objects=True))
+    assert [type(one) for one in waits] == [RequeueAfter]
+    assert reconcile_endpoint(read_endpoint(deleting), off, "quickstart", NOW, standing=EndpointObjects()) == RELEASED
 
 
 def test_an_endpoint_that_is_kept_is_let_go_when_nothing_of_it_would_be_taken_along() -> None:
     kept = draft_endpoint()
     kept["metadata"] |= {"deletionTimestamp": "2026-11-21T11:59:00Z", "annotations": {OUTSIDE_ANNOTATION: "keep"}}
-    owned = Standing(objects=True, owned=True)
+    owned = EndpointObjects(objects=True, owned=True)
     waits = reconcile_endpoint(read_endpoint(kept), endpoint(), "quickstart", NOW, standing=owned)
-    assert [type(one) for one in waits] == [CheckAgain]
-    disowned = Standing(objects=True)
-    assert reconcile_endpoint(read_endpoint(kept), endpoint(), "quickstart", NOW, standing=disowned) == (Release(),)
+    assert [type(one) for one in waits] == [RequeueAfter]
+    disowned = EndpointObjects(objects=True)
+    assert reconcile_endpoint(read_endpoint(kept), endpoint(), "quickstart", NOW, standing=disowned) == RELEASED

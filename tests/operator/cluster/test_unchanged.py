@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from eyrie_operator.cluster.manifest_diff import difference, is_applied, signed
+from eyrie_operator.cluster.manifest_diff import difference, is_applied, with_digest
 
 MANIFEST = {"kind": "Service", "metadata": {"name": "a", "annotations": {"note": "x"}}, "spec": {"ports": [1, 2]}}
 
@@ -34,9 +34,9 @@ def test_a_field_of_ours_that_is_otherwise_is_one_and_its_place_is_named(wanted:
 
 
 def test_wanting_less_than_before_shows_in_the_digest_alone() -> None:
-    standing = signed(MANIFEST)
-    fewer = signed({**MANIFEST, "spec": {}})
-    assert is_applied(signed(MANIFEST), standing)
+    standing = with_digest(MANIFEST)
+    fewer = with_digest({**MANIFEST, "spec": {}})
+    assert is_applied(with_digest(MANIFEST), standing)
     assert not is_applied(fewer, standing)
     assert difference(fewer["spec"], standing["spec"]) is None
     assert standing["metadata"]["annotations"]["note"] == "x"

@@ -9,7 +9,7 @@ import pytest
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_operator.manifests.deployment import Autoscale, Monitoring
 from eyrie_operator.manifests.endpoint import render_endpoint
-from eyrie_operator.manifests.rollout import Wanted
+from eyrie_operator.manifests.rollout import RolloutState
 from tests.operator.manifests.samples import ADAPTIVE, CHAIN, EVERYTHING, embedded, endpoint, one, pods, rich, two_nodes
 
 
@@ -77,7 +77,7 @@ def test_the_dashboard_is_a_document_grafana_can_load() -> None:
 @pytest.mark.parametrize("how", [rich, two_nodes])
 def test_scaled_revisions_keep_their_least_number_and_nobody_else_sets_it(how: Any) -> None:
     told = how(replicas=3, autoscale=Autoscale("http://prometheus:9090", 6, 16.0))
-    rendered = render_endpoint(endpoint(active=1, candidate=2), told, Wanted(True, (1, 2), 1))
+    rendered = render_endpoint(endpoint(active=1, candidate=2), told, RolloutState(True, (1, 2), 1))
     workloads = [each for each in rendered if each["kind"] in ("Deployment", "LeaderWorkerSet")]
     scalers = [each for each in rendered if each["kind"] == "ScaledObject"]
     assert all("replicas" not in each["spec"] for each in workloads)

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
+from eyrie_operator.endpoints.state import ObservedEngine
 from eyrie_operator.manifests.endpoint import render_endpoint
-from eyrie_operator.manifests.observed import CRASHES, engines_seen
-from eyrie_operator.serving import EngineSeen
+from eyrie_operator.manifests.observed import CRASHES, observe_engines
 from tests.operator.manifests.samples import deployment, endpoint, one, pods, two_nodes
 
 BORN = "2026-01-02T00:00:00Z"
 
 
 def seen(status: dict[str, Any], pod_status: dict[str, Any] | None = None, *, serving: int | None = None,
-         replicas: int = 2, told: Any = None, **pod_metadata: Any) -> EngineSeen:
+         replicas: int = 2, told: Any = None, **pod_metadata: Any) -> ObservedEngine:
     """The engine of revision 1, as rendered, with these statuses."""
     rendered = render_endpoint(endpoint(active=1), told or deployment(replicas=2))
     kind = "Deployment" if told is None else "LeaderWorkerSet"
@@ -23,7 +23,7 @@ def seen(status: dict[str, Any], pod_status: dict[str, Any] | None = None, *, se
     workload["status"] = {"observedGeneration": 1} | status
     pod = {"apiVersion": "v1", "kind": "Pod", **pods(rendered)[0], "status": pod_status or {}}
     pod["metadata"] = {"name": "p", **pod["metadata"], **pod_metadata}
-    [engine] = engines_seen("chat", [*rendered, pod], serving=serving, replicas=replicas)
+    [engine] = observe_engines("chat", [*rendered, pod], serving=serving, replicas=replicas)
     return engine
 
 

@@ -11,35 +11,31 @@ from hypothesis import strategies as st
 
 from eyrie_api.v1alpha1.promotion import CanarySpec
 from eyrie_api.v1alpha1.status import Endpoint
+from eyrie_operator.endpoints.plan import plan_endpoint
+from eyrie_operator.endpoints.state import Activate, Reject, ServePolicy
 from eyrie_operator.manifests.deployment import EndpointDeployment, GatewayRef
 from eyrie_operator.manifests.endpoint import render_endpoint
 from eyrie_operator.manifests.names import Manifest
-from eyrie_operator.manifests.observed import endpoint_seen
+from eyrie_operator.manifests.observed import observe_endpoint
 from eyrie_operator.manifests.rollout import (
+    CanaryShare,
     ObjectRef,
-    Trial,
-    Wanted,
-    at_rest,
-    follow,
-    policy_here,
-    present,
-    superseded,
+    RolloutState,
+    apply_plan,
+    current_state,
+    obsolete_objects,
+    policy_on_cluster,
+    steady_state,
 )
 from eyrie_operator.manifests.traffic import base_url, weights
-from eyrie_operator.serving import (
-    Activate,
-    Reject,
-    ServePolicy,
-    plan_endpoint,
-)
 from tests.operator.manifests.samples import NOW, deployment, endpoint, one, rich
 
 TRIED = ServePolicy(canary=CanarySpec(shares=(0.2, 0.5), min_requests=5, max_step_s=10.0), health_timeout_s=60.0)
 WANTED = st.builds(
-    lambda engines, serving, trial: Wanted(True, tuple(sorted(engines)), serving if serving in engines else None,
-                                           trial if trial is not None and trial.revision in engines else None),
+    lambda engines, serving, trial: RolloutState(True, tuple(sorted(engines)), serving if serving in engines else None,
+                                                 trial if trial is not None and trial.revision in engines else None),
     st.sets(st.integers(1, 3)), st.none() | st.integers(1, 3),
-    st.none() | st.builds(Trial, st.integers(1, 3), st.floats(0.001, 0.999), st.just(NOW)))
+    st.none() | st.builds(CanaryShare, st.integers(1, 3), st.floats(0.001, 0.999), st.just(NOW)))
 
 
 @dataclass
@@ -56,12 +52,13 @@ class Cluster:
     def step(self, found: Endpoint) -> Endpoint:
         """Observe, plan, apply, record: one round of an operator that remembers nothing."""
         self.now += timedelta(seconds=15)
-        before = present(found.name, self.objects)
-        seen = endpoint_seen(found.name, self._reported(), replicas=self.told.replicas, answers=self._answers(before))
-        plan = plan_endpoint(found, policy_here(TRIED, self.told), seen, self.now)
-        wanted = follow(before, plan, self.now)
+        before = current_state(found.name, self.objects)
+        seen = observe_endpoint(found.name, self._reported(), replicas=self.told.replicas,
+                                answers=self._answers(before))
+        plan = plan_endpoint(found, policy_on_cluster(TRIED, self.told), seen, self.now)
+        wanted = apply_plan(before, plan, self.now)
         rendered = render_endpoint(found, self.told, wanted)
-        gone = superseded(found.name, self.objects, rendered)
+        gone = obsolete_objects(found.name, self.objects, rendered)
         assert {(one["kind"], one["metadata"]["name"]) for one in (*self.objects, *rendered)} == (
             {(one.kind, one.name) for one in gone} | {(one["kind"], one["metadata"]["name"]) for one in rendered})
         self.objects = rendered
@@ -91,15 +88,15 @@ class Cluster:
                                  "status": {"containerStatuses": [crashing]}})
         return reported
 
-    def _answers(self, wanted: Wanted) -> tuple[int, int]:
+    def _answers(self, wanted: RolloutState) -> tuple[int, int]:
         return 5, int(wanted.trial is not None and wanted.trial.revision in self.failing)
 
     @property
-    def wanted(self) -> Wanted:
-        return present("chat", self.objects)
+    def wanted(self) -> RolloutState:
+        return current_state("chat", self.objects)
 
 
-def settled(cluster: Cluster, found: Endpoint, *, rounds: int = 12) -> tuple[Endpoint, list[Wanted]]:
+def settled(cluster: Cluster, found: Endpoint, *, rounds: int = 12) -> tuple[Endpoint, list[RolloutState]]:
     """Rounds until nothing changes any more, and what stood after each."""
     history = []
     for _ in range(rounds):
@@ -112,7 +109,7 @@ def test_the_first_revision_is_led_to_only_when_it_is_healthy() -> None:
     found, history = settled(Cluster(deployment()), endpoint(active=None, candidate=1, num=1))
     assert found.active_revision == 1
     assert (history[0].engines, history[0].serving) == ((1,), None)
-    assert history[-1] == at_rest(found)
+    assert history[-1] == steady_state(found)
 
 
 @pytest.mark.parametrize("told", [deployment(), rich()], ids=["by service", "by route"])
@@ -124,7 +121,7 @@ def test_the_old_revision_stands_and_serves_until_the_new_one_has_all_requests(t
     assert switched > 0
     assert all(wanted.serving == 1 and 1 in wanted.engines for wanted in history[:switched])
     assert found.active_revision == 2
-    assert history[-1] == Wanted(True, (2,), 2)
+    assert history[-1] == RolloutState(True, (2,), 2)
 
 
 def test_a_gateway_moves_traffic_in_steps_and_a_service_all_at_once() -> None:
@@ -147,7 +144,7 @@ def test_a_candidate_that_fails_leaves_nothing_and_the_old_one_never_moved(fault
     found, history = settled(cluster, found.model_copy(update={"candidate_revision": 2}))
     assert (found.active_revision, found.candidate_revision) == (1, None)
     assert all(wanted.serving == 1 for wanted in history)
-    assert history[-1] == Wanted(True, (1,), 1)
+    assert history[-1] == RolloutState(True, (1,), 1)
 
 
 def test_switching_off_removes_the_way_in_and_every_engine() -> None:
@@ -159,10 +156,10 @@ def test_switching_off_removes_the_way_in_and_every_engine() -> None:
 
 @settings(max_examples=25)
 @given(wanted=WANTED)
-def test_what_was_rendered_is_read_back_and_its_weights_sum_to_a_hundred(wanted: Wanted) -> None:
+def test_what_was_rendered_is_read_back_and_its_weights_sum_to_a_hundred(wanted: RolloutState) -> None:
     rendered = render_endpoint(endpoint(), rich(), wanted)
-    assert present("chat", rendered) == wanted
-    assert present("another", rendered) == Wanted()
+    assert current_state("chat", rendered) == wanted
+    assert current_state("another", rendered) == RolloutState()
     [rule] = one(rendered, "HTTPRoute")["spec"]["rules"]
     assert sum(backend["weight"] for backend in rule["backendRefs"]) == 100
     services = {each["metadata"]["name"] for each in rendered if each["kind"] == "Service"}
@@ -174,7 +171,7 @@ def test_what_was_rendered_is_read_back_and_its_weights_sum_to_a_hundred(wanted:
 
 @pytest.mark.parametrize("serving", [None, 1, 2])
 def test_the_stable_service_keeps_its_name_and_leads_to_the_serving_revision_alone(serving: int | None) -> None:
-    wanted = Wanted(True, (1, 2), serving, Trial(2, 0.2, NOW))
+    wanted = RolloutState(True, (1, 2), serving, CanaryShare(2, 0.2, NOW))
     stable = one(render_endpoint(endpoint(), deployment(), wanted), "Service", "eyrie-chat")
     assert stable["spec"]["selector"]["eyrie.dev/revision"] == ("none" if serving is None else str(serving))
     assert base_url("chat", "serving") == "http://eyrie-chat.serving.svc/v1"
@@ -200,7 +197,7 @@ def test_without_a_gateway_api_traffic_is_switched_by_service_and_that_is_said()
     kinds = {each["kind"] for each in render_endpoint(endpoint(), told)}
     assert not kinds & {"HTTPRoute", "PodMonitor", "PrometheusRule", "ScaledObject"}
     assert len(told.left_out()) == 3
-    assert policy_here(TRIED, told).canary.shares == ()
+    assert policy_on_cluster(TRIED, told).canary.shares == ()
     assert rich().left_out() == ()
 
 
@@ -211,6 +208,6 @@ def test_only_what_is_ours_and_superseded_is_named_for_deletion() -> None:
         {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p", "labels": {"eyrie.dev/endpoint": "chat"}}},
         {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "s", "labels": {"eyrie.dev/endpoint": "other"}}}]
     after = render_endpoint(endpoint(active=2), deployment())
-    assert set(superseded("chat", [*before, *strangers], after)) == {
+    assert set(obsolete_objects("chat", [*before, *strangers], after)) == {
         ObjectRef("apps/v1", "Deployment", "eyrie-chat-r1"), ObjectRef("v1", "Service", "eyrie-chat-r1-http"),
         ObjectRef("policy/v1", "PodDisruptionBudget", "eyrie-chat-r1")}

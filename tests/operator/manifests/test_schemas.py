@@ -6,7 +6,7 @@ import pytest
 
 from eyrie_api.v1alpha1.placement import HostPath, Toleration
 from eyrie_operator.manifests.endpoint import render_endpoint
-from eyrie_operator.manifests.rollout import Trial, Wanted
+from eyrie_operator.manifests.rollout import CanaryShare, RolloutState
 from tests.operator.manifests.samples import NOW, PLACEMENT, S3, deployment, embedded, endpoint, rich, two_nodes
 
 kubernetes_validate = pytest.importorskip(
@@ -23,7 +23,7 @@ FULL = PLACEMENT.model_copy(update={
 @pytest.mark.parametrize("how", [deployment, rich, two_nodes, embedded])
 def test_every_built_in_object_fits_the_strict_schema(how: Any, version: str) -> None:
     told = how(placement=FULL.model_copy(update={"num_gpus": how().placement.num_gpus}))
-    wanted = Wanted(True, (1, 2), 1, Trial(2, 0.2, NOW))
+    wanted = RolloutState(True, (1, 2), 1, CanaryShare(2, 0.2, NOW))
     checked = 0
     for each in render_endpoint(endpoint(active=1, candidate=2), told, wanted):
         if each["apiVersion"] in BUILT_IN:

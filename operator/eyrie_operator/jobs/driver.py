@@ -9,8 +9,8 @@ started again and its stages go on from their manifests, ledgers and checkpoints
 Which runner it is makes the world: `eyrie_pipelines.local` runs child processes that work in the job's directory;
 `eyrie_pipelines.kubeflow` runs pods, and brings what they say into it. Beside that, a job's directory holds
 
-    settled.json    the decision of the present attempt, and the endpoint revision it was promoted to
-    report.json     the whole job on one page (`eyrie_operator.report`)
+    outcome.json    the decision of the present attempt, and the endpoint revision it was promoted to
+    report.json     the whole job on one page (`eyrie_operator.jobs.report`)
 
 and the runner is asked to keep both. How many runs there may be at once is the runner's to say; the others wait.
 """
@@ -48,19 +48,19 @@ from eyrie_api.v1alpha1.stages import STAGES, Manifest, StageName
 from eyrie_api.v1alpha1.status import Condition, Endpoint, Job, JobStatus, Revision, StageState, StageStatus
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import DrafterUse
-from eyrie_operator import report as reports
 from eyrie_operator.conditions import find, is_over, observe
-from eyrie_operator.reconcile import (
+from eyrie_operator.jobs import report as reports
+from eyrie_operator.jobs.reconcile import (
     Action,
     Decide,
-    Observed,
+    ObservedJob,
+    ObservedServing,
+    ObservedStage,
     Plan,
     Promote,
-    ServingSeen,
-    StageSeen,
     StartRun,
     StopRun,
-    give_up,
+    plan_failure,
     reconcile,
 )
 from eyrie_pipelines.run_failure import FAILURE_FILE
@@ -70,14 +70,14 @@ from eyrie_workers.catalog import CATALOG, stage_dir
 
 log = logging.getLogger(__name__)
 
-SETTLED_FILE = "settled.json"
+OUTCOME_FILE = "outcome.json"
 REPORT_FILE = "report.json"
 _MAX_STEPS = 8
 """Steps taken in one call while each leads to the next: decide, promote, tell."""
 
 
-class Settled(Frozen):
-    """`settled.json`."""
+class AttemptOutcome(Frozen):
+    """`outcome.json`."""
 
     attempt: int
     decision: PromotionDecision
@@ -120,7 +120,7 @@ class Driver:
             if not moved or not self._jobs.renew_lease(job_id, owner, self._settings.lease_ttl_s):
                 return
 
-    def _carry_out(self, job: Job, seen: Observed, plan: Plan, owner: str) -> bool:
+    def _carry_out(self, job: Job, seen: ObservedJob, plan: Plan, owner: str) -> bool:
         """Apply a plan and store its status; whether something was done that makes another look worth while."""
         try:
             for action in plan.actions:
@@ -129,7 +129,7 @@ class Driver:
             self._wait_out(job, plan.status, reason, owner)
             return False
         except EyrieError as error:
-            plan = give_up(seen, error, self._clock())
+            plan = plan_failure(seen, error, self._clock())
             self._write_report(job, plan.status)
         self._jobs.save_status(job.id, plan.status, owner)
         self._tell(job, plan.status)
@@ -144,24 +144,24 @@ class Driver:
 
     # Looking.
 
-    def _look(self, job: Job) -> tuple[Observed, Plan]:
+    def _look(self, job: Job) -> tuple[ObservedJob, Plan]:
         try:
             seen = self._observe(job)
         except (NotFound, Transient):
             raise
         except EyrieError as error:  # what lies on disk cannot be read: a person has to look
-            blind = Observed(attempt=job.status.attempt, previous=job.status)
-            return blind, replace(give_up(blind, error, self._clock()), actions=())
+            blind = ObservedJob(attempt=job.status.attempt, previous=job.status)
+            return blind, replace(plan_failure(blind, error, self._clock()), actions=())
         return seen, reconcile(job.spec, seen, self._clock())
 
-    def _observe(self, job: Job) -> Observed:
+    def _observe(self, job: Job) -> ObservedJob:
         job_dir = self._settings.job_dir(job.id)
         intent = self._jobs.intent(job.id)
         run = self._runner.observe(job.id)
         self._runner.refresh(job.id, job.spec)  # after: of a run that has ended, everything is there
-        settled = _read_settled(job_dir, intent.attempt)
+        settled = _read_outcome(job_dir, intent.attempt)
         best = self._results.leaderboard(ResultFilter(job_id=job.id, tuned=True), limit=1) if settled else ()
-        return Observed(
+        return ObservedJob(
             attempt=intent.attempt, previous=job.status, cancel_requested=intent.cancel_requested,
             delete_requested=intent.delete_requested, place_free=self._place_free(job),
             run=run, stages=tuple(_observe_stages(job, job_dir)),
@@ -173,9 +173,9 @@ class Driver:
         running = self._jobs.count_by_phase().get("Running", 0) - (job.status.phase == "Running")
         return self._runner.has_capacity(job.id, self._jobs.live(), running)
 
-    def _observe_serving(self, settled: Settled | None) -> ServingSeen:
+    def _observe_serving(self, settled: AttemptOutcome | None) -> ObservedServing:
         if settled is None or settled.endpoint is None or settled.revision is None:
-            return ServingSeen()
+            return ObservedServing()
         endpoint = self._endpoints.get(settled.endpoint)
         return serving_of(endpoint, settled.revision)
 
@@ -216,11 +216,11 @@ class Driver:
         required = [suite.name for suite in job.spec.benchmark.suites if suite.required]
         decision = decide(job.spec.promotion, tuned.final, self._incumbent(job.spec.serve.endpoint), required, proof)
         self._histories.record_decision(job.spec.serve.endpoint, decision, job_id=job.id, attempt=attempt)
-        self._settle(job.id, Settled(attempt=attempt, decision=decision))
+        self._settle(job.id, AttemptOutcome(attempt=attempt, decision=decision))
 
-    def _settle(self, job_id: str, settled: Settled) -> None:
-        write_model(self._settings.job_dir(job_id) / SETTLED_FILE, settled)
-        self._runner.persist(job_id, SETTLED_FILE)
+    def _settle(self, job_id: str, settled: AttemptOutcome) -> None:
+        write_model(self._settings.job_dir(job_id) / OUTCOME_FILE, settled)
+        self._runner.persist(job_id, OUTCOME_FILE)
 
     def _record(self, job: Job, report: BenchmarkReport, *, tuned: bool) -> None:
         trained = _train_reports(_candidate_names(job), self._settings.job_dir(job.id))
@@ -259,7 +259,7 @@ class Driver:
 
     def _promote(self, job: Job, attempt: int, name: str) -> None:
         job_dir = self._settings.job_dir(job.id)
-        settled = _read_settled(job_dir, attempt)
+        settled = _read_outcome(job_dir, attempt)
         assert settled is not None, "promoted before it was decided"
         model = job.spec.target.model
         # Clients name the model they want: a path's last part or a Hub id reads better than a path.
@@ -285,7 +285,7 @@ class Driver:
 
     def _write_report(self, job: Job, status: JobStatus) -> None:
         job_dir = self._settings.job_dir(job.id)
-        settled = _read_settled(job_dir, status.attempt)
+        settled = _read_outcome(job_dir, status.attempt)
         endpoint = self._endpoints.get(settled.endpoint) if settled and settled.endpoint else None
         total_s = (self._clock() - job.created_at).total_seconds()
         content = reports.build(job.id, read_manifests(job, job_dir), status.conditions, total_s,
@@ -335,19 +335,19 @@ class Driver:
             self._runner.pause(job_id)
 
 
-def serving_of(endpoint: Endpoint, revision: int) -> ServingSeen:
+def serving_of(endpoint: Endpoint, revision: int) -> ObservedServing:
     """What has become of a promoted revision."""
     if endpoint.candidate_revision == revision:
-        return ServingSeen("deploying", "Deploying", f"revision {revision} is coming up", endpoint.name)
+        return ObservedServing("deploying", "Deploying", f"revision {revision} is coming up", endpoint.name)
     if endpoint.active_revision == revision:
-        return ServingSeen("serving", "Healthy", f"revision {revision} serves at {endpoint.url}", endpoint.name)
+        return ObservedServing("serving", "Healthy", f"revision {revision} serves at {endpoint.url}", endpoint.name)
     told = next((one for one in endpoint.revisions if one.number == revision), None)
     newest = max((one for one in (endpoint.active_revision, endpoint.candidate_revision) if one is not None), default=0)
     if newest > revision and (told is None or told.state not in ("rejected", "rolled-back")):
-        return ServingSeen("serving", "Superseded", f"revision {revision} gave way to {newest}", endpoint.name)
+        return ObservedServing("serving", "Superseded", f"revision {revision} gave way to {newest}", endpoint.name)
     reason, _, message = ((told.rejected_reason if told is not None else None) or "").partition(": ")
-    return ServingSeen("rolled-back", reason or "RolledBack", message or f"revision {revision} was given up",
-                       endpoint.name)
+    return ObservedServing("rolled-back", reason or "RolledBack", message or f"revision {revision} was given up",
+                           endpoint.name)
 
 
 def read_manifests(job: Job, job_dir: Path) -> list[Manifest]:
@@ -355,15 +355,15 @@ def read_manifests(job: Job, job_dir: Path) -> list[Manifest]:
     return [one.manifest for one in _observe_stages(job, job_dir) if one.manifest is not None]
 
 
-def _read_settled(job_dir: Path, attempt: int) -> Settled | None:
+def _read_outcome(job_dir: Path, attempt: int) -> AttemptOutcome | None:
     try:
-        settled = Settled.model_validate_json((job_dir / SETTLED_FILE).read_text())
+        settled = AttemptOutcome.model_validate_json((job_dir / OUTCOME_FILE).read_text())
     except FileNotFoundError:
         return None
     return settled if settled.attempt == attempt else None
 
 
-def _observe_stages(job: Job, job_dir: Path) -> Iterator[StageSeen]:
+def _observe_stages(job: Job, job_dir: Path) -> Iterator[ObservedStage]:
     candidates = _candidate_names(job)
     for stage in STAGES:
         for key in _keys(candidates, job_dir, stage):
@@ -395,7 +395,7 @@ def _train_reports(candidates: list[str], job_dir: Path) -> list[TrainReport]:
     return found
 
 
-def _observe_stage(job: Job, job_dir: Path, stage: StageName, key: str) -> StageSeen:
+def _observe_stage(job: Job, job_dir: Path, stage: StageName, key: str) -> ObservedStage:
     directory = stage_dir(job_dir, stage, key)
     told = next((one for one in job.status.stages if (one.stage, one.key) == (stage, key)), None)
     started = told.started_at if told is not None else None
@@ -407,7 +407,7 @@ def _observe_stage(job: Job, job_dir: Path, stage: StageName, key: str) -> Stage
     if manifest is None:
         with contextlib.suppress(FileNotFoundError):
             failure = Failure.model_validate_json((directory / FAILURE_FILE).read_text())
-    return StageSeen(stage, key, started, manifest, failure)
+    return ObservedStage(stage, key, started, manifest, failure)
 
 
 def _event_of(condition: Condition) -> tuple[str, bool]:

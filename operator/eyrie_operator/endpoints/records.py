@@ -18,17 +18,17 @@ from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_operator.conditions import Conditions, observe
-from eyrie_operator.drift import Drift
-from eyrie_operator.serving import (
+from eyrie_operator.endpoints.drift import Drift
+from eyrie_operator.endpoints.state import (
     Activate,
     CloseWindow,
     EndpointAction,
-    GoBack,
+    ProposeNoDrafter,
     Reject,
-    ServeBare,
+    ReportDrift,
+    RollBack,
     ServePolicy,
     ShareRoute,
-    TellDrift,
 )
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class EndpointRecords:
             self.endpoints.reject(name, action.revision, action.reason, action.message)
             told = f"revision {action.revision}: {action.message}"
             return observe(conditions, "RolledBack", "True", action.reason, told, now)
-        if isinstance(action, GoBack):
+        if isinstance(action, RollBack):
             self.endpoints.roll_back(name, actor="watch", reason=action.reason, message=action.message)
             told = f"revision {action.revision}: {action.message}"
             return observe(conditions, "RolledBack", "True", action.reason, told, now)
@@ -89,9 +89,9 @@ class EndpointRecords:
         elif isinstance(action, CloseWindow):
             if action.proven is not None:
                 self._histories.record_window(name, action.revision, action.tau, action.rounds, action.proven)
-        elif isinstance(action, TellDrift):
+        elif isinstance(action, ReportDrift):
             self._drift.tell(action, name, directory, self.promoted_from(endpoint, action.revision))
-        elif isinstance(action, ServeBare):
+        elif isinstance(action, ProposeNoDrafter):
             self.endpoints.propose(name, job_id=None, checkpoint=None, tree=None, drafter_dir=None,
                                    reason="the target without a drafter, since no drafter came up")
         return conditions

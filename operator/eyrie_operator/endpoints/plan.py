@@ -15,13 +15,32 @@ after window, the traffic has drifted: that is told once, with a job that would 
 Like `reconcile`, this is asked again and again and remembers nothing.
 """
 
-from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from itertools import takewhile
 from typing import Literal
 
-from eyrie_api.v1alpha1.promotion import CanarySpec, DriftSpec
 from eyrie_api.v1alpha1.status import Endpoint, Revision
+from eyrie_operator.endpoints.state import (
+    Activate,
+    CloseWindow,
+    DeleteEngine,
+    EndpointAction,
+    EndpointPlan,
+    KillEngine,
+    ObservedEndpoint,
+    ObservedEngine,
+    ProposeNoDrafter,
+    Reject,
+    ReportDrift,
+    RetireEngine,
+    RollBack,
+    Route,
+    ServePolicy,
+    ShareRoute,
+    StartEngine,
+    StartGateway,
+    StopGateway,
+)
 
 MIN_ROUNDS = 200
 """Verify rounds before a window's tau is believed: at tau 3 its standard error is then about 0.15."""
@@ -37,201 +56,12 @@ _BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Pause before the n-th restart of an engine that died; then every 30 s, for a person may be mending its cause."""
 
 
-@dataclass(frozen=True)
-class EngineSeen:
-    """One engine process of an endpoint."""
-
-    revision: int
-    state: Literal["starting", "healthy", "dead"]
-    """starting: alive, but its probe has not passed yet."""
-
-    started_at: datetime
-    starts: int = 1
-    """Starts in a row that gave no lasting engine, this one included; 0 once it has been healthy for a while."""
-
-    retiring_since: datetime | None = None
-    message: str = ""
-    """A dead engine's last words."""
-
-    window_rounds: float = 0.0
-    """Verify rounds since the window began, and the tokens they gave."""
-
-    window_tokens: float = 0.0
-    window_since: datetime | None = None
-
-
-@dataclass(frozen=True)
-class CanarySeen:
-    """A revision that gets a share of the requests, and what came of them since it has this share."""
-
-    revision: int
-    share: float
-    since: datetime
-    answered: int = 0
-    errors: int = 0
-
-
-@dataclass(frozen=True)
-class EndpointSeen:
-    """Everything seen of an endpoint's processes at one moment."""
-
-    gateway_alive: bool = False
-    routed: int | None = None
-    """The revision the route leads to."""
-
-    engines: tuple[EngineSeen, ...] = ()
-    canary: CanarySeen | None = None
-    windows: tuple[float, ...] = ()
-    """tau of the active revision's windows since it was activated, or since drift was last told; oldest first."""
-
-    drift_told: bool = False
-    """Drift has been told of the active revision since it was activated."""
-
-    def engine(self, revision: int | None) -> EngineSeen | None:
-        """The engine of a revision, dead or alive."""
-        return next((one for one in self.engines if one.revision == revision), None)
-
-
-@dataclass(frozen=True)
-class ServePolicy:
-    """The limits a promotion was made under (`ServeSpec`, and the job's `PromotionPolicy`)."""
-
-    health_timeout_s: float = 60.0
-    min_acceptance_ratio: float = 0.5
-    canary: CanarySpec = field(default_factory=CanarySpec)
-    drift: DriftSpec = field(default_factory=DriftSpec)
-    counts_drafted: bool = False
-    """The engine counts rounds that drafted apart from plain ones. Ours does, SGLang does not."""
-
-
-@dataclass(frozen=True)
-class StartGateway:
-    """Listen on the stable port."""
-
-
-@dataclass(frozen=True)
-class StopGateway:
-    """Close the stable port."""
-
-
-@dataclass(frozen=True)
-class StartEngine:
-    """Start a revision's engine, on any free port."""
-
-    revision: int
-    starts: int
-
-
-@dataclass(frozen=True)
-class Route:
-    """Lead the stable URL to this revision's engine, all of it."""
-
-    revision: int
-
-
-@dataclass(frozen=True)
-class ShareRoute:
-    """Give the candidate's engine a share of the requests; the serving one keeps the rest."""
-
-    revision: int
-    serving: int
-    share: float
-
-
-@dataclass(frozen=True)
-class RetireEngine:
-    """Ask an engine to finish and end."""
-
-    revision: int
-
-
-@dataclass(frozen=True)
-class KillEngine:
-    """End an engine that did not go by itself."""
-
-    revision: int
-
-
-@dataclass(frozen=True)
-class ForgetEngine:
-    """Remove what a dead, unwanted engine left."""
-
-    revision: int
-
-
-@dataclass(frozen=True)
-class CloseWindow:
-    """The acceptance window is full: keep what it showed and begin a new one."""
-
-    revision: int
-    tau: float
-    rounds: float
-    proven: float | None
-    """None for a revision whose tau nobody proved, such as the bare target: nothing is kept of it."""
-
-
-@dataclass(frozen=True)
-class Activate:
-    """Record that the candidate serves, and what its trial showed."""
-
-    revision: int
-    answered: int | None = None
-    tau: float | None = None
-
-
-@dataclass(frozen=True)
-class Reject:
-    """Record that the candidate was given up; the active revision goes on."""
-
-    revision: int
-    reason: str
-    message: str
-
-
-@dataclass(frozen=True)
-class GoBack:
-    """Record that the active revision was given up: the one before it becomes the candidate."""
-
-    revision: int
-    reason: str
-    message: str
-
-
-@dataclass(frozen=True)
-class TellDrift:
-    """Record that live acceptance stayed low, and offer or start a job that hints it."""
-
-    revision: int
-    taus: tuple[float, ...]
-    proven: float
-    message: str
-
-
-@dataclass(frozen=True)
-class ServeBare:
-    """Propose the target without a drafter: the only drafter ever promoted here did not come up."""
-
-
-EndpointAction = (StartGateway | StopGateway | StartEngine | Route | ShareRoute | RetireEngine | KillEngine
-                  | ForgetEngine | CloseWindow | Activate | Reject | GoBack | TellDrift | ServeBare)
-
-
-@dataclass(frozen=True)
-class EndpointPlan:
-    """What to do, in order, and whether the endpoint serves."""
-
-    actions: tuple[EndpointAction, ...]
-    serving: Literal["True", "False", "Unknown"]
-    reason: str
-    message: str
-
-
-def window_tau(engine: EngineSeen, rounds: int = MIN_ROUNDS) -> float | None:
+def window_tau(engine: ObservedEngine, rounds: int = MIN_ROUNDS) -> float | None:
     """Acceptance length over the window: tokens per verify round; None before enough rounds."""
     return engine.window_tokens / engine.window_rounds if engine.window_rounds >= rounds else None
 
 
-def plan_endpoint(endpoint: Endpoint, policy: ServePolicy, seen: EndpointSeen, now: datetime) -> EndpointPlan:
+def plan_endpoint(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, now: datetime) -> EndpointPlan:
     """Decide what an endpoint needs next. Pure."""
     if endpoint.desired == "off":
         return _off(seen, now)
@@ -246,18 +76,18 @@ def plan_endpoint(endpoint: Endpoint, policy: ServePolicy, seen: EndpointSeen, n
     if active is not None and candidate is None:
         actions += _watch_acceptance(endpoint, active, policy, seen, now)
     if active is None and endpoint.candidate_revision is None and _drafts(endpoint.revisions[-1]):
-        actions.append(ServeBare())
+        actions.append(ProposeNoDrafter())
     routed = next((one.revision for one in actions if isinstance(one, Route)), seen.routed)
     actions += _clear_away({active, candidate, routed}, seen, now)
     return EndpointPlan(tuple(actions), *_serving(endpoint, seen))
 
 
-def _off(seen: EndpointSeen, now: datetime) -> EndpointPlan:
+def _off(seen: ObservedEndpoint, now: datetime) -> EndpointPlan:
     stop: tuple[EndpointAction, ...] = (StopGateway(),) if seen.gateway_alive else ()
     return EndpointPlan((*stop, *_clear_away(set(), seen, now)), "False", "Off", "switched off on request")
 
 
-def _deploy(endpoint: Endpoint, policy: ServePolicy, seen: EndpointSeen, now: datetime,
+def _deploy(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, now: datetime,
             actions: list[EndpointAction]) -> bool:
     """Bring the candidate up beside the serving engine and try it; True when it was given up."""
     candidate = endpoint.candidate_revision
@@ -278,7 +108,7 @@ def _deploy(endpoint: Endpoint, policy: ServePolicy, seen: EndpointSeen, now: da
     return False
 
 
-def _try_out(endpoint: Endpoint, policy: ServePolicy, seen: EndpointSeen, engine: EngineSeen, now: datetime,
+def _try_out(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, engine: ObservedEngine, now: datetime,
              actions: list[EndpointAction]) -> bool:
     """Canary: one share of the requests after the other, then all; True when it was given up."""
     revision, shares = _revision(endpoint, engine.revision), policy.canary.shares
@@ -312,7 +142,8 @@ def _try_out(endpoint: Endpoint, policy: ServePolicy, seen: EndpointSeen, engine
     return False
 
 
-def _keep_alive(active: int | None, candidate: int | None, seen: EndpointSeen, now: datetime) -> list[EndpointAction]:
+def _keep_alive(active: int | None, candidate: int | None, seen: ObservedEndpoint,
+                now: datetime) -> list[EndpointAction]:
     """The serving engine is started, restarted with growing pauses, and routed to, alone when nobody is on trial."""
     if active is None:
         return []
@@ -327,7 +158,7 @@ def _keep_alive(active: int | None, candidate: int | None, seen: EndpointSeen, n
     return [Route(active)] if engine.state == "healthy" and (seen.routed != active or stale_canary) else []
 
 
-def _watch_acceptance(endpoint: Endpoint, active: int, policy: ServePolicy, seen: EndpointSeen,
+def _watch_acceptance(endpoint: Endpoint, active: int, policy: ServePolicy, seen: ObservedEndpoint,
                       now: datetime) -> list[EndpointAction]:
     revision, engine = _revision(endpoint, active), seen.engine(active)
     if revision is None or engine is None or engine.state != "healthy":
@@ -339,7 +170,7 @@ def _watch_acceptance(endpoint: Endpoint, active: int, policy: ServePolicy, seen
     collapse = _collapse(revision, tau, engine.window_rounds, policy)
     if collapse is not None:
         # A new window, so that a fallback that fails is tried again only after as many rounds.
-        return [close, GoBack(active, "AcceptanceCollapsed", collapse)]
+        return [close, RollBack(active, "AcceptanceCollapsed", collapse)]
     short = engine.window_since is not None and now - engine.window_since < timedelta(seconds=policy.drift.window_s)
     return _drift(revision, policy, seen) if short else [close]
 
@@ -353,30 +184,30 @@ def _collapse(revision: Revision | None, tau: float | None, rounds: float, polic
             f"{policy.min_acceptance_ratio * proven:.2f} = {policy.min_acceptance_ratio:g} x the proven {proven:.2f}")
 
 
-def _drift(revision: Revision, policy: ServePolicy, seen: EndpointSeen) -> list[EndpointAction]:
+def _drift(revision: Revision, policy: ServePolicy, seen: ObservedEndpoint) -> list[EndpointAction]:
     """Told once; again only after acceptance had recovered in between."""
     drift, proven = policy.drift, proven_tau(revision, policy.counts_drafted)
     if drift.action == "ignore" or proven is None:
         return []
     least, windows = drift.ratio * proven, seen.windows
-    if seen.drift_told:
+    if seen.drift_reported:
         windows = windows[sum(1 for _ in takewhile(lambda tau: tau < least, windows)):]
     latest = windows[-drift.windows:]
     if len(latest) < drift.windows or max(latest) >= least:
         return []
     message = (f"acceptance length stayed below {least:.2f} = {drift.ratio:g} x the proven {proven:.2f} for "
                f"{drift.windows} windows in a row: {', '.join(f'{tau:.2f}' for tau in latest)}")
-    return [TellDrift(revision.number, latest, proven, message)]
+    return [ReportDrift(revision.number, latest, proven, message)]
 
 
-def _clear_away(wanted: set[int | None], seen: EndpointSeen, now: datetime) -> list[EndpointAction]:
+def _clear_away(wanted: set[int | None], seen: ObservedEndpoint, now: datetime) -> list[EndpointAction]:
     """Engines nobody needs: asked to go, then made to, then forgotten."""
     actions: list[EndpointAction] = []
     for engine in seen.engines:
         if engine.revision in wanted:
             continue
         if engine.state == "dead":
-            actions.append(ForgetEngine(engine.revision))
+            actions.append(DeleteEngine(engine.revision))
         elif engine.retiring_since is None:
             actions.append(RetireEngine(engine.revision))
         elif now - engine.retiring_since > timedelta(seconds=DRAIN_S):
@@ -384,7 +215,7 @@ def _clear_away(wanted: set[int | None], seen: EndpointSeen, now: datetime) -> l
     return actions
 
 
-def _serving(endpoint: Endpoint, seen: EndpointSeen) -> tuple[Literal["True", "False", "Unknown"], str, str]:
+def _serving(endpoint: Endpoint, seen: ObservedEndpoint) -> tuple[Literal["True", "False", "Unknown"], str, str]:
     routed = seen.engine(seen.routed)
     if seen.gateway_alive and routed is not None and routed.state == "healthy":
         revision = _revision(endpoint, routed.revision)
@@ -404,7 +235,7 @@ def _serving(endpoint: Endpoint, seen: EndpointSeen) -> tuple[Literal["True", "F
     return "Unknown", "Starting", f"revision {endpoint.active_revision} is coming up{_because(engine)}"
 
 
-def _because(engine: EngineSeen | None) -> str:
+def _because(engine: ObservedEngine | None) -> str:
     """What keeps an engine from answering, where that is known."""
     return f": {engine.message}" if engine is not None and engine.message else ""
 

@@ -1,8 +1,8 @@
 """The heart: what a job asks and what is seen of it, in; what to do and what to tell, out. Pure.
 
 `reconcile` is called again and again, by a ticker, by an event, after a crash. It remembers nothing: everything it
-knows is in `Observed`, and every action it returns may be applied twice without harm, or not at all, in which case the
-next look at the world asks for it again. So the control plane may die at any moment.
+knows is in `ObservedJob`, and every action it returns may be applied twice without harm, or not at all, in which case
+the next look at the world asks for it again. So the control plane may die at any moment.
 
     nothing seen          -> StartRun, when a place is free
     a run that lives      -> wait; report its stages
@@ -26,7 +26,7 @@ from eyrie_api.v1alpha1.reports import LeaderboardEntry, PromotionDecision
 from eyrie_api.v1alpha1.stages import STAGES, Manifest, StageName
 from eyrie_api.v1alpha1.status import ConditionType, JobStatus, Progress, StageState, StageStatus
 from eyrie_operator.conditions import Conditions, forget, is_over, observe, phase_of
-from eyrie_pipelines.runner import RunFailed, RunSeen
+from eyrie_pipelines.runner import ObservedRun, RunFailed
 from eyrie_workers.catalog import CATALOG
 
 MAX_STARTS = 5
@@ -34,7 +34,7 @@ MAX_STARTS = 5
 
 
 @dataclass(frozen=True)
-class StageSeen:
+class ObservedStage:
     """What a stage's directory shows."""
 
     stage: StageName
@@ -48,7 +48,7 @@ class StageSeen:
 
 
 @dataclass(frozen=True)
-class ServingSeen:
+class ObservedServing:
     """What has become of this job's drafter at its endpoint."""
 
     state: Literal["absent", "deploying", "serving", "rolled-back"] = "absent"
@@ -58,7 +58,7 @@ class ServingSeen:
 
 
 @dataclass(frozen=True)
-class Observed:
+class ObservedJob:
     """Everything known of a job at one moment."""
 
     attempt: int
@@ -68,13 +68,13 @@ class Observed:
     place_free: bool = True
     """Whether another run may start on this machine or cluster."""
 
-    run: RunSeen = field(default_factory=RunSeen)
-    stages: tuple[StageSeen, ...] = ()
+    run: ObservedRun = field(default_factory=ObservedRun)
+    stages: tuple[ObservedStage, ...] = ()
     decision: PromotionDecision | None = None
     """Recorded in this attempt."""
 
     best: LeaderboardEntry | None = None
-    serving: ServingSeen = field(default_factory=ServingSeen)
+    serving: ObservedServing = field(default_factory=ObservedServing)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Plan:
     status: JobStatus
 
 
-def reconcile(spec: JobSpec, seen: Observed, now: datetime) -> Plan:
+def reconcile(spec: JobSpec, seen: ObservedJob, now: datetime) -> Plan:
     """Decide what a job needs next. Pure; see the module's essay for the cases."""
     conditions = seen.previous.conditions
     if seen.previous.attempt != seen.attempt:
@@ -135,7 +135,7 @@ def reconcile(spec: JobSpec, seen: Observed, now: datetime) -> Plan:
 _OF_ONE_ATTEMPT: tuple[ConditionType, ...] = ("Failed", "Succeeded", "Cancelled", "Promoted", "Serving")
 
 
-def _cancel(seen: Observed, conditions: Conditions, now: datetime) -> Plan:
+def _cancel(seen: ObservedJob, conditions: Conditions, now: datetime) -> Plan:
     if seen.run.alive:
         return _plan(seen, conditions, now, StopRun())
     conditions = observe(conditions, "Succeeded", "False", "Cancelled", "cancelled on request", now)
@@ -143,7 +143,7 @@ def _cancel(seen: Observed, conditions: Conditions, now: datetime) -> Plan:
     return _plan(seen, conditions, now)
 
 
-def _drive(spec: JobSpec, seen: Observed, conditions: Conditions, now: datetime) -> Plan:
+def _drive(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: datetime) -> Plan:
     run = seen.run
     if run.state == "running" and run.attempt == seen.attempt:
         return _plan(seen, conditions, now)
@@ -158,7 +158,7 @@ def _drive(spec: JobSpec, seen: Observed, conditions: Conditions, now: datetime)
     return _settle(spec, seen, conditions, now)
 
 
-def _start(seen: Observed, conditions: Conditions, now: datetime) -> Plan:
+def _start(seen: ObservedJob, conditions: Conditions, now: datetime) -> Plan:
     if seen.run.attempt == seen.attempt and seen.run.starts >= MAX_STARTS:
         failed = RunFailed(None, "", "RunKeepsDying", f"the run was started {seen.run.starts} times and died each time",
                            "look for the out-of-memory killer in the system log, then retry the job")
@@ -169,7 +169,7 @@ def _start(seen: Observed, conditions: Conditions, now: datetime) -> Plan:
     return _plan(seen, conditions, now, StartRun(seen.attempt))
 
 
-def _settle(spec: JobSpec, seen: Observed, conditions: Conditions, now: datetime) -> Plan:
+def _settle(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: datetime) -> Plan:
     """The pipeline is through: decide, promote, wait until it serves, end."""
     decision = seen.decision
     if decision is None:
@@ -198,7 +198,7 @@ def _settle(spec: JobSpec, seen: Observed, conditions: Conditions, now: datetime
     return _plan(seen, conditions, now, WriteReport())
 
 
-def give_up(seen: Observed, error: EyrieError, now: datetime) -> Plan:
+def plan_failure(seen: ObservedJob, error: EyrieError, now: datetime) -> Plan:
     """The plan for a job whose next action is impossible: it fails, with the error's reason, message and hint."""
     failed = RunFailed(None, "", error.reason, error.message, error.hint)
     return _plan(seen, _failed(seen.previous.conditions, failed, now), now, WriteReport())
@@ -220,7 +220,7 @@ def _condition_of(stage: StageName) -> ConditionType:
     return kind  # type: ignore[return-value]  # mypy does not narrow a str by membership
 
 
-def _observe_stages(seen: Observed, conditions: Conditions, now: datetime) -> Conditions:
+def _observe_stages(seen: ObservedJob, conditions: Conditions, now: datetime) -> Conditions:
     """One condition per stage: True when every member known of it has a manifest and no more can appear."""
     complete = True
     for stage in STAGES:
@@ -236,7 +236,7 @@ def _observe_stages(seen: Observed, conditions: Conditions, now: datetime) -> Co
     return conditions
 
 
-def _plan(seen: Observed, conditions: Conditions, now: datetime, *actions: Action) -> Plan:
+def _plan(seen: ObservedJob, conditions: Conditions, now: datetime, *actions: Action) -> Plan:
     previous = seen.previous
     over = is_over(conditions)
     started = seen.run.state != "none"
@@ -252,7 +252,7 @@ def _plan(seen: Observed, conditions: Conditions, now: datetime, *actions: Actio
     return Plan(actions, status)
 
 
-def _stage_status(one: StageSeen, seen: Observed, over: bool) -> StageStatus:
+def _stage_status(one: ObservedStage, seen: ObservedJob, over: bool) -> StageStatus:
     before = next((told for told in seen.previous.stages if (told.stage, told.key) == (one.stage, one.key)), None)
     if before is not None and before.state == "Succeeded" and one.manifest is not None:
         return before  # it belongs to the attempt that finished it

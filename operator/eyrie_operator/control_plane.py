@@ -22,10 +22,10 @@ from eyrie_api.database.engine import Database
 from eyrie_api.database.migrations import upgrade
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
-from eyrie_operator.driver import Driver
 from eyrie_operator.embedded.endpoints import EmbeddedEndpoints
 from eyrie_operator.embedded.gateway import bind
 from eyrie_operator.embedded.processes import stop_endpoints
+from eyrie_operator.jobs.driver import Driver
 from eyrie_pipelines.local import LocalRunner
 
 log = logging.getLogger(__name__)

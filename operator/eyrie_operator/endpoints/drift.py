@@ -20,8 +20,8 @@ from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.data import DataSource
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.status import Job
-from eyrie_operator.embedded.traffic_recording import TRAFFIC_FILE, write_latest
-from eyrie_operator.serving import TellDrift
+from eyrie_operator.endpoints.state import ReportDrift
+from eyrie_operator.endpoints.traffic_recording import TRAFFIC_FILE, write_latest
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Drift:
     def __init__(self, histories: Histories, jobs: Jobs, idempotency: Idempotency) -> None:
         self._histories, self._jobs, self._idempotency = histories, jobs, idempotency
 
-    def tell(self, action: TellDrift, endpoint: str, directory: Path, promoted: Job | None) -> None:
+    def tell(self, action: ReportDrift, endpoint: str, directory: Path, promoted: Job | None) -> None:
         """Record the drift with the job that would hint it, and start it where the policy says so."""
         window = self._histories.watched(endpoint, action.revision).last_window
         once = f"{action.revision}/{window}"

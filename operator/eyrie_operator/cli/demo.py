@@ -42,8 +42,8 @@ from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_api.v1alpha1.tuning import TuneSpec
-from eyrie_operator.detached import running_plane, start_detached, stop_plane
-from eyrie_operator.report import build
+from eyrie_operator.cli.detached import running_plane, start_detached, stop_plane
+from eyrie_operator.jobs.report import build
 
 HOME = Path(".eyrie/demo")
 SETUP_SECONDS = Path(".eyrie/setup-seconds")
@@ -121,7 +121,7 @@ def demo_settings(home: Path) -> Settings:
 
 def stop(home: Path, screen: Screen, *, quietly: bool = False) -> None:
     """End what a demo left: endpoints off, control plane down. Fine when nothing runs."""
-    from eyrie_operator.plane import stop_leftovers
+    from eyrie_operator.control_plane import stop_leftovers
 
     plane = running_plane(home)
     if plane is None:
@@ -224,12 +224,12 @@ def closing(report: dict[str, Any], final: BenchmarkReport | None, reply: chat.R
         Text(),
         pairs([
             ("speed-up", f"{times(speedup['greedy'])} greedy, {times(speedup['sampled'])} sampled, against the same "
-                         f"engine without a drafter ({promoted['baseline_tokens_per_s']:.0f} tok/s on the same "
-                         "prompts)"),
+             f"engine without a drafter ({promoted['baseline_tokens_per_s']:.0f} tok/s on the same "
+             "prompts)"),
             ("same output", identical_words(final)),
             ("drafter", f"{promoted['checkpoint']}: {promoted['tau']:.2f} tokens per target pass (tau) at "
-                        f"depth {promoted['num_steps']}, top-k {promoted['top_k']}, {promoted['num_draft_tokens']} "
-                        "draft tokens, mean over suites and temperatures"),
+             f"depth {promoted['num_steps']}, top-k {promoted['top_k']}, {promoted['num_draft_tokens']} "
+             "draft tokens, mean over suites and temperatures"),
             ("baseline", baseline_words(baseline)),
         ]),
         *by_suite, *proven, *tried,

@@ -1,0 +1,1 @@
+"""Endpoints independent of the runtime: the plan, database records, drift, engine counters, recorded traffic."""
