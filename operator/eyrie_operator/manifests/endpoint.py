@@ -16,7 +16,7 @@ def render_endpoint(endpoint: Endpoint, deployment: EndpointDeployment,
                     wanted: RolloutState | None = None) -> tuple[Manifest, ...]:
     """Every object of an endpoint. Raises Undeployable or Unlaunchable, naming what is wrong.
 
-    wanted   the desired state, from `rollout.apply_plan`. Default: `steady_state`, in which a canary has no share of the
+    wanted   the desired state, from `rollout.apply_plan`. Default: `steady_state`, where no canary has a share of the
              requests; callers that drive a rollout pass the state.
     """
     wanted = steady_state(endpoint) if wanted is None else wanted
