@@ -229,7 +229,7 @@ def test_what_cannot_be_decoded_is_refused(targets: dict[str, TargetModel]) -> N
     with pytest.raises(InvalidInput, match="no drafter"):
         engine.generate([Request("x", [3], 4)], CHAIN)
     engine.submit(Request("x", [3], 9))
-    with pytest.raises(Conflict, match="already in work"):
+    with pytest.raises(Conflict, match="already queued or running"):
         engine.submit(Request("x", [3], 4))
     engine.step()
     drafting = Engine(targets["llama"], RandomDrafter(320), tree=CHAIN)

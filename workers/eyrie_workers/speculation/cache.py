@@ -1,21 +1,21 @@
-"""Keys and values of everything the target has read, and attention over them from the nodes of a draft tree.
+"""The target's KV cache, and attention over it from the nodes of a draft tree.
 
-One buffer for all layers: [layer, slot, place, key and value heads, head]. A slot is one request; place p holds the
-token at position p, and the nodes of a round sit behind the settled text in tree order. After verification `commit`
-moves the accepted nodes forward to where their positions say, in all layers at once. Slots in use are kept side by
-side from 0, so attention reads a slice and never gathers.
+One buffer for all layers: [layer, slot, position, key and value heads, head]. A slot is one request; cache position p
+holds the token at text position p, and the nodes of a round follow the committed text in tree order. After verification
+`commit` copies the accepted nodes to their text positions, in all layers at once. Occupied slots are contiguous from 0,
+so attention reads a slice and never gathers.
 
-Exactness. A draft tree lays a token's keys out differently than plain decoding does, so sums over keys run in another
-order, and float32 attention would differ in its last bits (torch's SDPA: measured 0 of 40 rows bitwise equal). In exact
-mode keys, values and the whole attention are float64 and the result is rounded once to float32: two orders of summation
-then disagree by about 1e-16, which survives rounding to float32 only when a value lies within 1e-16 of a rounding
-boundary - one in some 10^8. Together with row-invariant products (`targets.linear`) verification reproduces plain
-decoding bit for bit in practice; tests/workers/speculation counts.
+Exactness. A draft tree stores a token's keys in another order than plain decoding does, so sums over keys run in
+another order, and float32 attention would differ in its last bits (torch's SDPA: measured 0 of 40 rows bitwise equal).
+In exact mode keys, values and the whole attention are float64 and the result is rounded once to float32: two orders of
+summation then differ by about 1e-16, which survives rounding to float32 only when a value lies within 1e-16 of a
+rounding boundary - one in some 10^8. Together with row-invariant products (`targets.linear`) verification reproduces
+plain decoding bit for bit in practice; tests/workers/speculation counts.
 
-The buffer grows by doubling, so a target with a context of a million costs nothing until someone uses it.
+The buffer grows by doubling, so memory follows the longest text in use, not the target's maximum context.
 """
 
-# B rows, N nodes, L places, M = B * N tokens, Q query heads, G key-value heads, R = Q / G, E head dimension
+# B rows, N nodes, L cache positions, M = B * N tokens, Q query heads, G key-value heads, R = Q / G, E head dimension
 
 from collections.abc import Sequence
 
@@ -38,18 +38,18 @@ class KVCache:
         self._data = self._allocate(capacity, dtype, device)
 
     def _allocate(self, capacity: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        # Zeros, not garbage: a masked place has weight 0, and 0 * NaN would still be NaN.
+        # Zeros, not uninitialised memory: a masked position has weight 0, and 0 * NaN would still be NaN.
         config = self.config
         return torch.zeros(config.num_layers, self.num_slots, capacity, 2 * config.num_kv_heads, config.head_dim,
                            dtype=dtype, device=device)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys, values and attention."""
+        """Type of keys, values and attention."""
         return self._data.dtype
 
     def reserve(self, capacity: int) -> None:
-        """Make room for texts of this many tokens."""
+        """Grow the buffer to at least `capacity` positions per slot."""
         if capacity <= self.capacity:
             return
         grown = self._allocate(max(capacity, 2 * self.capacity), self.dtype, self._data.device)
@@ -61,7 +61,8 @@ class KVCache:
         return self._data[layer]
 
     def commit(self, slots: Sequence[int], starts: Sequence[int], nodes: Sequence[Sequence[int]]) -> None:
-        """Move accepted nodes to their positions: node nodes[b][d] of slots[b], now at place starts[b] + node, goes to
+        """Copy accepted nodes to their text positions: node nodes[b][d] of slots[b], stored at starts[b] + node, goes
+        to
         starts[b] + d. Rows whose nodes are already in place cost nothing."""
         sources: list[int] = []
         targets: list[int] = []
@@ -75,17 +76,19 @@ class KVCache:
             return
         flat = self._data.view(self.config.num_layers, self.num_slots * self.capacity, -1)
         index = torch.tensor([sources, targets], device=self._data.device)
-        flat.index_copy_(1, index[1], flat.index_select(1, index[0]))  # read whole before written
+        # Sources and targets may overlap: index_select copies all sources before the first write.
+        flat.index_copy_(1, index[1], flat.index_select(1, index[0]))
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` places of one slot to another."""
+        """Copy the first `length` positions of one slot to another."""
         self._data[:, target, :length] = self._data[:, source, :length]
 
 
 class PrefillAttention:
-    """Causal attention over one prompt, its keys and values kept in a slot.
+    """Causal attention over one prompt, its keys and values stored in a slot.
 
-    In the model's dtype even in exact mode: a prompt is always read whole and alone, so both variants do the same sums.
+    In the model's dtype even in exact mode: a prompt is prefilled whole and alone with and without drafting, so the
+    sums are the same.
     """
 
     def __init__(self, cache: KVCache, slot: int, model_dtype: torch.dtype) -> None:
@@ -103,14 +106,14 @@ class PrefillAttention:
 
 
 class TreeAttention:
-    """Attention of N nodes in each of the first B slots: over the slot's settled text and the node's own path."""
+    """Attention of N nodes in each of the first B slots: over the slot's committed text and the node's own path."""
 
     def __init__(self, cache: KVCache, starts: Tensor, seen: Tensor | None, depths: Tensor, model_dtype: torch.dtype,
                  max_start: int) -> None:
-        """Prepare what all layers share.
+        """Compute write indices and masks, which all layers share.
 
-        starts   [B] int64          settled tokens of each slot; its nodes go to the places behind
-        seen     [B, N, N] bool     `tree.ancestors`; None for chains, where a node sees all before it
+        starts   [B] int64          committed tokens of each slot; its nodes are stored behind them
+        seen     [B, N, N] bool     `tree.ancestors`; None for chains, where a node sees all nodes before it
         depths   [B, N] int64
         """
         self.dtype = cache.dtype
@@ -129,19 +132,21 @@ class TreeAttention:
         self._sliding = self._mask(starts, seen, depths, window) if window is not None else None
 
     def _mask(self, starts: Tensor, seen: Tensor | None, depths: Tensor, window: int | None) -> Tensor | None:
-        """Additive mask [B, 1, R * N, L]; None when every node sees every place."""
+        """Additive mask [B, 1, R * N, L]; None when every node sees every position."""
         num_rows, num_nodes = depths.shape
         if num_rows == 1 and num_nodes == 1 and window is None:
             return None
         device = depths.device
-        places = torch.arange(self._length, device=device)
-        ahead = places - starts[:, None]  # [B, L]: negative for settled text, else a node index
+        positions = torch.arange(self._length, device=device)
+        ahead = positions - starts[:, None]  # [B, L]: negative for committed text, else a node index
         if seen is None:
             seen = torch.ones(num_nodes, num_nodes, dtype=torch.bool, device=device).tril().expand(num_rows, -1, -1)
         node = ahead.clamp(0, num_nodes - 1)
+        # Committed text is visible to every node; of the tree, a node's ancestors and itself; nothing behind the tree.
         of_node = seen.gather(2, node[:, None, :].expand(-1, num_nodes, -1))
         visible = torch.where((ahead < 0)[:, None, :], True, of_node & (ahead < num_nodes)[:, None, :])
         if window is not None:
+            # The window counts text positions: a tree node's position follows from its depth, not from its cache slot.
             key_ahead = torch.where(ahead < 0, ahead, depths.gather(1, node))
             visible &= (depths[:, :, None] - key_ahead[:, None, :]) < window
         config = self._cache.config
@@ -159,7 +164,7 @@ class TreeAttention:
         else:
             kept.view(-1, 2 * groups, size).index_copy_(0, self._index, heads[:, config.num_heads:])
         kept = kept[:rows, :self._length]
-        # Query heads that share a key head become more queries of it: one product per key head, nothing repeated.
+        # Grouped-query attention: the R query heads of a key head become R * N queries of it, so keys are not repeated.
         q = heads[:, :config.num_heads].view(rows, nodes, groups, repeats, size)
         q = q.permute(0, 2, 3, 1, 4).reshape(rows, groups, repeats * nodes, size)
         k, v = kept[:, :, :groups].transpose(1, 2), kept[:, :, groups:].transpose(1, 2)

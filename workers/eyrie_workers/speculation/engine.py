@@ -45,28 +45,28 @@ from eyrie_workers.targets.model import TargetModel
 __all__ = ["Engine", "EngineStats", "Generation", "Request", "StepOutput", "smallest_common_shape"]
 
 TreeSchedule = Callable[[int], DraftTreeShape | None]
-"""From the number of rows to the shape of the coming round; None drafts nothing."""
+"""From the number of rows to the shape of the next round; None for a round without drafting."""
 
 
 @dataclass
 class EngineStats:
-    """Seconds of wall clock by what they were spent on, since the engine was made or `reset`."""
+    """Wall-clock seconds by phase, since the engine was created or `reset`."""
 
     prefill_s: float = 0.0
-    """Reading prompts: the target, and with it the drafter."""
+    """Prefill: the target's pass over prompts and the drafter's."""
 
     draft_s: float = 0.0
-    """Proposing, and taking in settled pairs."""
+    """Drafter: `propose` and `extend`."""
 
     verify_s: float = 0.0
-    """The target's pass, its choices (noise included) and the bookkeeping of plain decoding."""
+    """The target's pass over the trees, sampling (noise included) and the bookkeeping of plain decoding."""
 
     rounds: int = 0
     nodes: int = 0
-    """Of one row's trees, root included, summed over rounds."""
+    """Nodes of one row's trees, root included, summed over rounds."""
 
     def reset(self) -> None:
-        """Back to zero."""
+        """Set all counters to zero."""
         self.prefill_s = self.draft_s = self.verify_s = 0.0
         self.rounds = self.nodes = 0
 
@@ -76,10 +76,10 @@ class Engine:
 
     def __init__(self, target: TargetModel, drafter: Drafter | None = None, *, max_concurrency: int = 1,
                  max_length: int | None = None, tree: DraftTreeShape | None = None, exact: bool | None = None) -> None:
-        """Make an engine of `max_concurrency` slots.
+        """Create an engine of `max_concurrency` slots.
 
         max_length  longest text (prompt and answer) in tokens; default and upper limit: the target's context
-        tree        shape of drafting for `submit`; None decodes plainly. `generate` takes its own
+        tree        shape of the draft tree for `submit`; None decodes without drafting. `generate` takes its own
         exact       float64 attention over the cache, so that drafting cannot change a bit; default: for float32 on CPU
         """
         config = target.config
@@ -96,42 +96,42 @@ class Engine:
         self._rows: list[RequestState] = []  # row i decodes in slot i
         self._free_drafter_rows = list(range(max_concurrency))
         self._states: dict[DraftTreeShape, DrafterState] = {}
-        self._room: DraftTreeShape | None = None
-        self._choose_shape: TreeSchedule | None = None  # None: always the room itself
+        self._max_shape: DraftTreeShape | None = None  # drafter state is allocated for it
+        self._schedule: TreeSchedule | None = None  # None: every round uses _max_shape
         self.tree = tree
 
     @property
     def tree(self) -> DraftTreeShape | None:
-        """The shape in use, for one row where it follows the load; None decodes plainly. May only change while
-        nothing is being decoded."""
+        """The shape in use (with a schedule: the one for a single row); None decodes without drafting. May only change
+        while no request is being decoded."""
         return self._shape_for(1)
 
     @tree.setter
     def tree(self, shape: DraftTreeShape | None) -> None:
-        if self._choose_shape is not None or shape != self._room:
+        if self._schedule is not None or shape != self._max_shape:
             self._switch(None, shape)
 
-    def set_tree_schedule(self, choose_shape: TreeSchedule, shapes: Iterable[DraftTreeShape]) -> None:
-        """Ask for the shape anew in every round. `shapes` are all it may answer, None apart.
+    def set_tree_schedule(self, schedule: TreeSchedule, shapes: Iterable[DraftTreeShape]) -> None:
+        """Choose the shape of every round by the number of rows. `shapes` are all shapes that it may return.
 
-        May only change while nothing is being decoded. Raises Conflict, and InvalidInput without a drafter.
+        May only change while no request is being decoded. Raises Conflict, and InvalidInput without a drafter.
         """
-        self._switch(choose_shape, smallest_common_shape(shapes))
+        self._switch(schedule, smallest_common_shape(shapes))
 
-    def _switch(self, choose_shape: TreeSchedule | None, room: DraftTreeShape | None) -> None:
+    def _switch(self, schedule: TreeSchedule | None, max_shape: DraftTreeShape | None) -> None:
         if self._rows:
             raise Conflict(f"{len(self._rows)} requests are being decoded with another draft tree",
                            "finish or cancel them first")
-        if room is not None and self.drafter is None:
-            raise InvalidInput(f"draft tree {room.label()} was given, but the engine has no drafter",
+        if max_shape is not None and self.drafter is None:
+            raise InvalidInput(f"draft tree {max_shape.label()} was given, but the engine has no drafter",
                                "give a drafter, or no tree")
-        self._choose_shape, self._room = choose_shape, room
+        self._schedule, self._max_shape = schedule, max_shape
 
     def _shape_for(self, num_rows: int) -> DraftTreeShape | None:
-        return self._room if self._choose_shape is None else self._choose_shape(num_rows)
+        return self._max_shape if self._schedule is None else self._schedule(num_rows)
 
     def generate(self, requests: Sequence[Request], tree: DraftTreeShape | None = None) -> list[Generation]:
-        """Decode these requests to their ends, as many at once as there are slots; answers in the order given."""
+        """Decode requests to their ends, up to `max_concurrency` at once; answers in the order of the requests."""
         self.tree = tree
         for request in requests:
             self.submit(request)
@@ -141,16 +141,16 @@ class Engine:
         return [done[request.id] for request in requests]
 
     def submit(self, request: Request) -> None:
-        """Put a request in line. Raises InvalidInput, or Conflict when its id is already in work."""
+        """Queue a request. Raises InvalidInput, or Conflict when a request of this id is queued or running."""
         check_request(request, self.target.config.vocab_size, self.max_length)
         known = {row.request.id for row in self._rows} | {waiting.id for waiting, _ in self._waiting}
         if request.id in known:
-            raise Conflict(f"request {request.id!r} is already in work", "give every request its own id")
+            raise Conflict(f"request {request.id!r} is already queued or running", "give every request its own id")
         self._waiting.append((request, time.perf_counter()))
 
-    @torch.inference_mode()  # the row that moves up does so in a cache that grew in this mode
+    @torch.inference_mode()  # a cache tensor allocated in this mode cannot be written outside it
     def cancel(self, request_id: str) -> None:
-        """Drop a request and free its slot; an id that is not in work is ignored."""
+        """Drop a request and free its slot; an unknown id is ignored."""
         self._waiting = deque(entry for entry in self._waiting if entry[0].id != request_id)
         for slot, row in enumerate(self._rows):
             if row.request.id == request_id:
@@ -164,24 +164,24 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in line."""
+        """Requests in the queue."""
         return len(self._waiting)
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """Admit what fits, run one round, and report what each request got. Empty when there is nothing to do."""
-        said: list[StepOutput] = []
+        """Admit waiting requests, run one round, and return the new tokens. Empty when there is nothing to do."""
+        outputs: list[StepOutput] = []
         with device_scope(self.target.device):
             while self._waiting and len(self._rows) < self.max_concurrency:
-                said.append(self._admit(*self._waiting.popleft()))
+                outputs.append(self._admit(*self._waiting.popleft()))
             if self._rows:
-                said += self._round()
-        return said
+                outputs += self._round()
+        return outputs
 
     # Admission
 
     def _admit(self, request: Request, submitted_at: float) -> StepOutput:
-        """Read the prompt into the next slot and choose the first token."""
+        """Prefill the prompt into the next slot and sample the first token."""
         began = time.perf_counter()
         slot = len(self._rows)
         greedy = request.sampling.temperature == 0.0
@@ -202,7 +202,7 @@ class Engine:
         row.first_token_s = time.perf_counter() - submitted_at
         if row.finish_reason is not None:
             self._leave(slot)
-        elif self._room is not None:
+        elif self._max_shape is not None:
             self._begin_drafting(row, prompt, aux)
         self.stats.prefill_s += time.perf_counter() - began
         return row.progress(taken, [], [])
@@ -212,45 +212,51 @@ class Engine:
         if row.drafting:
             assert self.drafter is not None
             self.drafter.admit(self._state(), row.drafter_row, row.request.prompt_ids)
-            following = torch.cat([prompt[1:], prompt.new_tensor(row.tokens[-1:])])
+            # The drafter's inputs are pairs: the target's state at i with token i + 1. The last one is the new token.
+            next_tokens = torch.cat([prompt[1:], prompt.new_tensor(row.tokens[-1:])])
             self.drafter.extend(self._state(), CommittedTokens(
                 rows=torch.tensor([row.drafter_row]), starts=torch.tensor([0]), lengths=torch.tensor([len(prompt)]),
-                tokens=following[None], aux=aux[None]))
+                tokens=next_tokens[None], aux=aux[None]))
 
     # A round
 
     def _round(self) -> list[StepOutput]:
         began = time.perf_counter()
+        # 1. Propose: one tree per row, of the same shape for all, under the noise of the positions ahead.
         shape = self._shape_for(len(self._rows))
         depth = shape.num_steps if shape is not None else 0
         noise = self._noise(self._rows, depth + 1)
-        asked = time.perf_counter()
+        drafting = time.perf_counter()
         tree = self._propose(shape, noise)
         proposed = time.perf_counter()
+        # 2. Verify all trees in one target pass.
         paths, aux = self._verify(tree, depth, noise)
+        # 3. Commit: accepted keys move to their text positions before the rows' lengths change.
         starts = [len(row.tokens) - 1 for row in self._rows]
         self._cache.commit(range(len(self._rows)), starts, [path.nodes for path in paths])
-        said = []
+        outputs = []
         for row, path in zip(self._rows, paths, strict=True):
             taken = row.take(path.tokens, self.max_length)
             row.count_round(len(taken) - 1)
-            asked_for = shape.num_draft_tokens - 1 if shape is not None and row.drafting else 0
-            said.append(row.progress(taken, [len(taken) - 1], [asked_for]))
+            drafted = shape.num_draft_tokens - 1 if shape is not None and row.drafting else 0
+            outputs.append(row.progress(taken, [len(taken) - 1], [drafted]))
         verified = time.perf_counter()
-        if self._room is not None:
+        # 4. The drafter receives the committed tokens, in rounds without drafting too.
+        if self._max_shape is not None:
             self._extend(starts, paths, aux)
         extended = time.perf_counter()
+        # 5. Finished rows leave, last slot first: the row that moves into a freed slot has been checked already.
         for slot in reversed(range(len(self._rows))):
             if self._rows[slot].finish_reason is not None:
                 self._leave(slot)
-        self.stats.draft_s += proposed - asked + extended - verified
-        self.stats.verify_s += asked - began + verified - proposed
+        self.stats.draft_s += proposed - drafting + extended - verified
+        self.stats.verify_s += drafting - began + verified - proposed
         self.stats.rounds += 1
         self.stats.nodes += tree.tokens.shape[1]
-        return said
+        return outputs
 
     def _propose(self, shape: DraftTreeShape | None, noise: RowNoise | None) -> DraftTree:
-        """One tree per row, roots filled in; rows that cannot draft get a root and NO_TOKEN nodes."""
+        """One tree per row, with its root; rows that cannot draft get a root and NO_TOKEN nodes."""
         device = self.target.device
         roots = torch.tensor([[row.tokens[-1]] for row in self._rows], device=device)
         drafting = [index for index, row in enumerate(self._rows) if row.drafting]
@@ -260,13 +266,13 @@ class Engine:
         whole = len(drafting) == len(self._rows)
         if noise is not None and not whole:
             noise = RowNoise(noise.temperature[drafting], noise.gumbel[drafting])
-        grown = _trimmed(self.drafter.propose(self._state(), rows, shape, noise))
+        drafts = _trimmed(self.drafter.propose(self._state(), rows, shape, noise))
         if not whole:
-            grown = _spread(grown, torch.tensor(drafting, device=device), len(self._rows))
-        return DraftTree(torch.cat([roots, grown.tokens[:, 1:]], dim=1), grown.parents, grown.scores)
+            drafts = _spread(drafts, torch.tensor(drafting, device=device), len(self._rows))
+        return DraftTree(torch.cat([roots, drafts.tokens[:, 1:]], dim=1), drafts.parents, drafts.scores)
 
     def _verify(self, tree: DraftTree, max_depth: int, noise: RowNoise | None) -> tuple[list[AcceptedPath], Tensor]:
-        """One target pass over all nodes: the path each row takes, and aux states [B, N, A, H] of all nodes."""
+        """One target pass over all nodes: the accepted path of each row, and aux states [B, N, A, H] of all nodes."""
         target = self.target
         num_rows, num_nodes = tree.tokens.shape
         starts = torch.tensor([len(row.tokens) - 1 for row in self._rows], device=target.device)
@@ -277,69 +283,69 @@ class Engine:
             seen = ancestors(tree.parents, max_depth)
             depths = seen.sum(dim=2) - 1
         attend = TreeAttention(self._cache, starts, seen, depths, target.dtype, self._longest())
+        # Padding nodes (NO_TOKEN) run as token 0; they match no target token, so no accepted path contains them.
         aux, last = target.run(tree.tokens.clamp(min=0).flatten(), (starts[:, None] + depths).flatten(), attend,
                                self._aux_layers())
         logits = target.logits(last).view(num_rows, num_nodes, -1)
         choices = sample_target_tokens(logits, depths, [row.request.sampling for row in self._rows], noise)
-        walked = zip(tree.tokens.tolist(), tree.parents.tolist(), choices.tolist(), strict=True)
-        return [accept_path(*row) for row in walked], aux.view(num_rows, num_nodes, *aux.shape[1:])
+        rows = zip(tree.tokens.tolist(), tree.parents.tolist(), choices.tolist(), strict=True)
+        return [accept_path(*row) for row in rows], aux.view(num_rows, num_nodes, *aux.shape[1:])
 
     def _extend(self, starts: Sequence[int], paths: Sequence[AcceptedPath], aux: Tensor) -> None:
-        """Hand the settled pairs of all rows that go on to the drafter."""
+        """Give the drafter the committed tokens of all unfinished rows."""
         assert self.drafter is not None
-        going: list[int] = []
+        unfinished: list[int] = []
         for index, row in enumerate(self._rows):
             row.drafting = row.drafting and self._may_draft(row)
             if row.drafting and row.finish_reason is None:
-                going.append(index)
-        if not going:
+                unfinished.append(index)
+        if not unfinished:
             return
-        lengths = [len(paths[index].nodes) for index in going]
+        lengths = [len(paths[index].nodes) for index in unfinished]
         longest = max(lengths)
-        nodes = torch.tensor([_padded(paths[index].nodes, longest) for index in going])
-        tokens = torch.tensor([_padded(paths[index].tokens, longest) for index in going])
-        of_rows = torch.tensor(going)[:, None]
+        nodes = torch.tensor([_padded(paths[index].nodes, longest) for index in unfinished])
+        tokens = torch.tensor([_padded(paths[index].tokens, longest) for index in unfinished])
+        of_rows = torch.tensor(unfinished)[:, None]
         self.drafter.extend(self._state(), CommittedTokens(
-            rows=torch.tensor([self._rows[index].drafter_row for index in going]),
-            starts=torch.tensor([starts[index] for index in going]), lengths=torch.tensor(lengths), tokens=tokens,
+            rows=torch.tensor([self._rows[index].drafter_row for index in unfinished]),
+            starts=torch.tensor([starts[index] for index in unfinished]), lengths=torch.tensor(lengths), tokens=tokens,
             aux=aux[of_rows, nodes]))
 
     def _leave(self, slot: int) -> None:
-        """Free a slot; the last row takes it over."""
+        """Free a slot; the last row moves into it, so that occupied slots stay contiguous."""
         self._free_drafter_rows.append(self._rows[slot].drafter_row)
         last = self._rows.pop()
         if slot < len(self._rows):
             self._rows[slot] = last
             self._cache.copy_slot(len(self._rows), slot, len(last.tokens))
 
-    # Small questions
-
     def _aux_layers(self) -> tuple[int, ...]:
-        return self.drafter.aux_layers if self._room is not None and self.drafter is not None else ()
+        return self.drafter.aux_layers if self._max_shape is not None and self.drafter is not None else ()
 
     def _may_draft(self, row: RequestState) -> bool:
-        """Whether the drafter can follow this text for another round."""
+        """Whether the text and another round's drafts fit the drafter's context."""
         assert self.drafter is not None
-        assert self._room is not None
-        return len(row.tokens) + self._room.num_steps <= self.drafter.max_length
+        assert self._max_shape is not None
+        return len(row.tokens) + self._max_shape.num_steps <= self.drafter.max_length
 
     def _longest(self) -> int:
         return max(len(row.tokens) for row in self._rows) - 1
 
     def _state(self) -> DrafterState:
         assert self.drafter is not None
-        assert self._room is not None
-        if self._room not in self._states:
+        assert self._max_shape is not None
+        if self._max_shape not in self._states:
             length = min(self.max_length, self.drafter.max_length)
-            self._states[self._room] = self.drafter.new_state(self.max_concurrency, length, self._room)
-        return self._states[self._room]
+            self._states[self._max_shape] = self.drafter.new_state(self.max_concurrency, length, self._max_shape)
+        return self._states[self._max_shape]
 
     def _noise(self, rows: Sequence[RequestState], num_ahead: int) -> RowNoise | None:
         """Noise of the next `num_ahead` positions of each row; None when all are greedy."""
         if all(row.noise is None for row in rows):
             return None
-        silent = torch.zeros(num_ahead, self.target.config.vocab_size, dtype=torch.float64)
-        gumbel = [silent if row.noise is None else row.noise.at(len(row.tokens), num_ahead) for row in rows]
+        # Greedy rows of a mixed batch: zero noise and temperature 1 keep their argmax.
+        zero = torch.zeros(num_ahead, self.target.config.vocab_size, dtype=torch.float64)
+        gumbel = [zero if row.noise is None else row.noise.at(len(row.tokens), num_ahead) for row in rows]
         temperature = [row.request.sampling.temperature or 1.0 for row in rows]
         return RowNoise(torch.tensor(temperature, dtype=torch.float64, device=self.target.device),
                         torch.stack(gumbel).to(self.target.device))
@@ -347,18 +353,19 @@ class Engine:
 
 def smallest_common_shape(shapes: Iterable[DraftTreeShape]) -> DraftTreeShape | None:
     """The smallest shape that is at least as large as each in every number; None for none."""
-    held = list(shapes)
-    if not held:
+    given = list(shapes)
+    if not given:
         return None
     return DraftTreeShape(
-        num_steps=max(shape.num_steps for shape in held), top_k=max(shape.top_k for shape in held),
-        num_draft_tokens=max(shape.num_draft_tokens for shape in held))
+        num_steps=max(shape.num_steps for shape in given), top_k=max(shape.top_k for shape in given),
+        num_draft_tokens=max(shape.num_draft_tokens for shape in given))
 
 
 def _trimmed(tree: DraftTree) -> DraftTree:
-    """Without the last nodes that no row filled: a drafter that found nothing must not cost a wider pass."""
+    """Drop trailing nodes that are padding in every row, so that a drafter without proposals does not widen the
+    pass."""
     filled = (tree.tokens != NO_TOKEN).any(dim=0)
-    filled[0] = True  # the root, whose token the drafter need not know
+    filled[0] = True  # the root: the drafter leaves its token empty
     num_nodes = int(filled.nonzero()[-1]) + 1
     if num_nodes == len(filled):
         return tree
@@ -370,11 +377,11 @@ def _padded(values: list[int], length: int) -> list[int]:
 
 
 def _spread(tree: DraftTree, rows: Tensor, num_rows: int) -> DraftTree:
-    """Trees of some rows among trees without proposals."""
+    """Trees of some rows, scattered among rows that hold a root and padding."""
     num_nodes = tree.tokens.shape[1]
     tokens = tree.tokens.new_full((num_rows, num_nodes), NO_TOKEN)
     scores = tree.scores.new_full((num_rows, num_nodes), -torch.inf)
-    # Left-out rows keep the parents of a chain: their nodes are never taken, and chains stay chains.
+    # Rows without drafts have the parents of a chain: their nodes are never accepted, and a batch of chains stays one.
     parents = torch.arange(-1, num_nodes - 1, device=tokens.device).clamp_(min=0).repeat(num_rows, 1)
     return DraftTree(tokens.index_copy(0, rows, tree.tokens), parents.index_copy(0, rows, tree.parents),
                      scores.index_copy(0, rows, tree.scores))

@@ -1,15 +1,16 @@
-"""Sampling noise that depends on nothing but (request seed, position, token).
+"""Sampling noise as a function of (request seed, position, token).
 
 Drawing from softmax(z / temperature) is the same as taking argmax(z / temperature + G) with independent standard Gumbel
 G (Gumbel 1954; Maddison et al., arXiv:1411.0030). When G is a fixed function of the request's seed, the position in the
-text and the token id, the sampled text is a function of the target's logits alone: it does not matter how many tokens a
-round settled, what the drafter proposed, or who shared the batch. Sampled output with speculation then equals sampled
-output without it, token by token, and stays equal in distribution because the noise is fresh at every position.
+text and the token id, the sampled text is a function of the target's logits alone: it does not depend on how many
+tokens a round accepted, what the drafter proposed, or which requests share the batch. Sampled output with speculation
+then equals sampled output without it, token by token, and its distribution is the target's because the noise of
+different positions is independent.
 
 The generator is counter-based: SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) with the token id as its counter and a
 start hashed from (seed, position), so any element is computed alone and a block of positions is one vectorised
 expression. Its output function (variant 13 of Stafford's mixers) passes BigCrush. int64 tensors wrap on overflow,
-which is the arithmetic it needs; only its logical right shifts have to be spelled out.
+which is the arithmetic it needs; only its logical right shifts have to be implemented.
 
 Not for cryptography.
 """
@@ -21,16 +22,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# How much of the known noise a drafter adds to its own logits when it guesses the target's draw. All of it would be
-# right for a drafter whose probabilities are the target's: then both draw the same token. A drafter is flatter than its
-# target, because it knows less, and noise on a flat distribution picks tokens the target holds impossible. Measured on
-# the quickstart target at temperature 1 (642 positions; share of draws hit by the first guess), for drafters that agree
-# with the target's greedy choice in the share of positions given:
-#     agreement   noise 0.0    0.15    0.3    0.5    0.7    1.0
-#       0.63         .609    .620   .615   .611   .572   .492
-#       0.83         .791    .794   .791   .787   .771   .699
-#       0.90         .854    .866   .886   .891   .882   .847
-#       0.97         .905    .917   .928   .949   .960   .963
+# The share of the known noise that a drafter adds to its own logits. All of it would be right for a drafter with the
+# target's probabilities: then both draw the same token. A drafter's distribution is flatter than the target's, and full
+# noise on a flat distribution selects tokens to which the target gives almost no probability. Measured on the
+# quickstart target at temperature 1 (642 positions; share of draws that equal the drafter's first proposal), for
+# drafters that agree with the target's greedy token at the given share of positions:     agreement   noise 0.0    0.15
+# 0.3    0.5    0.7    1.0       0.63         .609    .620   .615   .611   .572   .492       0.83         .791    .794
+# .791   .787   .771   .699       0.90         .854    .866   .886   .891   .882   .847       0.97         .905    .917
+# .928   .949   .960   .963
 NOISE_SHARE = 0.4
 
 _WORD = (1 << 64) - 1
@@ -46,7 +45,7 @@ def _signed(word: int) -> int:
 
 
 def _shift_right(words: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64 words; the built-in one drags the sign along."""
+    """Logical right shift of int64 words; `>>` shifts arithmetically, so copies of the sign are masked off."""
     return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -65,7 +64,7 @@ def _mix_word(word: int) -> int:
 
 
 def stream_start(seed: int, position: int) -> int:
-    """Where the stream of one position begins: two rounds of mixing, so that neighbouring seeds and positions part."""
+    """Start of the stream of one position; mixed twice, so that streams of neighbouring seeds and positions differ."""
     return _signed(_mix_word(_mix_word(seed + _WEYL) + (position + 1) * _WEYL))
 
 
@@ -77,13 +76,13 @@ def gumbel(seed: int, first_position: int, num_positions: int, vocab_size: int) 
     starts = torch.tensor([stream_start(seed, first_position + i) for i in range(num_positions)], dtype=torch.int64)
     counters = torch.arange(1, vocab_size + 1, dtype=torch.int64) * _signed(_WEYL)
     words = _mix(starts[:, None] + counters[None, :])
-    # 53 bits, centred in their cells: never 0 and never 1, so both logarithms are finite.
+    # 53 random bits, centred in their intervals: u is never 0 and never 1, so both logarithms are finite.
     uniform = (_shift_right(words, 11).to(torch.float64) + 0.5) * 2.0**-53
     return uniform.log_().neg_().log_().neg_()
 
 
 class NoiseTable:
-    """The noise of one request, computed in blocks of positions: a round of drafting reads the same few rows twice."""
+    """The noise of one request, cached in blocks of positions: drafting and verification read the same positions."""
 
     def __init__(self, seed: int, vocab_size: int, block: int = 32) -> None:
         self.seed = seed
@@ -104,7 +103,7 @@ class NoiseTable:
 
 @dataclass(frozen=True)
 class RowNoise:
-    """The noise of the positions just ahead of each row.
+    """The noise of the positions ahead of each row.
 
     temperature  [B]        float64   1 for greedy rows, whose noise is zero
     gumbel       [B, L, V]  float64   gumbel[b, d] belongs to the token chosen at depth d + 1 (root is depth 0)
@@ -114,7 +113,7 @@ class RowNoise:
     gumbel: Tensor
 
     def confidence(self, logits: Tensor, depth: int, vocabulary: Tensor | None = None) -> Tensor:
-        """Log-confidence of each draft token at `depth`, knowing the noise under which the target will choose.
+        """Log-confidence of each draft token at `depth`, given the noise under which the target will sample.
 
         logits      [B, K, D]   the drafter's
         vocabulary  [D] int64   target id of each draft id; None when both vocabularies are the same

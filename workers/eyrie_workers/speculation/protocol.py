@@ -1,26 +1,27 @@
-"""How the engine drives a drafter without knowing its family.
+"""The interface between the engine and drafters of all families.
 
 A round of speculative decoding has two halves. The target verifies, which yields its hidden states at the positions it
-ran and the tokens now known to follow them; the drafter proposes a tree for what comes next. So a drafter needs two
-verbs, and every family fits them:
+ran and the tokens now known to follow them; the drafter proposes a tree for what comes next. A drafter therefore has
+two methods:
 
-    extend    "these positions are settled": target states h_i paired with the token x_{i+1} chosen after them.
-              EAGLE runs one forward over the pairs (EAGLE-3, arXiv:2503.01840, figure 5: fused h_i beside the
+    extend    receives committed positions: target states h_i paired with the token x_{i+1} that the target sampled
+    after
+              them. EAGLE runs one forward over the pairs (EAGLE-3, arXiv:2503.01840, figure 5: fused h_i next to the
               embedding of x_{i+1}, predicting x_{i+2}); Medusa keeps the last h_i; an n-gram drafter the tokens.
-    propose   "grow a draft tree on each row's last token". A family that predicts one token at a time hands its step
-              to `speculation.tree.build_draft_tree`, which owns expansion, reranking and masks; a family that finds
+    propose   returns a draft tree on each row's last token. A family that predicts one token at a time passes its step
+              to `speculation.tree.build_draft_tree`, which does expansion, reranking and masks; a family that finds
               whole continuations builds the tree itself.
 
-Why pairs: after a prefill of P prompt tokens the target has states h_0 .. h_{P-1} and has chosen x_P; after a round
-that accepted `a` draft tokens it has `a + 1` more states and the same number of new tokens. States and following
-tokens always come in equal number, so one verb covers prefill and decoding.
+Why pairs: after a prefill of P prompt tokens the target has states h_0 .. h_{P-1} and has sampled x_P; after a round
+that accepted `a` draft tokens it has `a + 1` more states and the same number of new tokens. States and next tokens
+always come in equal number, so one method covers prefill and decoding.
 
-What a drafter may not do is change the output: verification never looks at its confidences, only at its tokens.
+A drafter cannot change the output: verification never reads its confidences, only its tokens.
 
 `noise` carries the sampling noise of the positions ahead. The target will take argmax(logits / temperature + Gumbel
-noise of that position); a good drafter that perturbs its own logits with the same noise guesses that argmax more often
-than by offering its most probable token (shared-noise coupling: Daliri et al., arXiv:2408.07978). How much noise to add
-is measured in `eyrie_workers.speculation.noise`; `build_draft_tree` does it for every family that uses it.
+noise of that position); a drafter that perturbs its own logits with the same noise proposes that argmax more often than
+by proposing its most probable token (shared-noise coupling: Daliri et al., arXiv:2408.07978). How much noise to add is
+measured in `eyrie_workers.speculation.noise`; `build_draft_tree` applies it.
 """
 
 # B rows, T pairs, A aux layers, H hidden, D draft vocabulary, N tree nodes, K top-k, M scratch keys
@@ -40,11 +41,12 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True)
 class CommittedTokens:
-    """Target states and the tokens chosen after them, for some rows at once; padded on the right.
+    """Target states and the tokens sampled after them, for some rows at once; padded on the right.
 
     rows     [B]        int64    row (slot) of the drafter's state; distinct
-    starts   [B]        int64    position of the first pair of each row; equals the pairs that row already holds
-    lengths  [B]        int64    pairs that count, 1 <= length <= T; what lies beyond is padding of any value
+    starts   [B]        int64    position of the first pair of each row; equals the number of pairs that row already
+    holds
+    lengths  [B]        int64    number of pairs, 1 <= length <= T; positions beyond are padding of any value
     tokens   [B, T]     int64    tokens[b, t] is the token at position starts[b] + t + 1
     aux      [B, T, A, H] float  aux[b, t] holds the target's `hidden_states` of `aux_layers` at position starts[b] + t
     """
@@ -58,7 +60,7 @@ class CommittedTokens:
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Proposals arranged by prefix, one tree per row. Node 0 is the row's last settled token.
+    """Proposals arranged by prefix, one tree per row. Node 0 is the row's last committed token.
 
     tokens   [B, N] int64   target token ids; NO_TOKEN where a row has fewer nodes
     parents  [B, N] int64   index of each node's parent, always smaller than its own; the root is its own parent.
@@ -72,10 +74,10 @@ class DraftTree:
 
 
 class DraftStep(NamedTuple):
-    """What one drafter pass yields for each frontier node.
+    """Outputs of one drafter pass for each frontier node.
 
     logits  [B, K, D] float   unnormalised log-probabilities over the draft vocabulary
-    hidden  [B, K, H] float   what the drafter wants back as the state of that node when its children are run
+    hidden  [B, K, H] float   passed back as the state of that node when its children are run
     """
 
     logits: Tensor
@@ -99,7 +101,7 @@ class StepFunction(Protocol):
 
 
 class DrafterState(Protocol):
-    """A family's own memory of all rows (KV cache, texts, last states). The engine only carries it."""
+    """A family's state of all rows (KV cache, texts, last states). Opaque to the engine."""
 
 
 class Drafter(Protocol):
@@ -107,31 +109,32 @@ class Drafter(Protocol):
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """`hidden_states` indices it wants (0 embeddings, i + 1 output of layer i, num_layers after the final norm)."""
+        """`hidden_states` indices it reads (0 embeddings, i + 1 output of layer i, num_layers after the final norm)."""
         ...
 
     @property
     def max_length(self) -> int:
-        """Longest text, in tokens, it can follow; beyond it the engine decodes that row without drafting."""
+        """Longest text in tokens; beyond it the engine decodes that row without drafting."""
         ...
 
     def new_state(self, num_rows: int, max_length: int, max_shape: DraftTreeShape) -> DrafterState:
-        """Memory for `num_rows` rows of up to `max_length` tokens and trees of up to `max_shape` in each number."""
+        """Allocate state for `num_rows` rows of up to `max_length` tokens and trees of up to `max_shape` in each
+        number."""
         ...
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
-        """A new request takes `row`: forget what was there. Its pairs follow by `extend`, from position 0."""
+        """Reset `row` for a new request. Its pairs follow by `extend`, from position 0."""
         ...
 
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
-        """Take in settled pairs. Scratch keys of an earlier `propose` are void."""
+        """Add committed tokens. Scratch keys of an earlier `propose` become invalid."""
         ...
 
     def propose(self, state: DrafterState, rows: Tensor, shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
-        """Grow one tree per row on its last settled token.
+        """Build one tree per row on its last committed token.
 
-        rows   [B] int64   rows that hold pairs; asking again before the next `extend`, in whatever shape, grows anew
+        rows   [B] int64   rows that hold pairs; calling again before the next `extend`, with any shape, starts over
         noise              sampling noise of those rows (same order), None when all are greedy
         """
         ...

@@ -1,8 +1,8 @@
-"""What is asked of the engine, what it says while working, and the book it keeps of each request. No tensors but noise.
+"""Requests to the engine, the tokens it returns per step, and the state of each running request. No tensors but noise.
 
-A request ends for one of two reasons: `stop`, when the target chose one of its stop ids (which is the last token of
-the answer), or `length`, when it has all the tokens it may have or its text fills the context. Tokens a round settled
-beyond the end are dropped and not counted: the histogram holds draft tokens that reached the answer.
+A request ends for one of two reasons: `stop`, when the target generated one of its stop ids (which is the last token of
+the answer), or `length`, when it has `max_new_tokens` tokens or its text fills the context. Tokens that a round
+accepted beyond the end are dropped and not counted: the histogram holds draft tokens that are part of the answer.
 """
 
 import time
@@ -20,21 +20,21 @@ GREEDY = SamplingSpec(temperature=0.0)
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to be continued."""
+    """One prompt to be completed."""
 
     id: str
     prompt_ids: Sequence[int]
     max_new_tokens: int
     sampling: SamplingSpec = GREEDY
     seed: int = 0
-    """Fixes the sampled answer, whatever else the engine does at the time."""
+    """Determines the sampled answer, independently of the other requests in the batch."""
 
     stop_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one request got out of one step."""
+    """New tokens of one request after one step."""
 
     id: str
     token_ids: list[int]
@@ -46,21 +46,21 @@ class StepOutput:
     """The whole answer, with the finish reason."""
 
     drafted: list[int] = field(default_factory=list)
-    """Draft tokens asked of the drafter in each of these rounds; 0: decoded plainly."""
+    """Draft tokens requested in each of these rounds; 0 for a round without drafting."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A finished answer. Times are seconds of wall clock since the request was submitted."""
+    """A finished answer. Times are wall-clock seconds since the request was submitted."""
 
     id: str
     num_prompt_tokens: int
     token_ids: list[int]
-    """The stop id included when that is why it ended."""
+    """With the stop id, when finish_reason is `stop`."""
 
     finish_reason: FinishReason
     rounds: int
-    """Target passes after the prefill, which yields the first token."""
+    """Target passes after the prefill (whose pass yields the first token)."""
 
     accepted_histogram: list[int]
     """[k]: rounds in which k draft tokens were accepted."""
@@ -76,7 +76,7 @@ class Generation:
 
 
 def check_request(request: Request, vocab_size: int, max_length: int) -> None:
-    """Raises InvalidInput for what cannot be decoded."""
+    """Raises InvalidInput for a request that cannot be decoded."""
     if not request.prompt_ids:
         raise InvalidInput(f"request {request.id!r}: prompt_ids is empty", "give at least one token")
     if request.max_new_tokens < 1:
@@ -96,22 +96,22 @@ class RequestState:
     request: Request
     drafter_row: int
     noise: NoiseTable | None
-    """None when greedy."""
+    """None for greedy decoding."""
 
     submitted_at: float
     tokens: list[int] = field(default_factory=list)
-    """Prompt and answer so far. The last one has not been through the target."""
+    """Prompt and answer so far. The last token has not been through the target."""
 
     histogram: list[int] = field(default_factory=list)
     rounds: int = 0
     drafting: bool = False
-    """Whether the drafter holds all settled pairs of this row."""
+    """Whether the drafter has received all committed tokens of this row."""
 
     first_token_s: float = 0.0
     finish_reason: FinishReason | None = None
 
     def take(self, tokens: Sequence[int], max_length: int) -> list[int]:
-        """Append settled tokens up to the first that ends the request; return those taken."""
+        """Append accepted tokens up to the first that ends the request; return those appended."""
         taken: list[int] = []
         most = len(self.request.prompt_ids) + self.request.max_new_tokens
         for token in tokens:
@@ -126,13 +126,13 @@ class RequestState:
         return taken
 
     def count_round(self, accepted: int) -> None:
-        """Enter a round into the book."""
+        """Count one round."""
         self.rounds += 1
         self.histogram += [0] * (accepted + 1 - len(self.histogram))
         self.histogram[accepted] += 1
 
     def progress(self, taken: list[int], accepted: list[int], drafted: list[int]) -> StepOutput:
-        """What to say about tokens just taken."""
+        """The output of a step that appended `taken`."""
         if self.finish_reason is None:
             return StepOutput(self.request.id, taken, accepted, drafted=drafted)
         num_prompt = len(self.request.prompt_ids)

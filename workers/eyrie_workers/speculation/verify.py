@@ -1,15 +1,15 @@
-"""Lossless verification: what the target itself would have said, read off one pass over the draft tree.
+"""Lossless verification: the target's own tokens, from one pass over the draft tree.
 
-At every node the target makes its own choice for the next token; then we walk from the root along children that carry
-exactly the chosen token, and the choice at the last node reached is the bonus token. No token is ever taken because the
-drafter liked it, so the emitted text is the target's own, whatever the tree.
+The target samples the next token at every node. The accepted path starts at the root and follows the children that
+carry exactly the sampled token; the token sampled at its last node is the bonus token. The drafter's confidence never
+decides, so the emitted text is the target's own for any tree.
 
-Greedy, the choice is argmax. Sampled, it is argmax(logits / temperature + Gumbel noise) with noise keyed by position
+Greedy, the token is argmax. Sampled, it is argmax(logits / temperature + Gumbel noise) with noise keyed by position
 (`speculation.noise`): one draw per position, shared by all nodes at that depth. Only one of them is on the path, so
-each emitted token is one honest draw from softmax(logits / temperature), and the same draw that plain decoding makes.
+each emitted token is one draw from softmax(logits / temperature), and the same draw that plain decoding makes.
 
 The usual min(1, p/q) rule (arXiv:2211.17192, and SpecInfer's multi-round form, arXiv:2305.09781) is lossless in
-distribution only: its text depends on the drafter. Ours is lossless token by token, which a user can check.
+distribution only: its text depends on the drafter. This rule is lossless token by token, which a user can check.
 """
 
 # B rows, N nodes, V vocabulary
@@ -26,18 +26,18 @@ from eyrie_workers.speculation.noise import RowNoise
 
 @dataclass(frozen=True)
 class AcceptedPath:
-    """What one row emits in a round."""
+    """The accepted nodes of one row and the tokens it emits in a round."""
 
     nodes: list[int]
     """Accepted nodes in order, root included."""
 
     tokens: list[int]
-    """The target's choice at each of them: the accepted draft tokens, then the bonus token."""
+    """The target's token at each of them: the accepted draft tokens, then the bonus token."""
 
 
 def sample_target_tokens(logits: Tensor, depths: Tensor, samplings: Sequence[SamplingSpec],
                          noise: RowNoise | None) -> Tensor:
-    """The target's choice after each node.
+    """The target's token after each node.
 
     logits     [B, N, V]
     depths     [B, N] int64   depth of each node, root 0; indexes `noise`, which starts at the token after the root
@@ -55,13 +55,14 @@ def sample_target_tokens(logits: Tensor, depths: Tensor, samplings: Sequence[Sam
         scores = torch.stack(rows)
     else:
         scores = scores / noise.temperature[:, None, None]
+    # noise.gumbel[b, d] belongs to the token after a node of depth d: siblings share it.
     rows_at = torch.arange(len(samplings), device=logits.device)[:, None]
     drawn = (scores + noise.gumbel[rows_at, depths]).argmax(dim=-1)
     return torch.where(greedy[:, None], logits.argmax(dim=-1), drawn) if bool(greedy.any()) else drawn
 
 
 def apply_top_k_top_p(scores: Tensor, sampling: SamplingSpec) -> Tensor:
-    """-inf for tokens outside top_k and then outside the nucleus of top_p (arXiv:1904.09751), in that order.
+    """Set scores to -inf outside the top_k tokens, then outside the nucleus of top_p (arXiv:1904.09751).
 
     scores [..., V] are logits / temperature. The nucleus is the smallest set of most probable tokens whose mass reaches
     top_p; the most probable token always stays.
@@ -72,16 +73,18 @@ def apply_top_k_top_p(scores: Tensor, sampling: SamplingSpec) -> Tensor:
     if sampling.top_p < 1.0:
         ordered, order = scores.sort(dim=-1, descending=True, stable=True)
         mass = ordered.softmax(dim=-1)
+        # Mass of all more probable tokens, without the token itself: 0 for the first, which therefore always stays.
         outside = mass.cumsum(dim=-1) - mass >= sampling.top_p
         scores = scores.masked_fill(torch.zeros_like(outside).scatter_(-1, order, outside), -torch.inf)
     return scores
 
 
 def accept_path(tokens: Sequence[int], parents: Sequence[int], choices: Sequence[int]) -> AcceptedPath:
-    """Walk from the root along children that carry the target's choice.
+    """The longest path from the root whose nodes carry the target's tokens.
 
-    tokens, parents, choices  [N]; node 0 is the root and parents precede children. Plain lists: a walk is a dozen
-    comparisons, and each would cost a tensor operation a thousand times as much.
+    tokens, parents, choices  [N]; node 0 is the root and parents precede children. Siblings carry distinct tokens, so
+    at most one child matches. Plain lists: a path takes a dozen comparisons, and a tensor operation costs far more than
+    one.
     """
     nodes, emitted = [0], [choices[0]]
     for node in range(1, len(tokens)):
