@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from eyrie_api.decisions.families import named_layers, reading_defaults
+from eyrie_api.decisions.families import families_with_default_layers, named_layers
 from eyrie_api.decisions.sweep import Candidate, expand
 from eyrie_api.errors import ArtifactMissing, InvalidInput, NoUsableData
 from eyrie_api.v1alpha1.job import JobSpec
@@ -85,7 +85,8 @@ def check_held_out(job: JobFile, report: RegenerateReport) -> None:
 def capture_spec(job: JobFile, job_dir: Path) -> CaptureStage:
     """Capture reads the output of regenerate and stores every feature that any candidate reads."""
     return CaptureStage(job_id=job.id, target=job.spec.target, capture=job.spec.capture,
-                        rows_dir=str(stage_dir(job_dir, "regenerate")), families=reading_defaults(job.candidates),
+                        rows_dir=str(stage_dir(job_dir, "regenerate")),
+                        families=families_with_default_layers(job.candidates),
                         aux_layers=named_layers(job.candidates), seed=job.spec.data.seed)
 
 

@@ -27,7 +27,7 @@ from statistics import median
 import torch
 
 from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.drafters.eagle3.flops import peak_rate, step_flops
+from eyrie_workers.drafters.eagle3.flops import step_flops
 from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
 from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest
 from eyrie_workers.features.packed_batch import PackedBatch
@@ -35,6 +35,7 @@ from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.device import default_device, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.training.objective import StepContext
+from eyrie_workers.training.peak_rate import peak_rate
 
 _PARSER = argparse.ArgumentParser(prog="python -m tests.benchmarks.training_step", description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -15,12 +15,12 @@ import torch
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_kernels import packed_attention, soft_target_loss
-from eyrie_workers.drafters.eagle3 import flops
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
-from eyrie_workers.drafters.registry import FAMILIES, open_drafter
+from eyrie_workers.drafters.registry import family_named, open_drafter
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.measurement.parity.round_replay import Retracer
@@ -29,6 +29,7 @@ from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Stage
 from eyrie_workers.targets.device import CPU, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
+from eyrie_workers.training import peak_rate
 from eyrie_workers.training.evaluation import evaluate
 from eyrie_workers.training.objective import StepContext
 from tests.benchmarks import training_step as training_bench
@@ -115,9 +116,9 @@ def documents_for(target_dir: Path, layers: tuple[int, ...]) -> PackedBatch:
 
 
 def made(name: str, target_dir: Path, ends: TargetEmbeddings) -> tuple[Any, tuple[int, ...]]:
-    family, config = FAMILIES[name], load_target(target_dir).config
+    family, config = family_named(name), load_target(target_dir).config
     layers = family.layers(AUX_LAYERS, config.num_layers)
-    ids = torch.arange(320) if family.whole_vocabulary else torch.tensor([i for i in range(320) if i % 5 != 4])
+    ids = torch.arange(320) if family.row.whole_vocabulary else torch.tensor([i for i in range(320) if i % 5 != 4])
     drafter = family.create(DrafterSpec.model_validate({"family": name, "max_draft_tokens": STEPS}), config, ends,
                             layers, DraftVocabulary(ids, 320), 1)
     with torch.no_grad():
@@ -134,7 +135,7 @@ def test_a_family_is_trained_there_as_on_the_processor(name: str, gpu: Pretended
         documents = documents_for(target_dir, layers)
         drafter.to(device)
         with device_scope(device):
-            objective = FAMILIES[name].objective(
+            objective = family_named(name).objective(
                 drafter, ends.to(device), TrainSpec(ttt_length=STEPS, unrolled_fraction=0.5, single_step_ratio=0.0),
                 64, torch.float32)
         outcome = objective(documents, StepContext(9, 10, 0))
@@ -153,7 +154,7 @@ def test_a_family_is_trained_there_as_on_the_processor(name: str, gpu: Pretended
 def test_a_family_drafts_there_and_changes_no_token(name: str, gpu: PretendedGpu, target_dir: Path,
                                                     tmp_path: Path) -> None:
     drafter, _ = made(name, target_dir, read_target_embeddings(target_dir, False))
-    FAMILIES[name].save(tmp_path / name, drafter, "float32", None)
+    family_named(name).save(tmp_path / name, drafter, "float32", None)
     target = load_target(target_dir, "float32", GPU)
     engine = Engine(target, open_drafter(tmp_path / name, target), max_concurrency=2)
     for temperature in (0.0, 1.0):
@@ -223,7 +224,7 @@ def test_drafters_are_measured_there(stage: str, stages: None, tmp_path: Path) -
 def test_answers_are_retraced_explained_and_calibrated_there(gpu: PretendedGpu, target_dir: Path,
                                                              tmp_path: Path) -> None:
     drafter, _ = made("eagle3", target_dir, read_target_embeddings(target_dir, False))
-    FAMILIES["eagle3"].save(tmp_path / "eagle3", drafter, "float32", None)
+    family_named("eagle3").save(tmp_path / "eagle3", drafter, "float32", None)
     target = load_target(target_dir, "float32", GPU)
     server, tree = open_drafter(tmp_path / "eagle3", target), SHAPES[1]
     request = Request(id="a", prompt_ids=tuple(range(3, 12)), max_new_tokens=12, seed=1)
@@ -252,7 +253,7 @@ def test_a_sweep_of_every_family_is_trained_there(stages: None, target_dir: Path
 def test_the_bench_of_a_training_step_runs_there(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch,
                                                  capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(training_bench, "chosen", lambda: GPU)
-    monkeypatch.setattr(flops, "_GPU_PROBE_SIZE", 64)
+    monkeypatch.setattr(peak_rate, "_GPU_PROBE_SIZE", 64)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 2**20)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "pretended")
     training_bench.main(["--hidden", "32", "--intermediate", "48", "--heads", "4", "--kv-heads", "2", "--vocab", "64",

@@ -12,7 +12,6 @@ import pytest
 
 from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.drafter import Family
 from eyrie_api.v1alpha1.prove import ParityReport
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.drafters.checkpoint.files import read_config
@@ -57,7 +56,7 @@ def assert_same_rounds(report: ParityReport) -> None:
 
 @pytest.mark.parametrize(("family", "tree"), [("eagle1", CHAIN), ("eagle1", TREE), ("standalone", TREE)])
 def test_a_family_is_drafted_as_in_the_reference_engine_request_by_request(
-        family: Family, tree: DraftTreeShape, plain: SglangServer, prompts: list[list[int]], tmp_path: Path) -> None:
+        family: str, tree: DraftTreeShape, plain: SglangServer, prompts: list[list[int]], tmp_path: Path) -> None:
     drafter = trained_drafter(family)
     with served(drafter, tree, tmp_path) as drafted:
         assert_same_rounds(parity(f"{family} {tree.label()}", plain, drafted, drafter, tree, prompts, in_flight=4))

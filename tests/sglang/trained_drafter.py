@@ -17,7 +17,7 @@ from pathlib import Path
 from eyrie_api.artifacts import read_manifest
 from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
-from eyrie_api.v1alpha1.drafter import DrafterSpec, Family
+from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import TrainReport
 from eyrie_api.v1alpha1.sampling import SamplingSpec
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / ".eyrie" / "sglang-tests"
 SUITES = ("chat", "math", "code", "tools")
 _TARGET = TargetSpec(model="quickstart", dtype="float32")
-_RECIPES: dict[Family, tuple[DrafterSpec, TrainSpec]] = {
+_RECIPES: dict[str, tuple[DrafterSpec, TrainSpec]] = {
     # Smaller than the target's vocabulary of 2048, so that the map between the two matters.
     "eagle3": (DrafterSpec(draft_vocab_size=1536),
                TrainSpec(learning_rate=2e-3, epochs=6.0, num_checkpoints=1, max_tokens_per_batch=1024)),
@@ -43,7 +43,7 @@ _MAKERS = ("conversations", "drafters", "features", "quickstart", "regeneration"
            "training")
 
 
-def trained_drafter(family: Family = "eagle3") -> Path:
+def trained_drafter(family: str = "eagle3") -> Path:
     """The directory of the last checkpoint; trains it when this code has not yet."""
     home = KEPT / f"drafter-{_digest()}"
     KEPT.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def _answer(home: Path) -> None:
                                         rows_dir=str(home / "regenerate"), families=tuple(_RECIPES)))
 
 
-def _train(home: Path, family: Family) -> None:
+def _train(home: Path, family: str) -> None:
     drafter, train = _RECIPES[family]
     _run(home / family, TrainStage(job_id="sglang-tests", candidate="base", target=_TARGET, drafter=drafter,
                                    train=train, store_dir=str(home / "capture")))

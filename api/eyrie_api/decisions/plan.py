@@ -27,10 +27,11 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from eyrie_api.decisions.families import FAMILIES, fuses, in_words, named_layers
+from eyrie_api.decisions.families import description, fuses, named_layers
 from eyrie_api.decisions.sweep import Candidate, families_of
 from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES, StoredAs, choose
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.families import FAMILIES, DecoderSizes, DrafterSizes
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Assumption, Plan, StagePlan
 from eyrie_api.v1alpha1.tuning import TuneSpec
@@ -44,16 +45,10 @@ _SECONDS_PER_HOUR = 3600.0
 
 
 @dataclass(frozen=True)
-class TargetFacts:
+class TargetFacts(DecoderSizes):
     """What a plan needs of a target's `config.json`."""
 
-    hidden_size: int
-    num_layers: int
     vocab_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     tie_word_embeddings: bool
     source: str
     """Where the facts come from, for the assumptions."""
@@ -62,51 +57,27 @@ class TargetFacts:
     def parameters(self) -> int:
         """Weights of a dense pre-norm decoder: embeddings, attention, gated MLP, norms."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return embeddings + self.num_layers * (self._attention(self.hidden_size) + self._mlp(self.intermediate_size)
-                                               + 2 * self.hidden_size) + self.hidden_size
+        layer = (self.attention_parameters(self.hidden_size) + self.mlp_parameters(self.intermediate_size)
+                 + 2 * self.hidden_size)
+        return embeddings + self.num_layers * layer + self.hidden_size
 
     def drafter_parameters(self, candidate: Candidate) -> int:
         """Trainable weights of a candidate's drafter; norms and biases are left out."""
-        drafter, hidden = candidate.drafter, self.hidden_size
-        facts = FAMILIES[drafter.family]
-        vocabulary = self.vocab_size if facts.whole_vocabulary else self._draft_vocabulary(candidate)
-        mlp = self._mlp(drafter.intermediate_size or self.intermediate_size)
-        aux = len(drafter.aux_layers or candidate.spec.capture.aux_layers or ()) or DEFAULT_AUX_LAYERS
-        ahead = drafter.max_draft_tokens or candidate.train.ttt_length
-        if drafter.family == "eagle3":  # fusion, a layer with doubled input, a reduced output matrix
-            return aux * hidden**2 + self._attention(2 * hidden) + mlp + vocabulary * hidden
-        if drafter.family == "eagle1":  # both ends are the target's
-            return 2 * hidden**2 + self._attention(hidden) + mlp
-        if drafter.family == "medusa":  # a square matrix and an output matrix for each head
-            return ahead * (hidden**2 + vocabulary * hidden)
-        if drafter.family == "hydra":  # two matrices from (2 + s) H for each head, one output matrix
-            return 2 * hidden**2 * sum(range(2, 2 + ahead)) + vocabulary * hidden
-        if drafter.family == "dflash":
-            layers = drafter.num_layers or max(1, min(5, self.num_layers // 6))
-            return aux * hidden**2 + layers * (self._attention(hidden) + mlp)
-        width = drafter.hidden_size or max(1, round(hidden / 2 / self.head_dim)) * self.head_dim
-        inner = drafter.intermediate_size or self.intermediate_size * width // hidden
-        layer = self._attention(width) * width // hidden + 3 * width * inner
-        return (drafter.num_layers or 2) * layer + 2 * vocabulary * width
+        drafter, row = candidate.drafter, FAMILIES[candidate.drafter.family]
+        draft_vocabulary = drafter.draft_vocab_size or min(self.vocab_size, DEFAULT_DRAFT_VOCABULARY)
+        return row.parameters(DrafterSizes(
+            target=self, output_vocab_size=self.vocab_size if row.whole_vocabulary else draft_vocabulary,
+            num_aux_layers=len(drafter.aux_layers or candidate.spec.capture.aux_layers or ()) or DEFAULT_AUX_LAYERS,
+            max_draft_tokens=_max_draft_tokens(candidate), hidden_size=drafter.hidden_size,
+            intermediate_size=drafter.intermediate_size, num_layers=drafter.num_layers))
 
     def training_passes(self, candidate: Candidate) -> float:
-        """How often a token of the data goes through the drafter's weights at one optimiser step."""
-        train = candidate.train
-        if candidate.drafter.family == "eagle3":  # the first step at all positions, the others at some, later on
-            return 1.0 + (1.0 - train.single_step_ratio) * train.unrolled_fraction * (train.ttt_length - 1)
-        if candidate.drafter.family == "dflash":  # a block at some positions
-            return train.unrolled_fraction * (1 + (candidate.drafter.max_draft_tokens or train.ttt_length))
-        return 1.0
+        """Passes of one token of the data through the drafter's weights per optimiser step."""
+        return FAMILIES[candidate.drafter.family].training_passes(candidate.train, _max_draft_tokens(candidate))
 
-    def _draft_vocabulary(self, candidate: Candidate) -> int:
-        return candidate.drafter.draft_vocab_size or min(self.vocab_size, DEFAULT_DRAFT_VOCABULARY)
 
-    def _attention(self, width_in: int) -> int:
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return width_in * (queries + 2 * keys) + queries * self.hidden_size
-
-    def _mlp(self, width: int) -> int:
-        return 3 * self.hidden_size * width
+def _max_draft_tokens(candidate: Candidate) -> int:
+    return candidate.drafter.max_draft_tokens or candidate.train.ttt_length
 
 
 @dataclass(frozen=True)
@@ -165,7 +136,7 @@ def make_plan(spec: JobSpec, candidates: Sequence[Candidate], target_facts: Targ
         stages=stages, total_tokens=sum(stage.tokens for stage in stages), total_bytes_on_disk=total,
         total_hours=sum(stage.hours for stage in stages), bytes_per_token=work.state_bytes,
         assumptions=_assumptions(work, candidates, rates), warnings=tuple(warnings),
-        notes=tuple(in_words(family) for family in families_of(candidates)), fits_disk=fits)
+        notes=tuple(description(family) for family in families_of(candidates)), fits_disk=fits)
 
 
 class _Work:
@@ -205,7 +176,7 @@ class _Work:
 def _num_stored(spec: JobSpec, candidates: Sequence[Candidate]) -> int:
     """States stored of every token: what families fuse, what candidates name, and the one after the final norm where a
     family reads it everywhere. (Named layers may be among the default ones, which are not known here.)"""
-    reads = {FAMILIES[one.drafter.family].reads for one in candidates}
+    reads = {FAMILIES[one.drafter.family].target_states for one in candidates}
     default = any(fuses(one) and one.drafter.aux_layers is None for one in candidates) or reads == {"none"}
     chosen = spec.capture.aux_layers or ()
     named = set(named_layers(candidates)) - set(chosen if default else ())

@@ -27,7 +27,7 @@ from typing import get_args
 from pydantic import JsonValue, ValidationError
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.drafter import DrafterSpec, Family
+from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.sweep import SweepAxis
 from eyrie_api.v1alpha1.training import TrainSpec
@@ -94,12 +94,12 @@ def expand(spec: JobSpec) -> tuple[Candidate, ...]:
     return tuple(one for family in sweep.families for one in _candidates(_of_family(spec, family), points, family))
 
 
-def families_of(candidates: Sequence[Candidate]) -> tuple[Family, ...]:
+def families_of(candidates: Sequence[Candidate]) -> tuple[str, ...]:
     """The families of the candidates, each once."""
     return tuple(dict.fromkeys(candidate.drafter.family for candidate in candidates))
 
 
-def _of_family(spec: JobSpec, family: Family) -> JobSpec:
+def _of_family(spec: JobSpec, family: str) -> JobSpec:
     return spec.model_copy(update={"drafter": spec.drafter.model_copy(update={"family": family})})
 
 

@@ -1,17 +1,11 @@
-"""The families of drafters and the shape of one drafter."""
+"""The architecture of one drafter: its family and its sizes."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from eyrie_api.v1alpha1.families import Family
 from eyrie_api.v1alpha1.model import Frozen
-
-Family = Literal["eagle3", "eagle1", "medusa", "hydra", "standalone", "dflash"]
-"""Drafters that are trained. EAGLE-2 is eagle1's checkpoint in a dynamic tree; DDTree is dflash's in a tree."""
-
-SGLANG_ALGORITHMS: dict[Family, str] = {
-    "eagle3": "EAGLE3", "eagle1": "EAGLE", "standalone": "STANDALONE", "dflash": "DFLASH"}
-"""`--speculative-algorithm` by family. What is missing here SGLang 0.5.23 cannot serve."""
 
 
 class DrafterSpec(Frozen):

@@ -10,7 +10,8 @@ from pydantic import Field, model_validator
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec
 from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.data import DataSpec
-from eyrie_api.v1alpha1.drafter import SGLANG_ALGORITHMS, DrafterSpec
+from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.families import FAMILIES, VARIANT_FIELDS, sglang_families
 from eyrie_api.v1alpha1.model import Frozen, Name
 from eyrie_api.v1alpha1.promotion import PromotionPolicy
 from eyrie_api.v1alpha1.prove import ProveSpec
@@ -55,13 +56,14 @@ class JobSpec(Frozen):
         return self
 
     @model_validator(mode="after")
-    def _variants_are_eagle3s(self) -> "JobSpec":
+    def _every_family_has_the_variant(self) -> "JobSpec":
+        variants = [field for field in VARIANT_FIELDS if getattr(self.drafter, field)]
         for family in self.sweep.families or (self.drafter.family,):
-            given = [field for field in ("fc_norm", "norm_before_fc", "norm_output", "sliding_window")
-                     if getattr(self.drafter, field)]
-            if family != "eagle3" and given:
-                raise ValueError(f"drafter.{given[0]} is a variant of eagle3, and {family!r} is to be trained too: "
-                                 "leave it out, or train that family in a job of its own")
+            for field in variants:
+                if field not in FAMILIES[family].variant_fields:
+                    owners = ", ".join(name for name, row in FAMILIES.items() if field in row.variant_fields)
+                    raise ValueError(f"drafter.{field} is a variant of {owners}, and {family!r} is to be trained too: "
+                                     "leave it out, or train that family in a job of its own")
         return self
 
     @model_validator(mode="after")
@@ -69,10 +71,10 @@ class JobSpec(Frozen):
         if self.serve.engine != "sglang":
             return self
         for family in self.sweep.families or (self.drafter.family,):
-            if family not in SGLANG_ALGORITHMS:
+            if family not in sglang_families():
                 field = "sweep.families" if self.sweep.families else "drafter.family"
                 raise ValueError(f"{field} names {family!r}, which serve.engine 'sglang' cannot serve: use one of "
-                                 f"{', '.join(SGLANG_ALGORITHMS)}, or serve.engine 'embedded'")
+                                 f"{', '.join(sglang_families())}, or serve.engine 'embedded'")
         if self.benchmark.tree.static:
             raise ValueError("benchmark.tree.static is true, and serve.engine 'sglang' grows dynamic trees only: set "
                              "it to false, or serve.engine to 'embedded'")

@@ -12,7 +12,8 @@ from pydantic import Field
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec
 from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.data import DataSpec
-from eyrie_api.v1alpha1.drafter import DrafterSpec, Family
+from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.families import Family
 from eyrie_api.v1alpha1.model import Digest, Frozen
 from eyrie_api.v1alpha1.prove import ProveReport, ProveSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from eyrie_api.v1alpha1.drafter import Family
+from eyrie_api.v1alpha1.families import Family
 from eyrie_api.v1alpha1.model import Frozen
 
 

@@ -28,7 +28,7 @@ from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES
 from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.drafter import DrafterSpec, Family
+from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import CheckpointReport, TrainReport
@@ -49,7 +49,7 @@ from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.templates import ChatTokenizer
 from tests.benchmarks.experiments.fits import Counted
 
-COMPARED: tuple[Family, ...] = ("eagle3", "eagle1")
+COMPARED: tuple[str, ...] = ("eagle3", "eagle1")
 CHAIN = DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)
 JOB = "experiments"
 _CONCURRENCY = 16
@@ -149,7 +149,7 @@ class Place:
             job_id=JOB, target=self.spec, rows_dir=str(rows), capture=CaptureSpec(aux_layers=aux_layers, check_rows=0),
             families=COMPARED), capture)
 
-    def train(self, store: Path, *, seed: int = 0, family: Family = "eagle3", checkpoints: int = 4,
+    def train(self, store: Path, *, seed: int = 0, family: str = "eagle3", checkpoints: int = 4,
               drafter: DrafterSpec | None = None, **settings: float) -> Trained:
         """A drafter trained from a store, for the scale's steps unless `settings` say otherwise."""
         shape = (drafter or DrafterSpec()).model_copy(

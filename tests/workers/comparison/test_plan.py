@@ -1,16 +1,14 @@
 """What a comparison will do: equal budgets, distinct variants, blocks alike for all."""
 
-from typing import get_args
-
 import pytest
 from pydantic import ValidationError
 
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.drafter import Family
+from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.comparison.forms import FORMS, forms_of, shape
+from eyrie_workers.comparison.forms import shape
 from eyrie_workers.comparison.plan import (
     Budget,
     CompareSpec,
@@ -23,11 +21,11 @@ from eyrie_workers.comparison.plan import (
     variants_of,
 )
 from eyrie_workers.comparison.settings import build_parser, read
-from eyrie_workers.drafters.registry import FAMILIES, UNTRAINED
+from eyrie_workers.drafters.registry import UNTRAINED
 from eyrie_workers.training.packing import Schedule
 
 TREE = DraftTreeShape(num_steps=5, top_k=2, num_draft_tokens=10)
-EVERY: tuple[Family, ...] = get_args(Family)
+EVERY = tuple(FAMILIES)
 
 
 def spec_of(**changes: object) -> CompareSpec:
@@ -116,9 +114,7 @@ def test_eagle_1_and_2_are_one_checkpoint_and_trees_of_one_size() -> None:
     assert one.tree.static
 
 
-def test_a_family_the_table_does_not_know_is_put_on_the_bench_all_the_same() -> None:
-    assert "newcomer" not in FORMS
-    assert [form.kind for form in forms_of("newcomer")] == ["tree", "chain"]
+def test_off_has_no_shape() -> None:
     assert shape("off", TREE) is None
 
 

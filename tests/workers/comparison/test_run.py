@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.artifacts import read_manifest
-from eyrie_api.errors import Conflict, InvalidInput
+from eyrie_api.errors import Conflict
 from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
@@ -120,16 +120,6 @@ def test_seconds_are_turned_into_epochs_by_a_training_that_is_kept(half_failed: 
     (one,) = report.trained
     assert isinstance(calibrated.report, TrainReport)
     assert one.epochs == pytest.approx(0.3 / calibrated.report.seconds, rel=1e-4)
-
-
-def test_a_family_that_cannot_be_trained_is_refused_before_anything_is_done(
-        spec: CompareSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from eyrie_workers.drafters import registry
-
-    monkeypatch.delitem(registry.FAMILIES, "eagle1")
-    with pytest.raises(InvalidInput, match="eagle1"):
-        compare(spec, tmp_path / "out", silent)
-    assert not (tmp_path / "out").exists()
 
 
 def test_processor_time_of_a_killed_call_is_not_guessed(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.drafters.family import Family
+from eyrie_workers.drafters.family import FamilyImplementation
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.engine import Engine, Generation, Request
@@ -66,7 +66,7 @@ def world(path: Path, num_documents: int = 12) -> World:
     return World(target, read_target_embeddings(path, False), tuple(documents), vocabulary)
 
 
-def new_drafter(family: Family, of: World, seed: int = 0, heads: int = HEADS) -> Any:
+def new_drafter(family: FamilyImplementation, of: World, seed: int = 0, heads: int = HEADS) -> Any:
     """As `stages.train` makes one."""
     return family.create(DrafterSpec(family=family.name, max_draft_tokens=heads), of.target.config, of.ends,
                          (of.target.config.num_layers,), of.vocabulary, seed)
@@ -81,13 +81,13 @@ def scrambled(drafter: nn.Module, seed: int = 1) -> Any:
     return drafter
 
 
-def objective(family: Family, drafter: nn.Module, of: World, dtype: torch.dtype = torch.float32,
+def objective(family: FamilyImplementation, drafter: nn.Module, of: World, dtype: torch.dtype = torch.float32,
               **settings: Any) -> Objective:
     """As `stages.train` makes one."""
     return family.objective(drafter, of.ends, TrainSpec(**settings), 64, dtype)
 
 
-def trained(family: Family, of: World, num_steps: int = 60) -> tuple[Any, Evaluation, Evaluation]:
+def trained(family: FamilyImplementation, of: World, num_steps: int = 60) -> tuple[Any, Evaluation, Evaluation]:
     """A drafter after some steps over all documents, and how good it was before and is now, judged on them."""
     drafter, documents = new_drafter(family, of), of.packed
     taught = objective(family, drafter, of)
@@ -100,7 +100,7 @@ def trained(family: Family, of: World, num_steps: int = 60) -> tuple[Any, Evalua
     return drafter, before, evaluate(taught, [documents], HEADS)
 
 
-def exported(family: Family, of: World, directory: Path) -> Path:
+def exported(family: FamilyImplementation, of: World, directory: Path) -> Path:
     """A drafter that has learnt something, as it is exported."""
     drafter, before, after = trained(family, of)
     assert all(now > then + 0.1 for now, then in zip(after.accuracy, before.accuracy, strict=True))

@@ -14,10 +14,10 @@ from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_workers.drafters.check import check_directory, main
 from eyrie_workers.drafters.checkpoint.card import Card, DataIdentity, identify, weights_digest, with_results
 from eyrie_workers.drafters.eagle3.checkpoint import load_drafter, save_drafter
-from eyrie_workers.drafters.eagle3.validation import check
-from eyrie_workers.drafters.validation.family_checks import Parts
+from eyrie_workers.drafters.eagle3.validation import validate_files
 from eyrie_workers.drafters.validation.finding import Finding
 from eyrie_workers.drafters.validation.target import Target, read_target
+from eyrie_workers.drafters.validation.validator import DrafterFiles
 from tests.workers.drafters.test_serving import HIDDEN, VOCAB, embedding, random_drafter
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -293,7 +293,7 @@ def test_a_defect_is_an_error_with_a_hint(pair: Pair, code: str, damage: Damage)
 @pytest.mark.parametrize(("code", "damage"), WARNINGS.values(), ids=WARNINGS)
 def test_what_sglang_survives_is_a_warning_and_no_error(pair: Pair, code: str, damage: Damage) -> None:
     damage(pair)
-    findings = pair.findings(weights=False)
+    findings = pair.findings(compare_weights=False)
     assert code in {finding.code for finding in findings}
     assert [finding for finding in findings if finding.severity == "error"] == []
 
@@ -323,13 +323,13 @@ def test_another_revision_of_a_hub_model_is_told(pair: Pair, tmp_path: Path) -> 
 def test_the_targets_weights_are_read_only_when_asked(pair: Pair) -> None:
     save_file({"model.embed_tokens.weight": embedding(seed=9)}, pair.target / "model.safetensors")
     assert {finding.code for finding in pair.findings()} == {"target-differs"}
-    assert pair.findings(weights=False) == ()
+    assert pair.findings(compare_weights=False) == ()
 
 
 @pytest.mark.parametrize(("nested", "top"), [([1, 7, 12], [2, 8, 13]), ([3, 8, 13], [3, 8, 13])])
 def test_deepseek_ids_in_either_of_sglangs_readings_are_sound(pair: Pair, nested: list[int], top: list[int]) -> None:
     deepseek(nested, top)(pair)
-    assert pair.findings(weights=False) == ()
+    assert pair.findings(compare_weights=False) == ()
 
 
 @pytest.mark.parametrize(("nested", "top"), [([1, 7, 16], [1, 7, 16]), ([1, 7, 12], [2, 8, 13])])
@@ -338,7 +338,7 @@ def test_gpt_oss_ids_are_taken_as_they_are_when_they_reach_the_last_layer(pair: 
     deepseek(nested, top)(pair)
     pair.config("target", architectures=["GptOssForCausalLM"])
     pair.card(target={"architecture": "GptOssForCausalLM"})
-    assert pair.findings(weights=False) == ()
+    assert pair.findings(compare_weights=False) == ()
 
 
 def test_no_value_of_any_key_makes_the_check_itself_fail(pair: Pair) -> None:
@@ -349,8 +349,9 @@ def test_no_value_of_any_key_makes_the_check_itself_fail(pair: Pair) -> None:
     for key in (*config, *optional):
         for value in (None, "text", [None], {"rope_type": []}, -1, 1.5, True, 10**9):
             changed = Target(target.path, target.config | {key: value})
-            for findings in (check(Parts(config | {key: value}, tensors), target=target, context=64, weights=False),
-                             check(Parts(config, tensors), target=changed, context=64, weights=False)):
+            for files, against in ((DrafterFiles(config | {key: value}, tensors), target),
+                                   (DrafterFiles(config, tensors), changed)):
+                findings = validate_files(files, target=against, context=64, compare_weights=False)
                 assert all(finding.hint for finding in findings), key
 
 
@@ -362,7 +363,7 @@ def test_without_a_target_the_drafter_is_judged_by_itself(pair: Pair) -> None:
 
 def test_every_fault_is_told_at_once_errors_first(pair: Pair) -> None:
     both(drafter(tie_word_embeddings=True), target(dtype="bfloat16"), drop("norm.weight"))(pair)
-    findings = pair.findings(weights=False)
+    findings = pair.findings(compare_weights=False)
     assert [finding.code for finding in findings] == ["tied", "tensor-missing", "dtype-differs"]
 
 

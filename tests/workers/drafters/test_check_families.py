@@ -10,11 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.drafters.check import check_directory
 from eyrie_workers.drafters.checkpoint.card import Card, identify
 from eyrie_workers.drafters.initialisation import read_target_embeddings
-from eyrie_workers.drafters.registry import FAMILIES
+from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.engines.sglang.checkpoints import read_drafter, read_target
 from eyrie_workers.engines.sglang.launch import launch_arguments
 from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
@@ -48,7 +49,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     root = tmp_path_factory.mktemp("families")
     target, other = tiny_target(root / "target", seed=1), tiny_target(root / "other", seed=2)
     config, ends = parse_config(json.loads((target / "config.json").read_text())), read_target_embeddings(target, False)
-    for name, family in FAMILIES.items():
+    for name in FAMILIES:
+        family = family_named(name)
         spec = DrafterSpec.model_validate({"family": name, "max_draft_tokens": 3})
         layers = family.layers((1, 2, 3), config.num_layers)
         drafter = family.create(spec, config, ends, layers, DraftVocabulary(torch.arange(320), 320), 1)

@@ -15,7 +15,7 @@ from eyrie_workers.drafters.checkpoint.card import Card, TargetIdentity
 from eyrie_workers.drafters.checkpoint.files import (
     CheckpointInvalid,
     as_stored,
-    exact_tensors,
+    check_tensors,
     read_tensors,
     write_checkpoint,
 )
@@ -219,7 +219,7 @@ def test_a_checkpoint_with_missing_unknown_and_misshapen_tensors_is_refused_nami
     found = {"fc.weight": torch.zeros(4, 8), "norm.weight": torch.zeros(4), "head.weight": torch.zeros(2)}
     expected = {"fc.weight": (4, 4), "norm.weight": (4,), "fc.bias": (4,)}
     with pytest.raises(CheckpointInvalid) as refused:
-        exact_tensors("mine", found, expected)
+        check_tensors("mine", found, expected)
     assert "fc.bias is missing; head.weight is not known; fc.weight has shape [4, 8], not [4, 4]" in str(refused.value)
 
 

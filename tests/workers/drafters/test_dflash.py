@@ -19,7 +19,7 @@ from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid
 from eyrie_workers.drafters.dflash import (
     FAMILY,
     DFlashDrafter,
-    DFlashServer,
+    DFlashProposer,
     load,
     mask_token,
     read_dflash_config,
@@ -76,7 +76,7 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def turn(x: Tensor, position: int, theta: float) -> Tensor:
+def apply_rotary(x: Tensor, position: int, theta: float) -> Tensor:
     """Rotary embedding of one place's heads [heads, E], written out."""
     half = x.shape[-1] // 2
     angles = position * theta ** (-torch.arange(half, dtype=x.dtype) / half)
@@ -96,7 +96,7 @@ def naive_marginals(drafter: DFlashDrafter, ends: TargetEmbeddings, aux: Tensor,
 
         def key(x: Tensor, position: int, attention: Any = attention) -> tuple[Tensor, Tensor]:
             k = rms((attention.k_proj.weight @ x).view(-1, decoder.head_dim), attention.k_norm.weight, eps)
-            return turn(k, position, theta), (attention.v_proj.weight @ x).view(-1, decoder.head_dim)
+            return apply_rotary(k, position, theta), (attention.v_proj.weight @ x).view(-1, decoder.head_dim)
 
         normed = rms(stream, layer.input_layernorm.weight, eps)
         pairs = [key(feature, position) for position, feature in enumerate(features)]
@@ -106,7 +106,8 @@ def naive_marginals(drafter: DFlashDrafter, ends: TargetEmbeddings, aux: Tensor,
         attended = []
         for place, x in enumerate(normed):
             q = rms((attention.q_proj.weight @ x).view(-1, decoder.head_dim), attention.q_norm.weight, eps)
-            scores = torch.einsum("he,lhe->hl", turn(q, settled + place, theta), keys) * decoder.head_dim ** -0.5
+            rotated = apply_rotary(q, settled + place, theta)
+            scores = torch.einsum("he,lhe->hl", rotated, keys) * decoder.head_dim ** -0.5
             attended.append(torch.einsum("hl,lhe->he", scores.softmax(-1), values).flatten())
         stream = stream + torch.stack(attended) @ attention.o_proj.weight.T
         normed, mlp = rms(stream, layer.post_attention_layernorm.weight, eps), layer.mlp
@@ -148,7 +149,7 @@ def test_serving_proposes_the_marginals_of_training(target: TargetModel, tmp_pat
     drafter, ends = drafter_for(target), ends_of(target)
     FAMILY.save(tmp_path / "drafter", drafter, "float32", None)
     server = open_drafter(tmp_path / "drafter", target)
-    assert isinstance(server, DFlashServer)
+    assert isinstance(server, DFlashProposer)
     assert server.aux_layers == LAYERS
     state = server.new_state(3, 60, CHAIN)
     packed = documents((8, 13))

@@ -21,7 +21,7 @@ from eyrie_workers.drafters.eagle1 import (
     NOISE,
     REGRESSION_WEIGHT,
     Eagle1Drafter,
-    Eagle1Server,
+    Eagle1Proposer,
     FeatureRegression,
     load,
     noisy,
@@ -189,9 +189,9 @@ def test_documents_packed_together_predict_what_each_predicts_alone(
 def test_training_takes_one_step_and_judging_takes_all(
         target: TargetModel, ends: TargetEmbeddings, documents: PackedBatch) -> None:
     learner = objective(shaken(new_drafter(target, ends)), ends)
-    learnt, evaluated = learner(documents, StepContext(0, 1, 0)), learner(documents)
-    assert learnt.supervised == evaluated.hits[0].numel()
-    assert evaluated.supervised == sum(hits.numel() for hits in evaluated.hits) > 2 * learnt.supervised
+    learnt, judged = learner(documents, StepContext(0, 1, 0)), learner(documents)
+    assert learnt.supervised == judged.hits[0].numel()
+    assert judged.supervised == sum(hits.numel() for hits in judged.hits) > 2 * learnt.supervised
     assert not learnt.hits
     silent = replace(documents, loss_mask=torch.zeros_like(documents.loss_mask))
     nothing = learner(silent, StepContext(0, 1, 0))
@@ -290,7 +290,7 @@ def test_unrolled_logits_equal_serving_logits_at_every_root_and_step(
     with torch.no_grad():
         unrolled = [states @ ends.lm_head.T for states in unroll(
             drafter.weights(torch.float32), rotary, ends.embed, documents, plan)]
-    server, compared = Eagle1Server(drafter, target), 0
+    server, compared = Eagle1Proposer(drafter, target), 0
     for rank, root in enumerate(plan.roots.tolist()):
         start = max(int(one) for one in plan.starts if one <= root)
         state = server.new_state(1, LONGEST, CHAIN)
@@ -314,7 +314,7 @@ def test_answers_are_those_of_the_target_alone(shape: DraftTreeShape, sampling: 
     asked = [Request("known", documents.token_ids[:5].tolist(), 16, sampling, seed=1),
              Request("unknown", documents.token_ids[first + 2: first + 9].flip(0).tolist(), 20, sampling, seed=2)]
     plain = [answer.token_ids for answer in Engine(target).generate(asked)]
-    drafted = Engine(target, Eagle1Server(fitted, target), max_concurrency=2).generate(asked, shape)
+    drafted = Engine(target, Eagle1Proposer(fitted, target), max_concurrency=2).generate(asked, shape)
     assert [answer.token_ids for answer in drafted] == plain
     if sampling.temperature == 0:  # it has learnt the first answer: something longer than one token was accepted
         assert len(drafted[0].accepted_histogram) > 2
@@ -335,7 +335,7 @@ def test_a_saved_drafter_is_loaded_to_the_last_bit_and_opened_by_its_architectur
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     opened = open_drafter(tmp_path / "one", target)
-    assert isinstance(opened, Eagle1Server)
+    assert isinstance(opened, Eagle1Proposer)
     assert opened.aux_layers == (target.config.num_layers,)
 
 

@@ -105,6 +105,6 @@ def test_a_published_eagle1_is_recognised_where_it_lies_and_told_how_to_be_serve
 def test_what_is_no_eagle1_is_not_taken_for_one(tmp_path: Path) -> None:
     tensors = authors_eagle1(tmp_path / "theirs", pickled=False)
     save_file(tensors | {"fc.weight": torch.randn(32, 96).half()}, tmp_path / "theirs" / "model.safetensors")
-    with pytest.raises(CheckpointInvalid, match="no EAGLE-1/2"):
+    with pytest.raises(CheckpointInvalid, match="not an EAGLE-1/2"):
         to_sglang(tmp_path / "theirs", tmp_path / "ours")
     assert not (tmp_path / "ours").exists()

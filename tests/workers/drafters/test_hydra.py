@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid
-from eyrie_workers.drafters.hydra import FAMILY, HydraDrafter, HydraServer, load, save
+from eyrie_workers.drafters.hydra import FAMILY, HydraDrafter, HydraProposer, load, save
 from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.speculation.protocol import NO_TOKEN
 from eyrie_workers.speculation.tree import ancestors
@@ -85,7 +85,7 @@ def test_loss_and_gradients_equal_the_formula_at_each_root_and_head(recompute: b
 def test_what_is_served_is_what_was_trained_at_every_root_and_depth(tiny: World) -> None:
     """Chains and trees: each node's best child is the formula's first choice behind the path to it."""
     drafter = scrambled(new_drafter(FAMILY, tiny))
-    server = HydraServer(drafter, tiny.target.embed_weight, tiny.target.config.num_layers)
+    server = HydraProposer(drafter, tiny.target.embed_weight, tiny.target.config.num_layers)
     document, ids = tiny.documents[0], tiny.vocabulary.ids
     state = server.new_state(1, 64, SHAPES["dynamic"])
     for root in range(3, 20):

@@ -13,7 +13,7 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_workers.drafters.checkpoint.card import Card, identify
 from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid
-from eyrie_workers.drafters.medusa import FAMILY, MedusaDrafter, MedusaServer, load, save
+from eyrie_workers.drafters.medusa import FAMILY, MedusaDrafter, MedusaProposer, load, save
 from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.speculation.protocol import NO_TOKEN
 from tests.workers.drafters.heads import (
@@ -89,7 +89,7 @@ def test_a_new_drafter_repeats_the_targets_own_choice(tiny: World) -> None:
 def test_what_is_served_first_is_the_first_choice_in_training(tiny: World) -> None:
     """Hits of a judged batch, counted once more from proposals grown one root at a time."""
     drafter = scrambled(new_drafter(FAMILY, tiny))
-    server = MedusaServer(drafter, tiny.target.config.num_layers, torch.float32)
+    server = MedusaProposer(drafter, tiny.target.config.num_layers, torch.float32)
     document = tiny.documents[0]
     outcome = objective(FAMILY, drafter, tiny)(document)
     state, ids = server.new_state(1, 64, SHAPES["chain"]), tiny.vocabulary.ids

@@ -9,8 +9,9 @@ import torch
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
+from eyrie_workers.drafters.eagle3.proposer import Eagle3Proposer
 from eyrie_workers.drafters.eagle3.unroll import UnrolledStep, shared_projections, unroll
-from eyrie_workers.drafters.layers.serving import Eagle3Server, LayerState
+from eyrie_workers.drafters.layers.proposer import LayerState
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.protocol import CommittedTokens, DraftStep
 from eyrie_workers.targets.config import RopeConfig
@@ -73,7 +74,7 @@ def pairs_of(documents: PackedBatch, start: int, first: int, stop: int, row: int
         aux=documents.aux[None, start + first: start + stop])
 
 
-def chain(server: Eagle3Server, state: LayerState, tokens: torch.Tensor, row: int = 0) -> list[torch.Tensor]:
+def chain(server: Eagle3Proposer, state: LayerState, tokens: torch.Tensor, row: int = 0) -> list[torch.Tensor]:
     """Logits of each drafting step when the given tokens [S - 1] are what is drafted; [S] of [D]."""
     step = DraftStep(state.logits[row][None, None], state.hidden[row][None, None])
     logits = [step.logits[0, 0]]
@@ -98,7 +99,7 @@ def test_unrolled_logits_equal_serving_logits_at_every_root_and_step(flags: dict
     rotary = Rotary(drafter.config.rope, drafter.config.head_dim, 64)
     with torch.no_grad():
         unrolled = list(unrolled_steps(drafter, rotary, embed, documents, plan))
-    server = Eagle3Server(drafter, embed)
+    server = Eagle3Proposer(drafter, embed)
     starts = [0, 14, 23, 40]
     compared = 0
     for row_of_roots, root in enumerate(plan.roots.tolist()):
@@ -130,7 +131,7 @@ def test_a_key_behind_the_window_has_no_influence_and_the_oldest_within_has(wind
         with torch.no_grad():
             steps = list(unrolled_steps(drafter, rotary, embed, documents, plan))
         row = plan.roots.tolist().index(root)
-        server = Eagle3Server(drafter, embed)
+        server = Eagle3Proposer(drafter, embed)
         state = server.new_state(1, 64, DraftTreeShape(num_steps=STEPS, top_k=1, num_draft_tokens=STEPS + 1))
         server.extend(state, pairs_of(documents, 0, 0, root + 1))
         served = chain(server, state, documents.token_ids[root + 2: root + 1 + STEPS])
@@ -145,7 +146,7 @@ def test_a_key_behind_the_window_has_no_influence_and_the_oldest_within_has(wind
 
 def test_pairs_settled_in_pieces_leave_the_same_state_as_at_once() -> None:
     drafter, documents, embed = random_drafter(), random_documents((20,)), embedding()
-    server = Eagle3Server(drafter, embed)
+    server = Eagle3Proposer(drafter, embed)
     shape = DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6)
     whole, pieces = server.new_state(1, 32, shape), server.new_state(1, 32, shape)
     server.extend(whole, pairs_of(documents, 0, 0, 15))
@@ -162,15 +163,15 @@ def test_pairs_settled_in_pieces_leave_the_same_state_as_at_once() -> None:
     DraftTreeShape(num_steps=4, top_k=3, num_draft_tokens=9, static=True)], ids=["chain", "tree", "static"])
 def test_a_batch_of_rows_proposes_what_each_row_proposes_alone(shape: DraftTreeShape, window: int | None) -> None:
     drafter, embed = random_drafter(sliding_window=window), embedding()
-    server = Eagle3Server(drafter, embed)
+    server = Eagle3Proposer(drafter, embed)
     together, lengths = server.new_state(4, 48, shape), (5, 11, 8)
     documents = [random_documents((length + 1,), seed=length) for length in lengths]
     rows, longest = torch.tensor([2, 0, 3]), max(lengths)
     tokens, aux = torch.zeros(3, longest, dtype=torch.int64), torch.zeros(3, longest, 3, HIDDEN)
     for b, (document, length) in enumerate(zip(documents, lengths, strict=True)):
         tokens[b, :length], aux[b, :length] = document.token_ids[1:], document.aux[:-1]
-    server.extend(together, CommittedTokens(rows, torch.zeros(3, dtype=torch.int64), torch.tensor(lengths), tokens,
-                                            aux))
+    starts = torch.zeros(3, dtype=torch.int64)
+    server.extend(together, CommittedTokens(rows, starts, torch.tensor(lengths), tokens, aux))
     batched = server.propose(together, rows, shape)
     for b, (document, length) in enumerate(zip(documents, lengths, strict=True)):
         alone = server.new_state(1, 48, shape)
@@ -185,7 +186,7 @@ def test_a_batch_of_rows_proposes_what_each_row_proposes_alone(shape: DraftTreeS
 @pytest.mark.parametrize("static", [False, True])
 def test_a_tree_path_is_scored_as_the_chain_of_its_tokens(static: bool, window: int | None) -> None:
     drafter, documents, embed = random_drafter(sliding_window=window), random_documents((12,)), embedding()
-    server = Eagle3Server(drafter, embed)
+    server = Eagle3Proposer(drafter, embed)
     shape = DraftTreeShape(num_steps=4, top_k=3, num_draft_tokens=10 if static else 20, static=static)
     state = server.new_state(1, 32, shape)
     server.extend(state, pairs_of(documents, 0, 0, 9))
@@ -203,7 +204,7 @@ def test_a_tree_path_is_scored_as_the_chain_of_its_tokens(static: bool, window: 
 
 def test_proposals_are_target_ids_of_the_draft_vocabulary() -> None:
     ids = torch.tensor([1, 5, 6, 20, 33, 39])
-    server = Eagle3Server(random_drafter(draft_ids=ids), embedding())
+    server = Eagle3Proposer(random_drafter(draft_ids=ids), embedding())
     shape = DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=7)
     state, documents = server.new_state(1, 32, shape), random_documents((10,))
     server.extend(state, pairs_of(documents, 0, 0, 8))
@@ -212,7 +213,7 @@ def test_proposals_are_target_ids_of_the_draft_vocabulary() -> None:
 
 
 def test_a_row_taken_anew_forgets_its_past() -> None:
-    server, documents = Eagle3Server(random_drafter(), embedding()), random_documents((16,))
+    server, documents = Eagle3Proposer(random_drafter(), embedding()), random_documents((16,))
     shape = DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3)
     fresh, used = server.new_state(1, 32, shape), server.new_state(1, 32, shape)
     server.extend(used, pairs_of(random_documents((16,), seed=9), 0, 0, 15))

@@ -14,7 +14,7 @@ from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.drafters.registry import open_drafter
-from eyrie_workers.drafters.standalone import FAMILY, Distillation, StandaloneDrafter, StandaloneServer
+from eyrie_workers.drafters.standalone import FAMILY, Distillation, StandaloneDrafter, StandaloneProposer
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.protocol import CommittedTokens
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
@@ -90,7 +90,7 @@ def test_serving_says_what_training_says_along_every_path_of_a_tree(target: Targ
     drafter = drafter_for(target)
     FAMILY.save(tmp_path / "drafter", drafter, "float32", None)
     server = open_drafter(tmp_path / "drafter", target)
-    assert isinstance(server, StandaloneServer)
+    assert isinstance(server, StandaloneProposer)
     generator = torch.Generator().manual_seed(2)
     texts = [torch.randint(VOCAB, (length,), generator=generator) for length in (9, 14)]
     state = server.new_state(3, 100, TREE)

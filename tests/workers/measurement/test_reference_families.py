@@ -9,7 +9,7 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.serving import EngineKind
 from eyrie_workers.drafters.initialisation import read_target_embeddings
-from eyrie_workers.drafters.registry import FAMILIES
+from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.measurement.parity.known_misconfigurations import suspects
 from eyrie_workers.measurement.parity.reference import GrowsTrees, ReadsText, Reference
 from eyrie_workers.targets.config import read_config
@@ -23,7 +23,7 @@ TREE = DraftTreeShape(num_steps=3, top_k=3, num_draft_tokens=8)
 def test_a_drafter_is_told_sglang_s_habits_and_no_other_family_s_mistakes_are_suspected(family: str,
                                                                                         tmp_path: Path) -> None:
     target = tiny_target(tmp_path / "target", seed=3)
-    row, config = FAMILIES[family], read_config(target)
+    row, config = family_named(family), read_config(target)
     layers = row.layers((1, 2, 3), config.num_layers)
     row.save(tmp_path / "drafter", row.create(
         DrafterSpec.model_validate({"family": family}), config, read_target_embeddings(target, False), layers,

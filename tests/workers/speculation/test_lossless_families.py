@@ -14,10 +14,11 @@ from torch import nn
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
-from eyrie_workers.drafters.registry import FAMILIES, UNTRAINED, open_drafter, open_method
+from eyrie_workers.drafters.registry import UNTRAINED, family_named, open_drafter, open_method
 from eyrie_workers.speculation.engine import Engine, Generation, Request
 from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
@@ -70,10 +71,10 @@ class Bench:
         return self.made[name, learnt]
 
     def _make(self, name: str, learnt: bool) -> Drafter:
-        family, config = FAMILIES[name], self.target.config
+        family, config = family_named(name), self.target.config
         spec = DrafterSpec.model_validate({"family": name, "max_draft_tokens": MAX_DRAFT_TOKENS})
         # A reduced vocabulary where the family has one: what it cannot say must not be lost.
-        ids = torch.arange(VOCAB) if family.whole_vocabulary or learnt else torch.arange(0, VOCAB, 2)
+        ids = torch.arange(VOCAB) if family.row.whole_vocabulary or learnt else torch.arange(0, VOCAB, 2)
         layers = family.layers((1, 2, 3), config.num_layers)
         drafter = family.create(spec, config, self.ends, layers, DraftVocabulary(ids, VOCAB), 1)
         if learnt:
@@ -91,7 +92,7 @@ class Bench:
             rows.append((text, torch.arange(len(text)) >= len(request.prompt_ids), aux, last))
         documents = pack_rows([(text, mask, aux.clone(), last.clone()) for text, mask, aux, last in rows])
         settings = TrainSpec(ttt_length=MAX_DRAFT_TOKENS, unrolled_fraction=1.0, single_step_ratio=0.0)
-        objective = FAMILIES[name].objective(drafter, self.ends, settings, 64, torch.float32)
+        objective = family_named(name).objective(drafter, self.ends, settings, 64, torch.float32)
         optimiser = torch.optim.AdamW(drafter.parameters(), lr=2e-2, weight_decay=0.0)
         for step in range(40):
             optimiser.zero_grad()

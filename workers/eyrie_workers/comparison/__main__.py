@@ -10,12 +10,12 @@ import sys
 
 from eyrie_api.cli.screen import Screen
 from eyrie_api.errors import EyrieError
+from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_workers.comparison.progress import Voice
 from eyrie_workers.comparison.render import view
 from eyrie_workers.comparison.run import PAGE, PLOTS, REPORT, compare
 from eyrie_workers.comparison.settings import build_parser, read
 from eyrie_workers.comparison.training import StageFailed, Stopped
-from eyrie_workers.drafters.registry import FAMILIES
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Interrupted
 
 

@@ -8,7 +8,7 @@ told apart. "Here" is one target on one machine: the story's figures are of LLaM
 
 from collections.abc import Callable, Iterator
 
-from eyrie_api.v1alpha1.drafter import SGLANG_ALGORITHMS
+from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_workers.comparison.report import Claim, CompareReport, Row, VariantReport, Verdict
 
@@ -181,7 +181,7 @@ def _first(report: CompareReport, variant: VariantReport) -> float:
 
 
 def _served(family: str) -> str:
-    name = next((name for known, name in SGLANG_ALGORITHMS.items() if known == family), None)
+    name = FAMILIES[family].sglang_algorithm if family in FAMILIES else None
     return f"SGLang {name}" if name else "no engine but ours"
 
 

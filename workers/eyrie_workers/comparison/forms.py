@@ -1,66 +1,33 @@
-"""In which forms each family is put on the bench: one table, after the papers. Pure.
+"""The forms in which `eyrie compare` measures each method. Pure.
 
-A checkpoint is not yet a method. EAGLE-1 and EAGLE-2 are the same weights drafted in a fixed and in a grown tree;
-DFlash's block is a chain, and the same block's marginals span DDTree's tree. So what is compared is a *form*: a family
-in a shape. All chains have one depth and all trees one depth, width and number of nodes, so that two forms of a family
-differ in the shape's kind alone, and two families in nothing but the drafter.
-
-The engine knows none of these names. A family that the table lacks is put on the bench as a chain and as a tree.
+A checkpoint can be drafted with in several ways. EAGLE-1 and EAGLE-2 are the same weights in a fixed and in a dynamic
+tree; DFlash's block is a chain, and DDTree's tree is built from the same marginals. What is compared is a *form*: a
+family with a tree shape. The forms of the families are in their table (`eyrie_api.v1alpha1.families`); this module adds
+the methods without weights. All chains have one depth, and all trees one depth, width and number of nodes, so that two
+forms of a family differ in the kind of shape only, and two families in the drafter only.
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.families import FAMILIES, Form, TreeKind
 
-Kind = Literal["chain", "static tree", "tree", "off"]
+Kind = TreeKind | Literal["off"]
 
 OFF = "off"
-"""The variant all others are compared with: the same engine, nothing drafted."""
+"""The baseline: the same engine without a drafter."""
 
 IN_QUESTION = "eagle3"
-"""The family the report's question is about: what one would take without measuring."""
+"""The family of the report's question: the default choice without a measurement."""
 
-
-class Form(NamedTuple):
-    """One way to draft with a family's checkpoint."""
-
-    title: str
-    kind: Kind
-    source: str
-
-
-FORMS: dict[str, tuple[Form, ...]] = {
-    "eagle1": (
-        Form("EAGLE-1", "static tree", "arXiv:2401.15077, section 4.1: a fixed tree"),
-        Form("EAGLE-2", "tree", "arXiv:2406.16858: EAGLE-1's checkpoint, expand and rerank by confidence"),
-        Form("EAGLE-1 chain", "chain", "the same checkpoint without a tree"),
-    ),
-    "eagle3": (
-        Form("EAGLE-3", "tree", "arXiv:2503.01840, with EAGLE-2's tree"),
-        Form("EAGLE-3 chain", "chain", "the same checkpoint without a tree"),
-    ),
-    "medusa": (
-        Form("Medusa", "static tree", "arXiv:2401.10774, section 2.3.3: a sparse tree chosen beforehand"),
-        Form("Medusa best-first", "tree", "the heads' most probable prefixes, round by round"),
-        Form("Medusa chain", "chain", "the heads' first choices"),
-    ),
-    "hydra": (
-        Form("Hydra", "tree", "arXiv:2402.05109: heads that see the tokens before them"),
-        Form("Hydra chain", "chain", "the heads' first choices"),
-    ),
-    "standalone": (Form("draft model", "chain", "arXiv:2211.17192: a small language model of its own"),),
-    "dflash": (
-        Form("DFlash", "chain", "arXiv:2602.06036: a block in one pass"),
-        Form("DDTree", "tree", "arXiv:2604.12989: the block's marginals as a tree"),
-    ),
+UNTRAINED_FORMS: dict[str, tuple[Form, ...]] = {
     "ngram": (Form("n-gram", "chain", "prompt lookup: no weights, no training"),),
 }
 
 
-def forms_of(family: str) -> tuple[Form, ...]:
-    """The family's rows of the table, or a chain and a tree where it has none."""
-    untold = "not in the table of forms"
-    return FORMS.get(family, (Form(family, "tree", untold), Form(f"{family} chain", "chain", untold)))
+def forms_of(method: str) -> tuple[Form, ...]:
+    """The forms of a family or of a method without weights."""
+    return UNTRAINED_FORMS[method] if method in UNTRAINED_FORMS else FAMILIES[method].forms
 
 
 def shape(kind: Kind, tree: DraftTreeShape) -> DraftTreeShape | None:

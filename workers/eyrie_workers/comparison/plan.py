@@ -20,7 +20,8 @@ from eyrie_api.v1alpha1.benchmark import BenchmarkSpec
 from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.data import DataSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.drafter import DrafterSpec, Family
+from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.families import Family
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.stages import BenchmarkStage, CaptureStage, RegenerateStage, TrainStage
@@ -138,7 +139,7 @@ def capture_stage(spec: CompareSpec, rows_dir: str) -> CaptureStage:
                         families=spec.families)
 
 
-def train_stage(spec: CompareSpec, family: Family, store_dir: str, epochs: float) -> TrainStage:
+def train_stage(spec: CompareSpec, family: str, store_dir: str, epochs: float) -> TrainStage:
     """One family's training; for equal `epochs` all families see the same documents in the same order."""
     return TrainStage(
         job_id=JOB_ID, candidate=family, target=spec.target, store_dir=store_dir,

@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from eyrie_api.artifacts import write_atomically, write_model
-from eyrie_api.errors import Conflict, InvalidInput
+from eyrie_api.errors import Conflict
 from eyrie_api.v1alpha1.records import EventRecord
 from eyrie_api.v1alpha1.reports import CaptureReport
 from eyrie_workers.comparison.answer import answer
@@ -25,7 +25,7 @@ from eyrie_workers.comparison.progress import told
 from eyrie_workers.comparison.render import markdown
 from eyrie_workers.comparison.report import Book, CompareReport, Trained, choose, contests_of, rank
 from eyrie_workers.comparison.training import Learnt, Training
-from eyrie_workers.drafters.registry import FAMILIES, family_named
+from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.machine.environment import environment
 from eyrie_workers.stage_program import Stage, stop_on_signals
@@ -37,7 +37,6 @@ SPEC, REPORT, PAGE, PLOTS = "spec.json", "report.json", "report.md", "plots"
 
 def compare(spec: CompareSpec, home: Path, tell: Callable[[str, Path], None]) -> CompareReport:
     """Run it, or what is left of it, and write its reports. Raises EyrieError, Stopped, program.Interrupted."""
-    check_families(spec.families)
     home = home.resolve()
     home.mkdir(parents=True, exist_ok=True)
     with _alone(home):
@@ -55,14 +54,6 @@ def compare(spec: CompareSpec, home: Path, tell: Callable[[str, Path], None]) ->
         report = conclude(spec, training, store, variants, entries, notes_of(stage.out_dir, training))
         write_reports(report, home)
     return report
-
-
-def check_families(families: Sequence[str]) -> None:
-    """Raises InvalidInput for a family that cannot be trained here."""
-    unknown = [name for name in families if name not in FAMILIES]
-    if unknown:
-        raise InvalidInput(f"--families names {', '.join(unknown)}, which cannot be trained",
-                           f"choose from {', '.join(FAMILIES)}; n-gram lookup and off always take part")
 
 
 def conclude(spec: CompareSpec, training: Training, store: CaptureReport, variants: Sequence[Variant],

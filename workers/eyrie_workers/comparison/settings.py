@@ -7,7 +7,7 @@ whole way in a few minutes, whose figures are too few to decide by.
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -15,7 +15,8 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES, SuiteSpec
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.drafter import DrafterSpec, Family
+from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
@@ -83,9 +84,9 @@ def read(given: argparse.Namespace) -> CompareSpec:
         raise InvalidInput(f"--data is missing: what is {given.target!r} asked by its users?",
                            "give conversations, JSONL or parquet: --data chats.jsonl")
     families = [name.strip() for name in given.families.split(",") if name.strip()]
-    unknown = [name for name in families if name not in get_args(Family)]
+    unknown = [name for name in families if name not in FAMILIES]
     if unknown:
-        raise InvalidInput(f"--families names {', '.join(unknown)}", f"choose from {', '.join(get_args(Family))}")
+        raise InvalidInput(f"--families names {', '.join(unknown)}", f"choose from {', '.join(FAMILIES)}")
     vocabulary = given.draft_vocab_size or (_QUICKSTART_DRAFT_VOCABULARY if shipped else None)
     prompts, capture = given.prompts or sizes.prompts, {"codec": given.codec} if given.codec else {}
     try:

@@ -1,10 +1,10 @@
-"""`check`: everything that is wrong with a drafter directory, before an engine finds out, or does not.
+"""Validate a drafter directory before it is served: the program of `eyrie check-drafter`.
 
-Its architecture says which family it is of, and the family's row (`drafters.family`) knows what to hold it to: for
-EAGLE-3 all that SGLang and vLLM would swallow without a word (`eagle3_check`), for the others that Eyrie reads it, with
-exactly the tensors its configuration means, and that it fits the target (`loaded_by`).
+The architecture in `config.json` identifies the family, whose validator (`drafters.validation.validator`) returns the
+findings: for EAGLE-3 all defects that SGLang and vLLM load without an error (`drafters.eagle3.validation`); for the
+other families whether Eyrie loads it, with exactly the tensors its config implies, and whether it fits the target.
 
-    python -m eyrie_workers.drafters.check DIR [--target DIR] [--context N] [--fast]     findings as JSON; 0 or 65
+    python -m eyrie_workers.drafters.check DIR [--target DIR] [--context N] [--fast]     findings as JSON; exit 0 or 65
 """
 
 import argparse
@@ -20,12 +20,13 @@ from torch import Tensor
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.drafters.checkpoint.card import Card, read_card
-from eyrie_workers.drafters.eagle3.directory_format import CONFIG, ENGINES, WEIGHTS
-from eyrie_workers.drafters.registry import FAMILIES
-from eyrie_workers.drafters.validation import config as check_config
-from eyrie_workers.drafters.validation.family_checks import Examined, Parts
-from eyrie_workers.drafters.validation.finding import Finding, error, warning
+from eyrie_workers.drafters.checkpoint.file_format import CONFIG, WEIGHTS
+from eyrie_workers.drafters.eagle3.config_rules import architecture_rules, author_format_rules
+from eyrie_workers.drafters.eagle3.directory_format import ENGINES
+from eyrie_workers.drafters.registry import family_of
+from eyrie_workers.drafters.validation.finding import Finding, error, errors_first, warning
 from eyrie_workers.drafters.validation.target import read_target
+from eyrie_workers.drafters.validation.validator import DrafterFiles, ValidationRequest
 from eyrie_workers.targets.loading import resolve
 
 EXIT_DEFECTIVE = 65  # EX_DATAERR
@@ -33,34 +34,34 @@ _PICKLED = ("pytorch_model.bin", "model.pt", "model.ckpt")
 
 
 def check_directory(directory: Path, *, target_dir: Path | None = None, context: int | None = None,
-                    weights: bool = True, engines: Mapping[str, str] = ENGINES) -> tuple[Finding, ...]:
-    """Findings about the drafter in `directory`; errors first. Raises TargetNotFound for a target that is none.
+                    compare_weights: bool = True, engines: Mapping[str, str] = ENGINES) -> tuple[Finding, ...]:
+    """Findings about the drafter in `directory`, errors first. Raises TargetNotFound when `target_dir` has no config.
 
-    context  tokens it shall be served with; None: whatever the two configs allow
-    weights  also compare the target's weights with the card, which reads them all
+    context          context length in tokens; None: the limits of the two configs
+    compare_weights  compare the digest of the target's weights with the card, which reads all of them
+    engines          versions of the engines to serve it with
     """
     target = read_target(target_dir) if target_dir is not None else None
-    told = [warning("engine-version", f"these rules were read in {name} {ENGINES.get(name, '(none)')}, not {version}",
-                    "try the drafter there before serving it; rules may have changed")
-            for name, version in engines.items() if not version.startswith(ENGINES.get(name, "none"))]
-    config, faults = _read_config(directory)
+    general = [warning("engine-version", f"these rules were read in {name} {ENGINES.get(name, '(none)')}, not "
+                       f"{version}", "try the drafter there before serving it; rules may have changed")
+               for name, version in engines.items() if not version.startswith(ENGINES.get(name, "none"))]
+    config, config_findings = _read_config(directory)
     if config is None:
-        return (*faults, *told)
-    examine = next((family.examine for family in FAMILIES.values()
-                    if config.get("architectures") == [family.architecture]), None)
-    if examine is None:
-        return (*check_config.architecture_rules(config), *told)
-    tensors, more = _read_tensors(directory)
+        return (*config_findings, *general)
+    family = family_of(config.get("architectures"))
+    if family is None:
+        return (*architecture_rules(config), *general)
+    tensors, tensor_findings = _read_tensors(directory)
     if tensors is None:
-        return (*more, *told)
+        return (*tensor_findings, *general)
     card: Card | None = None
     try:
         card = read_card(directory)
     except EyrieError as fault:
-        told.insert(0, error("card-unreadable", fault.message, fault.hint))
-    found: Sequence[Finding] = tuple(check_config.mistaken_rules(config, tensors)) or examine(
-        Examined(directory, Parts(config, tensors, card), target, context, weights))
-    return tuple(sorted((*found, *told), key=lambda finding: finding.severity != "error"))
+        general.insert(0, error("card-unreadable", fault.message, fault.hint))
+    findings: Sequence[Finding] = tuple(author_format_rules(config, tensors)) or family.validate(
+        ValidationRequest(directory, DrafterFiles(config, tensors, card), target, context, compare_weights))
+    return errors_first([*findings, *general])
 
 
 def _read_config(directory: Path) -> tuple[dict[str, Any] | None, tuple[Finding, ...]]:
@@ -95,20 +96,20 @@ def _read_tensors(directory: Path) -> tuple[dict[str, Tensor] | None, tuple[Find
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line in the module's essay. `eyrie check-drafter` runs it and renders what it prints."""
+    """The command line in the module docstring. `eyrie check-drafter` runs it and renders its output."""
     parser = argparse.ArgumentParser(prog="python -m eyrie_workers.drafters.check")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--target", help="directory, Hub id, or quickstart")
     parser.add_argument("--revision")
-    parser.add_argument("--context", type=int, help="tokens it shall be served with")
+    parser.add_argument("--context", type=int, help="context length to serve it with, in tokens")
     parser.add_argument("--fast", action="store_true", help="do not read the target's weights")
     parser.add_argument("--engine", action="append", default=[], metavar="NAME=VERSION")
     given = parser.parse_args(arguments)
     engines = dict(pair.split("=", 1) for pair in given.engine if "=" in pair) or ENGINES
     try:
         target = resolve(TargetSpec(model=given.target, revision=given.revision)) if given.target else None
-        found = check_directory(given.directory, target_dir=target, context=given.context, weights=not given.fast,
-                                engines=engines)
+        found = check_directory(given.directory, target_dir=target, context=given.context,
+                                compare_weights=not given.fast, engines=engines)
     except EyrieError as fault:
         print(json.dumps({"error": {"reason": fault.reason, "message": fault.message, "hint": fault.hint,
                                     "exit_code": fault.exit_code}}))

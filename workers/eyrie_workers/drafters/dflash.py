@@ -1,40 +1,41 @@
-"""DFlash: a block of tokens drafted in one pass, by a small diffusion model that looks at the target's features.
+"""DFlash: a block of tokens drafted in one pass by a small diffusion model over the target's features.
 
-EAGLE goes one token a pass; DFlash (arXiv:2602.06036) fills a whole block at once. Behind the last settled token
-x_{i+1} stand S masks, and one pass through a few layers turns them into marginals for x_{i+2} .. x_{i+1+S}:
+EAGLE drafts one token per pass; DFlash (arXiv:2602.06036) a whole block. The last settled token x_{i+1} is followed by
+S mask tokens, and one pass through a few layers gives marginals for x_{i+2} .. x_{i+1+S}:
 
     block            B_i = [x_{i+1}, MASK, .., MASK]                  at positions i+1 .. i+1+S; its size is S + 1
     features         c_j = hidden_norm(fc(concat of the aux states at j))                     of settled j = 0 .. i
-    keys, values     of every layer:  W_k c_j, W_v c_j  in front of  W_k n(h), W_v n(h)  of the block itself
-    attention        every place of the block sees all features and the whole block, both ways: it is no language model
-    marginals        p_s = softmax(W_head norm(h_{s+1})),  s = 0 .. S-1: MASK s+1 stands where x_{i+2+s} will
+    keys, values     of every layer:  W_k c_j, W_v c_j  before  W_k n(h), W_v n(h)  of the block itself
+    attention        every position of the block attends to all features and the whole block, in both directions
+    marginals        p_s = softmax(W_head norm(h_{s+1})),  s = 0 .. S-1: MASK s+1 is at the position of x_{i+2+s}
 
-The features enter each layer as keys and values of its own, and nothing else is computed for a settled position: no
-attention, no MLP. Embedding and output matrix are the target's, frozen. The layers are Qwen3's, norms on the heads of q
-and k included, which is what SGLang's DFLASH loads (0.5.23, `srt/models/dflash.py`).
+The features enter each layer as keys and values only; settled positions run neither attention nor MLP. Embedding and
+output matrix are the target's, frozen. The layers are Qwen3's, with norms on the heads of q and k, as SGLang's DFLASH
+loads them (0.5.23, `srt/models/dflash.py`).
 
-Learning takes random anchors i of the answer at each optimiser step (`unrolled_fraction` of the positions: neighbouring
-blocks say nearly the same, and random ones beat a fixed cut by 14 % of tau in the paper's ablation), the target's
-distribution as teacher, and weighs place s by step_decay^s: a wrong token voids what follows it, so early places count
-more (the paper's exp(-s / gamma); 0.8 is its gamma of 4.5, between its 4 for blocks of 8 and 5 for blocks of 10).
+Each optimiser step trains on blocks after random anchors i of the answer (`unrolled_fraction` of the positions:
+neighbouring blocks make nearly the same predictions, and random anchors gain 14 % of tau over fixed ones in the paper's
+ablation), with the target's distribution as teacher. Position s has weight step_decay^s: a wrong token invalidates the
+tokens after it, so early positions count more (the paper's exp(-s / gamma); 0.8 is its gamma of 4.5, between its 4 for
+blocks of 8 and 5 for blocks of 10).
 
-A marginal does not know what the places before it became. Served as a chain it is DFlash; served in a tree it is DDTree
-(arXiv:2604.12989), the most probable prefixes under the product of marginals: `speculation.marginals`, no retraining.
+A marginal does not depend on the tokens chosen before it. Drafting a chain is DFlash; drafting a tree is DDTree
+(arXiv:2604.12989), the most probable prefixes under the product of marginals (`speculation.marginals`), from the same
+weights.
 
-The mask is a token of the target's vocabulary, for there is no embedding but the target's: the last special token of
-the tokenizer that ends no answer (reserved and image tokens come last, where a tokenizer has them), the last id where
-it has none. `dflash_config.mask_token_id` says which. Blocks are served whole, as they were trained, however few of
-their tokens are asked for.
+The mask is a token of the target's vocabulary, since the embedding is the target's: the last special token of the
+tokenizer that does not end answers (reserved and image tokens come last), or the last id where there is none. It is
+stored as `dflash_config.mask_token_id`. Blocks are computed whole, as in training, however few tokens are requested.
 
-SGLang runs DFLASH on CUDA, NPU and XPU only, as a chain with a block as its window. It was never run from here: the
-export follows its loader, and is held to it strictly when it is read.
+SGLang runs DFLASH on CUDA, NPU and XPU only, as a chain with a block as its window. It has not been run with these
+exports; they follow its loader, and reading one checks it strictly.
 
-    T packed tokens, A aux layers, R roots, S masked places, C = S + 1 block places, L layers, B rows, H hidden,
+    T packed tokens, A aux layers, R roots, S masks, C = S + 1 block positions, L layers, B rows, H hidden,
     K kv heads, W query heads per kv head, E head size
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,29 +46,29 @@ from torch import Tensor, nn
 from eyrie_api.errors import InvalidInput, UnsupportedTarget
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.checkpoint.card import Card
 from eyrie_workers.drafters.checkpoint.files import (
     CheckpointInvalid,
     as_stored,
-    exact_tensors,
+    check_tensors,
     read_config,
     read_tensors,
     write_checkpoint,
 )
-from eyrie_workers.drafters.family import Family, Layers, fused
-from eyrie_workers.drafters.initialisation import TargetEmbeddings
+from eyrie_workers.drafters.family import FamilyImplementation, Layers
+from eyrie_workers.drafters.initialisation import TargetEmbeddings, initialise_parameters
 from eyrie_workers.drafters.layers.decoder import (
     DecoderLayer,
-    Norm,
+    decoder_config,
     decoder_json,
-    heads_for,
-    initialise,
     layer_flops,
-    refuse_eagle_fields,
+    refuse_variants,
 )
-from eyrie_workers.drafters.layers.kv_cache import DrafterKVCache, NewTokens, beside
-from eyrie_workers.drafters.validation.family_checks import loaded_by
+from eyrie_workers.drafters.layers.kv_cache import DrafterKVCache, NewTokens, scratch_mask
+from eyrie_workers.drafters.layers.modules import Norm
+from eyrie_workers.drafters.validation.validator import validator_by_loading
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.marginals import build_tree_from_marginals
 from eyrie_workers.speculation.noise import RowNoise
@@ -80,23 +81,23 @@ from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.attention import SharedKeys, joined
 from eyrie_workers.training.fused import rms_norm
 from eyrie_workers.training.matmul import linear
-from eyrie_workers.training.objective import DistillationObjective, Objective, Prediction, StepContext, draw_positions
+from eyrie_workers.training.objective import DistillationObjective, Prediction, StepContext, draw_positions
 from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
 
-ARCHITECTURE = "DFlashDraftModel"
-_MOST_LAYERS = 5  # the paper's; 8 raise tau by 6 % and lower the speed-up
-_TARGET_LAYERS_PER_LAYER = 6  # of a shallow target five would cost as much as they save
+ARCHITECTURE = FAMILIES["dflash"].architecture
+_MAX_LAYERS = 5  # the paper's; 8 raise tau by 6 % and lower the speed-up
+_TARGET_LAYERS_PER_LAYER = 6  # for a shallow target five layers would cost as much as they save
 
 
 @dataclass(frozen=True)
 class DFlashConfig:
-    """Everything a drafter's shape and arithmetic depend on."""
+    """Sizes of a drafter."""
 
     decoder: TargetConfig
-    """Of its layers. Width and vocabulary are the target's."""
+    """Config of the layers. Width and vocabulary are the target's."""
 
     block_size: int
-    """C: the settled token and the masks behind it."""
+    """C: the settled token and the masks after it."""
 
     aux_layers: Layers
     """`hidden_states` indices (0 = embeddings), ascending."""
@@ -116,9 +117,9 @@ class DFlashDrafter(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config.decoder) for _ in range(config.decoder.num_layers))
         self.norm = Norm(hidden)
 
-    def places(self, documents: PackedBatch, plan: UnrollPlan, rotary: Rotary, embed_VH: Tensor,
+    def block_states(self, documents: PackedBatch, plan: UnrollPlan, rotary: Rotary, embed_VH: Tensor,
                dtype: torch.dtype, recompute: bool = False) -> Tensor:
-        """[R, C, H]: the residual stream of every root's block behind the last layer, before `norm`."""
+        """[R, C, H]: the residual stream of every root's block after the last layer, before `norm`."""
         decoder, size = self.config.decoder, self.config.block_size
         aux_TC = documents.aux.flatten(-2)
         features_TH = rms_norm(linear(aux_TC, self.fc.weight.to(dtype)).to(self.norm.weight.dtype),
@@ -134,24 +135,24 @@ class DFlashDrafter(nn.Module):
             weights = layer.weights(dtype)
             shared = SharedKeys(plan, *weights.keys(features_TH, at_T))
             q, k, v = (part.unflatten(0, (-1, size)).transpose(1, 2) for part in weights.heads(x_XH, at_X))
-            # Places and query heads are all queries of one kv head: [R, K, C, W, E] as [R, K, C * W, E].
+            # Block positions and query heads are all queries of one kv head: [R, K, C, W, E] as [R, K, C * W, E].
             q_RKXE = q.flatten(2, 3) * decoder.head_dim ** -0.5
             attended = joined(q_RKXE, *shared.attend(q_RKXE, 0), k, v)
-            back = attended.view(q.shape).transpose(1, 2).flatten(0, 1)  # [R * C, K, W, E]
-            x_XH = weights.finish(x_XH, back.flatten(1), recompute)
+            attended_XKWE = attended.view(q.shape).transpose(1, 2).flatten(0, 1)
+            x_XH = weights.post_attention(x_XH, attended_XKWE.flatten(1), recompute)
         return x_XH.unflatten(0, (-1, size))
 
 
 class BlockDiffusion(DistillationObjective):
-    """DFlashDrafter taught on blocks behind random anchors."""
+    """Trains a DFlashDrafter on blocks after random anchors."""
 
-    def __init__(self, drafter: DFlashDrafter, ends: TargetEmbeddings, spec: TrainSpec, max_positions: int,
+    def __init__(self, drafter: DFlashDrafter, embeddings: TargetEmbeddings, spec: TrainSpec, max_positions: int,
                  dtype: torch.dtype) -> None:
         decoder, size = drafter.config.decoder, drafter.config.block_size
         whole = DraftVocabulary(torch.arange(decoder.vocab_size), decoder.vocab_size)
-        super().__init__(whole, ends.lm_head, spec, steps=size - 1, dtype=dtype)
+        super().__init__(whole, embeddings.lm_head, spec, steps=size - 1, dtype=dtype)
         self._drafter, self._recompute, self._fraction = drafter, spec.grad_checkpoint, spec.unrolled_fraction
-        self._embed_VH, self._head_VH = ends.embed, ends.lm_head.to(dtype)
+        self._embed_VH, self._head_VH = embeddings.embed, embeddings.lm_head.to(dtype)
         self._rotary = Rotary(decoder.rope, decoder.head_dim, max_positions + size)
 
     @property
@@ -160,40 +161,43 @@ class BlockDiffusion(DistillationObjective):
         return self._drafter
 
     def plan(self, documents: PackedBatch, context: StepContext | None) -> UnrollPlan:
-        """In training: some roots, drawn at random, each with its whole block. In evaluation: all."""
-        chosen = (None if context is None or self._fraction == 1.0
-                  else draw_positions(documents, context, self._fraction))
+        """In training a random fraction of the roots, each with its whole block; in evaluation all roots."""
+        chosen = None
+        if context is not None and self._fraction < 1.0:
+            chosen = draw_positions(documents, context, self._fraction)
         return plan_unroll(documents.loss_mask, documents.lengths, self.steps, chosen=chosen)
 
     def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
-        """One pass for all steps. Places whose token lies behind the answer's end are in the block and not taught."""
-        places_RCH = self._drafter.places(documents, plan, self._rotary, self._embed_VH, self.dtype, self._recompute)
-        taught = torch.cat([places_RCH[:alive, step + 1] for step, alive in enumerate(plan.alive)])
-        states_NH = rms_norm(taught, self._drafter.norm.weight, self._drafter.config.decoder.rms_eps)
+        """One pass for all steps. Block positions after the end of the answer are computed and have no loss."""
+        block_RCH = self._drafter.block_states(documents, plan, self._rotary, self._embed_VH, self.dtype,
+                                               self._recompute)
+        predicted = torch.cat([block_RCH[:alive, step + 1] for step, alive in enumerate(plan.alive)])
+        states_NH = rms_norm(predicted, self._drafter.norm.weight, self._drafter.config.decoder.rms_eps)
         return Prediction(states_NH.split([alive for alive in plan.alive if alive]), self._head_VH,
                           flops=self._flops(plan))
 
     def _flops(self, plan: UnrollPlan) -> int:
         decoder, size, num_roots = self._drafter.config.decoder, self._drafter.config.block_size, plan.roots.numel()
         num_tokens, kv = plan.positions.numel(), decoder.num_kv_heads * decoder.head_dim
-        seen = size * (int(plan.positions[plan.roots].sum()) + num_roots * (1 + size))
+        num_visible = size * (int(plan.positions[plan.roots].sum()) + num_roots * (1 + size))
         context = 4 * num_tokens * self._drafter.fc.weight.numel() + decoder.num_layers * (
             12 * num_tokens * decoder.hidden_size * kv)
         heads = 4 * plan.num_predictions + 2 * plan.target_positions().numel()
-        return (context + decoder.num_layers * layer_flops(decoder, num_roots * size, seen)
+        return (context + decoder.num_layers * layer_flops(decoder, num_roots * size, num_visible)
                 + heads * decoder.hidden_size * decoder.vocab_size)
 
 
 @dataclass
 class DFlashState:
-    """Keys of every row's features, in all layers, and its last settled token."""
+    """Keys of every row's features in all layers, and its last settled token."""
 
-    kept: DrafterKVCache
+    cache: DrafterKVCache
     last: list[int]
 
 
 class _Features:
-    """Aux states to keys and values of all layers: `fc`, and one product for all, in the layout of `targets.model`."""
+    """Aux states to keys and values of all layers: `fc`, then one product for all layers, in the layout of
+    `targets.model`."""
 
     def __init__(self, config: DFlashConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         decoder = config.decoder
@@ -211,20 +215,20 @@ class _Features:
         self._frequencies = torch.tensor(decoder.rope.inverse_frequencies(decoder.head_dim), dtype=torch.float64)
 
     def keys(self, aux_TAH: Tensor, positions_T: Tensor) -> Tensor:
-        """[T, A, H] -> [T, L, 2K, E]: turned keys, then values."""
+        """[T, A, H] -> [T, L, 2K, E]: rotated keys, then values."""
         decoder, num_tokens = self._decoder, aux_TAH.shape[0]
         features_TH = rms_normalise(self._fc(aux_TAH.flatten(1)), self._eps)
         kv = self._kv(features_TH).view(num_tokens, decoder.num_layers, 2 * decoder.num_kv_heads, decoder.head_dim)
         keys = rms_normalise(kv[:, :, : decoder.num_kv_heads].float(), self._head_eps) * self._k_norm_LE[:, None]
         angles = positions_T.to(torch.float64)[:, None] * self._frequencies
-        turns = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
-        torch.view_as_complex(keys.unflatten(-1, (-1, 2))).mul_(turns[:, None, None])
+        rotations = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+        torch.view_as_complex(keys.unflatten(-1, (-1, 2))).mul_(rotations[:, None, None])
         kv[:, :, : decoder.num_kv_heads] = keys.to(kv.dtype)
         return kv
 
 
-class DFlashServer:
-    """`speculation.protocol.Drafter` over one loaded DFlashDrafter and its target's two ends."""
+class DFlashProposer:
+    """`speculation.protocol.Drafter`: a DFlashDrafter with its target's embedding and output matrix."""
 
     def __init__(self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: TargetModel) -> None:
         """`tensors` on the target's device, in its dtype."""
@@ -240,85 +244,72 @@ class DFlashServer:
         return self._config.aux_layers
 
     def new_state(self, num_rows: int, max_length: int, max_shape: DraftTreeShape) -> DFlashState:
-        """Caches for `num_rows` rows of `max_length` features, with room for a block."""
-        places = max_length + max(self._config.block_size, max_shape.num_draft_tokens) + 1
-        return DFlashState(DrafterKVCache(self._config.decoder, num_rows, places, self._model.dtype), [0] * num_rows)
+        """Caches for `num_rows` rows of `max_length` features, with space for a block."""
+        length = max_length + max(self._config.block_size, max_shape.num_draft_tokens) + 1
+        return DFlashState(DrafterKVCache(self._config.decoder, num_rows, length, self._model.dtype), [0] * num_rows)
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
-        """Forget the row. The prompt itself is not needed: its pairs follow."""
+        """Clear the row. The prompt is not needed: its pairs follow by `extend`."""
         assert isinstance(state, DFlashState)
-        state.kept.settled[row] = 0
+        state.cache.settled[row] = 0
 
     @torch.inference_mode()
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
-        """Keep the keys of the pairs' features: no attention and no MLP."""
+        """Write the keys and values of the pairs' features; attention and MLP are not run."""
         assert isinstance(state, DFlashState)
         rows, num_pairs = pairs.rows.tolist(), pairs.tokens.shape[1]
-        places_BT = pairs.starts[:, None] + torch.arange(num_pairs)
-        kv = self._features.keys(pairs.aux.flatten(0, 1).to(self._model.dtype), places_BT.flatten())
+        index_BT = pairs.starts[:, None] + torch.arange(num_pairs)
+        kv = self._features.keys(pairs.aux.flatten(0, 1).to(self._model.dtype), index_BT.flatten())
         for layer, of_layer in enumerate(kv.unflatten(0, (-1, num_pairs)).unbind(2)):
-            state.kept.write(layer, rows, places_BT, of_layer)
-        ends = (pairs.lengths - 1)[:, None]
-        told = zip(rows, (pairs.starts + pairs.lengths).tolist(), pairs.tokens.gather(1, ends)[:, 0].tolist(),
-                   strict=True)
-        for row, settled, token in told:
-            state.kept.settled[row], state.last[row] = settled, token
+            state.cache.write(layer, rows, index_BT, of_layer)
+        last_tokens = pairs.tokens.gather(1, (pairs.lengths - 1)[:, None])[:, 0].tolist()
+        for row, settled, token in zip(rows, (pairs.starts + pairs.lengths).tolist(), last_tokens, strict=True):
+            state.cache.settled[row], state.last[row] = settled, token
 
     @torch.inference_mode()
     def propose(self, state: DrafterState, rows: Tensor, shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
-        """One pass over the block of each row, and the tree its marginals give."""
+        """One pass over the block of each row, and the tree of its marginals."""
         assert isinstance(state, DFlashState)
         row_list, size = rows.tolist(), self._config.block_size
-        settled = [state.kept.settled[row] for row in row_list]
+        settled = [state.cache.settled[row] for row in row_list]
         tokens_BC = torch.full((len(row_list), size), self._config.mask_token_id)
         tokens_BC[:, 0] = torch.tensor([state.last[row] for row in row_list])
         positions_BC = torch.tensor(settled)[:, None] + torch.arange(size)
         whole = torch.ones(len(row_list), size, size, dtype=torch.bool)
-        attend = NewTokens(state.kept, row_list, settled, size, beside(settled, whole))
+        attend = NewTokens(state.cache, row_list, settled, size, scratch_mask(settled, whole))
         _, states = self._model.run(tokens_BC.flatten(), positions_BC.flatten(), attend)
-        asked = states.unflatten(0, (-1, size))[:, 1:1 + shape.num_steps]
-        return build_tree_from_marginals(self._target.logits(asked), shape, None, noise)
+        masks = states.unflatten(0, (-1, size))[:, 1:1 + shape.num_steps]
+        return build_tree_from_marginals(self._target.logits(masks), shape, None, noise)
 
 
 def _create(
     spec: DrafterSpec,
     target: TargetConfig,
-    ends: TargetEmbeddings,
+    embeddings: TargetEmbeddings,
     layers: Layers,
     _vocabulary: DraftVocabulary,
     seed: int,
 ) -> DFlashDrafter:
-    refuse_eagle_fields(spec, "dflash")
+    refuse_variants(spec, "dflash")
     assert spec.max_draft_tokens is not None
     if min(layers) < 1 or max(layers) >= target.num_layers:
         raise InvalidInput(f"a dflash drafter cannot read layers {list(layers)}: SGLang captures outputs of layers",
                            f"give capture.aux_layers between 1 and {target.num_layers - 1}")
-    num_heads, num_kv_heads = heads_for(spec, target, target.num_heads)
-    num_layers = spec.num_layers or max(1, min(_MOST_LAYERS, target.num_layers // _TARGET_LAYERS_PER_LAYER))
-    decoder = replace(
-        target, family="qwen3", num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads,
-        intermediate_size=spec.intermediate_size or target.intermediate_size, tie_word_embeddings=False, qk_norm=True,
-        attention_bias=False, output_bias=False, mlp_bias=False, layer_types=(FULL,) * num_layers, sliding_window=None,
-        post_norm=False, full_rope=None,
-        max_position_embeddings=spec.max_position_embeddings or target.max_position_embeddings)
+    num_layers = spec.num_layers or max(1, min(_MAX_LAYERS, target.num_layers // _TARGET_LAYERS_PER_LAYER))
+    decoder = decoder_config(spec, target, "qwen3", num_layers, qk_norm=True)
     drafter = DFlashDrafter(DFlashConfig(decoder, spec.max_draft_tokens + 1, layers, target.num_layers,
-                                         mask_token(ends.special, target)))
-    initialise(drafter, seed)
+                                         mask_token(embeddings.special, target)))
+    initialise_parameters(drafter, seed)
     with torch.no_grad():
-        drafter.norm.weight.copy_(ends.norm)  # what the target's output matrix is used to read
+        drafter.norm.weight.copy_(embeddings.norm)  # the target's output matrix reads states after this norm
     return drafter
 
 
 def mask_token(special: Sequence[int], target: TargetConfig) -> int:
-    """The token that stands for one not yet known."""
-    free = [token for token in special if token not in target.eos_token_ids and token < target.vocab_size]
-    return max(free, default=target.vocab_size - 1)
-
-
-def _objective(drafter: DFlashDrafter, ends: TargetEmbeddings, spec: TrainSpec, max_positions: int,
-               dtype: torch.dtype) -> Objective:
-    return BlockDiffusion(drafter, ends, spec, max_positions, dtype)
+    """The mask token: the last special token that does not end answers, or the last id."""
+    unused = [token for token in special if token not in target.eos_token_ids and token < target.vocab_size]
+    return max(unused, default=target.vocab_size - 1)
 
 
 def _save(directory: Path, drafter: DFlashDrafter, dtype: str, card: Card | None) -> None:
@@ -342,26 +333,26 @@ def read_dflash_config(name: str, found: Mapping[str, Any]) -> DFlashConfig:
         decoder = parse_config(found)
     except UnsupportedTarget as error:
         raise refuse(error.message, error.hint) from error
-    told = found.get("dflash_config")
+    own = found.get("dflash_config")
     if decoder.family != "qwen3" or decoder.attention_bias or set(decoder.layer_types) != {FULL}:
         raise refuse("its layers are not Qwen3's with full attention and without bias", "serve this one in SGLang")
-    if not isinstance(told, dict):
-        raise refuse(f"dflash_config is {told!r}, not an object")
+    if not isinstance(own, dict):
+        raise refuse(f"dflash_config is {own!r}, not an object")
     known = {"block_size", "mask_token_id", "num_target_layers", "target_layer_ids"}
-    if set(told) != known:
-        raise refuse(f"dflash_config has {sorted(told)}, not {sorted(known)}", "serve other variants in SGLang")
-    size, mask, depth, ids = (told[key] for key in ("block_size", "mask_token_id", "num_target_layers",
+    if set(own) != known:
+        raise refuse(f"dflash_config has {sorted(own)}, not {sorted(known)}", "serve other variants in SGLang")
+    size, mask, depth, ids = (own[key] for key in ("block_size", "mask_token_id", "num_target_layers",
                                                     "target_layer_ids"))
     if not _whole(size, 2, 17):
         raise refuse(f"dflash_config.block_size is {size!r}, not between 2 and 17")
     if not _whole(mask, 0, decoder.vocab_size - 1):
         raise refuse(f"dflash_config.mask_token_id is {mask!r}, outside a vocabulary of {decoder.vocab_size}")
     if not _whole(depth, 1, None):
-        raise refuse(f"dflash_config.num_target_layers is {depth!r}, no number of layers")
-    if not isinstance(ids, list) or not ids or not all(_whole(one, 0, depth - 2) for one in ids) or (
+        raise refuse(f"dflash_config.num_target_layers is {depth!r}, not a number of layers")
+    if not isinstance(ids, list) or not ids or not all(_whole(layer, 0, depth - 2) for layer in ids) or (
             ids != sorted(set(ids))):
         raise refuse(f"dflash_config.target_layer_ids is {ids!r}, not ascending outputs of layers 0 to {depth - 2}")
-    return DFlashConfig(decoder, size, tuple(one + 1 for one in ids), depth, mask)
+    return DFlashConfig(decoder, size, tuple(layer + 1 for layer in ids), depth, mask)
 
 
 def _whole(value: object, least: int, most: int | None) -> bool:
@@ -375,7 +366,7 @@ def load(directory: Path, target: TargetConfig | None = None) -> tuple[DFlashCon
     config, tensors = read_dflash_config(directory.name, read_config(directory)), read_tensors(directory)
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in DFlashDrafter(config).state_dict().items()}
-    exact_tensors(directory.name, tensors, expected)
+    check_tensors(directory.name, tensors, expected)
     got = (config.decoder.hidden_size, config.decoder.vocab_size, config.num_target_layers)
     if target is not None and got != (wanted := (target.hidden_size, target.vocab_size, target.num_layers)):
         raise CheckpointInvalid(f"drafter {directory.name} is for a target of width, vocabulary and layers {got}; "
@@ -386,14 +377,14 @@ def load(directory: Path, target: TargetConfig | None = None) -> tuple[DFlashCon
     return config, tensors
 
 
-def _serve(directory: Path, target: TargetModel) -> Drafter:
+def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
     config, tensors = load(directory, target.config)
-    return DFlashServer(config, {name: tensor.to(target.device, target.dtype) for name, tensor in tensors.items()},
-                        target)
+    return DFlashProposer(config, {name: tensor.to(target.device, target.dtype) for name, tensor in tensors.items()},
+                          target)
 
 
 # 286 steps of 512 tokens, two layers: simulated speed-up (loss) 1.25 (3.61) at 2.5e-4, 1.29 (3.54) at 5e-4, 1.27 (3.70)
 # at 1e-3; 130 steps of 1024: 1.25 (3.77) at 1e-3, 1.25 (3.99) at 2e-3, 1.18 (4.29) at 4e-3. It learns slowly: on the
-# same data a standalone drafter comes to 2.39. It was made for more.
-FAMILY = Family("dflash", ARCHITECTURE, _create, _objective, _save, _serve, loaded_by("dflash", load),
-                layers=fused, whole_vocabulary=True, learning_rate=5e-4)
+# same data a standalone drafter reaches 2.39.
+FAMILY = FamilyImplementation("dflash", _create, BlockDiffusion, _save, _load_proposer,
+                              validator_by_loading("dflash", load), learning_rate=5e-4)

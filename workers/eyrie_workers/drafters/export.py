@@ -1,19 +1,19 @@
-"""The same drafter in another form: EAGLE-3 to and from speculators format, EAGLE-1/2 from its authors'.
+"""Convert drafters between formats: EAGLE-3 to and from speculators format, EAGLE-1/2 from its authors' format.
 
-Our own directories load in SGLang and in vLLM (`--speculative-config`). The speculators library (0.9.0) writes a third
-form, which `vllm serve DIR` takes without a word about the target: the layer's config nested, the layer named
-`layers.0`, the target named inside. Here is the way there and, for drafters trained elsewhere in that form, back.
+Eyrie's directories load in SGLang and in vLLM (`--speculative-config`). The speculators library (0.9.0) has another
+format, which `vllm serve DIR` loads without naming the target: the layer's config is nested, the layer is named
+`layers.0`, and the target is named in the config. This program converts to that format and back.
 
     python -m eyrie_workers.drafters.export --to speculators DIR OUT [--target NAME] [--num-steps N]
     python -m eyrie_workers.drafters.export --to sglang      DIR OUT [--target-architecture NAME --num-layers N]
 
-EAGLE-1/2 as its authors publish it (SafeAILab: weights pickled, `LlamaForCausalLM` for an architecture, an embedding in
-it, fc with a bias or none) goes to SGLang's form by the second line too: renamed, with zeros for a missing bias, which
-SGLang would leave random, and without the embedding, which is the target's.
+The second form also converts EAGLE-1/2 as its authors publish it (SafeAILab: pickled weights, architecture
+`LlamaForCausalLM`, a stored embedding, fc with or without a bias): the architecture is renamed, a missing bias, which
+SGLang would leave random, is written as zeros, and the embedding, which is the target's, is left out.
 
-What does not survive is refused: a drafter with `norm_before_residual` (the format's default in vLLM when the key is
-absent) computes another function than SGLang would. Layer ids in that format are vLLM's, ours; `num_aux_hidden_states`
-is written inside the nested config, where vLLM looks for it when there are not three.
+Drafters that cannot be converted are refused: with `norm_before_residual` (vLLM's default when the key is absent)
+SGLang would compute another function. Layer ids in speculators format are vLLM's, as Eyrie's; `num_aux_hidden_states`
+is in the nested config, where vLLM reads it when there are not three.
 """
 
 import argparse
@@ -36,22 +36,21 @@ from eyrie_api.program_exit import report_error
 from eyrie_workers.drafters import eagle1
 from eyrie_workers.drafters.check import check_directory
 from eyrie_workers.drafters.checkpoint.card import read_card
+from eyrie_workers.drafters.checkpoint.file_format import CONFIG, WEIGHTS
 from eyrie_workers.drafters.eagle3.directory_format import (
     ARCHITECTURE,
-    CONFIG,
+    LAYER_IDS,
     MAPS,
-    WEIGHTS,
     canonical_name,
     nested,
     num_aux,
 )
-from eyrie_workers.drafters.eagle3.validation import check
-from eyrie_workers.drafters.validation.config import LAYER_IDS
-from eyrie_workers.drafters.validation.family_checks import Parts
+from eyrie_workers.drafters.eagle3.validation import validate_files
+from eyrie_workers.drafters.validation.validator import DrafterFiles
 from eyrie_workers.targets.config import read_json
 
 SPECULATORS_VERSION = "0.9.0"
-# Of our config, what the nested config holds: all that describes the layer itself.
+# Keys of the config that describe the layer; the speculators format nests them.
 _LAYER_KEYS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "max_position_embeddings", "rms_norm_eps", "hidden_act", "rope_theta", "rope_parameters",
@@ -60,13 +59,13 @@ _LAYER_KEYS = (
 
 
 def to_speculators(directory: Path, out: Path, *, target: str | None = None, num_steps: int = 5) -> None:
-    """Write the drafter in `directory` to `out` in speculators format, replacing what is there.
+    """Write the drafter in `directory` to `out` in speculators format, replacing an existing directory.
 
     Raises InvalidInput for a drafter with errors, or when neither `target` nor a card names the target.
     """
     faults = [finding for finding in check_directory(directory) if finding.severity == "error"]
     if faults:
-        raise InvalidInput(f"{directory} is not sound: {faults[0].what}", faults[0].hint)
+        raise InvalidInput(f"{directory} has errors: {faults[0].what}", faults[0].hint)
     config, card = read_json(directory / CONFIG), read_card(directory)
     name = target or (card.target.name if card else None)
     if name is None:
@@ -92,21 +91,21 @@ def to_speculators(directory: Path, out: Path, *, target: str | None = None, num
 
 def to_sglang(directory: Path, out: Path, *, architecture: str = "LlamaForCausalLM",
               num_layers: int | None = None) -> None:
-    """Write a drafter in speculators format, or EAGLE-1/2 in its authors', to `out` as SGLang loads it, replacing what
-    is there.
+    """Write a drafter in speculators format, or EAGLE-1/2 in its authors' format, to `out` as SGLang loads it,
+    replacing an existing directory.
 
-    Raises InvalidInput for another format, for what SGLang does not compute, and for a result with errors;
+    Raises InvalidInput for another format, for variants SGLang does not compute, and for a result with errors;
     CheckpointInvalid for tensors that are not those of EAGLE-1/2.
     """
     found = read_json(directory / CONFIG)
     if "speculators_model_type" not in found and found.get("architectures") == ["LlamaForCausalLM"]:
-        eagle1.adopt(out, found, _tensors(directory))
+        eagle1.import_original(out, found, _tensors(directory))
         return
     if found.get("speculators_model_type") != "eagle3":
         raise InvalidInput(f"{directory} holds speculators_model_type {found.get('speculators_model_type')!r}",
                            "give an eagle3 drafter in speculators format")
     if found.get("norm_before_residual") is not False:
-        raise InvalidInput("norm_before_residual is true or absent, which vLLM takes for true: SGLang always adds the "
+        raise InvalidInput("norm_before_residual is true or absent, which vLLM reads as true: SGLang always adds the "
                            "state before its norm", "train with norm_before_residual false")
     layer, ids = dict(found.get("transformer_layer_config") or {}), found.get(LAYER_IDS)
     if layer.get("model_type", "llama") != "llama":
@@ -114,14 +113,14 @@ def to_sglang(directory: Path, out: Path, *, architecture: str = "LlamaForCausal
                            "train with a Llama layer")
     if not isinstance(ids, list):
         raise InvalidInput(f"{LAYER_IDS} are not written", "find out which layers it was trained on")
-    counted = num_layers if num_layers is not None else max(ids, default=0) + 1
+    depth = num_layers if num_layers is not None else max(ids, default=0) + 1
     config = {key: layer[key] for key in _LAYER_KEYS if layer.get(key) is not None} | {
         "architectures": [ARCHITECTURE], "model_type": "llama", "tie_word_embeddings": False,
         "draft_vocab_size": found.get("draft_vocab_size"), "norm_before_residual": False,
         "target_hidden_size": found.get("target_hidden_size") or layer.get("hidden_size"),
         "num_aux_hidden_states": len(ids), LAYER_IDS: ids,
         "eagle_config": {"use_aux_hidden_state": True,
-                         LAYER_IDS: list(sglang_layer_ids(architecture, counted, ids))}}
+                         LAYER_IDS: list(sglang_layer_ids(architecture, depth, ids))}}
     for flag in ("fc_norm", "norm_output"):
         if found.get(flag):
             config[flag] = True
@@ -132,7 +131,7 @@ def to_sglang(directory: Path, out: Path, *, architecture: str = "LlamaForCausal
                if not name.startswith("verifier_") and not (whole and name in MAPS)}
     if config["target_hidden_size"] == config.get("hidden_size"):
         tensors.pop("embed_tokens.weight", None)
-    faults = [finding for finding in check(Parts(config, tensors)) if finding.severity == "error"]
+    faults = [finding for finding in validate_files(DrafterFiles(config, tensors)) if finding.severity == "error"]
     if faults:
         raise InvalidInput("; ".join(fault.what for fault in faults), faults[0].hint)
     _write(out, config, tensors)
@@ -145,7 +144,7 @@ def _tensors(directory: Path) -> dict[str, Tensor]:
             found |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - no mapping
     pickled = directory / "pytorch_model.bin"
     if not found and pickled.is_file():
-        found = torch.load(pickled, map_location="cpu", weights_only=True)  # tensors and nothing that runs
+        found = torch.load(pickled, map_location="cpu", weights_only=True)  # loads tensors only, no code
     if not found:
         raise ArtifactMissing(f"no weights in {directory}", f"give a directory with {WEIGHTS} or {pickled.name}")
     return found
@@ -153,18 +152,18 @@ def _tensors(directory: Path) -> dict[str, Tensor]:
 
 def _write(out: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.with_name(f".{out.name}.aside")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, aside / WEIGHTS,
+    temporary = out.with_name(f".{out.name}.temporary")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary / WEIGHTS,
               metadata={"format": "pt"})
-    (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     shutil.rmtree(out, ignore_errors=True)
-    os.replace(aside, out)
+    os.replace(temporary, out)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command lines in the module's essay."""
+    """The command lines in the module docstring."""
     parser = argparse.ArgumentParser(prog="python -m eyrie_workers.drafters.export")
     parser.add_argument("directory", type=Path)
     parser.add_argument("out", type=Path)

@@ -1,8 +1,9 @@
-"""What the stages ask of a drafter family: how it is made, how it learns, how it is written, how it is served.
+"""The interface of a drafter family: how a drafter is created, trained, exported, validated and loaded for decoding.
 
-A family is a row of functions, and a row is all that stages, engine and reports ever see of it: none of them knows a
-family by name. Adding one means one file with its architecture, its objective and its row, and one line in
-`drafters.registry`.
+Stages, engine and reports see a family only through this interface and its row in the table of families
+(`eyrie_api.v1alpha1.families`). The module named by the row defines `FAMILY`, a `FamilyImplementation`; it contains the
+architecture as an `nn.Module` (the drafter), its training objective, its checkpoint format, and a class that implements
+`speculation.protocol.Drafter` for decoding (the proposer).
 """
 
 from collections.abc import Callable
@@ -14,10 +15,11 @@ import torch
 from torch import nn
 
 from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.families import FAMILIES, DrafterFamily
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.checkpoint.card import Card
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
-from eyrie_workers.drafters.validation.family_checks import Examine
+from eyrie_workers.drafters.validation.validator import Validator
 from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
@@ -29,56 +31,45 @@ Layers = tuple[int, ...]
 """`hidden_states` indices, ascending: 0 embeddings, i + 1 output of layer i, num_layers after the final norm."""
 
 
-def fused(chosen: Layers, _num_layers: int) -> Layers:
-    """The layers chosen for fusing: low, middle, high, or what the user gave."""
-    return chosen
-
-
-def final(_chosen: Layers, num_layers: int) -> Layers:
-    """The state after the final norm alone, at every position: what families that go on from it read."""
-    return (num_layers,)
-
-
-def none(_chosen: Layers, _num_layers: int) -> Layers:
-    """No layer: families that read tokens."""
-    return ()
-
-
 @dataclass(frozen=True)
-class Family:
-    """One family of drafters."""
+class FamilyImplementation:
+    """The functions of one family. `Any` stands for the family's own `nn.Module`."""
 
     name: str
-    """`DrafterSpec.family`."""
-
-    architecture: str
-    """`architectures[0]` of its checkpoints' config.json: how a directory tells what it holds."""
+    """Name of its row in the table of families."""
 
     create: Callable[[DrafterSpec, TargetConfig, TargetEmbeddings, Layers, DraftVocabulary, int], nn.Module]
-    """A new drafter: (spec, target, target's ends, the layers it reads, draft vocabulary, seed). `max_draft_tokens` of
-    the spec is filled in."""
+    """A new drafter: (spec, target, target's embeddings, layers it reads, draft vocabulary, seed). The spec's
+    `max_draft_tokens` is set."""
 
     objective: Callable[[Any, TargetEmbeddings, TrainSpec, int, torch.dtype], Objective]
-    """How it learns: (drafter, target's ends, spec, longest document, arithmetic). Its documents carry the layers of
-    `layers` alone."""
+    """Training objective: (drafter, target's embeddings, spec, longest document, compute dtype). The documents carry
+    the layers of `layers` only."""
 
     save: Callable[[Path, Any, str, Card | None], None]
-    """Export: (directory, drafter, dtype, card). Whole or not at all; the same drafter writes the same bytes."""
+    """Export: (directory, drafter, dtype, card). Atomic; the same drafter gives the same bytes."""
 
-    serve: Callable[[Path, TargetModel], Drafter]
-    """Load an export for the engine: (directory, target). Raises ArtifactMissing, CheckpointInvalid. Called where the
-    target computes (`targets.device.device_scope`): `checkpoint.read_tensors` and tensors made in it lie there."""
+    load_proposer: Callable[[Path, TargetModel], Drafter]
+    """Load an export for decoding: (directory, target). Raises ArtifactMissing, CheckpointInvalid. The caller sets the
+    default device to the target's (`targets.device.device_scope`)."""
 
-    examine: Examine
-    """Everything that is wrong with a directory of its architecture (`drafters.check`)."""
-
-    layers: Callable[[Layers, int], Layers] = fused
-    """Which of the target's states it reads: (layers chosen for fusing, num_layers). Capture stores what all families
-    of a job read; each is given its own."""
-
-    whole_vocabulary: bool = False
-    """It predicts over the target's whole vocabulary, whatever `draft_vocab_size` says: its output matrix is the
-    target's, or its own text goes on with any token."""
+    validate: Validator
+    """Findings about a directory of the family's architecture."""
 
     learning_rate: float = DEFAULT_LEARNING_RATE
-    """Peak, where the spec leaves it out; measured on the quickstart target."""
+    """Default peak learning rate, measured on the quickstart target."""
+
+    @property
+    def row(self) -> DrafterFamily:
+        """The family's row in the table of families."""
+        return FAMILIES[self.name]
+
+    def layers(self, fused: Layers, num_layers: int) -> Layers:
+        """Layers of the target that the family reads.
+
+        Capture stores the layers of all families of a job; each objective gets those of its own family.
+
+        fused       layers selected for families that fuse several
+        num_layers  of the target
+        """
+        return {"fused": fused, "final": (num_layers,), "none": ()}[self.row.target_states]

@@ -1,31 +1,32 @@
-"""Hydra: Medusa's heads, each of which reads the tokens before its own (arXiv:2402.05109, section 3).
+"""Hydra: heads like Medusa's, each of which also reads the tokens before its own (arXiv:2402.05109, section 3).
 
-The target stands at position i and has chosen token x_{i+1} from its state h_i after the final norm. Head s, counted
-from 0, reads h_i beside the embeddings of all tokens between that state and its guess, settled or drafted:
+At position i the target has chosen token x_{i+1} from its state h_i after the final norm. Head s, counted from 0, reads
+h_i and the embeddings of all tokens between that state and its prediction, settled or drafted:
 
     z_s = [ h_i ; e(x_{i+1}) ; e(x_{i+2}) ; .. ; e(x_{i+1+s}) ]                        (2 + s) H numbers
     p_s = softmax(W (P_s z_s + SiLU(W_s z_s)))                                          over x_{i+2+s}
 
-a perceptron of one hidden layer for each head, W one output matrix for all of them. P_s starts as "take h_i" and W as
-the target's output matrix, so a new drafter repeats the target's choice as Medusa's does; W_s starts small.
+one perceptron with one hidden layer per head, and one output matrix W for all heads. P_s starts as the selection of h_i
+and W as the target's output matrix, so that a new drafter gives the target's distribution as Medusa's does; W_s starts
+small.
 
-In training the tokens are the true ones, also where hits are counted: what a head is asked in serving is whether it is
-right after a right path. A path is drafted token by token, one head a depth, so trees grow by confidence like EAGLE's
-(`speculation.tree.build_draft_tree`); what a node hands to its children is its z. There are no keys and no positions.
+Training and evaluation use the true tokens: in decoding a head's prediction matters only after an accepted path. A path
+is drafted token by token, one head per depth, so trees grow by confidence like EAGLE's
+(`speculation.tree.build_draft_tree`); the state of a node is its z. There are no keys and no positions.
 
-Two things differ from the paper. e is the target's embedding scaled to a mean square of one. And W is shared, which
-spares S - 1 matrices of [D, H]. Measured on the quickstart target (295 answers of 16 k tokens, 4 epochs, 7 heads,
+Two things differ from the paper: e is the target's embedding scaled to a mean square of one, and W is shared, which
+saves S - 1 matrices of [D, H]. Measured on the quickstart target (295 answers of 16 k tokens, 4 epochs, 7 heads,
 D 1536, peak learning rate 2e-3, one run each; simulated speed-up over 780 held-out roots, and the share of first and
-last heads that hit):
+last heads that are correct):
 
     as it is                        4.00    .74 .74        learning rate 5e-3    3.86    .74 .70
     embeddings as they are          3.68    .70 .69        2 layers a head       4.03    .74 .74
     one W for each head             3.92    .75 .71        4 layers a head       4.04    .74 .73
     Medusa, at its best rate        3.23    .69 .41
 
-So sight of the tokens buys .05 at the first head, which now knows x_{i+1}, and .33 at the last; more layers bought
-nothing in so short a training. The paper's Hydra++ also lets the heads read a decoder layer over all positions in the
-place of h_i (prefix attention): not here.
+Reading the tokens gains .05 at the first head, which then knows x_{i+1}, and .33 at the last; more layers gained
+nothing in so short a training. The paper's Hydra++, whose heads read a decoder layer over all positions in place of h_i
+(prefix attention), is not implemented.
 
     B rows, N nodes, R roots, S heads, H hidden, D draft vocabulary, V vocabulary
 """
@@ -43,11 +44,12 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.checkpoint.card import Card
-from eyrie_workers.drafters.checkpoint.heads import HeadsConfig, HeadsForm, load_heads, save_heads
-from eyrie_workers.drafters.family import Family, final
+from eyrie_workers.drafters.checkpoint.heads import HeadsConfig, HeadsFormat, load_heads, save_heads
+from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
-from eyrie_workers.drafters.medusa import last_states
-from eyrie_workers.drafters.validation.family_checks import loaded_by
+from eyrie_workers.drafters.layers.last_state_heads import UNLIMITED_LENGTH, last_states, residual_silu
+from eyrie_workers.drafters.layers.proposer import target_ids
+from eyrie_workers.drafters.validation.validator import validator_by_loading
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, Drafter, DrafterState, DraftStep, DraftTree
@@ -75,7 +77,7 @@ class HydraDrafter(nn.Module):
     """The parameters. The embedding is the target's: shared, frozen, not saved."""
 
     def __init__(self, config: HeadsConfig, vocabulary: DraftVocabulary) -> None:
-        """Parameters at torch's default initialisation; `create` has a better start."""
+        """Parameters at torch's default initialisation; `create` initialises from the target."""
         super().__init__()
         assert (config.vocab_size, config.draft_vocab_size) == (vocabulary.vocab_size, vocabulary.size)
         self.config, self.vocabulary = config, vocabulary
@@ -84,28 +86,28 @@ class HydraDrafter(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
 
     def head(self, number: int) -> Tensor:
-        """P and W of a head, one above the other: [2 H, (2 + number) H]."""
+        """P and W of a head, concatenated: [2 H, (2 + number) H]."""
         return torch.cat([self.get_parameter(f"heads.{number}.{part}.weight") for part in ("skip", "inner")])
 
 
-def embeddings(embed_VH: Tensor) -> Tensor:
+def scaled_embeddings(embed_VH: Tensor) -> Tensor:
     """e: the target's embedding, each row scaled to a mean square of one."""
     return F.rms_norm(embed_VH, embed_VH.shape[-1:], eps=_EPS)
 
 
-def joined(through: Tensor) -> Tensor:
-    """P z + SiLU(W z) of [P z ; W z]: [.., 2 H] -> [.., H]."""
-    kept, inner = through.chunk(2, -1)
-    return kept + F.silu(inner)
+def head_state(projected: Tensor) -> Tensor:
+    """P z + SiLU(W z) from [P z ; W z]: [.., 2 H] -> [.., H]."""
+    skip, inner = projected.chunk(2, -1)
+    return residual_silu(skip, inner)
 
 
 class HydraObjective(DistillationObjective):
-    """All heads at every root, behind the true tokens."""
+    """All heads at every root, after the true tokens."""
 
-    def __init__(self, drafter: HydraDrafter, ends: TargetEmbeddings, spec: TrainSpec,
+    def __init__(self, drafter: HydraDrafter, embeddings: TargetEmbeddings, spec: TrainSpec,
                  dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(drafter.vocabulary, ends.lm_head, spec, steps=drafter.config.num_heads, dtype=dtype)
-        self._drafter, self._embed_VH, self._recompute = drafter, ends.embed, spec.grad_checkpoint
+        super().__init__(drafter.vocabulary, embeddings.lm_head, spec, steps=drafter.config.num_heads, dtype=dtype)
+        self._drafter, self._embed_VH, self._recompute = drafter, embeddings.embed, spec.grad_checkpoint
 
     @property
     def drafter(self) -> HydraDrafter:
@@ -113,71 +115,68 @@ class HydraObjective(DistillationObjective):
         return self._drafter
 
     def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
-        """What each head makes of its roots' states and the true tokens behind them, judged or not."""
-        drafter, config, kind = self._drafter, self._drafter.config, self._drafter.lm_head.weight.dtype
+        """The states of each head at its roots, after the true tokens; the same in training and evaluation."""
+        drafter, config, dtype = self._drafter, self._drafter.config, self._drafter.lm_head.weight.dtype
         tokens_RS = _following(documents.token_ids, plan)
-        embed_RSH = embeddings(self._embed_VH[tokens_RS]).to(kind)
-        read_RC = torch.cat([documents.aux[:, 0].index_select(0, plan.roots).to(kind), embed_RSH.flatten(1)], 1)
+        embed_RSH = scaled_embeddings(self._embed_VH[tokens_RS]).to(dtype)
+        inputs_RC = torch.cat([documents.aux[:, 0].index_select(0, plan.roots).to(dtype), embed_RSH.flatten(1)], 1)
         states, flops = [], plan.target_positions().numel() * config.vocab_size
         for number, alive in enumerate(plan.alive):
             if alive == 0:
                 break
             width = (2 + number) * config.hidden_size
-            read = read_RC[:alive, :width]  # what head s reads is the beginning of what head s + 1 reads
+            inputs = inputs_RC[:alive, :width]  # the inputs of head s are a prefix of those of head s + 1
             weight = drafter.head(number).to(self.dtype)
-            states.append(checkpoint(_state, read, weight, kind, use_reentrant=False) if self._recompute
-                          else _state(read, weight, kind))
+            states.append(checkpoint(_state, inputs, weight, dtype, use_reentrant=False) if self._recompute
+                          else _state(inputs, weight, dtype))
             flops += alive * (2 * 2 * width + 3 * config.draft_vocab_size)
         return Prediction(tuple(states), drafter.lm_head.weight.to(self.dtype), flops=2 * config.hidden_size * flops)
 
 
-def _state(read: Tensor, weight: Tensor, kind: torch.dtype) -> Tensor:
-    return joined(linear(read, weight).to(kind))
+def _state(inputs: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return head_state(linear(inputs, weight).to(dtype))
 
 
 def _following(token_ids: Tensor, plan: UnrollPlan) -> Tensor:
-    """[R, S] tokens i+1 .. i+S behind each root i; where a root lives no longer, any token."""
+    """[R, S] tokens i+1 .. i+S after each root i; an arbitrary token where the root is not alive."""
     steps = torch.arange(1, len(plan.alive) + 1, device=token_ids.device)
     return token_ids[(plan.roots[:, None] + steps).clamp(max=token_ids.numel() - 1)]
 
 
 @dataclass
 class HydraState:
-    """What is kept of each row."""
+    """The input of the first head for each row."""
 
     read: Tensor
     """[rows, 2 H] z_0: the target's state at the last settled pair, and the pair's token as embedding."""
 
 
-class HydraServer:
-    """`speculation.protocol.Drafter`: one head a depth, grown by confidence."""
+class HydraProposer:
+    """`speculation.protocol.Drafter`: one head per depth, trees grown by confidence."""
 
-    max_length = 2**31 - 1
-    """It knows no positions."""
+    max_length = UNLIMITED_LENGTH
 
     def __init__(self, drafter: HydraDrafter, embed_VH: Tensor, num_layers: int) -> None:
-        """`embed_VH`: the target's; its dtype is that of drafting. `num_layers`: of the target."""
+        """embed_VH: the target's embedding; drafting computes in its dtype. num_layers: of the target."""
         config, dtype = drafter.config, embed_VH.dtype
-        self.aux_layers = final((), num_layers)
+        self.aux_layers = (num_layers,)
         self._num_heads, self._hidden_size = config.num_heads, config.hidden_size
         with torch.inference_mode():
-            self._embed_VH = embeddings(embed_VH)
+            self._embed_VH = scaled_embeddings(embed_VH)
             self._heads = [Linear(drafter.head(number).to(dtype)) for number in range(config.num_heads)]
             self._lm_head = Linear(drafter.lm_head.weight.to(dtype))
-            vocabulary = drafter.vocabulary
-            whole = vocabulary.size == vocabulary.vocab_size
-            self._draft_ids_D = None if whole else vocabulary.ids.to(embed_VH.device)
+            self._draft_ids_D = target_ids(drafter.vocabulary, embed_VH.device)
 
     def new_state(self, num_rows: int, max_length: int, max_shape: DraftTreeShape) -> HydraState:
-        """What the first head reads, for each row."""
+        """Space for one input of the first head per row."""
         return HydraState(self._embed_VH.new_zeros(num_rows, 2 * self._hidden_size))
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
-        """Nothing to forget: the first pairs overwrite what is there."""
+        """Does nothing: the first pairs overwrite the row's state."""
 
     @torch.inference_mode()
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
-        """Keep each row's last pair."""
+        """Store each row's last pair."""
         assert isinstance(state, HydraState)
         chosen = pairs.tokens.gather(1, (pairs.lengths - 1).to(pairs.tokens.device)[:, None])[:, 0]
         state.read[pairs.rows] = torch.cat([last_states(pairs).to(state.read.dtype), self._embed_VH[chosen]], 1)
@@ -185,38 +184,38 @@ class HydraServer:
     @torch.inference_mode()
     def propose(self, state: DrafterState, rows: Tensor, shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
-        """Grow one tree per row as deep as there are heads; NO_TOKEN beyond."""
+        """Grow one tree per row, at most as deep as there are heads; NO_TOKEN at deeper nodes."""
         assert isinstance(state, HydraState)
-        first = self._say(0, state.read[rows][:, None])
-        tree = build_draft_tree(first, self._step, _within(shape, self._num_heads), self._draft_ids_D, noise)
-        return _filled(tree, shape.num_draft_tokens)
+        first = self._predict(0, state.read[rows][:, None])
+        tree = build_draft_tree(first, self._step, _limit_depth(shape, self._num_heads), self._draft_ids_D, noise)
+        return _pad(tree, shape.num_draft_tokens)
 
     def _step(self, tokens: Tensor, hidden: Tensor, mask: Tensor, depth: int) -> DraftStep:
-        """`protocol.StepFunction`: what a node reads is what its parent read, and its own token."""
-        return self._say(depth, torch.cat([hidden, self._embed_VH[tokens]], -1))
+        """`protocol.StepFunction`: the input of a node is its parent's input and its own token."""
+        return self._predict(depth, torch.cat([hidden, self._embed_VH[tokens]], -1))
 
-    def _say(self, number: int, read_BNC: Tensor) -> DraftStep:
+    def _predict(self, number: int, read_BNC: Tensor) -> DraftStep:
         rows, nodes, _ = read_BNC.shape
-        logits = self._lm_head(joined(self._heads[number](read_BNC.flatten(0, 1))))
+        logits = self._lm_head(head_state(self._heads[number](read_BNC.flatten(0, 1))))
         return DraftStep(logits.view(rows, nodes, -1), read_BNC)
 
 
-def _within(shape: DraftTreeShape, num_steps: int) -> DraftTreeShape:
+def _limit_depth(shape: DraftTreeShape, num_steps: int) -> DraftTreeShape:
     """The shape, no deeper than `num_steps`, with as many of its nodes as such a tree can have."""
     if shape.num_steps <= num_steps:
         return shape
-    most = 1 + shape.top_k + (num_steps - 1) * shape.top_k**2
+    max_nodes = 1 + shape.top_k + (num_steps - 1) * shape.top_k**2
     return DraftTreeShape(num_steps=num_steps, top_k=shape.top_k, static=shape.static,
-                          num_draft_tokens=min(shape.num_draft_tokens, most))
+                          num_draft_tokens=min(shape.num_draft_tokens, max_nodes))
 
 
-def _filled(tree: DraftTree, num_nodes: int) -> DraftTree:
-    """The tree with nodes of NO_TOKEN behind it, up to `num_nodes`: each under the one before, so that a chain stays
-    one."""
-    rows, held = tree.tokens.shape
-    if held == num_nodes:
+def _pad(tree: DraftTree, num_nodes: int) -> DraftTree:
+    """The tree padded with NO_TOKEN nodes up to `num_nodes`, each a child of the node before it, so that a chain
+    remains a chain."""
+    rows, size = tree.tokens.shape
+    if size == num_nodes:
         return tree
-    more = torch.arange(held - 1, num_nodes - 1, device=tree.parents.device).expand(rows, -1)
+    more = torch.arange(size - 1, num_nodes - 1, device=tree.parents.device).expand(rows, -1)
     return DraftTree(torch.cat([tree.tokens, torch.full_like(more, NO_TOKEN)], 1), torch.cat([tree.parents, more], 1),
                      torch.cat([tree.scores, tree.scores.new_full(more.shape, -torch.inf)], 1))
 
@@ -228,13 +227,13 @@ def _shapes(config: HeadsConfig) -> Mapping[str, tuple[int, ...]]:
         for number in range(config.num_heads) for part in ("skip", "inner")}
 
 
-_FORM = HeadsForm("hydra", "EyrieHydra", True, _shapes)
+_FORMAT = HeadsFormat("hydra", shared_output=True, shapes=_shapes)
 
 
 @torch.no_grad()
-def create(spec: DrafterSpec, target: TargetConfig, ends: TargetEmbeddings, _layers: tuple[int, ...],
+def create(spec: DrafterSpec, target: TargetConfig, embeddings: TargetEmbeddings, _layers: Layers,
            vocabulary: DraftVocabulary, seed: int) -> HydraDrafter:
-    """Heads that repeat the target's own choice, but for the noise of W_s."""
+    """A drafter whose heads give the target's distribution of the next token, except for the noise of W_s."""
     assert spec.max_draft_tokens is not None
     drafter = HydraDrafter(HeadsConfig(target.hidden_size, target.vocab_size, vocabulary.size, spec.max_draft_tokens),
                            vocabulary)
@@ -243,31 +242,31 @@ def create(spec: DrafterSpec, target: TargetConfig, ends: TargetEmbeddings, _lay
         skip, inner = (drafter.get_parameter(f"heads.{number}.{part}.weight") for part in ("skip", "inner"))
         skip.zero_()[:, :hidden].fill_diagonal_(1.0)
         inner.copy_(torch.empty(inner.shape, device="cpu").normal_(0.0, _INITIAL_STD, generator=generator))
-    drafter.lm_head.weight.copy_(ends.lm_head.index_select(0, vocabulary.ids.to(ends.lm_head.device)))
+    drafter.lm_head.weight.copy_(embeddings.lm_head.index_select(0, vocabulary.ids.to(embeddings.lm_head.device)))
     return drafter
 
 
-def _objective(drafter: HydraDrafter, ends: TargetEmbeddings, spec: TrainSpec, _max_positions: int,
+def _objective(drafter: HydraDrafter, embeddings: TargetEmbeddings, spec: TrainSpec, _max_positions: int,
                dtype: torch.dtype) -> Objective:
-    return HydraObjective(drafter, ends, spec, dtype)
+    return HydraObjective(drafter, embeddings, spec, dtype)
 
 
 def save(directory: Path, drafter: HydraDrafter, dtype: str = "float32", card: Card | None = None) -> None:
-    """Write a drafter to `directory`, replacing what is there, atomically."""
-    save_heads(directory, _FORM, drafter.config, drafter.vocabulary, drafter.state_dict(), dtype, card)
+    """Write a drafter to `directory`, replacing an existing one, atomically."""
+    save_heads(directory, _FORMAT, drafter.config, drafter.vocabulary, drafter.state_dict(), dtype, card)
 
 
 def load(directory: Path, target: TargetConfig | None) -> HydraDrafter:
     """Read a drafter for `target`. Raises ArtifactMissing or CheckpointInvalid."""
-    stored = load_heads(directory, _FORM, target)
+    stored = load_heads(directory, _FORMAT, target)
     drafter = HydraDrafter(stored.config, stored.vocabulary)
     drafter.load_state_dict(stored.tensors, assign=True)
     return drafter
 
 
-def _serve(directory: Path, target: TargetModel) -> Drafter:
-    return HydraServer(load(directory, target.config), target.embed_weight, target.config.num_layers)
+def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
+    return HydraProposer(load(directory, target.config), target.embed_weight, target.config.num_layers)
 
 
-FAMILY = Family(_FORM.family, _FORM.architecture, create, _objective, save, _serve, loaded_by(_FORM.family, load),
-                layers=final, learning_rate=2e-3)
+FAMILY = FamilyImplementation("hydra", create, _objective, save, _load_proposer, validator_by_loading("hydra", load),
+                              learning_rate=2e-3)

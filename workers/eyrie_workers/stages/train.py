@@ -41,8 +41,7 @@ from eyrie_api.v1alpha1.stages import TrainStage
 from eyrie_workers.catalog import STATE_DIR
 from eyrie_workers.drafters.checkpoint.card import Card, DataIdentity, TargetIdentity, identify
 from eyrie_workers.drafters.checkpoint.files import files_of
-from eyrie_workers.drafters.eagle3.flops import peak_rate
-from eyrie_workers.drafters.family import Family
+from eyrie_workers.drafters.family import FamilyImplementation
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.drafters.registry import family_named
 from eyrie_workers.features.packed_batch import PackedBatch
@@ -64,6 +63,7 @@ from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext
 from eyrie_workers.training.evaluation import Evaluation, evaluate
 from eyrie_workers.training.loop import StepReport, Trainer
 from eyrie_workers.training.packing import Schedule, checkpoint_steps, cut_evenly, split_held_out
+from eyrie_workers.training.peak_rate import peak_rate
 from eyrie_workers.training.state import Moments, load_state, save_state, trainable_parameters
 from eyrie_workers.training.trackers import open_trackers
 
@@ -104,7 +104,7 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS, 
     schedule = Schedule(train_rows, lengths, spec.train.max_tokens_per_batch, spec.train.epochs, spec.train.seed,
                         spec.train.max_steps)
     vocabulary, vocabulary_report = _build_vocabulary(spec, stage, store, train_rows, config, path,
-                                                      whole=family.whole_vocabulary)
+                                                      whole=family.row.whole_vocabulary)
     ends = ends or read_target_embeddings(path, config.tie_word_embeddings)
     drafter = family.create(spec.drafter, config, ends, layers, vocabulary, spec.train.seed)
     device = default_device()
@@ -184,7 +184,7 @@ def fastest_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
-def _settled(spec: TrainStage, family: Family) -> TrainStage:
+def _settled(spec: TrainStage, family: FamilyImplementation) -> TrainStage:
     """The spec with what it leaves to the family filled in."""
     train, drafter = spec.train, spec.drafter
     if train.learning_rate is None:
@@ -255,7 +255,7 @@ class Run:
 
     spec: TrainStage
     stage: Stage
-    family: Family
+    family: FamilyImplementation
     drafter: nn.Module
     trainer: Trainer
     digest: str

@@ -1,6 +1,6 @@
 import json
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from eyrie_api.errors import UnsupportedTarget
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.drafter import SGLANG_ALGORITHMS, Family
+from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.tuning import OFF, OperatingMap, OperatingPoint, Setting
 from eyrie_workers.engines.sglang.checkpoints import (
     DrafterCheckpoint,
@@ -380,13 +380,10 @@ def test_a_family_that_reads_no_inner_layers_is_served_beside_targets_sglang_can
 
 
 def test_the_algorithm_is_read_from_the_architecture_of_every_family_sglang_serves() -> None:
-    from eyrie_workers.drafters.registry import FAMILIES
-
-    for name, family in FAMILIES.items():
-        if name != "standalone":  # its checkpoint is a target's, of whatever class that is
-            algorithm = checkpoint_algorithm({"architectures": [family.architecture]})
-            assert algorithm == SGLANG_ALGORITHMS.get(family.name), name
+    expected = {"eagle3": "EAGLE3", "eagle1": "EAGLE", "standalone": "STANDALONE", "dflash": "DFLASH"}
+    for name, row in FAMILIES.items():
+        assert checkpoint_algorithm({"architectures": [row.architecture]}) == expected.get(name), name
+        assert family_algorithm(name) == expected.get(name), name
     assert checkpoint_algorithm({"architectures": ["LlamaForCausalLM"]}) == "STANDALONE"
     assert checkpoint_algorithm({"architectures": ["Eagle3LlamaForCausalLM"]}) is None
     assert checkpoint_algorithm({}) is None
-    assert {family_algorithm(family) for family in get_args(Family)} == {*SGLANG_ALGORITHMS.values(), None}

@@ -1,15 +1,15 @@
-"""The drafter card: where a drafter comes from and what it did, beside its weights as `eyrie-card.json` and README.md.
+"""The drafter card: provenance and results of a drafter, as `eyrie-card.json` and README.md in its directory.
 
-A drafter is worth nothing without its target: the same weights beside another revision, another tokenizer or another
-layer count load without a word and accept nothing. So the card names the target by digest, and `drafters.check`
-compares. It also names the data by digest, the settings, and the code, so that a drafter can be made again; it holds no
-clock and no path, so that making it again gives the same bytes.
+A drafter is useful with its own target only: with another revision, tokenizer or layer count the same weights load
+without an error and their proposals are rejected. The card therefore identifies the target by digest, which
+`drafters.check` compares. It also records the digest of the data, the settings and the code, so that the drafter can be
+reproduced; it contains neither times nor paths, so that the reproduction has the same bytes.
 
-A checkpoint is immutable, and what was measured comes after it. So results never go into a checkpoint's own card:
-`with_results` makes a copy of the directory (weights linked, not copied, where the file system can) whose card has
-them. `weights_digest` covers config and weights alone and is the same for both: that is the drafter's identity, the
-digest of the whole directory is the artifact's. When a drafter is promoted, its final benchmark and its proof are
-written beside its directory, ready to be given to whoever the drafter is given to:
+A checkpoint is immutable and measured after it is written. Results are therefore never added to its own card:
+`with_results` writes a copy of the directory (with linked weights where the file system supports it) whose card
+contains them. `weights_digest` covers config and weights only and is equal for both copies: it identifies the drafter,
+while the digest of the whole directory identifies the artifact. When a drafter is promoted, its final benchmark and its
+proof are written next to its directory, and this command adds them to a copy for distribution:
 
     python -m eyrie_workers.drafters.checkpoint.card DIR OUT --results DIR-results.json
 """
@@ -28,24 +28,22 @@ from pydantic import Field, JsonValue, ValidationError
 from eyrie_api.artifacts import digest_file, write_atomically
 from eyrie_api.errors import ArtifactCorrupt, EyrieError, InvalidInput
 from eyrie_api.program_exit import report_error
-from eyrie_api.v1alpha1.drafter import SGLANG_ALGORITHMS, DrafterSpec
+from eyrie_api.v1alpha1.drafter import DrafterSpec
+from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.model import Digest, Frozen
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.drafters.eagle3.directory_format import CARD, CONFIG, README, WEIGHTS
+from eyrie_workers.drafters.checkpoint.file_format import CARD, CONFIG, README, WEIGHTS
 from eyrie_workers.targets.config import read_json
 from eyrie_workers.targets.loading import target_digest
 
 TOKENIZER = "tokenizer.json"
-_CALLED = {"eagle3": "EAGLE-3", "eagle1": "EAGLE-1/2", "medusa": "Medusa", "hydra": "Hydra", "standalone": "Standalone",
-           "dflash": "DFlash"}
-"""A family in words; one that is not here is called by its own name."""
 
 
 class TargetIdentity(Frozen):
-    """The one target a drafter is for."""
+    """The target of a drafter."""
 
     name: str
-    """Hub id, or the last part of a local path; for people."""
+    """Hub id, or the last part of a local path; for display."""
 
     revision: str | None = None
     """Commit of a Hub model."""
@@ -56,7 +54,7 @@ class TargetIdentity(Frozen):
     """Of configuration, weights, tokenizer and chat template (`targets.loading.target_digest`)."""
 
     tokenizer_digest: Digest | None = None
-    """Of `tokenizer.json`: the part that may be compared in a moment."""
+    """Of `tokenizer.json`: compared without reading the weights."""
 
 
 class DataIdentity(Frozen):
@@ -68,7 +66,7 @@ class DataIdentity(Frozen):
     rows: int = Field(ge=0)
     tokens: int = Field(ge=0)
     longest_row: int = Field(ge=0)
-    """Tokens. Nothing is known of the drafter beyond this length."""
+    """In tokens. The drafter was not trained beyond this length."""
 
 
 class Card(Frozen):
@@ -90,11 +88,11 @@ class Card(Frozen):
     draft_vocabulary_coverage: float | None = None
     code_version: str
     results: dict[str, JsonValue] = Field(default_factory=dict)
-    """What was measured, by kind (benchmark, tune, proof): the reports themselves."""
+    """Reports by kind (benchmark, tune, proof)."""
 
 
 def identify(path: Path, spec: TargetSpec | None = None, *, digest: str | None = None) -> TargetIdentity:
-    """The identity of the target in directory `path`. `digest` saves reading its weights when it is known."""
+    """The identity of the target in directory `path`. A known `digest` avoids reading the weights."""
     config = read_json(path / "config.json")
     text = config.get("text_config")
     layers = (text if isinstance(text, dict) else config).get("num_hidden_layers")
@@ -113,24 +111,24 @@ def hub_revision(path: Path) -> str | None:
 
 
 def write_card(directory: Path, card: Card) -> None:
-    """Write the card and the README made from it."""
+    """Write the card, and the README rendered from it."""
     write_atomically(directory / CARD, card.model_dump_json(indent=2) + "\n")
     write_atomically(directory / README, readme(card))
 
 
 def read_card(directory: Path) -> Card | None:
-    """The card of a drafter; None without one. Raises ArtifactCorrupt when it cannot be read."""
+    """The card of a drafter; None when it has none. Raises ArtifactCorrupt when it cannot be read."""
     try:
         return Card.model_validate_json((directory / CARD).read_text())
     except FileNotFoundError:
         return None
     except (ValidationError, UnicodeDecodeError) as error:
-        raise ArtifactCorrupt(f"{directory / CARD} is no drafter card: {str(error).splitlines()[0]}",
+        raise ArtifactCorrupt(f"{directory / CARD} is not a drafter card: {str(error).splitlines()[0]}",
                               "export the drafter again, or delete the card") from error
 
 
 def weights_digest(directory: Path) -> str:
-    """Digest of configuration and weights: what a drafter is, whatever is written about it."""
+    """Digest of configuration and weights; independent of card and README."""
     sha = hashlib.sha256()
     for name in (CONFIG, WEIGHTS):
         sha.update(f"{name}\0{digest_file(directory / name)}\n".encode())
@@ -138,21 +136,21 @@ def weights_digest(directory: Path) -> str:
 
 
 def with_results(directory: Path, out: Path, results: dict[str, JsonValue]) -> Path:
-    """A copy of the checkpoint at `out`, replacing what is there, whose card has `results` added to its own.
+    """A copy of the checkpoint at `out`, replacing an existing directory, with `results` added to its card.
 
     Raises InvalidInput for a checkpoint without a card.
     """
     card = read_card(directory)
     if card is None:
         raise InvalidInput(f"{directory} has no {CARD}", "export the drafter again")
-    aside = out.with_name(f".{out.name}.aside")
-    shutil.rmtree(aside, ignore_errors=True)
-    shutil.copytree(directory, aside, copy_function=_link_or_copy)
+    temporary = out.with_name(f".{out.name}.temporary")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(directory, temporary, copy_function=_link_or_copy)
     for name in (CARD, README):  # a link would write through to the original
-        (aside / name).unlink(missing_ok=True)
-    write_card(aside, card.model_copy(update={"results": card.results | results}))
+        (temporary / name).unlink(missing_ok=True)
+    write_card(temporary, card.model_copy(update={"results": card.results | results}))
     shutil.rmtree(out, ignore_errors=True)
-    os.replace(aside, out)
+    os.replace(temporary, out)
     return out
 
 
@@ -164,23 +162,24 @@ def _link_or_copy(source: str, to: str) -> None:
 
 
 def readme(card: Card) -> str:
-    """The card for people, in the form of a model card."""
+    """The card as Markdown, in the form of a Hugging Face model card."""
+    family = FAMILIES.get(card.drafter.family)
     target, data = card.target, card.data
     where = f" at `{target.revision}`" if target.revision else ""
     layers = f"{target.architecture}, {target.num_layers} layers"
     lines = [
-        "---", *(["library_name: sglang"] if card.drafter.family in SGLANG_ALGORITHMS else []),
+        "---", *(["library_name: sglang"] if family is not None and family.sglang_algorithm is not None else []),
         f"tags: [speculative-decoding, {card.family}]", f"base_model: {json.dumps(target.name)}",
-        "---", "", f"# {_CALLED.get(card.family, card.family)} drafter for {target.name}", "",
-        f"Drafts for `{target.name}`{where} ({layers}) and for no other model: the same weights beside another "
-        "revision or tokenizer load silently and accept nothing. Check the pair with "
+        "---", "", f"# {_title(card.family)} drafter for {target.name}", "",
+        f"Drafts for `{target.name}`{where} ({layers}) and for no other model: with another "
+        "revision or tokenizer the weights load without an error and all drafts are rejected. Check the pair with "
         "`eyrie check-drafter <this directory> --target <the model>`.", "",
         "| | |", "|---|---|", f"| target digest | `{target.digest}` |",
     ]
     if target.tokenizer_digest:
         lines.append(f"| tokenizer digest | `{target.tokenizer_digest}` |")
-    read = ", ".join(map(str, card.aux_layers))
-    lines += [f"| states read | {f'{read} (hidden_states indices, 0 = embeddings)' if read else 'none'} |",
+    layer_ids = ", ".join(map(str, card.aux_layers))
+    lines += [f"| states read | {f'{layer_ids} (hidden_states indices, 0 = embeddings)' if layer_ids else 'none'} |",
               f"| variant | {variant(card.drafter)} |"]
     if data is not None:
         lines.append(f"| trained on | {data.tokens:,} tokens in {data.rows:,} conversations, the longest of "
@@ -189,35 +188,40 @@ def readme(card: Card) -> str:
         lines.append(f"| training | step {card.step:,}, epoch {card.epoch:g}, {card.tokens:,} tokens seen |")
     if card.draft_vocabulary_coverage is not None:
         lines.append(f"| draft vocabulary | covers {card.draft_vocabulary_coverage:.2%} of the training answers |")
-    lines += [f"| made by | Eyrie {card.code_version} |", "",
-              "## Measured", "", *(_results(card.results) or ["Nothing measured is recorded in this copy."]), "",
+    lines += [f"| created by | Eyrie {card.code_version} |", "",
+              "## Measured", "", *(_results(card.results) or ["This copy contains no results."]), "",
               "All settings are in `eyrie-card.json`."]
     return "\n".join(lines) + "\n"
 
 
 def variant(spec: DrafterSpec) -> str:
-    """The flags of a drafter in words."""
+    """Description of the variant of a drafter."""
     flags = [name for name in ("fc_norm", "norm_before_fc", "norm_output") if getattr(spec, name)]
     if spec.sliding_window is not None:
         flags.append(f"sliding_window {spec.sliding_window}")
-    return ", ".join(flags) or f"plain {_CALLED.get(spec.family, spec.family)}"
+    return ", ".join(flags) or f"plain {_title(spec.family)}"
+
+
+def _title(family: str) -> str:
+    row = FAMILIES.get(family)
+    return family if row is None else row.title
 
 
 def _results(results: dict[str, JsonValue]) -> list[str]:
-    return [f"- {kind}: {_brief(report)}" for kind, report in results.items()]
+    return [f"- {kind}: {_summary(report)}" for kind, report in results.items()]
 
 
-def _brief(value: Any) -> str:
-    """Scalars of a report, one level deep; the whole of it stays in the JSON."""
+def _summary(value: Any) -> str:
+    """Top-level scalars of a report; the JSON has all of it."""
     if not isinstance(value, dict):
         return str(value)
-    told = [f"{key} {item:.4g}" if isinstance(item, float) else f"{key} {item}"
-            for key, item in value.items() if isinstance(item, str | int | float) and item is not None]
-    return ", ".join(told) or "see eyrie-card.json"
+    scalars = [f"{key} {item:.4g}" if isinstance(item, float) else f"{key} {item}"
+               for key, item in value.items() if isinstance(item, str | int | float) and item is not None]
+    return ", ".join(scalars) or "see eyrie-card.json"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line in the module's essay."""
+    """The command line in the module docstring."""
     parser = argparse.ArgumentParser(prog="python -m eyrie_workers.drafters.checkpoint.card",
                                      description="Add measured results.")
     parser.add_argument("directory", type=Path)

@@ -1,8 +1,8 @@
-"""A drafter on disk, of whatever family: `config.json`, `model.safetensors`, and its card. What all families share.
+"""Reading and writing of drafter directories: `config.json`, `model.safetensors` and the card, for every family.
 
-A checkpoint is written into a directory aside, flushed and renamed: it is there whole or not at all. What has to be in
-it is its family's to say; `exact_tensors` says it for names and shapes, because the engines' loaders do not: SGLang's
-skip what they do not know and leave random what they miss.
+A checkpoint is written to a temporary directory, flushed and renamed, so that it is complete or absent. Its contents
+are defined by its family. `check_tensors` compares names and shapes, because the engines' loaders do not: SGLang's skip
+unknown tensors and leave missing ones random.
 """
 
 import json
@@ -19,14 +19,14 @@ from torch import Tensor
 
 from eyrie_api.errors import ArtifactMissing, Permanent
 from eyrie_workers.drafters.checkpoint.card import Card, write_card
-from eyrie_workers.drafters.eagle3.directory_format import CARD, CONFIG, README, WEIGHTS
-from eyrie_workers.targets.config import RopeConfig
+from eyrie_workers.drafters.checkpoint.file_format import CARD, CONFIG, README, WEIGHTS
+from eyrie_workers.targets.config import RopeConfig, TargetConfig
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class CheckpointInvalid(Permanent):
-    """A drafter checkpoint that a serving engine would load wrongly, or not at all."""
+    """A drafter checkpoint that an engine would load wrongly, or refuse."""
 
     exit_code = 65
     reason = "CheckpointInvalid"
@@ -34,32 +34,32 @@ class CheckpointInvalid(Permanent):
 
 def write_checkpoint(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor],
                      card: Card | None) -> None:
-    """Write a checkpoint to `directory`, replacing what is there, atomically. None as `card`: no card is written."""
+    """Write a checkpoint to `directory`, replacing an existing one, atomically. Without `card`, no card is written."""
     directory.parent.mkdir(parents=True, exist_ok=True)
-    aside = directory.with_name(f".{directory.name}.aside")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    save_file(dict(tensors), aside / WEIGHTS, metadata={"format": "pt"})
-    (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    temporary = directory.with_name(f".{directory.name}.temporary")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    save_file(dict(tensors), temporary / WEIGHTS, metadata={"format": "pt"})
+    (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     if card is not None:
-        write_card(aside, card)
-    for path in (*aside.iterdir(), aside):
+        write_card(temporary, card)
+    for path in (*temporary.iterdir(), temporary):
         _flush(path)
-    if directory.exists():  # the same step exported again after an interruption: same bytes, so any order is safe
+    if directory.exists():  # the same step exported again after an interruption: the bytes are equal
         shutil.rmtree(directory)
-    os.replace(aside, directory)
+    os.replace(temporary, directory)
     _flush(directory.parent)
 
 
 def as_stored(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    """The tensors as a file takes them: on the host, contiguous, sharing no memory, numbers in `dtype`."""
+    """The tensors as safetensors stores them: on the CPU, contiguous, without shared memory, floats in `dtype`."""
     wanted = _DTYPES[dtype]
     return {name: (tensor.to(wanted) if tensor.is_floating_point() else tensor).detach().cpu().contiguous().clone()
             for name, tensor in tensors.items()}
 
 
 def files_of(directory: Path) -> list[Path]:
-    """The files of a checkpoint, in order of name."""
+    """The files of a checkpoint, sorted by name."""
     return sorted(path for name in (CARD, CONFIG, README, WEIGHTS) if (path := directory / name).is_file())
 
 
@@ -78,7 +78,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, by the names they are stored under, where `targets.device.device_scope` says.
+    """The tensors of a checkpoint by their names in the file, on the default device (`targets.device.device_scope`).
 
     Raises ArtifactMissing or CheckpointInvalid.
     """
@@ -94,10 +94,11 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
                                 "copy or export the drafter again") from error
 
 
-def exact_tensors(drafter: str, found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Exactly the expected names with the expected shapes, or CheckpointInvalid naming every one that is not.
+def check_tensors(drafter: str, found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises CheckpointInvalid unless names and shapes are exactly the expected ones; the message lists all
+    differences.
 
-    drafter   what to call it in the message
+    drafter   its name in the message
     """
     missing = [f"{name} is missing" for name in expected if name not in found]
     unknown = [f"{name} is not known" for name in found if name not in expected]
@@ -108,8 +109,16 @@ def exact_tensors(drafter: str, found: Mapping[str, Tensor], expected: Mapping[s
                                 "export the drafter again; its config.json and its tensors are not of one drafter")
 
 
+def refuse_other_sizes(directory: Path, hidden_size: int, vocab_size: int, target: TargetConfig) -> None:
+    """Raises CheckpointInvalid for a drafter whose target has another hidden size or vocabulary."""
+    if (hidden_size, vocab_size) != (target.hidden_size, target.vocab_size):
+        raise CheckpointInvalid(f"drafter {directory} is for a target of hidden size {hidden_size} and vocabulary "
+                                f"{vocab_size}, this target has {target.hidden_size} and {target.vocab_size}",
+                                "serve it with its own target")
+
+
 def rope_json(rope: RopeConfig) -> dict[str, Any]:
-    """Rotary settings as `rope_parameters` (and, where the kind is no default, `rope_scaling`) holds them."""
+    """Rotary settings in the format of `rope_parameters` and `rope_scaling`."""
     written: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
     if rope.kind != "default":
         written["factor"] = rope.factor

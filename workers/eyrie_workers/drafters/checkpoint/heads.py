@@ -1,6 +1,6 @@
-"""Drafters that are heads on the target's last state, on disk: what Medusa's and Hydra's directories have in common.
+"""The checkpoint format that Medusa and Hydra share: heads on the target's last state.
 
-The keys are those of vLLM's `MedusaConfig` (`transformers_utils/configs/medusa.py`) and mean the same for both:
+The config keys are those of vLLM's `MedusaConfig` (`transformers_utils/configs/medusa.py`):
 
     hidden_size, vocab_size   the target's
     truncated_vocab_size      draft vocabulary; smaller than vocab_size only with a tensor `token_map`
@@ -11,7 +11,8 @@ The keys are those of vLLM's `MedusaConfig` (`transformers_utils/configs/medusa.
 
     token_map [D] int64       target id of each draft id, ascending
 
-Reading is strict: every key must be there and every tensor have its shape, one floating-point type and finite numbers.
+Reading is strict: all keys must be present, and all tensors have their shape, one floating-point dtype and finite
+values.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,13 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_workers.drafters.checkpoint.card import Card, read_card
 from eyrie_workers.drafters.checkpoint.files import (
     CheckpointInvalid,
     as_stored,
-    exact_tensors,
+    check_tensors,
     read_config,
     read_tensors,
+    refuse_other_sizes,
     write_checkpoint,
 )
 from eyrie_workers.targets.config import TargetConfig
@@ -36,12 +39,10 @@ from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 
 TOKEN_MAP = "token_map"
 
-_EXPORT_AGAIN = "export the drafter again"
-
 
 @dataclass(frozen=True)
 class HeadsConfig:
-    """The numbers that decide which tensors there are."""
+    """The sizes that determine the tensors."""
 
     hidden_size: int
     """The target's."""
@@ -54,73 +55,71 @@ class HeadsConfig:
 
 
 @dataclass(frozen=True)
-class HeadsForm:
-    """What is the same for all drafters of a family."""
+class HeadsFormat:
+    """The format of one family."""
 
     family: str
-    architecture: str
     shared_output: bool
     """One output matrix for all heads."""
 
     shapes: Callable[[HeadsConfig], Mapping[str, tuple[int, ...]]]
-    """Names and shapes of the tensors, `token_map` apart."""
+    """Names and shapes of the tensors, without `token_map`."""
+
+    @property
+    def architecture(self) -> str:
+        """`architectures[0]` of the config."""
+        return FAMILIES[self.family].architecture
 
 
 @dataclass(frozen=True)
 class StoredHeads:
-    """A directory that was read and found whole."""
+    """The contents of a valid directory."""
 
     config: HeadsConfig
     vocabulary: DraftVocabulary
     tensors: dict[str, Tensor]
 
 
-def save_heads(directory: Path, form: HeadsForm, config: HeadsConfig, vocabulary: DraftVocabulary,
+def save_heads(directory: Path, heads: HeadsFormat, config: HeadsConfig, vocabulary: DraftVocabulary,
                tensors: Mapping[str, Tensor], dtype: str, card: Card | None) -> None:
-    """Write a drafter to `directory`, replacing what is there, atomically."""
+    """Write a drafter to `directory`, replacing an existing one, atomically."""
     stored = as_stored(tensors, dtype)
     if config.draft_vocab_size < config.vocab_size:
         stored |= as_stored({TOKEN_MAP: vocabulary.ids}, dtype)
     write_checkpoint(directory, {
-        "architectures": [form.architecture], "model_type": form.family,
+        "architectures": [heads.architecture], "model_type": heads.family,
         "hidden_size": config.hidden_size, "vocab_size": config.vocab_size,
         "truncated_vocab_size": config.draft_vocab_size, "num_heads": config.num_heads,
-        "num_hidden_layers": 1, "original_lm_head": form.shared_output, "medusa_fc_bias": False,
+        "num_hidden_layers": 1, "original_lm_head": heads.shared_output, "medusa_fc_bias": False,
         "torch_dtype": dtype, "dtype": dtype}, stored, card)
 
 
-def load_heads(directory: Path, form: HeadsForm, target: TargetConfig | None) -> StoredHeads:
-    """Read a drafter, for `target` when there is one. Raises ArtifactMissing without its files, CheckpointInvalid
-    naming what is wrong with them."""
+def load_heads(directory: Path, heads: HeadsFormat, target: TargetConfig | None) -> StoredHeads:
+    """Read a drafter, and check that it fits `target` if given. Raises ArtifactMissing when files are missing,
+    CheckpointInvalid when they break the format."""
     found, tensors = read_config(directory), read_tensors(directory)
     config = HeadsConfig(*(_number(directory, found, key) for key in (
         "hidden_size", "vocab_size", "truncated_vocab_size", "num_heads")))
-    for key, ours in (("architectures", [form.architecture]), ("num_hidden_layers", 1),
-                      ("original_lm_head", form.shared_output), ("medusa_fc_bias", False)):
-        if found.get(key) != ours:
-            raise _invalid(directory, f"{key} is {found.get(key)!r}; Eyrie's {form.family} drafters have {ours!r}")
+    for key, expected_value in (("architectures", [heads.architecture]), ("num_hidden_layers", 1),
+                      ("original_lm_head", heads.shared_output), ("medusa_fc_bias", False)):
+        if found.get(key) != expected_value:
+            raise _invalid(directory, f"{key} is {found.get(key)!r}; Eyrie's {heads.family} drafters have "
+                                      f"{expected_value!r}")
     if config.draft_vocab_size > config.vocab_size:
         raise _invalid(directory, f"truncated_vocab_size {config.draft_vocab_size} is more than vocab_size "
                                   f"{config.vocab_size}")
-    expected = dict(form.shapes(config))
+    expected = dict(heads.shapes(config))
     if config.draft_vocab_size < config.vocab_size:
         expected[TOKEN_MAP] = (config.draft_vocab_size,)
-    exact_tensors(directory.name, tensors, expected)
+    check_tensors(directory.name, tensors, expected)
     vocabulary = _vocabulary(directory, config, tensors.pop(TOKEN_MAP, None))
-    _check_numbers(directory, tensors)
+    _check_values(directory, tensors)
     card = read_card(directory)
-    if card is not None and card.family != form.family:
-        raise _invalid(directory, f"its card is of a {card.family} drafter, its config.json of {form.architecture}")
+    if card is not None and card.family != heads.family:
+        raise _invalid(directory, f"its card is of a {card.family} drafter, its config.json of {heads.architecture}")
     if target is not None:
-        _check_fits(directory, config, target)
+        refuse_other_sizes(directory, config.hidden_size, config.vocab_size, target)
     return StoredHeads(config, vocabulary, tensors)
-
-
-def _check_fits(directory: Path, config: HeadsConfig, target: TargetConfig) -> None:
-    wanted, got = (target.hidden_size, target.vocab_size), (config.hidden_size, config.vocab_size)
-    if wanted != got:
-        raise CheckpointInvalid(f"drafter {directory} is for a target of hidden size {got[0]} and vocabulary {got[1]}, "
-                                f"this target has {wanted[0]} and {wanted[1]}", "serve it with its own target")
 
 
 def _vocabulary(directory: Path, config: HeadsConfig, token_map: Tensor | None) -> DraftVocabulary:
@@ -129,18 +128,18 @@ def _vocabulary(directory: Path, config: HeadsConfig, token_map: Tensor | None) 
     ids = token_map.cpu()
     ascending = ids.dtype == torch.int64 and bool((ids.diff() > 0).all())
     if not ascending or not 0 <= int(ids[0]) <= int(ids[-1]) < config.vocab_size:
-        raise _invalid(directory, f"{TOKEN_MAP} is no ascending list of token ids below {config.vocab_size}")
+        raise _invalid(directory, f"{TOKEN_MAP} is not an ascending list of token ids below {config.vocab_size}")
     return DraftVocabulary(ids, config.vocab_size)
 
 
-def _check_numbers(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    kinds = {tensor.dtype for tensor in tensors.values()}
-    if len(kinds) != 1 or not next(iter(kinds)).is_floating_point:
-        raise _invalid(directory, f"its tensors are of types {sorted(str(kind) for kind in kinds)}, not of one "
-                                  "floating-point type")
+def _check_values(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if len(dtypes) != 1 or not next(iter(dtypes)).is_floating_point:
+        raise _invalid(directory, f"its tensors are of types {sorted(map(str, dtypes))}, not of one floating-point "
+                                  "type")
     broken = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
     if broken:
-        raise _invalid(directory, f"{', '.join(broken)} hold numbers that are not finite")
+        raise _invalid(directory, f"{', '.join(broken)} hold values that are not finite")
 
 
 def _number(directory: Path, found: Mapping[str, Any], key: str) -> int:
@@ -151,4 +150,4 @@ def _number(directory: Path, found: Mapping[str, Any], key: str) -> int:
 
 
 def _invalid(directory: Path, what: str) -> CheckpointInvalid:
-    return CheckpointInvalid(f"drafter {directory.name}: {what}", _EXPORT_AGAIN)
+    return CheckpointInvalid(f"drafter {directory.name}: {what}", "export the drafter again")

@@ -1,11 +1,11 @@
-"""An EAGLE-3 drafter on disk, in the form SGLang and vLLM load.
+"""Save and load EAGLE-3 drafters in the format of SGLang and vLLM.
 
-What must be true of such a directory is said once, in `eagle3_check`: saving refuses to write what it would find fault
-with, loading refuses to read it. The tensors' names and shapes are `contract`'s.
+The contract of such a directory is `drafters.eagle3.validation`: saving and loading refuse a drafter with errors. Names
+and shapes of the tensors are in `directory_format`.
 
-Both engines count aux layers, and differently. Ours is the index into Hugging Face `hidden_states` (0 = embeddings).
-`eagle_config.eagle_aux_hidden_state_layer_ids` is read by SGLang, for most targets as "output of layer v": index - 1.
-The key of the same name at the top level is read by vLLM and means "input of layer k": index. One file carries both.
+The engines number aux layers differently. Eyrie uses the index into Hugging Face `hidden_states` (0 = embeddings).
+SGLang reads `eagle_config.eagle_aux_hidden_state_layer_ids`, for most targets as "output of layer v": index - 1. vLLM
+reads the key of the same name at the top level, as "input of layer k": index. The config contains both.
 """
 
 from collections.abc import Mapping
@@ -25,11 +25,17 @@ from eyrie_workers.drafters.checkpoint.files import (
     rope_json,
     write_checkpoint,
 )
-from eyrie_workers.drafters.eagle3.directory_format import ARCHITECTURE, MAPS, canonical_name, nested, shape_of
+from eyrie_workers.drafters.eagle3.directory_format import (
+    ARCHITECTURE,
+    LAYER_IDS,
+    MAPS,
+    canonical_name,
+    nested,
+    shape_of,
+)
 from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
-from eyrie_workers.drafters.eagle3.validation import check
-from eyrie_workers.drafters.validation.config import LAYER_IDS
-from eyrie_workers.drafters.validation.family_checks import Parts
+from eyrie_workers.drafters.eagle3.validation import validate_files
+from eyrie_workers.drafters.validation.validator import DrafterFiles
 from eyrie_workers.targets.config import parse_config as parse_decoder
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 
@@ -37,21 +43,21 @@ from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 def save_drafter(directory: Path, drafter: Eagle3Drafter, *, dtype: str = "float32", card: Card | None = None) -> None:
     """Write a drafter to `directory`, replacing what is there, atomically. Raises CheckpointInvalid before writing.
 
-    card   its provenance; it also tells for which target's class the layer ids are written. None: none is written.
+    card   its provenance; names the target architecture that the layer ids are written for. None: no card is written.
     """
     whole = drafter.config.draft_vocab_size == drafter.config.vocab_size
     tensors = as_stored({name: tensor for name, tensor in drafter.state_dict().items()
                          if not (whole and name in MAPS)}, dtype)
     config = config_json(drafter.config, dtype, card.target if card else None)
-    _refuse(directory, Parts(config, tensors, card))
+    _refuse_errors(directory, DrafterFiles(config, tensors, card))
     write_checkpoint(directory, config, tensors, card)
 
 
 def load_drafter(directory: Path, dtype: torch.dtype | None = None) -> Eagle3Drafter:
-    """Read and check a drafter. Raises ArtifactMissing without its two files, CheckpointInvalid when it breaks the
-    contract or is of a kind our engine does not compute. `dtype` converts the parameters; default: as stored."""
+    """Read and validate a drafter. Raises ArtifactMissing when a file is missing, CheckpointInvalid when it breaks the
+    contract or is a variant Eyrie's engine does not compute. `dtype` converts the parameters; default: as stored."""
     config, stored = read_config(directory), read_tensors(directory)
-    _refuse(directory, Parts(config, stored, read_card(directory)))
+    _refuse_errors(directory, DrafterFiles(config, stored, read_card(directory)))
     tensors = {canonical_name(name): tensor for name, tensor in stored.items()}
     parsed = parse_config(config)
     ids = tensors["d2t"] + torch.arange(parsed.draft_vocab_size) if "d2t" in tensors else torch.arange(
@@ -59,22 +65,22 @@ def load_drafter(directory: Path, dtype: torch.dtype | None = None) -> Eagle3Dra
     vocabulary = DraftVocabulary(ids, parsed.vocab_size)
     drafter = Eagle3Drafter(parsed, vocabulary)
     drafter.to(tensors["fc.weight"].dtype)
-    tensors.pop("embed_tokens.weight", None)  # the target's own is served, as the engines do
+    tensors.pop("embed_tokens.weight", None)  # decoding uses the target's, as the engines do
     drafter.load_state_dict(tensors | {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}, strict=True)
     return drafter.to(dtype) if dtype is not None else drafter
 
 
-def _refuse(directory: Path, parts: Parts) -> None:
-    faults = [finding for finding in check(parts) if finding.severity == "error"]
+def _refuse_errors(directory: Path, files: DrafterFiles) -> None:
+    faults = [finding for finding in validate_files(files) if finding.severity == "error"]
     if faults:
         raise CheckpointInvalid(f"drafter {directory.name}: " + "; ".join(fault.what for fault in faults),
                                 faults[0].hint)
 
 
 def config_json(config: Eagle3Config, dtype: str, target: TargetIdentity | None = None) -> dict[str, Any]:
-    """The `config.json` of a drafter for a target; without one, for a target that counts layers as most do.
+    """The `config.json` of a drafter for a target; without one, with the layer ids of most architectures.
 
-    Raises InvalidInput when SGLang cannot be told these layers for this target.
+    Raises InvalidInput when SGLang cannot capture these layers for this target.
     """
     eos = list(config.eos_token_ids)
     ids = [layer - 1 for layer in config.aux_layers] if target is None else list(
@@ -99,7 +105,7 @@ def config_json(config: Eagle3Config, dtype: str, target: TargetIdentity | None 
     for flag in ("fc_norm", "norm_output"):
         if getattr(config, flag):
             written[flag] = True
-    if config.norm_before_fc:  # SGLang and vLLM read the inner one first; trainers know the outer
+    if config.norm_before_fc:  # SGLang and vLLM read the inner key first; trainers read the outer
         written["norm_before_fc"] = written["eagle_config"]["norm_before_fc"] = True
     if config.sliding_window is not None:
         written |= {"sliding_window": config.sliding_window, "layer_types": ["sliding_attention"]}
@@ -107,10 +113,11 @@ def config_json(config: Eagle3Config, dtype: str, target: TargetIdentity | None 
 
 
 def parse_config(found: Mapping[str, Any]) -> Eagle3Config:
-    """An `Eagle3Config` from a `config.json` without errors. Raises CheckpointInvalid for what we do not compute."""
+    """An `Eagle3Config` from a `config.json` without errors. Raises CheckpointInvalid for variants that Eyrie's engine
+    does not compute."""
     shape = shape_of(found)
-    ours = shape.num_layers == 1 and shape.target_hidden_size == shape.hidden_size and not shape.fc_bias
-    if not ours or found["draft_vocab_size"] is None:
+    computed = shape.num_layers == 1 and shape.target_hidden_size == shape.hidden_size and not shape.fc_bias
+    if not computed or found["draft_vocab_size"] is None:
         raise CheckpointInvalid(
             "Eyrie's engine computes drafters of one layer, of their target's hidden size, without bias and with an "
             "output matrix of their own", "serve and measure this one in SGLang")

@@ -1,30 +1,33 @@
-"""What an EAGLE-3 directory has to hold for SGLang's `LlamaForCausalLMEagle3`: file names, tensors, keys. Pure.
+"""The tensors and config keys of an EAGLE-3 directory, as SGLang's `LlamaForCausalLMEagle3` loads it. Pure.
 
 Read in SGLang 0.5.23 (`srt/models/llama_eagle3.py`) and vLLM 0.33 (`model_executor/models/llama_eagle3.py`), which
-accepts the same architecture and the same tensors. Where the two differ, both are served by what is written here:
+accepts the same architecture and the same tensors. Where the two differ, one directory satisfies both:
 
     layers beyond the first   SGLang norms their input with `hidden_norm`, vLLM with `input_layernorm`: equal copies
-    d2t, t2d                  left out when the draft vocabulary is the target's: vLLM has no place for them then
+    d2t, t2d                  left out when the draft vocabulary is the target's: vLLM then refuses them
     layer ids                 one key for each engine (`eyrie_api.decisions.capture_support`)
     sliding window            `sliding_window` and `layer_types` for vLLM; a launch flag for SGLang, one smaller
 
-Our window of w counts the current position, SGLang's `--speculative-draft-window-size` the ones before it: w - 1. How
-exactly it is kept depends on the draft attention backend (read in the wheel; intel_amx also run). fa3 with chains and
-intel_amx keep it at every step. fa3 with trees counts it from the last settled token instead of from the node: at depth
-d it shows d - 1 keys too many. triton shows one key too few from the second step on. flashinfer keeps it at the first
-step alone and then shows everything: not what was trained.
+A window of w includes the current position; SGLang's `--speculative-draft-window-size` counts the positions before it:
+w - 1. How exactly the window is applied depends on the draft attention backend (read in the wheel; intel_amx also run).
+fa3 with chains and intel_amx apply it at every step. fa3 with trees counts it from the last settled token instead of
+from the node: at depth d, d - 1 keys too many are visible. triton masks one key too many from the second step on.
+flashinfer applies it at the first step only, which differs from training.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-CONFIG, WEIGHTS, CARD, README = "config.json", "model.safetensors", "eyrie-card.json", "README.md"
-ARCHITECTURE = "LlamaForCausalLMEagle3"
-ENGINES = {"sglang": "0.5.23", "vllm": "0.33"}
-"""The versions whose loaders these rules were read from."""
+from eyrie_api.v1alpha1.families import FAMILIES
 
-DTYPES = ("float32", "bfloat16", "float16")
+ARCHITECTURE = FAMILIES["eagle3"].architecture
+ENGINES = {"sglang": "0.5.23", "vllm": "0.33"}
+"""The versions whose loaders these rules describe."""
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+"""Config key of the aux layer ids; nested in `eagle_config` for SGLang, at the top level for vLLM."""
+
 MAPS = ("d2t", "t2d")
 """Tensors that are not parameters."""
 
@@ -33,7 +36,7 @@ _OLD_NAMES = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_nor
 
 @dataclass(frozen=True)
 class Shape:
-    """The numbers of a config.json that decide which tensors there are."""
+    """The sizes and flags of a config.json that determine the tensors."""
 
     hidden_size: int
     target_hidden_size: int
@@ -51,21 +54,21 @@ class Shape:
 
 
 def nested(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`eagle_config`, empty when it is missing or no object."""
-    found = config.get("eagle_config")
-    return found if isinstance(found, Mapping) else {}
+    """`eagle_config`; empty when it is missing or not an object."""
+    inner = config.get("eagle_config")
+    return inner if isinstance(inner, Mapping) else {}
 
 
 def num_aux(config: Mapping[str, Any]) -> int:
-    """Aux layers as SGLang counts them: the number, else the nested ids, else 3."""
-    told = config.get("num_aux_hidden_states")
-    if isinstance(told, int):
-        return told
-    return len(nested(config).get("eagle_aux_hidden_state_layer_ids") or ()) or 3
+    """Number of aux layers as SGLang reads it: the count, else the length of the nested ids, else 3."""
+    count = config.get("num_aux_hidden_states")
+    if isinstance(count, int):
+        return count
+    return len(nested(config).get(LAYER_IDS) or ()) or 3
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
-    """The shape a config implies; the keys it needs must be there (`check.config_rules` sees to that)."""
+    """The shape of a config. Its keys must be present (`config_rules.key_rules` checks that)."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     draft_vocab = config.get("draft_vocab_size")
     return Shape(
@@ -80,7 +83,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
 
 
 def canonical_name(name: str) -> str:
-    """The name we write for a tensor, of the spellings SGLang understands."""
+    """The name Eyrie writes for a tensor, from any spelling SGLang accepts."""
     name = name.removeprefix("model.").replace("layers.0.", "midlayer.")
     for old, new in _OLD_NAMES.items():
         name = name.replace(old, new)
@@ -88,7 +91,7 @@ def canonical_name(name: str) -> str:
 
 
 def expected_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a checkpoint and its shape."""
+    """Names and shapes of all tensors of a checkpoint."""
     hidden, draft = shape.hidden_size, shape.draft_vocab_size
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, shape.num_aux * shape.target_hidden_size), "norm.weight": (hidden,),

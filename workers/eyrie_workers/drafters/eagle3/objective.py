@@ -1,7 +1,7 @@
 """The EAGLE-3 objective: training-time test, in parts that bound its memory (EAGLE-3, arXiv:2503.01840).
 
-The unroll itself is `drafters.eagle3.unroll`. Here is which positions are unrolled, and how far; and how a batch whose
-activations would be too many is taken in parts.
+The unroll itself is `drafters.eagle3.unroll`. This module selects which positions are unrolled and how far, and splits
+a batch into parts when its activations exceed a memory bound.
 
     T packed tokens, R roots, S steps, H hidden, D draft vocabulary, V vocabulary
 """
@@ -33,7 +33,7 @@ from eyrie_workers.training.objective import (
 from eyrie_workers.training.softloss import soft_loss
 from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll, split_plan
 
-# What autograd may keep of the roots unrolled at a time.
+# Bound on the activations that autograd saves for the roots unrolled at a time.
 MAX_KEPT_BYTES = 64 << 20
 
 
@@ -41,11 +41,11 @@ class TrainingTimeTest(DistillationObjective):
     """Eagle3Drafter unrolled `ttt_length` steps against the frozen target's embedding and output matrix.
 
     Step s at root i and step s - 1 at root i + 1 predict the same token from nearly the same context, so unrolling
-    every root says everything `ttt_length` times. `unrolled_fraction` of the roots, drawn per optimiser step, go
-    beyond step 0; step 0, which is what all later steps build on, is trained at every root, and for the first
-    `single_step_ratio` of the run alone. Measured on a half-trained quickstart target for equal arithmetic (400 k
-    token predictions, one run each): theoretical speed-up 3.95 with all roots unrolled from the start, 4.32 after
-    30 % of the arithmetic on the first step alone, 4.73 with a third of the roots unrolled.
+    every root repeats every prediction `ttt_length` times. A random `unrolled_fraction` of the roots, drawn per
+    optimiser step, is unrolled beyond step 0. Step 0, on which all later steps depend, is trained at every root; for
+    the first `single_step_ratio` of the run it is the only step. Measured on a half-trained quickstart target for equal
+    arithmetic (400 k token predictions, one run each): theoretical speed-up 3.95 with all roots unrolled from the
+    start, 4.32 after 30 % of the arithmetic on the first step only, 4.73 with a third of the roots unrolled.
     """
 
     def __init__(self, drafter: Eagle3Drafter, embed_VH: Tensor, lm_head_VH: Tensor, spec: TrainSpec, *,
@@ -64,58 +64,57 @@ class TrainingTimeTest(DistillationObjective):
         return self._drafter
 
     def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
-        """The unroll in one piece: the true tokens at every step, the drafter's own states, judged or not."""
+        """The unroll without splitting: true tokens at every step and the drafter's own states, also in evaluation."""
         weights = self._drafter.weights(self.dtype)
-        ground = shared_projections(weights, self._rotary, self._embed_VH, documents, plan.positions)
-        states = tuple(step.state for step in unroll(weights, self._rotary, ground, plan, self._recompute))
+        projections = shared_projections(weights, self._rotary, self._embed_VH, documents, plan.positions)
+        states = tuple(step.state for step in unroll(weights, self._rotary, projections, plan, self._recompute))
         return Prediction(states, weights.lm_head, flops=step_flops(self._drafter.config, plan),
                           computed=sum(round_up_rows(alive) for alive in plan.alive if alive))
 
     def __call__(self, documents: PackedBatch, context: StepContext | None = None,
                  targets: TargetDistribution | None = None) -> Outcome:
-        """Unroll, compare, weigh: `DistillationObjective`, with the roots taken in parts when their activations would
-        be too many."""
-        plan, evaluating = self.plan(documents, context), context is None
-        cuts = [plan] if evaluating else split_plan(plan, self._most_roots(plan))
-        if len(cuts) == 1:
+        """As `DistillationObjective`, with the roots split into parts when their activations exceed the bound."""
+        plan = self.plan(documents, context)
+        plans = [plan] if context is None else split_plan(plan, self._max_roots(plan))
+        if len(plans) == 1:
             return super().__call__(documents, context, targets)
         with device_scope(self.device):
-            return self._in_parts(documents, plan, cuts, context, targets)
+            return self._in_parts(documents, plan, plans, context, targets)
 
-    def _in_parts(self, documents: PackedBatch, plan: UnrollPlan, cuts: Sequence[UnrollPlan],
+    def _in_parts(self, documents: PackedBatch, plan: UnrollPlan, plans: Sequence[UnrollPlan],
                   context: StepContext | None, targets: TargetDistribution | None) -> Outcome:
-        supervision = self.supervise(documents, cuts, plan, context, targets)
+        supervision = self.supervise(documents, plans, plan, context, targets)
         flops = step_flops(self._drafter.config, plan)
         documents, plan = documents.to(self.device), plan.to(self.device)
         weights = self._drafter.weights(self.dtype)
-        ground = shared_projections(weights, self._rotary, self._embed_VH, documents, plan.positions)
-        told: list[tuple[Tensor, Tensor]] = []
-        ends = list(accumulate((cut.num_predictions for cut in cuts), initial=0))
+        projections = shared_projections(weights, self._rotary, self._embed_VH, documents, plan.positions)
+        results: list[tuple[Tensor, Tensor]] = []
+        ends = list(accumulate((part.num_predictions for part in plans), initial=0))
 
-        def lose(number: int, ground: SharedProjections, weights: Eagle3Weights) -> Tensor:
+        def loss_of(number: int, projections: SharedProjections, weights: Eagle3Weights) -> Tensor:
             """The loss of one part of the roots."""
-            mine = slice(ends[number], ends[number + 1])
-            part = cuts[number].to(self.device)
-            states = [step.state for step in unroll(weights, self._rotary, ground, part, self._recompute)]
+            predictions = slice(ends[number], ends[number + 1])
+            part = plans[number].to(self.device)
+            states = [step.state for step in unroll(weights, self._rotary, projections, part, self._recompute)]
             loss, losses_N, choice_N = soft_loss(
-                torch.cat(states), weights.lm_head, supervision.targets.teacher, supervision.row_N[mine],
-                supervision.share_N[mine], self._loss, choose=False)
-            told.append((losses_N, choice_N))
+                torch.cat(states), weights.lm_head, supervision.targets.teacher, supervision.row_N[predictions],
+                supervision.share_N[predictions], self._loss, choose=False)
+            results.append((losses_N, choice_N))
             return loss
 
-        loss = in_parts(len(cuts), lose, ground, weights)
-        losses_N, choice_N = (torch.cat(column) for column in zip(*told, strict=True))
-        return supervision.outcome(loss, losses_N, choice_N, evaluating=False, flops=flops,
-                                   computed=sum(round_up_rows(alive) for cut in cuts for alive in cut.alive if alive))
+        loss = loss_in_parts(len(plans), loss_of, projections, weights)
+        losses_N, choice_N = (torch.cat(column) for column in zip(*results, strict=True))
+        computed = sum(round_up_rows(alive) for part in plans for alive in part.alive if alive)
+        return supervision.outcome(loss, losses_N, choice_N, evaluating=False, flops=flops, computed=computed)
 
-    def _most_roots(self, plan: UnrollPlan) -> int:
-        """Roots unrolled at a time, from what one keeps for its gradient."""
+    def _max_roots(self, plan: UnrollPlan) -> int:
+        """Roots unrolled at a time: a multiple of 32, from the activations saved per root."""
         config, steps = self._drafter.config, sum(alive > 0 for alive in plan.alive)
         kept = 12 * config.hidden_size + (0 if self._recompute else 2 * config.intermediate_size)
         return max(32, self._max_kept_bytes // (kept * max(1, steps) * self.dtype.itemsize) // 32 * 32)
 
     def plan(self, documents: PackedBatch, context: StepContext | None) -> UnrollPlan:
-        """What of a batch is computed at a context."""
+        """In training, some roots unrolled; in evaluation (no step context), all roots and steps."""
         if context is None:
             return plan_unroll(documents.loss_mask, documents.lengths, self.steps)
         single = context.step < self._single_step_ratio * context.num_steps
@@ -127,12 +126,14 @@ class TrainingTimeTest(DistillationObjective):
 
 class _InParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, num_parts: int, lose: Callable[[int, Sequence[Tensor]], Tensor], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, num_parts: int, loss_of: Callable[[int, Sequence[Tensor]], Tensor],
+                *tensors: Tensor) -> Tensor:
         leaves = [tensor.detach().requires_grad_() for tensor in tensors]
         loss = torch.zeros((), dtype=torch.float64)
         for number in range(num_parts):
+            # The backward pass of a part runs at once and adds to the leaves: its graph is freed before the next part.
             with torch.enable_grad():
-                part = lose(number, leaves)
+                part = loss_of(number, leaves)
             part.backward()
             loss += part.detach()
         ctx.grads = [leaf.grad for leaf in leaves]
@@ -142,22 +143,22 @@ class _InParts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grads, ctx.grads = ctx.grads, None
-        return None, None, *(grads if grad == 1 else [None if one is None else one * grad for one in grads])
+        return None, None, *(grads if grad == 1 else [None if own is None else own * grad for own in grads])
 
 
-def in_parts(num_parts: int, lose: Callable[[int, SharedProjections, Eagle3Weights], Tensor], ground: SharedProjections,
-             weights: Eagle3Weights) -> Tensor:
-    """sum over parts of lose(part, ground, weights), each part's gradient made before the next part begins.
+def loss_in_parts(num_parts: int, loss_of: Callable[[int, SharedProjections, Eagle3Weights], Tensor],
+                  projections: SharedProjections, weights: Eagle3Weights) -> Tensor:
+    """Sum over parts of loss_of(part, projections, weights), with the gradient of each part computed before the next.
 
-    Roots of a batch share nothing but ground and weights. So a part's activations are done with when its gradients to
-    these two are known: memory is that of one part, and nothing is computed twice.
+    The roots of a batch share only the projections and the weights. A part's activations can be freed when its
+    gradients with respect to these two are known: memory is that of one part, and nothing is recomputed.
     """
-    on = (ground.embed, ground.fused, ground.q, ground.k, ground.v)
+    shared = (projections.embed, projections.fused, projections.q, projections.k, projections.v)
 
-    def lose_with(number: int, leaves: Sequence[Tensor]) -> Tensor:
-        return lose(number, SharedProjections(*leaves[: len(on)]), weights.with_unrolled(leaves[len(on):]))
+    def loss_from_leaves(number: int, leaves: Sequence[Tensor]) -> Tensor:
+        return loss_of(number, SharedProjections(*leaves[: len(shared)]), weights.with_unrolled(leaves[len(shared):]))
 
     if not torch.is_grad_enabled():
-        return torch.stack([lose(number, ground, weights) for number in range(num_parts)]).sum()
-    loss: Tensor = _InParts.apply(num_parts, lose_with, *on, *weights.unrolled())
+        return torch.stack([loss_of(number, projections, weights) for number in range(num_parts)]).sum()
+    loss: Tensor = _InParts.apply(num_parts, loss_from_leaves, *shared, *weights.unrolled())
     return loss

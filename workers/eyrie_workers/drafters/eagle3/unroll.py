@@ -1,11 +1,11 @@
-"""Training-time test: the drafter unrolled on its own outputs, as it will be served (EAGLE-3, arXiv:2503.01840).
+"""Training-time test: the drafter unrolled on its own outputs, as in decoding (EAGLE-3, arXiv:2503.01840).
 
 Step 0 reads the target's fused states at every position. Step s reads, at each root still alive, the drafter's own
-state of step s-1 and the next known token; it sees the step-0 keys up to its root and its own keys of steps 1 .. s. The
-weights are the same at every step, so the gradient of a late error reaches back through the states that caused it.
+state of step s-1 and the next known token; it attends to the step-0 keys up to its root and to its own keys of steps
+1 .. s. The weights are the same at every step, so the gradient of a late step flows through all earlier states.
 
-Position i at step s sits at rope position i + s, reads the embedding of token i+1+s and predicts token i+2+s against
-the target's distribution at i+1+s. Which (i, s) exist is decided in `training.unroll_plan`; everything here is dense.
+Position i at step s has rope position i + s, reads the embedding of token i+1+s and predicts token i+2+s against
+the target's distribution at i+1+s. `training.unroll_plan` decides which (i, s) exist; the tensors here are dense.
 
     T packed tokens, R roots, S steps, A aux layers, H hidden, Q = q + k + v widths, K kv heads, W heads per kv head,
     E head size
@@ -29,8 +29,8 @@ from eyrie_workers.training.unroll_plan import UnrollPlan
 class UnrolledStep:
     """One step's predictions.
 
-    state    [R_s, H]  of the first R_s roots, as the output matrix reads it.
-    teacher  [R_s]     packed position whose `last` state holds the target's opinion on the same token.
+    state    [R_s, H]  of the first R_s roots, after the final norm.
+    teacher  [R_s]     packed position whose `last` state gives the target's distribution of the same token.
     """
 
     step: int
@@ -40,10 +40,10 @@ class UnrolledStep:
 
 @dataclass(frozen=True)
 class SharedProjections:
-    """What all roots of a batch stand on: one row per packed token.
+    """Step-0 projections that all roots of a batch share: one row per packed token.
 
     embed [T, Q] the token's share of q, k, v   fused [T, H] the residual stream   q [T, K, W, E], k, v [T, K, E] of
-    step 0, k turned to its position
+    step 0, k rotated to its position
     """
 
     embed: Tensor
@@ -54,42 +54,42 @@ class SharedProjections:
 
 
 def shared_projections(weights: Eagle3Weights, rotary: Rotary, embed_VH: Tensor, documents: PackedBatch,
-               positions_T: Tensor) -> SharedProjections:
-    """Compute it."""
-    # The embedding's share of q, k, v belongs to a token, not to a step: computed once, picked at every step.
+                       positions_T: Tensor) -> SharedProjections:
+    """The shared projections of packed documents."""
+    # The embedding's share of q, k, v depends on the token only: computed once, indexed at every step.
     embed_TQ = weights.embed_half(embed_VH.index_select(0, documents.token_ids))
     fused_TH = weights.fuse(documents.aux)
-    # Position i pairs with token i+1. The last token of a document has none of its own, but no root reads its key.
+    # Position i pairs with token i+1. The last position of a document has no such token; no root attends to its key.
     shared_TQ = weights.hidden_half(fused_TH) + torch.cat([embed_TQ[1:], embed_TQ[-1:]])
     q_TKWE, k_TKE, v_TKE = split_heads(shared_TQ, weights.config)
     return SharedProjections(embed_TQ, fused_TH, q_TKWE, apply_rotary(k_TKE, rotary.at(positions_T)), v_TKE)
 
 
-def unroll(weights: Eagle3Weights, rotary: Rotary, ground: SharedProjections, plan: UnrollPlan,
+def unroll(weights: Eagle3Weights, rotary: Rotary, projections: SharedProjections, plan: UnrollPlan,
            recompute: bool = False) -> Iterator[UnrolledStep]:
-    """Run the drafter from the roots of a plan, step by step; ends early when no root is alive.
+    """Run the drafter from the roots of a plan, step by step; stops when no root is alive.
 
-    recompute  keep less for the gradient and compute it again (`training.fused.mlp`).
+    recompute  save fewer activations and recompute them in the backward pass (`training.fused.mlp`).
     """
     config = weights.config
-    shared = SharedKeys(plan, ground.k, ground.v, config.sliding_window)
-    hidden_RH = pick(ground.fused, plan.roots)
-    own: list[tuple[Tensor, Tensor]] = []
+    shared = SharedKeys(plan, projections.k, projections.v, config.sliding_window)
+    hidden_RH = pick(projections.fused, plan.roots)
+    own: list[tuple[Tensor, Tensor]] = []  # keys and values of the roots at steps 1 .. s
     for step, num_alive in enumerate(plan.alive):
         if num_alive == 0:
             return
         roots = plan.roots[:num_alive]
         angles = rotary.at(plan.positions[roots] + step)
         if step == 0:
-            q_RKWE = apply_rotary(pick(ground.q, roots), angles)
+            q_RKWE = apply_rotary(pick(projections.q, roots), angles)
         else:
             hidden_RH = first(hidden_RH, num_alive)
-            qkv_RQ = weights.hidden_half(hidden_RH) + pick(ground.embed, roots + 1 + step)
+            qkv_RQ = weights.hidden_half(hidden_RH) + pick(projections.embed, roots + 1 + step)
             q_RKWE, k_RKE, v_RKE = split_heads(qkv_RQ, config)
             q_RKWE = apply_rotary(q_RKWE, angles)
             own.append((apply_rotary(k_RKE, angles), v_RKE))
         attended = attend(q_RKWE, shared, own)
-        hidden_RH = weights.finish(hidden_RH, attended.flatten(1), recompute)
+        hidden_RH = weights.post_attention(hidden_RH, attended.flatten(1), recompute)
         state_RH = weights.normed(hidden_RH)
         if config.norm_output:
             hidden_RH = state_RH

@@ -1,73 +1,69 @@
-"""Everything that is wrong with an EAGLE-3 directory, before an engine finds out, or does not.
+"""The validator of EAGLE-3 directories.
 
-SGLang's loader is silent: what it does not know it skips, what it misses stays at initialisation, and the drafter
-serves with an acceptance near zero and no error. So the contract is checked here, in full and in one place: export
-checks what it is about to write, loading checks what it reads, and `eyrie check-drafter` tells a person. All of it is
-said at once, each finding with its hint; a check that ends at the first fault is asked five times.
+SGLang's loader reports few errors: it skips unknown tensors, leaves missing ones at their initial values, and then
+serves the drafter with an acceptance near zero. The contract is therefore checked here, completely and in one place:
+export validates what it is about to write, loading what it reads, and `eyrie check-drafter` prints the findings. All
+findings are returned at once, each with a hint.
 
-    check_config    keys, flags, layer ids, window, rope: `config.json` by itself
-    check_tensors   names, shapes, dtypes, vocabulary, numbers
-    check_target    the pair: sizes, tokenizer, revision, digest, context, dtype, and the card
-
-Pure: (drafter, target or None, context or None) -> findings.
+    config_rules    `config.json` without a target: keys, flags, layer ids, window, rope
+    tensor_rules    names, shapes, dtypes, vocabulary maps, values
+    target_rules    the pair: sizes, rope, card; with `drafters.validation.target`: tokenizer, revision, digest, context
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 
+from eyrie_workers.drafters.eagle3 import config_rules, target_rules, tensor_rules
 from eyrie_workers.drafters.eagle3.directory_format import shape_of
-from eyrie_workers.drafters.validation import config as check_config
-from eyrie_workers.drafters.validation import target as check_target
-from eyrie_workers.drafters.validation import tensors
-from eyrie_workers.drafters.validation.family_checks import Examined, Parts
-from eyrie_workers.drafters.validation.finding import Finding
-from eyrie_workers.drafters.validation.target import Target
+from eyrie_workers.drafters.validation.finding import Finding, errors_first
+from eyrie_workers.drafters.validation.target import Target, context_rules, dtype_rules, identity_rules
+from eyrie_workers.drafters.validation.validator import DrafterFiles, ValidationRequest
 
 
-def examine(one: Examined) -> tuple[Finding, ...]:
-    """`check` of a directory."""
-    return check(one.parts, target=one.target, context=one.context, drafter_dir=one.directory, weights=one.weights)
+def validate(request: ValidationRequest) -> tuple[Finding, ...]:
+    """Findings about a directory (`validation.validator.Validator`)."""
+    return validate_files(request.files, target=request.target, context=request.context,
+                          drafter_dir=request.directory, compare_weights=request.compare_weights)
 
 
-def check(parts: Parts, *, target: Target | None = None, context: int | None = None,
-          drafter_dir: Path | None = None, weights: bool = True) -> tuple[Finding, ...]:
-    """Findings about a drafter; errors first.
+def validate_files(files: DrafterFiles, *, target: Target | None = None, context: int | None = None,
+                   drafter_dir: Path | None = None, compare_weights: bool = True) -> tuple[Finding, ...]:
+    """Findings about a drafter, errors first.
 
-    target   the model it shall serve; None judges the drafter by itself, with what its card says of the target
-    context  tokens it shall be served with; None: whatever the two configs allow
-    weights  also compare the target's weights with the card, which reads them all
+    target           the model to serve; None: the drafter is validated without one, with what its card records of it
+    context          context length in tokens; None: the limits of the two configs
+    compare_weights  compare the digest of the target's weights with the card, which reads all of them
     """
-    found = [*_findings(parts, target, context, drafter_dir, weights=weights)]
-    return tuple(sorted(found, key=lambda finding: finding.severity != "error"))
+    return errors_first([*_findings(files, target, context, drafter_dir, compare_weights=compare_weights)])
 
 
-def _findings(parts: Parts, target: Target | None, context: int | None, drafter_dir: Path | None, *,
-              weights: bool) -> Iterator[Finding]:
-    config, card = parts.config, parts.card
-    strange = [*check_config.architecture_rules(config)] or [*check_config.kind_rules(config)]
-    if strange:
-        yield from strange
+def _findings(files: DrafterFiles, target: Target | None, context: int | None, drafter_dir: Path | None, *,
+              compare_weights: bool) -> Iterator[Finding]:
+    config, card = files.config, files.card
+    unreadable = [*config_rules.architecture_rules(config)] or [*config_rules.kind_rules(config)]
+    if unreadable:
+        yield from unreadable
         return
-    keys = [*check_config.key_rules(config)]
+    keys = [*config_rules.key_rules(config)]
     yield from keys
-    yield from check_config.flag_rules(config)
-    yield from check_config.norm_rules(config)
+    yield from config_rules.flag_rules(config)
+    yield from config_rules.norm_rules(config)
     architecture = target.architecture if target else card.target.architecture if card else None
     num_layers = target.num_layers if target else card.target.num_layers if card else None
-    yield from check_config.layer_rules(config, architecture, num_layers)
-    yield from check_config.window_rules(config)
-    yield from check_config.rope_rules(config)
-    yield from check_target.card_rules(config, card) if card else check_target.provenance_rules(config)
+    yield from config_rules.layer_rules(config, architecture, num_layers)
+    yield from config_rules.window_rules(config)
+    yield from config_rules.rope_rules(config)
+    yield from target_rules.card_rules(config, card) if card else target_rules.provenance_rules(config)
     if any(finding.severity == "error" for finding in keys):
-        return  # shapes hang on these
-    yield from check_config.size_rules(config)
+        return  # the tensor shapes depend on these keys
+    yield from config_rules.size_rules(config)
     shares_head = "draft_vocab_size" in config and config["draft_vocab_size"] is None
-    yield from tensors.tensor_rules(shape_of(config), shares_head, parts.tensors)
-    yield from check_target.context_rules(config, target, context, card)
+    yield from tensor_rules.tensor_rules(shape_of(config), shares_head, files.tensors)
+    yield from context_rules(config, target, context, card)
     if target is not None:
-        yield from check_target.size_rules(config, target)
-        yield from check_target.rope_rules(config, target)
-        yield from check_target.dtype_rules(config, target)
-        yield from check_target.identity_rules(card, target, drafter_dir or Path(), weights=weights)
-        if any("embed_tokens" in name for name in parts.tensors):
-            yield from tensors.embedding_rules(parts.tensors, check_target.embedding_of(target))
+        yield from target_rules.size_rules(config, target)
+        yield from target_rules.rope_rules(config, target)
+        yield from dtype_rules(config, target)
+        yield from identity_rules(card, target, drafter_dir or Path(), compare_weights=compare_weights)
+        if any("embed_tokens" in name for name in files.tensors):
+            yield from tensor_rules.embedding_rules(files.tensors, target_rules.embedding_of(target))

@@ -1,1 +1,1 @@
-"""Layers that several drafter families are made of, and how the engine drives them."""
+"""Layers that several drafter families share: modules, decoder layers, KV caches, proposers, heads."""

@@ -1,1 +1,1 @@
-"""Rules a drafter directory has to keep: configuration, tensors, target."""
+"""Validation of drafter directories: findings, validators, and the rules that hold for every family."""

@@ -1,4 +1,4 @@
-"""One thing a check has to say about a drafter: how bad, which, what, and what to do about it."""
+"""A validation finding: severity, rule code, description and hint."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -8,25 +8,30 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class Finding:
-    """An error is what SGLang would refuse, or load wrongly without a word. A warning is what it survives."""
+    """An error is what SGLang refuses, or loads wrongly without a message. A warning does not stop serving."""
 
     severity: Severity
     code: str
-    """Which rule: stable, for machines and tests."""
+    """Identifier of the rule; stable, for programs and tests."""
 
     what: str
     hint: str
 
     def as_json(self) -> dict[str, Any]:
-        """For --json and for the `eyrie` command, which reads this and renders."""
+        """The finding as `--json` prints it and the `eyrie` command reads it."""
         return asdict(self)
 
 
 def error(code: str, what: str, hint: str) -> Finding:
-    """A finding the drafter must not be served with."""
+    """A finding with which the drafter must not be served."""
     return Finding("error", code, what, hint)
 
 
 def warning(code: str, what: str, hint: str) -> Finding:
-    """A finding to know about."""
+    """A finding that does not prevent serving."""
     return Finding("warning", code, what, hint)
+
+
+def errors_first(findings: list[Finding]) -> tuple[Finding, ...]:
+    """The findings ordered by severity, errors first; the order within a severity is kept."""
+    return tuple(sorted(findings, key=lambda finding: finding.severity != "error"))

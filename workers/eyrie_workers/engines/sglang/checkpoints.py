@@ -10,11 +10,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from eyrie_api.decisions.capture_support import SUPPORTED_BY_SGLANG
 from eyrie_api.errors import InvalidInput
-from eyrie_api.v1alpha1.drafter import SGLANG_ALGORITHMS, Family
+from eyrie_api.v1alpha1.families import FAMILIES, SGLangAlgorithm
 from eyrie_workers.engines.sglang.profiles import AttentionNeeds
 from eyrie_workers.targets.sglang_limits import Unlaunchable, context_length, positive_integer
 
@@ -22,12 +22,6 @@ SLIDING, LINEAR = "sliding_attention", "linear_attention"
 PLAIN = AttentionNeeds()
 _UNLIMITED = 2**31 - 1
 _SINK_ARCHITECTURES = ("GptOssForCausalLM",)
-
-Algorithm = Literal["EAGLE", "EAGLE3", "STANDALONE", "DFLASH"]
-"""`--speculative-algorithm` of a drafter with weights."""
-
-_ALGORITHMS: dict[str, Algorithm] = {
-    "LlamaForCausalLMEagle3": "EAGLE3", "LlamaForCausalLMEagle": "EAGLE", "DFlashDraftModel": "DFLASH"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +51,7 @@ class DrafterCheckpoint:
     """Number of latest positions it attends to, the current one included, as in training."""
 
     quantised: str | None = None
-    algorithm: Algorithm | None = "EAGLE3"
+    algorithm: SGLangAlgorithm | None = "EAGLE3"
     """None: SGLang does not support its family."""
 
     block_size: int | None = None
@@ -118,20 +112,22 @@ def read_drafter(directory: str, config: Mapping[str, Any]) -> DrafterCheckpoint
         sliding_window=window, quantised=_quantised(config), algorithm=algorithm, block_size=_block_size(config))
 
 
-def checkpoint_algorithm(config: Mapping[str, Any]) -> Algorithm | None:
+def checkpoint_algorithm(config: Mapping[str, Any]) -> SGLangAlgorithm | None:
     """SGLang's algorithm for a checkpoint of these `architectures`; None when there is none.
 
     A language model that SGLang supports as a target is a STANDALONE drafter.
     """
     architectures = config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else None
-    return _ALGORITHMS.get(str(name)) or ("STANDALONE" if name in SUPPORTED_BY_SGLANG else None)
+    for row in FAMILIES.values():
+        if name == row.architecture:
+            return row.sglang_algorithm
+    return "STANDALONE" if name in SUPPORTED_BY_SGLANG else None
 
 
-def family_algorithm(family: Family) -> Algorithm | None:
+def family_algorithm(family: str) -> SGLangAlgorithm | None:
     """The algorithm of a drafter family, for a control plane that has the job but not the checkpoint."""
-    name = SGLANG_ALGORITHMS.get(family)
-    return next((algorithm for algorithm in get_args(Algorithm) if algorithm == name), None)
+    return FAMILIES[family].sglang_algorithm
 
 
 def _block_size(config: Mapping[str, Any]) -> int | None:

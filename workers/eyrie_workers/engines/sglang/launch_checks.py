@@ -7,8 +7,9 @@ attention backends and in no tree. tests/sglang resolves such command lines with
 """
 
 from eyrie_api.decisions.capture_support import require_block_capture, require_capture
+from eyrie_api.v1alpha1.families import SGLangAlgorithm
 from eyrie_api.v1alpha1.tuning import OFF
-from eyrie_workers.engines.sglang.checkpoints import Algorithm, DrafterCheckpoint
+from eyrie_workers.engines.sglang.checkpoints import DrafterCheckpoint
 from eyrie_workers.engines.sglang.launch_plan import (
     LaunchPlan,
     SharedServerArgs,
@@ -19,7 +20,7 @@ from eyrie_workers.engines.sglang.launch_plan import (
 from eyrie_workers.engines.sglang.profiles import attention_problem
 from eyrie_workers.targets.sglang_limits import Unlaunchable
 
-_ADAPTIVE_ALGORITHMS: tuple[Algorithm, ...] = ("EAGLE", "EAGLE3")
+_ADAPTIVE_ALGORITHMS: tuple[SGLangAlgorithm, ...] = ("EAGLE", "EAGLE3")
 """The algorithms that support adaptive speculation."""
 
 
@@ -75,7 +76,7 @@ def _check_adaptive(plan: LaunchPlan) -> None:
                            "setting and only log it", "serve one setting (leave the map out), or attn_dp_size 1")
 
 
-def _check_family(plan: LaunchPlan, drafter: DrafterCheckpoint, algorithm: Algorithm) -> None:
+def _check_family(plan: LaunchPlan, drafter: DrafterCheckpoint, algorithm: SGLangAlgorithm) -> None:
     """Limits of the drafter's speculative algorithm."""
     adaptive = adaptive_slots(plan) is not None
     if algorithm == "EAGLE3":

@@ -18,7 +18,7 @@ from eyrie_workers.drafters.checkpoint.files import read_config
 from eyrie_workers.drafters.eagle3.checkpoint import load_drafter
 from eyrie_workers.drafters.eagle3.directory_format import ARCHITECTURE
 from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
-from eyrie_workers.drafters.layers.serving import Eagle3Server
+from eyrie_workers.drafters.eagle3.proposer import Eagle3Proposer
 from eyrie_workers.speculation.protocol import Drafter
 from eyrie_workers.speculation.tree import BranchKeys
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
@@ -54,7 +54,7 @@ def suspects(directory: Path, target: TargetModel, branch_keys: BranchKeys) -> I
     def served(config: Eagle3Config, ids: Tensor = own_ids) -> Drafter:
         # Ids beyond the vocabulary would stop a server; here they become its last token, which is as wrong.
         vocabulary = DraftVocabulary(ids.clamp(0, config.vocab_size - 1), config.vocab_size)
-        server = Eagle3Server(_rebuilt(right, config, vocabulary), target.embed_weight)
+        server = Eagle3Proposer(_rebuilt(right, config, vocabulary), target.embed_weight)
         server.branch_keys = branch_keys
         return server
 

@@ -1,27 +1,28 @@
-"""A drafter's tensors against its `config.json`.
+"""Rules for the tensors of an EAGLE-3 drafter against its `config.json`.
 
-SGLang's loader skips a name it does not know and leaves what it misses at initialisation, so names are compared as
-sets, exactly; then shapes, dtypes, the vocabulary, and the numbers.
+SGLang's loader skips unknown names and leaves missing tensors at their initial values, so the sets of names must be
+equal; then shapes, dtypes, the vocabulary maps and the values are checked.
 
     D draft vocabulary, V target vocabulary
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from eyrie_workers.drafters.eagle3.directory_format import DTYPES, MAPS, Shape, canonical_name, expected_shapes
+from eyrie_workers.drafters.checkpoint.file_format import DTYPES
+from eyrie_workers.drafters.eagle3.directory_format import MAPS, Shape, canonical_name, expected_shapes
 from eyrie_workers.drafters.validation.finding import Finding, error, warning
+from eyrie_workers.drafters.validation.values import value_rules
 
-# Flags and the tensors that exist when they are set: for naming the flag that is missing or too much.
+# Prefixes of tensors that exist only when a flag is set: a finding then names the flag.
 _FLAGS = {"fc_norm.": "fc_norm", "input_norm.": "norm_before_fc", "fc.bias": "bias"}
 
 
 def tensor_rules(shape: Shape, shares_head: bool, stored: Mapping[str, Tensor]) -> Iterator[Finding]:
-    """Everything about the tensors. `shares_head`: draft_vocab_size is null, lm_head is the target's."""
+    """All rules for the tensors. `shares_head`: draft_vocab_size is null, lm_head is the target's."""
     counted = Counter(canonical_name(name) for name in stored)
     for name, times in sorted(counted.items()):
         if times > 1:
@@ -40,14 +41,14 @@ def tensor_rules(shape: Shape, shares_head: bool, stored: Mapping[str, Tensor]) 
             yield error("tensor-shape", f"{name} has shape {list(tensors[name].shape)}, config.json implies "
                         f"{list(shapes[name])}", "config.json and weights belong to different drafters: export again")
     yield from _dtype_rules(tensors)
-    yield from value_rules(tensors)
+    yield from value_rules({name: tensor for name, tensor in tensors.items() if name not in MAPS})
     if "d2t" in tensors:
         yield from _vocabulary_rules(shape, tensors["d2t"], tensors.get("t2d"))
 
 
 def _name_rules(shape: Shape, shapes: Mapping[str, tuple[int, ...]],
                 tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
-    """Names that are missing or too many. Those with a reason of their own are told and taken off the lists."""
+    """Missing and unknown names. Names with a more specific finding are reported there and removed from the sets."""
     missing, unknown = set(shapes) - set(tensors), set(tensors) - set(shapes)
     yield from _flag_rules(missing, unknown)
     yield from _map_rules(shape, missing, unknown, tensors)
@@ -84,15 +85,15 @@ def _map_rules(shape: Shape, missing: set[str], unknown: set[str],
     if "t2d" in missing and "d2t" in tensors:
         missing.remove("t2d")
         yield warning("t2d-missing", "t2d is missing: SGLang and vLLM do not read it, trainers do",
-                      "write it beside d2t")
+                      "store it with d2t")
     if "d2t" in missing:
         missing -= set(MAPS)
         yield error("d2t-missing", f"d2t is missing for a draft vocabulary of {shape.draft_vocab_size} in "
-                    f"{shape.vocab_size}: draft ids would be taken for target ids", "export the drafter again")
+                    f"{shape.vocab_size}: draft ids would be used as target ids", "export the drafter again")
     if shape.draft_vocab_size == shape.vocab_size:
         if "d2t" in unknown:
-            yield warning("maps-needless", "d2t is stored although the draft vocabulary is the target's: vLLM has no "
-                          "place for it and refuses to load", "leave d2t and t2d out")
+            yield warning("maps-needless", "d2t is stored although the draft vocabulary is the target's: vLLM "
+                          "refuses to load it", "leave d2t and t2d out")
         unknown -= set(MAPS)
 
 
@@ -115,25 +116,12 @@ def _layer_norm_rules(shape: Shape, missing: set[str], tensors: Mapping[str, Ten
 def _dtype_rules(tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
     for name, wanted in (("d2t", torch.int64), ("t2d", torch.bool)):
         if name in tensors and tensors[name].dtype != wanted:
-            yield error("map-dtype", f"{name} is {_told(tensors[name].dtype)}, not {_told(wanted)}",
-                        f"store {name} as {_told(wanted)}")
-    dtypes = {_told(tensor.dtype) for name, tensor in tensors.items() if name not in MAPS}
+            yield error("map-dtype", f"{name} is {_dtype_name(tensors[name].dtype)}, not {_dtype_name(wanted)}",
+                        f"store {name} as {_dtype_name(wanted)}")
+    dtypes = {_dtype_name(tensor.dtype) for name, tensor in tensors.items() if name not in MAPS}
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         yield error("tensor-dtype", f"parameters are stored as {', '.join(sorted(dtypes))}",
                     f"store all of them as one of {', '.join(DTYPES)}")
-
-
-def value_rules(tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
-    """Numbers that were never trained, or trained to nothing."""
-    for name, tensor in sorted(tensors.items()):
-        if name in MAPS or _told(tensor.dtype) not in DTYPES or tensor.numel() == 0:
-            continue
-        least, most = tensor.min().item(), tensor.max().item()
-        if not abs(least) + abs(most) < float("inf"):  # nan compares false
-            yield error("not-finite", f"{name} holds nan or infinity", "take an earlier checkpoint; training diverged")
-        elif tensor.dim() > 1 and least == most:
-            yield error("constant-tensor", f"every element of {name} is {least:g}: it was never trained or written",
-                        "export the drafter again")
 
 
 def _vocabulary_rules(shape: Shape, d2t: Tensor, t2d: Tensor | None) -> Iterator[Finding]:
@@ -144,7 +132,8 @@ def _vocabulary_rules(shape: Shape, d2t: Tensor, t2d: Tensor | None) -> Iterator
         t2d = None
     ids = d2t + torch.arange(d2t.numel())
     outside = int(ids.min()) < 0 or int(ids.max()) >= vocab
-    # Ids would be in range and ascending by themselves, and fail as offsets: beyond the vocabulary, or against t2d.
+    # Target ids stored in place of offsets are ascending and in range, and as offsets leave the vocabulary or disagree
+    # with t2d.
     like_ids = _ascending(d2t) and int(d2t.min()) >= 0 and int(d2t.max()) < vocab
     agrees = t2d is None or (not outside and _names(ids, t2d))
     if like_ids and (outside or (t2d is not None and not agrees and _names(d2t, t2d))):
@@ -159,8 +148,8 @@ def _vocabulary_rules(shape: Shape, d2t: Tensor, t2d: Tensor | None) -> Iterator
     elif not agrees:
         yield error("t2d-disagrees", "t2d and d2t name different tokens", "export the drafter again")
     elif t2d is None and like_ids and d2t.numel() > 1:
-        yield warning("d2t-unconfirmed", "d2t ascends strictly, as ids do and offsets hardly ever, and no t2d tells "
-                      "which it is", "make sure it holds offsets, and store t2d")
+        yield warning("d2t-unconfirmed", "d2t is strictly ascending, as ids are and offsets rarely are, and without "
+                      "t2d the two cannot be distinguished", "confirm that it holds offsets, and store t2d")
 
 
 def _ascending(values: Tensor) -> bool:
@@ -168,7 +157,7 @@ def _ascending(values: Tensor) -> bool:
 
 
 def _names(ids: Tensor, t2d: Tensor) -> bool:
-    """Whether t2d marks exactly these ids."""
+    """t2d marks exactly these ids."""
     if int(ids.min()) < 0 or int(ids.max()) >= t2d.numel():
         return False
     member = torch.zeros_like(t2d)
@@ -176,12 +165,12 @@ def _names(ids: Tensor, t2d: Tensor) -> bool:
     return torch.equal(member, t2d)
 
 
-def _told(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def embedding_rules(tensors: Mapping[str, Tensor], target_rows: Any) -> Iterator[Finding]:
-    """A stored embedding that is not the target's: the drafter was trained on what it will not be served with."""
+def embedding_rules(tensors: Mapping[str, Tensor], target_rows: Tensor | None) -> Iterator[Finding]:
+    """A stored embedding must be the target's: the drafter is served with the target's."""
     own = tensors.get("embed_tokens.weight", tensors.get("model.embed_tokens.weight"))
     if own is None or target_rows is None or own.dim() != 2 or own.shape[1] != target_rows.shape[1]:
         return

@@ -1,8 +1,8 @@
-"""What a drafter's `config.json` says, judged by itself: would SGLang build from it the drafter that was trained?
+"""Rules for the `config.json` of an EAGLE-3 drafter: whether SGLang builds from it the drafter that was trained.
 
-Most ways to be wrong are silent. A missing key becomes transformers' default for Llama (32 layers, vocabulary 32000,
-rotary base 10000); a flag SGLang does not know is ignored; a key in the wrong place is not read. So absence is judged
-like a wrong value wherever the default could not be right.
+SGLang reports few errors. A missing key becomes transformers' default for Llama (32 layers, vocabulary 32000, rotary
+base 10000); an unknown flag is ignored; a key in the wrong place is not read. A missing key is therefore treated like a
+wrong value wherever the default cannot be right.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from eyrie_api.decisions.capture_support import captured_inputs
-from eyrie_workers.drafters.eagle3.directory_format import ARCHITECTURE, DTYPES, nested, num_aux
+from eyrie_workers.drafters.checkpoint.file_format import DTYPES
+from eyrie_workers.drafters.eagle3.directory_format import ARCHITECTURE, LAYER_IDS, nested, num_aux
 from eyrie_workers.drafters.validation.finding import Finding, error, warning
 
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-# What transformers' LlamaConfig puts in the place of a key that is missing.
+# Defaults of transformers' LlamaConfig for missing keys.
 _SILENT_DEFAULTS: dict[str, Any] = {
     "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
     "vocab_size": 32000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
@@ -39,7 +39,7 @@ _COMPUTED_ROPES = ("default", "linear", "llama3")
 
 
 def architecture_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Whether this is an EAGLE-3 directory for SGLang at all. After an error here the other rules mean nothing."""
+    """The architecture is EAGLE-3's for SGLang. After an error here the other rules do not apply."""
     found = config.get("architectures")
     names = list(found) if isinstance(found, list) else []
     if "speculators_model_type" in config or "Eagle3Speculator" in names:
@@ -54,12 +54,12 @@ def architecture_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
         yield error("architecture-name", f"architectures is {names}: SGLang has no drafter of that name",
                     f"write [{ARCHITECTURE!r}]; vLLM knows it too")
     elif names != [ARCHITECTURE]:
-        yield error("architecture-unknown", f"architectures is {found!r}, which no family of Eyrie's has",
-                    "give a drafter of a family Eyrie trains; others cannot be checked here")
+        yield error("architecture-unknown", f"architectures is {found!r}, which no family of Eyrie has",
+                    "give a drafter of a family Eyrie trains; others cannot be checked")
 
 
-def mistaken_rules(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
-    """EAGLE drafters that call themselves by their target's name, as their authors' code writes them."""
+def author_format_rules(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
+    """EAGLE drafters under the architecture name of their target, as the authors' code writes them."""
     fc = tensors.get("fc.weight")
     if config.get("architectures") != ["LlamaForCausalLM"] or fc is None:
         return
@@ -72,14 +72,15 @@ def mistaken_rules(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
 
 
 def kind_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Values of another kind than their key. After an error here no rule could read on."""
+    """Types of the values. After an error here the other rules cannot read the config."""
     inner = config.get("eagle_config")
     objects = [("", config), *([("eagle_config.", inner)] if isinstance(inner, dict) else [])]
-    for place, holder in objects:
-        for key, (kinds, told) in _KINDS.items():
-            value = holder.get(key)
+    for prefix, section in objects:
+        for key, (kinds, expected) in _KINDS.items():
+            value = section.get(key)
             if value is not None and (not isinstance(value, kinds) or (bool not in kinds and value is True)):
-                yield error("key-kind", f"{place}{key} is {value!r}, not {told}", f"write {told}, or leave it out")
+                yield error("key-kind", f"{prefix}{key} is {value!r}, not {expected}",
+                            f"write {expected}, or leave it out")
     for key in ("rope_parameters", "rope_scaling"):
         theta = (config.get(key) or {}).get("rope_theta") if isinstance(config.get(key), dict) else None
         if theta is not None and not isinstance(theta, int | float):
@@ -87,7 +88,7 @@ def kind_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def key_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Keys that must be there and be numbers. After an error here shapes cannot be told."""
+    """Required keys and counts. After an error here the tensor shapes are unknown."""
     for key, default in _SILENT_DEFAULTS.items():
         if config.get(key) is None:
             yield error("key-missing", f"{key} is missing: SGLang would take Llama's default, {default}",
@@ -106,7 +107,7 @@ def key_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
                     "write the number of rows of lm_head.weight")
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads:
-        yield error("heads-not-divisible", f"num_attention_heads {heads} is no multiple of num_key_value_heads "
+        yield error("heads-not-divisible", f"num_attention_heads {heads} is not a multiple of num_key_value_heads "
                     f"{kv_heads}", "config.json and weights belong to different drafters: export again")
     size, vocab = config.get("draft_vocab_size"), config.get("vocab_size")
     if isinstance(vocab, int) and size is not None and not (isinstance(size, int) and 0 < size <= vocab):
@@ -115,7 +116,7 @@ def key_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def flag_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Flags that SGLang does not honour, or that make it drop what was trained."""
+    """Flags that SGLang ignores, or that make it discard trained parameters."""
     if config.get("tie_word_embeddings"):
         yield error("tied", "tie_word_embeddings is true: SGLang would predict with the target's embedding and drop "
                     "the trained lm_head", "write false")
@@ -148,7 +149,7 @@ def flag_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def norm_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """The EAGLE-3.1 flags: where they may stand and together with what."""
+    """The EAGLE-3.1 flags: their place in the config and valid combinations."""
     inner, top = nested(config).get("norm_before_fc"), config.get("norm_before_fc")
     if inner is not None and top is not None and bool(inner) != bool(top):
         yield error("norm-before-fc-twice", f"norm_before_fc is {top} at the top level and {inner} in eagle_config, "
@@ -159,19 +160,19 @@ def norm_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
                     "keep the one it was trained with")
     if config.get("use_aux_norm") and not config.get("fc_norm"):
         yield warning("use-aux-norm", "use_aux_norm is SGLang's old name of fc_norm, unknown to vLLM",
-                      "write fc_norm true beside it")
+                      "also write fc_norm true")
     for flag in ("fc_norm", "norm_output"):
         if flag in nested(config):
-            yield error("flag-misplaced", f"{flag} stands in eagle_config, where no engine looks for it",
+            yield error("flag-misplaced", f"{flag} is in eagle_config, where no engine reads it",
                         f"write {flag} at the top level")
 
 
 def layer_rules(config: Mapping[str, Any], architecture: str | None, num_layers: int | None) -> Iterator[Finding]:
-    """The layer ids in both engines' conventions; `architecture` and `num_layers` of the target, when known."""
+    """The layer ids in both engines' conventions. `architecture` and `num_layers` are the target's, when known."""
     inner, top = nested(config).get(LAYER_IDS), config.get(LAYER_IDS)
     if inner is None:
-        where = "only at the top level, where vLLM alone reads them" if top is not None else "nowhere"
-        yield error("layer-ids-missing", f"{LAYER_IDS} stand {where}: SGLang would capture its default layers "
+        where = "only at the top level, which only vLLM reads" if top is not None else "missing"
+        yield error("layer-ids-missing", f"{LAYER_IDS} are {where}: SGLang would capture its default layers "
                     "whatever the drafter was trained on", f"write eagle_config.{LAYER_IDS}: output-of-layer ids, "
                     "for SGLang's defaults [1, n/2-1, n-4]")
     for place, ids in (("eagle_config", inner), ("the top level", top)):
@@ -188,8 +189,8 @@ def layer_rules(config: Mapping[str, Any], architecture: str | None, num_layers:
                       f"write {list(captured)} there")
     elif tuple(top) != captured:
         of = f"a {architecture}" if architecture else "most targets"
-        yield error("layer-ids-disagree", f"eagle_config says layers {list(inner)}, which for {of} makes SGLang "
-                    f"capture states {list(captured)}; the top level says {list(top)}",
+        yield error("layer-ids-disagree", f"eagle_config has layers {list(inner)}, which for {of} makes SGLang "
+                    f"capture states {list(captured)}; the top level has {list(top)}",
                     "find out which it was trained on: the nested ids are the states minus 1 (as they are for "
                     "DeepSeek unless they begin with 1), the top-level ids the states themselves")
     if num_layers is not None:
@@ -197,14 +198,14 @@ def layer_rules(config: Mapping[str, Any], architecture: str | None, num_layers:
         beyond = [state for state in captured if not 0 <= state <= most]
         if beyond:
             yield error("layer-not-captured", f"states {beyond} of a target with {num_layers} layers are never "
-                        "captured: the last layer's output does not leave it", f"train on states 0 to {most}")
-    told = num_aux(config)
-    if told != len(inner):
-        yield error("aux-count", f"num_aux_hidden_states is {told}, but {len(inner)} layer ids are given",
+                        "captured: the last layer's output is not available", f"train on states 0 to {most}")
+    count = num_aux(config)
+    if count != len(inner):
+        yield error("aux-count", f"num_aux_hidden_states is {count}, but {len(inner)} layer ids are given",
                     "write the number of ids")
     if len(inner) == 1 and config.get("target_hidden_size", config.get("hidden_size")) == config.get("hidden_size"):
-        yield error("single-aux-layer", "one aux layer: SGLang takes a state as wide as the embedding for the "
-                    "drafter's own and skips fc", "train on two or more layers")
+        yield error("single-aux-layer", "one aux layer: SGLang treats a state as wide as the embedding as "
+                    "the drafter's own and skips fc", "train on two or more layers")
 
 
 def _ids_problem(ids: Any) -> str | None:
@@ -214,16 +215,16 @@ def _ids_problem(ids: Any) -> str | None:
 
 
 def window_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """The sliding window: vLLM reads it here, SGLang from a flag that the launch line takes from here."""
+    """The sliding window. vLLM reads it here; SGLang has a launch flag, which the launch line sets from here."""
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     slides = "sliding_attention" in (kinds or ())
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 2):
         yield error("window", f"sliding_window is {window!r}, not a number of positions", "write 2 or more, or null")
     elif window is not None and not slides:
-        yield error("window-kinds", f"sliding_window is {window} but layer_types does not say sliding_attention: "
+        yield error("window-kinds", f"sliding_window is {window} but layer_types lacks sliding_attention: "
                     "vLLM would attend to everything", "write layer_types ['sliding_attention'] for every layer")
     elif window is None and slides:
-        yield error("window-kinds", "layer_types says sliding_attention but sliding_window is missing",
+        yield error("window-kinds", "layer_types has sliding_attention but sliding_window is missing",
                     "write the window it was trained with")
     if kinds is not None and len(kinds) != config.get("num_hidden_layers"):
         yield error("window-kinds", f"layer_types has {len(kinds)} entries for {config.get('num_hidden_layers')} "
@@ -234,7 +235,7 @@ def window_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def rope_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Rotary positions: said once, or twice the same."""
+    """Rotary embedding: given once, or several times with the same values."""
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     thetas = {float(value) for value in (config.get("rope_theta"), *(part.get("rope_theta") for part in (new, old)
                                                                     if isinstance(part, Mapping))) if value}
@@ -254,7 +255,7 @@ def rope_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def size_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """What SGLang serves and our own engine does not."""
+    """Configurations that SGLang serves and Eyrie's own engine does not compute."""
     if config["num_hidden_layers"] > 1:
         yield warning("reference-engine", f"num_hidden_layers is {config['num_hidden_layers']}: Eyrie's own engine "
                       "computes drafters of one layer", "serve and measure it in SGLang")
@@ -263,5 +264,5 @@ def size_rules(config: Mapping[str, Any]) -> Iterator[Finding]:
                       f"{config['hidden_size']}: Eyrie's own engine shares the target's embedding",
                       "serve and measure it in SGLang")
     if config.get("draft_vocab_size") is None:
-        yield warning("reference-engine", "draft_vocab_size is null: the target's own output matrix is used, which "
-                      "Eyrie's engine does not lend", "serve and measure it in SGLang")
+        yield warning("reference-engine", "draft_vocab_size is null: Eyrie's own engine cannot "
+                      "use the target's output matrix", "serve and measure it in SGLang")

@@ -1,0 +1,332 @@
+"""Decoding with drafters of one decoder layer: settled pairs in, draft trees out (`speculation.protocol`).
+
+`LayerProposer` runs the layer with a KV cache; an `InferenceLayer` holds the layer's weights: EAGLE-3's is in
+`drafters.eagle3.proposer`, EAGLE-1's in `drafters.eagle1`. A settled pair at position i leaves one key and one value.
+Of the pairs of one `extend`, only the last runs attention, MLP and output, because drafting continues from there only.
+A draft step appends scratch keys after the settled ones; the next `extend` overwrites them.
+
+A draft step is many small operations, so the `InferenceLayer` precomputes what it can: norm weights are folded into the
+matrices that follow them, the two elements of each rotary pair are adjacent so that a rotation is one complex product,
+matrices are packed (`targets.linear`), and where the vocabulary is small enough the token's share of the layer's input
+is a table. The result equals that of training up to rounding; tests/workers/drafters compare the two.
+
+    B rows, T pairs, A aux layers, H hidden, Q = q + k + v widths, L keys, M scratch keys, N nodes of this step,
+    K kv heads, W query heads per kv head, E head size, D draft vocabulary
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_workers.drafters.layers.modules import PostAttention
+from eyrie_workers.speculation.noise import RowNoise
+from eyrie_workers.speculation.protocol import CommittedTokens, DrafterState, DraftStep, DraftTree
+from eyrie_workers.speculation.tree import BranchKeys, build_draft_tree
+from eyrie_workers.targets.config import RopeConfig
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
+from eyrie_workers.targets.linear import Linear, rms_normalise
+from eyrie_workers.targets.model import pairs_together
+
+# Largest table [V, Q] of a `TokenProjection`. For larger vocabularies the product is computed for each token instead.
+MAX_TABLE_BYTES = 64 * 2**20
+
+
+class _LayerConfig(Protocol):
+    """What `LayerProposer` reads of a drafter's config."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def rope(self) -> RopeConfig: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def sliding_window(self) -> int | None: ...
+
+
+@dataclass
+class LayerState:
+    """KV cache and last predictions of every row.
+
+    keys, values [rows, max_length + scratch, K, E]   logits [rows, D]   hidden [rows, H]: of each row's last pair
+    """
+
+    keys: Tensor
+    values: Tensor
+    logits: Tensor
+    hidden: Tensor
+    settled: list[int] = field(default_factory=list)
+    """Number of settled pairs of each row."""
+
+    scratch: list[int] = field(default_factory=list)
+    """Depth of each scratch key of the current round."""
+
+
+class InferenceLayer(Protocol):
+    """One decoder layer, split at its attention. q and k have the elements of each rotary pair adjacent
+    (`adjacent_rotary_pairs`)."""
+
+    def fuse(self, aux_TAH: Tensor) -> Tensor:
+        """The target's states -> [T, H], the input state of a pair."""
+        ...
+
+    def enter(self, hidden_TH: Tensor, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
+        """A state and the token after it -> the residual stream [T, H], and q, k, v [T, Q]."""
+        ...
+
+    def finish(self, residual_TH: Tensor, attended_TQ: Tensor) -> Tensor:
+        """The part of the layer after attention: [T, H]"""
+        ...
+
+    def predict(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [T, D], and the state to feed back, [T, H]"""
+        ...
+
+
+class InferencePostAttention:
+    """`PostAttention` for decoding: packed matrices, the norm's weight folded into gate and up."""
+
+    def __init__(self, weights: PostAttention, dtype: torch.dtype) -> None:
+        """`weights` in float32; the products run in `dtype`."""
+        self._out, self._down = Linear(weights.out.to(dtype)), Linear(weights.down.to(dtype))
+        self._gate_up = Linear((weights.gate_up * weights.norm).to(dtype))
+        self._eps = torch.tensor(weights.rms_eps, dtype=dtype)
+
+    def __call__(self, residual_TH: Tensor, attended_TQ: Tensor) -> Tensor:
+        """[T, H] and [T, q] -> [T, H]"""
+        hidden_TH = self._out.add(attended_TQ, residual_TH)
+        gate, up = self._gate_up(rms_normalise(hidden_TH, self._eps)).chunk(2, -1)
+        return self._down.add(F.silu(gate).mul_(up), hidden_TH)
+
+
+class TokenProjection:
+    """A function of a token's embedding, computed once for the whole vocabulary where the table is small enough."""
+
+    def __init__(self, embed_VH: Tensor, project: Callable[[Tensor], Tensor], width: int) -> None:
+        """`project` maps [T, H] embeddings to [T, width], each row by itself."""
+        self._embed_VH, self._project = embed_VH, project
+        table_bytes = embed_VH.shape[0] * width * embed_VH.dtype.itemsize
+        self._table_VQ = project(embed_VH) if table_bytes <= MAX_TABLE_BYTES else None
+
+    def __call__(self, tokens_T: Tensor) -> Tensor:
+        """[T] token ids -> [T, width]"""
+        if self._table_VQ is not None:
+            return self._table_VQ.index_select(0, tokens_T)
+        return self._project(self._embed_VH.index_select(0, tokens_T))
+
+
+def adjacent_rotary_pairs(qkv_QH: Tensor, num_rotated: int, head_dim: int) -> Tensor:
+    """Rows of a joined q, k, v matrix with the two elements of each rotary pair of q and k adjacent.
+
+    num_rotated  heads of q and k together. Attention scores do not change: q and k are permuted alike.
+    """
+    rotated = num_rotated * head_dim
+    return torch.cat([pairs_together(qkv_QH[:rotated], head_dim), qkv_QH[rotated:]])
+
+
+def target_ids(vocabulary: DraftVocabulary, device: torch.device) -> Tensor | None:
+    """[D] target id of each draft id; None when both vocabularies are the same."""
+    return None if vocabulary.size == vocabulary.vocab_size else vocabulary.ids.to(device)
+
+
+class LayerProposer:
+    """`speculation.protocol.Drafter` over one layer."""
+
+    def __init__(self, layer: InferenceLayer, config: _LayerConfig, aux_layers: tuple[int, ...], dtype: torch.dtype,
+                 draft_ids_D: Tensor | None = None) -> None:
+        """`layer` has the sizes of `config`.
+
+        aux_layers   `hidden_states` indices of the states passed to `fuse`.
+        dtype        compute dtype.
+        draft_ids_D  [D] int64 target id of each draft id; None when both vocabularies are the same.
+        """
+        self.branch_keys: BranchKeys = "ancestors"
+        self._config, self._aux_layers, self._dtype = config, aux_layers, dtype
+        self._layer, self._draft_ids_D = layer, draft_ids_D
+        self._frequencies = torch.tensor(config.rope.inverse_frequencies(config.head_dim), dtype=torch.float64)
+        self._rotations = torch.empty(0, 1, config.head_dim // 2, dtype=torch.complex64)
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """`hidden_states` indices the drafter was trained on."""
+        return self._aux_layers
+
+    @property
+    def max_length(self) -> int:
+        """Longest text it can draft for."""
+        return self._config.max_position_embeddings
+
+    def new_state(self, num_rows: int, max_length: int, max_shape: DraftTreeShape) -> LayerState:
+        """Caches for `num_rows` rows of `max_length` pairs, with space for the scratch keys of `max_shape`."""
+        config = self._config
+        num_outputs = config.vocab_size if self._draft_ids_D is None else self._draft_ids_D.numel()
+        length = max_length + max_shape.num_steps * max_shape.top_k + 1
+        if self._rotations.shape[0] < length:
+            angles = torch.arange(length, dtype=torch.float64)[:, None, None] * self._frequencies
+            self._rotations = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+        shape = (num_rows, length, config.num_kv_heads, config.head_dim)
+        return LayerState(
+            keys=torch.zeros(shape, dtype=self._dtype), values=torch.zeros(shape, dtype=self._dtype),
+            logits=torch.zeros(num_rows, num_outputs, dtype=self._dtype),
+            hidden=torch.zeros(num_rows, config.hidden_size, dtype=self._dtype), settled=[0] * num_rows)
+
+    def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
+        """Clear the row. The prompt is not needed: its pairs follow by `extend`."""
+        assert isinstance(state, LayerState)
+        state.settled[row] = 0
+
+    @torch.inference_mode()
+    def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
+        """Write keys and values of the pairs; predict from the last pair of each row."""
+        assert isinstance(state, LayerState)
+        num_rows, num_pairs = pairs.tokens.shape
+        fused_TH = self._layer.fuse(pairs.aux.flatten(0, 1))
+        # Padding is written after a row's end, where every index is overwritten by an extend before it is read.
+        index_BT = (pairs.starts[:, None] + torch.arange(num_pairs)).clamp_(max=state.keys.shape[1] - 1)
+        residual_TH, qkv_TQ = self._layer.enter(fused_TH, pairs.tokens.flatten())
+        q, k, v = self._heads(qkv_TQ, index_BT)
+        rows = pairs.rows.tolist()
+        _write(state, rows, index_BT, k, v)
+        for row, length in zip(rows, (pairs.starts + pairs.lengths).tolist(), strict=True):
+            state.settled[row] = length
+        last_B = torch.arange(num_rows) * num_pairs + pairs.lengths - 1
+        q_last = q.flatten(0, 1).index_select(0, last_B).unsqueeze(1)
+        step = self._attend(state, rows, residual_TH.index_select(0, last_B), q_last, None, 0)
+        state.logits.index_copy_(0, pairs.rows, step.logits.flatten(0, 1))
+        state.hidden.index_copy_(0, pairs.rows, step.hidden.flatten(0, 1))
+
+    @torch.inference_mode()
+    def propose(self, state: DrafterState, rows: Tensor, shape: DraftTreeShape,
+                noise: RowNoise | None = None) -> DraftTree:
+        """Grow one tree per row from the predictions `extend` left."""
+        assert isinstance(state, LayerState)
+        own, row_list = state, rows.tolist()
+        first = DraftStep(state.logits.index_select(0, rows)[:, None], state.hidden.index_select(0, rows)[:, None])
+
+        def step(tokens: Tensor, hidden: Tensor, mask: Tensor, depth: int) -> DraftStep:
+            return self._step(own, row_list, tokens, hidden, mask, depth)
+
+        return build_draft_tree(first, step, shape, self._draft_ids_D, noise, self.branch_keys)
+
+    def _step(self, state: LayerState, rows: list[int], tokens_BN: Tensor, hidden_BNH: Tensor, mask_BNM: Tensor,
+              depth: int) -> DraftStep:
+        """`protocol.StepFunction` of these rows."""
+        num_nodes, num_scratch = tokens_BN.shape[1], mask_BNM.shape[2]
+        state.scratch[num_scratch - num_nodes:] = [depth] * num_nodes
+        if len(rows) == 1 and num_scratch == depth and self._dtype == torch.float32:  # one node at every depth
+            return self._chain_step(state, rows[0], tokens_BN, hidden_BNH, depth)
+        settled_B1 = torch.tensor([[state.settled[row]] for row in rows])
+        positions_BN = (settled_B1 + (depth - 1)).expand(-1, num_nodes)
+        residual_TH, qkv_TQ = self._layer.enter(hidden_BNH.flatten(0, 1), tokens_BN.flatten())
+        q, k, v = self._heads(qkv_TQ, positions_BN)
+        _write(state, rows, settled_B1 + torch.arange(num_scratch - num_nodes, num_scratch), k, v)
+        return self._attend(state, rows, residual_TH, q, mask_BNM, depth)
+
+    def _chain_step(self, state: LayerState, row: int, tokens_11: Tensor, hidden_11H: Tensor, depth: int) -> DraftStep:
+        """`_step` for a chain of one row, the common case on one machine: the same arithmetic in fewer calls.
+
+        Such a step is bound by the number of operations, not by their work. Positions are Python integers here, so that
+        heads are rotated, written and read through views.
+        """
+        config, index = self._config, state.settled[row] + depth - 1
+        num_rotated = config.num_heads + config.num_kv_heads
+        residual_1H, qkv_1Q = self._layer.enter(hidden_11H[0], tokens_11[0])
+        heads = qkv_1Q.view(-1, config.head_dim)
+        rotated, keys, values = heads[:num_rotated], state.keys[row], state.values[row]
+        torch.view_as_complex(rotated.view(num_rotated, -1, 2)).mul_(self._rotations[index])
+        keys[index], values[index] = rotated[config.num_heads:], heads[num_rotated:]
+        first = 0 if config.sliding_window is None else max(0, index + 1 - config.sliding_window)
+        attended = F.scaled_dot_product_attention(
+            rotated[: config.num_heads].view(1, config.num_kv_heads, -1, config.head_dim),
+            keys[first: index + 1].transpose(0, 1)[None], values[first: index + 1].transpose(0, 1)[None])
+        logits_1D, hidden_1H = self._layer.predict(self._layer.finish(residual_1H, attended.view(1, -1)))
+        return DraftStep(logits_1D[None], hidden_1H[None])
+
+    def _heads(self, qkv_TQ: Tensor, positions_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated q [B, N, K, W, E] and k [B, N, K, E], and v [B, N, K, E]; T = B * N."""
+        config, (rows, nodes) = self._config, positions_BN.shape
+        heads = qkv_TQ.view(rows * nodes, -1, config.head_dim)
+        num_rotated = config.num_heads + config.num_kv_heads
+        # There are no half-precision complex products: such heads are rotated in float32.
+        rotated = heads[:, :num_rotated].float()
+        rotations = self._rotations.index_select(0, positions_BN.flatten())
+        torch.view_as_complex(rotated.unflatten(-1, (-1, 2))).mul_(rotations)
+        rotated = rotated.to(self._dtype)
+        q = rotated[:, : config.num_heads].view(rows, nodes, config.num_kv_heads, -1, config.head_dim)
+        k = rotated[:, config.num_heads:].view(rows, nodes, config.num_kv_heads, config.head_dim)
+        v = heads[:, num_rotated:].view(rows, nodes, config.num_kv_heads, config.head_dim)
+        return q, k, v
+
+    def _attend(self, state: LayerState, rows: list[int], residual_TH: Tensor, q_BNKWE: Tensor,
+               mask_BNM: Tensor | None, depth: int) -> DraftStep:
+        """Attention over settled and scratch keys, then the rest of the layer."""
+        num_rows, num_nodes, kv_heads, per_kv, head = q_BNKWE.shape
+        keys, values, visible = _visible_keys(state, rows, mask_BNM, depth, self._config.sliding_window)
+        q = q_BNKWE.permute(0, 2, 3, 1, 4).reshape(num_rows, kv_heads, per_kv * num_nodes, head)
+        if visible is not None:
+            visible = visible[:, None, None].expand(-1, 1, per_kv, -1, -1).flatten(2, 3)
+        attended = F.scaled_dot_product_attention(q, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=visible)
+        back = attended.view(num_rows, kv_heads, per_kv, num_nodes, head).permute(0, 3, 1, 2, 4)
+        hidden_TH = self._layer.finish(residual_TH, back.reshape(num_rows * num_nodes, -1))
+        logits_TD, hidden_TH = self._layer.predict(hidden_TH)
+        return DraftStep(logits_TD.view(num_rows, num_nodes, -1), hidden_TH.view(num_rows, num_nodes, -1))
+
+
+def _write(state: LayerState, rows: list[int], index_BN: Tensor, k_BNKE: Tensor, v_BNKE: Tensor) -> None:
+    if len(rows) == 1:  # the common case on one machine: a slice instead of a scatter
+        first = int(index_BN[0, 0])
+        stop = first + min(index_BN.shape[1], state.keys.shape[1] - first)
+        state.keys[rows[0], first:stop] = k_BNKE[0, : stop - first]
+        state.values[rows[0], first:stop] = v_BNKE[0, : stop - first]
+        return
+    rows_B1 = torch.tensor(rows)[:, None]
+    state.keys[rows_B1, index_BN] = k_BNKE
+    state.values[rows_B1, index_BN] = v_BNKE
+
+
+def _visible_keys(state: LayerState, rows: list[int], mask_BNM: Tensor | None, depth: int,
+          window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys and values [B, L, K, E] of the rows, and which of them a node of `depth` attends to: [B, N, L] bool, or None
+    for all.
+
+    A node of depth d has position settled + d - 1 (d = 0: the last settled pair itself). With a window it attends to
+    the settled keys from settled + d - window on, and to the scratch keys less than `window` depths above it.
+    """
+    settled = [state.settled[row] for row in rows]
+    num_nodes, num_scratch = (1, 0) if mask_BNM is None else mask_BNM.shape[1:]
+    length = max(settled) + num_scratch
+    window_start = 0 if window is None else depth - window  # relative to the settled pairs of a row
+    if mask_BNM is not None and window is not None and depth > window:
+        mask_BNM = mask_BNM & (torch.tensor(state.scratch[:num_scratch]) > depth - window)
+    if len(rows) == 1:
+        first = 0 if window is None else min(max(0, settled[0] + window_start), length)
+        if mask_BNM is None or num_scratch == depth:  # in a chain every earlier key is an ancestor
+            keys, values = (cache[rows[0]: rows[0] + 1, first:length] for cache in (state.keys, state.values))
+            return keys, values, None
+        first = min(first, settled[0])
+        keys, values = (cache[rows[0]: rows[0] + 1, first:length] for cache in (state.keys, state.values))
+        return keys, values, torch.cat([mask_BNM.new_ones(1, num_nodes, settled[0] - first), mask_BNM], 2)
+    index = torch.tensor(rows)
+    keys, values = (cache[:, :length].index_select(0, index) for cache in (state.keys, state.values))
+    settled_B1, index_L = torch.tensor(settled)[:, None], torch.arange(length)
+    visible_BL = index_L < settled_B1
+    if window is not None:
+        visible_BL &= index_L >= settled_B1 + window_start
+    visible = visible_BL[:, None].repeat(1, num_nodes, 1)
+    if mask_BNM is not None:
+        scratch_BNM = (settled_B1 + torch.arange(num_scratch))[:, None].expand(-1, num_nodes, -1)
+        visible.scatter_(2, scratch_BNM, mask_BNM)
+    return keys, values, visible
