@@ -1,7 +1,6 @@
-"""Shared test set-up: one thread per process, so that parallel workers do not fight for the cores; real servers.
+"""Shared test configuration: one thread per process, so that parallel workers do not compete for cores; real servers.
 
-Property tests draw the same examples every time, and a slow machine is no failure; `HYPOTHESIS_PROFILE=explore` draws
-new ones.
+Property tests use the same examples every time and have no deadline; `HYPOTHESIS_PROFILE=explore` draws new examples.
 """
 
 import os
@@ -27,12 +26,12 @@ _session: list[Session] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The servers' directory belongs to the process the developer started; xdist's workers inherit it."""
+    """Create the servers' directory in the process that was started; xdist's workers inherit it."""
     if SESSION not in os.environ and not hasattr(config, "workerinput"):
         _session.append(Session())
 
 
 def pytest_unconfigure() -> None:
-    """Whatever was started ends."""
+    """Stop the servers that the tests started."""
     while _session:
         _session.pop().end()

@@ -1,4 +1,4 @@
-"""Tiny random targets with a real tokenizer and chat template: seconds to make, the same classes as the real ones."""
+"""Tiny random targets with a real tokenizer and chat template: created in seconds, of the same classes as real ones."""
 
 import json
 from pathlib import Path

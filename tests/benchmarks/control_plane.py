@@ -1,15 +1,15 @@
-"""What the control plane carries: `make bench-control`. Jobs accepted at a given pace while event streams are held, on
+"""Load on the control plane: `make bench-control`. Jobs are posted at a fixed rate while event streams are open, on
 PostgreSQL and Redis, all of it on this machine.
 
-Real parts, each a process: a PostgreSQL with its durability on (fsync, synchronous commit), a Redis, `eyrie serve-api`
-once or twice, a writer of events, and the client. Requests leave at their appointed times whether or not earlier ones
-have been answered, and are timed from the appointed moment, not from when they left: a server that stalls for a second
-is charged with every request that came due in it (no "coordinated omission", as of closed loops). Each carries an
-Idempotency-Key, as `eyrie_api.client` does. The writer takes the way of a job's driver (`Jobs.record_event`) and puts
-its clock into the event before it writes, so delivery includes the writing transaction.
+Each part is a real process: a durable PostgreSQL (fsync, synchronous commit), a Redis, one or two `eyrie serve-api`, a
+writer of events, and the client. Requests are sent at their scheduled times whether or not earlier ones have been
+answered, and are timed from the scheduled time: a server that stalls for a second is charged with every request that
+was due in it (no "coordinated omission", as in closed loops). Each carries an Idempotency-Key, as `eyrie_api.client`
+sends it. The writer calls what a job's driver calls (`Jobs.record_event`) and puts its clock into the event before it
+writes, so delivery includes the writing transaction.
 
-What takes the chores is not here: a worker would run the jobs. Processor time is read from /proc for every process of
-each part, its children included.
+No worker runs, since it would run the jobs. Processor time is read from /proc for every process of each part, with its
+children.
 
     python -m tests.benchmarks.control_plane [--jobs-per-s 200] [--streams 500] [--seconds 30] [--repeats 3] [--out
     FILE]
@@ -52,12 +52,12 @@ _BODY: dict[str, Any] = {
     "serve": {"endpoint": "support"},
 }
 _LIMIT_S = 20.0
-"""How long answers and events still on their way are waited for."""
+"""Timeout for answers and events that are still outstanding."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of it."""
+    """The offered load."""
 
     jobs_per_s: float
     streams: int
@@ -67,7 +67,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Spread:
-    """Milliseconds."""
+    """Percentiles of a duration in milliseconds."""
 
     p50: float
     p90: float
@@ -77,7 +77,7 @@ class Spread:
 
     @classmethod
     def of(cls, seconds: list[float]) -> "Spread":
-        """Of a list of times; the smallest that so many in a hundred do not exceed."""
+        """The percentiles of a list of seconds, by the nearest-rank method."""
         ordered = sorted(seconds) or [float("nan")]
         at = (ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1e3 for share in (0.5, 0.9, 0.99, 1.0))
         p50, p90, p99, most = (round(value, 2) for value in at)
@@ -104,7 +104,7 @@ class Round:
 
 @dataclass
 class Parts:
-    """Everything that runs, by name; a part is a process with its descendants."""
+    """The running processes by name; a part includes its descendants."""
 
     home: Path
     url: str
@@ -115,7 +115,7 @@ class Parts:
 
 @contextmanager
 def stores() -> Iterator[Parts]:
-    """PostgreSQL and Redis, and the tables made."""
+    """Start PostgreSQL and Redis, and create the tables."""
     session = Session()
     try:
         home = private_dir()
@@ -134,7 +134,7 @@ def stores() -> Iterator[Parts]:
 
 @contextmanager
 def serving(parts: Parts, count: int) -> Iterator[None]:
-    """So many API servers, ready."""
+    """Run `count` API servers, ready to serve."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("EYRIE_")}
     env |= {"EYRIE_HOME": str(parts.home), "EYRIE_DATABASE_URL": parts.url, "EYRIE_BROKER_URL": parts.redis_url}
     started = []
@@ -169,13 +169,13 @@ def _await_ready(port: int, process: subprocess.Popen[bytes]) -> None:
 
 
 def cpu_s(pids: list[int]) -> float:
-    """Processor seconds of processes and all their descendants, ended ones included once they were waited for."""
+    """Processor seconds of processes and their descendants, including those that have ended and were waited for."""
     parent, spent = {}, {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it has just ended
+            except OSError:  # the process has ended
                 continue
             parent[int(entry.name)] = int(fields[1])
             spent[int(entry.name)] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
@@ -193,7 +193,7 @@ def cpu_s(pids: list[int]) -> float:
 # The writer of events, a process of its own.
 
 def write_events(url: str, ids: list[str], per_s: float, seconds: float) -> None:
-    """Record events of these jobs at that pace, each with the clock it was begun at."""
+    """Record events of these jobs at that rate, each with the time before its transaction."""
     database, dice = Database(url), random.Random(0)
     jobs = Jobs(database)
     print("ready", flush=True)
@@ -206,8 +206,8 @@ def write_events(url: str, ids: list[str], per_s: float, seconds: float) -> None
 
 # The client.
 
-class Watching:
-    """The streams, and when what was written to them was seen."""
+class EventStreams:
+    """The open streams, and the delay of every event seen on them."""
 
     def __init__(self) -> None:
         self.delays: list[float] = []
@@ -218,7 +218,7 @@ class Watching:
             self.delays.append(at - json.loads(data)["data"]["sent"])
 
     async def open(self, ports: list[int], ids: list[str]) -> None:
-        """Open one per job, in turn over the servers."""
+        """Open one stream per job, alternating between the servers."""
         loop = asyncio.get_running_loop()
         for port, job_id in zip(itertools.cycle(ports), ids, strict=False):
             _, stream = await loop.create_connection(
@@ -232,10 +232,10 @@ class Watching:
         return sum(stream.status == 200 and not stream.ended for stream in self.streams)
 
 
-async def ask(parts: Parts, load: Load, ids: list[str], servers: int) -> Round:
-    """One round: streams opened, then jobs posted while events are written."""
+async def run_round(parts: Parts, load: Load, ids: list[str], servers: int) -> Round:
+    """Open the streams, then post jobs while events are written."""
     loop = asyncio.get_running_loop()
-    watching, pools = Watching(), [Pool(port) for port in parts.ports]
+    watching, pools = EventStreams(), [Pool(port) for port in parts.ports]
     await watching.open(parts.ports, ids)
     writer = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.benchmarks.control_plane", "--write-events", parts.url, "--events-per-s",
@@ -276,7 +276,7 @@ async def ask(parts: Parts, load: Load, ids: list[str], servers: int) -> Round:
         refused |= {"unanswered": left} if (left := sum(not one.done() for one in posts)) else {}
     await writer.wait()
     wanted, until = int(load.events_per_s * load.seconds), loop.time() + _LIMIT_S
-    while len(watching.delays) < wanted and loop.time() < until:  # noqa: ASYNC110 - nobody knows which is the last
+    while len(watching.delays) < wanted and loop.time() < until:  # noqa: ASYNC110 - no event is known to be the last
         await asyncio.sleep(0.05)
     after = {name: cpu_s(pids) for name, pids in parts.pids.items()} | {"client": time.process_time()}
     seen = Round(
@@ -291,7 +291,7 @@ async def ask(parts: Parts, load: Load, ids: list[str], servers: int) -> Round:
 
 
 def watched_jobs(url: str, count: int) -> list[str]:
-    """Jobs to hold streams on."""
+    """Create jobs to open streams on."""
     database = Database(url)
     jobs, spec = Jobs(database), JobSpec.model_validate(_BODY)
     ids = [jobs.submit(spec).id for _ in range(count)]
@@ -319,18 +319,18 @@ def _words(spread: Spread) -> str:
 
 
 def measure(load: Load, servers: list[int], repeats: int, out: Path) -> None:
-    """Every round, the table, the file."""
+    """Run every round, print the table and write the file."""
     place = {"processors": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version(),
              "load_average_before": os.getloadavg()[0], "date": time.strftime("%Y-%m-%d", time.gmtime())}
     rounds = []
     with stores() as parts:
         for count in servers:
             for number in range(repeats):
-                ids = watched_jobs(parts.url, load.streams)  # fresh, so that no stream replays an earlier round
+                ids = watched_jobs(parts.url, load.streams)  # new jobs: no stream replays an earlier round
                 with serving(parts, count):
                     warm = watched_jobs(parts.url, 1)
-                    asyncio.run(ask(parts, Load(20.0, 1, 1.0, 1.0), warm, count))  # first imports, first connections
-                    rounds.append(asyncio.run(ask(parts, load, ids, count)))
+                    asyncio.run(run_round(parts, Load(20.0, 1, 1.0, 1.0), warm, count))  # imports, connections
+                    rounds.append(asyncio.run(run_round(parts, load, ids, count)))
                 print(f"{count} API process(es), round {number + 1}: p99 of POST {rounds[-1].post.p99} ms, of events "
                       f"{rounds[-1].delivery.p99} ms", file=sys.stderr, flush=True)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -342,15 +342,15 @@ def measure(load: Load, servers: list[int], repeats: int, out: Path) -> None:
 
 
 def main() -> int:
-    """The program."""
+    """Command line entry point."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.control_plane",
                                      description=__doc__.splitlines()[0])
     parser.add_argument("--jobs-per-s", type=float, default=200.0)
     parser.add_argument("--streams", type=int, default=500)
-    parser.add_argument("--events-per-s", type=float, default=100.0, help="written to the jobs the streams are on")
+    parser.add_argument("--events-per-s", type=float, default=100.0, help="rate of events written to these jobs")
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--servers", type=int, nargs="+", default=[1], help="API processes, each its own rounds")
+    parser.add_argument("--servers", type=int, nargs="+", default=[1], help="numbers of API processes to measure")
     parser.add_argument("--out", type=Path, default=Path(".eyrie/bench/control.json"))
     parser.add_argument("--write-events", metavar="URL", help=argparse.SUPPRESS)
     given = parser.parse_args()

@@ -1,18 +1,20 @@
-"""Does the reader keep up? `python -m tests.benchmarks.feature_store --out .eyrie/bench/store.json`
+"""Throughput of the hidden-state store's reader: `make bench-store`.
 
-A store of random states with the lengths of chats (lognormal) is written once per codec and read as training reads it:
-rows in random order, packed into batches. From the directory, then through S3 by ranged reads: a server named by
-EYRIE_ARTIFACTS_ENDPOINT_URL with `--s3 s3://bucket/prefix`, or rclone's own, started here, where that program is.
+    python -m tests.benchmarks.feature_store --out .eyrie/bench/store.json
 
-Two questions, two tables:
+A store of random states with chat-like lengths (lognormal) is written once per codec and read as training reads it:
+rows in random order, packed into batches. First from the directory, then through S3 by ranged reads: the server in
+EYRIE_ARTIFACTS_ENDPOINT_URL with `--s3 s3://bucket/prefix`, or rclone's, started here, where that program is installed.
 
-    flat out   tokens and bytes per second when nobody computes: the first pass verifies every block, the second not
-               (from a directory); from S3 every read is verified
-    feeding    a trainer that takes `--trainer-tokens-per-s` of its own time per batch and keeps the processor busy
-               while it does: tokens per second with `--ahead` batches read ahead, and with none
+Two measurements:
 
-Passes of the directory and of S3 alternate, figures are medians of `--passes`. Random states compress and quantise like
-real ones as far as reading is concerned: its cost depends on bytes and shapes alone.
+    first, again   tokens and bytes per second without computation: from a directory the first pass verifies every
+                   block, the second does not; from S3 every read is verified
+    fed            a trainer that computes for as long as `--trainer-tokens-per-s` implies and keeps the processor busy
+                   meanwhile: tokens per second with `--ahead` batches read ahead, and with none
+
+Passes of the directory and of S3 alternate; figures are medians of `--passes`. Random states read like real ones: the
+cost depends on bytes and shapes alone.
 """
 
 import argparse
@@ -53,7 +55,7 @@ _BUCKET = "eyrie-bench"
 _START_S = 60.0
 
 
-class Pace(Frozen):
+class ReadRate(Frozen):
     """One way of reading one store, medians over passes."""
 
     codec: str
@@ -70,14 +72,14 @@ class Pace(Frozen):
 
 
 class StoreBench(Frozen):
-    """The bench."""
+    """The report of all codecs, places and ways."""
 
     hidden_size: int
     aux_layers: int
     tokens: int
     rows: int
     trainer_tokens_per_s: float
-    paces: tuple[Pace, ...]
+    paces: tuple[ReadRate, ...]
     environment: dict[str, str]
 
 
@@ -109,27 +111,27 @@ def write_store(directory: Path, fmt: StoreFormat, lengths: Sequence[int]) -> No
 
 
 def random_batches(lengths: Sequence[int], batch_tokens: int, seed: int) -> list[list[int]]:
-    """All rows once, as an epoch reads them."""
+    """Batches of one epoch: every row once, in random order."""
     order = np.random.default_rng(seed).permutation(len(lengths)).tolist()
     return [order[cut.start:cut.stop] for cut in cut_evenly([lengths[i] for i in order], batch_tokens)]
 
 
 def busy(seconds: float) -> None:
-    """Compute for so long, as a training step would."""
+    """Compute for that long, as a training step would."""
     until, x = time.perf_counter() + seconds, torch.randn(256, 256)
     while time.perf_counter() < until:
         x = torch.tanh(x @ x)
 
 
 class Reading:
-    """One store in one place, read in several ways; what each pass took."""
+    """One store in one place, read in several ways; the seconds of each pass."""
 
     def __init__(self, codec: str, name: str, make: Callable[[], FeatureStore], options: argparse.Namespace) -> None:
         self.codec, self.name, self.make, self.options = codec, name, make, options
         self.taken: dict[str, list[tuple[float, float]]] = {}
 
     def one_pass(self, number: int) -> None:
-        """Every way once, beginning with a store that nobody has verified."""
+        """Read in every way once, beginning with an unverified store."""
         store, options = self.make(), self.options
         for way in ("first", "again"):
             groups = random_batches(store.lengths, options.batch_tokens, number)
@@ -150,13 +152,13 @@ class Reading:
         work()
         self.taken.setdefault(way, []).append((time.perf_counter() - wall, time.process_time() - cpu))
 
-    def paces(self) -> Iterator[Pace]:
+    def paces(self) -> Iterator[ReadRate]:
         """The medians."""
         whole, size, fed = self.size
         for way, taken in self.taken.items():
             tokens = fed if way.startswith("fed") else whole
             seconds = [wall for wall, _ in taken]
-            yield Pace(codec=self.codec, place=self.name, way=way, tokens_per_s=tokens / median(seconds),
+            yield ReadRate(codec=self.codec, place=self.name, way=way, tokens_per_s=tokens / median(seconds),
                        spread=(max(seconds) - min(seconds)) / median(seconds),
                        stored_bytes_per_s=tokens / median(seconds) * size / whole,
                        cpu_s_per_million_tokens=median(cpu for _, cpu in taken) / tokens * 1e6)
@@ -168,9 +170,9 @@ def _drain(batches: Iterable[object]) -> None:
 
 
 def run(options: argparse.Namespace, home: Path) -> StoreBench:
-    """Write, then read every way."""
+    """Write the stores, then read each in every way."""
     lengths = chat_lengths(options.tokens)
-    paces: list[Pace] = []
+    paces: list[ReadRate] = []
     with s3_store(options, home) as remote:
         for codec in options.codecs:
             layout = StoreFormat(aux_layers=(1, 2, 3), hidden_size=options.hidden_size, codec=codec,
@@ -197,19 +199,19 @@ def run(options: argparse.Namespace, home: Path) -> StoreBench:
 
 @contextmanager
 def s3_store(options: argparse.Namespace, home: Path) -> Iterator[ArtifactStore | None]:
-    """The S3 store to read through; None where there is none."""
+    """The S3 store to read through, or None without a server."""
     if options.s3:
         yield open_store(options.s3)
         return
-    beside = Path(sys.executable).with_name("rclone")
-    program = str(beside) if beside.exists() else shutil.which("rclone")
+    installed = Path(sys.executable).with_name("rclone")
+    program = str(installed) if installed.exists() else shutil.which("rclone")
     with rclone(program, home / "rclone") if program else nullcontext() as store:
         yield store
 
 
 @contextmanager
 def rclone(program: str, directory: Path) -> Iterator[ArtifactStore]:
-    """`rclone serve s3` over a directory, for as long as it is needed."""
+    """Run `rclone serve s3` on a directory while the context is open."""
     (directory / _BUCKET).mkdir(parents=True, exist_ok=True)
     port = free_port()
     keys = directory / "keys"
@@ -238,7 +240,7 @@ def rclone(program: str, directory: Path) -> Iterator[ArtifactStore]:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Does the reader of hidden states keep up?")
+    parser = argparse.ArgumentParser(description="Measure the throughput of the hidden-state store's reader.")
     parser.add_argument("--out", type=Path, default=Path(".eyrie/bench/store.json"))
     parser.add_argument("--codecs", nargs="+", choices=BEST_FIRST, default=["bfloat16", "int8", "fp8", "int4"])
     parser.add_argument("--hidden-size", type=int, default=1024)
@@ -246,10 +248,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--fed-batches", type=int, default=10)
     parser.add_argument("--trainer-tokens-per-s", type=float, default=15_000.0,
-                        help="what it is to be fed; the quickstart drafter's training on 2 cores takes less")
+                        help="rate of the simulated trainer; quickstart training on 2 cores is slower")
     parser.add_argument("--ahead", type=int, default=2, help="batches read ahead")
     parser.add_argument("--passes", type=int, default=3)
-    parser.add_argument("--s3", help="s3://bucket/prefix to write to and read from; default: rclone, where it is")
+    parser.add_argument("--s3", help="s3://bucket/prefix to write to and read from; default: a local rclone")
     parser.add_argument("--threads", type=int)
     return parser.parse_args(argv)
 
@@ -258,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the bench; returns the exit code."""
     options = parse(argv)
     torch.set_num_threads(options.threads or torch.get_num_threads())
-    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(143))  # so that rclone ends with us
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(143))  # ends rclone through the context manager
     try:
         with tempfile.TemporaryDirectory(prefix="eyrie-store-bench-") as home:
             report = run(options, Path(home))

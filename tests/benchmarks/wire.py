@@ -1,9 +1,9 @@
-"""HTTP/1.1 as far as the load benchmark needs it, on bare sockets: what is measured shall be the server, on a machine
-that it shares with its client.
+"""A minimal HTTP/1.1 client for the control plane's benchmark, on asyncio transports: client and server share the
+processors, so the client must cost little.
 
-Two things are sent: a POST on one of a pool of kept connections, and a GET whose answer never ends. An answer to a POST
-is read by its Content-Length. An event stream is read by lines: a server sends whole events, so the lines of chunk
-sizes between them are just lines that say nothing.
+It sends a POST on one of a pool of keep-alive connections, and a GET of an endless event stream. An answer to a POST is
+read by its Content-Length. An event stream is read by lines: a server sends whole events, so the chunk-size lines
+between them can be ignored.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 
 class Exchange(asyncio.Protocol):
-    """One kept connection that answers one request at a time."""
+    """One keep-alive connection with one request in flight at a time."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -24,7 +24,7 @@ class Exchange(asyncio.Protocol):
         self._transport = transport
 
     async def post(self, head_and_body: bytes) -> tuple[int, bytes]:
-        """Send; status and body. Raises ConnectionError when it was closed."""
+        """Send a request; return status and body. Raises ConnectionError when the connection is closed."""
         if self._transport is None or self._transport.is_closing():
             raise ConnectionResetError("closed while idle")
         self._awaited = asyncio.get_running_loop().create_future()
@@ -55,14 +55,14 @@ def _content_length(head: bytes) -> int:
 
 
 class Pool:
-    """Connections to one server; another is opened whenever all are busy, so that no request waits for one."""
+    """Connections to one server; a new one is opened whenever all are busy, so that no request waits."""
 
     def __init__(self, port: int) -> None:
         self.port, self.opened = port, 0
         self._free: deque[Exchange] = deque()
 
     async def post(self, path: str, body: bytes, headers: str = "") -> tuple[int, bytes]:
-        """One request."""
+        """Send one request on a free or new connection."""
         if self._free:
             exchange = self._free.pop()
         else:
@@ -76,7 +76,7 @@ class Pool:
 
 
 class Stream(asyncio.Protocol):
-    """One event stream: `saw(data, at)` is called with each event's data and the time it came."""
+    """One event stream: `saw(data, at)` is called with each event's data and its arrival time."""
 
     def __init__(self, path: str, saw: Callable[[bytes, float], None]) -> None:
         self._path, self._saw, self._rest = path, saw, b""

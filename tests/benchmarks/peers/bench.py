@@ -1,23 +1,22 @@
-"""Eyrie beside SpecForge 0.2.0 and speculators 0.9.0, on this machine's processor: `make bench-peers`.
+"""Training by Eyrie, SpecForge 0.2.0 and speculators 0.9.0 compared on this machine's CPU: `make bench-peers`.
 
 The same EAGLE-3 drafter (one layer, the same widths, draft vocabulary and TTT length, float32, the same threads) is
 trained by each on the same captured states, each through its own documented path from stored states to a drafter, and
-every drafter is then judged by one engine: ours, greedy, on the same held-out prompts. The peers run in environments of
-their own (`environments/setup`), driven through their public classes (`drive_specforge`, `drive_speculators`, whose
-essays say what a CPU forced them to do without).
+every drafter is then evaluated by one engine: Eyrie's, greedy, on the same held-out prompts. The peers run in
+environments of their own (`environments/setup`), driven through their public classes (`drive_specforge`,
+`drive_speculators`, whose docstrings list what cannot run on a CPU).
 
 Two workloads:
 
 - *mix*: rows of a realistic length mix of the quickstart target's answers (`workload`). SpecForge twice: captured in
-  batches of 32, as its script does unasked, which stores and trains padding; and one by one, which it nowhere
-  recommends and which is the best it can do. Eyrie twice: as its defaults are, and with every supervised position
-  unrolled for all seven steps.
+  batches of 32, its script's default, which stores and trains padding; and one by one, which is undocumented and its
+  best case. Eyrie twice: with its defaults, and with every supervised position unrolled for all seven steps.
 - *full*: rows of 512 tokens, all supervised, hidden 512, intermediate 1536, vocabulary 16384, draft vocabulary 4096,
-  random states: nothing can be saved but arithmetic. Eyrie without its sampling of positions.
+  random states: only arithmetic differs. Eyrie without its sampling of positions.
 
-Runs take turns, round by round, each in a new process; a round is a seed. Medians over rounds, with the smallest and
-the largest. What differs is said in `differences`. `--rates` sets each one's learning rate: a comparison at equal tau
-asks that nobody was starved.
+Runs alternate, round by round, each in a new process; a round is a seed. Reported are medians over rounds with the
+smallest and the largest value. `DIFFERENCES` lists what differs between the programs. `--rates` sets the learning rate
+of each.
 
     python -m tests.benchmarks.peers.bench [--short] [--out .eyrie/bench/peers.json]
 """
@@ -102,27 +101,27 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="one round, fewer rows, epochs and prompts")
     parser.add_argument("--out", type=Path, default=Path(".eyrie/bench/peers.json"))
-    parser.add_argument("--peers", type=Path, default=Path(".eyrie/peers"), help="their environments")
+    parser.add_argument("--peers", type=Path, default=Path(".eyrie/peers"), help="directory of the peers' environments")
     parser.add_argument("--rounds", type=int, help="rounds, each a seed (default 3, short 1)")
-    parser.add_argument("--rows", type=int, help="of the mix (default 96, short 32)")
-    parser.add_argument("--epochs", type=int, help="of the mix (default 4, short 1)")
-    parser.add_argument("--prompts", type=int, help="of each suite, for tau (default 12, short 4)")
+    parser.add_argument("--rows", type=int, help="rows of the mix (default 96, short 32)")
+    parser.add_argument("--epochs", type=int, help="epochs over the mix (default 4, short 1)")
+    parser.add_argument("--prompts", type=int, help="prompts of each suite, for tau (default 12, short 4)")
     parser.add_argument("--full-steps", type=int, help="steps of the full workload (default 7, short 4)")
     parser.add_argument("--conversations", type=int, help="answered by the target (default 500, short 120)")
     parser.add_argument("--threads", type=int, default=min(2, len(os.sched_getaffinity(0))))
     parser.add_argument("--rates", default="eyrie=2e-3,specforge=1e-3,speculators=2e-3", help="learning rates")
-    parser.add_argument("--only", default="", help="comma separated: run these alone")
-    told = parser.parse_args(argv)
+    parser.add_argument("--only", default="", help="comma-separated names: run only these")
+    options = parser.parse_args(argv)
     for name, full, short in (("rounds", 3, 1), ("rows", 96, 32), ("epochs", 4, 1), ("prompts", 12, 4),
                               ("full_steps", 7, 4), ("conversations", 500, 120)):
-        if getattr(told, name) is None:
-            setattr(told, name, short if told.short else full)
-    told.rates = {name: float(rate) for name, rate in (pair.split("=") for pair in told.rates.split(","))}
-    return told
+        if getattr(options, name) is None:
+            setattr(options, name, short if options.short else full)
+    options.rates = {name: float(rate) for name, rate in (pair.split("=") for pair in options.rates.split(","))}
+    return options
 
 
 class Bench:
-    """Rooms, and what is done in them."""
+    """The working directories of both workloads, and the runs in them."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -138,7 +137,7 @@ class Bench:
     # The mix
 
     def make_mix(self, names: Sequence[str]) -> dict[str, Any]:
-        """Answers, rows, states, and every peer's own files of them."""
+        """Create answers, rows, states, and every peer's files of them."""
         answers = self.home / "answers"
         answers.mkdir()
         (answers / "spec.json").write_text(RegenerateStage(
@@ -148,7 +147,7 @@ class Bench:
             exclude_prompts=tuple(suite.path for suite in QUICKSTART_SUITES)).model_dump_json())
         if run_program(RegenerateStage, regenerate, ["--spec", str(answers / "spec.json"), "--out",
                                                      str(answers / "manifest.json")]):
-            raise SystemExit("the target's answers could not be made")
+            raise SystemExit("regenerating the target's answers failed")
         rows = workload.mix(list(read_rows(answers / ROWS)), self.options.rows, seed=0)
         features = workload.read_through(self.target, rows, self.aux_layers)
         room = self.home / "mix"
@@ -158,14 +157,13 @@ class Bench:
             workload.link_target(self.path, room / "target", list(weights.keys()))
         peers = [name for name in names if not name.startswith(EYRIE)]
         self.write_peers_files(room, peers)
-        told: dict[str, Any] = workload.describe(rows)
-        told["bytes_per_real_token"] = {
-            name: workload.size_bytes(room / name) / told["tokens"]
-            for name in (EYRIE, *peers)}
-        return told
+        described: dict[str, Any] = workload.describe(rows)
+        described["bytes_per_real_token"] = {
+            name: workload.size_bytes(room / name) / described["tokens"] for name in (EYRIE, *peers)}
+        return described
 
     def write_peers_files(self, room: Path, names: Sequence[str]) -> None:
-        """Each peer's own preparation."""
+        """Run each peer's own preparation."""
         for name in names:
             task = {"raw": str(room / "raw"), "store": str(room / name), "target": str(room / "target"),
                     "capture_batch": 1 if name == UNPADDED else 32}
@@ -174,7 +172,7 @@ class Bench:
 
     def train(self, name: str, room: Path, seed: int, *, epochs: int, draft_vocab: int, intermediate: int, skip: int,
               aux_layers: Sequence[int]) -> dict[str, Any]:
-        """One run in a process of its own; what it spent."""
+        """Train once in a process of its own; returns its cost."""
         out = room / f"train-{name}-{seed}"
         out.mkdir()
         rate = self.options.rates[name.split("_")[0]]
@@ -194,11 +192,11 @@ class Bench:
             ).model_dump(mode="json")
         (out / "task.json").write_text(json.dumps(task))
         self.drive(name, "train", out / "task.json")
-        told: dict[str, Any] = json.loads((out / "spent.json").read_text())
-        return told
+        spent: dict[str, Any] = json.loads((out / "spent.json").read_text())
+        return spent
 
     def drive(self, name: str, verb: str, task: Path) -> None:
-        """Run a driver where it belongs."""
+        """Run a driver in its environment."""
         if name.startswith(EYRIE):
             command = [sys.executable, "-m", "tests.benchmarks.peers.drive_eyrie", "--task", str(task)]
         else:
@@ -208,7 +206,7 @@ class Bench:
         self.run(command, task.with_name(f"{name}-{verb}.log"))
 
     def run(self, command: Sequence[str], log: Path) -> str:
-        """A process with the threads everyone gets; its standard output."""
+        """Run a process with the common number of threads; returns its standard output."""
         threads = str(self.options.threads)
         with log.open("w") as errors:
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True, check=False,
@@ -219,7 +217,7 @@ class Bench:
         return done.stdout
 
     def judge(self, name: str, spent: dict[str, Any], requests: Sequence[Request]) -> float:
-        """Tau of a trained drafter in our engine."""
+        """Tau of a trained drafter in Eyrie's engine."""
         place = Path(spent["drafter"])
         if name == SPECULATORS:
             self.convert(place.with_name("saved"), place)
@@ -229,7 +227,7 @@ class Bench:
         return 1.0 + accepted / sum(answer.rounds for answer in answers)
 
     def convert(self, saved: Path, place: Path) -> None:
-        """A speculators checkpoint in the form SGLang loads: other names for the same tensors."""
+        """Convert a speculators checkpoint to the format SGLang loads: other names for the same tensors."""
         tensors = {canonical_name(name): tensor.float() if tensor.is_floating_point() else tensor
                    for name, tensor in load_file(saved / "model.safetensors").items()}
         ids = tensors.pop("d2t") + torch.arange(DRAFT_VOCAB)
@@ -241,15 +239,15 @@ class Bench:
         save_drafter(place, ours)
 
     def drafter_config(self) -> Any:
-        """Of the drafter that all train on the mix."""
+        """Configuration of the drafter that all programs train on the mix."""
         from eyrie_workers.drafters.eagle3.model import Eagle3Config
 
-        told = self.config
+        target = self.config
         return Eagle3Config(
-            hidden_size=told.hidden_size, intermediate_size=told.intermediate_size, num_heads=told.num_heads,
-            num_kv_heads=told.num_kv_heads, head_dim=told.head_dim, vocab_size=told.vocab_size,
-            draft_vocab_size=DRAFT_VOCAB, aux_layers=self.aux_layers, rms_eps=told.rms_eps, rope=told.rope,
-            max_position_embeddings=told.max_position_embeddings, eos_token_ids=told.eos_token_ids)
+            hidden_size=target.hidden_size, intermediate_size=target.intermediate_size, num_heads=target.num_heads,
+            num_kv_heads=target.num_kv_heads, head_dim=target.head_dim, vocab_size=target.vocab_size,
+            draft_vocab_size=DRAFT_VOCAB, aux_layers=self.aux_layers, rms_eps=target.rms_eps, rope=target.rope,
+            max_position_embeddings=target.max_position_embeddings, eos_token_ids=target.eos_token_ids)
 
     def requests(self) -> list[Request]:
         """The held-out prompts of all suites, greedy."""
@@ -264,7 +262,7 @@ class Bench:
     # The full rows
 
     def make_full(self, names: Sequence[str]) -> None:
-        """A target's two ends and rows of states, both random, for arithmetic alone."""
+        """Create a target's embedding and output matrix and rows of states, both random."""
         room, hidden, vocab = self.home / "full", FULL["hidden"], FULL["vocab"]
         target = room / "target"
         target.mkdir(parents=True)
@@ -289,60 +287,60 @@ class Bench:
         self.write_peers_files(room, [name for name in names if name != EYRIE])
 
     def full(self, name: str, seed: int) -> dict[str, Any]:
-        """One run on full rows."""
+        """Train once on full rows; returns its cost."""
         room = self.home / "full"
         if name != EYRIE:
             return self.train(name, room, seed, epochs=1, draft_vocab=FULL["draft_vocab"],
                               intermediate=FULL["intermediate"], skip=2, aux_layers=(2, 8, 13))
-        # A shell between: a child's ru_maxrss begins with its parent's, and this process has held a target.
+        # Through a shell: a child's ru_maxrss starts from its parent's, and this process has held a target.
         text = self.run(["bash", "-c", '"$@"; exit $?', "-", sys.executable, "-m", "tests.benchmarks.training_step",
                          "--threads", str(self.options.threads), "--iterations", str(self.options.full_steps)],
                         room / f"eyrie-{seed}.log")
-        told = json.loads(text.strip().splitlines()[-1])
-        return {"step_s": told["wall_s"], "step_cpu_s": told["cpu_s"],
-                "peak_rss_above_imports_mb": told["peak_mb_above_imports"]}
+        step = json.loads(text.strip().splitlines()[-1])
+        return {"step_s": step["wall_s"], "step_cpu_s": step["cpu_s"],
+                "peak_rss_above_imports_mb": step["peak_mb_above_imports"]}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, extremes and how many."""
+    """Median, extremes and count."""
     return {"median": median(values), "min": min(values), "max": max(values), "n": len(values)}
 
 
 def gather(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Every figure of several runs that is a number."""
+    """The spread of every numeric figure over several runs."""
     names = [name for name, value in runs[0].items() if isinstance(value, int | float)]
     return {name: spread([run[name] for run in runs]) for name in names}
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Both workloads."""
+    """Run both workloads; returns the report."""
     began = time.monotonic()
     torch.set_num_threads(options.threads)
     bench = Bench(options)
     names = [name for name in (EYRIE, SPECFORGE, SPECULATORS, UNROLLED, UNPADDED)
              if not options.only or name in options.only.split(",")]
-    told = bench.make_mix(names)
-    say(f"mix: {json.dumps(told)}")
+    mix = bench.make_mix(names)
+    print(f"mix: {json.dumps(mix)}", flush=True)
     requests = bench.requests()
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for seed in range(options.rounds):
         for name in names[seed % len(names):] + names[:seed % len(names)]:
             spent = bench.train(name, bench.home / "mix", seed, epochs=options.epochs, draft_vocab=DRAFT_VOCAB,
                                 intermediate=bench.config.intermediate_size, skip=2, aux_layers=bench.aux_layers)
-            stored = told["bytes_per_real_token"][EYRIE if name == UNROLLED else name]
+            stored = mix["bytes_per_real_token"][EYRIE if name == UNROLLED else name]
             runs[name].append(spent | {"tau": bench.judge(name, spent, requests), "bytes_per_real_token": stored})
-            say(f"mix, round {seed}, {name}: " + ", ".join(
-                f"{key} {runs[name][-1][key]:.4g}" for key in (
-                    "real_tokens_per_s", "cpu_s_per_real_token", "peak_rss_above_imports_mb", "tau", "loop_s")))
+            shown = ("real_tokens_per_s", "cpu_s_per_real_token", "peak_rss_above_imports_mb", "tau", "loop_s")
+            print(f"mix, round {seed}, {name}: " + ", ".join(f"{key} {runs[name][-1][key]:.4g}" for key in shown),
+                  flush=True)
     full: dict[str, list[dict[str, Any]]] = {name: [] for name in names if name in (EYRIE, SPECFORGE, SPECULATORS)}
     bench.make_full(list(full))
     for seed in range(options.rounds):
         for name in full:
             full[name].append(bench.full(name, seed))
-            say(f"full, round {seed}, {name}: {full[name][-1]['step_s']:.3f} s, "
-                f"{full[name][-1]['step_cpu_s']:.3f} CPU-s a step")
+            print(f"full, round {seed}, {name}: {full[name][-1]['step_s']:.3f} s, "
+                  f"{full[name][-1]['step_cpu_s']:.3f} CPU-s a step", flush=True)
     return {**{name: gather(found) for name, found in runs.items()},
-            "full": {name: gather(found) for name, found in full.items()}, "mix": told, "full_shape": FULL,
+            "full": {name: gather(found) for name, found in full.items()}, "mix": mix, "full_shape": FULL,
             "settings": {"rounds": options.rounds, "rows": options.rows, "epochs": options.epochs,
                          "threads": options.threads, "learning_rates": options.rates, "ttt_length": TTT,
                          "draft_vocab_size": DRAFT_VOCAB, "dtype": "float32", "short": options.short,
@@ -353,13 +351,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "environment": environment("float32").model_dump(mode="json")}
 
 
-def say(text: str) -> None:
-    """To whoever waits."""
-    print(text, flush=True)
-
-
 def table(report: dict[str, Any]) -> str:
-    """The report for a person."""
+    """The report as text."""
     lines = [f"{'mix':20} {'tokens/s':>18} {'CPU ms/token':>13} {'above imports MB':>17} {'in all MB':>10} "
              f"{'bytes/token':>12} {'computed':>9} {'tau':>22}"]
     for name in (EYRIE, UNROLLED, SPECFORGE, UNPADDED, SPECULATORS):
@@ -381,7 +374,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def verdicts(report: dict[str, Any]) -> list[str]:
-    """Each bar, what was measured, and whether it holds."""
+    """Each required ratio, the measured one, and whether it holds."""
     if not {EYRIE, SPECFORGE} <= report.keys():
         return []
     found = []
@@ -404,7 +397,7 @@ def verdicts(report: dict[str, Any]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, write and print; the exit code."""
+    """Run, write and print; returns the exit code."""
     options = parse(argv)
     try:
         report = run(options)

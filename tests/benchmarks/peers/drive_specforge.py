@@ -7,9 +7,10 @@ row in bfloat16, each padded by its own collator to the longest of the capture b
 
 *train* calls its own classes: offline reader's file list and loader, normaliser, collator, `TargetHead`,
 `LlamaForCausalLMEagle3`, `OnlineEagle3Model`, `Eagle3TrainStrategy`, `FSDPTrainingBackend` (unwrapped: one process),
-`BF16Optimizer`, `export_to_sglang`. What a CPU forces: attention backend `sdpa` (flex_attention has no backward there,
-`fa` and `usp` need CUDA), its reference loss in place of its Triton kernel, and no torch.compile (its launcher's role,
-`Trainer`, wants a process group of GPUs). float32 throughout, as all peers here; rows one by one, as its recipes do.
+`BF16Optimizer`, `export_to_sglang`. Differences forced by the CPU: attention backend `sdpa` (flex_attention has no
+backward there, `fa` and `usp` need CUDA), its reference loss in place of its Triton kernel, and no torch.compile (its
+launcher's role, `Trainer`, wants a process group of GPUs). float32 throughout, as all peers here; rows one by one, as
+its recipes do.
 """
 
 import argparse
@@ -45,13 +46,13 @@ MAX_LENGTH = 2048
 
 
 class ReferenceLoss:
-    """Its own formula, where its kernel would stand."""
+    """SpecForge's reference formula in place of its kernel."""
 
     apply = staticmethod(_compute_loss)
 
 
 def prepare(task: dict[str, Any]) -> None:
-    """Raw rows -> its feature files."""
+    """Convert raw rows to SpecForge's feature files."""
     rows = [load_file(path) for path in sorted(Path(task["raw"]).glob("row-*.safetensors"))]
     collate, size = DataCollatorWithPadding(), task["capture_batch"]
     place = Path(task["store"]) / "rows_0-2000"
@@ -61,7 +62,7 @@ def prepare(task: dict[str, Any]) -> None:
         padded = collate([{
             "input_ids": row["token_ids"][None], "loss_mask": row["loss_mask"][None].long(),
             "attention_mask": torch.ones_like(row["token_ids"])[None],
-            # States of padding are zeros here and the target's there: masked either way.
+            # States of padding are zeros here and the target's in SpecForge: masked in both cases.
             "hidden_state": row["aux"].flatten(1)[None], "target": row["last"][None]} for row in group])
         for offset in range(len(group)):
             torch.save({
@@ -83,7 +84,7 @@ def epochs(task: dict[str, Any], files: list[str], lengths: list[int]) -> Iterat
 
 
 def train(task: dict[str, Any]) -> None:
-    """Its feature files -> a drafter in SGLang's format."""
+    """Train a drafter on the feature files and export it in SGLang's format."""
     torch.set_num_threads(task["threads"])
     torch.manual_seed(task["seed"])
     eagle3_model.LogSoftmaxLoss = ReferenceLoss

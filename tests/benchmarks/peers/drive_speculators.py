@@ -7,12 +7,14 @@
 
 *train* calls its own classes: `ArrowDataset`, its packing sampler and collator (`_setup_dataloader`),
 `build_vocab_mappings_from_distribution`, `Eagle3DraftModel.from_training_args`, `build_optimizers`, `save_pretrained`.
-What a CPU forces: `draft_attn_impl="sdpa"` (flex attention has no backward there), `loss_implementation="eager"` in
-place of its Triton kernels, no torch.compile (it asks for CUDA itself), no loader processes on two cores, and its loop
-written here in seven lines, because its `Trainer` moves the model to accelerator 0. float32, as all peers here.
+Differences forced by the CPU: `draft_attn_impl="sdpa"` (flex attention has no backward there),
+`loss_implementation="eager"` in place of its Triton kernels, no torch.compile (it requires CUDA), no loader processes
+on two cores, and its loop written here in seven lines, because its `Trainer` moves the model to accelerator 0. float32,
+as all peers here.
 
-Set as everyone's: seven steps, decay 0.8, KL, AdamW, no norms around `fc` (its own defaults: three steps, decay 1,
-Muon, norm_before_fc and norm_output). Its drafter's lm_head is the target's own rows and stays frozen: its method.
+Configured like the others: seven steps, decay 0.8, KL, AdamW, no norms around `fc` (its own defaults: three steps,
+decay 1, Muon, norm_before_fc and norm_output). Its drafter's lm_head is the target's own rows and stays frozen: its
+method.
 """
 
 import argparse
@@ -35,7 +37,7 @@ from transformers import AutoConfig, get_linear_schedule_with_warmup
 
 
 def prepare(task: dict[str, Any]) -> None:
-    """Raw rows -> its data set and hidden-state files."""
+    """Convert raw rows to speculators' data set and hidden-state files."""
     rows = [load_file(path) for path in sorted(Path(task["raw"]).glob("row-*.safetensors"))]
     place = Path(task["store"])
     data = Dataset.from_dict({
@@ -46,7 +48,7 @@ def prepare(task: dict[str, Any]) -> None:
     data.save_to_disk(str(place))
     (place / "hidden_states").mkdir()
     # It stores the last state as it is before the target's final norm and applies that norm itself. This one is norm
-    # invariant, so the state after it, less its weight, stands for the one before.
+    # invariant, so the state after it, divided by its weight, can replace the one before.
     scale = load_file(Path(task["target"]) / "model.safetensors")["model.norm.weight"].float()
     for number, row in enumerate(rows):
         states = torch.cat([row["aux"], (row["last"] / scale)[:, None]], dim=1).bfloat16()
@@ -55,7 +57,7 @@ def prepare(task: dict[str, Any]) -> None:
 
 
 def train(task: dict[str, Any]) -> None:
-    """Its data -> a drafter in its format."""
+    """Train a drafter on the data set and save it in speculators' format."""
     torch.set_num_threads(task["threads"])
     torch.manual_seed(task["seed"])
     spent = Spent(task["skip"])
@@ -81,8 +83,8 @@ def train(task: dict[str, Any]) -> None:
     config = TrainerConfig(lr=task["learning_rate"], num_epochs=task["epochs"], save_path=str(out), weight_decay=0.0)
     optimizers = build_optimizers(model, config)
     steps = task["epochs"] * len(loader)
-    schedulers = [get_linear_schedule_with_warmup(one, round(task["warmup_ratio"] * steps), steps)
-                  for one in optimizers]
+    schedulers = [get_linear_schedule_with_warmup(optimizer, round(task["warmup_ratio"] * steps), steps)
+                  for optimizer in optimizers]
     model.train()
     for epoch in range(task["epochs"]):
         loader.batch_sampler.set_epoch(epoch)
@@ -97,7 +99,7 @@ def train(task: dict[str, Any]) -> None:
             for stepped in (*optimizers, *schedulers):
                 stepped.step()
             documents = batch["document_ids"]
-            # Shifting drops the first token of each row: it is counted, for everybody counts it.
+            # Shifting drops the first token of each row; it is counted, as for the other programs.
             real = int((documents >= 0).sum()) + int(documents.max()) + 1
             spent.end(real, documents.numel(), float(loss.detach()))
             spent.begin()

@@ -1,7 +1,7 @@
-"""What a training loop spends: wall and processor seconds over its steps, and memory. The same for all peers.
+"""Cost of a training loop: wall and processor seconds over its steps, and memory. The same for all peers.
 
 Imported by drivers that run in different environments, so only the standard library is used. Memory is VmHWM, the high
-water mark of this very address space: `ru_maxrss` would begin with the parent's, which a fork hands down.
+water mark of this address space: `ru_maxrss` starts from the parent's, which a fork inherits.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def peak_rss_mb() -> float:
-    """The most memory this process has held."""
+    """Peak resident memory of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) / 1024
@@ -18,7 +18,8 @@ def peak_rss_mb() -> float:
 
 
 class Spent:
-    """Counts steps; the first few, in which memory is first touched and products are first planned, are left out."""
+    """Accumulates the cost of steps; the first `skip` steps, which touch memory and plan products for the first time,
+    are excluded from the times."""
 
     def __init__(self, skip: int = 2) -> None:
         self._skip, self._seen = skip, 0
@@ -30,11 +31,11 @@ class Spent:
         self.losses: list[float] = []
 
     def begin(self) -> None:
-        """Before a step asks for its batch."""
+        """Call before a step requests its batch."""
         self._at = time.perf_counter(), time.process_time()
 
     def end(self, real_tokens: int, computed_tokens: int, loss: float) -> None:
-        """After the optimiser: how many tokens of the batch were somebody's, and how many were computed."""
+        """Call after the optimiser step, with the batch's tokens without and with padding."""
         wall, cpu = time.perf_counter() - self._at[0], time.process_time() - self._at[1]
         self._seen += 1
         self._all_tokens += real_tokens
@@ -46,9 +47,9 @@ class Spent:
             self._steps.append((wall, cpu))
 
     def write(self, path: Path, **more: object) -> None:
-        """The figures, as JSON."""
+        """Write the figures as JSON."""
         middle = len(self._steps) // 2
-        told = {
+        figures = {
             "steps": self._seen, "steps_timed": self._timed, "real_tokens": self._all_tokens,
             "real_tokens_per_s": self._tokens / self._wall, "cpu_s_per_real_token": self._cpu / self._tokens,
             "computed_per_real_token": self._computed / self._tokens,
@@ -57,4 +58,4 @@ class Spent:
             "loop_s": self._wall, "peak_rss_mb": peak_rss_mb(), "imports_rss_mb": self._imports_mb,
             "peak_rss_above_imports_mb": peak_rss_mb() - self._imports_mb,
             "loss_first": self.losses[0], "loss_last": self.losses[-1], **more}
-        path.write_text(json.dumps(told, indent=1) + "\n")
+        path.write_text(json.dumps(figures, indent=1) + "\n")

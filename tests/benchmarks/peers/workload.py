@@ -1,13 +1,13 @@
-"""The rows that every peer trains on, and the target's states over them, written once in a form all can read.
+"""The rows that every peer trains on, and the target's states over them, written once in a format that all can read.
 
 A row is a conversation of several turns whose length is drawn from a log-normal distribution (median 200 tokens, sigma
-0.8, cut to 40..1024): turns that the quickstart target answered itself are laid end to end until the length is reached,
-and every answer is supervised. Quickstart turns are short and half prompt, so 30 to 60 % of most rows is prompt; what
-came out is told in the report. The target then reads each whole row once, in float32.
+0.8, cut to 40..1024): turns that the quickstart target answered itself are concatenated until the length is reached,
+and every answer is supervised. Quickstart turns are short and half prompt, so 30 to 60 % of most rows is prompt; the
+report contains the actual shares. The target then reads each whole row once, in float32.
 
     raw/row-00000.safetensors    token_ids [T], loss_mask [T], aux [T, A, H], last [T, H] (after the final norm)
     raw/lengths.json             T of each row
-    target/                      the target as the peers' loaders want it: beside it an index of its one weight file
+    target/                      the target as the peers' loaders require it, with an index of its one weight file
 """
 
 import json
@@ -30,19 +30,19 @@ from eyrie_workers.targets.model import TargetModel
 SHORTEST, LONGEST = 40, 1024
 _MEDIAN, _SIGMA = 200, 0.8
 _MAX_PROMPT_SHARE = 0.75
-"""Of a turn that takes part: tool definitions are long prompts with short answers, which no mix of 30 to 60 % holds."""
+"""Of a selected turn: tool definitions are long prompts with short answers, too long for a mix of 30 to 60 %."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row before the target has read it."""
+    """One row without hidden states."""
 
     token_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]
 
     @property
     def prompt_share(self) -> float:
-        """Of its tokens."""
+        """Share of its tokens that is prompt."""
         return 1 - sum(self.loss_mask) / len(self.loss_mask)
 
 
@@ -70,7 +70,7 @@ def mix(answered: Sequence[AnsweredRow], num_rows: int, seed: int) -> list[Row]:
 
 
 def describe(rows: Sequence[Row]) -> dict[str, float]:
-    """What the mix came to."""
+    """Statistics of the mix."""
     lengths = sorted(len(row.token_ids) for row in rows)
     total = sum(lengths)
     return {"rows": len(rows), "tokens": total, "shortest": lengths[0], "median": median(lengths),
@@ -80,7 +80,7 @@ def describe(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def read_through(target: TargetModel, rows: Sequence[Row], aux_layers: Sequence[int]) -> list[FeatureRow]:
-    """The target's states over each row."""
+    """Compute the target's states over each row."""
     made = []
     for number, row in enumerate(rows):
         tokens = torch.tensor(row.token_ids)
@@ -91,7 +91,7 @@ def read_through(target: TargetModel, rows: Sequence[Row], aux_layers: Sequence[
 
 
 def write_raw(rows: Sequence[FeatureRow], directory: Path) -> None:
-    """What the peers' own preparation begins with."""
+    """Write the files that the peers' preparation reads."""
     directory.mkdir(parents=True)
     for row in rows:
         save_file({"token_ids": row.token_ids, "loss_mask": row.loss_mask, "aux": row.aux.contiguous(),
@@ -100,7 +100,7 @@ def write_raw(rows: Sequence[FeatureRow], directory: Path) -> None:
 
 
 def write_store(rows: Sequence[FeatureRow], directory: Path, aux_layers: tuple[int, ...], target_digest: str) -> None:
-    """Our store of the same rows, in the default codec."""
+    """Write Eyrie's store of the same rows, in the default codec."""
     stored = StoredAs("int8")
     layout = StoreFormat(aux_layers=aux_layers, hidden_size=rows[0].last.shape[-1], codec=stored.codec,
                          target_digest=target_digest, final_state=stored.final_state)
@@ -113,7 +113,7 @@ def write_store(rows: Sequence[FeatureRow], directory: Path, aux_layers: tuple[i
 
 
 def link_target(target: Path, directory: Path, tensors: Sequence[str]) -> None:
-    """The target for loaders that insist on an index of its shards."""
+    """Link the target for loaders that require an index of its shards."""
     directory.mkdir(parents=True)
     for file in target.iterdir():
         (directory / file.name).symlink_to(file.resolve())
@@ -122,5 +122,5 @@ def link_target(target: Path, directory: Path, tensors: Sequence[str]) -> None:
 
 
 def size_bytes(directory: Path) -> int:
-    """Of all files below."""
+    """Total size of all files below a directory."""
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
