@@ -103,7 +103,7 @@ class WayResult(Frozen):
     within_seed_noise: bool
 
 
-class TrialReport(Frozen):
+class CodecReport(Frozen):
     """The trial."""
 
     target: str
@@ -126,7 +126,7 @@ def way_named(name: str) -> StoredAs:
     return StoredAs(codec, "topk", int(top)) if top else StoredAs(codec)  # type: ignore[arg-type]
 
 
-class Trial:
+class CodecTrial:
     """The rooms of one trial, and what is done in them."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -197,12 +197,12 @@ class Trial:
         return 1.0 + accepted / rounds
 
 
-def run(options: argparse.Namespace) -> TrialReport:
+def run(options: argparse.Namespace) -> CodecReport:
     """The whole trial."""
     began = time.monotonic()
     if options.threads:
         torch.set_num_threads(options.threads)
-    trial = Trial(options)
+    trial = CodecTrial(options)
     source = trial.capture()
     names = ["float32", *(name for name in options.ways if name != "float32")]
     requests = trial.requests()
@@ -224,7 +224,7 @@ def run(options: argparse.Namespace) -> TrialReport:
     ways = tuple(_way(trial, name, source, FeatureStore(stores[name]), sample, seeds[name], base, spread)
                  for name in names)
     told = environment("float32").model_dump()
-    return TrialReport(
+    return CodecReport(
         target=options.target, conversations=options.conversations, tokens=source.num_tokens,
         answer_tokens=sum(int(source.tokens(row)[1].sum()) for row in range(source.num_rows)), prompts=len(requests),
         seed_spread=spread, hadamard_int4_error=hadamard_error(sample[0]), ways=ways,
@@ -264,8 +264,9 @@ def hadamard_error(aux_TAH: torch.Tensor) -> float:
     return float(relative_error(turned, "int4").square().mean().sqrt())
 
 
-def _way(trial: Trial, name: str, source: FeatureStore, store: FeatureStore, sample: tuple[torch.Tensor, torch.Tensor],
-         seeds: Sequence[SeedResult], base: Sequence[float], spread: float) -> WayResult:
+def _way(trial: CodecTrial, name: str, source: FeatureStore, store: FeatureStore,
+         sample: tuple[torch.Tensor, torch.Tensor], seeds: Sequence[SeedResult], base: Sequence[float],
+         spread: float) -> WayResult:
     layout, taus = store.format, [one.tau for one in seeds]
     errors = relative_error(sample[0], layout.codec)
     lost = [of - tau for of, tau in zip(base, taus, strict=True)]
@@ -280,7 +281,7 @@ def _way(trial: Trial, name: str, source: FeatureStore, store: FeatureStore, sam
         lost_spread=stdev(lost) if len(lost) > 1 else 0.0, within_seed_noise=fmean(lost) <= spread)
 
 
-def _teacher_kl(trial: Trial, fmt: StoreFormat, source: FeatureStore, last_MH: torch.Tensor) -> float:
+def _teacher_kl(trial: CodecTrial, fmt: StoreFormat, source: FeatureStore, last_MH: torch.Tensor) -> float:
     ids = torch.tensor(trial.draft_ids(source))
     head = trial.target.lm_head_weight
     wanted = (last_MH @ head[ids].T).log_softmax(-1)

@@ -15,18 +15,18 @@ from eyrie_workers.figure_style import (
     save,
     title,
 )
-from tests.benchmarks.codecs import TrialReport
+from tests.benchmarks.codecs import CodecReport
 
 DEFAULT = "int8"
 
 
-def draw(report: TrialReport, out: Path) -> list[Path]:
+def draw(report: CodecReport, out: Path) -> list[Path]:
     """Write `codecs.png` and `codecs.svg`."""
     with matplotlib.rc_context(SETTINGS):
         return save(figure(report), out, "codecs")
 
 
-def figure(report: TrialReport) -> Figure:
+def figure(report: CodecReport) -> Figure:
     """Tau over bytes; the band is what another seed changes."""
     drawn, (axes,) = new_figure()
     base = report.ways[0]

@@ -28,13 +28,13 @@ from eyrie_api.v1alpha1.stages import TuneStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.tuning import OFF, Setting, TuneSpec
 from eyrie_workers.jsonl_ledger import JsonlLedger
-from eyrie_workers.measurement.benchmark.blocks import BlockRun, Track, open_engines
+from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, open_engines
 from eyrie_workers.measurement.benchmark.session import measuring, open_session, read_suites
 from eyrie_workers.measurement.tuner.grid import possible_settings
-from eyrie_workers.measurement.tuner.profile import Foundation
+from eyrie_workers.measurement.tuner.profile import TuningProfile
 from eyrie_workers.measurement.tuner.race import Race
 from eyrie_workers.stage_program import Stage
-from eyrie_workers.stages.tune import FOUNDATION, Tuning, draw_prompts, tune
+from eyrie_workers.stages.tune import PROFILE, Tuning, draw_prompts, tune
 
 _FINALISTS = 3  # of the grid, beside the tuner's choice and off
 _FINAL_SHARE = 2  # times the grid's rungs: the verdict is about a percent or two
@@ -86,7 +86,7 @@ class Verdict(Frozen):
     """Median half-width of the grid's intervals, relative: what a difference has to exceed to mean something."""
 
 
-class TrialReport(Frozen):
+class TunerReport(Frozen):
     """The tuner against the grid."""
 
     target: str
@@ -95,11 +95,11 @@ class TrialReport(Frozen):
     verdicts: tuple[Verdict, ...]
     grid: tuple[GridRow, ...]
     tuner: TuneReport
-    foundation_seconds: float
+    profile_seconds: float
     environment: Environment
 
 
-def run(spec: TuneStage, out: Path) -> TrialReport:
+def run(spec: TuneStage, out: Path) -> TunerReport:
     """Measure all three and compare."""
     directory = out.parent / f"{out.stem}.work"
     directory.mkdir(parents=True, exist_ok=True)
@@ -116,9 +116,9 @@ def run(spec: TuneStage, out: Path) -> TrialReport:
     suites = read_suites(spec, stage)
     with measuring(stage):
         session = open_session(spec, suites, max_concurrency=max(spec.tune.concurrencies))
-        track = Track(session, open_engines(session), draw_prompts(suites, spec).raced)
-        foundation = Foundation.model_validate_json((directory / FOUNDATION).read_bytes())
-        grid, final = (_tuning(spec, stage, track, settings, foundation, directory / name)
+        runner = BlockRunner(session, open_engines(session), draw_prompts(suites, spec).raced)
+        profile = TuningProfile.model_validate_json((directory / PROFILE).read_bytes())
+        grid, final = (_tuning(spec, stage, runner, settings, profile, directory / name)
                        for name in (GRID, FINALISTS))
         rows, verdicts = [], []
         for concurrency in sorted(set(spec.tune.concurrencies)):
@@ -132,22 +132,22 @@ def run(spec: TuneStage, out: Path) -> TrialReport:
             verdicts.append(_verdict(report, [row for row in rows if row.concurrency == concurrency], everyone, last,
                                      chosen))
             print(_said(verdicts[-1]), flush=True)
-    return TrialReport(target=spec.target.model, drafter=spec.drafter_dir, tune=spec.tune, verdicts=tuple(verdicts),
-                       grid=tuple(rows), tuner=report, foundation_seconds=foundation.seconds,
+    return TunerReport(target=spec.target.model, drafter=spec.drafter_dir, tune=spec.tune, verdicts=tuple(verdicts),
+                       grid=tuple(rows), tuner=report, profile_seconds=profile.seconds,
                        environment=report.environment)
 
 
-def _tuning(spec: TuneStage, stage: Stage, track: Track, settings: tuple[Setting, ...], foundation: Foundation,
+def _tuning(spec: TuneStage, stage: Stage, runner: BlockRunner, settings: tuple[Setting, ...], profile: TuningProfile,
             path: Path) -> Tuning:
     ledger = JsonlLedger(path, BlockRun, digest_model(spec))
-    return Tuning(spec, stage, track, settings, foundation, ledger, {run.key: run for run in ledger.entries})
+    return Tuning(spec, stage, runner, settings, profile, ledger, {run.key: run for run in ledger.entries})
 
 
 def measure_all(tuning: Tuning, concurrency: int, settings: Sequence[Setting], rungs: range) -> Race:
     """A race in which nobody drops out."""
-    race = Race(tuning.foundation.predictions(concurrency), len(settings), active=list(settings))
+    race = Race(tuning.profile.predictions(concurrency), len(settings), active=list(settings))
     for setting in settings:
-        tuning.track.warm_up(setting, concurrency, tuning.spec.tune.temperatures)
+        tuning.runner.warm_up(setting, concurrency, tuning.spec.tune.temperatures)
     for rung in rungs:
         tuning.rung(race, concurrency, rung)
         print(f"concurrency {concurrency}: {rung - rungs.start + 1} of {len(rungs)} rungs of {len(settings)} settings",
@@ -238,7 +238,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[TuneStage, Path]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the trial; returns the exit code."""
-    from eyrie_workers.measurement.tuner.plots import draw_trial
+    from eyrie_workers.measurement.tuner.plots import draw_tuner_comparison
 
     try:
         spec, out = parse(argv)
@@ -248,13 +248,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error.reason}: {error.message}\nhint: {error.hint}", file=sys.stderr)
         return error.exit_code
     write_model(out, report)
-    for path in draw_trial(report.tuner, [(row.setting, row.concurrency, row.predicted_speedup, row.speedup)
+    for path in draw_tuner_comparison(report.tuner, [(row.setting, row.concurrency, row.predicted_speedup, row.speedup)
                                           for row in report.grid], out.with_suffix("")):
         print(path)
     trials, possible = (sum(getattr(one, name) for one in report.verdicts) for name in ("trials", "trials_possible"))
     worst = max(one.behind for one in report.verdicts)
     print(f"at most {worst:.1%} behind the best, with {trials} of {possible} trials ({trials / possible:.0%}) and "
-          f"{report.foundation_seconds:.0f} s of probing and replay")
+          f"{report.profile_seconds:.0f} s of probing and replay")
     return 0
 
 

@@ -23,7 +23,7 @@ from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_
 from eyrie_workers.drafters.registry import family_named, open_drafter
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.measurement.benchmark.losslessness import explain
-from eyrie_workers.measurement.parity.round_replay import Retracer
+from eyrie_workers.measurement.parity.round_replay import RoundReplay
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Stage
 from eyrie_workers.targets.device import CPU, device_scope
@@ -229,7 +229,7 @@ def test_answers_are_retraced_explained_and_calibrated_there(gpu: PretendedGpu, 
     server, tree = open_drafter(tmp_path / "eagle3", target), SHAPES[1]
     request = Request(id="a", prompt_ids=tuple(range(3, 12)), max_new_tokens=12, seed=1)
     [answer] = Engine(target, server).generate([request], tree)
-    retracer = Retracer(target, server, tree, "float32", request.prompt_ids, answer.token_ids)
+    retracer = RoundReplay(target, server, tree, "float32", request.prompt_ids, answer.token_ids)
     assert retracer.target_gap() is None
     assert len(retracer.rounds()) == answer.rounds
     assert retracer.admissible(1)

@@ -17,7 +17,7 @@ from eyrie_workers.engines.sglang.process import SglangServer
 from eyrie_workers.engines.sglang.profiles import profile
 from eyrie_workers.intervals import acceptance_length, add_histograms
 from eyrie_workers.measurement.parity.round_replay import histogram_of, reference_rounds
-from eyrie_workers.measurement.parity.served_answers import ask_all
+from eyrie_workers.measurement.parity.served_answers import request_answers
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.targets.loading import load_target
 from tests.sglang.servers import MODEL, TARGET, serving
@@ -42,8 +42,8 @@ def test_every_round_of_every_request_accepts_what_our_trie_accepts_as_both_go_o
         plain: SglangServer, ngram: SglangServer, prompts: list[list[int]]) -> None:
     """The last prompts are the first ones again: what was remembered of them drafts them nearly whole."""
     asked = [*prompts, *prompts[:4]]
-    undrafted = ask_all("sglang", plain.url, MODEL, asked, TOKENS)
-    served = ask_all("sglang", ngram.url, MODEL, asked, TOKENS)
+    undrafted = request_answers("sglang", plain.url, MODEL, asked, TOKENS)
+    served = request_answers("sglang", ngram.url, MODEL, asked, TOKENS)
     engine = Engine(load_target(TARGET, "float32"), TrieDrafter(), max_length=1024)
     ours = []
     for prompt, answer in zip(asked, served, strict=True):

@@ -1,8 +1,8 @@
-"""One look for all figures: readable at half size, safe for colour-blind eyes, the finding in the title.
+"""The common style of all figures: readable at half size, safe for colour-blind readers, the finding in the title.
 
-Colours are those of Okabe and Ito ("Color Universal Design", 2008), whose pairs stay apart under every common form of
-colour blindness; nothing is told by colour alone. Sequences (heat maps, TTT steps) use cividis, which is monotonic in
-brightness and designed for the same purpose (Nunez, Anderton, Renslow, PLOS ONE 2018).
+Colours are those of Okabe and Ito ("Color Universal Design", 2008), which stay distinguishable under every common form
+of colour blindness; colour is never the only distinction. Sequences (heat maps, TTT steps) use cividis, which is
+monotonic in brightness and designed for the same purpose (Nunez, Anderton, Renslow, PLOS ONE 2018).
 """
 
 import textwrap
@@ -28,7 +28,7 @@ _TITLE_CHARACTERS_PER_INCH = 8.2  # bold, 14 points
 
 def new_figure(width: float = 9.0, height: float = 5.0, num_columns: int = 1, *,
                share_y: bool = True) -> tuple[Figure, list[Axes]]:
-    """A figure with `num_columns` axes beside each other, sharing the y axis unless told otherwise. Needs no display.
+    """A figure with `num_columns` axes in a row, by default with a common y axis. Needs no display.
 
     Call it, and draw, under `matplotlib.rc_context(SETTINGS)`.
     """
@@ -37,7 +37,7 @@ def new_figure(width: float = 9.0, height: float = 5.0, num_columns: int = 1, *,
 
 
 def title(figure: Figure, finding: str, detail: str = "") -> None:
-    """What the figure shows, as a sentence, wrapped to its width; under it, smaller, how it was measured."""
+    """Set the finding as the title, wrapped to the figure's width, and below the axes how it was measured."""
     width = int(figure.get_figwidth() * _TITLE_CHARACTERS_PER_INCH)
     figure.suptitle("\n".join(textwrap.wrap(finding, width)), x=0.01, ha="left", fontsize=14, fontweight="bold")
     if detail:

@@ -1,4 +1,4 @@
-"""The arithmetic of a measurement. Pure: counts and seconds in, figures and intervals out.
+"""Acceptance lengths, speed ratios and their confidence intervals, from counts and seconds. Pure.
 
 Acceptance. One round verifies a draft tree and emits the accepted draft tokens plus the bonus token, so
 tau = 1 + accepted / rounds (the convention of the EAGLE papers and of vLLM). A histogram of accepted lengths holds
@@ -9,11 +9,11 @@ Speed. A variant's speed is all its tokens over all its seconds; a speed-up is t
 the same prompts, interleaved. Its uncertainty comes from the choice of prompts, so prompts are resampled, both variants
 and all temperatures of a prompt together (a paired bootstrap).
 
-Small samples. A percentile bootstrap cannot leave the range of its prompts, so with four of them it covers at most
-1 - 2 * 2**-4 = 87 % however it is cut, and a demonstration has four. Instead the bootstrap gives the standard error of
-the logarithm of the ratio, corrected by sqrt(n / (n-1)), and Student's t gives the width ("t interval with bootstrap
-standard error", Hesterberg, arXiv:1411.5279). Two prompts then yield an enormous interval, which is the truth about two
-prompts. One prompt says nothing about other prompts: its interval is the point.
+Small samples. A percentile bootstrap cannot leave the range of its prompts: with four of them it covers at most
+1 - 2 * 2**-4 = 87 %, and a demonstration has four. Instead the bootstrap gives the standard error of the logarithm of
+the ratio, corrected by sqrt(n / (n-1)), and Student's t gives the width ("t interval with bootstrap standard error",
+Hesterberg, arXiv:1411.5279). Two prompts yield a very wide interval, as they should. One prompt gives no estimate of
+the variation between prompts: its interval is the point.
 """
 
 import math
@@ -29,7 +29,7 @@ from eyrie_api.v1alpha1.model import Interval
 
 _RESAMPLES = 2000  # the Monte-Carlo error of a standard error is then 1.6 %
 _LEVEL = 0.95
-_MOST_DRAWS = 4_000_000  # held at once: 32 MB, whatever the number of prompts
+_MOST_DRAWS = 4_000_000  # in memory at once: 32 MB, whatever the number of prompts
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -75,8 +75,10 @@ def mean_speed_ratio(groups: Sequence[Sequence[Tally]]) -> float:
 def speed_interval(groups: Sequence[Sequence[Tally]], seed: int = 0) -> Interval:
     """95 % interval of `mean_speed_ratio`, prompts resampled.
 
-    `groups[g][i]` is prompt i in group g: every group must hold the same prompts in the same order, because a prompt
+    `groups[g][i]` is prompt i in group g: every group must have the same prompts in the same order, because a prompt
     that is easy to draft at one temperature tends to be easy at the other. Raises ValueError otherwise.
+
+    A bootstrap over prompts: one draw of prompts is used for all groups, and both variants of a prompt stay paired.
     """
     num_prompts = len(groups[0])
     if any(len(group) != num_prompts for group in groups):
@@ -84,7 +86,7 @@ def speed_interval(groups: Sequence[Sequence[Tally]], seed: int = 0) -> Interval
     if num_prompts == 1:
         value = mean_speed_ratio(groups)
         return Interval(low=value, high=value)
-    # [N, G * 4]: a prompt's row holds all its groups, so that they are drawn together.
+    # [N, G * 4]: a row has all groups of one prompt, so they are drawn together.
     fields: FloatArray = np.array(
         [[value for t in tallies for value in (t.tokens, t.seconds, t.baseline_tokens, t.baseline_seconds)]
          for tallies in zip(*groups, strict=True)], dtype=np.float64)
@@ -100,7 +102,7 @@ def speed_interval(groups: Sequence[Sequence[Tally]], seed: int = 0) -> Interval
 def standard_error(fields: FloatArray, statistic: Callable[[FloatArray], FloatArray], seed: int = 0) -> float:
     """Bootstrap standard error of the logarithm of a positive statistic of sums over prompts.
 
-    fields      [N, F]   what each prompt adds to the sums; N >= 2
+    fields      [N, F]   each prompt's contribution to the sums; N >= 2
     statistic   sums [R, F] to values [R], all positive
     """
     num_prompts = len(fields)
@@ -108,15 +110,16 @@ def standard_error(fields: FloatArray, statistic: Callable[[FloatArray], FloatAr
     values = []
     for start in range(0, _RESAMPLES, rows := max(1, _MOST_DRAWS // num_prompts)):
         draws = random.integers(0, num_prompts, size=(min(rows, _RESAMPLES - start), num_prompts))
-        # Resampling by counts: [R, N] counts times [N, F] values gives all sums in one product.
+        # Resampling by counts: how often each prompt was drawn, [R, N], times [N, F] gives all sums in one product.
         places = (draws + num_prompts * np.arange(len(draws))[:, None]).ravel()
         counts = np.bincount(places, minlength=draws.size).reshape(draws.shape)
         values.append(statistic(counts.astype(np.float64) @ fields))
+    # The bootstrap's variance is that of N draws from N prompts, too small by (N - 1) / N.
     return float(np.log(np.concatenate(values)).std()) * math.sqrt(num_prompts / (num_prompts - 1))
 
 
 def interval_around(value: float, error: float, num_prompts: int) -> Interval:
-    """95 % t interval around a positive value whose logarithm has this standard error, from so many prompts."""
+    """95 % t interval around a positive value; `error` is the standard error of its logarithm over the prompts."""
     reach = math.exp(student_quantile(0.5 + _LEVEL / 2.0, num_prompts - 1) * error)
     return Interval(low=value / reach, high=value * reach)
 

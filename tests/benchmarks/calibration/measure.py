@@ -1,27 +1,28 @@
-"""Does a drafter's confidence say what will be accepted? EAGLE-2 rests on it (arXiv:2406.16858, section 3.2).
+"""Whether a drafter's confidence predicts acceptance, as EAGLE-2 assumes (arXiv:2406.16858, section 3.2).
 
     python -m tests.benchmarks.calibration --target quickstart --drafter DIR --out DIR
 
-The target answers prompts with the drafter, and every tree it proposes is kept: each node's score is the log of the
-product of confidences along its path. Afterwards the answer says which nodes were right: those whose path is how the
-text went on. From that come
+The target answers prompts with the drafter, and every proposed tree is recorded: a node's score is the logarithm of the
+product of confidences along its path. The answer then determines the accepted nodes: those whose path continues the
+text. Two curves are computed:
 
-    path   over all nodes: how often a path is accepted, against the product of its confidences
-    step   over nodes whose parent was accepted: how often the guess is, against its own confidence
+    path   over all nodes: the share of accepted paths against the product of their confidences
+    step   over nodes whose parent was accepted: the share accepted against the node's own confidence
 
 in equal bins of confidence, each with its count and a 95 % Wilson interval, and the expected calibration error
 
     ECE = sum over bins of (n_b / n) |accepted_b - confidence_b|          (Guo et al., arXiv:1706.04599)
 
-with confidence_b the mean confidence of the bin; also without the lowest bin, where nearly all nodes of a wide tree
-lie, rightly held hopeless, and hide the rest. Nodes of one tree share their luck, so the intervals are somewhat too
-narrow. A dynamic tree needs confidences that are ordered; calibrated ones make its products mean acceptance.
+with confidence_b the mean confidence of the bin; also without the lowest bin, which has nearly all nodes of a wide tree
+and would hide the rest. Nodes of one tree are not independent, so the intervals are somewhat too narrow. A dynamic tree
+needs ordered confidences; calibrated ones make its products acceptance rates.
 
-`by_rank` counts, where the parent was accepted, how often the best guess was right, the second best, and so on: the
-prior of static trees (`speculation.static_tree`). Nodes beyond the end of an answer are not counted: nobody knows.
+`by_rank` counts, where the parent was accepted, how often the best candidate was accepted, the second best, and so on:
+the prior of static trees (`speculation.static_tree`). Nodes beyond the end of an answer are not counted: their
+acceptance is unknown.
 
-The trees are as wide as `--shape` lets them grow, 5/4/69 unless told otherwise: all that was looked at. Works for any
-family; whoever proposes without confidences (an n-gram drafter) has nothing to calibrate.
+The trees have every node that `--num-steps` and `--top-k` can grow, 5/4/69 by default. Works for any family that
+proposes with confidences; an n-gram drafter has none.
 """
 
 import math
@@ -70,7 +71,7 @@ class Bin(Frozen):
 
 
 class Curve(Frozen):
-    """One kind of confidence against what came of it."""
+    """One kind of confidence against acceptance."""
 
     bins: tuple[Bin, ...]
     error: float
@@ -111,7 +112,7 @@ class CalibrationReport(Frozen):
 
 @dataclass(frozen=True)
 class Proposal:
-    """One row's tree, and where it stood: its root is the text's token `at`."""
+    """One row's tree; its root is the text's token `at`."""
 
     at: int
     tokens: tuple[int, ...]
@@ -120,8 +121,8 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A node of a tree whose fate is known."""
+class EvaluatedNode:
+    """A node of a tree within the answer, with its acceptance."""
 
     path: float
     step: float
@@ -130,8 +131,8 @@ class Judged:
     parent_accepted: bool
 
 
-class Watched:
-    """A drafter that is watched: what it proposes for a single row is kept, with the row's length."""
+class RecordingDrafter:
+    """A drafter whose proposals for a single row are recorded, with the row's length."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
@@ -153,7 +154,7 @@ class Watched:
         return self._drafter.new_state(num_rows, max_length, max_shape)
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
-        """A new text: what was proposed for the one before is forgotten."""
+        """Begin a new text and discard the proposals of the previous one."""
         self.proposals = []
         self._drafter.admit(state, row, prompt)
 
@@ -164,7 +165,7 @@ class Watched:
 
     def propose(self, state: DrafterState, rows: Tensor, shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
-        """The drafter's tree, kept."""
+        """The drafter's tree, recorded."""
         tree = self._drafter.propose(state, rows, shape, noise)
         assert tree.tokens.shape[0] == 1, "texts are answered one at a time"
         tokens, parents, scores = (tuple(x[0].tolist()) for x in (tree.tokens, tree.parents, tree.scores))
@@ -172,14 +173,14 @@ class Watched:
         return tree
 
 
-def judge(proposal: Proposal, text: Sequence[int]) -> list[Judged]:
-    """The fate of every node within the text. Siblings are ranked by their scores."""
-    depths, accepted, found = [0], [True], []
+def evaluate(proposal: Proposal, text: Sequence[int]) -> list[EvaluatedNode]:
+    """Which nodes the text accepted, of those within the text. Siblings are ranked by their scores."""
+    depths, accepted, nodes = [0], [True], []
     siblings: dict[int, list[int]] = {}
     for node in range(1, len(proposal.tokens)):
         siblings.setdefault(proposal.parents[node], []).append(node)
-    rank_of = {node: rank for nodes in siblings.values()
-               for rank, node in enumerate(sorted(nodes, key=lambda node: (-proposal.scores[node], node)))}
+    rank_of = {node: rank for group in siblings.values()
+               for rank, node in enumerate(sorted(group, key=lambda node: (-proposal.scores[node], node)))}
     for node in range(1, len(proposal.tokens)):
         parent, token, score = proposal.parents[node], proposal.tokens[node], proposal.scores[node]
         depths.append(depths[parent] + 1)
@@ -187,9 +188,9 @@ def judge(proposal: Proposal, text: Sequence[int]) -> list[Judged]:
         known = at < len(text)
         accepted.append(known and accepted[parent] and token == text[at])
         if known and token != NO_TOKEN and math.isfinite(score):
-            found.append(Judged(math.exp(score), math.exp(min(0.0, score - proposal.scores[parent])), rank_of[node],
-                                accepted[node], accepted[parent]))
-    return found
+            step = math.exp(min(0.0, score - proposal.scores[parent]))
+            nodes.append(EvaluatedNode(math.exp(score), step, rank_of[node], accepted[node], accepted[parent]))
+    return nodes
 
 
 def curve(outcomes: Sequence[tuple[float, bool]], num_bins: int = NUM_BINS) -> Curve:
@@ -213,7 +214,7 @@ def _error(bins: Sequence[Bin]) -> float:
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:
-    """95 % interval of a share (Wilson 1927): within [0, 1] and honest near its ends. Everything, of nothing."""
+    """95 % interval of a share (Wilson 1927), within [0, 1] and valid near its ends. [0, 1] for an empty sample."""
     if count == 0:
         return 0.0, 1.0
     share, square = right / count, _Z**2 / count
@@ -222,25 +223,27 @@ def wilson(right: int, count: int) -> tuple[float, float]:
     return max(0.0, centre - reach), min(1.0, centre + reach)
 
 
-def ranks(nodes: Sequence[Judged]) -> tuple[RankCount, ...]:
+def ranks(nodes: Sequence[EvaluatedNode]) -> tuple[RankCount, ...]:
     """Counts by rank, where the parent was accepted."""
-    fair = [node for node in nodes if node.parent_accepted]
-    return tuple(RankCount(rank=rank, count=sum(node.rank == rank for node in fair),
-                           accepted=sum(node.rank == rank and node.accepted for node in fair))
-                 for rank in range(1 + max((node.rank for node in fair), default=-1)))
+    reached = [node for node in nodes if node.parent_accepted]
+    return tuple(RankCount(rank=rank, count=sum(node.rank == rank for node in reached),
+                           accepted=sum(node.rank == rank and node.accepted for node in reached))
+                 for rank in range(1 + max((node.rank for node in reached), default=-1)))
 
 
 def measure(target: TargetModel, drafter: Drafter, requests: Sequence[Request],
-            shape: DraftTreeShape) -> tuple[list[Judged], int, int]:
-    """Answer the requests, one at a time: the nodes, the rounds, the tokens. Raises InvalidInput where nothing was
-    proposed."""
-    watched, nodes, rounds, tokens = Watched(drafter), [], 0, 0
-    engine = Engine(target, watched)
+            shape: DraftTreeShape) -> tuple[list[EvaluatedNode], int, int]:
+    """Answer the requests, one at a time. Returns nodes, number of rounds, number of tokens.
+
+    Raises InvalidInput when nothing was proposed.
+    """
+    recorder, nodes, rounds, tokens = RecordingDrafter(drafter), [], 0, 0
+    engine = Engine(target, recorder)
     for request in requests:
         answer = engine.generate([request], shape)[0]
         text = [*request.prompt_ids, *answer.token_ids]
-        nodes += [node for proposal in watched.proposals for node in judge(proposal, text)]
-        rounds += len(watched.proposals)
+        nodes += [node for proposal in recorder.proposals for node in evaluate(proposal, text)]
+        rounds += len(recorder.proposals)
         tokens += len(answer.token_ids)
     if not nodes:
         raise InvalidInput("the drafter proposed nothing with a confidence", "give a drafter that was trained")
@@ -249,7 +252,7 @@ def measure(target: TargetModel, drafter: Drafter, requests: Sequence[Request],
 
 def calibrate(target: TargetModel, drafter: Drafter, requests: Sequence[Request], shape: DraftTreeShape,
               named: tuple[str, str], temperature: float) -> CalibrationReport:
-    """Everything the report holds. `named`: target and drafter."""
+    """Measure and report. `named`: names of target and drafter."""
     nodes, rounds, tokens = measure(target, drafter, requests, shape)
     return CalibrationReport(
         target=named[0], drafter=named[1], shape=shape, temperature=temperature, prompts=len(requests), rounds=rounds,

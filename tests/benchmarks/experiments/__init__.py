@@ -1,4 +1,4 @@
-"""What the two seeds claim, measured here: one file per claim, one command, one plot, one sentence.
+"""Published claims, measured here: one module, command, plot and page per claim.
 
 `python -m tests.benchmarks.experiments.<name> [--short] --out DIR`; all of them: `python -m
 tests.benchmarks.experiments`.

@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.experiments [--short] [--out DIR] [--work DIR] [--only NAME ...]
 
-An account that is there already, of the same form and target, is not made again: delete it to repeat it.
+An experiment whose report exists, with the same scale and target, is not run again: delete the report to repeat it.
 """
 
 import sys
@@ -20,10 +20,10 @@ from tests.benchmarks.experiments import (
     on_policy,
     training_vs_served,
 )
-from tests.benchmarks.experiments.account import Account
-from tests.benchmarks.experiments.program import carry_out, command_line, command_of, write_index
+from tests.benchmarks.experiments.program import command_line, command_of, run_experiment, write_index
+from tests.benchmarks.experiments.report import ExperimentReport
 
-# What is timed comes first: the machine is as quiet as when it was started.
+# Timed experiments run first, while the machine is as quiet as at the start.
 EXPERIMENTS = (acceptance_throughput, training_vs_served, crossover, depth_width, calibration, on_policy, data_amount,
                layer_choice)
 
@@ -33,21 +33,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [module.NAME for module in EXPERIMENTS]
     parser = command_line("All experiments.")
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="these and no others")
-    told = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     began = time.monotonic()
-    for number, module in enumerate((module for module in EXPERIMENTS if module.NAME in told.only), start=1):
-        file = told.out / f"{module.NAME}.json"
-        if file.exists() and Account.model_validate_json(file.read_bytes()).command == command_of(module.NAME, told):
-            print(f"{module.NAME} is there: {file}")
+    for number, module in enumerate((module for module in EXPERIMENTS if module.NAME in options.only), start=1):
+        file = options.out / f"{module.NAME}.json"
+        command = command_of(module.NAME, options)
+        if file.exists() and ExperimentReport.model_validate_json(file.read_bytes()).command == command:
+            print(f"{module.NAME} exists: {file}")
             continue
-        print(f"-- {module.NAME} ({number} of {len(told.only)}, {time.monotonic() - began:.0f} s so far)", flush=True)
+        elapsed_s = time.monotonic() - began
+        print(f"-- {module.NAME} ({number} of {len(options.only)}, {elapsed_s:.0f} s so far)", flush=True)
         try:
-            carry_out(module.NAME, module.CLAIM, module.measure, told)
+            run_experiment(module.NAME, module.CLAIM, module.measure, options)
         except EyrieError as error:
             print(f"error: {error.reason}: {error.message}\nhint: {error.hint}", file=sys.stderr)
             return error.exit_code
-    write_index(told.out)
-    print(f"{told.out}, {time.monotonic() - began:.0f} s")
+    write_index(options.out)
+    print(f"{options.out}, {time.monotonic() - began:.0f} s")
     return 0
 
 

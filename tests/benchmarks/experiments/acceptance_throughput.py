@@ -1,13 +1,14 @@
-"""Is throughput linear in acceptance length?
+"""Whether throughput is linear in acceptance length.
 
-The second seed "plotted average acceptance length against throughput across all 16 models in our sweep. The result
-was a near-perfect linear correlation" - from which it concluded that hyperparameters matter only through accuracy.
+The authors of the claim "plotted average acceptance length against throughput across all 16 models in our sweep. The
+result was a near-perfect linear correlation" - from which it concluded that hyperparameters matter only through
+accuracy.
 
-Why it should be nearly so: at one shape of drafting every round costs the same, c seconds, and yields tau tokens, so
-throughput is tau / c: a straight line through the origin. What bends it here: reading the prompt, which no drafter
-makes shorter, and drafters of another width, whose rounds cost something else.
+Expected: with one draft-tree shape every round costs the same c seconds and yields tau tokens, so throughput is tau /
+c, a straight line through the origin. Deviations here: prefill, which no drafter shortens, and drafters of another
+width, whose rounds have another cost.
 
-Here drafters of one architecture and different quality (`timing.ladder`) answer the same prompts with one chain, timed
+Drafters of one architecture and different quality (`timing.ladder`) answer the same prompts with one chain, timed
 side by side with the undrafted engine. A line is fitted to (tau, tokens per second); r2 says how much of the
 differences in speed acceptance explains. Its interval comes from resampling prompts, all variants together.
 
@@ -23,22 +24,22 @@ from matplotlib.figure import Figure
 from eyrie_api.v1alpha1.model import Interval
 from eyrie_workers.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, WARM_ORANGE, new_figure, title
 from eyrie_workers.intervals import FloatArray
-from tests.benchmarks.experiments.account import Finding
 from tests.benchmarks.experiments.fits import Line, fit_line, resampled
-from tests.benchmarks.experiments.place import CHAIN, Place
 from tests.benchmarks.experiments.program import main
+from tests.benchmarks.experiments.report import ExperimentResult
 from tests.benchmarks.experiments.timing import TEMPERATURES, Rung, fields_of, ladder, speedups, tau_and_speed, time_all
+from tests.benchmarks.experiments.workspace import CHAIN, Workspace
 
 NAME = "acceptance_throughput"
 CLAIM = "Acceptance length against throughput over 16 drafters: \"a near-perfect linear correlation\"."
 _NEARLY_PERFECT = 0.95
 
 
-def measure(place: Place) -> Finding:
+def measure(workspace: Workspace) -> ExperimentResult:
     """Time the ladder."""
-    rungs = ladder(place)
-    turns = time_all(place, rungs)
-    return judge(rungs, {t: fields_of(turns, [rung.name for rung in rungs], t) for t in TEMPERATURES})
+    rungs = ladder(workspace)
+    turns = time_all(workspace, rungs)
+    return evaluate(rungs, {t: fields_of(turns, [rung.name for rung in rungs], t) for t in TEMPERATURES})
 
 
 def line_of(sums: FloatArray) -> Line:
@@ -47,8 +48,8 @@ def line_of(sums: FloatArray) -> Line:
     return fit_line(taus.tolist(), speeds.tolist())
 
 
-def judge(rungs: Sequence[Rung], fields: dict[float, FloatArray]) -> Finding:
-    """What the timings say. Pure.
+def evaluate(rungs: Sequence[Rung], fields: dict[float, FloatArray]) -> ExperimentResult:
+    """The result from the timings. Pure.
 
     fields  by temperature: [N prompts, undrafted and rungs, 4]
     """
@@ -62,7 +63,7 @@ def judge(rungs: Sequence[Rung], fields: dict[float, FloatArray]) -> Finding:
             taus, speeds = tau_and_speed(of.sum(0))
             row += [f"{taus[place]:.2f}", f"{speeds[place]:.0f}", f"{speedups(of.sum(0))[place]:.2f}"]
         table.append(row)
-    return Finding(
+    return ExperimentResult(
         found=[_first(lines, spans), *(_said(t, lines[t], slopes[t], fields[t]) for t in fields)],
         measured=f"{len(rungs)} EAGLE-3 checkpoints of five training runs, {len(next(iter(fields.values())))} held-out "
                  f"prompts, chain {CHAIN.label()}, concurrency 1, prefill included; every prompt through the undrafted "
@@ -88,7 +89,7 @@ def _said(temperature: float, line: Line, slope: Interval, fields: FloatArray) -
 
 
 def figure(rungs: Sequence[Rung], fields: dict[float, FloatArray], lines: dict[float, Line]) -> Figure:
-    """Speed over tau, runs told apart by marker."""
+    """Speed over tau, one marker per run."""
     drawn, panels = new_figure(10.5, 4.8, len(fields))
     names = list(dict.fromkeys(rung.run for rung in rungs))
     looks = [(BEST_GREEN, "o"), (WARM_ORANGE, "s"), (BASELINE_BLUE, "^"), ("#CC79A7", "D"), ("#56B4E9", "v")]

@@ -1,14 +1,13 @@
-"""Does confidence say what will be accepted? EAGLE-2 rests on it.
+"""Whether confidence predicts acceptance, as EAGLE-2 assumes.
 
-The first seed: EAGLE-2 "rests its improvement on one empirical fact: the draft model is well-calibrated", its
+The claim: EAGLE-2 "rests its improvement on one empirical fact: the draft model is well-calibrated", its
 confidence "closely approximates the token's actual acceptance rate, with small error" (arXiv:2406.16858, section 3.2).
-If that fails, a tree grown by confidence spends its nodes in the wrong places.
+If that fails, a tree grown by confidence has its nodes in the wrong places.
 
-Here two families answer the same prompts with wide trees of which everything is kept
-(`tests.benchmarks.calibration`). What is compared is a guess's own confidence and how often it was right, where
-the text before it was accepted. Two numbers of it: the expected calibration error (how far off confidence is), and
-whether some bin of more confident guesses is accepted less often (whether confidence *orders* guesses: that alone is
-what choosing nodes needs).
+Two families answer the same prompts with wide trees of which every node is recorded (`tests.benchmarks.calibration`).
+A node's own confidence is compared with its acceptance, where its parent was accepted. Two results: the expected
+calibration error, and whether a bin of more confident nodes is accepted less often (whether confidence *orders* nodes,
+which is all that tree growth needs).
 
     python -m tests.benchmarks.experiments.calibration [--short] --out DIR
 """
@@ -23,10 +22,10 @@ from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, new_figure, title
 from eyrie_workers.measurement.tuner.draft_replay import whole_tree
 from tests.benchmarks.calibration.measure import Curve, RankCount, curve, ranks
-from tests.benchmarks.calibration.measure import measure as watch
-from tests.benchmarks.experiments.account import Finding
-from tests.benchmarks.experiments.place import COMPARED, Place
+from tests.benchmarks.calibration.measure import measure as measure_nodes
 from tests.benchmarks.experiments.program import main
+from tests.benchmarks.experiments.report import ExperimentResult
+from tests.benchmarks.experiments.workspace import COMPARED, Workspace
 
 NAME = "calibration"
 CLAIM = ("The draft model is well-calibrated: its confidence \"closely approximates the token's actual acceptance "
@@ -36,46 +35,47 @@ SHAPE = whole_tree(4, 4)
 _PROMPTS = 4  # of each suite: thousands of nodes, whose bins tell more than their intervals
 _SMALL_ERROR = 0.05
 _FEW = 30
-"""Nodes below which a bin says nothing about order."""
+"""Nodes below which a bin is not used for the order."""
 
-Variant = tuple[str, float]
+CurveKey = tuple[str, float]
 """Family and temperature."""
 
 
-def measure(place: Place) -> Finding:
-    """Watch every family at every temperature."""
-    store = place.store(place.rows())
-    found: dict[Variant, tuple[Curve, tuple[RankCount, ...]]] = {}
-    prompts = place.prompts()[:4 * min(_PROMPTS, place.scale.prompts)]
+def measure(workspace: Workspace) -> ExperimentResult:
+    """Measure every family at every temperature."""
+    store = workspace.store(workspace.rows())
+    found: dict[CurveKey, tuple[Curve, tuple[RankCount, ...]]] = {}
+    prompts = workspace.prompts()[:4 * min(_PROMPTS, workspace.scale.prompts)]
     for family in COMPARED:
-        drafter = open_drafter(place.train(store, family=family).last, place.target)
+        drafter = open_drafter(workspace.train(store, family=family).last, workspace.target)
         for temperature in TEMPERATURES:
-            nodes, rounds, _ = watch(place.target, drafter, [place.request(one, temperature) for one in prompts], SHAPE)
+            requests = [workspace.request(prompt, temperature) for prompt in prompts]
+            nodes, rounds, _ = measure_nodes(workspace.target, drafter, requests, SHAPE)
             found[family, temperature] = (
                 curve([(node.step, node.accepted) for node in nodes if node.parent_accepted]), ranks(nodes))
             print(f"{family}, T={temperature:g}: {len(nodes)} nodes in {rounds} rounds", flush=True)
-    return judge(found, len(prompts))
+    return evaluate(found, len(prompts))
 
 
 def bias(of: Curve) -> float:
-    """Mean confidence less the share accepted: above 0 it promises too much."""
+    """Mean confidence minus the share accepted: positive for overconfidence."""
     return sum(one.count * (one.confidence - one.share) for one in of.bins) / max(1, of.count)
 
 
 def ordered(of: Curve) -> bool:
-    """Whether no bin with enough nodes is accepted surely less often than the one below it: their intervals meet."""
+    """Whether no bin with enough nodes is surely accepted less often than the bin below: their intervals overlap."""
     bins = [one for one in of.bins if one.count >= _FEW]
     return all(low.accepted_low <= high.accepted_high for low, high in pairwise(bins))
 
 
-def judge(found: Mapping[Variant, tuple[Curve, tuple[RankCount, ...]]], prompts: int) -> Finding:
-    """What the nodes say. Pure."""
+def evaluate(found: Mapping[CurveKey, tuple[Curve, tuple[RankCount, ...]]], prompts: int) -> ExperimentResult:
+    """The result from the curves. Pure."""
     curves = {variant: of for variant, (of, _) in found.items()}
     table = [[family, f"{temperature:g}", str(of.count), f"{of.error:.3f}", f"{of.error_likely:.3f}",
               f"{bias(of):+.3f}", "yes" if ordered(of) else "no",
               ", ".join(f"{one.accepted / max(1, one.count):.2f}" for one in by_rank)]
              for (family, temperature), (of, by_rank) in found.items()]
-    return Finding(
+    return ExperimentResult(
         found=[_first(curves), _order(curves)],
         measured=f"{prompts} held-out prompts, one at a time, trees {SHAPE.label()} of which every node is kept; one "
                  "seed; ten equal bins of confidence, 95 % intervals by Wilson; bars below 30 nodes are drawn and not "
@@ -87,7 +87,7 @@ def judge(found: Mapping[Variant, tuple[Curve, tuple[RankCount, ...]]], prompts:
         table=table, figure=lambda: figure(curves))
 
 
-def _first(curves: Mapping[Variant, Curve]) -> str:
+def _first(curves: Mapping[CurveKey, Curve]) -> str:
     errors = [of.error_likely for of in curves.values()]
     small = [error <= _SMALL_ERROR for error in errors]
     verdict = "holds" if all(small) else "holds in part" if any(small) else "does not hold"
@@ -97,14 +97,14 @@ def _first(curves: Mapping[Variant, Curve]) -> str:
             f"{max(errors):.2f}: {told}.")
 
 
-def _order(curves: Mapping[Variant, Curve]) -> str:
+def _order(curves: Mapping[CurveKey, Curve]) -> str:
     wrong = [f"{family} at temperature {t:g}" for (family, t), of in curves.items() if not ordered(of)]
     return ("No bin of more confident guesses is surely right less often than the one below, and order is all that "
             "growing a tree needs." if not wrong else
             f"More confident guesses are surely right less often in some bin: {', '.join(wrong)}.")
 
 
-def figure(curves: Mapping[Variant, Curve]) -> Figure:
+def figure(curves: Mapping[CurveKey, Curve]) -> Figure:
     """Share accepted over confidence."""
     drawn, panels = new_figure(10.0, 5.0, len(TEMPERATURES))
     for axes, temperature in zip(panels, TEMPERATURES, strict=True):

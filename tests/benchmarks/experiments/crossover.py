@@ -1,17 +1,16 @@
-"""Up to how many requests at once does speculation pay?
+"""Up to how many concurrent requests speculation pays.
 
-The second seed: "At batch size 7 and above, EAGLE-3 on V1 starts losing to the baseline." Drafting and verifying use
-arithmetic that lies idle while few requests are decoded; with more of them it does not lie idle any more.
+The claim: "At batch size 7 and above, EAGLE-3 on V1 starts losing to the baseline." Drafting and verifying use
+arithmetic units that are idle while few requests are decoded, and busy with many.
 
-Here the same engine answers the same requests undrafted, with a chain and with a tree, at 1, 2, 4, 8 and 16 requests at
-once: as many in flight as slots, the next one joining when one leaves. Variants answer a block of requests in turn, the
-order turning round from block to block; a speed-up is tokens per second over the undrafted variant, and its interval
-comes from resampling blocks. The *crossover* of a shape is the first concurrency whose speed-up is not above 1, and it
+The same engine answers the same requests undrafted, with a chain and with a tree, at 1, 2, 4, 8 and 16 concurrent
+requests: a request is admitted as soon as a slot is free. Variants answer a block of requests in turn, in an order that
+changes from block to block; a speed-up is tokens per second over the undrafted variant, and its interval comes from
+resampling blocks. The *crossover* of a shape is the first concurrency whose speed-up is not above 1, and it
 is clear where the interval lies below 1.
 
-A processor has far less idle arithmetic than a GPU, and what there is depends on its matrix units: the crossover here
-says where it is *here*. The tuner (`stages.tune`) finds it for a job's own machine and writes the map that the engine
-follows.
+A CPU has far fewer idle arithmetic units than a GPU, so the crossover is of this machine only. The tuner
+(`stages.tune`) finds it on a job's own machine and writes the operating map that the engine follows.
 
     python -m tests.benchmarks.experiments.crossover [--short] --out DIR
 """
@@ -31,19 +30,19 @@ from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, WARM_ORANGE, new_figure, title
 from eyrie_workers.interleaving import interleaved
 from eyrie_workers.intervals import FloatArray, interval_around, standard_error
-from eyrie_workers.machine.machine_lock import measuring_alone
+from eyrie_workers.machine.machine_lock import machine_lock
 from eyrie_workers.speculation.engine import Engine, Request
-from tests.benchmarks.experiments.account import Finding
-from tests.benchmarks.experiments.place import CHAIN, Place
 from tests.benchmarks.experiments.program import main
+from tests.benchmarks.experiments.report import ExperimentResult
 from tests.benchmarks.experiments.timing import OFF
+from tests.benchmarks.experiments.workspace import CHAIN, Workspace
 
 NAME = "crossover"
 CLAIM = "\"The crossover point was around 7 concurrent requests\" (EAGLE-3 on SGLang's V1 path against no drafter)."
 CONCURRENCIES = (1, 2, 4, 8, 16)
 TREE = DraftTreeShape(num_steps=4, top_k=2, num_draft_tokens=10)
 SHORT_CHAIN = DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3)
-ARMS: dict[str, DraftTreeShape | None] = {OFF: None} | {
+VARIANTS: dict[str, DraftTreeShape | None] = {OFF: None} | {
     f"{'chain' if shape.top_k == 1 else 'tree'} {shape.label()}": shape for shape in (CHAIN, SHORT_CHAIN, TREE)}
 _BLOCKS = 5
 
@@ -57,42 +56,41 @@ class Block(Frozen):
     seconds: dict[str, float]
 
 
-def measure(place: Place) -> Finding:
+def measure(workspace: Workspace) -> ExperimentResult:
     """Time every variant at every concurrency, block by block; resumable after each block."""
-    drafter = place.train(place.store(place.rows())).last
-    told = (digest_directory(drafter), place.scale, place.spec, tuple(ARMS), CONCURRENCIES)
-    file = place.work / f"blocks-{digest_bytes(repr(told).encode())[7:23]}.jsonl"
+    drafter = workspace.train(workspace.store(workspace.rows())).last
+    key = (digest_directory(drafter), workspace.scale, workspace.spec, tuple(VARIANTS), CONCURRENCIES)
+    file = workspace.work / f"blocks-{digest_bytes(repr(key).encode())[7:23]}.jsonl"
     done = [Block.model_validate_json(line) for line in file.read_text().splitlines()] if file.exists() else []
     seen = {(block.concurrency, block.number) for block in done}
-    prompts, served = place.prompts(), open_drafter(drafter, place.target)
-    num_blocks = _BLOCKS if place.scale.seeds > 2 else 2
-    with measuring_alone(lambda: None):
+    prompts, served = workspace.prompts(), open_drafter(drafter, workspace.target)
+    num_blocks = _BLOCKS if workspace.scale.seeds > 2 else 2
+    with machine_lock(lambda: None):
         for concurrency in CONCURRENCIES:
-            engine, size = Engine(place.target, served, max_concurrency=concurrency), max(4, 2 * concurrency)
+            engine, size = Engine(workspace.target, served, max_concurrency=concurrency), max(4, 2 * concurrency)
             for number in range(num_blocks):
                 if (concurrency, number) in seen:
                     continue
                 chosen = [prompts[(number * size + i) % len(prompts)] for i in range(size)]
-                requests = [replace(place.request(prompt, 0.0), id=str(i)) for i, prompt in enumerate(chosen)]
+                requests = [replace(workspace.request(prompt, 0.0), id=str(i)) for i, prompt in enumerate(chosen)]
                 done.append(time_block(engine, requests, number))
                 with file.open("a") as ledger:
                     ledger.write(done[-1].model_dump_json() + "\n")
             values = ratios(fields_of(done, concurrency).sum(0)[None])[0]
-            told_so = ", ".join(f"{variant} {value:.2f}" for variant, value in zip(drafted(), values, strict=True))
-            print(f"{concurrency} at once: {told_so}", flush=True)
-    return judge(done)
+            measured = ", ".join(f"{variant} {value:.2f}" for variant, value in zip(drafted(), values, strict=True))
+            print(f"{concurrency} at once: {measured}", flush=True)
+    return evaluate(done)
 
 
 def time_block(engine: Engine, requests: Sequence[Request], number: int) -> Block:
-    """A block through every variant, beginning with another variant each time; the first block of an engine warms it
-    up."""
+    """Time a block in every variant, interleaved; before an engine's first block every variant is warmed up."""
     if number == 0:
-        for shape in ARMS.values():
+        for shape in VARIANTS.values():
             engine.generate(requests[:engine.max_concurrency], shape)
     tokens, seconds = {}, {}
-    for name in interleaved(list(ARMS), number):
+    for name in interleaved(list(VARIANTS), number):
         began = time.perf_counter()
-        answers = engine.generate(requests, ARMS[name])
+        answers = engine.generate(requests, VARIANTS[name])
         seconds[name] = time.perf_counter() - began
         tokens[name] = sum(len(answer.token_ids) for answer in answers)
     return Block(concurrency=engine.max_concurrency, number=number, tokens=tokens, seconds=seconds)
@@ -100,12 +98,12 @@ def time_block(engine: Engine, requests: Sequence[Request], number: int) -> Bloc
 
 def drafted() -> list[str]:
     """The variants that draft."""
-    return [name for name in ARMS if name != OFF]
+    return [name for name in VARIANTS if name != OFF]
 
 
 def fields_of(blocks: Sequence[Block], concurrency: int) -> FloatArray:
     """[blocks, variants * 2]: tokens and seconds of every variant, the undrafted first."""
-    return np.array([[value for name in ARMS for value in (block.tokens[name], block.seconds[name])]
+    return np.array([[value for name in VARIANTS for value in (block.tokens[name], block.seconds[name])]
                      for block in blocks if block.concurrency == concurrency], dtype=np.float64)
 
 
@@ -115,8 +113,8 @@ def ratios(sums: FloatArray) -> FloatArray:
     return np.asarray(speeds[:, 1:] / speeds[:, :1])
 
 
-def judge(blocks: Sequence[Block]) -> Finding:
-    """What the timings say. Pure."""
+def evaluate(blocks: Sequence[Block]) -> ExperimentResult:
+    """The result from the timings. Pure."""
     values: dict[tuple[str, int], tuple[float, Interval]] = {}
     speeds: dict[int, float] = {}
     for concurrency in CONCURRENCIES:
@@ -129,7 +127,7 @@ def judge(blocks: Sequence[Block]) -> Finding:
             values[variant, concurrency] = (value, interval_around(value, error, len(fields)))
     table = [[str(c), f"{speeds[c]:.0f}", *(_with_interval(*values[variant, c]) for variant in drafted())]
              for c in CONCURRENCIES]
-    return Finding(
+    return ExperimentResult(
         found=[_first(values), *(_said(values, variant) for variant in drafted())],
         measured=f"One EAGLE-3 drafter, greedy, {len(blocks) // len(CONCURRENCIES)} blocks of requests from the four "
         "suites, twice as many as run at once and at least 4, variants interleaved block by block; 95 % intervals "
@@ -146,18 +144,18 @@ def judge(blocks: Sequence[Block]) -> Finding:
 
 
 def crossing(values: Mapping[tuple[str, int], tuple[float, Interval]], variant: str) -> int | None:
-    """The first concurrency at which a variant does not pay; None when it pays at all."""
+    """The first concurrency at which a variant does not pay; None when it pays at every one."""
     return next((c for c in CONCURRENCIES if values[variant, c][0] <= 1.0), None)
 
 
 def _first(values: Mapping[tuple[str, int], tuple[float, Interval]]) -> str:
-    told = []
+    sentences = []
     for variant in drafted():
         at = crossing(values, variant)
         sure = "" if at is None or values[variant, at][1].high < 1.0 else " (its interval does not exclude 1)"
-        told.append(f"{variant} pays up to {CONCURRENCIES[-1]} at once and beyond" if at is None else
+        sentences.append(f"{variant} pays up to {CONCURRENCIES[-1]} at once and beyond" if at is None else
                     f"{variant} stops paying at {at}{sure}")
-    return f"Where speculation stops paying here: {'; '.join(told)}."
+    return f"Where speculation stops paying here: {'; '.join(sentences)}."
 
 
 def _said(values: Mapping[tuple[str, int], tuple[float, Interval]], variant: str) -> str:

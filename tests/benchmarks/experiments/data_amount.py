@@ -1,14 +1,14 @@
-"""More data: does EAGLE-3 keep improving where EAGLE-1 stops?
+"""Whether EAGLE-3 keeps improving with more data where EAGLE-1 stops.
 
-Both seeds say data decides ("More diverse data, more epochs, better dataset curation - these will move the needle far
-more than any architectural tweak"), and the first one says why EAGLE-3 exists: in EAGLE-1 "the feature-prediction loss
+The sources claim that data decides ("More diverse data, more epochs, better dataset curation - these will move the
+needle far more than any architectural tweak"), and that this motivates EAGLE-3: in EAGLE-1 "the feature-prediction loss
 becomes a bottleneck, so feeding it more training data stops helping", while EAGLE-3 without it "keeps improving as
 training data grows" (EAGLE-3, arXiv:2503.01840, figure 1).
 
-Here amounts of conversations are nested (the first 100 of the first 200, ...), and every drafter takes *equally many
-optimiser steps of equally many tokens*: with less data it sees the same texts more often. So the cost of training is
-the same along the curve and what varies is diversity. With equal passes over the data instead, more data would also
-mean more steps, and the two could not be told apart.
+Amounts of conversations are nested (the first 100 of the first 200, ...), and every drafter takes *the same number of
+optimiser steps of the same number of tokens*: with less data it sees the same texts more often. The cost of training is
+therefore constant along the curve, and diversity varies. With equal epochs instead, more data would also mean more
+steps, and the two effects could not be separated.
 
 tau is decoded greedily with one chain. A family's *gain per doubling* is the slope of tau over log2 of the amount;
 "caps" would show as a slope over the upper half of the amounts that is lower than EAGLE-3's and near nothing.
@@ -24,10 +24,10 @@ from statistics import fmean, stdev
 from matplotlib.figure import Figure
 
 from eyrie_workers.figure_style import BASELINE_BLUE, BEST_GREEN, new_figure, title
-from tests.benchmarks.experiments.account import Finding
 from tests.benchmarks.experiments.fits import Counted, fit_line, tau, tau_ratio
-from tests.benchmarks.experiments.place import CHAIN, COMPARED, Place
 from tests.benchmarks.experiments.program import main
+from tests.benchmarks.experiments.report import ExperimentResult
+from tests.benchmarks.experiments.workspace import CHAIN, COMPARED, Workspace
 
 NAME = "data_amount"
 CLAIM = "EAGLE-1's feature loss caps it: more data stops helping; EAGLE-3 keeps improving as data grows."
@@ -42,20 +42,20 @@ def amounts(most: int) -> list[int]:
     return [most >> halving for halving in reversed(range(_HALVINGS + 1))]
 
 
-def measure(place: Place) -> Finding:
+def measure(workspace: Workspace) -> ExperimentResult:
     """Train and decode every family with every amount and seed."""
     runs: dict[Point, list[Sequence[Counted]]] = {}
     simulated: dict[Point, list[float]] = {}
-    for seed in range(place.scale.seeds):
-        for amount in amounts(place.scale.conversations):
-            store = place.store(place.rows(amount))
+    for seed in range(workspace.scale.seeds):
+        for amount in amounts(workspace.scale.conversations):
+            store = workspace.store(workspace.rows(amount))
             for family in COMPARED:
-                trained = place.train(store, seed=seed, family=family)
-                counted = place.decode(trained.last)
+                trained = workspace.train(store, seed=seed, family=family)
+                counted = workspace.decode(trained.last)
                 runs.setdefault((family, amount), []).append(counted)
                 simulated.setdefault((family, amount), []).append(trained.report.checkpoints[-1].theoretical_speedup)
                 print(f"seed {seed}, {family}, {amount} conversations: tau {tau(counted):.3f}", flush=True)
-    return judge(runs, simulated, place.scale.steps)
+    return evaluate(runs, simulated, workspace.scale.steps)
 
 
 def gain_per_doubling(runs: Mapping[Point, Sequence[Sequence[Counted]]], family: str, *, upper: bool) -> list[float]:
@@ -67,9 +67,9 @@ def gain_per_doubling(runs: Mapping[Point, Sequence[Sequence[Counted]]], family:
             for seed in range(seeds)]
 
 
-def judge(runs: Mapping[Point, Sequence[Sequence[Counted]]], simulated: Mapping[Point, Sequence[float]],
-          steps: int) -> Finding:
-    """What the counts say. Pure."""
+def evaluate(runs: Mapping[Point, Sequence[Sequence[Counted]]], simulated: Mapping[Point, Sequence[float]],
+          steps: int) -> ExperimentResult:
+    """The result from the counts. Pure."""
     families = list(dict.fromkeys(family for family, _ in runs))
     sizes = sorted({amount for _, amount in runs})
     seeds, prompts = len(next(iter(runs.values()))), len(next(iter(runs.values()))[0])
@@ -78,7 +78,7 @@ def judge(runs: Mapping[Point, Sequence[Sequence[Counted]]], simulated: Mapping[
         taus = [tau(run) for run in runs[family, amount]]
         table.append([family, str(amount), _spread(taus), ", ".join(f"{value:.2f}" for value in taus),
                       f"{fmean(simulated[family, amount]):.2f}"])
-    return Finding(
+    return ExperimentResult(
         found=[_first(runs, families), *(_said(runs, family, sizes) for family in families)],
         measured=f"{seeds} seeds per point, {steps} steps of 1024 tokens whatever the amount, {prompts} held-out "
                  f"prompts, greedy, chain {CHAIN.label()}; amounts are nested; each family at its own learning rate.",

@@ -1,17 +1,17 @@
-"""Depth or width: what a draft tree of a given size is best spent on.
+"""Depth or width: which draft tree of a given size has the longest acceptance length.
 
-The second seed swept num_steps, top_k and num_draft_tokens in SGLang and found that "increasing depth (more speculative
-steps) helps more than increasing width (higher top-k)" and that "doubling num_draft_tokens at the same depth (6/4/24 vs
-6/4/48) barely moved the needle"; its interpretation: "a well-trained EAGLE3 model naturally commits to a single
-high-confidence path".
+The authors of the claim swept num_steps, top_k and num_draft_tokens in SGLang and found that "increasing depth (more
+speculative steps) helps more than increasing width (higher top-k)" and that "doubling num_draft_tokens at the same
+depth (6/4/24 vs 6/4/48) barely moved the needle"; its interpretation: "a well-trained EAGLE3 model naturally commits to
+a single high-confidence path".
 
-Here one drafter decodes the same held-out prompts with shapes that send equally many nodes to verification, so that
-verifying costs the same and only the spending differs: a chain at one end, a bush at the other. tau is counted, at
-temperature 0 and 1. Two more questions of the seed: one step deeper at equal nodes, and twice the nodes at equal depth.
+One drafter decodes the same held-out prompts with shapes that send the same number of nodes to verification, so the
+cost of verification is equal: from a chain to a tree of one wide level. tau is counted at temperature 0 and 1. Two more
+comparisons of the source: one step deeper at equal nodes, and twice the nodes at equal depth.
 
-Counted acceptance is one half of speed. The other, what a drafter pass costs, grows with depth and hardly with width:
-`benchmarks.decode` measures it, and `crossover` times whole requests. So a shape that wins here by depth has to win by
-more than its extra passes cost.
+Acceptance is one factor of speed. The other, the cost of a drafter pass, grows with depth and hardly with width:
+`tests.benchmarks.decode` measures it, and `crossover` times whole requests. A deeper shape must gain more than its
+additional passes cost.
 
     python -m tests.benchmarks.experiments.depth_width [--short] --out DIR
 """
@@ -26,10 +26,10 @@ from matplotlib.figure import Figure
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, WARM_ORANGE, new_figure, title
-from tests.benchmarks.experiments.account import Finding
 from tests.benchmarks.experiments.fits import Counted, tau, tau_interval, tau_ratio
-from tests.benchmarks.experiments.place import Place
 from tests.benchmarks.experiments.program import main
+from tests.benchmarks.experiments.report import ExperimentResult
+from tests.benchmarks.experiments.workspace import Workspace
 
 NAME = "depth_width"
 CLAIM = ("\"Increasing depth helps more than increasing width\"; doubling num_draft_tokens at the same depth "
@@ -47,10 +47,10 @@ Runs = Mapping[tuple[str, float], Sequence[Counted]]
 
 
 def shapes() -> list[DraftTreeShape]:
-    """Everything that is decoded."""
-    told = [(depth, width, nodes) for nodes in BUDGETS for depth, width in DEPTHS[nodes]]
+    """All shapes that are decoded."""
+    sizes = [(depth, width, nodes) for nodes in BUDGETS for depth, width in DEPTHS[nodes]]
     return [DraftTreeShape(num_steps=depth, top_k=width, num_draft_tokens=nodes)
-            for depth, width, nodes in dict.fromkeys([*told, *DOUBLED])]
+            for depth, width, nodes in dict.fromkeys([*sizes, *DOUBLED])]
 
 
 def of_budget(nodes: int) -> list[str]:
@@ -58,21 +58,21 @@ def of_budget(nodes: int) -> list[str]:
     return [f"{depth}/{width}/{nodes}" for depth, width in DEPTHS[nodes]]
 
 
-def measure(place: Place) -> Finding:
+def measure(workspace: Workspace) -> ExperimentResult:
     """Decode with every shape."""
-    drafter = place.train(place.store(place.rows())).last
+    drafter = workspace.train(workspace.store(workspace.rows())).last
     runs: dict[tuple[str, float], Sequence[Counted]] = {}
     for temperature in TEMPERATURES:
         for shape in shapes():
-            runs[shape.label(), temperature] = place.decode(drafter, shape, temperature)
+            runs[shape.label(), temperature] = workspace.decode(drafter, shape, temperature)
             print(f"{shape.label()} T={temperature:g}: tau {tau(runs[shape.label(), temperature]):.3f}", flush=True)
-    return judge(runs)
+    return evaluate(runs)
 
 
-def judge(runs: Runs) -> Finding:
-    """What the counts say. Pure."""
+def evaluate(runs: Runs) -> ExperimentResult:
+    """The result from the counts. Pure."""
     prompts = len(next(iter(runs.values())))
-    return Finding(
+    return ExperimentResult(
         found=[_first(runs), *(_budget_said(runs, nodes, t) for nodes in BUDGETS for t in TEMPERATURES),
                *(_doubled_said(runs, t) for t in TEMPERATURES)],
         measured=f"One EAGLE-3 drafter (seed 0) of the quickstart target; {prompts} held-out prompts of four suites; "

@@ -1,8 +1,8 @@
-"""The arithmetic of experiments: tau with intervals, two taus compared, straight lines, ranks. Pure.
+"""The statistics of experiments: tau with intervals, ratios of taus, straight lines, ranks. Pure.
 
-Two things scatter: which prompts were asked, and which seed a drafter was trained with. Prompts are resampled (the same
-prompts were decoded by every drafter, so comparisons are paired); seeds are few and are shown, each for itself, beside
-their standard deviation.
+There are two sources of variation: the prompts, and the seed a drafter was trained with. Prompts are resampled (every
+drafter decoded the same prompts, so comparisons are paired); seeds are few and are shown individually, with their
+standard deviation.
 """
 
 from collections.abc import Callable, Sequence

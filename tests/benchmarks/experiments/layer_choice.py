@@ -1,12 +1,12 @@
-"""Which of a hybrid target's layers should a drafter read?
+"""Which of a hybrid target's layers a drafter should read.
 
-The second seed trained a drafter for Olmo 3, whose layers alternate between sliding windows and full attention, and
-"shifted the target layers to land on full attention layers specifically. This is a small change ... But it matters.
-Full attention layers are more informative." It gives no figure.
+The authors of the claim trained a drafter for Olmo 3, whose layers alternate between sliding windows and full
+attention, and "shifted the target layers to land on full attention layers specifically. This is a small change ... But
+it matters. Full attention layers are more informative." It gives no figure.
 
-A random target says nothing about this, so a small hybrid one is trained first (`benchmarks.quickstart.pretrain`,
-course quickstart-hybrid: 16 layers, of every four the last sees everything, the others 24 tokens, with conversations of
-some 150). Then drafters are trained that differ in the three layers they read, from one capture:
+A random target cannot show this, so a small hybrid one is trained first (`benchmarks.quickstart.pretrain`, course
+quickstart-hybrid: 16 layers, of every four the last attends to everything, the others to 24 tokens, with conversations
+of some 150). Then drafters are trained that differ in the three layers they read, from one capture:
 
     full       the outputs of full-attention layers         4, 8, 12
     before     the layer before each                        3, 7, 11
@@ -14,10 +14,10 @@ some 150). Then drafters are trained that differ in the three layers they read, 
     default    where an even target would be read           2, 8, 13
     low, high  the three lowest, the three highest          1, 2, 3 and 13, 14, 15
 
-(`hidden_states` indices: 0 is the embedding.) `before` and `after` are one layer away from `full`, so height is all but
-equal, and both are outputs of windowed layers; they differ in what the residual stream has been through: what a
-full-attention layer added is still there one layer later, and not yet there one layer earlier. If the *kind* of the
-layer read matters, `full` beats both; if only passing through it does, `after` is as good.
+(`hidden_states` indices: 0 is the embedding.) `before` and `after` are one layer away from `full`, so the depth is
+nearly equal, and both are outputs of windowed layers. They differ in the residual stream: the contribution of the
+full-attention layer is present one layer later and absent one layer earlier. If the *kind* of the layer matters, `full`
+is better than both; if only its contribution does, `after` is as good.
 
     python -m tests.benchmarks.experiments.layer_choice [--short] --out DIR
 """
@@ -35,10 +35,10 @@ from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.targets import QUICKSTART_HYBRID
 from eyrie_workers.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, new_figure, title
 from eyrie_workers.targets.layers import choose_aux_layers
-from tests.benchmarks.experiments.account import Finding
 from tests.benchmarks.experiments.fits import Counted, Ratio, tau, tau_ratio
-from tests.benchmarks.experiments.place import CHAIN, FULL, Place
 from tests.benchmarks.experiments.program import main
+from tests.benchmarks.experiments.report import ExperimentResult
+from tests.benchmarks.experiments.workspace import CHAIN, FULL, Workspace
 from tests.benchmarks.quickstart import pretrain
 
 NAME = "layer_choice"
@@ -67,28 +67,29 @@ def hybrid_target(work: Path, *, short: bool, threads: int | None) -> Path:
     return out
 
 
-def measure(place: Place) -> Finding:
+def measure(workspace: Workspace) -> ExperimentResult:
     """Train the target, then a drafter for every choice and seed."""
-    target = hybrid_target(place.work, short=place.scale != FULL, threads=place.threads)
-    place = Place(place.work, place.scale, target=str(target), threads=place.threads)
-    store = place.store(place.rows(), aux_layers=tuple(sorted({layer for of in CHOICES.values() for layer in of})))
+    target = hybrid_target(workspace.work, short=workspace.scale != FULL, threads=workspace.threads)
+    workspace = Workspace(workspace.work, workspace.scale, target=str(target), threads=workspace.threads)
+    layers_read = tuple(sorted({layer for layers in CHOICES.values() for layer in layers}))
+    store = workspace.store(workspace.rows(), aux_layers=layers_read)
     runs: dict[str, list[Sequence[Counted]]] = {}
     accuracy: dict[str, list[float]] = {}
-    for seed in range(min(_SEEDS, place.scale.seeds)):
+    for seed in range(min(_SEEDS, workspace.scale.seeds)):
         for name, layers in CHOICES.items():
-            trained = place.train(store, seed=seed, drafter=DrafterSpec(aux_layers=layers))
-            runs.setdefault(name, []).append(place.decode(trained.last))
+            trained = workspace.train(store, seed=seed, drafter=DrafterSpec(aux_layers=layers))
+            runs.setdefault(name, []).append(workspace.decode(trained.last))
             accuracy.setdefault(name, []).append(trained.report.checkpoints[-1].accuracy[0])
             print(f"seed {seed}, {name} {layers}: tau {tau(runs[name][-1]):.3f}", flush=True)
     shape = pretrain.COURSES[QUICKSTART_HYBRID].shape
     chosen = choose_aux_layers(shape.num_layers, shape.layer_types).aux_layers
-    return judge(runs, accuracy, chosen)
+    return evaluate(runs, accuracy, chosen)
 
 
-def judge(runs: Runs, accuracy: Mapping[str, Sequence[float]], chosen: tuple[int, ...]) -> Finding:
-    """What the counts say. Pure.
+def evaluate(runs: Runs, accuracy: Mapping[str, Sequence[float]], chosen: tuple[int, ...]) -> ExperimentResult:
+    """The result from the counts. Pure.
 
-    chosen  what Eyrie takes for such a target when it is not told.
+    chosen  Eyrie's default layers for such a target
     """
     ratios = {name: tau_ratio(runs["full"], runs[name]) for name in CHOICES if name != "full"}
     table = [[name, ", ".join(map(str, layers)), f"{fmean(map(tau, runs[name])):.2f}",
@@ -96,7 +97,7 @@ def judge(runs: Runs, accuracy: Mapping[str, Sequence[float]], chosen: tuple[int
               "" if name == "full" else ratios[name].said]
              for name, layers in sorted(CHOICES.items(), key=lambda item: -fmean(map(tau, runs[item[0]])))]
     seeds, prompts = len(runs["full"]), len(runs["full"][0])
-    return Finding(
+    return ExperimentResult(
         found=[_first(runs, ratios), f"Eyrie's own choice for this target is {', '.join(map(str, chosen))}."],
         measured=f"A hybrid target of 16 layers (windows of 24 tokens in three of four) trained for this; {seeds} "
                  f"seeds per choice, one capture, {prompts} held-out prompts, greedy, chain {CHAIN.label()}; 95 % "

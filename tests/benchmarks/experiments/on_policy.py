@@ -1,15 +1,14 @@
-"""Must the target write the answers itself?
+"""Whether the target must generate the training answers itself.
 
-Both seeds say so: "you need to regenerate the final assistant turn using your actual model ... The response might be
-worse than the original one from the dataset. It does not matter", for a drafter learns what the target would say.
+The sources claim so: "you need to regenerate the final assistant turn using your actual model ... The response might be
+worse than the original one from the dataset. It does not matter", because a drafter learns to predict the target.
 
-Here the same prompts of the quickstart corpus are continued in two ways: by the corpus (the *original* answers, which
-the target itself was trained on: as close to the target as foreign text can be) and by the target at temperature 0.7.
-In both cases the target reads the text and its states and its distributions teach the drafter: what differs is only
-*which contexts* the drafter meets. Equal prompts, steps and tokens per step; several seeds; tau over the same held-out
-prompts, greedily and sampled.
+The same prompts of the quickstart corpus are continued in two ways: by the corpus (the *original* answers, which the
+target itself was trained on: as close to the target as foreign text can be) and by the target at temperature 0.7. In
+both cases the target's hidden states and distributions on the text train the drafter; only the *contexts* differ. Equal
+prompts, steps and tokens per step; several seeds; tau over the same held-out prompts, greedily and sampled.
 
-What could hide in it: answers of other lengths give other numbers of supervised tokens for equal tokens. Both are told.
+A confounder: answers of other lengths have other numbers of supervised tokens for equal tokens. Both are reported.
 
     python -m tests.benchmarks.experiments.on_policy [--short] --out DIR
 """
@@ -26,10 +25,10 @@ from eyrie_api.v1alpha1.reports import TrainReport
 from eyrie_workers.conversations.rows import ROWS, AnsweredRow, read_rows
 from eyrie_workers.figure_style import BASELINE_BLUE, OTHER_GREY, new_figure, title
 from eyrie_workers.targets.templates import ChatTokenizer
-from tests.benchmarks.experiments.account import Finding
 from tests.benchmarks.experiments.fits import Counted, Ratio, tau, tau_ratio
-from tests.benchmarks.experiments.place import CHAIN, Place
 from tests.benchmarks.experiments.program import main
+from tests.benchmarks.experiments.report import ExperimentResult
+from tests.benchmarks.experiments.workspace import CHAIN, Workspace
 from tests.benchmarks.quickstart.corpus.streams import conversations
 
 NAME = "on_policy"
@@ -61,31 +60,31 @@ def original_rows(rows: Iterator[AnsweredRow], tokenizer: ChatTokenizer) -> Iter
                                      "text": tokenizer.decode(answer)})
 
 
-def off_policy_rows(place: Place, rows: Path) -> Path:
+def off_policy_rows(workspace: Workspace, rows: Path) -> Path:
     """A directory of rows with the original answers."""
-    made = original_rows(read_rows(rows / ROWS), place.tokenizer)
-    return place.given_rows("original", [row.model_dump_json().encode() + b"\n" for row in made], rows)
+    made = original_rows(read_rows(rows / ROWS), workspace.tokenizer)
+    return workspace.given_rows("original", [row.model_dump_json().encode() + b"\n" for row in made], rows)
 
 
-def measure(place: Place) -> Finding:
+def measure(workspace: Workspace) -> ExperimentResult:
     """Train and decode on both kinds of answers."""
-    rows = place.rows()
-    stores = {REGENERATED: place.store(rows), ORIGINAL: place.store(off_policy_rows(place, rows))}
+    rows = workspace.rows()
+    stores = {REGENERATED: workspace.store(rows), ORIGINAL: workspace.store(off_policy_rows(workspace, rows))}
     runs: dict[tuple[str, float], list[Sequence[Counted]]] = {}
     reports: dict[str, TrainReport] = {}
-    for seed in range(place.scale.seeds):
+    for seed in range(workspace.scale.seeds):
         for kind, store in stores.items():
-            trained = place.train(store, seed=seed)
+            trained = workspace.train(store, seed=seed)
             reports[kind] = trained.report
             for temperature in TEMPERATURES:
-                counted = place.decode(trained.last, CHAIN, temperature)
+                counted = workspace.decode(trained.last, CHAIN, temperature)
                 runs.setdefault((kind, temperature), []).append(counted)
                 print(f"seed {seed}, {kind}, T={temperature:g}: tau {tau(counted):.3f}", flush=True)
-    return judge(runs, reports)
+    return evaluate(runs, reports)
 
 
-def judge(runs: Runs, reports: Mapping[str, TrainReport]) -> Finding:
-    """What the counts say. Pure."""
+def evaluate(runs: Runs, reports: Mapping[str, TrainReport]) -> ExperimentResult:
+    """The result from the counts. Pure."""
     ratios = {t: tau_ratio(runs[REGENERATED, t], runs[ORIGINAL, t]) for t in TEMPERATURES}
     seeds, prompts = len(runs[REGENERATED, 0.0]), len(runs[REGENERATED, 0.0][0])
     table = []
@@ -95,7 +94,7 @@ def judge(runs: Runs, reports: Mapping[str, TrainReport]) -> Finding:
             taus = [tau(run) for run in runs[kind, temperature]]
             row.append(f"{fmean(taus):.2f} ({', '.join(f'{value:.2f}' for value in taus)})")
         table.append(row)
-    return Finding(
+    return ExperimentResult(
         found=[_first(ratios), *(_seeds_said(runs, t) for t in TEMPERATURES)],
         measured=f"{seeds} seeds, equal prompts, {reports[REGENERATED].steps} steps of 1024 tokens each; {prompts} "
                  f"held-out prompts; chain {CHAIN.label()}; 95 % intervals over prompts, paired, seeds added.",

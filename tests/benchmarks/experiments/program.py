@@ -1,4 +1,4 @@
-"""The frame of every experiment: arguments, the machine watched, the account written.
+"""Runs an experiment: command line, machine load during the run, report.
 
     python -m tests.benchmarks.experiments.<name> [--short] [--out DIR] [--work DIR] [--target T] [--threads N]
 """
@@ -10,16 +10,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from eyrie_api.errors import EyrieError
-from tests.benchmarks.experiments.account import Account, Finding, Watch, index, tell, write
-from tests.benchmarks.experiments.place import FULL, SHORT, Place
+from tests.benchmarks.experiments.report import (
+    ExperimentReport,
+    ExperimentResult,
+    MachineWatch,
+    build_report,
+    index,
+    write,
+)
+from tests.benchmarks.experiments.workspace import FULL, SHORT, Workspace
 
 README = "README.md"
 
 
 def command_line(description: str) -> argparse.ArgumentParser:
-    """What all experiments are told."""
+    """The options that all experiments have."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--short", action="store_true", help="fewer conversations, seeds and prompts: does it run?")
+    parser.add_argument("--short", action="store_true",
+                        help="fewer conversations, seeds and prompts: a test of the command")
     parser.add_argument("--out", type=Path, default=Path(".eyrie/experiments"), help="for <name>.md, .svg and .json")
     parser.add_argument("--work", type=Path, help="shared and resumed; default: .eyrie/experiments/work[-short]")
     parser.add_argument("--target", default="quickstart")
@@ -27,41 +35,43 @@ def command_line(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def command_of(name: str, told: argparse.Namespace) -> str:
+def command_of(name: str, options: argparse.Namespace) -> str:
     """The command that repeats an experiment."""
-    return f"python -m tests.benchmarks.experiments.{name}" + (" --short" if told.short else "") + (
-        f" --target {told.target}" if told.target != "quickstart" else "")
+    return f"python -m tests.benchmarks.experiments.{name}" + (" --short" if options.short else "") + (
+        f" --target {options.target}" if options.target != "quickstart" else "")
 
 
-def place_of(told: argparse.Namespace) -> Place:
-    """The shared place of a command line."""
-    work = told.work or Path(".eyrie/experiments") / ("work-short" if told.short else "work")
-    return Place(work, SHORT if told.short else FULL, target=told.target, threads=told.threads)
+def workspace_of(options: argparse.Namespace) -> Workspace:
+    """The shared workspace of a command line."""
+    work = options.work or Path(".eyrie/experiments") / ("work-short" if options.short else "work")
+    return Workspace(work, SHORT if options.short else FULL, target=options.target, threads=options.threads)
 
 
-def carry_out(name: str, claim: str, measure: Callable[[Place], Finding], told: argparse.Namespace) -> Account:
-    """Measure, tell, write; returns the account."""
-    watch, began = Watch(), time.monotonic()
-    finding = measure(place_of(told))
-    account = tell(name, claim, finding, short=told.short, command=command_of(name, told), watch=watch,
+def run_experiment(name: str, claim: str, measure: Callable[[Workspace], ExperimentResult],
+                   options: argparse.Namespace) -> ExperimentReport:
+    """Measure, and write the report and the index; returns the report."""
+    watch, began = MachineWatch(), time.monotonic()
+    result = measure(workspace_of(options))
+    report = build_report(name, claim, result, short=options.short, command=command_of(name, options), watch=watch,
                    seconds=time.monotonic() - began)
-    for path in write(account, finding.figure, told.out):
+    for path in write(report, result.figure, options.out):
         print(path)
-    print("\n".join(account.found), flush=True)
-    write_index(told.out)
-    return account
+    print("\n".join(report.found), flush=True)
+    write_index(options.out)
+    return report
 
 
 def write_index(out: Path) -> None:
-    """README of all accounts in a directory."""
-    accounts = [Account.model_validate_json(path.read_bytes()) for path in sorted(out.glob("*.json"))]
-    (out / README).write_text(index(accounts))
+    """Write the README of all reports in a directory."""
+    reports = [ExperimentReport.model_validate_json(path.read_bytes()) for path in sorted(out.glob("*.json"))]
+    (out / README).write_text(index(reports))
 
 
-def main(name: str, claim: str, measure: Callable[[Place], Finding], argv: Sequence[str] | None = None) -> int:
+def main(name: str, claim: str, measure: Callable[[Workspace], ExperimentResult],
+         argv: Sequence[str] | None = None) -> int:
     """One experiment as a program; returns the exit code."""
     try:
-        carry_out(name, claim, measure, command_line(claim).parse_args(argv))
+        run_experiment(name, claim, measure, command_line(claim).parse_args(argv))
     except EyrieError as error:
         print(f"error: {error.reason}: {error.message}\nhint: {error.hint}", file=sys.stderr)
         return error.exit_code

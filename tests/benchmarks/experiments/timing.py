@@ -1,11 +1,11 @@
-"""Whole requests timed, many drafters side by side: each prompt through every variant before the next prompt begins.
+"""Times whole requests of many drafters: each prompt through every variant before the next prompt begins.
 
-The order of variants turns round from prompt to prompt, as in `measurement.benchmark.variants`, so a machine that slows
-down slows all variants alike. Prefill is included, concurrency is 1, and every variant begins with an untimed request.
-Each prompt is a line of the ledger: a run that was killed goes on with the next prompt.
+The order of variants changes from prompt to prompt (`eyrie_workers.interleaving`). Prefill is included, concurrency is
+1, and every variant begins with an untimed request. Each prompt is a line of the ledger, from which an interrupted run
+resumes.
 
-`LADDER` is what two experiments climb: drafters of different quality and of one architecture, some on purpose good at
-the first position only, or trained on next to nothing.
+`ladder` trains the drafters of two experiments: of one architecture and different quality, some of them good at the
+first position only, or trained on very little data.
 """
 
 import time
@@ -22,9 +22,9 @@ from eyrie_api.v1alpha1.reports import CheckpointReport
 from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.interleaving import interleaved
 from eyrie_workers.intervals import FloatArray
-from eyrie_workers.machine.machine_lock import measuring_alone
+from eyrie_workers.machine.machine_lock import machine_lock
 from eyrie_workers.speculation.engine import Engine
-from tests.benchmarks.experiments.place import CHAIN, Place, Trained
+from tests.benchmarks.experiments.workspace import CHAIN, Trained, Workspace
 
 OFF = "off"
 TEMPERATURES = (0.0, 1.0)
@@ -57,33 +57,34 @@ class Rung:
     checkpoint: CheckpointReport
 
 
-def ladder(place: Place) -> list[Rung]:
-    """Train what differs: steps, data, depth unrolled, width."""
-    whole, few = place.store(place.rows()), place.store(place.rows(place.scale.conversations // 4))
+def ladder(workspace: Workspace) -> list[Rung]:
+    """Drafters that differ in steps, data, unrolled depth and width."""
+    whole, few = workspace.store(workspace.rows()), workspace.store(workspace.rows(workspace.scale.conversations // 4))
     runs: dict[str, Trained] = {
-        "all data": place.train(whole),
-        "little data": place.train(few),
-        "one step trained": place.train(whole, single_step_ratio=1.0, checkpoints=2),
-        "narrow": place.train(whole, drafter=DrafterSpec(intermediate_size=128), checkpoints=1),
-        "wide": place.train(whole, drafter=DrafterSpec(intermediate_size=1536), checkpoints=1),
+        "all data": workspace.train(whole),
+        "little data": workspace.train(few),
+        "one step trained": workspace.train(whole, single_step_ratio=1.0, checkpoints=2),
+        "narrow": workspace.train(whole, drafter=DrafterSpec(intermediate_size=128), checkpoints=1),
+        "wide": workspace.train(whole, drafter=DrafterSpec(intermediate_size=1536), checkpoints=1),
     }
     return [Rung(f"{name}, step {checkpoint.step}", name, trained.path(checkpoint), checkpoint)
             for name, trained in runs.items() for checkpoint in trained.report.checkpoints]
 
 
-def time_all(place: Place, rungs: Sequence[Rung]) -> list[Turn]:
+def time_all(workspace: Workspace, rungs: Sequence[Rung]) -> list[Turn]:
     """Every prompt at every temperature through the undrafted engine and every rung."""
-    key = digest_bytes(repr(([digest_directory(rung.path) for rung in rungs], place.scale, place.spec, CHAIN)).encode())
-    file = place.work / f"timed-{key[7:23]}.jsonl"
-    place.work.mkdir(parents=True, exist_ok=True)
+    drafters = [digest_directory(rung.path) for rung in rungs]
+    key = digest_bytes(repr((drafters, workspace.scale, workspace.spec, CHAIN)).encode())
+    file = workspace.work / f"timed-{key[7:23]}.jsonl"
+    workspace.work.mkdir(parents=True, exist_ok=True)
     turns = [Turn.model_validate_json(line) for line in file.read_text().splitlines()] if file.exists() else []
     done = {(turn.prompt, turn.temperature) for turn in turns}
-    engines = {OFF: Engine(place.target)} | {
-        rung.name: Engine(place.target, open_drafter(rung.path, place.target)) for rung in rungs}
-    with measuring_alone(lambda: None):
-        for number, prompt in enumerate(place.prompts(max(1, place.scale.prompts // 2))):
+    engines = {OFF: Engine(workspace.target)} | {
+        rung.name: Engine(workspace.target, open_drafter(rung.path, workspace.target)) for rung in rungs}
+    with machine_lock(lambda: None):
+        for number, prompt in enumerate(workspace.prompts(max(1, workspace.scale.prompts // 2))):
             for temperature in TEMPERATURES:
-                request = place.request(prompt, temperature)
+                request = workspace.request(prompt, temperature)
                 if (request.id, temperature) in done:
                     continue
                 if number == 0:
@@ -106,8 +107,8 @@ def time_all(place: Place, rungs: Sequence[Rung]) -> list[Turn]:
 def fields_of(turns: Sequence[Turn], names: Sequence[str], temperature: float) -> FloatArray:
     """[N prompts, variants, 4]: tokens, seconds, rounds, accepted, for resampling prompts. The first variant is
     undrafted."""
-    told = ("tokens", "seconds", "rounds", "accepted")
-    return np.array([[[getattr(turn.variants[name], field) for field in told] for name in (OFF, *names)]
+    columns = ("tokens", "seconds", "rounds", "accepted")
+    return np.array([[[getattr(turn.variants[name], field) for field in columns] for name in (OFF, *names)]
                      for turn in turns if turn.temperature == temperature], dtype=np.float64)
 
 

@@ -1,16 +1,16 @@
-"""Do the curves of training tell which checkpoint serves best?
+"""Whether training metrics predict which checkpoint serves best.
 
-The second seed: "Our training curves looked incredible", a theoretical boost beyond 4x, then "the reality check"; "be
+The claim: "Our training curves looked incredible", a theoretical boost beyond 4x, then "the reality check"; "be
 careful about your training metrics. Benchmark your checkpoints on real tasks, on a real engine". Its best checkpoint by
 served speed was not its last.
 
-Two questions, for the checkpoints of `timing.ladder`, which share data and seed and differ in what they were trained
+Two questions about the checkpoints of `timing.ladder`, which share data and seed and differ in what they were trained
 for: does a metric of training *rank* them as serving does (Spearman's correlation with served tau, and with served
 speed-up), and is its *level* true (theoretical speed-up against the speed-up measured)? The metrics are those every run
 logs on held-out captured rows: loss, accuracy of the first step, mean accuracy over the steps, theoretical speed-up.
 
-Loss and accuracy of the first step see one position: a drafter that was trained on one step alone looks as good as the
-best by these and serves worse. That is the trap this ladder sets.
+Loss and accuracy of the first step cover one position: a drafter that was trained on one step alone has the best of
+both and serves worse. The ladder has such a drafter on purpose.
 
     python -m tests.benchmarks.experiments.training_vs_served [--short] --out DIR
 """
@@ -25,11 +25,11 @@ from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.reports import CheckpointReport
 from eyrie_workers.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, WARM_ORANGE, new_figure, title
 from eyrie_workers.intervals import FloatArray
-from tests.benchmarks.experiments.account import Finding
 from tests.benchmarks.experiments.fits import rank_correlation, resampled
-from tests.benchmarks.experiments.place import CHAIN, Place
 from tests.benchmarks.experiments.program import main
+from tests.benchmarks.experiments.report import ExperimentResult
 from tests.benchmarks.experiments.timing import Rung, fields_of, ladder, speedups, tau_and_speed, time_all
+from tests.benchmarks.experiments.workspace import CHAIN, Workspace
 
 NAME = "training_vs_served"
 CLAIM = ("Training metrics promised more than serving gave (beyond 4x against about 2x), and the last checkpoint was "
@@ -38,19 +38,19 @@ METRICS = ("loss", "first-step accuracy", "mean accuracy", "theoretical speed-up
 
 
 def metrics_of(checkpoint: CheckpointReport) -> dict[str, float]:
-    """What training says of a checkpoint; higher is better, so the loss is negated."""
+    """The training metrics of a checkpoint; higher is better, so the loss is negated."""
     return dict(zip(METRICS, (-checkpoint.loss, checkpoint.accuracy[0], fmean(checkpoint.accuracy),
                               checkpoint.theoretical_speedup), strict=True))
 
 
-def measure(place: Place) -> Finding:
+def measure(workspace: Workspace) -> ExperimentResult:
     """Time the ladder, greedily: training's metrics are about first choices."""
-    rungs = ladder(place)
-    return judge(rungs, fields_of(time_all(place, rungs), [rung.name for rung in rungs], 0.0))
+    rungs = ladder(workspace)
+    return evaluate(rungs, fields_of(time_all(workspace, rungs), [rung.name for rung in rungs], 0.0))
 
 
-def judge(rungs: Sequence[Rung], fields: FloatArray) -> Finding:
-    """What training said and serving gave. Pure.
+def evaluate(rungs: Sequence[Rung], fields: FloatArray) -> ExperimentResult:
+    """The result from training metrics and served figures. Pure.
 
     fields  [N prompts, undrafted and rungs, 4]
     """
@@ -61,7 +61,7 @@ def judge(rungs: Sequence[Rung], fields: FloatArray) -> Finding:
         values, tau_and_speed(sums)[0].tolist())) for name, values in told.items()}
     table = [[rung.name, *(f"{told[name][i]:.3f}" for name in METRICS), f"{taus[i]:.2f}", f"{served[i]:.2f}"]
              for i, rung in enumerate(rungs)]
-    return Finding(
+    return ExperimentResult(
         found=[_first(by_tau, spans), _choice(rungs, told, served), _level(told["theoretical speed-up"], taus, served),
                _inverted(rungs, told, served)],
         measured=f"{len(rungs)} EAGLE-3 checkpoints of five runs (one seed), {len(fields)} held-out prompts, greedy, "

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.reports import Environment
-from eyrie_workers.comparison.claims import PAIRS, judge, three_versions
+from eyrie_workers.comparison.claims import PAIRS, evaluate_claims, three_versions
 from eyrie_workers.comparison.forms import OFF
 from eyrie_workers.comparison.measuring import Entry, VariantRun
 from eyrie_workers.comparison.plan import Budget, variants_of
-from eyrie_workers.comparison.report import Book, CompareReport, Trained, choose, contests_of, rank
+from eyrie_workers.comparison.report import CompareReport, MeasuredBlocks, Trained, choose, pair_comparisons, rank
 from eyrie_workers.measurement.benchmark.blocks import BlockRun
 
 TREE = DraftTreeShape(num_steps=4, top_k=2, num_draft_tokens=8)
@@ -24,7 +24,7 @@ class Made(NamedTuple):
     speedup: float
     accepted: int = 1
     draft_s: float = 0.2
-    spoilt: bool = False
+    changed_output: bool = False
     jitter: float = 0.02
     at_load: float = 1.0
     """Times the speed-up, at every concurrency but 1."""
@@ -40,7 +40,7 @@ def run_of(made: Made, name: str, concurrency: int, temperature: float, index: i
     return VariantRun(
         block=BlockRun(concurrency=concurrency, temperature=temperature, rung=index, variant=name,
                        seconds=_BLOCKS[block] / speed * wobble, tokens=20, accepted_histogram=tuple(histogram),
-                       answers={"a": (*tokens[:-1], 99) if made.spoilt else tokens}, whole=("a",)),
+                       answers={"a": (*tokens[:-1], 99) if made.changed_output else tokens}, whole=("a",)),
         cpu_seconds=1.0, prefill_s=0.1, draft_s=made.draft_s * rounds, verify_s=float(rounds), rounds=rounds,
         nodes=rounds * (made.accepted + 1))
 
@@ -55,9 +55,10 @@ def entries_of(variants: Mapping[str, Made], concurrencies: tuple[int, ...] = (1
 
 def report_of(variants: Mapping[str, Made], concurrencies: tuple[int, ...] = (1, 4)) -> CompareReport:
     """A whole report over them, as `run.conclude` makes it; claims and rows included, the answer not."""
-    book = Book(entries_of(variants, concurrencies))
+    measured_blocks = MeasuredBlocks(entries_of(variants, concurrencies))
     table = variants_of(("eagle1", "eagle3", "medusa", "dflash", "standalone"), TREE)
-    ranked = rank(book.variant(variant) for variant in table if variant.title in variants or variant.title == OFF)
+    ranked = rank(measured_blocks.variant(variant) for variant in table
+                  if variant.title in variants or variant.title == OFF)
     families = dict.fromkeys(one.variant.family for one in ranked if one.variant.family not in (OFF, "ngram"))
     report = CompareReport(
         target="quickstart",
@@ -73,7 +74,7 @@ def report_of(variants: Mapping[str, Made], concurrencies: tuple[int, ...] = (1,
         variants=ranked,
         trained=tuple(trained(name) for name in families),
         failed={},
-        contests=contests_of(book, ranked, PAIRS),
+        contests=pair_comparisons(measured_blocks, ranked, PAIRS),
         winner=choose(ranked),
         seconds={"measuring": 30.0},
         environment=Environment(
@@ -87,7 +88,7 @@ def report_of(variants: Mapping[str, Made], concurrencies: tuple[int, ...] = (1,
             date="2026-11-22T00:00:00",
         ),
     )
-    return report.model_copy(update={"rows": three_versions(report), "claims": judge(report)})
+    return report.model_copy(update={"rows": three_versions(report), "claims": evaluate_claims(report)})
 
 
 def trained(family: str) -> Trained:

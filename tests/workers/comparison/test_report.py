@@ -10,7 +10,7 @@ from eyrie_workers.comparison.claims import reaches
 from eyrie_workers.comparison.forms import OFF
 from eyrie_workers.comparison.plots import draw
 from eyrie_workers.comparison.render import markdown
-from eyrie_workers.comparison.report import Book, CompareReport, choose, turned
+from eyrie_workers.comparison.report import CompareReport, MeasuredBlocks, choose, swapped
 from tests.workers.comparison.ledger import Made, entries_of, report_of
 
 FAMILY = {
@@ -57,7 +57,7 @@ def test_off_is_its_own_measure() -> None:
 
 
 def test_the_leaderboard_is_by_speed_and_an_variant_that_changed_the_output_comes_last() -> None:
-    report = report_of({**FAMILY, "EAGLE-3": Made(2.4, spoilt=True)})
+    report = report_of({**FAMILY, "EAGLE-3": Made(2.4, changed_output=True)})
     assert [one.variant.title for one in report.variants] == [
         "EAGLE-3 chain", "EAGLE-2", "EAGLE-1", "EAGLE-1 chain", "n-gram", OFF, "EAGLE-3"]
     assert [one.rank for one in report.variants] == list(range(1, 8))
@@ -85,9 +85,9 @@ def test_the_wrong_drafter_is_said_to_be_wrong_with_the_ratio() -> None:
 
 def test_what_scatters_more_than_it_differs_is_not_told_apart() -> None:
     report = report_of({"EAGLE-3": Made(1.98, jitter=0.05), "DDTree": Made(2.2, jitter=0.2)})
-    held = report.contest("DDTree", "EAGLE-3")
-    assert held is not None
-    assert held.outcome == "not told apart"
+    pair = report.comparison("DDTree", "EAGLE-3")
+    assert pair is not None
+    assert pair.outcome == "not told apart"
     words = answer(report)
     assert words.startswith("It may be: DDTree")
     assert "not told apart from EAGLE-3" in words
@@ -96,12 +96,12 @@ def test_what_scatters_more_than_it_differs_is_not_told_apart() -> None:
 def test_when_nothing_is_surely_faster_it_is_left_off() -> None:
     report = report_of({"EAGLE-3": Made(1.01, jitter=0.2), "n-gram": Made(0.9)})
     assert report.winner == OFF
-    assert "leave it off" in answer(report)
+    assert "leave speculation off" in answer(report)
     assert "not surely faster" in answer(report)
 
 
 def test_a_fast_variant_that_changes_the_output_is_not_chosen() -> None:
-    report = report_of({"EAGLE-3": Made(3.0, spoilt=True)})
+    report = report_of({"EAGLE-3": Made(3.0, changed_output=True)})
     assert choose(report.variants) == OFF
     assert "NOT lossless" in answer(report)
 
@@ -115,9 +115,9 @@ def test_where_the_leader_changes_with_the_load_it_is_said() -> None:
 
 def test_without_the_family_in_question_the_question_is_left_open() -> None:
     report = report_of({"Medusa": Made(1.5)})
-    assert "not on the bench" in answer(report)
+    assert "EAGLE-3 was not compared" in answer(report)
     slow = answer(report_of({"Medusa": Made(0.8)}))
-    assert slow.startswith("EAGLE-3 was not on the bench, so that is open. Of what was, nothing")
+    assert slow.startswith("EAGLE-3 was not compared, so the question stays open. Of the others, none")
     failed = report.model_copy(update={"failed": {"eagle3": "LossDiverged: x"}})
     assert "was not trained (LossDiverged" in answer(failed)
 
@@ -151,13 +151,13 @@ def test_a_number_is_reached_by_an_interval_above_one_that_holds_it(
     assert reaches(Interval(low=low, high=high), least) == said
 
 
-def test_a_contest_seen_from_the_other_side_is_turned_in_all() -> None:
-    held = Book(entries_of(FAMILY)).contest("EAGLE-3", "EAGLE-1", 1)
-    back = turned(held)
-    assert (held.outcome, back.outcome) == ("faster", "slower")
-    assert back.ratio * held.ratio == pytest.approx(1.0)
+def test_swapping_a_pair_inverts_every_figure() -> None:
+    pair = MeasuredBlocks(entries_of(FAMILY)).pair("EAGLE-3", "EAGLE-1", 1)
+    back = swapped(pair)
+    assert (pair.outcome, back.outcome) == ("faster", "slower")
+    assert back.ratio * pair.ratio == pytest.approx(1.0)
     assert back.interval.low < back.ratio < back.interval.high
-    assert (turned(back).one, turned(back).outcome) == (held.one, held.outcome)
+    assert (swapped(back).one, swapped(back).outcome) == (pair.one, pair.outcome)
 
 
 def test_the_page_has_every_variant_every_claim_and_the_three_versions() -> None:

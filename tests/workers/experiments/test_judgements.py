@@ -17,8 +17,8 @@ from tests.benchmarks.experiments import (
     layer_choice,
     training_vs_served,
 )
-from tests.benchmarks.experiments.account import Watch, index, page, tell, write
 from tests.benchmarks.experiments.fits import Counted
+from tests.benchmarks.experiments.report import MachineWatch, build_report, index, page, write
 from tests.benchmarks.experiments.timing import Rung
 
 
@@ -43,7 +43,7 @@ def timings(taus: Sequence[float], round_s: float, prompts: int = 6) -> np.ndarr
 def test_equal_rounds_make_throughput_linear_in_tau() -> None:
     ladder = rungs([0.1] * 5, [1.0] * 5)
     fields = timings([1.5, 2.0, 2.5, 3.0, 4.0], 0.015)
-    finding = acceptance_throughput.judge(ladder, {0.0: fields, 1.0: fields})
+    finding = acceptance_throughput.evaluate(ladder, {0.0: fields, 1.0: fields})
     assert finding.found[0].startswith("Linear: r2 1.000")
     assert "breaks even with none at tau 1.50" in finding.found[1]
 
@@ -52,20 +52,20 @@ def test_rounds_of_different_cost_are_said_not_to_be_linear() -> None:
     ladder = rungs([0.1] * 5, [1.0] * 5)
     fields = timings([1.5, 2.0, 2.5, 3.0, 4.0], 0.015)
     fields[:, 1, 1] /= 4
-    assert acceptance_throughput.judge(ladder, {0.0: fields}).found[0].startswith("Not near-perfectly linear")
+    assert acceptance_throughput.evaluate(ladder, {0.0: fields}).found[0].startswith("Not near-perfectly linear")
 
 
 def test_confidence_that_means_acceptance_is_said_to_hold_and_one_that_does_not_is_not() -> None:
-    def variants(accepted: Sequence[int]) -> dict[calibration.Variant, tuple[Curve, tuple[RankCount, ...]]]:
+    def variants(accepted: Sequence[int]) -> dict[calibration.CurveKey, tuple[Curve, tuple[RankCount, ...]]]:
         outcomes = [(confidence, place < right) for confidence, right in zip((0.15, 0.35, 0.55, 0.95), accepted,
                                                                            strict=True) for place in range(100)]
         return {(family, t): (curve(outcomes), (RankCount(rank=0, count=400, accepted=sum(accepted)),))
                 for family in calibration.COMPARED for t in calibration.TEMPERATURES}
 
-    true = calibration.judge(variants([15, 35, 55, 95]), 4)
+    true = calibration.evaluate(variants([15, 35, 55, 95]), 4)
     assert true.found[0].startswith("The claim holds: above a confidence of 0.1 it misses acceptance by 0.00")
     assert true.found[1].startswith("No bin of more confident guesses is surely right less often")
-    vain = calibration.judge(variants([30, 5, 20, 30]), 4)
+    vain = calibration.evaluate(variants([30, 5, 20, 30]), 4)
     assert vain.found[0].startswith("The claim does not hold")
     assert "(too sure)" in vain.found[0]
     assert vain.found[1].startswith("More confident guesses are surely right less often in some bin: eagle3 at")
@@ -74,17 +74,17 @@ def test_confidence_that_means_acceptance_is_said_to_hold_and_one_that_does_not_
 
 def test_a_metric_that_orders_wrongly_is_named_with_the_pair_and_the_loss() -> None:
     ladder = rungs(accuracy=[0.9, 0.6, 0.5, 0.4, 0.3], theoretical=[2.0, 4.0, 3.0, 2.5, 1.9])
-    finding = training_vs_served.judge(ladder, timings([2.0, 4.0, 3.0, 2.5, 1.9], 0.02))
+    finding = training_vs_served.evaluate(ladder, timings([2.0, 4.0, 3.0, 2.5, 1.9], 0.02))
     assert finding.found[0].startswith("Rank correlation with served tau: theoretical speed-up 1.00")
     assert "first-step accuracy 50.0%" in finding.found[1]
     assert "run 0, step 1 (0.900) serves 1.00x, run 1, step 1 (0.600) 2.00x, 100% faster" in finding.found[3]
 
 
 def test_the_crossover_is_the_first_load_at_which_drafting_does_not_pay() -> None:
-    blocks = [crossover.Block(concurrency=c, number=n, tokens=dict.fromkeys(crossover.ARMS, 100),
-                              seconds={name: 1.0 if name == "off" else 0.5 * c**0.5 for name in crossover.ARMS})
+    blocks = [crossover.Block(concurrency=c, number=n, tokens=dict.fromkeys(crossover.VARIANTS, 100),
+                              seconds={name: 1.0 if name == "off" else 0.5 * c**0.5 for name in crossover.VARIANTS})
               for c in crossover.CONCURRENCIES for n in range(3)]
-    finding = crossover.judge(blocks)
+    finding = crossover.evaluate(blocks)
     assert finding.found[0].count("stops paying at 4") == 3
 
 
@@ -94,7 +94,7 @@ def test_the_ceiling_of_eagle1_is_claimed_only_beyond_the_seeds_scatter(slopes: 
                                                                          verdict: str) -> None:
     runs = {(family, 50 << step): [counted([2.0 + step * slope + scatter] * 4) for scatter in (0.0, 0.01, 0.02)]
             for family, slope in zip(("eagle3", "eagle1"), slopes, strict=True) for step in range(5)}
-    finding = data_amount.judge(runs, {point: [2.0] for point in runs}, steps=10)
+    finding = data_amount.evaluate(runs, {point: [2.0] for point in runs}, steps=10)
     assert finding.found[0].startswith(verdict)
 
 
@@ -102,7 +102,7 @@ def test_the_ceiling_of_eagle1_is_claimed_only_beyond_the_seeds_scatter(slopes: 
 def test_depth_is_credited_only_where_deep_shapes_accept_more(deeper_is: float, verdict: str) -> None:
     runs = {(shape.label(), t): counted([2.0 + deeper_is * shape.num_steps] * 4)
             for shape in depth_width.shapes() for t in depth_width.TEMPERATURES}
-    assert depth_width.judge(runs).found[0].startswith(f"Depth against width at equal nodes {verdict}:")
+    assert depth_width.evaluate(runs).found[0].startswith(f"Depth against width at equal nodes {verdict}:")
 
 
 @pytest.mark.parametrize(("before", "after", "verdict"), [
@@ -112,18 +112,18 @@ def test_layers_of_full_attention_are_credited_by_what_stands_beside_them(before
                                                                           verdict: str) -> None:
     taus = dict.fromkeys(layer_choice.CHOICES, 2.0) | {"full": 3.0, "before": before, "after": after}
     runs = {name: [counted([value] * 4), counted([value + 0.01] * 4)] for name, value in taus.items()}
-    finding = layer_choice.judge(runs, {name: [0.5] for name in runs}, (4, 8, 12))
+    finding = layer_choice.evaluate(runs, {name: [0.5] for name in runs}, (4, 8, 12))
     assert finding.found[0].startswith(verdict)
 
 
-def test_an_account_is_a_page_a_plot_and_a_line_of_the_index(tmp_path: Path) -> None:
+def test_a_report_is_a_page_a_plot_and_a_line_of_the_index(tmp_path: Path) -> None:
     runs = {(shape.label(), t): counted([2.0 + shape.num_steps * 0.1, 2.0])
             for shape in depth_width.shapes() for t in depth_width.TEMPERATURES}
-    finding = depth_width.judge(runs)
-    account = tell(depth_width.NAME, depth_width.CLAIM, finding, short=True, command="python -m x", watch=Watch(),
-                   seconds=1.0)
-    paths = write(account, finding.figure, tmp_path)
+    finding = depth_width.evaluate(runs)
+    report = build_report(depth_width.NAME, depth_width.CLAIM, finding, short=True, command="python -m x",
+                          watch=MachineWatch(), seconds=1.0)
+    paths = write(report, finding.figure, tmp_path)
     assert {path.name for path in paths} == {"depth_width.svg", "depth_width.json", "depth_width.md"}
-    assert "short form" in page(account)
-    assert f"[Depth width](depth_width.md) | {depth_width.CLAIM}" in index([account])
+    assert "short form" in page(report)
+    assert f"[Depth width](depth_width.md) | {depth_width.CLAIM}" in index([report])
     assert paths[0].stat().st_size < 100_000

@@ -8,7 +8,7 @@ import torch
 
 from eyrie_workers.features.codecs import relative_error
 from tests.benchmarks import feature_store
-from tests.benchmarks.codecs import SeedResult, TrialReport, WayResult, hadamard_error, way_named
+from tests.benchmarks.codecs import CodecReport, SeedResult, WayResult, hadamard_error, way_named
 from tests.benchmarks.codecs_plot import draw
 
 
@@ -44,7 +44,7 @@ def test_the_plot_is_drawn_for_any_number_of_seeds(tmp_path: Path) -> None:
                          seeds=(SeedResult(seed=0, tau=tau, theoretical_speedup=tau, train_s=1.0),), tau=tau,
                          tau_spread=0.0, lost=0.0, lost_spread=0.0, within_seed_noise=True)
 
-    report = TrialReport(target="t", conversations=1, tokens=1, answer_tokens=1, prompts=1, seed_spread=0.1,
+    report = CodecReport(target="t", conversations=1, tokens=1, answer_tokens=1, prompts=1, seed_spread=0.1,
                          hadamard_int4_error=0.1, ways=(way("float32", 2.0, 4000.0), way("int8", 1.9, 900.0)),
                          seconds=1.0, environment={})
     paths = draw(report, tmp_path)

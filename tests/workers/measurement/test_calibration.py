@@ -14,7 +14,7 @@ from eyrie_workers.drafters.ngram import NgramDrafter
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.targets.model import TargetModel
-from tests.benchmarks.calibration.measure import Proposal, calibrate, curve, judge, measure, wilson
+from tests.benchmarks.calibration.measure import Proposal, calibrate, curve, evaluate, measure, wilson
 from tests.benchmarks.calibration.plot import draw
 from tests.tiny import tiny_target
 from tests.workers.speculation.drafters import OracleDrafter, RandomDrafter
@@ -27,16 +27,16 @@ def test_a_node_is_accepted_when_its_whole_path_is_how_the_text_went_on() -> Non
     log = math.log
     proposal = Proposal(1, (-1, 5, 8, 6, 7, 6, 9), (0, 0, 0, 1, 1, 2, 3),
                         (0.0, log(.6), log(.2), log(.3), log(.06), log(.1), log(.15)))
-    nodes = judge(proposal, [3, 4, 5, 6, 1])
+    nodes = evaluate(proposal, [3, 4, 5, 6, 1])
     assert [node.accepted for node in nodes] == [True, False, True, False, False, False]
     assert [node.parent_accepted for node in nodes] == [True, True, True, True, False, True]
     assert [node.rank for node in nodes] == [0, 1, 0, 1, 0, 0]
     assert [round(node.step, 3) for node in nodes] == [.6, .2, .5, .1, .5, .5]
-    assert len(judge(proposal, [3, 4, 5])) == 2  # of what comes after the end nobody knows
+    assert len(evaluate(proposal, [3, 4, 5])) == 2  # of what comes after the end nobody knows
 
 
 def test_empty_nodes_are_not_judged() -> None:
-    assert judge(Proposal(0, (-1, -1), (0, 0), (0.0, -math.inf)), [1, 2, 3]) == []
+    assert evaluate(Proposal(0, (-1, -1), (0, 0), (0.0, -math.inf)), [1, 2, 3]) == []
 
 
 @settings(max_examples=80, deadline=None)

@@ -71,7 +71,7 @@ def test_the_finding_says_what_is_best_where_it_stops_paying_and_what_that_rests
     assert (chart.crossover, chart.trials_measured, chart.trials_possible) == (8, 5, 6)
     for said in ("at concurrency 1 chain 5/1/6 (1.80x, 1.70-1.90), 200 tokens/s", "at concurrency 8 no speculation",
                  "stops paying between concurrency 4 and 8 (measured)",
-                 "N-gram look-up reaches 1.20x at 1 (predicted, not worth a trial), 0.99x at 8 (measured)",
+                 "N-gram lookup reaches 1.20x at 1 (predicted, not worth a trial), 0.99x at 8 (measured)",
                  "off by", "5 of 6 pairs"):
         assert said in chart.finding, chart.finding
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.engines.process import EngineCommand, start_engine
 from eyrie_workers.measurement.parity.evidence import Evidence
-from eyrie_workers.measurement.parity.known_misconfigurations import suspects
-from eyrie_workers.measurement.parity.parity import judge, prove_parity, unanswered
-from eyrie_workers.measurement.parity.round_replay import Retracer, histogram_of, reference_rounds
+from eyrie_workers.measurement.parity.known_misconfigurations import known_misconfigurations
+from eyrie_workers.measurement.parity.parity import decide, prove_parity, report_without_answers
+from eyrie_workers.measurement.parity.round_replay import RoundReplay, histogram_of, reference_rounds
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import DraftStep, DraftTree
@@ -34,7 +34,7 @@ SAME = Evidence("prompt 0", True, (4, 2, 6, 3), (4, 2, 6, 3))
 
 
 def test_equal_answers_and_rounds_pass() -> None:
-    report = judge("sglang", CHAIN, "float32", [SAME, replace(SAME, id="prompt 1")])
+    report = decide("sglang", CHAIN, "float32", [SAME, replace(SAME, id="prompt 1")])
     assert report.passed
     assert (report.prompts, report.identical, report.rounds_unexplained) == (2, 2, 0)
     assert report.histogram == report.reference_histogram == (8, 4, 12, 6)
@@ -45,50 +45,50 @@ def test_equal_answers_and_rounds_pass() -> None:
 def test_a_changed_answer_passes_only_as_a_rounding_tie() -> None:
     line = "prompt 1: position 7, token 4 undrafted, token 9 drafted, logit gap 1e-06 (a rounding tie in float32)"
     tie = replace(SAME, id="prompt 1", identical=False, divergence=line, divergence_is_tie=True)
-    report = judge("sglang", CHAIN, "float32", [SAME, tie])
+    report = decide("sglang", CHAIN, "float32", [SAME, tie])
     assert report.passed
     assert (report.identical, report.explained, report.divergences) == (1, 1, (line,))
-    report = judge("sglang", CHAIN, "float32", [SAME, replace(tie, divergence_is_tie=False)])
+    report = decide("sglang", CHAIN, "float32", [SAME, replace(tie, divergence_is_tie=False)])
     assert not report.passed
     assert any("must not be served" in reason for reason in report.reasons)
 
 
 def test_changed_rounds_pass_when_near_ties_give_exactly_them_and_fail_with_the_cause_when_not() -> None:
     tied = Evidence("prompt 1", True, (5, 2, 6, 3), (4, 2, 6, 3), deviations=1)
-    report = judge("sglang", CHAIN, "float32", [SAME, tied])
+    report = decide("sglang", CHAIN, "float32", [SAME, tied])
     assert report.passed
     assert (report.rounds_explained, report.rounds_unexplained) == (1, 0)
     wrong = Evidence("prompt 1", True, (30, 3, 1), (4, 2, 6, 3), deviations=None)
-    report = judge("sglang", CHAIN, "float32", [SAME, wrong], "likely cause: the engine reads other layers")
+    report = decide("sglang", CHAIN, "float32", [SAME, wrong], "likely cause: the engine reads other layers")
     assert not report.passed
     assert report.rounds_unexplained == 27
     assert "likely cause: the engine reads other layers" in report.reasons
 
 
-def test_half_precision_leaves_room_for_a_few_rounds_while_tau_agrees() -> None:
+def test_half_precision_leaves_smallest_common_shape_a_few_rounds_while_tau_agrees() -> None:
     many = [Evidence(f"prompt {i}", True, (40 + i, 20, 60 - i, 30), (40 + i, 20, 60 - i, 30)) for i in range(8)]
     off_by_one = Evidence("prompt 9", True, (41, 20, 60, 30), (40, 20, 60, 30), deviations=None)
-    assert judge("sglang", CHAIN, "bfloat16", [*many, off_by_one]).passed
-    assert not judge("sglang", CHAIN, "float32", [*many, off_by_one]).passed
+    assert decide("sglang", CHAIN, "bfloat16", [*many, off_by_one]).passed
+    assert not decide("sglang", CHAIN, "float32", [*many, off_by_one]).passed
     way_off = Evidence("prompt 9", True, (140, 5, 2, 1), (40, 20, 60, 30), deviations=None)
-    assert not judge("sglang", CHAIN, "bfloat16", [*many, way_off]).passed
+    assert not decide("sglang", CHAIN, "bfloat16", [*many, way_off]).passed
 
 
 def test_an_engine_with_another_target_fails_though_both_its_answers_agree() -> None:
     stranger = replace(SAME, target_differs="prompt 0, position 3: 2.1 logits below our target's choice")
-    report = judge("sglang", CHAIN, "float32", [stranger])
+    report = decide("sglang", CHAIN, "float32", [stranger])
     assert not report.passed
-    assert any("the engine's target is not ours" in reason for reason in report.reasons)
+    assert any("the engine's target differs from ours beyond rounding" in reason for reason in report.reasons)
 
 
 def test_a_drafter_that_is_never_accepted_is_said_to_prove_little() -> None:
-    report = judge("sglang", CHAIN, "float32", [Evidence("prompt 0", True, (9,), (9,))])
+    report = decide("sglang", CHAIN, "float32", [Evidence("prompt 0", True, (9,), (9,))])
     assert report.passed
     assert "no draft token was accepted" in report.reasons[-1]
 
 
 def test_an_engine_that_ends_on_its_drafts_fails() -> None:
-    report = unanswered("sglang", CHAIN, (4, 2, 6, 3), 12, "the engine ended")
+    report = report_without_answers("sglang", CHAIN, (4, 2, 6, 3), 12, "the engine ended")
     assert not report.passed
     assert report.reference_tau == pytest.approx(1 + 23 / 15)
     assert "d2t" in report.reasons[-1]
@@ -156,7 +156,7 @@ def test_retracing_an_answer_of_the_reference_engine_finds_its_own_rounds(target
     drafter = TiedDrafter(target.config.vocab_size, target=target, bias=-1e-7)
     answer, accepted = rounds(target, drafter, [5, 9, 2, 40], 24)
     assert len(set(accepted)) > 1
-    retracer = Retracer(target, drafter, CHAIN, "float32", [5, 9, 2, 40], answer)
+    retracer = RoundReplay(target, drafter, CHAIN, "float32", [5, 9, 2, 40], answer)
     assert list(retracer.rounds()) == accepted
     assert retracer.target_gap() is None
     assert retracer.explain(histogram_of(accepted, 24, whole_last_round=True), whole_last_round=True) == ()
@@ -170,18 +170,18 @@ def test_rounds_decided_otherwise_by_a_near_tie_are_explained_and_others_are_not
     assert answer == other_answer
     served = histogram_of(otherwise, length, whole_last_round=True)
     assert served != histogram_of(accepted, length, whole_last_round=True)
-    starts = Retracer(target, drafter, CHAIN, "float32", prompt, answer).explain(served, whole_last_round=True)
+    starts = RoundReplay(target, drafter, CHAIN, "float32", prompt, answer).explain(served, whole_last_round=True)
     assert starts
     # A gap no rounding makes: the same rounds are then a mistake.
     wide = replace(drafter, bias=0.5)
-    assert Retracer(target, wide, CHAIN, "float32", prompt, answer).explain(served, whole_last_round=True) is None
+    assert RoundReplay(target, wide, CHAIN, "float32", prompt, answer).explain(served, whole_last_round=True) is None
 
 
 def test_a_served_token_that_the_target_does_not_choose_is_measured(target: TargetModel) -> None:
     drafter = TiedDrafter(target.config.vocab_size, target=target)
     answer, _ = rounds(target, drafter, [5, 9, 2, 40], 8)
-    spoilt = [*answer[:6], (answer[6] + 1) % target.config.vocab_size, answer[7]]
-    gap = Retracer(target, drafter, CHAIN, "float32", [5, 9, 2, 40], spoilt).target_gap()
+    changed_output = [*answer[:6], (answer[6] + 1) % target.config.vocab_size, answer[7]]
+    gap = RoundReplay(target, drafter, CHAIN, "float32", [5, 9, 2, 40], changed_output).target_gap()
     assert gap is not None
     assert not gap.is_tie
     assert gap.position >= 6
@@ -190,7 +190,7 @@ def test_a_served_token_that_the_target_does_not_choose_is_measured(target: Targ
 def test_every_suspect_is_another_drafter_than_the_right_one(target_dir: Path, target: TargetModel,
                                                             tmp_path: Path) -> None:
     drafter = random_drafter(tmp_path / "drafter", target_dir)
-    causes = [suspect.cause for suspect in suspects(drafter, target, "frontier_slots")]
+    causes = [suspect.cause for suspect in known_misconfigurations(drafter, target, "frontier_slots")]
     assert len(set(causes)) == len(causes)
     assert any("its final norm" in cause for cause in causes)
     assert any("one before" in cause for cause in causes)  # the highest layer of this drafter is the target's last

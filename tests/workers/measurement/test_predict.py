@@ -13,20 +13,15 @@ from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.tuning import OFF, DraftTime, Setting, StepTime
 from eyrie_workers.drafters.ngram import NgramDrafter
 from eyrie_workers.drafters.registry import open_drafter
-from eyrie_workers.intervals import acceptance_length
-from eyrie_workers.measurement.tuner.draft_replay import Answered, trace, whole_tree
+from eyrie_workers.measurement.tuner.draft_replay import KnownAnswer, trace, whole_tree
 from eyrie_workers.measurement.tuner.predict import (
     NEVER,
     Costs,
-    Located,
-    Replayed,
-    Trace,
-    fullest,
+    ReplayedRounds,
+    distribution_of_largest,
     locate,
     predict,
     replay,
-    shallower,
-    together,
     undrafted,
 )
 from eyrie_workers.speculation.engine import Engine, Request
@@ -94,7 +89,7 @@ def test_more_nodes_and_more_depth_never_hold_less(seed: int, width: int, steps:
 
 
 @pytest.fixture(scope="module")
-def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine, list[Request], list[Answered]]:
+def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine, list[Request], list[KnownAnswer]]:
     """Two engines over one target, with a drafter and with look-up, and its answers."""
     root: Path = tmp_path_factory.mktemp("predict")
     path = tiny_target(root / "target", "llama", seed=5, initializer_range=0.05)  # it repeats itself
@@ -104,7 +99,7 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine, 
                      SamplingSpec(temperature=0.0 if i < 3 else 0.7), seed=7 + i)
              for i, length in enumerate((30, 3, 40, 9, 25))]
     texts = [answer.token_ids for answer in Engine(target, max_concurrency=5).generate(asked)]
-    answers = [Answered(tuple(r.prompt_ids), tuple(text), r.sampling.temperature, r.seed)
+    answers = [KnownAnswer(tuple(r.prompt_ids), tuple(text), r.sampling.temperature, r.seed)
                for r, text in zip(asked, texts, strict=True)]
     drafter = open_drafter(random_drafter(root / "drafter", path), target)
     return (Engine(target, drafter, max_concurrency=2), Engine(target, NgramDrafter(), max_concurrency=2), asked,
@@ -113,7 +108,7 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine, 
 
 @pytest.mark.parametrize("engine", [0, 1], ids=["trained family", "look-up"])
 def test_the_replay_of_a_shape_is_what_the_engine_does_in_that_shape(
-        engine: int, answered: tuple[Engine, Engine, list[Request], list[Answered]]) -> None:
+        engine: int, answered: tuple[Engine, Engine, list[Request], list[KnownAnswer]]) -> None:
     decoding, asked, answers = answered[engine], answered[2], answered[3]
     drafter = decoding.drafter
     assert drafter is not None
@@ -129,35 +124,12 @@ def test_the_replay_of_a_shape_is_what_the_engine_does_in_that_shape(
     assert accepted > 10  # the drafts were taken often enough to be told apart
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(1, 8))
-def test_a_histogram_cut_shorter_keeps_its_rounds_and_never_gains(histogram: list[int], num_steps: int) -> None:
-    cut = shallower(histogram, num_steps)
-    assert sum(cut) == sum(histogram)
-    assert len(cut) <= num_steps + 1
-    assert acceptance_length(cut) <= acceptance_length(histogram)
-
-
-def test_a_deep_histogram_underrates_shallow_chains_that_are_cut_off_in_easy_stretches() -> None:
-    # Eight tokens, all of them foreseen from every position: the deep chain needs one round, the shallow one three.
-    steps = 8
-    needed = np.array([[[d + 1 if d <= min(s, 8 - t) else NEVER for d in range(1, steps + 1)]
-                        for s in range(1, steps + 1)] for t in range(8)])
-    easy = Trace(9, Located(needed, np.full((8, steps), steps + 1)))
-    hard = Trace(9, Located(np.full((8, steps, steps), NEVER), np.full((8, steps), steps + 1)))
-    deep = DraftTreeShape(num_steps=8, top_k=1, num_draft_tokens=9)
-    shallow = DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3)
-    exact = together([replay(easy, shallow), replay(hard, shallow)])
-    cut = shallower(together([replay(easy, deep), replay(hard, deep)]).histogram, 2)
-    assert exact.histogram == (8, 1, 2)
-    assert acceptance_length(cut) < exact.tau
-
-
 @given(st.dictionaries(st.integers(1, 9), st.integers(1, 20), min_size=1), st.integers(1, 16))
-def test_the_fullest_row_of_more_rows_is_fuller(passes: dict[int, int], rows: int) -> None:
+def test_the_largest_of_more_rows_is_no_smaller(passes: dict[int, int], rows: int) -> None:
     def mean(num: int) -> float:
-        return sum(nodes * share for nodes, share in fullest(passes, num).items())
+        return sum(nodes * share for nodes, share in distribution_of_largest(passes, num).items())
 
-    assert sum(fullest(passes, rows).values()) == pytest.approx(1.0)
+    assert sum(distribution_of_largest(passes, rows).values()) == pytest.approx(1.0)
     assert mean(1) == pytest.approx(sum(n * c for n, c in passes.items()) / sum(passes.values()))
     assert mean(rows) <= mean(rows + 1) + 1e-9
 
@@ -190,7 +162,7 @@ def test_costs_are_read_off_the_lines_between_measurements() -> None:
 
 def test_speculation_pays_alone_and_stops_paying_under_load() -> None:
     done = {OFF: {0.0: undrafted([61])},
-            setting(4): {0.0: Replayed(tokens=61, requests=1, histogram=(10, 0, 10, 0, 10), passes={5: 30})}}
+            setting(4): {0.0: ReplayedRounds(tokens=61, requests=1, histogram=(10, 0, 10, 0, 10), passes={5: 30})}}
     alone, crowded = (predict(done, rows, costs(), OFF) for rows in (1, 8))
     # 0.03 s of prompt, then 30 rounds of 15 ms and 8 ms, against 0.02 s and 60 passes of 11 ms.
     assert alone[setting(4)].speedup == pytest.approx((0.02 + 60 * 0.011) / (0.03 + 30 * 0.023))

@@ -36,7 +36,7 @@ def run(race: Race, true: dict[Setting, float], *, noise: float = 0.0, rungs: in
             hard = chance.gauss(0, 0.3)  # shared by all variants: prompts differ in length and ease
             for setting in list(race.active):
                 seconds = math.exp(hard + chance.gauss(0, noise)) / true[setting]
-                race.take(setting, (temperature, rung), Measured(100, seconds))
+                race.record(setting, (temperature, rung), Measured(100, seconds))
         race.drop()
         if race.decided:
             return rung + 1
@@ -106,7 +106,7 @@ def test_a_short_race_is_settled_by_prediction_and_a_long_one_by_measurement() -
 def test_a_setting_that_changed_an_answer_does_not_win_over_a_faithful_one() -> None:
     race = race_of({OFF: 1.0, chain(5): 2.0, tree(5): 1.9})
     run(race, {OFF: 1.0, chain(5): 2.0, tree(5): 1.9}, rungs=1)
-    race.spoilt = {chain(5)}
+    race.changed_output = {chain(5)}
     assert race.leader() == tree(5)
     assert race.best_drafted("drafter") == tree(5)
 

@@ -10,7 +10,7 @@ from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.serving import EngineKind
 from eyrie_workers.drafters.initialisation import read_target_embeddings
 from eyrie_workers.drafters.registry import family_named
-from eyrie_workers.measurement.parity.known_misconfigurations import suspects
+from eyrie_workers.measurement.parity.known_misconfigurations import known_misconfigurations
 from eyrie_workers.measurement.parity.reference import GrowsTrees, ReadsText, Reference
 from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
@@ -37,4 +37,4 @@ def test_a_drafter_is_told_sglang_s_habits_and_no_other_family_s_mistakes_are_su
         rounds = reference.rounds([5, 9, 40, 7], 12)
         assert len(rounds.token_ids) == 12
         assert rounds.token_ids == reference.rounds([5, 9, 40, 7], 12).token_ids
-        assert list(suspects(tmp_path / "drafter", reference.target, "frontier_slots")) == []
+        assert list(known_misconfigurations(tmp_path / "drafter", reference.target, "frontier_slots")) == []

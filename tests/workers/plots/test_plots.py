@@ -9,7 +9,12 @@ from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.tuning import DrafterUse
 from eyrie_workers.job_record import read_job, read_series
 from eyrie_workers.measurement.benchmark.plots import throughput, well_founded
-from eyrie_workers.measurement.tuner.plots import draw_trial, heat_maps, operating_map, predicted_against_measured
+from eyrie_workers.measurement.tuner.plots import (
+    draw_tuner_comparison,
+    heat_maps,
+    operating_map,
+    predicted_against_measured,
+)
 from eyrie_workers.stages.plots import draw_all, drawings, main
 from eyrie_workers.training.plots import checkpoint_curves, cumulative_speedup
 from tests.pipelines.rehearsal.rehearsal_stage import load_report
@@ -103,7 +108,7 @@ def test_the_operating_map_names_the_load_at_which_speculation_stops_paying(tmp_
     assert "stops paying at concurrency 8" in operating_map(report.map, report.trials, "").get_suptitle()
     outcomes = [(t.setting, t.concurrency, t.predicted_speedup, t.predicted_speedup * 1.1) for t in report.trials]
     assert "off by 9.1%" in predicted_against_measured(outcomes, "").get_suptitle()
-    paths = draw_trial(report, outcomes, tmp_path)
+    paths = draw_tuner_comparison(report, outcomes, tmp_path)
     assert len(paths) == 6
     assert all(path.stat().st_size > 1000 for path in paths)
 

@@ -14,7 +14,7 @@ from eyrie_api.artifacts import read_manifest, verify_files
 from eyrie_api.v1alpha1.reports import BenchmarkReport
 from eyrie_api.v1alpha1.stages import BenchmarkStage
 from eyrie_workers.catalog import command
-from eyrie_workers.machine.machine_lock import measuring_alone
+from eyrie_workers.machine.machine_lock import machine_lock
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, run_program
 from eyrie_workers.stages.benchmark import benchmark
 from tests.workers.measurement.tiny_bench import stage_specs
@@ -107,7 +107,7 @@ def test_asked_to_stop_it_stops_soon_and_goes_on_later(tmp_path: Path) -> None:
 def test_while_another_process_measures_it_waits_and_says_so(tmp_path: Path) -> None:
     directory = prepare(tmp_path, stage_specs(tmp_path, max_new_tokens=4)[0])
     events = directory / "events.jsonl"
-    with measuring_alone(lambda: None, tmp_path):
+    with machine_lock(lambda: None, tmp_path):
         process = start(directory, tmp_path)
         deadline = time.monotonic() + 60
         while not events.exists() or "Waiting" not in events.read_text():

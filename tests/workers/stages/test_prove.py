@@ -20,7 +20,7 @@ from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, OperatingMap, OperatingPo
 from eyrie_workers.catalog import command
 from eyrie_workers.engines.managed_servers import ServerPlan, managed_servers
 from eyrie_workers.stage_program import Interrupted, Stage, run_program
-from eyrie_workers.stages.prove import FIXED, prove, use_to_prove, variants_to_compare
+from eyrie_workers.stages.prove import FIXED, prove, select_use, variants_to_compare
 from tests.pipelines.rehearsal.rehearsal_stage import ENVIRONMENT, benchmark_report
 from tests.workers.measurement.tiny_bench import stage_specs
 
@@ -160,19 +160,19 @@ def test_a_map_that_the_engine_can_follow_is_proven_with_its_lowest_drafting_set
     spec = spec_in(tmp_path, tuned(None), prove=ProveSpec(loads=(2, 8)))
     plan = ServerPlan("embedded", spec.target, 2)
     chart = best_at({1: DEEP, 2: CHAIN, 8: OFF})
-    use = use_to_prove(spec, tuned(chart), plan)
+    use = select_use(spec, tuned(chart), plan)
     assert use == DrafterUse(drafter_dir=spec.drafter_dir, setting=CHAIN, map=chart)
     # A single user would be served with another setting, so parity needs a server that is held to this one.
     assert variants_to_compare(spec, use, Stage(tmp_path))[FIXED].setting == CHAIN
-    same = use_to_prove(spec, tuned(best_at({1: CHAIN, 8: OFF})), plan)
+    same = select_use(spec, tuned(best_at({1: CHAIN, 8: OFF})), plan)
     assert FIXED not in variants_to_compare(spec, same, Stage(tmp_path))
 
 
 def test_a_map_that_changes_drafters_cannot_be_followed_and_one_setting_is_proven(tmp_path: Path) -> None:
     spec = spec_in(tmp_path, tuned(None))
     plan = ServerPlan("embedded", spec.target, 2)
-    assert use_to_prove(spec, tuned(best_at({1: NGRAM, 2: CHAIN})), plan) == DrafterUse(setting=NGRAM)
-    assert use_to_prove(spec, tuned(best_at({1: CHAIN, 2: NGRAM})), plan) == DrafterUse(
+    assert select_use(spec, tuned(best_at({1: NGRAM, 2: CHAIN})), plan) == DrafterUse(setting=NGRAM)
+    assert select_use(spec, tuned(best_at({1: CHAIN, 2: NGRAM})), plan) == DrafterUse(
         drafter_dir=spec.drafter_dir, setting=CHAIN)
 
 

@@ -94,10 +94,10 @@ def test_killed_and_run_again_it_predicts_and_measures_nothing_twice(tmp_path: P
         time.sleep(0.02)
     process.kill()
     assert process.wait() == -signal.SIGKILL
-    kept, foundation = ledger.read_bytes().split(b"\n")[:-1], (directory / "foundation.json").read_bytes()
+    kept, profile = ledger.read_bytes().split(b"\n")[:-1], (directory / "profile.json").read_bytes()
     assert run_here(directory) == 0
     assert ledger.read_bytes().split(b"\n")[: len(kept)] == kept
-    assert (directory / "foundation.json").read_bytes() == foundation
+    assert (directory / "profile.json").read_bytes() == profile
     measured = [(row["concurrency"], row["temperature"], row["rung"], row["variant"]) for row in lines(ledger)]
     assert len(set(measured)) == len(measured) > len(kept) - 1
 

@@ -1,1 +1,1 @@
-"""One bench for all drafter families: which of them, if any, is right for a user's own target."""
+"""Compares drafter families: trains each at an equal budget for one target, and measures all of them together."""

@@ -1,8 +1,8 @@
-"""The bench from the command line (`eyrie compare` starts this program).
+"""The comparison as a program (`eyrie compare` starts it).
 
     python -m eyrie_workers.comparison --target quickstart --families eagle1,eagle3 --budget seconds=60 --out DIR
 
-What it does goes to stderr while it does it; what came of it goes to stdout, in words or with --json as the report.
+Progress goes to stderr. The result goes to stdout, as text or, with --json, as the report.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import sys
 from eyrie_api.cli.screen import Screen
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.families import FAMILIES
-from eyrie_workers.comparison.progress import Voice
+from eyrie_workers.comparison.progress import ProgressPrinter
 from eyrie_workers.comparison.render import view
 from eyrie_workers.comparison.run import PAGE, PLOTS, REPORT, compare
 from eyrie_workers.comparison.settings import build_parser, read
@@ -24,8 +24,9 @@ def main(argv: list[str] | None = None) -> int:
     given = build_parser(list(FAMILIES)).parse_args(argv)
     screen = Screen(as_json=given.json)
     try:
-        with Voice() as voice, contextlib.redirect_stdout(voice.lines):  # stages say things on stdout
-            report = compare(read(given), given.out, voice.begins)
+        # Stages print to stdout, which is reserved for the result here.
+        with ProgressPrinter() as progress, contextlib.redirect_stdout(progress.lines):
+            report = compare(read(given), given.out, progress.begin)
     except StageFailed as error:
         screen.error(error)
         return error.failure.exit_code
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         screen.error(error)
         return error.exit_code
     except (Stopped, Interrupted, KeyboardInterrupt):
-        screen.note("stopped; the same command goes on from here")
+        screen.note("stopped; the same command resumes")
         return INTERRUPTED_EXIT_CODE
     screen.show(report, view(report, [("report", str(given.out / PAGE)), ("figures", str(given.out / REPORT)),
                                       ("plots", f"{given.out / PLOTS}/*.svg")]))

@@ -1,9 +1,10 @@
-"""What the story of the EAGLE family says, held against a comparison. Pure.
+"""Published claims about the EAGLE family, evaluated by a comparison. Pure.
 
-The story ("The EAGLE Family: Speculating in Feature Space") ends in a table of three versions and makes claims on the
-way. `three_versions` is the table, measured; `judge` takes the claims one by one. A claim with a number holds when the
-interval reaches that number and lies above 1; it does not hold here when the interval stays below; anything else is not
-told apart. "Here" is one target on one machine: the story's figures are of LLaMA-2-Chat 70B on GPUs.
+The article "The EAGLE Family: Speculating in Feature Space" ("the story" in reports) ends in a table of three versions
+and makes claims. `three_versions` is the same table, measured; `evaluate_claims` evaluates each claim. A claim with a
+number holds when the interval reaches that number and lies above 1; it does not hold here when the interval stays below
+the number; otherwise it is not told apart. "Here" is one target on one machine: the article's figures are of
+LLaMA-2-Chat 70B on GPUs.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,25 +14,25 @@ from eyrie_api.v1alpha1.model import Interval
 from eyrie_workers.comparison.report import Claim, CompareReport, Row, VariantReport, Verdict
 
 VERSIONS = ("EAGLE-1", "EAGLE-2", "EAGLE-3")
-NOT_HERE = "not on this bench"
+NOT_HERE = "not compared here"
 
 PAIRS = (("EAGLE-2", "EAGLE-1"), ("EAGLE-3", "EAGLE-2"), ("EAGLE-1", "Medusa"), ("EAGLE-1", "draft model"),
          ("EAGLE-3", "EAGLE-3 chain"), ("DDTree", "DFlash"), ("DFlash", "EAGLE-3 chain"), ("Hydra", "Medusa"))
-"""Which variants the claims below are about, in pairs."""
+"""The pairs of variants that the claims are about."""
 
 _SPEEDUPS = {"EAGLE-1": (2.7, "2.7 to 3.5x"), "EAGLE-2": (4.0, "about 4x"), "EAGLE-3": (6.5, "up to 6.5x")}
 _ACCEPTANCE = {"EAGLE-1": (0.75, 0.85), "EAGLE-2": (0.78, 0.88)}
 
 
 def three_versions(report: CompareReport) -> tuple[Row, ...]:
-    """The table of the three versions, row by row; empty when none of them took part."""
+    """The table of the three versions; empty when none of them was compared."""
     variants = [report.named(title) for title in VERSIONS]
     if not any(variants):
         return ()
-    made = {one.family: one for one in report.trained}
+    trained = {one.family: one for one in report.trained}
 
-    def cells(say: Callable[[VariantReport], str]) -> tuple[str, str, str]:
-        one, two, three = (NOT_HERE if variant is None else say(variant) for variant in variants)
+    def cells(describe: Callable[[VariantReport], str]) -> tuple[str, str, str]:
+        one, two, three = (NOT_HERE if variant is None else describe(variant) for variant in variants)
         return one, two, three
 
     return (
@@ -40,7 +41,8 @@ def three_versions(report: CompareReport) -> tuple[Row, ...]:
             seed=("required (hours)", "required (hours)", "required"),
             here=cells(
                 lambda variant: (
-                    f"{made[variant.variant.family].seconds:.0f} s, {_many(made[variant.variant.family].tokens)} tokens"
+                    f"{trained[variant.variant.family].seconds:.0f} s, "
+                    f"{_many(trained[variant.variant.family].tokens)} tokens"
                     + (", EAGLE-1's" if variant.variant.title == "EAGLE-2" else "")
                 )
             ),
@@ -50,8 +52,8 @@ def three_versions(report: CompareReport) -> tuple[Row, ...]:
             seed=("feature predictor", "the same predictor", "draft module"),
             here=cells(
                 lambda variant: (
-                    f"{_many(made[variant.variant.family].parameters)}, "
-                    f"{made[variant.variant.family].parameters / report.target_parameters:.0%} of the target's"
+                    f"{_many(trained[variant.variant.family].parameters)}, "
+                    f"{trained[variant.variant.family].parameters / report.target_parameters:.0%} of the target's"
                 )
             ),
         ),
@@ -65,7 +67,7 @@ def three_versions(report: CompareReport) -> tuple[Row, ...]:
             seed=("feature regression", "+ dynamic tree", "direct token prediction, fused layers"),
             here=cells(
                 lambda variant: (
-                    f"layers {', '.join(map(str, made[variant.variant.family].layers))}; "
+                    f"layers {', '.join(map(str, trained[variant.variant.family].layers))}; "
                     f"{variant.overall.draft_ms:.1f} ms a round"
                 )
             ),
@@ -95,8 +97,8 @@ def three_versions(report: CompareReport) -> tuple[Row, ...]:
     )
 
 
-def judge(report: CompareReport) -> tuple[Claim, ...]:
-    """Every claim of the story."""
+def evaluate_claims(report: CompareReport) -> tuple[Claim, ...]:
+    """Every claim, with its verdict."""
     return tuple(_claims(report))
 
 
@@ -119,7 +121,7 @@ def _claims(report: CompareReport) -> Iterator[Claim]:
 
 
 def reaches(interval: Interval, least: float) -> Verdict:
-    """Whether an interval of a ratio bears out `at least <least>`."""
+    """The verdict on the claim that a ratio is at least `least`, from the ratio's interval."""
     if interval.low == interval.high:
         return "not told apart"
     if interval.low > 1.0 and interval.high >= least:
@@ -128,19 +130,19 @@ def reaches(interval: Interval, least: float) -> Verdict:
 
 
 def _contested(report: CompareReport, aspect: str, seed: str, one: str, other: str, least: float) -> Claim:
-    held = report.contest(one, other)
-    if held is None:
+    pair = report.comparison(one, other)
+    if pair is None:
         return Claim(aspect=aspect, seed=seed, here=_missing(report, one, other), verdict="not measured")
-    return Claim(aspect=aspect, seed=seed, here=f"{ratio(held.ratio, held.interval)} as fast",
-                 verdict=reaches(held.interval, least))
+    return Claim(aspect=aspect, seed=seed, here=f"{ratio(pair.ratio, pair.interval)} as fast",
+                 verdict=reaches(pair.interval, least))
 
 
 def _longer(report: CompareReport, aspect: str, seed: str, one: str, other: str) -> Claim:
-    held = report.contest(one, other)
-    if held is None:
+    pair = report.comparison(one, other)
+    if pair is None:
         return Claim(aspect=aspect, seed=seed, here=_missing(report, one, other), verdict="not measured")
-    return Claim(aspect=aspect, seed=seed, here=f"tau is {ratio(held.tau_ratio, held.tau_interval)}",
-                 verdict=reaches(held.tau_interval, 1.0))
+    return Claim(aspect=aspect, seed=seed, here=f"tau is {ratio(pair.tau_ratio, pair.tau_interval)}",
+                 verdict=reaches(pair.tau_interval, 1.0))
 
 
 def _in_range(report: CompareReport, title: str, low: float, high: float) -> Claim:
@@ -175,7 +177,7 @@ def _missing(report: CompareReport, *titles: str) -> str:
 
 
 def _first(report: CompareReport, variant: VariantReport) -> float:
-    """Acceptance at the first position, at the lowest temperature: the story's rates are greedy ones."""
+    """Acceptance at the first position, at the lowest temperature: the published rates are greedy."""
     accepted = variant.at(report.concurrencies[0], report.temperatures[0]).acceptance
     return accepted[0] if accepted else 0.0
 

@@ -1,11 +1,12 @@
-"""All variants through every block, interleaved, in the reference engine: what each did, in a ledger.
+"""Measures all variants on every block, interleaved, in the reference engine. Results go to a ledger.
 
-One engine per checkpoint over one target, and one that drafts nothing; a variant is an engine in a shape. All variants
-answer a block before the next begins, another one first each time, so a machine that slows down slows all alike. A
-block is timed as `measurement.benchmark.blocks.run_block` does it: whole requests, prefill included, every slot busy.
+One engine per checkpoint over one target, and one without a drafter; a variant is an engine with a draft-tree shape.
+All variants answer a block before the next block begins, in an order that changes from block to block
+(`eyrie_workers.interleaving`). A block is timed by `measurement.benchmark.blocks.run_block`: whole requests, prefill
+included, every slot busy.
 
-Each engine also counts the seconds of its phases (`engine.EngineStats`), which is where the cost of drafting
-comes from, and every answer is kept, to be compared with the undrafted one.
+Each engine also records the time of its drafting and verification (`engine.EngineStats`), from which the cost of a round is
+computed, and every answer, to be compared with the undrafted one.
 """
 
 import time
@@ -20,12 +21,13 @@ from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.tuning import OFF as OFF_SETTING
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.comparison.forms import OFF
-from eyrie_workers.comparison.plan import Block, CompareSpec, Variant, blocks_of, suites_stage
+from eyrie_workers.comparison.plan import Block, CompareSpec, blocks_of, suites_stage
 from eyrie_workers.drafters.registry import UNTRAINED, open_drafter
 from eyrie_workers.interleaving import interleaved
-from eyrie_workers.measurement.benchmark.blocks import BlockRun, Track, block_size, run_block
-from eyrie_workers.measurement.benchmark.session import Session, measuring, open_ledger_of, read_suites
+from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, block_size, run_block
+from eyrie_workers.measurement.benchmark.session import Session, measuring, open_ledger_for, read_suites
 from eyrie_workers.measurement.benchmark.variants import Bench
+from eyrie_workers.measurement.variant import Variant
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.loading import load_target, resolve
@@ -37,17 +39,17 @@ _WARMUP_TOKENS = 16  # as in `measurement.benchmark.blocks`
 
 
 class VariantRun(Frozen):
-    """What one variant did with one block."""
+    """One variant on one block."""
 
     block: BlockRun
     cpu_seconds: float
     prefill_s: float
     draft_s: float
-    """Proposing, and taking in settled pairs."""
+    """Proposing, and settling pairs."""
 
     verify_s: float
     rounds: int
-    """Of the engine: all its rows at once."""
+    """Of the engine, all rows of a round counted once."""
 
     nodes: int
     """Of one row's trees, root included, summed over rounds."""
@@ -65,36 +67,36 @@ class Entry(Frozen):
 
     @property
     def key(self) -> tuple[str, int, float, int]:
-        """Which block this is."""
+        """Identifies the block."""
         return (self.suite, self.concurrency, self.temperature, self.index)
 
 
-class Measuring(Frozen):
-    """What a ledger's entries depend on."""
+class LedgerKey(Frozen):
+    """The inputs that a ledger's entries depend on."""
 
     benchmark: BenchmarkSpec
     concurrencies: tuple[int, ...]
     variants: tuple[Variant, ...]
     checkpoints: dict[str, str]
-    """Digest of each family's."""
+    """Digest of each family's checkpoint."""
 
 
 @dataclass(frozen=True)
-class Ready:
+class Setup:
     """Engines with their drafters, and the prompts."""
 
     engines: Mapping[str, Engine]
     """By family; `off` among them."""
 
-    tracks: Mapping[str, Track]
+    tracks: Mapping[str, BlockRunner]
     """By suite."""
 
     variants: Sequence[Variant]
 
     def requests(self, block: Block) -> list[Request]:
-        """The block's requests, the same for all variants; another time round a suite draws other noise."""
-        track, num = self.tracks[block.suite], requests_of(block.concurrency)
-        return track.some_requests(track.prompts, block.temperature, block.index * num, num)
+        """The block's requests, equal for all variants; a repeated prompt gets another noise seed."""
+        runner, num = self.tracks[block.suite], requests_of(block.concurrency)
+        return runner.some_requests(runner.prompts, block.temperature, block.index * num, num)
 
     def run(self, variant: Variant, block: Block, requests: Sequence[Request]) -> VariantRun:
         """One variant, one block."""
@@ -108,7 +110,7 @@ class Ready:
                       verify_s=spent.verify_s, rounds=spent.rounds, nodes=spent.nodes)
 
     def warm_up(self, blocks: Sequence[Block], stage: Stage) -> None:
-        """The beginning of some blocks, untimed, in every variant: kernels are chosen, memory is mapped."""
+        """Run the beginning of some blocks in every variant without timing: kernels are selected, memory is mapped."""
         for block in blocks:
             requests = [replace(request, max_new_tokens=min(request.max_new_tokens, _WARMUP_TOKENS))
                         for request in self.requests(block)[:block.concurrency]]
@@ -124,24 +126,24 @@ def requests_of(concurrency: int) -> int:
 
 def measure(spec: CompareSpec, variants: Sequence[Variant], checkpoints: Mapping[str, Path], digests: Mapping[str, str],
             held_out_file: str, stage: Stage) -> list[Entry]:
-    """Every block in every variant, but for what the ledger has; entries in the order of the blocks.
+    """Measure every block in every variant, unless the ledger has its entry. Returns entries in the order of blocks.
 
     checkpoints   directory of each trained family's drafter
     """
     blocks = list(blocks_of(spec))
-    belongs_to = Measuring(benchmark=spec.benchmark, concurrencies=spec.concurrencies, variants=tuple(variants),
+    belongs_to = LedgerKey(benchmark=spec.benchmark, concurrencies=spec.concurrencies, variants=tuple(variants),
                            checkpoints=dict(digests))
-    ledger = open_ledger_of(Entry, stage, belongs_to, LEDGER)
+    ledger = open_ledger_for(Entry, stage, belongs_to, LEDGER)
     known = {entry.key: entry for entry in ledger.entries}
     missing = [block for block in blocks if block.key not in known]
     if missing:
         with measuring(stage):
-            ready = open_all(spec, variants, checkpoints, held_out_file, stage)
-            ready.warm_up(list(_first_of_each(missing)), stage)
+            setup = open_all(spec, variants, checkpoints, held_out_file, stage)
+            setup.warm_up(list(_first_of_each(missing)), stage)
             for number, block in enumerate(missing, len(blocks) - len(missing)):
                 stage.progress(number, len(blocks), "blocks", f"{block.suite}, T {block.temperature:g}, "
                                                               f"{block.concurrency} at once")
-                entry = _measured(ready, block, stage)
+                entry = _measured(setup, block, stage)
                 ledger.append(entry)
                 known[entry.key] = entry
             stage.progress(len(blocks), len(blocks), "blocks")
@@ -149,8 +151,8 @@ def measure(spec: CompareSpec, variants: Sequence[Variant], checkpoints: Mapping
 
 
 def open_all(spec: CompareSpec, variants: Sequence[Variant], checkpoints: Mapping[str, Path], held_out_file: str,
-             stage: Stage) -> Ready:
-    """The target once, every drafter on it, and the prompts."""
+             stage: Stage) -> Setup:
+    """Load the target, every drafter, and the prompts."""
     torch.set_num_threads(spec.benchmark.threads or torch.get_num_threads())
     suites = read_suites(suites_stage(spec, held_out_file), stage)
     path = resolve(spec.target)
@@ -161,7 +163,7 @@ def open_all(spec: CompareSpec, variants: Sequence[Variant], checkpoints: Mappin
     bench = Bench(engines[OFF], seed=spec.benchmark.seed, max_new_tokens=spec.benchmark.max_new_tokens,
                   stop_ids=tuple(tokenizer.eos_ids))
     session = Session(bench, target, path, tokenizer, suites, spec.benchmark, spec.target.dtype)
-    return Ready(engines, {name: Track(session, {}, prompts) for name, prompts in suites.items()}, variants)
+    return Setup(engines, {name: BlockRunner(session, {}, prompts) for name, prompts in suites.items()}, variants)
 
 
 def _engine(family: str, checkpoints: Mapping[str, Path], target: TargetModel, slots: int) -> Engine:
@@ -180,10 +182,10 @@ def _first_of_each(blocks: Sequence[Block]) -> Iterator[Block]:
             yield block
 
 
-def _measured(ready: Ready, block: Block, stage: Stage) -> Entry:
-    requests, runs = ready.requests(block), {}
-    for variant in interleaved(ready.variants, block.turn):
+def _measured(setup: Setup, block: Block, stage: Stage) -> Entry:
+    requests, runs = setup.requests(block), {}
+    for variant in interleaved(setup.variants, block.turn):
         stage.pause_point()
-        runs[variant.title] = ready.run(variant, block, requests)
+        runs[variant.title] = setup.run(variant, block, requests)
     return Entry(suite=block.suite, concurrency=block.concurrency, temperature=block.temperature, index=block.index,
                  runs=runs)

@@ -1,12 +1,12 @@
-"""What a comparison will do, as values: one spec in; stage specs, variants and blocks out. Pure.
+"""The plan of a comparison: from one spec to stage specs, variants and blocks. Pure.
 
-Equal budgets. All families learn from one store. With a budget in *tokens* they get the same schedule: the same
+Equal budgets. All families train from one store. With a budget in *tokens* they have the same schedule: the same
 documents in the same batches in the same order (`training.packing.Schedule` depends on rows, batch size, seed and
-epochs alone, and those are shared). With a budget in *seconds* each family first trains briefly, to tell how fast it
-learns on this machine, and then gets as many epochs as its seconds buy. Either way a training is a function of its
-spec, so that one that was killed goes on; a run that stopped by the clock could not.
+epochs alone, which are shared). With a budget in *seconds* each family first trains briefly, to measure its speed on
+this machine, and then trains for the epochs that fit its seconds. Either way a training is a function of its spec and
+can be resumed; a run that ended by the clock could not.
 
-Equal measuring. Every variant answers every block: the same prompts, temperatures, concurrencies and noise.
+Equal measurement. Every variant answers every block: the same prompts, temperatures, concurrencies and noise.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,18 +27,19 @@ from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.stages import BenchmarkStage, CaptureStage, RegenerateStage, TrainStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.comparison.forms import OFF, Kind, forms_of, shape
+from eyrie_workers.comparison.forms import OFF, forms_of, shape
+from eyrie_workers.measurement.variant import Variant, undrafted
 
 JOB_ID = "compare"
 _CALIBRATION_STEPS = 24
-"""Optimiser steps that tell how fast a family learns: of all its phases, and few seconds."""
+"""Optimiser steps that measure a family's training speed: enough for all phases, in a few seconds."""
 
 _MOST_EPOCHS = 1000.0  # TrainSpec.epochs
 _SUFFIXES = {"k": 1e3, "m": 1e6, "g": 1e9}
 
 
 class Budget(Frozen):
-    """What each family's training may take."""
+    """The budget of each family's training."""
 
     kind: Literal["tokens", "seconds"]
     amount: float = Field(gt=0.0)
@@ -67,7 +68,7 @@ class CompareSpec(Frozen):
     target: TargetSpec
     data: DataSpec
     families: tuple[Family, ...] = Field(min_length=1, max_length=16)
-    """Trained; n-gram lookup and off always take part."""
+    """Families to train; n-gram lookup and off are always compared."""
 
     budget: Budget
     regenerate: RegenerateSpec = RegenerateSpec()
@@ -76,7 +77,7 @@ class CompareSpec(Frozen):
     """The shape all families share, as far as it fits them; its `family` is not read."""
 
     train: TrainSpec = TrainSpec()
-    """What all families share; `epochs` and `max_steps` follow from the budget."""
+    """Settings common to all families; `epochs` and `max_steps` follow from the budget."""
 
     benchmark: BenchmarkSpec = BenchmarkSpec()
     """Suites (`max_prompts`: blocks of one request), temperatures, tokens per answer. Its `tree` is the depth of every
@@ -90,30 +91,11 @@ class CompareSpec(Frozen):
         for name in ("families", "concurrencies"):
             values = getattr(self, name)
             if len(set(values)) != len(values):
-                raise ValueError(f"{name} {list(values)} holds one twice: name each once")
+                raise ValueError(f"{name} {list(values)} has a duplicate: name each once")
         if self.benchmark.tree.top_k == 1 or self.benchmark.tree.static:
-            raise ValueError(f"benchmark.tree {self.benchmark.tree.label()} is no tree that grows: the bench makes "
-                             "chains and static trees from it; give a top_k above 1")
+            raise ValueError(f"benchmark.tree {self.benchmark.tree.label()} is not a dynamic tree: chains and static "
+                             "trees are derived from it; give a top_k above 1")
         return self
-
-
-class Variant(Frozen):
-    """One line of the bench: a family in a form, n-gram, or off."""
-
-    title: str
-    family: str
-    """Of a trained drafter; `ngram`, `off`."""
-
-    kind: Kind
-    tree: DraftTreeShape | None
-    source: str = ""
-
-    @property
-    def shape(self) -> str:
-        """The kind, with `num_steps/top_k/num_draft_tokens`."""
-        if self.tree is None:
-            return "nothing drafted"
-        return f"{self.kind} {self.tree.num_steps}/{self.tree.top_k}/{self.tree.num_draft_tokens}"
 
 
 def variants_of(families: Sequence[str], tree: DraftTreeShape) -> tuple[Variant, ...]:
@@ -121,20 +103,20 @@ def variants_of(families: Sequence[str], tree: DraftTreeShape) -> tuple[Variant,
     drafted = tuple(
         Variant(title=form.title, family=family, kind=form.kind, tree=shape(form.kind, tree), source=form.source)
         for family in (*families, "ngram") for form in forms_of(family))
-    return (Variant(title=OFF, family=OFF, kind="off", tree=None, source="the same engine, nothing drafted"), *drafted)
+    return (undrafted(OFF, "the same engine, nothing drafted"), *drafted)
 
 
 # Stages
 
 
 def regenerate_stage(spec: CompareSpec) -> RegenerateStage:
-    """The answers all families learn from; no suite's prompt among them."""
+    """Answers that all families train on; no suite's prompt among them."""
     return RegenerateStage(job_id=JOB_ID, target=spec.target, data=spec.data, regenerate=spec.regenerate,
                            exclude_prompts=tuple(suite.path for suite in spec.benchmark.suites))
 
 
 def capture_stage(spec: CompareSpec, rows_dir: str) -> CaptureStage:
-    """One store with what every family reads."""
+    """One store with the states that every family reads."""
     return CaptureStage(job_id=JOB_ID, target=spec.target, capture=spec.capture, rows_dir=rows_dir,
                         families=spec.families)
 
@@ -148,18 +130,18 @@ def train_stage(spec: CompareSpec, family: str, store_dir: str, epochs: float) -
 
 
 def suites_stage(spec: CompareSpec, held_out_file: str) -> BenchmarkStage:
-    """What `measurement.benchmark.session` reads suites by."""
+    """The stage spec from which `measurement.benchmark.session` reads suites."""
     return BenchmarkStage(job_id=JOB_ID, checkpoint=JOB_ID, candidate=JOB_ID, target=spec.target,
                           benchmark=spec.benchmark, drafter_dir="", held_out_file=held_out_file)
 
 
 def calibration_epochs(spec: CompareSpec, store_tokens: int) -> float:
-    """A training just long enough to tell a family's speed; at most once through the store."""
+    """Epochs of the training that measures a family's speed; at most one pass over the store."""
     return min(1.0, _CALIBRATION_STEPS * spec.train.max_tokens_per_batch / store_tokens)
 
 
 def epochs_for_tokens(tokens: float, store_tokens: int) -> float:
-    """How often through the store makes this many packed tokens. Raises InvalidInput beyond what a training may have.
+    """Epochs that make this many packed tokens. Raises InvalidInput beyond the most epochs of a training.
 
     Rows held out for evaluation count as if trained on, so a little less is trained than asked for; alike for all.
     """
@@ -168,13 +150,13 @@ def epochs_for_tokens(tokens: float, store_tokens: int) -> float:
 
 def epochs_for_seconds(seconds: float, calibrated_epochs: float, calibrated_seconds: float,
                        store_tokens: int) -> float:
-    """How often through the store so many seconds are, for a family of the calibrated speed."""
+    """Epochs that take this many seconds at the calibrated speed."""
     return _possible(calibrated_epochs * seconds / calibrated_seconds, f"a budget of {seconds:g} seconds", store_tokens)
 
 
 def _possible(epochs: float, what: str, store_tokens: int) -> float:
     if epochs > _MOST_EPOCHS:
-        raise InvalidInput(f"{what} is {epochs:.0f} times through the {store_tokens} captured tokens; at most "
+        raise InvalidInput(f"{what} is {epochs:.0f} epochs of the {store_tokens} captured tokens; at most "
                            f"{_MOST_EPOCHS:.0f} are allowed", "give more conversations, or a smaller budget")
     return float(f"{epochs:.6g}")
 
@@ -184,30 +166,31 @@ def _possible(epochs: float, what: str, store_tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Block:
-    """One question to all variants: some prompts of a suite, decoded so many at once at a temperature."""
+    """What all variants answer before the next block begins: prompts of a suite at a concurrency and temperature."""
 
     suite: str
     concurrency: int
     temperature: float
     index: int
-    """Which prompts of the suite, and which variant begins."""
+    """Selects the prompts of the suite."""
 
     turn: int
+    """Selects the order of the variants."""
 
     @property
     def key(self) -> tuple[str, int, float, int]:
-        """What makes two entries answers to the same question."""
+        """Identifies the block in the ledger."""
         return (self.suite, self.concurrency, self.temperature, self.index)
 
 
 def num_blocks(concurrency: int, max_prompts: int) -> int:
-    """Blocks per suite. One of several requests holds 2 x concurrency of them, and a third of as many are enough."""
+    """Blocks per suite. Above concurrency 1 a block has 2 x concurrency requests, so a third of the blocks suffice."""
     return max_prompts if concurrency == 1 else -(-max_prompts // 3)
 
 
 def blocks_of(spec: CompareSpec) -> Iterator[Block]:
-    """All blocks, round by round: concurrency, suites and temperatures in turn, so that a machine that changes while
-    it measures changes for all of them."""
+    """All blocks, alternating concurrencies, suites and temperatures, so a change of the machine's speed during the
+    measurement affects all of them."""
     rounds = max(num_blocks(c, suite.max_prompts) for c in spec.concurrencies for suite in spec.benchmark.suites)
     turn = 0
     for index in range(rounds):

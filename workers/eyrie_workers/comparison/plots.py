@@ -1,7 +1,7 @@
-"""The pictures of a comparison: speed-up by variant, acceptance by position, tau against what a round costs, by load.
+"""The figures of a comparison: speed-up by variant, acceptance by position, tau against the cost of a round, by load.
 
-A family keeps one colour and a kind of shape one marker through all of them, so that EAGLE-1, EAGLE-2 and the chain are
-seen to be one checkpoint.
+A family has one colour and a kind of shape one marker in all figures, so EAGLE-1, EAGLE-2 and the chain are
+recognisable as one checkpoint.
 """
 
 from collections.abc import Sequence
@@ -35,14 +35,14 @@ _MIN_ROUNDS = 8  # as in `measurement.benchmark.plots`: below it one round moves
 def draw(report: CompareReport, out: Path) -> list[Path]:
     """Write every figure as PNG and SVG; returns the paths."""
     with matplotlib.rc_context(SETTINGS):
-        made = {"speedup": speedups(report), "acceptance": acceptance(report), "round-cost": round_cost(report)}
+        figures = {"speedup": speedups(report), "acceptance": acceptance(report), "round-cost": round_cost(report)}
         if len(report.concurrencies) > 1:
-            made["concurrency"] = by_concurrency(report)
-        return [path for name, figure in made.items() for path in save(figure, out, name)]
+            figures["concurrency"] = by_concurrency(report)
+        return [path for name, figure in figures.items() for path in save(figure, out, name)]
 
 
 def colours(report: CompareReport) -> dict[str, str]:
-    """A colour for every family, whatever their rank."""
+    """A colour for every family, independent of rank."""
     families = sorted({one.variant.family for one in report.variants} - {OFF, "ngram"})
     return {OFF: OTHER_GREY, "ngram": "#777777"} | dict(zip(families, _COLOURS * len(families), strict=False))
 
@@ -82,8 +82,8 @@ def _finding(report: CompareReport) -> str:
     winner = report.named(report.winner)
     assert winner is not None
     if winner.variant.title == OFF:
-        return "Nothing is surely faster than no drafter: leave it off"
-    ties = sum(held.outcome == "not told apart" for held in report.contests if held.one == winner.variant.title)
+        return "No variant is surely faster than no drafter"
+    ties = sum(pair.outcome == "not told apart" for pair in report.contests if pair.one == winner.variant.title)
     others = f", not told apart from {ties} other{'s' if ties > 1 else ''}" if ties else ", ahead of all others"
     return f"{winner.variant.title} is {winner.overall.speedup:.2f}x as fast as no drafter{others}"
 
@@ -118,7 +118,7 @@ def _well_founded(figures: Figures) -> tuple[float, ...]:
 
 
 def round_cost(report: CompareReport) -> Figure:
-    """tau over the cost of a round, with lines of equal speed-up; the bar to the left is what drafting takes of it."""
+    """tau over the cost of a round, with lines of equal speed-up; the bar to the left is the drafting."""
     figure, (axes,) = new_figure(9.5, 5.8)
     of = colours(report)
     drafted = [one for one in report.variants if one.variant.title != OFF]
@@ -151,7 +151,7 @@ def _iso(most: float) -> list[float]:
 
 
 def _annotate(axes: Axes, drafted: Sequence[VariantReport]) -> None:
-    """Names beside points; those of near points are spread apart, each with a line to its own."""
+    """Names next to points; those of near points are spread vertically, each with a line to its point."""
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     wide, high = 0.16 * (right - left), 0.042 * (top - bottom)  # of a name, about
     taken: list[tuple[float, float]] = []

@@ -1,7 +1,7 @@
-"""How far a comparison is, in one line: read from the running stage's own `events.jsonl`, which has rate and ETA.
+"""Prints the progress of a comparison, read from the running stage's `events.jsonl`, which has rate and ETA.
 
-On a terminal the line is redrawn in place; a log gets one now and then. Stages say it to their files and not to us, so
-that a stage is the same program here, on a cluster and alone; the price is a thread that reads along.
+On a terminal one line is redrawn in place; a log gets a line every 15 seconds. A stage reports to its events file
+alone, whether it runs here, on a cluster or by itself, so a thread polls the file.
 """
 
 import io
@@ -23,8 +23,8 @@ _LIVE_EVERY_S = 1.0
 _LOGGED_EVERY_S = 15.0
 
 
-def told(path: Path) -> Iterator[StageRecord]:
-    """The records of an events file; a torn last line is left out."""
+def stage_records(path: Path) -> Iterator[StageRecord]:
+    """The records of an events file; an incomplete last line is skipped."""
     if not path.is_file():
         return
     for line in path.read_text().split("\n"):
@@ -35,7 +35,7 @@ def told(path: Path) -> Iterator[StageRecord]:
                 continue
 
 
-def words(record: ProgressRecord) -> str:
+def progress_text(record: ProgressRecord) -> str:
     """`412 k of 1 M tokens, 8.3 k/s, 1m 10s left`."""
     line = count(record.done) + (f" of {count(record.total)}" if record.total is not None else "") + f" {record.unit}"
     if record.rate is not None:
@@ -46,7 +46,7 @@ def words(record: ProgressRecord) -> str:
 
 
 class _Lines(io.TextIOBase):
-    """Where stages' own words go meanwhile: a line of theirs takes the place of the one that is redrawn."""
+    """A stream for the stages' own output: each of their lines replaces the progress line."""
 
     def __init__(self, stream: TextIO, clear: str) -> None:
         self._stream, self._clear, self._fresh = stream, clear, True
@@ -60,8 +60,8 @@ class _Lines(io.TextIOBase):
         self._stream.flush()
 
 
-class Voice:
-    """Says on stderr what begins and how far it is. Use it as a context."""
+class ProgressPrinter:
+    """Prints each stage and its progress to stderr. A context manager."""
 
     def __init__(self) -> None:
         self._live = sys.stderr.isatty()
@@ -69,12 +69,13 @@ class Voice:
         self.lines = _Lines(self._stream, self._clear())
         """For `contextlib.redirect_stdout`."""
 
+        # Written by `begin`, read by the thread; each is replaced as a whole, and a stale read costs one late line.
         self._what, self._events, self._from = "", Path(), 0
         self._began = time.monotonic()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._read_along, name="eyrie-progress", daemon=True)
+        self._thread = threading.Thread(target=self._poll, name="eyrie-progress", daemon=True)
 
-    def __enter__(self) -> "Voice":
+    def __enter__(self) -> "ProgressPrinter":
         self._thread.start()
         return self
 
@@ -84,21 +85,21 @@ class Voice:
         self._thread.join()
         print(self._clear(), file=self._stream, end="", flush=True)
 
-    def begins(self, what: str, directory: Path) -> None:
-        """Another stage."""
+    def begin(self, what: str, directory: Path) -> None:
+        """A stage begins; its events file is in `directory`."""
         self._events = directory / "events.jsonl"
         self._from = self._events.stat().st_size if self._events.exists() else 0
         self._what = what
         print(f"{self._clear()}[{duration(time.monotonic() - self._began)}] {what}", file=self._stream, flush=True)
 
-    def _read_along(self) -> None:
+    def _poll(self) -> None:
         last = ""
         while not self._ended.wait(_LIVE_EVERY_S if self._live else _LOGGED_EVERY_S):
             line = self._latest()
             if not line or line == last:
                 continue
             last = line
-            if self._live:  # one that wraps could not be redrawn
+            if self._live:  # a wrapped line could not be redrawn
                 line = line[: shutil.get_terminal_size().columns - 3]
             print(f"{self._clear()}  {line}", file=self._stream, end="" if self._live else "\n", flush=True)
 
@@ -114,5 +115,5 @@ class Voice:
         for line in reversed(lines):
             if line.startswith('{"kind":"progress"') and line.endswith("}"):
                 record = STAGE_RECORD.validate_json(line)
-                return f"{self._what}: {words(record)}" if isinstance(record, ProgressRecord) else ""
+                return f"{self._what}: {progress_text(record)}" if isinstance(record, ProgressRecord) else ""
         return ""

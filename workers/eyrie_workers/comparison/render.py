@@ -1,4 +1,4 @@
-"""A comparison for people: `report.md`, and what the terminal shows. Pure."""
+"""The report of a comparison as Markdown (`report.md`) and for the terminal. Pure."""
 
 from collections.abc import Iterable, Sequence
 
@@ -16,16 +16,16 @@ _STYLE = {"holds": "green", "does not hold here": "yellow", "not told apart": "d
 
 
 def markdown(report: CompareReport, plots: Iterable[str] = ()) -> str:
-    """The whole report as a page."""
+    """The whole report as Markdown."""
     parts = [f"# Which drafter for {report.target}", f"**{QUESTION}** {report.verdict}", _conditions(report),
              "## Leaderboard", _leaderboard(report), *(f"![{name}](plots/{name}.svg)" for name in plots),
              "## By suite and temperature", _by_suite(report), "## Acceptance and cost of a round", _rounds(report),
              "## Training", _training(report)]
     if report.rows:
         parts += ["## Three versions side by side", _versions(report)]
-    parts += ["## What the story says, and what was found here", _claims(report)]
+    parts += ["## Published claims, and what was measured here", _claims(report)]
     if report.notes:
-        parts += ["## To bear in mind", "\n".join(f"- {note}" for note in report.notes)]
+        parts += ["## Limits", "\n".join(f"- {note}" for note in report.notes)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -113,27 +113,25 @@ def _claims(report: CompareReport) -> str:
 
 
 def view(report: CompareReport, where: Sequence[tuple[str, str]]) -> RenderableType:
-    """What the terminal shows at the end."""
+    """The summary for the terminal."""
     board = Table(box=None, pad_edge=False, header_style="bold")
     others = report.concurrencies[1:]
-    for column in ("#", "ARM", "SHAPE"):
+    for column in ("#", "VARIANT", "SHAPE"):
         board.add_column(column)
     for column in ("SPEED-UP (95 %)", *(f"T={t:g}" for t in report.temperatures),
                    *(f"{load} AT ONCE" for load in others), "TAU", "DRAFT MS", "TRAINED", "LOSSLESS"):
         board.add_column(column, justify="right")
-    made = {one.family: one for one in report.trained}
+    seconds = {one.family: one.seconds for one in report.trained}
     for one in report.variants:
-        board.add_row(
-            *_line(report, one, others, made[one.variant.family].seconds if one.variant.family in made else None),
-            style="bold green" if one.variant.title == report.winner else "",
-        )
-    told = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("THE STORY SAYS", "", "HERE", ""):
-        told.add_column(column)
+        board.add_row(*_line(report, one, others, seconds.get(one.variant.family)),
+                      style="bold green" if one.variant.title == report.winner else "")
+    claims = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("CLAIM", "PUBLISHED", "HERE", ""):
+        claims.add_column(column)
     for claim in report.claims:
         if claim.verdict != "not measured":
-            told.add_row(claim.aspect, claim.seed, claim.here, Text(claim.verdict, _STYLE[claim.verdict]))
-    story: list[RenderableType] = [told, Text()] if told.row_count else []
+            claims.add_row(claim.aspect, claim.seed, claim.here, Text(claim.verdict, _STYLE[claim.verdict]))
+    story: list[RenderableType] = [claims, Text()] if claims.row_count else []
     files = Table.grid(padding=(0, 2))
     for name, path in where:
         files.add_row(Text(name, "bold"), path)

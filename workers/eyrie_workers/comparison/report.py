@@ -1,14 +1,14 @@
-"""What a comparison found, as values: models, and their making from ledger entries. Pure.
+"""The report of a comparison: its models, and their computation from ledger entries. Pure.
 
 Definitions. tau, acceptance and speed-up are those of `v1alpha1.reports`. Blocks are resampled, all temperatures of a
 block together (`intervals`). A *round* is a target pass and the drafting before it:
 
-    draft_ms      proposing and taking in what was settled, per round
+    draft_ms      proposing and settling, per round
     draft_share   the same in passes of the undrafted target at the same load
-    round_cost    the whole round in such passes; what drafting leaves of tau is tau / round_cost
+    round_cost    the whole round in such passes; tau / round_cost is the speed-up while decoding
 
-Two variants are compared on the blocks both answered, in pairs: that tells smaller differences apart than two intervals
-against off that overlap. They are *not told apart* when the interval of their ratio holds 1.
+Two variants are compared in pairs on the blocks that both answered, which resolves smaller differences than two
+overlapping intervals against off. They are *not told apart* when the interval of their ratio contains 1.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ from eyrie_api.v1alpha1.model import Frozen, Interval
 from eyrie_api.v1alpha1.reports import Environment
 from eyrie_workers.comparison.forms import OFF
 from eyrie_workers.comparison.measuring import Entry, VariantRun
-from eyrie_workers.comparison.plan import Budget, Variant
+from eyrie_workers.comparison.plan import Budget
 from eyrie_workers.intervals import (
     FloatArray,
     Tally,
@@ -32,7 +32,8 @@ from eyrie_workers.intervals import (
     speed_interval,
     standard_error,
 )
-from eyrie_workers.measurement.benchmark.blocks import agreeing
+from eyrie_workers.measurement.benchmark.blocks import num_identical
+from eyrie_workers.measurement.variant import Variant
 
 Outcome = Literal["faster", "slower", "not told apart"]
 Verdict = Literal["holds", "does not hold here", "not told apart", "not measured"]
@@ -70,7 +71,7 @@ class Figures(Frozen):
 
 
 class Trained(Frozen):
-    """What a family's drafter took to make."""
+    """One family's drafter and the cost of its training."""
 
     family: str
     checkpoint: str
@@ -87,7 +88,7 @@ class Trained(Frozen):
     """Of optimiser steps; loading and evaluating left out."""
 
     cpu_seconds: float | None
-    """Of the whole stage; None when a call was killed and its share is not known."""
+    """Of the whole stage; None when a run was killed, because its share is unknown."""
 
     tokens_per_s: float
     draft_vocab_size: int
@@ -95,10 +96,10 @@ class Trained(Frozen):
     """`hidden_states` indices it reads."""
 
     feature_bytes: int
-    """Of captured states it needs: its layers at every position, what it is taught where it is taught."""
+    """Of the captured states it needs: its layers at every position, the distillation targets at supervised ones."""
 
     first_accuracy: float
-    """Of the first step, on captured rows it was not trained on."""
+    """Of the first step, on held-out captured rows."""
 
 
 class VariantReport(Frozen):
@@ -107,10 +108,10 @@ class VariantReport(Frozen):
     rank: int
     variant: Variant
     lossless: bool
-    """Every answer was the undrafted one."""
+    """Every answer equals the undrafted one."""
 
     overall: Figures
-    """All suites and temperatures, at the first concurrency: what the rank is by."""
+    """All suites and temperatures, at the first concurrency; determines the rank."""
 
     figures: tuple[Figures, ...]
     """By concurrency; by concurrency and temperature; by those and suite."""
@@ -121,14 +122,14 @@ class VariantReport(Frozen):
                     if (one.concurrency, one.temperature, one.suite) == (concurrency, temperature, suite))
 
 
-class Contest(Frozen):
+class PairComparison(Frozen):
     """Two variants on the same blocks, all suites and temperatures, at one concurrency."""
 
     one: str
     other: str
     concurrency: int
     ratio: float
-    """Speed of the one over the other's."""
+    """Speed of `one` over that of `other`."""
 
     interval: Interval
     outcome: Outcome
@@ -137,7 +138,7 @@ class Contest(Frozen):
 
 
 class Row(Frozen):
-    """A row of the seed's table of three versions, and the same row measured."""
+    """A row of the published table of three versions, and the same row measured."""
 
     aspect: str
     seed: tuple[str, str, str]
@@ -145,7 +146,7 @@ class Row(Frozen):
 
 
 class Claim(Frozen):
-    """A sentence of the seed against what was measured."""
+    """A published claim against the measurement."""
 
     aspect: str
     seed: str
@@ -173,52 +174,52 @@ class CompareReport(Frozen):
     failed: dict[str, str]
     """Families whose training failed, and why."""
 
-    contests: tuple[Contest, ...]
+    contests: tuple[PairComparison, ...]
     """The best against every other variant, and the pairs that claims are about."""
 
     rows: tuple[Row, ...] = ()
     claims: tuple[Claim, ...] = ()
     verdict: str = ""
     winner: str = OFF
-    """What to serve with; `off` when nothing is surely faster than no drafter."""
+    """The variant to serve; `off` when none is surely faster than no drafter."""
 
     seconds: dict[str, float]
     """Wall time by stage."""
 
     notes: tuple[str, ...] = ()
-    """What makes the figures weaker than they look."""
+    """Limits of the figures."""
 
     environment: Environment
 
     def named(self, title: str) -> VariantReport | None:
-        """The variant of this title, if it took part."""
+        """The variant of this title, if it was compared."""
         return next((one for one in self.variants if one.variant.title == title), None)
 
-    def contest(self, one: str, other: str) -> Contest | None:
-        """The two against each other, whichever way it is held, at the first concurrency."""
-        for held in self.contests:
-            if held.concurrency == self.concurrencies[0]:
-                if (held.one, held.other) == (one, other):
-                    return held
-                if (held.one, held.other) == (other, one):
-                    return turned(held)
+    def comparison(self, one: str, other: str) -> PairComparison | None:
+        """`one` against `other` at the first concurrency, from either direction."""
+        for pair in self.contests:
+            if pair.concurrency == self.concurrencies[0]:
+                if (pair.one, pair.other) == (one, other):
+                    return pair
+                if (pair.one, pair.other) == (other, one):
+                    return swapped(pair)
         return None
 
 
-def turned(held: Contest) -> Contest:
-    """The same contest, seen from the other side."""
+def swapped(pair: PairComparison) -> PairComparison:
+    """The same comparison with `one` and `other` exchanged."""
     back: dict[Outcome, Outcome] = {"faster": "slower", "slower": "faster", "not told apart": "not told apart"}
-    return Contest(one=held.other, other=held.one, concurrency=held.concurrency, ratio=1.0 / held.ratio,
-                   interval=_turned(held.interval), outcome=back[held.outcome], tau_ratio=1.0 / held.tau_ratio,
-                   tau_interval=_turned(held.tau_interval))
+    return PairComparison(one=pair.other, other=pair.one, concurrency=pair.concurrency, ratio=1.0 / pair.ratio,
+                   interval=_turned(pair.interval), outcome=back[pair.outcome], tau_ratio=1.0 / pair.tau_ratio,
+                   tau_interval=_turned(pair.tau_interval))
 
 
 def _turned(interval: Interval) -> Interval:
     return Interval(low=1.0 / interval.high, high=1.0 / interval.low)
 
 
-class Book:
-    """The entries of a comparison, asked in several ways."""
+class MeasuredBlocks:
+    """The ledger entries of a comparison, and the figures computed from them."""
 
     def __init__(self, entries: Sequence[Entry], seed: int = 0) -> None:
         self.entries, self._seed = entries, seed
@@ -226,8 +227,8 @@ class Book:
         self.temperatures = sorted({entry.temperature for entry in entries})
         self.suites = list(dict.fromkeys(entry.suite for entry in entries))
 
-    def some(self, concurrency: int, temperature: float | None = None, suite: str | None = None) -> list[Entry]:
-        """Entries of a load; of all temperatures and suites where none is given."""
+    def select(self, concurrency: int, temperature: float | None = None, suite: str | None = None) -> list[Entry]:
+        """Entries at a concurrency; of all temperatures and suites where none is given."""
         return [entry for entry in self.entries
                 if entry.concurrency == concurrency and temperature in (None, entry.temperature)
                 and suite in (None, entry.suite)]
@@ -258,7 +259,7 @@ class Book:
     def figures(self, title: str, concurrency: int, temperature: float | None = None,
                 suite: str | None = None) -> Figures:
         """One variant over the blocks of a load, a temperature, a suite."""
-        entries = self.some(concurrency, temperature, suite)
+        entries = self.select(concurrency, temperature, suite)
         ours, off = [entry.runs[title] for entry in entries], [entry.runs[OFF] for entry in entries]
         histogram = add_histograms([run.block.accepted_histogram for run in ours])
         speedup, interval = self.compared(title, OFF, entries)
@@ -269,7 +270,7 @@ class Book:
         return Figures(
             concurrency=concurrency, suite=suite, temperature=temperature, blocks=len(entries),
             requests=sum(len(run.block.answers) for run in ours),
-            identical=sum(agreeing(run.block, plain.block) for run, plain in zip(ours, off, strict=True)),
+            identical=sum(num_identical(run.block, plain.block) for run, plain in zip(ours, off, strict=True)),
             tokens=sum(run.block.tokens for run in ours), tau=acceptance_length(histogram),
             tau_interval=self.tau(title, OFF, entries)[1],
             acceptance=conditional_acceptance(histogram), accepted_histogram=histogram,
@@ -278,7 +279,7 @@ class Book:
             nodes_per_round=sum(run.nodes for run in ours) / rounds)
 
     def variant(self, variant: Variant) -> VariantReport:
-        """Everything about one variant; its rank is not known yet."""
+        """The report of one variant; `rank` assigns its rank."""
         title = variant.title
         figures = tuple(
             self.figures(title, concurrency, temperature, suite)
@@ -288,19 +289,19 @@ class Book:
                                        *((t, s) for t in self.temperatures for s in self.suites)])
         overall = figures[0]
         return VariantReport(rank=1, variant=variant, overall=overall, figures=figures,
-                         lossless=all(one.identical == one.requests for one in figures))
+                             lossless=all(one.identical == one.requests for one in figures))
 
-    def contest(self, one: str, other: str, concurrency: int) -> Contest:
-        """Two variants in pairs."""
-        entries = self.some(concurrency)
+    def pair(self, one: str, other: str, concurrency: int) -> PairComparison:
+        """Two variants on the same blocks."""
+        entries = self.select(concurrency)
         ratio, interval = self.compared(one, other, entries)
         tau_ratio, tau_interval = self.tau(one, other, entries)
-        return Contest(one=one, other=other, concurrency=concurrency, ratio=ratio, interval=interval,
+        return PairComparison(one=one, other=other, concurrency=concurrency, ratio=ratio, interval=interval,
                        outcome=outcome(interval), tau_ratio=tau_ratio, tau_interval=tau_interval)
 
 
 def outcome(interval: Interval) -> Outcome:
-    """What an interval of a ratio says. One block alone, whose interval is a point, says nothing."""
+    """The outcome given the interval of a ratio. A point interval, from a single block, decides nothing."""
     if interval.low == interval.high:
         return "not told apart"
     return "faster" if interval.low > 1.0 else "slower" if interval.high < 1.0 else "not told apart"
@@ -313,26 +314,27 @@ def rank(variants: Iterable[VariantReport]) -> tuple[VariantReport, ...]:
 
 
 def choose(variants: Sequence[VariantReport]) -> str:
-    """What to serve with: the first lossless variant that is surely faster than off; else off."""
+    """The variant to serve: the first lossless one that is surely faster than off; else off."""
     for one in variants:
         if one.variant.title != OFF and one.lossless and outcome(one.overall.speedup_interval) == "faster":
             return one.variant.title
     return OFF
 
 
-def contests_of(book: Book, ranked: Sequence[VariantReport], pairs: Iterable[tuple[str, str]]) -> tuple[Contest, ...]:
-    """The best drafted variant against every other, and these pairs, at the first concurrency; each once."""
+def pair_comparisons(measured_blocks: MeasuredBlocks, ranked: Sequence[VariantReport],
+                     pairs: Iterable[tuple[str, str]]) -> tuple[PairComparison, ...]:
+    """The best drafted variant against every other, and `pairs`, at the first concurrency; each pair once."""
     titles = [one.variant.title for one in ranked]
     drafted = [title for title in titles if title != OFF]
     wanted = [(drafted[0], title) for title in titles if title != drafted[0]] if drafted else []
     wanted += [pair for pair in pairs if set(pair) <= set(titles)]
     unique = {frozenset(pair): pair for pair in reversed(wanted)}
-    first = book.concurrencies[0]
-    return tuple(book.contest(*pair, first) for pair in reversed(unique.values()))
+    first = measured_blocks.concurrencies[0]
+    return tuple(measured_blocks.pair(*pair, first) for pair in reversed(unique.values()))
 
 
 def _counts(run: VariantRun) -> tuple[float, float]:
-    """Tokens that rounds made, and rounds. Off has tau 1, with or without a round."""
+    """Tokens from rounds, and rounds. Off has tau 1, with or without a round."""
     histogram = run.block.accepted_histogram
     rounds = sum(histogram)
     return float(rounds + sum(k * count for k, count in enumerate(histogram))), float(rounds)

@@ -1,7 +1,7 @@
-"""From a command line to a `CompareSpec`: the options, their defaults, and the short form. Pure.
+"""The command line of a comparison as a `CompareSpec`: options, defaults, and the short form. Pure.
 
-The defaults put all families on the shipped target on two idle cores within half an hour; `--short` is a look at the
-whole way in a few minutes, whose figures are too few to decide by.
+With the defaults, all families on the shipped target take half an hour on two idle cores. `--short` runs everything in
+a few minutes, with too few prompts to decide by.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _QUICKSTART_DRAFT_VOCABULARY = 1536  # covers 98 % of its answers, as in the dem
 
 
 class Sizes(NamedTuple):
-    """What `--short` makes smaller."""
+    """The sizes that `--short` reduces."""
 
     conversations: int
     budget: str
@@ -41,13 +41,13 @@ SHORT = Sizes(160, "tokens=40k", 512, 2, 32)
 
 
 def build_parser(families: Sequence[str]) -> argparse.ArgumentParser:
-    """The options; their help is the manual. families: those that can be trained here."""
+    """The options. families: those that can be trained."""
     parser = argparse.ArgumentParser(
         prog="eyrie compare",
-        description="Train drafters of several families for one target at an equal budget, measure them all, and say "
-                    "which is right for it, if any.",
-        epilog="Killed at any moment and started again with the same options, it goes on. n-gram lookup and no drafter "
-               "always take part.")
+        description="Train drafters of several families for one target at an equal budget, measure all of them, and "
+                    "report which is best for it, if any.",
+        epilog="An interrupted comparison resumes when started again with the same options. n-gram lookup and no "
+               "drafter are always compared.")
     add = parser.add_argument
     add("--target", default=QUICKSTART, help="Hugging Face directory or Hub id; default: the shipped model")
     add("--dtype", default="float32", help="arithmetic of the target")
@@ -70,8 +70,8 @@ def build_parser(families: Sequence[str]) -> argparse.ArgumentParser:
     add("--codec", help="how captured states are stored")
     add("--seed", type=int, default=0)
     add("--threads", type=int, help="of training and measuring; default: all")
-    add("--short", action="store_true", help="everything smaller: the whole way in minutes, nothing to decide by")
-    add("--out", type=Path, required=True, metavar="DIR", help="reports, plots, drafters and all that lies between")
+    add("--short", action="store_true", help="smaller in everything: runs in minutes, too little data to decide by")
+    add("--out", type=Path, required=True, metavar="DIR", help="reports, plots, drafters and intermediate results")
     add("--json", action="store_true", help="the report as JSON on stdout")
     return parser
 
@@ -81,8 +81,8 @@ def read(given: argparse.Namespace) -> CompareSpec:
     sizes = SHORT if given.short else FULL
     shipped = given.target == QUICKSTART
     if not shipped and not given.data:
-        raise InvalidInput(f"--data is missing: what is {given.target!r} asked by its users?",
-                           "give conversations, JSONL or parquet: --data chats.jsonl")
+        raise InvalidInput(f"--data is required for the target {given.target!r}",
+                           "give conversations of its users, JSONL or parquet: --data chats.jsonl")
     families = [name.strip() for name in given.families.split(",") if name.strip()]
     unknown = [name for name in families if name not in FAMILIES]
     if unknown:

@@ -1,11 +1,11 @@
-"""The stages of a comparison, each a program in a directory of its own, called as it is and safe to run again.
+"""Runs the stages of a comparison, each a resumable program in its own directory.
 
     DIR/regenerate   DIR/capture   DIR/calibrate/<family>   DIR/train/<family>   DIR/spent.jsonl
 
-A family whose training fails is left out and said, for the others' half hour must not be lost with it.
+A family whose training fails is left out and reported; the others continue.
 
-Processor time is counted around each call and kept in `spent.jsonl`, a line when a call begins and one when it ends. A
-call that was killed has no second line: what it used is then not known, and not guessed.
+Processor time is recorded in `spent.jsonl`, one line when a stage begins and one when it ends. A killed stage has no
+second line: its processor time is then reported as unknown.
 """
 
 import time
@@ -42,17 +42,17 @@ class StageFailed(EyrieError):
 
 
 class Stopped(BaseException):
-    """A stage was asked to stop; run again, it goes on. A BaseException, like `program.Interrupted`."""
+    """A stage was asked to stop; run again, it resumes. A BaseException, like `stage_program.Interrupted`."""
 
 
 @dataclass(frozen=True)
-class Learnt:
-    """One family's drafter and what its training took."""
+class TrainedDrafter:
+    """One family's drafter and the cost of its training."""
 
     report: TrainReport
     directory: Path
     cpu_seconds: float | None
-    """Of all calls that worked on it, starting and evaluating included; None when one of them was killed."""
+    """Of all runs of its stage, start-up and evaluation included; None when one of them was killed."""
 
     epochs: float
 
@@ -64,14 +64,14 @@ class Learnt:
 
 @dataclass
 class Training:
-    """Everything up to the measuring."""
+    """Runs all stages before the measurement."""
 
     spec: CompareSpec
     home: Path
-    tell: Callable[[str, Path], None]
-    """Called with what begins, and the directory whose `events.jsonl` says how far it is."""
+    on_begin: Callable[[str, Path], None]
+    """Called with each stage that begins, and the directory of its `events.jsonl`."""
 
-    learnt: dict[str, Learnt] = field(default_factory=dict)
+    drafters: dict[str, TrainedDrafter] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of each stage, from its manifest."""
@@ -89,7 +89,7 @@ class Training:
         return self.home / "capture"
 
     def run(self) -> CaptureReport:
-        """All stages; what exists is not done again. Raises StageFailed when nothing can be measured for it."""
+        """Run all stages that have no manifest yet. Raises StageFailed when no family could be trained."""
         spec = self.spec
         rows = self._stage("answers of the target", regenerate, plan.regenerate_stage(spec), self.rows_dir,
                            RegenerateReport)
@@ -102,18 +102,18 @@ class Training:
                 self._parts += 1
                 continue
             out = self.home / "train" / family
-            told = self._attempt(f"training {family}", family,
-                                 plan.train_stage(spec, family, str(self.store_dir), epochs[family]), out)
-            if told is not None:
-                self.learnt[family] = Learnt(told, out / told.checkpoints[-1].path,
+            report = self._attempt(f"training {family}", family,
+                                   plan.train_stage(spec, family, str(self.store_dir), epochs[family]), out)
+            if report is not None:
+                self.drafters[family] = TrainedDrafter(report, out / report.checkpoints[-1].path,
                                              cpu_seconds(self.home / SPENT, f"train/{family}"), epochs[family])
-                self.seconds[f"train {family}"] = told.seconds
-        if not self.learnt and self.failed:
+                self.seconds[f"train {family}"] = report.seconds
+        if not self.drafters and self.failed:
             raise StageFailed(self._failure_of(spec.families[0]))
         return store
 
     def measuring(self, out: Path) -> None:
-        """Say that the last part begins."""
+        """Report that the last part, the measurement, begins."""
         self._begin("measuring", out, False)
 
     def _begin(self, what: str, out: Path, done: bool) -> None:
@@ -121,22 +121,22 @@ class Training:
         if not done:
             per_family = 1 if self.spec.budget.kind == "tokens" else 2
             total = 3 + per_family * len(self.spec.families)
-            self.tell(f"{self._parts} of {total}: {what}", out)
+            self.on_begin(f"{self._parts} of {total}: {what}", out)
 
     def _epochs(self, store_tokens: int) -> Mapping[str, float]:
         """Of every family, by the budget."""
         spec, budget = self.spec, self.spec.budget
         if budget.kind == "tokens":
             return dict.fromkeys(spec.families, plan.epochs_for_tokens(budget.amount, store_tokens))
-        some = plan.calibration_epochs(spec, store_tokens)
-        found: dict[str, float] = {}
+        calibration = plan.calibration_epochs(spec, store_tokens)
+        epochs: dict[str, float] = {}
         for family in spec.families:
-            told = self._attempt(f"how fast {family} learns", family,
-                                 plan.train_stage(spec, family, str(self.store_dir), some),
-                                 self.home / "calibrate" / family)
-            if told is not None:
-                found[family] = plan.epochs_for_seconds(budget.amount, some, told.seconds, store_tokens)
-        return found
+            report = self._attempt(f"training speed of {family}", family,
+                                   plan.train_stage(spec, family, str(self.store_dir), calibration),
+                                   self.home / "calibrate" / family)
+            if report is not None:
+                epochs[family] = plan.epochs_for_seconds(budget.amount, calibration, report.seconds, store_tokens)
+        return epochs
 
     def _attempt(self, what: str, family: str, spec: Frozen, out: Path) -> TrainReport | None:
         try:
@@ -146,11 +146,11 @@ class Training:
             return None
 
     def _failure_of(self, family: str) -> Failure:
-        for room in ("train", "calibrate"):
-            file = self.home / room / family / "failure.json"
+        for stage in ("train", "calibrate"):
+            file = self.home / stage / family / "failure.json"
             if file.exists():
                 return Failure.model_validate_json(file.read_bytes())
-        raise AssertionError(f"{family} failed without saying so")
+        raise AssertionError(f"{family} failed without a failure.json")
 
     def _stage(self, what: str, work: Callable[[SpecT, Stage], Result], spec: SpecT, out: Path,
                kind: type[ReportT]) -> ReportT:

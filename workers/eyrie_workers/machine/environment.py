@@ -1,6 +1,6 @@
-"""Where a number was measured. Two numbers from different environments are not compared.
+"""The environment of a measurement: hardware, threads, versions, date. Figures compare within one environment only.
 
-Free of torch until an engine's environment is asked for: the load generator's processes do not load it.
+Torch is imported by `environment` alone: the load generator's processes do not load it.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from eyrie_api.artifacts import code_version
 from eyrie_api.v1alpha1.reports import Environment
 
-# What decides the speed of small matrix products on a CPU, in the kernel's spelling.
+# Vector extensions that determine the speed of small matrix products on a CPU, as /proc/cpuinfo spells them.
 _TELLING_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
@@ -21,14 +21,14 @@ def cpu_count() -> int:
 
 
 def environment(dtype: str) -> Environment:
-    """The present environment, with the thread count torch uses now."""
+    """The current environment, with torch's current thread count."""
     import torch
 
     return _described(torch.get_num_threads(), torch.__version__, dtype)
 
 
 def client_environment() -> Environment:
-    """Of a process that asks servers and computes nothing itself: one thread, no torch, no dtype."""
+    """The environment of a process that only sends requests: one thread, no torch, no dtype."""
     return _described(1, "not loaded", "not known to the client")
 
 
@@ -48,7 +48,7 @@ def _hardware() -> str:
 
 
 def describe_cpuinfo(text: str) -> str:
-    """Processor name and the vector extensions that matter, from the text of /proc/cpuinfo."""
+    """Processor name and relevant vector extensions, from the text of /proc/cpuinfo."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         name, _, value = line.partition(":")

@@ -1,9 +1,9 @@
-"""One measurement at a time on a machine, and the admission when something else was running.
+"""One measurement at a time on a machine, and a warning when other work ran during it.
 
-Two benchmarks side by side measure each other. A lock on one file in the system's temporary directory keeps every
-measuring process of the machine in line, whatever job, directory or user it belongs to; the kernel frees it when its
-holder dies. Other work cannot be locked out, so its share of the processors is read from /proc/stat before and after,
-and a measurement that was disturbed says so.
+Concurrent benchmarks disturb each other. A lock on one file in the system's temporary directory serialises all
+measuring processes of the machine, whatever job, directory or user they belong to; the kernel releases it when its
+holder exits. Other work cannot be locked out, so its share of the processors is computed from /proc/stat before and
+after, and reported when it is too large.
 """
 
 import fcntl
@@ -17,15 +17,15 @@ from pathlib import Path
 
 LOCK_NAME = "eyrie-measuring.lock"
 _POLL_S = 0.2
-# A tenth of the machine taken by others moves throughput by about as much as the differences we want to see.
+# A tenth of the machine used by others changes throughput by about as much as the differences to be measured.
 _TOLERATED_SHARE = 0.1
 
 
 @contextmanager
-def measuring_alone(while_waiting: Callable[[], None], directory: Path | None = None) -> Iterator[float]:
+def machine_lock(while_waiting: Callable[[], None], directory: Path | None = None) -> Iterator[float]:
     """Hold the machine's measuring lock; yields the seconds waited for it.
 
-    `while_waiting` is called several times a second until the lock is ours: it may raise to give up.
+    `while_waiting` is called several times a second until the lock is acquired; it may raise to give up.
     """
     path = (directory or Path(tempfile.gettempdir())) / LOCK_NAME
     descriptor = _open_lock(path)
@@ -44,8 +44,9 @@ def measuring_alone(while_waiting: Callable[[], None], directory: Path | None = 
 
 
 def _open_lock(path: Path) -> int:
-    """Read-only, and created only when missing: another user's measurement queues behind the same file, and Linux
-    refuses O_CREAT on somebody else's file in a sticky directory (fs.protected_regular)."""
+    """Open read-only, create only when missing: other users lock the same file, and Linux refuses O_CREAT on another
+    user's file in a sticky directory (fs.protected_regular)."""
+    # Two processes may both find it missing; without O_EXCL the second O_CREAT opens the file of the first.
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -53,17 +54,17 @@ def _open_lock(path: Path) -> int:
 
 
 @dataclass(frozen=True)
-class MachineTime:
-    """Processor seconds since boot, and ours, at one moment."""
+class ProcessorTime:
+    """Processor seconds since boot: of the machine, and of this process."""
 
     wall_s: float
     busy_s: float
     own_s: float
-    """With the children we have waited for: an engine started for a measurement is no disturbance of it."""
+    """Waited-for children included: an engine started for a measurement is not other work."""
 
     @classmethod
-    def now(cls, stat: Path = Path("/proc/stat")) -> "MachineTime | None":
-        """The present reading; None where the kernel does not offer it (not Linux)."""
+    def now(cls, stat: Path = Path("/proc/stat")) -> "ProcessorTime | None":
+        """The current reading; None where the kernel has no /proc/stat (not Linux)."""
         try:
             fields = [int(field) for field in stat.read_text().splitlines()[0].split()[1:9]]
         except (OSError, ValueError, IndexError):
@@ -74,21 +75,21 @@ class MachineTime:
         return cls(time.monotonic(), (sum(fields) - idle) / os.sysconf("SC_CLK_TCK"), own_s)
 
 
-def others_share(before: MachineTime, after: MachineTime, cpu_count: int) -> float:
-    """Share of the machine's processors that others used between two readings, 0 to 1."""
+def share_of_other_processes(before: ProcessorTime, after: ProcessorTime, cpu_count: int) -> float:
+    """Share of the machine's processors that other processes used between two readings, 0 to 1."""
     capacity = (after.wall_s - before.wall_s) * cpu_count
     others = (after.busy_s - before.busy_s) - (after.own_s - before.own_s)
     return min(1.0, max(0.0, others / capacity)) if capacity > 0 else 0.0
 
 
-def disturbance(before: MachineTime | None, after: MachineTime | None, cpu_count: int,
+def interference(before: ProcessorTime | None, after: ProcessorTime | None, cpu_count: int,
                 load_average: float) -> str | None:
-    """What to tell the reader about a measurement between two readings; None when the machine was quiet."""
+    """A warning about other work between two readings; None when it was within the tolerated share."""
     if before is None or after is None:
         if load_average <= cpu_count:
             return None
         return f"the load average was {load_average:.1f} on {cpu_count} processors while measuring"
-    share = others_share(before, after, cpu_count)
+    share = share_of_other_processes(before, after, cpu_count)
     if share <= _TOLERATED_SHARE:
         return None
     return (f"other work used {share:.0%} of this machine's {cpu_count} processors while measuring (load average "

@@ -1,2 +1,1 @@
-"""How fast, how lossless, on what: suites, interleaved variants, statistics, and the machine's state while
-measuring."""
+"""Speed, acceptance and losslessness of a drafter: benchmark, tuner, parity with the serving engine."""

@@ -15,21 +15,22 @@ from eyrie_api.artifacts import write_model
 from eyrie_api.v1alpha1.stages import BenchmarkStage
 from eyrie_workers.conversations.suites import select
 from eyrie_workers.measurement.benchmark import transformers_baseline
-from eyrie_workers.measurement.benchmark.samples import Variant
+from eyrie_workers.measurement.benchmark.samples import UNDRAFTED
 from eyrie_workers.measurement.benchmark.session import (
     LEDGER,
     REPORT,
     Progress,
     Session,
-    ask,
     benchmark_report,
-    interleave,
+    measure_units,
     measuring,
     open_ledger,
     open_session,
     read_suites,
     report_cells,
+    round_robin,
 )
+from eyrie_workers.measurement.variant import drafted
 from eyrie_workers.stage_program import Result, Stage, run_program
 
 
@@ -38,15 +39,15 @@ def benchmark(spec: BenchmarkStage, stage: Stage) -> Result:
     started = time.monotonic()
     suites = read_suites(spec, stage)
     ledger = open_ledger(stage, spec)
-    prompts = interleave({
+    prompts = round_robin({
         suite.name: select(suites[suite.name], 0, suite.max_prompts) for suite in spec.benchmark.suites})
-    variant = Variant(spec.benchmark.tree)
-    variants = [Variant(None), variant]
+    variant = drafted(spec.benchmark.tree)
+    variants = [UNDRAFTED, variant]
     with measuring(stage):
         session = open_session(spec, suites)
         units = session.units(prompts, spec.benchmark.temperatures, spec.benchmark.repeats)
         session.bench.warm_up(units[: spec.benchmark.warmup_prompts], variants, stage.pause_point)
-        entries = ask(session, units, variants, ledger, Progress(stage, total=len(units) * len(variants)))
+        entries = measure_units(session, units, variants, ledger, Progress(stage, total=len(units) * len(variants)))
         compared = _compare_with_transformers(session, spec, stage) if spec.measure_transformers else None
     cells = report_cells(session, entries, units, variant)
     for step, cell in enumerate(cells):
@@ -62,7 +63,7 @@ def benchmark(spec: BenchmarkStage, stage: Stage) -> Result:
 def _compare_with_transformers(session: Session, spec: BenchmarkStage,
                                stage: Stage) -> transformers_baseline.TransformersBaseline:
     """The undrafted engine against `transformers` generate, greedily, on the first prompt of every suite."""
-    first = interleave({name: select(prompts, 0, 1) for name, prompts in session.suites.items()})
+    first = round_robin({name: select(prompts, 0, 1) for name, prompts in session.suites.items()})
     found = transformers_baseline.compare(session.bench, session.target_path, session.dtype,
                                           session.units(first, (0.0,), 1), stage.pause_point)
     stage.event("BaselineCompared", f"undrafted engine {found.tokens_per_s:.1f} tokens/s, transformers generate "

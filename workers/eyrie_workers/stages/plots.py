@@ -2,7 +2,7 @@
 
     python -m eyrie_workers.stages.plots --job-dir D --out DIR
 
-A job that is still training has learning curves; one that is done has all. What has no data is left out, and said.
+A job that is still training has learning curves; a finished one has all figures. Figures without data are left out.
 """
 
 import argparse
@@ -27,7 +27,7 @@ Drawing = tuple[str, Callable[[], Figure]]
 
 
 def drawings(record: JobRecord) -> Iterator[Drawing]:
-    """Name and maker of every figure there is data for."""
+    """Name and factory of every figure there is data for."""
     candidates = {report.candidate: report for report in record.train}
     for candidate in sorted(candidates.keys() | record.training_series.keys()):
         yield from _training(candidate, candidates.get(candidate), record.training_series.get(candidate, {}))

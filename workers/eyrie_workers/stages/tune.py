@@ -1,19 +1,22 @@
-"""The tune stage: which setting is best at which load, and the drafter's best shape measured anew.
+"""The tune stage: the best setting at each load, and a final measurement of the drafter's best shape.
 
     python -m eyrie_workers.stages.tune --spec spec.json --out manifest.json
 
-Three steps. The foundation (`measurement.tuner.profile`): a few prompts in rounds of turning shapes, then the drafter
-along their answers, from which every setting is predicted at every load. The races (`measurement.tuner.race`), one per
-concurrency: what could still win is measured block by block against the undrafted engine, until it is decided or trials
-and seconds run out. The map (`measurement.tuner.operating`).
+Three steps:
 
-A winner's figure is optimistic: it is the largest of several noisy numbers. So the figure that promotion decides on
-comes from a last measurement on other prompts, of every suite, that neither the foundation nor the races nor, where the
-suites are long enough, the choice of the checkpoint has seen. It is of the drafter's best shape at the lowest
-concurrency, whatever else won: promotion has to see a drafter that loses, too.
+1. The profile (`measurement.tuner.profile`): a few prompts in rounds of alternating shapes, then the drafter along the
+   answers. From it every setting is predicted at every load.
+2. The races (`measurement.tuner.race`), one per concurrency: settings that could still win are measured block by block
+   against the undrafted engine, until the race is decided or its trials or seconds run out.
+3. The operating map (`measurement.tuner.operating`).
 
-Killed and run again, the stage reads its foundation and its ledger and goes on. The seconds a race may take are those
-of its measurements, so that it ends where it would have ended.
+The winner's speed-up is biased upwards: it is the largest of several noisy numbers. Promotion therefore decides on a
+final measurement with other prompts of every suite, used by neither the profile nor the races nor, where the suites are
+long enough, the selection of the checkpoint. It measures the drafter's best shape at the lowest concurrency, whatever
+setting won, because promotion must also see a drafter that loses.
+
+An interrupted stage resumes from its profile and its ledger. A race's budget counts the seconds of its measurements, so
+a resumed race ends where an uninterrupted one would have.
 """
 
 import math
@@ -35,30 +38,32 @@ from eyrie_workers.interleaving import interleaved
 from eyrie_workers.intervals import acceptance_length, add_histograms
 from eyrie_workers.jsonl_ledger import JsonlLedger
 from eyrie_workers.machine.environment import environment
-from eyrie_workers.measurement.benchmark.blocks import BlockRun, Track, agreeing, block_size, open_engines
-from eyrie_workers.measurement.benchmark.samples import Entry, Variant
+from eyrie_workers.measurement.benchmark.blocks import BlockRun, BlockRunner, block_size, num_identical, open_engines
+from eyrie_workers.measurement.benchmark.samples import UNDRAFTED, Entry
 from eyrie_workers.measurement.benchmark.session import (
     REPORT,
     Progress,
     Session,
     Suites,
-    ask,
     benchmark_report,
-    interleave,
+    measure_units,
     measuring,
     open_ledger,
     open_session,
     read_suites,
     report_cells,
+    round_robin,
 )
+from eyrie_workers.measurement.tuner import profile as profiling
 from eyrie_workers.measurement.tuner.grid import depth_against_width, draw, even_shares, possible_settings
 from eyrie_workers.measurement.tuner.operating import between, compile_map, predicted_point
 from eyrie_workers.measurement.tuner.predict import Prediction
-from eyrie_workers.measurement.tuner.profile import Foundation, lay
+from eyrie_workers.measurement.tuner.profile import TuningProfile
 from eyrie_workers.measurement.tuner.race import Measured, Race, trials_allowed, within_budget
+from eyrie_workers.measurement.variant import Variant, drafted
 from eyrie_workers.stage_program import Result, Stage, run_program
 
-FOUNDATION = "foundation.json"
+PROFILE = "profile.json"
 BLOCKS = "blocks.jsonl"
 FINAL_LEDGER = "final.jsonl"
 _FEWEST_RUNGS = 4  # an interval from fewer blocks says little
@@ -66,7 +71,7 @@ _FEWEST_RUNGS = 4  # an interval from fewer blocks says little
 
 @dataclass(frozen=True)
 class Prompts:
-    """Who is asked for what; disjoint as far as the suites are long enough."""
+    """Prompts by purpose; disjoint where the suites are long enough."""
 
     probed: list[Prompt]
     raced: list[Prompt]
@@ -75,38 +80,38 @@ class Prompts:
 
 @dataclass
 class Tuning:
-    """The stage's work, once everything is loaded."""
+    """Runs the races, and reports them, once everything is loaded."""
 
     spec: TuneStage
     stage: Stage
-    track: Track
+    runner: BlockRunner
     settings: tuple[Setting, ...]
-    foundation: Foundation
+    profile: TuningProfile
     ledger: JsonlLedger[BlockRun]
     runs: dict[tuple[int, float, int, str], BlockRun]
     spent_s: float = 0.0
 
     def race(self, concurrency: int, budget_s: float) -> Race:
         """Race at one concurrency to its end."""
-        predictions = self.foundation.predictions(concurrency)
+        predictions = self.profile.predictions(concurrency)
         race = Race(predictions, trials_allowed(len(self.settings), self.spec.tune.trials_share))
         by_speed = sorted(predictions.values(), key=lambda one: -one.speedup)
         drafted = next(one.setting for one in by_speed if one.setting.method == "drafter")
-        rung_tokens = (block_size(concurrency) * self.foundation.tokens_per_answer * len(self.spec.tune.temperatures))
+        rung_tokens = (block_size(concurrency) * self.profile.tokens_per_answer * len(self.spec.tune.temperatures))
         costs = [rung_tokens / one.tokens_per_s for one in [predictions[OFF], *by_speed]]
-        # Half for the first rung leaves a second one: fewer in the race, and an interval, beat more and none.
+        # Half of the budget for the first rung leaves a second one, without which there is no interval.
         affordable = within_budget(costs, budget_s / 2)
         spent, rung, most_rungs = 0.0, 0, self.most_rungs(concurrency)
         while True:
             for setting in race.admit(affordable, [drafted]):
                 if not self._known(setting, concurrency, rung):
-                    self.track.warm_up(setting, concurrency, self.spec.tune.temperatures)
+                    self.runner.warm_up(setting, concurrency, self.spec.tune.temperatures)
             seconds = self.rung(race, concurrency, rung)
             spent, rung = spent + seconds, rung + 1
-            gone = race.drop()
-            if gone:
+            dropped = race.drop()
+            if dropped:
                 self.stage.event("Dropped", f"at concurrency {concurrency}: " + "; ".join(
-                    f"{setting.label()} {race.reasons[setting]}" for setting in gone))
+                    f"{setting.label()} {race.reasons[setting]}" for setting in dropped))
             if race.decided or rung >= most_rungs or spent + seconds > budget_s:
                 break
         self.spent_s += spent
@@ -116,25 +121,25 @@ class Tuning:
         return race
 
     def most_rungs(self, concurrency: int) -> int:
-        """As many as ask every prompt twice, repeats apart."""
-        asked = 2 * self.spec.tune.max_prompts * self.spec.tune.repeats
-        return max(_FEWEST_RUNGS, math.ceil(asked / block_size(concurrency)))
+        """Rungs that use every prompt twice per repeat; at least `_FEWEST_RUNGS`."""
+        requests = 2 * self.spec.tune.max_prompts * self.spec.tune.repeats
+        return max(_FEWEST_RUNGS, math.ceil(requests / block_size(concurrency)))
 
     def _known(self, setting: Setting, concurrency: int, rung: int) -> bool:
         return all((concurrency, t, rung, setting.label()) in self.runs for t in self.spec.tune.temperatures)
 
     def rung(self, race: Race, concurrency: int, rung: int) -> float:
-        """One block of each temperature for everyone in the race; returns the seconds measured."""
+        """Measure one block of each temperature in every active setting; returns the seconds measured."""
         seconds, variants = 0.0, list(race.active)
         for turn, temperature in enumerate(self.spec.tune.temperatures):
             for setting in interleaved(variants, rung + turn):
                 self.stage.pause_point()
                 run = self.measure(setting, concurrency, temperature, rung)
-                race.take(setting, (temperature, rung), Measured(run.tokens, run.seconds))
+                race.record(setting, (temperature, rung), Measured(run.tokens, run.seconds))
                 seconds += run.seconds
             plain = self.runs[concurrency, temperature, rung, OFF.label()]
-            race.spoilt |= {setting for setting in variants
-                            if agreeing(self.runs[concurrency, temperature, rung, setting.label()], plain)
+            race.changed_output |= {setting for setting in variants
+                            if num_identical(self.runs[concurrency, temperature, rung, setting.label()], plain)
                             < len(plain.answers)}
         return seconds
 
@@ -142,16 +147,16 @@ class Tuning:
         """One block, from the ledger if it was measured before."""
         key = (concurrency, temperature, rung, setting.label())
         if key not in self.runs:
-            run = self.track.run(setting, concurrency, temperature, rung)
+            run = self.runner.run(setting, concurrency, temperature, rung)
             self.ledger.append(run)
             self.runs[key] = run
         self.stage.progress(self.spent_s, self.spec.tune.budget_s, "seconds of racing",
                             f"{setting.label()} at concurrency {concurrency}")
         return self.runs[key]
 
-    # What is said of a race
+    # Reports of a race
 
-    def of(self, setting: Setting, concurrency: int) -> dict[float, list[BlockRun]]:
+    def runs_of(self, setting: Setting, concurrency: int) -> dict[float, list[BlockRun]]:
         """The runs of one setting at one concurrency, by temperature."""
         found: dict[float, list[BlockRun]] = {temperature: [] for temperature in self.spec.tune.temperatures}
         for (rows, temperature, _, variant), run in sorted(self.runs.items()):
@@ -160,39 +165,40 @@ class Tuning:
         return found
 
     def trial(self, race: Race, prediction: Prediction, best: Setting) -> Trial:
-        """One setting at one concurrency."""
+        """The report of one setting at one concurrency."""
         setting, concurrency = prediction.setting, prediction.concurrency
-        told = {"setting": setting, "concurrency": concurrency, "predicted_tokens_per_s": prediction.tokens_per_s,
+        predicted = {"setting": setting, "concurrency": concurrency, "predicted_tokens_per_s": prediction.tokens_per_s,
                 "predicted_speedup": prediction.speedup, "predicted_tau": prediction.tau}
         if setting not in race.blocks:
-            return Trial.model_validate(told | {"reason": "not tried: others were predicted faster"})
-        runs = self.of(setting, concurrency)
+            return Trial.model_validate(predicted | {"reason": "not tried: others were predicted faster"})
+        runs = self.runs_of(setting, concurrency)
         reason = ("chosen" if setting == best else "baseline" if setting == OFF
                   else race.reasons.get(setting, "not separated from the leader; prediction and measurement decided"))
-        if setting in race.spoilt:
+        if setting in race.changed_output:
             reason += "; changed an answer"
-        return Trial.model_validate(told | {
+        return Trial.model_validate(predicted | {
             "measured_tokens_per_s": fmean(_rate(of) for of in runs.values()),
             "speedup": race.speedup(setting), "speedup_interval": race.interval(setting, seed=self._seed),
             "tau": _tau(runs), "blocks": len(race.blocks[setting]),
             "seconds": sum(run.seconds for of in runs.values() for run in of), "reason": reason})
 
     def cell(self, race: Race, setting: Setting, concurrency: int) -> TuneCell:
-        """A shape of the drafter in the table's terms."""
+        """The report of one shape of the drafter, measured against off on the same blocks."""
         assert setting.tree is not None
-        runs, plain = self.of(setting, concurrency), self.of(OFF, concurrency)
+        runs, plain = self.runs_of(setting, concurrency), self.runs_of(OFF, concurrency)
         by_temperature = {str(t): acceptance_length(add_histograms([r.accepted_histogram for r in of]))
                           for t, of in runs.items()}
         rates = {t: _rate(of) for t, of in runs.items()}
-        beside = {t: [r for r in of if r.rung in {ours.rung for ours in runs[t]}] for t, of in plain.items()}
-        pairs = [pair for t in runs for pair in zip(runs[t], beside[t], strict=True)]
+        # Off runs in every rung; only the rungs that this setting was in are comparable.
+        paired = {t: [r for r in of if r.rung in {ours.rung for ours in runs[t]}] for t, of in plain.items()}
+        pairs = [pair for t in runs for pair in zip(runs[t], paired[t], strict=True)]
         interval, speedup = race.interval(setting, seed=self._seed), race.speedup(setting)
         return TuneCell(
             tree=setting.tree, tau=_tau(runs), tau_by_temperature=by_temperature, tokens_per_s=fmean(rates.values()),
             speedup=speedup,
-            speedup_by_temperature={str(t): rate / _rate(beside[t]) for t, rate in rates.items()},
+            speedup_by_temperature={str(t): rate / _rate(paired[t]) for t, rate in rates.items()},
             speedup_interval=interval or Interval(low=speedup, high=speedup),
-            identical=sum(agreeing(ours, theirs) for ours, theirs in pairs),
+            identical=sum(num_identical(ours, theirs) for ours, theirs in pairs),
             prompts=sum(len(run.answers) for of in runs.values() for run in of))
 
     @property
@@ -209,7 +215,7 @@ def _tau(runs: dict[float, list[BlockRun]]) -> float:
 
 
 def tune(spec: TuneStage, stage: Stage) -> Result:
-    """Predict every setting at every load, race what could be best, and measure the drafter's best shape anew."""
+    """Predict every setting at every load, race the candidates, and measure the drafter's best shape on new prompts."""
     started = time.monotonic()
     settings = possible_settings(spec.tune)
     if not any(setting.method == "drafter" for setting in settings):
@@ -224,33 +230,33 @@ def tune(spec: TuneStage, stage: Stage) -> Result:
     prompts = draw_prompts(suites, spec)
     with measuring(stage):
         session = open_session(spec, suites, max_concurrency=concurrencies[-1])
-        track = Track(session, open_engines(session), prompts.raced)
-        foundation = found(stage, spec, track, settings, prompts.probed)
-        tuning = Tuning(spec, stage, track, settings, foundation, ledger, {run.key: run for run in ledger.entries})
+        runner = BlockRunner(session, open_engines(session), prompts.raced)
+        profile = read_or_measure_profile(stage, spec, runner, settings, prompts.probed)
+        tuning = Tuning(spec, stage, runner, settings, profile, ledger, {run.key: run for run in ledger.entries})
         races = {}
         for number, concurrency in enumerate(concurrencies):
             left = spec.tune.budget_s - tuning.spent_s
             races[concurrency] = tuning.race(concurrency, left / (len(concurrencies) - number))
-        chart, trials = chart_of(tuning, races, time.monotonic() - started)
+        map_, trials = build_map(tuning, races, time.monotonic() - started)
         lowest = races[concurrencies[0]]
         winner = lowest.best_drafted("drafter")
-        assert winner is not None  # the best predicted one was invited
+        assert winner is not None  # the best predicted one was required in the race
         assert winner.tree is not None
-        final = _measure_anew(session, spec, stage, Variant(winner.tree), prompts.final, final_ledger)
+        final = _measure_final(session, spec, stage, drafted(winner.tree), prompts.final, final_ledger)
     report = TuneReport(
         checkpoint=spec.checkpoint, path=spec.drafter_dir,
         cells=tuple(tuning.cell(lowest, setting, concurrencies[0]) for setting in lowest.blocks
                     if setting.method == "drafter"),
-        winner=winner.tree, map=chart, trials=trials, step_times=foundation.step_times,
-        draft_times=foundation.draft_times, finding=f"{chart.finding} {_source(prompts)}", final=final,
+        winner=winner.tree, map=map_, trials=trials, step_times=profile.step_times,
+        draft_times=profile.draft_times, finding=f"{map_.finding} {_source(prompts)}", final=final,
         environment=environment(session.dtype), seconds=time.monotonic() - started)
     for step, trial in enumerate(trial for trial in trials if trial.speedup is not None):
         stage.metric(f"{trial.setting.label()}@{trial.concurrency}/speedup", step, trial.speedup or 0.0)
         stage.metric(f"{trial.setting.label()}@{trial.concurrency}/tau", step, trial.tau or 1.0)
-    stage.event("Tuned", f"{report.finding} Measured anew, {winner.tree.label()}: {final.speedup:.2f}x, "
+    stage.event("Tuned", f"{report.finding} Final measurement, {winner.tree.label()}: {final.speedup:.2f}x, "
                          f"{'lossless' if final.lossless else 'NOT lossless'}.")
     write_model(stage.out_dir / REPORT, report)
-    return Result(report, [stage.out_dir / name for name in (FOUNDATION, BLOCKS, FINAL_LEDGER, REPORT)])
+    return Result(report, [stage.out_dir / name for name in (PROFILE, BLOCKS, FINAL_LEDGER, REPORT)])
 
 
 def draw_prompts(suites: Suites, spec: TuneStage) -> Prompts:
@@ -258,30 +264,30 @@ def draw_prompts(suites: Suites, spec: TuneStage) -> Prompts:
     shares = even_shares(2 * spec.tune.max_prompts, len(spec.benchmark.suites))
     drawn = {suite.name: draw(suites[suite.name], suite.max_prompts, share)
              for suite, share in zip(spec.benchmark.suites, shares, strict=True)}
-    order = [prompt for _, prompt in interleave({name: grid for name, (grid, _) in drawn.items() if grid})]
+    order = [prompt for _, prompt in round_robin({name: grid for name, (grid, _) in drawn.items() if grid})]
     half = (len(order) + 1) // 2
     return Prompts(probed=order[:half], raced=order[half:] or order,
                    final={name: final for name, (_, final) in drawn.items()})
 
 
-def found(stage: Stage, spec: TuneStage, track: Track, settings: Sequence[Setting],
-          prompts: Sequence[Prompt]) -> Foundation:
-    """The foundation of an earlier run of this spec, or a new one."""
-    path: Path = stage.out_dir / FOUNDATION
+def read_or_measure_profile(stage: Stage, spec: TuneStage, runner: BlockRunner, settings: Sequence[Setting],
+                            prompts: Sequence[Prompt]) -> TuningProfile:
+    """The profile of an earlier run of this spec, or a new one."""
+    path: Path = stage.out_dir / PROFILE
     digest = digest_model(spec)
     if path.exists():
-        kept = Foundation.model_validate_json(path.read_bytes())
+        kept = TuningProfile.model_validate_json(path.read_bytes())
         if kept.belongs_to == digest:
-            stage.event("Resumed", f"predictions and costs found in {FOUNDATION}")
+            stage.event("Resumed", f"predictions and costs found in {PROFILE}")
             return kept
-    laid = lay(track, settings, prompts, spec.tune, digest, stage.pause_point)
-    write_model(path, laid)
-    stage.event("Predicted", f"{len(settings)} settings from {len(prompts)} prompts in {laid.seconds:.1f} s")
-    return laid
+    measured = profiling.measure(runner, settings, prompts, spec.tune, digest, stage.pause_point)
+    write_model(path, measured)
+    stage.event("Predicted", f"{len(settings)} settings from {len(prompts)} prompts in {measured.seconds:.1f} s")
+    return measured
 
 
-def chart_of(tuning: Tuning, races: dict[int, Race], seconds: float) -> tuple[OperatingMap, tuple[Trial, ...]]:
-    """The operating map, and every trial it rests on."""
+def build_map(tuning: Tuning, races: dict[int, Race], seconds: float) -> tuple[OperatingMap, tuple[Trial, ...]]:
+    """The operating map, and every trial it is computed from."""
     points, trials = [], []
     for concurrency, race in races.items():
         best = race.leader()
@@ -292,24 +298,24 @@ def chart_of(tuning: Tuning, races: dict[int, Race], seconds: float) -> tuple[Op
             speedup_interval=chosen.speedup_interval, tokens_per_s=chosen.measured_tokens_per_s or 0.0, measured=True))
         trials += of_race
     tried = list({setting: None for race in races.values() for setting in race.blocks})
-    points += [predicted_point(tuning.foundation.predictions(concurrency), tried) for concurrency in between([*races])]
+    points += [predicted_point(tuning.profile.predictions(concurrency), tried) for concurrency in between([*races])]
     lowest = min(races)
     shape = depth_against_width(list(races[lowest].predictions.values()))
     remark = f"Predicted at concurrency {lowest}: {shape}." if shape else ""
     return compile_map(points, trials, seconds, remark), tuple(trials)
 
 
-def _measure_anew(session: Session, spec: TuneStage, stage: Stage, variant: Variant, prompts: Suites,
+def _measure_final(session: Session, spec: TuneStage, stage: Stage, variant: Variant, prompts: Suites,
                   ledger: JsonlLedger[Entry]) -> BenchmarkReport:
     started = time.monotonic()
-    units = session.units(interleave(prompts), spec.benchmark.temperatures, spec.benchmark.repeats)
-    entries = ask(session, units, [Variant(None), variant], ledger, Progress(stage, 2 * len(units)))
+    units = session.units(round_robin(prompts), spec.benchmark.temperatures, spec.benchmark.repeats)
+    entries = measure_units(session, units, [UNDRAFTED, variant], ledger, Progress(stage, 2 * len(units)))
     return benchmark_report(session, spec, entries, report_cells(session, entries, units, variant), None,
                             time.monotonic() - started)
 
 
 def _source(prompts: Prompts) -> str:
-    """Where the final figures come from."""
+    """A sentence on the prompts of the final figures."""
     used = {(p.suite, p.id) for p in [*prompts.probed, *prompts.raced]}
     asked = {(p.suite, p.id) for of in prompts.final.values() for p in of}
     again = len(used & asked)

@@ -1,6 +1,6 @@
 """Training curves: agreement per TTT step, conditional acceptance per position, theoretical speed-up per depth.
 
-The three charts of the second seed. They are what training promises; `measured` shows what the engine kept.
+These are training metrics; `measurement.benchmark.plots` draws what the engine measured.
 """
 
 import re
@@ -58,7 +58,7 @@ def learning_curves(candidate: str, curves: Sequence[Curve], detail: str) -> Fig
 
 
 def acceptance_curves(candidate: str, curves: Sequence[Curve], detail: str) -> Figure:
-    """P(position d accepted | the one before was), over training."""
+    """P(position d accepted | position d - 1 accepted), over training."""
     ends = [curve[-1][1] for curve in curves]
     figure, (axes,) = new_figure()
     _draw(axes, curves, "position")
@@ -88,7 +88,7 @@ def _draw(axes: Axes, curves: Sequence[Curve], name: str) -> None:
     for number, curve in enumerate(curves):
         xs, ys = zip(*curve, strict=True)
         shade = colours(0.9 * number / max(1, len(curves) - 1))
-        # Few points are checkpoints, which deserve their marker; many are a curve.
+        # Few points are checkpoints and get markers; many are a logged curve.
         axes.plot(xs, ys, color=shade, marker="o" if len(xs) <= 12 else None, label=f"{name} {number + 1}")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 

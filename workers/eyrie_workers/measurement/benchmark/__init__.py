@@ -1,1 +1,1 @@
-"""Checkpoints against the same engine without a drafter: interleaving, ledger, samples, reports."""
+"""A checkpoint against the same engine without a drafter: timed units and blocks, losslessness, reports, plots."""

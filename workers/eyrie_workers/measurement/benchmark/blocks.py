@@ -1,12 +1,12 @@
 """One block of prompts through one setting at one concurrency, timed while every slot is busy.
 
-A closed loop: as soon as an answer ends the next prompt is admitted, so that the load stays what its name says. When
-nobody waits any more and a slot stays empty the block ends, and what is still being decoded is cut off and counts as
-far as it came: the tail of a block would be measured at a lower load than it claims. Prefill counts, in every setting.
-At concurrency 1 nothing is cut.
+A closed loop: as soon as an answer ends the next request is admitted, so the concurrency stays constant. The block ends
+when no request waits and a slot is empty; answers still being decoded are truncated and their tokens so far are
+counted, because the tail of a block would run at a lower concurrency than reported. Prefill is timed in every setting.
+At concurrency 1 no answer is truncated.
 
-What an answer holds does not depend on the setting, so every token of every setting is compared with the undrafted
-answer to the same request, cut ones as far as both go.
+An answer does not depend on the setting, so every answer is compared token by token with the undrafted answer to the
+same request, truncated answers up to the shorter length.
 """
 
 import time
@@ -22,11 +22,11 @@ from eyrie_workers.measurement.benchmark.session import Session
 from eyrie_workers.measurement.benchmark.variants import make_request
 from eyrie_workers.speculation.engine import Engine, Request
 
-_WARMUP_TOKENS = 16  # as in `variants`
+_WARMUP_TOKENS = 16  # as in `measurement.benchmark.variants`
 
 
 class BlockRun(Frozen):
-    """What one setting did with one block: a line of the tuner's ledger."""
+    """One setting on one block: a line of the tuner's ledger."""
 
     concurrency: int
     temperature: float
@@ -38,47 +38,47 @@ class BlockRun(Frozen):
     tokens: int
     accepted_histogram: tuple[int, ...]
     answers: dict[str, tuple[int, ...]]
-    """By request, whole or as far as they came."""
+    """By request id; possibly truncated."""
 
     whole: tuple[str, ...]
-    """The requests that were answered to their end."""
+    """Ids of the requests whose answer is complete."""
 
     @property
     def key(self) -> tuple[int, float, int, str]:
-        """Which measurement this is."""
+        """Identifies the measurement."""
         return (self.concurrency, self.temperature, self.rung, self.variant)
 
 
 @dataclass(frozen=True)
-class Track:
-    """What all blocks share: the engines by who drafts, and the prompts they go round on."""
+class BlockRunner:
+    """Runs blocks: one engine per drafting method over one target, and the prompts that blocks are taken from."""
 
     session: Session
     engines: Mapping[str, Engine]
     prompts: Sequence[Prompt]
 
     def requests(self, concurrency: int, temperature: float, rung: int) -> list[Request]:
-        """The block of a rung: the next prompts, going round; another time round draws other noise."""
+        """The block of a rung: the next prompts, cyclically; a repeated prompt gets another noise seed."""
         size = block_size(concurrency)
         return self.some_requests(self.prompts, temperature, rung * size, size)
 
     def some_requests(self, prompts: Sequence[Prompt], temperature: float, start: int, num: int) -> list[Request]:
-        """`num` requests from the `start`-th prompt on, going round."""
-        bench, asked = self.session.bench, []
+        """`num` requests from the `start`-th prompt on, cyclically."""
+        bench, requests = self.session.bench, []
         for index in range(start, start + num):
-            again, place = divmod(index, len(prompts))
+            repeat, place = divmod(index, len(prompts))
             (unit,) = self.session.units([(0, prompts[place])], [temperature], 1)
-            request = make_request(replace(unit, repeat=again), seed=bench.seed, max_new_tokens=bench.max_new_tokens,
+            request = make_request(replace(unit, repeat=repeat), seed=bench.seed, max_new_tokens=bench.max_new_tokens,
                                    stop_ids=bench.stop_ids)
-            asked.append(replace(request, id=f"{request.id} ({again})"))
-        return asked
+            requests.append(replace(request, id=f"{request.id} ({repeat})"))
+        return requests
 
     def run(self, setting: Setting, concurrency: int, temperature: float, rung: int) -> BlockRun:
         """Measure one setting on one block."""
         return run_block(self.engines, setting, self.requests(concurrency, temperature, rung), concurrency, rung)
 
     def warm_up(self, setting: Setting, concurrency: int, temperatures: Sequence[float]) -> None:
-        """The beginning of a block, untimed: kernels are chosen, memory is mapped."""
+        """Run the beginning of a block without timing it: kernels are selected, memory is mapped."""
         for temperature in temperatures:
             short = [replace(request, max_new_tokens=_WARMUP_TOKENS)
                      for request in self.requests(concurrency, temperature, 0)[:concurrency]]
@@ -86,13 +86,13 @@ class Track:
 
 
 def block_size(concurrency: int) -> int:
-    """Prompts of a block. Two make a pair of suites at concurrency 1; above, every slot is filled twice."""
+    """Requests of a block: two at concurrency 1, so that two suites contribute; above, every slot is filled twice."""
     return 2 * concurrency
 
 
 def open_engines(session: Session) -> dict[str, Engine]:
-    """One engine per way of drafting, over the same target and with as many slots as the session's; off shares the
-    drafter's."""
+    """One engine per drafting method, over the same target and with as many slots as the session's. `off` shares the
+    drafter's engine."""
     own = session.bench.engine
     return {"off": own, "drafter": own} | {
         method: Engine(session.target, open_method(method, None, session.target), max_concurrency=own.max_concurrency)
@@ -101,7 +101,7 @@ def open_engines(session: Session) -> dict[str, Engine]:
 
 def run_block(engines: Mapping[str, Engine], setting: Setting, requests: Sequence[Request], concurrency: int,
               rung: int) -> BlockRun:
-    """Ask a block; the engine is idle again afterwards."""
+    """Run a block. The engine is idle afterwards."""
     engine = engines[setting.method]
     engine.tree = setting.tree
     waiting = list(reversed(requests))
@@ -113,6 +113,7 @@ def run_block(engines: Mapping[str, Engine], setting: Setting, requests: Sequenc
     while True:
         while waiting and engine.num_running + engine.num_waiting < slots:
             engine.submit(waiting.pop())
+        # A slot that cannot be refilled ends the block: what follows would run at a lower concurrency.
         if engine.num_running + engine.num_waiting < slots:
             break
         for progress in engine.step():
@@ -130,16 +131,17 @@ def run_block(engines: Mapping[str, Engine], setting: Setting, requests: Sequenc
         answers={name: tuple(tokens) for name, tokens in answers.items()}, whole=tuple(whole))
 
 
-def _agree(one: Sequence[int], other: Sequence[int], both_whole: bool) -> bool:
-    shared = min(len(one), len(other))
-    return one[:shared] == other[:shared] and (not both_whole or len(one) == len(other))
+def _identical(first: Sequence[int], second: Sequence[int], both_whole: bool) -> bool:
+    # Truncated answers are compared up to the shorter one; complete ones must also end at the same token.
+    shared = min(len(first), len(second))
+    return first[:shared] == second[:shared] and (not both_whole or len(first) == len(second))
 
 
 def _depth(tree: DraftTreeShape | None) -> int:
     return tree.num_steps if tree is not None else 0
 
 
-def agreeing(one: BlockRun, other: BlockRun) -> int:
-    """How many requests got the same answer from two settings, as far as both answers go."""
-    return sum(_agree(tokens, other.answers[name], name in one.whole and name in other.whole)
-               for name, tokens in one.answers.items())
+def num_identical(first: BlockRun, second: BlockRun) -> int:
+    """Number of requests that both settings answered identically, up to the shorter answer."""
+    return sum(_identical(tokens, second.answers[name], name in first.whole and name in second.whole)
+               for name, tokens in first.answers.items())

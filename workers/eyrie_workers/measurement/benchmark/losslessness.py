@@ -1,11 +1,11 @@
-"""Did drafting change the output, and if so, by how little?
+"""Whether drafting changed the output, and whether rounding explains it.
 
-Greedy output must equal the undrafted engine's token by token; so must sampled output, because the noise belongs to
-the position and not to the round. Where they differ, the first differing position is looked at: the target is run once
-more, teacher-forced, on the tokens both variants agreed on, and the gap between its two best logits there tells a
-rounding tie (a few 1e-6 in float32, a few 1e-2 in bfloat16) from a real defect (anything wider). At temperature > 0 the
-choice was argmax(logits / temperature + noise), so that is what the gap is taken of. Nothing is excused: a near-tie
-counts as a difference, but the line says what it was.
+Greedy output must equal the undrafted engine's token by token; so must sampled output, because the noise depends on the
+position and not on the round. Where two answers differ, the target runs once more, teacher-forced, on the tokens before
+the first difference. The gap between its two largest logits there separates a rounding tie (a few 1e-6 in float32, a
+few 1e-2 in bfloat16) from a defect (anything wider). At temperature > 0 the choice was
+argmax(logits / temperature + noise), so the gap is taken of these scores. A near-tie still counts as a difference; the
+report line names it as one.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from eyrie_workers.measurement.benchmark.samples import first_difference
 from eyrie_workers.speculation.noise import gumbel
 from eyrie_workers.targets.model import TargetModel
 
-# Relative rounding of one logit, times the handful of roundings that a different batching reorders.
+# Relative rounding error of one logit, times the few roundings that a different batching reorders.
 TIE_RELATIVE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 4e-3}
 
 
@@ -32,16 +32,16 @@ class Divergence:
     baseline_token: int | None
     drafted_token: int | None
     chosen: int
-    """What the target chooses there, teacher-forced: normally one of the two."""
+    """The target's own choice there, teacher-forced: normally one of the two."""
 
     gap: float
     """Top-1 minus top-2 of the scores the choice was made by at that position, teacher-forced."""
 
     scale: float
-    """Largest absolute score there before noise: what rounding is relative to."""
+    """Largest absolute score there before noise: the rounding error is relative to it."""
 
     def is_tie(self, dtype: str) -> bool:
-        """Whether rounding in `dtype` may decide the choice either way."""
+        """Whether the gap is within the rounding error of `dtype`."""
         return self.gap <= TIE_RELATIVE[dtype] * self.scale
 
     def line(self, dtype: str) -> str:

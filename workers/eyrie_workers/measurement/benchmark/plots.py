@@ -1,4 +1,4 @@
-"""What the engine measured: throughput by checkpoint and suite, acceptance by position, tau against throughput."""
+"""Figures of benchmark reports: throughput by checkpoint and suite, acceptance by position, tau against throughput."""
 
 from collections.abc import Sequence
 from statistics import mean
@@ -14,7 +14,7 @@ _MIN_ROUNDS = 8  # below it one round moves a point by more than a tenth
 
 
 def describe_environment(report: BenchmarkReport | TuneReport) -> str:
-    """Where it was measured, in one line."""
+    """The environment in one line."""
     e = report.environment
     threads = "1 thread" if e.threads == 1 else f"{e.threads} threads"
     return f"{e.hardware}, {threads}, {e.dtype}, torch {e.torch}, concurrency 1, {e.date[:10]}"
@@ -54,8 +54,8 @@ def throughput(reports: Sequence[BenchmarkReport]) -> Figure:
     title(figure, f"{best.checkpoint} is {best.speedup:.1f}x as fast as no drafter, on average over "
                   f"{len(suites)} suites",
           f"tree {best.cells[0].tree.label()} (num_steps/top_k/num_draft_tokens), "
-          f"{sum(c.prompts for c in best.cells)} answers per checkpoint, interleaved with the baseline; "
-          + describe_environment(best))
+          f"{sum(c.prompts for c in best.cells)} answers per checkpoint, each checkpoint interleaved with its own "
+          "baseline (shown: their mean; speed-ups: over its own); " + describe_environment(best))
     return figure
 
 
@@ -95,7 +95,7 @@ def acceptance_by_position(report: BenchmarkReport) -> Figure:
 
 
 def well_founded(cell: CellReport) -> tuple[float, ...]:
-    """The cell's acceptance at those positions that enough rounds reached to mean anything."""
+    """The cell's acceptance at the positions that at least `_MIN_ROUNDS` rounds reached."""
     reached = [sum(cell.accepted_histogram[k:]) for k in range(len(cell.acceptance))]
     return tuple(p for p, rounds in zip(cell.acceptance, reached, strict=True) if rounds >= _MIN_ROUNDS)
 
@@ -125,8 +125,9 @@ def acceptance_against_throughput(reports: Sequence[BenchmarkReport], tune: Tune
                           textcoords="offset points", color="#444444")
     axes.set(xlabel="acceptance length tau (tokens per target pass, bonus token included)", ylabel="tokens per second")
     axes.legend(loc="upper left", fontsize=10)
+    sources = "; checkpoints and the grid were measured in separate runs on other prompts" if tune and reports else ""
     title(figure, _relation([point for _, _, _, points in groups for point in points]),
-          describe_environment(tune or reports[0]))
+          describe_environment(tune or reports[0]) + sources)
     return figure
 
 
@@ -136,5 +137,5 @@ def _relation(points: Sequence[tuple[float, float]]) -> str:
     r = float(np.corrcoef(np.array(points).T)[0, 1])
     verdict = ("longer acceptance is faster, almost in proportion" if r > 0.9 else
                "longer acceptance is faster, but not by itself" if r > 0.4 else
-               "acceptance length does not tell speed here: what it costs to draft and verify does")
+               "acceptance length does not determine speed here: the cost of drafting and verifying does")
     return f"{verdict[0].upper()}{verdict[1:]} (r = {r:.2f}, {len(points)} measurements)"

@@ -1,7 +1,7 @@
-"""From ledger entries to the reports of the contract. Pure.
+"""Ledger entries to the reports of the contract. Pure.
 
-Repeats of a prompt are summed before anything else, so that a prompt weighs the same in the bootstrap however often it
-was asked, and a prompt counts as identical only if every repeat was.
+Repeats of a prompt are summed first: a prompt has the same weight in the bootstrap however often it was repeated, and
+it counts as identical only if every repeat is.
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,7 +45,7 @@ class PromptResult:
 
 
 def by_prompt(entries: Iterable[Entry], variant: str, temperature: float) -> dict[PromptKey, PromptResult]:
-    """Results of one variant at one temperature, prompts that the variant has not answered left out."""
+    """Results of one variant at one temperature. Prompts that the variant has not answered are left out."""
     grouped: dict[PromptKey, list[Entry]] = {}
     for entry in entries:
         if entry.temperature == temperature and variant in entry.samples:

@@ -1,39 +1,26 @@
-"""What is recorded of a measurement: one sample per variant, one entry per question. Pure values, the ledger's
-lines."""
+"""What a measurement records: one sample per variant, one entry per unit. Pure values; an entry is a ledger line."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.model import Frozen
+from eyrie_workers.measurement.variant import undrafted
 
 BASELINE = "baseline"
+UNDRAFTED = undrafted(BASELINE)
 
 UnitKey = tuple[str, str, float, int]
-"""Suite, prompt id, temperature, repeat: what makes two entries answers to the same question."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """The engine with one draft-tree shape, or undrafted."""
-
-    tree: DraftTreeShape | None
-
-    @property
-    def name(self) -> str:
-        """`baseline`, or the shape's label."""
-        return self.tree.label() if self.tree else BASELINE
+"""Suite, prompt id, temperature, repeat: identifies a unit, and the entry with its answers."""
 
 
 class Sample(Frozen):
-    """What one variant did with one question."""
+    """The answer of one variant to one unit, with its timing."""
 
     token_ids: tuple[int, ...]
     seconds: float
     """Wall time of the whole request, prefill included."""
 
     cpu_seconds: float
-    """Process CPU time of the same."""
+    """Process CPU time of the whole request."""
 
     ttft_s: float
     rounds: int
@@ -41,18 +28,18 @@ class Sample(Frozen):
 
 
 class Entry(Frozen):
-    """One question answered by every variant: a line of the ledger."""
+    """One unit answered by every variant: a line of the ledger."""
 
     suite: str
     prompt_id: str
     temperature: float
     repeat: int
     samples: dict[str, Sample]
-    """By the variant's name; always with the baseline."""
+    """By the variant's title; the baseline is always present."""
 
     @property
     def key(self) -> UnitKey:
-        """Which question this answers."""
+        """The key of the unit."""
         return (self.suite, self.prompt_id, self.temperature, self.repeat)
 
 

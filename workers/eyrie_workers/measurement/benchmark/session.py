@@ -1,7 +1,7 @@
-"""What benchmark and tune share: the engine opened once, the questions laid out, and the loop that asks them.
+"""Shared by the benchmark and tune stages: loading, the units to measure, and the measuring loop.
 
-The loop is resumable by the question: an entry already in the ledger is not asked again, and because prompts, order,
-seeds and eliminations follow from the spec alone, a rerun goes on as if it had not been interrupted.
+The loop is resumable per unit: a unit whose entry is in the ledger is not measured again. Prompts, order, seeds and
+eliminations follow from the spec alone, so a resumed run measures what an uninterrupted one would have.
 """
 
 import os
@@ -22,12 +22,13 @@ from eyrie_workers.conversations.suites import Prompt, load_suite
 from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.jsonl_ledger import EntryT, JsonlLedger
 from eyrie_workers.machine.environment import cpu_count, environment
-from eyrie_workers.machine.machine_lock import MachineTime, disturbance, measuring_alone
+from eyrie_workers.machine.machine_lock import ProcessorTime, interference, machine_lock
 from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.measurement.benchmark.reports import baseline_rate, cell_report
-from eyrie_workers.measurement.benchmark.samples import BASELINE, Entry, Variant
+from eyrie_workers.measurement.benchmark.samples import BASELINE, Entry
 from eyrie_workers.measurement.benchmark.transformers_baseline import TransformersBaseline
 from eyrie_workers.measurement.benchmark.variants import Bench, Unit, unit_seed
+from eyrie_workers.measurement.variant import Variant
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.config import read_config
@@ -41,26 +42,26 @@ REPORT = "report.json"
 Suites = dict[str, list[Prompt]]
 
 _SHORTEST_ANSWER = 16
-"""Tokens an answer needs room for; a shorter one would measure the reading of its prompt."""
+"""Tokens that must fit behind a prompt; a shorter answer would measure mostly prefill."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """Everything a measurement needs, loaded."""
+    """Everything loaded that a measurement needs."""
 
     bench: Bench
     target: TargetModel
     target_path: Path
     tokenizer: ChatTokenizer
     suites: Suites
-    """All prompts of every suite, in the order of `suites.load_suite`."""
+    """All prompts of every suite, in the order of `load_suite`."""
 
     spec: BenchmarkSpec
     dtype: str
 
     def units(self, prompts: Iterable[tuple[int, Prompt]], temperatures: Sequence[float],
               repeats: int) -> list[Unit]:
-        """Every prompt at every temperature as often as asked. The number beside a prompt says which variant begins."""
+        """Every prompt at every temperature, `repeats` times. The number of a prompt is its turn (`Unit.turn`)."""
         return [
             Unit(prompt=prompt, prompt_ids=ids, temperature=temperature, repeat=repeat, turn=turn + repeat)
             for turn, prompt in prompts
@@ -71,18 +72,18 @@ class Session:
 
 
 def read_suites(spec: BenchmarkStage | TuneStage | ProveStage, stage: Stage) -> Suites:
-    """All usable prompts of every suite. Cheap, and likely to fail: before waiting for the machine or loading a model.
+    """All usable prompts of every suite. Cheap; called before waiting for the machine lock or loading a model.
 
     Raises InvalidInput for a suite that cannot be read, or of which no prompt fits the target.
     """
     held_out = Path(spec.held_out_file) if spec.held_out_file else None
     suites = {suite.name: load_suite(suite, held_out, spec.benchmark.seed) for suite in spec.benchmark.suites}
     path = resolve(spec.target)
-    return fitting(suites, ChatTokenizer(path), read_config(path).max_position_embeddings, stage)
+    return prompts_that_fit(suites, ChatTokenizer(path), read_config(path).max_position_embeddings, stage)
 
 
-def fitting(suites: Suites, tokenizer: ChatTokenizer, context: int, stage: Stage) -> Suites:
-    """The prompts that leave room for an answer in the target's context; those left out are told.
+def prompts_that_fit(suites: Suites, tokenizer: ChatTokenizer, context: int, stage: Stage) -> Suites:
+    """The prompts that leave room for an answer in the target's context; an event reports those left out.
 
     Raises InvalidInput when nothing of a suite is left.
     """
@@ -115,12 +116,12 @@ def open_session(spec: BenchmarkStage | TuneStage, suites: Suites, max_concurren
 
 
 def open_ledger(stage: Stage, spec: Frozen, name: str = LEDGER) -> JsonlLedger[Entry]:
-    """A ledger of questions; says what it found in it."""
-    return open_ledger_of(Entry, stage, spec, name)
+    """A stage's ledger of entries; an event reports what it already holds."""
+    return open_ledger_for(Entry, stage, spec, name)
 
 
-def open_ledger_of(kind: type[EntryT], stage: Stage, spec: Frozen, name: str = LEDGER) -> JsonlLedger[EntryT]:
-    """A ledger of the stage; says what it found in it."""
+def open_ledger_for(kind: type[EntryT], stage: Stage, spec: Frozen, name: str = LEDGER) -> JsonlLedger[EntryT]:
+    """A ledger of the stage; an event reports what it already holds."""
     ledger = JsonlLedger(stage.out_dir / name, kind, digest_model(spec))
     if ledger.set_aside is not None:
         stage.event("LedgerSetAside", f"{name} belonged to another spec and was kept as {ledger.set_aside.name}",
@@ -132,48 +133,47 @@ def open_ledger_of(kind: type[EntryT], stage: Stage, spec: Frozen, name: str = L
 
 @contextmanager
 def measuring(stage: Stage) -> Iterator[None]:
-    """Measure alone: wait for the machine, and say so; afterwards say if it was not quiet.
+    """Hold the machine lock; events report a wait for it, and afterwards other work that ran on the machine.
 
-    Models are loaded inside too: the second of two benchmarks must not load its own while the first is timed.
+    Models are loaded inside too: one benchmark must not load its models while another is being timed.
     """
     waiting = False
 
     def while_waiting() -> None:
         nonlocal waiting
         if not waiting:
-            stage.event("Waiting", "another process measures on this machine; this one begins when it is done")
+            stage.event("Waiting", "another process measures on this machine; waiting for it to finish")
         waiting = True
         stage.pause_point()
 
-    with measuring_alone(while_waiting):
-        before = MachineTime.now()
+    with machine_lock(while_waiting):
+        before = ProcessorTime.now()
         yield
-        disturbed = disturbance(before, MachineTime.now(), cpu_count(), os.getloadavg()[0])
+        disturbed = interference(before, ProcessorTime.now(), cpu_count(), os.getloadavg()[0])
     if disturbed:
-        stage.event("NotQuiet", disturbed, warning=True)
+        stage.event("MachineBusy", disturbed, warning=True)
 
 
 @dataclass
 class Progress:
-    """Answers given, all variants counted, and how many are expected."""
+    """Counts answers of all variants, and reports the rate."""
 
     stage: Stage
     total: int = 0
     done: int = 0
 
-    def found(self, entry: Entry) -> None:
-        """An entry of an earlier run: counted, but not reported, because it says nothing of the rate."""
+    def resumed(self, entry: Entry) -> None:
+        """Count an entry of an earlier run; not reported, because it would distort the rate."""
         self.done += len(entry.samples)
 
-    def asked(self, entry: Entry) -> None:
-        """A new entry."""
+    def measured(self, entry: Entry) -> None:
+        """Count and report a new entry."""
         self.done += len(entry.samples)
         self.stage.progress(self.done, max(self.done, self.total), "answers", f"{entry.suite}/{entry.prompt_id}")
 
 
-def interleave(suites: Suites) -> list[tuple[int, Prompt]]:
-    """Prompts of all suites in turn, numbered so that the first variant alternates within a suite and between
-    suites."""
+def round_robin(suites: Suites) -> list[tuple[int, Prompt]]:
+    """Prompts of the suites in turn, with turn numbers that alternate both within a suite and between suites."""
     longest = max(map(len, suites.values()))
     return [
         (row + column, prompts[row])
@@ -181,28 +181,28 @@ def interleave(suites: Suites) -> list[tuple[int, Prompt]]:
     ]
 
 
-def ask(session: Session, units: Sequence[Unit], variants: Sequence[Variant], ledger: JsonlLedger[Entry],
-        progress: Progress) -> list[Entry]:
-    """Ask every unit in every variant, unless the ledger has the answer; returns the entries in the order of the
-    units."""
-    names = {variant.name for variant in variants}
+def measure_units(session: Session, units: Sequence[Unit], variants: Sequence[Variant], ledger: JsonlLedger[Entry],
+                  progress: Progress) -> list[Entry]:
+    """Measure every unit in every variant, unless the ledger has its entry. Returns entries in the order of units."""
+    names = {variant.title for variant in variants}
     known = {entry.key: entry for entry in ledger.entries if names <= entry.samples.keys()}
-    for found in (known[unit.key] for unit in units if unit.key in known):
-        progress.found(found)
+    for unit in units:
+        if unit.key in known:
+            progress.resumed(known[unit.key])
     entries = []
     for unit in units:
         entry = known.get(unit.key)
         if entry is None:
             entry = session.bench.measure(unit, variants, progress.stage.pause_point)
             ledger.append(entry)
-            progress.asked(entry)
+            progress.measured(entry)
         entries.append(entry)
     return entries
 
 
 def report_cells(session: Session, entries: Sequence[Entry], units: Sequence[Unit],
                  variant: Variant) -> tuple[CellReport, ...]:
-    """One cell per suite and temperature for a drafted variant, every divergence explained."""
+    """One cell per suite and temperature for a drafted variant, with a line for every divergence."""
     assert variant.tree is not None
     cells = []
     for suite in session.suites:
@@ -217,10 +217,10 @@ def report_cells(session: Session, entries: Sequence[Entry], units: Sequence[Uni
 
 
 def _divergence(session: Session, unit: Unit, entry: Entry, variant: Variant) -> list[str]:
-    found = explain(
+    divergence = explain(
         session.target, unit.prompt.id, unit.prompt_ids, entry.samples[BASELINE].token_ids,
-        entry.samples[variant.name].token_ids, temperature=unit.temperature, seed=unit_seed(unit, session.spec.seed))
-    return [found.line(session.dtype)] if found else []
+        entry.samples[variant.title].token_ids, temperature=unit.temperature, seed=unit_seed(unit, session.spec.seed))
+    return [divergence.line(session.dtype)] if divergence else []
 
 
 def benchmark_report(session: Session, spec: BenchmarkStage | TuneStage, entries: Sequence[Entry],

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from eyrie_workers.interleaving import interleaved
-from eyrie_workers.measurement.benchmark.samples import BASELINE, Variant
+from eyrie_workers.measurement.benchmark.samples import BASELINE, UNDRAFTED
 from eyrie_workers.measurement.benchmark.variants import Bench, Unit
 
 
@@ -39,8 +39,7 @@ def compare(bench: Bench, target_path: Path, dtype: str, units: Sequence[Unit],
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
         target_path, dtype=getattr(torch, dtype), local_files_only=True).eval()
-    baseline = Variant(None)
-    bench.warm_up(units[:1], [baseline], between)
+    bench.warm_up(units[:1], [UNDRAFTED], between)
     _generate(model, units[0], bench.stop_ids, 8)
     tokens = transformers_tokens = 0
     seconds = transformers_s = 0.0
@@ -48,7 +47,7 @@ def compare(bench: Bench, target_path: Path, dtype: str, units: Sequence[Unit],
         for engine in interleaved(("ours", "transformers"), turn):
             between()
             if engine == "ours":
-                sample = bench.measure(unit, [baseline], between).samples[BASELINE]
+                sample = bench.measure(unit, [UNDRAFTED], between).samples[BASELINE]
                 tokens, seconds = tokens + len(sample.token_ids), seconds + sample.seconds
             else:
                 started = time.perf_counter()

@@ -1,13 +1,11 @@
 """The same prompt through several variants of one engine, one after the other.
 
-A variant is the engine with a draft-tree shape, or without drafting (`tree=None`): the same object, weights, threads
-and sampling noise, so that the only difference between two variants is speculation. All variants answer a prompt before
-the next prompt begins, in an order that rotates from prompt to prompt: a machine that slows down for a minute slows all
-variants alike, and no variant always runs on the caches another has warmed.
+A variant is the engine with a draft-tree shape, or without drafting (`tree=None`): the same engine object, weights,
+threads and sampling noise, so two variants differ in speculation alone. All variants answer a prompt before the next
+prompt begins, in an order that changes from prompt to prompt (`eyrie_workers.interleaving`).
 
-What is timed is the whole request at concurrency 1, prefill included, in every variant: what a user waits for. The
-drafted variant pays for the drafter's prefill too. Wall time gives tokens per second; process CPU time is kept beside
-it, as a check when the machine was not quiet.
+The whole request is timed at concurrency 1, prefill included (the drafter's prefill too, in a drafted variant). Wall
+time gives tokens per second; process CPU time is recorded as a cross-check for a busy machine.
 """
 
 import hashlib
@@ -18,15 +16,16 @@ from dataclasses import dataclass
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.interleaving import interleaved
-from eyrie_workers.measurement.benchmark.samples import Entry, Sample, UnitKey, Variant
+from eyrie_workers.measurement.benchmark.samples import Entry, Sample, UnitKey
+from eyrie_workers.measurement.variant import Variant
 from eyrie_workers.speculation.engine import Engine, Request
 
-_WARMUP_TOKENS = 16  # enough rounds to meet every matrix shape of a variant
+_WARMUP_TOKENS = 16  # enough rounds to run every matrix shape of a variant
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One question to all variants: a prompt at a temperature, for the n-th time."""
+    """What all variants answer before the next unit begins: a prompt at a temperature, in the n-th repeat."""
 
     prompt: Prompt
     prompt_ids: tuple[int, ...]
@@ -42,13 +41,13 @@ class Unit:
 
 
 def unit_seed(unit: Unit, seed: int) -> int:
-    """Noise seed of a unit: the same for all variants, another for every prompt and repeat."""
+    """Noise seed of a unit: equal for all variants, different for every prompt and repeat."""
     text = f"{seed}:{unit.prompt.suite}:{unit.prompt.id}:{unit.repeat}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
 def make_request(unit: Unit, *, seed: int, max_new_tokens: int, stop_ids: Sequence[int]) -> Request:
-    """The request that every variant gets."""
+    """The request of a unit, equal for all variants."""
     return Request(
         id=f"{unit.prompt.suite}/{unit.prompt.id}", prompt_ids=list(unit.prompt_ids), max_new_tokens=max_new_tokens,
         sampling=SamplingSpec(temperature=unit.temperature), seed=unit_seed(unit, seed), stop_ids=tuple(stop_ids))
@@ -65,7 +64,8 @@ class Bench:
     stop_ids: tuple[int, ...]
 
     def warm_up(self, units: Sequence[Unit], variants: Sequence[Variant], between: Callable[[], None]) -> None:
-        """Answer the beginning of some prompts in every variant, untimed: kernels are chosen, memory is mapped."""
+        """Answer the beginning of some prompts in every variant without timing: kernels are selected, memory is
+        mapped."""
         for unit in units:
             for variant in variants:
                 between()
@@ -78,7 +78,7 @@ class Bench:
         samples = {}
         for variant in interleaved(variants, unit.turn):
             between()
-            samples[variant.name] = self._time(unit, variant)
+            samples[variant.title] = self._time(unit, variant)
         return Entry(suite=unit.prompt.suite, prompt_id=unit.prompt.id, temperature=unit.temperature,
                      repeat=unit.repeat, samples=samples)
 

@@ -1,19 +1,19 @@
-"""Our reference engine's rounds on another engine's answer, and which of their differences are near-ties.
+"""Replays the reference drafter along another engine's answer, and explains differing rounds by near-ties.
 
 Two engines that serve one drafter must accept the same draft tokens in the same rounds. They sum in different orders,
-though, so where a choice hangs on the last bits they may part without either being wrong. Here a difference is not
-excused because such a choice existed, but only if deciding such choices the other way leads to exactly what was served:
+so a choice that depends on the last bits may differ without either being wrong. A difference is explained only if
+deciding such near-ties the other way reproduces exactly the served rounds:
 
-    a round      is its start: given the text, what a drafter proposes at a position depends on the text before it, not
-                 on how rounds led there. So a(p), tokens accepted by the round that starts at p, is a function, and the
-                 rounds of an answer are the walk p -> p + a(p) + 1
-    a near-tie   is a start at which a(p) changes when the drafter's logits are moved by as much as the dtype leaves
-                 open; the values found are what may be accepted there
-    an answer    is explained when some walk, taking a(p) or another admissible value at each start, has exactly the
-                 histogram that was served. The fewest deviations are what is reported
+    round      identified by its start: for a given text, the proposal at a position depends on the text before it, not
+               on the rounds that led there. So a(p), the tokens accepted by the round that starts at p, is a function,
+               and the rounds of an answer are the path p -> p + a(p) + 1
+    near-tie   a start at which a(p) changes when the drafter's logits are perturbed within the rounding error of the
+               dtype; the values found are the admissible ones there
+    answer     explained when a path that takes a(p) or another admissible value at each start has exactly the served
+               histogram. The smallest number of deviations is reported
 
-The text is the served answer itself, also where our target would have chosen otherwise; `target_gap` says how far off
-such choices are.
+The text is the served answer, including tokens that our target would not have chosen; `target_gap` measures how far
+such choices are from ours.
 """
 
 # T tokens, A aux layers, H hidden, V vocabulary, D draft vocabulary
@@ -33,25 +33,25 @@ from eyrie_workers.targets.device import device_scope
 from eyrie_workers.targets.model import TargetModel
 
 _JITTERS = 12
-"""Disturbed proposals per start: two equal candidates stay in one order in all of them with probability 1 / 4096."""
+"""Perturbed proposals per start: two equal candidates keep one order in all of them with probability 1 / 4096."""
 
 _MOST_DEVIATIONS = 4
-"""Per answer. More near-ties than this in a few dozen rounds is not what near-ties look like."""
+"""Per answer. More deviations in a few dozen rounds are not plausible as near-ties."""
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """What the reference engine did with one prompt."""
+    """The reference engine's answer to one prompt, and its rounds."""
 
     token_ids: tuple[int, ...]
     accepted: tuple[int, ...]
-    """Draft tokens accepted, round by round, up to the one that completed the answer's length; all of them whole."""
+    """Draft tokens accepted by each round, up to the round that completes the answer; none truncated."""
 
 
 def reference_rounds(engine: Engine, tree: DraftTreeShape, prompt: Sequence[int], length: int) -> Rounds:
-    """Let the reference engine answer until it has `length` tokens, and whatever else its last round brought."""
+    """Run the reference engine until the answer has `length` tokens; the last round may go beyond."""
     engine.tree = tree
-    # It decodes past `length`, so that the round which gets there is counted whole.
+    # Decoding continues past `length`, so that the last round is not truncated.
     room = engine.max_length - len(prompt)
     engine.submit(Request("reference", prompt, min(length + tree.num_steps + 1, room)))
     tokens: list[int] = []
@@ -67,7 +67,7 @@ def reference_rounds(engine: Engine, tree: DraftTreeShape, prompt: Sequence[int]
 def histogram_of(accepted: Sequence[int], length: int, *, whole_last_round: bool) -> tuple[int, ...]:
     """Rounds by accepted tokens, for an answer of `length` tokens whose first came from the prefill.
 
-    whole_last_round   the last round counts all it accepted; else the tokens that reached the answer
+    whole_last_round   the last round counts all accepted tokens; otherwise those within the answer
     """
     counted, position = [], 1
     for count in accepted:
@@ -82,13 +82,13 @@ def _counted(start: int, accepted: int, length: int, whole_last_round: bool) -> 
 
 @dataclass(frozen=True)
 class _Jitter(RowNoise):
-    """Rounding, as noise on the drafter's logits: every logit moves by up to half of `relative` of the largest."""
+    """Rounding as noise on the drafter's logits: every logit moves by up to half of `relative` of the largest."""
 
     relative: float
     seed: int
 
     def confidence(self, logits: Tensor, depth: int, vocabulary: Tensor | None = None) -> Tensor:
-        """`RowNoise.confidence` of greedy rows whose drafter was computed a little differently."""
+        """`RowNoise.confidence` of greedy rows with perturbed logits."""
         generator = torch.Generator().manual_seed(self.seed * 64 + depth)
         moved = torch.rand(logits.shape, generator=generator).sub_(0.5).mul_(self.relative * float(logits.abs().max()))
         return torch.log_softmax(logits + moved.to(logits), dim=-1)
@@ -102,14 +102,15 @@ class Gap:
     """In the answer."""
 
     gap: float
-    """Logits below the choice."""
+    """Difference to the largest logit."""
 
     is_tie: bool
-    """Rounding may explain it."""
+    """Whether the gap is within rounding."""
 
 
-class Retracer:
-    """One served answer, with the reference target's states of it and the reference drafter's proposals along it."""
+class RoundReplay:
+    """One served answer, the reference target's hidden states for it, and the reference drafter's proposals along it.
+    """
 
     def __init__(self, target: TargetModel, drafter: Drafter, tree: DraftTreeShape, dtype: str,
                  prompt: Sequence[int], answer: Sequence[int]) -> None:
@@ -126,7 +127,7 @@ class Retracer:
         self._accepted: dict[tuple[int, int], int] = {}
 
     def _continue(self, target: TargetModel) -> None:
-        """Lengthen the text by what a last round may accept beyond the answer's end."""
+        """Extend the text by the tokens that a last round may accept beyond the end of the answer."""
         for _ in range(self._tree.num_steps):
             if len(self._text) >= target.config.max_position_embeddings:
                 return
@@ -134,12 +135,12 @@ class Retracer:
             self._text.append(int(target.logits(last_TH[-1:]).argmax()))
 
     def target_gap(self) -> Gap | None:
-        """The served token that the reference target likes least; None when it would have said the same throughout."""
+        """The served token furthest from the reference target's choice; None when all are its choice."""
         first, last = self._num_prompt - 1, self._num_prompt - 1 + self._length
         logits_TV = self._logits_TV[first:last]
-        said = torch.tensor(self._text[first + 1: last + 1])
-        gaps = logits_TV.amax(-1) - logits_TV.gather(1, said[:, None])[:, 0]
-        # Of several, the one furthest beyond what rounding explains there.
+        served = torch.tensor(self._text[first + 1: last + 1])
+        gaps = logits_TV.amax(-1) - logits_TV.gather(1, served[:, None])[:, 0]
+        # Of several, the one furthest beyond its rounding error.
         beyond = gaps - self._relative * logits_TV.abs().amax(-1)
         worst = int(torch.where(gaps > 0, beyond, -torch.inf).argmax())
         if float(gaps[worst]) == 0.0:
@@ -147,7 +148,7 @@ class Retracer:
         return Gap(worst, float(gaps[worst]), bool(beyond[worst] <= 0))
 
     def accepted(self, start: int, jitter: int = 0) -> int:
-        """a(start); with `jitter`, under that disturbance."""
+        """a(start); with `jitter` > 0, under the perturbation of that seed."""
         if (start, jitter) not in self._accepted:
             self._accepted[start, jitter] = self._propose(start, jitter)
         return self._accepted[start, jitter]
@@ -160,6 +161,7 @@ class Retracer:
                 noise = _Jitter(torch.ones(1, dtype=torch.float64), torch.zeros(1, 0, 0), self._relative, jitter)
             grown = self._drafter.propose(self._state, torch.tensor([0]), self._tree, noise)
         tokens, parents = grown.tokens[0].tolist(), grown.parents[0].tolist()
+        # Greedy verification: follow the text down the tree until no child carries the next token.
         node, count = 0, 0
         for token in self._text[self._num_prompt + start:]:
             node = next((child for child in range(node + 1, len(tokens))
@@ -170,7 +172,7 @@ class Retracer:
         return count
 
     def rounds(self) -> tuple[int, ...]:
-        """a(p) along the walk from the first round to the answer's end."""
+        """a(p) along the path from the first round to the end of the answer."""
         counts, start = [], 1
         while start < self._length:
             counts.append(self.accepted(start))
@@ -178,16 +180,17 @@ class Retracer:
         return tuple(counts)
 
     def admissible(self, start: int) -> tuple[int, ...]:
-        """a(start), then what else rounding may make of it."""
+        """a(start), then the other values it takes within rounding."""
         usual = self.accepted(start)
         others = {self.accepted(start, jitter) for jitter in range(1, _JITTERS + 1)} - {usual}
         return (usual, *sorted(others))
 
     def _settle(self, num_pairs: int) -> None:
-        """Have the drafter hold the first `num_pairs` pairs of the text, none of them from a round after them."""
+        """Make the drafter's state that of the first `num_pairs` pairs of the text."""
         held = self._settled
         if held == num_pairs:
             return
+        # Drafter states only grow: going back to an earlier start begins again from the prompt.
         if held is None or held > num_pairs:
             self._drafter.admit(self._state, 0, self._text[: self._num_prompt])
             held = 0
@@ -197,30 +200,32 @@ class Retracer:
         self._settled = num_pairs
 
     def explain(self, served: Sequence[int], *, whole_last_round: bool) -> tuple[int, ...] | None:
-        """The starts at which near-ties fell otherwise so that the rounds come out as `served`, as few as possible.
+        """The smallest set of starts whose near-ties, decided the other way, give the histogram `served`.
 
-        None when near-ties cannot explain it.
+        Depth-first search over paths through the answer. None when near-ties cannot explain the histogram.
         """
-        hopeless: set[tuple[int, tuple[int, ...], int]] = set()
+        dead_ends: set[tuple[int, tuple[int, ...], int]] = set()
 
-        def walk(start: int, left: tuple[int, ...], most: int) -> tuple[int, ...] | None:
-            """Deviations of a walk from `start` that uses up exactly the rounds `left`."""
+        def search(start: int, left: tuple[int, ...], most: int) -> tuple[int, ...] | None:
+            """Deviations, at most `most`, of a path from `start` whose rounds are exactly `left`."""
             if start >= self._length:
                 return () if not any(left) else None
-            if (start, left, most) in hopeless:
+            # Paths that meet at one start with the same rounds left have the same continuations.
+            if (start, left, most) in dead_ends:
                 return None
             usual = self.accepted(start)
             for count in self.admissible(start) if most else (usual,):
                 entered = _counted(start, count, self._length, whole_last_round)
                 if entered >= len(left) or left[entered] == 0:
-                    continue
+                    continue  # the served answer has no such round left
                 rest = (*left[:entered], left[entered] - 1, *left[entered + 1:])
                 deviates = count != usual
-                onward = walk(start + count + 1, rest, most - deviates)
+                onward = search(start + count + 1, rest, most - deviates)
                 if onward is not None:
                     return (start, *onward) if deviates else onward
-            hopeless.add((start, left, most))
+            dead_ends.add((start, left, most))
             return None
 
-        found = (walk(1, tuple(served), most) for most in range(_MOST_DEVIATIONS + 1))
+        # Iterative deepening: the first bound with a solution has the fewest deviations.
+        found = (search(1, tuple(served), most) for most in range(_MOST_DEVIATIONS + 1))
         return next((starts for starts in found if starts is not None), None)

@@ -1,9 +1,8 @@
-"""Greedy answers of a serving engine, as token ids, with what drafting did for each.
+"""Greedy answers of a serving engine as token ids, with the histogram of accepted lengths of each.
 
-Torch-free. Two dialects: SGLang's own `/generate`, which takes and gives token ids and whose `meta_info` holds the
-histogram of accepted lengths; and the OpenAI completions of our engine with its two extensions (`engines.openai_api`).
-Answers end where the engine ends them. Both count the rounds of one request, and differ in one thing: SGLang enters the
-last round with all it accepted, our engine with the tokens that reached the answer.
+Does not import torch. Two APIs: SGLang's `/generate`, which takes and returns token ids and whose `meta_info` holds the
+histogram; and the OpenAI completions of our engine with its two extensions (`engines.openai`). Both report the rounds
+of one request. SGLang counts all accepted tokens of the last round, our engine those within the answer.
 """
 
 import http.client
@@ -29,11 +28,11 @@ class Served:
 
     token_ids: tuple[int, ...]
     histogram: tuple[int, ...]
-    """[k]: rounds in which k draft tokens were accepted; empty undrafted."""
+    """[k]: rounds in which k draft tokens were accepted; empty without a drafter."""
 
 
-def ask(kind: EngineKind, url: str, model: str, prompt_ids: Sequence[int], max_new_tokens: int) -> Served:
-    """The engine's greedy answer. Raises EngineFailed when it refuses, breaks off or cannot be reached."""
+def request_answer(kind: EngineKind, url: str, model: str, prompt_ids: Sequence[int], max_new_tokens: int) -> Served:
+    """The engine's greedy answer. Raises EngineFailed for an error status, a dropped or a refused connection."""
     if kind == "sglang":
         answer = _post(f"{url}/generate", {
             "input_ids": list(prompt_ids),
@@ -47,15 +46,15 @@ def ask(kind: EngineKind, url: str, model: str, prompt_ids: Sequence[int], max_n
     return Served(tuple(answer["choices"][0]["token_ids"]), tuple(details.get("spec_correct_drafts_histogram") or ()))
 
 
-def ask_all(kind: EngineKind, url: str, model: str, prompts: Sequence[Sequence[int]], max_new_tokens: int, *,
-            in_flight: int = 1, pause: Callable[[], None] = lambda: None) -> list[Served]:
-    """`ask` for every prompt, `in_flight` at a time; `pause` is called after each answer."""
+def request_answers(kind: EngineKind, url: str, model: str, prompts: Sequence[Sequence[int]], max_new_tokens: int, *,
+                    in_flight: int = 1, pause: Callable[[], None] = lambda: None) -> list[Served]:
+    """`request_answer` for every prompt, `in_flight` at a time; `pause` is called after each answer and may raise."""
     with ThreadPoolExecutor(in_flight) as pool:
-        waiting = [pool.submit(ask, kind, url, model, prompt, max_new_tokens) for prompt in prompts]
+        futures = [pool.submit(request_answer, kind, url, model, prompt, max_new_tokens) for prompt in prompts]
         answers = []
         try:
-            for one in waiting:
-                answers.append(one.result())
+            for future in futures:
+                answers.append(future.result())
                 pause()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -67,12 +66,12 @@ def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            found = json.load(answer)
+            document = json.load(answer)
     except urllib.error.HTTPError as error:
-        said = error.read(500).decode(errors="replace")
-        raise EngineFailed(f"{url} answered {error.code}: {said}", "read the engine's log") from error
+        text = error.read(500).decode(errors="replace")
+        raise EngineFailed(f"{url} answered {error.code}: {text}", "read the engine's log") from error
     except (urllib.error.URLError, OSError, http.client.HTTPException, ValueError) as error:
-        raise EngineFailed(f"{url} broke off: {error}", "read the engine's log") from error
-    if not isinstance(found, dict):
-        raise EngineFailed(f"{url} answered no JSON object", "check that the URL is an engine's")
-    return found
+        raise EngineFailed(f"{url} did not complete the request: {error}", "read the engine's log") from error
+    if not isinstance(document, dict):
+        raise EngineFailed(f"{url} did not answer with a JSON object", "check that the URL is an engine's")
+    return document

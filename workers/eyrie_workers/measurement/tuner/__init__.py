@@ -1,1 +1,1 @@
-"""The choice of depth, top-k and draft tokens by load: replay, prediction, race, operating map."""
+"""The choice of num_steps, top_k and num_draft_tokens by load: profile, prediction, race, operating map."""

@@ -1,11 +1,11 @@
-"""Drafting along known texts: the I/O of `measurement.tuner.predict`. One target pass per text, and no verification.
+"""Drafting along known texts: the model calls of `measurement.tuner.predict`. One target pass per text.
 
-Each answer becomes a row of the drafter. The target's states for all its positions come from one teacher-forced pass;
-then the rows go through their answers side by side, a position at a time: propose the whole tree of every width, note
-where the continuation lies in it, settle one pair. Batching the rows is what makes looking at every position cheaper
-than decoding: the drafter's small matrices are read once for all of them.
+Each answer is a row of the drafter. The target's states for all its positions come from one teacher-forced pass. Then
+all rows step through their answers together, one position at a time: propose the deepest tree of every width, locate
+the continuation in it, settle one pair. Batching the rows makes visiting every position cheaper than decoding, because
+the drafter's small matrices are read once for all rows.
 
-Which family drafts is not known here: everything goes through `speculation.protocol`.
+Independent of the drafter's family: everything goes through `speculation.protocol`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_workers.measurement.tuner.predict import IntArray, Located, Trace, locate
+from eyrie_workers.measurement.tuner.predict import ContinuationNodes, IntArray, Trace, locate
 from eyrie_workers.speculation.engine import smallest_common_shape
 from eyrie_workers.speculation.noise import NoiseTable, RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState
@@ -26,8 +26,8 @@ _MOST_NODES = 512  # of a DraftTreeShape
 
 
 @dataclass(frozen=True)
-class Answered:
-    """One known text."""
+class KnownAnswer:
+    """A prompt and its answer, to draft along."""
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -36,12 +36,12 @@ class Answered:
 
 
 def whole_tree(num_steps: int, top_k: int) -> DraftTreeShape:
-    """Everything that can be grown at this depth and width, as far as a shape can hold it."""
+    """The shape of every node that can be grown at this depth and width, up to the limit of a shape."""
     grown = num_steps + 1 if top_k == 1 else 1 + top_k + (num_steps - 1) * top_k**2
     return DraftTreeShape(num_steps=num_steps, top_k=top_k, num_draft_tokens=min(grown, _MOST_NODES))
 
 
-def trace(target: TargetModel, drafter: Drafter, answers: Sequence[Answered], num_steps: int, widths: Iterable[int],
+def trace(target: TargetModel, drafter: Drafter, answers: Sequence[KnownAnswer], num_steps: int, widths: Iterable[int],
           between: Callable[[], None], rows_at_once: int = 16) -> dict[int, list[Trace]]:
     """By width, the trace of every answer, in the order given. `between` is called at every position."""
     with device_scope(target.device):
@@ -49,25 +49,25 @@ def trace(target: TargetModel, drafter: Drafter, answers: Sequence[Answered], nu
                        between, rows_at_once)
 
 
-def _traced(target: TargetModel, drafter: Drafter, answers: Sequence[Answered], shapes: Sequence[DraftTreeShape],
+def _traced(target: TargetModel, drafter: Drafter, answers: Sequence[KnownAnswer], shapes: Sequence[DraftTreeShape],
             between: Callable[[], None], rows_at_once: int) -> dict[int, list[Trace]]:
     found: dict[int, dict[int, Trace]] = {shape.top_k: {} for shape in shapes}
-    # Rows of one temperature together: greedy rows then draft without noise, as they do when decoding.
+    # One temperature per batch: greedy rows then draft without noise, as when decoding.
     order = sorted(range(len(answers)), key=lambda i: (answers[i].temperature, -len(answers[i].token_ids)))
     for temperature in sorted({answer.temperature for answer in answers}):
         same = [i for i in order if answers[i].temperature == temperature]
         for start in range(0, len(same), rows_at_once):
             batch = same[start:start + rows_at_once]
-            replayed = _Batch(target, drafter, [answers[i] for i in batch], shapes).walk(between)
+            replayed = _Batch(target, drafter, [answers[i] for i in batch], shapes).run(between)
             for shape, traces in zip(shapes, replayed, strict=True):
                 found[shape.top_k] |= dict(zip(batch, traces, strict=True))
     return {width: [traces[i] for i in range(len(answers))] for width, traces in found.items()}
 
 
 class _Batch:
-    """Some answers of one temperature, walked side by side."""
+    """Some answers of one temperature, replayed together."""
 
-    def __init__(self, target: TargetModel, drafter: Drafter, answers: Sequence[Answered],
+    def __init__(self, target: TargetModel, drafter: Drafter, answers: Sequence[KnownAnswer],
                  shapes: Sequence[DraftTreeShape]) -> None:
         self.drafter, self.answers, self.shapes = drafter, answers, shapes
         self.vocab_size = target.config.vocab_size
@@ -86,10 +86,10 @@ class _Batch:
                 text[None, 1:num_prompt + 1], aux[None, :num_prompt]))
 
     @torch.inference_mode()
-    def walk(self, between: Callable[[], None]) -> list[list[Trace]]:
+    def run(self, between: Callable[[], None]) -> list[list[Trace]]:
         """Traces of every row, by shape."""
         num_steps = self.shapes[0].num_steps
-        kept: list[list[list[Located]]] = [[[] for _ in self.answers] for _ in self.shapes]
+        kept: list[list[list[ContinuationNodes]]] = [[[] for _ in self.answers] for _ in self.shapes]
         longest = max(len(answer.token_ids) for answer in self.answers)
         for position in range(longest - 1):
             between()
@@ -100,13 +100,13 @@ class _Batch:
                 located = locate(tree.tokens.cpu().numpy(), tree.parents.cpu().numpy(),
                                  tree.scores.double().cpu().numpy(), following, num_steps)
                 for index, row in enumerate(rows):
-                    of_rows[row].append(Located(located.needed[index], located.filled[index]))
+                    of_rows[row].append(ContinuationNodes(located.needed[index], located.filled[index]))
             self._settle(rows, position)
-        return [[_joined(answer, one, num_steps) for answer, one in zip(self.answers, of_rows, strict=True)]
+        return [[_trace_of(answer, located, num_steps) for answer, located in zip(self.answers, of_rows, strict=True)]
                 for of_rows in kept]
 
     def _noise(self, rows: Sequence[int], position: int) -> RowNoise | None:
-        """As the engine draws it for the token after `position` and those behind."""
+        """The engine's noise for the token after `position` and those behind it."""
         temperature = self.answers[0].temperature
         if temperature == 0.0:
             return None
@@ -129,7 +129,7 @@ def _following(texts: Sequence[Sequence[int]], start: int, length: int) -> IntAr
                      for text in texts], dtype=np.int64)
 
 
-def _joined(answer: Answered, located: Sequence[Located], num_steps: int) -> Trace:
+def _trace_of(answer: KnownAnswer, located: Sequence[ContinuationNodes], num_steps: int) -> Trace:
     needed = np.array([one.needed for one in located], dtype=np.int64).reshape(-1, num_steps, num_steps)
     filled = np.array([one.filled for one in located], dtype=np.int64).reshape(-1, num_steps)
-    return Trace(len(answer.token_ids), Located(needed, filled))
+    return Trace(len(answer.token_ids), ContinuationNodes(needed, filled))

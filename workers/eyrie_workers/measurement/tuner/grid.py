@@ -1,11 +1,11 @@
-"""Which settings are compared, which prompts are drawn for it, and what the grid says of depth against width. Pure.
+"""The settings to compare, the prompts to compare them on, and the effect of depth and width. Pure.
 
 The grid is num_steps x top_k x num_draft_tokens. Not every product is possible: a chain (top_k 1) verifies exactly
-num_steps + 1 tokens, so it appears once per depth, and a tree cannot hold more nodes than it grows nor fewer than one
-path; the rules are those of `DraftTreeShape` itself. Off belongs to it, and n-gram look-up in chains of those depths.
+num_steps + 1 tokens, so it appears once per depth, and a tree has at most the nodes it grows and at least one path; the
+rules are those of `DraftTreeShape`. The grid also has `off`, and n-gram lookup in chains of the same depths.
 
-The finding compares depth with width (the second seed: deeper helped, wider and more tokens hardly). Every shape has a
-prediction from the same texts, so every pair of shapes can be compared.
+`depth_against_width` compares depth with width. Every shape has a prediction from the same texts, so every pair of
+shapes can be compared.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from eyrie_api.v1alpha1.tuning import OFF, Setting, TuneSpec
 from eyrie_workers.conversations.suites import Prompt, select
 from eyrie_workers.measurement.tuner.predict import Prediction
 
-# Differences smaller than this are called none in the finding: a benchmark this short cannot tell them apart.
+# Smaller differences are reported as none: a benchmark this short cannot resolve them.
 _TELLING_SHARE = 0.03
 
 
@@ -36,7 +36,7 @@ def possible_shapes(spec: TuneSpec) -> tuple[DraftTreeShape, ...]:
 
 
 def possible_settings(spec: TuneSpec) -> tuple[Setting, ...]:
-    """All that is compared: off, the drafter in every shape, and n-gram look-up in chains of the same depths."""
+    """All settings compared: off, the drafter in every shape, and n-gram lookup in chains of the same depths."""
     chains = [DraftTreeShape(num_steps=depth, top_k=1, num_draft_tokens=depth + 1)
               for depth in sorted(set(spec.num_steps))]
     return (OFF, *(Setting(tree=shape) for shape in possible_shapes(spec)),
@@ -44,7 +44,7 @@ def possible_settings(spec: TuneSpec) -> tuple[Setting, ...]:
 
 
 def depth_against_width(predictions: Sequence[Prediction]) -> str:
-    """What the predictions of the drafter's shapes say of depth against width."""
+    """The effects of depth, width and nodes over the predictions of the drafter's shapes, as a sentence."""
     shapes = {one.setting.tree: one for one in predictions if one.setting.tree and one.setting.method == "drafter"}
     trees = {shape: one for shape, one in shapes.items() if shape.top_k > 1}
     sentences = [
@@ -72,7 +72,8 @@ def _chain_against_tree(shapes: Shapes) -> str:
     chain = next(shape for shape in at_depth if shape.top_k == 1)
     tree = max((shape for shape in at_depth if shape.top_k > 1), key=lambda shape: shapes[shape].speedup)
     first, second = shapes[chain], shapes[tree]
-    verdict = _compare(first.speedup, second.speedup, "the chain wins", "the tree wins", "they are level")
+    verdict = _compare(first.speedup, second.speedup, "the chain is faster", "the tree is faster",
+                       "no significant difference")
     return (f"at depth {depth} the chain runs {first.speedup:.2f}x (tau {first.tau:.2f}) and the best tree, "
             f"{tree.label()}, {second.speedup:.2f}x (tau {second.tau:.2f}): {verdict}")
 
@@ -90,7 +91,7 @@ def _effect(what: str, shapes: Shapes, axis: Callable[[DraftTreeShape], int],
     speed = sum(shapes[high].speedup / shapes[low].speedup for low, high in pairs) / len(pairs)
     tau = sum(shapes[high].tau - shapes[low].tau for low, high in pairs) / len(pairs)
     start, end = min(axis(low) for low, _ in pairs), max(axis(high) for _, high in pairs)
-    verdict = _compare(speed, 1.0, "faster", "slower", "no telling difference")
+    verdict = _compare(speed, 1.0, "faster", "slower", "no significant difference")
     return f"{what} from {start} to {end} changes speed by {speed - 1:+.0%} and tau by {tau:+.2f}: {verdict}"
 
 
@@ -106,11 +107,11 @@ def even_shares(total: int, num_suites: int) -> list[int]:
 
 
 def draw(prompts: list[Prompt], num_benchmark: int, num_grid: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Prompts for the grid and for the final measurement of one suite, disjoint where the suite allows it.
+    """Prompts for the grid and for the final measurement of one suite, disjoint where the suite is long enough.
 
-    The first `num_benchmark` chose the checkpoint; grid and final prompts follow them. A short suite wraps round: it
-    gives up freshness towards the checkpoint's choice first, prompts of the final measurement second, and only when
-    nothing would be left are the grid's prompts used again.
+    The first `num_benchmark` prompts selected the checkpoint; grid and final prompts follow them. A short suite wraps
+    around: first it reuses prompts that selected the checkpoint, then it gives the final measurement fewer prompts, and
+    only when none would be left does it reuse the grid's.
     """
     grid = select(prompts, num_benchmark, num_grid)
     taken = {prompt.id for prompt in grid}

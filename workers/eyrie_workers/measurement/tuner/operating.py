@@ -1,10 +1,10 @@
-"""From what was found at each concurrency to an operating map, and from the map to words and to SGLang's terms. Pure.
+"""The operating map from the races' results, its description, and its form for SGLang. Pure.
 
-The map holds the best setting at every concurrency that was raced and, predicted, at the powers of two between them.
-The crossover is the lowest load at which off is best. SGLang follows a map of chains by its adaptive speculation, whose
-JSON routes by batch size: a slot begins at its key and holds up to the next, and a slot with a single candidate drafts
-exactly that many steps, 0 not at all (SGLang 0.5.23, srt/speculative/adaptive_spec_params.py). It takes chains, and of
-the drafter only; with anything else on the map a server keeps one setting, the one for the load it expects.
+The map has the best setting at every raced concurrency and, predicted, at the powers of two between them. The crossover
+is the lowest load at which off is best. SGLang follows a map of chains by its adaptive speculation, whose JSON selects
+by batch size: a slot applies from its key up to the next, and a slot with a single candidate drafts exactly that many
+steps, 0 for no drafting (SGLang 0.5.23, srt/speculative/adaptive_spec_params.py). It accepts chains of the drafter
+only; for any other map a server keeps one setting, that of the expected load.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,14 +18,14 @@ from eyrie_workers.measurement.tuner.race import TIE
 
 
 def between(concurrencies: Sequence[int]) -> list[int]:
-    """Powers of two strictly between the lowest and the highest, those given left out."""
+    """Powers of two strictly between the lowest and the highest concurrency, without those given."""
     low, high = min(concurrencies), max(concurrencies)
     powers = (2**exponent for exponent in range(high.bit_length()))
     return [power for power in powers if low < power < high and power not in concurrencies]
 
 
 def predicted_point(predictions: Mapping[Setting, Prediction], tried: Sequence[Setting]) -> OperatingPoint:
-    """The best of the settings that were measured somewhere, at a concurrency that was not."""
+    """The best setting at a concurrency that was not raced, among the settings measured at another."""
     best = max((predictions[setting] for setting in tried if setting != OFF), key=lambda one: one.speedup,
                default=predictions[OFF])
     if best.speedup <= 1.0 + TIE:
@@ -47,7 +47,7 @@ def compile_map(points: Sequence[OperatingPoint], trials: Sequence[Trial], secon
 
 
 def adaptive(points: Sequence[OperatingPoint]) -> dict[str, JsonValue] | None:
-    """SGLang's adaptive-speculation JSON; None where it cannot follow the map, or there is nothing to follow."""
+    """SGLang's adaptive-speculation JSON; None where SGLang cannot follow the map, or the map has one setting."""
     settings = [point.setting for point in points]
     chains = all(setting == OFF or _chain(setting) for setting in settings)
     if not chains or len(set(settings)) == 1:
@@ -55,7 +55,7 @@ def adaptive(points: Sequence[OperatingPoint]) -> dict[str, JsonValue] | None:
     slots: dict[str, JsonValue] = {}
     for number, point in enumerate(points):
         if number == 0 or point.setting != points[number - 1].setting:
-            # The first slot begins at batch size 1, whatever the lowest load examined: there is no smaller batch.
+            # The first slot begins at batch size 1, whatever the lowest raced load: no batch is smaller.
             steps = point.setting.tree.num_steps if point.setting.tree is not None else 0
             slots["1" if number == 0 else str(point.concurrency)] = {"candidate_steps": [steps]}
     return slots
@@ -66,7 +66,7 @@ def _chain(setting: Setting) -> bool:
 
 
 def describe(setting: Setting) -> str:
-    """A setting in words."""
+    """A setting as text."""
     if setting.tree is None:
         return "no speculation"
     kind = "chain" if setting.tree.top_k == 1 else "tree"
@@ -74,15 +74,15 @@ def describe(setting: Setting) -> str:
 
 
 def _best(points: Sequence[OperatingPoint]) -> str:
-    said = []
+    best = []
     for point in points:
         if point.measured:
             interval = point.speedup_interval
             spread = f", {interval.low:.2f}-{interval.high:.2f}" if interval is not None else ""
             gain = "" if point.setting == OFF else f" ({point.speedup:.2f}x{spread})"
-            said.append(f"at concurrency {point.concurrency} {describe(point.setting)}{gain}, "
+            best.append(f"at concurrency {point.concurrency} {describe(point.setting)}{gain}, "
                         f"{point.tokens_per_s:.0f} tokens/s")
-    return f"Best {'; '.join(said)} (settings as num_steps/top_k/num_draft_tokens)."
+    return f"Best {'; '.join(best)} (settings as num_steps/top_k/num_draft_tokens)."
 
 
 def _until(points: Sequence[OperatingPoint], crossover: int | None) -> str:
@@ -93,12 +93,12 @@ def _until(points: Sequence[OperatingPoint], crossover: int | None) -> str:
         return (f"Speculation does not pay at concurrency {crossover}" + (
             f", but does at {back}." if back is not None else " nor at any load examined: keep it off."))
     below, first = next((a, b) for a, b in pairwise(points) if b.concurrency == crossover)
-    told = "measured" if first.measured else "predicted"
-    return f"Speculation stops paying between concurrency {below.concurrency} and {crossover} ({told})."
+    source = "measured" if first.measured else "predicted"
+    return f"Speculation stops paying between concurrency {below.concurrency} and {crossover} ({source})."
 
 
 def _rivals(trials: Sequence[Trial]) -> list[str]:
-    """What n-gram look-up reached, as far as it was measured; its prediction otherwise."""
+    """The speed-up of n-gram lookup: measured where it was raced, predicted otherwise."""
     sentences = []
     for concurrency in sorted({trial.concurrency for trial in trials}):
         rivals = [t for t in trials if t.concurrency == concurrency and t.setting.method == "ngram"]
@@ -106,7 +106,7 @@ def _rivals(trials: Sequence[Trial]) -> list[str]:
             best = max(rivals, key=lambda trial: (trial.speedup is not None, trial.speedup or trial.predicted_speedup))
             how = "measured" if best.speedup is not None else "predicted, not worth a trial"
             sentences.append(f"{best.speedup or best.predicted_speedup:.2f}x at {concurrency} ({how})")
-    return [f"N-gram look-up reaches {', '.join(sentences)}."] if sentences else []
+    return [f"N-gram lookup reaches {', '.join(sentences)}."] if sentences else []
 
 
 def _trust(trials: Sequence[Trial]) -> str:

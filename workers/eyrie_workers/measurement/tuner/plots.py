@@ -1,4 +1,4 @@
-"""The tuner's pictures: shapes (depth down, width across), the operating map, predictions against measurements."""
+"""Figures of the tuner: shapes (depth down, width across), the operating map, predictions against measurements."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class _Shown:
 
 
 def _shapes(report: TuneReport) -> list[_Shown]:
-    """All predicted shapes; in a report from before there were predictions, the measured ones."""
+    """All predicted shapes; in a report without predictions, the measured ones."""
     if not report.trials:
         return [_Shown(cell.tree, cell.speedup, cell.tau, True) for cell in report.cells]
     lowest = min(trial.concurrency for trial in report.trials)
@@ -55,7 +55,7 @@ def _shapes(report: TuneReport) -> list[_Shown]:
 
 
 def heat_maps(report: TuneReport) -> Figure:
-    """Speed-up by num_steps and top_k. Chains have their own number of draft tokens and stand in every map."""
+    """Speed-up by num_steps and top_k. Chains have their own number of draft tokens and appear in every panel."""
     shapes = _shapes(report)
     tokens = sorted({one.tree.num_draft_tokens for one in shapes if one.tree.top_k > 1}) or [0]
     depths = sorted({one.tree.num_steps for one in shapes})
@@ -107,7 +107,7 @@ def _kind(tree: DraftTreeShape) -> str:
 
 
 def _other_kind(shapes: Sequence[_Shown], winner: DraftTreeShape) -> str:
-    """How far the best shape of the other kind gets."""
+    """The best shape of the other kind, and its speed-up."""
     chain_won = winner.top_k == 1
     others = [one for one in shapes if (one.tree.top_k == 1) != chain_won]
     if not others:
@@ -117,7 +117,7 @@ def _other_kind(shapes: Sequence[_Shown], winner: DraftTreeShape) -> str:
 
 
 def operating_map(chart: OperatingMap, trials: Sequence[Trial], detail: str) -> Figure:
-    """Speed-up over off by concurrency: what is best at each, and how the others that were measured fare."""
+    """Speed-up over off by concurrency: the map's choices, and the other measured settings."""
     figure, (axes,) = new_figure(8.5, 5.2)
     chosen = list(dict.fromkeys(point.setting for point in chart.points if point.setting != OFF))
     others = [trial.setting for trial in sorted(trials, key=lambda trial: -(trial.speedup or 0.0))
@@ -152,7 +152,7 @@ def operating_map(chart: OperatingMap, trials: Sequence[Trial], detail: str) -> 
 
 
 def predicted_against_measured(outcomes: Sequence[Outcome], detail: str) -> Figure:
-    """How good the predictions are: one point per setting and concurrency."""
+    """Predicted against measured speed-up: one point per setting and concurrency."""
     figure, (axes,) = new_figure(6.5, 6.0)
     loads = sorted({concurrency for _, concurrency, _, _ in outcomes})
     for concurrency, colour, marker in zip(loads, (BEST_GREEN, WARM_ORANGE, BASELINE_BLUE, OTHER_GREY) * len(loads),
@@ -169,8 +169,8 @@ def predicted_against_measured(outcomes: Sequence[Outcome], detail: str) -> Figu
     return figure
 
 
-def draw_trial(report: TuneReport, outcomes: Sequence[Outcome], directory: Path) -> list[Path]:
-    """Write the figures of a trial against the exhaustive grid; returns their paths."""
+def draw_tuner_comparison(report: TuneReport, outcomes: Sequence[Outcome], directory: Path) -> list[Path]:
+    """Write the figures of a comparison of the tuner with the exhaustive grid; returns their paths."""
     assert report.map is not None
     detail = describe_environment(report)
     with matplotlib.rc_context(SETTINGS):

@@ -1,36 +1,33 @@
-"""What every setting would do, from one replay of the drafter and a few timed rounds. Pure.
+"""Predicts the speed of every setting from one replay of the drafter and a few timed rounds. Pure.
 
-Acceptance. The target's text does not depend on the drafter, so it can be fixed first and drafted afterwards: at every
-position of a known text the drafter proposes its deepest tree, whole, and we note where in it the text's continuation
-lies (`locate`). Growing a tree is monotone in all but one number: with `top_k` fixed, a shallower tree is the part of
-the deeper one that is not too deep, and fewer `num_draft_tokens` keep the same nodes in the same order of confidence up
-to an earlier cut. So one proposal per position and width answers for all shapes of that width: a shape holds the first
-d tokens of the continuation when its depth reaches d and its node count a number that we can compute. Walking the text
-in rounds then (`replay`) gives the histogram that shape would have had. This is
+Acceptance. The target's text does not depend on the drafter, so drafting can be replayed along a known text: at every
+position the drafter proposes its deepest tree, and `locate` records which of its nodes carry the text's continuation.
+With `top_k` fixed, tree growth is monotone in the other two numbers: a shallower tree is the upper part of the deeper
+one, and fewer `num_draft_tokens` keep a prefix of the same nodes in order of confidence. One proposal per position and
+width therefore answers for all shapes of that width: a shape holds the first d tokens of the continuation when its
+depth is at least d and its `num_draft_tokens` at least a computed number. Stepping through the text in rounds
+(`replay`) gives the histogram that the shape would have produced. The result is
 
-    exact        for the texts replayed: depth, num_draft_tokens, where rounds begin (a shallower shape begins more of
-                 them inside easy stretches), what is dropped behind the end of an answer;
+    exact        for the replayed texts: depth, num_draft_tokens, where rounds begin (a shallower shape begins more of
+                 them inside easily predicted passages), tokens dropped beyond the end of an answer;
     approximate  in the last bits: the target's states come from one pass over the whole text, and rows are batched
-                 differently than when decoding, so a near-tie of the drafter may fall the other way; and in trees that
-                 could grow more than 512 nodes, whose least confident candidates are not looked at;
+                 differently than when decoding, so a near-tie of the drafter may be decided the other way; and in trees
+                 that could grow more than 512 nodes, whose least confident candidates are not examined;
     a sample     of texts, as every measurement is.
 
-Two widths need two proposals: which nodes are expanded depends on `top_k`, and a wide tree may leave out what a narrow
-one would have kept.
+Two widths need two proposals: `top_k` determines which nodes are expanded, and a wide tree may omit a node that a
+narrow one keeps.
 
-An engine that tells no more than its histogram of accepted lengths allows a cruder estimate: `shallower`. The deep run
-begins its rounds where the deep chain failed, a shallow run often where it was merely cut off, in the middle of an easy
-stretch: the estimate is low for shallow chains.
-
-Time. A round costs one target pass over rows x nodes and one drafting. Both are measured for a few shapes at each
-concurrency (`StepTime`, `DraftTime`) and interpolated: linearly in the nodes of a pass (chains and trees apart), in the
+Time. A round is one target pass over rows x nodes, and one drafting. Both are timed for a few shapes at each
+concurrency (`StepTime`, `DraftTime`) and interpolated linearly: in the nodes of a pass (chains and trees apart), in the
 passes of a draft (each width apart), and between concurrencies. A request costs its prefill, alone, and its share of
 the rounds, so at full load
 
     tokens/s = tokens per request / (prefill_s + rounds per request * round_s / concurrency)
 
-with prefill counted, as a user would. Where drafters find nothing the engine verifies fewer nodes than asked; a batch
-pays for its fullest row, taken as the largest of `concurrency` independent draws.
+Prefill is included because users wait for it. Where a drafter proposes few nodes the engine verifies fewer than
+`num_draft_tokens`; a batch costs as much as its largest row, modelled as the largest of `concurrency` independent
+draws.
 """
 
 # B rows, N nodes of the whole tree, S num_steps
@@ -52,25 +49,26 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 NEVER = 1 << 30
-"""Needed nodes of what a tree does not hold."""
+"""`needed` of a continuation that the tree does not contain."""
 
-_NO_TOKEN = -1  # drafters.protocol.NO_TOKEN; that module is torch's
+_NO_TOKEN = -1  # speculation.protocol.NO_TOKEN; that module imports torch
 
 
-class Located(NamedTuple):
-    """Where the continuation lies in the whole trees of B positions.
+class ContinuationNodes(NamedTuple):
+    """The nodes that carry the text's continuation in the deepest trees of B positions.
 
-    needed  [B, S, S]  [b, s - 1, d - 1]: the smallest num_draft_tokens with which a tree of s steps holds the first d
-                       tokens of the continuation; NEVER when it does not
-    filled  [B, S]     nodes, root included, that a tree of s steps has when num_draft_tokens does not bind
+    needed  [B, S, S]  [b, s - 1, d - 1]: the smallest num_draft_tokens with which a tree of s steps contains the first
+                       d tokens of the continuation; NEVER when none does
+    filled  [B, S]     nodes, root included, of a tree of s steps that num_draft_tokens does not limit
     """
 
     needed: IntArray
     filled: IntArray
 
 
-def locate(tokens: IntArray, parents: IntArray, scores: FloatArray, following: IntArray, num_steps: int) -> Located:
-    """Find the continuation in whole trees: as many nodes as the drafter can build_draft_tree, siblings distinct.
+def locate(tokens: IntArray, parents: IntArray, scores: FloatArray, following: IntArray,
+           num_steps: int) -> ContinuationNodes:
+    """Find the continuation in the deepest trees: as many nodes as the drafter can grow, siblings distinct.
 
     tokens, parents [B, N] and scores [B, N] as in `speculation.protocol.DraftTree`; nodes in the order they were grown
     following       [B, S]: the text's next tokens, anything below zero beyond its end
@@ -80,7 +78,7 @@ def locate(tokens: IntArray, parents: IntArray, scores: FloatArray, following: I
     depths = _depths(parents, num_steps)
     filled_nodes = tokens != _NO_TOKEN
     filled_nodes[:, 0] = False
-    # Confidence decides who stays, the earlier node wins ties (`speculation.tree.rerank`).
+    # The most confident nodes are kept; of equal ones the earlier (`speculation.tree.rerank`).
     ranked = np.where(filled_nodes, scores, -np.inf)
     order = np.argsort(-ranked, axis=1, kind="stable")
     place = np.empty_like(order)
@@ -89,17 +87,18 @@ def locate(tokens: IntArray, parents: IntArray, scores: FloatArray, following: I
     filled = np.empty((num_rows, num_steps), dtype=np.int64)
     path = _path(tokens, parents, following, num_steps)
     for steps in range(1, num_steps + 1):
+        # A shallower tree is the deep one without its deeper nodes, so its budget goes to the remaining ones in order.
         kept = filled_nodes & (depths <= steps)
         filled[:, steps - 1] = 1 + kept.sum(axis=1)
-        so_far = 1 + np.take_along_axis(kept, order, axis=1).cumsum(axis=1)  # the root, and all up to each place
+        so_far = 1 + np.take_along_axis(kept, order, axis=1).cumsum(axis=1)  # the root, and all nodes up to each rank
         wanted = path[:, :steps]
         at = so_far[rows, place[rows, np.maximum(wanted, 0)]]
         needed[:, steps - 1, :steps] = np.where(wanted >= 0, at, NEVER)
-    return Located(needed, filled)
+    return ContinuationNodes(needed, filled)
 
 
 def _depths(parents: IntArray, num_steps: int) -> IntArray:
-    """Depth of each node, the root's 0."""
+    """Depth of each node; 0 for the root."""
     above = np.broadcast_to(np.arange(parents.shape[1]), parents.shape)
     depths = np.zeros_like(parents)
     for _ in range(num_steps + 1):
@@ -109,7 +108,7 @@ def _depths(parents: IntArray, num_steps: int) -> IntArray:
 
 
 def _path(tokens: IntArray, parents: IntArray, following: IntArray, num_steps: int) -> IntArray:
-    """[B, S]: the node that carries each following token below the one before; -1 from where there is none."""
+    """[B, S]: the node of each following token, a child of the node before; -1 from the first missing one."""
     num_rows = tokens.shape[0]
     path = np.full((num_rows, num_steps), -1, dtype=np.int64)
     node, found = np.zeros(num_rows, dtype=np.int64), np.ones(num_rows, dtype=bool)
@@ -125,23 +124,23 @@ def _path(tokens: IntArray, parents: IntArray, following: IntArray, num_steps: i
 
 @dataclass(frozen=True)
 class Trace:
-    """One answer, and where the drafter's whole trees hold it: one position per answer token but the last."""
+    """One answer and the nodes of the drafter's trees that carry it, at every answer token but the last."""
 
     num_tokens: int
-    located: Located
-    """Of positions 0 .. num_tokens - 2; each proposes what follows the answer's token there."""
+    located: ContinuationNodes
+    """Of positions 0 .. num_tokens - 2; the tree at a position continues the answer's token there."""
 
 
-class Replayed(Frozen):
-    """What one shape did, or would do, with some answers."""
+class ReplayedRounds(Frozen):
+    """The rounds of one shape, decoded or replayed, for some answers."""
 
     tokens: int
     requests: int
     histogram: tuple[int, ...]
-    """[k]: rounds in which k draft tokens reached the answer."""
+    """[k]: rounds of which k draft tokens are part of the answer."""
 
     passes: dict[int, int]
-    """Nodes of a row's pass, root included -> rounds."""
+    """Nodes of a row in one target pass, root included -> rounds."""
 
     @property
     def rounds(self) -> int:
@@ -154,10 +153,10 @@ class Replayed(Frozen):
         return acceptance_length(self.histogram)
 
 
-def replay(trace: Trace, shape: DraftTreeShape) -> Replayed:
-    """The rounds `shape` needs for one answer. Its width must be the one the trace was made with."""
+def replay(trace: Trace, shape: DraftTreeShape) -> ReplayedRounds:
+    """The rounds `shape` needs for one answer. Its `top_k` must be the one the trace was recorded with."""
     needed = trace.located.needed[:, shape.num_steps - 1, :shape.num_steps]
-    # A node stays only if its ancestors do: leading holds are all holds.
+    # A node is kept only with its ancestors, so the number of kept nodes is the length of the accepted path.
     accepted = (needed <= shape.num_draft_tokens).sum(axis=1).tolist()
     nodes = np.minimum(trace.located.filled[:, shape.num_steps - 1], shape.num_draft_tokens).tolist()
     histogram = [0] * (shape.num_steps + 1)
@@ -168,45 +167,37 @@ def replay(trace: Trace, shape: DraftTreeShape) -> Replayed:
         histogram[taken - 1] += 1
         passes[nodes[position]] = passes.get(nodes[position], 0) + 1
         position += taken
-    return Replayed(tokens=trace.num_tokens, requests=1, histogram=tuple(histogram), passes=passes)
+    return ReplayedRounds(tokens=trace.num_tokens, requests=1, histogram=tuple(histogram), passes=passes)
 
 
-def undrafted(num_tokens: Sequence[int]) -> Replayed:
-    """Plain decoding of answers of these lengths: one token a pass."""
+def undrafted(num_tokens: Sequence[int]) -> ReplayedRounds:
+    """Decoding without a drafter of answers of these lengths: one token per pass."""
     rounds = sum(num_tokens) - len(num_tokens)
-    return Replayed(tokens=sum(num_tokens), requests=len(num_tokens), histogram=(rounds,), passes={1: rounds})
+    return ReplayedRounds(tokens=sum(num_tokens), requests=len(num_tokens), histogram=(rounds,), passes={1: rounds})
 
 
-def together(replays: Sequence[Replayed]) -> Replayed:
-    """The sum of several."""
+def merged(replays: Sequence[ReplayedRounds]) -> ReplayedRounds:
+    """The sum of several replays."""
     passes: dict[int, int] = {}
     for one in replays:
         for nodes, rounds in one.passes.items():
             passes[nodes] = passes.get(nodes, 0) + rounds
-    return Replayed(tokens=sum(one.tokens for one in replays), requests=sum(one.requests for one in replays),
+    return ReplayedRounds(tokens=sum(one.tokens for one in replays), requests=sum(one.requests for one in replays),
                     histogram=add_histograms([one.histogram for one in replays]), passes=passes)
-
-
-def shallower(histogram: Sequence[int], num_steps: int) -> tuple[int, ...]:
-    """A deep chain's histogram cut at `num_steps`: the estimate for engines that tell no more (see the essay)."""
-    kept = list(histogram[: num_steps + 1])
-    if len(histogram) > num_steps + 1:
-        kept[-1] += sum(histogram[num_steps + 1:])
-    return tuple(kept)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured seconds, interpolated."""
+    """Measured seconds, interpolated between shapes and concurrencies."""
 
     step_times: Sequence[StepTime]
     draft_times: Sequence[DraftTime]
     prefill_s: Mapping[str, float]
-    """Of one request, by who drafts: a drafter reads the prompt too."""
+    """Of one request, by drafting method: a drafter processes the prompt too."""
 
     def verify_s(self, concurrency: int, temperature: float, nodes: int, tree: bool) -> float:
-        """One target pass over `nodes` per row. Branching costs something, so trees have a curve of their own; where
-        none was measured the chains' stands in."""
+        """One target pass over `nodes` per row. Branching has a cost, so trees have their own curve; where none was
+        measured, that of chains is used."""
         points: dict[int, dict[int, float]] = {}
         kinds = {time.tree for time in self.step_times if time.verified_tokens > 1}
         kind = tree if tree in kinds else not tree
@@ -229,7 +220,7 @@ class Costs:
 
 
 def _line(points: Mapping[int, float], at: float) -> float:
-    """Piecewise linear through the points, along the outer pieces beyond them, never below zero."""
+    """Piecewise linear interpolation; extrapolates along the outer pieces, never below zero."""
     xs = sorted(points)
     if len(xs) == 1:
         return points[xs[0]]
@@ -240,7 +231,7 @@ def _line(points: Mapping[int, float], at: float) -> float:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One setting at one concurrency."""
+    """The predicted speed of one setting at one concurrency."""
 
     setting: Setting
     concurrency: int
@@ -251,28 +242,29 @@ class Prediction:
     tau: float
 
 
-def tokens_per_s(setting: Setting, done: Replayed, concurrency: int, temperature: float, costs: Costs) -> float:
-    """All rows together at full load, prefill counted (formula in the essay)."""
+def tokens_per_s(setting: Setting, done: ReplayedRounds, concurrency: int, temperature: float, costs: Costs) -> float:
+    """Of all rows at full load, prefill included (formula in the module docstring)."""
     branching = setting.tree is not None and setting.tree.top_k > 1
     verify_s = sum(share * costs.verify_s(concurrency, temperature, nodes, branching)
-                   for nodes, share in fullest(done.passes, concurrency).items())
+                   for nodes, share in distribution_of_largest(done.passes, concurrency).items())
     round_s = verify_s + costs.draft_s(concurrency, temperature, setting)
     return done.tokens / (done.requests * costs.prefill_s[setting.method] + done.rounds * round_s / concurrency)
 
 
-def fullest(passes: Mapping[int, int], num_rows: int) -> dict[int, float]:
-    """Distribution of the largest of `num_rows` independent draws."""
+def distribution_of_largest(passes: Mapping[int, int], num_rows: int) -> dict[int, float]:
+    """Distribution of the largest of `num_rows` independent draws from `passes`, which counts rounds by nodes."""
     total, below, shares = sum(passes.values()), 0, {}
     for nodes in sorted(passes):
         upto = below + passes[nodes]
+        # P(max <= nodes) is the cumulative share to the power of the rows; differences give P(max = nodes).
         shares[nodes] = (upto / total) ** num_rows - (below / total) ** num_rows
         below = upto
     return shares
 
 
-def predict(done: Mapping[Setting, Mapping[float, Replayed]], concurrency: int, costs: Costs,
+def predict(done: Mapping[Setting, Mapping[float, ReplayedRounds]], concurrency: int, costs: Costs,
             off: Setting) -> dict[Setting, Prediction]:
-    """Every setting at one concurrency, from its replays by temperature. `off` is the one speed-ups are against."""
+    """Every setting at one concurrency, from its replays by temperature. Speed-ups are relative to `off`."""
     plain = {temperature: tokens_per_s(off, one, concurrency, temperature, costs)
              for temperature, one in done[off].items()}
     predictions = {}

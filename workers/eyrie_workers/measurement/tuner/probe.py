@@ -1,11 +1,11 @@
-"""Timed rounds of every kind, and the texts that come of them: the one run all predictions rest on.
+"""Times rounds of several draft-tree shapes, and records the answers: the run that all predictions are computed from.
 
-The engine answers some prompts while the shape of drafting changes from round to round: each width shallow and deep,
-and not at all. Text does not depend on the shape, so the answers are as good as any; neighbouring rounds meet the same
-machine and nearly the same text, so the differences between shapes are those of the shapes. Only rounds with all slots
-taken are kept; each time is the median of its rounds, which a stray interruption does not move.
+The engine answers prompts while the draft-tree shape changes from round to round: the shallowest and the deepest of
+each width, and no drafting. The text does not depend on the shape, so the answers are usable; neighbouring rounds run
+under nearly the same conditions on nearly the same text, so times differ by shape alone. Rounds with an empty slot are
+discarded. Each time is the median of its rounds, which is robust to single interruptions.
 
-Prompts are asked again, from the first, until every shape has had its rounds.
+Prompts are repeated from the first until every shape has enough rounds.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,16 +17,16 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import DraftTime, Method, Setting, StepTime
 from eyrie_workers.speculation.engine import Engine, Request
 
-_MOST_TIMES = 100  # the prompts are asked again; an answer of some tokens has as many rounds
+_MOST_REPEATS = 100  # of the prompts; beyond it the answers are too short to have timed rounds
 
 
 @dataclass(frozen=True)
 class Round:
-    """One round at full load."""
+    """One round with all slots taken."""
 
     shape: DraftTreeShape | None
     nodes: int
-    """What was verified per row, root included."""
+    """Verified per row, root included."""
 
     draft_s: float
     verify_s: float
@@ -34,7 +34,7 @@ class Round:
 
 @dataclass
 class Probe:
-    """What a run left behind."""
+    """The timed rounds and the answers of one run."""
 
     texts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Answers by request."""
@@ -45,7 +45,7 @@ class Probe:
 
 
 def shapes_to_time(shapes: Sequence[DraftTreeShape]) -> list[DraftTreeShape]:
-    """Of each width the shallowest and the deepest shape, and the fewest and the most nodes."""
+    """Of each width the shallowest shape with the fewest nodes, and the deepest with the most."""
     chosen: dict[DraftTreeShape, None] = {}
     for width in sorted({shape.top_k for shape in shapes}):
         same = sorted((shape for shape in shapes if shape.top_k == width),
@@ -57,51 +57,52 @@ def shapes_to_time(shapes: Sequence[DraftTreeShape]) -> list[DraftTreeShape]:
 
 def run_probe(engine: Engine, requests: Sequence[Request], concurrency: int, shapes: Sequence[DraftTreeShape | None],
               between: Callable[[], None], rounds: int) -> Probe:
-    """Answer all requests at this concurrency, in turning shapes. Leaves the engine idle."""
-    probe, turn = Probe(), _Turning(dict.fromkeys(shapes, 0))
-    engine.set_tree_schedule(turn, [shape for shape in shapes if shape is not None])
+    """Answer all requests at this concurrency in alternating shapes. Leaves the engine idle."""
+    probe, rotation = Probe(), _ShapeRotation(dict.fromkeys(shapes, 0))
+    engine.set_tree_schedule(rotation, [shape for shape in shapes if shape is not None])
     rows = min(concurrency, len(requests))
     names = {request.id for request in requests}
-    again = 0
+    repeat = 0
     waiting = list(requests)
     while True:
-        if not waiting and min(turn.counts.values()) < rounds:
-            again += 1
-            if again > _MOST_TIMES:
+        if not waiting and min(rotation.counts.values()) < rounds:
+            repeat += 1
+            if repeat > _MOST_REPEATS:
                 raise InvalidInput(f"answers are too short to time {rounds} rounds at concurrency {concurrency}",
                                    "raise benchmark.max_new_tokens, or name suites with longer answers")
-            waiting = [replace(request, id=_again(request, again)) for request in requests]
+            waiting = [replace(request, id=_repeat_id(request, repeat)) for request in requests]
         while waiting and engine.num_running + engine.num_waiting < rows:
             engine.submit(waiting.pop(0))
         between()
         before = replace(engine.stats)
-        said = engine.step()
+        steps = engine.step()
         spent = engine.stats
-        for progress in said:
+        for progress in steps:
             if progress.generation is not None and progress.id in names:
                 probe.texts[progress.id] = tuple(progress.generation.token_ids)
-        admitted = sum(not progress.accepted for progress in said)
+        admitted = sum(not progress.accepted for progress in steps)
         probe.prefill_s += [(spent.prefill_s - before.prefill_s) / admitted] * admitted if admitted else []
-        if len(said) - admitted == rows:
-            probe.rounds.append(Round(turn.last, spent.nodes - before.nodes, spent.draft_s - before.draft_s,
+        # A round counts only when every slot decoded in it: otherwise it ran at a lower concurrency.
+        if len(steps) - admitted == rows:
+            probe.rounds.append(Round(rotation.last, spent.nodes - before.nodes, spent.draft_s - before.draft_s,
                                       spent.verify_s - before.verify_s))
-            turn.counts[turn.last] += 1
-        if len(probe.texts) == len(requests) and min(turn.counts.values()) >= rounds:
+            rotation.counts[rotation.last] += 1
+        if len(probe.texts) == len(requests) and min(rotation.counts.values()) >= rounds:
             break
     for request in requests:
-        for number in range(again + 1):
-            engine.cancel(_again(request, number))
+        for number in range(repeat + 1):
+            engine.cancel(_repeat_id(request, number))
     engine.tree = None
     return probe
 
 
-def _again(request: Request, number: int) -> str:
-    return f"{request.id} (asked again, {number})" if number else request.id
+def _repeat_id(request: Request, repeat: int) -> str:
+    return f"{request.id} (repeat {repeat})" if repeat else request.id
 
 
 @dataclass
-class _Turning:
-    """Each round another shape: the first of those with the fewest rounds kept, so that none can miss its turn."""
+class _ShapeRotation:
+    """The shape of each round: the first of those with the fewest counted rounds."""
 
     counts: dict[DraftTreeShape | None, int]
     last: DraftTreeShape | None = None
@@ -122,7 +123,7 @@ def step_times(probe: Probe, concurrency: int, temperature: float) -> list[StepT
 
 
 def draft_times(probe: Probe, method: Method, concurrency: int, temperature: float) -> list[DraftTime]:
-    """What drafting took, by shape; the rounds without drafting, in which the drafter is only kept fed, left out."""
+    """Drafting time by shape. Rounds without drafting are left out: in these the drafter only settles pairs."""
     grouped: dict[DraftTreeShape, list[float]] = {}
     for one in probe.rounds:
         if one.shape is not None:

@@ -1,9 +1,9 @@
-"""What all predictions of a tuning rest on, measured once and kept: timed rounds, and replays of the texts they gave.
+"""The tuning profile: step times and replays, measured once, from which all predictions are computed.
 
-`lay` asks the prompts at every concurrency in rounds of turning shapes (`measurement.tuner.probe`), then drafts along
-the answers (`measurement.tuner.draft_replay`) with every method that drafts, at every width of the grid. What it
-returns is a value: predictions for any concurrency follow from it without another measurement, and a stage that was
-killed reads it again instead of measuring anew, so that the race goes on from the same predictions.
+`measure` answers the prompts at every concurrency in rounds of alternating shapes (`measurement.tuner.probe`), then
+drafts along the answers (`measurement.tuner.draft_replay`) with every drafting method, at every width of the grid. The
+profile is a value: predictions for any concurrency follow from it without further measurement, and an interrupted stage
+reads it from disk, so the race resumes from the same predictions.
 """
 
 import time
@@ -15,24 +15,24 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.tuning import OFF, DraftTime, Method, Setting, StepTime, TuneSpec
 from eyrie_workers.conversations.suites import Prompt
-from eyrie_workers.measurement.benchmark.blocks import Track
-from eyrie_workers.measurement.tuner.draft_replay import Answered, trace
+from eyrie_workers.measurement.benchmark.blocks import BlockRunner
+from eyrie_workers.measurement.tuner.draft_replay import KnownAnswer, trace
 from eyrie_workers.measurement.tuner.predict import (
     Costs,
     Prediction,
-    Replayed,
+    ReplayedRounds,
     Trace,
+    merged,
     predict,
     replay,
-    together,
     undrafted,
 )
 from eyrie_workers.measurement.tuner.probe import draft_times, run_probe, shapes_to_time, step_times
 from eyrie_workers.speculation.engine import Request
 
-_FEW_PROMPTS = 4  # probed at low concurrency: rounds are cheap there, but whole answers are not
+_FEW_PROMPTS = 4  # probed at low concurrency, where rounds are cheap but whole answers are not
 _ROUNDS = 10  # of each shape, at least; the time is their median
-_LOOKUP_ROUNDS = 5  # drafting without a model costs so little that its error does not matter
+_LOOKUP_ROUNDS = 5  # drafting without a model costs so little that its timing error is negligible
 
 
 class SettingReplay(Frozen):
@@ -40,11 +40,11 @@ class SettingReplay(Frozen):
 
     setting: Setting
     temperature: float
-    done: Replayed
+    done: ReplayedRounds
 
 
-class Foundation(Frozen):
-    """Costs and replays."""
+class TuningProfile(Frozen):
+    """Step times, draft times, prefill times and replays of one tuning."""
 
     belongs_to: str
     """Digest of the spec it was measured for."""
@@ -59,7 +59,7 @@ class Foundation(Frozen):
 
     def predictions(self, concurrency: int) -> dict[Setting, Prediction]:
         """Every setting at one concurrency."""
-        done: dict[Setting, dict[float, Replayed]] = {}
+        done: dict[Setting, dict[float, ReplayedRounds]] = {}
         for one in self.replays:
             done.setdefault(one.setting, {})[one.temperature] = one.done
         return predict(done, concurrency, Costs(self.step_times, self.draft_times, self.prefill_s), OFF)
@@ -71,58 +71,58 @@ class Foundation(Frozen):
         return sum(done.tokens for done in plain) / sum(done.requests for done in plain)
 
 
-def lay(track: Track, settings: Sequence[Setting], prompts: Sequence[Prompt], tune: TuneSpec, belongs_to: str,
-        between: Callable[[], None]) -> Foundation:
+def measure(runner: BlockRunner, settings: Sequence[Setting], prompts: Sequence[Prompt], tune: TuneSpec,
+            belongs_to: str, between: Callable[[], None]) -> TuningProfile:
     """Measure and replay. `between` is called between rounds and may raise."""
     began = time.monotonic()
-    work = _Work(track, settings, prompts, between)
+    profiler = _Profiler(runner, settings, prompts, between)
     for concurrency in sorted(set(tune.concurrencies)):
         for temperature in tune.temperatures:
-            work.probe(concurrency, temperature)
-    return Foundation(
-        belongs_to=belongs_to, step_times=tuple(work.step_times), draft_times=tuple(work.draft_times),
-        prefill_s=work.prefill(), replays=tuple(work.replay(tune)), seconds=time.monotonic() - began)
+            profiler.probe(concurrency, temperature)
+    return TuningProfile(
+        belongs_to=belongs_to, step_times=tuple(profiler.step_times), draft_times=tuple(profiler.draft_times),
+        prefill_s=profiler.prefill(), replays=tuple(profiler.replay(tune)), seconds=time.monotonic() - began)
 
 
-class _Work:
-    """The foundation while it is laid."""
+class _Profiler:
+    """Collects the parts of a profile."""
 
-    def __init__(self, track: Track, settings: Sequence[Setting], prompts: Sequence[Prompt],
+    def __init__(self, runner: BlockRunner, settings: Sequence[Setting], prompts: Sequence[Prompt],
                  between: Callable[[], None]) -> None:
-        self.track, self.settings, self.prompts, self.between = track, settings, prompts, between
+        self.runner, self.settings, self.prompts, self.between = runner, settings, prompts, between
         self.step_times: list[StepTime] = []
         self.draft_times: list[DraftTime] = []
-        self.answers: dict[tuple[str, float], Answered] = {}
+        self.answers: dict[tuple[str, float], KnownAnswer] = {}
         self._prefill_s: dict[str, list[float]] = {}
         self._methods = {setting.method: None for setting in settings if setting.tree is not None}
 
     def probe(self, concurrency: int, temperature: float) -> None:
         """Timed rounds at one load."""
         num = max(concurrency, min(len(self.prompts), max(_FEW_PROMPTS, 2 * concurrency)))
-        requests = self.track.some_requests(self.prompts, temperature, 0, num)
+        requests = self.runner.some_requests(self.prompts, temperature, 0, num)
         for method in self._methods:
             trained = method == "drafter"
-            asked = requests if trained else [
+            probed = requests if trained else [
                 replace(request, max_new_tokens=8 * _LOOKUP_ROUNDS) for request in requests[:concurrency]]
-            # The undrafted rounds, too, are the drafter's: all points of the step-time curve come from one run.
+            # Rounds without drafting run in the drafter's probe, so all points of the step-time curve are of one run.
             shapes = [*([None] if trained else []), *shapes_to_time(self._shapes(method))]
-            probe = run_probe(self.track.engines[method], asked, concurrency, shapes, self.between,
+            probe = run_probe(self.runner.engines[method], probed, concurrency, shapes, self.between,
                               _ROUNDS if trained else _LOOKUP_ROUNDS)
             self.draft_times += draft_times(probe, method, concurrency, temperature)
             self._prefill_s.setdefault(method, []).extend(probe.prefill_s)
             if trained:
                 self.step_times += step_times(probe, concurrency, temperature)
                 for request in requests:
-                    self.answers[request.id, temperature] = Answered(
+                    self.answers[request.id, temperature] = KnownAnswer(
                         tuple(request.prompt_ids), probe.texts[request.id], temperature, request.seed)
 
     def _shapes(self, method: Method) -> list[DraftTreeShape]:
         return [setting.tree for setting in self.settings if setting.method == method and setting.tree is not None]
 
     def prefill(self) -> dict[str, float]:
-        """Median seconds of reading a prompt, by who drafts; without drafting it is timed here."""
+        """Median prefill seconds by method; those without drafting are timed here."""
         prompts = [replace(request, max_new_tokens=1) for request in self._first_requests()]
-        engine = self.track.engines["off"]
+        engine = self.runner.engines["off"]
         engine.tree = None
         plain = []
         for request in prompts:
@@ -132,7 +132,7 @@ class _Work:
         return {"off": median(plain)} | {method: median(times) for method, times in self._prefill_s.items() if times}
 
     def _first_requests(self) -> list[Request]:
-        return self.track.some_requests(self.prompts, 0.0, 0, len(self.prompts))
+        return self.runner.some_requests(self.prompts, 0.0, 0, len(self.prompts))
 
     def replay(self, tune: TuneSpec) -> list[SettingReplay]:
         """Every setting along every answer."""
@@ -147,12 +147,12 @@ class _Work:
                 traces = self._trace(method, answers, max(shape.num_steps for shape in shapes),
                                      {shape.top_k for shape in shapes})
                 found += [SettingReplay(setting=Setting(method=method, tree=shape), temperature=temperature,
-                                        done=together([replay(one, shape) for one in traces[shape.top_k]]))
+                                        done=merged([replay(one, shape) for one in traces[shape.top_k]]))
                           for shape in shapes]
         return found
 
-    def _trace(self, method: Method, answers: Sequence[Answered], num_steps: int,
+    def _trace(self, method: Method, answers: Sequence[KnownAnswer], num_steps: int,
                widths: set[int]) -> Mapping[int, list[Trace]]:
-        drafter = self.track.engines[method].drafter
+        drafter = self.runner.engines[method].drafter
         assert drafter is not None
-        return trace(self.track.session.target, drafter, answers, num_steps, widths, self.between)
+        return trace(self.runner.session.target, drafter, answers, num_steps, widths, self.between)

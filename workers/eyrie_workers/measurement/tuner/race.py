@@ -1,21 +1,22 @@
-"""Which settings are measured at one concurrency, when one may stop being measured, and which is best. Pure.
+"""The race: which settings are measured at one concurrency, for how long, and which is best. Pure.
 
-Predictions (`measurement.tuner.predict`) rank every setting before anything is measured. They are good, not perfect:
-costs are interpolated, caches are warm or cold. So
+Predictions (`measurement.tuner.predict`) rank every setting before anything is measured. They have errors: costs are
+interpolated, caches are warm or cold. The race therefore repeats three steps:
 
-    admit   off, always: it is the baseline and may win. Then, in the order of prediction, whoever could still win: its
-            optimistic speed is at least the leader's pessimistic one. Before any measurement both ends are predictions
-            give or take MARGIN; afterwards the prediction is corrected by how it did on the settings tried so far, give
-            or take twice the scatter around that, and the leader's end is what its measurements leave possible.
-    drop    whose paired interval against the leader ends below 1 + TIE: slower, or not faster by more than anyone would
-            notice. Without that zone of indifference (Bechhofer 1954) equals would race for ever.
-    stop    when nobody is left to beat the leader, or trials, blocks or seconds run out.
+    admit   `off` always, because it is the baseline and may win. Then, in order of prediction, every setting that could
+            still win: its optimistic speed is at least the leader's pessimistic speed. Before any measurement both are
+            predictions plus or minus MARGIN. Afterwards the optimistic speed is the prediction, corrected by the mean
+            error of the predictions tried so far, plus twice their scatter; the pessimistic speed is the leader's
+            estimate minus two standard errors.
+    drop    every setting whose paired interval against the leader ends below 1 + TIE: slower, or not noticeably faster.
+            Without this indifference zone (Bechhofer 1954) equally fast settings would race for ever.
+    stop    when no setting can beat the leader, or trials, blocks or seconds run out.
 
-A block is a few prompts at one temperature, answered by every setting in the race in turn; a rung is one block of each
-temperature. Comparisons use the blocks both have answered. Two sources then name the winner among those not separated:
-prediction and measurement, weighted by the inverse of their variances, because a short race is noisier than a replay
-and a long one is not. Where the two contradict each other by more than both errors allow, the prediction is taken to be
-wrong by the rest. Speculation is switched on only when it wins by more than TIE: off is simpler.
+A block is a few prompts at one temperature, answered by every active setting in turn; a rung is one block of each
+temperature. Comparisons use the blocks that both settings have answered. Among settings that are not separated, the
+winner has the highest estimate, which combines prediction and measurement weighted by the inverse of their variances: a
+short race is noisier than a replay, a long one is not. Where the two disagree by more than their errors allow, the
+excess is attributed to the prediction. Speculation is chosen only when it wins by more than TIE: off is simpler.
 """
 
 import math
@@ -29,21 +30,23 @@ from eyrie_workers.intervals import Tally, mean_speed_ratio, speed_interval, stu
 from eyrie_workers.measurement.tuner.predict import Prediction
 
 MARGIN = 0.08
-"""Half-width given to predictions that nothing has been measured against."""
+"""Relative half-width of a prediction before any measurement."""
 
 TIE = 0.01
+"""Relative speed difference below which two settings count as equal."""
+
 _PREDICTION_ERROR = 0.03
 """Standard error of a predicted ratio, at least (measured on the quickstart target: docs/results/tuner.md)."""
 
 _BLOCK_ERROR = 0.06
-"""Standard error of the ratio of two variants on one block, while there are too few blocks to tell."""
+"""Standard error of the ratio of two settings on one block, used while there are too few blocks to estimate it."""
 
 _FEW_BLOCKS = 3
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one setting did with one block."""
+    """Tokens and seconds of one setting on one block."""
 
     tokens: int
     seconds: float
@@ -55,34 +58,37 @@ BlockKey = tuple[float, int]
 
 @dataclass
 class Race:
-    """One concurrency's race. Everything in it follows from the predictions and the blocks taken, in order."""
+    """The race at one concurrency. Its state is a function of the predictions and of the recorded blocks, in order."""
 
     predictions: Mapping[Setting, Prediction]
     most_trials: int
     """Settings that may be measured here, off included."""
 
     blocks: dict[Setting, dict[BlockKey, Measured]] = field(default_factory=dict)
-    """Of every setting tried."""
+    """Results of every measured setting."""
 
     active: list[Setting] = field(default_factory=list)
     reasons: dict[Setting, str] = field(default_factory=dict)
-    """Why a setting stopped."""
+    """Why a setting was dropped."""
 
-    spoilt: set[Setting] = field(default_factory=set)
-    """Settings that changed an answer: they win only when every one does, and promotion then sees to it."""
+    changed_output: set[Setting] = field(default_factory=set)
+    """Settings that changed an answer: one wins only if all others did too, and promotion then refuses it."""
 
     _intervals: dict[tuple[Setting, Setting, int, int], Interval | None] = field(default_factory=dict)
 
-    def take(self, setting: Setting, block: BlockKey, measured: Measured) -> None:
-        """Enter one measurement."""
+    def record(self, setting: Setting, block: BlockKey, measured: Measured) -> None:
+        """Add one measurement."""
         self.blocks.setdefault(setting, {})[block] = measured
 
-    # Who may start
+    # Admission
 
-    def admit(self, affordable: int, invited: Sequence[Setting] = ()) -> list[Setting]:
-        """Let in off, the invited and whoever could still win, at most `affordable` at once; returns the new ones."""
+    def admit(self, affordable: int, required: Sequence[Setting] = ()) -> list[Setting]:
+        """Activate off, the required settings and those that could still win, at most `affordable` active at once.
+
+        Returns the newly active ones.
+        """
         entered: list[Setting] = []
-        for setting in [OFF, *invited, *self._hopeful()]:
+        for setting in [OFF, *required, *self._candidates()]:
             tried = set(self.blocks) | set(self.active)
             if len(tried) >= self.most_trials or len(self.active) >= affordable:
                 break
@@ -91,17 +97,18 @@ class Race:
                 entered.append(setting)
         return entered
 
-    def _hopeful(self) -> list[Setting]:
-        """Untried settings that could win, best prediction first; of two alike the second waits for another turn."""
+    def _candidates(self) -> list[Setting]:
+        """Untried settings that could win, best prediction first; settings similar to an earlier one come last."""
         untried = [setting for setting in self._by_prediction() if setting not in self.blocks and setting != OFF]
-        floor = self._to_beat()
-        hopeful = [setting for setting in untried if self._optimistic(setting) >= floor]
+        threshold = self._threshold()
+        candidates = [setting for setting in untried if self._optimistic(setting) >= threshold]
+        # Neighbouring shapes have nearly the same speed and prediction error: measuring both would tell little more.
         taken = [setting for setting in self.active if setting != OFF]
         first: list[Setting] = []
-        for setting in hopeful:
-            if not any(_alike(setting, other) for other in [*taken, *first]):
+        for setting in candidates:
+            if not any(_similar(setting, other) for other in [*taken, *first]):
                 first.append(setting)
-        return first + [setting for setting in hopeful if setting not in first]
+        return first + [setting for setting in candidates if setting not in first]
 
     def _by_prediction(self) -> list[Setting]:
         return sorted(self.predictions, key=lambda setting: -self.predictions[setting].speedup)
@@ -110,29 +117,30 @@ class Race:
         bias, scatter = self._prediction_error()
         return self.predictions[setting].speedup * math.exp(bias + scatter)
 
-    def _to_beat(self) -> float:
+    def _threshold(self) -> float:
+        """The speed-up that a candidate's optimistic one must reach: the leader's pessimistic speed-up."""
         if not self._compared():
             return max(prediction.speedup for prediction in self.predictions.values()) * math.exp(-MARGIN)
         leader = self.leader()
         return self.estimate(leader) * math.exp(-2.0 * self._error(leader))
 
     def _prediction_error(self) -> tuple[float, float]:
-        """Mean of log(measured / predicted) over the settings tried, and how far a prediction may still be off."""
+        """Mean of log(measured / predicted) over the settings tried, and the remaining half-width of a prediction."""
         errors = [math.log(self.speedup(setting) / self.predictions[setting].speedup) for setting in self._compared()]
         if not errors:
             return 0.0, MARGIN
-        # The mean of a few noisy ratios is itself uncertain: it is believed the more the more there are.
-        believed = len(errors) / (len(errors) + 1)
-        return fmean(errors) * believed, max(2.0 * pstdev(errors), MARGIN / math.sqrt(1 + len(errors)))
+        # The mean of a few noisy ratios is uncertain, so it is shrunk towards 0; less so with more of them.
+        shrinkage = len(errors) / (len(errors) + 1)
+        return fmean(errors) * shrinkage, max(2.0 * pstdev(errors), MARGIN / math.sqrt(1 + len(errors)))
 
     def _compared(self) -> list[Setting]:
         return [setting for setting in self.blocks if setting != OFF and self._common(setting, OFF)]
 
-    # How they stand
+    # Comparison
 
-    def _common(self, one: Setting, other: Setting) -> list[BlockKey]:
-        """Blocks both answered, of rungs that are whole for both."""
-        both = self.blocks.get(one, {}).keys() & self.blocks.get(other, {}).keys()
+    def _common(self, first: Setting, second: Setting) -> list[BlockKey]:
+        """Blocks that both settings answered, of rungs that both completed."""
+        both = self.blocks.get(first, {}).keys() & self.blocks.get(second, {}).keys()
         temperatures = {temperature for blocks in self.blocks.values() for temperature, _ in blocks}
         return sorted(key for key in both if all((temperature, key[1]) in both for temperature in temperatures))
 
@@ -147,10 +155,10 @@ class Race:
         return 1.0 if setting == against else mean_speed_ratio(self._groups(setting, against))
 
     def interval(self, setting: Setting, against: Setting = OFF, seed: int = 0) -> Interval | None:
-        """95 %, blocks resampled in pairs; None while there are fewer than two a temperature."""
+        """95 % interval of `speedup`, blocks resampled in pairs; None below two blocks per temperature."""
         if setting == against:
             return None
-        # Blocks are only ever added, so their number says which they are.
+        # Cached by the number of common blocks: blocks are only added, so the number identifies them.
         key = (setting, against, len(self._common(setting, against)), seed)
         if key not in self._intervals:
             groups = self._groups(setting, against)
@@ -158,7 +166,7 @@ class Race:
         return self._intervals[key]
 
     def estimate(self, setting: Setting) -> float:
-        """Speed-up over off by prediction and measurement together."""
+        """Speed-up over off from prediction and measurement, weighted by the inverse of their variances."""
         if setting == OFF:
             return 1.0
         if not self._common(setting, OFF):
@@ -175,10 +183,11 @@ class Race:
         return (self._corrected(setting)[1] ** -2 + self._measurement_error(setting) ** -2) ** -0.5
 
     def _corrected(self, setting: Setting) -> tuple[float, float]:
-        """The prediction of a measured setting without what all predictions have in common, and its standard error."""
+        """A measured setting's prediction without the error common to all predictions, and its standard error."""
         corrected = self.predictions[setting].speedup * math.exp(self._prediction_error()[0])
-        surprise = math.log(self.speedup(setting) / corrected)
-        unexplained = surprise**2 - self._measurement_error(setting) ** 2
+        # What the measurement's own error does not explain of the difference is the prediction's.
+        difference = math.log(self.speedup(setting) / corrected)
+        unexplained = difference**2 - self._measurement_error(setting) ** 2
         return corrected, math.sqrt(max(_PREDICTION_ERROR**2, unexplained))
 
     def _measurement_error(self, setting: Setting) -> float:
@@ -186,35 +195,40 @@ class Race:
         num = len(groups[0])
         rough = _BLOCK_ERROR / math.sqrt(num * len(groups))
         interval = self.interval(setting)
+        # Two blocks give no usable estimate of their own scatter; a typical one is used instead.
         if interval is None or num < _FEW_BLOCKS:
             return rough
+        # Back from the half-width of the t interval to the standard error.
         return max(math.log(interval.high / interval.low) / (2 * student_quantile(0.975, num - 1)), 1e-4)
 
     def leader(self) -> Setting:
-        """The best so far: highest estimate among the active; off unless it is beaten by more than a tie."""
+        """The active setting with the highest estimate, lossless ones first; off unless beaten by more than TIE."""
         drafted = [setting for setting in self.active if setting != OFF]
         measured = [setting for setting in drafted if self._common(setting, OFF)]
-        faithful = [setting for setting in measured if setting not in self.spoilt]
-        best = max(faithful or measured or drafted, key=self.estimate, default=OFF)
+        lossless = [setting for setting in measured if setting not in self.changed_output]
+        best = max(lossless or measured or drafted, key=self.estimate, default=OFF)
         return best if self.estimate(best) > 1.0 + TIE else OFF
 
     def best_drafted(self, method: str) -> Setting | None:
-        """The best of one method among all that were measured."""
+        """The best measured setting of one method."""
         tried = [setting for setting in self._compared() if setting.method == method]
         return max(tried, default=None, key=lambda setting: (
-            setting not in self.spoilt, setting in self.active, self.estimate(setting)))
+            setting not in self.changed_output, setting in self.active, self.estimate(setting)))
 
-    # Who goes on
+    # Elimination
 
     def drop(self) -> list[Setting]:
-        """Drop who cannot beat the leader by more than a tie; off goes on as the baseline. Returns the dropped."""
+        """Drop the settings that cannot beat the leader by more than TIE; off stays as the baseline.
+
+        Returns the dropped ones.
+        """
         leader = self.leader()
-        gone = [setting for setting in self.active if setting not in (leader, OFF) and self._beaten(setting, leader)]
-        for setting in gone:
+        dropped = [setting for setting in self.active if setting not in (leader, OFF) and self._beaten(setting, leader)]
+        for setting in dropped:
             self.active.remove(setting)
             self.reasons[setting] = (f"after {len(self._common(setting, leader))} blocks at "
                                      f"{self.speedup(setting, leader):.3f} of {leader.label()}")
-        return gone
+        return dropped
 
     def _beaten(self, setting: Setting, leader: Setting) -> bool:
         if not self._common(setting, leader):
@@ -224,29 +238,29 @@ class Race:
 
     @property
     def decided(self) -> bool:
-        """Whether nobody measured is left that could beat the leader, and nobody unmeasured may be let in."""
+        """Whether every active setting is beaten by the leader, and no unmeasured one may be admitted."""
         leader = self.leader()
         rivals = [setting for setting in {OFF, *self.active} if setting != leader]
-        return all(self._beaten(setting, leader) for setting in rivals) and not self._may_enter()
+        return all(self._beaten(setting, leader) for setting in rivals) and not self._may_admit()
 
-    def _may_enter(self) -> bool:
-        return len(self.blocks) < self.most_trials and bool(self._hopeful())
+    def _may_admit(self) -> bool:
+        return len(self.blocks) < self.most_trials and bool(self._candidates())
 
 
-def _alike(one: Setting, other: Setting) -> bool:
-    """Whether two settings differ so little that measuring one tells of the other."""
-    if one.tree is None or other.tree is None or one.method != other.method:
-        return one == other
-    return one.tree.top_k == other.tree.top_k and abs(one.tree.num_steps - other.tree.num_steps) <= 1
+def _similar(first: Setting, second: Setting) -> bool:
+    """Whether two settings differ by at most one step of depth."""
+    if first.tree is None or second.tree is None or first.method != second.method:
+        return first == second
+    return first.tree.top_k == second.tree.top_k and abs(first.tree.num_steps - second.tree.num_steps) <= 1
 
 
 def trials_allowed(num_settings: int, share: float) -> int:
-    """How many of a concurrency's settings may be measured: at least off, a leader and a rival."""
+    """How many settings may be measured at one concurrency: at least off, a leader and a rival."""
     return min(num_settings, max(3, math.floor(share * num_settings)))
 
 
 def within_budget(order: Sequence[float], budget_s: float) -> int:
-    """How many of these costs in seconds, first come first, fit the budget; at least two (off and a leader)."""
+    """How many leading entries of these costs in seconds fit the budget; at least two (off and a leader)."""
     spent, count = 0.0, 0
     for cost in order:
         spent += cost

@@ -10,26 +10,27 @@ from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.conversations.suites import Prompt
 from eyrie_workers.measurement.benchmark.losslessness import explain
-from eyrie_workers.measurement.benchmark.samples import BASELINE, Entry, Variant
+from eyrie_workers.measurement.benchmark.samples import BASELINE, UNDRAFTED, Entry
 from eyrie_workers.measurement.benchmark.session import (
     Session,
-    fitting,
-    interleave,
     open_session,
+    prompts_that_fit,
     read_suites,
     report_cells,
+    round_robin,
 )
 from eyrie_workers.measurement.benchmark.transformers_baseline import compare
 from eyrie_workers.measurement.benchmark.variants import Bench, unit_seed
+from eyrie_workers.measurement.variant import Variant, drafted
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.targets.loading import load_target
 from tests.tiny import tiny_target
 from tests.workers.measurement.tiny_bench import stage_specs
 
-CHAIN = Variant(DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4))
-TREE = Variant(DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6))
-ARMS = [Variant(None), CHAIN, TREE]
+CHAIN = drafted(DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4))
+TREE = drafted(DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6))
+VARIANTS = [UNDRAFTED, CHAIN, TREE]
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +43,11 @@ def test_prompts_without_room_for_an_answer_are_left_out_and_told(session: Sessi
     stage = Stage(tmp_path)
     short = next(iter(session.suites.values()))[0]
     long = dataclasses.replace(short, id="long", messages=({"role": "user", "content": "word " * 400},))
-    kept = fitting({"s": [short, long]}, session.tokenizer, 256, stage)
+    kept = prompts_that_fit({"s": [short, long]}, session.tokenizer, 256, stage)
     assert kept == {"s": [short]}
     assert "1 of 2 prompts of suite s" in (tmp_path / "events.jsonl").read_text()
     with pytest.raises(InvalidInput, match="no prompt of suite 's' fits the target's context of 256"):
-        fitting({"s": [long]}, session.tokenizer, 256, stage)
+        prompts_that_fit({"s": [long]}, session.tokenizer, 256, stage)
 
 
 def nothing() -> None:
@@ -58,11 +59,11 @@ def entries_of(session: Session, bench: Bench, variants: list[Variant]) -> list[
 
 
 def units_of(session: Session) -> list:  # type: ignore[type-arg]
-    return session.units(interleave(session.suites), (0.0, 1.0), 1)
+    return session.units(round_robin(session.suites), (0.0, 1.0), 1)
 
 
 def test_a_drafter_that_changes_nothing_is_identical_on_every_prompt(session: Session) -> None:
-    entries = entries_of(session, session.bench, ARMS)
+    entries = entries_of(session, session.bench, VARIANTS)
     for variant in (CHAIN, TREE):
         for cell in report_cells(session, entries, units_of(session), variant):
             assert cell.identical == cell.prompts == 6
@@ -72,9 +73,9 @@ def test_a_drafter_that_changes_nothing_is_identical_on_every_prompt(session: Se
 
 def test_every_variant_answers_every_prompt_and_is_timed(session: Session) -> None:
     unit = units_of(session)[0]
-    entry = session.bench.measure(unit, ARMS, nothing)
+    entry = session.bench.measure(unit, VARIANTS, nothing)
     assert entry.key == unit.key
-    assert entry.samples.keys() == {BASELINE, CHAIN.name, TREE.name}
+    assert entry.samples.keys() == {BASELINE, CHAIN.title, TREE.title}
     for name, sample in entry.samples.items():
         assert 0 < sample.ttft_s <= sample.seconds
         assert len(sample.token_ids) > 0
@@ -87,7 +88,7 @@ def test_consecutive_prompts_of_a_suite_have_alternating_turns(session: Session)
 
 
 def test_noise_is_shared_by_variants_and_differs_between_prompts_and_repeats(session: Session) -> None:
-    units = session.units(interleave(session.suites), (1.0,), 2)
+    units = session.units(round_robin(session.suites), (1.0,), 2)
     assert len({unit_seed(unit, 0) for unit in units}) == len(units)
     assert unit_seed(units[0], 0) != unit_seed(units[0], 1)
 
@@ -98,7 +99,7 @@ def test_an_variant_run_on_another_target_is_reported_as_divergent_with_id_and_p
     corrupted = dataclasses.replace(session.bench, engine=Engine(other, session.bench.engine.drafter))
     units = units_of(session)
     entries = []
-    for honest, wrong in zip(entries_of(session, session.bench, [Variant(None)]),
+    for honest, wrong in zip(entries_of(session, session.bench, [UNDRAFTED]),
                              entries_of(session, corrupted, [CHAIN]), strict=True):
         entries.append(honest.model_copy(update={"samples": honest.samples | wrong.samples}))
     for cell in report_cells(session, entries, units, CHAIN):
@@ -114,7 +115,7 @@ def test_an_variant_run_on_another_target_is_reported_as_divergent_with_id_and_p
 
 def test_one_changed_token_is_found_at_its_position_with_the_targets_own_gap(session: Session) -> None:
     unit = next(u for u in units_of(session) if u.temperature == 0.0)
-    answer = list(session.bench.measure(unit, [Variant(None)], nothing).samples[BASELINE].token_ids)
+    answer = list(session.bench.measure(unit, [UNDRAFTED], nothing).samples[BASELINE].token_ids)
     changed = [*answer[:2], (answer[2] + 1) % 300, *answer[3:]]
     found = explain(session.target, "p", unit.prompt_ids, answer, changed)
     assert found is not None
@@ -132,7 +133,7 @@ def test_one_changed_token_is_found_at_its_position_with_the_targets_own_gap(ses
 def test_at_temperature_one_the_gap_is_taken_under_the_noise_that_chose(session: Session) -> None:
     unit = next(u for u in units_of(session) if u.temperature == 1.0)
     seed = unit_seed(unit, session.spec.seed)
-    answer = list(session.bench.measure(unit, [Variant(None)], nothing).samples[BASELINE].token_ids)
+    answer = list(session.bench.measure(unit, [UNDRAFTED], nothing).samples[BASELINE].token_ids)
     for position in range(len(answer)):
         changed = [*answer[:position], (answer[position] + 1) % 300]
         found = explain(session.target, "p", unit.prompt_ids, answer, changed, temperature=1.0, seed=seed)
@@ -150,7 +151,7 @@ def test_an_answer_that_ends_early_is_a_divergence_at_its_end(session: Session) 
 
 def test_prompts_of_uneven_suites_are_all_asked() -> None:
     suites = {"a": [Prompt("a0", "a", ())], "b": [Prompt("b0", "b", ()), Prompt("b1", "b", ())]}
-    assert [(turn, prompt.id) for turn, prompt in interleave(suites)] == [(0, "a0"), (1, "b0"), (2, "b1")]
+    assert [(turn, prompt.id) for turn, prompt in round_robin(suites)] == [(0, "a0"), (1, "b0"), (2, "b1")]
 
 
 def test_transformers_generate_is_timed_on_the_same_prompts(session: Session) -> None:

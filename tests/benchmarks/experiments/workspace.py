@@ -1,19 +1,17 @@
-"""Where experiments work: answers, states, drafters and counts, each made once and shared by all of them.
+"""The shared workspace of experiments: answers, states, drafters and counts, each computed once.
 
-Everything is made by the stages themselves, in a directory named after the digest of its spec. Two experiments that ask
-for the same thing share it, and one that was killed goes on from what is there. A directory knows its spec and not the
-code that made it: after a change to the code, delete the work directory.
+Artifacts are written by the stages themselves, in a directory named after the digest of the spec. Two experiments with
+the same spec share an artifact, and an interrupted one resumes. A directory identifies its spec and not the code that
+wrote it: after a change to the code, delete the work directory.
 
     work/regenerate-<digest>/     answers of the target          work/first-<n>-<digest>/   the first n of them
     work/capture-<digest>/        states                         work/train-<digest>/       drafters
     work/decoded-<digest>.json    what a drafter accepted, prompt by prompt
 
-Less data is the beginning of more data: `rows` cuts one set of answers, so amounts are nested and nothing but the
-amount differs.
+Smaller amounts of data are prefixes of larger ones: `rows` truncates one set of answers.
 
-tau is counted by decoding, never simulated, over the held-out prompts of the four suites, 16 at a time: an answer and
-its rounds depend on the request alone, so neither how many run
-at once nor what else the machine does changes tau.
+tau is counted by decoding, never simulated, over the held-out prompts of the four suites, 16 at a time. An answer and
+its rounds depend on the request alone, so neither concurrency nor other work on the machine changes tau.
 """
 
 import shutil
@@ -43,7 +41,6 @@ from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stage_program import Result, SpecT, Stage, run_program
 from eyrie_workers.stages.capture import capture
 from eyrie_workers.stages.regenerate import regenerate
-from eyrie_workers.stages.train import train
 from eyrie_workers.targets.loading import load_target, resolve
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.templates import ChatTokenizer
@@ -59,7 +56,7 @@ _DRAFT_VOCABULARY = 1536  # 98 % of the quickstart target's unseen answers
 
 @dataclass(frozen=True)
 class Scale:
-    """How much of everything."""
+    """The sizes of an experiment."""
 
     conversations: int
     steps: int
@@ -83,7 +80,7 @@ class _Decoded(Frozen):
 
 @dataclass(frozen=True)
 class Trained:
-    """One drafter in its several states."""
+    """One trained drafter and its checkpoints."""
 
     directory: Path
     report: TrainReport
@@ -98,7 +95,7 @@ class Trained:
         return self.path(self.report.checkpoints[-1])
 
 
-class Place:
+class Workspace:
     """A target and a work directory."""
 
     def __init__(self, work: Path, scale: Scale, *, target: str = "quickstart", threads: int | None = None) -> None:
@@ -144,7 +141,7 @@ class Place:
         return out
 
     def store(self, rows: Path, aux_layers: tuple[int, ...] | None = None) -> Path:
-        """States over some rows, for every family that is compared."""
+        """Captured states of some rows, for every compared family."""
         return self._made("capture", CaptureStage(
             job_id=JOB, target=self.spec, rows_dir=str(rows), capture=CaptureSpec(aux_layers=aux_layers, check_rows=0),
             families=COMPARED), capture)
@@ -154,11 +151,11 @@ class Place:
         """A drafter trained from a store, for the scale's steps unless `settings` say otherwise."""
         shape = (drafter or DrafterSpec()).model_copy(
             update={"family": family, "draft_vocab_size": _DRAFT_VOCABULARY})
-        told = {"learning_rate": 2e-3 if family == "eagle3" else None, "epochs": 1000.0, "max_steps": self.scale.steps,
-                "max_tokens_per_batch": _BATCH_TOKENS, "save_every_steps": 100} | settings
+        spec = {"learning_rate": 2e-3 if family == "eagle3" else None, "epochs": 1000.0,
+                "max_steps": self.scale.steps, "max_tokens_per_batch": _BATCH_TOKENS, "save_every_steps": 100} | settings
         out = self._made("train", TrainStage(
             job_id=JOB, candidate="c0", target=self.spec, drafter=shape, store_dir=str(store),
-            train=TrainSpec.model_validate(told | {"seed": seed, "num_checkpoints": checkpoints,
+            train=TrainSpec.model_validate(spec | {"seed": seed, "num_checkpoints": checkpoints,
                                                    "threads": self.threads})), train)
         report = read_manifest(out / "manifest.json").report_as(TrainReport)
         assert isinstance(report, TrainReport)
@@ -170,14 +167,14 @@ class Place:
         return [prompt for turn in zip(*by_suite, strict=True) for prompt in turn]
 
     def request(self, prompt: Prompt, temperature: float, tokens: int | None = None) -> Request:
-        """What is asked about a prompt; the same noise in every variant."""
+        """The request of a prompt; the same noise in every variant."""
         return Request(
             id=f"{prompt.suite}/{prompt.id}", max_new_tokens=tokens or self.scale.tokens, seed=0,
             prompt_ids=self.tokenizer.render(list(prompt.messages), list(prompt.tools) or None),
             sampling=SamplingSpec(temperature=temperature), stop_ids=tuple(self.tokenizer.eos_ids))
 
     def decode(self, drafter: Path, shape: DraftTreeShape = CHAIN, temperature: float = 0.0) -> tuple[Counted, ...]:
-        """What a drafter accepts over all prompts."""
+        """Rounds and accepted tokens of a drafter over all prompts."""
         requests = [self.request(prompt, temperature) for prompt in self.prompts()]
         key = digest_bytes(repr((digest_directory(drafter), shape, requests, self.spec)).encode())
         file = self.work / f"decoded-{key[7:23]}.json"

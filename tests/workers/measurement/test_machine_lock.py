@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from eyrie_workers.machine.environment import cpu_count, describe_cpuinfo, environment
-from eyrie_workers.machine.machine_lock import MachineTime, disturbance, measuring_alone, others_share
+from eyrie_workers.machine.machine_lock import ProcessorTime, interference, machine_lock, share_of_other_processes
 
 
 def _hold(directory: Path, pipe: Connection) -> None:
-    with measuring_alone(lambda: None, directory):
+    with machine_lock(lambda: None, directory):
         pipe.send("held")
         pipe.recv()
 
@@ -32,7 +32,7 @@ def test_a_second_measurement_waits_until_the_first_lets_go_even_by_dying(tmp_pa
             holder.kill()
             holder.join()
 
-    with measuring_alone(while_waiting, tmp_path):
+    with machine_lock(while_waiting, tmp_path):
         assert polls >= 2
 
 
@@ -43,36 +43,36 @@ def test_a_waiting_measurement_can_be_interrupted(tmp_path: Path) -> None:
     def give_up() -> None:
         raise Stop
 
-    with measuring_alone(give_up, tmp_path), pytest.raises(Stop), measuring_alone(give_up, tmp_path):
+    with machine_lock(give_up, tmp_path), pytest.raises(Stop), machine_lock(give_up, tmp_path):
         pytest.fail("two held the lock")
 
 
 def test_the_share_of_others_is_what_the_machine_did_beyond_us() -> None:
-    before, after = MachineTime(0.0, 100.0, 1.0), MachineTime(10.0, 116.0, 7.0)
-    assert others_share(before, after, cpu_count=2) == pytest.approx(0.5)
+    before, after = ProcessorTime(0.0, 100.0, 1.0), ProcessorTime(10.0, 116.0, 7.0)
+    assert share_of_other_processes(before, after, cpu_count=2) == pytest.approx(0.5)
 
 
 def test_a_quiet_machine_is_not_remarked_on_and_a_busy_one_is_with_its_load() -> None:
-    start = MachineTime(0.0, 0.0, 0.0)
-    assert disturbance(start, MachineTime(10.0, 9.5, 9.4), 2, 1.0) is None
-    said = disturbance(start, MachineTime(10.0, 19.0, 9.0), 2, 3.5)
+    start = ProcessorTime(0.0, 0.0, 0.0)
+    assert interference(start, ProcessorTime(10.0, 9.5, 9.4), 2, 1.0) is None
+    said = interference(start, ProcessorTime(10.0, 19.0, 9.0), 2, 3.5)
     assert said is not None
     assert "50%" in said
     assert "3.5" in said
 
 
 def test_without_processor_accounting_the_load_average_decides() -> None:
-    assert disturbance(None, None, 2, 1.9) is None
-    assert "4.0" in (disturbance(None, None, 2, 4.0) or "")
-    assert MachineTime.now(Path("/nowhere/stat")) is None
+    assert interference(None, None, 2, 1.9) is None
+    assert "4.0" in (interference(None, None, 2, 4.0) or "")
+    assert ProcessorTime.now(Path("/nowhere/stat")) is None
 
 
 def test_our_own_work_is_not_taken_for_others() -> None:
-    before = MachineTime.now()
+    before = ProcessorTime.now()
     until = time.process_time() + 0.2
     while time.process_time() < until:
         pass
-    after = MachineTime.now()
+    after = ProcessorTime.now()
     if before is None or after is None:
         pytest.skip("this system has no /proc/stat")
     assert after.own_s - before.own_s >= 0.2

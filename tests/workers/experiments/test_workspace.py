@@ -1,0 +1,37 @@
+"""The shared workspace, with the shipped target and very little data."""
+
+import json
+from pathlib import Path
+
+from eyrie_workers.conversations.rows import ROWS, read_rows
+from tests.benchmarks.experiments import on_policy
+from tests.benchmarks.experiments.program import README, command_line, run_experiment
+from tests.benchmarks.experiments.report import ExperimentReport
+from tests.benchmarks.experiments.workspace import Scale, Workspace
+
+SMALL = Scale(conversations=6, steps=2, seeds=1, prompts=1, tokens=6)
+
+
+def test_an_experiment_runs_shares_its_artifacts_and_writes_its_report(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path / "work", SMALL, threads=1)
+    rows = workspace.rows()
+    few = workspace.rows(2)
+    whole = (rows / ROWS).read_bytes().splitlines()
+    assert (few / ROWS).read_bytes().splitlines() == whole[:2]
+
+    foreign = list(read_rows(on_policy.off_policy_rows(workspace, rows) / ROWS))
+    own = list(read_rows(rows / ROWS))
+    assert [row.prompt_ids for row in foreign] == [row.prompt_ids for row in own]
+    assert all(row.answer_ids[-1] in workspace.tokenizer.eos_ids for row in foreign)
+    assert [row.answer_ids for row in foreign] != [row.answer_ids for row in own]
+
+    options = command_line("").parse_args(["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")])
+    run_experiment(on_policy.NAME, on_policy.CLAIM, lambda _: on_policy.measure(workspace), options)
+    report = ExperimentReport.model_validate(json.loads((tmp_path / "out" / "on_policy.json").read_text()))
+    assert len(report.table) == 2
+    assert report.found[0] in (tmp_path / "out" / README).read_text()
+
+    artifacts = {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*.safetensors")}
+    again = on_policy.measure(Workspace(tmp_path / "work", SMALL, threads=1))
+    assert tuple(again.found) == report.found
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*.safetensors")} == artifacts
