@@ -41,6 +41,7 @@ from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stage_program import Result, SpecT, Stage, run_program
 from eyrie_workers.stages.capture import capture
 from eyrie_workers.stages.regenerate import regenerate
+from eyrie_workers.stages.train import train
 from eyrie_workers.targets.loading import load_target, resolve
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.templates import ChatTokenizer
@@ -152,7 +153,8 @@ class Workspace:
         shape = (drafter or DrafterSpec()).model_copy(
             update={"family": family, "draft_vocab_size": _DRAFT_VOCABULARY})
         spec = {"learning_rate": 2e-3 if family == "eagle3" else None, "epochs": 1000.0,
-                "max_steps": self.scale.steps, "max_tokens_per_batch": _BATCH_TOKENS, "save_every_steps": 100} | settings
+                "max_steps": self.scale.steps, "max_tokens_per_batch": _BATCH_TOKENS,
+                "save_every_steps": 100} | settings
         out = self._made("train", TrainStage(
             job_id=JOB, candidate="c0", target=self.spec, drafter=shape, store_dir=str(store),
             train=TrainSpec.model_validate(spec | {"seed": seed, "num_checkpoints": checkpoints,

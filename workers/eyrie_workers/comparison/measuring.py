@@ -5,8 +5,8 @@ All variants answer a block before the next block begins, in an order that chang
 (`eyrie_workers.interleaving`). A block is timed by `measurement.benchmark.blocks.run_block`: whole requests, prefill
 included, every slot busy.
 
-Each engine also records the time of its drafting and verification (`engine.EngineStats`), from which the cost of a round is
-computed, and every answer, to be compared with the undrafted one.
+Each engine also counts the seconds of its phases (`engine.EngineStats`), from which the cost of a round is computed.
+Every answer is recorded, to be compared with the undrafted one.
 """
 
 import time
