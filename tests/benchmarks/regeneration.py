@@ -30,7 +30,7 @@ from eyrie_workers.regeneration.online import OnlineClient
 from eyrie_workers.regeneration.retokenising import AnswerRetokenizer
 from eyrie_workers.targets.loading import resolve
 from eyrie_workers.targets.templates import ChatTokenizer
-from tests.benchmarks.load_generator import responder
+from tests.benchmarks.load_generator import stub_server
 
 
 def prompts(tokenizer: ChatTokenizer, num: int) -> Iterator[GenerationRequest]:
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         directory, urls = Path(name), []
         for number in range(given.endpoints):
             (directory / str(number)).mkdir()
-            urls.append(stack.enter_context(responder(directory / str(number), "--token", str(given.token),
+            urls.append(stack.enter_context(stub_server(directory / str(number), "--token", str(given.token),
                                                       "--tokens", str(given.tokens), "--dialect", given.dialect,
                                                       "--log", str(directory / f"{number}.jsonl"))))
         endpoint = Endpoint(base_urls=tuple(urls), model="responder", concurrency=given.concurrency,
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         num_rows, logs = given.concurrency * given.rounds, [directory / f"{n}.jsonl" for n in range(given.endpoints)]
         seconds, cpu_s = ask(endpoint, tokenizer, num_rows, directory / "rows.jsonl")
         stack.close()  # the logs are whole when the servers have ended
-        served_s = sum(line["sent_at"][0] - line["asked_at"] for log in logs
+        served_s = sum(line["sent_at"][0] - line["received_at"] for log in logs
                        for line in map(json.loads, log.read_text().splitlines()))
     possible = given.concurrency / answer_s
     print(json.dumps({

@@ -1,4 +1,4 @@
-"""Real servers for the load generator's tests: the responder, and one that says exactly the given bytes."""
+"""Real servers for the load generator's tests: the stub server, and one that replies with given bytes."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ def in_thread(work: "asyncio._CoroutineLike[None]") -> Iterator[None]:
 
 @contextlib.contextmanager
 def responding(directory: Path, pace: Timing | None = None) -> Iterator[str]:
-    """A responder; yields its URL."""
+    """A stub server in a thread; yields its URL."""
     ready = directory / "ready.json"
     ready.unlink(missing_ok=True)
     with in_thread(serve(pace or Timing(), 0, ready, None)):
@@ -50,31 +50,31 @@ def responding(directory: Path, pace: Timing | None = None) -> Iterator[str]:
 
 
 def wait_for(path: Path) -> None:
-    """Until the file is there."""
+    """Wait until the file exists."""
     for _ in range(int(GENEROUS_S / 0.01)):
         if path.exists():
             return
         threading.Event().wait(0.01)
-    raise AssertionError(f"{path} did not come")
+    raise AssertionError(f"{path} was not written")
 
 
 @contextlib.contextmanager
-def saying(*connections: list[bytes], closes: bool = True) -> Iterator[tuple[str, list[int]]]:
-    """A server that on its n-th connection answers the requests with these bytes, then closes (or stays silent).
+def replying(*connections: list[bytes], closes: bool = True) -> Iterator[tuple[str, list[int]]]:
+    """A server that replies to the requests of its n-th connection with these bytes, then closes it or stays silent.
 
-    Yields its address and, per connection, how many requests it carried.
+    Yields its URL and the number of requests per connection.
     """
-    carried: list[int] = []
+    num_requests: list[int] = []
     address: list[str] = []
     up = threading.Event()
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        number = len(carried)
-        carried.append(0)
+        number = len(num_requests)
+        num_requests.append(0)
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             for answer in connections[min(number, len(connections) - 1)]:
                 await reader.readuntil(b"\r\n\r\n")
-                carried[number] += 1
+                num_requests[number] += 1
                 writer.write(answer)
                 await writer.drain()
             if not closes:
@@ -89,11 +89,11 @@ def saying(*connections: list[bytes], closes: bool = True) -> Iterator[tuple[str
 
     with in_thread(work()):
         assert up.wait(GENEROUS_S)
-        yield address[0], carried
+        yield address[0], num_requests
 
 
 def certified(directory: Path, name: str) -> tuple[Path, ssl.SSLContext]:
-    """A certificate of its own for a name (`DNS:...`, `IP:...`), and a server's context with it."""
+    """A self-signed certificate for a name (`DNS:...`, `IP:...`), and a server's TLS context with it."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("no openssl command to make a certificate with")
@@ -112,6 +112,6 @@ def prompts(num: int, categories: str = "ab") -> list[LoadPrompt]:
             for i in range(num)]
 
 
-def trouble(kind: str) -> LoadPrompt:
+def fault(kind: str) -> LoadPrompt:
     """A prompt the responder meets with this trouble."""
-    return LoadPrompt(kind, "trouble", ({"role": "user", "content": f"trouble: {kind}"},))
+    return LoadPrompt(kind, "fault", ({"role": "user", "content": f"fault: {kind}"},))

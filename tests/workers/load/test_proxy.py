@@ -1,4 +1,4 @@
-"""Endpoints beyond a proxy: a small proxy on a real socket, which alone knows where `model.internal` is."""
+"""Requests through a proxy: a small proxy on a real socket that forwards `model.internal`."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Proxy:
-    """Takes what its clients ask for to one place, whatever they call it, and remembers the heads."""
+    """Forwards all requests to one port and records their heads."""
 
     def __init__(self, port: int) -> None:
         self.port, self.heads = port, list[str]()
@@ -57,7 +57,7 @@ async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 def through(scheme: str, directory: Path, monkeypatch: pytest.MonkeyPatch, credentials: str = "me:sesame@",
             times: int = 1) -> tuple[list[HttpResponse], Proxy, list[str]]:
-    """Ask `model.internal` by way of the environment's proxy; its answers, the proxy, and what the model was sent."""
+    """Send requests to `model.internal` through the proxy; returns responses, the proxy and received heads."""
     seen: list[str] = []
     tls = None
     if scheme == "https":
@@ -74,20 +74,20 @@ def through(scheme: str, directory: Path, monkeypatch: pytest.MonkeyPatch, crede
     async def work() -> tuple[list[HttpResponse], Proxy]:
         async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=tls) as model:
             proxy = Proxy(model.sockets[0].getsockname()[1])
-            async with await asyncio.start_server(proxy.connected, "127.0.0.1", 0) as standing:
-                port = standing.sockets[0].getsockname()[1]
+            async with await asyncio.start_server(proxy.connected, "127.0.0.1", 0) as proxy_server:
+                port = proxy_server.sockets[0].getsockname()[1]
                 monkeypatch.setenv(f"{scheme.upper()}_PROXY", f"http://{credentials}127.0.0.1:{port}")
                 origin = parse_url(f"{scheme}://model.internal/v1")
                 pool = ConnectionPool(origin, {}, proxy_for(origin))
                 try:
-                    return [await pool.exchange(pool.render("GET", "/x"), GENEROUS_S) for _ in range(times)], proxy
+                    return [await pool.send(pool.build_request("GET", "/x"), GENEROUS_S) for _ in range(times)], proxy
                 finally:
                     pool.close()
 
     return *asyncio.run(work()), seen
 
 
-def test_a_plain_request_is_sent_whole_to_the_proxy_over_one_kept_connection(
+def test_plain_requests_are_sent_to_the_proxy_with_absolute_urls_over_one_connection(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replies, proxy, seen = through("http", tmp_path, monkeypatch, times=3)
     assert [reply.body for reply in replies] == [b"ok"] * 3
@@ -96,16 +96,16 @@ def test_a_plain_request_is_sent_whole_to_the_proxy_over_one_kept_connection(
     assert all("Host: model.internal\r\n" in head for head in seen)
 
 
-def test_tls_goes_through_a_tunnel_in_which_the_proxy_reads_nothing(
+def test_tls_uses_a_tunnel_that_the_proxy_cannot_read(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replies, proxy, seen = through("https", tmp_path, monkeypatch, times=3)
     assert [reply.body for reply in replies] == [b"ok"] * 3
     assert [head.partition("\r\n")[0] for head in proxy.heads] == ["CONNECT model.internal:443 HTTP/1.1"]
     assert all(head.startswith("GET /v1/x HTTP/1.1") for head in seen)
-    assert not any("Proxy-Authorization" in head for head in seen), "the proxy's key is not the model's to see"
+    assert not any("Proxy-Authorization" in head for head in seen), "proxy credentials must not reach the server"
 
 
-def test_a_proxy_that_gives_no_tunnel_is_named_without_our_key(
+def test_a_refused_tunnel_is_reported_without_credentials(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RequestFailed) as caught:
         through("https", tmp_path, monkeypatch, credentials="me:wrong@")
@@ -126,16 +126,16 @@ def test_a_proxy_that_gives_no_tunnel_is_named_without_our_key(
     ({"HTTP_PROXY": "http://proxy:3128"}, "http://[::1]:30000/v1", None),
     ({"HTTP_PROXY": "http://proxy:3128"}, "http://localhost:30000/v1", None),
 ])
-def test_the_environment_names_the_proxy_and_who_is_asked_without(
+def test_the_environment_names_the_proxy_and_its_exceptions(
         environment: Mapping[str, str], url: str, proxy: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    found = proxy_for(parse_url(url))
-    assert (found.url if found else None) == proxy
+    found_proxy = proxy_for(parse_url(url))
+    assert (found_proxy.url if found_proxy else None) == proxy
 
 
 @pytest.mark.parametrize("named", ["https://proxy:3128", "socks5://me:sesame@proxy:1080"])
-def test_a_proxy_of_another_kind_is_refused(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_kind_of_proxy_is_rejected(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTPS_PROXY", named)
     with pytest.raises(InvalidInput) as caught:
         proxy_for(parse_url("https://model.internal/v1"))

@@ -1,4 +1,4 @@
-"""Whole load tests against the responder, on real sockets."""
+"""Complete load tests against the stub server, on real sockets."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ from eyrie_workers.load.endpoints import LoadEndpoint
 from eyrie_workers.load.run import run_load
 from eyrie_workers.load.schedule import Level, arrivals
 from tests.servers.stub_openai_server import DIALECTS, FAULTS, Timing
-from tests.workers.load.servers import prompts, responding, saying, trouble
+from tests.workers.load.servers import fault, prompts, replying, responding
 
 ONE_USER = LoadSpec(concurrencies=(1,), requests=4, max_new_tokens=9)
 HANGS = ("stall", "silence")
@@ -37,12 +37,12 @@ def only(levels: tuple[LoadLevel, ...]) -> LoadLevel:
     return level
 
 
-def about_servers(report: LoadReport) -> list[str]:
-    """Notes but those on the generator and its machine, which are as busy as they are."""
+def server_notes(report: LoadReport) -> list[str]:
+    """The notes about servers, without those about the generator and its machine, which depend on their load."""
     return [note for note in report.notes if ": the server " in note]
 
 
-def test_256_streams_are_all_answered_every_token_counted_every_round_summed(url: str) -> None:
+def test_256_streams_complete_with_every_token_and_round_counted(url: str) -> None:
     spec = LoadSpec(concurrencies=(256,), requests=512, max_new_tokens=24, warmup_requests=0)
     level = only(run_load([LoadEndpoint("candidate", url, "m")], prompts(64), spec).levels)
     assert (level.total.requests, level.total.completed, level.total.failed) == (512, 512, {})
@@ -52,10 +52,10 @@ def test_256_streams_are_all_answered_every_token_counted_every_round_summed(url
     assert sum(part.completed for part in level.by_category.values()) == 512
 
 
-def test_every_trouble_lands_under_its_reason_and_the_rest_is_answered(url: str) -> None:
+def test_every_fault_is_counted_by_its_reason_and_other_requests_complete(url: str) -> None:
     kinds = [kind for kind in FAULTS if kind not in HANGS]
     spec = LoadSpec(concurrencies=(8,), requests=2 * (len(kinds) + 1), max_new_tokens=24, warmup_requests=0)
-    report = run_load([LoadEndpoint("candidate", url, "m")], [*prompts(1, "t"), *map(trouble, kinds)], spec)
+    report = run_load([LoadEndpoint("candidate", url, "m")], [*prompts(1, "t"), *map(fault, kinds)], spec)
     total = only(report.levels).total
     assert total.completed >= 2  # the prompts in turn by category: one of the two has a single prompt
     assert total.requests - total.completed == sum(total.failed.values())
@@ -65,16 +65,16 @@ def test_every_trouble_lands_under_its_reason_and_the_rest_is_answered(url: str)
     assert any("out of memory" in note for note in report.notes)
 
 
-def test_a_server_that_hangs_costs_its_requests_and_not_the_test(url: str) -> None:
+def test_a_hanging_server_fails_its_requests_and_not_the_test(url: str) -> None:
     spec = LoadSpec(concurrencies=(4,), requests=8, warmup_requests=0, timeout_s=1.0)
     harmless = prompts(1, "z")
-    first_question, *hanging = [*harmless, *map(trouble, HANGS)]
-    total = only(run_load([LoadEndpoint("candidate", url, "m")], [first_question, *hanging], spec).levels).total
+    first_prompt, *hanging = [*harmless, *map(fault, HANGS)]
+    total = only(run_load([LoadEndpoint("candidate", url, "m")], [first_prompt, *hanging], spec).levels).total
     assert total.failed.keys() == {"Timeout"}
     assert total.failed["Timeout"] >= 4
 
 
-def test_an_variant_is_compared_with_the_baseline_at_every_level(url: str, plain_url: str) -> None:
+def test_a_variant_is_compared_with_the_baseline_at_every_level(url: str, plain_url: str) -> None:
     spec = LoadSpec(concurrencies=(1, 2), rates_per_s=(200.0,), requests=6, repeats=2, max_new_tokens=9,
                     slo=ServiceLevel(end_to_end_s=60.0))
     calls: list[tuple[int, int, str]] = []
@@ -93,13 +93,13 @@ def test_an_variant_is_compared_with_the_baseline_at_every_level(url: str, plain
     assert [(c.variant, c.baseline, c.compared, c.identical) for c in report.comparisons] == [
         ("candidate", "off", 6, 6)] * 3
     assert report.variants["off"] == f"no drafter ({plain_url})"
-    assert about_servers(report) == []
+    assert server_notes(report) == []
     # Six levels and variants of two repeats of six, two warm-up questions each.
     assert calls[-1][:2] == (6 * (2 * 6 + 2), 6 * (2 * 6 + 2))
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_every_dialect_is_found_and_what_it_cannot_tell_is_said(dialect: str, tmp_path: Path) -> None:
+def test_every_dialect_is_detected_and_missing_token_counts_are_noted(dialect: str, tmp_path: Path) -> None:
     with responding(tmp_path, Timing(bundle=3, dialect=dialect)) as address:
         report = run_load([LoadEndpoint("candidate", address, "m")], prompts(4), ONE_USER)
     total = only(report.levels).total
@@ -107,10 +107,10 @@ def test_every_dialect_is_found_and_what_it_cannot_tell_is_said(dialect: str, tm
     # Only a server that tells no counts at all is counted wrong, and then the report says so.
     assert total.output_tokens == (4 * 3 if dialect == "bare" else 4 * 9)
     assert (total.tau is not None) == (dialect in ("sglang", "eyrie"))
-    assert len(about_servers(report)) == (dialect in ("openai", "mute", "bare"))
+    assert len(server_notes(report)) == (dialect in ("openai", "mute", "bare"))
 
 
-def test_whatever_the_pause_point_raises_ends_the_test(tmp_path: Path) -> None:
+def test_an_exception_of_the_pause_point_ends_the_test(tmp_path: Path) -> None:
     class Interrupted(BaseException):
         pass
 
@@ -127,11 +127,11 @@ def test_whatever_the_pause_point_raises_ends_the_test(tmp_path: Path) -> None:
     assert polls == 3
 
 
-def test_a_key_is_sent_and_shown_nowhere() -> None:
+def test_an_api_key_is_sent_and_not_part_of_any_message() -> None:
     refusal = b'{"error": {"message": "Incorrect API key provided: sk-hidden"}}'
     answer = b"HTTP/1.1 401 No\r\nContent-Length: %d\r\n\r\n%b" % (len(refusal), refusal)
     variant = LoadEndpoint("off", "", "m", "sk-hidden")
-    with saying([answer]) as (address, carried), pytest.raises(EndpointUnusable) as caught:
+    with replying([answer]) as (address, carried), pytest.raises(EndpointUnusable) as caught:
         run_load([LoadEndpoint("off", address, "m", "sk-hidden")], prompts(1), ONE_USER)
     assert carried == [1]
     assert "hidden" not in repr(variant)
@@ -140,26 +140,26 @@ def test_a_key_is_sent_and_shown_nowhere() -> None:
     assert "--api-key-env" in caught.value.hint
 
 
-def test_credentials_in_an_address_do_not_reach_the_report(url: str) -> None:
+def test_credentials_in_a_url_do_not_reach_the_report(url: str) -> None:
     report = run_load([LoadEndpoint("off", url.replace("http://", "http://me:hidden@"), "m")], prompts(1), ONE_USER)
     assert report.variants == {"off": url}
     assert "hidden" not in report.model_dump_json()
 
 
-def test_a_server_that_does_not_answer_is_named() -> None:
+def test_an_unreachable_endpoint_is_named() -> None:
     with pytest.raises(EndpointUnusable, match=r"variant 'off': http://127\.0\.0\.1:1/v1 is not reachable"):
         run_load([LoadEndpoint("off", "http://127.0.0.1:1/v1", "m")], prompts(1), ONE_USER)
 
 
-def test_a_refusal_that_is_not_about_extra_fields_is_told_in_the_servers_words() -> None:
+def test_an_error_unrelated_to_optional_fields_is_reported_with_the_servers_message() -> None:
     said = b'{"error": {"message": "context of 4 tokens"}}'
     answer = b"HTTP/1.1 400 No\r\nContent-Length: %d\r\n\r\n%b" % (len(said), said)
-    with saying([answer] * 8) as (address, carried), pytest.raises(EndpointUnusable, match="context of 4 tokens"):
+    with replying([answer] * 8) as (address, carried), pytest.raises(EndpointUnusable, match="context of 4 tokens"):
         run_load([LoadEndpoint("off", address, "m")], prompts(1), ONE_USER)
     assert carried == [3]  # with everything, with what every server knows, with nothing extra
 
 
-def test_variants_and_prompts_that_cannot_be_are_refused(url: str) -> None:
+def test_invalid_variants_and_prompts_are_rejected(url: str) -> None:
     variant = LoadEndpoint("candidate", url, "m")
     with pytest.raises(InvalidInput, match="no variant 'off' to compare with"):
         run_load([variant, LoadEndpoint("other", url, "m")], prompts(1), ONE_USER)
@@ -169,23 +169,23 @@ def test_variants_and_prompts_that_cannot_be_are_refused(url: str) -> None:
         run_load([variant], [], ONE_USER)
 
 
-def test_an_open_loop_counts_from_the_moment_a_question_is_due_not_from_when_it_was_sent(plain_url: str) -> None:
+def test_an_open_loop_measures_from_the_due_time_and_not_from_the_send_time(plain_url: str) -> None:
     async def late_by(seconds: float) -> RequestResult:
-        asker, question = LoadClient(LoadEndpoint("off", plain_url, "m"), ONE_USER), LoadRequest(prompts(1)[0], 0, 0)
-        await asker.probe(question)
-        raw = await asker.send(question, time.perf_counter() - seconds)
-        asker.pool.close()
+        client, request = LoadClient(LoadEndpoint("off", plain_url, "m"), ONE_USER), LoadRequest(prompts(1)[0], 0, 0)
+        await client.probe(request)
+        raw = await client.send(request, time.perf_counter() - seconds)
+        client.pool.close()
         with pytest.raises(StopIteration) as end:  # a short answer is read in one slice
-            next(asker.read(raw))
-        sample: RequestResult = end.value.value
-        return sample
+            next(client.read(raw))
+        result: RequestResult = end.value.value
+        return result
 
-    sample = asyncio.run(late_by(7.0))
-    assert sample.ttft_s is not None
-    assert 7.0 <= sample.ttft_s <= sample.end_to_end_s
+    result = asyncio.run(late_by(7.0))
+    assert result.ttft_s is not None
+    assert 7.0 <= result.ttft_s <= result.end_to_end_s
 
 
-def test_an_open_loop_asks_every_question_once(plain_url: str) -> None:
+def test_an_open_loop_sends_every_request_once(plain_url: str) -> None:
     spec = LoadSpec(concurrencies=(), rates_per_s=(200.0,), requests=20, max_new_tokens=4, warmup_requests=0)
     level = only(run_load([LoadEndpoint("off", plain_url, "m")], prompts(4), spec).levels)
     assert (level.mode, level.level, level.total.completed) == ("open", 200.0, 20)

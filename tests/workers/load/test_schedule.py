@@ -5,13 +5,13 @@ import pytest
 from eyrie_api.v1alpha1.load import LoadSpec
 from eyrie_workers.load.client import LoadRequest
 from eyrie_workers.load.endpoints import LoadPrompt
-from eyrie_workers.load.schedule import Level, arrivals, blocks, draw, levels, num_requests, total_requests
+from eyrie_workers.load.schedule import Level, arrivals, blocks, draw_prompts, levels, num_requests, total_requests
 from tests.workers.load.servers import prompts
 
 
-def test_levels_ascend_and_stand_once() -> None:
+def test_levels_are_ascending_and_unique() -> None:
     spec = LoadSpec(concurrencies=(4, 1, 4), rates_per_s=(2.5, 0.5))
-    assert [level.words() for level in levels(spec)] == ["1 user", "4 users", "0.5 requests/s", "2.5 requests/s"]
+    assert [level.label() for level in levels(spec)] == ["1 user", "4 users", "0.5 requests/s", "2.5 requests/s"]
 
 
 def test_the_order_of_the_variants_turns_round_from_block_to_block() -> None:
@@ -20,26 +20,26 @@ def test_the_order_of_the_variants_turns_round_from_block_to_block() -> None:
     assert order == ["a", "b", "b", "a", "a", "b", "b", "a", "a", "b", "b", "a"]
 
 
-def test_all_variants_meet_the_same_questions_and_the_next_repeat_goes_on() -> None:
+def test_all_variants_receive_the_same_requests_and_the_next_repeat_continues() -> None:
     spec = LoadSpec(concurrencies=(1,), repeats=2, requests=4)
     first, second, third, _ = blocks(prompts(8), ["a", "b"], spec)
-    assert first.questions == second.questions
-    assert [question.prompt.id for question in first.questions] == ["p0", "p1", "p2", "p3"]
-    assert [question.prompt.id for question in third.questions] == ["p4", "p5", "p6", "p7"]
+    assert first.requests == second.requests
+    assert [request.prompt.id for request in first.requests] == ["p0", "p1", "p2", "p3"]
+    assert [request.prompt.id for request in third.requests] == ["p4", "p5", "p6", "p7"]
 
 
 def test_prompts_are_drawn_from_the_categories_in_turn_however_many_each_has() -> None:
     mixed = [LoadPrompt(f"{category}{i}", category, ()) for category, num in (("a", 1), ("b", 3)) for i in range(num)]
-    assert [prompt.id for prompt in draw(mixed, 0, 7)] == ["a0", "b0", "a0", "b1", "a0", "b2", "a0"]
+    assert [prompt.id for prompt in draw_prompts(mixed, 0, 7)] == ["a0", "b0", "a0", "b1", "a0", "b2", "a0"]
 
 
-def test_warm_up_asks_what_is_measured_last_and_only_before_the_first_repeat() -> None:
+def test_warm_up_draws_from_the_end_and_runs_before_the_first_repeat_only() -> None:
     spec = LoadSpec(concurrencies=(1,), repeats=2, requests=2, warmup_requests=2)
-    warmed = [[question.prompt.id for question in block.warmup] for block in blocks(prompts(8), ["a"], spec)]
+    warmed = [[request.prompt.id for request in block.warmup] for block in blocks(prompts(8), ["a"], spec)]
     assert warmed == [["p6", "p7"], []]
 
 
-def test_every_user_of_a_closed_loop_asks_twice_at_least() -> None:
+def test_every_user_of_a_closed_loop_sends_at_least_two_requests() -> None:
     spec = LoadSpec(concurrencies=(64,), rates_per_s=(64.0,), requests=10, warmup_requests=0)
     assert [num_requests(spec, level) for level in levels(spec)] == [128, 10]
     assert total_requests(prompts(3), ["a", "b"], spec) == 2 * 138
@@ -57,14 +57,14 @@ def test_arrivals_are_a_poisson_process_fixed_by_the_seed() -> None:
 
 
 def test_another_system_prompt_replaces_the_prompts_own() -> None:
-    told = ({"role": "system", "content": "old"}, {"role": "user", "content": "hello"})
-    question = LoadRequest(LoadPrompt("p", "a", told), 0, 0)
-    assert question.messages(LoadSpec()) == list(told)
-    assert question.messages(LoadSpec(system_prompt="new")) == [
+    messages = ({"role": "system", "content": "old"}, {"role": "user", "content": "hello"})
+    request = LoadRequest(LoadPrompt("p", "a", messages), 0, 0)
+    assert request.messages(LoadSpec()) == list(messages)
+    assert request.messages(LoadSpec(system_prompt="new")) == [
         {"role": "system", "content": "new"}, {"role": "user", "content": "hello"}]
 
 
-def test_a_question_has_the_same_seed_in_every_variant_and_another_in_the_next_repeat() -> None:
+def test_a_request_has_the_same_seed_in_every_variant_and_another_in_the_next_repeat() -> None:
     prompt = prompts(1)[0]
     first, again = (LoadRequest(prompt, 0, 3).seed(LoadSpec()) for _ in range(2))
     assert first == again

@@ -4,8 +4,8 @@
     \\
         --prompts quickstart --concurrency 1,4,16 --slo ttft=0.5,itl=0.05 --out report.json --plots plots
 
-Progress goes to stderr, the answer to stdout: a table for people, or with --json the report. Keys are taken from the
-environment (--api-key-env), because a command line is for everybody to read.
+Progress goes to stderr, the result to stdout: tables, or with --json the report. API keys are read from environment
+variables (--api-key-env), because other users of a machine can read command lines.
 """
 
 import argparse
@@ -32,80 +32,83 @@ from eyrie_workers.load.report_tables import load_view
 from eyrie_workers.load.run import run_load
 
 _SLO_FIELDS = {"ttft": "ttft_s", "itl": "inter_token_s", "e2e": "end_to_end_s"}
-_MOST_PROMPTS = 100_000
+_MAX_PROMPTS = 100_000
 _PROGRESS_EVERY_S = 1.0
 _MODELS_TIMEOUT_S = 30.0
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The options; their help is the manual."""
+    """The command-line parser."""
     parser = argparse.ArgumentParser(
-        prog="eyrie load", description="Put OpenAI-compatible servers under load and compare them.",
-        epilog="The first --variant, or the one named `off`, is what the others are compared with.")
+        prog="eyrie load", description="Load-test OpenAI-compatible servers and compare them.",
+        epilog="The variant named `off`, or else the first one, is the baseline of the comparison.")
     parser.add_argument("--variant", action="append", required=True, metavar="NAME=URL",
                         help="a server, its URL up to and including /v1; once per server")
-    parser.add_argument("--baseline", metavar="NAME", help="the variant to compare with; default: off, else the first")
+    parser.add_argument("--baseline", metavar="NAME", help="the baseline variant; default: off, else the first")
     parser.add_argument("--model", action="append", default=[], metavar="[NAME=]MODEL",
-                        help="model to ask for, of all variants or one; default: the only one a server lists")
+                        help="model name in requests, for all variants or one; default: the only one a server lists")
     parser.add_argument("--api-key-env", action="append", default=[], metavar="[NAME=]VARIABLE",
-                        help="environment variable that holds the key, of all variants or one")
-    parser.add_argument("--what", action="append", default=[], metavar="NAME=WORDS",
-                        help="what a variant is, for the report: its engine and settings")
+                        help="environment variable with the API key, for all variants or one")
+    parser.add_argument("--what", action="append", default=[], metavar="NAME=TEXT",
+                        help="description of a variant for the report: its engine and settings")
     parser.add_argument("--prompts", action="append", default=[], metavar="[CATEGORY=]SOURCE",
                         help="a .jsonl, .json or .parquet file, quickstart:chat (math, code, tools), or quickstart for "
                              "all four (the default); once per category")
     parser.add_argument("--concurrency", default=None, metavar="N,N,...",
-                        help="closed loop: so many users, each asking again as soon as it is answered; default 1,4,16")
+                        help="closed loop: numbers of concurrent users; default 1,4,16")
     parser.add_argument("--rate", default=None, metavar="R,R,...",
-                        help="open loop: requests per second, arriving at random moments")
+                        help="open loop: requests per second, arriving as a Poisson process")
     parser.add_argument("--requests", type=int, default=32,
                         help="per level, variant and repeat (at least two per user)")
     parser.add_argument("--repeats", type=int, default=1, help="interleaved blocks per level")
-    parser.add_argument("--warmup", type=int, default=2, help="requests before each level that are not counted")
-    parser.add_argument("--max-new-tokens", type=int, default=96, help="longest answer")
+    parser.add_argument("--warmup", type=int, default=2, help="unmeasured requests before each level")
+    parser.add_argument("--max-new-tokens", type=int, default=96, help="limit of generated tokens per request")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--system-prompt", help="replaces the system message of every prompt")
     parser.add_argument("--slo", metavar="ttft=S,itl=S,e2e=S",
-                        help="service level in seconds: goodput counts the requests that keep it")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a request has failed")
-    parser.add_argument("--seed", type=int, default=0, help="of the arrivals, of sampling and of the intervals")
-    parser.add_argument("--out", type=Path, help="write the report here as JSON")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the figures here (PNG and SVG)")
-    parser.add_argument("--json", action="store_true", help="the report on stdout instead of tables")
+                        help="service level in seconds: goodput counts the requests that meet it")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds until a request fails")
+    parser.add_argument("--seed", type=int, default=0, help="of arrivals, sampling and intervals")
+    parser.add_argument("--out", type=Path, help="write the report to this file as JSON")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="write the figures to this directory (PNG and SVG)")
+    parser.add_argument("--json", action="store_true", help="print the report instead of tables")
     return parser
 
 
-def read_spec(given: argparse.Namespace) -> LoadSpec:
-    """The contract's form of the options. Raises InvalidInput."""
-    rates = _numbers(given.rate, "--rate")
-    levels = _numbers(given.concurrency, "--concurrency") or ([] if rates else [1, 4, 16])
+def read_spec(arguments: argparse.Namespace) -> LoadSpec:
+    """The LoadSpec of the arguments. Raises InvalidInput."""
+    rates = _numbers(arguments.rate, "--rate")
+    levels = _numbers(arguments.concurrency, "--concurrency") or ([] if rates else [1, 4, 16])
     slo = {}
-    for name, value in (_pair(part, "--slo") for part in (given.slo or "").split(",") if part.strip()):
+    for name, value in (_pair(part, "--slo") for part in (arguments.slo or "").split(",") if part.strip()):
         if name not in _SLO_FIELDS:
-            raise InvalidInput(f"--slo {name!r} is no service level", f"use one of {', '.join(_SLO_FIELDS)}")
+            raise InvalidInput(f"--slo {name!r} is not a service level", f"use one of {', '.join(_SLO_FIELDS)}")
         slo[_SLO_FIELDS[name]] = _numbers(value, "--slo")[0]
     if any(level != int(level) for level in levels):
         raise InvalidInput("--concurrency takes whole numbers of users", "use --rate for requests per second")
     try:
         return LoadSpec(
-            concurrencies=tuple(map(int, levels)), rates_per_s=tuple(rates), requests=given.requests,
-            repeats=given.repeats, warmup_requests=given.warmup, temperature=given.temperature,
-            max_new_tokens=given.max_new_tokens, system_prompt=given.system_prompt,
-            slo=ServiceLevel.model_validate(slo) if slo else None, timeout_s=given.timeout, seed=given.seed)
+            concurrencies=tuple(map(int, levels)), rates_per_s=tuple(rates), requests=arguments.requests,
+            repeats=arguments.repeats, warmup_requests=arguments.warmup, temperature=arguments.temperature,
+            max_new_tokens=arguments.max_new_tokens, system_prompt=arguments.system_prompt,
+            slo=ServiceLevel.model_validate(slo) if slo else None, timeout_s=arguments.timeout, seed=arguments.seed)
     except ValidationError as error:
         first = error.errors()[0]
         raise InvalidInput(f"{'.'.join(map(str, first['loc'])) or 'load'}: {first['msg']} (got {first['input']!r})",
                            "see eyrie load --help") from None
 
 
-def read_variants(given: argparse.Namespace) -> list[LoadEndpoint]:
-    """The servers, with keys from the environment and models as they list them. Raises InvalidInput or
-    EndpointUnusable."""
-    urls = dict(_pair(variant, "--variant") for variant in given.variant)
-    if len(urls) < len(given.variant):
-        raise InvalidInput("two --variant have the same name", "give each server a name of its own")
-    models, variables = _by_variant(given.model, urls, "--model"), _by_variant(given.api_key_env, urls, "--api-key-env")
-    what = dict(_pair(words, "--what") for words in given.what)
+def read_variants(arguments: argparse.Namespace) -> list[LoadEndpoint]:
+    """The endpoints, with keys from the environment and models as the servers list them.
+
+    Raises InvalidInput or EndpointUnusable.
+    """
+    urls = dict(_pair(variant, "--variant") for variant in arguments.variant)
+    if len(urls) < len(arguments.variant):
+        raise InvalidInput("two --variant have the same name", "give each server its own name")
+    models = _by_variant(arguments.model, urls, "--model")
+    variables = _by_variant(arguments.api_key_env, urls, "--api-key-env")
+    what = dict(_pair(text, "--what") for text in arguments.what)
     if what.keys() - urls.keys():
         raise InvalidInput(f"--what names no variant: {', '.join(what.keys() - urls.keys())}", "see --variant")
     variants = []
@@ -131,7 +134,7 @@ def _only_model(name: str, url: str, key: str | None) -> str:
 
 
 def read_prompts(sources: Sequence[str], seed: int) -> list[LoadPrompt]:
-    """All prompts, their category from the option, the suite's name or the file's. Raises InvalidInput and others."""
+    """All prompts. Their category is that of the option, the suite's name or the file's name. Raises EyrieError."""
     suites: list[SuiteSpec] = []
     for source in sources or ["quickstart"]:
         if source == "quickstart":
@@ -142,10 +145,10 @@ def read_prompts(sources: Sequence[str], seed: int) -> list[LoadPrompt]:
             path = source
             category = source.partition(":")[2] if source.startswith("quickstart:") else Path(source).name.split(".")[0]
         try:
-            suites.append(SuiteSpec(name=_as_name(category), path=path, max_prompts=_MOST_PROMPTS))
+            suites.append(SuiteSpec(name=_as_name(category), path=path, max_prompts=_MAX_PROMPTS))
         except ValidationError:
-            raise InvalidInput(f"--prompts {source!r} gives no name for its category",
-                               "write it as <category>=<file>, the category in lower-case letters") from None
+            raise InvalidInput(f"--prompts {source!r} has no valid category name",
+                               "write <category>=<file>, with the category in lower-case letters") from None
     return [LoadPrompt.of(prompt) for suite in suites for prompt in load_suite(suite, seed=seed)]
 
 
@@ -163,13 +166,13 @@ def _numbers(text: str | None, flag: str) -> list[float]:
 def _pair(text: str, flag: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name.strip() or not value.strip():
-        # What was given may hold credentials: it is not repeated.
-        raise InvalidInput(f"{flag} is written <name>=<value>", "see eyrie load --help")
+        # The value may contain credentials, so the message does not quote it.
+        raise InvalidInput(f"{flag} must have the form <name>=<value>", "see eyrie load --help")
     return name.strip(), value.strip()
 
 
 def _by_variant(values: Sequence[str], variants: dict[str, str], flag: str) -> dict[str, str]:
-    """Values for one variant (`name=value`) over a value for all of them."""
+    """Values by variant: `name=value` takes precedence over a value for all variants."""
     named: dict[str, str] = {}
     for_all = None
     for value in values:
@@ -183,51 +186,51 @@ def _by_variant(values: Sequence[str], variants: dict[str, str], flag: str) -> d
     return {**(dict.fromkeys(variants, for_all) if for_all else {}), **named}
 
 
-class _Voice:
-    """Progress on stderr: redrawn in place on a terminal, a line now and then in a log, nothing with --json."""
+class _Progress:
+    """Progress on stderr: one updated line on a terminal, a line every ten seconds in a log, nothing with --json."""
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
         self._started = time.monotonic()
-        self._told = 0.0
+        self._last_report = 0.0
 
-    def progress(self, done: int, total: int, words: str) -> None:
-        """One more request is done."""
+    def report(self, done: int, total: int, label: str) -> None:
+        """Report the number of completed requests."""
         now = time.monotonic()
         live = self._screen.err.is_terminal
-        if self._screen.as_json or (done < total and now - self._told < (_PROGRESS_EVERY_S if live else 10.0)):
+        if self._screen.as_json or (done < total and now - self._last_report < (_PROGRESS_EVERY_S if live else 10.0)):
             return
-        self._told = now
-        spent = now - self._started
+        self._last_report = now
+        elapsed = now - self._started
         line = f"{count(done)}/{count(total)} requests"
         if done:
-            line += f", {done / spent:.1f}/s, {duration((total - done) * spent / done)} left"
-        line += f" ({words})"
+            line += f", {done / elapsed:.1f}/s, {duration((total - done) * elapsed / done)} left"
+        line += f" ({label})"
         self._screen.err.print(f"\r\x1b[K{line}" if live else line, end="" if live and done < total else "\n",
                                soft_wrap=True)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The program; returns its exit code."""
-    given = build_parser().parse_args(argv)
-    screen = Screen(as_json=given.json)
+    """Run the program; returns its exit code."""
+    arguments = build_parser().parse_args(argv)
+    screen = Screen(as_json=arguments.json)
     try:
-        spec = read_spec(given)
-        prompts = read_prompts(given.prompts, spec.seed)
-        variants = read_variants(given)
+        spec = read_spec(arguments)
+        prompts = read_prompts(arguments.prompts, spec.seed)
+        variants = read_variants(arguments)
         names = [variant.name for variant in variants]
-        baseline = given.baseline or ("off" if "off" in names else names[0])
-        report = run_load(variants, prompts, spec, baseline, _Voice(screen).progress)
-        if given.out is not None:
-            write_model(given.out, report)
+        baseline = arguments.baseline or ("off" if "off" in names else names[0])
+        report = run_load(variants, prompts, spec, baseline, _Progress(screen).report)
+        if arguments.out is not None:
+            write_model(arguments.out, report)
         screen.show(report, load_view(report))
-        if given.plots is not None:
+        if arguments.plots is not None:
             from eyrie_workers.load.plots import draw_load
 
-            drawn = draw_load(report, given.plots)
-            screen.note(f"figures: {', '.join(str(path) for path in drawn if path.suffix == '.png')}")
-        if given.out is not None:
-            screen.note(f"report: {given.out}")
+            files = draw_load(report, arguments.plots)
+            screen.note(f"figures: {', '.join(str(path) for path in files if path.suffix == '.png')}")
+        if arguments.out is not None:
+            screen.note(f"report: {arguments.out}")
         return 0
     except EyrieError as error:
         screen.error(error)

@@ -1,18 +1,18 @@
-"""A streamed chat completion, read after it has ended: text, tokens, when they came, what speculation did. Pure.
+"""Parses a streamed chat completion after it has ended: text, tokens, arrival times, speculation. Pure.
 
-How many tokens a piece of the stream carried is told by servers in four ways, the best of which is used:
+The number of tokens in a chunk is taken from the most precise of four sources:
 
-    ids        `choices[].token_ids` in each chunk (vLLM and Eyrie, when asked)
-    usage      `usage.completion_tokens` running along (`continuous_usage_stats`: vLLM and SGLang, when asked)
-    text       only the total at the end: it is shared out by the length of each chunk's text
-    chunks     not even that: one token per chunk that has text, which is too few when tokens come in bundles
+    ids        `choices[].token_ids` in each chunk (vLLM and Eyrie, on request)
+    usage      cumulative `usage.completion_tokens` (`continuous_usage_stats`: vLLM and SGLang, on request)
+    text       only the total at the end: distributed over the chunks by the length of their text
+    chunks     no count at all: one token per chunk that has text, too few when a chunk has several tokens
 
-Tokens that arrive together share the time since the arrival before them evenly. That is what a reader of the stream
-sees on average, and it makes a request's mean inter-token latency (last - first) / (tokens - 1), however tokens were
-bundled. The tokens that arrive with the first one have no such time: their gaps are 0.
+Tokens that arrive together share the time since the previous arrival equally. That is the average that a reader of the
+stream observes, and it makes a request's mean inter-token latency (last - first) / (tokens - 1), however tokens are
+grouped. The tokens that arrive with the first one have no such time: their latency is 0.
 
-Speculation is read from `sglext.spec_tokens_details` (SGLang's name, spoken by Eyrie too): index k of the histogram
-counts rounds that accepted exactly k draft tokens. SGLang gives all token ids once, at the end, in `sglext.output_ids`.
+Speculation is read from `sglext.spec_tokens_details` (SGLang's extension, also in Eyrie): entry k of the histogram
+counts rounds that accepted exactly k draft tokens. SGLang returns all token ids at the end, in `sglext.output_ids`.
 """
 
 import hashlib
@@ -30,55 +30,55 @@ FloatArray = npt.NDArray[np.float64]
 TokenCounting = Literal["ids", "usage", "text", "chunks"]
 
 _DONE = "[DONE]"
-_SLICE = 32  # events read between two looks at the sockets: about a quarter of a millisecond
-# Not whole: SGLang says `abort` for what it gave up, vLLM `abort` or `error`.
+_SLICE = 32  # events parsed before the event loop may poll the sockets: about a quarter of a millisecond
+# Finish reasons of incomplete completions: `abort` in SGLang, `abort` or `error` in vLLM.
 _UNFINISHED = ("abort", "error")
 
 
 @dataclass(frozen=True, eq=False)
 class StreamedCompletion:
-    """A whole answer."""
+    """A complete completion."""
 
     id: str
     tokens: int
     counting: TokenCounting
     first_at: float | None
-    """When the first token came; None for an answer without any."""
+    """When the first token arrived; None for a completion without tokens."""
 
     gaps_s: FloatArray
-    """Inter-token times, one per token after the first."""
+    """Inter-token latencies, one per token after the first."""
 
     finish_reason: str
     text: str
-    """What was said, thought and called, in the order of its kinds; without ids that differ from answer to answer."""
+    """Reasoning, content and tool calls, in this order; without ids, which differ between equal completions."""
 
     token_ids: tuple[int, ...] | None
     histogram: tuple[int, ...] | None
-    """None when the server tells nothing of its rounds."""
+    """Verify rounds by accepted draft tokens; None when the server does not report it."""
 
     proposed: bool = False
-    """The server said that something was drafted. One that does not say so may have drafted all the same."""
+    """Whether the server reported proposed draft tokens. Servers that do not report them may draft too."""
 
     def digest(self) -> bytes:
         """Equal for equal texts."""
         return hashlib.blake2b(self.text.encode(), digest_size=16).digest()
 
     def ids_digest(self) -> bytes | None:
-        """Equal for equal token ids; None where the server does not give them."""
+        """Equal for equal token ids; None when the server does not return them."""
         if self.token_ids is None:
             return None
         return hashlib.blake2b(np.asarray(self.token_ids, dtype=np.int64).tobytes(), digest_size=16).digest()
 
 
-def events(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:
-    """Server-sent events with the time at which each was complete. Comments and field names but `data` are skipped.
+def server_sent_events(chunks: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:
+    """Server-sent events with the time at which each was complete. Comments and fields other than `data` are skipped.
 
-    Raises RequestFailed for bytes that are not UTF-8 or an event that never ended.
+    Raises RequestFailed for bytes that are not UTF-8 or an incomplete event.
     """
     rest = b""
     data: list[bytes] = []
-    for at, piece in pieces:
-        lines = (rest + piece).split(b"\n")
+    for at, data_chunk in chunks:
+        lines = (rest + data_chunk).split(b"\n")
         rest = lines.pop()
         for line in lines:
             line = line.rstrip(b"\r")
@@ -99,12 +99,12 @@ def _decoded(data: bytes) -> str:
 
 
 @dataclass
-class _Seen:
-    """What the chunks said, column by column: one entry per chunk that could carry tokens."""
+class _Columns:
+    """The chunks' fields as columns: one entry per chunk that may contain tokens."""
 
     at: list[float] = field(default_factory=list)
     num_ids: list[int] = field(default_factory=list)
-    running_usage: list[int | None] = field(default_factory=list)
+    cumulative_usage: list[int | None] = field(default_factory=list)
     text_lengths: list[int] = field(default_factory=list)
     texts: dict[str, list[str]] = field(default_factory=lambda: {"reasoning": [], "content": [], "calls": []})
     ids: list[int] = field(default_factory=list)
@@ -116,14 +116,14 @@ class _Seen:
     proposed: bool = False
 
 
-def read_stream_in_slices(pieces: Sequence[tuple[float, bytes]]) -> Generator[None, None, StreamedCompletion]:
-    """Read the answer of a stream that has ended, a slice of its events at a time: other streams come in between.
+def read_stream_in_slices(chunks: Sequence[tuple[float, bytes]]) -> Generator[None, None, StreamedCompletion]:
+    """Parse a stream that has ended, yielding after every few events so that the caller can serve other streams.
 
-    Returns the answer. Raises RequestFailed when it is not a whole chat completion.
+    Returns the completion. Raises RequestFailed when it is not a complete chat completion.
     """
-    seen = _Seen()
+    columns = _Columns()
     done = False
-    for number, (at, data) in enumerate(events(pieces), start=1):
+    for number, (at, data) in enumerate(server_sent_events(chunks), start=1):
         if number % _SLICE == 0:
             yield
         if data == _DONE:
@@ -134,20 +134,20 @@ def read_stream_in_slices(pieces: Sequence[tuple[float, bytes]]) -> Generator[No
         except ValueError:
             raise RequestFailed("Malformed", f"an event of the stream is not JSON: {data[:80]!r}") from None
         try:
-            _take(seen, at, chunk)
+            _add_chunk(columns, at, chunk)
         except (AttributeError, KeyError, IndexError, TypeError, ValueError):
             raise RequestFailed("Malformed", f"an event is not a chat completion chunk: {data[:80]!r}") from None
-    if seen.finish_reason is None:
-        raise RequestFailed("CutShort", "the stream ended without a finish reason" if done or seen.at
-                             else "the stream holds no answer")
-    if seen.finish_reason in _UNFINISHED:
-        raise RequestFailed("Aborted", f"the server ended the answer with finish reason {seen.finish_reason!r}")
-    return _settled(seen)
+    if columns.finish_reason is None:
+        raise RequestFailed("CutShort", "the stream ended without a finish reason" if done or columns.at
+                             else "the stream contains no completion")
+    if columns.finish_reason in _UNFINISHED:
+        raise RequestFailed("Aborted", f"the server ended the completion with finish reason {columns.finish_reason!r}")
+    return _completion(columns)
 
 
-def read_stream(pieces: Sequence[tuple[float, bytes]]) -> StreamedCompletion:
-    """The same in one go."""
-    steps = read_stream_in_slices(pieces)
+def read_stream(chunks: Sequence[tuple[float, bytes]]) -> StreamedCompletion:
+    """`read_stream_in_slices` without interruption."""
+    steps = read_stream_in_slices(chunks)
     while True:
         try:
             next(steps)
@@ -155,69 +155,69 @@ def read_stream(pieces: Sequence[tuple[float, bytes]]) -> StreamedCompletion:
             return cast(StreamedCompletion, end.value)
 
 
-def _take(seen: _Seen, at: float, chunk: Mapping[str, Any]) -> None:
+def _add_chunk(columns: _Columns, at: float, chunk: Mapping[str, Any]) -> None:
     error = chunk.get("error")
     if error is not None or chunk.get("object") == "error":
-        said = error.get("message") if isinstance(error, Mapping) else error or chunk.get("message")
-        raise RequestFailed("ErrorInStream", f"the server reported an error in the stream: {str(said)[:200]}")
-    seen.id = seen.id or str(chunk.get("id") or "")
+        text = error.get("message") if isinstance(error, Mapping) else error or chunk.get("message")
+        raise RequestFailed("ErrorInStream", f"the server reported an error in the stream: {str(text)[:200]}")
+    columns.id = columns.id or str(chunk.get("id") or "")
     usage = chunk.get("usage")
-    running = None if usage is None else int(usage["completion_tokens"])
-    if running is not None:
-        seen.total = running
-    _take_extension(seen, chunk.get("sglext"))
+    cumulative = None if usage is None else int(usage["completion_tokens"])
+    if cumulative is not None:
+        columns.total = cumulative
+    _add_extension(columns, chunk.get("sglext"))
     for choice in chunk["choices"]:
-        _take_choice(seen, at, choice, running)
+        _add_choice(columns, at, choice, cumulative)
 
 
-def _take_choice(seen: _Seen, at: float, choice: Mapping[str, Any], running: int | None) -> None:
+def _add_choice(columns: _Columns, at: float, choice: Mapping[str, Any], cumulative: int | None) -> None:
     delta = choice.get("delta") or {}
     ids = choice.get("token_ids") or ()
     length = 0
-    for kind, said in (("reasoning", delta.get("reasoning_content") or delta.get("reasoning")),
+    for kind, text in (("reasoning", delta.get("reasoning_content") or delta.get("reasoning")),
                        ("content", delta.get("content"))):
-        if said:
-            seen.texts[kind].append(said)
-            length += len(said)
+        if text:
+            columns.texts[kind].append(text)
+            length += len(text)
     for call in delta.get("tool_calls") or ():
         function = call.get("function") or {}
-        said = (function.get("name") or "") + (function.get("arguments") or "")
-        seen.texts["calls"].append(said)
-        length += len(said)
-    seen.ids += map(int, ids)
+        text = (function.get("name") or "") + (function.get("arguments") or "")
+        columns.texts["calls"].append(text)
+        length += len(text)
+    columns.ids += map(int, ids)
     finish = choice.get("finish_reason")
     if finish is not None:
-        seen.finish_reason = str(finish)
-    if length or ids or running is not None or finish is not None:
-        seen.at.append(at)
-        seen.num_ids.append(len(ids))
-        seen.running_usage.append(running)
-        seen.text_lengths.append(length)
+        columns.finish_reason = str(finish)
+    if length or ids or cumulative is not None or finish is not None:
+        columns.at.append(at)
+        columns.num_ids.append(len(ids))
+        columns.cumulative_usage.append(cumulative)
+        columns.text_lengths.append(length)
 
 
-def _take_extension(seen: _Seen, extension: Mapping[str, Any] | None) -> None:
+def _add_extension(columns: _Columns, extension: Mapping[str, Any] | None) -> None:
     if not extension:
         return
     details = extension.get("spec_tokens_details")
     if details:
-        seen.histogram = tuple(int(count) for count in details.get("spec_correct_drafts_histogram") or ())
-        seen.proposed = bool(details.get("spec_num_proposed_drafts"))
+        columns.histogram = tuple(int(count) for count in details.get("spec_correct_drafts_histogram") or ())
+        columns.proposed = bool(details.get("spec_num_proposed_drafts"))
     output_ids = extension.get("output_ids")
     if output_ids:
-        seen.last_ids = [int(token) for token in output_ids[0]]
+        columns.last_ids = [int(token) for token in output_ids[0]]
 
 
-def _settled(seen: _Seen) -> StreamedCompletion:
-    counting, counts = _token_counts(seen)
+def _completion(columns: _Columns) -> StreamedCompletion:
+    counting, counts = _token_counts(columns)
     arrived = counts > 0
-    at, counts = np.asarray(seen.at, dtype=np.float64)[arrived], counts[arrived]
-    # The finish reason is a chunk of its own, so there is always one; a text may still have no token at all.
-    ids = seen.last_ids if seen.last_ids is not None else (seen.ids or None)
+    at, counts = np.asarray(columns.at, dtype=np.float64)[arrived], counts[arrived]
+    # There is at least one chunk, the one with the finish reason, but there may be no token.
+    ids = columns.last_ids if columns.last_ids is not None else (columns.ids or None)
     return StreamedCompletion(
-        id=seen.id, tokens=int(counts.sum()), counting=counting, first_at=float(at[0]) if len(at) else None,
-        gaps_s=_gaps(at, counts), finish_reason=seen.finish_reason or "",
-        text="\x1f".join("".join(said) for said in seen.texts.values()),
-        token_ids=None if ids is None else tuple(ids), histogram=seen.histogram, proposed=seen.proposed)
+        id=columns.id, tokens=int(counts.sum()), counting=counting, first_at=float(at[0]) if len(at) else None,
+        gaps_s=_gaps(at, counts), finish_reason=columns.finish_reason or "",
+        text="\x1f".join("".join(text) for text in columns.texts.values()),
+        token_ids=None if ids is None else tuple(ids), histogram=columns.histogram, proposed=columns.proposed)
 
 
 def _gaps(at: FloatArray, counts: npt.NDArray[np.int64]) -> FloatArray:
@@ -227,24 +227,24 @@ def _gaps(at: FloatArray, counts: npt.NDArray[np.int64]) -> FloatArray:
     return np.concatenate([np.zeros(counts[0] - 1), np.repeat(later, counts[1:])])
 
 
-def _token_counts(seen: _Seen) -> tuple[TokenCounting, npt.NDArray[np.int64]]:
-    """Tokens of every chunk, by the best of the four ways (see the module's essay)."""
-    ids = np.asarray(seen.num_ids, dtype=np.int64)
-    if seen.ids and (seen.total is None or int(ids.sum()) == seen.total):
+def _token_counts(columns: _Columns) -> tuple[TokenCounting, npt.NDArray[np.int64]]:
+    """Tokens of every chunk, by the most precise source available (see the module docstring)."""
+    ids = np.asarray(columns.num_ids, dtype=np.int64)
+    if columns.ids and (columns.total is None or int(ids.sum()) == columns.total):
         return "ids", ids
-    running = [usage for usage in seen.running_usage if usage is not None]
-    if seen.total is not None and running:
-        reached = np.maximum.accumulate([0 if usage is None else usage for usage in seen.running_usage])
+    cumulative = [usage for usage in columns.cumulative_usage if usage is not None]
+    if columns.total is not None and cumulative:
+        reached = np.maximum.accumulate([0 if usage is None else usage for usage in columns.cumulative_usage])
         counts = np.diff(reached, prepend=0)
-        # An end token that no chunk counted came with the finish reason.
-        counts[-1] += max(0, seen.total - int(reached[-1]))
+        # Tokens that no chunk counted, such as the end token, are attributed to the chunk of the finish reason.
+        counts[-1] += max(0, columns.total - int(reached[-1]))
         return "usage", counts
-    lengths = np.asarray(seen.text_lengths, dtype=np.int64)
-    if seen.total is not None:
+    lengths = np.asarray(columns.text_lengths, dtype=np.int64)
+    if columns.total is not None:
         if lengths.sum() == 0:
             lengths[-1] = 1
-        reached = np.round(np.cumsum(lengths) / lengths.sum() * seen.total).astype(np.int64)
-        # A chunk with text carried a token at least, so the first one has the first token.
-        reached = np.maximum(reached, np.minimum(1, seen.total) * (np.cumsum(lengths) > 0))
+        reached = np.round(np.cumsum(lengths) / lengths.sum() * columns.total).astype(np.int64)
+        # A chunk with text contains at least one token, so the first such chunk contains the first token.
+        reached = np.maximum(reached, np.minimum(1, columns.total) * (np.cumsum(lengths) > 0))
         return "text", np.diff(reached, prepend=0)
     return "chunks", (lengths > 0).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Where requests go: an address taken apart without showing its secrets, and the one way in which asking it fails."""
+"""Endpoint URLs, parsed so that credentials do not reach messages, and the error of a failed request."""
 
 import base64
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from eyrie_api.errors import InvalidInput
 
 
 class RequestFailed(Exception):
-    """No whole answer came. `reason` is a word to count by, the message says more."""
+    """A request without a complete response. `reason` is a category to count by, the message has the details."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -18,21 +18,21 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True)
 class EndpointUrl:
-    """Where requests go. `path` is the part of the URL before the API's own paths."""
+    """A parsed endpoint URL. `path` is the part before the API's own paths."""
 
     scheme: Literal["http", "https"]
     host: str
     port: int
     path: str
     basic: str | None = field(default=None, repr=False)
-    """Credentials of the URL, ready for an Authorization header; they stand in no message."""
+    """Credentials of the URL as the value of an Authorization header; not part of any message."""
 
     @property
     def url(self) -> str:
-        """The address without credentials."""
+        """The URL without credentials."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        usual = self.port == (443 if self.scheme == "https" else 80)
-        return f"{self.scheme}://{host}{'' if usual else f':{self.port}'}{self.path}"
+        default_port = self.port == (443 if self.scheme == "https" else 80)
+        return f"{self.scheme}://{host}{'' if default_port else f':{self.port}'}{self.path}"
 
     @property
     def host_header(self) -> str:
@@ -41,7 +41,7 @@ class EndpointUrl:
 
 
 def parse_url(url: str) -> EndpointUrl:
-    """An http(s) address. Raises InvalidInput, which quotes the address only as far as it holds no credentials."""
+    """Parse an http(s) URL. Raises InvalidInput, whose message omits credentials."""
     parts = urlsplit(url)
     try:
         port = parts.port
@@ -49,9 +49,9 @@ def parse_url(url: str) -> EndpointUrl:
         port = -1
     shown = url.rpartition("@")[2]
     if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or not url.isprintable():
-        raise InvalidInput(f"{shown!r} is not an address", "write it like http://127.0.0.1:30000/v1")
+        raise InvalidInput(f"{shown!r} is not an endpoint URL", "write it like http://127.0.0.1:30000/v1")
     if parts.query or parts.fragment:
-        raise InvalidInput(f"the address {shown.partition('?')[0]!r} has a query or a fragment",
+        raise InvalidInput(f"the endpoint URL {shown.partition('?')[0]!r} has a query or a fragment",
                            "give the part up to and including /v1")
     basic = None
     if parts.username is not None:

@@ -1,8 +1,8 @@
-"""What users get by load: individual and aggregate throughput with the crossover, latencies, categories, acceptance.
+"""Figures of a load report: throughput per user and in total with the crossover, latency, categories, acceptance.
 
 The baseline is blue, the variant it is compared with green, further variants orange and grey, in every figure. Error
-bars are the 95 % intervals of the ratio to the baseline, put around the variant's value: where a bar crosses the
-baseline's line the comparison is undecided.
+bars are the 95 % intervals of the ratio to the baseline, drawn around the variant's value: where a bar crosses the
+baseline's line, the comparison is undecided.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,7 @@ _MARKERS = "osD^v"
 
 
 def drawings(report: LoadReport) -> Iterator[Drawing]:
-    """Name and maker of every figure there is data for."""
+    """Name and drawing function of every figure that has data."""
     if any(level.mode == "closed" for level in report.levels):
         yield "load-throughput", lambda: throughput(report)
         yield "load-latency", lambda: latency(report, "closed")
@@ -80,7 +80,7 @@ def throughput(report: LoadReport) -> Figure:
         _logarithmic(axes, levels_shown, "concurrent users")
     if report.crossover is not None:
         aggregate.axvline(report.crossover, color=WARM_ORANGE, linestyle="--", linewidth=1.5)
-        aggregate.annotate(f" crossover at {_users(report.crossover)}", (report.crossover, 0.03),
+        aggregate.annotate(f" crossover at {_format_users(report.crossover)}", (report.crossover, 0.03),
                            xycoords=("data", "axes fraction"), color=WARM_ORANGE, fontsize=11)
     individual.legend(loc="best", fontsize=10)
     title(figure, _finding(report), _detail(report))
@@ -112,7 +112,7 @@ def latency(report: LoadReport, mode: str) -> Figure:
 
 
 def categories(report: LoadReport) -> Figure:
-    """What one user gains in each category, by load: the first variant against the baseline."""
+    """Speed-up of one user in each category, by load: the first variant against the baseline."""
     variant = report.comparisons[0].variant
     shown = [c for c in report.comparisons if c.variant == variant and c.by_category]
     names = list(dict.fromkeys(name for c in shown for name in c.by_category))
@@ -120,10 +120,10 @@ def categories(report: LoadReport) -> Figure:
     xs = np.arange(len(names))
     width = 0.84 / len(shown)
     shades = np.linspace(0.15, 0.85, len(shown))
-    for number, one in enumerate(shown):
-        heights = [one.by_category.get(name, np.nan) for name in names]
+    for number, comparison in enumerate(shown):
+        heights = [comparison.by_category.get(name, np.nan) for name in names]
         bars = axes.bar(xs + (number - (len(shown) - 1) / 2) * width, heights, width, edgecolor="white",
-                        color=matplotlib.colormaps["cividis"](shades[number]), label=_level_words(one))
+                        color=matplotlib.colormaps["cividis"](shades[number]), label=_level_label(comparison))
         axes.bar_label(bars, [f"{h:.2f}" for h in heights], fontsize=9, padding=2)
     axes.axhline(1.0, color="black", linewidth=1.2)
     axes.set_xticks(xs, names)
@@ -132,9 +132,9 @@ def categories(report: LoadReport) -> Figure:
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", fontsize=10)
     worst = min(((c, name) for c in shown for name in c.by_category), key=lambda pair: pair[0].by_category[pair[1]])
     ratio = worst[0].by_category[worst[1]]
-    title(figure, f"{variant}: every category gains at every load, least {worst[1]} at {_level_words(worst[0])} "
+    title(figure, f"{variant}: every category gains at every load, least {worst[1]} at {_level_label(worst[0])} "
                   f"({ratio:.2f}x)" if ratio > 1.0 else
-          f"{variant} loses in {worst[1]} at {_level_words(worst[0])} ({ratio:.2f}x)", _detail(report))
+          f"{variant} loses in {worst[1]} at {_level_label(worst[0])} ({ratio:.2f}x)", _detail(report))
     return figure
 
 
@@ -191,12 +191,12 @@ def _bars(values: Sequence[float], compared: Sequence[LoadComparison | None], wh
     if not any(compared):
         return None
     pairs = []
-    for value, one in zip(values, compared, strict=True):
-        if one is None:
+    for value, comparison in zip(values, compared, strict=True):
+        if comparison is None:
             pairs.append((0.0, 0.0))
             continue
-        interval: Interval = one.user_interval if what == "user" else one.throughput_interval
-        ratio = one.user_ratio if what == "user" else one.throughput_ratio
+        interval: Interval = comparison.user_interval if what == "user" else comparison.throughput_interval
+        ratio = comparison.user_ratio if what == "user" else comparison.throughput_ratio
         pairs.append((value * (1.0 - interval.low / ratio), value * (interval.high / ratio - 1.0)))
     return np.array(pairs).T
 
@@ -221,13 +221,13 @@ def _inter_token(level: LoadLevel) -> Quantiles | None:
     return level.total.inter_token_s
 
 
-def _level_words(one: LoadComparison) -> str:
-    if one.mode == "open":
-        return f"{one.level:g} requests/s"
-    return f"{one.level:g} user{'' if one.level == 1 else 's'}"
+def _level_label(comparison: LoadComparison) -> str:
+    if comparison.mode == "open":
+        return f"{comparison.level:g} requests/s"
+    return f"{comparison.level:g} user{'' if comparison.level == 1 else 's'}"
 
 
-def _users(crossover: float) -> str:
+def _format_users(crossover: float) -> str:
     return f"{crossover:.1f}" if crossover < 10 else f"{crossover:.0f}"
 
 
@@ -240,15 +240,15 @@ def _finding(report: LoadReport) -> str:
     variant, baseline = closed[0].variant, closed[0].baseline
     points = sorted((c for c in closed if c.variant == variant), key=lambda c: c.level)
     least, most_users = points[0], points[-1]
-    words = (f"{variant}: {least.user_ratio:.2f}x for each of {_level_words(least)}"
+    label = (f"{variant}: {least.user_ratio:.2f}x for each of {_level_label(least)}"
              if least.level > 1 else f"{variant}: {least.user_ratio:.2f}x for a single user")
     if report.crossover is None:
         if most_users is least:
-            return f"{words}, {least.throughput_ratio:.2f}x in total"
-        return f"{words}, still {most_users.throughput_ratio:.2f}x in total at {_level_words(most_users)}"
+            return f"{label}, {least.throughput_ratio:.2f}x in total"
+        return f"{label}, still {most_users.throughput_ratio:.2f}x in total at {_level_label(most_users)}"
     if report.crossover <= least.level:
-        return f"{variant} is slower than {baseline} in total at every load from {_level_words(least)} on"
-    return f"{words}; below {baseline} in total from {_users(report.crossover)} users on"
+        return f"{variant} is slower than {baseline} in total at every load from {_level_label(least)} on"
+    return f"{label}; below {baseline} in total from {_format_users(report.crossover)} users on"
 
 
 def _latency_finding(report: LoadReport, mode: str) -> str:
@@ -257,7 +257,7 @@ def _latency_finding(report: LoadReport, mode: str) -> str:
         return "Latencies by load"
     worst = max((c for c in compared if c.variant == compared[0].variant), key=lambda c: c.ttft_p99_ratio or 0.0)
     return (f"{worst.variant}: p99 time to first token at most {worst.ttft_p99_ratio:.2f}x that of {worst.baseline} "
-            f"(at {_level_words(worst)})")
+            f"(at {_level_label(worst)})")
 
 
 def _detail(report: LoadReport) -> str:

@@ -1,14 +1,14 @@
-"""A load test from its first question to its report.
+"""Runs a load test, from the first request to the report.
 
-One thread, one event loop: what a user waits for is a socket, and 256 of them fit (`bench` shows it). Answers are read
-in small slices while others arrive, so that many that end together do not delay the next. Every variant is
-probed once, then the blocks of the schedule are asked one after the other; connections are opened before a block, so
-that its first requests do not pay for them. A user whose request failed waits a moment before the next, lest a server
-that refuses at once be asked a thousand times a second.
+One thread with one event loop: users wait on sockets, and one core serves 256 of them. Responses are parsed in small
+slices while others arrive, so that many responses that end together do not delay the next. Every endpoint is probed
+once, then the blocks of the schedule run one after the other. Connections are opened before a block, so that its first
+requests do not include the handshake. After a failed request a user waits before the next one, so that a server that
+rejects at once does not receive a thousand requests per second.
 
-In an open loop a request's clock starts when it is due, not when it could be sent: a generator that fell behind would
-otherwise hide the very delays it is there to see (Gil Tene's "coordinated omission"). The generator's own processor
-share stands in the report for the same reason.
+In an open loop the clock of a request starts when it is due, not when it was sent: otherwise a generator that has
+fallen behind would hide the delays it is supposed to measure (Gil Tene's "coordinated omission"). The report contains
+the generator's own CPU share for the same reason.
 """
 
 import asyncio
@@ -37,40 +37,44 @@ ResultT = TypeVar("ResultT")
 
 _AFTER_FAILURE_S = 0.1
 _POLL_S = 0.1
-_SATURATED = 0.8  # of a core: above it the event loop's own queue begins to show in the latencies
-_CROWDED = 2.0  # two engines with a thread per processor, one of them at work, make a load average of about one
+_SATURATED = 0.8  # of a core: above it the delay of the event loop becomes visible in the latencies
+# Two engines with a thread per CPU, one of them busy, cause a load average of about one per CPU.
+_BUSY_LOAD_PER_CPU = 2.0
 _SPARE_FILES = 64
-_MOST_UNREAD = 1024  # answers: beyond it users wait for the reader, and the report says that the generator was busy
+# Responses; beyond it users wait for the parser, and the report mentions the generator's CPU share.
+_MAX_UNPARSED = 1024
 
 
 def run_load(variants: Sequence[LoadEndpoint], prompts: Sequence[LoadPrompt], spec: LoadSpec, baseline: str = "off",
              on_progress: OnProgress | None = None, pause_point: PausePoint | None = None) -> LoadReport:
-    """Ask every variant at every level of `spec` and report.
+    """Run the load test of `spec` on all variants and report.
 
-    baseline      name of the variant the others are compared with; of no meaning when there is one variant only.
-    on_progress   called with (requests done, requests in all, what is being asked), warm-up included.
-    pause_point   called several times a second; whatever it raises ends the test and is raised here.
+    baseline      name of the variant that the others are compared with; unused with one variant.
+    on_progress   called with completed requests, all requests, label of the block; warm-up included.
+    pause_point   called several times per second; what it raises ends the test and is raised here.
 
-    Raises InvalidInput for variants, prompts or a baseline that cannot be; EndpointUnusable when a server does not
-    answer the first question. Single failed requests are counted in the report, not raised.
+    Raises InvalidInput for invalid variants, prompts or baseline; EndpointUnusable when a server fails the first
+    request. Single failed requests are counted in the report, not raised.
     """
     if len(variants) > 1 and baseline not in [variant.name for variant in variants]:
         raise InvalidInput(
             f"there is no variant {baseline!r} to compare with (variants: {', '.join(a.name for a in variants)})",
-            "name the baseline among the variants",
+            "choose the baseline from the variants",
         )
     started = time.perf_counter()
     run = measure(variants, prompts, spec, on_progress, pause_point)
-    by_place = {(seen.variant, seen.level): seen for seen in run.seen}
+    by_variant_and_level = {(results.variant, results.level): results for results in run.levels}
     comparisons = [
         compared for level in levels(spec) for variant in variants if variant.name != baseline and len(variants) > 1
-        if (compared := comparison(by_place[variant.name, level], by_place[baseline, level], spec)) is not None]
+        if (compared := comparison(by_variant_and_level[variant.name, level], by_variant_and_level[baseline, level],
+                                   spec)) is not None]
     return LoadReport(
         model=" / ".join(dict.fromkeys(variant.model for variant in variants)),
         spec=spec,
         variants=run.variants,
         levels=tuple(
-            level_report(by_place[variant.name, level], spec) for level in levels(spec) for variant in variants
+            level_report(by_variant_and_level[variant.name, level], spec)
+            for level in levels(spec) for variant in variants
         ),
         comparisons=tuple(comparisons),
         crossover=crossover(comparisons),
@@ -81,143 +85,144 @@ def run_load(variants: Sequence[LoadEndpoint], prompts: Sequence[LoadPrompt], sp
 
 
 @dataclass
-class Run:
-    """What a load test saw, before it became figures."""
+class LoadTestResults:
+    """The results of a load test before the report is computed."""
 
     variants: dict[str, str]
-    seen: list[LevelResults] = field(default_factory=list)
+    levels: list[LevelResults] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def measure(variants: Sequence[LoadEndpoint], prompts: Sequence[LoadPrompt], spec: LoadSpec,
-            on_progress: OnProgress | None = None, pause_point: PausePoint | None = None) -> Run:
-    """Ask everything. Raises as `run_load`."""
+            on_progress: OnProgress | None = None, pause_point: PausePoint | None = None) -> LoadTestResults:
+    """Send all requests. Raises like `run_load`."""
     names = [variant.name for variant in variants]
     if not variants or len(set(names)) < len(names):
         raise InvalidInput(f"a load test needs variants of different names, not [{', '.join(names)}]",
-                           "give each server a name of its own")
+                           "give each server its own name")
     if not prompts:
         raise InvalidInput("a load test needs at least one prompt", "give a file with prompts, or quickstart")
-    _allow_sockets(max(num_requests(spec, level) if level.mode == "open" else level.users for level in levels(spec)))
-    return asyncio.run(_Test(variants, prompts, spec, on_progress, pause_point).run())
+    _raise_file_limit(max(num_requests(spec, level) if level.mode == "open" else level.users for level in levels(spec)))
+    return asyncio.run(_LoadTest(variants, prompts, spec, on_progress, pause_point).run())
 
 
-class _Test:
-    """One load test under way."""
+class _LoadTest:
+    """A running load test."""
 
     def __init__(self, variants: Sequence[LoadEndpoint], prompts: Sequence[LoadPrompt], spec: LoadSpec,
                  on_progress: OnProgress | None, pause_point: PausePoint | None) -> None:
-        self._askers = {variant.name: LoadClient(variant, spec) for variant in variants}
+        self._clients = {variant.name: LoadClient(variant, spec) for variant in variants}
         self._prompts = prompts
         self._spec = spec
         self._on_progress = on_progress
         self._pause_point = pause_point
         self._done = 0
-        self._total = total_requests(prompts, list(self._askers), spec)
-        self._words = ""
-        self._unread: asyncio.Queue[RawResponse | None] = asyncio.Queue(_MOST_UNREAD)
+        self._total = total_requests(prompts, list(self._clients), spec)
+        self._label = ""
+        self._unparsed: asyncio.Queue[RawResponse | None] = asyncio.Queue(_MAX_UNPARSED)
 
-    async def run(self) -> Run:
-        """All of it. Connections are closed however it ends."""
+    async def run(self) -> LoadTestResults:
+        """Run the test. Connections are closed in every case."""
         try:
-            for asker in self._askers.values():
-                self._say(f"first question to {asker.variant.name}", 0)
-                await self._watched(asker.probe(LoadRequest(self._prompts[0], 0, -1)))
+            for client in self._clients.values():
+                self._report_progress(f"probing {client.variant.name}", 0)
+                await self._polling(client.probe(LoadRequest(self._prompts[0], 0, -1)))
             return await self._blocks()
         finally:
-            for asker in self._askers.values():
-                asker.pool.close()
+            for client in self._clients.values():
+                client.pool.close()
 
-    async def _blocks(self) -> Run:
-        seen: dict[tuple[str, Level], LevelResults] = {}
-        for block in blocks(self._prompts, list(self._askers), self._spec):
-            new = await self._watched(self._block(block))
-            old = seen.get((block.variant, block.level))
+    async def _blocks(self) -> LoadTestResults:
+        by_level: dict[tuple[str, Level], LevelResults] = {}
+        for block in blocks(self._prompts, list(self._clients), self._spec):
+            new = await self._polling(self._block(block))
+            old = by_level.get((block.variant, block.level))
             if old is not None:
-                new = LevelResults(new.variant, new.level, old.samples + new.samples, old.seconds + new.seconds,
-                           old.cpu_s + new.cpu_s)
-            seen[block.variant, block.level] = new
-        run = Run({name: _described(asker) for name, asker in self._askers.items()}, list(seen.values()))
-        run.notes = [note for asker in self._askers.values() for note in asker.notes]
-        run.notes += [note for one in run.seen for note in _failures(one)]
-        run.notes += [note for one in run.seen for note in _saturation(one)]
-        run.notes += _crowd()
+                new = LevelResults(new.variant, new.level, old.results + new.results, old.seconds + new.seconds,
+                                   old.cpu_s + new.cpu_s)
+            by_level[block.variant, block.level] = new
+        descriptions = {name: _description(client) for name, client in self._clients.items()}
+        run = LoadTestResults(descriptions, list(by_level.values()))
+        run.notes = [note for client in self._clients.values() for note in client.notes]
+        run.notes += [note for level in run.levels for note in _failure_notes(level)]
+        run.notes += [note for level in run.levels for note in _saturation_notes(level)]
+        run.notes += _machine_load_notes()
         return run
 
     async def _block(self, block: Block) -> LevelResults:
-        asker = self._askers[block.variant]
-        self._words = f"{block.variant}, {block.level.words()}"
+        client = self._clients[block.variant]
+        self._label = f"{block.variant}, {block.level.label()}"
         users = block.level.users if block.level.mode == "closed" else 1
-        await asker.pool.prepare(users)
-        await self._read_along(asker, self._closed_loop(asker, block.warmup, min(users, len(block.warmup))))
-        began, cpu = time.perf_counter(), time.thread_time()
+        await client.pool.open_connections(users)
+        await self._parse_while(client, self._closed_loop(client, block.warmup, min(users, len(block.warmup))))
+        started, cpu_started = time.perf_counter(), time.thread_time()
         if block.level.mode == "closed":
-            asking = self._closed_loop(asker, block.questions, users)
+            sending = self._closed_loop(client, block.requests, users)
         else:
-            asking = self._open_loop(asker, block.questions)
-        samples, ended = await self._read_along(asker, asking)
-        return LevelResults(block.variant, block.level, samples, ended - began, time.thread_time() - cpu)
+            sending = self._open_loop(client, block.requests)
+        results, ended = await self._parse_while(client, sending)
+        return LevelResults(block.variant, block.level, results, ended - started, time.thread_time() - cpu_started)
 
-    async def _closed_loop(self, asker: LoadClient, questions: Sequence[LoadRequest], users: int) -> None:
-        """So many users share the questions; whoever has its answer takes the next."""
-        left = iter(questions)
+    async def _closed_loop(self, client: LoadClient, requests: Sequence[LoadRequest], users: int) -> None:
+        """`users` concurrent users; each takes the next request when its previous one is complete."""
+        left = iter(requests)
 
         async def user() -> None:
-            for question in left:
-                raw = await asker.send(question)
-                await self._unread.put(raw)
-                if isinstance(raw.came, RequestFailed):
+            for request in left:
+                raw = await client.send(request)
+                await self._unparsed.put(raw)
+                if isinstance(raw.outcome, RequestFailed):
                     await asyncio.sleep(_AFTER_FAILURE_S)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(users):
                 group.create_task(user())
 
-    async def _open_loop(self, asker: LoadClient, questions: Sequence[LoadRequest]) -> None:
-        """Every question at its time, whatever became of the others."""
-        began = time.perf_counter()
+    async def _open_loop(self, client: LoadClient, requests: Sequence[LoadRequest]) -> None:
+        """Send every request at its due time, independently of the others."""
+        started = time.perf_counter()
 
-        async def one(question: LoadRequest, due_at: float) -> None:
-            await self._unread.put(await asker.send(question, due_at))
+        async def send_at(request: LoadRequest, due_at: float) -> None:
+            await self._unparsed.put(await client.send(request, due_at))
 
         async with asyncio.TaskGroup() as group:
-            for question in questions:
-                due_at = began + (question.due_s or 0.0)
+            for request in requests:
+                due_at = started + (request.due_s or 0.0)
                 await asyncio.sleep(max(0.0, due_at - time.perf_counter()))
-                group.create_task(one(question, due_at))
+                group.create_task(send_at(request, due_at))
 
-    async def _read_along(self, asker: LoadClient, asking: Coroutine[None, None, None]) \
+    async def _parse_while(self, client: LoadClient, sending: Coroutine[None, None, None]) \
             -> tuple[tuple[RequestResult, ...], float]:
-        """Read answers while others are asked for, a slice between two looks at the sockets.
+        """Parse responses in slices while others arrive, so that parsing does not delay the clock readings of arrivals.
 
-        Returns the samples, and when the last answer ended.
+        Returns the results and the end time of the last response.
         """
-        samples: list[RequestResult] = []
+        results: list[RequestResult] = []
         ended = time.perf_counter()
 
-        async def read_on() -> None:
+        async def parse_results() -> None:
             nonlocal ended
-            while (raw := await self._unread.get()) is not None:
+            while (raw := await self._unparsed.get()) is not None:
                 ended = max(ended, raw.ended_at)
-                steps = asker.read(raw)
+                steps = client.read(raw)
                 try:
                     while True:
                         next(steps)
                         await asyncio.sleep(0)
                 except StopIteration as end:
-                    samples.append(end.value)
-                self._say(self._words)
+                    results.append(end.value)
+                self._report_progress(self._label)
                 await asyncio.sleep(0)
 
         async with asyncio.TaskGroup() as group:
-            reader = group.create_task(read_on())
-            await asking
-            await self._unread.put(None)
+            reader = group.create_task(parse_results())
+            await sending
+            await self._unparsed.put(None)
             await reader
-        return tuple(samples), ended
+        return tuple(results), ended
 
-    async def _watched(self, work: Coroutine[None, None, ResultT]) -> ResultT:
-        """Do it, asking several times a second whether to go on."""
+    async def _polling(self, work: Coroutine[None, None, ResultT]) -> ResultT:
+        """Await `work`, calling the pause point several times per second."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
@@ -231,55 +236,55 @@ class _Test:
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
 
-    def _say(self, words: str, more: int = 1) -> None:
+    def _report_progress(self, label: str, more: int = 1) -> None:
         self._done += more
         if self._on_progress is not None:
-            self._on_progress(self._done, self._total, words)
+            self._on_progress(self._done, self._total, label)
 
 
-def _described(asker: LoadClient) -> str:
-    url = asker.origin.url
-    return f"{asker.variant.what} ({url})" if asker.variant.what else url
+def _description(client: LoadClient) -> str:
+    url = client.origin.url
+    return f"{client.variant.what} ({url})" if client.variant.what else url
 
 
-def _failures(seen: LevelResults) -> list[str]:
-    """One line per reason, with the first request's words."""
+def _failure_notes(level: LevelResults) -> list[str]:
+    """One line per failure reason, with the first failed request's message."""
     failed: dict[str, list[RequestResult]] = {}
-    for sample in seen.samples:
-        if sample.failure is not None:
-            failed.setdefault(sample.failure, []).append(sample)
+    for result in level.results:
+        if result.failure is not None:
+            failed.setdefault(result.failure, []).append(result)
     return [
-        f"{seen.variant}, {seen.level.words()}: {len(samples)} of {len(seen.samples)} requests failed ({reason}), the "
-        f"first because {samples[0].detail}"
-        for reason, samples in sorted(failed.items())
+        f"{level.variant}, {level.level.label()}: {len(results)} of {len(level.results)} requests failed ({reason}), "
+        f"the first because {results[0].detail}"
+        for reason, results in sorted(failed.items())
     ]
 
 
-def _saturation(seen: LevelResults) -> list[str]:
-    share = seen.cpu_s / seen.seconds if seen.seconds > 0 else 0.0
+def _saturation_notes(level: LevelResults) -> list[str]:
+    share = level.cpu_s / level.seconds if level.seconds > 0 else 0.0
     if share <= _SATURATED:
         return []
     return [
-        f"{seen.variant}, {seen.level.words()}: the load generator itself used {share:.0%} of a processor core: its "
-        "latencies are upper bounds, and the server may be faster than it looks"
+        f"{level.variant}, {level.level.label()}: the load generator itself used {share:.0%} of a CPU core: its "
+        "latencies are upper bounds, and the server may be faster than reported"
     ]
 
 
-def _crowd() -> list[str]:
-    """A warning when this machine, where the servers may run too, had much else to do."""
+def _machine_load_notes() -> list[str]:
+    """A warning when this machine, on which the servers may run too, is busy with other work."""
     load, processors = os.getloadavg()[0], cpu_count()
-    if load <= _CROWDED * processors:
+    if load <= _BUSY_LOAD_PER_CPU * processors:
         return []
-    return [f"the machine of the load generator was crowded (load average {load:.1f} on {processors} processors): if "
-            "the servers run on it too, speeds are too low and ratios noisier than their intervals say"]
+    return [f"the machine of the load generator was busy (load average {load:.1f} on {processors} CPUs): if the "
+            "servers run on it too, speeds are too low and ratios noisier than their intervals"]
 
 
-def _allow_sockets(wanted: int) -> None:
-    """Let this process hold so many connections. Raises InvalidInput when the system does not allow it."""
+def _raise_file_limit(wanted: int) -> None:
+    """Raise the limit of open files for so many connections. Raises InvalidInput when the system does not allow it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = wanted + _SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < need:
         if hard != resource.RLIM_INFINITY and hard < need:
             raise InvalidInput(f"{wanted} connections at once need {need} open files, and this machine allows {hard}",
-                               f"raise the limit (ulimit -n {need}), or ask for lower levels")
+                               f"raise the limit (ulimit -n {need}), or use lower levels")
         resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))

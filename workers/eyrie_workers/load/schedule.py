@@ -1,15 +1,16 @@
-"""Who asks what, when: the order of a load test as a function of its spec. Pure.
+"""The order of a load test: which endpoint receives which request at what time, as a function of the spec. Pure.
 
-Closed loop: `level` users, each asking again as soon as it is answered; what a server does at a given concurrency.
-Open loop: questions arrive at a mean rate with exponential gaps, answered or not; what users do to a server. All
-variants meet the same questions in the same order, and in an open loop at the same moments.
+Closed loop: `level` users, each sending its next request as soon as the previous one is complete; measures a server at
+a given concurrency. Open loop: requests arrive at a mean rate with exponential gaps, whether or not earlier ones are
+complete; models independent users. All variants receive the same requests in the same order, in an open loop at the
+same times.
 
 A level is measured in blocks, variant after variant, in an order that changes from block to block and from level to
 level (`eyrie_workers.interleaving`), so a machine that slows down or warms up does so for all variants.
 
-Prompts are drawn from the categories in turn (chat, math, chat, math, ...), each category from its beginning and round
-again, and the next repeat goes on where the last one ended. Warm-up draws from the far end, so that a server that
-keeps the prompts it has read (prefix caching) has not read these because of us.
+Prompts are drawn from the categories in turn (chat, math, chat, math, ...), each category in order and cyclically, and
+each repeat continues where the previous one ended. Warm-up draws prompts from the end, so that the prefix cache of a
+server does not contain the first measured prompts.
 """
 
 import random
@@ -26,79 +27,79 @@ from eyrie_workers.load.endpoints import LoadPrompt
 
 @dataclass(frozen=True)
 class Level:
-    """So many users, or so many requests a second."""
+    """A number of users, or of requests per second."""
 
     mode: Literal["closed", "open"]
     value: float
 
     @property
     def users(self) -> int:
-        """Connections a closed loop needs."""
+        """Concurrent connections of a closed loop."""
         return int(self.value)
 
-    def words(self) -> str:
-        """For people."""
+    def label(self) -> str:
+        """For messages."""
         unit = "requests/s" if self.mode == "open" else "user" if self.value == 1 else "users"
         return f"{self.value:g} {unit}"
 
 
 @dataclass(frozen=True)
 class Block:
-    """One variant at one level, once."""
+    """One variant at one level, in one repeat."""
 
     level: Level
     variant: str
     warmup: tuple[LoadRequest, ...]
-    questions: tuple[LoadRequest, ...]
+    requests: tuple[LoadRequest, ...]
 
 
 def levels(spec: LoadSpec) -> list[Level]:
-    """Every level once, ascending, closed loops first."""
+    """All levels, ascending, closed loops first."""
     return [*(Level("closed", value) for value in sorted(set(spec.concurrencies))),
             *(Level("open", value) for value in sorted(set(spec.rates_per_s)))]
 
 
 def num_requests(spec: LoadSpec, level: Level) -> int:
-    """Requests of one block. Every user of a closed loop asks twice at least, or the level would be the ramp to it."""
+    """Requests of one block. Each user of a closed loop sends at least two: one would only be ramp-up."""
     return max(spec.requests, 2 * level.users) if level.mode == "closed" else spec.requests
 
 
-def draw(prompts: Sequence[LoadPrompt], start: int, num: int) -> list[LoadPrompt]:
-    """`num` prompts from place `start` of the endless round through the categories; negative places count back."""
+def draw_prompts(prompts: Sequence[LoadPrompt], start: int, num: int) -> list[LoadPrompt]:
+    """`num` prompts from position `start` of the endless cycle through the categories; negative: from its end."""
     categories: dict[str, list[LoadPrompt]] = {}
     for prompt in prompts:
         categories.setdefault(prompt.category, []).append(prompt)
     columns = list(categories.values())
-    places = (divmod(place, len(columns)) for place in range(start, start + num))
-    return [columns[column][row % len(columns[column])] for row, column in places]
+    positions = (divmod(position, len(columns)) for position in range(start, start + num))
+    return [columns[column][row % len(columns[column])] for row, column in positions]
 
 
 def blocks(prompts: Sequence[LoadPrompt], variants: Sequence[str], spec: LoadSpec) -> Iterator[Block]:
-    """The whole test in order."""
-    turn = count()
+    """All blocks of the test, in order."""
+    block_index = count()
     for level in levels(spec):
         num = num_requests(spec, level)
         for repeat in range(spec.repeats):
-            order = interleaved(variants, next(turn))
-            drawn = draw(prompts, repeat * num, num)
+            order = interleaved(variants, next(block_index))
+            drawn = draw_prompts(prompts, repeat * num, num)
             due = arrivals(spec, level, repeat, num) if level.mode == "open" else [None] * num
-            questions = tuple(LoadRequest(prompt, repeat, index, at)
-                              for index, (prompt, at) in enumerate(zip(drawn, due, strict=True)))
+            requests = tuple(LoadRequest(prompt, repeat, index, at)
+                             for index, (prompt, at) in enumerate(zip(drawn, due, strict=True)))
             warmup = tuple(LoadRequest(prompt, repeat, -1 - index) for index, prompt in enumerate(
-                draw(prompts, -spec.warmup_requests, spec.warmup_requests))) if repeat == 0 else ()
-            yield from (Block(level, variant, warmup, questions) for variant in order)
+                draw_prompts(prompts, -spec.warmup_requests, spec.warmup_requests))) if repeat == 0 else ()
+            yield from (Block(level, variant, warmup, requests) for variant in order)
 
 
 def arrivals(spec: LoadSpec, level: Level, repeat: int, num: int) -> list[float]:
-    """When the questions of an open loop arrive, in seconds from the beginning: a Poisson process, by the seed."""
-    chance = random.Random(f"{spec.seed}/{level.value}/{repeat}")
+    """Arrival times of an open loop in seconds from the start of its block: a Poisson process with a fixed seed."""
+    random_source = random.Random(f"{spec.seed}/{level.value}/{repeat}")
     at, times = 0.0, []
     for _ in range(num):
         times.append(at)
-        at += chance.expovariate(level.value)
+        at += random_source.expovariate(level.value)
     return times
 
 
 def total_requests(prompts: Sequence[LoadPrompt], variants: Sequence[str], spec: LoadSpec) -> int:
-    """Requests of the whole test, warm-up included."""
-    return sum(len(block.warmup) + len(block.questions) for block in blocks(prompts, variants, spec))
+    """Number of requests of the test, warm-up included."""
+    return sum(len(block.warmup) + len(block.requests) for block in blocks(prompts, variants, spec))

@@ -164,7 +164,7 @@ class _Lines:
         """One request for a chat completion. Raises RequestFailed."""
         pool = self._pools[url]
         sent = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-        return await pool.exchange(pool.render("POST", "/chat/completions", sent), self._timeout_s)
+        return await pool.send(pool.build_request("POST", "/chat/completions", sent), self._timeout_s)
 
     def close(self) -> None:
         """Close every connection."""
