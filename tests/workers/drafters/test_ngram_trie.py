@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_workers.drafters.ngram_trie import FILLING, WINDOW, TrieDrafter, TrieState
+from eyrie_workers.drafters.ngram_trie import PADDING_TOKEN, WINDOW, TrieDrafter, TrieState
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens
 from eyrie_workers.targets.loading import load_target
@@ -39,7 +39,8 @@ class Server:
         tokens_N, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
         assert len(tokens_N) == self.shape.num_draft_tokens
         leaves = [node for node in range(1, len(tokens_N)) if node not in parents[1:]]
-        return [path for leaf in leaves if (path := path_to(leaf, tokens_N, parents))[-1] not in (NO_TOKEN, FILLING)]
+        paths = [path_to(leaf, tokens_N, parents) for leaf in leaves]
+    return [path for path in paths if path[-1] not in (NO_TOKEN, PADDING_TOKEN)]
 
 
 def path_to(node: int, tokens: list[int], parents: list[int]) -> list[int]:

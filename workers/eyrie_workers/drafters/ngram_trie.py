@@ -1,24 +1,26 @@
-"""The n-gram drafter of a server that remembers: what followed these words in any answer, latest first.
+"""The n-gram drafter with a trie across requests: an emulation of SGLang's NGRAM.
 
-`drafters.ngram` knows one text. This one is how SGLang's NGRAM works (0.5.23, match type BFS, no external corpus; read
-in `ngram_worker.py` and `ngram_corpus/*.cpp`), so that what it accepts there can be predicted, and proven, here:
+`drafters.ngram` uses one text. This drafter reproduces SGLang's NGRAM (0.5.23, match type BFS, no external corpus; read
+in `ngram_worker.py` and `ngram_corpus/*.cpp`), so that its acceptance can be predicted and verified with Eyrie's
+engine:
 
-    remember   after every round the last WINDOW tokens of the text that was drafted for enter a trie, with all their
-               suffixes; at each node the child written last comes first. One trie for all requests, never the whole of
-               a prompt: of that, the last WINDOW tokens
-    match      all suffixes of the text that are paths of the trie and go on, longest first. A server does not look
-               them up again each round: it follows the new tokens down from where each suffix stood. So a suffix that
-               the trie learned only after it was passed is not found until its first token has left the window
-    merge      each match in turn adds what hangs below it, breadth first, to one tree of num_draft_tokens nodes. Of a
-               node the latest children, fewer the longer the match and the deeper the node: from top_k to 1, evenly
-               over the WINDOW
-    fill up    with nodes of token 0 under the root, which SGLang accepts like any other where the target says 0
+    insert     after every round the last WINDOW tokens of each drafted text, with all their suffixes, are inserted into
+               a trie; the child written last comes first. One trie serves all requests. Of a prompt only the last
+               WINDOW tokens are inserted
+    match      all suffixes of the text that are paths of the trie with children, longest first. SGLang does not search
+               them again each round: it advances the node of each suffix by the new tokens. A suffix inserted after its
+               node was advanced is not found until its first token has left the window
+    merge      each match in turn adds its subtree, breadth first, to one tree of num_draft_tokens nodes. A node
+               contributes its latest children: from top_k to 1, evenly over the WINDOW, fewer for longer matches and
+               deeper nodes
+    pad        with nodes of token 0 under the root, which SGLang accepts like any other where the target predicts 0
 
-There is no depth to set and no chain: even with top_k 1 a shorter match adds a branch beside a longer one's.
-`num_steps` cuts here what SGLang would let grow to num_draft_tokens - 1, so the two are the same where it is that. Left
-out is what happens at the capacity (10 million nodes): SGLang then forgets what was touched longest ago.
+There is no depth setting and no chain: even with top_k 1 a shorter match adds a branch next to a longer one's.
+`num_steps` limits the depth here; SGLang's limit is num_draft_tokens - 1, and the two agree for that value. Not
+implemented is eviction at the capacity (10 million nodes), where SGLang removes the least recently used nodes.
 
-An answer does not change by what is remembered, its speed does: the second of two equal requests is drafted whole.
+The contents of the trie change the speed of an answer, never its tokens: the second of two equal requests is drafted
+entirely.
 """
 
 # B rows, N tree nodes
@@ -31,74 +33,75 @@ import torch
 from torch import Tensor
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_workers.drafters.ngram import creation_order_scores
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, DrafterState, DraftTree
 
 WINDOW = 18
 """SGLang's `max_trie_depth`: the longest path of the trie."""
 
-FILLING = 0
-"""The token of nodes that fill up a tree."""
+PADDING_TOKEN = 0
+"""The token of padding nodes."""
 
 
 class _Node(dict[int, "_Node"]):
-    """A node's children by token, the one written last at the end."""
+    """A node's children by token, in order of their last write."""
 
 
 @dataclass
 class _Text:
-    """One row's text, and where its suffixes stand in the trie."""
+    """One row's text, and the trie nodes of its suffixes."""
 
     tokens: list[int] = field(default_factory=list)
-    followed: int = 0
-    """Tokens `places` accounts for; 0: nothing was looked up yet."""
+    num_matched: int = 0
+    """Number of tokens that `nodes` accounts for; 0 before the first search."""
 
-    places: list[_Node | None] = field(default_factory=list)
-    """[d - 1]: the node of the suffix of d tokens; None where the trie had no such path when it was passed."""
+    nodes: list[_Node | None] = field(default_factory=list)
+    """[d - 1]: the node of the suffix of d tokens; None where the trie had no such path when it was advanced."""
 
 
 @dataclass
 class TrieState:
-    """The server's memory, and the texts of all rows."""
+    """The trie, and the texts of all rows."""
 
     texts: list[_Text]
     root: _Node = field(default_factory=_Node)
 
 
 class TrieDrafter:
-    """`speculation.protocol.Drafter` over the texts of all requests since `new_state`."""
+    """`speculation.protocol.Drafter` from the texts of all requests since `new_state`."""
 
     aux_layers: tuple[int, ...] = ()
     max_length = 2**31 - 1
 
     def new_state(self, num_rows: int, max_length: int, max_shape: DraftTreeShape) -> TrieState:
-        """No memory."""
+        """An empty trie and empty texts."""
         return TrieState([_Text() for _ in range(num_rows)])
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
-        """Begin the row's text with the first token; what is remembered stays."""
+        """Start the row's text with the first token; the trie is kept."""
         assert isinstance(state, TrieState)
         state.texts[row] = _Text([prompt[0]])
 
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
-        """Take in the tokens of the pairs."""
+        """Append the tokens of the pairs."""
         assert isinstance(state, TrieState)
         for row, tokens, length in zip(pairs.rows.tolist(), pairs.tokens.tolist(), pairs.lengths.tolist(), strict=True):
             state.texts[row].tokens += tokens[:length]
 
     def propose(self, state: DrafterState, rows: Tensor, shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
-        """One tree per row from what is remembered; then remember the rows' own last tokens."""
+        """One tree per row from the trie; then insert the rows' last tokens."""
         assert isinstance(state, TrieState)
         texts = [state.texts[row] for row in rows.tolist()]
         trees = [_merge(_matches(text, state.root), shape) for text in texts]
         for text in texts:
-            _remember(state.root, text.tokens[-WINDOW:])
+            _insert(state.root, text.tokens[-WINDOW:])
         return DraftTree(torch.tensor([tokens for tokens, _ in trees]), torch.tensor([parents for _, parents in trees]),
-                         torch.tensor([_scores(tokens) for tokens, _ in trees]))
+                         torch.tensor([creation_order_scores(tokens) for tokens, _ in trees]))
 
 
-def _remember(root: _Node, tokens: Sequence[int]) -> None:
+def _insert(root: _Node, tokens: Sequence[int]) -> None:
     for start in range(len(tokens)):
         node = root
         for token in tokens[start:]:
@@ -108,19 +111,20 @@ def _remember(root: _Node, tokens: Sequence[int]) -> None:
 
 
 def _matches(text: _Text, root: _Node) -> list[tuple[_Node, int]]:
-    """Nodes of the text's suffixes that go on, with the suffixes' lengths, longest first."""
-    if text.followed == 0:
+    """Trie nodes with children of the text's suffixes, with the suffixes' lengths, longest first."""
+    if text.num_matched == 0:
         last = text.tokens[-WINDOW:]
-        text.places = [_walk(root, last[len(last) - length:]) for length in range(1, len(last) + 1)]
+        text.nodes = [_find(root, last[len(last) - length:]) for length in range(1, len(last) + 1)]
     else:
-        for token in text.tokens[text.followed:]:
-            above = (root, *text.places)[:WINDOW]
-            text.places = [None if node is None else node.get(token) for node in above]
-    text.followed = len(text.tokens)
-    return [(node, length) for length, node in reversed([*enumerate(text.places, start=1)]) if node]
+        for token in text.tokens[text.num_matched:]:
+            # The suffix of d + 1 tokens continues the suffix of d tokens of the text before the new token.
+            above = (root, *text.nodes)[:WINDOW]
+            text.nodes = [None if node is None else node.get(token) for node in above]
+    text.num_matched = len(text.tokens)
+    return [(node, length) for length, node in reversed([*enumerate(text.nodes, start=1)]) if node]
 
 
-def _walk(root: _Node, tokens: Sequence[int]) -> _Node | None:
+def _find(root: _Node, tokens: Sequence[int]) -> _Node | None:
     node: _Node | None = root
     for token in tokens:
         node = None if node is None else node.get(token)
@@ -133,9 +137,9 @@ def _merge(matches: Sequence[tuple[_Node, int]], shape: DraftTreeShape) -> tuple
     children: dict[tuple[int, int], int] = {}
     narrowing = (shape.top_k - 1) / (WINDOW - 1)
     for match, length in matches:
-        waiting = deque([(0, (WINDOW - 1 - length) * narrowing + 1, match)])
-        while waiting and len(tokens) < shape.num_draft_tokens:
-            parent, breadth, node = waiting.popleft()
+        queue = deque([(0, (WINDOW - 1 - length) * narrowing + 1, match)])
+        while queue and len(tokens) < shape.num_draft_tokens:
+            parent, breadth, node = queue.popleft()
             if depths[parent] == shape.num_steps:
                 continue
             for token in [*reversed(node)][:max(1, int(breadth))]:
@@ -146,15 +150,10 @@ def _merge(matches: Sequence[tuple[_Node, int]], shape: DraftTreeShape) -> tuple
                     tokens.append(token)
                     parents.append(parent)
                     depths.append(depths[parent] + 1)
-                waiting.append((children[parent, token], breadth - narrowing, node[token]))
+                queue.append((children[parent, token], breadth - narrowing, node[token]))
     missing = shape.num_draft_tokens - len(tokens)
-    if missing:  # one filling node stands for all: their tokens are the same, and siblings differ
-        first = NO_TOKEN if (0, FILLING) in children else FILLING
+    if missing:  # one padding node is enough: siblings have distinct tokens
+        first = NO_TOKEN if (0, PADDING_TOKEN) in children else PADDING_TOKEN
         tokens += [first] + [NO_TOKEN] * (missing - 1)
         parents += [0] * missing
     return tokens, parents
-
-
-def _scores(tokens: Sequence[int]) -> list[float]:
-    """Confidence falls in the order the nodes were made: only the order has a meaning here."""
-    return [0.0] + [-float(index) if token != NO_TOKEN else -torch.inf for index, token in enumerate(tokens) if index]

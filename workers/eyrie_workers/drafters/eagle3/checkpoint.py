@@ -41,7 +41,7 @@ from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 
 
 def save_drafter(directory: Path, drafter: Eagle3Drafter, *, dtype: str = "float32", card: Card | None = None) -> None:
-    """Write a drafter to `directory`, replacing what is there, atomically. Raises CheckpointInvalid before writing.
+    """Write a drafter to `directory`, replacing an existing one, atomically. Raises CheckpointInvalid before writing.
 
     card   its provenance; names the target architecture that the layer ids are written for. None: no card is written.
     """
