@@ -40,7 +40,7 @@ class Server:
         assert len(tokens_N) == self.shape.num_draft_tokens
         leaves = [node for node in range(1, len(tokens_N)) if node not in parents[1:]]
         paths = [path_to(leaf, tokens_N, parents) for leaf in leaves]
-    return [path for path in paths if path[-1] not in (NO_TOKEN, PADDING_TOKEN)]
+        return [path for path in paths if path[-1] not in (NO_TOKEN, PADDING_TOKEN)]
 
 
 def path_to(node: int, tokens: list[int], parents: list[int]) -> list[int]:
