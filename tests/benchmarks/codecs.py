@@ -30,7 +30,6 @@ from eyrie_api.v1alpha1.codecs import StoredAs, final_codec
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
-from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import TrainReport
 from eyrie_api.v1alpha1.sampling import SamplingSpec
@@ -43,7 +42,6 @@ from eyrie_workers.features.codecs import decode_into, encode, relative_error
 from eyrie_workers.features.shard_format import StoreFormat, supervised_positions
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.features.topk_logits import compute_topk_logits, rebuild_distribution
-from eyrie_workers.features.transcode import transcode
 from eyrie_workers.machine.environment import environment
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stage_program import Result, SpecT, Stage, run_program
@@ -55,69 +53,13 @@ from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.loading import load_target, resolve, special_token_ids
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.templates import ChatTokenizer
+from tests.benchmarks.codecs_plot import draw
+from tests.benchmarks.codecs_report import CodecReport, SeedResult, WayResult
+from tests.benchmarks.transcode import transcode
 
 TREE = DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)
 _SAMPLE_TOKENS = 8192  # of which errors are measured
 _CONCURRENCY = 16  # tau does not depend on it; the trial is done sooner
-
-
-class SeedResult(Frozen):
-    """One drafter."""
-
-    seed: int
-    tau: float
-    theoretical_speedup: float
-    """On held-out captured rows of its own store."""
-
-    train_s: float
-
-
-class WayResult(Frozen):
-    """One way to store."""
-
-    name: str
-    bytes_per_token: float
-    """Of the store's files, everything included."""
-
-    share_of_bfloat16: float
-    """Of four plain bfloat16 states and 16 bytes of ids and masks per token: what SpecForge stores, before padding."""
-
-    aux_error: dict[str, float]
-    """By aux layer: root mean square over tokens of |decoded - x| / |x|."""
-
-    aux_error_worst: float
-    """The largest of any token and layer."""
-
-    teacher_kl: float
-    """Mean nats from the teacher that float32 states give to the one these give, over the draft vocabulary."""
-
-    seeds: tuple[SeedResult, ...]
-    tau: float
-    tau_spread: float
-    """Standard deviation over seeds."""
-
-    lost: float
-    """Mean over seeds of float32's tau less this one's; negative is a gain."""
-
-    lost_spread: float
-    within_seed_noise: bool
-
-
-class CodecReport(Frozen):
-    """The trial."""
-
-    target: str
-    conversations: int
-    tokens: int
-    answer_tokens: int
-    prompts: int
-    seed_spread: float
-    hadamard_int4_error: float
-    """What int4's error would be if states were rotated first; see `aux_error` of int4."""
-
-    ways: tuple[WayResult, ...]
-    seconds: float
-    environment: dict[str, str]
 
 
 def way_named(name: str) -> StoredAs:
@@ -315,7 +257,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the trial; returns the exit code."""
-    from tests.benchmarks.codecs_plot import draw
 
     options = parse(argv)
     try:

@@ -15,7 +15,7 @@ from eyrie_workers.figure_style import (
     save,
     title,
 )
-from tests.benchmarks.codecs import CodecReport
+from tests.benchmarks.codecs_report import CodecReport
 
 DEFAULT = "int8"
 

@@ -9,7 +9,6 @@ from eyrie_api.processes import free_port
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.tuning import Setting
 from eyrie_workers.drafters.checkpoint.files import read_config
-from eyrie_workers.drafters.ngram_trie import TrieDrafter
 from eyrie_workers.engines.sglang.checkpoints import read_target
 from eyrie_workers.engines.sglang.launch import launch_arguments
 from eyrie_workers.engines.sglang.launch_plan import LaunchPlan
@@ -20,6 +19,7 @@ from eyrie_workers.measurement.parity.round_replay import histogram_of, referenc
 from eyrie_workers.measurement.parity.served_answers import request_answers
 from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.targets.loading import load_target
+from tests.sglang.ngram_trie import TrieDrafter
 from tests.sglang.servers import MODEL, TARGET, serving
 from tests.sglang.summary import SEEN
 

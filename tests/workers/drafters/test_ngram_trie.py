@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_workers.drafters.ngram_trie import PADDING_TOKEN, WINDOW, TrieDrafter, TrieState
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens
 from eyrie_workers.targets.loading import load_target
+from tests.sglang.ngram_trie import PADDING_TOKEN, WINDOW, TrieDrafter, TrieState
 from tests.tiny import tiny_target
 
 NARROW = DraftTreeShape(num_steps=4, top_k=1, num_draft_tokens=5)

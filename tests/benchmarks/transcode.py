@@ -1,6 +1,6 @@
-"""A store again, stored another way: for trials of codecs, and to shrink a store without another target pass.
+"""Rewrites a store of hidden states in another codec, for the comparison of codecs.
 
-Row by row from decoded states, so the source's codec bounds the quality: transcode from float32 to compare codecs.
+Rows are encoded from decoded states, so the source's codec bounds the quality: transcode from float32.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ _SHARD_BYTES = 64 * 2**20
 def transcode(source: FeatureStore, directory: Path, fmt: StoreFormat, lm_head_VH: Tensor) -> None:
     """Write all rows of a store that keeps final states into `directory` as `layout` says."""
     if source.format.final_state != "keep":
-        raise ValueError("a store of opinions has no final states to transcode")
+        raise ValueError("a store of top-k logits has no final states to transcode")
     writer = FeatureWriter(directory, fmt)
     for number, shard in enumerate(plan_shards(source.lengths, fmt, _SHARD_BYTES)):
         if not writer.holds(number, source.row_ids[shard.start:shard.stop]):
