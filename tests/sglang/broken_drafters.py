@@ -1,4 +1,4 @@
-"""Drafters as a careless export would leave them. Our reader refuses some; SGLang loads all without a word."""
+"""Drafters with typical export errors. Eyrie's reader rejects some; SGLang loads all without a warning."""
 
 import json
 import shutil
@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
-def copied(drafter: Path, to: Path) -> Path:
-    """A copy that may be spoilt."""
+def copy_drafter(drafter: Path, to: Path) -> Path:
+    """A copy that a test may modify."""
     return Path(shutil.copytree(drafter, to))
 
 
@@ -27,7 +27,7 @@ def layers_shifted(directory: Path) -> None:
     """`hidden_states` indices where SGLang expects the outputs of layers: each one higher."""
     def change(config: dict[str, Any]) -> None:
         nested = config["eagle_config"]
-        nested["eagle_aux_hidden_state_layer_ids"] = [one + 1 for one in nested["eagle_aux_hidden_state_layer_ids"]]
+        nested["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in nested["eagle_aux_hidden_state_layer_ids"]]
 
     edit_config(directory, change)
 

@@ -12,18 +12,18 @@ collect_ignore_glob = [] if os.environ.get("EYRIE_TEST_SGLANG") == "1" else ["*.
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Figures after the verdicts."""
-    from tests.sglang.summary import SEEN
+    """Print the collected figures after the test results."""
+    from tests.sglang.summary import SUMMARY
 
-    if SEEN:
-        terminalreporter.section("what SGLang was seen to do")
-        for line in SEEN:
+    if SUMMARY:
+        terminalreporter.section("figures measured with SGLang")
+        for line in SUMMARY:
             terminalreporter.line(line)
 
 
 @pytest.fixture(scope="session")
 def drafter() -> Path:
-    """A drafter trained by our stages; never written to. EYRIE_SGLANG_DRAFTER names another one of the quickstart's."""
+    """A drafter trained by the stages, read-only. EYRIE_SGLANG_DRAFTER replaces it by another for the same target."""
     from tests.sglang.trained_drafter import trained_drafter
 
     given = os.environ.get("EYRIE_SGLANG_DRAFTER")

@@ -1,8 +1,8 @@
-"""SGLang servers for tests, on this machine's processors: our process door, SGLang's interpreter, the stand-in kernels.
+"""SGLang servers for tests, on CPU: engines.sglang.process with SGLang's interpreter and the stand-in kernels.
 
-float32, so that two ways to compute one thing agree to the token; one attention backend, the one that speculates on
+float32, so that two implementations agree to the token; one attention backend, the one that speculates on
 CPU; no compilation (`TORCHDYNAMO_DISABLE`: inductor would cost the first request a minute); one thread per process, no
-polling while idle, because servers stand side by side on few cores. The pool of 8192 tokens is what these tests need;
+polling while idle, because several servers run on few cores. The pool of 8192 tokens is what these tests need;
 without the flag SGLang takes a share of the machine's memory.
 """
 

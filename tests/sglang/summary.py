@@ -1,11 +1,11 @@
-"""What the servers were seen to do, for the end of the run's output: figures that a green dot would hide."""
+"""Figures of the servers for the end of pytest's output, which a passed test does not show."""
 
 from eyrie_api.v1alpha1.prove import ParityReport
 
-SEEN: list[str] = []
+SUMMARY: list[str] = []
 
 
-def tell(what: str, report: ParityReport) -> None:
-    """Keep a report for the summary."""
-    SEEN.append(f"{what}: {'holds' if report.passed else 'FAILS'}; {'; '.join(report.reasons)}; "
+def add_to_summary(what: str, report: ParityReport) -> None:
+    """Add a report to the summary."""
+    SUMMARY.append(f"{what}: {'holds' if report.passed else 'FAILS'}; {'; '.join(report.reasons)}; "
                 f"rounds by accepted tokens {list(report.histogram)}, reference {list(report.reference_histogram)}")

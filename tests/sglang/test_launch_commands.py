@@ -1,4 +1,4 @@
-"""Every line we would start SGLang with, through SGLang's own parser and rules: accepted, and resolved as pinned.
+"""Every SGLang command line of Eyrie, resolved by SGLang's own parser and rules: accepted, with the given values.
 
 One process of the SGLang environment resolves the whole matrix (importing SGLang takes longer than resolving a line).
 Machines are emulated, models are configurations without weights. Refusals that SGLang makes only while loading weights
@@ -144,7 +144,7 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
                 found.add_variants(f"family {machine} {algorithm} {setting.label()}",
                                found.other(algorithm, machine, setting))
     add_features(found, root)
-    for name, (plan, line) in refused_lines(found, root).items():
+    for name, (plan, line) in rejected_commands(found, root).items():
         found.add(name, plan, line)
     return found
 
@@ -174,7 +174,7 @@ def add_features(found: Matrix, root: Path) -> None:
         str(short), json.loads((short / "config.json").read_text()))))
 
 
-def refused_lines(found: Matrix, root: Path) -> dict[str, tuple[LaunchPlan, tuple[str, ...]]]:
+def rejected_commands(found: Matrix, root: Path) -> dict[str, tuple[LaunchPlan, tuple[str, ...]]]:
     """By name: a permitted plan and the line made of it by what we refuse."""
     chain, tree = found.plan("h100", "llama"), found.plan("h100", "llama", TREE)
     blackwell, b200_tree = found.plan("b200", "llama"), found.plan("b200", "llama", TREE)
@@ -223,7 +223,7 @@ def refused_lines(found: Matrix, root: Path) -> dict[str, tuple[LaunchPlan, tupl
     }
 
 
-REFUSED_BY_SGLANG = {
+REJECTED_BY_SGLANG = {
     "trtllm_mha tree": "topk = 1", "trtllm_mha on ampere": "TRTLLM MHA", "fa4 tree paged": "page_size > 1",
     "trtllm_mla tree": "page_size > 1", "flashmla tree": "page_size > 1", "trtllm_mla on hopper": "Blackwell",
     "intel_amx tree paged": "page_size > 1", "cpu recurrent paged": "extra_buffer",
@@ -259,13 +259,13 @@ def resolved(answers: Mapping[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def test_no_line_of_ours_has_a_flag_sglang_does_not_know(answers: dict[str, Any]) -> None:
+def test_no_command_has_a_flag_that_sglang_does_not_have(answers: dict[str, Any]) -> None:
     assert {name: answer["unknown"] for name, answer in answers.items() if answer["unknown"]} == {}
 
 
 @pytest.mark.parametrize(("machine", "target"), FAMILIES)
-def test_lines_are_accepted_and_every_pinned_value_holds_in_every_variant(machine: str, target: str, matrix: Matrix,
-                                                                      answers: dict[str, Any]) -> None:
+def test_commands_are_accepted_and_every_shared_argument_is_kept_in_every_variant(
+        machine: str, target: str, matrix: Matrix, answers: dict[str, Any]) -> None:
     mine = [case for case in matrix.cases if case["name"].startswith(f"{machine} {target} ")]
     assert len(mine) >= 7
     for case in mine:
@@ -278,7 +278,7 @@ def test_lines_are_accepted_and_every_pinned_value_holds_in_every_variant(machin
 
 
 @pytest.mark.parametrize(("machine", "target"), FAMILIES)
-def test_variants_differ_in_speculation_and_in_no_other_setting_sglang_resolves(
+def test_variants_differ_in_speculation_and_in_no_other_resolved_argument(
     machine: str, target: str, matrix: Matrix, answers: dict[str, Any]
 ) -> None:
     for kind in KINDS:
@@ -298,7 +298,7 @@ def test_variants_differ_in_speculation_and_in_no_other_setting_sglang_resolves(
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 @pytest.mark.parametrize("machine", MACHINES)
-def test_every_family_is_drafted_with_its_algorithm_and_shape_beside_an_equal_variant_without(
+def test_every_family_uses_its_algorithm_and_tree_and_equals_the_variant_without_speculation(
         algorithm: str, machine: str, matrix: Matrix, answers: dict[str, Any]) -> None:
     prefix = f"family {machine} {algorithm} "
     mine = [case["name"] for case in matrix.cases if case["name"].startswith(prefix)]
@@ -327,7 +327,7 @@ def test_only_page_sizes_are_ever_left_out(matrix: Matrix) -> None:
     assert all("page size" in message for message in matrix.left_out.values())
 
 
-def test_the_setting_arrives_as_it_was_meant(answers: dict[str, Any]) -> None:
+def test_the_setting_is_resolved_as_given(answers: dict[str, Any]) -> None:
     def shape(name: str) -> tuple[Any, ...]:
         found = resolved(answers, name)
         return tuple(found[f"speculative_{key}"] for key in ("algorithm", "num_steps", "eagle_topk",
@@ -341,7 +341,7 @@ def test_the_setting_arrives_as_it_was_meant(answers: dict[str, Any]) -> None:
     assert resolved(answers, "adaptive adaptive")["speculative_adaptive"] is True
 
 
-def test_what_a_plan_asks_besides_is_accepted(answers: dict[str, Any]) -> None:
+def test_optional_features_of_a_plan_are_accepted(answers: dict[str, Any]) -> None:
     assert resolved(answers, "key")["api_key"] == "hidden"
     assert resolved(answers, "lora chain")["enable_lora"] is True
     assert resolved(answers, "lora tree")["speculative_eagle_topk"] == 4
@@ -362,17 +362,17 @@ def test_olmo3_is_the_class_our_model_package_replaces(answers: dict[str, Any]) 
     assert resolved(answers, "h100 deepseek-v3 chain None 5/1/6")["mla"] is True
 
 
-@pytest.mark.parametrize("name", list(REFUSED_BY_SGLANG))
-def test_what_we_refuse_sglang_refuses(name: str, answers: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", list(REJECTED_BY_SGLANG))
+def test_sglang_rejects_what_launch_checks_rejects(name: str, answers: dict[str, Any]) -> None:
     assert answers[name]["resolved"] is None
-    assert REFUSED_BY_SGLANG[name] in answers[name]["refused"]
+    assert REJECTED_BY_SGLANG[name] in answers[name]["refused"]
 
 
 @pytest.mark.parametrize("name", list(CHANGED_BY_SGLANG))
-def test_what_we_refuse_sglang_serves_as_something_else(name: str, answers: dict[str, Any]) -> None:
+def test_sglang_changes_what_launch_checks_rejects(name: str, answers: dict[str, Any]) -> None:
     setting, value = CHANGED_BY_SGLANG[name]
     assert resolved(answers, name)[setting] == value
 
 
-def test_every_refused_line_is_accounted_for(matrix: Matrix) -> None:
-    assert set(refused_lines(matrix, matrix.root)) == {*REFUSED_BY_SGLANG, *CHANGED_BY_SGLANG}
+def test_every_rejected_command_is_expected(matrix: Matrix) -> None:
+    assert set(rejected_commands(matrix, matrix.root)) == {*REJECTED_BY_SGLANG, *CHANGED_BY_SGLANG}

@@ -21,7 +21,7 @@ from eyrie_workers.speculation.engine import Engine
 from eyrie_workers.targets.loading import load_target
 from tests.sglang.ngram_trie import TrieDrafter
 from tests.sglang.servers import MODEL, TARGET, serving
-from tests.sglang.summary import SEEN
+from tests.sglang.summary import SUMMARY
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="SGLang compiles its trie with g++: none here")
 TREE = DraftTreeShape(num_steps=11, top_k=4, num_draft_tokens=12)
@@ -52,7 +52,7 @@ def test_every_round_of_every_request_accepts_what_our_trie_accepts_as_both_go_o
         ours.append(histogram_of(rounds.accepted, len(answer.token_ids), whole_last_round=True))
     theirs = [answer.histogram for answer in served]
     tau, own = (acceptance_length(add_histograms(found)) for found in (theirs, ours))
-    SEEN.append(f"n-gram {TREE.label()}: tau {tau:.3f} served, {own:.3f} in the reference engine; rounds equal for "
+    SUMMARY.append(f"n-gram {TREE.label()}: tau {tau:.3f} served, {own:.3f} in the reference engine; rounds equal for "
                 f"{sum(a == b for a, b in zip(theirs, ours, strict=True))} of {len(asked)} requests")
     assert [answer.token_ids for answer in served] == [answer.token_ids for answer in undrafted]
     assert theirs == ours

@@ -17,7 +17,7 @@ from eyrie_workers.engines.sglang.process import SglangServer
 from eyrie_workers.engines.sglang.profiles import profile
 from eyrie_workers.measurement.parity.parity import prove_parity
 from tests.sglang.servers import MODEL, TARGET, drafting, flags, serving
-from tests.sglang.summary import tell
+from tests.sglang.summary import add_to_summary
 
 CHAIN = DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)
 TREE = DraftTreeShape(num_steps=5, top_k=4, num_draft_tokens=16)
@@ -40,7 +40,7 @@ def parity(what: str, plain: SglangServer, drafted: SglangServer, drafter: Path,
            prompts: Sequence[Sequence[int]], in_flight: int = 1) -> ParityReport:
     report = prove_parity("sglang", plain.url, drafted.url, MODEL, TARGET, drafter, tree, prompts, TOKENS, "float32",
                           in_flight=in_flight)
-    tell(f"{what}, {in_flight} at a time", report)
+    add_to_summary(f"{what}, {in_flight} at a time", report)
     return report
 
 

@@ -1,4 +1,4 @@
-"""Nothing is shown that a later token could take back, and in the end everything is shown."""
+"""No text is released that a later token could change, and all of it is released at the end."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +26,7 @@ def pushed(text: str, stops: list[str]) -> tuple[str, bool]:
 
 
 @given(st.text(max_size=40))
-def test_pushed_bytes_of_any_text_come_out_as_that_text(text: str) -> None:
+def test_the_bytes_of_any_text_are_detokenised_to_that_text(text: str) -> None:
     for decode in (decode_bytes, decode_with_byte_fallback):
         detokenizer = Detokenizer(decode)
         pieces = [detokenizer.push(byte) for byte in text.encode()]
@@ -34,25 +34,25 @@ def test_pushed_bytes_of_any_text_come_out_as_that_text(text: str) -> None:
 
 
 @given(st.text(alphabet="a\u00e9\u20ac\U0001f600", max_size=20))
-def test_no_piece_shows_half_a_character(text: str) -> None:
+def test_no_incomplete_character_is_released(text: str) -> None:
     detokenizer = Detokenizer(decode_bytes)
     for byte in text.encode():
         assert "\ufffd" not in detokenizer.push(byte)
 
 
 @given(st.lists(st.integers(0, 255), max_size=40))
-def test_any_bytes_at_all_come_out_as_they_would_decode_whole(ids: list[int]) -> None:
+def test_any_bytes_are_detokenised_as_if_decoded_at_once(ids: list[int]) -> None:
     detokenizer = Detokenizer(decode_bytes)
     assert "".join(map(detokenizer.push, ids)) + detokenizer.flush() == decode_bytes(ids)
 
 
-def test_a_character_split_over_tokens_is_held_back_until_whole() -> None:
+def test_a_character_split_over_tokens_is_held_back_until_complete() -> None:
     detokenizer = Detokenizer(decode_bytes)
     assert [detokenizer.push(byte) for byte in "x\u20acy".encode()] == ["x", "", "", "\u20ac", "y"]
 
 
 @given(st.text(alphabet="abc", max_size=30), st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=4))
-def test_text_is_cut_before_the_first_stop_wherever_the_pieces_break(text: str, stops: list[str]) -> None:
+def test_text_is_cut_before_the_first_stop_string_however_it_is_split(text: str, stops: list[str]) -> None:
     shown, matched = pushed(text, stops)
     ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
     if not ends:
@@ -63,12 +63,12 @@ def test_text_is_cut_before_the_first_stop_wherever_the_pieces_break(text: str, 
     assert shown == seen[:min(at for stop in stops if (at := seen.find(stop)) >= 0)]
 
 
-def test_a_tail_that_may_begin_a_stop_waits_and_is_given_when_it_does_not() -> None:
+def test_a_suffix_that_may_begin_a_stop_string_is_held_back_and_released_if_it_does_not() -> None:
     matcher = StopMatcher(["END"])
     assert [matcher.push(piece) for piece in ("one E", "N", "X two")] == ["one ", "", "ENX two"]
 
 
-def test_text_behind_a_bracket_waits_when_tools_were_offered() -> None:
+def test_text_after_a_bracket_is_held_back_if_the_request_has_tools() -> None:
     text = ResponseText(decode_bytes, hold_tool_calls=True)
     shown = "".join(text.push(byte) for byte in b'I look it up. {"name": "f"}') + text.finish()
     assert shown == "I look it up. "

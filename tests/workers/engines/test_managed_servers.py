@@ -1,4 +1,4 @@
-"""What the servers of a comparison are told: alike in everything but how they draft."""
+"""The command lines of a comparison's servers: equal in everything but drafting."""
 
 import json
 from pathlib import Path
@@ -32,9 +32,9 @@ def plan_for(kind: EngineKind, target: Path, machine: str) -> ServerPlan:
     return ServerPlan(kind, TargetSpec(model=str(target), dtype="bfloat16"), 8, machine=profile(machine))
 
 
-def test_sglang_variants_differ_in_drafting_and_in_the_share_of_memory_that_is_left_to_them(
+def test_sglang_variants_differ_in_drafting_and_in_the_fraction_of_the_remaining_memory(
         target: Path, uses: DrafterUses, tmp_path: Path) -> None:
-    # A B200 would run a chain and a tree on different attention backends if each were left to choose.
+    # A B200 would run a chain and a tree on different attention backends if SGLang chose for each.
     plan = plan_for("sglang", target, "b200")
     lines = {name: command_line(plan, name, uses, tmp_path) for name in uses}
     for flag in SHARED:
@@ -48,7 +48,7 @@ def test_sglang_variants_differ_in_drafting_and_in_the_share_of_memory_that_is_l
         taken.append(left * fraction)
         left -= left * fraction
     assert taken == pytest.approx([taken[0]] * 3, rel=0.02)
-    assert left > taken[0]  # the reference engine of the parity gate fits beside them
+    assert left > taken[0]  # the reference engine of the parity gate fits too
 
 
 def test_a_windowed_candidate_and_an_incumbent_that_drafts_trees_share_an_attention_backend(
@@ -66,17 +66,18 @@ def test_a_windowed_candidate_and_an_incumbent_that_drafts_trees_share_an_attent
         command_line(plan_for("sglang", target, "l40s"), "candidate", uses, tmp_path)
 
 
-def test_on_a_processor_sglang_keeps_no_more_memory_than_its_requests_can_fill(
+def test_on_cpu_the_kv_pool_is_limited_to_what_the_requests_can_fill(
         target: Path, uses: DrafterUses, tmp_path: Path) -> None:
     line = command_line(plan_for("sglang", target, "cpu"), "off", uses, tmp_path)
     assert value(line, "--max-total-tokens") == str(8 * int(value(line, "--context-length") or 0))
 
 
-def test_an_engine_of_ours_is_told_the_map_it_can_follow(target: Path, uses: DrafterUses, tmp_path: Path) -> None:
-    chart = OperatingMap(points=tuple(
+def test_the_embedded_engine_gets_a_map_that_one_drafter_can_apply(
+        target: Path, uses: DrafterUses, tmp_path: Path) -> None:
+    operating_map = OperatingMap(points=tuple(
         OperatingPoint(concurrency=load, setting=setting, speedup=1.0, tokens_per_s=1.0, measured=True)
         for load, setting in ((1, CHAIN), (4, OFF))))
-    candidate = uses["candidate"].model_copy(update={"map": chart})
+    candidate = uses["candidate"].model_copy(update={"map": operating_map})
     plan = plan_for("embedded", target, "cpu")
     assert plan.is_adaptive(candidate)
     line = command_line(plan, "candidate", {"candidate": candidate}, tmp_path)

@@ -1,19 +1,19 @@
-"""What is counted of rounds."""
+"""Metrics of verify rounds."""
 
 from eyrie_workers.engines.metrics import EngineMetrics
 
 
-def counted(meters: EngineMetrics) -> dict[str, float]:
-    lines = [line.split() for line in meters.render().decode().splitlines() if not line.startswith("#")]
+def counted(metrics: EngineMetrics) -> dict[str, float]:
+    lines = [line.split() for line in metrics.render().decode().splitlines() if not line.startswith("#")]
     return {name: float(value) for name, value in lines}
 
 
-def test_rounds_that_drafted_are_told_from_plain_ones_whatever_was_accepted() -> None:
-    meters = EngineMetrics()
-    meters.rounds([3, 0], [5, 5])
-    meters.rounds([0, 0, 0], [0, 0, 0])  # too many requests for drafting to pay
-    meters.rounds([], [])
-    seen = counted(meters)
+def test_rounds_that_drafted_are_counted_apart_from_plain_rounds() -> None:
+    metrics = EngineMetrics()
+    metrics.rounds([3, 0], [5, 5])
+    metrics.rounds([0, 0, 0], [0, 0, 0])  # too many requests for drafting to pay
+    metrics.rounds([], [])
+    seen = counted(metrics)
     assert seen["eyrie_verify_rounds_total"] == 5
     assert seen["eyrie_drafted_rounds_total"] == 2
     assert seen["eyrie_drafted_round_tokens_total"] == 5

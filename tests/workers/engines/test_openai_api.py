@@ -1,4 +1,4 @@
-"""What requests may say, and how refusals read. Pure: no server."""
+"""Request fields and error bodies. Pure: no server."""
 
 import pytest
 from hypothesis import given
@@ -36,7 +36,7 @@ def test_nulls_mean_absent() -> None:
     ("frequency_penalty", 0.5), ("logprobs", True), ("response_format", {"type": "json_object"}), ("seed", "x"),
     ("tool_choice", "required"), ("messages", [{"role": "robot", "content": "x"}]), ("stop", ["x" * 1000]),
 ])
-def test_a_field_we_cannot_honour_is_refused_by_name_with_a_hint(field: str, value: object) -> None:
+def test_an_unsupported_field_is_rejected_by_name_with_a_hint(field: str, value: object) -> None:
     with pytest.raises(InvalidRequest) as refused:
         parse_chat(HELLO | {field: value})
     assert (refused.value.param or "").split(".")[0] == field
@@ -48,11 +48,11 @@ def test_a_field_we_cannot_honour_is_refused_by_name_with_a_hint(field: str, val
     ("frequency_penalty", 0), ("logprobs", False), ("response_format", {"type": "text"}), ("user", "u"),
     ("metadata", {"a": "b"}), ("parallel_tool_calls", True), ("top_k", -1),
 ])
-def test_a_field_that_asks_for_nothing_is_accepted(field: str, value: object) -> None:
+def test_a_field_without_effect_is_accepted(field: str, value: object) -> None:
     parse_chat(HELLO | {field: value})
 
 
-def test_content_parts_are_joined_and_images_refused() -> None:
+def test_content_parts_are_joined_and_images_rejected() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     message = parse_chat({"messages": [{"role": "user", "content": parts}]}).messages[0]
     assert message.for_template()["content"] == "one two"
@@ -60,7 +60,7 @@ def test_content_parts_are_joined_and_images_refused() -> None:
         parse_chat({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]})
 
 
-def test_tools_are_not_offered_when_the_client_forbids_their_use() -> None:
+def test_tools_are_not_rendered_when_tool_choice_is_none() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     assert parse_chat(HELLO | {"tools": tools}).offered_tools == tools
     assert parse_chat(HELLO | {"tools": tools, "tool_choice": "none"}).offered_tools is None
@@ -75,7 +75,7 @@ def test_a_prompt_is_one_text_or_one_list_of_token_ids() -> None:
 
 
 @given(st.integers(1, 600), st.one_of(st.none(), st.integers(1, 600)))
-def test_prompt_and_answer_never_exceed_the_context(num_prompt: int, asked: int | None) -> None:
+def test_prompt_and_response_never_exceed_the_context(num_prompt: int, asked: int | None) -> None:
     if num_prompt + (asked or 1) > 512:
         with pytest.raises(ContextTooLong) as refused:
             fit_context(num_prompt, asked, 512)

@@ -1,4 +1,4 @@
-"""A with_parent_death_signal child ends with its parent, even when the parent could do nothing about it."""
+"""A child process ends with its parent, even after SIGKILL."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ time.sleep(600)
 """
 
 
-def test_a_parent_killed_outright_takes_its_leashed_child_along_into_whatever_session_it_went() -> None:
+def test_a_child_in_another_session_is_killed_when_its_parent_is_killed() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
@@ -35,9 +35,9 @@ def test_a_parent_killed_outright_takes_its_leashed_child_along_into_whatever_se
         time.sleep(0.02)
 
 
-def test_a_child_whose_parent_is_another_process_by_then_does_not_begin() -> None:
+def test_a_child_whose_parent_has_ended_already_does_not_run_its_command() -> None:
     argv = with_parent_death_signal([sys.executable, "-c", "print('began')"])
-    argv[argv.index(str(os.getpid()))] = "1"  # as if the one who wanted it had died and init had taken the child over
+    argv[argv.index(str(os.getpid()))] = "1"  # as if the parent had ended and init had adopted the child
     ended = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert ended.returncode != 0
     assert "began" not in ended.stdout

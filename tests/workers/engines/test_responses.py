@@ -1,4 +1,4 @@
-"""From the engine's progress to what a client sees: independent of how tokens are cut into rounds."""
+"""From the engine's output to what a client receives: independent of how tokens are grouped into rounds."""
 
 import json
 from typing import Any
@@ -81,7 +81,7 @@ def test_the_end_token_counts_but_is_not_text() -> None:
 
 
 @pytest.mark.parametrize("before", ["", "I look it up.\n"])
-def test_a_tool_call_comes_out_as_a_call_and_not_as_text(before: str) -> None:
+def test_a_tool_call_is_returned_as_a_call_and_not_as_text(before: str) -> None:
     builder = new_builder(tools=True)
     chunks = streamed(builder, rounds([*(before + CALL).encode(), EOS], [4] * 40))
     assert text_of(chunks).strip() == before.strip()
@@ -96,14 +96,14 @@ def test_a_tool_call_comes_out_as_a_call_and_not_as_text(before: str) -> None:
     assert chunks[-2]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_what_only_looks_like_a_call_is_given_as_text_in_the_end() -> None:
+def test_text_that_resembles_a_call_is_returned_as_text_at_the_end() -> None:
     builder = new_builder(tools=True)
     chunks = streamed(builder, rounds([*b"if a < b: [1]", EOS], [2] * 20))
     assert text_of(chunks) == "if a < b: [1]"
     assert builder.response()["choices"][0]["finish_reason"] == "stop"
 
 
-def test_without_tools_a_call_is_text_and_streams_at_once() -> None:
+def test_without_tools_a_call_is_text_and_is_streamed_at_once() -> None:
     builder = new_builder()
     first = builder.append(StepOutput("r", list(CALL.encode()), [len(CALL) - 1]))
     assert first == CALL

@@ -1,4 +1,4 @@
-"""A real server process over HTTP: what clients of the OpenAI API rely on, and what happens when they misbehave."""
+"""A real server process over HTTP: what clients of the OpenAI API rely on, and invalid requests."""
 
 import json
 import signal
@@ -45,7 +45,7 @@ def metric(client: httpx.Client, name: str) -> float:
     return float(lines[0].split()[-1]) if lines else 0.0
 
 
-def test_it_says_what_it_serves_and_that_it_is_well(http: httpx.Client) -> None:
+def test_models_and_health_are_reported(http: httpx.Client) -> None:
     assert http.get("/health").status_code == 200
     listed = http.get("/v1/models").json()
     assert [model["id"] for model in listed["data"]] == ["tiny"]
@@ -53,7 +53,7 @@ def test_it_says_what_it_serves_and_that_it_is_well(http: httpx.Client) -> None:
     assert http.get("/v1/models/tiny").json()["id"] == "tiny"
 
 
-def test_an_answer_has_the_openai_shape_and_an_exact_usage(http: httpx.Client) -> None:
+def test_a_response_has_the_openai_fields_and_exact_usage(http: httpx.Client) -> None:
     answer = asked(http, return_token_ids=True)
     (choice,) = answer["choices"]
     assert answer["object"] == "chat.completion"
@@ -63,7 +63,7 @@ def test_an_answer_has_the_openai_shape_and_an_exact_usage(http: httpx.Client) -
     assert len(answer["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
 
 
-def test_a_stream_says_in_pieces_what_one_answer_says_whole(http: httpx.Client) -> None:
+def test_a_stream_has_the_content_of_the_response_without_streaming(http: httpx.Client) -> None:
     whole = asked(http, return_token_ids=True)
     chunks = list(events(http, CHAT, chat_body(return_token_ids=True, stream_options={"include_usage": True})))
     *pieces, last = chunks
@@ -78,17 +78,17 @@ def test_a_stream_says_in_pieces_what_one_answer_says_whole(http: httpx.Client) 
     assert len({chunk["id"] for chunk in chunks}) == 1
 
 
-def test_usage_is_not_streamed_unless_asked_for(http: httpx.Client) -> None:
+def test_usage_is_not_streamed_unless_requested(http: httpx.Client) -> None:
     assert not any("usage" in chunk for chunk in events(http, CHAT, chat_body()))
 
 
-def test_the_same_seed_gives_the_same_answer_and_no_seed_another(http: httpx.Client) -> None:
+def test_equal_seeds_give_equal_responses_and_no_seed_gives_another(http: httpx.Client) -> None:
     first, again, other = (text_of(asked(http, temperature=1.0, seed=seed)) for seed in (7, 7, 8))
     assert first == again != other
     assert text_of(asked(http, temperature=1.0)) != text_of(asked(http, temperature=1.0))
 
 
-def test_a_stop_string_across_tokens_ends_the_answer_before_it(http: httpx.Client) -> None:
+def test_a_stop_string_across_tokens_ends_the_response_before_it(http: httpx.Client) -> None:
     whole = text_of(asked(http, max_tokens=48, temperature=1.0, seed=3))
     stop = whole[10:17]
     at = whole.index(stop)
@@ -119,7 +119,7 @@ def test_no_system_prompt_is_added(http: httpx.Client) -> None:
     assert answer["prompt_token_ids"] == prompt["prompt_token_ids"]
 
 
-def test_four_at_once_get_what_each_would_get_alone(http: httpx.Client) -> None:
+def test_concurrent_requests_get_the_same_responses_as_single_ones(http: httpx.Client) -> None:
     prompts = [f"question number {i}" for i in range(6)]
     alone = [text_of(asked(http, text=prompt)) for prompt in prompts]
     with ThreadPoolExecutor(6) as pool:
@@ -127,7 +127,7 @@ def test_four_at_once_get_what_each_would_get_alone(http: httpx.Client) -> None:
     assert together == alone
 
 
-def test_without_a_drafter_every_token_is_a_round_of_its_own(http: httpx.Client) -> None:
+def test_without_a_drafter_every_round_yields_one_token(http: httpx.Client) -> None:
     details = asked(http, return_spec_tokens_details=True)["sglext"]["spec_tokens_details"]
     assert details["spec_accept_length"] == 1.0
     assert details["spec_num_correct_drafts"] == details["spec_num_proposed_drafts"] == 0
@@ -140,7 +140,7 @@ def test_without_a_drafter_every_token_is_a_round_of_its_own(http: httpx.Client)
     ({"messages": [{"role": "user", "content": "long " * 5000}]}, 400, "context_length_exceeded"),
     ({"logprobs": True}, 400, "unsupported_parameter"), ({"messages": None}, 400, "invalid_value"),
 ])
-def test_a_bad_request_is_refused_in_openai_words_with_a_hint(
+def test_an_invalid_request_gets_an_openai_error_with_a_hint(
         http: httpx.Client, fields: dict[str, Any], status: int, code: str) -> None:
     answer = http.post(CHAT, json=chat_body() | fields)
     assert answer.status_code == status
@@ -150,7 +150,7 @@ def test_a_bad_request_is_refused_in_openai_words_with_a_hint(
     assert error["hint"] in error["message"]
 
 
-def test_what_is_not_json_or_too_large_or_nowhere_is_refused(http: httpx.Client) -> None:
+def test_invalid_json_large_bodies_and_unknown_paths_are_rejected(http: httpx.Client) -> None:
     assert http.post(CHAT, content=b"{nonsense").status_code == 400
     assert http.post(CHAT, content=b"[1]").json()["error"]["code"] == "invalid_json"
     assert http.post(CHAT, content=b"[" * 100_000).status_code == 400
@@ -159,7 +159,7 @@ def test_what_is_not_json_or_too_large_or_nowhere_is_refused(http: httpx.Client)
     assert http.get("/v1/nowhere").json()["error"]["hint"]
 
 
-def test_a_client_that_goes_away_frees_its_slot(http: httpx.Client) -> None:
+def test_a_client_that_disconnects_frees_its_slot(http: httpx.Client) -> None:
     cancelled = metric(http, 'eyrie_requests_total{finish_reason="cancelled"}')
     with http.stream("POST", CHAT, json=chat_body(max_tokens=4000, stream=True)) as answer:
         lines = answer.iter_lines()  # kept: a reader that is dropped closes the connection
@@ -167,7 +167,7 @@ def test_a_client_that_goes_away_frees_its_slot(http: httpx.Client) -> None:
         until = time.monotonic() + 30
         while metric(http, "eyrie_running_requests") != 1:
             assert time.monotonic() < until, http.get("/metrics").text
-    with pytest.raises(httpx.ReadTimeout):  # one that does not stream, and loses patience
+    with pytest.raises(httpx.ReadTimeout):  # without streaming, with a client timeout
         http.post(CHAT, json=chat_body(max_tokens=4000), timeout=0.5)
     deadline = time.monotonic() + 30
     while metric(http, 'eyrie_requests_total{finish_reason="cancelled"}') < cancelled + 2:
@@ -188,7 +188,7 @@ def test_metrics_count_tokens_rounds_and_reasons(http: httpx.Client) -> None:
     assert metric(http, "eyrie_drafted_rounds_total") == metric(http, "eyrie_drafted_round_tokens_total") == 0.0
 
 
-def test_a_port_in_use_is_told_at_once_with_exit_code_69(target: Path) -> None:
+def test_a_port_in_use_is_reported_at_once_with_exit_code_69(target: Path) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -200,14 +200,14 @@ def test_a_port_in_use_is_told_at_once_with_exit_code_69(target: Path) -> None:
     assert "hint:" in ended.stderr
 
 
-def test_a_target_that_is_not_there_ends_the_process_with_the_hint(tmp_path: Path) -> None:
+def test_a_missing_target_ends_the_process_with_a_hint(tmp_path: Path) -> None:
     started = start_engine(EngineCommand(target=tmp_path / "nothing", model="m"), tmp_path / "engine")
     with pytest.raises(EngineFailed, match="hint:"):
         started.wait_ready(120)
     assert started.stop() == 66
 
 
-def test_sigterm_lets_the_answer_under_way_finish(target: Path, tmp_path: Path) -> None:
+def test_sigterm_lets_a_running_response_finish(target: Path, tmp_path: Path) -> None:
     started = start_engine(EngineCommand(target=target, model="tiny", threads=1), tmp_path)
     try:
         url = started.wait_ready(120)

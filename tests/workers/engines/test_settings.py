@@ -1,4 +1,4 @@
-"""From a setting or an operating map to the server's command line, and what the server reads there."""
+"""Settings and operating maps in the server's command line, rendered and parsed."""
 
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ TREE = DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6)
 DRAFTER = Path("/drafter")
 
 
-def said(**what: Any) -> ServerOptions:
+def parsed(**what: Any) -> ServerOptions:
     return parse_options(EngineCommand(target="t", model="m", **what).argv()[3:])
 
 
-def chart(*settings: Setting) -> OperatingMap:
+def operating_map(*settings: Setting) -> OperatingMap:
     return OperatingMap(points=tuple(
         OperatingPoint(concurrency=2**i, setting=setting, speedup=1.0, tokens_per_s=1.0, measured=True)
         for i, setting in enumerate(settings)))
@@ -36,29 +36,29 @@ def chart(*settings: Setting) -> OperatingMap:
     ({"drafter": DRAFTER, "setting": Setting(method="ngram", tree=TREE)}, "ngram", TREE, None),
     ({"drafter": DRAFTER, "setting": OFF}, "off", None, None),
 ])
-def test_the_server_reads_what_the_command_means(command: dict[str, Any], method: str, tree: DraftTreeShape | None,
+def test_the_server_parses_the_rendered_command(command: dict[str, Any], method: str, tree: DraftTreeShape | None,
                                                  drafter: Path | None) -> None:
-    options = said(**command)
+    options = parsed(**command)
     assert (options.method, options.tree, options.drafter) == (method, tree, drafter)
     assert not options.trees_by_batch_size
 
 
-def test_a_map_of_one_drafter_is_followed_by_load() -> None:
-    options = said(drafter=DRAFTER, map=chart(Setting(tree=TREE), Setting(tree=CHAIN), OFF))
+def test_a_map_with_one_drafter_becomes_a_batch_size_schedule() -> None:
+    options = parsed(drafter=DRAFTER, map=operating_map(Setting(tree=TREE), Setting(tree=CHAIN), OFF))
     assert options.method == "drafter"
     assert options.trees_by_batch_size == {1: TREE, 2: CHAIN, 4: None}
 
 
-def test_a_map_that_changes_drafters_or_never_changes_is_not_followed() -> None:
+def test_a_map_with_two_methods_or_one_setting_has_no_schedule() -> None:
     ngram, trained = Setting(method="ngram", tree=CHAIN), Setting(tree=TREE)
-    assert batch_size_schedule(chart(ngram, trained, OFF)) is None
-    assert batch_size_schedule(chart(trained, trained)) is None
-    assert batch_size_schedule(chart(OFF, OFF)) is None
-    options = said(drafter=DRAFTER, setting=trained, map=chart(trained, ngram))
+    assert batch_size_schedule(operating_map(ngram, trained, OFF)) is None
+    assert batch_size_schedule(operating_map(trained, trained)) is None
+    assert batch_size_schedule(operating_map(OFF, OFF)) is None
+    options = parsed(drafter=DRAFTER, setting=trained, map=operating_map(trained, ngram))
     assert (options.tree, options.trees_by_batch_size) == (TREE, {})
 
 
-def test_a_loaded_engine_decodes_by_load_with_the_method_it_was_told(tmp_path: Path) -> None:
+def test_a_loaded_engine_changes_its_tree_with_the_batch_size(tmp_path: Path) -> None:
     target = tiny_target(tmp_path / "target", "llama", initializer_range=0.05)
     options = parse_options(["--target", str(target), "--method", "ngram", "--trees-by-batch-size", "1=3/1/4,3=off",
                              "--max-concurrency", "3", "--threads", "1"])
@@ -86,6 +86,6 @@ def test_a_loaded_engine_decodes_by_load_with_the_method_it_was_told(tmp_path: P
 @pytest.mark.parametrize("argv", [["--method", "drafter"], ["--method", "ngram", "--trees-by-batch-size", "1=deep"],
                                   ["--method", "ngram", "--trees-by-batch-size", "many=3/1/4"],
                                   ["--method", "ngram", "--trees-by-batch-size", "1=3/1/9"]])
-def test_a_command_line_that_cannot_be_is_refused(argv: list[str]) -> None:
+def test_an_invalid_command_line_is_rejected(argv: list[str]) -> None:
     with pytest.raises(InvalidInput):
         parse_options(["--target", "t", *argv])

@@ -1,4 +1,4 @@
-"""A SGLang server as a process, with a program in its place that does what the wait and the end depend on."""
+"""The SGLang process, with a program in its place that behaves like it at start and stop."""
 
 import shlex
 import subprocess
@@ -57,7 +57,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_a_server_is_waited_for_and_ends_with_its_children(tmp_path: Path) -> None:
+def test_wait_ready_returns_the_url_and_stop_ends_the_children(tmp_path: Path) -> None:
     port = free_port()
     server = started(tmp_path, SERVER, "--host", "127.0.0.1", "--port", str(port))
     try:
@@ -73,7 +73,7 @@ def test_a_server_is_waited_for_and_ends_with_its_children(tmp_path: Path) -> No
     assert not server.ready()
 
 
-def test_a_server_that_ends_says_why_in_its_own_last_error(tmp_path: Path) -> None:
+def test_the_error_of_a_server_that_ends_is_quoted(tmp_path: Path) -> None:
     server = started(tmp_path, FAILURE, "--port", "1")
     with pytest.raises(EngineFailed) as failed:
         server.wait_ready(60.0)
@@ -83,7 +83,7 @@ def test_a_server_that_ends_says_why_in_its_own_last_error(tmp_path: Path) -> No
     assert "launcher.py --port 1" in failed.value.hint
 
 
-def test_a_server_that_is_not_ready_in_time_may_be_waited_for_again(tmp_path: Path) -> None:
+def test_a_server_that_is_not_ready_in_time_raises_transient(tmp_path: Path) -> None:
     server = started(tmp_path, "import time; time.sleep(600)", "--port", str(free_port()))
     try:
         with pytest.raises(Transient):
@@ -92,7 +92,7 @@ def test_a_server_that_is_not_ready_in_time_may_be_waited_for_again(tmp_path: Pa
         server.stop(0.0)
 
 
-def test_a_servers_python_path_comes_before_ours_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_path_is_prepended_to_the_inherited_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/ours")
     script = tmp_path / "launcher.py"
     script.write_text("import os; print('path', os.environ['PYTHONPATH'], os.environ['ONE'])")
@@ -105,7 +105,7 @@ def test_a_servers_python_path_comes_before_ours_and_keeps_it(tmp_path: Path, mo
     assert merged_environment({"PYTHONPATH": "/its"})["PYTHONPATH"] == "/its"
 
 
-def test_an_interpreter_without_eyrie_finds_our_model_package_and_nothing_else_of_ours(tmp_path: Path) -> None:
+def test_an_interpreter_without_eyrie_can_import_the_model_package_only(tmp_path: Path) -> None:
     root = plugin_root(tmp_path)
     assert plugin_root(tmp_path) == root
     asked = ("import importlib.util as u; import eyrie_workers.engines.sglang.plugin as p; "
@@ -120,7 +120,7 @@ def test_an_interpreter_without_eyrie_finds_our_model_package_and_nothing_else_o
     assert (Path(plugin_root(tmp_path)) / "eyrie_workers" / "engines").is_dir()
 
 
-def test_last_words_are_the_last_lines_when_nothing_was_raised(tmp_path: Path) -> None:
+def test_the_last_error_is_the_last_lines_without_an_exception(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("one\ntwo\n\nthree\nfour\n")
     assert last_error(log) == "two | three | four"
@@ -128,7 +128,7 @@ def test_last_words_are_the_last_lines_when_nothing_was_raised(tmp_path: Path) -
     assert last_error(log) == "no output"
 
 
-def test_the_program_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_command_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PROGRAM, raising=False)
     assert launcher_command() == ("python", "-m", "sglang.launch_server")
     words = ("/opt/sglang/bin/python", "/opt/with space/serve.py")

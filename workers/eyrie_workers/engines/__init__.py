@@ -1,1 +1,1 @@
-"""Engines as processes: an OpenAI-compatible server over the reference engine, and how to start, ask and stop one."""
+"""Serving engines as processes: the embedded OpenAI-compatible server, and SGLang; start, readiness, stop."""

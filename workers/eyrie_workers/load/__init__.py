@@ -1,1 +1,1 @@
-"""The load generator: many users at once against any OpenAI-compatible server, several servers compared fairly."""
+"""The load generator: concurrent users or a request rate against OpenAI-compatible servers, and their comparison."""

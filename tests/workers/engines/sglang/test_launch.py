@@ -151,11 +151,11 @@ def test_a_chain_of_a_windowed_drafter_runs_where_the_window_is_kept(machine: st
 @pytest.mark.parametrize(("refused", "says"), [
     (plan(drafter=WINDOWED, attention_backend="flashinfer"), "forgets it"),
     (plan(drafter=WINDOWED, attention_backend="triton"), "one key too few"),
-    (plan(drafter=WINDOWED, setting=TREE), "overstep"),
-    (plan("cpu", drafter=WINDOWED, setting=TREE), "overstep"),
-    (plan("b200", drafter=WINDOWED), "nobody has examined"),
+    (plan(drafter=WINDOWED, setting=TREE), "exceed in attention backend"),
+    (plan("cpu", drafter=WINDOWED, setting=TREE), "exceed in attention backend"),
+    (plan("b200", drafter=WINDOWED), "have not been examined"),
     (plan("mi300x", drafter=WINDOWED, attention_backend="triton"), "one key too few"),
-    (plan("b200", drafter=WINDOWED, map=ADAPTIVE, adaptive_path="/a", setting=OFF), "nobody has examined"),
+    (plan("b200", drafter=WINDOWED, map=ADAPTIVE, adaptive_path="/a", setting=OFF), "have not been examined"),
 ])
 def test_a_windowed_drafter_is_refused_where_it_would_be_served_otherwise_than_trained(refused: LaunchPlan,
                                                                                        says: str) -> None:
@@ -168,7 +168,7 @@ def test_a_windowed_drafter_is_refused_where_it_would_be_served_otherwise_than_t
 def test_a_windowed_drafter_restricts_no_setting_that_does_not_ask_it() -> None:
     for setting in (OFF, NGRAM, NGRAM_TREE):
         assert launch_arguments(plan("b200", setting, drafter=WINDOWED))
-    with pytest.raises(Unlaunchable, match="overstep"):
+    with pytest.raises(Unlaunchable, match="exceed in attention backend"):
         comparison_commands(plan(drafter=WINDOWED), [TREE])
 
 

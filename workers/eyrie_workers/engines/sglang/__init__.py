@@ -1,1 +1,1 @@
-"""SGLang as the serving engine: its launch lines, its process, and what has to be added to it."""
+"""SGLang as the serving engine: command lines, process, and the model classes it loads from this package."""

@@ -1,13 +1,13 @@
-"""What a machine offers SGLang: which attention backend, which page size, how much memory. Data, and pure rules.
+"""Hardware profiles for SGLang: attention backend, page size and memory fraction. Data and pure rules.
 
-SGLang picks its attention backend by itself, and differently with and without speculation and for each top_k: on a
-Hopper GPU a chain runs on fa3 and a tree on flashinfer; on Blackwell a chain runs on trtllm_mha, and a server that was
-not told its top_k on flashinfer. A comparison of two settings then compares kernels. So Eyrie chooses one backend that
-can do every setting to be compared, and pins it.
+SGLang chooses its attention backend depending on speculation and top_k: on a Hopper GPU a chain runs on fa3 and a tree
+on flashinfer; on Blackwell a chain runs on trtllm_mha, and a server without an explicit top_k on flashinfer. A
+comparison of two settings would then compare kernels. So Eyrie chooses one backend that supports every compared setting
+and sets it explicitly.
 
-The table says what each backend can do, as SGLang 0.5.23 checks it (`arg_groups/speculative_hook.py`, `overrides.py`,
-`attention_hook.py`, `layers/attention/*`). Some checks run only when the server is already loading weights; these are
-here for the same reason, only earlier. tests/sglang resolves a matrix of lines against the real parser.
+The table contains the capabilities of each backend as SGLang 0.5.23 checks them (`arg_groups/speculative_hook.py`,
+`overrides.py`, `attention_hook.py`, `layers/attention/*`). Some of SGLang's checks run only while it loads weights;
+here they run before the start. tests/sglang resolves a matrix of command lines with the real parser.
 """
 
 import math
@@ -37,7 +37,7 @@ class HardwareProfile:
         return static_fraction(self.memory_gib) if self.platform != "cpu" else 0.3
 
 
-PROFILES: dict[str, HardwareProfile] = {one.name: one for one in (
+PROFILES: dict[str, HardwareProfile] = {machine.name: machine for machine in (
     HardwareProfile("a10", "cuda", 86, 24), HardwareProfile("a100-40gb", "cuda", 80, 40),
     HardwareProfile("a100-80gb", "cuda", 80, 80), HardwareProfile("l40s", "cuda", 89, 48),
     HardwareProfile("rtx-4090", "cuda", 89, 24), HardwareProfile("h100", "cuda", 90, 80),
@@ -55,13 +55,13 @@ def profile(name: str) -> HardwareProfile:
 
 
 def static_fraction(memory_gib: float) -> float:
-    """SGLang's own rule for `--mem-fraction-static`, less room for what speculation adds beside the KV pool.
+    """SGLang's own rule for `--mem-fraction-static`, less a margin for what speculation needs outside the KV pool.
 
     The rule (`memory_hook.py`): all memory but 0.5 GiB, 1.5 MiB per token of a prefill chunk, 2 MiB per captured decode
     batch size and about 0.6 GiB of prefill graphs; at least 10 GiB above 60 GiB. Drafter weights count inside the
-    fraction since SGLang PR 28855. Beside it stand the drafter's own graphs and verification's logits (48 requests x 8
-    draft tokens x 128k vocabulary in float32 are 0.2 GiB): 2 % covers both on the smallest card and is what the variant
-    without speculation then leaves unused, which is the price of a fair comparison.
+    fraction since SGLang PR 28855. Outside of it are the drafter's graphs and the logits of verification (48 requests x
+    8 draft tokens x 128k vocabulary in float32 are 0.2 GiB): 2 % covers both on the smallest GPU. The variant without
+    speculation leaves them unused, so that all variants have the same fraction.
     """
     chunk, graphs = next((chunk, graphs) for below, chunk, graphs in (
         (35, 4096, 48), (60, 4096, 32), (160, 8192, 256), (math.inf, 16384, 512)) if memory_gib < below)
@@ -84,22 +84,22 @@ def captured_batches(max_running_requests: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class AttentionNeeds:
-    """What a target, and the drafter beside it, ask of an attention backend."""
+    """What a target and its drafter require of an attention backend."""
 
     mla: bool = False
     """Multi-head latent attention (DeepSeek, Kimi)."""
 
     sliding: bool = False
-    """Some layers see a window only."""
+    """Some layers have a sliding window."""
 
     sinks: bool = False
     """Attention sinks (GPT-OSS)."""
 
     linear: bool = False
-    """Hybrid: some layers are recurrent."""
+    """Hybrid: some layers use linear attention."""
 
     windowed_draft: int = 0
-    """Children per node asked of a drafter that sees a window only; 0 where none is to draft."""
+    """`top_k` of a drafter with a sliding window; 0 without one."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +114,13 @@ class _Backend:
     trees: bool = True
     paged_trees: bool = True
     mla: Literal["yes", "chains", "only", "no"] = "yes"
-    """only: serves no other target, and no Llama drafter, which is what ours are."""
+    """only: supports no other target, and no Llama drafter, which Eyrie's are."""
 
     sinks: bool = True
     speculates: bool = True
-    window: str = "whose windows nobody has examined"
-    """What becomes of a windowed drafter's chain (`--speculative-draft-window-size`); empty: as it was trained."""
+    window: str = "whose sliding windows have not been examined"
+    """How it computes the chain of a drafter with a sliding window (`--speculative-draft-window-size`) differently from
+    training; empty: equally."""
 
 
 BACKENDS: dict[str, _Backend] = {
@@ -139,7 +140,7 @@ BACKENDS: dict[str, _Backend] = {
 
 
 def preferred(machine: HardwareProfile, needs: AttentionNeeds) -> tuple[str, ...]:
-    """Backends for a target on a machine, best first."""
+    """Backends for a target on a machine, the preferred one first."""
     if machine.platform == "cpu":
         return ("intel_amx",)
     if machine.platform == "rocm":
@@ -159,7 +160,7 @@ def preferred(machine: HardwareProfile, needs: AttentionNeeds) -> tuple[str, ...
 
 
 def default_page_size(backend: str, widest: int) -> int:
-    """The page size a backend runs with when nobody asks for another."""
+    """The page size of a backend unless another one is requested."""
     if backend == "fa4" and widest > 1:
         return 1
     sizes = BACKENDS[backend].page_sizes if backend in BACKENDS else None
@@ -168,14 +169,14 @@ def default_page_size(backend: str, widest: int) -> int:
 
 def attention_problem(machine: HardwareProfile, needs: AttentionNeeds, backend: str, widest: int,
                       page_size: int) -> tuple[str, str] | None:
-    """Why a backend cannot serve drafts of up to `widest` children per node (0: no speculation), and the hint.
+    """Why a backend does not support drafts with `top_k` up to `widest` (0: no speculation), and the hint.
 
-    None when it can.
+    None when it does.
     """
     known = BACKENDS.get(backend)
     if known is None:
         return f"attention backend {backend!r} is not known to Eyrie", f"use one of {', '.join(BACKENDS)}"
-    others = ", ".join(one for one in preferred(machine, needs) if one != backend) or "another machine"
+    others = ", ".join(name for name in preferred(machine, needs) if name != backend) or "another machine"
     low, high = known.computes
     if machine.platform not in known.platforms or (machine.platform == "cuda" and not low <= machine.compute <= high):
         return f"attention backend {backend!r} does not run on {machine.name}", f"use {others}"
@@ -215,21 +216,21 @@ def attention_problem(machine: HardwareProfile, needs: AttentionNeeds, backend: 
 
 
 def _window_problem(machine: HardwareProfile, known: _Backend, backend: str, top_k: int) -> tuple[str, str] | None:
-    """A drafter that sees a window is served as it was trained, or not at all.
+    """A drafter with a sliding window is served as it was trained, or rejected.
 
-    Read in 0.5.23. Drafting steps get their keys from lists made for all layers at once. flashinfer makes them without
-    a window (`resolve_draft_decode_window` leaves it to the layer, whose own holds for the first step alone); triton
-    lists as many as the flag says, the step's own included, where the first step sees one more; fa3 and intel_amx cut
-    in the kernel, from the step's own position. In a tree fa3 cuts the settled text for all nodes at once: a node at
-    depth d sees d - 1 keys too many.
+    From the source of 0.5.23: draft steps get their keys from lists built for all layers at once. flashinfer builds
+    them without a window (`resolve_draft_decode_window` leaves it to the layer, whose own applies to the first step
+    only); triton lists as many as the flag states, the step's own included, where the first step has one more; fa3 and
+    intel_amx cut in the kernel, from the step's own position. In a tree fa3 cuts the accepted text for all
+    nodes at once: a node at depth d sees d - 1 keys too many.
     """
     where = "fa3" if machine.platform == "cuda" and 80 <= machine.compute <= 90 else (
         "intel_amx" if machine.platform == "cpu" else "fa3 (a GPU up to Hopper)")
     hint = f"serve this drafter as a chain (top_k 1) on {where}, or train it without drafter.sliding_window"
     if known.window:
-        return f"the drafter sees a window, and attention backend {backend!r} is one {known.window}", hint
+        return f"the drafter has a sliding window, and attention backend {backend!r} is one {known.window}", hint
     if top_k > 1:
-        return (f"the drafter sees a window, which nodes of a tree (top_k {top_k}) overstep in attention backend "
+        return (f"the drafter has a sliding window, which nodes of a tree (top_k {top_k}) exceed in attention backend "
                 f"{backend!r}", hint)
     return None
 
