@@ -17,7 +17,7 @@ _SHARD_BYTES = 64 * 2**20
 
 
 def transcode(source: FeatureStore, directory: Path, fmt: StoreFormat, lm_head_VH: Tensor) -> None:
-    """Write all rows of a store that keeps final states into `directory` as `layout` says."""
+    """Write all rows of a store that keeps final states into `directory` in format `fmt`."""
     if source.format.final_state != "keep":
         raise ValueError("a store of top-k logits has no final states to transcode")
     writer = FeatureWriter(directory, fmt)

@@ -192,7 +192,7 @@ def test_shards_stand_alone_so_a_killed_writer_repeats_only_the_open_one(tmp_pat
     (broken / ".index.json.abcdefgh").write_bytes(b"half")
     again = FeatureWriter(broken, of)
     assert [number for number in range(4) if again.holds(number, [f"r{number}"])] == [0, 3]
-    with pytest.raises(ValueError, match="not whole"):
+    with pytest.raises(ValueError, match="not complete"):
         again.finish()
     for number in (2, 1):
         again.write_shard([rows[number]], number)

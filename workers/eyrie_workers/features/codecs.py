@@ -1,22 +1,23 @@
-"""Hidden states to codes and back, in plain tensor operations.
+"""Codecs for hidden states, in plain tensor operations.
 
-    float32, bfloat16   as they are
+    float32, bfloat16   unchanged
     int8                q = round(x / s) in -127 .. 127,   s = max |x| / 127 per token and layer
     fp8                 e4m3 of x / s,                     s = max |x| / 448 per token and layer
     int4                x ~ q s, q in -8 .. 7,             s = (x of largest |x|) / -8 per block of 32 values
 
-Scales are bfloat16, and codes are made with the rounded scale: its rounding is no error. Those of int8 and fp8 are
-rounded up, so that no code overflows. An all-zero vector has scale 0 and comes back as zeros.
+Scales are bfloat16, and codes are computed with the rounded scale, so its rounding adds no error. Those of int8 and fp8
+are rounded up, so that no code overflows. An all-zero vector has scale 0 and decodes to zeros.
 
-int4's scale has a sign: the value of largest magnitude always takes code -8, so that all 16 levels are used and 0 is
-one of them (the scheme of ggml's Q4_0). Levels without 0 would be as fine, but beside an outlier of a thousand they
-make noise of 67 out of every small value; zeros are what one wants there. Blocks are small because residual streams
-have such outliers: one costs its 31 neighbours and nobody else. A Hadamard rotation would share it among all H values
-instead (`codec_trial` prints both errors).
+int4's scale has a sign: the value of largest magnitude always has code -8, so that all 16 levels are used and 0 is one
+of them (the scheme of ggml's Q4_0). Levels without 0 have the same spacing, but next to an outlier of 1000 they decode
+every small value to an error of 67; 0 is the better value for those. Blocks are small because residual streams have
+such outliers: an outlier affects only the 31 other values of its block. A Hadamard rotation would spread it over all H
+values instead (`tests/benchmarks/codecs` prints both errors).
 
-One scale for H values has the same trouble with outliers at a larger scale: `zero_share` tells, and capture warns.
+A single scale for H values has the same problem with outliers at a larger scale: `zero_share` measures it, and capture
+warns.
 
-Decoding writes into the caller's buffer, which may be a slice of a batch, and makes no temporary of its width but one
+Decoding writes into the caller's buffer, which may be a slice of a batch; it needs no temporary of its width except one
 of codes for int4 and fp8. fp8 is decoded by shifting its bits into a float16, whose value is then 2^-8 of the right
 one: PyTorch's own conversion on the CPU is 3 times slower than a table, and the shift is faster than both.
 
@@ -51,7 +52,7 @@ def encode(codec: Codec, values_NH: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def decode_into(codec: Codec, codes: Tensor, scales: Tensor | None, out_NH: Tensor) -> None:
-    """Write the states behind codes and scales (as `encode` made them) into `out_NH` [..., H], float32 or bfloat16."""
+    """Decode codes and scales (as `encode` returns them) into `out_NH` [..., H], float32 or bfloat16."""
     if codec in ("float32", "bfloat16"):
         out_NH.copy_(codes)
         return
@@ -60,7 +61,8 @@ def decode_into(codec: Codec, codes: Tensor, scales: Tensor | None, out_NH: Tens
         out_NH.copy_(codes)
         out_NH.mul_(scales.unsqueeze(-1))
     elif codec == "fp8":
-        # Sign-extended, shifted by 7: sign at 15, e4m3's seven bits at 13..7; bit 14 is a copy of the sign and goes.
+        # Sign-extended, shifted by 7: sign at 15, e4m3's seven bits at 13..7; bit 14 is a copy of the sign and is
+        # cleared.
         half = codes.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
         out_NH.copy_(half.view(torch.float16))
         out_NH.mul_((scales.to(torch.float32) * _FP8_SHIFT).unsqueeze(-1).to(out_NH.dtype))
@@ -72,14 +74,15 @@ def _scales(values_NH: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     """[N] bfloat16 scales, never too small, and their float32 inverses [N, 1], 0 where a vector is all zero."""
     exact = values_NH.abs().amax(-1) / largest
     scale = exact.to(torch.bfloat16)
-    up = (scale.view(torch.int16) + 1).view(torch.bfloat16)  # the next one: positive floats are ordered as integers
+    # The next larger bfloat16: bit patterns of positive floats are ordered as integers.
+    up = (scale.view(torch.int16) + 1).view(torch.bfloat16)
     scale = torch.where(scale.to(torch.float32) < exact, up, scale)
     wide = scale.to(torch.float32).unsqueeze(-1)
     return scale, torch.where(wide > 0, 1.0 / wide, 0.0)
 
 
 def _encode_int4(values: Tensor) -> tuple[Tensor, Tensor]:
-    """A byte holds value i of the first half of its block below and value i of the second half above."""
+    """The low 4 bits of a byte hold value i of the first half of its block, the high 4 bits value i of the second."""
     short = -values.shape[-1] % BLOCK_VALUES
     blocks = torch.nn.functional.pad(values, (0, short)).unflatten(-1, (-1, BLOCK_VALUES))
     largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
@@ -105,19 +108,19 @@ def _decode_int4(codes: Tensor, scales: Tensor, out: Tensor) -> None:
 
 
 def zero_share(values_NH: Tensor, codec: Codec) -> float:
-    """Share of values that are not 0 and come back as 0: what outliers drown. About 1 % for Gaussian states in int8.
+    """Share of non-zero values that decode to 0 because of outliers. About 1 % for Gaussian states in int8.
 
-    `relative_error` does not see it: the outlier is most of the length that it compares with.
+    `relative_error` does not show it: the outlier dominates the norm that it divides by.
     """
     values = values_NH.to(torch.float32)
-    back = torch.empty_like(values)
-    decode_into(codec, *encode(codec, values), back)
-    return float(((back == 0) & (values != 0)).float().mean())
+    decoded = torch.empty_like(values)
+    decode_into(codec, *encode(codec, values), decoded)
+    return float(((decoded == 0) & (values != 0)).float().mean())
 
 
 def relative_error(values_NH: Tensor, codec: Codec) -> Tensor:
     """[...] float32: |decoded - x| / |x| of each vector; 0 for a vector of zeros."""
     values = values_NH.to(torch.float32)
-    back = torch.empty_like(values)
-    decode_into(codec, *encode(codec, values), back)
-    return (back - values).norm(dim=-1) / values.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+    decoded = torch.empty_like(values)
+    decode_into(codec, *encode(codec, values), decoded)
+    return (decoded - values).norm(dim=-1) / values.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)

@@ -1,30 +1,33 @@
-"""What a hidden-state store looks like in bytes, as values.
+"""The on-disk format of a hidden-state store, as values.
 
 A store is a directory (or a prefix of an artifact store) of shards and, when it is finished, one index:
 
     shard-00000.states    tokens | block | block | ... | record | trailer
-    index.json            the format, and every shard's record: composed once, at the end
+    index.json            the store's format, and every shard's record: composed once, at the end
 
 *tokens* holds the ids (int32) and loss masks (uint8) of the shard's rows, end to end. Nothing is padded: padding a
 batch to its longest row costs 2 to 4 times the disk, the reading and the training arithmetic on chat-like lengths.
 
 A *block* holds up to `block_tokens` tokens of one row, so that a row is one contiguous range and a part of a long row
-needs no more than the blocks it touches. Its sections, each beginning at a multiple of 8 bytes:
+needs only the blocks that it overlaps. Its sections, each aligned to 8 bytes:
 
-    aux codes [N, A, H], aux scales          of every token, as the codec says (`features.codecs`)
-    final codes [M, H], final scales         of its M taught positions alone, or
-    topk_logits                                  what `features.topk_logits` keeps instead of the final state
+    aux codes [N, A, H], aux scales          of every token, as the codec defines (`features.codecs`)
+    final codes [M, H], final scales         of its M supervised positions alone, or
+    top-k logits                             stored instead of the final state (`features.topk_logits`)
 
-Position p is *taught* when token p + 1 is an answer token: only there is the target's topk_logits ever asked for. Every
-final state that training can read is stored, and none of a prompt.
+Position p is *supervised* when token p + 1 is an answer token: training reads the target's distribution only there.
+Every final state that training can read is stored, and none of a prompt.
 
-The *record* names the shard's rows, their lengths and a digest of every block (the first 128 bits of SHA-256), so that
+The *record* lists the shard's rows, their lengths and a digest of every block (the first 128 bits of SHA-256), so that
 a ranged read is verified as it arrives. The *trailer* is the record's SHA-256, its length and a magic number: a shard
-whose end is there is whole, and an index that is lost is composed again from the shards' ends.
+with a valid trailer is complete, and a lost index is composed again from the ends of the shards.
 
-Everything here is pure; `writer` and `store` meet the disk.
+Some stored field names are older than the names in the code: `layout` is a StoreFormat, `taught` counts supervised
+positions. They stay, so that existing stores stay readable.
 
-Legend: R rows, N tokens of a block, M taught positions of a block, A aux layers, H hidden, K top-k.
+This module is pure; `writer` and `store` do the I/O.
+
+Legend: R rows, N tokens of a block, M supervised positions of a block, A aux layers, H hidden, K top-k.
 """
 
 import hashlib
@@ -55,11 +58,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TopKLogits:
-    """What the target says at M taught positions, over the draft vocabulary (`features.topk_logits`).
+    """The target's distribution at M supervised positions over the draft vocabulary (`features.topk_logits`).
 
-    ids [M, K] int64 draft ids, likeliest first   logits [M, K]   tail [M] float32: the mass of all other draft ids
+    ids [M, K] int64 draft ids, most probable first   logits [M, K]   tail [M] float32: the mass of all other draft ids
     mass [M] float32: the target's probability of the whole draft vocabulary
-    choice [M] int64: the draft id of the target's first choice over its whole vocabulary, -1 where it has none
+    choice [M] int64: draft id of the target's most probable token over its whole vocabulary, -1 where it has none
     """
 
     ids: Tensor
@@ -76,7 +79,7 @@ class TopKLogits:
 
 @dataclass(frozen=True)
 class FeatureRow:
-    """One answered conversation as the target saw it."""
+    """One answered conversation with the target's hidden states."""
 
     row_id: str
     token_ids: Tensor
@@ -89,65 +92,65 @@ class FeatureRow:
     """[T, A, H]."""
 
     last: Tensor
-    """[T, H], after the final norm: target logits are `last @ lm_head.T`. Read back, it is 0 where nothing is taught;
-    [T, 0] in a store of opinions."""
+    """[T, H], after the final norm: target logits are `last @ lm_head.T`. Read from a store, it is 0 at unsupervised
+    positions; [T, 0] in a store of top-k logits."""
 
     topk_logits: TopKLogits | None = None
-    """At the taught positions, in a store of opinions."""
+    """At the supervised positions, in a store of top-k logits."""
 
 
 class StoreFormat(Frozen):
-    """What all rows of a store have in common; two stores may be mixed only when these are equal."""
+    """What all rows of a store have in common; stores may be mixed only when their formats are equal."""
 
     aux_layers: tuple[int, ...] = Field(min_length=1)
     """`hidden_states` indices (0 = embeddings), ascending."""
 
     fused_layers: tuple[int, ...] = ()
-    """Those of them that were chosen for drafters that fuse several; empty: all."""
+    """The aux layers selected for drafters that fuse several; empty: all."""
 
     hidden_size: int = Field(ge=1)
     codec: Codec
     target_digest: Digest
-    """Of the target whose states these are: a drafter trained on them serves no other."""
+    """Digest of the target: a drafter trained on its states serves no other."""
 
     final_state: FinalState = "keep"
     top_k: int = Field(16, ge=1)
-    """Of opinions, where they are kept."""
+    """K of top-k logits, where they are stored."""
 
     draft_ids: tuple[int, ...] = ()
-    """Target ids of the draft vocabulary of opinions, ascending; empty with `final_state: keep`."""
+    """Target ids of the draft vocabulary of top-k logits, ascending; empty with `final_state: keep`."""
 
     block_tokens: int = Field(1024, ge=1)
 
     @model_validator(mode="after")
-    def _opinions_have_a_vocabulary(self) -> "StoreFormat":
+    def _check_draft_vocabulary(self) -> "StoreFormat":
         if (self.final_state == "topk") != bool(self.draft_ids):
-            raise ValueError("a store has draft_ids exactly where it keeps opinions (final_state topk)")
+            raise ValueError("draft_ids must be set exactly when final_state is topk")
         if self.draft_ids and self.top_k > len(self.draft_ids):
             raise ValueError(f"top_k {self.top_k} of a draft vocabulary of {len(self.draft_ids)}")
         return self
 
     @property
     def chosen_layers(self) -> tuple[int, ...]:
-        """What drafters that fuse several layers read."""
+        """The layers that drafters which fuse several layers read."""
         return self.fused_layers or self.aux_layers
 
     @property
     def stored_as(self) -> StoredAs:
-        """For the arithmetic of bytes."""
+        """Codec and final state, for size computations."""
         return StoredAs(self.codec, self.final_state, self.top_k, len(self.draft_ids) or NARROW_VOCABULARY)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What states are read back as, when the reader is not told: what was stored, or float32."""
+        """Default type of decoded states: bfloat16 if stored so, else float32."""
         return torch.bfloat16 if self.codec == "bfloat16" else torch.float32
 
-    def row_bytes(self, num_tokens: int, num_taught: int | None = None) -> int:
-        """Bytes a row adds to its shard, its record and alignment left out; all tokens taught by default."""
-        taught = num_tokens if num_taught is None else num_taught
+    def row_bytes(self, num_tokens: int, num_supervised: int | None = None) -> int:
+        """Bytes of a row in its shard, without record and alignment; all tokens supervised by default."""
+        taught = num_tokens if num_supervised is None else num_supervised
         return self.stored_as.bytes_of(num_tokens, taught, len(self.aux_layers), self.hidden_size)
 
-    def cut(self, num_tokens: int) -> Iterator[range]:
+    def block_ranges(self, num_tokens: int) -> Iterator[range]:
         """The blocks of a row, as token ranges."""
         for start in range(0, num_tokens, self.block_tokens):
             yield range(start, min(start + self.block_tokens, num_tokens))
@@ -175,16 +178,16 @@ def vector_sections(codec: Codec, of: str, leading: Shape, hidden_size: int) -> 
     return [Section(codes, torch.int8, (*leading, hidden_size)), Section(scales, torch.bfloat16, leading)]
 
 
-def block_sections(fmt: StoreFormat, num_tokens: int, num_taught: int) -> list[Section]:
+def block_sections(fmt: StoreFormat, num_tokens: int, num_supervised: int) -> list[Section]:
     """The sections of a block, in their order."""
     sections = vector_sections(fmt.codec, "aux", (num_tokens, len(fmt.aux_layers)), fmt.hidden_size)
     if fmt.final_state == "keep":
-        return sections + vector_sections(final_codec(fmt.codec), "final", (num_taught,), fmt.hidden_size)
+        return sections + vector_sections(final_codec(fmt.codec), "final", (num_supervised,), fmt.hidden_size)
     ids = torch.int16 if len(fmt.draft_ids) <= NARROW_VOCABULARY else torch.int32
-    return [*sections, Section("ids", ids, (num_taught, fmt.top_k)),
-            Section("logits", torch.float16, (num_taught, fmt.top_k)),
-            Section("tail", torch.float32, (num_taught,)), Section("mass", torch.float32, (num_taught,)),
-            Section("choice", ids, (num_taught,))]
+    return [*sections, Section("ids", ids, (num_supervised, fmt.top_k)),
+            Section("logits", torch.float16, (num_supervised, fmt.top_k)),
+            Section("tail", torch.float32, (num_supervised,)), Section("mass", torch.float32, (num_supervised,)),
+            Section("choice", ids, (num_supervised,))]
 
 
 def section_bytes(section: Section) -> int:
@@ -195,9 +198,9 @@ def section_bytes(section: Section) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def block_bytes(fmt: StoreFormat, num_tokens: int, num_taught: int) -> int:
+def block_bytes(fmt: StoreFormat, num_tokens: int, num_supervised: int) -> int:
     """Bytes of a block."""
-    return sum(section_bytes(section) for section in block_sections(fmt, num_tokens, num_taught))
+    return sum(section_bytes(section) for section in block_sections(fmt, num_tokens, num_supervised))
 
 
 def to_bytes(sections: Sequence[Section], tensors: dict[str, Tensor]) -> bytes:
@@ -229,7 +232,7 @@ def tokens_bytes(num_tokens: int) -> int:
 
 
 def short_digest(data: bytes | memoryview) -> str:
-    """Of a block: 128 bits of SHA-256, which processors have instructions for (1.8 GB/s here; blake2b 1.1)."""
+    """128 bits of SHA-256, for which CPUs have instructions (measured 1.8 GB/s; blake2b 1.1)."""
     return hashlib.sha256(data).hexdigest()[:_DIGEST_CHARACTERS]
 
 
@@ -247,10 +250,10 @@ class ShardRecord(Frozen):
     """Tokens of each row."""
 
     taught: tuple[int, ...]
-    """DistillationObjective positions of each block."""
+    """Supervised positions of each block."""
 
     digests: tuple[str, ...]
-    """Of the tokens, then of each block."""
+    """Digest of the tokens, then of each block."""
 
     @property
     def rows(self) -> int:
@@ -264,7 +267,7 @@ class ShardRecord(Frozen):
 
 
 class StoreIndex(Frozen):
-    """`index.json`: the store is what this file lists, no more."""
+    """`index.json`: the shards of the store."""
 
     format_version: Literal[2] = 2
     layout: StoreFormat
@@ -272,28 +275,28 @@ class StoreIndex(Frozen):
 
 
 class ShardEnd(Frozen):
-    """What stands in a shard's record: enough to compose the index again."""
+    """A shard's record as stored: enough to compose the index again."""
 
     layout: StoreFormat
     record: ShardRecord
 
 
 class Block(NamedTuple):
-    """Where a block of a shard lies."""
+    """Location of a block in its shard."""
 
     number: int
-    """In the shard."""
+    """Index in the shard."""
 
     offset: int
     size: int
     tokens: range
-    """Of its row."""
+    """Token range in its row."""
 
-    taught: int
+    num_supervised: int
 
 
 class ShardMap:
-    """Where everything in a shard lies; derived from its record."""
+    """Locations of tokens and blocks in a shard, computed from its record."""
 
     def __init__(self, record: ShardRecord, fmt: StoreFormat) -> None:
         self.record = record
@@ -305,13 +308,13 @@ class ShardMap:
         at, number = self.tokens_size, 0
         for length in record.lengths:
             blocks = []
-            for tokens in fmt.cut(length):
+            for tokens in fmt.block_ranges(length):
                 size = block_bytes(fmt, len(tokens), record.taught[number])
                 blocks.append(Block(number, at, size, tokens, record.taught[number]))
                 at, number = at + size, number + 1
             self.rows.append(blocks)
         self.states_end = at
-        """Where the record begins."""
+        """Offset of the record."""
 
     def row_of(self, block_number: int) -> int:
         """Row that a block belongs to."""
@@ -326,14 +329,14 @@ def end_of_shard(end: ShardEnd) -> bytes:
 
 
 def record_size(trailer: bytes) -> int | None:
-    """Bytes of the record in front of a trailer; None when it is no trailer."""
+    """Bytes of the record before a trailer; None for bytes that are not a trailer."""
     if len(trailer) != TRAILER_BYTES or not trailer.endswith(MAGIC):
         return None
     return int.from_bytes(trailer[32:40], "little")
 
 
 def read_end(record: bytes, trailer: bytes) -> ShardEnd | None:
-    """The record, when it is what the trailer says."""
+    """The record, None when its digest differs from the trailer's."""
     return ShardEnd.model_validate_json(record) if hashlib.sha256(record).digest() == trailer[:32] else None
 
 
@@ -348,15 +351,14 @@ def shard_number(name: str) -> int:
 
 
 def plan_shards(lengths: Sequence[int], fmt: StoreFormat, shard_size_bytes: int,
-                taught: Sequence[int] | None = None) -> Iterator[range]:
+                supervised: Sequence[int] | None = None) -> Iterator[range]:
     """Which rows go into which shard: consecutive ranges, each within `shard_size_bytes` or a single row.
 
-    A function of the lengths (and taught positions of each row) alone, so that a run that was killed cuts the same
-    shards again.
+    A function of the lengths (and supervised positions of each row) alone, so that a resumed run plans the same shards.
     """
     start, size = 0, 0
     for row, num_tokens in enumerate(lengths):
-        added = fmt.row_bytes(num_tokens, None if taught is None else taught[row])
+        added = fmt.row_bytes(num_tokens, None if supervised is None else supervised[row])
         if row > start and size + added > shard_size_bytes:
             yield range(start, row)
             start, size = row, 0
@@ -366,7 +368,7 @@ def plan_shards(lengths: Sequence[int], fmt: StoreFormat, shard_size_bytes: int,
 
 
 def check_row(row: FeatureRow, fmt: StoreFormat) -> None:
-    """Refuse a row that does not fit the format. Raises ValueError: a mismatch is our own mistake, not the user's."""
+    """Raises ValueError for a row that does not fit the format: a programming error, not a user's."""
     length = row.token_ids.shape[0]
     wanted: dict[str, Shape] = {
         "token_ids": (length,), "loss_mask": (length,),

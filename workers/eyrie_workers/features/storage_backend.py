@@ -1,7 +1,7 @@
-"""Where a store's bytes are: a directory here, or an artifact store reached by ranged reads.
+"""Storage backends of a hidden-state store: a local directory, or an artifact store read by ranges.
 
-Both answer with bytes as a uint8 tensor: a directory from its memory mapping, without a copy; an artifact store from
-the network. Neither verifies anything: that is the reader's, who has the digests.
+Both return bytes as a uint8 tensor: a directory from its memory mapping, without a copy; an artifact store from the
+network. Neither verifies them: the reader does, who has the digests.
 """
 
 import mmap
@@ -22,7 +22,7 @@ from eyrie_workers.features.shard_format import SHARD_PATTERN
 from eyrie_workers.features.writer import note_name
 
 _MAX_OPEN = 4096
-"""Mappings kept at once; Linux allows a process 65530."""
+"""Open mappings, at most; Linux allows a process 65530."""
 
 
 class StorageBackend(Protocol):
@@ -30,33 +30,33 @@ class StorageBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name of the store in messages."""
 
     @property
     def parallel(self) -> int:
-        """Reads worth having in flight; 1 where waiting is not what they cost."""
+        """Useful number of concurrent reads; 1 where latency does not dominate."""
 
     def file(self, name: str) -> bytes | None:
-        """The bytes of a small file, None without one."""
+        """The bytes of a small file, None when it does not exist."""
 
     def shards(self) -> list[str]:
-        """Names of the shards that are there, in order."""
+        """Names of the existing shards, in order."""
 
     def size(self, shard: str) -> int | None:
-        """Bytes of a shard, None when it is gone."""
+        """Bytes of a shard, None when it does not exist."""
 
     def read(self, shard: str, start: int, length: int) -> Tensor:
-        """[B] uint8: bytes [start, start + length), fewer where the shard ends. Raises ArtifactMissing."""
+        """[B] uint8: bytes [start, start + length), fewer at the end of the shard. Raises ArtifactMissing."""
 
     def note_damage(self, shard: str, why: str) -> None:
-        """Leave word for whoever repairs the store, if we may write there."""
+        """Write a damage note for capture to find, if the store is writable."""
 
 
 def open_backend(where: str | Path) -> StorageBackend:
-    """A directory, or what lies below `s3://bucket/prefix`; also by way of a directory that names it."""
+    """The backend of a directory or of `s3://bucket/prefix`; a directory may hold a file with such an address."""
     if "://" not in str(where):
-        elsewhere = Path(where) / STORE_ADDRESS_FILE
-        return open_backend(elsewhere.read_text().strip()) if elsewhere.is_file() else LocalBackend(Path(where))
+        address = Path(where) / STORE_ADDRESS_FILE
+        return open_backend(address.read_text().strip()) if address.is_file() else LocalBackend(Path(where))
     root, _, prefix = str(where).rstrip("/").rpartition("/")
     return ObjectStoreBackend(open_store(root), prefix)
 
@@ -91,16 +91,16 @@ class LocalBackend:
         return path.stat().st_size if path.is_file() else None
 
     def read(self, shard: str, start: int, length: int) -> Tensor:
-        """See `StorageBackend`. A view of the mapping: whoever changes it changes a copy of its own."""
+        """See `StorageBackend`. A view of a private mapping: writing to it does not change the file."""
         return self._mapped(shard)[start:start + length]
 
     def note_damage(self, shard: str, why: str) -> None:
         """See `StorageBackend`."""
-        with suppress(OSError):  # a store that is mounted read-only is repaired by whoever reads the error
+        with suppress(OSError):  # read-only mount: the error that the reader raises still names the shard
             (self._directory / note_name(shard)).write_text(why + "\n")
 
     def __getstate__(self) -> dict[str, object]:
-        """Mappings stay behind when a store is sent to another process; they are opened again there."""
+        """Mappings are not pickled; another process opens them again."""
         return {"_directory": self._directory}
 
     def __setstate__(self, state: dict[str, Path]) -> None:
@@ -119,10 +119,10 @@ class LocalBackend:
     def _map(self, shard: str) -> Tensor:
         try:
             with (self._directory / shard).open("rb") as file:
-                # ACCESS_COPY, because torch warns of buffers that cannot be written to; nobody writes.
+                # ACCESS_COPY, because torch.frombuffer warns about read-only buffers; no code writes to it.
                 mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except FileNotFoundError:
-            raise ArtifactMissing(f"{self._directory / shard} is gone", "run capture again") from None
+            raise ArtifactMissing(f"{self._directory / shard} does not exist", "run capture again") from None
         except ValueError:  # an empty file cannot be mapped
             return torch.zeros(0, dtype=torch.uint8)
         return torch.frombuffer(mapping, dtype=torch.uint8)
@@ -158,7 +158,7 @@ class ObjectStoreBackend:
         return sorted(name for name in self._listed() if Path(name).match(SHARD_PATTERN))
 
     def size(self, shard: str) -> int | None:
-        """See `StorageBackend`. From one listing, made when first asked."""
+        """See `StorageBackend`. From one listing, made at the first call."""
         return self._listed().get(shard)
 
     def read(self, shard: str, start: int, length: int) -> Tensor:
@@ -168,7 +168,7 @@ class ObjectStoreBackend:
 
     def note_damage(self, shard: str, why: str) -> None:
         """See `StorageBackend`."""
-        with suppress(Permanent):  # we may read here and not write: the error names the shard
+        with suppress(Permanent):  # read permission only: the error that the reader raises still names the shard
             self._store.write(f"{self._prefix}/{note_name(shard)}", (why + "\n").encode())
 
     def _listed(self) -> dict[str, int]:

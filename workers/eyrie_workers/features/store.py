@@ -1,12 +1,12 @@
 """Reads a hidden-state store in any order, without loading it: from a directory, or from an artifact store by ranges.
 
-`row(i)` and `read(rows)` touch the blocks of those rows alone and decode them straight into the tensors they return, so
-a store of terabytes opens in the time it takes to read its index. Blocks that lie side by side are read together; from
-an artifact store several reads are in flight, and `batches` reads ahead while the caller computes.
+`row(i)` and `read(rows)` read the blocks of those rows alone and decode them directly into the tensors they return, so
+a store of terabytes opens in the time it takes to read its index. Adjacent blocks are read together; from an artifact
+store several reads are in flight, and `batches` prefetches while the caller computes.
 
 Every block is compared with its digest before it is decoded: from a directory the first time it is read, from the
-network always. What does not match raises StoreDamaged with the shard and its rows, and leaves a note where capture
-finds it. Nothing damaged is ever trained on, and one damaged shard costs one shard.
+network always. A mismatch raises StoreDamaged with the shard and its rows, and writes a note that capture finds.
+Damaged states never reach training, and one damaged shard costs one shard.
 """
 
 import threading
@@ -47,28 +47,29 @@ from eyrie_workers.features.shard_format import (
 from eyrie_workers.features.storage_backend import LocalBackend, StorageBackend, open_backend
 
 _READ_TOGETHER = 16 * 2**20
-"""Most bytes of neighbouring blocks asked for at once: enough to hide a request, small enough to be one of several."""
+"""Bytes of adjacent blocks per read, at most: large against a request's overhead, small enough for several in
+flight."""
 
 _MAX_TOKENS_KEPT = 32 * 2**20
-"""Tokens whose ids and masks are kept, 9 bytes each: a random walk over shards would else fetch them over and over."""
+"""Tokens whose ids and masks are cached, 9 bytes each: shuffled reads would fetch them for every row otherwise."""
 
 
 class StoreDamaged(ArtifactCorrupt):
-    """Bytes of a store are not what was written."""
+    """Bytes of a store differ from their digest, or are missing."""
 
     def __init__(self, backend: str, damage: "Damage") -> None:
         super().__init__(f"{damage.shard} in {backend} is damaged: {damage}",
-                         "run capture again: it makes this shard anew and leaves the others as they are")
+                         "run capture again: it writes this shard again and keeps the others")
         self.damage = damage
 
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong with a shard."""
+    """The damage of one shard."""
 
     shard: str
     rows: range
-    """Of the store: those that cannot be trusted."""
+    """Affected rows, by index in the store."""
 
     what: str
 
@@ -79,7 +80,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Memory to decode into, used again batch after batch: pinned for a device, or simply not faulted in anew."""
+    """Memory to decode into, reused from batch to batch: pinned for a GPU, and already faulted in."""
 
     aux: Tensor
     """[most tokens, A, H], float32 or bfloat16."""
@@ -90,17 +91,17 @@ class Buffers:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A block to be read."""
+    """A block to read."""
 
     shard: int
     row: int
-    """Of the shard."""
+    """Index in the shard."""
 
     block: Block
 
 
 def open_features(where: str | Path) -> "FeatureStore":
-    """The store in a directory, or below `s3://bucket/prefix` (credentials as `artifacts.options` says)."""
+    """The store in a directory, or below `s3://bucket/prefix` (credentials as in `artifacts.options`)."""
     return FeatureStore(open_backend(where))
 
 
@@ -108,13 +109,13 @@ class FeatureStore:
     """Random access to the rows of a store, in the order they were captured."""
 
     def __init__(self, backend: Path | StorageBackend) -> None:
-        """Open a store. Raises ArtifactMissing without one, StoreDamaged for a shard that is gone or cut, and
+        """Open a store. Raises ArtifactMissing when there is none, StoreDamaged for a missing or cut shard, and
         ArtifactCorrupt when the index cannot be read."""
         self._backend: StorageBackend = LocalBackend(backend) if isinstance(backend, Path) else backend
         index = _read_index(self._backend)
         self.format: StoreFormat = index.layout
         self.digest = digest_bytes((index.model_dump_json(indent=2) + "\n").encode())
-        """Of the index, and so of every byte: that of `index.json` where it is there."""
+        """Digest of the index, and with it of every byte of the store; equal to that of `index.json`."""
 
         self._shards = index.shards
         self._row_starts = [0, *accumulate(shard.rows for shard in self._shards)]
@@ -123,13 +124,13 @@ class FeatureStore:
         self._tokens: OrderedDict[int, tuple[Tensor, Tensor]] = OrderedDict()
         self._lock = threading.Lock()
         for number in range(len(self._shards)):
-            damage = self._look_at(number)
+            damage = self._check_size(number)
             if damage is not None:
                 raise self._damaged(damage)
 
     @property
     def backend(self) -> StorageBackend:
-        """Where the bytes are."""
+        """The storage backend."""
         return self._backend
 
     @property
@@ -154,20 +155,20 @@ class FeatureStore:
 
     @property
     def size_bytes(self) -> int:
-        """Of all shards."""
+        """Bytes of all shards."""
         return sum(_shard_size(self._map(number), self.format) for number in range(len(self._shards)))
 
     def tokens(self, index: int) -> tuple[Tensor, Tensor]:
-        """Ids [T] int64 and loss mask [T] bool of a row, without touching its states."""
+        """Ids [T] int64 and loss mask [T] bool of a row, without reading its states."""
         number, within = self._find(index)
         ids, mask = self._shard_tokens(number)
         first, last = self._map(number).row_tokens[within: within + 2]
         return ids[first:last], mask[first:last]
 
     def row(self, index: int, start: int = 0, stop: int | None = None, dtype: torch.dtype | None = None) -> FeatureRow:
-        """Row `index`, or its tokens [start, stop), reading the blocks they lie in. Raises IndexError outside.
+        """Row `index`, or its tokens [start, stop), reading only the blocks that contain them. Raises IndexError.
 
-        The topk_logits is given for a whole row alone.
+        Top-k logits are returned for whole rows only.
         """
         number, within = self._find(index)
         ids, mask = self.tokens(index)
@@ -184,9 +185,9 @@ class FeatureStore:
 
     def read(self, rows: Sequence[int], dtype: torch.dtype | None = None,
              into: Buffers | None = None) -> PackedBatch:
-        """Some rows end to end, in that order, decoded to `dtype` (float32 or bfloat16; default: `layout.dtype`).
+        """Some rows end to end, in that order, decoded to `dtype` (float32 or bfloat16; default: `format.dtype`).
 
-        into   memory for the states, whose dtype then counts; the result's states are views of its beginning.
+        into   memory for the states; its dtype overrides `dtype`, and the returned states are views of its beginning.
         """
         wanted = []
         for index in rows:
@@ -197,28 +198,29 @@ class FeatureStore:
 
     def batches(self, groups: Iterable[Sequence[int]], *, ahead: int = 2, dtype: torch.dtype | None = None,
                 reuse: bool = False) -> Generator[PackedBatch, None, None]:
-        """`read` of each group in order, up to `ahead` of them read before they are asked for.
+        """`read` of each group in order, with up to `ahead` batches prefetched.
 
-        The memory in use is `ahead + 2` batches. Closing the iterator ends the reading.
+        The memory in use is `ahead + 2` batches. Closing the iterator stops the prefetch.
 
-        reuse   decode into the same memory again: a batch's states are its own until the next one is asked for, and
-                reading costs a sixth (fresh memory is faulted in page by page; measured at 1024 values, int8).
+        reuse   reuse memory: a batch's states are valid until the next batch is requested. Reading then takes a sixth
+        of
+                the time (fresh memory is faulted in page by page; measured at 1024 values, int8).
         """
         waiting: deque[tuple[Future[PackedBatch], Buffers | None]] = deque()
         spare: list[Buffers] = []
         pool = ThreadPoolExecutor(max(1, ahead), thread_name_prefix="eyrie-features")
         try:
             for group in groups:
-                into = self._room_for(group, dtype, spare) if reuse else None
+                into = self._buffers_for(group, dtype, spare) if reuse else None
                 waiting.append((pool.submit(self.read, group, dtype, into), into))
                 if len(waiting) > ahead:
-                    yield from _handed_out(waiting, spare)
+                    yield from _next_batch(waiting, spare)
             while waiting:
-                yield from _handed_out(waiting, spare)
+                yield from _next_batch(waiting, spare)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _room_for(self, group: Sequence[int], dtype: torch.dtype | None, spare: list[Buffers]) -> Buffers:
+    def _buffers_for(self, group: Sequence[int], dtype: torch.dtype | None, spare: list[Buffers]) -> Buffers:
         num_tokens = 0
         for index in group:
             number, within = self._find(index)
@@ -228,16 +230,16 @@ class FeatureStore:
         if spare:
             spare.pop()
         states = (num_tokens, len(self.format.aux_layers), self.format.hidden_size)
-        # Where there is a GPU, in memory that it copies from by itself while the batch before is learnt from.
+        # Pinned, so that the copy to the GPU runs while the previous batch is trained on.
         pinned = torch.cuda.is_available()
         return Buffers(torch.empty(states, dtype=dtype or self.format.dtype, pin_memory=pinned),
                        torch.empty(num_tokens, self.format.hidden_size, dtype=dtype or self.format.dtype,
                                    pin_memory=pinned))
 
     def damage(self) -> Iterator[Damage]:
-        """Read everything and tell what is not as it was written, leaving a note for each."""
+        """Read everything; yields each damaged shard and writes its damage note."""
         for number in range(len(self._shards)):
-            found = self._look_at(number) or self._verify_shard(number)
+            found = self._check_size(number) or self._verify_shard(number)
             if found is not None:
                 self._backend.note_damage(found.shard, str(found))
                 yield found
@@ -248,9 +250,9 @@ class FeatureStore:
             raise self._damaged(found)
 
     def __getstate__(self) -> dict[str, object]:
-        """Caches and the lock stay behind when a store is sent to another process."""
-        left: dict[str, object] = {"_maps": {}, "_tokens": OrderedDict(), "_checked": set(), "_lock": None}
-        return {**self.__dict__, **left}
+        """Caches and the lock are not pickled."""
+        dropped: dict[str, object] = {"_maps": {}, "_tokens": OrderedDict(), "_checked": set(), "_lock": None}
+        return {**self.__dict__, **dropped}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """See `__getstate__`."""
@@ -279,7 +281,7 @@ class FeatureStore:
         self._check(number, 0, data, self._rows_of(number))
         ids = data[: 4 * count].view(torch.int32).to(torch.int64)
         kept = (ids, data[4 * count: 5 * count].to(torch.bool))
-        with self._lock:
+        with self._lock:  # two threads may have read the same shard: the second result replaces an equal one
             self._tokens[number] = kept
             while len(self._tokens) > 1 and sum(ids.numel() for ids, _ in self._tokens.values()) > _MAX_TOKENS_KEPT:
                 self._tokens.popitem(last=False)
@@ -296,25 +298,26 @@ class FeatureStore:
             last = torch.zeros(num_tokens, fmt.hidden_size if keeps else 0, dtype=dtype)
         else:
             aux, last = into.aux[:num_tokens], into.last[:num_tokens, :fmt.hidden_size if keeps else 0].zero_()
-        opinions = []
+        topk_parts = []
         at = 0
         for (piece, mask), data in zip(pieces, self._fetch([piece for piece, _ in pieces]), strict=True):
             block = piece.block
-            tensors = from_bytes(block_sections(fmt, len(block.tokens), block.taught), data)
+            tensors = from_bytes(block_sections(fmt, len(block.tokens), block.num_supervised), data)
             here = slice(at, at + len(block.tokens))
             decode_block(fmt, tensors, supervised_positions(mask)[block.tokens.start:block.tokens.stop], aux[here],
                          last[here])
             if not keeps:
-                opinions.append(tensors)
+                topk_parts.append(tensors)
             at = here.stop
         return PackedBatch(
             token_ids=torch.cat([ids for _, ids, _ in wanted]), loss_mask=torch.cat([mask for _, _, mask in wanted]),
-            aux=aux, last=last, topk_logits=None if keeps else concat_topk_logits(opinions),
+            aux=aux, last=last, topk_logits=None if keeps else concat_topk_logits(topk_parts),
             lengths=tuple(ids.shape[0] for _, ids, _ in wanted))
 
     def _fetch(self, pieces: Sequence[_Piece]) -> list[Tensor]:
-        """The bytes of each block, verified; neighbours are read together."""
+        """The bytes of each block, verified; adjacent blocks are read together."""
         order = sorted(range(len(pieces)), key=lambda i: (pieces[i].shard, pieces[i].block.offset))
+        # Merge blocks that are adjacent in a shard into one read, up to _READ_TOGETHER bytes.
         groups: list[list[int]] = []
         for i in order:
             piece, before = pieces[i], pieces[groups[-1][-1]] if groups else None
@@ -342,12 +345,13 @@ class FeatureStore:
         return found
 
     def _check(self, number: int, digest: int, data: Tensor, rows: range) -> None:
-        """Compare bytes with digest `digest` of the shard: 0 is its tokens', 1 + b its block b's."""
+        """Compare bytes with digest number `digest` of the shard: 0 for its tokens, 1 + b for block b."""
         if (number, digest) in self._checked:
             return
         shard = self._shards[number]
         if short_digest(data.numpy().data) != shard.digests[digest]:
             raise self._damaged(Damage(shard.name, rows, "its bytes differ from their digest"))
+        # Local bytes are verified once; ranges from the network may be damaged at any transfer.
         if isinstance(self._backend, LocalBackend):
             self._checked.add((number, digest))
 
@@ -367,11 +371,11 @@ class FeatureStore:
     def _rows_of(self, number: int) -> range:
         return range(self._row_starts[number], self._row_starts[number + 1])
 
-    def _look_at(self, number: int) -> Damage | None:
+    def _check_size(self, number: int) -> Damage | None:
         name, rows = self._shards[number].name, self._rows_of(number)
         size, wanted = self._backend.size(name), _shard_size(self._map(number), self.format)
         if size is None:
-            return Damage(name, rows, "it is gone")
+            return Damage(name, rows, "it is missing")
         return None if size == wanted else Damage(name, rows, f"it has {size} bytes instead of {wanted}")
 
     def _damaged(self, damage: Damage) -> StoreDamaged:
@@ -379,9 +383,9 @@ class FeatureStore:
         return StoreDamaged(self._backend.name, damage)
 
 
-def _handed_out(waiting: deque[tuple[Future[PackedBatch], Buffers | None]],
+def _next_batch(waiting: deque[tuple[Future[PackedBatch], Buffers | None]],
                 spare: list[Buffers]) -> Iterator[PackedBatch]:
-    """The first batch in line; its memory is free once the caller comes back."""
+    """Yield the first pending batch; its memory is free when the caller asks for the next."""
     future, into = waiting.popleft()
     yield future.result()
     if into is not None:
@@ -414,7 +418,7 @@ def _read_index(backend: StorageBackend) -> StoreIndex:
 
 
 def _compose_index(backend: StorageBackend) -> StoreIndex:
-    """The index of a store that is not finished, or has lost it: from the shards' ends."""
+    """The index of an unfinished store, or of one whose index is lost, composed from the ends of its shards."""
     names = backend.shards()
     if not names:
         raise ArtifactMissing(f"no {INDEX} and no shard in {backend.name}: it is not a hidden-state store",

@@ -1,18 +1,17 @@
-"""States without a store: the target computes them again, just ahead of whoever learns from them.
+"""Hidden states without a store: the target computes them during training, ahead of the training loop.
 
-What capture leaves is then a plan, some five bytes a token:
+Capture then writes only a plan, about five bytes per token:
 
-    stream.json    the format, and of every row its id, its tokens and how many of these are prompt
+    stream.json    the store's format, and the id, the number of tokens and of prompt tokens of every row
     tokens.bin     the rows' token ids, int32, end to end
 
-`StreamedFeatures` answers as `features.store.FeatureStore` does, so that a trainer cannot tell which of the two it
-reads: states go through the format's codec and back, positions that teach nothing have no final state, opinions are
-formed where the format keeps opinions. The target's products do not depend on the rows beside them (`targets.linear`),
-so the numbers equal those of a store, whatever shares a pass.
+`StreamedFeatures` has the interface of `features.store.FeatureStore` and returns the same numbers: states go through
+the format's codec and back, unsupervised positions have no final state, and top-k logits are computed where the format
+stores them. The target's products do not depend on the other rows of a pass (`targets.linear`), so the numbers equal
+those of a store for any batching.
 
-`batches` runs the target in a thread ahead of its caller, and never holds more states than `buffer_bytes`, those in the
-caller's hands included; a batch that is larger is computed when it is asked for. Every epoch pays the target's passes
-again: that is the price of a disk that holds nothing.
+`batches` runs the target in a thread ahead of its caller, and never holds more than `buffer_bytes` of states, including
+the batch in use; a larger batch is computed when it is requested. Every epoch repeats the target's passes.
 """
 
 # T tokens, A aux layers, H hidden
@@ -46,7 +45,7 @@ TOKENS = "tokens.bin"
 
 
 class StreamPlan(Frozen):
-    """`stream.json`: what would be stored, and of which rows."""
+    """`stream.json`: the rows and the format their states would be stored in."""
 
     format_version: Literal[1] = 1
     layout: StoreFormat
@@ -55,20 +54,20 @@ class StreamPlan(Frozen):
     """Tokens of each row."""
 
     prompts: tuple[int, ...]
-    """Of these, prompt."""
+    """Prompt tokens of each row."""
 
     tokens_digest: Digest
-    """Of `tokens.bin`."""
+    """Digest of `tokens.bin`."""
 
     batch_tokens: int = Field(ge=1)
-    """Of one pass of the target."""
+    """Tokens of one pass of the target."""
 
     buffer_bytes: int = Field(ge=1)
 
 
 def write_plan(directory: Path, fmt: StoreFormat, rows: Iterable[tuple[str, Sequence[int], int]], *,
                batch_tokens: int, buffer_bytes: int) -> StreamPlan:
-    """Write a plan of rows (id, token ids, how many are prompt)."""
+    """Write a plan of rows (id, token ids, number of prompt tokens)."""
     row_ids, lengths, prompts, ids = [], [], [], array("i")
     for row_id, tokens, num_prompt in rows:
         row_ids.append(row_id)
@@ -84,7 +83,7 @@ def write_plan(directory: Path, fmt: StoreFormat, rows: Iterable[tuple[str, Sequ
 
 
 def read_plan(backend: StorageBackend) -> tuple[StreamPlan, bytes] | None:
-    """A plan and its tokens; None where there is none. Raises ArtifactCorrupt."""
+    """A plan and its tokens; None when there is no plan. Raises ArtifactCorrupt."""
     data = backend.file(STREAM)
     if data is None:
         return None
@@ -95,12 +94,12 @@ def read_plan(backend: StorageBackend) -> tuple[StreamPlan, bytes] | None:
                               "delete it and run capture again") from error
     tokens = backend.file(TOKENS) or b""
     if digest_bytes(tokens) != plan.tokens_digest:
-        raise ArtifactCorrupt(f"{TOKENS} in {backend.name} is gone or not what {STREAM} says", "run capture again")
+        raise ArtifactCorrupt(f"{TOKENS} in {backend.name} is missing or differs from its digest", "run capture again")
     return plan, tokens
 
 
 def plan_is_whole(backend: StorageBackend) -> bool:
-    """Whether a readable plan and its tokens are there."""
+    """Whether a readable plan and its tokens exist."""
     try:
         return read_plan(backend) is not None
     except ArtifactCorrupt:
@@ -121,34 +120,34 @@ def plan_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[range]:
 
 def compute_rows(target: TargetModel, rows: Sequence[tuple[str, Tensor, Tensor]],
                  fmt: StoreFormat) -> list[FeatureRow]:
-    """One teacher-forced pass over rows (id, token ids [T], loss mask [T]): states as the target computes them, on the
-    CPU."""
+    """One teacher-forced pass over rows (id, token ids [T], loss mask [T]): states as the target computes them, copied
+    to the CPU."""
     states = target.hidden_states([ids for _, ids, _ in rows], fmt.aux_layers)
-    made = []
+    features = []
     for (row_id, ids, mask), (aux, last) in zip(rows, states, strict=True):
         topk_logits = None
         if fmt.final_state == "topk":
             supervised = last[supervised_positions(mask).to(last.device)]
             topk_logits = compute_topk_logits(supervised, target.lm_head_weight, fmt)
-        made.append(FeatureRow(row_id, ids, mask, aux.cpu(), last.cpu(), topk_logits))
-    return made
+        features.append(FeatureRow(row_id, ids, mask, aux.cpu(), last.cpu(), topk_logits))
+    return features
 
 
 class StreamedFeatures:
-    """A store's rows, computed when they are asked for."""
+    """The rows of a plan; their states are computed when they are read."""
 
     def __init__(self, plan: StreamPlan, tokens: bytes, target: Callable[[], TargetModel]) -> None:
-        """`target` is called when the first state is asked for, once."""
+        """`target` loads the target; it is called once, at the first read."""
         self.plan, self.format = plan, plan.layout
         self.digest = digest_model(plan.model_copy(update={"batch_tokens": 1, "buffer_bytes": 1}))
-        """Of the rows and what is computed of them; not of how."""
+        """Digest of the rows and their format; batching does not enter it."""
 
         self.lengths = list(plan.lengths)
         self.computed_tokens = 0
-        """By the target, so far."""
+        """Tokens that the target has computed so far."""
 
         self.most_held_bytes = 0
-        """Of states, at any time so far, by `batches`."""
+        """Largest number of bytes of states held by `batches` so far."""
 
         self._ids = torch.frombuffer(bytearray(tokens), dtype=torch.int32).to(torch.int64)
         self._starts = [0, *accumulate(plan.lengths)]
@@ -173,36 +172,36 @@ class StreamedFeatures:
 
     def read(self, rows: Sequence[int], dtype: torch.dtype | None = None,
              into: Buffers | None = None) -> PackedBatch:
-        """As `FeatureStore.read`; the target computes them now."""
+        """As `FeatureStore.read`; the target computes the states now."""
         fmt, keeps = self.format, self.format.final_state == "keep"
-        told = [self.tokens(row) for row in rows]
-        lengths = [ids.numel() for ids, _ in told]
+        documents = [self.tokens(row) for row in rows]
+        lengths = [ids.numel() for ids, _ in documents]
         if into is None:
             states = (sum(lengths), len(fmt.aux_layers), fmt.hidden_size)
             into = Buffers(torch.empty(states, dtype=dtype or fmt.dtype),
                            torch.empty(states[0], fmt.hidden_size if keeps else 0, dtype=dtype or fmt.dtype))
         aux, last = into.aux[:sum(lengths)], into.last[:sum(lengths), :fmt.hidden_size if keeps else 0].zero_()
-        opinions, at, target = [], 0, self._the_target()
+        topk_parts, at, target = [], 0, self._loaded_target()
         for batch in plan_batches(lengths, self.plan.batch_tokens):
-            here = [(self.plan.row_ids[rows[i]], *told[i]) for i in batch]
+            here = [(self.plan.row_ids[rows[i]], *documents[i]) for i in batch]
             for row in compute_rows(target, here, fmt):
                 num = row.token_ids.numel()
                 tensors, _ = encode_block(row, fmt, range(num))
                 decode_block(fmt, tensors, supervised_positions(row.loss_mask), aux[at:at + num], last[at:at + num])
                 at += num
                 if not keeps:
-                    opinions.append(tensors)
+                    topk_parts.append(tensors)
             self.computed_tokens += sum(lengths[i] for i in batch)
         return PackedBatch(
-            token_ids=torch.cat([ids for ids, _ in told]), loss_mask=torch.cat([mask for _, mask in told]), aux=aux,
-            last=last, topk_logits=None if keeps else concat_topk_logits(opinions), lengths=tuple(lengths))
+            token_ids=torch.cat([ids for ids, _ in documents]), loss_mask=torch.cat([mask for _, mask in documents]),
+            aux=aux, last=last, topk_logits=None if keeps else concat_topk_logits(topk_parts), lengths=tuple(lengths))
 
     def batches(self, groups: Iterable[Sequence[int]], *, ahead: int = 2, dtype: torch.dtype | None = None,
                 reuse: bool = False) -> Generator[PackedBatch, None, None]:
-        """`read` of each group in order; up to `ahead` of them are computed before they are asked for, as far as
-        `buffer_bytes` goes. A batch counts until the next one is asked for.
+        """`read` of each group in order; up to `ahead` of them are computed in advance, within `buffer_bytes`.
+        A batch counts until the next one is requested.
 
-        reuse   is for stores; here decoding is little beside the target's passes.
+        reuse   ignored, for the interface of stores: decoding costs little compared with the target's passes.
         """
         waiting: deque[tuple[Future[PackedBatch], int]] = deque()
         held, coming, source = 0, None, iter(groups)
@@ -211,6 +210,7 @@ class StreamedFeatures:
             while True:
                 while len(waiting) <= ahead and (coming := coming or next(source, None)) is not None:
                     size = self._state_bytes(coming, dtype)
+                    # Without held states a batch is submitted at any size, or a large one would never be computed.
                     if held and held + size > self.plan.buffer_bytes:
                         break
                     waiting.append((pool.submit(self.read, coming, dtype), size))
@@ -220,7 +220,7 @@ class StreamedFeatures:
                     return
                 future, size = waiting.popleft()
                 yield future.result()
-                del future  # or the batch would live on beside the next
+                del future  # the future references the batch: drop it before the next one is computed
                 held -= size
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
@@ -230,8 +230,8 @@ class StreamedFeatures:
         return sum(self.lengths[row] for row in rows) * states * self.format.hidden_size \
             * (dtype or self.format.dtype).itemsize
 
-    def _the_target(self) -> TargetModel:
-        with self._lock:  # an evaluation may ask beside the thread that computes ahead
+    def _loaded_target(self) -> TargetModel:
+        with self._lock:  # an evaluation may read while the prefetch thread does
             if self._target is None:
                 assert self._load is not None
                 self._target, self._load = self._load(), None

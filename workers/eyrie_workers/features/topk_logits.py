@@ -1,20 +1,20 @@
-"""The target's topk_logits instead of its final state: the likeliest K of D draft tokens, and the mass of all others.
+"""Top-k logits instead of the final state: the K most probable of D draft tokens, and the mass of all others.
 
-At a taught position let z be the target's logits over the draft vocabulary and p = softmax(z) over those D tokens,
-which is what a drafter is taught (`training.losses`). Kept are
+At a supervised position let z be the target's logits over the draft vocabulary and p = softmax(z) over those D tokens,
+which is what a drafter is trained on (`training.losses`). Stored are
 
-    ids j_1 .. j_K        of the K largest p, likeliest first
-    logits z_j - z_j1     float16: differences, because softmax does not know an offset
+    ids j_1 .. j_K        of the K largest p, most probable first
+    logits z_j - z_j1     float16: differences, because softmax is invariant to an offset
     tail = 1 - sum p_j    float32, computed from all D logits before anything is rounded
-    mass                  the target's probability of the whole draft vocabulary, for losses that ask for it
-    choice                the target's first choice over all of V as a draft id, -1 outside the draft vocabulary
+    mass                  the target's probability of the whole draft vocabulary, for losses that use it
+    choice                the target's most probable token over all of V as a draft id, -1 outside the draft vocabulary
 
 and the distribution is rebuilt as
 
     q(j_k) = (1 - tail) * softmax(stored logits)_k        q(i) = tail / (D - K) for every other i
 
 It sums to 1, its tail mass is the target's exactly, and each of the K has its share of the rest up to float16's
-rounding of a logit. What is lost is how the tail is divided; evenly is the choice that adds no topk_logits of ours.
+rounding of a logit. The division of the tail is lost; a uniform division adds no assumption.
 
     M positions, V target vocabulary, D draft vocabulary, K top-k, H hidden
 """
@@ -25,12 +25,12 @@ from torch import Tensor
 from eyrie_workers.features.shard_format import StoreFormat, TopKLogits, supervised_positions
 
 _MAX_LOGITS = 1 << 26
-"""Elements of a [M, V] product made at a time: 256 MiB."""
+"""Elements of a [M, V] product computed at a time: 256 MiB."""
 
 
 @torch.no_grad()
 def compute_topk_logits(last_MH: Tensor, lm_head_VH: Tensor, fmt: StoreFormat) -> TopKLogits:
-    """What the target says at positions whose final states are given."""
+    """Top-k logits of positions, from their final states."""
     ids_D = torch.tensor(fmt.draft_ids, device=last_MH.device)
     vocab_size = lm_head_VH.shape[0]
     draft_id_V = torch.full((vocab_size,), -1, device=last_MH.device)
@@ -40,7 +40,7 @@ def compute_topk_logits(last_MH: Tensor, lm_head_VH: Tensor, fmt: StoreFormat) -
         logits_MV = (chunk @ lm_head_VH.T).float()
         logits_MD = logits_MV.index_select(1, ids_D)
         top_MK, ids_MK = logits_MD.topk(fmt.top_k, dim=-1)
-        # float64: a tail of 1e-6 beside a sum of nearly 1 would be float32's rounding and nothing else.
+        # float64: 1 - sum with a sum near 1 loses a tail of 1e-6 to float32 rounding.
         share_MK = logits_MD.double().softmax(-1).gather(1, ids_MK)
         tail_M = (1.0 - share_MK.sum(-1)).clamp_(0.0, 1.0) if fmt.top_k < ids_D.numel() else share_MK.new_zeros(
             share_MK.shape[0])
@@ -48,8 +48,8 @@ def compute_topk_logits(last_MH: Tensor, lm_head_VH: Tensor, fmt: StoreFormat) -
         parts.append((ids_MK, top_MK - top_MK[:, :1], tail_M.float(), mass_M.float(),
                       draft_id_V[logits_MV.argmax(-1)]))
     if not parts:
-        nothing = torch.zeros(0, fmt.top_k, dtype=torch.int64)
-        return TopKLogits(nothing, nothing.to(torch.float16), torch.zeros(0), torch.zeros(0),
+        empty = torch.zeros(0, fmt.top_k, dtype=torch.int64)
+        return TopKLogits(empty, empty.to(torch.float16), torch.zeros(0), torch.zeros(0),
                        torch.zeros(0, dtype=torch.int64))
     ids, logits, tail, mass, choice = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
     # A difference below float16's range is a probability of 0 either way.
@@ -57,12 +57,12 @@ def compute_topk_logits(last_MH: Tensor, lm_head_VH: Tensor, fmt: StoreFormat) -
 
 
 def topk_probabilities(topk_logits: TopKLogits) -> Tensor:
-    """[M, K] float32: the probability of each kept token."""
+    """[M, K] float32: the probability of each stored token."""
     return topk_logits.logits.float().softmax(-1) * (1.0 - topk_logits.tail).unsqueeze(-1)
 
 
 def rebuild_distribution(topk_logits: TopKLogits, draft_vocab_size: int) -> Tensor:
-    """[M, D] float32: the distribution (see the module's essay). What training takes as the teacher's."""
+    """[M, D] float32: the rebuilt distribution (see the module's docstring), the training target."""
     num, top_k = topk_logits.ids.shape
     if draft_vocab_size > top_k:
         others = topk_logits.tail / (draft_vocab_size - top_k)
@@ -73,6 +73,6 @@ def rebuild_distribution(topk_logits: TopKLogits, draft_vocab_size: int) -> Tens
 
 
 def topk_rows(loss_mask_T: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """[T] int64: for packed rows, which topk_logits belongs to a position; -1 where nothing is taught."""
-    taught_T = torch.cat([supervised_positions(mask) for mask in loss_mask_T.split(lengths)])
-    return torch.where(taught_T, taught_T.cumsum(0) - 1, -1)
+    """[T] int64: for packed rows, the row of the top-k logits of each position; -1 at unsupervised positions."""
+    supervised_T = torch.cat([supervised_positions(mask) for mask in loss_mask_T.split(lengths)])
+    return torch.where(supervised_T, supervised_T.cumsum(0) - 1, -1)

@@ -1,7 +1,7 @@
 """Read a whole store and compare every block with its digest: `python -m eyrie_workers.features.verify STORE`.
 
-STORE is a directory or `s3://bucket/prefix`. What is damaged is named, with its rows, and noted beside the shard; run
-capture again and it makes those shards anew. Exit code 0 when all is as it was written, 74 when not.
+STORE is a directory or `s3://bucket/prefix`. Damaged shards are printed with their rows and get a damage note; the next
+run of capture writes them again. Exit code 0 for an intact store, 74 otherwise.
 """
 
 import argparse
@@ -23,12 +23,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EyrieError as error:
         return report_error(error)
     print(f"{store.num_rows} rows, {store.num_tokens} tokens, {store.size_bytes} bytes: "
-          + (f"{damaged} damaged shards" if damaged else "as they were written"))
+          + (f"{damaged} damaged shards" if damaged else "intact"))
     return ArtifactCorrupt.exit_code if damaged else 0
 
 
 def report(store: FeatureStore) -> int:
-    """Print what is damaged; how many shards."""
+    """Print damaged shards; returns their number."""
     count = 0
     for damage in store.damage():
         count += 1

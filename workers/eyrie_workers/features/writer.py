@@ -1,16 +1,15 @@
 """Writes a hidden-state store, one whole shard at a time.
 
-A shard is written under a hidden name, flushed and renamed; its end says what it holds. Nothing else is written until
-the store is finished: no list grows with every shard, no shard depends on another, and any order will do.
-A writer that opens a directory looks at the ends of the shards it finds:
+A shard is written under a hidden name, flushed and renamed; its record lists what it holds. No other file is written
+until the store is finished, and no shard depends on another, so shards may be written in any order. A writer that opens
+a directory reads the records of the shards in it:
 
-    whole, its size right, nobody complained    it is kept
-    cut, unreadable, or with a note beside it   it is written again, and nothing else
+    record valid, size right, no damage note    the shard is kept
+    cut, unreadable, or with a damage note      the shard is written again, and no other
 
-The note is `shard-00003.damaged`: a reader whose digest did not match left it there (`features.store`), so that
-capture, run again, repairs what was found without reading everything. One writer per directory: the stage program's
-lock sees to it. The caller owes the same rows in the same shards every time, which `capture` does by planning them from
-the rows' lengths.
+The note is `shard-00003.damaged`: a reader whose digest did not match wrote it (`features.store`), so that the next run
+of capture repairs the shard without reading the whole store. One writer per directory: the stage program's lock ensures
+it. The caller must write the same rows into the same shards every time; `capture` plans them from the rows' lengths.
 """
 
 import os
@@ -48,7 +47,7 @@ from eyrie_workers.features.shard_format import (
 
 
 def note_name(shard: str) -> str:
-    """Of the note that a shard is damaged."""
+    """File name of a shard's damage note."""
     return Path(shard).stem + DAMAGED_SUFFIX
 
 
@@ -65,7 +64,7 @@ def read_index(directory: Path) -> StoreIndex | None:
 
 
 def read_shard_end(path: Path) -> ShardEnd | None:
-    """What a shard's own end says it holds; None for a file that is not a whole shard of ours."""
+    """A shard's format and record, read from its end; None for a file that is not a complete shard."""
     size = path.stat().st_size
     with path.open("rb") as file:
         file.seek(max(0, size - TRAILER_BYTES))
@@ -85,7 +84,7 @@ def read_shard_end(path: Path) -> ShardEnd | None:
 
 
 def is_whole(directory: Path) -> bool:
-    """Whether a finished store is there as its index says and nobody has found damage. Reads the shards' ends alone."""
+    """Whether a finished store matches its index and has no damage notes. Reads only the ends of the shards."""
     index = read_index_or_none(directory)
     if index is None or any(directory.glob(f"shard-*{DAMAGED_SUFFIX}")):
         return False
@@ -95,7 +94,7 @@ def is_whole(directory: Path) -> bool:
 
 
 class FeatureWriter:
-    """Writes whole shards; opening an unfinished or damaged store finds what is missing."""
+    """Writes whole shards; on opening, finds the shards that are missing or damaged."""
 
     def __init__(self, directory: Path, fmt: StoreFormat) -> None:
         """Open or create the store in `directory`. Raises Conflict when it holds states of another format."""
@@ -104,12 +103,13 @@ class FeatureWriter:
         self.format = fmt
         self._shards: dict[int, ShardRecord] = {}
         self.damaged: dict[str, str] = {}
-        """Shards that are to be written again, and why."""
+        """Shards to be written again, with the reason."""
 
         for path in sorted(directory.glob(SHARD_PATTERN)):
-            self._look_at(path)
-        for aside in [*directory.glob(".shard-*.part"), *directory.glob(f".{INDEX}.*")]:
-            aside.unlink()
+            self._inspect(path)
+        # Temporary files of a killed run: never renamed, so no reader has seen them.
+        for part in [*directory.glob(".shard-*.part"), *directory.glob(f".{INDEX}.*")]:
+            part.unlink()
 
     @property
     def shards(self) -> dict[int, ShardRecord]:
@@ -123,11 +123,11 @@ class FeatureWriter:
 
     @property
     def size_bytes(self) -> int:
-        """Of all whole shards."""
+        """Bytes of all whole shards."""
         return sum((self._directory / shard.name).stat().st_size for shard in self._shards.values())
 
     def holds(self, number: int, row_ids: Sequence[str]) -> bool:
-        """Whether shard `number` is there. Raises Conflict when it holds other rows than these."""
+        """Whether shard `number` is complete. Raises Conflict when it holds other rows than these."""
         shard = self._shards.get(number)
         if shard is not None and shard.row_ids != tuple(row_ids):
             raise Conflict(f"{self._directory} holds hidden states of other rows",
@@ -140,29 +140,31 @@ class FeatureWriter:
             raise ValueError("a shard needs at least one row")
         number = max(self._shards, default=-1) + 1 if number is None else number
         path = self._directory / shard_name(number)
-        aside = path.with_name(f".{path.name}.part")
-        with aside.open("wb") as file:
+        # Crash safety: all bytes are on disk before the rename makes the shard visible, and the damage note of an old
+        # version goes last; a kill in between leaves a note on a good shard, which is then written once more.
+        part = path.with_name(f".{path.name}.part")
+        with part.open("wb") as file:
             record = _write_rows(file.write, path.name, rows, self.format)
             file.write(end_of_shard(ShardEnd(layout=self.format, record=record)))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, path)
+        os.replace(part, path)
         (self._directory / note_name(path.name)).unlink(missing_ok=True)
         self._shards[number] = record
         self.damaged.pop(path.name, None)
         return record
 
     def finish(self) -> list[Path]:
-        """Compose the index; every file of the store, for the manifest. Raises ValueError for a shard left out."""
+        """Write the index; returns every file of the store. Raises ValueError when a shard is missing."""
         if sorted(self._shards) != list(range(len(self._shards))) or not self._shards or self.damaged:
-            raise ValueError(f"the store in {self._directory} is not whole: it has shards {sorted(self._shards)}")
+            raise ValueError(f"the store in {self._directory} is not complete: it has shards {sorted(self._shards)}")
         shards = tuple(self._shards[number] for number in sorted(self._shards))
         index = StoreIndex(layout=self.format, shards=shards)
         if read_index_or_none(self._directory) != index:
             write_model(self._directory / INDEX, index)
         return [self._directory / INDEX, *(self._directory / shard.name for shard in shards)]
 
-    def _look_at(self, path: Path) -> None:
+    def _inspect(self, path: Path) -> None:
         note = path.with_name(note_name(path.name))
         end = read_shard_end(path)
         if end is None:
@@ -178,7 +180,7 @@ class FeatureWriter:
 
 
 def read_index_or_none(directory: Path) -> StoreIndex | None:
-    """The index, None also for one that cannot be read: for whoever is about to write it."""
+    """The index; None when it is missing or cannot be read."""
     try:
         return read_index(directory)
     except ArtifactCorrupt:
@@ -194,15 +196,15 @@ def _write_rows(write: Callable[[bytes], object], name: str, rows: Sequence[Feat
     masks = torch.cat([row.loss_mask.to(torch.uint8) for row in rows])
     tokens = (ids.numpy().tobytes() + masks.numpy().tobytes()).ljust(tokens_bytes(sum(lengths)), b"\0")
     write(tokens)
-    digests, taught = [short_digest(tokens)], []
+    digests, supervised = [short_digest(tokens)], []
     for row in rows:
-        for block in fmt.cut(row.token_ids.shape[0]):
+        for block in fmt.block_ranges(row.token_ids.shape[0]):
             tensors, num = encode_block(row, fmt, block)
             data = to_bytes(block_sections(fmt, len(block), num), tensors)
             write(data)
             digests.append(short_digest(data))
-            taught.append(num)
-    return ShardRecord(name=name, row_ids=tuple(row.row_id for row in rows), lengths=lengths, taught=tuple(taught),
+            supervised.append(num)
+    return ShardRecord(name=name, row_ids=tuple(row.row_id for row in rows), lengths=lengths, taught=tuple(supervised),
                        digests=tuple(digests))
 
 
