@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from eyrie_api.errors import Transient
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.sampling import SamplingSpec
-from eyrie_workers.regeneration.dispatch import FIRST_REST_S, LONGEST_REST_S, Route, Routes
+from eyrie_workers.regeneration.dispatch import FIRST_BACKOFF_S, MAX_BACKOFF_S, Route, Routes
 from eyrie_workers.regeneration.endpoint import Endpoint
 from eyrie_workers.regeneration.generation_client import (
     GeneratedAnswer,
@@ -48,8 +48,8 @@ def test_an_endpoint_that_fails_rests_longer_each_time_and_one_request_tries_it(
         routes.answered(well)
         routes.failed(sick, now)
         rests.append(sick.unavailable_until - now)
-    assert rests[:3] == [FIRST_REST_S, 2 * FIRST_REST_S, 4 * FIRST_REST_S]
-    assert rests[-1] == LONGEST_REST_S
+    assert rests[:3] == [FIRST_BACKOFF_S, 2 * FIRST_BACKOFF_S, 4 * FIRST_BACKOFF_S]
+    assert rests[-1] == MAX_BACKOFF_S
     assert routes.take(sick.unavailable_until) is sick
     routes.answered(sick)
     assert sick.failures == 0

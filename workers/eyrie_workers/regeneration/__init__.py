@@ -1,1 +1,2 @@
-"""The target answers anew: which prompts, by which engine, into which ledger. `stages.regenerate` is the program."""
+"""The target answers the training prompts again, in process or through an endpoint. The program is
+`stages.regenerate`."""

@@ -1,15 +1,15 @@
-"""Asks an OpenAI-compatible Batch API: all prompts in one file, all answers in another, half the price, within a day.
+"""Generation through an OpenAI-compatible Batch API: prompts in one file, answers in another, within a day.
 
 One batch at a time:
 
-    upload requests -> remember the file id -> create the batch -> remember its id -> poll -> download -> answers
+    upload requests -> save the file id -> create the batch -> save its id -> poll -> download -> answers
 
-What is remembered stands in `batch.json`, so that a program killed while the batch runs finds it again instead of
-paying twice; killed between creating and remembering, it finds it by the input file's id in the endpoint's list. The
-file goes when the last answer of the batch has been taken. Requests the service expired, or failed with trouble that
-may pass, are put into the next batch.
+The state is saved in `batch.json`, so that a program killed while the batch runs resumes it instead of paying twice; a
+program killed between creating and saving finds the batch in the endpoint's list by the id of its input file. The file
+is deleted when the last answer of the batch has been consumed. Requests that expired, or that failed with a retryable
+status, are sent in the next batch.
 
-The Batch API has no token ids: answers are tokenised again, and the rows say so.
+The Batch API returns no token ids: answers are tokenised again, and `ids_exact` of the rows is false.
 """
 
 import json
@@ -51,11 +51,11 @@ MAX_FILE_BYTES = 190 * 2**20
 
 _SLICE_S = 0.2
 _CHAT_PATH = "/v1/chat/completions"
-_ENDED_IN_PART = ("expired", "cancelled")
+_PARTIAL_STATUSES = ("expired", "cancelled")
 
 
 class PendingBatch(Frozen):
-    """`batch.json`: the batch under way."""
+    """`batch.json`: the batch in progress."""
 
     row_ids: tuple[str, ...]
     input_file_id: str
@@ -68,7 +68,7 @@ class BatchClient:
 
     endpoint: Endpoint
     tokenizer: AnswerTokenizer
-    memory: Path
+    state_file: Path
     """`batch.json`."""
 
     warn: Callable[[str, str], None]
@@ -83,46 +83,47 @@ class BatchClient:
                   "text, which may differ from the ids the target produced (rows say ids_exact: false)")
         with httpx.Client(headers=self.endpoint.headers, timeout=self.endpoint.timeout_s) as client:
             waiting = _Waiting(prompts)
-            fruitless = 0
+            empty_batches = 0
             while chunk := self._chunk(waiting):
                 outcomes = self._one_batch(client, chunk, pause)
                 yield from outcomes.values()
-                self.memory.unlink(missing_ok=True)
+                self.state_file.unlink(missing_ok=True)
                 waiting.put_back([prompt for prompt in chunk if prompt.row_id not in outcomes])
-                fruitless = 0 if outcomes else fruitless + 1
-                if fruitless > self.endpoint.max_retries:
-                    raise Transient(f"{self.endpoint.base_url}: {fruitless} batches in a row brought no answer",
-                                    "try another time; answered rows are kept", 3600.0)
+                empty_batches = 0 if outcomes else empty_batches + 1
+                if empty_batches > self.endpoint.max_retries:
+                    raise Transient(f"{self.endpoint.base_url}: {empty_batches} batches in a row returned no answer",
+                                    "retry later; answered rows are kept", 3600.0)
 
     def _chunk(self, waiting: "_Waiting") -> list[GenerationRequest]:
-        """The prompts of the next batch: what is left of the remembered one, if there is one under way."""
-        if (remembered := self._remembered()) is not None:
-            known = set(remembered.row_ids)
-            # Answered rows never come here again and the order is always the same: what is left of it comes first.
+        """The prompts of the next batch: the unanswered ones of the batch in progress, if there is one."""
+        if (pending := self._pending()) is not None:
+            known = set(pending.row_ids)
+            # Answered rows are not requested again and the order is deterministic: the batch's unanswered prompts are
+            # first.
             if chunk := waiting.take_while(lambda prompt: prompt.row_id in known):
                 return chunk
-            self.memory.unlink()
-        room = [self.max_requests, MAX_FILE_BYTES]
+            self.state_file.unlink()
+        left = [self.max_requests, MAX_FILE_BYTES]
 
         def fits(prompt: GenerationRequest) -> bool:
-            room[0] -= 1
-            room[1] -= len(self._line(prompt))
-            return min(room) >= 0
+            left[0] -= 1
+            left[1] -= len(self._line(prompt))
+            return min(left) >= 0
 
         return waiting.take_while(fits)
 
     def _one_batch(self, client: httpx.Client, chunk: Sequence[GenerationRequest],
                    pause: Callable[[], None]) -> dict[str, GenerationOutcome]:
-        remembered = self._remembered() or self._upload(client, chunk, pause)
-        if remembered.batch_id is None:
-            remembered = self._create(client, remembered, pause)
-        assert remembered.batch_id is not None
-        batch = self._await(client, remembered.batch_id, pause)
+        pending = self._pending() or self._upload(client, chunk, pause)
+        if pending.batch_id is None:
+            pending = self._create(client, pending, pause)
+        assert pending.batch_id is not None
+        batch = self._await(client, pending.batch_id, pause)
         return self._collect(client, batch, {prompt.row_id: prompt for prompt in chunk}, pause)
 
-    def _remembered(self) -> PendingBatch | None:
+    def _pending(self) -> PendingBatch | None:
         try:
-            return PendingBatch.model_validate_json(self.memory.read_bytes())
+            return PendingBatch.model_validate_json(self.state_file.read_bytes())
         except (FileNotFoundError, ValidationError):
             return None
 
@@ -136,31 +137,32 @@ class BatchClient:
         lines = b"".join(self._line(prompt) for prompt in chunk)
         file = self._call(client, "POST", "/files", pause, data={"purpose": "batch"},
                           files={"file": ("requests.jsonl", lines, "application/jsonl")}).json()
-        remembered = PendingBatch(row_ids=tuple(prompt.row_id for prompt in chunk), input_file_id=file["id"])
-        write_model(self.memory, remembered)
-        return remembered
+        pending = PendingBatch(row_ids=tuple(prompt.row_id for prompt in chunk), input_file_id=file["id"])
+        write_model(self.state_file, pending)
+        return pending
 
-    def _create(self, client: httpx.Client, remembered: PendingBatch,
+    def _create(self, client: httpx.Client, pending: PendingBatch,
                 pause: Callable[[], None]) -> PendingBatch:
+        # A kill between POST /batches and saving its id leaves a batch that only the endpoint's list knows.
         listed = self._call(client, "GET", "/batches?limit=100", pause).json().get("data", [])
-        batch = next((b for b in listed if b.get("input_file_id") == remembered.input_file_id), None)
+        batch = next((b for b in listed if b.get("input_file_id") == pending.input_file_id), None)
         if batch is None:
-            body = {"input_file_id": remembered.input_file_id, "endpoint": _CHAT_PATH, "completion_window": "24h"}
+            body = {"input_file_id": pending.input_file_id, "endpoint": _CHAT_PATH, "completion_window": "24h"}
             batch = self._call(client, "POST", "/batches", pause, json=body).json()
-        remembered = remembered.model_copy(update={"batch_id": batch["id"]})
-        write_model(self.memory, remembered)
-        return remembered
+        pending = pending.model_copy(update={"batch_id": batch["id"]})
+        write_model(self.state_file, pending)
+        return pending
 
     def _await(self, client: httpx.Client, batch_id: str, pause: Callable[[], None]) -> dict[str, Any]:
         while True:
             batch: dict[str, Any] = self._call(client, "GET", f"/batches/{batch_id}", pause).json()
-            if batch["status"] == "completed" or batch["status"] in _ENDED_IN_PART:
+            if batch["status"] == "completed" or batch["status"] in _PARTIAL_STATUSES:
                 return batch
             if batch["status"] == "failed":
-                self.memory.unlink(missing_ok=True)
+                self.state_file.unlink(missing_ok=True)
                 reasons = [e.get("message", "") for e in (batch.get("errors") or {}).get("data", [])]
                 raise Permanent(f"batch {batch_id} failed: {'; '.join(reasons) or 'no reason given'}",
-                                "hint what the endpoint names, then retry; answered rows are kept")
+                                "fix what the endpoint reports, then retry; answered rows are kept")
             _sleep(self.poll_s, pause)
 
     def _collect(self, client: httpx.Client, batch: dict[str, Any], prompts: dict[str, GenerationRequest],
@@ -178,7 +180,7 @@ class BatchClient:
         return outcomes
 
     def _outcome(self, prompt: GenerationRequest, row: dict[str, Any]) -> GenerationOutcome | None:
-        """None for a request the service did not get to, or that may succeed in another batch."""
+        """None for a request that expired, or that may succeed in another batch."""
         response, error = row.get("response") or {}, row.get("error") or {}
         status = response.get("status_code")
         if status == 200:
@@ -200,22 +202,22 @@ class BatchClient:
             try:
                 response = client.request(method, url, **arguments)
             except httpx.TransportError as error:
-                trouble, retry_after = f"{type(error).__name__} {error}".strip(), None
+                error_text, retry_after = f"{type(error).__name__} {error}".strip(), None
             else:
                 if response.is_success:
                     return response
                 if not is_retryable(response.status_code):
                     raise fatal(response.status_code, response.text, url)
-                trouble, retry_after = f"status {response.status_code}", response.headers.get("Retry-After")
+                error_text, retry_after = f"status {response.status_code}", response.headers.get("Retry-After")
             if attempt >= self.endpoint.max_retries:
-                raise Transient(f"{url} failed {attempt + 1} times: {trouble}",
-                                "see that the endpoint is up, then retry: the batch is remembered", 60.0)
+                raise Transient(f"{url} failed {attempt + 1} times: {error_text}",
+                                "check that the endpoint is up, then retry: the batch is saved", 60.0)
             _sleep(retry_delay_s(attempt, retry_after, self.first_delay_s, random.random()), pause)
             attempt += 1
 
 
 class _Waiting:
-    """The prompts not yet asked: those put back, then the rest of the stream."""
+    """Prompts not yet sent: those put back, then the rest of the iterator."""
 
     def __init__(self, prompts: Iterator[GenerationRequest]) -> None:
         self._front: deque[GenerationRequest] = deque()
@@ -235,7 +237,7 @@ class _Waiting:
 
 
 def _sleep(seconds: float, pause: Callable[[], None]) -> None:
-    """Sleep in slices, so that a request to stop is heard."""
+    """Sleep in slices, so that a stop request takes effect within one slice."""
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
         pause()

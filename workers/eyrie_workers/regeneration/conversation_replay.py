@@ -1,15 +1,15 @@
-"""A conversation replayed on policy: which messages an answer is followed by, until there is nothing left to answer.
+"""On-policy replay of a conversation: the messages that follow each new answer, until no turn is left.
 
-With `turns: last` there is one question, the conversation up to its last assistant turn. With `turns: all` every
-assistant turn is answered anew, in the context of the answers before it, and each is a row of its own: its prompt is
-what a server would see at that turn, rendered by the chat template from messages. So a template that leaves earlier
-reasoning out, or spells earlier calls otherwise than the target wrote them, does here what it does in serving; and what
-is supervised is the answer's tokens by their offset, whatever the template does to the turns before.
+With `turns: last` there is one prompt, the conversation up to its last assistant turn. With `turns: all` every
+assistant turn is answered again, in the context of the new answers before it, and each is a row of its own: its prompt
+is what a server would receive at that turn, rendered by the chat template from messages. A template that drops earlier
+reasoning, or serialises earlier calls otherwise than the target wrote them, therefore acts as it does in serving;
+supervision covers the answer's tokens by their offset, whatever the template does to earlier turns.
 
-What the user said is kept. What a tool said is spliced in where the new answer calls the tools that the data has
-results for: each new call takes the result of the old call of that name, one with equal arguments first. An answer that
-calls no tool where the old one did goes on at the next user turn. The conversation ends early, with a reason that is
-counted, where the new answer calls what the data has no result for, was cut, or was refused.
+User messages are kept. Tool results are spliced in where the new answer calls tools for which the data has results:
+each new call takes the result of the old call of that name, one with equal arguments first. After an answer that calls
+no tool where the old one did, the replay continues at the next user turn. The conversation ends early, with a reason
+that is counted, where the new answer calls a tool without a result, was truncated, or failed.
 
 Pure: messages in, messages out.
 """
@@ -37,14 +37,14 @@ def num_turns(messages: Sequence[Message], turns: str) -> int:
 
 
 def first_turn(messages: Sequence[Message], turns: str) -> list[Message]:
-    """The first question."""
+    """Messages of the first prompt."""
     if turns == "last":
         return list(messages)
     return list(messages[:_next_assistant(messages, 0)])
 
 
 def turn_id(row_id: str, turn: int, turns: str) -> str:
-    """The id of one turn's row; that of the conversation where only one turn is asked."""
+    """The id of one turn's row; with `turns: last` the id of the conversation."""
     if turns == "last":
         return row_id
     return hashlib.sha256(f"{row_id}:{turn}".encode()).hexdigest()[:32]
@@ -53,7 +53,7 @@ def turn_id(row_id: str, turn: int, turns: str) -> str:
 def answer_message(text: str, reasoning: str, tool_calls: Sequence[Mapping[str, Any]], has_tools: bool) -> Message:
     """An answer as the message a client puts into the next request.
 
-    Calls that the engine has not read out of the text are read out here, where tools were on offer.
+    Tool calls that the engine has not parsed are parsed here, if the conversation defines tools.
     """
     message: Message = {"role": "assistant", "content": text}
     if tool_calls:
@@ -63,30 +63,31 @@ def answer_message(text: str, reasoning: str, tool_calls: Sequence[Mapping[str, 
     return message | ({"reasoning_content": reasoning} if reasoning else {})
 
 
-def next_turn(original: Sequence[Message], said: Sequence[Message], place: int,
+def next_turn(original: Sequence[Message], prompt: Sequence[Message], index: int,
               answer: Message) -> tuple[list[Message], int] | Ended | None:
-    """What is asked after an answer, and the place in `original` of the assistant turn it stands for.
+    """The prompt after an answer, and the index in `original` of the assistant turn that it precedes.
 
-    original  the conversation as the data has it, without its last assistant turn
-    said      the question that was answered
-    place     of the assistant turn in `original` that `answer` replaces
-    None where the conversation is over; Ended where it should go on and cannot.
+    original  the conversation in the data, without its last assistant turn
+    prompt    the messages that were answered
+    index     of the assistant turn in `original` that `answer` replaces
+    returns   None at the end of the conversation; Ended where it cannot continue.
     """
-    if place >= len(original):
+    if index >= len(original):
         return None
-    inputs_end = _next_assistant(original, place + 1)
-    inputs = original[place + 1:inputs_end]
+    inputs_end = _next_assistant(original, index + 1)
+    inputs = original[index + 1:inputs_end]
     if answer.get("tool_calls"):
-        results = _spliced(original[place].get("tool_calls") or (), inputs, answer["tool_calls"])
+        results = _spliced(original[index].get("tool_calls") or (), inputs, answer["tool_calls"])
         if results is None:
             return Ended("the answer calls tools that the data has no results for")
-        return [*said, answer, *results], inputs_end
-    while inputs and inputs[0]["role"] == "tool":  # the answer called none: on to the next user turn
-        inputs_end = _next_assistant(original, place + 1)
-        place, inputs = inputs_end, original[inputs_end + 1:_next_assistant(original, inputs_end + 1)]
+        return [*prompt, answer, *results], inputs_end
+    # The answer called no tool: skip the old results and the answers to them, up to the next user turn.
+    while inputs and inputs[0]["role"] == "tool":
+        inputs_end = _next_assistant(original, index + 1)
+        index, inputs = inputs_end, original[inputs_end + 1:_next_assistant(original, inputs_end + 1)]
     if not inputs:
         return None
-    return [*said, answer, *inputs], _next_assistant(original, place + 1)
+    return [*prompt, answer, *inputs], _next_assistant(original, index + 1)
 
 
 def _next_assistant(messages: Sequence[Message], start: int) -> int:
@@ -96,16 +97,16 @@ def _next_assistant(messages: Sequence[Message], start: int) -> int:
 
 def _spliced(old_calls: Sequence[Message], results: Sequence[Message],
              new_calls: Sequence[Message]) -> list[Message] | None:
-    """A result for each new call, under its id; None where one has none."""
+    """A result for each new call, under its id; None when a call has no result."""
     by_id = {result.get("tool_call_id"): result for result in results}
     left = [(call["function"], by_id[call["id"]]) for call in old_calls if call["id"] in by_id]
     spliced = []
     for call in new_calls:
         called = call["function"]
-        alike = [pair for pair in left if pair[0]["name"] == called["name"]]
-        if not alike:
+        same_name = [pair for pair in left if pair[0]["name"] == called["name"]]
+        if not same_name:
             return None
-        pair = next((pair for pair in alike if _arguments(pair[0]) == _arguments(called)), alike[0])
+        pair = next((pair for pair in same_name if _arguments(pair[0]) == _arguments(called)), same_name[0])
         left.remove(pair)
         spliced.append(pair[1] | {"tool_call_id": call["id"]})
     return spliced

@@ -1,14 +1,14 @@
-"""The OpenAI dialect as regeneration speaks it: requests, answers, and what each failure means. No network here.
+"""The OpenAI API as regeneration uses it: request bodies, responses, and the meaning of each failure. No network here.
 
-Token ids are asked for (`return_token_ids`, understood by vLLM and by Eyrie's own server, then SGLang's
-`return_output_ids_in_sglext`) and taken as they come. Servers that cannot return them answer in text, which is
-tokenised again by the target's own tokenizer; the row says so, and says when the ids are certainly others than the
-target's: text that does not come back from them, or another number of tokens than the server counted. A server that
-refuses an unknown field is asked again without it.
+Token ids are requested (`return_token_ids`, supported by vLLM and by Eyrie's own server, then SGLang's
+`return_output_ids_in_sglext`) and used as returned. Servers that cannot return them answer in text, which is tokenised
+again by the target's own tokenizer; the row records this, and records when the ids certainly differ from the target's:
+when they decode to another text, or their number differs from the server's count. A server that rejects an unknown
+field gets the request again without it.
 
-Failures are three kinds, told by status: trouble that may pass (429, 5xx, timeouts, refused connections) is retried;
-a prompt that is declined (400, 413, 422: too long, filtered) becomes a GenerationFailure; anything else
-(401, 403, 404 ...) means that every request would fail, and ends the stage.
+Failures are of three kinds, by status: retryable ones (429, 5xx, timeouts, refused connections) are retried; a prompt
+that is declined (400, 413, 422: too long, filtered) becomes a GenerationFailure; any other status (401, 403, 404 ...)
+would meet every request and ends the stage.
 """
 
 import os
@@ -29,16 +29,16 @@ from eyrie_workers.regeneration.generation_client import (
 
 _MAX_QUOTED = 300
 _DECLINED = (400, 413, 422)
-_MAY_PASS = (408, 409, 425, 429)
+_RETRYABLE = (408, 409, 425, 429)
 
 
 class AnswerTokenizer(Protocol):
-    """Turns an answer given as text back into ids, where the endpoint returned no ids."""
+    """Tokenises an answer again, where the endpoint returned text only."""
 
     def answer_ids(self, prompt: GenerationRequest, message: Mapping[str, Any], *, ended: bool) -> list[int]:
         """Ids of an assistant message after this prompt, with the end-of-turn id when it `ended`.
 
-        Raises ValueError when the message cannot be put into ids.
+        Raises ValueError when the message cannot be tokenised.
         """
 
     def text(self, ids: Sequence[int]) -> str:
@@ -51,10 +51,10 @@ class AnswerTokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where to ask, and how."""
+    """Addresses and request settings of the endpoints of a job."""
 
     base_urls: tuple[str, ...]
-    """The same model behind each of them."""
+    """Each serves the same model."""
 
     model: str
     params: GenerationParams
@@ -68,7 +68,7 @@ class Endpoint:
 
     @property
     def base_url(self) -> str:
-        """The first, for engines that ask one alone."""
+        """The first address, for clients that use only one."""
         return self.base_urls[0]
 
     @property
@@ -78,14 +78,14 @@ class Endpoint:
 
 
 def endpoint_of(spec: RegenerateSpec, target: TargetSpec, context: int | None = None) -> Endpoint:
-    """The endpoint a spec names. Raises InvalidInput when the variable that should hold the key is not set."""
+    """The endpoint of a spec. Raises InvalidInput when the environment variable of its key is not set."""
     key = None
     if spec.api_key_env is not None:
         key = os.environ.get(spec.api_key_env)
         if not key:
             raise InvalidInput(f"regenerate.api_key_env names {spec.api_key_env}, which is not set",
                                f"export {spec.api_key_env}=<key> where the stage runs, or remove the field")
-    assert spec.base_urls  # the contract demands it for these engines
+    assert spec.base_urls  # required by the contract for these engines
     return Endpoint(base_urls=spec.base_urls, model=spec.served_model or target.model, api_key=key,
                     params=GenerationParams(spec.sampling, spec.max_new_tokens), timeout_s=spec.timeout_s,
                     max_retries=spec.max_retries, deadline_s=spec.deadline_s, concurrency=spec.concurrency,
@@ -95,14 +95,14 @@ def endpoint_of(spec: RegenerateSpec, target: TargetSpec, context: int | None = 
 def request_body(endpoint: Endpoint, prompt: GenerationRequest, *, ids_field: str | None) -> dict[str, Any]:
     """Body of one chat completion request.
 
-    ids_field   what asks this server for token ids; None does not ask
+    ids_field   field that requests token ids; None for none
     """
     sampling = endpoint.params.sampling
-    most = endpoint.params.max_new_tokens
+    max_tokens = endpoint.params.max_new_tokens
     if endpoint.context is not None:
-        most = max(1, min(most, endpoint.context - len(prompt.prompt_ids)))
+        max_tokens = max(1, min(max_tokens, endpoint.context - len(prompt.prompt_ids)))
     body: dict[str, Any] = {
-        "model": endpoint.model, "messages": prompt.messages, "max_tokens": most,
+        "model": endpoint.model, "messages": prompt.messages, "max_tokens": max_tokens,
         "temperature": sampling.temperature, "top_p": sampling.top_p, "seed": prompt.seed,
     }
     if prompt.tools:
@@ -115,14 +115,14 @@ def request_body(endpoint: Endpoint, prompt: GenerationRequest, *, ids_field: st
 
 
 def parse_completion(prompt: GenerationRequest, payload: object, tokenizer: AnswerTokenizer) -> GenerationOutcome:
-    """What a chat completion says. A reply we cannot use is a GenerationFailure, never a guess."""
+    """The answer in a chat completion; a GenerationFailure for a response that cannot be used."""
     try:
         assert isinstance(payload, Mapping)
         choice = payload["choices"][0]
         message, finish = choice["message"], choice["finish_reason"]
         assert isinstance(message, Mapping)
     except (AssertionError, KeyError, IndexError, TypeError):
-        return GenerationFailure(prompt.row_id, "the endpoint's reply is not a chat completion")
+        return GenerationFailure(prompt.row_id, "the endpoint's response is not a chat completion")
     if finish not in ("stop", "length", "tool_calls", "function_call"):
         return GenerationFailure(prompt.row_id, f"the endpoint ended the answer for the reason {finish!r}",
                        "filtered" if finish == "content_filter" else "failed")
@@ -136,7 +136,7 @@ def parse_completion(prompt: GenerationRequest, payload: object, tokenizer: Answ
             return GenerationFailure(prompt.row_id, str(error))
         differ = _differs(ids, message, payload, tokenizer)
     elif ended and (not ids or ids[-1] not in tokenizer.eos_ids):
-        ids = [*ids, tokenizer.eos_ids[0]]  # some servers leave the end-of-sequence token out
+        ids = [*ids, tokenizer.eos_ids[0]]  # some servers omit the end-of-sequence token
     if not ids or (ended and len(ids) == 1):
         return GenerationFailure(prompt.row_id, "the endpoint's answer is empty", "empty")
     reasoning = message.get("reasoning_content") or message.get("reasoning")
@@ -148,34 +148,34 @@ def parse_completion(prompt: GenerationRequest, payload: object, tokenizer: Answ
 
 
 def refuses_ids_field(status: int, text: str, ids_field: str | None) -> bool:
-    """Whether this refusal is about the field that asks for token ids, not about the prompt."""
+    """Whether an error response is about the field that requests token ids, not about the prompt."""
     return ids_field is not None and status in (400, 422) and ids_field in text
 
 
 def is_retryable(status: int) -> bool:
     """Whether the same request may succeed later."""
-    return status in _MAY_PASS or status >= 500
+    return status in _RETRYABLE or status >= 500
 
 
 def declined(prompt: GenerationRequest, status: int, text: str, url: str) -> GenerationFailure:
-    """The GenerationFailure a final status means. Raises Permanent when it would meet every request alike."""
+    """The GenerationFailure of a status that is not retried. Raises Permanent when it would meet every request."""
     if status in _DECLINED:
         return GenerationFailure(prompt.row_id, f"the endpoint answered {status}: {_quoted(text)}", "declined")
     raise fatal(status, text, url)
 
 
 def fatal(status: int, text: str, url: str) -> Permanent:
-    """The error for a status that would meet every request alike."""
+    """The error for a status that would meet every request."""
     hints = {401: "check regenerate.api_key_env", 403: "check the key's rights",
              404: "check regenerate.base_url (it ends in /v1) and regenerate.served_model"}
     return Permanent(f"{url} answered {status}: {_quoted(text)}", hints.get(status, "check the endpoint"))
 
 
 def retry_delay_s(attempt: int, retry_after: str | None, first_delay_s: float, draw: float) -> float:
-    """Seconds to wait before attempt `attempt` + 1, counted from 0: doubling, at most a minute, half of it by chance.
+    """Seconds to wait before attempt `attempt` + 1, counted from 0: doubling, at most 60, of which half is random.
 
-    retry_after   the server's own wish, when it gave one in seconds: it is obeyed, up to five minutes.
-    draw          0 <= draw < 1, by chance, so that clients refused together do not return together.
+    retry_after   the server's Retry-After in seconds; used up to five minutes.
+    draw          random, 0 <= draw < 1, so that clients refused together do not return together.
     """
     if retry_after is not None and retry_after.strip().isdigit():
         return min(float(retry_after), 300.0)
@@ -189,9 +189,9 @@ def _sglang_ids(payload: Mapping[str, Any]) -> list[int] | None:
 
 def _differs(ids: Sequence[int], message: Mapping[str, Any], payload: Mapping[str, Any],
              tokenizer: AnswerTokenizer) -> bool:
-    """Whether re-tokenised ids cannot be the ones the target produced."""
+    """Whether re-tokenised ids certainly differ from those that the target generated."""
     counted = (payload.get("usage") or {}).get("completion_tokens")
-    if isinstance(counted, int) and counted not in (len(ids), len(ids) - 1):  # some count the end of the turn
+    if isinstance(counted, int) and counted not in (len(ids), len(ids) - 1):  # some servers count the end-of-turn token
         return True
     plain = not message.get("tool_calls") and not message.get("reasoning_content") and not message.get("reasoning")
     return plain and tokenizer.text(ids) != (message.get("content") or "")

@@ -16,7 +16,7 @@ from eyrie_api.v1alpha1.sampling import SamplingSpec
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One conversation that waits for its last assistant turn."""
+    """One conversation to be continued with an assistant turn."""
 
     row_id: str
     messages: list[dict[str, Any]]
@@ -24,7 +24,7 @@ class GenerationRequest:
     prompt_ids: list[int]
     seed: int
     place: int = 0
-    """Its number in the selection, which does not change when others have been answered."""
+    """Index in the selection, independent of which rows have been answered."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,20 @@ class GeneratedAnswer:
 
     row_id: str
     prompt_ids: list[int]
-    """As the target saw them: an endpoint that renders templates itself may differ from ours."""
+    """As the endpoint reports them: its rendering of the template may differ from ours."""
 
     answer_ids: list[int]
     finish_reason: Literal["stop", "length"]
     text: str
     ids_exact: bool
     ids_differ: bool = False
-    """Known not to be the ids the target produced: another number of them, or another text."""
+    """Whether the ids certainly differ from the target's: another number of them, or another text."""
 
     reasoning: str = ""
-    """What the endpoint gave apart from the text."""
+    """Reasoning that the endpoint returned in a field of its own."""
 
     tool_calls: tuple[dict[str, Any], ...] = ()
-    """As the endpoint read them out of the answer."""
+    """Tool calls as the endpoint parsed them."""
 
 
 FailureKind = Literal["declined", "filtered", "failed", "empty"]
@@ -54,7 +54,7 @@ FailureKind = Literal["declined", "filtered", "failed", "empty"]
 
 @dataclass(frozen=True)
 class GenerationFailure:
-    """A prompt the engine will not answer, however often it is asked."""
+    """A prompt that cannot be answered; retrying does not help."""
 
     row_id: str
     reason: str
@@ -66,19 +66,19 @@ GenerationOutcome = GeneratedAnswer | GenerationFailure
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """How every prompt of a job is asked."""
+    """Generation parameters of all prompts of a job."""
 
     sampling: SamplingSpec
     max_new_tokens: int
 
 
 class GenerationClient(Protocol):
-    """Anything that answers prompts."""
+    """Generates answers to prompts."""
 
     def answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
         """Outcomes in the order they finish, each prompt exactly once.
 
-        pause   called often; it raises when the program was asked to stop, and the engine drops what is in flight.
+        pause   called often; it raises when the program has to stop, and the client cancels requests in flight.
         """
 
 

@@ -1,12 +1,11 @@
-"""Asks OpenAI-compatible endpoints, one request per row, many at once, each where the least are in flight.
+"""Generation through OpenAI-compatible endpoints: one request per row, many in flight, balanced over the endpoints.
 
-An event loop lives inside the generator: as many requests as `concurrency` are in flight, a finished one makes room
-for the next, and whoever consumes the answers decides the pace. Closing the generator, or a request to stop, cancels
-what is in flight; those rows are asked again next time, with the same seed.
+An event loop runs inside the generator: up to `concurrency` requests are in flight, each finished one is replaced by
+the next, and the consumer of the answers sets the pace. Closing the generator, or a stop request, cancels the requests
+in flight; those rows are requested again by the next run, with the same seed.
 
-Requests use `load.http_client`: with a general HTTP library its CPU time delayed the next requests after a burst of
-answers, which end together on a server that batches (docs/results/regeneration.md). The proxy that the
-environment names is used (`load.proxy`).
+Requests are sent with `load.http1`: when a server that batches finishes many answers at once, the processor time of a
+general HTTP library delayed the next requests (workers/README.md). A proxy from the environment is used (`load.proxy`).
 """
 
 import asyncio
@@ -40,8 +39,8 @@ from eyrie_workers.regeneration.generation_client import (
 )
 
 _TOO_MANY = "status 429"
-_LISTEN_S = 0.2
-"""How long a request to stop may go unheard."""
+_POLL_S = 0.2
+"""Longest time until a stop request takes effect."""
 
 
 @dataclass
@@ -64,39 +63,40 @@ class OnlineClient:
     def answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
         """See `GenerationClient`. Raises Transient after the last retry, Permanent when every request would fail."""
         with asyncio.Runner() as runner:
-            lines = _Lines(self.endpoint)
+            connections = _Connections(self.endpoint)
             in_flight: set[asyncio.Task[GenerationOutcome]] = set()
             try:
                 while True:
                     while len(in_flight) < self.endpoint.concurrency and (prompt := next(prompts, None)) is not None:
-                        in_flight.add(runner.get_loop().create_task(self._ask(lines, prompt)))
+                        in_flight.add(runner.get_loop().create_task(self._ask(connections, prompt)))
                     if not in_flight:
                         return
                     pause()
-                    done, in_flight = runner.run(_first_done(in_flight))
+                    done, in_flight = runner.run(_wait_for_first(in_flight))
                     failures = [error for task in done if (error := task.exception()) is not None]
-                    # Answers first: what has arrived is kept even when another request ends the stage.
+                    # Yield answers before raising: answers that arrived are kept even when another request ends the
+                    # stage.
                     for task in done:
                         if task.exception() is None:
-                            yield self._told(task.result())
+                            yield self._warn_once(task.result())
                     if failures:
                         raise failures[0]
             finally:
-                runner.run(_abandon(in_flight, lines))
+                runner.run(_cancel_all(in_flight, connections))
 
-    async def _ask(self, lines: "_Lines", prompt: GenerationRequest) -> GenerationOutcome:
+    async def _ask(self, connections: "_Connections", prompt: GenerationRequest) -> GenerationOutcome:
         answered_before = self._answered
         try:
             async with asyncio.timeout(self.endpoint.deadline_s):
-                return await self._ask_until_answered(lines, prompt, answered_before)
+                return await self._ask_until_answered(connections, prompt, answered_before)
         except TimeoutError:
-            trouble = f"no answer within regenerate.deadline_s = {self.endpoint.deadline_s:g}"
+            error_text = f"no answer within regenerate.deadline_s = {self.endpoint.deadline_s:g}"
             if self._answered > answered_before:
-                return GenerationFailure(prompt.row_id, f"{trouble}, while others were answered")
-            raise Transient(f"{', '.join(self.endpoint.base_urls)}: {trouble}",
-                            "see that the endpoint is up, then retry: answered rows are kept", 60.0) from None
+                return GenerationFailure(prompt.row_id, f"{error_text}, while others were answered")
+            raise Transient(f"{', '.join(self.endpoint.base_urls)}: {error_text}",
+                            "check that the endpoint is up, then retry: answered rows are kept", 60.0) from None
 
-    async def _ask_until_answered(self, lines: "_Lines", prompt: GenerationRequest,
+    async def _ask_until_answered(self, connections: "_Connections", prompt: GenerationRequest,
                                   answered_before: int) -> GenerationOutcome:
         routes, attempt = self._routes, 0
         while True:
@@ -104,9 +104,9 @@ class OnlineClient:
             url, ids_field = f"{route.url}/chat/completions", route.ids_field
             retry_after: str | None = None
             try:
-                reply = await lines.ask(route.url, request_body(self.endpoint, prompt, ids_field=ids_field))
+                reply = await connections.ask(route.url, request_body(self.endpoint, prompt, ids_field=ids_field))
             except RequestFailed as error:
-                trouble = f"{error.reason}: {error}"
+                error_text = f"{error.reason}: {error}"
             except BaseException:
                 routes.dropped(route)
                 raise
@@ -115,22 +115,22 @@ class OnlineClient:
                     routes.answered(route)
                     if reply.status == 200:
                         return self._read(route, ids_field, prompt, _json(reply))
-                    said = reply.body.decode(errors="replace")
-                    if refuses_ids_field(reply.status, said, ids_field):
-                        route.reject_ids_field(ids_field)  # for every request from now on
+                    text = reply.body.decode(errors="replace")
+                    if refuses_ids_field(reply.status, text, ids_field):
+                        route.reject_ids_field(ids_field)  # applies to every later request
                         continue
-                    return declined(prompt, reply.status, said, url)
-                trouble, retry_after = f"status {reply.status}", reply.headers.get("retry-after")
-            # A jitter, not a secret.
+                    return declined(prompt, reply.status, text, url)
+                error_text, retry_after = f"status {reply.status}", reply.headers.get("retry-after")
+            # Jitter: `random` suffices.
             delay_s = retry_delay_s(attempt, retry_after, self.first_delay_s, random.random())
             routes.failed(route, time.monotonic(), delay_s if retry_after else 0.0)
             if attempt >= self.endpoint.max_retries:
-                if self._answered > answered_before and trouble != _TOO_MANY:
-                    # Others were answered meanwhile: it is this prompt, and it must not stop the job for ever.
-                    reason = f"failed {attempt + 1} times while others were answered: {trouble}"
+                if self._answered > answered_before and error_text != _TOO_MANY:
+                    # Other prompts were answered meanwhile, so the fault is this prompt's: it must not end the stage.
+                    reason = f"failed {attempt + 1} times while others were answered: {error_text}"
                     return GenerationFailure(prompt.row_id, reason)
-                raise Transient(f"{url} failed {attempt + 1} times for one request: {trouble}",
-                                "see that the endpoint is up, then retry: answered rows are kept", 60.0)
+                raise Transient(f"{url} failed {attempt + 1} times for one request: {error_text}",
+                                "check that the endpoint is up, then retry: answered rows are kept", 60.0)
             if not routes.has_available(time.monotonic()):
                 await asyncio.sleep(delay_s)
             attempt += 1
@@ -140,10 +140,10 @@ class OnlineClient:
         self._answered += 1
         outcome = parse_completion(prompt, payload, self.tokenizer)
         if isinstance(outcome, GeneratedAnswer) and not outcome.ids_exact:
-            route.reject_ids_field(ids_field)  # it took the field and said nothing
+            route.reject_ids_field(ids_field)  # the server accepted the field and returned no ids
         return outcome
 
-    def _told(self, outcome: GenerationOutcome) -> GenerationOutcome:
+    def _warn_once(self, outcome: GenerationOutcome) -> GenerationOutcome:
         if isinstance(outcome, GeneratedAnswer) and not outcome.ids_exact and not self._warned:
             self._warned = True
             self.warn("TokenIdsNotReturned", "the endpoint returns no token ids: answers are tokenised again from "
@@ -151,8 +151,8 @@ class OnlineClient:
         return outcome
 
 
-class _Lines:
-    """The connections to every endpoint, kept alive between requests."""
+class _Connections:
+    """Connections to every endpoint, kept alive between requests."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._timeout_s = endpoint.timeout_s
@@ -172,16 +172,16 @@ class _Lines:
             pool.close()
 
 
-async def _first_done(tasks: set[asyncio.Task[GenerationOutcome]]) -> tuple[
+async def _wait_for_first(tasks: set[asyncio.Task[GenerationOutcome]]) -> tuple[
         set[asyncio.Task[GenerationOutcome]], set[asyncio.Task[GenerationOutcome]]]:
-    return await asyncio.wait(tasks, timeout=_LISTEN_S, return_when=asyncio.FIRST_COMPLETED)
+    return await asyncio.wait(tasks, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _abandon(tasks: set[asyncio.Task[GenerationOutcome]], lines: _Lines) -> None:
+async def _cancel_all(tasks: set[asyncio.Task[GenerationOutcome]], connections: _Connections) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    lines.close()
+    connections.close()
 
 
 def _json(reply: HttpResponse) -> object:

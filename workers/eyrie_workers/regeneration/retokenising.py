@@ -1,10 +1,9 @@
-"""From the text of an answer back to token ids, where an endpoint returned no ids.
+"""Token ids of an answer from its text, for endpoints that return no ids.
 
-The second best: a target may write a text with other tokens than its tokenizer would choose, and a drafter that learns
-the tokenizer's choice is wrong wherever they differ. Plain text is encoded as it stands, after which comes the id that
-ends a turn. Tool calls and reasoning arrive taken apart into fields; the chat template puts them together again, as it
-would in the next turn of the conversation. What the template does not spell out after the very prompt that was asked is
-declined rather than guessed.
+Inexact: a target may generate a text with other tokens than its tokenizer would choose, and a drafter trained on the
+tokenizer's choice is wrong wherever they differ. Plain text is encoded as it is, followed by the id that ends a turn.
+Tool calls and reasoning arrive parsed into fields; the chat template serialises them, as it would in the next turn of
+the conversation. An answer that the template does not render as a continuation of its prompt is declined.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +19,8 @@ class AnswerRetokenizer:
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._first = tokenizer.encode("")
-        """What the tokenizer puts before every text by itself (a BOS); an answer amid a conversation has none."""
+        self._prefix = tokenizer.encode("")
+        """Tokens that the tokenizer puts before every text (BOS); an answer within a conversation has none."""
         self._eos_ids = _turn_end_first(tokenizer)
 
     @property
@@ -34,16 +33,16 @@ class AnswerRetokenizer:
         return self._tokenizer.decode(ids)
 
     def answer_ids(self, prompt: GenerationRequest, message: Mapping[str, Any], *, ended: bool) -> list[int]:
-        """See `AnswerTokenizer`. Raises ValueError when the message cannot be put into ids."""
+        """See `AnswerTokenizer`. Raises ValueError when the message cannot be tokenised."""
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         if message.get("tool_calls") or reasoning:
-            ids = self._encode(self._spelled_out(prompt, message, reasoning))
+            ids = self._encode(self._rendered(prompt, message, reasoning))
         else:
             ids = self._encode(message.get("content") or "")
         end = next((place for place, token in enumerate(ids) if token in self._eos_ids), len(ids))
         return [*ids[:end], *self._eos_ids[:1]] if ended else ids[:end]
 
-    def _spelled_out(self, prompt: GenerationRequest, message: Mapping[str, Any], reasoning: object) -> str:
+    def _rendered(self, prompt: GenerationRequest, message: Mapping[str, Any], reasoning: object) -> str:
         answer = {"role": "assistant", "content": message.get("content")}
         answer |= {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
         answer |= {"reasoning_content": reasoning} if reasoning else {}
@@ -54,17 +53,17 @@ class AnswerRetokenizer:
         except InvalidInput as error:
             raise ValueError(error.message) from error
         if not whole.startswith(before):
-            raise ValueError("the endpoint returned no token ids, and the chat template does not spell this answer out "
-                             "after its prompt: use an endpoint that honours return_token_ids")
+            raise ValueError("the endpoint returned no token ids, and the chat template does not render this answer "
+                             "as a continuation of its prompt: use an endpoint that honours return_token_ids")
         return whole[len(before):]
 
     def _encode(self, text: str) -> list[int]:
         ids = self._tokenizer.encode(text)
-        return ids[len(self._first):] if ids[: len(self._first)] == self._first else ids
+        return ids[len(self._prefix):] if ids[: len(self._prefix)] == self._prefix else ids
 
 
 def _turn_end_first(tokenizer: ChatTokenizer) -> tuple[int, ...]:
-    """The eos ids, beginning with the one the template writes after an assistant turn, if it writes one."""
+    """The eos ids; first the one that the template writes after an assistant turn, if it writes one."""
     turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:
         written = tokenizer.render(turn, add_generation_prompt=False)
