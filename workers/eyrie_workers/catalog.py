@@ -1,10 +1,10 @@
-"""The table of stages: what runs, from what, to what, on what. Torch-free: pipelines and planners read it.
+"""The table of stages: program, inputs, condition. Torch-free: pipelines and planners read it.
 
-A job's directory on one machine is laid out by this table alone:
+This table defines a job's directory on one machine:
 
     <job>/stages/<stage>[/<key>]/   spec.json, events.jsonl, log.txt, then the stage's files, then manifest.json
 
-A folder `state/` in it is what a killed stage goes on from; once the manifest is there nobody reads it.
+The folder `state/` holds what a killed stage resumes from; it is not read after the manifest exists.
 """
 
 import sys
@@ -15,13 +15,13 @@ from pathlib import Path
 from eyrie_api.v1alpha1.stages import StageName
 
 STATE_DIR = "state"
-"""Not hidden: what is hidden is being written aside, and stays on its machine."""
+"""Not hidden: hidden files are temporary and are not copied between machines."""
 
 DAMAGED_SUFFIX = ".damaged"
-"""Of the note beside a shard whose bytes are not what was written: capture, run again, makes that shard anew."""
+"""Suffix of the note next to a damaged shard; the next run of capture writes that shard again."""
 
 STORE_ADDRESS_FILE = "read-at.txt"
-"""In the directory of a feature store that was not brought to this machine: the address it is read at."""
+"""File in the directory of a feature store that was not copied to this machine: the address to read it from."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class Stage:
     module: str
     inputs: tuple[StageName, ...]
     keyed_by: str
-    """What `key` means: empty for a stage that runs once per job."""
+    """The meaning of `key`; empty for a stage that runs once per job."""
 
     needs_accelerator: bool
     condition: str
-    """The condition that becomes True when it has succeeded."""
+    """The condition that becomes True when the stage has succeeded."""
 
     together: str = ""
-    """A program that does the work of several members of the stage in one process, if there is one."""
+    """A program that runs several members of the stage in one process, if there is one."""
 
 
 CATALOG: dict[StageName, Stage] = {
@@ -57,7 +57,7 @@ CATALOG: dict[StageName, Stage] = {
 
 
 def stage_dir(job_dir: Path, stage: StageName, key: str = "") -> Path:
-    """Where a stage of a job works."""
+    """The directory of a stage."""
     return job_dir / "stages" / stage / key if key else job_dir / "stages" / stage
 
 

@@ -1,4 +1,4 @@
-"""What a job left behind, as far as it has got: reports of finished stages, metric series of running ones."""
+"""Reads a job's directory: reports of finished stages, metric series of running ones."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field

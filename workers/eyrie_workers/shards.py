@@ -1,11 +1,11 @@
-"""Shards of regeneration as Celery tasks: the second door to Celery, beside the control plane's chores.
+"""Shards of regeneration as Celery tasks. The control plane's chores are the other user of Celery.
 
-    python -m eyrie_workers.shards --concurrency 4     a prefork worker; as many of them as the queue's length asks for
+    python -m eyrie_workers.shards --concurrency 4     a prefork worker; scale workers with the length of the queue
 
-What is done is in `regeneration.sharded`; here is only how it reaches a worker. One shard may take longer than the
-visibility timeout, so its worker renews its hold on the message while it asks (`eyrie_api.chores.broker.Holds`): a dead
-worker's shard comes back within that time, a living one's does not. A worker needs EYRIE_BROKER_URL, EYRIE_ARTIFACTS_*
-and the key that `regenerate.api_key_env` names; no database, no GPU, no torch.
+`regeneration.sharded` does the work; this module delivers shards to workers. One shard may take longer than the
+visibility timeout, so its worker renews its hold on the message during the work (`eyrie_api.broker.Holds`): the shard
+of a dead worker is delivered again within that time, that of a live worker is not. A worker needs EYRIE_BROKER_URL,
+EYRIE_ARTIFACTS_* and the key that `regenerate.api_key_env` names; no database, no GPU, no torch.
 """
 
 import argparse
@@ -31,14 +31,14 @@ from eyrie_api.v1alpha1.stages import RegenerateStage
 from eyrie_workers.regeneration.sharded import ShardedClient, ShardingConfig, ShardMessage, answer_shard
 
 TASK = "eyrie.regenerate_shard"
-_RETRY_AFTER_MOST_S = 60.0
+_MAX_RETRY_DELAY_S = 60.0
 
 
 def broker_url() -> str:
     """The Redis of EYRIE_BROKER_URL. Raises InvalidInput when there is none."""
     url = os.environ.get("EYRIE_BROKER_URL", "")
     if not url or url.startswith("memory:"):
-        raise InvalidInput("regeneration in shards needs a broker that processes share",
+        raise InvalidInput("regeneration in shards needs a broker that several processes share",
                            "set EYRIE_BROKER_URL to the cluster's Redis, or unset EYRIE_SHARD_ROWS")
     return url
 
@@ -67,16 +67,16 @@ def make_app(url: str, sharding: ShardingConfig) -> Celery:
             store = open_store(order.store_url, StoreOptions.from_env())
             answer_shard(order, store, cache / str(os.getpid()), _renewing(holds, name, tag))
         except Transient as trouble:
-            raise task.retry(exc=trouble, countdown=min(trouble.after_s, _RETRY_AFTER_MOST_S)) from trouble
+            raise task.retry(exc=trouble, countdown=min(trouble.after_s, _MAX_RETRY_DELAY_S)) from trouble
         finally:
-            with contextlib.suppress(BrokerAway):  # it runs out by itself
+            with contextlib.suppress(BrokerAway):  # the hold expires anyway
                 holds.release(name)
 
     return app
 
 
 def hold_name(order: ShardMessage) -> str:
-    """A shard's name among all jobs'."""
+    """The name of a shard's hold, unique among all jobs."""
     return digest_model(order)
 
 
@@ -86,7 +86,7 @@ def _renewing(holds: Holds, name: str, tag: str) -> Callable[[], None]:
     def pause() -> None:
         nonlocal due
         if time.monotonic() >= due:
-            with contextlib.suppress(BrokerAway):  # at worst another worker does the same shard
+            with contextlib.suppress(BrokerAway):  # at worst another worker answers the same shard too
                 holds.renew(name, tag)
             due = time.monotonic() + holds.renew_every_s
 
@@ -118,7 +118,7 @@ class CeleryShards:
 
 def sharded_client(sharding: ShardingConfig, spec: RegenerateStage, context: int, target_dir: Path,
                    warn: Callable[[str, str], None]) -> ShardedClient:
-    """The engine of a stage whose asking is shared out. Raises InvalidInput where broker or store are not named."""
+    """The client of a stage that regenerates in shards. Raises InvalidInput when broker or store are not configured."""
     store = open_store()
     order = ShardMessage(store_url=store.url, prefix=f"jobs/{spec.job_id}/regenerate-shards", shard="",
                        target=spec.target, regenerate=spec.regenerate, context=context)
@@ -128,7 +128,7 @@ def sharded_client(sharding: ShardingConfig, spec: RegenerateStage, context: int
 
 
 def main(argv: list[str] | None = None) -> int:
-    """GeneratedAnswer shards until SIGTERM or SIGINT; those in hand are finished."""
+    """Answer shards until SIGTERM or SIGINT; running shards are finished."""
     parser = argparse.ArgumentParser(description="Answers shards of regeneration from Redis (EYRIE_BROKER_URL).")
     parser.add_argument("--concurrency", type=int, default=2, help="shards at once, each with many requests in flight")
     arguments = parser.parse_args(argv)

@@ -174,7 +174,7 @@ def test_what_would_meet_every_request_ends_the_stage(tokenizer: ChatTokenizer, 
     (Troubles(finish_reason="content_filter"), "content_filter"),
     (Troubles(finish_reason="length", message={"role": "assistant", "content": ""}), "empty"),
     (Troubles(message="text"), "not a chat completion"),  # type: ignore[arg-type]
-    (Troubles(message={"role": "assistant", "content": "x", "reasoning_content": "hm"}), "does not spell this answer"),
+    (Troubles(message={"role": "assistant", "content": "x", "reasoning_content": "hm"}), "does not render this answer"),
 ])
 def test_a_filtered_or_unusable_answer_is_refused(tokenizer: ChatTokenizer, troubles: Troubles, words: str) -> None:
     if words.startswith("does not"):

@@ -128,17 +128,17 @@ def test_killed_anywhere_every_turn_is_answered_once_in_the_context_of_the_new_a
             if not waiting:
                 break
             row_id = waiting.pop(data.draw(st.integers(0, len(waiting) - 1)))
-            ledger.append(answered(asked.asked(row_id), tokenizer))
+            ledger.append(answered(asked.in_flight(row_id), tokenizer))
             seen.append(row_id)
-            asked.heard(row_id)
+            asked.mark_done(row_id)
             left -= 1
     assert sorted(seen) == sorted(turn_id(row.id, turn, "all") for row, length in zip(rows, lengths, strict=True)
                                   for turn in range(length))
     last = RowLedger(path)
     for row, length in zip(rows, lengths, strict=True):
-        walk = questions(rows, last, tokenizer).walk(row)
-        assert (len(walk.answered), walk.then) == (length, None)
-        text = tokenizer.decode(list(last.row(walk.answered[-1]).prompt_ids))
+        state = questions(rows, last, tokenizer).replay(row)
+        assert (len(state.answered), state.next) == (length, None)
+        text = tokenizer.decode(list(last.row(state.answered[-1]).prompt_ids))
         assert text.count("new answer to") == length - 1
         assert "old" not in text
 
@@ -148,7 +148,7 @@ def test_a_cut_answer_ends_its_conversation_and_is_told(tmp_path: Path, tokenize
     ledger = RowLedger(tmp_path / "rows.jsonl")
     asked = questions([row], ledger, tokenizer)
     prompt = next(asked)
-    ledger.append(answered(asked.asked(prompt.row_id), tokenizer, "length"))
-    asked.heard(prompt.row_id)
+    ledger.append(answered(asked.in_flight(prompt.row_id), tokenizer, "length"))
+    asked.mark_done(prompt.row_id)
     assert next(asked, None) is None
-    assert asked.walk(row).then == Ended(CUT)
+    assert asked.replay(row).next == Ended(CUT)

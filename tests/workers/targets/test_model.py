@@ -106,7 +106,7 @@ def test_the_digest_follows_weights_and_template_and_nothing_else(tmp_path: Path
 
 
 def test_missing_and_unusable_targets_are_refused_with_a_hint(tmp_path: Path) -> None:
-    with pytest.raises(TargetNotFound, match="no directory here"):
+    with pytest.raises(TargetNotFound, match="is not a directory"):
         resolve(TargetSpec(model=str(tmp_path / "nowhere")))
     with pytest.raises(TargetNotFound, match=r"config\.json"):
         resolve(TargetSpec(model=str(tmp_path)))

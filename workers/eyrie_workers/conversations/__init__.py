@@ -1,1 +1,2 @@
-"""Conversations from many formats, in one normal form; what cannot be read is named, never dropped in silence."""
+"""Conversations and prompts of many formats in one normal form; every unreadable row is reported, none dropped
+silently."""

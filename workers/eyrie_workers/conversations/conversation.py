@@ -1,13 +1,13 @@
-"""The normal form of a conversation, and the rules a row must keep to become one.
+"""The normal form of a conversation, and the rules that a row must keep to become one.
 
-The normal form is the OpenAI chat format, plainly: roles `system`, `user`, `assistant`, `tool`; tool calls with an id
-and their arguments as a JSON string; tool results that name the call they answer. Every reader ends here, so that what
-a template renders, a hash identifies and an endpoint receives is the same thing whatever the file looked like.
+The normal form is the OpenAI chat format: roles `system`, `user`, `assistant`, `tool`; tool calls with an id and their
+arguments as a JSON string; tool results that name the call they answer. Every reader ends here, so that a template
+renders, a hash identifies and an endpoint receives the same value for any file format.
 
-What is kept: system prompts, all turns, tool definitions, tool calls, tool results, prior reasoning. What is changed:
-`developer` becomes `system`, text parts are joined, missing call ids are filled in by position. What is refused, with a
-reason, is everything a chat template or an endpoint would refuse or silently mangle (`Malformed`): a drafter trained on
-conversations that cannot occur learns nothing about those that do.
+Kept: system prompts, all turns, tool definitions, tool calls, tool results, earlier reasoning. Changed: `developer`
+becomes `system`, text parts are joined, missing call ids are filled in by position. Refused, with a reason
+(`Malformed`): everything that a chat template or an endpoint would refuse or silently alter, because training on
+conversations that cannot occur in serving has no use.
 
 Pure: values in, values out.
 """
@@ -25,19 +25,20 @@ ROLES = {
     "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "tool": "tool",
     "function": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool",
 }
-"""Names of roles in the wild, and ours. `function_call`, a turn of its own in some ShareGPT files, is handled apart."""
+"""Role names in data sets and their normal form. `function_call`, a turn of its own in some ShareGPT files, is handled
+separately."""
 
 _MAX_DEPTH = 64
 _CALL_TURNS = ("function_call", "tool_call")
 
 
 class Malformed(ValueError):
-    """A row that cannot become a conversation; the text is the reason a person reads in the quarantine."""
+    """A row that cannot become a conversation; its text is the reason in the quarantine."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """One conversation and where it came from."""
+    """One conversation and its source."""
 
     id: str
     """Stable hash of the prompt: the same prompt has the same id in every run, file and order."""
@@ -48,7 +49,7 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] = ()
     category: str = ""
     prompt: tuple[Message, ...] = field(default=())
-    """`messages` without the last assistant turn, if they end with one: what the target answers anew."""
+    """`messages` without the last assistant turn, if they end with one: the prompt that the target answers again."""
 
 
 def conversation(value: object, source: str, line: int, layout: str) -> Conversation:
@@ -87,9 +88,9 @@ def detect_layout(value: object) -> str | None:
 
 
 def row_id(prompt: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-    """128 bits of hash over the prompt and the tools on offer: rows with one id would get one and the same answer.
+    """128 bits of a hash over the prompt and its tools: rows of equal id would get the same answer.
 
-    Raises Malformed for text that has no UTF-8 form (JSON can spell half a surrogate pair; no tokenizer takes it).
+    Raises Malformed for text that has no UTF-8 form (JSON can contain half a surrogate pair; no tokenizer accepts it).
     """
     text = _json([list(prompt), list(tools)], sort_keys=True, separators=(",", ":"))
     try:
@@ -99,7 +100,7 @@ def row_id(prompt: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str
 
 
 def _json(value: object, **how: Any) -> str:
-    """JSON text of a value. Raises Malformed for what has none: NaN, parquet's dates and bytes, bottomless nesting."""
+    """JSON text of a value. Raises Malformed for NaN, for parquet's dates and bytes, and for too deep nesting."""
     _check_depth(value)
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, **how)
@@ -108,7 +109,7 @@ def _json(value: object, **how: Any) -> str:
 
 
 def _check_depth(value: object) -> None:
-    """Parsers down the line recurse, and give up at depths of their own; no tool definition comes near this one."""
+    """Raises Malformed beyond _MAX_DEPTH: later parsers recurse and fail at depths of their own."""
     level = [value]
     for _ in range(_MAX_DEPTH):
         level = [item for outer in level if isinstance(outer, Mapping | list)
@@ -234,7 +235,7 @@ def _tools(tools: object) -> tuple[dict[str, Any], ...]:
 def _link_calls(messages: list[Message]) -> None:
     """Give every call an id and every result the id of its call, by position, where the data has none.
 
-    Nine letters and digits: the strictest template we know (Mistral) accepts no other length.
+    Nine letters and digits: Mistral's chat template accepts no other length.
     """
     pending: list[str] = []
     serial = 0

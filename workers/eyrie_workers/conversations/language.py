@@ -1,13 +1,13 @@
-"""A guess at the language of a text, good enough for a report that says "a tenth of this is not what you think".
+"""A guess at the language of a text, for the language counts of a report.
 
-By its letters where a script belongs to one language or is named as a script, by its commonest words where many
-languages share the Latin alphabet. Short texts, mixed texts and languages not listed are `other`; code is whatever its
-comments and keywords make it. Nothing is filtered by this.
+By script where a script belongs to one language or is named as a script, by the most common words where many languages
+share the Latin alphabet. Short texts, mixed texts and languages not listed are `other`; code is classified by its
+comments and keywords. Nothing is filtered by this.
 """
 
 from collections import Counter
 
-# First and last code point, and what texts in these letters are called.
+# First and last code point of a script, and the name reported for it.
 _SCRIPTS = (
     (0x0370, 0x03FF, "greek"), (0x0400, 0x052F, "cyrillic"), (0x0590, 0x05FF, "hebrew"), (0x0600, 0x06FF, "arabic"),
     (0x0900, 0x097F, "devanagari"), (0x0E00, 0x0E7F, "thai"), (0x3040, 0x30FF, "japanese"), (0x3400, 0x9FFF, "chinese"),
@@ -23,16 +23,16 @@ _COMMON_WORDS = {
     "dutch": "de het een en van is niet dat ik met voor op hoe wat te zijn je aan",
 }
 _WORDS = {language: frozenset(words.split()) for language, words in _COMMON_WORDS.items()}
-_LOOKED_AT = 4000
+_MAX_CHARACTERS = 4000
 
 
 def guess(text: str) -> str:
     """A language, a script, or `other`."""
-    text = text[:_LOOKED_AT].lower()
+    text = text[:_MAX_CHARACTERS].lower()
     letters = [c for c in text if c.isalpha()]
     scripts = Counter(_script(ord(c)) for c in letters)
     if scripts["japanese"] and scripts["japanese"] * 10 >= scripts["chinese"]:
-        scripts["japanese"] += scripts.pop("chinese", 0)  # Japanese is written in both
+        scripts["japanese"] += scripts.pop("chinese", 0)  # Japanese text uses both scripts
     script, count = scripts.most_common(1)[0] if scripts else ("latin", 0)
     if script != "latin" and count * 2 > len(letters):
         return script

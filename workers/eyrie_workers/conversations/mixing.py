@@ -1,9 +1,9 @@
-"""Several sources in one stream, each with its share.
+"""Mixes several sources into one stream by weight.
 
-Each place in the mix is drawn among the sources that still have rows, with their weights, by a generator seeded by the
-spec: the same spec gives the same order, and the mix can be cut anywhere without favouring the first source. A source
-that runs out leaves its share to the others. Unreadable rows pass through beside the mix and take no place in it, so a
-source with many of them keeps its share of what is usable.
+Each position of the mix is drawn among the sources that still have rows, with their weights, by a generator seeded by
+the spec: the same spec gives the same order, and any prefix of the mix has the same expected shares. When a source is
+exhausted, the others take its share. Unreadable rows are passed through and do not count as a position, so a source
+with many of them keeps its share of usable rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,10 +21,10 @@ def mix(streams: Sequence[Iterator[T | QuarantinedRow]], weights: Sequence[float
     rng = Random(f"mix:{seed}")
     live = list(range(len(streams)))
     while live:
-        chosen = rng.choices(live, [weights[number] for number in live])[0]
-        for row in streams[chosen]:
+        source = rng.choices(live, [weights[number] for number in live])[0]
+        for row in streams[source]:
             yield row
             if not isinstance(row, QuarantinedRow):
                 break
         else:
-            live.remove(chosen)
+            live.remove(source)

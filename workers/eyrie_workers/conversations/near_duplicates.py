@@ -1,11 +1,11 @@
-"""Texts that are nearly one met before: MinHash (Broder 1997) over shingles of tokens, candidates by bands (LSH).
+"""Near-duplicate detection: MinHash (Broder 1997) over shingles of tokens, candidates by bands (LSH).
 
-A signature has 128 minima; the share that two texts have in common estimates the Jaccard similarity of their shingles
-within 0.045 (one standard deviation, at its worst). Two texts are compared when one band of their signatures is equal;
-a band is as long as still finds, nine times in ten, texts whose similarity is the threshold. The first of several is
-kept, so the result depends on the order of rows and on nothing else.
+A signature has 128 minima; the share of equal minima of two texts estimates the Jaccard similarity of their shingles
+with a standard deviation of at most 0.045. Two texts are compared when one band of their signatures is equal; the band
+is the longest that finds texts at the threshold with a probability of at least 0.9. The first of several near
+duplicates is kept, so the result depends on the order of rows alone.
 
-About 0.3 ms and 1.5 KB per text of 200 tokens, which is why it is off unless a spec asks for it.
+Costs about 0.3 ms and 1.5 KB per text of 200 tokens; off by default.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 NUM_HASHES = 128
 SHINGLE_TOKENS = 5
-_FOUND = 0.9
+_RECALL = 0.9
 _PRIME = np.uint64(2**31 - 1)
 
 
@@ -30,12 +30,12 @@ class NearDuplicates:
         self._buckets: dict[tuple[int, bytes], list[int]] = {}
 
     def seen(self, token_ids: list[int]) -> bool:
-        """Whether a text like this one was kept before; if not, it is kept now."""
+        """Whether a near duplicate of this text was added before; if not, the text is added."""
         signature = self._signature(token_ids)
         keys = [(start, signature[start:start + self._band].tobytes())
                 for start in range(0, NUM_HASHES - self._band + 1, self._band)]
-        candidates = {place for key in keys for place in self._buckets.get(key, ())}
-        if any(float(np.mean(self._kept[place] == signature)) >= self._threshold for place in candidates):
+        candidates = {index for key in keys for index in self._buckets.get(key, ())}
+        if any(float(np.mean(self._kept[index] == signature)) >= self._threshold for index in candidates):
             return True
         for key in keys:
             self._buckets.setdefault(key, []).append(len(self._kept))
@@ -52,8 +52,8 @@ class NearDuplicates:
 
 
 def _band_length(threshold: float) -> int:
-    """The longest band by which texts at the threshold are still found."""
+    """The longest band that finds texts at the threshold with probability _RECALL."""
     for length in (32, 16, 8, 4, 2):
-        if 1.0 - (1.0 - threshold**length) ** (NUM_HASHES // length) >= _FOUND:
+        if 1.0 - (1.0 - threshold**length) ** (NUM_HASHES // length) >= _RECALL:
             return length
     return 1

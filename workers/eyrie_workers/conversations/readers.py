@@ -1,11 +1,13 @@
-"""Rows from files, data sets and the quickstart corpus, one at a time, each with its line number.
+"""Reads conversations from files, Hub data sets and the shipped quickstart corpus, row by row with line numbers.
 
-A source is read as a stream: a terabyte of JSONL needs the memory of its longest line, and even that is bounded. A row
-that cannot be read or breaks a rule becomes a `QuarantinedRow` in the same stream, at its place: the caller counts and
-keeps it, and no reader drops anything. A source as a whole that cannot be opened is an error at once, because a job
-that quietly trains on half its data is worse than one that stops.
+Files are read as streams: memory is bounded by the longest line, whose size is limited. A row that cannot be read or
+breaks a rule becomes a `QuarantinedRow` at its position in the stream; the caller counts and keeps it, and no reader
+drops a row. A source that cannot be opened is an error before any work, because a job that silently trains on half its
+data is worse than one that stops.
 
-Deliberately not here: shuffling. Rows are taken in file order, so a sorted file should be shuffled by its owner.
+`quickstart` is `conversations.jsonl.gz` of eyrie_workers.quickstart, a finite corpus in fixed order.
+
+Rows are not shuffled: they are read in file order, so a sorted file should be shuffled beforehand.
 """
 
 import gzip
@@ -23,11 +25,11 @@ from eyrie_api.v1alpha1.reports import QuarantinedRow
 from eyrie_workers.conversations.conversation import Conversation, Malformed, conversation, detect_layout
 
 MAX_ROW_BYTES = 8 * 2**20
-"""A conversation of 8 MiB is some two million tokens: a broken file, not a chat."""
+"""Longest line: 8 MiB of conversation are some two million tokens, which indicates a broken file."""
 
 
-class _Bad:
-    """A row that could not be decoded at all."""
+class _Undecodable:
+    """A row that could not be decoded."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -36,11 +38,11 @@ class _Bad:
 def read_conversations(source: DataSource) -> Iterator[Conversation | QuarantinedRow]:
     """Conversations and unreadable rows of one source, in order.
 
-    Raises InvalidInput when the source cannot be opened, Transient when a hub is unreachable.
+    Raises InvalidInput when the source cannot be opened, Transient when the Hub is unreachable.
     """
     layout: str | None = None if source.format == "auto" else source.format
     for line, value in enumerate(islice(_rows(source), source.max_rows), start=1):
-        if isinstance(value, _Bad):
+        if isinstance(value, _Undecodable):
             yield QuarantinedRow(source=source.path, line=line, reason=value.reason)
             continue
         layout = layout or detect_layout(value)
@@ -68,7 +70,7 @@ def check_source(source: DataSource) -> None:
         raise InvalidInput(f"data source {source.path!r} does not exist",
                            "give a JSONL or parquet file, a Hub data set id (org/name), or `quickstart`")
     if find_spec("datasets") is None:
-        raise InvalidInput(f"data source {source.path!r} is no file here, and reading it from the Hub needs the "
+        raise InvalidInput(f"data source {source.path!r} is not a file here, and reading it from the Hub needs the "
                            "`datasets` package, which is not installed",
                            "pip install datasets, or download the data set and give its parquet or JSONL file")
 
@@ -88,7 +90,7 @@ def _rows(source: DataSource) -> Iterator[Any]:
 
 
 def _quickstart_rows() -> Iterator[Any]:
-    """The conversations that ship with the quickstart target; `tests/benchmarks/quickstart` generates them."""
+    """The conversations shipped with the quickstart target; `tests/benchmarks/quickstart` generates the file."""
     packed = resources.files("eyrie_workers.quickstart") / "conversations.jsonl.gz"
     with packed.open("rb") as file, gzip.open(file) as lines:
         yield from map(json.loads, lines)
@@ -98,27 +100,27 @@ def _json_rows(path: Path) -> Iterator[Any]:
     with path.open("rb") as file:
         while line := file.readline(MAX_ROW_BYTES + 1):
             if len(line) > MAX_ROW_BYTES:
-                while line and not line.endswith(b"\n"):  # the rest of it, in pieces, to the next row
+                while line and not line.endswith(b"\n"):  # skip the rest of the line in bounded pieces
                     line = file.readline(MAX_ROW_BYTES)
-                yield _Bad(f"oversized: more than {MAX_ROW_BYTES} bytes")
+                yield _Undecodable(f"oversized: more than {MAX_ROW_BYTES} bytes")
                 continue
             yield _decode(line)
 
 
 def _decode(line: bytes) -> Any:
     if not line.strip():
-        return _Bad("empty line")
+        return _Undecodable("empty line")
     try:
-        # A byte order mark is no fault of the row behind it.
+        # A byte order mark at the start of the file is not part of the first row.
         return json.loads(line.removeprefix(b"\xef\xbb\xbf").decode())
     except UnicodeDecodeError as error:
-        return _Bad(f"not UTF-8 at byte {error.start}")
+        return _Undecodable(f"not UTF-8 at byte {error.start}")
     except json.JSONDecodeError as error:
-        return _Bad(f"bad JSON at column {error.colno}: {error.msg}")
-    except ValueError as error:  # an integer of thousands of digits
-        return _Bad(f"bad JSON: {error}")
+        return _Undecodable(f"bad JSON at column {error.colno}: {error.msg}")
+    except ValueError as error:  # for example an integer of thousands of digits
+        return _Undecodable(f"bad JSON: {error}")
     except RecursionError:
-        return _Bad("bad JSON: nested too deep")
+        return _Undecodable("bad JSON: nested too deep")
 
 
 def _parquet_rows(path: Path) -> Iterator[Any]:
@@ -135,7 +137,7 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Columns of structs hold null where JSON would leave the key out; content null stays null by absence."""
+    """Parquet structs hold null where JSON omits the key: null fields are removed."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

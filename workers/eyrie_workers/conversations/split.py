@@ -1,14 +1,14 @@
-"""Which prompts are held out, and which occur in a benchmark: decided before anything else, by the text alone.
+"""Decides which prompts are held out and which occur in a benchmark, from the text alone and before anything else.
 
-A drafter measured on what it was trained on looks better than it is. Two doors close that:
+A drafter measured on its training data looks better than it is. Two rules prevent that:
 
-* **held out**: a prompt whose key hashes below the wanted share is kept aside for the `held-out` suite. The hash sees
-  the text and nothing else, so a prompt stays on its side through every run, seed, mixture and order of rows;
-* **excluded**: a conversation that asks what a benchmark suite asks, or is a part of what it asks, is not trained on.
+* **held out**: a prompt whose key hashes below the given fraction is kept for the `held-out` suite. The hash reads the
+  text alone, so a prompt stays on its side in every run, seed, mixture and order of rows;
+* **excluded**: a conversation that contains a whole benchmark prompt, or is a part of one, is not trained on.
 
-Both compare user turns without case, punctuation and spacing. System prompts and tool definitions are left out on
-purpose: the same question under another system prompt is the same question. So are assistant and tool turns: a file
-that lists each step of one tool conversation as a row of its own keeps all of them on one side.
+Both compare user turns without case, punctuation and spacing. System prompts and tool definitions are ignored: the same
+question under another system prompt counts as the same question. So are assistant and tool turns: a file that lists
+each step of one tool conversation as a row of its own keeps all of them on one side.
 
 Pure; `suites` reads the benchmark prompts.
 """
@@ -37,27 +37,27 @@ def user_turns(messages: Sequence[Message]) -> tuple[str, ...]:
 
 
 def is_held_out(messages: Sequence[Message], fraction: float) -> bool:
-    """Whether this prompt is split off. A fraction of 0 holds out nothing, 1 everything."""
+    """Whether this prompt is held out. A fraction of 0 holds out nothing, 1 everything."""
     drawn = hashlib.sha256(b"held-out:" + json.dumps(user_turns(messages)).encode()).digest()
     return int.from_bytes(drawn[: _HASH_BITS // 8], "big") < fraction * 2**_HASH_BITS
 
 
 @dataclass(frozen=True)
 class BenchmarkPrompts:
-    """The prompts of some suites, arranged for the question whether a conversation overlaps with one of them."""
+    """An index over the prompts of some suites, to find conversations that overlap with one of them."""
 
     whole: frozenset[tuple[str, ...]]
     """User turns of each prompt."""
 
     parts: frozenset[tuple[str, ...]]
-    """Every run of consecutive turns of each prompt."""
+    """Every sequence of consecutive turns of each prompt."""
 
     lengths: tuple[int, ...]
-    """Numbers of turns that occur."""
+    """The numbers of turns that occur."""
 
     @classmethod
     def of(cls, prompts: Iterable[Sequence[Message]]) -> "BenchmarkPrompts":
-        """Arrange prompts, each a sequence of messages."""
+        """Build the index from prompts, each a sequence of messages."""
         whole = frozenset(turns for prompt in prompts if (turns := user_turns(prompt)))
         parts = frozenset(run for turns in whole for length in range(1, len(turns) + 1) for run in _runs(turns, length))
         return cls(whole, parts, tuple(sorted({len(turns) for turns in whole})))

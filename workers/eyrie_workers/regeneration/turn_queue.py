@@ -1,9 +1,9 @@
-"""The questions of a job in the order they can be asked: a conversation's next turn once the one before is answered.
+"""The turns of a job in the order they can be sent: a conversation's next turn once the turn before is answered.
 
-What has been answered stands in the ledger and nowhere else: a conversation is walked from its first_turn through the
-answers that are there to the first one that is not. So a run that was killed anywhere goes on with the same questions.
+The ledger is the only state: a conversation is replayed from its first turn through the answers in the ledger to the
+first turn without one. A run that was killed anywhere therefore continues with the same turns.
 
-An engine takes questions from an iterator that may run dry and flow again: after `heard` there may be another one.
+A client takes requests from an iterator that may be exhausted and yield again: after `mark_done` there may be another.
 """
 
 from collections import deque
@@ -18,7 +18,6 @@ from eyrie_workers.regeneration.conversation_replay import (
     answer_message,
     first_turn,
     next_turn,
-    num_turns,
     turn_id,
 )
 from eyrie_workers.regeneration.generation_client import GenerationRequest, row_seed
@@ -33,7 +32,7 @@ TEMPLATE = "the chat template refuses the answer"
 
 @dataclass(frozen=True)
 class PendingTurn:
-    """One turn of one conversation, ready to be asked."""
+    """One turn of one conversation, ready to be sent."""
 
     row: SelectedRow
     turn: int
@@ -42,17 +41,17 @@ class PendingTurn:
 
 @dataclass(frozen=True)
 class ReplayState:
-    """How far a conversation has come."""
+    """How far a conversation is answered."""
 
     answered: list[str]
     """Ids of its answered rows, in order."""
 
-    then: PendingTurn | Ended | None
-    """What comes next; None where all is answered."""
+    next: PendingTurn | Ended | None
+    """The next turn, or the reason for the end; None when all turns are answered."""
 
 
 class TurnQueue(Iterator[GenerationRequest]):
-    """`Prompt`s for an engine."""
+    """Generation requests for a client."""
 
     def __init__(self, rows: Iterable[SelectedRow], num_rows: int, spec: RegenerateSpec, ledger: RowLedger,
                  tokenizer: ChatTokenizer, max_prompt_tokens: int) -> None:
@@ -65,37 +64,37 @@ class TurnQueue(Iterator[GenerationRequest]):
     def __next__(self) -> GenerationRequest:
         while not self._ready:
             place, row = next(self._rows)
-            self._line_up(self.walk(row, place))
-        question = self._ready.popleft()
-        self._in_flight[question.prompt.row_id] = question
-        return question.prompt
+            self._enqueue(self.replay(row, place))
+        pending = self._ready.popleft()
+        self._in_flight[pending.prompt.row_id] = pending
+        return pending.prompt
 
-    def asked(self, row_id: str) -> PendingTurn:
-        """The question that an outcome is about."""
+    def in_flight(self, row_id: str) -> PendingTurn:
+        """The turn that an outcome belongs to."""
         return self._in_flight[row_id]
 
-    def heard(self, row_id: str) -> None:
-        """Its outcome is in the ledger, or was refused: the conversation's next turn may be asked."""
-        question = self._in_flight.pop(row_id)
+    def mark_done(self, row_id: str) -> None:
+        """Its answer is in the ledger, or it failed: the conversation's next turn may be sent."""
+        pending = self._in_flight.pop(row_id)
         if self._spec.turns == "all" and row_id in self._ledger:
-            self._line_up(self.walk(question.row, question.prompt.place % self._num_rows))
+            self._enqueue(self.replay(pending.row, pending.prompt.place % self._num_rows))
 
-    def walk(self, row: SelectedRow, place: int = 0) -> ReplayState:
-        """Go through a conversation as far as it is answered."""
+    def replay(self, row: SelectedRow, place: int = 0) -> ReplayState:
+        """Replay a conversation as far as it is answered."""
         turns, answered = self._spec.turns, list[str]()
         messages = first_turn(row.messages, turns)
-        stands_for = len(messages)
+        assistant_index = len(messages)
         while (row_id := turn_id(row.id, len(answered), turns)) in self._ledger:
             answered.append(row_id)
-            if stands_for >= len(row.messages):
+            if assistant_index >= len(row.messages):
                 return ReplayState(answered, None)
             found = self._ledger.row(row_id)
-            after = next_turn(row.messages, messages, stands_for, _message(found, bool(row.tools)))
+            after = next_turn(row.messages, messages, assistant_index, _message(found, bool(row.tools)))
             if after is None or isinstance(after, Ended):
                 return ReplayState(answered, after)
             if found.finish_reason == "length":
                 return ReplayState(answered, Ended(CUT))
-            messages, stands_for = after
+            messages, assistant_index = after
         turn = len(answered)
         prompt_ids = row.prompt_ids
         if turn > 0:
@@ -106,16 +105,12 @@ class TurnQueue(Iterator[GenerationRequest]):
             if len(prompt_ids) > self._max_prompt_tokens:
                 return ReplayState(answered, Ended(TOO_LONG))
         prompt = GenerationRequest(row_id=row_id, messages=messages, tools=row.tools, prompt_ids=prompt_ids,
-                        seed=row_seed(self._spec.seed, row_id), place=turn * self._num_rows + place)
+                                   seed=row_seed(self._spec.seed, row_id), place=turn * self._num_rows + place)
         return ReplayState(answered, PendingTurn(row, turn, prompt))
 
-    def num_unasked(self, question: PendingTurn) -> int:
-        """Turns that will not be asked when this question is the last of its conversation."""
-        return num_turns(question.row.messages, self._spec.turns) - question.turn - 1
-
-    def _line_up(self, walk: ReplayState) -> None:
-        if isinstance(walk.then, PendingTurn):
-            self._ready.append(walk.then)
+    def _enqueue(self, state: ReplayState) -> None:
+        if isinstance(state.next, PendingTurn):
+            self._ready.append(state.next)
 
 
 def _message(row: AnsweredRow, has_tools: bool) -> dict[str, object]:

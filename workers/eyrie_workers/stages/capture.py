@@ -1,22 +1,21 @@
-"""Records what the target computes on its own answers: aux hidden states and the final state of every token.
+"""Capture: records the target's hidden states on its own answers, aux states and final state of every token.
 
     rows.jsonl -> shards planned -> target forward over whole rows, teacher forced -> features/
 
-Everything about the output is decided before the first forward pass, from the rows' lengths alone: which rows share a
-shard, within a shard which rows share a forward pass, and how states are stored (`v1alpha1.codecs`: what the spec says,
-or the best that fits `max_bytes`). A shard is the unit of work: killed at any line, the program loses the open shard
-and repeats exactly its passes, so the bytes do not depend on how often it was interrupted. Run again over a finished
-store in which damage was found, it makes the damaged shards anew and nothing else.
+The output is determined before the first forward pass, by the rows' lengths alone: which rows share a shard, which rows
+of a shard share a forward pass, and how states are stored (`v1alpha1.codecs`: the spec's codec, or the best that fits
+`max_bytes`). A shard is the unit of work: a killed program loses the open shard and repeats exactly its passes, so the
+bytes do not depend on interruptions. A run over a finished store with damage notes writes the damaged shards again and
+no others.
 
-Before anything is stored, the states of a few rows are compared with those `transformers` computes
-(`targets.agreement`).
+Before anything is stored, the states of a few rows are compared with those of `transformers` (`targets.agreement`).
 
-With `capture.feed: stream` nothing of this is computed here: a plan is left (`features.streaming`), and training
-computes the states as it goes.
+With `capture.feed: stream` no states are computed here: the output is a plan (`features.streaming`), and training
+computes the states.
 
-Rows are laid end to end, never padded. The loss mask is True exactly at answer tokens; the prompt is recorded because
+Rows are stored end to end, never padded. The loss mask is True exactly at answer tokens; the prompt is recorded because
 the drafter attends to it. Rows longer than `max_length` are cut at the end, and a row whose answer is cut away entirely
-is left out; both are counted in the report.
+is dropped; both are counted in the report.
 
     python -m eyrie_workers.stages.capture --spec spec.json --out <dir>/manifest.json
 """
@@ -53,30 +52,30 @@ from eyrie_workers.targets.layers import choose_aux_layers
 from eyrie_workers.targets.loading import load_target, resolve, special_token_ids, target_digest
 from eyrie_workers.targets.model import TargetModel
 
-# Of a row that is compared with transformers: layers are told apart by far fewer, and its attention grows as a square.
+# Of a row that is compared with transformers: enough to tell layers apart; attention cost grows with the square.
 _CHECKED_TOKENS = 256
 
-_MOST_DROWNED = {"float32": 0.0, "bfloat16": 0.0, "int8": 0.2, "fp8": 0.2, "int4": 0.4}
-"""Share of values stored as 0 beyond which a person should know. Gaussian states: 1 % in int8, 10 % in int4."""
+_MAX_ZERO_SHARE = {"float32": 0.0, "bfloat16": 0.0, "int8": 0.2, "fp8": 0.2, "int4": 0.4}
+"""Share of values stored as 0 above which capture warns. Gaussian states: 1 % in int8, 10 % in int4."""
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """What is recorded of one row; small, so that all rows fit in memory while their ids do not have to."""
+    """The size of one row in the store. All plans fit in memory; the token ids are read again."""
 
     row_id: str
     num_tokens: int
     num_prompt_tokens: int
 
     @property
-    def num_taught(self) -> int:
-        """Positions before an answer token: those that keep a final state."""
+    def num_supervised(self) -> int:
+        """Positions before an answer token: those with a final state."""
         return self.num_tokens - max(1, self.num_prompt_tokens)
 
 
 @dataclass(frozen=True)
 class CapturePlan:
-    """Which rows are recorded, how long each is, and how many lose something to `max_length`."""
+    """The recorded rows, and the numbers of rows that `max_length` cuts or drops."""
 
     rows: tuple[RowPlan, ...]
     rows_cut: int
@@ -88,13 +87,13 @@ class CapturePlan:
         return [row.num_tokens for row in self.rows]
 
     @property
-    def taught(self) -> list[int]:
-        """DistillationObjective positions of each recorded row."""
-        return [row.num_taught for row in self.rows]
+    def supervised(self) -> list[int]:
+        """Supervised positions of each recorded row."""
+        return [row.num_supervised for row in self.rows]
 
 
 def plan_rows(rows: Iterator[AnsweredRow], max_length: int) -> CapturePlan:
-    """Cut each row at `max_length` tokens; leave out rows that keep no answer token."""
+    """Cut each row at `max_length` tokens; drop rows without an answer token before it."""
     kept: list[RowPlan] = []
     cut = dropped = 0
     for row in rows:
@@ -110,15 +109,15 @@ def plan_rows(rows: Iterator[AnsweredRow], max_length: int) -> CapturePlan:
 def plan_format(spec: CaptureSpec, plan: CapturePlan, target: TargetConfig, aux_layers: tuple[int, ...], digest: str,
                 rows: Iterable[AnsweredRow], always: Sequence[int],
                 fused_layers: tuple[int, ...] | None = None) -> StoreFormat:
-    """How the planned rows are stored. Raises DiskTooSmall when nothing fits `max_bytes`.
+    """The format of the planned rows. Raises DiskTooSmall when no codec fits `max_bytes`.
 
-    fused_layers  those of `aux_layers` that were chosen for fusing, where they are not all.
-    rows     the answered rows, read only where opinions need a draft vocabulary.
-    always   tokens that are in it whatever was answered.
+    fused_layers  those of `aux_layers` selected for fusing, if not all.
+    rows     the answered rows, read only where top-k logits need a draft vocabulary.
+    always   tokens that the draft vocabulary always contains.
     """
     size = draft_vocabulary.choose_size(target.vocab_size, spec.draft_vocab_size)
     wanted = StoredAs(spec.codec, spec.final_state, min(spec.final_top_k, size), size)
-    sizes = (sum(plan.lengths), sum(plan.taught), len(aux_layers), target.hidden_size)
+    sizes = (sum(plan.lengths), sum(plan.supervised), len(aux_layers), target.hidden_size)
     chosen = choose(wanted, spec.max_bytes, *sizes)
     if chosen is None:
         smallest = min(way.bytes_of(*sizes) for way in candidates(wanted))
@@ -138,7 +137,7 @@ def plan_format(spec: CaptureSpec, plan: CapturePlan, target: TargetConfig, aux_
 
 @dataclass
 class _Work:
-    """What was done, for the report."""
+    """Results of the work, for the report."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -152,10 +151,10 @@ class _Work:
 
 
 def capture(spec: CaptureStage, stage: Stage) -> Result:
-    """Record the target's hidden states over its own answers (see the module's essay).
+    """Record the target's hidden states over its own answers (see the module's docstring).
 
-    Raises ArtifactMissing without rows, Conflict for rows of another target, NoUsableData when nothing is left,
-    LayersDisagree when our states are not those of `transformers`.
+    Raises ArtifactMissing without rows, Conflict for rows of another target, NoUsableData when no row remains,
+    LayersDisagree when the states differ from those of `transformers`.
     """
     started = time.monotonic()
     rows_dir = Path(spec.rows_dir)
@@ -181,8 +180,8 @@ def capture(spec: CaptureStage, stage: Stage) -> Result:
     how = spec.capture.model_copy(update={"max_bytes": None}) if streams else spec.capture
     fmt = plan_format(how, plan, config, layers, digest, read_rows(rows_dir / ROWS), always,
                          fused_layers=choice.aux_layers)
-    _tell_codec(spec.capture, fmt, stage)
-    work = _leave_plan(spec, stage, plan, fmt) if streams else _leave_store(spec, stage, plan, fmt)
+    _report_codec(spec.capture, fmt, stage)
+    work = _write_stream_plan(spec, stage, plan, fmt) if streams else _write_store(spec, stage, plan, fmt)
     tokens = sum(plan.lengths)
     return Result(CaptureReport(
         rows=len(plan.rows), tokens=tokens,
@@ -196,10 +195,10 @@ def capture(spec: CaptureStage, stage: Stage) -> Result:
         prefill_tokens_per_s=work.tokens / work.prefill_s if work.prefill_s else 0.0), work.files)
 
 
-def _leave_store(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat) -> _Work:
+def _write_store(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat) -> _Work:
     writer = FeatureWriter(stage.out_dir, fmt)
     for name, why in writer.damaged.items():
-        stage.event("ShardDamaged", f"{name} is made again: {why}", warning=True)
+        stage.event("ShardDamaged", f"{name} is written again: {why}", warning=True)
     stage.pause_point()
     target, checked = _load_checked(spec, stage, plan, fmt, fresh=not writer.shards)
     work = _write_shards(spec, stage, plan, target, writer)
@@ -208,8 +207,8 @@ def _leave_store(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: Store
     return work
 
 
-def _leave_plan(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat) -> _Work:
-    """With `feed: stream`: what training needs to compute the states itself."""
+def _write_stream_plan(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat) -> _Work:
+    """With `feed: stream`: the plan from which training computes the states."""
     work = _Work()
     if spec.capture.check_rows:
         work.checked = _load_checked(spec, stage, plan, fmt, fresh=True)[1]
@@ -224,12 +223,12 @@ def _leave_plan(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreF
 
 
 def is_whole(directory: Path) -> bool:
-    """Whether what capture left is there, a store or a plan, and nobody found damage."""
+    """Whether a finished store without damage notes, or a plan, exists."""
     return store_is_whole(directory) or plan_is_whole(LocalBackend(directory))
 
 
 def _probe(spec: CaptureStage, stage: Stage, chosen: Sequence[int]) -> None:
-    """Tell which layers foresee most, beside those chosen; not again once states are there."""
+    """Report which layers predict best, with the selected ones; skipped when states exist already."""
     if any(stage.out_dir.glob("shard-*")) or is_whole(stage.out_dir):
         return
     target = load_target(resolve(spec.target), spec.target.dtype)
@@ -238,7 +237,7 @@ def _probe(spec: CaptureStage, stage: Stage, chosen: Sequence[int]) -> None:
     stage.pause_point()
 
 
-def _tell_codec(spec: CaptureSpec, fmt: StoreFormat, stage: Stage) -> None:
+def _report_codec(spec: CaptureSpec, fmt: StoreFormat, stage: Stage) -> None:
     chosen = fmt.stored_as
     if (chosen.codec, chosen.final_state) != (spec.codec, spec.final_state):
         stage.event("CodecChosen", f"states are stored as {chosen.name}: capture.codec {spec.codec} with final_state "
@@ -247,29 +246,30 @@ def _tell_codec(spec: CaptureSpec, fmt: StoreFormat, stage: Stage) -> None:
 
 def _load_checked(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat, *,
                   fresh: bool) -> tuple[TargetModel, tuple[LayerAgreement, ...]]:
-    """The target, after its states were seen to agree with `transformers`; asked once per store."""
+    """The target, and the comparison of its states with `transformers`, which is made once per store."""
     path = resolve(spec.target)
     if not (fresh and spec.capture.check_rows):
         return load_target(path, spec.target.dtype), ()
     kept = _kept(read_rows(Path(spec.rows_dir) / ROWS), plan)
     samples = [torch.tensor((row.prompt_ids + row.answer_ids)[:min(of.num_tokens, _CHECKED_TOKENS)])
                for (of, row), _ in zip(kept, range(spec.capture.check_rows), strict=False)]
-    theirs = reference_states(path, spec.target.dtype, samples)  # first, and let go: two targets need not fit
+    # The reference is freed before our target is loaded: memory need not hold both.
+    theirs = reference_states(path, spec.target.dtype, samples)
     stage.pause_point()
     target = load_target(path, spec.target.dtype)
     ours = [aux.cpu() for aux, _ in target.hidden_states(samples, fmt.aux_layers)]
     found = compare(ours, theirs, fmt.aux_layers, spec.target.dtype)
     worst, nearest = max(one.error for one in found), min(one.neighbour for one in found)
     stage.event("LayersAgree", f"aux states of {len(samples)} rows agree with transformers to {worst:.1g}; "
-                               f"one layer off would be {nearest:.2g}")
+                               f"the distance to an adjacent layer is {nearest:.2g}")
     return target, found
 
 
 def _write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: TargetModel,
                   writer: FeatureWriter) -> _Work:
-    """Capture the shards that are not there yet, or damaged."""
+    """Capture the shards that are missing or damaged."""
     done = writer.num_rows
-    shards = list(plan_shards(plan.lengths, writer.format, spec.capture.shard_size_bytes, plan.taught))
+    shards = list(plan_shards(plan.lengths, writer.format, spec.capture.shard_size_bytes, plan.supervised))
     beyond = [number for number in writer.shards if number >= len(shards)]
     if beyond:
         raise Conflict(f"{stage.out_dir} holds hidden states of other rows than {spec.rows_dir}",
@@ -282,6 +282,7 @@ def _write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: T
     passed = 0
     stage.progress(0, total, "tokens")
     for number, shard in enumerate(shards):
+        # Rows are consumed for existing shards too, so that `answered` stays in step with the plan.
         rows = [next(answered) for _ in shard]
         if writer.holds(number, [row.row_id for row, _ in rows]):
             passed += sum(row.num_tokens for row, _ in rows)
@@ -290,12 +291,12 @@ def _write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: T
         for batch in plan_batches([row.num_tokens for row, _ in rows], spec.capture.batch_tokens):
             stage.pause_point()
             before = time.monotonic()
-            made = compute_rows(target, [_tokens_of(*rows[i]) for i in batch], writer.format)
+            computed = compute_rows(target, [_tokens_of(*rows[i]) for i in batch], writer.format)
             work.prefill_s += time.monotonic() - before
-            if not work.errors:
-                work.errors = _errors(made, writer.format)
-                _tell_outliers(made, writer.format, stage)
-            features += made
+            if not work.errors:  # the codec's error is measured on the first pass
+                work.errors = _errors(computed, writer.format)
+                _warn_about_outliers(computed, writer.format, stage)
+            features += computed
             work.tokens += sum(rows[i][0].num_tokens for i in batch)
             stage.progress(passed + work.tokens, total, "tokens")
         record = writer.write_shard(features, number)
@@ -306,7 +307,7 @@ def _write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: T
 
 
 def _errors(rows: Sequence[FeatureRow], fmt: StoreFormat) -> dict[str, float]:
-    """What the codec changes, over the tokens of one pass."""
+    """Relative error of the codec per layer, over the tokens of one pass."""
     aux = torch.cat([row.aux for row in rows])
     found = {str(layer): _mean(relative_error(aux[:, place], fmt.codec))
              for place, layer in enumerate(fmt.aux_layers)}
@@ -316,15 +317,15 @@ def _errors(rows: Sequence[FeatureRow], fmt: StoreFormat) -> dict[str, float]:
     return found
 
 
-def _tell_outliers(rows: Sequence[FeatureRow], fmt: StoreFormat, stage: Stage) -> None:
-    """Warn where a few large values leave no codes for the others."""
+def _warn_about_outliers(rows: Sequence[FeatureRow], fmt: StoreFormat, stage: Stage) -> None:
+    """Warn about layers where outliers round most other values to 0."""
     aux = torch.cat([row.aux for row in rows])
-    drowned = {layer: share for place, layer in enumerate(fmt.aux_layers)
-               if (share := zero_share(aux[:, place], fmt.codec)) > _MOST_DROWNED[fmt.codec]}
-    if drowned:
-        told = ", ".join(f"{share:.0%} of layer {layer}" for layer, share in drowned.items())
-        stage.event("StatesDrowned", f"{told} is stored as 0 beside values many times as large: capture.codec fp8 "
-                                     f"keeps both", warning=True)
+    zeroed = {layer: share for place, layer in enumerate(fmt.aux_layers)
+               if (share := zero_share(aux[:, place], fmt.codec)) > _MAX_ZERO_SHARE[fmt.codec]}
+    if zeroed:
+        shares = ", ".join(f"{share:.0%} of layer {layer}" for layer, share in zeroed.items())
+        stage.event("StatesDrowned", f"{shares} is stored as 0 because of outliers: capture.codec fp8 "
+                                     "keeps both", warning=True)
 
 
 def _mean(errors: torch.Tensor) -> float:
@@ -349,7 +350,7 @@ def _tokens_of(plan: RowPlan, row: AnsweredRow) -> tuple[str, torch.Tensor, torc
 def _check_rows_are_of(digest: str, rows_dir: Path, model: str) -> None:
     meta = read_meta(rows_dir)
     if meta is None:
-        raise ArtifactMissing(f"no {META} in {rows_dir}: nothing says which target answered", "run regenerate first")
+        raise ArtifactMissing(f"no {META} in {rows_dir}: the target of the rows is unknown", "run regenerate first")
     if meta.target_digest != digest:
         raise Conflict(f"the rows in {rows_dir} were answered by another target ({meta.target_digest}) than "
                        f"{model!r} ({digest})", "regenerate with this target, or name the one that answered")

@@ -1,17 +1,17 @@
-"""The target answers anew: the last assistant turn of every conversation, or each, is written again by the target.
+"""Regenerate: the target answers the last assistant turn of every conversation again, or each assistant turn.
 
-A drafter learns to predict what the target would say, so it must learn from what the target does say: "you need to
-regenerate the final assistant turn using your actual model ... the response might be worse than the original one. It
-does not matter" (the second seed). Steps, each resumable:
+A drafter learns to predict the target's output, so it must be trained on the target's output: "you need to regenerate
+the final assistant turn using your actual model ... the response might be worse than the original one. It does not
+matter" (the second seed). Steps, each resumable:
 
-    read, split, exclude -> selection        (regeneration.selection; nothing held out is ever asked)
-    walk conversations   -> questions        (regeneration.turn_queue; the last turn, or each in turn)
-    ask an engine        -> rows.jsonl       (appended and flushed per answer: it is the ledger of what is done)
+    read, split, exclude -> selection        (regeneration.selection; held-out prompts are never sent)
+    replay conversations -> turns            (regeneration.turn_queue; the last turn, or each in order)
+    generate             -> rows.jsonl       (appended and flushed per answer: the ledger of finished rows)
     put in order         -> rows.jsonl, quarantine.jsonl, held_out.jsonl, rows.meta.json
 
-Each answer depends on its row alone (the seed is derived from the row's id), so a run that was killed ten times ends
-with the bytes of one that was not. For the same reason the asking may be shared out: with EYRIE_SHARD_ROWS set, an
-endpoint is asked by the shard workers of a cluster instead of from here (`regeneration.sharded`).
+Each answer depends on its row alone (the seed is derived from the row's id), so the bytes of the output do not depend
+on interruptions. For the same reason the work may be distributed: with EYRIE_SHARD_ROWS set, the shard workers of a
+cluster send the requests (`regeneration.sharded`).
 
     python -m eyrie_workers.stages.regenerate --spec spec.json --out <dir>/manifest.json
 """
@@ -55,14 +55,14 @@ from eyrie_workers.targets.templates import ChatTokenizer
 
 QUARANTINE = "quarantine.jsonl"
 BATCH_STATE = "batch.json"
-_QUARANTINE_SHOWN = 100
-_HOPELESS_AFTER = 20
-"""So many refusals before the first answer mean that the request itself is wrong, not twenty prompts."""
+_QUARANTINE_REPORTED = 100
+_MAX_INITIAL_FAILURES = 20
+"""Failures before the first answer that end the stage: the request itself is wrong, not these prompts."""
 
 
 @dataclass
 class Tally:
-    """What a finished set of rows adds up to."""
+    """Totals over the finished rows."""
 
     rows: int = 0
     prompt_tokens: int = 0
@@ -91,7 +91,7 @@ class Tally:
 
 
 def lengths(counted: Counter[int]) -> Lengths:
-    """Quantiles of the lengths counted, each a length that occurs."""
+    """Quantiles of counted lengths, each a length that occurs."""
     total, ordered = counted.total(), sorted(counted.items())
 
     def quantile(share: float) -> int:
@@ -102,21 +102,21 @@ def lengths(counted: Counter[int]) -> Lengths:
 
 
 def regenerate(spec: RegenerateStage, stage: Stage) -> Result:
-    """Let the target answer the last assistant turn of every conversation anew (see the module's essay).
+    """Let the target answer conversations again (see the module's docstring).
 
-    Raises InvalidInput for data that cannot be opened, NoUsableData when nothing is left, Transient when an endpoint
-    stays away, Permanent when it refuses everything.
+    Raises InvalidInput for data that cannot be opened, NoUsableData when no row remains, Transient when an endpoint
+    stays unavailable, Permanent when it refuses every request.
     """
     started = time.monotonic()
     path = resolve(spec.target)
     tokenizer = ChatTokenizer(path)
-    _claim(stage.out_dir, spec, target_digest(path))
+    _check_meta(stage.out_dir, spec, target_digest(path))
     context = read_config(path).max_position_embeddings
     summary = _select(spec, stage, tokenizer, context)
     ledger = RowLedger(stage.out_dir / ROWS)
     resumed, new_tokens, refused = _ask(spec, stage, path, tokenizer, ledger, summary)
-    questions = _questions(spec, stage, tokenizer, ledger, summary, context)
-    report = _finish(spec, stage, questions, ledger, summary, refused)
+    turns = _turn_queue(spec, stage, tokenizer, ledger, summary, context)
+    report = _finish(spec, stage, turns, ledger, summary, refused)
     seconds = time.monotonic() - started
     report = report.model_copy(update={"rows_resumed": resumed, "seconds": seconds,
                                        "tokens_per_s": new_tokens / seconds})
@@ -124,12 +124,12 @@ def regenerate(spec: RegenerateStage, stage: Stage) -> Result:
     return Result(report, [stage.out_dir / name for name in names])
 
 
-def _claim(directory: Path, spec: RegenerateStage, digest: str) -> None:
-    """Say whose answers this directory holds, or refuse when it holds others."""
-    decides = (spec.data.model_dump_json(), spec.regenerate.sampling.model_dump_json(), spec.exclude_prompts,
+def _check_meta(directory: Path, spec: RegenerateStage, digest: str) -> None:
+    """Write the metadata of the answers, or raise Conflict when the directory holds others."""
+    inputs = (spec.data.model_dump_json(), spec.regenerate.sampling.model_dump_json(), spec.exclude_prompts,
                spec.regenerate.max_new_tokens, spec.regenerate.seed, spec.regenerate.engine, spec.target.dtype,
                spec.regenerate.turns)
-    meta = RowsMeta(target_digest=digest, answers_digest=digest_bytes(repr(decides).encode()))
+    meta = RowsMeta(target_digest=digest, answers_digest=digest_bytes(repr(inputs).encode()))
     found = read_meta(directory)
     if found is not None and found != meta:
         raise Conflict(f"{directory} holds answers of another target, data or sampling",
@@ -154,13 +154,13 @@ def _select(spec: RegenerateStage, stage: Stage, tokenizer: ChatTokenizer,
     if summary.rows_selected == 0:
         reasons = Counter(row.reason for row in selection.rejected(stage.out_dir)).most_common(3)
         why = "; ".join(f"{reason} ({count})" for reason, count in reasons)
-        raise NoUsableData(f"of {summary.rows_read} rows read none is left to answer: {summary.rows_quarantined} "
+        raise NoUsableData(f"of {summary.rows_read} rows read none remains to be answered: {summary.rows_quarantined} "
                            f"quarantined{f' ({why})' if why else ''}, {summary.rows_held_out} held out",
                            "check data.sources, data.held_out_fraction and the quarantine's reasons")
     return summary
 
 
-def _questions(spec: RegenerateStage, stage: Stage, tokenizer: ChatTokenizer, ledger: RowLedger,
+def _turn_queue(spec: RegenerateStage, stage: Stage, tokenizer: ChatTokenizer, ledger: RowLedger,
                summary: selection.SelectionSummary, context: int) -> TurnQueue:
     return TurnQueue(selection.selected(stage.out_dir), summary.rows_selected, spec.regenerate, ledger, tokenizer,
                      min(spec.data.max_prompt_tokens, context - 1))
@@ -168,45 +168,45 @@ def _questions(spec: RegenerateStage, stage: Stage, tokenizer: ChatTokenizer, le
 
 def _ask(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatTokenizer, ledger: RowLedger,
          summary: selection.SelectionSummary) -> tuple[int, int, list[QuarantinedRow]]:
-    """GeneratedAnswer every question that is not in the ledger; return rows resumed, tokens answered, rows refused."""
+    """Answer every turn that is not in the ledger; return rows resumed, tokens generated, rows that failed."""
     total, resumed = summary.turns_selected, len(ledger)
     if resumed:
-        stage.event("Resumed", f"{resumed} of {total} rows were answered before")
+        stage.event("Resumed", f"{resumed} of {total} rows were already answered")
     if resumed == total:
         return resumed, 0, []
     refused: list[QuarantinedRow] = []
     answered = new_tokens = 0
-    questions = _questions(spec, stage, tokenizer, ledger, summary, read_config(path).max_position_embeddings)
+    turns = _turn_queue(spec, stage, tokenizer, ledger, summary, read_config(path).max_position_embeddings)
     engine = _engine(spec, stage, path, tokenizer)
     stage.progress(resumed, total, "rows", "answering")
-    for outcome in engine.answers(questions, stage.pause_point):
-        question = questions.asked(outcome.row_id)
-        row = question.row
+    for outcome in engine.answers(turns, stage.pause_point):
+        pending = turns.in_flight(outcome.row_id)
+        row = pending.row
         if isinstance(outcome, GeneratedAnswer) and outcome.finish_reason == "stop" and len(outcome.answer_ids) == 1:
             outcome = GenerationFailure(outcome.row_id, "the answer is empty", "empty")
         if isinstance(outcome, GenerationFailure):
             refused.append(QuarantinedRow(source=row.source, line=row.line, reason=outcome.reason, kind=outcome.kind))
-            if answered == resumed == 0 and len(refused) >= _HOPELESS_AFTER:
-                raise InvalidInput(f"the first {len(refused)} prompts were all refused: {outcome.reason}",
+            if answered == resumed == 0 and len(refused) >= _MAX_INITIAL_FAILURES:
+                raise InvalidInput(f"the first {len(refused)} prompts all failed: {outcome.reason}",
                                    "check regenerate.base_url, served_model and the sampling settings")
         else:
-            ledger.append(_answered(spec, question, outcome))
+            ledger.append(_answered(spec, pending, outcome))
             answered += 1
             new_tokens += len(outcome.answer_ids)
-        questions.heard(outcome.row_id)
+        turns.mark_done(outcome.row_id)
         stage.progress(resumed + answered + len(refused), total, "rows", "answering")
         stage.pause_point()
     return resumed, new_tokens, refused
 
 
-def _answered(spec: RegenerateStage, question: PendingTurn, answer: GeneratedAnswer) -> AnsweredRow:
+def _answered(spec: RegenerateStage, pending: PendingTurn, answer: GeneratedAnswer) -> AnsweredRow:
     sampling = RowSampling(**spec.regenerate.sampling.model_dump(), max_new_tokens=spec.regenerate.max_new_tokens)
-    row = question.row
+    row = pending.row
     return AnsweredRow(id=answer.row_id, source=row.source, line=row.line, category=row.category,
                        prompt_ids=tuple(answer.prompt_ids), answer_ids=tuple(answer.answer_ids),
                        finish_reason=answer.finish_reason, text=answer.text, sampling=sampling,
-                       seed=question.prompt.seed, ids_exact=answer.ids_exact, ids_differ=answer.ids_differ,
-                       reasoning=answer.reasoning, tool_calls=answer.tool_calls, turn=question.turn)
+                       seed=pending.prompt.seed, ids_exact=answer.ids_exact, ids_differ=answer.ids_differ,
+                       reasoning=answer.reasoning, tool_calls=answer.tool_calls, turn=pending.turn)
 
 
 def _engine(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatTokenizer) -> GenerationClient:
@@ -222,7 +222,7 @@ def _engine(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatToke
 
     context = read_config(path).max_position_embeddings
     if spec.regenerate.engine == "openai" and (sharding := ShardingConfig.from_env()).shard_rows is not None:
-        from eyrie_workers.shards import sharded_client  # here: on one machine nobody needs celery
+        from eyrie_workers.shards import sharded_client  # lazy: on one machine Celery is not needed
 
         return sharded_client(sharding, spec, context, path, warn)
     endpoint = endpoint_of(spec.regenerate, spec.target, context)
@@ -231,20 +231,20 @@ def _engine(spec: RegenerateStage, stage: Stage, path: Path, tokenizer: ChatToke
     return BatchClient(endpoint, AnswerRetokenizer(tokenizer), stage.out_dir / BATCH_STATE, warn)
 
 
-def _finish(spec: RegenerateStage, stage: Stage, questions: TurnQueue, ledger: RowLedger,
+def _finish(spec: RegenerateStage, stage: Stage, turns: TurnQueue, ledger: RowLedger,
             summary: selection.SelectionSummary, refused: list[QuarantinedRow]) -> RegenerateReport:
     """Put the rows in order, write the quarantine, clear the working files."""
     if len(ledger) == 0:
         raise NoUsableData(f"none of {summary.rows_selected} prompts was answered: {refused[0].reason}",
-                           "hint what the endpoint names, then retry")
+                           "fix what the endpoint reports, then retry")
     tally, ended, cut = Tally(), Counter[str](), list[QuarantinedRow]()
 
     def answered_ids() -> Iterator[str]:
         for row in selection.selected(stage.out_dir):
-            walk = questions.walk(row)
-            if walk.answered and walk.then is not None:
-                ended[walk.then.reason if isinstance(walk.then, Ended) else REFUSED] += 1
-            yield from walk.answered
+            state = turns.replay(row)
+            if state.answered and state.next is not None:
+                ended[state.next.reason if isinstance(state.next, Ended) else REFUSED] += 1
+            yield from state.answered
 
     def wanted(row: AnsweredRow) -> bool:
         return spec.regenerate.truncated == "train" or row.finish_reason == "stop"
@@ -258,7 +258,7 @@ def _finish(spec: RegenerateStage, stage: Stage, questions: TurnQueue, ledger: R
     if tally.rows == 0:
         raise NoUsableData(f"all {len(cut)} answers were cut at {spec.regenerate.max_new_tokens} tokens",
                            "raise regenerate.max_new_tokens, or set regenerate.truncated to train")
-    # Refusals arrive in any order; the file must not depend on it.
+    # Failures arrive in any order; the file must not depend on it.
     late = sorted([*refused, *cut], key=lambda row: (row.source, row.line, row.reason))
     quarantined = [*selection.rejected(stage.out_dir), *late]
     write_atomically(stage.out_dir / QUARANTINE, "".join(row.model_dump_json() + "\n" for row in quarantined))
@@ -273,7 +273,7 @@ def _finish(spec: RegenerateStage, stage: Stage, questions: TurnQueue, ledger: R
         prompt_lengths=lengths(tally.prompt_lengths), answer_lengths=lengths(tally.answer_lengths),
         languages=summary.languages, prompt_tokens=tally.prompt_tokens,
         answer_tokens=tally.answer_tokens, finish_reasons=dict(tally.finish_reasons), sources=dict(tally.sources),
-        seconds=0.0, tokens_per_s=0.0, quarantined=tuple(quarantined[:_QUARANTINE_SHOWN]))
+        seconds=0.0, tokens_per_s=0.0, quarantined=tuple(quarantined[:_QUARANTINE_REPORTED]))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Do our hidden states mean what everybody else's do? Asked of a few rows before hours are spent on many.
+"""Compares our hidden states with those of `transformers` on a few rows, before a capture of hours.
 
-A drafter trained on the states of the wrong layer trains well and is worth little when served: the loss cannot tell.
-So the states that capture is about to record are compared with `hidden_states` of `transformers`, computed by other
-code from the same files, index by index. The error to the right layer must be rounding; the error to its neighbours is
-told beside it, because a check that would pass for any layer is none.
+A drafter trained on the states of the wrong layer trains well and is worth little when served: the loss cannot show it.
+The states that capture is about to record are therefore compared with `hidden_states` of `transformers`, computed by
+other code from the same files, index by index. The error to the same layer must be rounding; the error to its
+neighbours is reported with it, because a check that passes for any layer proves nothing.
 
-(The serving engine's own layers are compared by tests/sglang, round by round, and before a promotion by the parity gate
-of `measurement.parity.parity`: an engine hands out text, and what it captured shows in what it accepts.)
+(The serving engine's layers are compared by tests/sglang, round by round, and before a promotion by the parity gate of
+`measurement.parity.parity`: an engine returns text, and what it captured shows in what it accepts.)
 """
 
 # T tokens of a row, A aux layers, H hidden
@@ -37,11 +37,11 @@ class LayerAgreement:
     layer: int
     error: float
     neighbour: float
-    """To the nearer of the two layers beside it."""
+    """Distance to the nearer of the two adjacent layers."""
 
 
 def reference_states(path: Path, dtype: str, token_ids: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Per row all `hidden_states` [T, H] of `transformers`, in float32. Loads the target and lets it go."""
+    """Per row all `hidden_states` [T, H] of `transformers`, in float32. The model is freed on return."""
     import transformers  # here: importing it takes longer than a small capture
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -54,19 +54,19 @@ def reference_states(path: Path, dtype: str, token_ids: Sequence[Tensor]) -> lis
 def compare(ours: Sequence[Tensor], theirs: Sequence[Sequence[Tensor]], aux_layers: Sequence[int],
             dtype: str) -> tuple[LayerAgreement, ...]:
     """Compare aux states [T, A, H] of some rows with the reference's. Raises LayersDisagree naming the layers."""
-    found = []
-    for place, layer in enumerate(aux_layers):
-        mine = torch.cat([aux[:, place].float() for aux in ours])
-        beside = [one for one in (layer - 1, layer + 1) if 0 <= one < len(theirs[0])]
-        found.append(LayerAgreement(
-            layer, _distance(mine, theirs, layer), min(_distance(mine, theirs, one) for one in beside)))
-    wrong = [one for one in found if not one.error <= _TOLERANCE[dtype]]
+    agreements = []
+    for column, layer in enumerate(aux_layers):
+        mine = torch.cat([aux[:, column].float() for aux in ours])
+        adjacent = [one for one in (layer - 1, layer + 1) if 0 <= one < len(theirs[0])]
+        agreements.append(LayerAgreement(
+            layer, _distance(mine, theirs, layer), min(_distance(mine, theirs, one) for one in adjacent)))
+    wrong = [one for one in agreements if not one.error <= _TOLERANCE[dtype]]
     if wrong:
-        told = ", ".join(f"layer {one.layer}: {one.error:.2g}" for one in wrong)
-        raise LayersDisagree(f"aux hidden states differ from those of transformers ({told}; {_TOLERANCE[dtype]:g} is "
+        errors = ", ".join(f"layer {one.layer}: {one.error:.2g}" for one in wrong)
+        raise LayersDisagree(f"aux hidden states differ from those of transformers ({errors}; {_TOLERANCE[dtype]:g} is "
                              f"rounding in {dtype})", "report this target's config.json: its forward pass has "
                              "something ours lacks; capture.check_rows 0 leaves the check out")
-    return tuple(found)
+    return tuple(agreements)
 
 
 def _distance(mine: Tensor, theirs: Sequence[Sequence[Tensor]], layer: int) -> float:

@@ -1,10 +1,10 @@
-"""What a Hugging Face `config.json` says about a decoder, reduced to what our forward pass needs.
+"""The fields of a Hugging Face `config.json` that the forward pass needs.
 
 The families share one block (attention with rotary positions, gated MLP) and differ in details that are data, not
 code: Llama (rope scaling of Llama 3), Qwen2 (bias on q, k, v), Qwen3 (RMS norm on each head of q and k), Olmo 2 and 3
-(norms behind attention and MLP instead of in front, and over all heads of q and of k together; Olmo 3 slides a window
-over three layers of four and stretches the rope of the fourth alone). Anything we would compute wrongly is refused
-here, by name, before a byte of weights is read.
+(norms after attention and MLP instead of before them, and over all heads of q and of k together; in Olmo 3 three layers
+of four have sliding-window attention, and only the rope of the fourth is scaled). A config that the forward pass would
+compute wrongly is refused here, naming the field, before weights are read.
 
 Both spellings of rope are read: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before).
 """
@@ -25,7 +25,7 @@ SLIDING = "sliding_attention"
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding (arXiv:2104.09864) and the three ways of stretching it that we compute."""
+    """Rotary position embedding (arXiv:2104.09864) and the three supported scalings."""
 
     theta: float = 10_000.0
     kind: Literal["default", "linear", "llama3", "yarn"] = "default"
@@ -35,28 +35,28 @@ class RopeConfig:
     original_max_position: int = 8192
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    """yarn: waves that turn more than `beta_fast` times within the original context are kept, fewer than `beta_slow`
-    times stretched."""
+    """yarn: frequencies with more than `beta_fast` turns within the original context are kept, those with fewer than
+    `beta_slow` are scaled."""
 
     attention_factor: float = 1.0
-    """yarn: by which rotated queries and keys are lengthened (arXiv:2309.00071, section 3.4)."""
+    """yarn: factor on rotated queries and keys (arXiv:2309.00071, section 3.4)."""
 
     def inverse_frequencies(self, head_dim: int) -> list[float]:
-        """head_dim / 2 angles per position. llama3, yarn: long waves are stretched, short ones kept, the middle
-        blended, by frequency and by index."""
+        """head_dim / 2 angles per position. llama3, yarn: low frequencies are scaled, high ones kept, those in
+        between interpolated, by frequency and by index."""
         plain = [self.theta ** (-2.0 * i / head_dim) for i in range(head_dim // 2)]
         if self.kind == "default":
             return plain
         if self.kind == "linear":
             return [frequency / self.factor for frequency in plain]
         if self.kind == "yarn":
-            low, high = self._blended(head_dim)
+            low, high = self._interpolated_range(head_dim)
             shares = [min(max((i - low) / (high - low), 0.0), 1.0) for i in range(head_dim // 2)]
             return [f * (share / self.factor + 1.0 - share) for f, share in zip(plain, shares, strict=True)]
-        return [self._stretch(frequency) for frequency in plain]
+        return [self._scaled(frequency) for frequency in plain]
 
-    def _blended(self, head_dim: int) -> tuple[float, float]:
-        """yarn: the indices between which frequencies are blended, rounded outwards."""
+    def _interpolated_range(self, head_dim: int) -> tuple[float, float]:
+        """yarn: the indices between which frequencies are interpolated, rounded outwards."""
         def index(turns: float) -> float:
             return head_dim * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
@@ -64,7 +64,7 @@ class RopeConfig:
         high = min(math.ceil(index(self.beta_slow)), head_dim - 1)
         return low, high if high != low else high + 0.001
 
-    def _stretch(self, frequency: float) -> float:
+    def _scaled(self, frequency: float) -> float:
         waves = self.original_max_position * frequency / (2 * math.pi)  # full turns within the original context
         if waves < self.low_freq_factor:
             return frequency / self.factor
@@ -88,7 +88,7 @@ class TargetConfig:
     vocab_size: int
     rms_eps: float
     rope: RopeConfig
-    """Of every layer, but for `full_rope`. A drafter takes this one."""
+    """Rope of every layer except those of `full_rope`. A drafter uses this one."""
 
     max_position_embeddings: int
     tie_word_embeddings: bool
@@ -110,7 +110,7 @@ class TargetConfig:
 
     eos_token_ids: tuple[int, ...]
     post_norm: bool = False
-    """Norms behind attention and MLP instead of in front of them, and one over all heads of q, one over those of k."""
+    """Norms after attention and MLP instead of before them, and one over all heads of q, one over all of k."""
 
     full_rope: RopeConfig | None = None
     """Rope of the full-attention layers, where it differs."""
@@ -137,7 +137,7 @@ def read_config(directory: Path) -> TargetConfig:
 
 
 def parse_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> TargetConfig:
-    """Reduce a `config.json` object. Raises UnsupportedTarget, naming the field, for what we cannot compute."""
+    """Reduce a `config.json` object. Raises UnsupportedTarget, naming the field, for what cannot be computed."""
     family = str(data.get("model_type", ""))
     if family not in FAMILIES:
         raise UnsupportedTarget(f"model_type {family!r} is not supported", f"use a target of {', '.join(FAMILIES)}")
@@ -175,7 +175,7 @@ def _count(data: Mapping[str, Any], field: str) -> int:
 
 
 def _ropes(data: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig | None]:
-    """The rope of all layers, and that of the full-attention layers where it is another (Olmo 3)."""
+    """The rope of all layers, and that of the full-attention layers where they differ (Olmo 3)."""
     kinds = ("default", "linear", "llama3")
     scaling = data.get("rope_parameters") or data.get("rope_scaling") or {}
     if data.get("model_type") != "olmo3":
@@ -196,21 +196,21 @@ def _rope(data: Mapping[str, Any], scaling: Mapping[str, Any], kinds: Sequence[s
     if float(scaling.get("partial_rotary_factor", data.get("partial_rotary_factor", 1.0)) or 1.0) != 1.0:
         raise UnsupportedTarget("partial_rotary_factor is not 1", "only rotation of whole heads is computed")
     factor = float(scaling.get("factor", 1.0))
-    lengthened = scaling.get("attention_factor")
-    if lengthened is None:
-        lengthened = 0.1 * math.log(factor) + 1.0 if kind == "yarn" and factor > 1.0 else 1.0
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = 0.1 * math.log(factor) + 1.0 if kind == "yarn" and factor > 1.0 else 1.0
     return RopeConfig(
         theta=float(scaling.get("rope_theta") or data.get("rope_theta") or theta), kind=kind,
         factor=factor, low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
         high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
         original_max_position=int(scaling.get("original_max_position_embeddings", 8192)),
         beta_fast=float(scaling.get("beta_fast") or 32.0), beta_slow=float(scaling.get("beta_slow") or 1.0),
-        attention_factor=float(lengthened) if kind == "yarn" else 1.0,
+        attention_factor=float(attention_factor) if kind == "yarn" else 1.0,
     )
 
 
 def read_layer_types(data: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Attention type per layer as `config.json` tells it, for any family; None when it does not tell."""
+    """Attention type per layer as `config.json` lists it, for any family; None when it lists none."""
     listed = data.get("layer_types")
     return tuple(str(kind) for kind in listed) if listed else None
 
@@ -225,14 +225,14 @@ def _layer_types(data: Mapping[str, Any], num_layers: int) -> tuple[tuple[str, .
         first_sliding = int(data.get("max_window_layers", num_layers)) if slides and window else num_layers
         types = tuple(SLIDING if i >= first_sliding else FULL for i in range(num_layers))
     if len(types) != num_layers:
-        raise UnsupportedTarget(f"layer_types has {len(types)} entries for {num_layers} layers", "hint config.json")
+        raise UnsupportedTarget(f"layer_types has {len(types)} entries for {num_layers} layers", "correct config.json")
     unknown = sorted(set(types) - {FULL, SLIDING})
     if unknown:
         raise UnsupportedTarget(f"layer_types holds {unknown}", f"only {FULL} and {SLIDING} are computed")
     if SLIDING not in types:
         return types, None
     if not isinstance(window, int) or window < 1:
-        raise UnsupportedTarget(f"sliding_window is {window!r} but layers slide", "hint config.json")
+        raise UnsupportedTarget(f"sliding_window is {window!r} but layers slide", "correct config.json")
     return types, window
 
 

@@ -1,9 +1,9 @@
-"""The draft vocabulary: the tokens worth proposing.
+"""The draft vocabulary: the reduced output vocabulary of a drafter.
 
 A drafter's output matrix is most of its work when the target's vocabulary is large, and most of that vocabulary is
 almost never produced: FR-Spec (arXiv:2502.14856) finds a quarter of the tokens covers 95 % of text. So the drafter
 predicts over the D tokens its target produced most often in the training answers. Tokens that end an answer or frame a
-tool call are always in: missing one costs a rejected round at a place every answer passes.
+tool call are always included: every answer contains them, and a missing one costs a rejected round.
 
 Two maps tie the vocabularies together, in the form serving engines load:
 
@@ -22,12 +22,13 @@ from torch import Tensor
 from eyrie_api.errors import VocabularyTooLarge
 
 DEFAULT_MAX_SIZE = 32_768
-"""Used whole up to this size when the spec names none: EAGLE-3's drafters for 128k vocabularies use 32k."""
+"""The whole vocabulary is used up to this size when the spec gives none: EAGLE-3's drafters for 128k vocabularies use
+32k."""
 
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """The chosen target ids, ascending."""
+    """The target ids that have a draft id."""
 
     ids: Tensor
     """[D] int64 target ids, strictly ascending."""
@@ -54,7 +55,7 @@ class DraftVocabulary:
 
     @staticmethod
     def from_buffers(d2t: Tensor, t2d: Tensor) -> "DraftVocabulary":
-        """From a drafter's buffers, which must agree (a loaded checkpoint has been checked)."""
+        """From a drafter's buffers, which must be consistent (loading a checkpoint checks it)."""
         return DraftVocabulary(ids=(d2t + torch.arange(d2t.numel(), device=d2t.device)).cpu(), vocab_size=t2d.numel())
 
 
@@ -64,7 +65,7 @@ def count_tokens(token_ids: Tensor, loss_mask: Tensor, vocab_size: int) -> Tenso
 
 
 def choose_size(vocab_size: int, wanted: int | None) -> int:
-    """D for a target of V tokens. Raises VocabularyTooLarge when more is wanted than there is."""
+    """D for a target of V tokens. Raises VocabularyTooLarge when `wanted` exceeds V."""
     if wanted is None:
         return min(vocab_size, DEFAULT_MAX_SIZE)
     if wanted > vocab_size:
@@ -79,8 +80,8 @@ def build(counts_V: Tensor, size: int, always: Collection[int] = ()) -> DraftVoc
     counts_V  [V] int64  from `count_tokens`.
     size      D; raises VocabularyTooLarge when it exceeds V, or cannot hold `always`.
 
-    When fewer than D tokens were ever produced, the ties at zero fill up with the smallest ids, which byte-level
-    tokenizers give to single bytes: the parts any unseen word is spelled with.
+    When fewer than D tokens were produced, ties at count 0 go to the smallest ids, which byte-level tokenizers give to
+    single bytes: the parts of any unseen word.
     """
     vocab_size = counts_V.numel()
     choose_size(vocab_size, size)
@@ -102,7 +103,7 @@ def coverage(counts_V: Tensor, vocabulary: DraftVocabulary) -> float:
 
 
 def coverage_curve(counts_V: Tensor, always: Collection[int] = ()) -> dict[int, float]:
-    """Coverage at powers of two up to V, and at V: what a person needs to choose a size."""
+    """Coverage at powers of two up to V, and at V: for choosing a size."""
     vocab_size = counts_V.numel()
     floor = len({token for token in always if 0 <= token < vocab_size})
     sizes = [size for size in (2**power for power in range(6, 32)) if floor <= size < vocab_size] + [vocab_size]

@@ -1,13 +1,13 @@
-"""Which of the target's hidden states a drafter should read.
+"""Selection of the target's aux hidden states for a drafter.
 
 EAGLE-3 (arXiv:2503.01840, section 3.1) fuses a low, a middle and a high layer. Indices here are Hugging Face
 `hidden_states` indices: 0 is the embedding, i + 1 the output of layer i, num_layers the state after the final norm. The
 default (2, num_layers // 2, num_layers - 3) is what SGLang captures for a target without a list of its own.
 
-On hybrid targets most layers see only a window or a recurrent state; what such a layer passes on says little about far
-context. There each choice moves to the nearest full-attention layer's output, as the seed on training a drafter for a
-hybrid target found necessary. The last layer is left out: serving engines hand out what a layer passes to the next one,
-and the last passes to none.
+On hybrid targets most layers see only a window or a recurrent state; the output of such a layer holds little about
+distant context. There each choice moves to the nearest full-attention layer's output, as the seed on training a drafter
+for a hybrid target found necessary. The last layer is left out: serving engines capture the input of the next layer,
+and the last layer has none.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     lowest = 1
     chosen: list[int] = []
     for index, value in enumerate(sorted(wanted)):
-        highest = num_layers - (len(wanted) - 1 - index)  # leave room for those still to come
+        highest = num_layers - (len(wanted) - 1 - index)  # the layers after this one need higher indices
         value = min(max(value, lowest), max(highest, lowest))
         if value <= num_layers:
             chosen.append(value)
@@ -52,7 +52,7 @@ def choose_aux_layers(num_layers: int, layer_types: Sequence[str] | None = None,
     if layer_types is None or all(kind == FULL_ATTENTION for kind in layer_types):
         return LayerChoice(default, f"low, middle and high of {num_layers} layers, all with full attention")
     outputs = [i + 1 for i, kind in enumerate(layer_types) if kind == FULL_ATTENTION and i + 1 < num_layers]
-    if len(outputs) < 2:  # one state alone is no fusion, and SGLang would skip the drafter's fc
+    if len(outputs) < 2:  # with a single state SGLang would skip the drafter's fc
         return LayerChoice(default, f"low, middle and high of {num_layers} layers; before the last, "
                                     f"{len(outputs)} has full attention")
     moved = _nearest_distinct(default, outputs)

@@ -1,14 +1,14 @@
-"""Matrix products whose result for a row does not depend on how many rows are computed beside it.
+"""Matrix products whose result for a row does not depend on the number of rows in the product.
 
 A drafted round runs six or sixteen tokens where plain decoding runs one. If a library picks another kernel for
-another number of rows, the sums are taken in another order, the last bits differ, and a near-tie between two tokens
-may tip: the output would no longer be the target's own. MKL's float32 path does exactly that (sgemv for one to three
-rows, sgemm above; measured: rows differ for M in {1, 2, 3}). oneDNN with weights packed for a block of 16 rows does
-not: rows were bitwise equal for every M from 1 to 300, with bias and with fused addition, in float32 and bfloat16,
+another number of rows, the sums run in another order, the last bits differ, and a near-tie between two tokens may
+resolve differently: the output would no longer be the target's own. MKL's float32 path does exactly that (sgemv for one
+to three rows, sgemm above; measured: rows differ for M in {1, 2, 3}). oneDNN with weights packed for a block of 16 rows
+does not: rows were bitwise equal for every M from 1 to 300, with bias and with fused addition, in float32 and bfloat16,
 one thread and two (torch 2.13.0; tests/workers/targets repeats it). It is also the faster one: at 256 x 1408 in
 float32, 8 rows cost 78 us against 255 us, because each weight is read once.
 
-Packed weights are a second copy in an opaque layout; whoever needs the plain matrix keeps it.
+Packed weights are a second copy in an opaque layout; a caller that needs the plain matrix keeps it.
 """
 
 # M rows, I inputs, O outputs
@@ -48,7 +48,7 @@ class Linear:
 
 
 def rms_normalise(x: Tensor, eps: Tensor) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) along the last dimension (arXiv:1910.07467); the weight is the caller's.
+    """x / sqrt(mean(x^2) + eps) along the last dimension (arXiv:1910.07467); the caller applies the weight.
 
     Four small operations (5.4 us for 8 x 256 against 10 us for torch's composite rms_norm), row-invariant (measured as
     above). `eps` is a tensor without dimensions, so that no constant is boxed per call.

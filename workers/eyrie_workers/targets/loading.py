@@ -1,4 +1,4 @@
-"""From a target's name to its weights: the one door to model files and to the Hub.
+"""Resolves a target's name to its files and weights; the only module that reads model files and the Hub.
 
 Weights are read from safetensors directly: importing transformers costs seconds and would bring a second forward pass.
 `quickstart` is the model shipped inside this package, `quickstart-large` one trained here by a command; a Hub id is
@@ -43,7 +43,7 @@ def resolve(spec: TargetSpec) -> Path:
                                  "give a Hugging Face model directory")
         return local.resolve()
     if local.is_absolute() or spec.model.startswith((".", "~")) or spec.model.count("/") != 1:
-        raise TargetNotFound(f"target.model {spec.model!r} is no directory here",
+        raise TargetNotFound(f"target.model {spec.model!r} is not a directory",
                              "give an existing directory, a Hub id of the form org/name, or 'quickstart'")
     return _fetch(spec)
 
@@ -52,7 +52,7 @@ def _trained_here(name: str) -> Path:
     path, card = trained_here(name), trained_here(name) / "card.json"
     if not card.exists() or not read_json(card).get("finished"):
         raise TargetNotFound(f"target.model {name!r} is not {'finished' if card.exists() else 'there'} in {path}",
-                             f"run `{TRAINED_HERE[name]}`, which goes on from what is there (EYRIE_HOME says where)")
+                             f"run `{TRAINED_HERE[name]}`, which resumes an unfinished run (below EYRIE_HOME)")
     return path
 
 
@@ -72,14 +72,14 @@ def _fetch(spec: TargetSpec) -> Path:
 
 
 def load_target(path: Path, dtype: str = "float32", device: torch.device | None = None) -> TargetModel:
-    """The model in directory `path`, its weights in `dtype` on `device`; default: where this process computes.
+    """The model in directory `path`, its weights in `dtype` on `device`; default: `default_device()`.
 
-    Raises TargetNotFound without a config, UnsupportedTarget for what we cannot compute, ArtifactCorrupt for weights
+    Raises TargetNotFound without a config, UnsupportedTarget for what cannot be computed, ArtifactCorrupt for weights
     that are missing, truncated or of the wrong shape.
     """
     config = read_config(path)
-    place = device or default_device()
-    weights = {name: tensor.to(place, _DTYPES[dtype]) for name, tensor in read_weights(path).items()}
+    target_device = device or default_device()
+    weights = {name: tensor.to(target_device, _DTYPES[dtype]) for name, tensor in read_weights(path).items()}
     try:
         return TargetModel(config, weights, path)
     except KeyError as error:
@@ -95,7 +95,7 @@ def weight_files(path: Path) -> list[Path]:
         return [path / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
     single = path / "model.safetensors"
     if not single.exists():
-        raise UnsupportedTarget(f"{path} holds no model.safetensors and no index",
+        raise UnsupportedTarget(f"{path} has neither model.safetensors nor its index",
                                 "save the model with save_pretrained(..., safe_serialization=True)")
     return [single]
 
@@ -123,7 +123,7 @@ def special_token_ids(path: Path) -> list[int]:
 
 
 def target_digest(path: Path) -> str:
-    """`sha256:<hex>` over everything that decides what the target answers: config, weights, tokenizer, template."""
+    """`sha256:<hex>` over everything that determines its answers: config, weights, tokenizer, template."""
     names = {file.name for file in weight_files(path)} | {
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     entries = [[name, digest_file(path / name)] for name in sorted(names) if (path / name).exists()]

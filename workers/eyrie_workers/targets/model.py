@@ -1,18 +1,18 @@
 """The target's forward pass in plain PyTorch: one code path for capture, prefill and verification.
 
-What differs between those is only how attention finds its keys, so attention is a parameter: `run` walks the layers
-and hands rotated queries, keys and values to an `Attend`. Capture and prefill use `CausalAttention` over whole texts
-laid end to end; the decode engine brings its own over a cache and a draft tree.
+These differ only in how attention finds its keys, so attention is a parameter: `run` iterates over the layers and
+passes rotated queries, keys and values to an `Attend`. Capture and prefill use `CausalAttention` over whole texts, end
+to end; the decode engine passes attention over a cache and a draft tree.
 
-Made for speed at few tokens, where launching operations costs more than arithmetic:
+Optimised for few tokens, where launching operations costs more than arithmetic:
 
 - q, k, v and gate, up are one product each; the norm's weight is folded into the product that follows (float32 only:
   in bfloat16 the folded weight would be rounded once more);
-- rows of q and k are reordered so that the two halves of a rotary pair lie side by side, and the rotation is one
-  complex multiplication; q.k does not notice, both are permuted alike;
+- rows of q and k are reordered so that the two halves of a rotary pair are adjacent, and the rotation is one complex
+  multiplication; q.k does not change, because both are permuted alike;
 - residual additions are fused into the products (`linear.Linear.add`).
 
-Olmo normalises behind attention and MLP, so nothing can be folded or fused there; its rope may differ by layer type.
+Olmo normalises after attention and MLP, so nothing can be folded or fused there; its rope may differ by layer type.
 
 Logits and every hidden state equal Hugging Face's for Llama, Qwen2, Qwen3, Olmo 2 and Olmo 3 (tests/workers/targets).
 """
@@ -34,10 +34,10 @@ from eyrie_workers.targets.linear import Linear, rms_normalise
 
 
 class Attend(Protocol):
-    """Attention of one layer, over whatever keys the caller keeps."""
+    """Attention of one layer over the keys of its implementation."""
 
     dtype: torch.dtype
-    """In which q, k and v are rotated and handed over."""
+    """Type in which q, k and v are rotated and passed."""
 
     def __call__(self, layer: int, heads: Tensor) -> Tensor:
         """heads [M, Q + 2G, E] (queries and keys rotated, then values) -> [M, Q * E] in the model's dtype."""
@@ -47,27 +47,27 @@ class Attend(Protocol):
 @dataclass(frozen=True)
 class _Layer:
     input_norm: Tensor | None
-    """None when folded into `qkv`, or behind (`attention_norm`)."""
+    """None when folded into `qkv`, or when the norm follows attention (`attention_norm`)."""
     qkv: Linear
     head_norm: Tensor | None
     """[Q + G, E]: the weights of q_norm and k_norm, repeated per head where they are for one head."""
     output: Linear
     attention_norm: Tensor | None
-    """[H]: on what attention adds."""
+    """[H]: norm of the attention output; None for norms before attention."""
     mlp_norm: Tensor | None
-    """In front of the MLP, or behind it."""
+    """Norm before the MLP, or after it (Olmo); None when folded into `gate_up`."""
     gate_up: Linear
     down: Linear
 
 
 class TargetModel:
-    """A frozen Llama, Qwen or Olmo. Holds weights and nothing that changes."""
+    """A frozen Llama, Qwen or Olmo. Immutable: state is in the caller's cache."""
 
     def __init__(self, config: TargetConfig, weights: Mapping[str, Tensor], path: Path | None = None, *,
                  head: bool = True) -> None:
         """`weights` by their Hugging Face names, all of one dtype and device.
 
-        head  whether `logits` will be asked for, which takes a packed copy of the output matrix
+        head  whether `logits` will be called, which needs a packed copy of the output matrix
         """
         self.config = config
         self.path = path
@@ -90,13 +90,13 @@ class TargetModel:
     def _rotations(self, positions: Tensor, rope: RopeConfig, frequencies: Tensor, dtype: torch.dtype) -> Tensor:
         """exp(i * position * frequency): [M] -> [M, 1, E / 2] complex, for float32 or float64 heads."""
         angles = positions.to(torch.float64)[:, None, None] * frequencies
-        turned = torch.polar(torch.full_like(angles, rope.attention_factor), angles)
-        return turned if dtype == torch.float64 else turned.to(torch.complex64)
+        rotation = torch.polar(torch.full_like(angles, rope.attention_factor), angles)
+        return rotation if dtype == torch.float64 else rotation.to(torch.complex64)
 
     @torch.inference_mode()
     def run(self, token_ids: Tensor, positions: Tensor, attend: Attend,
             aux_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-        """One forward pass over tokens laid end to end.
+        """One forward pass over the tokens of all texts, end to end.
 
         token_ids, positions  [M] int64
         aux_layers            `hidden_states` indices to return
@@ -116,12 +116,14 @@ class TargetModel:
             heads = layer.qkv(x if config.post_norm else self._norm(x, layer.input_norm)).to(wide)
             heads = heads.view(num_tokens, -1, config.head_dim)
             rotated = heads[:, :num_rotated]
+            # Qwen3 normalises each head; Olmo all heads of q together and all of k together.
             if layer.head_norm is not None and layer.attention_norm is None:
                 rotated.copy_(rms_normalise(rotated, head_eps) * layer.head_norm)
             elif layer.head_norm is not None:
                 for group in rotated.split([config.num_heads, config.num_kv_heads], dim=1):
                     group.copy_(rms_normalise(group.flatten(1), head_eps).view_as(group))
                 rotated.mul_(layer.head_norm)
+            # Rotary embedding: adjacent pairs as complex numbers, multiplied in place; values are not rotated.
             torch.view_as_complex(rotated.unflatten(-1, (-1, 2))).mul_(rotations[self._rope_of_layer[index]])
             attended = attend(index, heads.to(attend.dtype))
             if layer.attention_norm is None:
@@ -165,7 +167,7 @@ class TargetModel:
 
 
 class CausalAttention:
-    """Attention within texts laid end to end, each seeing only itself and its past."""
+    """Causal attention within each of several texts that are stored end to end."""
 
     def __init__(self, config: TargetConfig, lengths: Sequence[int], dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -196,7 +198,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor
 
 
 def pairs_together(rows: Tensor, head_dim: int) -> Tensor:
-    """Reorder the rows of q or k so that element i and i + head_dim / 2 of each head become neighbours."""
+    """Reorder the rows of q or k so that elements i and i + head_dim / 2 of each head become adjacent."""
     half = rows.view(-1, 2, head_dim // 2, *rows.shape[1:])
     return half.transpose(1, 2).reshape(rows.shape)
 
@@ -218,7 +220,8 @@ def _layer(config: TargetConfig, weights: Mapping[str, Tensor], index: int) -> _
     gate_up_bias = torch.cat([get(mlp.format("gate", "bias")), get(mlp.format("up", "bias"))]) \
         if config.mlp_bias else None
     input_norm = None if config.post_norm else get("input_layernorm.weight")
-    after_attention = get("post_attention_layernorm.weight")  # a name of two meanings: Olmo applies it to the output
+    # Olmo applies this tensor to the attention output, the other families before the MLP.
+    after_attention = get("post_attention_layernorm.weight")
     mlp_norm = get("post_feedforward_layernorm.weight") if config.post_norm else after_attention
     head_norm = None
     if config.qk_norm or config.post_norm:

@@ -1,8 +1,8 @@
-"""Rotary position embedding of the drafter (RoFormer, arXiv:2104.09864), in the layout checkpoints have.
+"""Rotary position embedding of the drafter (RoFormer, arXiv:2104.09864), in the element order of checkpoints.
 
 Llama's half-rotation: element i of a head's first half is paired with element i of its second. The target's forward
 pass reorders weights to rotate complex numbers instead; here the weights are trained and exported under their own
-names, so the pairs stay where the serving engines expect them. Angles are made in float64 and applied in the dtype of
+names, so the order is the one that serving engines expect. Angles are computed in float64 and applied in the dtype of
 the activations.
 
     T rows, E head size

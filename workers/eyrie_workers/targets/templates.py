@@ -1,14 +1,13 @@
-"""Conversations to token ids and back, exactly as the target's own chat template says.
+"""Renders conversations to token ids with the target's own chat template, and parses answers.
 
-The template is a Jinja program shipped with the tokenizer. We run it as transformers does (sandboxed, trimmed blocks,
-the same globals and `tojson`), without importing transformers: that import costs seconds, and a stage program or an
-engine process pays it at every start. Only a tokenizer without `tokenizer.json` goes through `AutoTokenizer`, by its
-name below.
+The template is a Jinja program shipped with the tokenizer. It runs as in transformers (sandboxed, trimmed blocks, the
+same globals and `tojson`), without importing transformers: that import costs seconds at every start of a stage program
+or an engine process. Only a tokenizer without `tokenizer.json` is loaded with `AutoTokenizer`.
 
-One deliberate difference: a tool call's `arguments` given as a JSON string (the OpenAI wire format) is parsed before it
+One intended difference: a tool call's `arguments` given as a JSON string (the OpenAI wire format) is parsed before it
 reaches the template. Templates print arguments with `tojson`, and a string would come out quoted twice.
 
-`parse_answer` reads back the tool-call forms that templates teach: Hermes and Qwen (`<tool_call>{...}</tool_call>`),
+`parse_answer` parses the tool-call forms of common templates: Hermes and Qwen (`<tool_call>{...}</tool_call>`),
 and a whole answer that is one JSON call or a list of calls (Llama 3.1 with `parameters`, and the plainest templates).
 """
 
@@ -77,7 +76,7 @@ class _TransformersCodec:
             self._tokenizer = AutoTokenizer.from_pretrained(str(directory))
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise UnsupportedTarget(f"{directory} has no usable tokenizer: {error}",
-                                    "save the tokenizer beside the model") from error
+                                    "save the tokenizer next to the model") from error
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
@@ -106,7 +105,7 @@ class ChatTokenizer:
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
                add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of the conversation, ending where the assistant is to answer.
+        """Token ids of the conversation, ending where the assistant's answer begins.
 
         Raises NoChatTemplate when the tokenizer has none, InvalidInput when the template refuses the conversation.
         """
@@ -115,7 +114,7 @@ class ChatTokenizer:
 
     def render_text(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
                     add_generation_prompt: bool = True) -> str:
-        """What `render` encodes. Raises as `render`."""
+        """The text that `render` encodes. Raises as `render`."""
         if not self._templates:
             raise NoChatTemplate(f"the tokenizer in {self.path} has no chat template",
                                  "add chat_template.jinja to the model directory, or use a chat-tuned target")
@@ -131,7 +130,7 @@ class ChatTokenizer:
                                "check roles, their order and the content of each message") from error
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text, with the special tokens the tokenizer adds by itself."""
+        """Ids of plain text, with the special tokens that the tokenizer adds."""
         return self._codec.encode(text, add_special_tokens=True)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -139,7 +138,7 @@ class ChatTokenizer:
         return self._codec.decode(ids, skip_special_tokens)
 
     def parse_answer(self, text: str) -> Message:
-        """The assistant message that a decoded answer stands for, with `tool_calls` in OpenAI form when it has any."""
+        """The assistant message in a decoded answer, with `tool_calls` in OpenAI form if it has any."""
         return parse_answer(text)
 
     def _end_ids(self) -> tuple[int, ...]:
@@ -205,21 +204,21 @@ def _with_parsed_arguments(message: Mapping[str, Any]) -> Message:
             try:
                 function["arguments"] = json.loads(function["arguments"])
             except json.JSONDecodeError:
-                continue  # a model's own malformed call, kept as it was said
+                continue  # a malformed call of the model is kept as text
     return message
 
 
 def _special_tokens(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     file = path / "special_tokens_map.json"
-    found: dict[str, str] = {}
+    tokens: dict[str, str] = {}
     for source in (read_json(file) if file.exists() else {}, settings):
         for name in _SPECIAL_NAMES:
             value = source.get(name)
             if isinstance(value, dict):
                 value = value.get("content")
             if isinstance(value, str):
-                found[name] = value
-    return found
+                tokens[name] = value
+    return tokens
 
 
 def _read_templates(path: Path, settings: Mapping[str, Any]) -> dict[str, jinja2.Template]:
@@ -241,7 +240,7 @@ def _read_templates(path: Path, settings: Mapping[str, Any]) -> dict[str, jinja2
         return {name: environment.from_string(source) for name, source in sources.items()}
     except jinja2.TemplateSyntaxError as error:
         raise NoChatTemplate(f"the chat template in {path} is not valid Jinja (line {error.lineno}): {error.message}",
-                             "hint the template") from error
+                             "correct the template") from error
 
 
 class _GenerationTag(jinja2.ext.Extension):
