@@ -22,7 +22,7 @@ from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
 from eyrie_workers.training.objective import StepContext
 from tests.tiny import tiny_target
-from tests.workers.drafters.test_serving import HIDDEN, VOCAB, embedding, random_documents, random_drafter
+from tests.workers.drafters.test_eagle3_proposer import HIDDEN, VOCAB, embedding, random_documents, random_drafter
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; this machine shows none")
 GPU = torch.device("cuda", 0)

@@ -18,7 +18,7 @@ from eyrie_workers.drafters.eagle3.validation import validate_files
 from eyrie_workers.drafters.validation.finding import Finding
 from eyrie_workers.drafters.validation.target import Target, read_target
 from eyrie_workers.drafters.validation.validator import DrafterFiles
-from tests.workers.drafters.test_serving import HIDDEN, VOCAB, embedding, random_drafter
+from tests.workers.drafters.test_eagle3_proposer import HIDDEN, VOCAB, embedding, random_drafter
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 Tensors = dict[str, torch.Tensor]
@@ -85,7 +85,7 @@ def pair(sound: Path, tmp_path: Path) -> Pair:
     return Pair(tmp_path / "pair")
 
 
-def test_what_is_exported_for_its_target_has_no_finding(pair: Pair) -> None:
+def test_an_exported_drafter_has_no_findings_with_its_target(pair: Pair) -> None:
     assert pair.findings(context=256) == ()
 
 
@@ -291,18 +291,18 @@ def test_a_defect_is_an_error_with_a_hint(pair: Pair, code: str, damage: Damage)
 
 
 @pytest.mark.parametrize(("code", "damage"), WARNINGS.values(), ids=WARNINGS)
-def test_what_sglang_survives_is_a_warning_and_no_error(pair: Pair, code: str, damage: Damage) -> None:
+def test_a_defect_that_sglang_tolerates_is_a_warning(pair: Pair, code: str, damage: Damage) -> None:
     damage(pair)
     findings = pair.findings(compare_weights=False)
     assert code in {finding.code for finding in findings}
     assert [finding for finding in findings if finding.severity == "error"] == []
 
 
-def test_the_context_to_be_served_must_fit(pair: Pair) -> None:
+def test_a_context_longer_than_the_drafters_is_an_error(pair: Pair) -> None:
     assert [finding.code for finding in pair.findings(context=257)] == ["context-too-short"]
 
 
-def test_a_context_far_beyond_the_training_texts_is_told_unless_a_window_bounds_what_is_seen(pair: Pair) -> None:
+def test_a_context_far_beyond_the_training_lengths_is_a_warning_without_a_window(pair: Pair) -> None:
     pair.config(max_position_embeddings=4096)
     assert [finding.code for finding in pair.findings(context=1000)] == ["context-beyond-training"]
     pair.config(sliding_window=32, layer_types=["sliding_attention"])
@@ -310,7 +310,7 @@ def test_a_context_far_beyond_the_training_texts_is_told_unless_a_window_bounds_
     assert pair.findings(context=1000) == ()
 
 
-def test_another_revision_of_a_hub_model_is_told(pair: Pair, tmp_path: Path) -> None:
+def test_another_revision_of_a_hub_model_is_reported(pair: Pair, tmp_path: Path) -> None:
     commits = [letter * 40 for letter in "ab"]
     snapshot = tmp_path / "snapshots" / commits[0]
     shutil.copytree(pair.target, snapshot)
@@ -341,7 +341,7 @@ def test_gpt_oss_ids_are_taken_as_they_are_when_they_reach_the_last_layer(pair: 
     assert pair.findings(compare_weights=False) == ()
 
 
-def test_no_value_of_any_key_makes_the_check_itself_fail(pair: Pair) -> None:
+def test_no_value_of_any_key_raises_in_validation(pair: Pair) -> None:
     tensors, target = load_file(pair.drafter / "model.safetensors"), read_target(pair.target)
     config = json.loads((pair.drafter / "config.json").read_text())
     optional = ("fc_norm", "norm_before_fc", "use_aux_norm", "norm_output", "bias", "sliding_window", "layer_types",
@@ -355,19 +355,19 @@ def test_no_value_of_any_key_makes_the_check_itself_fail(pair: Pair) -> None:
                 assert all(finding.hint for finding in findings), key
 
 
-def test_without_a_target_the_drafter_is_judged_by_itself(pair: Pair) -> None:
+def test_a_drafter_is_validated_without_a_target(pair: Pair) -> None:
     assert check_directory(pair.drafter) == ()
     pair.config(tie_word_embeddings=True)
     assert [finding.code for finding in check_directory(pair.drafter)] == ["tied"]
 
 
-def test_every_fault_is_told_at_once_errors_first(pair: Pair) -> None:
+def test_all_findings_are_returned_at_once_errors_first(pair: Pair) -> None:
     both(drafter(tie_word_embeddings=True), target(dtype="bfloat16"), drop("norm.weight"))(pair)
     findings = pair.findings(compare_weights=False)
     assert [finding.code for finding in findings] == ["tied", "tensor-missing", "dtype-differs"]
 
 
-def test_another_engine_version_than_the_rules_were_read_in_is_told(pair: Pair) -> None:
+def test_an_engine_version_the_rules_were_not_read_in_is_a_warning(pair: Pair) -> None:
     assert [finding.code for finding in check_directory(pair.drafter, engines={"sglang": "0.6.0"})] == [
         "engine-version"]
     assert check_directory(pair.drafter, engines={"sglang": "0.5.23", "vllm": "0.33.0"}) == ()
@@ -383,7 +383,7 @@ def test_the_program_prints_findings_as_json_and_ends_with_65(pair: Pair, capsys
     assert told["context"] == 100
 
 
-def test_measured_results_go_into_a_copy_and_the_drafter_stays_the_same(pair: Pair, tmp_path: Path) -> None:
+def test_results_are_added_to_a_copy_with_the_same_weights_digest(pair: Pair, tmp_path: Path) -> None:
     before = {path.name: path.read_bytes() for path in pair.drafter.iterdir()}
     copy = with_results(pair.drafter, tmp_path / "promoted", {"benchmark": {"speedup": 2.13, "tau": 3.42}})
     assert weights_digest(copy) == weights_digest(pair.drafter)

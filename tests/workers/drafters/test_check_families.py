@@ -69,13 +69,13 @@ def codes(directory: Path, **more: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_what_a_family_exports_is_sound_by_itself_and_beside_its_target(family: str, made: Made) -> None:
+def test_an_export_of_any_family_has_no_errors_with_and_without_its_target(family: str, made: Made) -> None:
     assert codes(made.home / family) == set()
     assert codes(made.home / family, target_dir=made.target) == set()
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_another_target_is_told_by_its_digest(family: str, made: Made) -> None:
+def test_another_target_is_reported_by_its_digest(family: str, made: Made) -> None:
     assert "target-differs" in codes(made.home / family, target_dir=made.other)
 
 
@@ -90,7 +90,7 @@ def test_a_tensor_that_is_missing_is_named(family: str, made: Made, tmp_path: Pa
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILY_NAMES if name != "eagle3"])  # whose card has no such rule
-def test_a_card_of_another_family_is_told(family: str, made: Made, tmp_path: Path) -> None:
+def test_a_card_of_another_family_is_an_error(family: str, made: Made, tmp_path: Path) -> None:
     directory = made.copy(family, tmp_path / "drafter")
     card = json.loads((directory / "eyrie-card.json").read_text()) | {"family": "eagle3"}
     (directory / "eyrie-card.json").write_text(json.dumps(card))
@@ -103,8 +103,8 @@ def test_the_readme_names_the_family(family: str, made: Made) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_a_drafter_is_launched_in_sglang_as_its_own_kind_or_refused_with_what_serves_it(family: str,
-                                                                                          made: Made) -> None:
+def test_sglang_is_launched_with_the_familys_algorithm_or_the_launch_is_refused(family: str,
+                                                                                made: Made) -> None:
     directory = made.home / family
     drafter = read_drafter(str(directory), json.loads((directory / "config.json").read_text()))
     plan = LaunchPlan(read_target(str(made.target), json.loads((made.target / "config.json").read_text())),

@@ -26,7 +26,7 @@ from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.draft_vocabulary import build
 from eyrie_workers.targets.loading import load_target
 from tests.tiny import tiny_target
-from tests.workers.drafters.test_serving import HIDDEN, VOCAB, random_drafter, variants
+from tests.workers.drafters.test_eagle3_proposer import HIDDEN, VOCAB, random_drafter, variants
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def edit(directory: Path, **changes: Any) -> None:
 
 
 @variants
-def test_a_drafter_comes_back_bit_for_bit(tmp_path: Path, flags: dict[str, Any]) -> None:
+def test_a_saved_drafter_is_loaded_bit_for_bit(tmp_path: Path, flags: dict[str, Any]) -> None:
     drafter = random_drafter(**flags)
     save_drafter(tmp_path / "d", drafter)
     loaded = load_drafter(tmp_path / "d")
@@ -66,7 +66,7 @@ def test_names_and_shapes_are_those_of_the_serving_engines(saved: Path) -> None:
         "d2t": (ids,), "t2d": (VOCAB,)}
 
 
-def test_config_speaks_both_engines_conventions(saved: Path) -> None:
+def test_the_config_contains_the_layer_ids_of_both_engines(saved: Path) -> None:
     config = json.loads((saved / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["tie_word_embeddings"] is False
@@ -78,7 +78,7 @@ def test_config_speaks_both_engines_conventions(saved: Path) -> None:
     assert "sliding_window" not in config
 
 
-def test_a_windowed_post_norm_drafter_tells_each_engine_in_its_way(tmp_path: Path) -> None:
+def test_window_and_post_norm_are_written_in_the_form_of_each_engine(tmp_path: Path) -> None:
     save_drafter(tmp_path / "d", random_drafter(sliding_window=8, norm_output=True, norm_before_fc=True))
     config = json.loads((tmp_path / "d" / "config.json").read_text())
     assert (config["sliding_window"], config["layer_types"]) == (8, ["sliding_attention"])
@@ -111,14 +111,14 @@ def test_parameters_are_written_in_the_wanted_dtype(tmp_path: Path) -> None:
     assert loaded.d2t.dtype == torch.int64
 
 
-def test_writing_again_replaces_the_whole_and_leaves_nothing_aside(saved: Path) -> None:
+def test_saving_again_replaces_the_directory_and_leaves_no_temporary_files(saved: Path) -> None:
     (saved / "stray").write_text("from an older export")
     save_drafter(saved, random_drafter(seed=3))
     assert sorted(path.name for path in saved.iterdir()) == ["config.json", "model.safetensors"]
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]
 
 
-def test_a_defective_checkpoint_is_refused_with_every_fault_and_a_hint(saved: Path) -> None:
+def test_loading_a_defective_checkpoint_lists_all_errors_and_a_hint(saved: Path) -> None:
     tensors = load_file(saved / "model.safetensors")
     tensors["d2t"] = tensors["d2t"] + torch.arange(14)
     save_file(tensors, saved / "model.safetensors")
@@ -128,7 +128,7 @@ def test_a_defective_checkpoint_is_refused_with_every_fault_and_a_hint(saved: Pa
     assert refused.value.hint == "write false"
 
 
-def test_nothing_defective_is_ever_written(tmp_path: Path) -> None:
+def test_saving_a_defective_drafter_writes_nothing(tmp_path: Path) -> None:
     drafter = random_drafter()
     with torch.no_grad():
         drafter.fc.weight[0, 0] = torch.nan
@@ -139,13 +139,13 @@ def test_nothing_defective_is_ever_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", [{"num_hidden_layers": 2}, {"target_hidden_size": 32}, {"draft_vocab_size": None},
                                     {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 2.0}}])
-def test_what_sglang_serves_and_our_engine_does_not_is_refused_here(saved: Path, change: dict[str, Any]) -> None:
+def test_variants_that_only_sglang_serves_are_refused_at_loading(saved: Path, change: dict[str, Any]) -> None:
     edit(saved, **change)
     with pytest.raises(CheckpointInvalid):
         load_drafter(saved)
 
 
-def test_a_drafter_of_the_whole_vocabulary_carries_no_maps(tmp_path: Path) -> None:
+def test_a_drafter_of_the_whole_vocabulary_has_no_maps(tmp_path: Path) -> None:
     # vLLM has no place for d2t when both vocabularies are the same, and refuses names it does not know.
     drafter = random_drafter(draft_ids=torch.arange(VOCAB))
     save_drafter(tmp_path / "d", drafter)
@@ -153,14 +153,14 @@ def test_a_drafter_of_the_whole_vocabulary_carries_no_maps(tmp_path: Path) -> No
     assert torch.equal(load_drafter(tmp_path / "d").d2t, drafter.d2t)
 
 
-def test_names_of_sglangs_other_spellings_are_read(saved: Path) -> None:
+def test_other_tensor_spellings_of_sglang_are_loaded(saved: Path) -> None:
     tensors = load_file(saved / "model.safetensors")
     other = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     save_file(other, saved / "model.safetensors")
     assert torch.equal(load_drafter(saved).fc.weight, tensors["fc.weight"])
 
 
-def test_missing_and_cut_files_are_named(saved: Path, tmp_path: Path) -> None:
+def test_missing_and_truncated_files_are_named(saved: Path, tmp_path: Path) -> None:
     weights = saved / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
@@ -179,7 +179,7 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_target(tmp_path_factory.mktemp("target"), "qwen3", tie_word_embeddings=True)
 
 
-def test_a_new_drafter_inherits_the_targets_output_rows_and_last_norm(target_dir: Path) -> None:
+def test_a_new_drafter_is_initialised_with_the_targets_output_rows_and_final_norm(target_dir: Path) -> None:
     config, ends = read_config(target_dir), read_target_embeddings(target_dir, tie_word_embeddings=True)
     vocabulary = build(torch.arange(config.vocab_size), 50)
     drafter = family_named("eagle3").create(DrafterSpec(), config, ends, (1, 2), vocabulary, 0)

@@ -116,7 +116,7 @@ def naive_marginals(drafter: DFlashDrafter, ends: TargetEmbeddings, aux: Tensor,
     return rms(stream[1:], drafter.norm.weight, eps) @ ends.lm_head.T
 
 
-def test_loss_and_gradients_are_those_of_the_paper_read_plainly(target: TargetModel) -> None:
+def test_loss_and_gradients_equal_a_plain_implementation_of_the_paper(target: TargetModel) -> None:
     drafter, packed, ends = drafter_for(target).double(), documents((9, 12), torch.float64), ends_of(target)
     ends = TargetEmbeddings(ends.embed.double(), ends.lm_head.double(), ends.norm.double(), ends.special)
     settings = TrainSpec(ttt_length=STEPS, unrolled_fraction=1.0, step_decay=0.7)
@@ -145,40 +145,40 @@ def test_loss_and_gradients_are_those_of_the_paper_read_plainly(target: TargetMo
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_serving_proposes_the_marginals_of_training(target: TargetModel, tmp_path: Path) -> None:
+def test_decoding_proposes_the_marginals_of_training(target: TargetModel, tmp_path: Path) -> None:
     drafter, ends = drafter_for(target), ends_of(target)
     FAMILY.save(tmp_path / "drafter", drafter, "float32", None)
-    server = open_drafter(tmp_path / "drafter", target)
-    assert isinstance(server, DFlashProposer)
-    assert server.aux_layers == LAYERS
-    state = server.new_state(3, 60, CHAIN)
+    proposer = open_drafter(tmp_path / "drafter", target)
+    assert isinstance(proposer, DFlashProposer)
+    assert proposer.aux_layers == LAYERS
+    state = proposer.new_state(3, 60, CHAIN)
     packed = documents((8, 13))
     texts = list(zip(packed.token_ids.split([8, 13]), packed.aux.split([8, 13]), strict=True))
     for row, (ids, aux) in zip((2, 0), texts, strict=True):
-        server.admit(state, row, ids[:4].tolist())
-        server.extend(state, CommittedTokens(torch.tensor([row]), torch.tensor([0]), torch.tensor([4]), ids[None, 1:5],
-                                          aux[None, :4]))
-    server.propose(state, torch.tensor([0]), CHAIN)  # its scratch keys must not stay
+        proposer.admit(state, row, ids[:4].tolist())
+        proposer.extend(state, CommittedTokens(torch.tensor([row]), torch.tensor([0]), torch.tensor([4]),
+                                               ids[None, 1:5], aux[None, :4]))
+    proposer.propose(state, torch.tensor([0]), CHAIN)  # its scratch keys must not stay
     rest = [len(ids) - 5 for ids, _ in texts]
     tokens = torch.stack([F.pad(ids[5:], (0, max(rest) - left)) for (ids, _), left in zip(texts, rest, strict=True)])
     states = torch.stack([F.pad(aux[4:-1], (0, 0, 0, 0, 0, max(rest) - left))
                           for (_, aux), left in zip(texts, rest, strict=True)])
-    server.extend(state, CommittedTokens(torch.tensor([2, 0]), torch.tensor([4, 4]), torch.tensor(rest), tokens,
+    proposer.extend(state, CommittedTokens(torch.tensor([2, 0]), torch.tensor([4, 4]), torch.tensor(rest), tokens,
                                          states))
-    tree = server.propose(state, torch.tensor([2, 0]), CHAIN)
+    tree = proposer.propose(state, torch.tensor([2, 0]), CHAIN)
     for row, (ids, aux) in enumerate(texts):
         with torch.no_grad():
             log_q = naive_marginals(drafter, ends, aux[:-1], int(ids[-1])).log_softmax(-1)
         best, choice = log_q.max(-1)
         assert tree.tokens[row, 1:].tolist() == choice.tolist()
         torch.testing.assert_close(tree.scores[row, 1:], best.cumsum(0), rtol=0, atol=1e-4)
-    alone = server.propose(state, torch.tensor([0]), CHAIN)
+    alone = proposer.propose(state, torch.tensor([0]), CHAIN)
     assert torch.equal(alone.tokens[0], tree.tokens[1])
-    deeper = server.propose(state, torch.tensor([0]), DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6))
+    deeper = proposer.propose(state, torch.tensor([0]), DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6))
     assert deeper.tokens[0, 1:].tolist() == [*alone.tokens[0, 1:].tolist(), NO_TOKEN, NO_TOKEN]
 
 
-def test_anchors_are_drawn_anew_at_every_step_and_none_is_left_out_when_judged(target: TargetModel) -> None:
+def test_anchors_are_redrawn_at_every_step_and_evaluation_uses_all(target: TargetModel) -> None:
     packed = documents((40, 60))
     objective = FAMILY.objective(drafter_for(target), ends_of(target), TrainSpec(unrolled_fraction=0.4), 60,
                                  torch.float32)
@@ -199,7 +199,7 @@ def test_the_mask_is_the_last_special_token_that_ends_no_answer(target: TargetMo
     assert mask_token((), target.config) == VOCAB - 1
 
 
-def test_the_export_is_what_sglang_reads_and_every_departure_is_refused(target: TargetModel, tmp_path: Path) -> None:
+def test_the_export_is_what_sglang_reads_and_other_configs_are_refused(target: TargetModel, tmp_path: Path) -> None:
     directory = tmp_path / "drafter"
     FAMILY.save(directory, drafter_for(target), "float32", None)
     config, tensors = json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
@@ -243,7 +243,7 @@ def test_transformers_reads_the_configuration_as_that_of_qwen3_layers(target: Ta
     assert (config.num_hidden_layers, config.head_dim, config.layer_types) == (2, 8, ["full_attention"] * 2)
 
 
-def test_what_sglang_cannot_capture_is_refused(target: TargetModel) -> None:
+def test_layers_that_sglang_cannot_capture_are_refused(target: TargetModel) -> None:
     for layers in ((0, 2), (2, 4)):
         with pytest.raises(InvalidInput, match=r"capture\.aux_layers"):
             drafter_for(target, layers)

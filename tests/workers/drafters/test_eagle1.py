@@ -156,7 +156,7 @@ def naive_loss(drafter: Eagle1Drafter, ends: TargetEmbeddings, documents: Packed
     return torch.stack(losses).mean()
 
 
-def test_loss_and_every_gradient_equal_the_naive_reading_in_double_precision(
+def test_loss_and_gradients_equal_a_naive_implementation_in_double_precision(
         target: TargetModel, ends: TargetEmbeddings, documents: PackedBatch) -> None:
     drafter, context = shaken(new_drafter(target, ends)).double(), StepContext(3, 10, seed=4)
     expected = naive_loss(drafter, ends, documents, context)
@@ -186,7 +186,7 @@ def test_documents_packed_together_predict_what_each_predicts_alone(
         assert abs(float(together.step_losses[step]) - mean / sum(weights)) < 1e-4
 
 
-def test_training_takes_one_step_and_judging_takes_all(
+def test_training_unrolls_one_step_and_evaluation_all(
         target: TargetModel, ends: TargetEmbeddings, documents: PackedBatch) -> None:
     learner = objective(shaken(new_drafter(target, ends)), ends)
     learnt, judged = learner(documents, StepContext(0, 1, 0)), learner(documents)
@@ -199,7 +199,7 @@ def test_training_takes_one_step_and_judging_takes_all(
     assert (float(nothing.loss.detach()), nothing.supervised) == (0.0, 0)
 
 
-def test_noise_is_bounded_by_the_size_of_each_state_and_belongs_to_document_and_step() -> None:
+def test_noise_is_bounded_by_each_states_magnitude_and_depends_on_document_and_step() -> None:
     features = torch.randn(20, 8, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 21)[:, None]
     whole = noisy(features, (6, 14), StepContext(2, 9, seed=1))
     shift = (whole - features) / features.square().mean(-1, keepdim=True).sqrt()
@@ -282,7 +282,7 @@ def pairs_of(documents: PackedBatch, start: int, stop: int) -> CommittedTokens:
     return CommittedTokens(torch.tensor([0]), torch.tensor([0]), torch.tensor([stop]), tokens[None], aux[None])
 
 
-def test_unrolled_logits_equal_serving_logits_at_every_root_and_step(
+def test_unrolled_logits_equal_decoding_logits_at_every_root_and_step(
         target: TargetModel, ends: TargetEmbeddings, documents: PackedBatch) -> None:
     drafter = shaken(new_drafter(target, ends))
     plan = plan_unroll(documents.loss_mask, documents.lengths, STEPS)
@@ -290,16 +290,16 @@ def test_unrolled_logits_equal_serving_logits_at_every_root_and_step(
     with torch.no_grad():
         unrolled = [states @ ends.lm_head.T for states in unroll(
             drafter.weights(torch.float32), rotary, ends.embed, documents, plan)]
-    server, compared = Eagle1Proposer(drafter, target), 0
+    proposer, compared = Eagle1Proposer(drafter, target), 0
     for rank, root in enumerate(plan.roots.tolist()):
         start = max(int(one) for one in plan.starts if one <= root)
-        state = server.new_state(1, LONGEST, CHAIN)
-        server.extend(state, pairs_of(documents, start, root - start + 1))
+        state = proposer.new_state(1, LONGEST, CHAIN)
+        proposer.extend(state, pairs_of(documents, start, root - start + 1))
         step = DraftStep(state.logits[None], state.hidden[None])
         for depth in range(sum(rank < alive for alive in plan.alive)):
             if depth > 0:
                 token = documents.token_ids[None, None, root + 1 + depth]
-                step = server._step(state, [0], token, step.hidden, torch.ones(1, 1, depth, dtype=torch.bool), depth)
+                step = proposer._step(state, [0], token, step.hidden, torch.ones(1, 1, depth, dtype=torch.bool), depth)
             torch.testing.assert_close(step.logits[0, 0], unrolled[depth][rank], atol=TOLERANCE, rtol=1e-4)
             compared += 1
     assert compared == plan.num_predictions > 40
@@ -339,7 +339,7 @@ def test_a_saved_drafter_is_loaded_to_the_last_bit_and_opened_by_its_architectur
     assert opened.aux_layers == (target.config.num_layers,)
 
 
-def test_what_breaks_the_contract_is_named(tmp_path: Path, target: TargetModel, ends: TargetEmbeddings) -> None:
+def test_violations_of_the_format_are_named(tmp_path: Path, target: TargetModel, ends: TargetEmbeddings) -> None:
     directory = tmp_path / "drafter"
     save(directory, new_drafter(target, ends))
     weights, config = directory / "model.safetensors", directory / "config.json"

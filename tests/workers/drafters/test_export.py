@@ -14,11 +14,11 @@ from eyrie_workers.drafters.checkpoint.files import CheckpointInvalid, read_conf
 from eyrie_workers.drafters.eagle3.checkpoint import load_drafter, save_drafter
 from eyrie_workers.drafters.export import main, to_sglang, to_speculators
 from tests.workers.drafters.test_checkpoint import card_for, edit
-from tests.workers.drafters.test_serving import VOCAB, random_drafter, variants
+from tests.workers.drafters.test_eagle3_proposer import VOCAB, random_drafter, variants
 
 
 @variants
-def test_there_and_back_is_the_same_drafter(tmp_path: Path, flags: dict[str, Any]) -> None:
+def test_conversion_to_speculators_and_back_gives_the_same_drafter(tmp_path: Path, flags: dict[str, Any]) -> None:
     drafter = random_drafter(**flags)
     save_drafter(tmp_path / "ours", drafter, dtype="bfloat16")
     to_speculators(tmp_path / "ours", tmp_path / "theirs", target="org/model")
@@ -47,8 +47,8 @@ def test_the_speculators_form_names_target_layers_and_length_as_vllm_reads_them(
     ({"eagle_aux_hidden_state_layer_ids": None}, "not written"), ({"speculators_model_type": "dflash"}, "dflash"),
     ({"draft_vocab_size": 13}, "has shape"), ({"fc_norm": True}, "fc_norm is set"),
 ])
-def test_what_sglang_would_compute_otherwise_is_not_taken_back(tmp_path: Path, change: dict[str, Any],
-                                                               message: str) -> None:
+def test_a_drafter_that_sglang_computes_differently_is_not_converted(tmp_path: Path, change: dict[str, Any],
+                                                                     message: str) -> None:
     save_drafter(tmp_path / "ours", random_drafter())
     to_speculators(tmp_path / "ours", tmp_path / "theirs", target="org/model")
     edit(tmp_path / "theirs", **change)
@@ -57,7 +57,7 @@ def test_what_sglang_would_compute_otherwise_is_not_taken_back(tmp_path: Path, c
     assert not (tmp_path / "back").exists()
 
 
-def test_a_drafter_whose_target_nobody_names_is_not_exported(tmp_path: Path) -> None:
+def test_a_drafter_without_a_target_name_is_not_exported(tmp_path: Path) -> None:
     save_drafter(tmp_path / "ours", random_drafter())
     with pytest.raises(InvalidInput, match="its target is not known"):
         to_speculators(tmp_path / "ours", tmp_path / "theirs")
@@ -84,7 +84,7 @@ def authors_eagle1(to: Path, pickled: bool) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("pickled", [True, False])
-def test_eagle1_as_its_authors_publish_it_becomes_what_sglang_loads(tmp_path: Path, pickled: bool) -> None:
+def test_eagle1_in_its_authors_format_is_converted_to_sglangs(tmp_path: Path, pickled: bool) -> None:
     theirs = authors_eagle1(tmp_path / "theirs", pickled)
     assert main([str(tmp_path / "theirs"), str(tmp_path / "ours"), "--to", "sglang"]) == 0
     ours, config = load_file(tmp_path / "ours" / "model.safetensors"), read_config(tmp_path / "ours")
@@ -95,14 +95,14 @@ def test_eagle1_as_its_authors_publish_it_becomes_what_sglang_loads(tmp_path: Pa
     assert check_directory(tmp_path / "ours") == ()
 
 
-def test_a_published_eagle1_is_recognised_where_it_lies_and_told_how_to_be_served(tmp_path: Path) -> None:
+def test_eagle1_in_its_authors_format_is_an_error_with_the_command_to_convert_it(tmp_path: Path) -> None:
     authors_eagle1(tmp_path / "theirs", pickled=False)
     found, = check_directory(tmp_path / "theirs")
     assert found.code == "architecture-name"
     assert "export --to sglang" in found.hint
 
 
-def test_what_is_no_eagle1_is_not_taken_for_one(tmp_path: Path) -> None:
+def test_other_drafters_are_not_converted_as_eagle1(tmp_path: Path) -> None:
     tensors = authors_eagle1(tmp_path / "theirs", pickled=False)
     save_file(tensors | {"fc.weight": torch.randn(32, 96).half()}, tmp_path / "theirs" / "model.safetensors")
     with pytest.raises(CheckpointInvalid, match="not an EAGLE-1/2"):

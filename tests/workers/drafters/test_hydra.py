@@ -82,17 +82,17 @@ def test_loss_and_gradients_equal_the_formula_at_each_root_and_head(recompute: b
         assert wanted[name].abs().max() > 1e-4, f"{name} was not tested by this data"
 
 
-def test_what_is_served_is_what_was_trained_at_every_root_and_depth(tiny: World) -> None:
+def test_decoding_equals_training_at_every_root_and_depth(tiny: World) -> None:
     """Chains and trees: each node's best child is the formula's first choice behind the path to it."""
     drafter = scrambled(new_drafter(FAMILY, tiny))
-    server = HydraProposer(drafter, tiny.target.embed_weight, tiny.target.config.num_layers)
+    proposer = HydraProposer(drafter, tiny.target.embed_weight, tiny.target.config.num_layers)
     document, ids = tiny.documents[0], tiny.vocabulary.ids
-    state = server.new_state(1, 64, SHAPES["dynamic"])
+    state = proposer.new_state(1, 64, SHAPES["dynamic"])
     for root in range(3, 20):
-        server.extend(state, pairs_until(document, root))
+        proposer.extend(state, pairs_until(document, root))
         settled = document.token_ids[root + 1: root + 2]
         for name in ("chain", "dynamic", "static"):
-            tree = server.propose(state, torch.tensor([0]), SHAPES[name])
+            tree = proposer.propose(state, torch.tensor([0]), SHAPES[name])
             above = ancestors(tree.parents, 4)[0]
             for node in range(SHAPES[name].num_draft_tokens):
                 children = [n for n in range(1, above.shape[0]) if n != node and int(tree.parents[0, n]) == node]
@@ -103,7 +103,7 @@ def test_what_is_served_is_what_was_trained_at_every_root_and_depth(tiny: World)
                     assert int(ids[logits.argmax()]) in {int(tree.tokens[0, n]) for n in children}
 
 
-def test_hits_are_counted_behind_the_true_tokens(tiny: World) -> None:
+def test_hits_are_counted_after_the_true_tokens(tiny: World) -> None:
     drafter = scrambled(new_drafter(FAMILY, tiny))
     document, ids = tiny.documents[1], tiny.vocabulary.ids
     outcome = objective(FAMILY, drafter, tiny)(document)
@@ -144,7 +144,7 @@ def test_a_deeper_shape_has_no_token_beyond_the_last_head(shape: DraftTreeShape,
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_saved_is_what_is_loaded(dtype: str, tiny: World, tmp_path: Path) -> None:
+def test_a_saved_drafter_is_loaded_unchanged(dtype: str, tiny: World, tmp_path: Path) -> None:
     drafter = scrambled(new_drafter(FAMILY, tiny))
     save(tmp_path / "one", drafter, dtype)
     save(tmp_path / "two", load(tmp_path / "one", tiny.target.config), dtype)
@@ -176,7 +176,7 @@ def test_a_config_that_does_not_fit_is_named(change: dict[str, object], told: st
     assert told in str(refused.value)
 
 
-def test_a_head_cut_short_is_named(tiny: World, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_head_of_the_wrong_shape_is_named(tiny: World, checkpoint: Path, tmp_path: Path) -> None:
     tensors = load_file(checkpoint / "model.safetensors")
     tensors["heads.2.inner.weight"] = tensors["heads.2.inner.weight"][:, :-1].contiguous()
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())

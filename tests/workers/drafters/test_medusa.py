@@ -79,24 +79,24 @@ def test_loss_and_gradients_equal_the_papers_formula_at_each_root_and_head(tiny:
         assert wanted[name].abs().max() > 1e-4, f"{name} was not tested by this data"
 
 
-def test_a_new_drafter_repeats_the_targets_own_choice(tiny: World) -> None:
+def test_the_heads_of_a_new_drafter_give_the_targets_distribution(tiny: World) -> None:
     drafter = new_drafter(FAMILY, tiny)
     h = tiny.documents[0].aux[7, 0]
     for head in range(HEADS):
         torch.testing.assert_close(said(drafter, h, head), tiny.ends.lm_head[tiny.vocabulary.ids] @ h)
 
 
-def test_what_is_served_first_is_the_first_choice_in_training(tiny: World) -> None:
+def test_the_first_proposals_are_the_first_choices_in_training(tiny: World) -> None:
     """Hits of a judged batch, counted once more from proposals grown one root at a time."""
     drafter = scrambled(new_drafter(FAMILY, tiny))
-    server = MedusaProposer(drafter, tiny.target.config.num_layers, torch.float32)
+    proposer = MedusaProposer(drafter, tiny.target.config.num_layers, torch.float32)
     document = tiny.documents[0]
     outcome = objective(FAMILY, drafter, tiny)(document)
-    state, ids = server.new_state(1, 64, SHAPES["chain"]), tiny.vocabulary.ids
+    state, ids = proposer.new_state(1, 64, SHAPES["chain"]), tiny.vocabulary.ids
     hits = [0] * HEADS
     for root in range(len(document.token_ids) - 1):
-        server.extend(state, pairs_until(document, root))
-        tokens = server.propose(state, torch.tensor([0]), SHAPES["chain"]).tokens[0, 1:].tolist()
+        proposer.extend(state, pairs_until(document, root))
+        tokens = proposer.propose(state, torch.tensor([0]), SHAPES["chain"]).tokens[0, 1:].tolist()
         assert tokens == [int(ids[said(drafter, document.aux[root, 0], head).argmax()]) for head in range(HEADS)]
         for head, token in enumerate(tokens):
             if all(t < len(document.token_ids) and document.loss_mask[t] for t in range(root + 1, root + 3 + head)):
@@ -127,7 +127,7 @@ def test_a_deeper_shape_has_no_token_beyond_the_last_head(static: bool, tiny: Wo
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_saved_is_what_is_loaded(dtype: str, tiny: World, tmp_path: Path) -> None:
+def test_a_saved_drafter_is_loaded_unchanged(dtype: str, tiny: World, tmp_path: Path) -> None:
     drafter = scrambled(new_drafter(FAMILY, tiny))
     save(tmp_path / "one", drafter, dtype)
     save(tmp_path / "two", load(tmp_path / "one", tiny.target.config), dtype)
@@ -139,7 +139,7 @@ def test_what_is_saved_is_what_is_loaded(dtype: str, tiny: World, tmp_path: Path
         assert torch.equal(loaded.get_parameter(name), parameter.to(getattr(torch, dtype)))
 
 
-def test_the_directory_is_in_the_form_vllm_loads(tiny: World, checkpoint: Path) -> None:
+def test_the_directory_has_the_format_of_vllm(tiny: World, checkpoint: Path) -> None:
     config, tensors = json.loads((checkpoint / "config.json").read_text()), load_file(checkpoint / "model.safetensors")
     assert (config["architectures"], config["model_type"]) == (["MedusaModel"], "medusa")
     # Its configuration takes every key with "num" and "heads" in it for num_heads, with "layers" for the layers.

@@ -48,17 +48,17 @@ def test_the_continuation_of_the_longest_latest_match_is_copied() -> None:
     assert proposed([text], shape(2))[0] == [[NO_TOKEN, 7, 9]]
 
 
-def test_a_copy_that_reaches_the_end_goes_on_with_itself() -> None:
+def test_a_copy_that_reaches_the_end_of_the_text_repeats_itself() -> None:
     assert proposed([[5, 6, 4, 5, 6]], shape(7))[0] == [[NO_TOKEN, 4, 5, 6, 4, 5, 6, 4]]
 
 
-def test_text_that_never_recurred_gets_no_proposal_but_stays_a_chain() -> None:
+def test_a_text_without_repetition_gets_a_chain_of_padding() -> None:
     tokens, parents = proposed([[1, 2, 3, 4], [8, 9, 8, 9]], shape(3))
     assert tokens == [[NO_TOKEN] * 4, [NO_TOKEN, 8, 9, 8]]
     assert parents == [[0, 0, 1, 2]] * 2
 
 
-def test_a_tree_holds_several_continuations_once() -> None:
+def test_a_tree_merges_several_continuations() -> None:
     text = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2]
     tokens, parents = proposed([text], shape(2, 2, 5))
     assert (tokens, parents) == ([[NO_TOKEN, 3, 5, 4, NO_TOKEN]], [[0, 0, 1, 1, 3]])
@@ -67,8 +67,8 @@ def test_a_tree_holds_several_continuations_once() -> None:
 @settings(max_examples=60, deadline=None)
 @given(text=st.lists(st.integers(0, 3), min_size=1, max_size=30), steps=st.integers(1, 5), width=st.integers(1, 3),
        nodes=st.integers(2, 12))
-def test_every_tree_is_well_formed_and_begins_the_deeper_one(text: list[int], steps: int, width: int,
-                                                             nodes: int) -> None:
+def test_every_tree_is_well_formed_and_a_prefix_of_the_deeper_one(text: list[int], steps: int, width: int,
+                                                                  nodes: int) -> None:
     nodes = steps + 1 if width == 1 else max(steps + 1, min(nodes, 1 + width + (steps - 1) * width**2))
     (tokens,), (parents,) = proposed([text], shape(steps, width, nodes))
     assert len(tokens) == len(parents) == nodes

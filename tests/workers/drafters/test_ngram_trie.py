@@ -55,20 +55,20 @@ def test_what_followed_a_suffix_in_another_request_is_proposed_latest_first() ->
     assert server.ask([8, 2, 3])[0] == [4]
 
 
-def test_a_text_is_remembered_when_it_was_drafted_for_and_not_before() -> None:
+def test_a_text_is_inserted_after_it_was_drafted_for() -> None:
     server = Server(NARROW)
     assert server.ask([1, 2, 3, 1, 2]) == []
     assert server.ask([1, 2, 3, 1, 2])[0][0] == 3
 
 
-def test_of_a_prompt_only_the_last_window_is_remembered() -> None:
+def test_of_a_prompt_only_the_last_window_is_inserted() -> None:
     server = Server(NARROW)
     server.ask([1, 2, *range(10, 10 + WINDOW)])
     assert server.ask([1, 2]) == []
     assert server.ask([50, 10, 11])[0] == [12, 13, 14, 15]
 
 
-def test_a_suffix_learned_after_it_was_passed_is_not_found_until_its_first_token_is_new() -> None:
+def test_a_suffix_inserted_after_its_node_was_advanced_is_not_found_until_its_first_token_is_new() -> None:
     server = Server(NARROW)
     text = [1, 2, 7, 1, 7, 9, 2]
     server.ask(text)
@@ -76,7 +76,7 @@ def test_a_suffix_learned_after_it_was_passed_is_not_found_until_its_first_token
     assert server.ask([*text, 7])[0] == [1, 7, 9, 2]
 
 
-def test_a_tree_holds_the_matches_of_shorter_suffixes_beside_longer_ones_within_its_nodes() -> None:
+def test_a_tree_contains_matches_of_shorter_and_longer_suffixes_up_to_its_nodes() -> None:
     server = Server(WIDE)
     server.ask([1, 2, 3, 4, 5])
     server.ask([8, 3, 6, 5])
@@ -95,7 +95,7 @@ def test_top_k_limits_the_children_of_short_matches_and_long_matches_have_fewer(
     assert server.ask(long)[0] == [21]
 
 
-def test_the_engine_answers_the_same_with_it_and_a_repeated_request_is_drafted_whole(
+def test_it_is_lossless_and_a_repeated_request_is_drafted_entirely(
         tmp_path_factory: pytest.TempPathFactory) -> None:
     target = load_target(tiny_target(tmp_path_factory.mktemp("target"), "llama", seed=5))
     prompt = [7, 30, 12, 55]

@@ -86,27 +86,27 @@ def test_transformers_loads_the_export_as_a_llama_with_the_same_logits(target: T
         torch.testing.assert_close(logits_of(drafter, text), theirs(text[None]).logits[0], rtol=0, atol=TOLERANCE)
 
 
-def test_serving_says_what_training_says_along_every_path_of_a_tree(target: TargetModel, tmp_path: Path) -> None:
+def test_decoding_equals_training_along_every_path_of_a_tree(target: TargetModel, tmp_path: Path) -> None:
     drafter = drafter_for(target)
     FAMILY.save(tmp_path / "drafter", drafter, "float32", None)
-    server = open_drafter(tmp_path / "drafter", target)
-    assert isinstance(server, StandaloneProposer)
+    proposer = open_drafter(tmp_path / "drafter", target)
+    assert isinstance(proposer, StandaloneProposer)
     generator = torch.Generator().manual_seed(2)
     texts = [torch.randint(VOCAB, (length,), generator=generator) for length in (9, 14)]
-    state = server.new_state(3, 100, TREE)
+    state = proposer.new_state(3, 100, TREE)
     for row, text in zip((2, 0), texts, strict=True):
-        server.admit(state, row, text[:4].tolist())
-        server.extend(state, CommittedTokens(torch.tensor([row]), torch.tensor([0]), torch.tensor([4]), text[None, 1:5],
-                                          torch.zeros(1, 4, 0, 32)))
+        proposer.admit(state, row, text[:4].tolist())
+        proposer.extend(state, CommittedTokens(torch.tensor([row]), torch.tensor([0]), torch.tensor([4]),
+                                               text[None, 1:5], torch.zeros(1, 4, 0, 32)))
     # The rest together, one row's padded; then trees of both rows at once, twice, so that scratch keys are old.
     rest = [len(text) - 5 for text in texts]
     padded = torch.stack([torch.cat([text[5:], text.new_zeros(max(rest) - left)])
                           for text, left in zip(texts, rest, strict=True)])
-    server.extend(state, CommittedTokens(torch.tensor([2, 0]), torch.tensor([4, 4]), torch.tensor(rest), padded,
+    proposer.extend(state, CommittedTokens(torch.tensor([2, 0]), torch.tensor([4, 4]), torch.tensor(rest), padded,
                                       torch.zeros(2, max(rest), 0, 32)))
-    server.propose(state, torch.tensor([0, 2]), DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3))
-    tree = server.propose(state, torch.tensor([2, 0]), TREE)
-    alone = server.propose(state, torch.tensor([0]), TREE)
+    proposer.propose(state, torch.tensor([0, 2]), DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3))
+    tree = proposer.propose(state, torch.tensor([2, 0]), TREE)
+    alone = proposer.propose(state, torch.tensor([0]), TREE)
     assert torch.equal(alone.tokens[0], tree.tokens[1])
     for row, text in enumerate(texts):
         tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
@@ -166,7 +166,7 @@ def test_the_loss_is_the_cross_entropy_with_the_target_at_each_answer_token_once
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_it_begins_with_the_main_directions_of_the_targets_ends(target: TargetModel) -> None:
+def test_it_is_initialised_from_the_principal_directions_of_the_targets_embeddings(target: TargetModel) -> None:
     def created(hidden: int) -> StandaloneDrafter:
         spec = DrafterSpec(family="standalone", hidden_size=hidden, max_draft_tokens=3)
         vocabulary = DraftVocabulary(torch.arange(VOCAB), VOCAB)
@@ -194,7 +194,7 @@ def test_width_and_depth_are_its_own_and_the_heads_have_the_targets_size(target:
         drafter_for(target, sliding_window=16)
 
 
-def test_a_directory_that_is_not_whole_or_for_another_target_is_refused(target: TargetModel, tmp_path: Path) -> None:
+def test_an_incomplete_directory_or_one_for_another_target_is_refused(target: TargetModel, tmp_path: Path) -> None:
     FAMILY.save(tmp_path / "drafter", drafter_for(target), "float32", None)
     weights = tmp_path / "drafter" / "model.safetensors"
     tensors = load_file(weights)

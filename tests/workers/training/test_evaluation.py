@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyrie_workers.training.evaluation import Evaluation, count_hits, evaluate
-from tests.workers.drafters.test_serving import random_documents, random_drafter
+from tests.workers.drafters.test_eagle3_proposer import random_documents, random_drafter
 from tests.workers.training.test_objective import STEPS, objective
 
 HITS = st.lists(st.lists(st.booleans(), min_size=1, max_size=5), min_size=1, max_size=12)

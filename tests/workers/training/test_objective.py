@@ -14,7 +14,14 @@ from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.training.losses import Normalisation, TargetTable, compute_target_table, shares, step_weights
 from eyrie_workers.training.objective import StepContext
 from eyrie_workers.training.softloss import Loss, by_kernel, soft_loss
-from tests.workers.drafters.test_serving import HIDDEN, VARIANTS, VOCAB, embedding, random_documents, random_drafter
+from tests.workers.drafters.test_eagle3_proposer import (
+    HIDDEN,
+    VARIANTS,
+    VOCAB,
+    embedding,
+    random_documents,
+    random_drafter,
+)
 
 STEPS, DECAY = 4, 0.8
 

@@ -74,12 +74,12 @@ def pairs_of(documents: PackedBatch, start: int, first: int, stop: int, row: int
         aux=documents.aux[None, start + first: start + stop])
 
 
-def chain(server: Eagle3Proposer, state: LayerState, tokens: torch.Tensor, row: int = 0) -> list[torch.Tensor]:
+def chain(proposer: Eagle3Proposer, state: LayerState, tokens: torch.Tensor, row: int = 0) -> list[torch.Tensor]:
     """Logits of each drafting step when the given tokens [S - 1] are what is drafted; [S] of [D]."""
     step = DraftStep(state.logits[row][None, None], state.hidden[row][None, None])
     logits = [step.logits[0, 0]]
     for depth, token in enumerate(tokens.tolist(), start=1):
-        step = server._step(state, [row], torch.tensor([[token]]), step.hidden, torch.ones(1, 1, depth, dtype=bool),
+        step = proposer._step(state, [row], torch.tensor([[token]]), step.hidden, torch.ones(1, 1, depth, dtype=bool),
                             depth)
         logits.append(step.logits[0, 0])
     return logits
@@ -92,23 +92,23 @@ def unrolled_steps(drafter: Eagle3Drafter, rotary: Rotary, embed: torch.Tensor, 
 
 
 @variants
-def test_unrolled_logits_equal_serving_logits_at_every_root_and_step(flags: dict[str, Any]) -> None:
+def test_unrolled_logits_equal_decoding_logits_at_every_root_and_step(flags: dict[str, Any]) -> None:
     drafter, embed = random_drafter(**flags), embedding()
     documents = random_documents((14, 9, 17), num_aux=drafter.config.num_aux)
     plan = plan_unroll(documents.loss_mask, documents.lengths, STEPS)
     rotary = Rotary(drafter.config.rope, drafter.config.head_dim, 64)
     with torch.no_grad():
         unrolled = list(unrolled_steps(drafter, rotary, embed, documents, plan))
-    server = Eagle3Proposer(drafter, embed)
+    proposer = Eagle3Proposer(drafter, embed)
     starts = [0, 14, 23, 40]
     compared = 0
     for row_of_roots, root in enumerate(plan.roots.tolist()):
         start = next(a for a, b in pairwise(starts) if a <= root < b)
         position = root - start
-        state = server.new_state(1, 64, DraftTreeShape(num_steps=STEPS, top_k=1, num_draft_tokens=STEPS + 1))
-        server.extend(state, pairs_of(documents, start, 0, position + 1))
+        state = proposer.new_state(1, 64, DraftTreeShape(num_steps=STEPS, top_k=1, num_draft_tokens=STEPS + 1))
+        proposer.extend(state, pairs_of(documents, start, 0, position + 1))
         life = sum(row_of_roots < alive for alive in plan.alive)
-        served = chain(server, state, documents.token_ids[root + 2: root + 1 + life])
+        served = chain(proposer, state, documents.token_ids[root + 2: root + 1 + life])
         for step in range(life):
             logits = drafter.lm_head(unrolled[step].state[row_of_roots])
             torch.testing.assert_close(logits, served[step], atol=TOLERANCE, rtol=0)
@@ -118,7 +118,7 @@ def test_unrolled_logits_equal_serving_logits_at_every_root_and_step(flags: dict
 
 
 @pytest.mark.parametrize("window", [3, 4, 7])
-def test_a_key_behind_the_window_has_no_influence_and_the_oldest_within_has(window: int) -> None:
+def test_keys_outside_the_window_have_no_influence_and_the_oldest_inside_has(window: int) -> None:
     drafter, embed, root = random_drafter(sliding_window=window), embedding(), 9
     rotary = Rotary(drafter.config.rope, drafter.config.head_dim, 64)
 
@@ -131,10 +131,10 @@ def test_a_key_behind_the_window_has_no_influence_and_the_oldest_within_has(wind
         with torch.no_grad():
             steps = list(unrolled_steps(drafter, rotary, embed, documents, plan))
         row = plan.roots.tolist().index(root)
-        server = Eagle3Proposer(drafter, embed)
-        state = server.new_state(1, 64, DraftTreeShape(num_steps=STEPS, top_k=1, num_draft_tokens=STEPS + 1))
-        server.extend(state, pairs_of(documents, 0, 0, root + 1))
-        served = chain(server, state, documents.token_ids[root + 2: root + 1 + STEPS])
+        proposer = Eagle3Proposer(drafter, embed)
+        state = proposer.new_state(1, 64, DraftTreeShape(num_steps=STEPS, top_k=1, num_draft_tokens=STEPS + 1))
+        proposer.extend(state, pairs_of(documents, 0, 0, root + 1))
+        served = chain(proposer, state, documents.token_ids[root + 2: root + 1 + STEPS])
         return torch.stack([drafter.lm_head(step.state[row]).detach() for step in steps]), torch.stack(served)
 
     oldest_seen = root - window + 1
@@ -144,15 +144,15 @@ def test_a_key_behind_the_window_has_no_influence_and_the_oldest_within_has(wind
         assert float((before[0] - within[0]).abs().max()) > 1e-3
 
 
-def test_pairs_settled_in_pieces_leave_the_same_state_as_at_once() -> None:
+def test_extending_in_pieces_gives_the_same_state_as_at_once() -> None:
     drafter, documents, embed = random_drafter(), random_documents((20,)), embedding()
-    server = Eagle3Proposer(drafter, embed)
+    proposer = Eagle3Proposer(drafter, embed)
     shape = DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6)
-    whole, pieces = server.new_state(1, 32, shape), server.new_state(1, 32, shape)
-    server.extend(whole, pairs_of(documents, 0, 0, 15))
+    whole, pieces = proposer.new_state(1, 32, shape), proposer.new_state(1, 32, shape)
+    proposer.extend(whole, pairs_of(documents, 0, 0, 15))
     for first, stop in ((0, 6), (6, 7), (7, 11), (11, 15)):
-        server.extend(pieces, pairs_of(documents, 0, first, stop))
-        server.propose(pieces, torch.tensor([0]), shape)  # scratch keys of a proposal must not outlive it
+        proposer.extend(pieces, pairs_of(documents, 0, first, stop))
+        proposer.propose(pieces, torch.tensor([0]), shape)  # scratch keys of a proposal must not outlive it
     torch.testing.assert_close(pieces.logits, whole.logits, atol=TOLERANCE, rtol=0)
     torch.testing.assert_close(pieces.keys[:, :15], whole.keys[:, :15], atol=TOLERANCE, rtol=0)
 
@@ -163,20 +163,20 @@ def test_pairs_settled_in_pieces_leave_the_same_state_as_at_once() -> None:
     DraftTreeShape(num_steps=4, top_k=3, num_draft_tokens=9, static=True)], ids=["chain", "tree", "static"])
 def test_a_batch_of_rows_proposes_what_each_row_proposes_alone(shape: DraftTreeShape, window: int | None) -> None:
     drafter, embed = random_drafter(sliding_window=window), embedding()
-    server = Eagle3Proposer(drafter, embed)
-    together, lengths = server.new_state(4, 48, shape), (5, 11, 8)
+    proposer = Eagle3Proposer(drafter, embed)
+    together, lengths = proposer.new_state(4, 48, shape), (5, 11, 8)
     documents = [random_documents((length + 1,), seed=length) for length in lengths]
     rows, longest = torch.tensor([2, 0, 3]), max(lengths)
     tokens, aux = torch.zeros(3, longest, dtype=torch.int64), torch.zeros(3, longest, 3, HIDDEN)
     for b, (document, length) in enumerate(zip(documents, lengths, strict=True)):
         tokens[b, :length], aux[b, :length] = document.token_ids[1:], document.aux[:-1]
     starts = torch.zeros(3, dtype=torch.int64)
-    server.extend(together, CommittedTokens(rows, starts, torch.tensor(lengths), tokens, aux))
-    batched = server.propose(together, rows, shape)
+    proposer.extend(together, CommittedTokens(rows, starts, torch.tensor(lengths), tokens, aux))
+    batched = proposer.propose(together, rows, shape)
     for b, (document, length) in enumerate(zip(documents, lengths, strict=True)):
-        alone = server.new_state(1, 48, shape)
-        server.extend(alone, pairs_of(document, 0, 0, length))
-        tree = server.propose(alone, torch.tensor([0]), shape)
+        alone = proposer.new_state(1, 48, shape)
+        proposer.extend(alone, pairs_of(document, 0, 0, length))
+        tree = proposer.propose(alone, torch.tensor([0]), shape)
         assert torch.equal(tree.tokens[0], batched.tokens[b])
         assert torch.equal(tree.parents[0], batched.parents[b])
         torch.testing.assert_close(tree.scores[0], batched.scores[b], atol=1e-4, rtol=0)
@@ -186,38 +186,38 @@ def test_a_batch_of_rows_proposes_what_each_row_proposes_alone(shape: DraftTreeS
 @pytest.mark.parametrize("static", [False, True])
 def test_a_tree_path_is_scored_as_the_chain_of_its_tokens(static: bool, window: int | None) -> None:
     drafter, documents, embed = random_drafter(sliding_window=window), random_documents((12,)), embedding()
-    server = Eagle3Proposer(drafter, embed)
+    proposer = Eagle3Proposer(drafter, embed)
     shape = DraftTreeShape(num_steps=4, top_k=3, num_draft_tokens=10 if static else 20, static=static)
-    state = server.new_state(1, 32, shape)
-    server.extend(state, pairs_of(documents, 0, 0, 9))
-    tree = server.propose(state, torch.tensor([0]), shape)
+    state = proposer.new_state(1, 32, shape)
+    proposer.extend(state, pairs_of(documents, 0, 0, 9))
+    tree = proposer.propose(state, torch.tensor([0]), shape)
     draft_id = {int(token): index for index, token in enumerate(drafter.vocabulary.ids)}
     for node in range(1, tree.tokens.shape[1]):
         path = [node]
         while tree.parents[0, path[0]] != 0:
             path.insert(0, int(tree.parents[0, path[0]]))
         tokens = tree.tokens[0, path]
-        logits = chain(server, state, tokens[:-1])
+        logits = chain(proposer, state, tokens[:-1])
         score = sum(one.log_softmax(-1)[draft_id[int(token)]] for one, token in zip(logits, tokens, strict=True))
         assert abs(float(score - tree.scores[0, node])) < 1e-4
 
 
 def test_proposals_are_target_ids_of_the_draft_vocabulary() -> None:
     ids = torch.tensor([1, 5, 6, 20, 33, 39])
-    server = Eagle3Proposer(random_drafter(draft_ids=ids), embedding())
+    proposer = Eagle3Proposer(random_drafter(draft_ids=ids), embedding())
     shape = DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=7)
-    state, documents = server.new_state(1, 32, shape), random_documents((10,))
-    server.extend(state, pairs_of(documents, 0, 0, 8))
-    tokens = server.propose(state, torch.tensor([0]), shape).tokens[0, 1:]
+    state, documents = proposer.new_state(1, 32, shape), random_documents((10,))
+    proposer.extend(state, pairs_of(documents, 0, 0, 8))
+    tokens = proposer.propose(state, torch.tensor([0]), shape).tokens[0, 1:]
     assert set(tokens.tolist()) <= set(ids.tolist())
 
 
-def test_a_row_taken_anew_forgets_its_past() -> None:
-    server, documents = Eagle3Proposer(random_drafter(), embedding()), random_documents((16,))
+def test_a_reused_row_is_cleared() -> None:
+    proposer, documents = Eagle3Proposer(random_drafter(), embedding()), random_documents((16,))
     shape = DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3)
-    fresh, used = server.new_state(1, 32, shape), server.new_state(1, 32, shape)
-    server.extend(used, pairs_of(random_documents((16,), seed=9), 0, 0, 15))
-    server.admit(used, 0, [1, 2, 3])
+    fresh, used = proposer.new_state(1, 32, shape), proposer.new_state(1, 32, shape)
+    proposer.extend(used, pairs_of(random_documents((16,), seed=9), 0, 0, 15))
+    proposer.admit(used, 0, [1, 2, 3])
     for state in (fresh, used):
-        server.extend(state, pairs_of(documents, 0, 0, 7))
+        proposer.extend(state, pairs_of(documents, 0, 0, 7))
     assert torch.equal(fresh.logits, used.logits)
