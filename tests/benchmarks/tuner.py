@@ -3,21 +3,21 @@
     python -m tests.benchmarks.tuner --target quickstart --drafter DIR --out report.json
 
 Three measurements on one machine. The tuner, as the stage runs it. The grid: every setting at every concurrency, for as
-many blocks as the tuner would give its finalists, all settings answering a block in turn. The finalists: at each
-concurrency the tuner's choice, the grid's best few and off once more, together, on blocks of their own; because the
-best of fifty noisy figures is flattered by its noise, and would beat any choice on the blocks that made it the best.
+many blocks as the tuner would give its finalists, interleaved. The finalists: at each concurrency the tuner's choice,
+the grid's best few and off, measured again on other blocks, because the best of fifty noisy figures is biased upwards
+on the blocks that selected it.
 
-The question is how far the tuner's choice is behind the best, and what it took to find it. Three answers to the second:
-trials (settings tried at a concurrency), blocks, and seconds, which hold the probe and the replay as well.
+The report has how far the tuner's choice is behind the best, and the cost of finding it: trials (settings tried at a
+concurrency), blocks, and seconds, probe and replay included.
 
-Everything is kept in ledgers beside the report: killed and run again, it goes on. A bench, not a test.
+All measurements are in ledgers next to the report, from which an interrupted run resumes. A benchmark, not a test.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 from eyrie_api.artifacts import digest_model, write_model
 from eyrie_api.errors import EyrieError, InvalidInput
@@ -35,9 +35,10 @@ from eyrie_workers.measurement.tuner.profile import TuningProfile
 from eyrie_workers.measurement.tuner.race import Race
 from eyrie_workers.stage_program import Stage
 from eyrie_workers.stages.tune import PROFILE, Tuning, draw_prompts, tune
+from tests.benchmarks.experiments.fits import rank_correlation
 
-_FINALISTS = 3  # of the grid, beside the tuner's choice and off
-_FINAL_SHARE = 2  # times the grid's rungs: the verdict is about a percent or two
+_FINALISTS = 3  # of the grid, in addition to the tuner's choice and off
+_FINAL_SHARE = 2  # times the grid's rungs: the difference to resolve is a percent or two
 GRID, FINALISTS = "grid.jsonl", "finalists.jsonl"
 
 
@@ -62,7 +63,7 @@ class Verdict(Frozen):
     """Of the finalists, measured together."""
 
     behind_in_grid: float
-    """Share by which the choice is slower than the grid's best, on the grid's own blocks (flatters the best)."""
+    """Share by which the choice is slower than the grid's best, on the grid's own blocks (biased towards the best)."""
 
     behind: float
     """The same among the finalists, 0 when the choice is the best of them."""
@@ -83,7 +84,7 @@ class Verdict(Frozen):
     """Spearman's, of predicted and measured speed-ups."""
 
     dispersion: float
-    """Median half-width of the grid's intervals, relative: what a difference has to exceed to mean something."""
+    """Median relative half-width of the grid's intervals: smaller differences are not significant."""
 
 
 class TunerReport(Frozen):
@@ -131,7 +132,7 @@ def run(spec: TuneStage, out: Path) -> TunerReport:
             last = measure_all(final, concurrency, finalists, range(rungs, rungs + _FINAL_SHARE * rungs))
             verdicts.append(_verdict(report, [row for row in rows if row.concurrency == concurrency], everyone, last,
                                      chosen))
-            print(_said(verdicts[-1]), flush=True)
+            print(_summary(verdicts[-1]), flush=True)
     return TunerReport(target=spec.target.model, drafter=spec.drafter_dir, tune=spec.tune, verdicts=tuple(verdicts),
                        grid=tuple(rows), tuner=report, profile_seconds=profile.seconds,
                        environment=report.environment)
@@ -144,7 +145,7 @@ def _tuning(spec: TuneStage, stage: Stage, runner: BlockRunner, settings: tuple[
 
 
 def measure_all(tuning: Tuning, concurrency: int, settings: Sequence[Setting], rungs: range) -> Race:
-    """A race in which nobody drops out."""
+    """A race without elimination."""
     race = Race(tuning.profile.predictions(concurrency), len(settings), active=list(settings))
     for setting in settings:
         tuning.runner.warm_up(setting, concurrency, tuning.spec.tune.temperatures)
@@ -183,20 +184,11 @@ def _verdict(report: TuneReport, rows: Sequence[GridRow], everyone: Race, last: 
         blocks_possible=sum(map(len, everyone.blocks.values())), seconds=sum(trial.seconds for trial in tried),
         seconds_possible=sum(row.seconds for row in rows),
         prediction_error=median(abs(row.predicted_speedup / row.speedup - 1.0) for row in drafted),
-        rank_correlation=_spearman([row.predicted_speedup for row in drafted], [row.speedup for row in drafted]),
+        rank_correlation=rank_correlation([row.predicted_speedup for row in drafted], [row.speedup for row in drafted]),
         dispersion=median(widths) if widths else 0.0)
 
 
-def _spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Rank correlation; 0 when one of them is constant or there are fewer than two."""
-    ranks = [[float(sum(other < value for other in values)) for value in values] for values in (first, second)]
-    means = [fmean(of) if of else 0.0 for of in ranks]
-    products = sum((a - means[0]) * (b - means[1]) for a, b in zip(*ranks, strict=True))
-    squares = [sum((value - mean) ** 2 for value in of) for of, mean in zip(ranks, means, strict=True)]
-    return products / (squares[0] * squares[1]) ** 0.5 if all(squares) else 0.0
-
-
-def _said(one: Verdict) -> str:
+def _summary(one: Verdict) -> str:
     interval = f" ({one.behind_interval.low:+.1%} to {one.behind_interval.high:+.1%})" if one.behind_interval else ""
     return (f"concurrency {one.concurrency}: chose {one.chosen.label()}; best of the finalists {one.best.label()}, "
             f"{one.behind:.1%} faster{interval}; grid's best {one.grid_best.label()}, {one.behind_in_grid:.1%} faster "
@@ -207,7 +199,7 @@ def _said(one: Verdict) -> str:
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[TuneStage, Path]:
-    """The command line. Raises InvalidInput for a grid that cannot be."""
+    """The command line. Raises InvalidInput for an invalid grid."""
     parser = argparse.ArgumentParser(description="The tuner against the exhaustive grid.")
     default = TuneSpec()
     parser.add_argument("--target", default="quickstart")
@@ -231,7 +223,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[TuneStage, Path]:
                                   temperatures=tuple(options.temperatures))
         target = TargetSpec.model_validate({"model": options.target, "dtype": options.dtype})
     except ValueError as error:
-        raise InvalidInput(f"this trial cannot be: {error}", "see --help") from error
+        raise InvalidInput(f"the options make no valid trial: {error}", "see --help") from error
     return TuneStage(job_id="trial", checkpoint=options.drafter.name, candidate="trial", target=target,
                      benchmark=benchmark, tune=tune_spec, drafter_dir=str(options.drafter)), options.out
 

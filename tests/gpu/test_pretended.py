@@ -221,7 +221,7 @@ def test_drafters_are_measured_there(stage: str, stages: None, tmp_path: Path) -
     assert room.run_here(room.prepare(tmp_path, benchmark_spec if stage == "benchmark" else tune_spec)) == 0
 
 
-def test_answers_are_retraced_explained_and_calibrated_there(gpu: PretendedGpu, target_dir: Path,
+def test_answers_are_replayed_explained_and_calibrated_there(gpu: PretendedGpu, target_dir: Path,
                                                              tmp_path: Path) -> None:
     drafter, _ = made("eagle3", target_dir, read_target_embeddings(target_dir, False))
     family_named("eagle3").save(tmp_path / "eagle3", drafter, "float32", None)
@@ -229,10 +229,10 @@ def test_answers_are_retraced_explained_and_calibrated_there(gpu: PretendedGpu, 
     server, tree = open_drafter(tmp_path / "eagle3", target), SHAPES[1]
     request = Request(id="a", prompt_ids=tuple(range(3, 12)), max_new_tokens=12, seed=1)
     [answer] = Engine(target, server).generate([request], tree)
-    retracer = RoundReplay(target, server, tree, "float32", request.prompt_ids, answer.token_ids)
-    assert retracer.target_gap() is None
-    assert len(retracer.rounds()) == answer.rounds
-    assert retracer.admissible(1)
+    replay = RoundReplay(target, server, tree, "float32", request.prompt_ids, answer.token_ids)
+    assert replay.target_gap() is None
+    assert len(replay.rounds()) == answer.rounds
+    assert replay.admissible(1)
     other = [*answer.token_ids[:5], (answer.token_ids[5] + 1) % 320]
     divergence = explain(target, "a", request.prompt_ids, answer.token_ids, other, temperature=1.0, seed=1)
     assert divergence is not None

@@ -118,6 +118,19 @@ def standard_error(fields: FloatArray, statistic: Callable[[FloatArray], FloatAr
     return float(np.log(np.concatenate(values)).std()) * math.sqrt(num_prompts / (num_prompts - 1))
 
 
+def acceptance_interval(rounds: FloatArray) -> Interval:
+    """95 % interval of tau, prompts resampled. rounds: [N, 2], rounds and accepted draft tokens of each prompt.
+
+    Prompts without a round (answers of one token) do not count. A point for fewer than two prompts.
+    """
+    drawn = rounds[rounds[:, 0] > 0]
+    sums = drawn.sum(0)
+    tau = 1.0 + float(sums[1] / sums[0]) if len(drawn) else 1.0
+    if len(drawn) < 2:
+        return Interval(low=tau, high=tau)
+    return interval_around(tau, standard_error(drawn, lambda sums: 1.0 + sums[:, 1] / sums[:, 0]), len(drawn))
+
+
 def interval_around(value: float, error: float, num_prompts: int) -> Interval:
     """95 % t interval around a positive value; `error` is the standard error of its logarithm over the prompts."""
     reach = math.exp(student_quantile(0.5 + _LEVEL / 2.0, num_prompts - 1) * error)

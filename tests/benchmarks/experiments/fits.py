@@ -12,7 +12,7 @@ from statistics import fmean
 import numpy as np
 
 from eyrie_api.v1alpha1.model import Frozen, Interval
-from eyrie_workers.intervals import FloatArray, interval_around, standard_error
+from eyrie_workers.intervals import FloatArray, acceptance_interval, interval_around, standard_error
 
 _RESAMPLES = 2000
 
@@ -35,9 +35,7 @@ def tau(counted: Sequence[Counted]) -> float:
 
 def tau_interval(counted: Sequence[Counted]) -> Interval:
     """95 % interval of `tau`, prompts resampled."""
-    fields = np.array([(one.accepted, one.rounds) for one in counted], dtype=np.float64)
-    error = standard_error(fields, lambda sums: 1.0 + sums[:, 0] / sums[:, 1])
-    return interval_around(tau(counted), error, len(counted))
+    return acceptance_interval(np.array([(one.rounds, one.accepted) for one in counted], dtype=np.float64))
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def page(report: ExperimentReport) -> str:
     e = report.environment
     where = (f"{e.date[:10]}, {e.hardware}, {e.threads} of {e.cpu_count} processors used, torch {e.torch}, {e.dtype}, "
              f"code {e.code_version}; {report.seconds:.0f} s beyond what was prepared before.")
-    lines = [f"# {title(report.name)}", "", f"*The seed:* {report.claim}", "", f"**Found.** {report.found[0]}", "",
+    lines = [f"# {title(report.name)}", "", f"*Claim:* {report.claim}", "", f"**Found.** {report.found[0]}", "",
              *(sentence + "\n" for sentence in report.found[1:]),
              f"![{report.name}]({report.name}.svg)", "", *markdown_table(report.columns, report.table), "",
              f"**How.** {report.measured}", "", f"Measured {where}", *notes(report), "",
@@ -110,7 +110,7 @@ def notes(report: ExperimentReport) -> list[str]:
     """Warnings about the validity of the figures."""
     warnings = []
     if report.short:
-        warnings.append("This is the short form, with fewer conversations, seeds and prompts: a trial of the command.")
+        warnings.append("This is the short form, with fewer conversations, seeds and prompts: a test of the command.")
     if report.disturbed:
         warnings.append(f"{report.disturbed[0].upper()}{report.disturbed[1:]}." if report.timed else
                     "Other work ran on the machine; nothing here is timed.")
@@ -136,7 +136,7 @@ def index(reports: Iterable[ExperimentReport]) -> str:
             for a in sorted(reports, key=lambda a: a.name)]
     return "\n".join([
         "# Experiments", "",
-        "What the two texts that Eyrie began from claim, and what was measured here. Each is one command (`make "
+        "Published claims about drafters, and what was measured here. Each experiment is one command (`make "
         "experiments` runs all), one page, one plot.", "", *markdown_table(("", "the claim", "found here"), rows), "",
-        "Confidence against acceptance of a drafter of your own: "
+        "Confidence against acceptance of your own drafter: "
         "`python -m tests.benchmarks.calibration`.", ""])

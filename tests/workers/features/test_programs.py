@@ -8,8 +8,9 @@ import torch
 
 from eyrie_workers.features.codecs import relative_error
 from tests.benchmarks import feature_store
-from tests.benchmarks.codecs import CodecReport, SeedResult, WayResult, hadamard_error, way_named
-from tests.benchmarks.codecs_plot import draw
+from tests.benchmarks.codecs.measure import hadamard_error, way_named
+from tests.benchmarks.codecs.plot import draw
+from tests.benchmarks.codecs.report import CodecReport, SeedResult, WayResult
 
 
 def test_the_bench_reads_every_store_whole_in_every_way(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def _hold(directory: Path, pipe: Connection) -> None:
         pipe.recv()
 
 
-def test_a_second_measurement_waits_until_the_first_lets_go_even_by_dying(tmp_path: Path) -> None:
+def test_a_second_measurement_waits_until_the_holder_of_the_lock_exits(tmp_path: Path) -> None:
     ours, theirs = multiprocessing.Pipe()
     holder = multiprocessing.get_context("fork").Process(target=_hold, args=(tmp_path, theirs))
     holder.start()
@@ -47,12 +47,12 @@ def test_a_waiting_measurement_can_be_interrupted(tmp_path: Path) -> None:
         pytest.fail("two held the lock")
 
 
-def test_the_share_of_others_is_what_the_machine_did_beyond_us() -> None:
+def test_other_work_is_the_machines_work_without_our_own() -> None:
     before, after = ProcessorTime(0.0, 100.0, 1.0), ProcessorTime(10.0, 116.0, 7.0)
     assert share_of_other_processes(before, after, cpu_count=2) == pytest.approx(0.5)
 
 
-def test_a_quiet_machine_is_not_remarked_on_and_a_busy_one_is_with_its_load() -> None:
+def test_a_busy_machine_gives_a_warning_with_its_load() -> None:
     start = ProcessorTime(0.0, 0.0, 0.0)
     assert interference(start, ProcessorTime(10.0, 9.5, 9.4), 2, 1.0) is None
     said = interference(start, ProcessorTime(10.0, 19.0, 9.0), 2, 3.5)
@@ -67,7 +67,7 @@ def test_without_processor_accounting_the_load_average_decides() -> None:
     assert ProcessorTime.now(Path("/nowhere/stat")) is None
 
 
-def test_our_own_work_is_not_taken_for_others() -> None:
+def test_our_own_work_is_not_counted_as_other_work() -> None:
     before = ProcessorTime.now()
     until = time.process_time() + 0.2
     while time.process_time() < until:
@@ -87,6 +87,6 @@ def test_the_environment_names_processor_threads_and_code() -> None:
     assert "+" in found.code_version
 
 
-def test_the_processor_is_described_by_name_and_the_extensions_that_matter() -> None:
+def test_the_processor_is_described_by_name_and_vector_extensions() -> None:
     text = "processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 avx512f amx_bf16 sse\n"
     assert describe_cpuinfo(text) == "Some CPU (avx2 avx512f amx_bf16)"

@@ -187,10 +187,10 @@ def test_a_served_token_that_the_target_does_not_choose_is_measured(target: Targ
     assert gap.position >= 6
 
 
-def test_every_suspect_is_another_drafter_than_the_right_one(target_dir: Path, target: TargetModel,
+def test_every_misconfiguration_differs_from_the_correct_drafter(target_dir: Path, target: TargetModel,
                                                             tmp_path: Path) -> None:
     drafter = random_drafter(tmp_path / "drafter", target_dir)
-    causes = [suspect.cause for suspect in known_misconfigurations(drafter, target, "frontier_slots")]
+    causes = [one.cause for one in known_misconfigurations(drafter, target, "frontier_slots")]
     assert len(set(causes)) == len(causes)
     assert any("its final norm" in cause for cause in causes)
     assert any("one before" in cause for cause in causes)  # the highest layer of this drafter is the target's last

@@ -1,4 +1,4 @@
-"""Who is measured, who is dropped, who wins: on made-up speeds, with noise that is known."""
+"""Admission, elimination and the winner of a race, on synthetic speeds with known noise."""
 
 import math
 import random
@@ -43,14 +43,14 @@ def run(race: Race, true: dict[Setting, float], *, noise: float = 0.0, rungs: in
     return rungs
 
 
-def test_off_and_whoever_could_win_start_unlike_ones_first() -> None:
+def test_off_and_possible_winners_are_admitted_dissimilar_shapes_first() -> None:
     predicted = {OFF: 1.0, chain(1): 1.5, chain(4): 1.96, chain(5): 2.0, chain(6): 1.95, chain(9): 1.9, tree(5): 1.94}
     race = race_of(predicted)
     assert race.admit(4) == [OFF, chain(5), tree(5), chain(9)]
     assert set(race_of(predicted).admit(99)) == set(predicted) - {chain(1)}
 
 
-def test_the_invited_are_measured_though_they_cannot_win() -> None:
+def test_required_settings_are_measured_even_if_they_cannot_win() -> None:
     race = race_of({OFF: 1.0, chain(5): 0.4, chain(3, "ngram"): 1.5})
     assert race.admit(3, [chain(5)]) == [OFF, chain(5), chain(3, "ngram")]
 
@@ -72,7 +72,7 @@ def test_the_clearly_slower_drop_out_and_the_race_ends() -> None:
     assert "of 5/1/6" in race.reasons[tree(5)]
 
 
-def test_equals_do_not_race_for_ever() -> None:
+def test_equally_fast_settings_end_the_race() -> None:
     race = race_of({OFF: 1.0, chain(5): 2.0, tree(5): 2.0})
     assert run(race, {OFF: 1.0, chain(5): 2.0, tree(5): 2.0}, noise=0.002, rungs=50) < 20
 
@@ -103,7 +103,7 @@ def test_a_short_race_is_settled_by_prediction_and_a_long_one_by_measurement() -
     assert long.leader() == chain(2)
 
 
-def test_a_setting_that_changed_an_answer_does_not_win_over_a_faithful_one() -> None:
+def test_a_setting_that_changed_an_answer_does_not_win_over_a_lossless_one() -> None:
     race = race_of({OFF: 1.0, chain(5): 2.0, tree(5): 1.9})
     run(race, {OFF: 1.0, chain(5): 2.0, tree(5): 1.9}, rungs=1)
     race.changed_output = {chain(5)}

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from eyrie_workers.intervals import (
     Tally,
+    acceptance_interval,
     acceptance_length,
     add_histograms,
     conditional_acceptance,
@@ -110,3 +111,12 @@ def test_student_quantiles_equal_the_printed_tables() -> None:
     table = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 10: 2.228, 30: 2.042, 100: 1.984}
     for degrees, value in table.items():
         assert student_quantile(0.975, degrees) == pytest.approx(value, abs=6e-4)
+
+
+def test_the_interval_of_tau_ignores_prompts_without_rounds_and_is_a_point_for_one_prompt() -> None:
+    rounds = np.array([[10.0, 20.0], [10.0, 30.0], [0.0, 0.0]])
+    interval = acceptance_interval(rounds)
+    assert interval == acceptance_interval(rounds[:2])
+    assert interval.low < 3.5 < interval.high
+    point = acceptance_interval(rounds[:1])
+    assert (point.low, point.high) == (3.0, 3.0)

@@ -1,4 +1,4 @@
-"""The trial of the tuner against the exhaustive grid, on a tiny target: that it measures all it says, and compares."""
+"""The comparison of the tuner with the exhaustive grid, on a tiny target."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.tuning import OFF
 from eyrie_workers.measurement.tuner.grid import possible_settings
-from tests.benchmarks.tuner import FINALISTS, GRID, _spearman, parse, run
+from tests.benchmarks.tuner import FINALISTS, GRID, parse, run
 from tests.workers.measurement.tiny_bench import stage_specs
 
 
@@ -38,12 +38,6 @@ def test_the_grid_is_measured_whole_and_the_finalists_on_blocks_of_their_own(
     assert again.verdicts == report.verdicts
 
 
-def test_rank_correlation_looks_at_order_alone() -> None:
-    assert _spearman([1.0, 2.0, 3.0], [1.0, 10.0, 11.0]) == pytest.approx(1.0)
-    assert _spearman([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == pytest.approx(-1.0)
-    assert _spearman([1.0, 1.0], [1.0, 2.0]) == 0.0
-
-
-def test_a_grid_that_cannot_be_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="cannot be"):
+def test_an_invalid_grid_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="no valid trial"):
         parse(["--drafter", "d", "--out", "o.json", "--concurrencies", "0"])

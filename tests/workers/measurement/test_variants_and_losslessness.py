@@ -1,4 +1,4 @@
-"""Interleaved variants over the real engine, and what is said when a variant's output differs."""
+"""Interleaved variants over the real engine, and the report of differing outputs."""
 
 import dataclasses
 from pathlib import Path
@@ -39,7 +39,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     return open_session(spec, read_suites(spec, Stage(tmp_path_factory.mktemp("stage"))))
 
 
-def test_prompts_without_room_for_an_answer_are_left_out_and_told(session: Session, tmp_path: Path) -> None:
+def test_prompts_without_room_for_an_answer_are_left_out_with_an_event(session: Session, tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     short = next(iter(session.suites.values()))[0]
     long = dataclasses.replace(short, id="long", messages=({"role": "user", "content": "word " * 400},))
@@ -93,7 +93,7 @@ def test_noise_is_shared_by_variants_and_differs_between_prompts_and_repeats(ses
     assert unit_seed(units[0], 0) != unit_seed(units[0], 1)
 
 
-def test_an_variant_run_on_another_target_is_reported_as_divergent_with_id_and_position(
+def test_a_variant_run_on_another_target_is_reported_as_divergent_with_id_and_position(
         session: Session, tmp_path: Path) -> None:
     other = load_target(tiny_target(tmp_path / "other", seed=1), "float32")
     corrupted = dataclasses.replace(session.bench, engine=Engine(other, session.bench.engine.drafter))

@@ -35,66 +35,33 @@ def three_versions(report: CompareReport) -> tuple[Row, ...]:
         one, two, three = (NOT_HERE if variant is None else describe(variant) for variant in variants)
         return one, two, three
 
-    return (
-        Row(
-            aspect="Training",
-            seed=("required (hours)", "required (hours)", "required"),
-            here=cells(
-                lambda variant: (
-                    f"{trained[variant.variant.family].seconds:.0f} s, "
-                    f"{_many(trained[variant.variant.family].tokens)} tokens"
-                    + (", EAGLE-1's" if variant.variant.title == "EAGLE-2" else "")
-                )
-            ),
-        ),
-        Row(
-            aspect="Extra parameters",
-            seed=("feature predictor", "the same predictor", "draft module"),
-            here=cells(
-                lambda variant: (
-                    f"{_many(trained[variant.variant.family].parameters)}, "
-                    f"{trained[variant.variant.family].parameters / report.target_parameters:.0%} of the target's"
-                )
-            ),
-        ),
-        Row(
-            aspect="Tree structure",
-            seed=("static", "dynamic (confidence)", "dynamic (confidence)"),
-            here=cells(lambda variant: variant.variant.shape),
-        ),
-        Row(
-            aspect="Draft mechanism",
-            seed=("feature regression", "+ dynamic tree", "direct token prediction, fused layers"),
-            here=cells(
-                lambda variant: (
-                    f"layers {', '.join(map(str, trained[variant.variant.family].layers))}; "
-                    f"{variant.overall.draft_ms:.1f} ms a round"
-                )
-            ),
-        ),
-        Row(
-            aspect="Acceptance rate",
-            seed=("0.75 to 0.85", "0.78 to 0.88", "higher"),
-            here=cells(
-                lambda variant: f"{_first(report, variant):.2f} at the first position, tau {variant.overall.tau:.2f}"
-            ),
-        ),
-        Row(
-            aspect="Speed-up",
-            seed=("2.7 to 3.5x (70B)", "about 4x (70B)", "up to 6.5x"),
-            here=cells(lambda variant: ratio(variant.overall.speedup, variant.overall.speedup_interval)),
-        ),
-        Row(
-            aspect="Scales with data",
-            seed=("flattens", "flattens", "yes"),
-            here=cells(lambda _: "not measured: one amount of data"),
-        ),
-        Row(
-            aspect="Deployment",
-            seed=("moderate", "moderate", "easy (released heads)"),
-            here=cells(lambda variant: _served(variant.variant.family)),
-        ),
-    )
+    def training(variant: VariantReport) -> str:
+        one = trained[variant.variant.family]
+        shared = ", EAGLE-1's" if variant.variant.title == "EAGLE-2" else ""
+        return f"{one.seconds:.0f} s, {_many(one.tokens)} tokens{shared}"
+
+    def parameters(variant: VariantReport) -> str:
+        num = trained[variant.variant.family].parameters
+        return f"{_many(num)}, {num / report.target_parameters:.0%} of the target's"
+
+    def mechanism(variant: VariantReport) -> str:
+        layers = ", ".join(map(str, trained[variant.variant.family].layers))
+        return f"layers {layers}; {variant.overall.draft_ms:.1f} ms a round"
+
+    table: list[tuple[str, tuple[str, str, str], Callable[[VariantReport], str]]] = [
+        ("Training", ("required (hours)", "required (hours)", "required"), training),
+        ("Extra parameters", ("feature predictor", "the same predictor", "draft module"), parameters),
+        ("Tree structure", ("static", "dynamic (confidence)", "dynamic (confidence)"), lambda one: one.variant.shape),
+        ("Draft mechanism", ("feature regression", "+ dynamic tree", "direct token prediction, fused layers"),
+         mechanism),
+        ("Acceptance rate", ("0.75 to 0.85", "0.78 to 0.88", "higher"),
+         lambda one: f"{_first(report, one):.2f} at the first position, tau {one.overall.tau:.2f}"),
+        ("Speed-up", ("2.7 to 3.5x (70B)", "about 4x (70B)", "up to 6.5x"),
+         lambda one: ratio(one.overall.speedup, one.overall.speedup_interval)),
+        ("Scales with data", ("flattens", "flattens", "yes"), lambda _: "not measured: one amount of data"),
+        ("Deployment", ("moderate", "moderate", "easy (released heads)"), lambda one: _served(one.variant.family)),
+    ]
+    return tuple(Row(aspect=aspect, seed=published, here=cells(describe)) for aspect, published, describe in table)
 
 
 def evaluate_claims(report: CompareReport) -> tuple[Claim, ...]:
@@ -103,19 +70,19 @@ def evaluate_claims(report: CompareReport) -> tuple[Claim, ...]:
 
 
 def _claims(report: CompareReport) -> Iterator[Claim]:
-    yield _contested(report, "EAGLE-2 over EAGLE-1", "20 to 40 % faster, by its tree alone", "EAGLE-2", "EAGLE-1",
+    yield _compared(report, "EAGLE-2 over EAGLE-1", "20 to 40 % faster, by its tree alone", "EAGLE-2", "EAGLE-1",
                      1.2)
-    yield _contested(report, "EAGLE-3 over EAGLE-2", "about 1.4x", "EAGLE-3", "EAGLE-2", 1.4)
-    yield _contested(report, "EAGLE-1 over Medusa", "clearly ahead", "EAGLE-1", "Medusa", 1.0)
-    yield _contested(report, "EAGLE-1 over a separate draft model", "clearly ahead", "EAGLE-1", "draft model", 1.0)
-    yield _contested(report, "Tree over chain (EAGLE-3)", "structure matters", "EAGLE-3", "EAGLE-3 chain", 1.0)
+    yield _compared(report, "EAGLE-3 over EAGLE-2", "about 1.4x", "EAGLE-3", "EAGLE-2", 1.4)
+    yield _compared(report, "EAGLE-1 over Medusa", "clearly ahead", "EAGLE-1", "Medusa", 1.0)
+    yield _compared(report, "EAGLE-1 over a separate draft model", "clearly ahead", "EAGLE-1", "draft model", 1.0)
+    yield _compared(report, "Tree over chain (EAGLE-3)", "structure matters", "EAGLE-3", "EAGLE-3 chain", 1.0)
     yield _longer(report, "EAGLE-3's acceptance over EAGLE-2's", "higher", "EAGLE-3", "EAGLE-2")
     for title, (low, high) in _ACCEPTANCE.items():
         yield _in_range(report, title, low, high)
     for title, (least, words) in _SPEEDUPS.items():
         yield _as_fast(report, title, least, words)
     yield _one_pass(report)
-    yield _contested(report, "DDTree over DFlash", "the same pass as a tree is faster", "DDTree", "DFlash", 1.0)
+    yield _compared(report, "DDTree over DFlash", "the same pass as a tree is faster", "DDTree", "DFlash", 1.0)
     yield Claim(aspect="EAGLE-3 gains from more data", seed="more data, higher acceptance; EAGLE-1 flattened",
                 here="one amount of data was trained on", verdict="not measured")
 
@@ -129,7 +96,7 @@ def reaches(interval: Interval, least: float) -> Verdict:
     return "does not hold here" if interval.high < least else "not told apart"
 
 
-def _contested(report: CompareReport, aspect: str, seed: str, one: str, other: str, least: float) -> Claim:
+def _compared(report: CompareReport, aspect: str, seed: str, one: str, other: str, least: float) -> Claim:
     pair = report.comparison(one, other)
     if pair is None:
         return Claim(aspect=aspect, seed=seed, here=_missing(report, one, other), verdict="not measured")

@@ -7,12 +7,9 @@ the methods without weights. All chains have one depth, and all trees one depth,
 forms of a family differ in the kind of shape only, and two families in the drafter only.
 """
 
-from typing import Literal
-
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_api.v1alpha1.families import FAMILIES, Form, TreeKind
-
-Kind = TreeKind | Literal["off"]
+from eyrie_api.v1alpha1.families import FAMILIES, Form
+from eyrie_workers.measurement.variant import VariantKind
 
 OFF = "off"
 """The baseline: the same engine without a drafter."""
@@ -30,7 +27,7 @@ def forms_of(method: str) -> tuple[Form, ...]:
     return UNTRAINED_FORMS[method] if method in UNTRAINED_FORMS else FAMILIES[method].forms
 
 
-def shape(kind: Kind, tree: DraftTreeShape) -> DraftTreeShape | None:
+def shape(kind: VariantKind, tree: DraftTreeShape) -> DraftTreeShape | None:
     """The draft-tree shape of a kind. tree: depth of all kinds, width and nodes of all trees."""
     if kind == "off":
         return None

@@ -25,11 +25,11 @@ from eyrie_workers.figure_style import (
     save,
     title,
 )
+from eyrie_workers.measurement.benchmark.plots import MIN_ROUNDS, well_founded
 
 _COLOURS = (WARM_ORANGE, BASELINE_BLUE, BEST_GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = {"chain": "o", "tree": "^", "static tree": "s", "off": "_"}
 _LINES = {"chain": "-", "tree": "--", "static tree": ":", "off": "-"}
-_MIN_ROUNDS = 8  # as in `measurement.benchmark.plots`: below it one round moves a point by more than a tenth
 
 
 def draw(report: CompareReport, out: Path) -> list[Path]:
@@ -95,7 +95,8 @@ def acceptance(report: CompareReport) -> Figure:
     figure, panels = new_figure(4.4 * len(report.temperatures) + 3.4, 5.0, len(report.temperatures))
     for axes, temperature in zip(panels, report.temperatures, strict=True):
         for one in drafted:
-            shown = _well_founded(one.at(first, temperature))
+            figures = one.at(first, temperature)
+            shown = well_founded(figures.acceptance, figures.accepted_histogram)
             axes.plot(range(1, len(shown) + 1), shown, _LINES[one.variant.kind], color=of[one.variant.family],
                       marker=_MARKERS[one.variant.kind], markersize=6, linewidth=1.6, label=_label(one))
         axes.set_title(f"temperature {temperature:g}", fontsize=12, fontweight="normal")
@@ -106,15 +107,10 @@ def acceptance(report: CompareReport) -> Figure:
     figure.legend(handles, labels, loc="outside right center", fontsize=10)
     best = max(drafted, key=lambda one: one.overall.tau)
     title(figure, f"{best.variant.title} is accepted furthest: {best.overall.tau:.2f} tokens per target pass",
-          f"positions reached in at least {_MIN_ROUNDS} rounds; in a tree a position is accepted when any of its nodes "
+          f"positions reached in at least {MIN_ROUNDS} rounds; in a tree a position is accepted when any of its nodes "
           f"is; a round in which nothing was proposed counts as refused; {_shapes(report)}; {_load(first)}; "
           f"{_where(report)}")
     return figure
-
-
-def _well_founded(figures: Figures) -> tuple[float, ...]:
-    reached = [sum(figures.accepted_histogram[k:]) for k in range(len(figures.acceptance))]
-    return tuple(p for p, rounds in zip(figures.acceptance, reached, strict=True) if rounds >= _MIN_ROUNDS)
 
 
 def round_cost(report: CompareReport) -> Figure:

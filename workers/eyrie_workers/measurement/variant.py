@@ -3,9 +3,10 @@
 from typing import Literal
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_api.v1alpha1.families import TreeKind
 from eyrie_api.v1alpha1.model import Frozen
 
-VariantKind = Literal["chain", "static tree", "tree", "off"]
+VariantKind = TreeKind | Literal["off"]
 
 
 class Variant(Frozen):

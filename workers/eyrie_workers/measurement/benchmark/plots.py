@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport, TuneReport
 from eyrie_workers.figure_style import BASELINE_BLUE, BEST_GREEN, OTHER_GREY, WARM_ORANGE, new_figure, title
 
-_MIN_ROUNDS = 8  # below it one round moves a point by more than a tenth
+MIN_ROUNDS = 8  # below it one round moves a point by more than a tenth
 
 
 def describe_environment(report: BenchmarkReport | TuneReport) -> str:
@@ -76,7 +76,7 @@ def acceptance_by_position(report: BenchmarkReport) -> Figure:
     for axes, temperature in zip(panels, temperatures, strict=True):
         cells = [cell for cell in report.cells if cell.temperature == temperature]
         for cell, (colour, marker) in zip(cells, styles * len(cells), strict=False):
-            shown = well_founded(cell)
+            shown = well_founded(cell.acceptance, cell.accepted_histogram)
             axes.plot(range(1, len(shown) + 1), shown, color=colour, marker=marker,
                       label=f"{cell.suite} (tau {cell.tau:.1f})")
         axes.set_title(f"temperature {temperature:g}", fontsize=12, fontweight="normal")
@@ -89,15 +89,15 @@ def acceptance_by_position(report: BenchmarkReport) -> Figure:
     title(figure, f"{report.checkpoint}: the first draft token is accepted {min(first):.0%} to {max(first):.0%} of the "
                   f"time; longest in {best.suite} at T={best.temperature:g}, shortest in {worst.suite} at "
                   f"T={worst.temperature:g}" if first else f"{report.checkpoint}: nothing was drafted",
-          f"tree {report.cells[0].tree.label()}; positions reached in at least {_MIN_ROUNDS} rounds; "
+          f"tree {report.cells[0].tree.label()}; positions reached in at least {MIN_ROUNDS} rounds; "
           + describe_environment(report))
     return figure
 
 
-def well_founded(cell: CellReport) -> tuple[float, ...]:
-    """The cell's acceptance at the positions that at least `_MIN_ROUNDS` rounds reached."""
-    reached = [sum(cell.accepted_histogram[k:]) for k in range(len(cell.acceptance))]
-    return tuple(p for p, rounds in zip(cell.acceptance, reached, strict=True) if rounds >= _MIN_ROUNDS)
+def well_founded(acceptance: Sequence[float], histogram: Sequence[int]) -> tuple[float, ...]:
+    """Acceptance at the positions that at least `MIN_ROUNDS` rounds reached. histogram: of accepted lengths."""
+    reached = [sum(histogram[k:]) for k in range(len(acceptance))]
+    return tuple(p for p, rounds in zip(acceptance, reached, strict=True) if rounds >= MIN_ROUNDS)
 
 
 def acceptance_against_throughput(reports: Sequence[BenchmarkReport], tune: TuneReport | None) -> Figure:

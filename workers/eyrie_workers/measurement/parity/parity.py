@@ -31,7 +31,7 @@ from eyrie_api.v1alpha1.model import Interval
 from eyrie_api.v1alpha1.prove import ParityReport
 from eyrie_api.v1alpha1.serving import EngineKind
 from eyrie_workers.engines.process import EngineFailed
-from eyrie_workers.intervals import FloatArray, acceptance_length, add_histograms, interval_around, standard_error
+from eyrie_workers.intervals import acceptance_interval, acceptance_length, add_histograms
 from eyrie_workers.measurement.parity.evidence import Evidence
 from eyrie_workers.measurement.parity.served_answers import request_answers
 
@@ -143,11 +143,6 @@ def _changed_rounds(found: Evidence) -> int:
 
 def _tau_interval(evidence: Sequence[Evidence]) -> Interval:
     """95 % interval of the served tau, prompts resampled."""
-    tau = acceptance_length(add_histograms([found.histogram for found in evidence]))
-    fields: FloatArray = np.array([[sum(found.histogram), sum(k * n for k, n in enumerate(found.histogram))]
-                                   for found in evidence], dtype=np.float64)
-    drawn: FloatArray = fields[fields[:, 0] > 0]  # an answer of one token has no round
-    if len(drawn) < 2:
-        return Interval(low=tau, high=tau)
-    error = standard_error(drawn, lambda sums: 1.0 + sums[:, 1] / sums[:, 0])
-    return interval_around(tau, error, len(drawn))
+    return acceptance_interval(np.array(
+        [[sum(found.histogram), sum(k * n for k, n in enumerate(found.histogram))] for found in evidence],
+        dtype=np.float64))

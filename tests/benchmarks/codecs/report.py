@@ -46,7 +46,7 @@ class WayResult(Frozen):
 
 
 class CodecReport(Frozen):
-    """The trial."""
+    """The report of all codecs."""
 
     target: str
     conversations: int

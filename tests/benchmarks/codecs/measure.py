@@ -1,4 +1,4 @@
-"""What each codec costs: bytes, error, and acceptance length in our engine, with seeds and their spread.
+"""The cost of each codec: bytes, error, and acceptance length in the reference engine, with the spread over seeds.
 
     python -m tests.benchmarks.codecs --out .eyrie/bench/codecs.json
 
@@ -7,14 +7,13 @@ that store, so nothing but the codec differs; from each, one drafter per seed is
 shrunk; each drafter then decodes the same held-out prompts greedily, and tau is counted (tokens per target pass).
 Drafters are compared seed by seed: a seed draws the same initial weights and the same batches whatever the codec.
 
-What another seed would change is the yardstick: `seed_spread` is the standard deviation of float32's tau over seeds,
-and a codec is *within seed noise* when its mean loss against float32 is smaller than that.
+`seed_spread`, the standard deviation of float32's tau over seeds, is the reference: a codec is *within seed noise* when
+its mean loss against float32 is smaller.
 
-Everything is resumable: rows, store, checkpoints and tallies stay beside the report.
+Resumable: rows, stores, checkpoints and counts are kept next to the report.
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,8 +21,7 @@ from statistics import fmean, stdev
 
 import torch
 
-from eyrie_api.artifacts import read_manifest, write_model
-from eyrie_api.errors import EyrieError
+from eyrie_api.artifacts import read_manifest
 from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES
 from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.codecs import StoredAs, final_codec
@@ -53,13 +51,12 @@ from eyrie_workers.targets.config import read_config
 from eyrie_workers.targets.loading import load_target, resolve, special_token_ids
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.templates import ChatTokenizer
-from tests.benchmarks.codecs_plot import draw
-from tests.benchmarks.codecs_report import CodecReport, SeedResult, WayResult
+from tests.benchmarks.codecs.report import CodecReport, SeedResult, WayResult
 from tests.benchmarks.transcode import transcode
 
 TREE = DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6)
 _SAMPLE_TOKENS = 8192  # of which errors are measured
-_CONCURRENCY = 16  # tau does not depend on it; the trial is done sooner
+_CONCURRENCY = 16  # tau does not depend on it; higher is faster
 
 
 def way_named(name: str) -> StoredAs:
@@ -69,7 +66,7 @@ def way_named(name: str) -> StoredAs:
 
 
 class CodecTrial:
-    """The rooms of one trial, and what is done in them."""
+    """The directories and steps of one measurement of all codecs."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -94,13 +91,13 @@ class CodecTrial:
 
     def layout(self, way: StoredAs, source: FeatureStore) -> StoreFormat:
         """The source's, stored another way."""
-        told = source.format.model_dump() | {"codec": way.codec, "final_state": way.final_state}
+        fields = source.format.model_dump() | {"codec": way.codec, "final_state": way.final_state}
         if way.final_state == "topk":
-            told |= {"top_k": way.top_k, "draft_ids": self.draft_ids(source)}
-        return StoreFormat.model_validate(told)
+            fields |= {"top_k": way.top_k, "draft_ids": self.draft_ids(source)}
+        return StoreFormat.model_validate(fields)
 
     def draft_ids(self, source: FeatureStore) -> tuple[int, ...]:
-        """The draft vocabulary that opinions are about."""
+        """The draft vocabulary of the top-k logits."""
         config = read_config(self.path)
         counts = torch.zeros(config.vocab_size, dtype=torch.int64)
         for row in range(source.num_rows):
@@ -140,7 +137,7 @@ class CodecTrial:
 
 
 def run(options: argparse.Namespace) -> CodecReport:
-    """The whole trial."""
+    """Measure all codecs."""
     began = time.monotonic()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -153,7 +150,7 @@ def run(options: argparse.Namespace) -> CodecReport:
         stores[name] = trial.home / name
         transcode(source, stores[name], trial.layout(way_named(name), source), trial.target.lm_head_weight)
     seeds: dict[str, list[SeedResult]] = {name: [] for name in names}
-    for seed in range(options.seeds):  # seeds outside: a trial that is stopped has compared all ways for some seeds
+    for seed in range(options.seeds):  # the outer loop: a stopped run has compared all codecs for some seeds
         for name in names:
             drafter, report = trial.train(name, stores[name], seed)
             seeds[name].append(SeedResult(
@@ -165,12 +162,12 @@ def run(options: argparse.Namespace) -> CodecReport:
     spread = stdev(base) if len(base) > 1 else 0.0
     ways = tuple(_way(trial, name, source, FeatureStore(stores[name]), sample, seeds[name], base, spread)
                  for name in names)
-    told = environment("float32").model_dump()
+    environment_fields = environment("float32").model_dump()
     return CodecReport(
         target=options.target, conversations=options.conversations, tokens=source.num_tokens,
         answer_tokens=sum(int(source.tokens(row)[1].sum()) for row in range(source.num_rows)), prompts=len(requests),
         seed_spread=spread, hadamard_int4_error=hadamard_error(sample[0]), ways=ways,
-        seconds=time.monotonic() - began, environment={name: str(value) for name, value in told.items()})
+        seconds=time.monotonic() - began, environment={name: str(value) for name, value in environment_fields.items()})
 
 
 def _run(work: Callable[[SpecT, Stage], Result], spec: SpecT, out: Path) -> None:
@@ -235,48 +232,3 @@ def _teacher_kl(trial: CodecTrial, fmt: StoreFormat, source: FeatureStore, last_
         decode_into(codec, *encode(codec, last_MH), back)
         given = (back @ head[ids].T).log_softmax(-1)
     return float((wanted.exp() * (wanted - given)).sum(-1).mean())
-
-
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="What each codec costs in bytes, error and acceptance length.")
-    parser.add_argument("--target", default="quickstart")
-    parser.add_argument("--out", type=Path, default=Path(".eyrie/bench/codecs.json"),
-                        help="JSON report; rows, stores, drafters and the plot go beside it")
-    parser.add_argument("--ways", nargs="+", default=["bfloat16", "int8", "fp8", "int4", "int8+top16"],
-                        help="codecs, each alone or with +topK; float32 always takes part")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--conversations", type=int, default=200)
-    parser.add_argument("--epochs", type=float, default=6.0)
-    parser.add_argument("--draft-vocab-size", type=int, default=1536)
-    parser.add_argument("--prompts", type=int, default=12, help="of each suite")
-    parser.add_argument("--tokens", type=int, default=64, help="per answer")
-    parser.add_argument("--threads", type=int)
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the trial; returns the exit code."""
-
-    options = parse(argv)
-    try:
-        report = run(options)
-    except EyrieError as error:
-        print(f"error: {error.reason}: {error.message}\nhint: {error.hint}", file=sys.stderr)
-        return error.exit_code
-    write_model(options.out, report)
-    for path in draw(report, options.out.parent):
-        print(path)
-    print(f"{'stored as':12} {'B/token':>8} {'of plain':>8} {'aux error':>9} {'worst':>7} {'teacher KL':>10} "
-          f"{'tau':>14} {'lost':>15}")
-    for way in report.ways:
-        print(f"{way.name:12} {way.bytes_per_token:8.0f} {way.share_of_bfloat16:8.3f} "
-              f"{fmean(way.aux_error.values()):9.5f} {way.aux_error_worst:7.4f} {way.teacher_kl:10.2e} "
-              f"{way.tau:6.3f} +- {way.tau_spread:.3f} {way.lost:+.3f} +- {way.lost_spread:.3f}")
-    print(f"another seed changes tau by {report.seed_spread:.3f}; int4 after a Hadamard rotation would err by "
-          f"{report.hadamard_int4_error:.4f}; {report.seconds:.0f} s")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

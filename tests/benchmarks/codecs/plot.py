@@ -1,4 +1,4 @@
-"""What a codec saves and what it costs: bytes per token against acceptance length, every seed a point."""
+"""The plot of codecs: bytes per token against acceptance length, one point per seed."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from eyrie_workers.figure_style import (
     save,
     title,
 )
-from tests.benchmarks.codecs_report import CodecReport
+from tests.benchmarks.codecs.report import CodecReport
 
 DEFAULT = "int8"
 
@@ -27,7 +27,7 @@ def draw(report: CodecReport, out: Path) -> list[Path]:
 
 
 def figure(report: CodecReport) -> Figure:
-    """Tau over bytes; the band is what another seed changes."""
+    """tau over bytes; the band is the standard deviation over seeds."""
     drawn, (axes,) = new_figure()
     base = report.ways[0]
     axes.axhspan(base.tau - report.seed_spread, base.tau + report.seed_spread, color=OTHER_GREY, alpha=0.25,
