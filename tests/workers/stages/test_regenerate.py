@@ -172,7 +172,7 @@ def test_tool_conversations_of_the_quickstart_corpus_are_answered(tmp_path: Path
 
 
 @pytest.mark.parametrize(("text", "reason", "words"), [
-    ("", "NoUsableData", "of 0 rows read none is left"),
+    ("", "NoUsableData", "of 0 rows read none remains to be answered"),
     ('{"messages": []}\n\n', "NoUsableData", "empty conversation (1); empty line (1)"),
     ('{"prompt": "x"}\n', "NoUsableData", "neither `messages` nor `conversations`"),
 ])

@@ -33,7 +33,7 @@ def test_every_layer_but_the_last_is_ranked_and_three_are_found_together(target:
     assert found.together[0] == found.alone[0]
     assert found.chosen.layers == (1, 2, 3)
     assert found.positions == 6 * 36  # every fourth row, from the last prompt token on, while a token follows
-    assert all(str(layer) in found.told() for layer in found.together[-1].layers)
+    assert all(str(layer) in found.summary() for layer in found.together[-1].layers)
 
 
 def test_a_layer_that_says_what_is_asked_is_found(target: TargetModel) -> None:

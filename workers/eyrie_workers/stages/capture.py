@@ -233,7 +233,7 @@ def _probe(spec: CaptureStage, stage: Stage, chosen: Sequence[int]) -> None:
         return
     target = load_target(resolve(spec.target), spec.target.dtype)
     found = probe_layers(target, rows_to_probe(Path(spec.rows_dir)), chosen)
-    stage.event("LayersProbed", found.told())
+    stage.event("LayersProbed", found.summary())
     stage.pause_point()
 
 

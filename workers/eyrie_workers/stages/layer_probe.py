@@ -1,23 +1,23 @@
-"""Which layers foresee most? A cheap reading of every layer, told beside the layers chosen by position.
+"""Ranks the target's layers by a linear probe, for comparison with the layers selected by position.
 
     python -m eyrie_workers.stages.layer_probe --target quickstart --rows <regenerate's directory>
 
-A drafter at position i knows the settled token i + 1 and reads the target's states at i; what it has to say first is
-the target's next choice, the likeliest token after i + 1. So a layer is worth what its state at i adds to the embedding
-of token i + 1 when that choice is foreseen. The reading is as cheap as can be: ridge regression onto the target's own
-final state at i + 1, whose product with the output matrix is the choice,
+A drafter at position i knows the committed token i + 1 and reads the target's states at i; it first predicts the
+target's most probable token after i + 1. A layer is worth what its state at i adds to the embedding of token i + 1 in
+predicting that token. The probe is ridge regression onto the target's own final state at i + 1, whose product with the
+output matrix gives the token,
 
     W = (X'X + c I)^-1 X' Y
 
     X   states at i of some layers, the embedding of token i + 1, and 1        Y   the final state at i + 1
 
-Columns of X are brought to one size first, so that c means the same for every layer; of several c the best one counts,
-for each reading alike. Where H is large, states are projected to `_WIDTH` values at random, and of many layers some
-are looked at. The score is the share of held-out positions at which (X W) lm_head' has the target's first choice. All
-layers' products X'X and X'Y are made in one pass; any subset of layers is then a small system of its own. *Alone* each
-layer is read with the embedding only; *together* three are taken greedily, each the one that adds most to those before
-(forward selection). A linear reading is not a drafter: it sees no other position. It ranks, and decides nothing: the
-choice stays with `targets.layers`, or with `capture.aux_layers`.
+Columns of X are scaled to one size first, so that c has the same meaning for every layer; of several c the best one
+counts, for each probe alike. Where H is large, states are projected to `_WIDTH` values at random, and of many layers
+only some are probed. The score is the share of held-out positions at which (X W) lm_head' has the target's most
+probable token. The products X'X and X'Y of all layers are computed in one pass; any subset of layers is then a small
+system of its own. *Alone* each layer is probed with the embedding only; *together* three are selected greedily, each
+the one that adds most to those before (forward selection). A linear probe is not a drafter: it reads a single position.
+The ranking is informative only: `targets.layers` or `capture.aux_layers` select the layers.
 
     T positions, L layers, H hidden, V vocabulary
 """
@@ -41,18 +41,18 @@ from eyrie_workers.targets.loading import load_target, resolve
 from eyrie_workers.targets.model import TargetModel
 
 PROBE_TOKENS = 12_288
-"""Of answered rows, at most."""
+"""Tokens of answered rows that are probed, at most."""
 
-_HELD_OUT = 4  # every fourth row is scored on, none of it is fitted to
+_HELD_OUT = 4  # every fourth row is used for scoring and not for fitting
 _RIDGES = (0.03, 0.1, 0.3)  # of the number of positions, once every column has mean square 1
 _WIDTH = 256
-_MOST_LAYERS = 32
-_MOST_SCORED = 2048  # of held-out positions: each costs a row of logits per reading and c
+_MAX_LAYERS = 32
+_MAX_SCORED = 2048  # of held-out positions: each costs a row of logits per reading and c
 
 
 @dataclass(frozen=True)
 class LayerScore:
-    """What one reading foresees of the target's choices."""
+    """Share of the target's tokens that one probe predicts."""
 
     layers: tuple[int, ...]
     agreement: float
@@ -61,10 +61,10 @@ class LayerScore:
 
 @dataclass(frozen=True)
 class Probe:
-    """What the layers of a target foresee."""
+    """Scores of the layers of a target."""
 
     embedding: float
-    """Agreement of a reading of token i + 1's embedding, and no layer."""
+    """Agreement of a probe of the embedding of token i + 1 alone."""
 
     alone: tuple[LayerScore, ...]
     """Each layer, the best first."""
@@ -73,19 +73,19 @@ class Probe:
     """The best of forward selection: one, two, three layers."""
 
     chosen: LayerScore
-    """The layers chosen by position or by the spec."""
+    """The layers selected by position or by the spec."""
 
     positions: int
 
-    def told(self) -> str:
-        """In a sentence."""
+    def summary(self) -> str:
+        """The scores in one sentence."""
         best = self.together[-1]
         ranks = ", ".join(f"{score.layers[0]} ({score.agreement:.1%})" for score in self.alone[:5])
         noise = (best.agreement * (1 - best.agreement) / self.positions) ** 0.5
-        return (f"a linear reading of layers {list(self.chosen.layers)} foresees {self.chosen.agreement:.1%} of the "
-                f"target's next choices, the best found, {list(best.layers)}, {best.agreement:.1%}; alone the best are "
+        return (f"a linear probe of layers {list(self.chosen.layers)} predicts {self.chosen.agreement:.1%} of the "
+                f"target's next tokens, the best found, {list(best.layers)}, {best.agreement:.1%}; alone the best are "
                 f"{ranks}; the token alone {self.embedding:.1%}; {self.positions} positions held out, "
-                f"so each is good to {noise:.1%}")
+                f"standard error {noise:.1%}")
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,13 @@ class _Readings:
     """Fitted to."""
 
     def columns(self, layers: Sequence[int]) -> Tensor:
-        """Of some layers, by place, with the embedding and 1, which stand last."""
+        """Columns of some layers, by index, followed by those of the embedding and of 1."""
         last = self.gram.shape[0] - self.width - 1
         return torch.cat([*(torch.arange(at * self.width, (at + 1) * self.width) for at in layers),
                           torch.arange(last, self.gram.shape[0])])
 
     def agreement(self, layers: Sequence[int]) -> float:
-        """Of a reading of some layers, by place."""
+        """Agreement of a probe of some layers, by index."""
         which = self.columns(layers)
         size = (self.gram.diagonal()[which] / self.positions).sqrt().clamp_min(1e-12)
         system = self.gram[which][:, which] / (size[:, None] * size)
@@ -129,7 +129,7 @@ def probe_layers(target: TargetModel, rows: Sequence[tuple[Tensor, int]], chosen
     layers   those that are ranked; default: the embeddings and every layer but the last, whose state engines keep
     """
     among = range(target.config.num_layers) if layers is None else layers
-    ranked = tuple(sorted({*among[::-(-len(among) // _MOST_LAYERS)], *chosen}))
+    ranked = tuple(sorted({*among[::-(-len(among) // _MAX_LAYERS)], *chosen}))
     readings = _read(target, rows, ranked)
     place = {layer: at for at, layer in enumerate(ranked)}
 
@@ -158,7 +158,7 @@ def _read(target: TargetModel, rows: Sequence[tuple[Tensor, int]], layers: Seque
     lm_head, embed = target.lm_head_weight.cpu(), target.embed_weight
     for number, (ids, num_prompt) in enumerate(rows):
         states, last = target.hidden_states([ids], layers)[0]
-        # Position i drafts when token i + 1 is an answer token; it foresees what the target says at i + 1.
+        # Position i drafts when token i + 1 is an answer token; it predicts the target's token after i + 1.
         first = max(num_prompt - 1, 0)
         if ids.numel() - first < 2:
             continue
@@ -174,8 +174,8 @@ def _read(target: TargetModel, rows: Sequence[tuple[Tensor, int]], layers: Seque
             cross.addmm_(x.T, y)
             fitted += x.shape[0]
     if not held_out or not bool(gram.any()):
-        raise NoUsableData(f"{len(rows)} rows are too few to rank layers on", "give at least two rows with answers")
-    scored, choice = torch.cat(held_out)[:_MOST_SCORED], torch.cat(choices)[:_MOST_SCORED]
+        raise NoUsableData(f"{len(rows)} rows are too few to rank layers", "give at least two rows with answers")
+    scored, choice = torch.cat(held_out)[:_MAX_SCORED], torch.cat(choices)[:_MAX_SCORED]
     return _Readings(gram, cross, scored, choice, lm_head, width, fitted)
 
 
@@ -196,16 +196,16 @@ def _up_to(num_tokens: int, rows: Iterator[tuple[Tensor, int]]) -> Iterator[tupl
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the ranking; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Rank a target's layers by what a linear reading of each foresees.")
+    parser = argparse.ArgumentParser(description="Rank a target's layers by the accuracy of a linear probe of each.")
     parser.add_argument("--target", default="quickstart")
     parser.add_argument("--rows", type=Path, required=True, help="output directory of regenerate")
     parser.add_argument("--tokens", type=int, default=PROBE_TOKENS)
-    told = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     try:
-        target = load_target(resolve(TargetSpec(model=told.target)))
+        target = load_target(resolve(TargetSpec(model=arguments.target)))
         config = target.config
         chosen = choose_aux_layers(config.num_layers, config.layer_types).aux_layers
-        found = probe_layers(target, rows_to_probe(told.rows, told.tokens), chosen)
+        found = probe_layers(target, rows_to_probe(arguments.rows, arguments.tokens), chosen)
     except EyrieError as error:
         return report_error(error)
     for score in found.alone:
