@@ -77,7 +77,7 @@ test-gpu: setup  ## kernels, target, a training step and the engine on this mach
 
 bench-gpu: setup  ## kernels relative to hardware limits and the trainer's MFU on a GPU; writes .eyrie/bench/gpu*.json
 	@$(NEED_CUDA)
-	@$(BIN)/python -m eyrie_kernels.bench --out .eyrie/bench/gpu.json
+	@$(BIN)/python -m tests.benchmarks.kernels --out .eyrie/bench/gpu.json
 	@$(BIN)/python -m tests.benchmarks.training_step --hidden 4096 --intermediate 14336 --heads 32 --kv-heads 8 --vocab 128256 \
 		--draft-vocab 32000 --lengths 4096,2048,1024,512,256,256 --prompt 0.3 --dtype bfloat16 --iterations 20 \
 		> .eyrie/bench/gpu-training.json

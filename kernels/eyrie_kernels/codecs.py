@@ -22,7 +22,6 @@ width is written but the result.
     N vectors, H values
 """
 
-from functools import partial
 from typing import Literal
 
 import torch
@@ -30,7 +29,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eyrie_kernels.compiler import INTERPRETING, jit, launch, next_power_of_two, runs_kernels, tl
-from eyrie_kernels.timing import Machine, Timing, main, seconds
 
 Codec = Literal["int8", "fp8", "int4"]
 _LARGEST: dict[Codec, float] = {"int8": 127.0, "fp8": 448.0}
@@ -250,22 +248,3 @@ def decode(codec: Codec, codes: Tensor, scales: Tensor, hidden: int, dtype: torc
         launch(_decode_kernel, (rows,), codes, bits, out, hidden, FP8=codec == "fp8", BLOCK=next_power_of_two(hidden),
                INTERPRETED=INTERPRETING, num_warps=8 if hidden > 2048 else 4)
     return out
-
-
-def bench(machine: Machine) -> list[Timing]:
-    """Each codec, both ways, against its traffic."""
-    rows, hidden = (32_768, 4096) if machine.cuda else (2048, 512)
-    values = torch.randn(rows, hidden, dtype=torch.bfloat16, device=machine.device)
-    timings = []
-    for codec in _CODECS:
-        codes, scales = encode(codec, values)
-        floor = (values.nbytes + codes.nbytes + scales.nbytes) / machine.bandwidth()
-        for name, work in (("encode", partial(encode, codec, values)),
-                           ("decode", partial(decode, codec, codes, scales, hidden))):
-            timings.append(Timing(f"codecs.{name}.{codec}", f"N={rows} H={hidden} bfloat16", seconds(work, machine),
-                                  floor, "traffic"))
-    return timings
-
-
-if __name__ == "__main__":
-    main(bench)

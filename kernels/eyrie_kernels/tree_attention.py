@@ -15,14 +15,12 @@ The floor is traffic: the keys and values of the settled text, once.
     B rows, N nodes, L places of the cache, Q query heads, G key-value heads, R = Q / G, E head size
 """
 
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from eyrie_kernels.compiler import INTERPRETING, dot, jit, launch, next_power_of_two, runs_kernels, tl
-from eyrie_kernels.timing import Machine, Timing, main, seconds
 
 _HIDDEN = -1e30  # finite: a program that sees nothing has weight exp(-1e30) = 0 in the merge, and no nan
 
@@ -174,23 +172,3 @@ def tree_attention(q_BNQE: Tensor, k_BLGE: Tensor, v_BLGE: Tensor, starts_B: Ten
     length = max_start + q_BNQE.shape[1]
     by = _by_kernel if runs_kernels(q_BNQE) else _by_torch
     return by(q_BNQE.contiguous(), k_BLGE, v_BLGE, starts_B, seen_BNN.contiguous(), window, length)
-
-
-def bench(machine: Machine) -> list[Timing]:
-    """A tree of 16 nodes over long settled texts, against the cache's traffic."""
-    timings = []
-    nodes, groups, heads, size, dtype = (16, 8, 32, 128, torch.bfloat16) if machine.cuda else (
-        16, 2, 4, 64, torch.float32)
-    for rows, settled in ((1, 8192), (16, 8192), (1, 131_072)) if machine.cuda else ((1, 1024), (4, 512)):
-        q = torch.randn(rows, nodes, heads, size, dtype=dtype, device=machine.device)
-        k, v = torch.randn(2, rows, settled + nodes, groups, size, dtype=dtype, device=machine.device)
-        starts = torch.full((rows,), settled, device=machine.device)
-        seen = torch.ones(nodes, nodes, dtype=torch.bool, device=machine.device).tril().repeat(rows, 1, 1)
-        taken = seconds(partial(tree_attention, q, k, v, starts, seen, settled), machine)
-        timings.append(Timing("tree_attention", f"B={rows} N={nodes} L={settled} Q={heads} G={groups} E={size}", taken,
-                              (k.nbytes + v.nbytes) / machine.bandwidth(), "traffic"))
-    return timings
-
-
-if __name__ == "__main__":
-    main(bench)

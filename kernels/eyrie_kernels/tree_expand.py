@@ -16,14 +16,12 @@ hundred), and its place in the tree is the number of those before it that stay.
     B rows, W frontier nodes, D draft vocabulary, K children of a node, C candidates, N = M + 1 nodes with the root
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from eyrie_kernels.compiler import jit, launch, next_power_of_two, runs_kernels, tl
-from eyrie_kernels.timing import Machine, Timing, main, seconds
 
 NO_TOKEN = -1
 _SLICE, _BLOCK_C, _BLOCK_J = 2048, 128, 64
@@ -245,21 +243,3 @@ def rerank(tokens_BC: Tensor, parents_BC: Tensor, scores_BC: Tensor, num_draft_t
     launch(_place_kernel, (rows, blocks), tokens, parents, scores, node_of, *tree, num_grown, num_draft_tokens,
            BLOCK=_BLOCK_C)
     return tree
-
-
-def bench(machine: Machine) -> list[Timing]:
-    """One depth of a tree of top-k 8, against the traffic of its logits."""
-    timings = []
-    for rows in (1, 32) if machine.cuda else (1, 4):
-        vocab = 32_768 if machine.cuda else 4096
-        logits = torch.randn(rows, 8, vocab, device=machine.device)
-        logits = logits.to(torch.bfloat16) if machine.cuda else logits
-        scores = torch.randn(rows, 8, device=machine.device)
-        taken = seconds(partial(expand, logits, scores, 8), machine)
-        timings.append(Timing("tree_expand.expand", f"B={rows} W=8 D={vocab} K=8", taken,
-                              logits.nbytes / machine.bandwidth(), "traffic"))
-    return timings
-
-
-if __name__ == "__main__":
-    main(bench)

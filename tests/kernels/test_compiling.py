@@ -8,8 +8,8 @@ import torch
 
 from eyrie_kernels.codecs import decode, encode
 from eyrie_kernels.compiler import COMPILING, Compiled, compiling_for
-from eyrie_kernels.packed_attention import packed_attention, sight
-from eyrie_kernels.soft_target_loss import Kind, TableTeacher, Teacher, TopKTeacher, soft_target_loss
+from eyrie_kernels.packed_attention import key_ranges, packed_attention
+from eyrie_kernels.soft_target_loss import soft_target_loss
 from eyrie_kernels.tree_attention import tree_attention
 from eyrie_kernels.tree_expand import expand, rerank
 
@@ -35,7 +35,7 @@ def test_packed_attention_compiles_and_fits(capability: int) -> None:
     q, k, own = torch.randn(4, 2, 4, 128), torch.randn(4, 2, 128), torch.randn(2, 4, 2, 128)
     with compiling_for(capability) as made:
         q, k, own = (part.bfloat16().requires_grad_() for part in (q, k, own))
-        packed_attention(q, k, k, [(own[0], own[1])], sight(root, torch.zeros(4), 1)).sum().backward()
+        packed_attention(q, k, k, [(own[0], own[1])], key_ranges(root, torch.zeros(4), 1)).sum().backward()
     _check(made, {"_forward_kernel", "_query_grad_kernel", "_own_grad_kernel", "_key_grad_kernel"}, capability)
 
 
@@ -60,13 +60,10 @@ def test_codecs_compile(capability: int) -> None:
 @pytest.mark.parametrize("capability", [90])
 def test_the_loss_and_the_tree_compile(capability: int) -> None:
     x, weight = torch.randn(4, 16).bfloat16().requires_grad_(), torch.randn(32_768, 16).bfloat16().requires_grad_()
-    table, opinion = torch.rand(2, 32_768).bfloat16(), torch.zeros(2, 16)
-    teachers: dict[Kind, Teacher] = {
-        "ce": TableTeacher(table), "kl": TableTeacher(table, "logits"),
-        "lk_hybrid": TopKTeacher(opinion.to(torch.int16), opinion.half(), opinion[:, 0], opinion[:, 0])}
+    table, mass, index = torch.rand(2, 32_768), torch.ones(2), torch.zeros(4, dtype=torch.int64)
     with compiling_for(capability) as made:
-        for kind, teacher in teachers.items():
-            soft_target_loss(x, weight, teacher, torch.zeros(4, dtype=torch.int64), None, kind, choose=True)
+        for kind in ("kl", "tv", "lk", "lk_hybrid"):
+            soft_target_loss(x, weight, table, mass, index, torch.ones(4), kind, choose=True)
         expand(torch.randn(1, 8, 32_768).bfloat16(), torch.randn(1, 8), 8)
         rerank(torch.zeros(1, 392, dtype=torch.int64), torch.zeros(1, 392, dtype=torch.int64), torch.randn(1, 392), 60)
     _check(made, {"_rows_kernel", "_slice_kernel", "_merge_kernel", "_stays_kernel", "_number_kernel",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eyrie_kernels import packed_attention as module
-from eyrie_kernels.packed_attention import Blocks, packed_attention, reference_packed_attention, sight
+from eyrie_kernels.packed_attention import Blocks, key_ranges, packed_attention, reference_packed_attention
 from eyrie_workers.training.attention import SharedKeys, attend
 from eyrie_workers.training.unroll_plan import plan_unroll
 
@@ -42,7 +42,7 @@ def _compare(inputs: Inputs, window: int | None, rtol: float) -> None:
     exact = [leaf.detach().double().requires_grad_() for leaf in _leaves(inputs)]
     exact_own = list(zip(exact[3::2], exact[4::2], strict=True))
     wanted = reference_packed_attention(exact[0], exact[1], exact[2], exact_own, root, start, window)
-    found = packed_attention(q, k, v, own, sight(root, start, len(own), window))
+    found = packed_attention(q, k, v, own, key_ranges(root, start, len(own), window))
     upstream = torch.randn_like(wanted)
     wants = torch.autograd.grad(wanted, exact, upstream, allow_unused=True)
     founds = torch.autograd.grad(found, _leaves(inputs), upstream.to(found.dtype), allow_unused=True)
@@ -70,7 +70,6 @@ def test_float64_is_the_dense_formula_forward_and_backward(case: str, device: st
     *sizes, window = CASES[case]
     # Blocks that these sizes fill more than once.
     monkeypatch.setattr(module, "_BLOCKS", {8: Blocks(16, 16)})
-    monkeypatch.setattr(module, "_CPU_QUERIES", 8)
     _compare(_inputs(*sizes, torch.float64, device), window, 1e-9)  # type: ignore[arg-type, misc, call-arg]
 
 
@@ -86,26 +85,26 @@ def test_it_is_the_attention_that_the_trainer_trains_with(window: int | None, de
     lengths, step, kv_heads, per_kv, head = (13, 7), 2, 2, 2, 8
     mask = torch.ones(20, dtype=torch.bool)
     mask[:3] = False
-    layout = plan_unroll(mask, lengths, 3)
-    alive = layout.alive
+    plan = plan_unroll(mask, lengths, 3)
+    alive = plan.alive
     k, v = torch.randn(2, 20, kv_heads, head, dtype=torch.float64)
     own = [(torch.randn(alive[1], kv_heads, head, dtype=torch.float64),
             torch.randn(alive[1], kv_heads, head, dtype=torch.float64)),
            (torch.randn(alive[2], kv_heads, head, dtype=torch.float64),
             torch.randn(alive[2], kv_heads, head, dtype=torch.float64))]
     q = torch.randn(alive[step], kv_heads, per_kv, head, dtype=torch.float64)
-    wanted = attend(q, SharedKeys(layout, k, v, window), own)
-    roots = layout.roots[: alive[step]]
-    seen = sight(roots.to(device), (roots - layout.positions[roots]).to(device), step, window)
+    wanted = attend(q, SharedKeys(plan, k, v, window), own)
+    roots = plan.roots[: alive[step]]
+    ranges = key_ranges(roots.to(device), (roots - plan.positions[roots]).to(device), step, window)
     found = packed_attention(q.to(device), k.to(device), v.to(device),
-                             [(a.to(device), b.to(device)) for a, b in own], seen)
+                             [(a.to(device), b.to(device)) for a, b in own], ranges)
     torch.testing.assert_close(found.cpu(), wanted, rtol=1e-9, atol=1e-12)
 
 
 def test_no_roots_is_no_attention_but_still_a_gradient(device: str) -> None:
     q, k = torch.zeros(0, 1, 1, 4, device=device, requires_grad=True), torch.zeros(3, 1, 4, device=device)
     none = torch.zeros(0, dtype=torch.int64, device=device)
-    packed_attention(q, k, k, [], sight(none, none, 0)).sum().backward()
+    packed_attention(q, k, k, [], key_ranges(none, none, 0)).sum().backward()
     assert q.grad is not None
 
 
@@ -114,6 +113,6 @@ def test_the_same_input_gives_the_same_bits(device: str) -> None:
     q, k, v, own, root, start = inputs
     runs = []
     for _ in range(2):
-        out = packed_attention(q, k, v, own, sight(root, start, 1))
+        out = packed_attention(q, k, v, own, key_ranges(root, start, 1))
         runs.append([out, *torch.autograd.grad(out.square().sum(), _leaves(inputs))])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

@@ -13,12 +13,9 @@ from eyrie_workers.training.fused import (
     reference_normed_linear,
     rms_norm,
 )
-from eyrie_workers.training.losses import TargetTable
 from eyrie_workers.training.matmul import linear, matmul, pad_rows, round_up_rows
-from eyrie_workers.training.softloss import Loss, reference_losses, soft_loss
 
 EPS = 1e-5
-LOSSES: list[Loss] = ["kl", "tv", "lk", "lk_hybrid"]
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -82,41 +79,3 @@ def test_rows_are_rounded_to_few_sizes_and_padding_is_zero() -> None:
     x = noise(5, 3)
     assert torch.equal(pad_rows(x, x.dtype), torch.cat([x, torch.zeros(27, 3, dtype=x.dtype)]))
     assert pad_rows(noise(64, 3), torch.float64).shape == (64, 3)
-
-
-def lesson(positions: int, draft_vocab: int) -> TargetTable:
-    mass = torch.rand(positions, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    return TargetTable(noise(positions, draft_vocab, seed=1).mul(2).softmax(-1), mass, torch.ones(positions).bool(),
-                   torch.zeros(positions, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("predictions", [3, 700])
-def test_the_fused_loss_equals_its_formula_and_so_do_its_gradients(kind: Loss, predictions: int) -> None:
-    # 700 predictions over 3001 draft ids are two chunks, neither a round number.
-    draft_vocab = 3001 if predictions == 700 else 5
-    x, weight = noise(predictions, 6), noise(draft_vocab, 6, seed=4) * 0.5
-    teacher, row = lesson(11, draft_vocab), torch.arange(predictions) % 11
-    share = torch.rand(predictions, generator=torch.Generator().manual_seed(5))
-    share[::3] = 0
-    ours, theirs = leaves(x, weight), leaves(x, weight)
-    loss, losses, _ = soft_loss(*ours, teacher, row, share, kind)
-    plain = reference_losses(theirs[0] @ theirs[1].T, teacher.probabilities_RD[row], teacher.mass_R[row], kind)
-    agree(loss, (plain * share).sum(), ours, theirs)
-    torch.testing.assert_close(losses[share > 0], plain.detach()[share > 0])
-    assert float(losses[share == 0].abs().max()) == 0.0
-
-
-def test_losses_of_acceptance_are_zero_where_drafter_and_target_agree_and_kl_is_not_below_entropy() -> None:
-    logits = noise(4, 9)
-    teacher = logits.softmax(-1)
-    for kind in ("tv", "lk"):
-        assert float(reference_losses(logits, teacher, torch.ones(4), kind).abs().max()) < 1e-12  # type: ignore[arg-type]
-    entropy = -(teacher * teacher.log()).sum(-1)
-    torch.testing.assert_close(reference_losses(logits, teacher, torch.ones(4), "kl"), entropy)
-
-
-def test_first_choices_are_found_for_every_row_also_those_that_do_not_count() -> None:
-    x, weight = noise(40, 6), noise(5, 6, seed=4)
-    _, _, choice = soft_loss(x, weight, lesson(3, 5), torch.zeros(40, dtype=torch.int64), torch.zeros(40), choose=True)
-    assert torch.equal(choice, (x @ weight.T).argmax(-1))

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from eyrie_api.v1alpha1.training import TrainSpec
+from eyrie_kernels.soft_target_loss import Loss
 from eyrie_workers.drafters.eagle3.model import Eagle3Drafter
 from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest
 from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.training.losses import Normalisation, TargetTable, compute_target_table, shares, step_weights
+from eyrie_workers.training.losses import Normalisation, compute_target_table, shares, step_weights
 from eyrie_workers.training.objective import StepContext
-from eyrie_workers.training.softloss import Loss, by_kernel, soft_loss
 from tests.workers.drafters.test_eagle3_proposer import (
     HIDDEN,
     VARIANTS,
@@ -294,21 +294,3 @@ def test_recomputation_changes_no_gradient() -> None:
         learner(documents).loss.backward()
         found.append([parameter.grad.clone() for parameter in drafter.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize("kind", ["kl", "tv", "lk", "lk_hybrid"])
-def test_the_form_for_a_gpu_has_the_loss_the_gradients_and_the_choices_of_the_processors(kind: Loss) -> None:
-    generator = torch.Generator().manual_seed(3)
-    table = torch.rand(6, 24, generator=generator).softmax(-1)
-    teacher = TargetTable(table, torch.rand(6, generator=generator), torch.ones(6, dtype=torch.bool), table.argmax(-1))
-    row = torch.randint(6, (40,), generator=generator)
-    share = torch.rand(40, generator=generator) * (torch.arange(40) % 3 > 0)
-    found = []
-    for form in (soft_loss, by_kernel):
-        x = torch.randn(40, 8, generator=torch.Generator().manual_seed(4)).requires_grad_()
-        weight = torch.randn(24, 8, generator=torch.Generator().manual_seed(5)).requires_grad_()
-        loss, losses, choice = form(x, weight, teacher, row, share, kind, True)
-        loss.backward()
-        found.append([loss.detach(), losses * (share > 0), choice.float(), x.grad, weight.grad])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)  # float32, summed in another order

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from eyrie_kernels.packed_attention import Sight, packed_attention, sight
+from eyrie_kernels.packed_attention import KeyRanges, key_ranges, packed_attention
 from eyrie_workers.training.unroll_plan import AttentionTile, UnrollPlan
 
 # What a query may not look at. Finite, because a window may hide every key of a tile from a late step: the log-sum-exp
@@ -175,10 +175,10 @@ class SharedKeys:
     def _tiles(self) -> list[tuple[AttentionTile, Tensor, Tensor]]:
         return [(tile, _tiled(tile, self.k_TKE), _tiled(tile, self.v_TKE)) for tile in self._layout.tiles]
 
-    def sight(self, step: int) -> Sight:
-        """Who sees whom at a step, as the kernel is told."""
+    def key_ranges(self, step: int) -> KeyRanges:
+        """The step-0 keys that each root sees at a step, as the kernel reads them."""
         roots = self._layout.roots[:self._layout.alive[step]]
-        return sight(roots, roots - self._layout.positions[roots], step, self.window)
+        return key_ranges(roots, roots - self._layout.positions[roots], step, self.window)
 
     def attend(self, q_RKWE: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Attention of the first R roots, scaled queries, over the shared keys at `step`: out [R, K, W, E] and
@@ -227,7 +227,7 @@ def attend(q_RKWE: Tensor, shared: SharedKeys, own: Sequence[tuple[Tensor, Tenso
 
 def attend_by_kernel(q_RKWE: Tensor, shared: SharedKeys, own: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """`attend` as a GPU does it."""
-    return packed_attention(q_RKWE, shared.k_TKE, shared.v_TKE, own, shared.sight(len(own)))
+    return packed_attention(q_RKWE, shared.k_TKE, shared.v_TKE, own, shared.key_ranges(len(own)))
 
 
 def joined(q_RKWE: Tensor, out_RKWE: Tensor, lse_RKW: Tensor, keys_RKSE: Tensor, values_RKSE: Tensor) -> Tensor:

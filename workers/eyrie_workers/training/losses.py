@@ -13,7 +13,7 @@ rate depend on how talkative the prompts are. Two means are offered:
     sequence   every document of a step weighs the same, however long its answer
 
 All counts are over the whole batch of a step, on all processes, so that the loss does not depend on how the batch was
-split. The losses themselves are in `training.softloss`.
+split. The losses themselves are in `training.soft_target_loss`.
 
     R rows, N predictions, D draft vocabulary, V target vocabulary, H hidden, S steps
 """

@@ -30,7 +30,7 @@ from eyrie_workers.training.objective import (
     TargetDistribution,
     draw_positions,
 )
-from eyrie_workers.training.softloss import soft_loss
+from eyrie_workers.training.soft_target_loss import soft_target_loss
 from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll, split_plan
 
 # Bound on the activations that autograd saves for the roots unrolled at a time.
@@ -96,8 +96,8 @@ class TrainingTimeTest(DistillationObjective):
             predictions = slice(ends[number], ends[number + 1])
             part = plans[number].to(self.device)
             states = [step.state for step in unroll(weights, self._rotary, projections, part, self._recompute)]
-            loss, losses_N, choice_N = soft_loss(
-                torch.cat(states), weights.lm_head, supervision.targets.teacher, supervision.row_N[predictions],
+            loss, losses_N, choice_N = soft_target_loss(
+                torch.cat(states), weights.lm_head, supervision.targets.table, supervision.row_N[predictions],
                 supervision.share_N[predictions], self._loss, choose=False)
             results.append((losses_N, choice_N))
             return loss

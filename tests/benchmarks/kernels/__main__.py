@@ -1,9 +1,8 @@
-"""Every kernel against its floor, in one file: `python -m eyrie_kernels.bench --out .eyrie/bench/gpu.json`.
+"""Every kernel against its floor, in one report: `python -m tests.benchmarks.kernels --out .eyrie/bench/gpu.json`.
 
-On a GPU the shapes are those of real models; on a CPU they are small and time the plain path. The device, the versions
-and the measured bandwidth and product rate stand beside the figures. `eyrie_kernels.timing` says what a floor is.
-
-A bench, not a test: nothing here decides anything.
+On a GPU the shapes are those of real models; on a CPU they are small and time the plain-torch form. The report names
+the device, the versions and the measured bandwidth and matrix-product rate. `tests.benchmarks.kernels.timing` defines
+the floor. This is a benchmark, not a test: it asserts nothing.
 """
 
 import argparse
@@ -12,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from eyrie_kernels import codecs, packed_attention, soft_target_loss, tree_attention, tree_expand
-from eyrie_kernels.timing import this_machine
+from tests.benchmarks.kernels import codecs, packed_attention, soft_target_loss, tree_attention, tree_expand
+from tests.benchmarks.kernels.timing import this_machine
 
 
 def main() -> None:
-    """Time everything, print a line each, write one document."""
-    parser = argparse.ArgumentParser(prog="python -m eyrie_kernels.bench", description=__doc__,
+    """Time every kernel, print a line of JSON for each, write one report."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.kernels", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     out: Path | None = parser.parse_args().out

@@ -1,9 +1,9 @@
-"""How long something takes on a device, and how fast the device could be: a kernel's time over its floor.
+"""Times a kernel on a device, and measures the floor of its time there.
 
-The floor is what the work cannot do without, over what this device was just seen doing: bytes over the bandwidth of a
-large copy, operations over the rate of a large matrix product. A share of 1 is therefore the best that can be had with
-the libraries at hand, not a number from a data sheet. Times are medians; on CUDA by events, after a warm-up that
-also compiles.
+The floor is the least work of the kernel over what this device was measured to do: bytes over the bandwidth of a large
+copy, operations over the rate of a large matrix product. A share of 1 is therefore the best that the installed
+libraries reach, not a number from a data sheet. Times are medians; on CUDA by events, after a warm-up that also
+compiles.
 """
 
 import json
@@ -19,7 +19,7 @@ import torch
 
 @dataclass(frozen=True)
 class Machine:
-    """The device that is timed."""
+    """The device under measurement."""
 
     device: str
 
@@ -30,7 +30,7 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """What it calls itself."""
+        """Name of the device."""
         return torch.cuda.get_device_name() if self.cuda else f"CPU, {torch.get_num_threads()} threads"
 
     def bandwidth(self) -> float:
@@ -53,7 +53,7 @@ class Timing:
     floor_of: Literal["traffic", "flops"]
 
     def as_json(self) -> dict[str, str | float]:
-        """With the share of the floor that was reached."""
+        """The fields, and the share of the floor that was reached."""
         return asdict(self) | {"share_of_floor": round(self.floor_s / self.seconds, 4)}
 
 
@@ -99,7 +99,7 @@ def _flops(machine: Machine, dtype: torch.dtype) -> float:
 
 
 def main(bench: Callable[[Machine], list[Timing]]) -> None:
-    """Run one file's bench here and print it, a line of JSON per figure."""
+    """Run one kernel's benchmark and print it, a line of JSON per figure."""
     machine = this_machine()
     print(json.dumps({"device": machine.name, "torch": torch.__version__}))
     for timing in bench(machine):
