@@ -72,7 +72,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGpu]:
 @pytest.fixture
 def stages(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Stage programs of this process compute there."""
-    for place in ("eyrie_workers.targets.loading.chosen", "eyrie_workers.stages.train.chosen"):
+    for place in ("eyrie_workers.targets.loading.default_device",
+                  "eyrie_workers.stages.train.default_device"):
         monkeypatch.setattr(place, lambda: GPU)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the machine's measuring lock is for real measurements
@@ -170,7 +171,7 @@ def test_the_capture_stage_stores_the_processors_bytes(codec: str, stages: None,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     capturing.write_rows(tmp_path / "rows", target_dir, 12)
     for place, device in (("here", CPU), ("there", GPU)):
-        monkeypatch.setattr("eyrie_workers.targets.loading.chosen", lambda device=device: device)
+        monkeypatch.setattr("eyrie_workers.targets.loading.default_device", lambda device=device: device)
         capturing.write_spec(tmp_path / place, target_dir, tmp_path / "rows", codec=codec, check_rows=0,
                              probe_layers=True)
         assert capturing.run(tmp_path / place) == 0
@@ -245,14 +246,14 @@ def test_answers_are_replayed_explained_and_calibrated_there(gpu: PretendedGpu, 
 
 def test_a_sweep_of_every_family_is_trained_there(stages: None, target_dir: Path, tmp_path: Path,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyrie_workers.targets.loading.chosen", lambda: CPU)  # where the test makes its states
+    monkeypatch.setattr("eyrie_workers.targets.loading.default_device", lambda: CPU)  # where the test makes its states
     sweeping.test_every_family_trains_beside_the_others_and_none_is_stopped_for_another(tmp_path, target_dir,
                                                                                       monkeypatch)
 
 
 def test_the_bench_of_a_training_step_runs_there(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch,
                                                  capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(training_bench, "chosen", lambda: GPU)
+    monkeypatch.setattr(training_bench, "default_device", lambda: GPU)
     monkeypatch.setattr(peak_rate, "_GPU_PROBE_SIZE", 64)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 2**20)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "pretended")
