@@ -1,1 +1,1 @@
-"""What drives a job to its end, with a cluster or without: a pure reconcile and the two worlds that obey it."""
+"""Drives jobs and endpoints: pure reconcilers, and two runtimes that apply their actions (`cluster`, `embedded`)."""

@@ -1,11 +1,10 @@
 """The chores as a Celery app of their own process: `eyrie worker`, or `celery -A eyrie_operator.celery_app worker`.
 
-For chore workers beside the API server, on one Redis (EYRIE_BROKER_URL) and one database (EYRIE_DATABASE_URL). Without
-a cluster profile they drive runs and endpoints of this machine; their files must be shared, so all of them run on one
-machine or on one shared volume; leases keep them apart. With EYRIE_CLUSTER_PROFILE they drive runs of Kubeflow, and
-endpoints are the operator's. On one machine without Redis nothing of this is needed: `eyrie up` runs the same chores in
-its own process.
-"""
+For chore workers in addition to the API server, on one Redis (EYRIE_BROKER_URL) and one database (EYRIE_DATABASE_URL).
+Without a cluster profile they drive runs and endpoints of this machine; all of them then run on one machine or one
+shared volume, and leases serialise them. With EYRIE_CLUSTER_PROFILE they drive runs of Kubeflow, and the operator
+reconciles endpoints. On one machine without Redis this module is not used: `eyrie up` runs the same chores in its own
+process. """
 
 import logging
 from dataclasses import dataclass
@@ -30,35 +29,36 @@ from eyrie_pipelines.unavailable_runner import UnavailableRunner, has_stage_prog
 log = logging.getLogger(__name__)
 
 _UPLOAD_S = 7 * 24 * 3600.0
-"""No upload takes so long."""
+"""Unfinished uploads older than this are abandoned."""
 
 
 @dataclass(frozen=True)
-class World:
-    """Where jobs run, and who tends endpoints from here."""
+class Runtime:
+    """Where jobs run, and the reconciler of endpoints where this process has one."""
 
     runner: Runner
-    tend: Step | None
+    reconcile_endpoint: Step | None
     store: ArtifactStore | None = None
-    """The work area, where it is a store."""
+    """The work area, if it is an artifact store."""
 
     def sweep(self) -> None:
-        """Remove what uploads of pods that were killed have left in the work area, where nobody sees it."""
+        """Delete unfinished uploads of killed pods from the work area: listings do not show them, but they use
+        space."""
         if self.store is not None:
             self.store.sweep_unfinished("jobs", older_than_s=_UPLOAD_S)
 
 
-def runtime_of(settings: Settings, database: Database) -> World:
-    """The cluster of the profile, or this machine. Raises InvalidInput for a profile that cannot be followed."""
+def runtime_of(settings: Settings, database: Database) -> Runtime:
+    """The cluster of the profile, or this machine. Raises InvalidInput for a profile that does not match EYRIE_HOME."""
     if settings.cluster_profile is None:
         runner = LocalRunner(settings.home) if has_stage_programs() else UnavailableRunner()
-        return World(runner, EmbeddedEndpoints(settings, database).tend)
+        return Runtime(runner, EmbeddedEndpoints(settings, database).reconcile)
     profile = read_profile(settings.cluster_profile)
     if str(settings.home.absolute()) != profile.home:
         raise InvalidInput(f"EYRIE_HOME is {settings.home.absolute()} and the cluster profile's home is {profile.home}",
                            "make them equal: paths in stage specs are the same in every pod")
     store = work_store(profile, settings)
-    return World(KubeflowRunner(profile, settings.home, store), None, store)
+    return Runtime(KubeflowRunner(profile, settings.home, store), None, store)
 
 
 def make_app() -> Any:
@@ -68,25 +68,26 @@ def make_app() -> Any:
 
 
 def _celery(settings: Settings, database: Database) -> Any:
-    world = runtime_of(settings, database)
-    return make_celery(settings, Driver(settings, database, world.runner).advance, reconcile_endpoint=world.tend,
-                       forget=world.runner.delete, sweep=world.sweep, database=database)
+    runtime = runtime_of(settings, database)
+    return make_celery(settings, Driver(settings, database, runtime.runner).advance,
+                       reconcile_endpoint=runtime.reconcile_endpoint, forget=runtime.runner.delete,
+                       sweep=runtime.sweep, database=database)
 
 
 def work(settings: Settings, concurrency: int) -> None:
-    """Take chores in prefork processes until told to stop."""
+    """Run chores in prefork processes until SIGTERM."""
     database = Database(settings.resolved_database_url)
     upgrade(database)
-    world = runtime_of(settings, database)
-    if world.store is not None:
-        world.store.check()
-        log.info("the work area %s can be written", world.store.url)
-    database.engine.dispose()  # children open connections of their own
+    runtime = runtime_of(settings, database)
+    if runtime.store is not None:
+        runtime.store.check()
+        log.info("the work area %s is writable", runtime.store.url)
+    database.engine.dispose()  # a forked child must not share the parent's connections
     run_worker(_celery(settings, database), settings, concurrency=concurrency, database=database)
 
 
 def __getattr__(name: str) -> Any:
-    """`app`, made when celery asks for it: importing this module must open no database."""
+    """`app`, created on first access: importing this module must not open a database."""
     if name == "app":
         globals()["app"] = make_app()
         return globals()["app"]

@@ -97,14 +97,14 @@ def tell_up(plane: Plane, screen: Screen, *, already: bool = False) -> None:
 @verb
 def down(home: Home = None, as_json: Json = False) -> None:
     """End the control plane on this machine. Jobs stop at a safe line and go on at the next `up`."""
-    from eyrie_operator.control_plane import stop_leftovers
+    from eyrie_operator.control_plane import stop_orphans
 
     settings = settings_for(home, None, None)
     plane = running_plane(settings.home)
     if plane is not None:
         stop_plane(plane)
     elif (settings.home / "eyrie.db").exists() or settings.database_url is not None:
-        stop_leftovers(settings)
+        stop_orphans(settings)
     words = f"Ended {plane.url}." if plane else f"No control plane runs on {settings.home}; nothing of it is left."
     Screen(as_json=as_json).show({"stopped": plane is not None, "home": str(settings.home.absolute())}, words)
 

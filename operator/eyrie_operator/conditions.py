@@ -1,8 +1,7 @@
-"""Status as observations: how conditions are set, read, and summed up in one word for people.
+"""Status conditions: set them, read them, and derive the phase of a job.
 
-A condition is an observation (`Trained=False, reason=LossDiverged`), never a command. Its transition time moves only
-when its status changes, so that "since when" can be read off it. `phase_of` derives the one word a list of jobs shows;
-no decision is ever made from that word.
+A condition is an observation (`Trained=False, reason=LossDiverged`), never a command. Its transition time changes only
+with its status. `phase_of` derives the word that a list of jobs shows; no decision depends on it.
 """
 
 from collections.abc import Iterable
@@ -14,14 +13,14 @@ Conditions = tuple[Condition, ...]
 
 
 def find(conditions: Iterable[Condition], kind: str) -> Condition | None:
-    """The condition of that type, if it has been observed."""
-    return next((one for one in conditions if one.type == kind), None)
+    """The condition of that type; None when it has not been observed."""
+    return next((condition for condition in conditions if condition.type == kind), None)
 
 
 def is_true(conditions: Iterable[Condition], kind: ConditionType) -> bool:
-    """Whether the condition has been observed to hold."""
-    found = find(conditions, kind)
-    return found is not None and found.status == "True"
+    """Whether the condition's status is True."""
+    condition = find(conditions, kind)
+    return condition is not None and condition.status == "True"
 
 
 def observe(conditions: Conditions, kind: str, status: ConditionStatus, reason: str, message: str,
@@ -32,21 +31,21 @@ def observe(conditions: Conditions, kind: str, status: ConditionStatus, reason: 
     new = Condition(type=kind, status=status, reason=reason, message=message, last_transition_time=since)
     if before is None:
         return (*conditions, new)
-    return tuple(new if one.type == kind else one for one in conditions)
+    return tuple(new if condition.type == kind else condition for condition in conditions)
 
 
-def forget(conditions: Conditions, *kinds: ConditionType) -> Conditions:
-    """`conditions` without those types: a retried job is no longer observed to have failed."""
-    return tuple(one for one in conditions if one.type not in kinds)
+def remove(conditions: Conditions, *kinds: ConditionType) -> Conditions:
+    """`conditions` without those types, for the next attempt of a job."""
+    return tuple(condition for condition in conditions if condition.type not in kinds)
 
 
 def is_over(conditions: Conditions) -> bool:
-    """Whether the job has reached an end."""
+    """Whether the job has ended."""
     return any(is_true(conditions, kind) for kind in ("Succeeded", "Failed", "Cancelled"))
 
 
 def phase_of(conditions: Conditions, *, started: bool, cancel_requested: bool) -> Phase:
-    """One word for people."""
+    """The phase, for display."""
     if is_true(conditions, "Succeeded"):
         return "Succeeded"
     if is_true(conditions, "Failed"):

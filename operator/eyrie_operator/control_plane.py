@@ -1,11 +1,11 @@
-"""The control plane of one machine in one process: rows, chores, HTTP.
+"""The control plane of one machine in one process: database, chores, HTTP.
 
-`run(settings)` is what `eyrie up` becomes: migrate, start the chore worker and the ticker, answer HTTP, and on SIGTERM
-or SIGINT end in order. What ends with it and what does not:
+`run(settings)` implements `eyrie up`: migrate the database, start the chore worker and the ticker, serve HTTP, and shut
+down on SIGTERM or SIGINT.
 
-- ended in order (Ctrl-C, `eyrie down`): runs are paused at their next safe line, gateways and engines are ended. Rows
-  keep what was wanted, so the next `up` resumes the jobs from their last finished stage or checkpoint and serves again.
-- killed: runs, gateways and engines go on in sessions of their own, and the next `up` adopts them by their files.
+- shut down (Ctrl-C, `eyrie down`): runs stop at their next pause point, gateways and engines are stopped. The database
+  keeps the desired state: the next `up` resumes jobs from the last finished stage or checkpoint and serves again.
+- killed: runs, gateways and engines continue in their own sessions, and the next `up` finds them by their files.
 """
 
 import logging
@@ -30,31 +30,31 @@ from eyrie_pipelines.local import LocalRunner
 
 log = logging.getLogger(__name__)
 
-# Open event streams end when the server says so; they resume elsewhere by Last-Event-ID.
+# Open event streams are cut after this time; clients resume by Last-Event-ID.
 _GRACEFUL_S = 2
 
 
 def run(settings: Settings) -> None:
-    """Be the control plane until SIGTERM or SIGINT. Raises PortInUse before anything is started."""
+    """Run the control plane until SIGTERM or SIGINT. Raises PortInUse before anything is started."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("httpx", "alembic", "celery", "kombu"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     listening = bind(settings.host, settings.port, "--port")
     plane = Plane(settings)
 
-    def end(_number: int, _frame: FrameType | None) -> None:
-        """Before uvicorn listens to signals, and after: it raises what it caught again once it has shut down, and by
-        then we are ending in order already."""
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        """Race: in effect before uvicorn installs its handlers and after it has removed them. uvicorn raises a caught
+        signal again after its shutdown; by then `plane` is shutting down already."""
         plane.stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
+        signal.signal(number, stop)
     with plane:
         plane.serve(listening)
 
 
 class Plane:
-    """The parts of a control plane, started and ended together."""
+    """The parts of a control plane, started and stopped together."""
 
     def __init__(self, settings: Settings) -> None:
         settings.home.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ class Plane:
         upgrade(self._database)
         self._jobs = Driver(settings, self._database, LocalRunner(settings.home))
         self._endpoints = EmbeddedEndpoints(settings, self._database)
-        celery = make_celery(settings, self._jobs.advance, reconcile_endpoint=self._endpoints.tend,
+        celery = make_celery(settings, self._jobs.advance, reconcile_endpoint=self._endpoints.reconcile,
                              database=self._database)
         self._chores = ChoreLoop(settings, celery)
         app = create_app(settings, database=self._database, wake=self._chores.wake,
@@ -77,15 +77,15 @@ class Plane:
         return self
 
     def serve(self, listening: socket.socket) -> None:
-        """Answer HTTP until asked to stop."""
+        """Serve HTTP until `stop` is called."""
         self._server.run(sockets=[listening])
 
     def stop(self) -> None:
-        """Ask `serve` to return; from any thread."""
+        """Make `serve` return; callable from any thread."""
         self._server.should_exit = True
 
     def __exit__(self, *_error: object) -> None:
-        """Chores first, so that nothing is started again; then runs and endpoints, side by side."""
+        """Stop chores first, so that none restarts a run or an engine; then runs and endpoints in parallel."""
         self._chores.stop()
         parts = [threading.Thread(target=self._jobs.stop_runs),
                  threading.Thread(target=stop_endpoints, args=(self._settings.home,))]
@@ -96,8 +96,8 @@ class Plane:
         self._database.close()
 
 
-def stop_leftovers(settings: Settings) -> None:
-    """End what a killed control plane of this home left running: runs are paused, gateways and engines ended."""
+def stop_orphans(settings: Settings) -> None:
+    """Stop what a killed control plane of this home left running: runs, gateways and engines."""
     database = Database(settings.resolved_database_url)
     try:
         upgrade(database)

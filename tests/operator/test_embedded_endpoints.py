@@ -34,7 +34,7 @@ from eyrie_operator.embedded.processes import (
     stop_endpoints,
 )
 from eyrie_operator.endpoints.plan import MIN_ROUNDS
-from eyrie_operator.jobs.driver import serving_of
+from eyrie_operator.jobs.observation import observe_serving
 from eyrie_pipelines.processes import is_alive, wait_until
 from tests.workers.engines.conftest import drafter, target
 
@@ -68,7 +68,7 @@ class World:
 
     def tend_until(self, holds: Callable[[Endpoint], bool]) -> Endpoint:
         def looked() -> bool:
-            self.keeper.tend("default")
+            self.keeper.reconcile("default")
             return holds(self.endpoints.get("default"))
         assert wait_until(looked, LIMIT_S), self.endpoints.get("default")
         return self.endpoints.get("default")
@@ -153,10 +153,10 @@ def test_a_promotion_replaces_the_engine_behind_the_url_without_a_failed_request
     assert rolled_back is not None
     assert rolled_back.reason == "EngineDied"
     assert "/nowhere/drafter" in rolled_back.message
-    told = serving_of(seen, 3)
+    told = observe_serving(seen, 3)
     assert (told.state, told.reason) == ("rolled-back", "EngineDied")
     assert "/nowhere/drafter" in told.message
-    assert serving_of(seen, 2).state == "serving"
+    assert observe_serving(seen, 2).state == "serving"
     assert ask(url).headers["x-eyrie-revision"] == "2"
 
 
@@ -210,7 +210,7 @@ def test_drifted_traffic_starts_one_job_on_what_users_asked_lately(world: World,
 
     world.tend_until(asked)
     for _ in range(2):
-        world.keeper.tend("default")
+        world.keeper.reconcile("default")
     assert world.told("drift", "retraining", "rolled-back") == [
         ("drift", 2, "TrafficDrifted"), ("retraining", 2, "RetrainingStarted")]
     started = world.jobs.list().items[0]
@@ -245,7 +245,7 @@ def test_a_port_in_use_is_told_on_the_endpoint(tmp_path: Path, target: Path) -> 
         port = taken.getsockname()[1]
         world = World(tmp_path / "home", target)
         world.endpoints.create("other", TargetSpec(model=str(target)), ServeSpec(port=port), "tiny")
-        world.keeper.tend("other")
+        world.keeper.reconcile("other")
         seen = world.endpoints.get("other")
         serving = find(seen.conditions, "Serving")
         assert serving is not None

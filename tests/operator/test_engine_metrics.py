@@ -1,6 +1,6 @@
 """What is read of an engine's metrics page, ours or SGLang's."""
 
-from eyrie_operator.endpoints.engine_metrics import EngineCounters, grown, read_metrics
+from eyrie_operator.endpoints.engine_metrics import EngineCounters, increase, read_metrics
 
 OURS = """# HELP eyrie_requests_total Requests ended, by finish reason.
 eyrie_requests_total{finish_reason="stop"} 5.0
@@ -30,4 +30,4 @@ def test_of_sglang_probes_do_not_count_and_a_client_s_mistake_is_no_failure() ->
 def test_a_restarted_engine_counts_from_zero_and_an_ended_one_not_at_all() -> None:
     since = {"a": EngineCounters(rounds=100, tokens=300), "gone": EngineCounters(rounds=50, tokens=60)}
     now = {"a": EngineCounters(rounds=110, tokens=330), "b": EngineCounters(rounds=5, tokens=6)}
-    assert grown(now, since) == EngineCounters(rounds=15, tokens=36)
+    assert increase(now, since) == EngineCounters(rounds=15, tokens=36)

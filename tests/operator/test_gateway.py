@@ -20,7 +20,7 @@ from eyrie_api.errors import PortInUse
 from eyrie_operator.embedded.gateway import bind, create_gateway
 from eyrie_operator.embedded.processes import read_port, start_gateway, stop_gateway
 from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, RouteRecord, Routes, Share
-from eyrie_operator.endpoints.traffic_recording import TRAFFIC_FILE, Traffic
+from eyrie_operator.endpoints.traffic_recording import TRAFFIC_FILE, TrafficRecorder
 from eyrie_pipelines.processes import is_alive
 
 
@@ -133,7 +133,7 @@ def test_what_goes_wrong_on_trial_is_counted_against_the_engine_that_did_it(
     assert ask(url, "/v1/ill").status_code == 500
     assert ask(url, "/v1/teapot").json()["engine"] == "blue"  # the client's own fault is no error of the engine's
     broken = ask(url, "/v1/fall")
-    assert (broken.status_code, broken.json()["error"]["code"]) == (502, "engine_broke_off")
+    assert (broken.status_code, broken.json()["error"]["code"]) == (502, "engine_disconnected")
     assert counted(url) == {"1": {"answered": 1, "errors": 0}, "2": {"answered": 0, "errors": 2}}
 
 
@@ -173,8 +173,8 @@ def test_recent_chats_are_kept_on_request_alone_for_our_eyes_only_and_deleted_wh
 
 
 def test_a_conversation_too_long_to_train_on_is_not_kept(tmp_path: Path) -> None:
-    traffic = Traffic(tmp_path / TRAFFIC_FILE)
-    traffic.keep(json.dumps({"messages": [{"role": "user", "content": "x" * 300_000}]}).encode(), 4)
+    traffic = TrafficRecorder(tmp_path / TRAFFIC_FILE)
+    traffic.record(json.dumps({"messages": [{"role": "user", "content": "x" * 300_000}]}).encode(), 4)
     assert not (tmp_path / TRAFFIC_FILE).exists()
 
 
@@ -227,7 +227,7 @@ def test_a_closed_door_is_tried_once_more_along_the_new_route(
     routes = RouteMovesMeanwhile(tmp_path, green)
 
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(create_gateway(routes, Traffic(tmp_path / TRAFFIC_FILE)))
+        transport = httpx.ASGITransport(create_gateway(routes, TrafficRecorder(tmp_path / TRAFFIC_FILE)))
         async with httpx.AsyncClient(transport=transport, base_url="http://e") as client:
             return await client.post("/v1/models")
 

@@ -63,7 +63,7 @@ def test_a_new_job_starts_a_run() -> None:
 
 
 def test_a_new_job_waits_in_line_while_no_place_is_free() -> None:
-    plan = reconcile(SPEC, seen(place_free=False), NOW)
+    plan = reconcile(SPEC, seen(has_capacity=False), NOW)
     assert plan.actions == ()
     assert reason_of(plan.status, "Accepted") == "Queued"
 
@@ -223,7 +223,7 @@ class JobMachine(RuleBasedStateMachine):
     def look(self, *, crash_before_actions: bool = False, crash_before_status: bool = False) -> None:
         self.now += timedelta(seconds=1)
         plan = reconcile(self.spec, ObservedJob(
-            attempt=self.attempt, previous=self.status, cancel_requested=self.cancel, place_free=self.place,
+            attempt=self.attempt, previous=self.status, cancel_requested=self.cancel, has_capacity=self.place,
             run=self.run, decision=self.decision, serving=self.serving), self.now)
         if crash_before_actions:
             return

@@ -7,7 +7,7 @@ where cluster.kubeflow.url is set: without Kubeflow there is nowhere to run a jo
 {{- if .Values.cluster.kubeflow.url -}}yes{{- end -}}
 {{- end -}}
 
-{{/* A pod of a stage or an engine that runs our own programs. */}}
+{{/* A pod of a stage, or of an engine that runs our own programs. */}}
 {{- define "eyrie.cluster.placement" -}}
 image: {{ include "eyrie.image" (dict "root" . "image" .Values.images.workers) }}
 image_pull_policy: {{ .Values.images.pullPolicy }}
@@ -16,7 +16,7 @@ image_pull_secrets: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
-{{/* The artifact store as stages reach it: they may run in another namespace, so a bundled one is named in full. */}}
+{{/* The artifact store's address for stages: they may run in another namespace, so a bundled one has its full DNS name. */}}
 {{- define "eyrie.cluster.work" -}}
 kind: s3
 {{- if (include "eyrie.artifacts.bundled" .) }}
@@ -54,7 +54,7 @@ credentials_secret: {{ . }}
 {{- toYaml $profile -}}
 {{- end -}}
 
-{{/* The claim that is the work area, where it is a volume: the control plane's home is in it then. */}}
+{{/* The claim of the work area, if it is a volume: it then contains the control plane's home. */}}
 {{- define "eyrie.cluster.volume" -}}
 {{- with .Values.cluster.stages.work -}}
 {{- if eq .kind "volume" -}}{{- .claim -}}{{- end -}}

@@ -1,4 +1,4 @@
-{{/* Names and labels. A component is a part of the release: api, worker, operator, migrations, postgresql, redis, s3. */}}
+{{/* Names and labels. A component is one of: api, worker, operator, migrations, postgresql, redis, s3. */}}
 
 {{- define "eyrie.name" -}}
 {{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
@@ -53,12 +53,12 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end -}}
 {{- end -}}
 
-{{/* The same for images that others publish: the registry above is ours. */}}
+{{/* The same for third-party images, which are not in our registry. */}}
 {{- define "eyrie.foreignImage" -}}
 {{- if .digest -}}{{ printf "%s@%s" .repository .digest }}{{- else -}}{{ printf "%s:%s" .repository .tag }}{{- end -}}
 {{- end -}}
 
-{{/* The parts that are Deployments of this release, in one string. */}}
+{{/* Components that are Deployments of this release, as one string. */}}
 {{- define "eyrie.parts" -}}
 api,worker,operator{{ if .Values.shards.enabled }},shards{{ end }}
 {{- end -}}

@@ -8,7 +8,7 @@
 {{- toYaml .Values.containerSecurityContext -}}
 {{- end -}}
 
-{{/* (dict "root" $ "part" .Values.api): where a pod may run, and how urgently. */}}
+{{/* (dict "root" $ "part" .Values.api): scheduling constraints and priority of a pod. */}}
 {{- define "eyrie.scheduling" -}}
 {{- with .part.priorityClassName }}
 priorityClassName: {{ . }}
@@ -30,7 +30,7 @@ imagePullSecrets:
 {{- end }}
 {{- end -}}
 
-{{/* (dict "root" $ "component" "api"): spread over nodes where the values say nothing. */}}
+{{/* (dict "root" $ "component" "api"): spread over nodes unless the values configure it. */}}
 {{- define "eyrie.spread" -}}
 {{- $part := index .root.Values .component -}}
 {{- if $part.topologySpreadConstraints }}
@@ -59,7 +59,7 @@ checksum/stores: {{ list $values.database $values.broker $values.artifacts $valu
 {{- end }}
 {{- end -}}
 
-{{/* The settings that are no secret: a ConfigMap's data. */}}
+{{/* The settings that are not secret, as a ConfigMap's data. */}}
 {{- define "eyrie.settings" -}}
 EYRIE_HOME: /var/lib/eyrie
 EYRIE_CHORE_QUEUE: {{ include "eyrie.fullname" . }}
@@ -110,7 +110,7 @@ one that /etc/passwd does not know, as on OpenShift: libraries that ask for the 
 - {name: USER, value: eyrie}
 {{- end -}}
 
-{{/* (dict "root" $ "component" "api"): variables of a part of the control plane. */}}
+{{/* (dict "root" $ "component" "api"): environment variables of a component of the control plane. */}}
 {{- define "eyrie.variables" -}}
 envFrom:
   - configMapRef:
@@ -127,7 +127,7 @@ env:
   {{- end }}
 {{- end -}}
 
-{{/* What every part mounts, and what those mount besides that know the cluster. */}}
+{{/* Mounts of every component, and further ones of those that use the cluster profile. */}}
 {{- define "eyrie.storeMounts" -}}
 - {name: tmp, mountPath: /tmp}
 - name: home
@@ -163,7 +163,7 @@ env:
 - name: artifacts
   secret:
     secretName: {{ . }}
-    # Whoever the pod runs as is in fsGroup, and nobody else reads it.
+    # The pod's user is in fsGroup; others cannot read it.
     defaultMode: 0440
 {{- end }}
 {{- with .Values.extraVolumes }}
@@ -180,7 +180,7 @@ env:
 {{- end }}
 {{- end -}}
 
-{{/* (dict "root" $ "image" .Values.images.api): waits until the tables are there, so that no part meets old ones. */}}
+{{/* (dict "root" $ "image" .Values.images.api): waits until the tables are migrated, so that no component runs on old ones. */}}
 {{- define "eyrie.waitForTables" -}}
 - name: wait-for-tables
   image: {{ include "eyrie.image" . }}

@@ -21,13 +21,13 @@ either is the bundled one set up.
 {{- (index .root.Values .store).existingSecret.name | default (printf "%s-%s" (include "eyrie.fullname" .root) .store) -}}
 {{- end -}}
 
-{{/* (dict "root" $ "store" "database"): key of the URL in it. The Secret that the chart makes always says "url". */}}
+{{/* (dict "root" $ "store" "database"): key of the URL in it. In a Secret created by the chart it is "url". */}}
 {{- define "eyrie.store.key" -}}
 {{- $given := (index .root.Values .store).existingSecret -}}
 {{- if $given.name }}{{ $given.key }}{{ else }}url{{ end -}}
 {{- end -}}
 
-{{/* Name of the Secret with access_key and secret_key; nothing where boto3 finds its way by itself (web identity). */}}
+{{/* Name of the Secret with access_key and secret_key; empty where boto3 uses a web identity. */}}
 {{- define "eyrie.artifacts.secret" -}}
 {{- with .Values.artifacts.credentials -}}
 {{- if .existingSecret -}}{{ .existingSecret }}
@@ -57,16 +57,16 @@ Without a server (helm template) there is nothing to look up, and each rendering
 {{- end -}}
 {{- end -}}
 
-{{/* Refuses what the schema cannot see: a store that is nowhere. */}}
+{{/* Fails for what the schema cannot express: a store that is not configured. */}}
 {{- define "eyrie.checks" -}}
 {{- if not (or .Values.database.url .Values.database.existingSecret.name .Values.bundled.postgresql.enabled) -}}
-{{- fail "no database: set database.existingSecret.name (or database.url), or bundled.postgresql.enabled=true for a trial" -}}
+{{- fail "no database: set database.existingSecret.name (or database.url), or bundled.postgresql.enabled=true for an evaluation" -}}
 {{- end -}}
 {{- if not (or .Values.broker.url .Values.broker.existingSecret.name .Values.bundled.redis.enabled) -}}
-{{- fail "no broker: set broker.existingSecret.name (or broker.url), or bundled.redis.enabled=true for a trial" -}}
+{{- fail "no broker: set broker.existingSecret.name (or broker.url), or bundled.redis.enabled=true for an evaluation" -}}
 {{- end -}}
 {{- if not (or .Values.artifacts.url .Values.bundled.s3.enabled) -}}
-{{- fail "no artifact store: set artifacts.url to s3://bucket/prefix, or bundled.s3.enabled=true for a trial" -}}
+{{- fail "no artifact store: set artifacts.url to s3://bucket/prefix, or bundled.s3.enabled=true for an evaluation" -}}
 {{- end -}}
 {{- if and .Values.artifacts.credentials.accessKey .Values.artifacts.credentials.existingSecret -}}
 {{- fail "artifacts.credentials: accessKey and existingSecret are both set; keep one" -}}

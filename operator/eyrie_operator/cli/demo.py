@@ -18,7 +18,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from eyrie_api.artifacts import MANIFEST, read_manifest, write_atomically
+from eyrie_api.artifacts import write_atomically
+from eyrie_api.artifacts.stage_manifests import read_manifests
 from eyrie_api.cli import chat
 from eyrie_api.cli.screen import Screen
 from eyrie_api.cli.tables import duration, times
@@ -37,13 +38,12 @@ from eyrie_api.v1alpha1.prove import ProveSpec
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.reports import BenchmarkReport, PromotionDecision, TuneReport
 from eyrie_api.v1alpha1.sampling import SamplingSpec
-from eyrie_api.v1alpha1.stages import Manifest
 from eyrie_api.v1alpha1.status import Endpoint, Job
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_api.v1alpha1.tuning import TuneSpec
 from eyrie_operator.cli.detached import running_plane, start_detached, stop_plane
-from eyrie_operator.jobs.report import build
+from eyrie_operator.jobs.driver import REPORT_FILE
 
 HOME = Path(".eyrie/demo")
 SETUP_SECONDS = Path(".eyrie/setup-seconds")
@@ -90,16 +90,14 @@ def play(home: Path, screen: Screen, *, short: bool) -> None:
     shutil.rmtree(home, ignore_errors=True)
     plane = start_detached(demo_settings(home).model_copy(update={"port": free_port()}))
     screen.note(f"control plane: {plane.url}  (log: {home / 'plane.log'})")
-    began = time.monotonic()
     with Client(plane.url) as client:
         created = client.create_job(demo_job(short))
         screen.note(f"POST {plane.url}/v1alpha1/jobs  ->  202, job {created.id}\n")
         job = watch(client, created.id, screen)
         verdict(job)
-        total_s = time.monotonic() - began
         endpoint = wait_serving(client, job)
-    manifests = [read_manifest(path) for path in sorted((home / "jobs" / job.id / "stages").rglob(MANIFEST))]
-    report = write_report(job, manifests, endpoint, home, total_s)
+    manifests = [stage.manifest for stage in read_manifests(home / "jobs" / job.id)]
+    report = write_report(home, job.id)
     plots = draw(home, job.id)
     reply = try_out(endpoint) if endpoint is not None else None
     if screen.as_json:
@@ -121,12 +119,12 @@ def demo_settings(home: Path) -> Settings:
 
 def stop(home: Path, screen: Screen, *, quietly: bool = False) -> None:
     """End what a demo left: endpoints off, control plane down. Fine when nothing runs."""
-    from eyrie_operator.control_plane import stop_leftovers
+    from eyrie_operator.control_plane import stop_orphans
 
     plane = running_plane(home)
     if plane is None:
         if (home / "eyrie.db").exists():  # killed, perhaps: its engines may live on
-            stop_leftovers(demo_settings(home))
+            stop_orphans(demo_settings(home))
         if not quietly:
             screen.show({"stopped": False}, "No demo is running.")
         return
@@ -169,10 +167,9 @@ def try_out(endpoint: Endpoint) -> chat.Reply:
     return chat.ask(settings, [{"role": "user", "content": QUESTION}], lambda _text: None)
 
 
-def write_report(job: Job, manifests: list[Manifest], endpoint: Endpoint | None, home: Path,
-                 total_s: float) -> dict[str, Any]:
-    """`report.json`: the job's report from its manifests, with what the set-up took."""
-    report: dict[str, Any] = build(job.id, manifests, job.status.conditions, total_s, job.status.decision, endpoint)
+def write_report(home: Path, job_id: str) -> dict[str, Any]:
+    """Copy the job's report to `<home>/report.json` and add the time of `make setup`."""
+    report: dict[str, Any] = json.loads((home / "jobs" / job_id / REPORT_FILE).read_text())
     report["seconds"] = {"setup": setup_seconds(), **report["seconds"]}
     write_atomically(home / "report.json", json.dumps(report, indent=2) + "\n")
     return report

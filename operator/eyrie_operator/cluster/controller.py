@@ -112,10 +112,11 @@ class Controller:
         self._jobs, self._endpoints = Jobs(database, clock, self._idempotency), Endpoints(database, clock)
         self._mirror_namespace, self._namespaces = mirror_namespace, tuple(namespaces)
         self._projects = dict(projects or {})
-        self._tender: EndpointReconciler | None = None
+        self._endpoint_reconciler: EndpointReconciler | None = None
         profile = None if settings.cluster_profile is None else read_profile(settings.cluster_profile)
         if profile is not None and profile.serving is not None:
-            self._tender = EndpointReconciler(settings, profile, profile.serving, database, cluster, self._owner, clock)
+            self._endpoint_reconciler = EndpointReconciler(
+                settings, profile, profile.serving, database, cluster, self._owner, clock)
         self.queue: Workqueue[Key] = Workqueue(monotonic)
         self._objects: dict[Key, Object] = {}
         self._key_of: dict[str, Key | None] = {}
@@ -147,8 +148,8 @@ class Controller:
         if self._mirror_namespace is not None:
             for job_id in self._jobs.live():
                 self._keys_for(job_id)
-        if self._tender is not None:
-            self._tender.discover()
+        if self._endpoint_reconciler is not None:
+            self._endpoint_reconciler.discover()
             for endpoint in self._endpoints.list().items:
                 self.queue.add(("Endpoint", "", endpoint.name))
 
@@ -159,7 +160,7 @@ class Controller:
         endpoints = self._endpoints.list().items
         for endpoint in endpoints:
             keys = self._keys_named(endpoint.name)
-            if self._tender is not None:
+            if self._endpoint_reconciler is not None:
                 keys = (*keys, ("Endpoint", "", endpoint.name))
             self._see_row(f"endpoint/{endpoint.name}", endpoint.updated_at, keys)
         for job_id, updated_at in changed.items():
@@ -171,8 +172,8 @@ class Controller:
 
     def sweep(self) -> None:
         """Look at the endpoints of which something in the cluster has changed."""
-        if self._tender is not None:
-            for name in self._tender.sweep():
+        if self._endpoint_reconciler is not None:
+            for name in self._endpoint_reconciler.sweep():
                 self.queue.add(("Endpoint", "", name))
                 for key in self._keys_named(name):  # one that is let go waits for its objects
                     self.queue.add(key)
@@ -276,7 +277,7 @@ class Controller:
 
     def _look(self, key: Key) -> None:
         if key[0] == "Endpoint":
-            again_s = self._tender.tend(key[2]) if self._tender is not None else None
+            again_s = self._endpoint_reconciler.reconcile(key[2]) if self._endpoint_reconciler is not None else None
             if again_s is not None:
                 self.queue.add_after(key, again_s)
             return
@@ -297,15 +298,15 @@ class Controller:
             taken_by = None if first == key else f"{first[1]}/{first[2]}"
             serve = None if row is None else self._endpoints.serving(row.name).serve
             self._carry_out(key, endpoint, reconcile_endpoint(
-                endpoint, row, shown, self._clock(), taken_by, serve, self._standing(endpoint.identity)))
-            if self._tender is not None:  # who owns its objects may have changed
+                endpoint, row, shown, self._clock(), taken_by, serve, self._endpoint_objects(endpoint.identity)))
+            if self._endpoint_reconciler is not None:  # who owns its objects may have changed
                 self.queue.add(("Endpoint", "", key[2]))
 
-    def _standing(self, identity: Identity) -> EndpointObjects:
-        if self._tender is None:
+    def _endpoint_objects(self, identity: Identity) -> EndpointObjects:
+        if self._endpoint_reconciler is None:
             return EndpointObjects()
-        standing = self._tender.standing
-        return EndpointObjects(standing.stands(identity.name), standing.owned_by(identity.name, identity.uid))
+        cache = self._endpoint_reconciler.cache
+        return EndpointObjects(cache.has_objects(identity.name), cache.owned_by(identity.name, identity.uid))
 
     def _find_job(self, resource: JobResource) -> Job | None:
         uid = resource.identity.uid

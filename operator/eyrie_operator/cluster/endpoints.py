@@ -1,17 +1,17 @@
-"""World 1: endpoints on a cluster, as Deployments and Services. The leader tends every endpoint row.
+"""The cluster runtime: endpoints as Deployments and Services. The leader reconciles every endpoint row.
 
-One step: look at the row and at what stands of it, ask the pure `plan_endpoint` what to do, let `rollout.apply_plan`
-say what should stand then, apply what differs, delete what is obsolete_objects, write down what was decided. It may be
-killed at any line: what is given up is written down before its objects go, what serves is written down after the
-Service leads there, and the next step, of whichever operator leads then, finds either half and does the other.
+One step: observe the row and its objects, call the pure `plan_endpoint`, derive the desired state
+(`rollout.apply_plan`), apply what differs, delete obsolete objects, record decisions. It may be killed at any line. A
+rejection is recorded before the revision's objects are deleted, and an activation after the Service selects the
+revision: the next step, of whichever operator leads then, finds either half and completes the other.
 
-Nothing is written when nothing has changed (`unchanged`), to the cluster or to rows, and nothing is listed per endpoint
-at rest (`standing`). Every write asks the fence first, those to rows included.
+Nothing is written when nothing has changed (`manifest_diff`), neither to the cluster nor to the database, and an
+endpoint without changes causes no list request of its own (`object_cache`). Every write checks the fence first, also
+those to the database.
 
-What cannot be served is told in the conditions: a candidate that cannot be is rejected and what served goes on; for one
-that serves already, what stands is left as it is. Objects of a name without a row are nobody's business here: the
-database may be another one.
-"""
+An error is shown in the conditions: a candidate that cannot be deployed is rejected while the serving revision
+continues; for a revision that serves already, the existing objects stay as they are. Objects whose endpoint has no row
+are not touched: this may be another database. """
 
 import logging
 from collections.abc import Callable, Iterable
@@ -37,7 +37,7 @@ from eyrie_operator.cluster.metric_windows import (
 )
 from eyrie_operator.cluster.object_cache import ObjectCache
 from eyrie_operator.conditions import Conditions, find, observe
-from eyrie_operator.endpoints.engine_metrics import grown
+from eyrie_operator.endpoints.engine_metrics import increase
 from eyrie_operator.endpoints.plan import plan_endpoint
 from eyrie_operator.endpoints.records import EndpointRecords
 from eyrie_operator.endpoints.state import (
@@ -70,18 +70,18 @@ from eyrie_operator.manifests.traffic import base_url
 
 log = logging.getLogger(__name__)
 
-UNDER_WAY_S, AT_REST_S = 2.0, 15.0
-"""How soon to look again while something is coming up, and while nothing is: then only acceptance is watched. What
-changes in the cluster or in a row shows earlier, by the sweep."""
+PROGRESSING_S, STEADY_S = 2.0, 15.0
+"""Seconds until the next step while a revision starts, and otherwise (then only acceptance is observed). Changes of
+objects and rows trigger a step earlier."""
 
 OwnerOf = Callable[[str, str, Owner | None], Owner | None]
-"""The DraftEndpoint of that namespace and name, when it is to own the objects; the third, who owns them now, when
-nothing has been heard of one yet."""
+"""(namespace, name, current owner) -> the DraftEndpoint that owns the objects. Returns the current owner while no event
+of a DraftEndpoint has arrived."""
 
 
 @dataclass(frozen=True)
-class _Look:
-    """One endpoint at one moment."""
+class _Snapshot:
+    """One endpoint with its objects, as of one step."""
 
     endpoint: Endpoint
     serving: Serving
@@ -93,12 +93,13 @@ class _Look:
         return self.endpoint.name
 
     def workload(self, revision: int) -> Object | None:
-        return next((one for one in self.objects if one["kind"] in WORKLOADS
-                     and one["metadata"]["labels"].get(REVISION_LABEL) == str(revision)), None)
+        return next((each for each in self.objects if each["kind"] in WORKLOADS
+                     and each["metadata"]["labels"].get(REVISION_LABEL) == str(revision)), None)
 
 
 class EndpointReconciler:
-    """The one who tends a cluster's endpoints. Several threads may, none the same endpoint."""
+    """Reconciles a cluster's endpoints. Threads may share it; the workqueue gives an endpoint to one thread at a
+    time."""
 
     def __init__(self, settings: Settings, profile: ClusterProfile, given: ServingSpec, database: Database,
                  cluster: Cluster, owner_of: OwnerOf, clock: Clock = utc_now) -> None:
@@ -106,176 +107,181 @@ class EndpointReconciler:
         self._owner_of = owner_of
         self._records = EndpointRecords(settings, database, clock)
         self._deployments = Deployments(settings, profile, given)
-        self.standing = ObjectCache(cluster, given.namespace)
+        self.cache = ObjectCache(cluster, given.namespace)
         self._versions: dict[str, tuple[str, ...]] = {}
-        self._settled: dict[tuple[str, str], str] = {}
-        """Objects that the server keeps otherwise than we write them, with the digest they were applied under."""
+        self._defaulted: dict[tuple[str, str], str] = {}
+        """Objects that the server stores differently from their manifest (defaulted or mutated), with the applied
+        digest."""
 
-    # When to look.
+    # When to reconcile.
 
     def sweep(self) -> tuple[str, ...]:
-        """List what stands; the endpoints whose objects have changed since the last time. Raises ClusterUnavailable."""
-        self.standing.sweep()
-        before, self._versions = self._versions, self.standing.versions()
+        """List all objects; returns the endpoints whose objects changed since the last call. Raises
+        ClusterUnavailable."""
+        self.cache.sweep()
+        before, self._versions = self._versions, self.cache.versions()
         names = {*before, *self._versions}
         return tuple(sorted(name for name in names if before.get(name) != self._versions.get(name)))
 
     def discover(self) -> None:
-        """Ask again what the server has: an API may have been installed since. Raises ClusterUnavailable."""
-        self.standing.discover()
+        """Read the server's APIs again: one may have been installed since. Raises ClusterUnavailable."""
+        self.cache.discover()
 
     # One step.
 
-    def tend(self, name: str) -> float | None:
-        """One step of one endpoint; in how many seconds to look again, None for one that has no row."""
+    def reconcile(self, name: str) -> float | None:
+        """One step of one endpoint; returns seconds until the next one, or None for an endpoint without a row."""
         try:
             endpoint, serving = self._records.endpoints.get(name), self._records.endpoints.serving(name)
         except NotFound:
             return None
-        look = _Look(endpoint, serving, self.standing.of(name), self._clock())
+        snapshot = _Snapshot(endpoint, serving, self.cache.of(name), self._clock())
         if endpoint.desired == "off":
-            return self._switch_off(look)
-        owner = self._owner_of(self._given.namespace, name, _owner_now(look.objects))
+            return self._switch_off(snapshot)
+        owner = self._owner_of(self._given.namespace, name, _owner_now(snapshot.objects))
         try:
-            deployment = self._deployments.of(endpoint, serving, served=self.standing.served, owner=owner)
+            deployment = self._deployments.of(endpoint, serving, served=self.cache.served, owner=owner)
         except Transient:
             raise
         except EyrieError as error:
-            return self._stuck(look, error, self._refuse(look, error, endpoint.conditions)[0])
+            return self._report_error(snapshot, error, self._reject(snapshot, error, endpoint.conditions)[0])
         policy = policy_on_cluster(self._records.policy(endpoint, serving), deployment)
-        plan = plan_endpoint(endpoint, policy, self._see(look, deployment), look.now)
-        return self._carry_out(look, deployment, plan)
+        plan = plan_endpoint(endpoint, policy, self._observe(snapshot, deployment), snapshot.now)
+        return self._execute(snapshot, deployment, plan)
 
-    def _switch_off(self, look: _Look) -> float:
-        seen = observe_endpoint(look.name, look.objects, replicas=1)
-        plan = plan_endpoint(look.endpoint, ServePolicy(), seen, look.now)
-        moved = self._clear(look, ())
-        moved = self._tell(look, plan, look.endpoint.conditions, None) or moved
-        return UNDER_WAY_S if moved else AT_REST_S
+    def _switch_off(self, snapshot: _Snapshot) -> float:
+        seen = observe_endpoint(snapshot.name, snapshot.objects, replicas=1)
+        plan = plan_endpoint(snapshot.endpoint, ServePolicy(), seen, snapshot.now)
+        moved = self._delete_obsolete(snapshot, ())
+        moved = self._save_status(snapshot, plan, snapshot.endpoint.conditions, None) or moved
+        return PROGRESSING_S if moved else STEADY_S
 
-    def _carry_out(self, look: _Look, deployment: EndpointDeployment, plan: EndpointPlan) -> float:
-        conditions, moved = look.endpoint.conditions, False
-        for action in plan.actions:  # what is given up: before its objects go
+    def _execute(self, snapshot: _Snapshot, deployment: EndpointDeployment, plan: EndpointPlan) -> float:
+        conditions, moved = snapshot.endpoint.conditions, False
+        for action in plan.actions:  # rejections: recorded before the objects are deleted
             if isinstance(action, Reject | RollBack | CloseWindow | ReportDrift | ProposeNoDrafter):
-                conditions, moved = self._record(action, look, conditions), True
-        wanted = apply_plan(current_state(look.name, look.objects), plan, look.now)
+                conditions, moved = self._record(action, snapshot, conditions), True
+        wanted = apply_plan(current_state(snapshot.name, snapshot.objects), plan, snapshot.now)
         try:
-            manifests, refusal = self._render(look, deployment, wanted)
-            refused, applied = self._apply(look, manifests)
-        except (Transient, Conflict):  # another leads, or was faster: looked at again
+            manifests, refusal = self._render(snapshot, deployment, wanted)
+            refused, applied = self._apply(snapshot, manifests)
+        except (Transient, Conflict):  # not the leader any more, or the object changed: the next step retries
             raise
         except EyrieError as error:
-            return self._stuck(look, error, conditions)
+            return self._report_error(snapshot, error, conditions)
         refused, moved = refused or refusal, moved or applied
         if refused is not None:
-            conditions, moved = self._refuse(look, refused, conditions)
+            conditions, moved = self._reject(snapshot, refused, conditions)
             if not moved:
-                return self._stuck(look, refused, conditions)
+                return self._report_error(snapshot, refused, conditions)
         else:
-            moved = self._clear(look, manifests) or moved
-            for action in plan.actions:  # what serves: after it does
+            moved = self._delete_obsolete(snapshot, manifests) or moved
+            for action in plan.actions:  # activations: recorded after the Service selects the revision
                 if isinstance(action, Activate | ShareRoute):
-                    conditions, moved = self._record(action, look, conditions), True
-        conditions = _lacking(look, deployment, conditions)
-        plan = replace(plan, message=plan.message + _replica_words(look, deployment, plan))
-        moved = self._tell(look, plan, conditions, _url(look.name, deployment)) or moved
+                    conditions, moved = self._record(action, snapshot, conditions), True
+        conditions = _complete(snapshot, deployment, conditions)
+        plan = replace(plan, message=plan.message + _replica_message(snapshot, deployment, plan))
+        moved = self._save_status(snapshot, plan, conditions, _url(snapshot.name, deployment)) or moved
         if moved:
             return 0.0
-        return AT_REST_S if plan.serving == "True" and look.endpoint.candidate_revision is None else UNDER_WAY_S
+        return STEADY_S if plan.serving == "True" and snapshot.endpoint.candidate_revision is None else PROGRESSING_S
 
-    def _stuck(self, look: _Look, error: EyrieError, conditions: Conditions) -> float:
-        """What stands is left as it is; the words say what keeps it from being changed."""
-        seen = observe_endpoint(look.name, look.objects, replicas=1)
-        serves = seen.engine(seen.routed)
-        words = f"what stands is left as it is: {error}" if look.objects else str(error)
-        healthy = serves is not None and serves.state == "healthy"
-        plan = EndpointPlan((), "True" if healthy else "False", error.reason, words)
-        self._tell(look, plan, conditions, None)
-        log.warning("endpoint %s: %s", look.name, error)
-        return AT_REST_S
+    def _report_error(self, snapshot: _Snapshot, error: EyrieError, conditions: Conditions) -> float:
+        """Leave the objects as they are, and report the error in the condition Serving."""
+        seen = observe_endpoint(snapshot.name, snapshot.objects, replicas=1)
+        routed = seen.engine(seen.routed)
+        message = f"existing objects are unchanged: {error}" if snapshot.objects else str(error)
+        healthy = routed is not None and routed.state == "healthy"
+        plan = EndpointPlan((), "True" if healthy else "False", error.reason, message)
+        self._save_status(snapshot, plan, conditions, None)
+        log.warning("endpoint %s: %s", snapshot.name, error)
+        return STEADY_S
 
-    def _refuse(self, look: _Look, error: EyrieError, conditions: Conditions) -> tuple[Conditions, bool]:
-        """Give the candidate up; whether that was done. Not where there is nothing else: the bare target, with nothing
-        serving, waits for whoever hints it."""
-        endpoint = look.endpoint
-        candidate = next((one for one in endpoint.revisions if one.number == endpoint.candidate_revision), None)
+    def _reject(self, snapshot: _Snapshot, error: EyrieError, conditions: Conditions) -> tuple[Conditions, bool]:
+        """Reject the candidate; returns the conditions and whether it was rejected. The target without a drafter is not
+        rejected while nothing else serves: it is retried until the cause is removed."""
+        endpoint = snapshot.endpoint
+        candidate = next((each for each in endpoint.revisions if each.number == endpoint.candidate_revision), None)
         if candidate is None or (endpoint.active_revision is None and candidate.use.setting.method == "off"):
             return conditions, False
         self._cluster.check()
-        return self._records.refuse(error, endpoint, conditions), True
+        return self._records.reject_candidate(error, endpoint, conditions), True
 
-    # Looking.
+    # Observation.
 
-    def _see(self, look: _Look, deployment: EndpointDeployment) -> ObservedEndpoint:
-        stands = current_state(look.name, look.objects)
+    def _observe(self, snapshot: _Snapshot, deployment: EndpointDeployment) -> ObservedEndpoint:
+        current = current_state(snapshot.name, snapshot.objects)
         answers = (0, 0)
-        if stands.trial is not None and stands.trial.revision == look.endpoint.candidate_revision:
-            answers = self._answers(look, deployment, stands.trial.revision, stands.trial.since)
-        seen = observe_endpoint(look.name, look.objects, replicas=deployment.replicas, answers=answers)
-        watched = self._records.watched(look.endpoint)
-        drafting = {one.number for one in look.endpoint.revisions if one.use.setting.method != "off"}
-        engines = tuple(self._with_window(look, deployment, one) if one.revision in drafting else one
-                        for one in seen.engines)
+        if current.canary is not None and current.canary.revision == snapshot.endpoint.candidate_revision:
+            answers = self._count_answers(snapshot, deployment, current.canary.revision, current.canary.since)
+        seen = observe_endpoint(snapshot.name, snapshot.objects, replicas=deployment.replicas, answers=answers)
+        watched = self._records.watched(snapshot.endpoint)
+        drafting = {each.number for each in snapshot.endpoint.revisions if each.use.setting.method != "off"}
+        engines = tuple(self._with_window(snapshot, deployment, engine) if engine.revision in drafting else engine
+                        for engine in seen.engines)
         return replace(seen, engines=engines, windows=watched.windows, drift_reported=watched.drift_told)
 
-    def _with_window(self, look: _Look, deployment: EndpointDeployment, engine: ObservedEngine) -> ObservedEngine:
-        serves_or_tries = engine.revision in (look.endpoint.active_revision, look.endpoint.candidate_revision)
-        workload = look.workload(engine.revision)
-        if engine.state != "healthy" or not serves_or_tries or workload is None:
+    def _with_window(self, snapshot: _Snapshot, deployment: EndpointDeployment,
+                     engine: ObservedEngine) -> ObservedEngine:
+        serving_or_canary = engine.revision in (snapshot.endpoint.active_revision, snapshot.endpoint.candidate_revision)
+        workload = snapshot.workload(engine.revision)
+        if engine.state != "healthy" or not serving_or_canary or workload is None:
             return engine
-        counts = scrape_engines(look.objects, engine.revision, deployment.port)
+        counts = scrape_engines(snapshot.objects, engine.revision, deployment.port)
         if not counts:
             return engine
         began = read_baseline(workload, WINDOW_BASELINE)
         if began is None:
-            began = CounterBaseline(look.now, counts)
-            self._note(look, workload, WINDOW_BASELINE, began)
-        total = grown(counts, began.counts)
+            began = CounterBaseline(snapshot.now, counts)
+            self._write_baseline(snapshot, workload, WINDOW_BASELINE, began)
+        total = increase(counts, began.counts)
         return replace(engine, window_rounds=total.rounds, window_tokens=total.tokens, window_since=began.since)
 
-    def _answers(self, look: _Look, deployment: EndpointDeployment, revision: int, since: datetime) -> tuple[int, int]:
-        """Answered and failed requests of the revision on trial since it has its share."""
-        workload = look.workload(revision)
-        counts = scrape_engines(look.objects, revision, deployment.port)
+    def _count_answers(self, snapshot: _Snapshot, deployment: EndpointDeployment, revision: int,
+                       since: datetime) -> tuple[int, int]:
+        """Answered and failed requests of the canary since it has its share."""
+        workload = snapshot.workload(revision)
+        counts = scrape_engines(snapshot.objects, revision, deployment.port)
         if workload is None or not counts:
             return 0, 0
         began = read_baseline(workload, CANARY_BASELINE)
         if began is None or began.since != since:
-            self._note(look, workload, CANARY_BASELINE, CounterBaseline(since, counts))
+            self._write_baseline(snapshot, workload, CANARY_BASELINE, CounterBaseline(since, counts))
             return 0, 0
-        total = grown(counts, began.counts)
+        total = increase(counts, began.counts)
         return int(total.answered), int(total.failed)
 
-    def _note(self, look: _Look, workload: Object, annotation: str, began: CounterBaseline) -> None:
+    def _write_baseline(self, snapshot: _Snapshot, workload: Object, annotation: str, began: CounterBaseline) -> None:
         metadata = workload["metadata"]
-        self.standing.touched(look.name)
+        self.cache.invalidate(snapshot.name)
         self._cluster.merge(workload["apiVersion"], workload["kind"], metadata["namespace"], metadata["name"],
                             {"metadata": {"annotations": {annotation: began.dump()}}})
 
-    # Doing.
+    # Actions.
 
-    def _record(self, action: EndpointAction, look: _Look, conditions: Conditions) -> Conditions:
+    def _record(self, action: EndpointAction, snapshot: _Snapshot, conditions: Conditions) -> Conditions:
         self._cluster.check()
         if isinstance(action, CloseWindow):
-            # The new window first: one recorded twice would make drift of a single bad hour.
-            workload = look.workload(action.revision)
+            # The new window's baseline is written first. Killed in between, this window is lost; in the other order it
+            # would be recorded twice, and one bad hour would count as drift.
+            workload = snapshot.workload(action.revision)
             if workload is not None:
-                counts = scrape_engines(look.objects, action.revision, self._given.port)
-                self._note(look, workload, WINDOW_BASELINE, CounterBaseline(look.now, counts))
-        return self._records.record(action, look.endpoint, conditions,
-                                    self._home.absolute() / "endpoints" / look.name)
+                counts = scrape_engines(snapshot.objects, action.revision, self._given.port)
+                self._write_baseline(snapshot, workload, WINDOW_BASELINE, CounterBaseline(snapshot.now, counts))
+        return self._records.record(action, snapshot.endpoint, conditions,
+                                    self._home.absolute() / "endpoints" / snapshot.name)
 
-    def _render(self, look: _Look, deployment: EndpointDeployment,
+    def _render(self, snapshot: _Snapshot, deployment: EndpointDeployment,
                 wanted: RolloutState) -> tuple[tuple[Manifest, ...], EyrieError | None]:
-        """The manifests, and why the candidate is not among them. Raises what is wrong with the others."""
-        candidate, refusal = look.endpoint.candidate_revision, None
-        for revision in look.endpoint.revisions:
+        """The manifests, and the error that excludes the candidate. Raises the errors of other revisions."""
+        candidate, refusal = snapshot.endpoint.candidate_revision, None
+        for revision in snapshot.endpoint.revisions:
             if revision.number not in wanted.engines:
                 continue
-            job = self._records.promoted_from(look.endpoint, revision.number)
+            job = self._records.promoted_from(snapshot.endpoint, revision.number)
             try:
                 deployment = self._deployments.with_drafter(deployment, revision, None if job is None else job.spec)
-                render_endpoint(look.endpoint, deployment, RolloutState(engines=(revision.number,)))
+                render_endpoint(snapshot.endpoint, deployment, RolloutState(engines=(revision.number,)))
             except Transient:
                 raise
             except EyrieError as error:
@@ -283,15 +289,14 @@ class EndpointReconciler:
                     raise
                 refusal = error
                 wanted = _without(wanted, candidate)
-        return render_endpoint(look.endpoint, deployment, wanted), refusal
+        return render_endpoint(snapshot.endpoint, deployment, wanted), refusal
 
-    def _apply(self, look: _Look, manifests: Iterable[Manifest]) -> tuple[EyrieError | None, bool]:
-        """Apply what differs: why the server refuses the candidate's objects, if it does; whether anything was written.
-
-        Raises other refusals.
+    def _apply(self, snapshot: _Snapshot, manifests: Iterable[Manifest]) -> tuple[EyrieError | None, bool]:
+        """Apply what differs. Returns the server's rejection of the candidate's objects, if any, and whether anything
+        was written. Raises other rejections.
         """
-        applied, found = False, {(one["kind"], one["metadata"]["name"]): one for one in look.objects}
-        candidate = str(look.endpoint.candidate_revision)
+        applied, found = False, {(one["kind"], one["metadata"]["name"]): one for one in snapshot.objects}
+        candidate = str(snapshot.endpoint.candidate_revision)
         for manifest in map(with_digest, manifests):
             key = (manifest["kind"], manifest["metadata"]["name"])
             there = found.get(key)
@@ -299,7 +304,7 @@ class EndpointReconciler:
                 continue
             if there is None:
                 self._refuse_to_take_over(manifest)
-            self.standing.touched(look.name)
+            self.cache.invalidate(snapshot.name)
             try:
                 written = self._cluster.apply(manifest, force=True)
             except ClusterRejected as refused:
@@ -309,19 +314,19 @@ class EndpointReconciler:
             applied = True
             where = difference(manifest, written)
             if where is not None:
-                log.warning("%s %s: the server keeps %s otherwise than it was written", *key, where)
-                self._settled[key] = manifest["metadata"]["annotations"]["eyrie.dev/applied"]
-            log.info("endpoint %s: applied %s %s", look.name, *key)
+                log.warning("%s %s: the server stores %s differently from the manifest", *key, where)
+                self._defaulted[key] = manifest["metadata"]["annotations"]["eyrie.dev/applied"]
+            log.info("endpoint %s: applied %s %s", snapshot.name, *key)
         return None, applied
 
     def _is_right(self, key: tuple[str, str], manifest: Manifest, there: Object) -> bool:
         if not is_applied(manifest, there):
             return False
-        settled = self._settled.get(key) == manifest["metadata"]["annotations"]["eyrie.dev/applied"]
-        return settled or difference(manifest, there) is None
+        defaulted = self._defaulted.get(key) == manifest["metadata"]["annotations"]["eyrie.dev/applied"]
+        return defaulted or difference(manifest, there) is None
 
     def _refuse_to_take_over(self, manifest: Manifest) -> None:
-        """An object of that name which is not the endpoint's is somebody's. Raises Undeployable."""
+        """Raises Undeployable when an object of that name exists and does not belong to the endpoint."""
         metadata = manifest["metadata"]
         try:
             there = self._cluster.get(manifest["apiVersion"], manifest["kind"], metadata["namespace"], metadata["name"])
@@ -329,70 +334,70 @@ class EndpointReconciler:
             return
         label = (there["metadata"].get("labels") or {}).get(ENDPOINT_LABEL)
         if label != metadata["labels"][ENDPOINT_LABEL]:
-            raise Undeployable(f"{manifest['kind']} {metadata['name']} in namespace {metadata['namespace']} is there "
-                               "already and is not this endpoint's", "remove it, or give the endpoint another name")
+            raise Undeployable(f"{manifest['kind']} {metadata['name']} in namespace {metadata['namespace']} "
+                               "exists and does not belong to this endpoint", "delete it, or rename the endpoint")
 
-    def _clear(self, look: _Look, manifests: Iterable[Manifest]) -> bool:
-        """Delete what is not rendered any more; whether anything was."""
-        gone = obsolete_objects(look.name, look.objects, manifests)
-        uids = {(one["kind"], one["metadata"]["name"]): one["metadata"] for one in look.objects}
+    def _delete_obsolete(self, snapshot: _Snapshot, manifests: Iterable[Manifest]) -> bool:
+        """Delete objects that are not rendered any more; returns whether any were deleted."""
+        gone = obsolete_objects(snapshot.name, snapshot.objects, manifests)
+        uids = {(one["kind"], one["metadata"]["name"]): one["metadata"] for one in snapshot.objects}
         deleted = False
         for one in gone:
             metadata = uids[(one.kind, one.name)]
             if "deletionTimestamp" in metadata:
-                continue  # on its way
-            self.standing.touched(look.name)
+                continue  # is being deleted already
+            self.cache.invalidate(snapshot.name)
             self._cluster.delete(one.api_version, one.kind, self._given.namespace, one.name, metadata["uid"])
-            log.info("endpoint %s: deleted %s %s", look.name, one.kind, one.name)
+            log.info("endpoint %s: deleted %s %s", snapshot.name, one.kind, one.name)
             deleted = True
         return deleted
 
-    def _tell(self, look: _Look, plan: EndpointPlan, conditions: Conditions, url: str | None) -> bool:
-        conditions = observe(conditions, "Serving", plan.serving, plan.reason, plan.message, look.now)
-        if conditions == look.endpoint.conditions and url in (None, look.endpoint.url):
+    def _save_status(self, snapshot: _Snapshot, plan: EndpointPlan, conditions: Conditions, url: str | None) -> bool:
+        conditions = observe(conditions, "Serving", plan.serving, plan.reason, plan.message, snapshot.now)
+        if conditions == snapshot.endpoint.conditions and url in (None, snapshot.endpoint.url):
             return False
         self._cluster.check()
-        return self._records.show(look.endpoint, conditions, url)
+        return self._records.save_status(snapshot.endpoint, conditions, url)
 
 
 def _without(wanted: RolloutState, revision: int | None) -> RolloutState:
     return replace(wanted, engines=tuple(one for one in wanted.engines if one != revision),
                    serving=None if wanted.serving == revision else wanted.serving,
-                   trial=None if wanted.trial is not None and wanted.trial.revision == revision else wanted.trial)
+                   canary=None if wanted.canary is not None and wanted.canary.revision == revision else wanted.canary)
 
 
 def _owner_now(objects: Iterable[Object]) -> Owner | None:
-    """Of the first object that has one: they all have the same."""
+    """The owner of the first object that has one: all have the same."""
     owners = (owner for one in objects for owner in one["metadata"].get("ownerReferences", ())
               if one["kind"] != "Pod" and owner["kind"] == Owner.kind)
     return next((Owner(uid=one["uid"], name=one["name"], api_version=one["apiVersion"]) for one in owners), None)
 
 
-def _lacking(look: _Look, deployment: EndpointDeployment, conditions: Conditions) -> Conditions:
-    """What was asked for and this cluster has not: told as a condition, since nothing of it stops serving."""
+def _complete(snapshot: _Snapshot, deployment: EndpointDeployment, conditions: Conditions) -> Conditions:
+    """The condition Complete: configured features that this cluster lacks. None of them prevents serving."""
     missing = list(deployment.left_out())
-    if look.serving.serve.record_prompts:
-        missing.append("serve.record_prompts keeps nothing on a cluster: give promotion.drift.traffic_file a log of "
-                       "your gateway's")
+    if snapshot.serving.serve.record_prompts:
+        missing.append("serve.record_prompts has no effect on a cluster: set promotion.drift.traffic_file to a log of "
+                       "your gateway")
     if missing:
-        return observe(conditions, "Complete", "False", "ClusterLacks", "; ".join(missing), look.now)
+        return observe(conditions, "Complete", "False", "FeatureUnavailable", "; ".join(missing), snapshot.now)
     if find(conditions, "Complete") is not None:
-        return observe(conditions, "Complete", "True", "ClusterHas", "", look.now)
+        return observe(conditions, "Complete", "True", "AllAvailable", "", snapshot.now)
     return conditions
 
 
-def _replica_words(look: _Look, deployment: EndpointDeployment, plan: EndpointPlan) -> str:
-    """How many of several replicas answer."""
-    workload = look.workload(look.endpoint.active_revision or 0)
+def _replica_message(snapshot: _Snapshot, deployment: EndpointDeployment, plan: EndpointPlan) -> str:
+    """Available replicas of several, for the condition's message."""
+    workload = snapshot.workload(snapshot.endpoint.active_revision or 0)
     if plan.serving != "True" or deployment.replicas == 1 or workload is None:
         return ""
     status = workload.get("status", {})
-    answering = status.get("availableReplicas", status.get("readyReplicas", 0))
-    return f"; {answering} of {deployment.replicas} replicas answer"
+    available = status.get("availableReplicas", status.get("readyReplicas", 0))
+    return f"; {available} of {deployment.replicas} replicas are available"
 
 
 def _url(name: str, deployment: EndpointDeployment) -> str:
-    """For clients: by the gateway's name where it has one, else inside the cluster."""
+    """The URL for clients: the gateway's hostname if it has one, else the Service's."""
     gateway = deployment.gateway
     if gateway is not None and deployment.route_api is not None and gateway.hostnames:
         return f"http://{gateway.hostnames[0]}/v1"

@@ -82,12 +82,12 @@ class ObjectCache:
                 self._touched.pop(endpoint, None)
         return listed
 
-    def touched(self, endpoint: str) -> None:
+    def invalidate(self, endpoint: str) -> None:
         """Something of it has been written, or is about to be."""
         with self._lock:
             self._touched[endpoint] = next(self._order)
 
-    def stands(self, endpoint: str) -> bool:
+    def has_objects(self, endpoint: str) -> bool:
         """Whether anything of it is there, pods that are ending left out."""
         with self._lock:
             return not self._swept or endpoint in self._touched or any(

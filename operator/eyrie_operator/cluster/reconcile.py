@@ -301,15 +301,15 @@ def refuse_job(resource: JobResource, reason: str, message: str, now: datetime, 
 
 def reconcile_endpoint(resource: EndpointResource, endpoint: Endpoint | None, model: str, now: datetime,
                        taken_by: str | None = None, serve: ServeSpec | None = None,
-                       standing: EndpointObjects | None = None) -> Actions:
+                       existing: EndpointObjects | None = None) -> Actions:
     """What a DraftEndpoint needs next. Its row outlives it, switched off: name, URL and history stay.
 
     taken_by  an older object of the same name in another namespace: endpoints have one name in all of them
     serve     the row's serving section
     """
-    standing = standing or EndpointObjects()
+    existing = existing or EndpointObjects()
     if resource.deleting:
-        return _let_endpoint_go(resource, endpoint, standing, ours=taken_by is None)
+        return _let_endpoint_go(resource, endpoint, existing, ours=taken_by is None)
     if taken_by is not None:
         return _refuse_endpoint(resource, "NameTaken", f"{taken_by} is the endpoint of that name: choose another", now)
     if resource.spec is None:
@@ -349,7 +349,7 @@ def _serve_as_said(resource: EndpointResource, spec: DraftEndpointSpec, endpoint
     return actions
 
 
-def _let_endpoint_go(resource: EndpointResource, endpoint: Endpoint | None, standing: EndpointObjects, *,
+def _let_endpoint_go(resource: EndpointResource, endpoint: Endpoint | None, existing: EndpointObjects, *,
                      ours: bool) -> Actions:
     """Switched off and its objects gone; kept, once nothing of it would be taken along."""
     if not resource.held:
@@ -357,10 +357,10 @@ def _let_endpoint_go(resource: EndpointResource, endpoint: Endpoint | None, stan
     if endpoint is None or not ours:
         return (RemoveFinalizer(),)
     if resource.keep_outside:
-        return (RequeueAfter(STOPPING_CHECK_S),) if standing.owned else (RemoveFinalizer(),)
+        return (RequeueAfter(STOPPING_CHECK_S),) if existing.owned else (RemoveFinalizer(),)
     if endpoint.desired == "on":
         return (SetDesired(endpoint.name, "off"), RequeueAfter(STOPPING_CHECK_S))
-    return (RequeueAfter(STOPPING_CHECK_S),) if standing.objects else (RemoveFinalizer(),)
+    return (RequeueAfter(STOPPING_CHECK_S),) if existing.objects else (RemoveFinalizer(),)
 
 
 def _refuse_endpoint(resource: EndpointResource, reason: str, message: str, now: datetime) -> Actions:

@@ -1,10 +1,10 @@
-"""World 2: endpoints on one machine, as a gateway process and engine processes.
+"""The embedded runtime: endpoints on one machine, as a gateway process and engine processes.
 
-`tend` is one step of one endpoint: look at its row and its processes, ask the pure `plan_endpoint` what to do, do it,
-store what was seen. Gateway and engines outlive the control plane and are adopted by the next (`endpoint_processes`).
+`reconcile` is one step of one endpoint: observe its row and its processes, call the pure `plan_endpoint`, execute the
+actions, store the status. Gateway and engines outlive the control plane, and the next one finds them (`processes`).
 
-An engine counts as healthy once its ready file is there, /health answers 200, and it has generated a few tokens: an
-engine that loads but cannot decode must never get the route.
+An engine is healthy once its ready file exists, /health answers 200, and it has generated a few tokens: an engine that
+loads but cannot decode must never get requests.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ from eyrie_operator.embedded.processes import (
     start_gateway,
     stop_gateway,
 )
-from eyrie_operator.embedded.routing import ROUTE_FILE, Counted, Counters, RouteRecord, Share
+from eyrie_operator.embedded.routing import ROUTE_FILE, Counters, RequestCounts, RouteRecord, Share
 from eyrie_operator.endpoints.plan import plan_endpoint
 from eyrie_operator.endpoints.records import EndpointRecords
 from eyrie_operator.endpoints.state import (
@@ -68,23 +68,23 @@ log = logging.getLogger(__name__)
 
 _MAX_STEPS = 6
 _LASTING_S = 60.0
-"""Healthy for this long, an engine's earlier failed starts are forgiven."""
+"""An engine that runs this long has its count of failed starts reset."""
 
 
 class EmbeddedEndpoints:
-    """The one who tends one machine's endpoints."""
+    """The reconciler of one machine's endpoints."""
 
     def __init__(self, settings: Settings, database: Database, clock: Clock = utc_now) -> None:
         self._settings, self._clock = settings, clock
         self._records = EndpointRecords(settings, database, clock)
         self._endpoints = self._records.endpoints
 
-    def tend(self, name: str) -> None:
-        """One step of one endpoint; harmless for one that is gone or being tended by another process."""
+    def reconcile(self, name: str) -> None:
+        """One step of one endpoint. Does nothing for one that was deleted, or that another process reconciles."""
         directory = endpoint_dir(self._settings.home, name)
         directory.mkdir(parents=True, exist_ok=True)
-        with _tending_alone(directory) as ours:
-            if not ours:
+        with _endpoint_lock(directory) as locked:
+            if not locked:
                 return
             try:
                 for _ in range(_MAX_STEPS):
@@ -94,7 +94,7 @@ class EmbeddedEndpoints:
                 log.info("endpoint %s: %s", name, reason)
 
     def _step(self, name: str, directory: Path) -> bool:
-        """Look, plan, act, tell; whether another look is worth while at once."""
+        """Observe, plan, act, store; returns whether another step should follow at once."""
         endpoint, serving = self._endpoints.get(name), self._endpoints.serving(name)
         policy, now = self._records.policy(endpoint, serving), self._clock()
         plan = plan_endpoint(endpoint, policy, self._observe(endpoint, directory), now)
@@ -105,28 +105,28 @@ class EmbeddedEndpoints:
                 conditions = self._records.record(action, endpoint, conditions, directory)
         except Transient as reason:
             plan = EndpointPlan((), "Unknown", reason.reason, str(reason))
-        except EyrieError as error:  # its port is taken, its target is gone: waiting will not hint it
+        except EyrieError as error:  # permanent: its port is in use, its target does not exist
             plan = EndpointPlan((), "False", error.reason, str(error))
-            conditions = self._records.refuse(error, endpoint, conditions)
+            conditions = self._records.reject_candidate(error, endpoint, conditions)
         conditions = observe(conditions, "Serving", plan.serving, plan.reason, plan.message, now)
         port = read_port(directory)
-        self._records.show(endpoint, conditions, f"http://{HOST}:{port}/v1" if port is not None else None)
+        self._records.save_status(endpoint, conditions, f"http://{HOST}:{port}/v1" if port is not None else None)
         return bool(plan.actions)
 
-    # Looking.
+    # Observation.
 
     def _observe(self, endpoint: Endpoint, directory: Path) -> ObservedEndpoint:
         gateway = read_record(directory / GATEWAY_FILE, GatewayRecord)
         route = read_record(directory / ROUTE_FILE, RouteRecord)
         engines = tuple(self._observe_engine(record, folder, endpoint.model)
                         for folder, record in list_engines(directory))
-        # A restarted engine has a new port: a route to the old one leads nowhere.
+        # A restarted engine has a new port: a route to the old one counts as no route.
         urls = {record.revision: record.url for _, record in list_engines(directory)}
         routed = route.revision if route is not None and urls.get(route.revision) == route.url else None
         alive = gateway is not None and is_alive(gateway.process)
         watched = self._records.watched(endpoint)
-        trial = route is not None and bool(route.others)
-        canary = _observe_canary(route, read_shares(gateway.port) if gateway is not None and alive and trial else None)
+        shared = route is not None and bool(route.others)
+        canary = _observe_canary(route, read_shares(gateway.port) if gateway is not None and alive and shared else None)
         return ObservedEndpoint(gateway_alive=alive, routed=routed, engines=engines, windows=watched.windows,
                                 drift_reported=watched.drift_told, canary=canary)
 
@@ -140,7 +140,7 @@ class EmbeddedEndpoints:
             if url is None:
                 return ObservedEngine(record.revision, "starting", record.started_at, record.starts,
                                       record.retiring_since)
-            rounds, tokens = read_counters(url) or (0.0, 0.0)  # the probe's own rounds are left out of the window
+            rounds, tokens = read_counters(url) or (0.0, 0.0)  # baseline: the probe's own rounds do not count
             record = record.model_copy(update={"url": url, "window_rounds": rounds, "window_tokens": tokens,
                                                "window_since": self._clock()})
         if record.starts and (self._clock() - record.started_at).total_seconds() > _LASTING_S:
@@ -153,7 +153,7 @@ class EmbeddedEndpoints:
                               window_rounds=rounds - record.window_rounds, window_tokens=tokens - record.window_tokens,
                               window_since=record.window_since)
 
-    # Doing. Every action may be applied twice.
+    # Actions. Each is idempotent: after a crash it is applied again.
 
     def _act(self, action: EndpointAction, endpoint: Endpoint, serving: Serving, directory: Path) -> None:
         now = self._clock()
@@ -175,14 +175,16 @@ class EmbeddedEndpoints:
             _act_on_engine(action, engine_dir(directory, action.revision), now)
 
     def _start_engine(self, action: StartEngine, endpoint: Endpoint, serving: Serving, directory: Path) -> None:
-        revision = next(one for one in endpoint.revisions if one.number == action.revision)
+        revision = next(each for each in endpoint.revisions if each.number == action.revision)
         folder = engine_dir(directory, action.revision)
-        before = read_record(folder / ENGINE_FILE, EngineRecord)
-        if before is not None and is_alive(before.process):
+        previous = read_record(folder / ENGINE_FILE, EngineRecord)
+        if previous is not None and is_alive(previous.process):
             return
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "ready.json").unlink(missing_ok=True)
         argv = engine_argv(serving, revision.use, endpoint.model, folder / "ready.json")
+        # Race: killed between spawn and record, this control plane leaves an engine that the next one does not know. It
+        # starts another on another port; the unknown one gets no requests and stays until it is killed by hand.
         process = spawn(argv, folder, folder / "engine.log")
         write_model(folder / ENGINE_FILE, EngineRecord(revision=action.revision, process=process,
                                                        started_at=self._clock(), starts=action.starts))
@@ -191,11 +193,12 @@ class EmbeddedEndpoints:
 def _observe_canary(route: RouteRecord | None, counters: Counters | None) -> ObservedCanary | None:
     if route is None or not route.others:
         return None
-    trial = route.others[0]
-    # Counts of another route are of a gateway that has not read this one yet: nothing was asked under it so far.
-    known = counters is not None and counters.since == route.since
-    counted = counters.revisions.get(trial.revision, Counted()) if known and counters is not None else Counted()
-    return ObservedCanary(trial.revision, trial.share, route.since, counted.answered, counted.errors)
+    canary = route.others[0]
+    # Race: the gateway may not have read this route yet. Its counters then belong to the previous route.
+    counted = RequestCounts()
+    if counters is not None and counters.since == route.since:
+        counted = counters.revisions.get(canary.revision, counted)
+    return ObservedCanary(canary.revision, canary.share, route.since, counted.answered, counted.errors)
 
 
 def _engine_url(directory: Path, revision: int) -> str:
@@ -206,9 +209,9 @@ def _engine_url(directory: Path, revision: int) -> str:
 
 
 def _share_route(action: ShareRoute, directory: Path, record_prompts: int, now: datetime) -> None:
-    trial = Share(revision=action.revision, url=_engine_url(directory, action.revision), share=action.share)
+    canary = Share(revision=action.revision, url=_engine_url(directory, action.revision), share=action.share)
     write_model(directory / ROUTE_FILE, RouteRecord(
-        revision=action.serving, url=_engine_url(directory, action.serving), since=now, others=(trial,),
+        revision=action.serving, url=_engine_url(directory, action.serving), since=now, others=(canary,),
         record_prompts=record_prompts))
 
 
@@ -218,14 +221,14 @@ def _act_on_engine(action: RetireEngine | KillEngine | DeleteEngine, folder: Pat
         return
     if isinstance(action, RetireEngine):
         if is_alive(record.process):
-            # The leader alone: SGLang's children would die of it with answers in hand.
+            # To the leader only: SGLang's child processes would exit at once and drop their requests.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(record.process.pid, signal.SIGTERM)
         write_model(folder / ENGINE_FILE, record.model_copy(update={"retiring_since": now}))
     elif isinstance(action, KillEngine):
         stop_group(record.process, grace_s=0.0)
     else:
-        for name in (ENGINE_FILE, "ready.json"):  # its log stays, for whoever asks why it went
+        for name in (ENGINE_FILE, "ready.json"):  # its log is kept for diagnosis
             (folder / name).unlink(missing_ok=True)
 
 
@@ -238,7 +241,8 @@ def _restart_window(folder: Path, now: datetime) -> None:
 
 
 @contextlib.contextmanager
-def _tending_alone(directory: Path) -> Iterator[bool]:
+def _endpoint_lock(directory: Path) -> Iterator[bool]:
+    """Yields whether this process holds the endpoint. The kernel releases the lock of a process that is killed."""
     with (directory / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

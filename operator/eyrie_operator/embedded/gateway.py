@@ -1,18 +1,18 @@
-"""The stable URL of an embedded endpoint: a small reverse proxy that outlives the engines behind it.
+"""The stable URL of an embedded endpoint: a reverse proxy that outlives the engines behind it.
 
     python -m eyrie_operator.embedded.gateway --directory D --port P [--host H]
 
-It forwards everything, streams included, to the engines named in `D/route.json`, which the control plane replaces
-atomically when it has brought up another engine (blue/green) or gives it a share of the requests (`routing`). The file
-is looked at before every request (one `stat`), so a switch needs no signal, no restart and no connection to the control
-plane: the gateway serves on when that is gone.
+It forwards all requests, streams included, to the engines named in `D/route.json`. The control plane replaces that file
+atomically when another engine is healthy (blue/green) or gets a share of the requests (`routing`). The gateway checks
+the file before every request (one `stat`): a switch needs no signal, no restart and no connection to the control plane,
+and the gateway continues without one.
 
-Requests under way stay with the engine that began them. A request that finds its engine's door closed is sent once more
-to the engine that serves now: the route may just have moved, or an engine on trial may have died, which no user should
-notice. Nothing else is ever repeated, since the engine may have begun to answer. When nothing can be reached the answer
-is an OpenAI-shaped 503. Only POSTs are shared out and counted; `GET /-/eyrie/counters` tells the counts.
+A request in progress stays with its engine. A request whose engine refuses the connection is sent once more, to the
+engine that serves: the route may have changed, or the canary may have died. Nothing else is repeated, since the engine
+may have started to respond. When no engine can be reached the response is an OpenAI-shaped 503. Only POSTs are shared
+and counted; `GET /-/eyrie/counters` returns the counts.
 
-It says who it is in `D/gateway.json` once it listens (pid, start time, port) and ends on SIGTERM.
+The gateway writes `D/gateway.json` (pid, start time, port) once it listens, and exits on SIGTERM.
 """
 
 import argparse
@@ -37,33 +37,33 @@ from eyrie_api.errors import EyrieError, PortInUse
 from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_operator.embedded.routing import COUNTERS_PATH, ROUTE_FILE, RoutedRequest, Routes
-from eyrie_operator.endpoints.traffic_recording import CHAT_PATH, TRAFFIC_FILE, Traffic
+from eyrie_operator.endpoints.traffic_recording import CHAT_PATH, TRAFFIC_FILE, TrafficRecorder
 from eyrie_pipelines.processes import ProcessId, identify
 
 GATEWAY_FILE = "gateway.json"
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]
 
-# RFC 9110 section 7.6.1: these describe one connection and must not be passed on. The length of a streamed body is
-# the engine's business; httpx and uvicorn frame it anew.
+# RFC 9110 section 7.6.1: these apply to one connection and must not be forwarded. httpx and uvicorn set the framing
+# of the body themselves.
 _HOP_BY_HOP = frozenset({"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
                          "transfer-encoding", "upgrade", "host", "content-length"})
 
 _SWITCH_S = 0.1
-"""Pause before the one repetition: the control plane is just moving the route."""
+"""Pause before the one retry: the control plane may be writing the new route."""
 
 
 class GatewayRecord(Frozen):
-    """`gateway.json`: who listens on the stable port."""
+    """`gateway.json`: the process that listens on the stable port."""
 
     process: ProcessId
     host: str
     port: int
 
 
-def create_gateway(routes: Routes, traffic: Traffic) -> Starlette:
+def create_gateway(routes: Routes, traffic: TrafficRecorder) -> Starlette:
     """The proxy as an ASGI app."""
-    # No read timeout: a long answer is not a fault, and the client's own patience is the limit.
-    # trust_env off: a proxy configured for the internet must not come between us and our own machine.
+    # No read timeout: long generations are normal, and clients have their own timeouts.
+    # trust_env off: requests to this machine must not go through a configured HTTP proxy.
     client = httpx.AsyncClient(trust_env=False, timeout=httpx.Timeout(None, connect=5.0),
                                limits=httpx.Limits(max_connections=None))
 
@@ -72,27 +72,27 @@ def create_gateway(routes: Routes, traffic: Traffic) -> Starlette:
             body = await request.body()
         except ClientDisconnect:
             return Response(status_code=499)
-        asks = request.method == "POST"
-        if asks and request.url.path == CHAT_PATH:
+        is_post = request.method == "POST"
+        if is_post and request.url.path == CHAT_PATH:
             route = routes.current()
-            traffic.keep(body, 0 if route is None else route.record_prompts)
+            traffic.record(body, 0 if route is None else route.record_prompts)
         for attempt in (1, 2):
-            lot = routes.draw(shared=asks and attempt == 1)
-            if lot is not None:
+            routed = routes.choose(shared=is_post and attempt == 1)
+            if routed is not None:
                 try:
-                    return await _send(client, lot, request, body, counts=asks)
+                    return await _send(client, routed, request, body, counted=is_post)
                 except (httpx.ConnectError, httpx.ConnectTimeout):
-                    if asks:
-                        lot.failed()
-                except httpx.TransportError as error:  # it took the request and died: nobody may ask again
-                    if asks:
-                        lot.failed()
-                    return _unavailable(502, "engine_broke_off",
-                                        f"the engine broke off before it answered ({type(error).__name__})")
+                    if is_post:
+                        routed.failed()
+                except httpx.TransportError as error:  # it accepted the request: a retry could run it twice
+                    if is_post:
+                        routed.failed()
+                    return _unavailable(502, "engine_disconnected",
+                                        f"the engine disconnected before it responded ({type(error).__name__})")
             if attempt == 1:
                 await asyncio.sleep(_SWITCH_S)
-        return _unavailable(503, "no_engine", "no engine is serving behind this endpoint yet; see `eyrie endpoints` "
-                            "for what it is waiting for")
+        return _unavailable(503, "no_engine", "no engine of this endpoint serves yet; `eyrie endpoints` shows its "
+                            "conditions")
 
     async def counters(_request: Request) -> Response:
         return Response(routes.counters().model_dump_json(), media_type="application/json")
@@ -106,33 +106,35 @@ def create_gateway(routes: Routes, traffic: Traffic) -> Starlette:
                              PathRoute("/{path:path}", forward, methods=_METHODS)], lifespan=lifespan)
 
 
-async def _send(client: httpx.AsyncClient, lot: RoutedRequest, request: Request, body: bytes, *,
-                counts: bool) -> Response:
-    url = lot.url.rstrip("/") + request.url.path
+async def _send(client: httpx.AsyncClient, routed: RoutedRequest, request: Request, body: bytes, *,
+                counted: bool) -> Response:
+    url = routed.url.rstrip("/") + request.url.path
     if request.url.query:
         url += f"?{request.url.query}"
     headers = [(name, value) for name, value in request.headers.items() if name.lower() not in _HOP_BY_HOP]
     outgoing = client.build_request(request.method, url, headers=headers, content=body)
-    answer = await client.send(outgoing, stream=True)
-    kept = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP_BY_HOP}
-    kept["x-eyrie-revision"] = str(lot.revision)
-    return StreamingResponse(_relay(answer, lot if counts else None), status_code=answer.status_code, headers=kept)
+    response = await client.send(outgoing, stream=True)
+    forwarded = {name: value for name, value in response.headers.items() if name.lower() not in _HOP_BY_HOP}
+    forwarded["x-eyrie-revision"] = str(routed.revision)
+    return StreamingResponse(_relay(response, routed if counted else None), status_code=response.status_code,
+                             headers=forwarded)
 
 
-async def _relay(answer: httpx.Response, lot: RoutedRequest | None) -> AsyncIterator[bytes]:
-    """Bytes as they come; closing it early (the client went away) closes the engine's side too and counts nothing."""
+async def _relay(response: httpx.Response, routed: RoutedRequest | None) -> AsyncIterator[bytes]:
+    """Relay bytes as they arrive. Closed early (the client disconnected) it closes the engine's side and counts
+    nothing."""
     try:
-        async for chunk in answer.aiter_raw():
+        async for chunk in response.aiter_raw():
             yield chunk
     except httpx.TransportError:
-        if lot is not None:
-            lot.failed()
+        if routed is not None:
+            routed.failed()
         raise
     else:
-        if lot is not None:
-            (lot.failed if answer.status_code >= 500 else lot.answered)()
+        if routed is not None:
+            (routed.failed if response.status_code >= 500 else routed.answered)()
     finally:
-        await answer.aclose()
+        await response.aclose()
 
 
 def _unavailable(status: int, code: str, message: str) -> JSONResponse:
@@ -141,7 +143,7 @@ def _unavailable(status: int, code: str, message: str) -> JSONResponse:
 
 
 def bind(host: str, port: int, setting: str = "serve.port") -> socket.socket:
-    """A listening socket on that port; `setting` is what the user would change. Raises PortInUse."""
+    """A listening socket on that port; `setting` names the option in the error's hint. Raises PortInUse."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -150,7 +152,7 @@ def bind(host: str, port: int, setting: str = "serve.port") -> socket.socket:
     except OSError as error:
         sock.close()
         raise PortInUse(f"port {port} on {host} cannot be used: {os.strerror(error.errno or 0)}",
-                        f"stop what listens there, or choose another {setting} than {port}") from error
+                        f"stop the process that listens there, or choose another {setting} than {port}") from error
     return sock
 
 
@@ -168,10 +170,10 @@ def main() -> int:
         return report_error(error)
     process = identify(os.getpid())
     assert process is not None
-    # The socket listens already, so whoever reads this may connect: early requests wait in its queue.
+    # Race: written after `listen`, so that a reader of this file can connect; early requests wait in the backlog.
     write_model(directory / GATEWAY_FILE, GatewayRecord(process=process, host=arguments.host,
                                                         port=listening.getsockname()[1]))
-    app = create_gateway(Routes(directory / ROUTE_FILE), Traffic(directory / TRAFFIC_FILE))
+    app = create_gateway(Routes(directory / ROUTE_FILE), TrafficRecorder(directory / TRAFFIC_FILE))
     print(f"{datetime.now(UTC).isoformat()} listening on {listening.getsockname()}", flush=True)
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
     uvicorn.Server(config).run(sockets=[listening])

@@ -1,16 +1,16 @@
-"""Gateway and engine processes of an endpoint, and the files by which they are known.
+"""Gateway and engine processes of an endpoint, and the files that identify them.
 
-They run in sessions of their own and are found again by process names on disk, so they serve on when the control plane
-is gone, and the next one adopts them:
+They run in their own sessions and are found by process ids on disk: they continue without the control plane, and the
+next one finds them.
 
     <home>/endpoints/<name>/port                      the stable port, chosen once
-    <home>/endpoints/<name>/gateway.json, .log        who listens on it (`gateway`)
-    <home>/endpoints/<name>/route.json                which engine it leads to, and who gets a share (`routing`)
-    <home>/endpoints/<name>/traffic.jsonl, traffic/   recent chat requests, where they are kept (`traffic`, `drift`)
-    <home>/endpoints/<name>/engines/<n>/engine.json   revision n's process and what is known of it
+    <home>/endpoints/<name>/gateway.json, .log        the gateway process (`gateway`)
+    <home>/endpoints/<name>/route.json                the serving engine, and the canary's share (`routing`)
+    <home>/endpoints/<name>/traffic.jsonl, traffic/   recorded chat requests (`endpoints.traffic_recording`, `drift`)
+    <home>/endpoints/<name>/engines/<n>/engine.json   process and state of revision n
     <home>/endpoints/<name>/engines/<n>/ready.json, engine.log
 
-Nothing is decided here: `serving` decides, `embedded_endpoints` asks it and calls this room.
+This module decides nothing: `endpoints` executes the actions of the plan with it.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from eyrie_pipelines.processes import ProcessId, identify, is_alive, stop_group
 from eyrie_workers.engines.process import EngineCommand
 
 HOST = "127.0.0.1"
-"""Engines have no notion of users: only this machine may reach them, whatever the API is bound to."""
+"""Engines do not authenticate: only this machine may connect, whatever address the API is bound to."""
 
 ENGINE_FILE = "engine.json"
 _GATEWAY_START_S = 30.0
@@ -61,11 +61,11 @@ class EngineRecord(Frozen):
     started_at: datetime
     starts: int
     url: str | None = None
-    """Known, and the engine healthy, once its probe has passed."""
+    """Set once the probe has passed: the engine is healthy."""
 
     retiring_since: datetime | None = None
     window_rounds: float = 0.0
-    """The engine's counters when the present acceptance window began."""
+    """The engine's counters when the current acceptance window began."""
 
     window_tokens: float = 0.0
     window_since: datetime | None = None
@@ -75,7 +75,7 @@ def start_gateway(directory: Path, wanted_port: int) -> GatewayRecord:
     """Start the endpoint's gateway on its stable port and return once it listens. Raises PortInUse or Transient."""
     port = read_port(directory)
     with contextlib.closing(bind(HOST, port if port is not None else wanted_port)) as probe_socket:
-        port = int(probe_socket.getsockname()[1])  # 0 became a free one; from now on it is this one
+        port = int(probe_socket.getsockname()[1])  # 0 has become a free port, which the endpoint keeps
     write_atomically(directory / "port", f"{port}\n")
     (directory / GATEWAY_FILE).unlink(missing_ok=True)
     process = spawn([sys.executable, "-m", "eyrie_operator.embedded.gateway", "--directory", str(directory),
@@ -87,11 +87,11 @@ def start_gateway(directory: Path, wanted_port: int) -> GatewayRecord:
             return record
         time.sleep(0.02)
     stop_group(process, 0.0)
-    raise Transient(f"the gateway on port {port} did not come up: {last_lines(directory / 'gateway.log')}")
+    raise Transient(f"the gateway on port {port} did not start: {last_lines(directory / 'gateway.log')}")
 
 
 def stop_gateway(directory: Path) -> None:
-    """Close the stable port; the port number is kept for the next time."""
+    """Stop the gateway; its port number is kept."""
     record = read_record(directory / GATEWAY_FILE, GatewayRecord)
     if record is not None:
         stop_group(record.process, _STOP_S)
@@ -99,7 +99,7 @@ def stop_gateway(directory: Path) -> None:
 
 
 def stop_endpoints(home: Path) -> None:
-    """End every gateway and engine under a home, whoever started them. Rows are untouched: `up` starts them again."""
+    """Stop every gateway and engine of a home, whichever process started them. Rows stay: the next `up` starts them."""
     for directory in sorted((home / "endpoints").glob("*/")):
         stop_gateway(directory)
         for folder, record in list_engines(directory):
@@ -109,13 +109,13 @@ def stop_endpoints(home: Path) -> None:
 
 
 def spawn(argv: list[str], cwd: Path, log_file: Path) -> ProcessId:
-    """Start a process that outlives us, leader of a session; its output is appended to `log_file`."""
+    """Start a process in its own session, so that it outlives this one; its output is appended to `log_file`."""
     with log_file.open("ab") as out:
         child = subprocess.Popen(argv, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
                                  start_new_session=True)
     _children.append(child)
-    _children[:] = [one for one in _children if one.poll() is None]  # collects the status of those that ended
-    # A child that is gone already gets a name that nobody has: it counts as dead, and its log says why.
+    _children[:] = [other for other in _children if other.poll() is None]  # reaps those that ended
+    # Race: a child that has ended already gets an identity that matches no process: it counts as dead.
     return identify(child.pid) or ProcessId(pid=child.pid, started_ticks=0, boot="ended-at-once")
 
 
@@ -125,25 +125,25 @@ _children: list[subprocess.Popen[bytes]] = []
 def resolve_target(spec: TargetSpec) -> Path:
     """Directory of the target's files. Raises TargetNotFound.
 
-    A Hub id that is not in the cache is fetched by the workers, in a process of their own: fetching shares a module
-    with loading, and what steers never loads torch.
+    A Hub id that is not in the cache is downloaded by the workers in a child process: the download shares a module
+    with loading, and the control plane must not import torch.
     """
     found = target_dir(spec)
     if found is not None:
         return found
     code = ("import sys; from eyrie_api.v1alpha1.targets import TargetSpec; from eyrie_workers.targets.loading import "
             "resolve; print(resolve(TargetSpec.model_validate_json(sys.argv[1])))")
-    done = subprocess.run([sys.executable, "-c", code, spec.model_dump_json()], capture_output=True, text=True,
-                          timeout=_FETCH_S, check=False)
-    if done.returncode != 0:
-        said = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise TargetNotFound(f"target {spec.model!r} cannot be found: {said}",
-                             "check target.model, or fetch it by hand and give its directory")
-    return Path(done.stdout.strip().splitlines()[-1])
+    completed = subprocess.run([sys.executable, "-c", code, spec.model_dump_json()], capture_output=True, text=True,
+                               timeout=_FETCH_S, check=False)
+    if completed.returncode != 0:
+        last = (completed.stderr.strip().splitlines() or ["no output"])[-1]
+        raise TargetNotFound(f"target {spec.model!r} cannot be found: {last}",
+                             "check target.model, or download it and give its directory")
+    return Path(completed.stdout.strip().splitlines()[-1])
 
 
 def engine_argv(serving: Serving, use: DrafterUse, model: str, ready_file: Path) -> list[str]:
-    """The command line of an engine that serves `model` as `use` says. Raises TargetNotFound."""
+    """The command line of an engine that serves `model` with this drafter and setting. Raises TargetNotFound."""
     target, serve = resolve_target(serving.target), serving.serve
     if serve.engine == "embedded":
         return EngineCommand(
@@ -169,22 +169,22 @@ def probe(folder: Path, model: str) -> str | None:
 
 
 class Ready(BaseModel):
-    """What we need of an engine's ready file."""
+    """The part of an engine's ready file that is read here."""
 
     url: str
 
 
 def read_counters(url: str) -> tuple[float, float] | None:
-    """(drafted rounds, tokens they gave) so far, from the engine's /metrics; None when it does not answer."""
+    """(drafted rounds, their tokens) so far, from the engine's /metrics; None when it does not respond."""
     try:
-        found = read_metrics(httpx.get(f"{url}/metrics", timeout=2.0, trust_env=False).text)
+        counters = read_metrics(httpx.get(f"{url}/metrics", timeout=2.0, trust_env=False).text)
     except httpx.HTTPError:
         return None
-    return found.rounds, found.tokens
+    return counters.rounds, counters.tokens
 
 
 def read_shares(port: int) -> Counters | None:
-    """What the gateway counted under the present route; None when it does not answer."""
+    """The gateway's counts under the current route; None when it does not respond."""
     try:
         answer = httpx.get(f"http://{HOST}:{port}{COUNTERS_PATH}", timeout=2.0, trust_env=False)
         return Counters.model_validate_json(answer.text)
@@ -193,12 +193,12 @@ def read_shares(port: int) -> Counters | None:
 
 
 def endpoint_dir(home: Path, name: str) -> Path:
-    """Where everything of one endpoint lies."""
+    """Directory of one endpoint."""
     return home.absolute() / "endpoints" / name
 
 
 def engine_dir(directory: Path, revision: int) -> Path:
-    """Where one revision's engine lies."""
+    """Directory of one revision's engine."""
     return directory / "engines" / str(revision)
 
 
@@ -219,7 +219,7 @@ def list_engines(directory: Path) -> Iterator[tuple[Path, EngineRecord]]:
 
 
 def read_record(path: Path, kind: type[ModelT]) -> ModelT | None:
-    """A record, or None when it is not there."""
+    """A record; None when the file does not exist."""
     try:
         return kind.model_validate_json(path.read_text())
     except FileNotFoundError:

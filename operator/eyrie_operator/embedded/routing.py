@@ -1,13 +1,12 @@
-"""Where the gateway sends requests: the routing file, shares between engines, and what came back from each.
+"""Routing of the gateway: the routing file, shares between engines, and outcomes counted per engine.
 
-`route.json` names the engine that serves and, while a new revision is tried (canary), others with a share of the
-requests each. Shares are kept exactly, not on average: request n goes to the engine that is furthest behind its share
-of n. With a share of 0.2 the new engine gets the third of every five requests, so that a step over few requests means
-what it says, and a test can count.
+`route.json` names the engine that serves and, during a canary, others with a share of the requests each. Shares are
+exact, not random: request n goes to the engine that is furthest behind its share of n. With a share of 0.2 the new
+engine gets the third of every five requests, so that a step over few requests has the configured share.
 
-What came back is counted from the moment a route was written: `answered` (whole answers, status below 500) and `errors`
-(status 500 and above, a door that is closed, an answer that broke off). Requests whose client went away are neither,
-and those a former route began count for nobody: they must not decide a later step.
+Outcomes are counted per route: `answered` (complete responses, status below 500) and `errors` (status 500 and above, a
+refused connection, an incomplete response). Requests whose client disconnected count as neither. Requests that began
+under an earlier route are not counted: they must not decide a later canary step.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ from eyrie_api.v1alpha1.model import Frozen
 
 ROUTE_FILE = "route.json"
 COUNTERS_PATH = "/-/eyrie/counters"
-"""Answered by the gateway itself, never forwarded."""
+"""Served by the gateway itself, never forwarded."""
 
 
 class Share(Frozen):
@@ -44,14 +43,14 @@ class RouteRecord(Frozen):
     """Latest chat requests to keep; 0 keeps none."""
 
     @model_validator(mode="after")
-    def _something_left(self) -> "RouteRecord":
-        if sum(one.share for one in self.others) >= 1.0:
-            raise ValueError("shares of the other engines must leave something for the one that serves")
+    def _shares_leave_rest(self) -> "RouteRecord":
+        if sum(other.share for other in self.others) >= 1.0:
+            raise ValueError("the shares of the other engines must sum to less than 1")
         return self
 
 
-class Counted(Frozen):
-    """What one engine did under the present route."""
+class RequestCounts(Frozen):
+    """Outcomes of one engine under the current route."""
 
     answered: int = 0
     errors: int = 0
@@ -61,43 +60,43 @@ class Counters(Frozen):
     """`GET /-/eyrie/counters`."""
 
     since: datetime | None
-    """Of the route counted under."""
+    """When the counted route was written."""
 
-    revisions: dict[int, Counted]
+    revisions: dict[int, RequestCounts]
 
 
 class RoutedRequest:
-    """One request's engine, and the place where its outcome is counted."""
+    """The engine chosen for one request; counts its outcome."""
 
-    def __init__(self, revision: int, url: str, counted: dict[int, Counted]) -> None:
+    def __init__(self, revision: int, url: str, counted: dict[int, RequestCounts]) -> None:
         self.revision, self.url = revision, url
         self._counted = counted
 
     def answered(self) -> None:
-        """A whole answer."""
+        """Count a complete response."""
         self._count("answered")
 
     def failed(self) -> None:
-        """An error of the engine's."""
+        """Count an error of the engine."""
         self._count("errors")
 
     def _count(self, what: str) -> None:
-        before = self._counted.get(self.revision, Counted())
+        before = self._counted.get(self.revision, RequestCounts())
         self._counted[self.revision] = before.model_copy(update={what: getattr(before, what) + 1})
 
 
 class Routes:
-    """The routing file, read again when it changes, and the counts under it."""
+    """The routing file, read again when it changes, and the counts since."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._seen: tuple[int, int] | None = None
         self._record: RouteRecord | None = None
-        self._drawn: dict[int, int] = {}
-        self._counted: dict[int, Counted] = {}
+        self._chosen: dict[int, int] = {}
+        self._counted: dict[int, RequestCounts] = {}
 
     def current(self) -> RouteRecord | None:
-        """The route now; None before the first engine."""
+        """The current route; None before the first engine."""
         try:
             stat = self._path.stat()
         except FileNotFoundError:
@@ -108,24 +107,25 @@ class Routes:
         if stamp != self._seen:
             with contextlib.suppress(FileNotFoundError):
                 self._record = RouteRecord.model_validate_json(self._path.read_text())
-                self._seen, self._drawn, self._counted = stamp, {}, {}
+                # New dicts: requests of the earlier route still count into the old ones, which are dropped.
+                self._seen, self._chosen, self._counted = stamp, {}, {}
         return self._record
 
-    def draw(self, *, shared: bool = True) -> RoutedRequest | None:
-        """The engine of the next request; of the one that serves when the request is not to be shared out."""
+    def choose(self, *, shared: bool = True) -> RoutedRequest | None:
+        """The engine of the next request; with `shared` false always the one that serves."""
         route = self.current()
         if route is None:
             return None
         if not shared or not route.others:
             return RoutedRequest(route.revision, route.url, self._counted)
-        main = Share(revision=route.revision, url=route.url, share=1.0 - sum(one.share for one in route.others))
+        main = Share(revision=route.revision, url=route.url, share=1.0 - sum(other.share for other in route.others))
         engines = (main, *route.others)
-        turn = sum(self._drawn.values()) + 1
-        chosen = max(engines, key=lambda one: one.share * turn - self._drawn.get(one.revision, 0))
-        self._drawn[chosen.revision] = self._drawn.get(chosen.revision, 0) + 1
+        turn = sum(self._chosen.values()) + 1
+        chosen = max(engines, key=lambda engine: engine.share * turn - self._chosen.get(engine.revision, 0))
+        self._chosen[chosen.revision] = self._chosen.get(chosen.revision, 0) + 1
         return RoutedRequest(chosen.revision, chosen.url, self._counted)
 
     def counters(self) -> Counters:
-        """What was counted under the present route."""
+        """Counts under the current route."""
         route = self.current()
         return Counters(since=None if route is None else route.since, revisions=dict(self._counted))

@@ -1,9 +1,8 @@
-"""What an engine's /metrics say of acceptance and of answers, ours or SGLang's. Pure.
+"""Reads acceptance and request counters from an engine's /metrics, ours or SGLang's. Pure.
 
-SGLang adds to its counters when a request ends, and counts the first token, which no round gave: with answers of 100
-tokens its tau reads one hundredth high. A round that its adaptive form left without drafting counts like any other
-(`serving.ServePolicy.counts_drafted`). Undrafted neither engine counts rounds: no window ever fills.
-"""
+SGLang adds to its counters when a request ends, and counts the first token, which no round produced: with answers of
+100 tokens its tau reads one hundredth high. A round in which its adaptive mode did not draft counts like any other
+(`state.ServePolicy.counts_drafted`). Without a drafter neither engine counts rounds: no window fills. """
 
 import re
 from collections.abc import Mapping
@@ -17,20 +16,20 @@ _OURS, _SGLANG = "eyrie_requests_total", "sglang:http_responses_total"
 
 @dataclass(frozen=True)
 class EngineCounters:
-    """One engine process since it began."""
+    """Counters of one engine process since its start."""
 
     rounds: float = 0.0
-    """Rounds that drafted, and the tokens they gave."""
+    """Rounds that drafted, and the tokens they produced."""
 
     tokens: float = 0.0
     answered: float = 0.0
-    """Clients' requests that were answered, and those that failed on our side."""
+    """Clients' requests that succeeded, and those that failed with a server error."""
 
     failed: float = 0.0
 
 
 def read_metrics(text: str) -> EngineCounters:
-    """The counters in Prometheus' text format; zero for what is not there."""
+    """Parse Prometheus' text format; absent counters are zero."""
     rounds = tokens = answered = failed = 0.0
     for line in text.splitlines():
         head, _, value = line.rpartition(" ")
@@ -40,10 +39,10 @@ def read_metrics(text: str) -> EngineCounters:
         elif name in _TOKENS:
             tokens += float(value)
         elif name in (_OURS, _SGLANG):
-            known = dict(_LABEL.findall(labels))
-            if name == _SGLANG and not known.get("endpoint", "").startswith("/v1/"):
+            parsed = dict(_LABEL.findall(labels))
+            if name == _SGLANG and not parsed.get("endpoint", "").startswith("/v1/"):
                 continue  # probes and scrapes
-            if known.get("finish_reason") == "error" or known.get("status_code", "").startswith("5"):
+            if parsed.get("finish_reason") == "error" or parsed.get("status_code", "").startswith("5"):
                 failed += float(value)
             else:
                 answered += float(value)
@@ -51,15 +50,14 @@ def read_metrics(text: str) -> EngineCounters:
 
 
 Counts = Mapping[str, EngineCounters]
-"""By process: a restarted one counts from zero and is another."""
+"""By process: a restarted engine counts from zero under another key."""
 
 
-def grown(counts: Counts, since: Counts) -> EngineCounters:
-    """What was counted in between. A process that began meanwhile counts from zero; of one that ended nothing is
-    known."""
+def increase(counts: Counts, since: Counts) -> EngineCounters:
+    """The increase since `since`. A process started meanwhile counts from zero; one that ended is left out."""
     total = EngineCounters()
-    for process, one in counts.items():
+    for process, now in counts.items():
         base = since.get(process, EngineCounters())
-        total = EngineCounters(total.rounds + one.rounds - base.rounds, total.tokens + one.tokens - base.tokens,
-                               total.answered + one.answered - base.answered, total.failed + one.failed - base.failed)
+        total = EngineCounters(total.rounds + now.rounds - base.rounds, total.tokens + now.tokens - base.tokens,
+                               total.answered + now.answered - base.answered, total.failed + now.failed - base.failed)
     return total

@@ -1,18 +1,17 @@
-"""What an endpoint needs next: which engines run, which one the stable URL leads to, when to go back. Pure.
+"""The plan of an endpoint: which engines run, where its URL routes to, when to roll back. Pure.
 
-An endpoint is a gateway on a port that never changes, and engines behind it, one per revision. A promotion makes a
-revision the candidate: its engine is started beside the serving one (blue/green) and probed; then it is given a share
-of the requests, step by step (canary), and all of them once it has proved itself; the old engine answers what it has
-begun and ends. A candidate that dies, is not healthy in time, fails a request or accepts too little costs the users
-nothing but that: the old engine never left. A revision that has served before is gone back to at once: when users wait,
-an engine known to be good is not tried first.
+An endpoint is a gateway with a stable URL and one engine per revision behind it. A promotion makes a revision the
+candidate: its engine is started next to the serving one (blue/green) and probed; it then gets a growing share of the
+requests (canary) and, when it has passed, all of them; the old engine finishes its requests and is stopped. A candidate
+that dies, is not healthy in time, fails a request or has too low an acceptance is rejected, while the old engine serves
+on. A revision that has served before skips the canary: after a failure requests wait, and the engine is known to work.
 
-A drafter can also fail after it went live, when traffic leaves the world it was trained on: it is still lossless, but
-slow. When the acceptance length of enough recent rounds falls below a share of the proven one, the endpoint goes back
-to the revision before it; the first revision is always the target without a drafter. When it sinks less, but window
-after window, the traffic has drifted: that is told once, with a job that would hint it.
+A drafter can also become slow after it was promoted, when traffic differs from its training data; output stays the
+same. When the acceptance length over enough recent rounds falls below a share of the proven one, the endpoint rolls
+back to the revision before; the first revision is always the target without a drafter. When it falls less, but in
+several windows in a row, the traffic has drifted: this is reported once, with a job that retrains the drafter.
 
-Like `reconcile`, this is asked again and again and remembers nothing.
+Like `jobs.reconcile`, `plan_endpoint` is called repeatedly and keeps no state.
 """
 
 from datetime import datetime, timedelta
@@ -43,17 +42,17 @@ from eyrie_operator.endpoints.state import (
 )
 
 MIN_ROUNDS = 200
-"""Verify rounds before a window's tau is believed: at tau 3 its standard error is then about 0.15."""
+"""Verify rounds of a window before its tau is used: at tau 3 its standard error is then about 0.15."""
 
 CANARY_ROUNDS = 50
-"""The same for an engine on trial, of which only a collapse is asked: at tau 3 the standard error is then 0.3, and half
-of the proven tau is five of them away."""
+"""The same for a canary, which is checked for a collapse only: at tau 3 the standard error is then 0.3, and half of the
+proven tau is five standard errors away."""
 
 DRAIN_S = 30.0
-"""What a retired engine gets to finish answers under way before it is killed."""
+"""Time a retired engine has to finish its requests before it is killed."""
 
 _BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Pause before the n-th restart of an engine that died; then every 30 s, for a person may be mending its cause."""
+"""Pause before the n-th restart of an engine that died; then every 30 s, since the cause may be removed meanwhile."""
 
 
 def window_tau(engine: ObservedEngine, rounds: int = MIN_ROUNDS) -> float | None:
@@ -68,35 +67,35 @@ def plan_endpoint(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoin
     actions: list[EndpointAction] = [] if seen.gateway_alive else [StartGateway()]
     active, candidate = endpoint.active_revision, endpoint.candidate_revision
     if candidate is not None and candidate != active:
-        given_up = _deploy(endpoint, policy, seen, now, actions)
-        if given_up:
+        rejected = _deploy(endpoint, policy, seen, now, actions)
+        if rejected:
             candidate = None
-    if not any(isinstance(one, Activate | ShareRoute) for one in actions):  # else the route has just been set
+    if not any(isinstance(action, Activate | ShareRoute) for action in actions):  # those set the route themselves
         actions += _keep_alive(active, candidate, seen, now)
     if active is not None and candidate is None:
         actions += _watch_acceptance(endpoint, active, policy, seen, now)
     if active is None and endpoint.candidate_revision is None and _drafts(endpoint.revisions[-1]):
         actions.append(ProposeNoDrafter())
-    routed = next((one.revision for one in actions if isinstance(one, Route)), seen.routed)
-    actions += _clear_away({active, candidate, routed}, seen, now)
+    routed = next((action.revision for action in actions if isinstance(action, Route)), seen.routed)
+    actions += _retire_unused({active, candidate, routed}, seen, now)
     return EndpointPlan(tuple(actions), *_serving(endpoint, seen))
 
 
 def _off(seen: ObservedEndpoint, now: datetime) -> EndpointPlan:
     stop: tuple[EndpointAction, ...] = (StopGateway(),) if seen.gateway_alive else ()
-    return EndpointPlan((*stop, *_clear_away(set(), seen, now)), "False", "Off", "switched off on request")
+    return EndpointPlan((*stop, *_retire_unused(set(), seen, now)), "False", "Off", "switched off on request")
 
 
 def _deploy(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, now: datetime,
             actions: list[EndpointAction]) -> bool:
-    """Bring the candidate up beside the serving engine and try it; True when it was given up."""
+    """Start the candidate next to the serving engine, then run its canary; True when it was rejected."""
     candidate = endpoint.candidate_revision
     assert candidate is not None
     engine = seen.engine(candidate)
     if engine is None:
         actions.append(StartEngine(candidate, 1))
     elif engine.state == "healthy":
-        return _try_out(endpoint, policy, seen, engine, now, actions)
+        return _run_canary(endpoint, policy, seen, engine, now, actions)
     elif engine.state == "dead":
         actions.append(Reject(candidate, "EngineDied", f"the new engine ended: {engine.message}"))
         return True
@@ -108,9 +107,9 @@ def _deploy(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, now
     return False
 
 
-def _try_out(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, engine: ObservedEngine, now: datetime,
-             actions: list[EndpointAction]) -> bool:
-    """Canary: one share of the requests after the other, then all; True when it was given up."""
+def _run_canary(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, engine: ObservedEngine, now: datetime,
+                actions: list[EndpointAction]) -> bool:
+    """Give the candidate each share of the requests in turn, then all of them; True when it was rejected."""
     revision, shares = _revision(endpoint, engine.revision), policy.canary.shares
     serving = seen.engine(endpoint.active_revision)
     canary = seen.canary if seen.canary is not None and seen.canary.revision == engine.revision else None
@@ -121,7 +120,8 @@ def _try_out(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, en
         return True
     proven_before = revision is not None and revision.state not in ("proposed", "canary")
     if not shares or proven_before or serving is None or serving.state != "healthy" or seen.routed == engine.revision:
-        # Nothing to compare with, nobody to spare, or a crash between route and activation.
+        # No canary: none is configured, the revision has served before, or no healthy engine serves. Or this process
+        # was killed between Route and Activate: the route leads there already, and both actions are repeated.
         actions += [Route(engine.revision), Activate(engine.revision)]
         return False
     if canary is None:
@@ -144,7 +144,8 @@ def _try_out(endpoint: Endpoint, policy: ServePolicy, seen: ObservedEndpoint, en
 
 def _keep_alive(active: int | None, candidate: int | None, seen: ObservedEndpoint,
                 now: datetime) -> list[EndpointAction]:
-    """The serving engine is started, restarted with growing pauses, and routed to, alone when nobody is on trial."""
+    """Start the serving engine, restart it with growing pauses, and route all requests to it when there is no
+    canary."""
     if active is None:
         return []
     engine = seen.engine(active)
@@ -169,14 +170,14 @@ def _watch_acceptance(endpoint: Endpoint, active: int, policy: ServePolicy, seen
     close = CloseWindow(active, tau, engine.window_rounds, proven_tau(revision, policy.counts_drafted))
     collapse = _collapse(revision, tau, engine.window_rounds, policy)
     if collapse is not None:
-        # A new window, so that a fallback that fails is tried again only after as many rounds.
+        # The window is closed as well: if the rollback fails, it is planned again only after as many rounds.
         return [close, RollBack(active, "AcceptanceCollapsed", collapse)]
     short = engine.window_since is not None and now - engine.window_since < timedelta(seconds=policy.drift.window_s)
     return _drift(revision, policy, seen) if short else [close]
 
 
 def _collapse(revision: Revision | None, tau: float | None, rounds: float, policy: ServePolicy) -> str | None:
-    """In words, that acceptance fell below the share of the proven one that is borne; None while it did not."""
+    """A message when acceptance is below `min_acceptance_ratio` of the proven one; None when it is not."""
     proven = None if revision is None else proven_tau(revision, policy.counts_drafted)
     if tau is None or proven is None or tau >= policy.min_acceptance_ratio * proven:
         return None
@@ -185,7 +186,7 @@ def _collapse(revision: Revision | None, tau: float | None, rounds: float, polic
 
 
 def _drift(revision: Revision, policy: ServePolicy, seen: ObservedEndpoint) -> list[EndpointAction]:
-    """Told once; again only after acceptance had recovered in between."""
+    """ReportDrift, once; again only after acceptance has recovered in between."""
     drift, proven = policy.drift, proven_tau(revision, policy.counts_drafted)
     if drift.action == "ignore" or proven is None:
         return []
@@ -200,8 +201,8 @@ def _drift(revision: Revision, policy: ServePolicy, seen: ObservedEndpoint) -> l
     return [ReportDrift(revision.number, latest, proven, message)]
 
 
-def _clear_away(wanted: set[int | None], seen: ObservedEndpoint, now: datetime) -> list[EndpointAction]:
-    """Engines nobody needs: asked to go, then made to, then forgotten."""
+def _retire_unused(wanted: set[int | None], seen: ObservedEndpoint, now: datetime) -> list[EndpointAction]:
+    """Engines outside `wanted`: retired first, killed after DRAIN_S, deleted once dead."""
     actions: list[EndpointAction] = []
     for engine in seen.engines:
         if engine.revision in wanted:
@@ -220,34 +221,35 @@ def _serving(endpoint: Endpoint, seen: ObservedEndpoint) -> tuple[Literal["True"
     if seen.gateway_alive and routed is not None and routed.state == "healthy":
         revision = _revision(endpoint, routed.revision)
         what = revision.checkpoint if revision is not None and revision.checkpoint else "no drafter"
-        trial = ""
+        canary = ""
         if seen.canary is not None:
-            trial = f"; revision {seen.canary.revision} is on trial with {seen.canary.share:.0%} of the requests"
-        return "True", "Healthy", f"revision {routed.revision} serves with {what}{trial}"
+            canary = f"; revision {seen.canary.revision} is the canary with {seen.canary.share:.0%} of the requests"
+        return "True", "Healthy", f"revision {routed.revision} serves with {what}{canary}"
     if endpoint.candidate_revision is not None:
-        coming = seen.engine(endpoint.candidate_revision)
-        return "Unknown", "Deploying", f"revision {endpoint.candidate_revision} is coming up{_because(coming)}"
+        candidate = seen.engine(endpoint.candidate_revision)
+        return "Unknown", "Deploying", f"revision {endpoint.candidate_revision} is starting{_because(candidate)}"
     if endpoint.active_revision is None:
         return "False", "NothingToServe", "no revision has been promoted"
     engine = seen.engine(endpoint.active_revision)
     if engine is not None and engine.state == "dead":
         return "False", "EngineDied", f"the engine ended and is being restarted: {engine.message}"
-    return "Unknown", "Starting", f"revision {endpoint.active_revision} is coming up{_because(engine)}"
+    return "Unknown", "Starting", f"revision {endpoint.active_revision} is starting{_because(engine)}"
 
 
 def _because(engine: ObservedEngine | None) -> str:
-    """What keeps an engine from answering, where that is known."""
+    """Why an engine does not respond, where that is known."""
     return f": {engine.message}" if engine is not None and engine.message else ""
 
 
 def proven_tau(revision: Revision, counts_drafted: bool = False) -> float | None:
-    """The acceptance length that live traffic is held against; None where it would accuse the innocent.
+    """The acceptance length that live traffic is compared with; None where the comparison would be wrong.
 
-    An engine that follows its map switches itself off under load and then gives one token per round. Unless it counts
-    the rounds that drafted apart (`counts_drafted`), that cannot be told from a drafter that has gone blind.
+    With a map, an engine switches drafting off under load and then produces one token per round. Unless it counts
+    drafted rounds separately (`counts_drafted`), that cannot be distinguished from a drafter that is never accepted.
     """
-    chart = revision.use.map
-    switches_off = chart is not None and any(point.setting.method == "off" for point in chart.points)
+    operating_map = revision.use.map
+    switches_off = operating_map is not None and any(
+        point.setting.method == "off" for point in operating_map.points)
     return revision.tau if _drafts(revision) and (counts_drafted or not switches_off) else None
 
 
@@ -256,4 +258,4 @@ def _drafts(revision: Revision) -> bool:
 
 
 def _revision(endpoint: Endpoint, number: int) -> Revision | None:
-    return next((one for one in endpoint.revisions if one.number == number), None)
+    return next((revision for revision in endpoint.revisions if revision.number == number), None)

@@ -1,7 +1,7 @@
-"""What a plan changes of an endpoint's rows, wherever its engines run: one place knows it for both worlds.
+"""Applies to the database those actions of a plan that record a decision, for both runtimes.
 
-`serving.plan_endpoint` answers with actions. Some are deeds (start, route, retire) and belong to whoever has the
-processes or the cluster; the others only record what was seen or decided, and are here. All may be applied twice.
+Of the actions of `plan.plan_endpoint`, a runtime executes those that start, route and retire engines; the others are
+recorded here. All are idempotent.
 """
 
 import logging
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class EndpointRecords:
-    """The rows of endpoints, as those who tend them read and write them."""
+    """Database rows of endpoints, as the reconcilers of both runtimes read and write them."""
 
     def __init__(self, settings: Settings, database: Database, clock: Clock = utc_now) -> None:
         self._clock = clock
@@ -45,66 +45,67 @@ class EndpointRecords:
         self._drift = Drift(self._histories, self._jobs, idempotency)
 
     def policy(self, endpoint: Endpoint, serving: Serving) -> ServePolicy:
-        """The limits of the job whose drafter is on trial, or serves: it is kept as long as that is so."""
+        """The limits of the job whose drafter is the candidate, else the active one. Such a job cannot be deleted."""
         job = self.promoted_from(endpoint, endpoint.candidate_revision or endpoint.active_revision)
         promotion = job.spec.promotion if job is not None else PromotionPolicy()
         return ServePolicy(serving.serve.healthy_within_s, serving.serve.min_acceptance_ratio, promotion.canary,
                            promotion.drift, counts_drafted=serving.serve.engine == "embedded")
 
     def promoted_from(self, endpoint: Endpoint, number: int | None) -> Job | None:
-        """The job of a revision; None for one that came from no job, or whose job was deleted."""
-        job_id = next((one.job_id for one in endpoint.revisions if one.number == number), None)
+        """The job of a revision; None when it was promoted without a job, or its job was deleted."""
+        job_id = next((each.job_id for each in endpoint.revisions if each.number == number), None)
         try:
             return None if job_id is None else self._jobs.get(job_id)
         except NotFound:
             return None
 
     def watched(self, endpoint: Endpoint) -> Watched:
-        """What recent windows said of the revision that serves."""
+        """Recent acceptance windows of the active revision."""
         active = endpoint.active_revision
         return Watched() if active is None else self._histories.watched(endpoint.name, active)
 
     def record(self, action: EndpointAction, endpoint: Endpoint, conditions: Conditions,
                directory: Path) -> Conditions:
-        """Write down what an action says, if it says something; the conditions afterwards.
+        """Record an action that changes rows; returns the updated conditions.
 
-        directory   where recent traffic of the endpoint lies, and copies of it are kept
+        directory   contains the endpoint's recorded traffic, and receives copies of it
         """
         name, now = endpoint.name, self._clock()
         if isinstance(action, Activate):
             self.endpoints.activate(name, action.revision, figures={"answered": action.answered, "tau": action.tau})
             if action.revision < (endpoint.active_revision or 0):
-                return conditions  # gone back: what it was rolled back for stays told
+                return conditions  # a rollback: the condition RolledBack keeps its reason
             return observe(conditions, "RolledBack", "False", "Activated", f"revision {action.revision} serves", now)
         if isinstance(action, Reject):
             self.endpoints.reject(name, action.revision, action.reason, action.message)
-            told = f"revision {action.revision}: {action.message}"
-            return observe(conditions, "RolledBack", "True", action.reason, told, now)
+            message = f"revision {action.revision}: {action.message}"
+            return observe(conditions, "RolledBack", "True", action.reason, message, now)
         if isinstance(action, RollBack):
             self.endpoints.roll_back(name, actor="watch", reason=action.reason, message=action.message)
-            told = f"revision {action.revision}: {action.message}"
-            return observe(conditions, "RolledBack", "True", action.reason, told, now)
+            message = f"revision {action.revision}: {action.message}"
+            return observe(conditions, "RolledBack", "True", action.reason, message, now)
         if isinstance(action, ShareRoute):
             self.endpoints.canary(name, action.revision, action.share)
         elif isinstance(action, CloseWindow):
             if action.proven is not None:
                 self._histories.record_window(name, action.revision, action.tau, action.rounds, action.proven)
         elif isinstance(action, ReportDrift):
-            self._drift.tell(action, name, directory, self.promoted_from(endpoint, action.revision))
+            self._drift.report(action, name, directory, self.promoted_from(endpoint, action.revision))
         elif isinstance(action, ProposeNoDrafter):
             self.endpoints.propose(name, job_id=None, checkpoint=None, tree=None, drafter_dir=None,
-                                   reason="the target without a drafter, since no drafter came up")
+                                   reason="the target without a drafter, since no drafter became healthy")
         return conditions
 
-    def refuse(self, error: EyrieError, endpoint: Endpoint, conditions: Conditions) -> Conditions:
-        """The candidate cannot be served as asked, and waiting will not hint it: it is given up."""
+    def reject_candidate(self, error: EyrieError, endpoint: Endpoint, conditions: Conditions) -> Conditions:
+        """Reject the candidate: it cannot be served as configured, and a retry would fail the same way."""
         if endpoint.candidate_revision is None:
             return conditions
         self.endpoints.reject(endpoint.name, endpoint.candidate_revision, error.reason, str(error))
         return observe(conditions, "RolledBack", "True", error.reason, str(error), self._clock())
 
-    def show(self, endpoint: Endpoint, conditions: Conditions, url: str | None) -> bool:
-        """Store conditions and URL (None: as it was) where they differ from the row that was read; whether they did."""
+    def save_status(self, endpoint: Endpoint, conditions: Conditions, url: str | None) -> bool:
+        """Store conditions and URL (None: unchanged) if they differ from the row that was read; returns whether they
+        did."""
         if conditions == endpoint.conditions and url in (None, endpoint.url):
             return False
         self.endpoints.observe(endpoint.name, url=url, conditions=conditions)

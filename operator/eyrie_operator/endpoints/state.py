@@ -16,18 +16,18 @@ class ObservedEngine:
 
     revision: int
     state: Literal["starting", "healthy", "dead"]
-    """starting: alive, but its probe has not passed yet."""
+    """starting: running, but its probe has not passed yet."""
 
     started_at: datetime
     starts: int = 1
-    """Starts in a row that gave no lasting engine, this one included; 0 once it has been healthy for a while."""
+    """Consecutive starts without a lasting engine, this one included; 0 once it has been healthy for a while."""
 
     retiring_since: datetime | None = None
     message: str = ""
-    """A dead engine's last words."""
+    """The end of a dead engine's log, or why the engine does not start."""
 
     window_rounds: float = 0.0
-    """Verify rounds since the window began, and the tokens they gave."""
+    """Verify rounds since the window began, and the tokens they produced."""
 
     window_tokens: float = 0.0
     window_since: datetime | None = None
@@ -35,7 +35,7 @@ class ObservedEngine:
 
 @dataclass(frozen=True)
 class ObservedCanary:
-    """A revision that gets a share of the requests, and what came of them since it has this share."""
+    """A revision with a share of the requests, and their outcomes since it has this share."""
 
     revision: int
     share: float
@@ -46,35 +46,35 @@ class ObservedCanary:
 
 @dataclass(frozen=True)
 class ObservedEndpoint:
-    """Everything seen of an endpoint's processes at one moment."""
+    """The observation of an endpoint that `plan_endpoint` decides from."""
 
     gateway_alive: bool = False
     routed: int | None = None
-    """The revision the route leads to."""
+    """The revision that the route leads to."""
 
     engines: tuple[ObservedEngine, ...] = ()
     canary: ObservedCanary | None = None
     windows: tuple[float, ...] = ()
-    """tau of the active revision's windows since it was activated, or since drift was last told; oldest first."""
+    """tau of the active revision's windows since its activation, or since the last drift report; oldest first."""
 
     drift_reported: bool = False
-    """Drift has been told of the active revision since it was activated."""
+    """Drift of the active revision has been reported since its activation."""
 
     def engine(self, revision: int | None) -> ObservedEngine | None:
         """The engine of a revision, dead or alive."""
-        return next((one for one in self.engines if one.revision == revision), None)
+        return next((engine for engine in self.engines if engine.revision == revision), None)
 
 
 @dataclass(frozen=True)
 class ServePolicy:
-    """The limits a promotion was made under (`ServeSpec`, and the job's `PromotionPolicy`)."""
+    """The limits that apply to a promotion (`ServeSpec`, and the job's `PromotionPolicy`)."""
 
     health_timeout_s: float = 60.0
     min_acceptance_ratio: float = 0.5
     canary: CanarySpec = field(default_factory=CanarySpec)
     drift: DriftSpec = field(default_factory=DriftSpec)
     counts_drafted: bool = False
-    """The engine counts rounds that drafted apart from plain ones. Ours does, SGLang does not."""
+    """The engine counts drafted rounds separately. Ours does, SGLang does not."""
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,14 @@ class StartEngine:
 
 @dataclass(frozen=True)
 class Route:
-    """Lead the stable URL to this revision's engine, all of it."""
+    """Route all requests of the stable URL to this revision's engine."""
 
     revision: int
 
 
 @dataclass(frozen=True)
 class ShareRoute:
-    """Give the candidate's engine a share of the requests; the serving one keeps the rest."""
+    """Route a share of the requests to the candidate's engine, and the rest to the serving one."""
 
     revision: int
     serving: int
@@ -113,39 +113,39 @@ class ShareRoute:
 
 @dataclass(frozen=True)
 class RetireEngine:
-    """Ask an engine to finish and end."""
+    """Make an engine finish its requests and exit."""
 
     revision: int
 
 
 @dataclass(frozen=True)
 class KillEngine:
-    """End an engine that did not go by itself."""
+    """Kill an engine that did not exit in time."""
 
     revision: int
 
 
 @dataclass(frozen=True)
 class DeleteEngine:
-    """Remove what a dead, unwanted engine left."""
+    """Delete the record of a dead engine that is not needed."""
 
     revision: int
 
 
 @dataclass(frozen=True)
 class CloseWindow:
-    """The acceptance window is full: keep what it showed and begin a new one."""
+    """The acceptance window is full: record its figures and begin a new one."""
 
     revision: int
     tau: float
     rounds: float
     proven: float | None
-    """None for a revision whose tau nobody proved, such as the bare target: nothing is kept of it."""
+    """None for a revision without a proven tau, such as the target without a drafter: its window is not recorded."""
 
 
 @dataclass(frozen=True)
 class Activate:
-    """Record that the candidate serves, and what its trial showed."""
+    """Record that the candidate serves, and the figures of its canary."""
 
     revision: int
     answered: int | None = None
@@ -154,7 +154,7 @@ class Activate:
 
 @dataclass(frozen=True)
 class Reject:
-    """Record that the candidate was given up; the active revision goes on."""
+    """Record that the candidate was rejected; the active revision continues to serve."""
 
     revision: int
     reason: str
@@ -163,7 +163,7 @@ class Reject:
 
 @dataclass(frozen=True)
 class RollBack:
-    """Record that the active revision was given up: the one before it becomes the candidate."""
+    """Record that the active revision was rolled back: the one before it becomes the candidate."""
 
     revision: int
     reason: str
@@ -172,7 +172,7 @@ class RollBack:
 
 @dataclass(frozen=True)
 class ReportDrift:
-    """Record that live acceptance stayed low, and offer or start a job that hints it."""
+    """Record that live acceptance stayed low, and offer or start a job that retrains the drafter."""
 
     revision: int
     taus: tuple[float, ...]
@@ -182,7 +182,7 @@ class ReportDrift:
 
 @dataclass(frozen=True)
 class ProposeNoDrafter:
-    """Propose the target without a drafter: the only drafter ever promoted here did not come up."""
+    """Propose the target without a drafter: the only revision ever proposed did not become healthy."""
 
 
 EndpointAction = (StartGateway | StopGateway | StartEngine | Route | ShareRoute | RetireEngine | KillEngine
@@ -191,7 +191,7 @@ EndpointAction = (StartGateway | StopGateway | StartEngine | Route | ShareRoute 
 
 @dataclass(frozen=True)
 class EndpointPlan:
-    """What to do, in order, and whether the endpoint serves."""
+    """Actions in order, and the condition Serving."""
 
     actions: tuple[EndpointAction, ...]
     serving: Literal["True", "False", "Unknown"]

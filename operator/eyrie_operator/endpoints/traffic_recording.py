@@ -1,8 +1,8 @@
-"""Recent chat requests of an endpoint, kept to retrain on when the traffic drifts. Off unless the user switches it on.
+"""Records recent chat requests of an endpoint for retraining after drift. Off by default.
 
-Privacy: what users wrote lies here in clear. It is kept only on request (`serve.record_prompts`), only the messages
-(no headers, keys or addresses), in one file readable by the operating user alone, bounded to the latest N requests: the
-file is cut back whenever it holds a quarter more. Recording off deletes it. Nothing is ever sent anywhere.
+Privacy: users' messages are stored in clear text. They are recorded only on request (`serve.record_prompts`), without
+headers, keys or addresses, in one file with mode 0600, bounded to the latest N requests: the file is truncated whenever
+it has a quarter more. Switching recording off deletes it. Nothing is sent anywhere.
 """
 
 import json
@@ -15,18 +15,18 @@ TRAFFIC_FILE = "traffic.jsonl"
 CHAT_PATH = "/v1/chat/completions"
 
 _MAX_ROW_BYTES = 256 * 1024
-"""A longer conversation is beyond what a drafter is trained on (`data.max_prompt_tokens`) and would fill the disk."""
+"""Longer conversations exceed what a drafter is trained on (`data.max_prompt_tokens`) and would fill the disk."""
 
 
-class Traffic:
+class TrafficRecorder:
     """A bounded file of `{"messages": [...]}` rows."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._rows: int | None = None
 
-    def keep(self, body: bytes, latest: int) -> None:
-        """Keep the messages of one chat request among the `latest`; with 0, keep and leave nothing."""
+    def record(self, body: bytes, latest: int) -> None:
+        """Record the messages of one chat request and keep the `latest` requests; 0 deletes the file."""
         if latest == 0:
             if self._rows != 0:
                 self._path.unlink(missing_ok=True)
@@ -48,13 +48,13 @@ class Traffic:
 
 
 def write_latest(source: Path, to: Path, latest: int) -> int:
-    """Write the last rows of a traffic file, atomically and for our eyes only; returns how many there are."""
+    """Write the last rows of a traffic file atomically, with mode 0600; returns their number."""
     with source.open("rb") as file:
         rows = deque(file, maxlen=latest)
-    aside = to.with_name(to.name + ".new")
-    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+    temporary = to.with_name(to.name + ".new")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.writelines(rows)
-    aside.replace(to)
+    temporary.replace(to)
     return len(rows)
 
 

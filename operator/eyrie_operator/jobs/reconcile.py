@@ -1,17 +1,17 @@
-"""The heart: what a job asks and what is seen of it, in; what to do and what to tell, out. Pure.
+"""The reconciler of jobs: from a spec and an observation to actions and a status. Pure.
 
-`reconcile` is called again and again, by a ticker, by an event, after a crash. It remembers nothing: everything it
-knows is in `ObservedJob`, and every action it returns may be applied twice without harm, or not at all, in which case
-the next look at the world asks for it again. So the control plane may die at any moment.
+`reconcile` is called by a ticker, by events and after a crash. It keeps no state: its input is `ObservedJob`, and every
+action it returns is idempotent. An action that was not applied is returned again by the next call, so the control plane
+may be killed at any moment.
 
-    nothing seen          -> StartRun, when a place is free
-    a run that lives      -> wait; report its stages
-    a run that vanished   -> StartRun again: stages go on from their manifests and checkpoints
-    a run that failed     -> Failed, with the stage's own reason, message and hint
-    a run that succeeded  -> Decide once -> Promote once -> wait until it serves -> Succeeded
-    cancel or delete      -> StopRun until nothing lives, then Cancelled (retention removes rows and files after that)
+    no run                -> StartRun, when there is capacity
+    a run is alive        -> wait; report its stages
+    a run is gone         -> StartRun again: stages resume from their manifests and checkpoints
+    a run failed          -> Failed, with the stage's own reason, message and hint
+    a run succeeded       -> Decide once -> Promote once -> wait until it serves -> Succeeded
+    cancel or delete      -> StopRun until nothing is alive, then Cancelled (retention removes rows and files later)
 
-Which world the actions touch (rows and processes, or a cluster's resources) is none of this module's business.
+The actions are independent of the runtime (local processes, or a cluster's resources).
 """
 
 from dataclasses import dataclass, field
@@ -25,22 +25,22 @@ from eyrie_api.v1alpha1.records import Failure, ProgressRecord
 from eyrie_api.v1alpha1.reports import LeaderboardEntry, PromotionDecision
 from eyrie_api.v1alpha1.stages import STAGES, Manifest, StageName
 from eyrie_api.v1alpha1.status import ConditionType, JobStatus, Progress, StageState, StageStatus
-from eyrie_operator.conditions import Conditions, forget, is_over, observe, phase_of
+from eyrie_operator.conditions import Conditions, is_over, observe, phase_of, remove
 from eyrie_pipelines.runner import ObservedRun, RunFailed
 from eyrie_workers.catalog import CATALOG
 
 MAX_STARTS = 5
-"""A leader that dies this often within one attempt will die again; a person should look."""
+"""A run whose leader died this often in one attempt fails: it would most likely die again."""
 
 
 @dataclass(frozen=True)
 class ObservedStage:
-    """What a stage's directory shows."""
+    """One stage, or one member of it, as its directory shows it."""
 
     stage: StageName
     key: str = ""
     started_at: datetime | None = None
-    """None: the stage has not been started yet, but it is known that it will be."""
+    """None: not started yet."""
 
     manifest: Manifest | None = None
     failure: Failure | None = None
@@ -49,7 +49,7 @@ class ObservedStage:
 
 @dataclass(frozen=True)
 class ObservedServing:
-    """What has become of this job's drafter at its endpoint."""
+    """The state of this job's drafter at its endpoint."""
 
     state: Literal["absent", "deploying", "serving", "rolled-back"] = "absent"
     reason: str = ""
@@ -59,13 +59,13 @@ class ObservedServing:
 
 @dataclass(frozen=True)
 class ObservedJob:
-    """Everything known of a job at one moment."""
+    """The observation of a job that `reconcile` decides from."""
 
     attempt: int
     previous: JobStatus
     cancel_requested: bool = False
     delete_requested: bool = False
-    place_free: bool = True
+    has_capacity: bool = True
     """Whether another run may start on this machine or cluster."""
 
     run: ObservedRun = field(default_factory=ObservedRun)
@@ -86,7 +86,7 @@ class StartRun:
 
 @dataclass(frozen=True)
 class StopRun:
-    """End the run with everything it started."""
+    """Stop the run with everything it started."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Promote:
 
 @dataclass(frozen=True)
 class WriteReport:
-    """Write the job's report beside its stages."""
+    """Write the job's report into its directory."""
 
 
 Action = StartRun | StopRun | Decide | Promote | WriteReport
@@ -111,20 +111,20 @@ Action = StartRun | StopRun | Decide | Promote | WriteReport
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do, in order, and what to tell."""
+    """Actions in order, and the status to store."""
 
     actions: tuple[Action, ...]
     status: JobStatus
 
 
 def reconcile(spec: JobSpec, seen: ObservedJob, now: datetime) -> Plan:
-    """Decide what a job needs next. Pure; see the module's essay for the cases."""
+    """The next actions and the status of a job; the module docstring lists the cases."""
     conditions = seen.previous.conditions
     if seen.previous.attempt != seen.attempt:
-        conditions = forget(conditions, *_OF_ONE_ATTEMPT)
+        conditions = remove(conditions, *_OF_ONE_ATTEMPT)
     conditions = observe(conditions, "Accepted", "True", "JobAccepted", "the spec is valid", now)
     if is_over(conditions):
-        # A run of a job that is over is a leftover of a race (cancelled while it started): end it.
+        # Race: the job was cancelled while its run started, so the run outlived the cancellation. Stop it.
         return _plan(seen, conditions, now, *((StopRun(),) if seen.run.alive else ()))
     if seen.cancel_requested or seen.delete_requested:
         return _cancel(seen, conditions, now)
@@ -139,7 +139,7 @@ def _cancel(seen: ObservedJob, conditions: Conditions, now: datetime) -> Plan:
     if seen.run.alive:
         return _plan(seen, conditions, now, StopRun())
     conditions = observe(conditions, "Succeeded", "False", "Cancelled", "cancelled on request", now)
-    conditions = observe(conditions, "Cancelled", "True", "Requested", "cancelled; nothing of it runs any more", now)
+    conditions = observe(conditions, "Cancelled", "True", "Requested", "cancelled; no process of it is running", now)
     return _plan(seen, conditions, now)
 
 
@@ -147,30 +147,31 @@ def _drive(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: dateti
     run = seen.run
     if run.state == "running" and run.attempt == seen.attempt:
         return _plan(seen, conditions, now)
-    if run.alive:  # an earlier attempt's processes: end them before anything new begins
+    if run.alive:  # processes of an earlier attempt: stop them before a new run starts
         return _plan(seen, conditions, now, StopRun())
     if run.attempt != seen.attempt or run.state in ("none", "gone"):
         return _start(seen, conditions, now)
     if run.state == "failed":
-        failed = run.failure or RunFailed(None, "", "PipelineFailed", "the run failed without naming a stage",
+        failed = run.failure or RunFailed(None, "", "PipelineFailed", "the run failed, and no stage reported a failure",
                                           "read the pipeline's log, then retry the job")
         return _plan(seen, _failed(conditions, failed, now), now, WriteReport())
-    return _settle(spec, seen, conditions, now)
+    return _finish(spec, seen, conditions, now)
 
 
 def _start(seen: ObservedJob, conditions: Conditions, now: datetime) -> Plan:
     if seen.run.attempt == seen.attempt and seen.run.starts >= MAX_STARTS:
-        failed = RunFailed(None, "", "RunKeepsDying", f"the run was started {seen.run.starts} times and died each time",
-                           "look for the out-of-memory killer in the system log, then retry the job")
+        failed = RunFailed(None, "", "RunKeepsDying",
+                           f"the run was started {seen.run.starts} times and its process died each time",
+                           "check the system log for the out-of-memory killer, then retry the job")
         return _plan(seen, _failed(conditions, failed, now), now)
-    if not seen.place_free:
+    if not seen.has_capacity:
         waiting = observe(conditions, "Accepted", "True", "Queued", "waiting for a running job to end", now)
         return _plan(seen, waiting, now)
     return _plan(seen, conditions, now, StartRun(seen.attempt))
 
 
-def _settle(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: datetime) -> Plan:
-    """The pipeline is through: decide, promote, wait until it serves, end."""
+def _finish(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: datetime) -> Plan:
+    """The pipeline has succeeded: decide, promote, wait until the endpoint serves, finish."""
     decision = seen.decision
     if decision is None:
         return _plan(seen, conditions, now, Decide())
@@ -178,7 +179,7 @@ def _settle(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: datet
               "awaits-approval": "AwaitsApproval"}[decision.verdict]
     conditions = observe(conditions, "Promoted", "True" if decision.promote else "False", reason,
                          in_short(decision), now)
-    # Not fast enough and nothing serves yet: the target alone is served, so that the user's URL exists all the same.
+    # No drafter is fast enough: serve the target without one, so that the endpoint's URL exists.
     bare = decision.verdict == "no-drafter" and spec.promotion.mode == "auto"
     if spec.serve.enabled and (decision.promote or bare):
         serving = seen.serving
@@ -190,8 +191,8 @@ def _settle(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: datet
         if serving.state == "rolled-back":
             why = serving.reason or "RolledBack"
             conditions = observe(conditions, "Serving", "False", why, serving.message, now)
-            failed = RunFailed(None, "", why, serving.message, "the drafter is measured and kept: read the engine's "
-                               "log, then promote it again with `eyrie endpoints`")
+            failed = RunFailed(None, "", why, serving.message, "the drafter and its measurements are kept: read the "
+                               "engine's log, then promote it again with `eyrie endpoints`")
             return _plan(seen, _failed(conditions, failed, now), now, WriteReport())
         conditions = observe(conditions, "Serving", "True", "Healthy", serving.message, now)
     conditions = observe(conditions, "Succeeded", "True", "Completed", in_short(decision), now)
@@ -199,7 +200,7 @@ def _settle(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: datet
 
 
 def plan_failure(seen: ObservedJob, error: EyrieError, now: datetime) -> Plan:
-    """The plan for a job whose next action is impossible: it fails, with the error's reason, message and hint."""
+    """The plan for a job whose next action raised: it fails with the error's reason, message and hint."""
     failed = RunFailed(None, "", error.reason, error.message, error.hint)
     return _plan(seen, _failed(seen.previous.conditions, failed, now), now, WriteReport())
 
@@ -221,17 +222,17 @@ def _condition_of(stage: StageName) -> ConditionType:
 
 
 def _observe_stages(seen: ObservedJob, conditions: Conditions, now: datetime) -> Conditions:
-    """One condition per stage: True when every member known of it has a manifest and no more can appear."""
+    """One condition per stage: True when every member has a manifest and no further member can appear."""
     complete = True
     for stage in STAGES:
-        members = [one for one in seen.stages if one.stage == stage]
-        done = [one for one in members if one.manifest is not None]
-        # A later stage's members are known only when the stage before is through, hence `complete` carries over.
+        members = [member for member in seen.stages if member.stage == stage]
+        done = [member for member in members if member.manifest is not None]
+        # The members of a stage are known only when the stage before it is complete, hence `complete` carries over.
         complete = complete and bool(members) and len(done) == len(members)
         kind = _condition_of(stage)
         if complete:
             conditions = observe(conditions, kind, "True", "Finished", f"{len(done)} of {len(members)} done", now)
-        elif any(one.started_at is not None for one in members):
+        elif any(member.started_at is not None for member in members):
             conditions = observe(conditions, kind, "Unknown", "Running", f"{len(done)} of {len(members)} done", now)
     return conditions
 
@@ -253,14 +254,14 @@ def _plan(seen: ObservedJob, conditions: Conditions, now: datetime, *actions: Ac
 
 
 def _stage_status(one: ObservedStage, seen: ObservedJob, over: bool) -> StageStatus:
-    before = next((told for told in seen.previous.stages if (told.stage, told.key) == (one.stage, one.key)), None)
+    before = next((each for each in seen.previous.stages if (each.stage, each.key) == (one.stage, one.key)), None)
     if before is not None and before.state == "Succeeded" and one.manifest is not None:
-        return before  # it belongs to the attempt that finished it
+        return before  # keeps the number of the attempt that finished it
     state: StageState
     if one.manifest is not None:
         state = "Succeeded"
     elif seen.run.state == "running" and one.started_at is not None:
-        state = "Running"  # a failure lying there belongs to an attempt that is being repeated
+        state = "Running"  # a failure record in its directory is of an earlier start
     elif one.failure is not None:
         state = "Failed"
     elif seen.cancel_requested or seen.delete_requested:

@@ -1,10 +1,9 @@
-"""The whole job on one page: what each stage took, what every checkpoint did, what was promoted and why. Pure.
+"""The report of a job: time by stage, figures of every checkpoint, what was promoted and why. Pure.
 
-The answer is plain JSON, meant for people and scripts: times in seconds, temperatures as keys written as short as they
-go (`"0"`, `"1"`), speed-ups against the same engine without a drafter, `identical` the number of prompts (or, for what
-was promoted, whether all of them) whose tokens equal the undrafted engine's. Parts that a job did not reach are empty
-or null: a failed job has a report too.
-"""
+The report is plain JSON: times in seconds, temperatures as keys in their shortest form (`"0"`, `"1"`), speed-ups
+against the same engine without a drafter, `identical` the number of prompts (or, for what was promoted, whether all of
+them) whose tokens equal the undrafted engine's. Parts that a job did not reach are empty or null: a failed job has a
+report as well. """
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -20,9 +19,10 @@ from eyrie_api.v1alpha1.status import Condition, Endpoint
 from eyrie_operator.conditions import find
 
 
-def build(job_id: str, manifests: Sequence[Manifest], conditions: Sequence[Condition], total_s: float,
-          decision: PromotionDecision | None, endpoint: Endpoint | None) -> dict[str, JsonValue]:
-    """The report of a job from its stages' manifests and what followed. `total_s` counts from submission."""
+def build_report(job_id: str, manifests: Sequence[Manifest], conditions: Sequence[Condition], total_s: float,
+                 decision: PromotionDecision | None, endpoint: Endpoint | None) -> dict[str, JsonValue]:
+    """The report of a job from its stages' manifests, conditions, decision and endpoint. `total_s` counts from
+    submission."""
     benchmarks = [one.report for one in manifests if isinstance(one.report, BenchmarkReport)]
     tuned = next((one.report for one in manifests if isinstance(one.report, TuneReport)), None)
     proof = next((one.report for one in manifests if isinstance(one.report, ProveReport)), None)
@@ -43,8 +43,8 @@ def build(job_id: str, manifests: Sequence[Manifest], conditions: Sequence[Condi
     }
 
 
-def results(final: BenchmarkReport, proof: ProveReport) -> dict[str, JsonValue]:
-    """What was measured of a promoted drafter, for its card (`eyrie_workers.drafters.checkpoint.card --results`)."""
+def results_for_card(final: BenchmarkReport, proof: ProveReport) -> dict[str, JsonValue]:
+    """The measurements of a promoted drafter, for its card (`eyrie_workers.drafters.checkpoint.card --results`)."""
     environment = final.environment.model_dump(mode="json")
     return {"benchmark": {**_checkpoint(final), "environment": environment},
             "proof": {**_proof(proof), "environment": proof.environment.model_dump(mode="json")}}

@@ -103,9 +103,9 @@ def _rules(endpoint: Endpoint, deployment: EndpointDeployment, told: Monitoring,
         _rule("EyrieRequestsFailing", f"sum(rate({failed}[{_WINDOW}])) / sum(rate({answered}[{_WINDOW}])) > "
               f"{told.max_error_ratio:g}", "5m", "critical", endpoint,
               f"More than {told.max_error_ratio:.0%} of the requests fail"),
-        _rule("EyrieRequestsWaiting", f"max by ({by}) ({series.queued}{{{ours}}}) > {told.max_queued:g}", "10m",
+        _rule("EyrieRequestsQueued", f"max by ({by}) ({series.queued}{{{ours}}}) > {told.max_queued:g}", "10m",
               "warning", endpoint, f"A replica keeps more than {told.max_queued:g} requests waiting"),
-        _rule("EyrieNothingServes", f"absent(up{{{ours}}} == 1)", "5m", "critical", endpoint,
+        _rule("EyrieNoEngineUp", f"absent(up{{{ours}}} == 1)", "5m", "critical", endpoint,
               "No engine answers its metrics"),
     ]
     rendered = described("monitoring.coreos.com/v1", "PrometheusRule", object_name(endpoint.name), endpoint, deployment)

@@ -36,8 +36,8 @@ def observe_endpoint(endpoint: str, objects: Iterable[_Object], *, replicas: int
     """
     listed = list(objects)
     stands = current_state(endpoint, listed)
-    canary = None if stands.trial is None else ObservedCanary(
-        stands.trial.revision, stands.trial.share, stands.trial.since, answered=answers[0], errors=answers[1])
+    canary = None if stands.canary is None else ObservedCanary(
+        stands.canary.revision, stands.canary.share, stands.canary.since, answered=answers[0], errors=answers[1])
     return ObservedEndpoint(
         gateway_alive=stands.open, routed=stands.serving, canary=canary,
         engines=observe_engines(endpoint, listed, serving=stands.serving, replicas=replicas))

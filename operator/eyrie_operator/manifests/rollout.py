@@ -72,7 +72,7 @@ class RolloutState:
     serving: int | None = None
     """The revision the stable Service leads to."""
 
-    trial: CanaryShare | None = None
+    canary: CanaryShare | None = None
 
 
 @dataclass(frozen=True)
@@ -100,20 +100,20 @@ def apply_plan(before: RolloutState, plan: EndpointPlan, now: datetime) -> Rollo
             case StartGateway():
                 wanted = replace(wanted, open=True)
             case StopGateway():
-                wanted = replace(wanted, open=False, serving=None, trial=None)
+                wanted = replace(wanted, open=False, serving=None, canary=None)
             case StartEngine(revision=revision):
                 wanted = replace(wanted, engines=tuple(sorted({*wanted.engines, revision})))
             case Route(revision=revision):
-                wanted = replace(wanted, serving=revision, trial=None)
+                wanted = replace(wanted, serving=revision, canary=None)
             case ShareRoute(revision=revision, serving=serving, share=share):
-                wanted = replace(wanted, serving=serving, trial=CanaryShare(revision, share, now))
+                wanted = replace(wanted, serving=serving, canary=CanaryShare(revision, share, now))
             case RetireEngine(revision=revision) | KillEngine(revision=revision) | DeleteEngine(revision=revision):
                 wanted = replace(wanted, engines=tuple(one for one in wanted.engines if one != revision))
             case _:
                 pass  # a record, not an object
-    # Nobody is led to an engine that is gone.
-    return replace(wanted, serving=wanted.serving if wanted.serving in wanted.engines else None,
-                   trial=wanted.trial if wanted.trial is not None and wanted.trial.revision in wanted.engines else None)
+    # A revision without a workload gets no requests.
+    canary = wanted.canary if wanted.canary is not None and wanted.canary.revision in wanted.engines else None
+    return replace(wanted, serving=wanted.serving if wanted.serving in wanted.engines else None, canary=canary)
 
 
 def policy_on_cluster(policy: ServePolicy, deployment: EndpointDeployment) -> ServePolicy:
@@ -142,7 +142,7 @@ def current_state(endpoint: str, objects: Iterable[Mapping[str, Any]]) -> Rollou
     if entry is None:
         return wanted
     led_to = entry["spec"]["selector"][REVISION_LABEL]
-    return replace(wanted, open=True, serving=None if led_to == NO_REVISION else int(led_to), trial=_trial(entry))
+    return replace(wanted, open=True, serving=None if led_to == NO_REVISION else int(led_to), canary=_canary(entry))
 
 
 def obsolete_objects(endpoint: str, objects: Iterable[Mapping[str, Any]],
@@ -158,7 +158,7 @@ def obsolete_objects(endpoint: str, objects: Iterable[Mapping[str, Any]],
                  and (one["kind"], one["metadata"]["name"]) not in kept)
 
 
-def _trial(entry: Mapping[str, Any]) -> CanaryShare | None:
+def _canary(entry: Mapping[str, Any]) -> CanaryShare | None:
     notes = entry["metadata"].get("annotations", {})
     if CANARY_REVISION not in notes:
         return None

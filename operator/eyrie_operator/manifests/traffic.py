@@ -25,10 +25,10 @@ def render_traffic(endpoint: Endpoint, deployment: EndpointDeployment, wanted: R
     entry = described("v1", "Service", name, endpoint, deployment, role=ENTRY)
     serving = NO_REVISION if wanted.serving is None else str(wanted.serving)
     entry["spec"] = service_spec(selector(endpoint.name) | {REVISION_LABEL: serving})
-    if wanted.trial is not None:
+    if wanted.canary is not None:
         entry["metadata"]["annotations"] = {
-            CANARY_REVISION: str(wanted.trial.revision), CANARY_SHARE: repr(wanted.trial.share),
-            CANARY_SINCE: wanted.trial.since.isoformat()}
+            CANARY_REVISION: str(wanted.canary.revision), CANARY_SHARE: repr(wanted.canary.share),
+            CANARY_SINCE: wanted.canary.since.isoformat()}
     api, gateway = deployment.route_api, deployment.gateway
     if api is None or gateway is None:
         return [entry]
@@ -46,11 +46,11 @@ def weights(wanted: RolloutState) -> dict[int, int]:
     """Hundredths of the requests by revision; they sum to 100, or nobody serves."""
     if wanted.serving is None:
         return {}
-    trial = wanted.trial
-    if trial is None or trial.revision == wanted.serving:
+    canary = wanted.canary
+    if canary is None or canary.revision == wanted.serving:
         return {wanted.serving: 100}
-    share = min(99, max(1, round(100 * trial.share)))
-    return {wanted.serving: 100 - share, trial.revision: share}
+    share = min(99, max(1, round(100 * canary.share)))
+    return {wanted.serving: 100 - share, canary.revision: share}
 
 
 def _route_spec(endpoint: str, gateway: GatewayRef, wanted: RolloutState) -> Manifest:

@@ -59,8 +59,9 @@ class World:
         self.jobs = Jobs(self.database)
         self.owner: Owner | None = None
 
-    def tender(self, check: Callable[[], None] | None = None, owner_of: OwnerOf | None = None) -> EndpointReconciler:
-        """An operator that starts anew, remembering nothing."""
+    def reconciler(self, check: Callable[[], None] | None = None,
+                   owner_of: OwnerOf | None = None) -> EndpointReconciler:
+        """A restarted operator, without state."""
         profile = read_profile(self.settings.cluster_profile or Path())
         assert profile.serving is not None
         return EndpointReconciler(self.settings, profile, profile.serving, self.database, Cluster(check),
@@ -81,12 +82,12 @@ class World:
     def serve_bare(self) -> EndpointReconciler:
         """The endpoint chat, with the target alone."""
         self.create()
-        tender = self.tender()
-        settle(tender)
+        reconciler = self.reconciler()
+        settle(reconciler)
         self.server.run("eyrie-chat-r1")
-        settle(tender)
+        settle(reconciler)
         assert self.chat.active_revision == 1
-        return tender
+        return reconciler
 
     @property
     def chat(self) -> Endpoint:
@@ -104,11 +105,11 @@ class World:
         return selector[REVISION_LABEL]
 
 
-def settle(tender: EndpointReconciler, name: str = "chat") -> None:
+def settle(reconciler: EndpointReconciler, name: str = "chat") -> None:
     """Look until there is nothing to do at once."""
     for _ in range(10):
-        tender.sweep()
-        if tender.tend(name) != 0.0:
+        reconciler.sweep()
+        if reconciler.reconcile(name) != 0.0:
             return
     raise AssertionError("it never rests")
 
@@ -129,30 +130,30 @@ def world(tmp_path: Path, server: ApiServer) -> Iterator[World]:
 
 def test_a_row_becomes_an_engine_and_is_activated_when_it_answers(world: World) -> None:
     world.create(replicas=2)
-    tender = world.tender()
-    settle(tender)
+    reconciler = world.reconciler()
+    settle(reconciler)
     assert set(world.server.of("Deployment")) == {"eyrie-chat-r1"}
     assert world.server.of("Deployment")["eyrie-chat-r1"]["spec"]["replicas"] == 2
     assert world.led_to == "none"
     assert world.told("Serving").status == "Unknown"
     world.server.run("eyrie-chat-r1", available=1)
-    settle(tender)
+    settle(reconciler)
     assert world.chat.active_revision is None
     world.server.run("eyrie-chat-r1", available=2)
-    settle(tender)
+    settle(reconciler)
     assert world.chat.active_revision == 1
     assert world.chat.url == "http://eyrie-chat.serving.svc/v1"
     assert world.told("Serving").reason == "Healthy"
 
 
 def test_a_new_revision_takes_over_by_the_service_and_then_the_old_one_goes(world: World) -> None:
-    tender = world.serve_bare()
+    reconciler = world.serve_bare()
     number = world.propose()
-    settle(tender)
+    settle(reconciler)
     assert set(world.server.of("Deployment")) == {"eyrie-chat-r1", "eyrie-chat-r2"}
     assert world.led_to == "1"
     world.server.run("eyrie-chat-r2")
-    settle(tender)
+    settle(reconciler)
     assert world.led_to == str(number) == "2"
     assert world.chat.active_revision == 2
     assert set(world.server.of("Deployment")) == {"eyrie-chat-r2"}
@@ -162,53 +163,53 @@ def test_a_new_revision_takes_over_by_the_service_and_then_the_old_one_goes(worl
 
 def test_replicas_are_told_and_one_that_is_missing_ends_nothing(world: World) -> None:
     world.create(replicas=3)
-    tender = world.tender()
-    settle(tender)
+    reconciler = world.reconciler()
+    settle(reconciler)
     world.server.run("eyrie-chat-r1", available=3)
-    settle(tender)
-    assert world.told("Serving").message.endswith("3 of 3 replicas answer")
+    settle(reconciler)
+    assert world.told("Serving").message.endswith("3 of 3 replicas are available")
     world.server.run("eyrie-chat-r1", available=1)
-    settle(tender)
+    settle(reconciler)
     assert world.told("Serving").status == "True"
-    assert world.told("Serving").message.endswith("1 of 3 replicas answer")
+    assert world.told("Serving").message.endswith("1 of 3 replicas are available")
 
 
 def test_the_bare_target_waits_for_whoever_mends_what_keeps_it_from_being_served(world: World) -> None:
     world.create(engine="sglang", hardware_profile="abacus")
-    tender = world.tender()
-    settle(tender)
+    reconciler = world.reconciler()
+    settle(reconciler)
     assert (world.told("Serving").status, world.told("Serving").reason) == ("False", "Unlaunchable")
     assert world.chat.candidate_revision == 1
     world.create(engine="sglang", hardware_profile="cpu")
     world.server.refused.add(("Deployment", "eyrie-chat-r1"))
-    settle(tender)
+    settle(reconciler)
     assert world.told("Serving").reason == "ClusterRejected"
     world.server.refused.clear()
-    settle(tender)
+    settle(reconciler)
     world.server.run("eyrie-chat-r1")
-    settle(tender)
+    settle(reconciler)
     assert world.told("Serving").reason == "Healthy"
 
 
 def test_what_is_asked_for_and_cannot_be_had_here_is_told_and_stops_nothing(world: World) -> None:
     world.create(record_prompts=10)
-    settle(world.tender())
-    assert (world.told("Complete").status, world.told("Complete").reason) == ("False", "ClusterLacks")
+    settle(world.reconciler())
+    assert (world.told("Complete").status, world.told("Complete").reason) == ("False", "FeatureUnavailable")
     assert "record_prompts" in world.told("Complete").message
     assert set(world.server.of("Deployment")) == {"eyrie-chat-r1"}
 
 
 def test_an_engine_that_keeps_dying_never_takes_over(world: World) -> None:
-    tender = world.serve_bare()
+    reconciler = world.serve_bare()
     world.propose()
-    settle(tender)
+    settle(reconciler)
     pod = {"apiVersion": "v1", "kind": "Pod", **world.server.of("Deployment")["eyrie-chat-r2"]["spec"]["template"]}
     pod["metadata"] = {**pod["metadata"], "name": "r2-pod", "namespace": "serving"}
     world.server.put("/api/v1/namespaces/serving/pods/r2-pod", pod)
     world.server.set_status("Pod", "r2-pod", {"containerStatuses": [{
         "name": "engine", "restartCount": 3, "state": {"waiting": {"reason": "CrashLoopBackOff"}},
         "lastState": {"terminated": {"exitCode": 65, "message": "no such tensor"}}}]})
-    settle(tender)
+    settle(reconciler)
     assert world.led_to == "1"
     assert set(world.server.of("Deployment")) == {"eyrie-chat-r1"}
     assert (world.told("RolledBack").status, world.told("RolledBack").reason) == ("True", "EngineDied")
@@ -218,27 +219,27 @@ def test_an_engine_that_keeps_dying_never_takes_over(world: World) -> None:
 
 def test_endpoints_at_rest_cost_no_writes_and_a_list_per_kind_for_all_of_them(world: World) -> None:
     names = [f"e{number}" for number in range(8)]
-    tender = world.tender()
+    reconciler = world.reconciler()
     for name in names:
         world.create(name)
-        settle(tender, name)
+        settle(reconciler, name)
         world.server.run(f"eyrie-{name}-r1")
-        settle(tender, name)
-    fresh = world.tender()  # another operator, which has written none of it
+        settle(reconciler, name)
+    fresh = world.reconciler()  # another operator, which has written none of it
     changed = fresh.sweep()
     assert set(changed) == set(names)
     before = [one.updated_at for one in world.endpoints.list().items]
     world.server.requests.clear()
     assert fresh.sweep() == ()
     listed = world.server.requests["GET"]
-    assert all((fresh.tend(name) or 0.0) > 0.0 for name in names)
+    assert all((fresh.reconcile(name) or 0.0) > 0.0 for name in names)
     assert world.server.num_writes() == 0
     assert world.server.requests["GET"] == listed <= 6
     assert [one.updated_at for one in world.endpoints.list().items] == before
 
 
 def test_killed_at_any_write_another_operator_finishes_and_users_are_always_led_to_an_engine(world: World) -> None:
-    tender = world.serve_bare()
+    reconciler = world.serve_bare()
     deaths = 0
 
     def dying(at: int) -> Callable[[], None]:
@@ -254,18 +255,18 @@ def test_killed_at_any_write_another_operator_finishes_and_users_are_always_led_
         world.endpoints.propose("chat", job_id=None, checkpoint=f"c{revision}", tree=CHAIN, reason="better",
                                 drafter_dir=f"{HOME}/jobs/j1/stages/train/a/checkpoints/c{revision}")
         for at in itertools.count(1):
-            one = world.tender(dying(at))
+            one = world.reconciler(dying(at))
             try:
                 for _ in range(10):
                     settle(one)
                     if f"eyrie-chat-r{revision}" in world.server.of("Deployment"):
                         world.server.run(f"eyrie-chat-r{revision}")
-                    if world.chat.active_revision == revision and one.tend("chat") != 0.0:
+                    if world.chat.active_revision == revision and one.reconcile("chat") != 0.0:
                         break
                 break
             except Killed:
                 deaths += 1
-    settle(tender)
+    settle(reconciler)
     assert deaths >= 6
     assert world.chat.active_revision == 3
     assert set(world.server.of("Deployment")) == {"eyrie-chat-r3"}
@@ -282,10 +283,10 @@ def test_an_operator_that_begins_looks_before_it_writes(world: World) -> None:
         owners.append(now)
         return now
 
-    fresh = world.tender(owner_of=nothing_heard)
+    fresh = world.reconciler(owner_of=nothing_heard)
     written = world.server.num_writes()
     fresh.discover()
-    fresh.tend("chat")
+    fresh.reconcile("chat")
     assert owners == [world.owner]
     assert world.server.num_writes() == written
 
@@ -297,30 +298,30 @@ def test_who_does_not_lead_writes_neither_objects_nor_rows(world: World) -> None
     world.create()
     before = world.chat
     with pytest.raises(NotLeader):
-        settle(world.tender(deposed))
+        settle(world.reconciler(deposed))
     assert world.server.objects == {}
-    world.tender().tend("chat")
+    world.reconciler().reconcile("chat")
     world.server.run("eyrie-chat-r1")
     told = world.chat
-    stale = world.tender(deposed)
+    stale = world.reconciler(deposed)
     with pytest.raises(NotLeader):
         settle(stale)
     assert world.chat == told != before
 
 
 def test_what_somebody_changed_by_hand_is_put_right(world: World) -> None:
-    tender = world.serve_bare()
+    reconciler = world.serve_bare()
     path = f"{SPACES}/eyrie-chat-r1"
     found = world.server.objects[path]
     world.server.put(path, {**found, "spec": {**found["spec"], "replicas": 7}})
-    assert tender.sweep() == ("chat",)
-    settle(tender)
+    assert reconciler.sweep() == ("chat",)
+    settle(reconciler)
     assert world.server.objects[path]["spec"]["replicas"] == 1
     world.server.run("eyrie-chat-r1")  # its controller has seen the change
     entry = world.server.objects[ENTRY]
     selector = {**entry["spec"]["selector"], REVISION_LABEL: "9"}
     world.server.put(ENTRY, {**entry, "spec": {**entry["spec"], "selector": selector}})
-    settle(tender)
+    settle(reconciler)
     assert world.led_to == "1"
 
 
@@ -329,42 +330,42 @@ def test_an_object_of_the_same_name_that_is_somebodys_is_not_taken_over(world: W
               "spec": {"selector": {"app": "theirs"}}}
     world.server.put(ENTRY, theirs)
     world.create()
-    settle(world.tender())
+    settle(world.reconciler())
     assert world.server.objects[ENTRY]["spec"] == theirs["spec"]
     assert world.told("Serving").reason == "Undeployable"
     assert "Service eyrie-chat" in world.told("Serving").message
 
 
 def test_a_candidate_the_server_refuses_is_rejected_and_what_served_goes_on(world: World) -> None:
-    tender = world.serve_bare()
+    reconciler = world.serve_bare()
     world.server.refused.add(("Deployment", "eyrie-chat-r2"))
     world.propose()
-    settle(tender)
+    settle(reconciler)
     assert world.chat.candidate_revision is None
     assert world.told("RolledBack").reason == "ClusterRejected"
     assert "admission webhook says no" in world.told("RolledBack").message
     assert world.told("Serving").status == "True"
-    settle(tender)
+    settle(reconciler)
     assert set(world.server.of("Service")) == {"eyrie-chat", "eyrie-chat-r1-http"}
 
 
 def test_a_drafter_nothing_is_known_of_is_rejected_before_anything_is_started(world: World) -> None:
     world.endpoints.create("chat", TargetSpec(model="quickstart"), ServeSpec(engine="sglang"), "q")
-    tender = world.tender()
-    settle(tender)
+    reconciler = world.reconciler()
+    settle(reconciler)
     world.server.run("eyrie-chat-r1")
-    settle(tender)
+    settle(reconciler)
     world.propose()
-    settle(tender)
+    settle(reconciler)
     assert set(world.server.of("Deployment")) == {"eyrie-chat-r1"}
     assert world.told("RolledBack").reason == "Undeployable"
     assert "config.json cannot be read" in world.told("RolledBack").message
 
 
 def test_what_stands_is_left_as_it_is_when_the_endpoint_asks_for_what_cannot_be(world: World) -> None:
-    tender = world.serve_bare()
+    reconciler = world.serve_bare()
     world.create(engine="sglang", hardware_profile="abacus")
-    settle(tender)
+    settle(reconciler)
     assert world.told("Serving").status == "True"
     assert world.told("Serving").reason == "Unlaunchable"
     assert "abacus" in world.told("Serving").message
@@ -372,33 +373,33 @@ def test_what_stands_is_left_as_it_is_when_the_endpoint_asks_for_what_cannot_be(
 
 
 def test_switched_off_everything_goes_and_on_again_it_comes_back(world: World) -> None:
-    tender = world.serve_bare()
+    reconciler = world.serve_bare()
     world.endpoints.set_desired("chat", "off")
-    settle(tender)
+    settle(reconciler)
     assert world.server.objects == {}
     assert world.told("Serving").reason == "Off"
-    tender.sweep()
-    assert not tender.standing.stands("chat")
+    reconciler.sweep()
+    assert not reconciler.cache.has_objects("chat")
     world.endpoints.set_desired("chat", "on")
-    settle(tender)
+    settle(reconciler)
     world.server.run("eyrie-chat-r1")
-    settle(tender)
+    settle(reconciler)
     assert world.told("Serving").reason == "Healthy"
 
 
 def test_objects_belong_to_the_draft_endpoint_while_it_is_to_take_them_along(world: World) -> None:
     world.owner = Owner(uid="u-7", name="chat")
-    tender = world.serve_bare()
-    assert tender.standing.owned_by("chat", "u-7")
+    reconciler = world.serve_bare()
+    assert reconciler.cache.owned_by("chat", "u-7")
     world.owner = None
-    settle(tender)
-    tender.sweep()
-    assert not tender.standing.owned_by("chat", "u-7")
-    assert tender.standing.stands("chat")
+    settle(reconciler)
+    reconciler.sweep()
+    assert not reconciler.cache.owned_by("chat", "u-7")
+    assert reconciler.cache.has_objects("chat")
 
 
 def test_objects_of_an_unknown_endpoint_are_left_alone(world: World) -> None:
-    tender = world.serve_bare()
+    reconciler = world.serve_bare()
     other = Database(f"sqlite:///{world.settings.home}/other.db")
     upgrade(other)
     profile = read_profile(world.settings.cluster_profile or Path())
@@ -406,10 +407,10 @@ def test_objects_of_an_unknown_endpoint_are_left_alone(world: World) -> None:
     stranger = EndpointReconciler(world.settings, profile, profile.serving, other, Cluster(), lambda *_: None)
     count = len(world.server.objects)
     stranger.sweep()
-    assert stranger.tend("chat") is None
+    assert stranger.reconcile("chat") is None
     assert len(world.server.objects) == count
     other.close()
-    settle(tender)
+    settle(reconciler)
 
 
 @pytest.fixture
@@ -429,28 +430,28 @@ def engine_pod(server: ApiServer, deployment: str, uid: str) -> None:
 def test_live_acceptance_is_watched_across_restarts_and_a_collapse_leads_back(
         tmp_path: Path, server: ApiServer, pages: EnginePages) -> None:
     world = World(tmp_path, server, {"port": pages.port})
-    tender = world.serve_bare()
+    reconciler = world.serve_bare()
     job = world.promoted_job(CanarySpec(shares=()))
     world.propose(job, tau=3.0)
-    settle(tender)
+    settle(reconciler)
     server.run("eyrie-chat-r2")
     engine_pod(server, "eyrie-chat-r2", "pod-a")
     pages.count(rounds=1000, tokens=1000)  # before the window
-    settle(tender)
+    settle(reconciler)
     assert world.chat.active_revision == 2
     pages.count(rounds=100, tokens=300)
-    settle(world.tender())
+    settle(world.reconciler())
     assert world.chat.active_revision == 2
     pages.count(rounds=200, tokens=210)  # 300 rounds since the window began, 1.7 tokens each: above half of 3.0
-    settle(world.tender())
+    settle(world.reconciler())
     assert world.chat.candidate_revision is None
-    settle(tender)
+    settle(reconciler)
     pages.count(rounds=1000, tokens=1010)
-    settle(world.tender())
+    settle(world.reconciler())
     assert world.chat.candidate_revision == 1
     assert world.told("RolledBack").reason == "AcceptanceCollapsed"
     server.run("eyrie-chat-r1")
-    settle(tender)
+    settle(reconciler)
     assert world.chat.active_revision == 1
     assert world.led_to == "1"
     world.database.close()
@@ -461,15 +462,15 @@ def trial(tmp_path: Path, server: ApiServer, port: int) -> tuple[World, Endpoint
     server.apis = (*CORE, GATEWAY)
     gateway = {"name": "front", "hostnames": ["{endpoint}.example.org"]}
     world = World(tmp_path, server, {"port": port, "gateway": gateway})
-    tender = world.serve_bare()
+    reconciler = world.serve_bare()
     world.propose(world.promoted_job(CanarySpec(shares=(0.1, 0.5), min_requests=20, max_step_s=3600)))
-    settle(tender)
+    settle(reconciler)
     server.run("eyrie-chat-r2")
     engine_pod(server, "eyrie-chat-r2", "pod-a")
-    settle(tender)
+    settle(reconciler)
     assert weights(server) == [90, 10]
     assert world.chat.revisions[1].state == "canary"
-    return world, tender
+    return world, reconciler
 
 
 def weights(server: ApiServer) -> list[int]:
@@ -479,27 +480,27 @@ def weights(server: ApiServer) -> list[int]:
 
 def test_with_a_gateway_a_trial_gets_more_as_it_answers_and_then_everything(
         tmp_path: Path, server: ApiServer, pages: EnginePages) -> None:
-    world, tender = trial(tmp_path, server, pages.port)
+    world, reconciler = trial(tmp_path, server, pages.port)
     assert world.chat.url == "http://chat.example.org/v1"
     pages.count(answered=19)
-    settle(tender)
+    settle(reconciler)
     assert weights(server) == [90, 10]
     pages.count(answered=1)
-    settle(world.tender())
+    settle(world.reconciler())
     assert weights(server) == [50, 50]
-    settle(tender)
+    settle(reconciler)
     assert weights(server) == [50, 50]
     pages.count(answered=20)
-    settle(world.tender())
+    settle(world.reconciler())
     assert world.chat.active_revision == 2
     assert weights(server) == [100]
     world.database.close()
 
 
 def test_one_failed_request_on_trial_ends_it(tmp_path: Path, server: ApiServer, pages: EnginePages) -> None:
-    world, tender = trial(tmp_path, server, pages.port)
+    world, reconciler = trial(tmp_path, server, pages.port)
     pages.count(answered=5, failed=1)
-    settle(tender)
+    settle(reconciler)
     assert world.told("RolledBack").reason == "CanaryFailed"
     assert weights(server) == [100]
     assert set(server.of("Deployment")) == {"eyrie-chat-r1"}

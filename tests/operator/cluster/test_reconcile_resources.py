@@ -315,16 +315,16 @@ def test_an_endpoint_is_let_go_when_its_objects_are_gone() -> None:
     deleting = draft_endpoint()
     deleting["metadata"]["deletionTimestamp"] = "2026-11-21T11:59:00Z"
     off = endpoint(desired="off")
-    waits = reconcile_endpoint(read_endpoint(deleting), off, "quickstart", NOW, standing=EndpointObjects(objects=True))
+    waits = reconcile_endpoint(read_endpoint(deleting), off, "quickstart", NOW, existing=EndpointObjects(objects=True))
     assert [type(one) for one in waits] == [RequeueAfter]
-    assert reconcile_endpoint(read_endpoint(deleting), off, "quickstart", NOW, standing=EndpointObjects()) == RELEASED
+    assert reconcile_endpoint(read_endpoint(deleting), off, "quickstart", NOW, existing=EndpointObjects()) == RELEASED
 
 
 def test_an_endpoint_that_is_kept_is_let_go_when_nothing_of_it_would_be_taken_along() -> None:
     kept = draft_endpoint()
     kept["metadata"] |= {"deletionTimestamp": "2026-11-21T11:59:00Z", "annotations": {OUTSIDE_ANNOTATION: "keep"}}
     owned = EndpointObjects(objects=True, owned=True)
-    waits = reconcile_endpoint(read_endpoint(kept), endpoint(), "quickstart", NOW, standing=owned)
+    waits = reconcile_endpoint(read_endpoint(kept), endpoint(), "quickstart", NOW, existing=owned)
     assert [type(one) for one in waits] == [RequeueAfter]
     disowned = EndpointObjects(objects=True)
-    assert reconcile_endpoint(read_endpoint(kept), endpoint(), "quickstart", NOW, standing=disowned) == RELEASED
+    assert reconcile_endpoint(read_endpoint(kept), endpoint(), "quickstart", NOW, existing=disowned) == RELEASED

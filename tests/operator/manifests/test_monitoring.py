@@ -36,7 +36,7 @@ def test_no_revision_is_accused_of_what_its_engine_cannot_count() -> None:
                                  (endpoint(active=1), ours, False), (adaptive, ours, True)):
         alerts = {each["alert"] for each in rules(render_endpoint(found, told))}
         assert ("EyrieAcceptanceCollapsed" in alerts) == accused
-        assert {"EyrieNothingServes", "EyrieRequestsFailing", "EyrieRequestsWaiting"} <= alerts
+        assert {"EyrieNoEngineUp", "EyrieRequestsFailing", "EyrieRequestsQueued"} <= alerts
 
 
 def test_series_are_selected_by_labels_the_pods_carry_and_the_monitor_hands_on() -> None:

@@ -89,7 +89,7 @@ class Cluster:
         return reported
 
     def _answers(self, wanted: RolloutState) -> tuple[int, int]:
-        return 5, int(wanted.trial is not None and wanted.trial.revision in self.failing)
+        return 5, int(wanted.canary is not None and wanted.canary.revision in self.failing)
 
     @property
     def wanted(self) -> RolloutState:
@@ -164,9 +164,9 @@ def test_what_was_rendered_is_read_back_and_its_weights_sum_to_a_hundred(wanted:
     assert sum(backend["weight"] for backend in rule["backendRefs"]) == 100
     services = {each["metadata"]["name"] for each in rendered if each["kind"] == "Service"}
     assert {backend["name"] for backend in rule["backendRefs"]} <= services
-    trial = wanted.trial
-    if trial is not None and wanted.serving not in (None, trial.revision):
-        assert 1 <= weights(wanted)[trial.revision] <= 99
+    canary = wanted.canary
+    if canary is not None and wanted.serving not in (None, canary.revision):
+        assert 1 <= weights(wanted)[canary.revision] <= 99
 
 
 @pytest.mark.parametrize("serving", [None, 1, 2])

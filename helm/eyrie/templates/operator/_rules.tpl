@@ -4,7 +4,7 @@ pods need of Secrets they are given by name, by the kubelet. Groups that the ser
 Gateway API, KEDA and the like, upgrade the release.
 */}}
 {{- define "eyrie.operator.rules" -}}
-# Its own resources. `create` because a job posted by REST can be shown as a DrafterJob, `delete` when its time is up.
+# Its own resources. `create` for mirrors of jobs posted to the REST API, `delete` for ttlSecondsAfterFinished.
 - apiGroups: [eyrie.dev]
   resources: [drafterjobs, draftendpoints]
   verbs: [get, list, watch, create, patch, delete]
@@ -14,8 +14,8 @@ Gateway API, KEDA and the like, upgrade the release.
 - apiGroups: [eyrie.dev]
   resources: [drafterjobs/finalizers, draftendpoints/finalizers]
   verbs: [update]
-# Engines and their stable address. Server-side apply is `create` and `patch`. Engines' metrics are asked by the pods' own
-# addresses, which needs no right.
+# Engines and their stable Service. Server-side apply needs `create` and `patch`. Engines' metrics are read from pod IPs,
+# which needs no permission.
 - apiGroups: [apps]
   resources: [deployments]
   verbs: [get, list, watch, create, patch, delete]
@@ -25,7 +25,7 @@ Gateway API, KEDA and the like, upgrade the release.
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch, delete]
-# Why something is not ready.
+# Events, which show why something is not ready.
 - apiGroups: [""]
   resources: [pods]
   verbs: [get, list, watch]

@@ -1,0 +1,105 @@
+"""What the driver reads of a job's directory and of its endpoint before it decides."""
+
+import contextlib
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from eyrie_api.artifacts import MANIFEST, read_manifest
+from eyrie_api.decisions.sweep import expand
+from eyrie_api.errors import ArtifactMissing
+from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.v1alpha1.reports import PromotionDecision, TrainReport
+from eyrie_api.v1alpha1.stages import STAGES, Manifest, StageName
+from eyrie_api.v1alpha1.status import Endpoint, Job
+from eyrie_operator.jobs.reconcile import ObservedServing, ObservedStage
+from eyrie_pipelines.run_failure import read_stage_failure
+from eyrie_pipelines.steps import list_checkpoints
+from eyrie_workers.catalog import stage_dir
+
+OUTCOME_FILE = "outcome.json"
+
+
+class AttemptOutcome(Frozen):
+    """`outcome.json`: what was decided in one attempt, and the revision it was promoted to."""
+
+    attempt: int
+    decision: PromotionDecision
+    endpoint: str | None = None
+    revision: int | None = None
+
+
+def observe_serving(endpoint: Endpoint, revision: int) -> ObservedServing:
+    """The state of a promoted revision at its endpoint."""
+    if endpoint.candidate_revision == revision:
+        return ObservedServing("deploying", "Deploying", f"revision {revision} is starting", endpoint.name)
+    if endpoint.active_revision == revision:
+        return ObservedServing("serving", "Healthy", f"revision {revision} serves at {endpoint.url}", endpoint.name)
+    row = next((each for each in endpoint.revisions if each.number == revision), None)
+    newest = max(endpoint.active_revision or 0, endpoint.candidate_revision or 0)
+    if newest > revision and (row is None or row.state not in ("rejected", "rolled-back")):
+        return ObservedServing("serving", "Superseded", f"revision {revision} was replaced by {newest}", endpoint.name)
+    reason, _, message = ((row.rejected_reason if row is not None else None) or "").partition(": ")
+    return ObservedServing("rolled-back", reason or "RolledBack", message or f"revision {revision} was rolled back",
+                           endpoint.name)
+
+
+def finished_manifests(job: Job, job_dir: Path) -> list[Manifest]:
+    """Manifests of every finished stage, in the pipeline's order: candidates as in the sweep, checkpoints by step."""
+    return [stage.manifest for stage in observe_stages(job, job_dir) if stage.manifest is not None]
+
+
+def read_outcome(job_dir: Path, attempt: int) -> AttemptOutcome | None:
+    """The outcome of this attempt; None before it was decided."""
+    try:
+        outcome = AttemptOutcome.model_validate_json((job_dir / OUTCOME_FILE).read_text())
+    except FileNotFoundError:
+        return None
+    return outcome if outcome.attempt == attempt else None
+
+
+def observe_stages(job: Job, job_dir: Path) -> Iterator[ObservedStage]:
+    """Every stage of a job and each of its members known so far."""
+    candidates = candidate_names(job)
+    for stage in STAGES:
+        for key in _keys(candidates, job_dir, stage):
+            yield _observe_stage(job, job_dir, stage, key)
+
+
+def candidate_names(job: Job) -> list[str]:
+    """Names of the sweep's candidates."""
+    return [candidate.name for candidate in expand(job.spec)]
+
+
+def _keys(candidates: list[str], job_dir: Path, stage: StageName) -> list[str]:
+    """Members of a stage known so far: the sweep's candidates; checkpoints once every candidate is trained."""
+    if stage == "train":
+        return candidates
+    if stage == "benchmark":
+        try:
+            return [checkpoint.name for checkpoint in list_checkpoints(train_reports(candidates, job_dir))]
+        except ArtifactMissing:
+            return []
+    return [""]
+
+
+def train_reports(candidates: list[str], job_dir: Path) -> list[TrainReport]:
+    """The training reports of these candidates. Raises ArtifactMissing when one is not trained."""
+    reports = []
+    for candidate in candidates:
+        report = read_manifest(stage_dir(job_dir, "train", candidate)).report
+        assert isinstance(report, TrainReport)
+        reports.append(report)
+    return reports
+
+
+def _observe_stage(job: Job, job_dir: Path, stage: StageName, key: str) -> ObservedStage:
+    directory = stage_dir(job_dir, stage, key)
+    known = next((each for each in job.status.stages if (each.stage, each.key) == (stage, key)), None)
+    started = known.started_at if known is not None else None
+    if started is None:
+        with contextlib.suppress(FileNotFoundError):
+            started = datetime.fromtimestamp((directory / "spec.json").stat().st_mtime, UTC)
+    manifest = read_manifest(directory) if (directory / MANIFEST).exists() else None
+    failure = read_stage_failure(directory) if manifest is None else None
+    return ObservedStage(stage, key, started, manifest, failure)
