@@ -177,9 +177,9 @@ def operate(
 
     where, _, name = lease.rpartition("/")
     options = program.Options(
-        lease_namespace=where or program.own_namespace(), lease_name=name, namespaces=program.split(namespace or ()),
-        mirror_namespace=mirror, projects=program.pairs(project or ()), host=host, port=port,
-        timings=timings_of(lease_s))
+        lease_namespace=where or program.own_namespace(), lease_name=name,
+        namespaces=program.parse_namespaces(namespace or ()), mirror_namespace=mirror,
+        projects=program.parse_projects(project or ()), host=host, port=port, timings=timings_of(lease_s))
     raise typer.Exit(program.run(settings_for(home, None, None), options))
 
 

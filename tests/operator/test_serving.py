@@ -183,7 +183,7 @@ def test_a_new_revision_gets_its_shares_step_by_step_and_then_everything() -> No
     assert plan(wanted, *engines, **on_trial(answered=5)).actions == (ShareRoute(2, 1, 0.5),)
     last = plan(wanted, *engines, **on_trial(0.5, answered=5))
     assert last.actions == (Route(2), Activate(2, 5, None))
-    assert "revision 2 is on trial with 50% of the requests" in last.message
+    assert "revision 2 is the canary with 50% of the requests" in last.message
 
 
 def test_a_quiet_endpoint_does_not_wait_for_requests_that_do_not_come() -> None:

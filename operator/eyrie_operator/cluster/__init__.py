@@ -1,10 +1,10 @@
-"""World 1, a Kubernetes cluster: custom resources watched, jobs submitted, statuses projected. The one door to it.
+"""The cluster runtime: custom resources watched, jobs submitted, statuses written, endpoints deployed.
 
-SQL is the record, a resource's status its projection. `resources` and `reconcile` are pure: what an object and its job
-say, in; what to do, out. `leases` elects who may act, `watch` is kopf (what happens there), `apply` the Kubernetes
-client (what we do there), `controller` carries out plans in between, `program` is all of it as `eyrie operator`.
+The database is the record; a resource's status is a projection of it. `resources` and `reconcile` are pure: from an
+object and its job to actions. `leases` elects the leader, `watch` wraps kopf (events of the cluster), `apply` the
+Kubernetes client (writes to the cluster), `controller` executes the actions, `program` is the process `eyrie operator`.
 
-Endpoints: `endpoints` tends their rows as Deployments and Services, which `eyrie_operator.manifests` renders.
-`deployments` and `drafters` put together what the manifests want to know, `standing` lists what is there, `unchanged`
-tells whether it is right, `counted` reads engines' counters.
+Endpoints: `endpoints` reconciles their rows as Deployments and Services, rendered by `eyrie_operator.manifests`.
+`deployments` and `drafters` build the input of the manifests, `object_cache` lists existing objects, `manifest_diff`
+compares them with the manifests, `metric_windows` reads engines' counters.
 """

@@ -1,15 +1,14 @@
-"""The Kubernetes client: everything we do to a cluster. The one door to `kubernetes`.
+"""The Kubernetes client: every read and write of the cluster. The only module that imports `kubernetes`.
 
-Plain dicts in and out, by the dynamic client's raw request: the typed models differ between the client's versions 30
-and 37, dicts do not. Paths follow from apiVersion and kind, so nothing is discovered and no right to do so is needed.
-
-Manners, each for a reason:
+Plain dicts in and out, by the dynamic client's raw requests: the typed models differ between versions 30 and 37 of the
+client, dicts do not. Paths follow from apiVersion and kind, so no discovery, and no permission for it, is needed.
 
 - statuses and children are written by server-side apply under one field manager, so that others may own other fields of
   the same objects; a conflict is an error unless the caller owns the object (`force`);
-- a status carries the resourceVersion it was thought out for: thought out for an older object, it is refused;
-- finalizers and annotations are merge patches. Applied, each would have to repeat all the others or take them away;
-- every write asks the fence first (`leases`) and is counted, by kind and verb: a storm must be visible.
+- a status carries the resourceVersion it was computed for, and is rejected if the object has changed since;
+- finalizers and annotations are merge patches: with server-side apply each would have to repeat all the others, or
+  remove them;
+- every write checks the fence first (`leases`) and is counted by kind and verb, so that excessive writes are visible.
 """
 
 import contextlib
@@ -34,7 +33,7 @@ log = logging.getLogger(__name__)
 FIELD_MANAGER = "eyrie-operator"
 _APPLY, _MERGE, _JSON = "application/apply-patch+yaml", "application/merge-patch+json", "application/json"
 _TIMEOUT_S = (3.05, 4.0)
-"""To connect, to answer. A write must not outlive the lease it was begun under: see `leases.Terms`."""
+"""Connect, read. A write must not outlive the lease it was begun under: see `leases.Terms`."""
 
 _LIST_TIMEOUT_S = (3.05, 60.0)
 _PAGE = 250
@@ -44,25 +43,25 @@ Counted = Callable[[str, str], None]
 
 
 class ClusterConflict(Conflict):
-    """The object has changed since, exists already, or a field belongs to another manager."""
+    """The object has changed, exists already, or a field belongs to another manager."""
 
     reason = "ClusterConflict"
 
 
 class ClusterRejected(Permanent):
-    """The API server will not take it."""
+    """The API server rejects the request."""
 
     reason = "ClusterRejected"
 
 
 class ClusterUnavailable(Transient):
-    """The API server does not answer, or not now."""
+    """The API server does not respond, or limits requests."""
 
     reason = "ClusterUnavailable"
 
 
 def _nothing(_verb: str, _kind: str) -> None:
-    """Nobody counts."""
+    """No counting."""
 
 
 class Cluster:
@@ -74,7 +73,7 @@ class Cluster:
         except config.ConfigException as error:
             raise Permanent(f"no cluster: {error}", "set KUBECONFIG, or run in a pod with a service account") from error
         configuration = client.Configuration.get_default_copy()
-        configuration.retries = False  # a request sent again by itself would outlive its timeout, and the lease
+        configuration.retries = False  # a request repeated by urllib3 would outlive its timeout, and the lease
         self._client = DynamicClient(client.ApiClient(configuration), discoverer=lambda _client, _cache: None)
         self._check, self._counted = check or (lambda: None), counted
 
@@ -86,7 +85,7 @@ class Cluster:
 
     def list_all(self, api_version: str, kind: str, namespace: str | None = None, *,
                  labelled: str | None = None) -> list[Object]:
-        """All of them, page by page; with a label selector, those it chooses."""
+        """All objects of a kind, page by page; `labelled` is a label selector."""
         found: list[Object] = []
         first: list[tuple[str, Any]] = [("limit", _PAGE), *((("labelSelector", labelled),) if labelled else ())]
         query = first
@@ -100,7 +99,7 @@ class Cluster:
             query = [*first, ("continue", more)]
 
     def is_reachable(self) -> bool:
-        """Whether the API server answers."""
+        """Whether the API server responds."""
         try:
             self._request("GET", "version", "/version")
         except EyrieError:
@@ -116,14 +115,14 @@ class Cluster:
         return {"DrafterJob", "DraftEndpoint"} <= {one["kind"] for one in found["resources"]}
 
     def list_apis(self) -> frozenset[str]:
-        """`group/version` of what the server has, and `v1`. Anybody who is known to the server may ask this."""
+        """`group/version` of the server's APIs, and `v1`. Every authenticated client may read them."""
         groups = self._request("GET", "APIGroupList", "/apis")["groups"]
         return frozenset({"v1", *(version["groupVersion"] for one in groups for version in one["versions"])})
 
     # Writing.
 
     def check(self) -> None:
-        """Raises NotLeader when nothing may be written: for writes that go elsewhere."""
+        """Raises NotLeader when the fence is closed: for writes to other systems."""
         self._check()
 
     def apply(self, manifest: Mapping[str, Any], *, force: bool = False) -> Object:
@@ -133,12 +132,12 @@ class Cluster:
         return self._apply(path, manifest, force=force)
 
     def create(self, manifest: Mapping[str, Any]) -> Object:
-        """Make it. Raises ClusterConflict when it is there."""
+        """Create it. Raises ClusterConflict when it exists."""
         path = path_of(manifest["apiVersion"], manifest["kind"], manifest["metadata"].get("namespace"))
         return self._write("POST", manifest["kind"], path, manifest, _JSON)
 
     def replace(self, manifest: Mapping[str, Any]) -> Object:
-        """Put it in place of the version it names. Raises ClusterConflict when there is a newer one."""
+        """Replace the version it names. Raises ClusterConflict when there is a newer one."""
         metadata = manifest["metadata"]
         path = path_of(manifest["apiVersion"], manifest["kind"], metadata.get("namespace"), metadata["name"])
         return self._write("PUT", manifest["kind"], path, manifest, _JSON)
@@ -150,30 +149,30 @@ class Cluster:
         return self._write("PATCH", kind, path, body, _MERGE, [("fieldManager", field_manager)])
 
     def write_status(self, identity: Identity, status: Mapping[str, Any]) -> Object:
-        """Apply the status of one of our resources, if the object is still the one that was read."""
+        """Apply the status of one of our resources, if the object has not changed since it was read."""
         manifest = {"apiVersion": API_VERSION, "kind": identity.kind, "status": status,
                     "metadata": {"name": identity.name, "namespace": identity.namespace,
                                  "resourceVersion": identity.resource_version}}
         return self._apply(_own_path(identity) + "/status", manifest, force=True)
 
     def annotate(self, identity: Identity, name: str, value: str | None) -> Object:
-        """Set an annotation of one of our resources, or take it away."""
+        """Set or remove an annotation of one of our resources."""
         body = {"metadata": {"annotations": {name: value}}}
         return self.merge(API_VERSION, identity.kind, identity.namespace, identity.name, body)
 
     def set_finalizers(self, identity: Identity, finalizers: Sequence[str]) -> Object:
-        """Replace the finalizers of one of our resources, if it is still the one that was read."""
+        """Replace the finalizers of one of our resources, if it has not changed since it was read."""
         body = {"metadata": {"finalizers": list(finalizers), "resourceVersion": identity.resource_version}}
         return self.merge(API_VERSION, identity.kind, identity.namespace, identity.name, body)
 
     def delete(self, api_version: str, kind: str, namespace: str, name: str, uid: str | None = None) -> None:
-        """Delete it, and only the object of that uid. Gone already is well."""
+        """Delete it if it has this uid; succeeds when it does not exist."""
         body = {"preconditions": {"uid": uid}} if uid else {}
         with contextlib.suppress(NotFound):
             self._write("DELETE", kind, path_of(api_version, kind, namespace, name), body, _JSON)
 
     def post_event(self, identity: Identity, event: EventRecord, now: datetime) -> None:
-        """Post an Event about one of our resources, once: its name says what it says."""
+        """Post an Event about one of our resources. Its name is a digest of its content: a duplicate is rejected."""
         moment = now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         manifest = {
             "apiVersion": "v1", "kind": "Event", "type": event.type, "reason": event.reason,
@@ -211,14 +210,14 @@ class Cluster:
 
 
 class KubernetesLease:
-    """A Lease in the cluster, for `leases.Elector`. Not fenced: it is what opens the fence."""
+    """A Lease in the cluster, for `leases.Elector`. Its writes bypass the fence, which they open."""
 
     def __init__(self, cluster: Cluster, namespace: str, name: str) -> None:
         self._cluster, self._namespace, self._name = cluster, namespace, name
         self._path = path_of("coordination.k8s.io/v1", "Lease", namespace)
 
     def read_lease(self) -> LeaseRecord | None:
-        """None when there is none yet."""
+        """The lease; None when it does not exist."""
         try:
             raw = self._cluster.get("coordination.k8s.io/v1", "Lease", self._namespace, self._name)
         except NotFound:
@@ -226,7 +225,7 @@ class KubernetesLease:
         return _read_lease(raw)
 
     def write_lease(self, record: LeaseRecord) -> LeaseRecord | None:
-        """Make it, or update the version it names. None when another was faster."""
+        """Create it, or update the version it names. None on a conflict with another candidate."""
         made = record.resource_version is None
         metadata = {"name": self._name, "namespace": self._namespace}
         body = {
@@ -258,7 +257,7 @@ def _micro(moment: datetime) -> str:
 
 
 def path_of(api_version: str, kind: str, namespace: str | None = None, name: str | None = None) -> str:
-    """Where objects of a kind are, or one of them."""
+    """API path of the objects of a kind, or of one object."""
     lower = kind.lower()
     plural = lower[:-1] + "ies" if lower.endswith("cy") else lower + "s"
     root = "/api/v1" if api_version == "v1" else f"/apis/{api_version}"
@@ -272,7 +271,7 @@ def _own_path(identity: Identity) -> str:
 
 @contextlib.contextmanager
 def _translated(kind: str, path: str) -> Iterator[None]:
-    """The client's errors as ours."""
+    """Translate the client's errors into ours."""
     try:
         yield
     except DynamicApiError as error:
@@ -280,13 +279,13 @@ def _translated(kind: str, path: str) -> Iterator[None]:
         if error.status == 404:
             raise NotFound(f"{path}: {said}", "it may have been deleted") from None
         if error.status == 409:
-            raise ClusterConflict(f"{kind}: {said}", "look at the object again") from None
+            raise ClusterConflict(f"{kind}: {said}", "read the object again") from None
         if error.status in (408, 425, 429) or error.status >= 500:
             raise ClusterUnavailable(f"{kind}: {error.status} {said}") from None
-        hint = "grant the operator's role the right" if error.status in (401, 403) else "correct what is sent"
+        hint = "grant the operator's role this permission" if error.status in (401, 403) else "correct the manifest"
         raise ClusterRejected(f"{path}: {error.status} {said}", hint) from None
     except (urllib3.exceptions.HTTPError, OSError) as error:
-        raise ClusterUnavailable(f"the API server was not reached: {type(error).__name__}") from None
+        raise ClusterUnavailable(f"the API server cannot be reached: {type(error).__name__}") from None
 
 
 def _message(error: DynamicApiError) -> str:

@@ -1,19 +1,19 @@
-"""Objects here, rows there, and the pure `reconcile` in between: looks, plans, does.
+"""Executes the pure `reconcile` for objects of the cluster and rows of the database.
 
-`hear` is told of objects (by kopf), `poll` finds changed rows; both only put keys into the queue. A worker takes a key,
-reads the object from the cache and its row from the database, asks `reconcile` what to do and does it. The cache is
-what was heard last; a plan thought out for an object that has changed since is refused by the API server (its
-resourceVersion is sent along) and thought out anew when the change is heard.
+`handle_event` receives objects from kopf, `poll` finds changed rows; both only put keys into the queue. A worker takes
+a key, reads the object from its cache and the row from the database, calls `reconcile` and executes the actions. The
+cache holds the object of the latest event. A write carries the resourceVersion it was planned for: if the object has
+changed since, the API server rejects the write, and the event of the change triggers a new plan.
 
-A restart hears every object once and writes nothing where the status is already right: 1,000 objects are 1,000 rows
-read, and as many writes as there are differences.
+After a restart every object is reconciled once, and nothing is written where the status is correct: 1,000 objects cost
+1,000 row reads and as many writes as there are differences.
 
-Jobs are found by the id in the status, checked against the uid among the job's labels. Submission is claimed by uid
-(`eyrie_api.database.idempotency`), so an operator killed between submitting and telling is given the same job again,
-and two operators cannot both submit. Jobs that were posted and endpoints that were not applied get an object of their
-own when mirrors have a namespace.
+Jobs are found by the id in the status, checked against the uid in the job's labels. Submission is idempotent by uid
+(`eyrie_api.database.idempotency`): an operator killed between submission and status update receives the same job again,
+and two operators cannot both submit. Jobs posted to the REST API, and endpoints without an object, get a mirror object
+where a mirror namespace is configured.
 
-Endpoint rows are keys as well where endpoints stand on the cluster: the same workers tend them (`endpoints`).
+Where endpoints run on the cluster, endpoint rows are keys as well, reconciled by the same workers (`endpoints`).
 """
 
 import logging
@@ -90,25 +90,26 @@ Key = tuple[Kind | Literal["Endpoint"], str, str]
 
 _ROUTE = "kubernetes/drafterjobs"
 _FULL_CHECK_S = 15.0
-"""Between two looks of an object whose project has all the jobs it may."""
+"""Requeue delay of an object whose project has reached its quota of jobs."""
 
-_FOR_EVER_S = 10 * 365 * 24 * 3600.0
+_NEVER_EXPIRES_S = 10 * 365 * 24 * 3600.0
 _OVERLAP = timedelta(seconds=10)
-"""Rows are stamped by several machines before they are committed: a poll looks this far back again."""
+"""Race: several machines stamp rows before they commit, so a row can appear with an earlier time. Each poll reads this
+much of the previous interval again."""
 
 
 class Controller:
-    """One operator's look at objects and rows. `workers` of it run at once, none on the same object."""
+    """The controller of one operator. Several worker threads share it; the queue gives a key to one thread at a
+    time."""
 
     def __init__(self, settings: Settings, database: Database, cluster: Cluster, telemetry: Telemetry, *,
                  mirror_namespace: str | None = None, namespaces: Sequence[str] = (),
                  projects: Mapping[str, str] | None = None, clock: Clock = utc_now,
                  monotonic: Callable[[], float] = time.monotonic) -> None:
-        """`projects` says whose the objects of a namespace are; of namespaces that are not in it, the project
-        `default`'s."""
+        """`projects` maps namespaces to the project of their objects; other namespaces belong to `default`."""
         self._settings, self._cluster, self._telemetry, self._clock = settings, cluster, telemetry, clock
         self._database = database
-        self._idempotency = Idempotency(database, _FOR_EVER_S, clock)
+        self._idempotency = Idempotency(database, _NEVER_EXPIRES_S, clock)
         self._jobs, self._endpoints = Jobs(database, clock, self._idempotency), Endpoints(database, clock)
         self._mirror_namespace, self._namespaces = mirror_namespace, tuple(namespaces)
         self._projects = dict(projects or {})
@@ -120,29 +121,29 @@ class Controller:
         self.queue: Workqueue[Key] = Workqueue(monotonic)
         self._objects: dict[Key, Object] = {}
         self._key_of: dict[str, Key | None] = {}
-        """Which object shows a job; None: it was posted and needs none."""
+        """By job id, the object that shows it; None: posted to the REST API, without a mirror."""
 
         self._job_of: dict[str, str] = {}
-        """By uid: submitted, and perhaps not yet in the object's status."""
+        """By uid, the submitted job: it may not be in the object's status yet."""
 
         self._rows_seen: dict[str, datetime] = {}
         self._polled = clock() - _OVERLAP
         self._monotonic = monotonic
 
-    # What is heard.
+    # Events.
 
-    def hear(self, kind: Kind, event: str | None, raw: Object) -> None:
-        """An object is there, has changed, or (event DELETED) is gone."""
+    def handle_event(self, kind: Kind, event: str | None, raw: Object) -> None:
+        """An object exists, has changed, or (event DELETED) was deleted."""
         metadata = raw["metadata"]
         key: Key = (kind, metadata["namespace"], metadata["name"])
         if event == "DELETED":
             self._objects.pop(key, None)
         else:
-            self._keep(key, raw)
+            self._cache_object(key, raw)
         self.queue.add(key)
 
     def resync(self) -> None:
-        """Look at every object again: what a lost event or a deleted row would leave behind."""
+        """Enqueue every object, in case an event was lost or a row deleted."""
         for key in tuple(self._objects):
             self.queue.add(key)
         if self._mirror_namespace is not None:
@@ -154,7 +155,7 @@ class Controller:
                 self.queue.add(("Endpoint", "", endpoint.name))
 
     def poll(self) -> None:
-        """Look at the objects of rows that changed since the last poll."""
+        """Enqueue the objects of rows that changed since the last poll."""
         now = self._clock()
         changed = dict(self._jobs.changed_since(self._polled - _OVERLAP))
         endpoints = self._endpoints.list().items
@@ -171,11 +172,11 @@ class Controller:
             self._mirror_endpoints(endpoints, self._mirror_namespace)
 
     def sweep(self) -> None:
-        """Look at the endpoints of which something in the cluster has changed."""
+        """Enqueue endpoints whose objects in the cluster have changed."""
         if self._endpoint_reconciler is not None:
             for name in self._endpoint_reconciler.sweep():
                 self.queue.add(("Endpoint", "", name))
-                for key in self._keys_named(name):  # one that is let go waits for its objects
+                for key in self._keys_named(name):  # a deleted DraftEndpoint waits until its objects are gone
                     self.queue.add(key)
 
     def _see_row(self, row: str, updated_at: datetime, keys: tuple[Key, ...]) -> None:
@@ -188,7 +189,7 @@ class Controller:
         return tuple(key for key in tuple(self._objects) if key[0] == "DraftEndpoint" and key[2] == name)
 
     def _keys_for(self, job_id: str) -> tuple[Key, ...]:
-        """The object of a job; a job that was posted gets its mirror here."""
+        """The key of a job's object; creates the mirror of a job posted to the REST API."""
         if job_id not in self._key_of:
             try:
                 job = self._jobs.get(job_id)
@@ -203,37 +204,37 @@ class Controller:
                 if not is_over(job.status.conditions):
                     self._mirror(job, self._mirror_namespace)
                 self._key_of[job_id] = ("DrafterJob", self._mirror_namespace, job_id)
-        found = self._key_of[job_id]
-        return () if found is None else (found,)
+        key = self._key_of[job_id]
+        return () if key is None else (key,)
 
     def _mirror(self, job: Job, namespace: str) -> None:
         key: Key = ("DrafterJob", namespace, job.id)
         if key in self._objects:
             return
         try:
-            self._keep(key, self._cluster.get(API_VERSION, "DrafterJob", namespace, job.id))
+            self._cache_object(key, self._cluster.get(API_VERSION, "DrafterJob", namespace, job.id))
         except NotFound:
-            self._keep(key, self._cluster.apply(mirror_of(job, namespace)))
+            self._cache_object(key, self._cluster.apply(mirror_of(job, namespace)))
 
     def _mirror_endpoints(self, endpoints: Sequence[Endpoint], namespace: str) -> None:
-        """An object for each endpoint that is on and has none, in any namespace that is watched."""
-        bare = [one for one in endpoints if one.desired == "on" and not self._keys_named(one.name)]
-        if not bare:
+        """Create a mirror for each endpoint that is on and has no object in any watched namespace."""
+        missing = [each for each in endpoints if each.desired == "on" and not self._keys_named(each.name)]
+        if not missing:
             return
-        # What is heard may be behind, at first above all; an object made for an applied one would be refused by it.
-        there = {one["metadata"]["name"] for watched in self._namespaces or (None,)
-                 for one in self._cluster.list_all(API_VERSION, "DraftEndpoint", watched)}
-        for endpoint in bare:
-            if endpoint.name not in there:
-                self._show_endpoint(endpoint, namespace)
+        # Race: events may lag, most of all after the start. Listing avoids a mirror for an endpoint that was applied.
+        existing = {each["metadata"]["name"] for watched in self._namespaces or (None,)
+                    for each in self._cluster.list_all(API_VERSION, "DraftEndpoint", watched)}
+        for endpoint in missing:
+            if endpoint.name not in existing:
+                self._apply_mirror(endpoint, namespace)
 
-    def _show_endpoint(self, endpoint: Endpoint, namespace: str) -> None:
+    def _apply_mirror(self, endpoint: Endpoint, namespace: str) -> None:
         serving = self._endpoints.serving(endpoint.name)
         shown = mirror_of_endpoint(endpoint, serving.target, serving.serve, namespace)
-        self._keep(("DraftEndpoint", namespace, endpoint.name), self._cluster.apply(shown, force=True))
+        self._cache_object(("DraftEndpoint", namespace, endpoint.name), self._cluster.apply(shown, force=True))
 
     def _owner(self, namespace: str, name: str, now: Owner | None) -> Owner | None:
-        """Whom an endpoint's objects belong to; as it is now when no such object has been heard of."""
+        """The owner of an endpoint's objects; the current one while no event of its DraftEndpoint has arrived."""
         key: Key = ("DraftEndpoint", namespace, name)
         raw = self._objects.get(key)
         if raw is None:
@@ -244,30 +245,31 @@ class Controller:
             return None
         return Owner(uid=resource.identity.uid, name=name)
 
-    # What is done about it.
+    # Reconciling.
 
-    def work(self) -> bool:
-        """Look at the next object, waiting for one; False when the queue is closed."""
+    def process_next(self) -> bool:
+        """Reconcile the next key, waiting for one; False when the queue is closed."""
         key = self.queue.take()
         if key is None:
             return False
         began = self._monotonic()
         try:
-            self._look(key)
+            self._reconcile(key)
             self.queue.forget(key)
         except NotLeader:
-            log.info("%s %s/%s: left to the new leader", *key)
-        except RequestInFlight:  # an operator was killed over it, or is at it: its claim is free within a minute
+            log.info("%s %s/%s: this operator no longer leads", *key)
+        except RequestInFlight:  # race: another operator submits it, or died meanwhile; its claim expires in a minute
             self.queue.add_after(key, STOPPING_CHECK_S)
         except ClusterConflict as conflict:
-            # Changed since it was heard: that change is on its way. Should it get lost, the delay finds it.
+            # Race: the object changed after it was cached. The event of that change is expected; if it is lost, the
+            # delayed retry reads the change.
             log.info("%s %s/%s: %s", *key, conflict.message)
             self.queue.failed(key)
-        except Exception as error:  # one object's trouble must not end the others' worker
+        except Exception as error:  # an error of one object must not end the worker
             reason = error.reason if isinstance(error, EyrieError) else type(error).__name__
             self._telemetry.errors.labels(key[0], reason).inc()
             delay_s = self.queue.failed(key)
-            log.warning("%s %s/%s: %s; again in %.1f s", *key, error, delay_s,
+            log.warning("%s %s/%s: %s; retrying in %.1f s", *key, error, delay_s,
                         exc_info=None if isinstance(error, EyrieError) else error)
         finally:
             self.queue.done(key)
@@ -275,7 +277,7 @@ class Controller:
             self._telemetry.seconds.labels(key[0]).observe(self._monotonic() - began)
         return True
 
-    def _look(self, key: Key) -> None:
+    def _reconcile(self, key: Key) -> None:
         if key[0] == "Endpoint":
             again_s = self._endpoint_reconciler.reconcile(key[2]) if self._endpoint_reconciler is not None else None
             if again_s is not None:
@@ -289,17 +291,17 @@ class Controller:
             job = self._find_job(resource)
             if job is not None:
                 self._key_of[job.id] = key
-            self._carry_out(key, resource, reconcile_job(resource, job, self._memory(resource, job), self._clock()))
+            self._execute(key, resource, reconcile_job(resource, job, self._memory(resource, job), self._clock()))
         else:
             endpoint = read_endpoint(raw)
             row = self._find_endpoint(endpoint)
-            shown = _shown_model(endpoint.spec.target.model) if endpoint.spec is not None else ""
-            first = min(self._keys_named(key[2]), key=self._age, default=key)  # it may just have gone
+            shown = _model_name(endpoint.spec.target.model) if endpoint.spec is not None else ""
+            first = min(self._keys_named(key[2]), key=self._age, default=key)  # it may have been deleted meanwhile
             taken_by = None if first == key else f"{first[1]}/{first[2]}"
             serve = None if row is None else self._endpoints.serving(row.name).serve
-            self._carry_out(key, endpoint, reconcile_endpoint(
+            self._execute(key, endpoint, reconcile_endpoint(
                 endpoint, row, shown, self._clock(), taken_by, serve, self._endpoint_objects(endpoint.identity)))
-            if self._endpoint_reconciler is not None:  # who owns its objects may have changed
+            if self._endpoint_reconciler is not None:  # the owner of its objects may have changed
                 self.queue.add(("Endpoint", "", key[2]))
 
     def _endpoint_objects(self, identity: Identity) -> EndpointObjects:
@@ -321,7 +323,7 @@ class Controller:
         return job if mine else None
 
     def _age(self, key: Key) -> tuple[str, str]:
-        """Orders objects by when they were made."""
+        """Sort key: creation time, then namespace."""
         raw = self._objects.get(key)
         return ("" if raw is None else raw["metadata"].get("creationTimestamp", ""), key[1])
 
@@ -332,7 +334,7 @@ class Controller:
             return None
 
     def _memory(self, resource: JobResource, job: Job | None) -> JobHistory:
-        """Asked only where it decides something: these are further queries."""
+        """Read only where it affects the decision: these are additional queries."""
         if job is None:
             known = resource.job_id is not None and not resource.mirrored and not resource.deleting
             return JobHistory(deleted=known and self._was_submitted(resource.identity.uid))
@@ -351,35 +353,35 @@ class Controller:
         self._idempotency.release(claimed)
         return False
 
-    def _carry_out(self, key: Key, resource: JobResource | EndpointResource, actions: Actions) -> None:
-        """Do it in order. What changed the row or the object is looked at again at once."""
+    def _execute(self, key: Key, resource: JobResource | EndpointResource, actions: Actions) -> None:
+        """Execute actions in order. A key whose row or object changed is enqueued again at once."""
         moved = False
         for action in actions:
             if moved and isinstance(action, PostEvent | UpdateStatus):
-                continue  # thought out for what was there before
+                continue  # planned for the state before the change
             if isinstance(action, CreateJob):
                 assert isinstance(resource, JobResource)
                 refused = self._submit(action, resource)
-                self._carry_out(key, resource, refused)
+                self._execute(key, resource, refused)
                 moved = moved or not refused
             else:
-                moved = self._do(key, action, resource.identity) or moved
+                moved = self._execute_one(key, action, resource.identity) or moved
         if moved:
             self.queue.add(key)
 
-    def _do(self, key: Key, action: Action, identity: Identity) -> bool:
-        """One action; whether the object or its row is another one afterwards."""
+    def _execute_one(self, key: Key, action: Action, identity: Identity) -> bool:
+        """Execute one action; returns whether it changed the object or its row."""
         if isinstance(action, AddFinalizer | RemoveFinalizer):
             self._set_finalizer(key, identity, held=isinstance(action, AddFinalizer))
         elif isinstance(action, Annotate):
-            self._keep(key, self._cluster.annotate(identity, action.name, action.value))
+            self._cache_object(key, self._cluster.annotate(identity, action.name, action.value))
         elif isinstance(action, DeleteResource):
-            log.info("%s %s/%s: deleted, %s", *key, action.why)
+            log.info("%s %s/%s: deleting: %s", *key, action.why)
             self._cluster.delete(API_VERSION, identity.kind, identity.namespace, identity.name, identity.uid)
         elif isinstance(action, UpdateMirror):
-            self._show_endpoint(self._endpoints.get(action.name), identity.namespace)
+            self._apply_mirror(self._endpoints.get(action.name), identity.namespace)
         elif isinstance(action, UpdateStatus):
-            self._keep(key, self._cluster.write_status(identity, action.status))
+            self._cache_object(key, self._cluster.write_status(identity, action.status))
             return False
         elif isinstance(action, PostEvent):
             self._cluster.post_event(identity, action.event, self._clock())
@@ -388,12 +390,13 @@ class Controller:
             self.queue.add_after(key, action.after_s)
             return False
         else:
-            self._do_to_rows(action, identity)
-            # Of this the status says nothing, so it can be written in the same breath, with the generation it is of.
+            self._change_row(action, identity)
+            # UpdateServing does not affect the status, which can be written in the same pass with the current
+            # generation.
             return not isinstance(action, UpdateServing)
         return True
 
-    def _do_to_rows(self, action: Action, identity: Identity) -> None:
+    def _change_row(self, action: Action, identity: Identity) -> None:
         if isinstance(action, CancelJob):
             self._jobs.cancel(action.job_id)
         elif isinstance(action, RetryJob):
@@ -404,14 +407,14 @@ class Controller:
             self._endpoints.create(action.name, action.target, action.serve, action.model, self._project_of(identity))
         elif isinstance(action, UpdateServing):
             target = self._endpoints.serving(action.name).target
-            self._endpoints.create(action.name, target, action.serve, _shown_model(target.model))
+            self._endpoints.create(action.name, target, action.serve, _model_name(target.model))
         elif isinstance(action, SetDesired):
             self._endpoints.set_desired(action.name, action.desired)
         else:
-            raise TypeError(f"no one does {type(action).__name__}")
+            raise TypeError(f"unknown action {type(action).__name__}")
 
     def _submit(self, action: CreateJob, resource: JobResource) -> Actions:
-        """Submit once per uid; the refusal to be told, if there is one."""
+        """Submit once per uid; returns the actions that report a rejection, if any."""
         claimed = self._idempotency.claim(action.key, _ROUTE, action.key)
         if isinstance(claimed, Replay):
             job_id = self._job_of[action.key] = str(claimed.response["id"])
@@ -423,11 +426,11 @@ class Controller:
         project = self._project_of(resource.identity)
         try:
             spec = endpoint_names.suited(action.spec, project)
-            if project != DEFAULT_PROJECT:  # shared: as a caller of the REST API who is bound to the project
+            if project != DEFAULT_PROJECT:  # the same checks as for a REST caller with access to this project only
                 spec_policy.check(spec, self._settings.home, self._belongs_to(project))
             accepted = preflight.check(spec, self._settings).spec
             self._job_of[action.key] = self._jobs.submit(accepted, claimed, project).id
-        except QuotaReached as full:  # a place comes free by itself, and the next look takes it
+        except QuotaReached as full:  # not an error of the spec: retried when the project may have capacity
             self._idempotency.release(claimed)
             refused = refuse_job(resource, full.reason, str(full), self._clock(), over=False)
             return (*refused, RequeueAfter(_FULL_CHECK_S))
@@ -442,7 +445,8 @@ class Controller:
         return self._projects.get(identity.namespace, DEFAULT_PROJECT)
 
     def _belongs_to(self, project: str) -> spec_policy.IsMine:
-        """What a namespace's objects may name under EYRIE_HOME: what their project's viewers may read."""
+        """Whether objects of this project may reference a path under EYRIE_HOME: what the project's viewers may
+        read."""
         scope = Scope(Principal(subject="kubernetes", roles={project: "viewer"}), project)
         jobs, endpoints = Jobs(self._database, scope=scope), Endpoints(self._database, scope=scope)
 
@@ -457,22 +461,23 @@ class Controller:
 
     def _set_finalizer(self, key: Key, identity: Identity, *, held: bool) -> None:
         current = self._objects[key]["metadata"].get("finalizers") or []
-        others = [one for one in current if one != FINALIZER]
-        self._keep(key, self._cluster.set_finalizers(identity, [*others, FINALIZER] if held else others))
+        others = [each for each in current if each != FINALIZER]
+        self._cache_object(key, self._cluster.set_finalizers(identity, [*others, FINALIZER] if held else others))
 
-    def _keep(self, key: Key, raw: Object) -> None:
-        """Remember an object unless a newer version is known: our own writes answer before their events come."""
+    def _cache_object(self, key: Key, raw: Object) -> None:
+        """Cache an object unless a newer version is cached. Race: responses to our writes arrive before older
+        events."""
         known = self._objects.get(key)
         if known is None or known["metadata"]["uid"] != raw["metadata"]["uid"] or _version(raw) >= _version(known):
             self._objects[key] = raw
 
 
 def _version(raw: Mapping[str, Any]) -> int:
-    """Documented as opaque for long, and as comparable numbers since Kubernetes 1.35; etcd's they have always been."""
+    """The resourceVersion as a number: documented as comparable since Kubernetes 1.35; with etcd always an integer."""
     version = str(raw["metadata"].get("resourceVersion", "0"))
     return int(version) if version.isdigit() else 0
 
 
-def _shown_model(model: str) -> str:
-    """Clients name the model they want: a path's last part or a Hub id reads better than a path."""
+def _model_name(model: str) -> str:
+    """The model name for clients: the last part of a path, or the Hub id."""
     return Path(model).name if Path(model).is_absolute() else model

@@ -1,19 +1,19 @@
-"""Who may act: one operator at a time, by a coordination.k8s.io Lease.
+"""Leader election by a coordination.k8s.io Lease: one operator acts at a time.
 
-Several operators may run; one holds the lease and acts, the others watch it. The rules, which are client-go's:
+Several operators may run; the holder of the lease acts, the others are on standby. The rules are client-go's:
 
-- a candidate takes the lease when it is free, or when its record has not changed for `duration_s` *since this candidate
-  first saw it so*. Nobody compares clocks: times in the record are for people;
-- the holder renews every `retry_s` and gives up when it has not managed to for `renew_within_s`, which is shorter than
-  `duration_s`. So it has stopped before another may begin;
-- taking and renewing are updates with the resourceVersion that was read: of two candidates one gets a conflict.
+- a candidate acquires the lease when it is free, or when its record has not changed for `duration_s` *since this
+  candidate first observed it*. Clocks of machines are never compared: times in the record are informative;
+- the holder renews every `retry_s`, and stops leading when no renewal has succeeded for `renew_within_s`, which is
+  shorter than `duration_s`. So it has stopped before another candidate may start;
+- acquiring and renewing are updates with the resourceVersion that was read: of two candidates one gets a conflict.
 
-Fencing: before each write the client asks the `Fence`, which is open until `renew_within_s` after the last renewal was
-*sent* (not answered). What passes the fence at the last moment and is delayed on its way carries the resourceVersion
-of the object it was thought out for, so it is refused if a new leader has touched the object since. And what it asks of
-SQL is idempotent. Nothing of this needs the dead holder's help: it may have been ended by kill -9 or be frozen.
+Fencing: every write first checks the `Fence`, which is open until `renew_within_s` after the last renewal was *sent*
+(not answered). A write that passes the fence and is delayed on the network carries the resourceVersion of the object it
+was planned for, and is rejected if a new leader has changed the object since. Writes to SQL are idempotent. None of
+this needs the cooperation of the old holder, which may have been killed or frozen.
 
-`decide` is pure. `Elector` does one step of it when told, with the clock it is given.
+`decide` is pure. `Elector.step` does one step with the clock it is given.
 """
 
 import logging
@@ -31,7 +31,7 @@ Monotonic = Callable[[], float]
 
 
 class NotLeader(Conflict):
-    """Another operator may be acting."""
+    """This operator does not hold the lease; another may be acting."""
 
     reason = "NotLeader"
 
@@ -41,7 +41,7 @@ class LeaseRecord:
     """A Lease as the API server has it."""
 
     holder: str
-    """Empty when it was given back."""
+    """Empty after it was released."""
 
     duration_s: float
     renewed_at: datetime
@@ -52,7 +52,7 @@ class LeaseRecord:
 
 @dataclass(frozen=True)
 class LeaseTimings:
-    """How long things may take. client-go's defaults."""
+    """Durations of the election; the defaults are client-go's."""
 
     duration_s: float = 15.0
     renew_within_s: float = 10.0
@@ -60,45 +60,45 @@ class LeaseTimings:
 
 
 def timings_of(duration_s: float) -> LeaseTimings:
-    """The proportions of the defaults, for another duration."""
+    """Timings in the proportions of the defaults for another duration."""
     return LeaseTimings(duration_s, duration_s * 2 / 3, duration_s * 2 / 15)
 
 
 class LeaseClient(Protocol):
-    """Where the lease is kept."""
+    """Access to the stored lease."""
 
     def read_lease(self) -> LeaseRecord | None:
-        """None when there is none yet."""
+        """The lease; None when it does not exist."""
 
     def write_lease(self, record: LeaseRecord) -> LeaseRecord | None:
-        """Make it, or update the version it names. None when another was faster."""
+        """Create it, or update the version it names. None on a conflict with another candidate."""
 
 
-Move = Literal["make", "take", "renew", "wait"]
+Move = Literal["create", "acquire", "renew", "wait"]
 
 
 def decide(me: str, seen: LeaseRecord | None, unchanged_for_s: float) -> Move:
-    """What a candidate does about the record it sees, which it has seen unchanged for so long."""
+    """The candidate's move, given the record and how long it has been unchanged."""
     if seen is None:
-        return "make"
+        return "create"
     if seen.holder == me:
         return "renew"
-    # A holder announces how long it may be silent; our own timings do not matter to it.
-    return "take" if not seen.holder or unchanged_for_s > seen.duration_s else "wait"
+    # The duration is the holder's, from the record: candidates may be configured differently.
+    return "acquire" if not seen.holder or unchanged_for_s > seen.duration_s else "wait"
 
 
 class Fence:
-    """Open while we are the leader beyond doubt."""
+    """Open while this operator is certain to be the leader."""
 
     def __init__(self, monotonic: Monotonic) -> None:
         self._monotonic, self._until = monotonic, float("-inf")
 
     def open_until(self, moment: float) -> None:
-        """On the monotonic clock."""
+        """Open until this time of the monotonic clock."""
         self._until = moment
 
     def close(self) -> None:
-        """Nothing may be written any more."""
+        """Forbid writes."""
         self._until = float("-inf")
 
     @property
@@ -107,52 +107,52 @@ class Fence:
         return self._monotonic() < self._until
 
     def check(self) -> None:
-        """Raises NotLeader when it may not."""
+        """Raises NotLeader when the fence is closed."""
         if not self.is_open:
-            raise NotLeader("this operator does not hold the lease", "leave it to the one that does")
+            raise NotLeader("this operator does not hold the lease", "the operator that holds it acts")
 
 
 class Elector:
     """One candidate."""
 
-    def __init__(self, me: str, door: LeaseClient, timings: LeaseTimings, fence: Fence, *, monotonic: Monotonic,
+    def __init__(self, me: str, client: LeaseClient, timings: LeaseTimings, fence: Fence, *, monotonic: Monotonic,
                  clock: Callable[[], datetime]) -> None:
-        self._me, self._door, self._timings, self._fence = me, door, timings, fence
+        self._me, self._client, self._timings, self._fence = me, client, timings, fence
         self._monotonic, self._clock = monotonic, clock
         self._seen: LeaseRecord | None = None
         self._since = monotonic()
 
     def step(self) -> bool:
-        """Look, decide, act; whether we lead."""
+        """Read the lease, decide, write; returns whether this operator leads."""
         started = self._monotonic()
-        seen = self._door.read_lease()
+        seen = self._client.read_lease()
         if seen != self._seen:
             self._seen, self._since = seen, started
         move = decide(self._me, seen, started - self._since)
         if move != "wait" and self._write(move, seen):
-            # Counted from before the request: nobody else can have seen it renewed earlier than that.
+            # Counted from before the request was sent: no other candidate can have observed the renewal earlier.
             self._fence.open_until(started + self._timings.renew_within_s)
         elif move == "wait":
             self._fence.close()
         return self._fence.is_open
 
     def resign(self) -> None:
-        """Give the lease back, so that another need not wait for it to run out."""
+        """Release the lease, so that another operator need not wait until it expires."""
         self._fence.close()
-        seen = self._door.read_lease()
+        seen = self._client.read_lease()
         if seen is not None and seen.holder == self._me:
-            self._door.write_lease(replace(seen, holder="", renewed_at=self._clock()))
+            self._client.write_lease(replace(seen, holder="", renewed_at=self._clock()))
 
     def _write(self, move: Move, seen: LeaseRecord | None) -> bool:
         now = self._clock()
-        if seen is None or move == "make":
+        if seen is None or move == "create":
             record = LeaseRecord(self._me, self._timings.duration_s, now, now)
         elif move == "renew":
             record = replace(seen, renewed_at=now, duration_s=self._timings.duration_s)
         else:
             record = replace(seen, holder=self._me, renewed_at=now, acquired_at=now, transitions=seen.transitions + 1,
                              duration_s=self._timings.duration_s)
-        written = self._door.write_lease(record)
+        written = self._client.write_lease(record)
         if written is None:
             return False
         self._seen, self._since = written, self._monotonic()
@@ -161,9 +161,9 @@ class Elector:
 
 def run_election(elector: Elector, fence: Fence, timings: LeaseTimings, stopping: threading.Event,
                  leading: Callable[[], None], lost: Callable[[], None]) -> None:
-    """Stand for election until told to stop; `leading` is called once when won, `lost` once when no longer held.
+    """Run the election until `stopping`; calls `leading` once when the lease is acquired, `lost` once when it is lost.
 
-    An API server that does not answer makes nobody a leader: the fence falls by itself.
+    When the API server does not respond, the fence closes by its timeout.
     """
     led = False
     while not stopping.is_set():
@@ -182,4 +182,4 @@ def run_election(elector: Elector, fence: Fence, timings: LeaseTimings, stopping
         try:
             elector.resign()
         except EyrieError as error:
-            log.warning("the lease could not be given back: %s", error)
+            log.warning("the lease could not be released: %s", error)

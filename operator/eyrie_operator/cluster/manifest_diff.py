@@ -1,9 +1,8 @@
-"""Whether what stands is what would be applied, so that nothing is written when nothing has changed. Pure.
+"""Compares a manifest with the object in the cluster, so that nothing is written when nothing has changed. Pure.
 
-Two questions, since neither alone is enough. The digest of the manifest that was applied last, kept in an annotation,
-tells when we want something else, a field less included. Comparing the manifest with the object tells when somebody has
-changed what we had set. Fields that the server or others add are theirs; amounts are compared as amounts, since the
-server writes `1000m` as `1`.
+Two checks are needed. The digest of the last applied manifest, in an annotation, detects changes of the manifest,
+removed fields included. Comparing the manifest with the object detects changes of our fields by others. Fields added by
+the server or by others are ignored; quantities are compared as numbers, since the server writes `1000m` as `1`.
 """
 
 import re
@@ -14,7 +13,7 @@ from typing import Any
 from eyrie_operator.manifests.names import GROUP, Manifest, digest
 
 APPLIED = f"{GROUP}/applied"
-"""Annotation: digest of the manifest as it was applied."""
+"""Annotation: digest of the applied manifest."""
 
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
 _UNITS = {"": Decimal(1), "m": Decimal("0.001"), "k": Decimal(10**3), "M": Decimal(10**6), "G": Decimal(10**9),
@@ -23,7 +22,7 @@ _UNITS = {"": Decimal(1), "m": Decimal("0.001"), "k": Decimal(10**3), "M": Decim
 
 
 def with_digest(manifest: Manifest) -> Manifest:
-    """The manifest with its own digest among the annotations."""
+    """The manifest with its own digest as an annotation."""
     metadata = manifest["metadata"]
     annotations = {**metadata.get("annotations", {}), APPLIED: digest(manifest)}
     return {**manifest, "metadata": {**metadata, "annotations": annotations}}
@@ -36,7 +35,7 @@ def is_applied(manifest: Manifest, found: Mapping[str, Any]) -> bool:
 
 
 def difference(wanted: Any, found: Any, path: str = "") -> str | None:
-    """Where an object is not as wanted, as a path; None when it is. More than is wanted is no difference."""
+    """Path of the first field that differs from the manifest; None when none does. Additional fields are ignored."""
     if isinstance(wanted, Mapping):
         have = found if isinstance(found, Mapping) else {}
         return _first(difference(value, have.get(key), f"{path}.{key}") for key, value in wanted.items())
@@ -46,7 +45,7 @@ def difference(wanted: Any, found: Any, path: str = "") -> str | None:
 
 
 def _list_difference(wanted: Sequence[Any], found: Sequence[Any], path: str) -> str | None:
-    if all(isinstance(one, Mapping) and "name" in one for one in wanted):  # others may have added theirs in between
+    if all(isinstance(item, Mapping) and "name" in item for item in wanted):  # others may have added items
         named = {one["name"]: one for one in found if isinstance(one, Mapping) and "name" in one}
         return _first(difference(one, named.get(one["name"]), f"{path}[{one['name']}]") for one in wanted)
     if len(wanted) != len(found):

@@ -1,9 +1,9 @@
-"""What engines in pods have counted since something began: an acceptance window, a trial's share.
+"""Increases of engines' counters since the start of an acceptance window or of a canary's share.
 
-Counters live in the engines and begin with each process. Where a window began is written on the revision's workload, as
-what each process had counted then; so an operator that starts anew goes on with the window its predecessor began. A
-pod is asked by its own address, which the operator's pod reaches; from outside a cluster it may not be reachable, and
-then no window closes, and a trial goes on by time alone.
+Counters start at zero with each engine process. The baseline of a window, the counters of each process at its start, is
+an annotation of the revision's workload: a restarted operator continues the window of its predecessor. Pods are read at
+their own IPs, which the operator's pod can reach; an operator outside the cluster may not, and then no window closes,
+and a canary advances by time alone.
 """
 
 import json
@@ -28,33 +28,33 @@ _TIMEOUT_S = 2.0
 
 @dataclass(frozen=True)
 class CounterBaseline:
-    """When something began, and what the engines had counted by then."""
+    """A start time, and the engines' counters at that time."""
 
     since: datetime
     counts: Counts
 
     def dump(self) -> str:
-        """As an annotation."""
-        return json.dumps({"since": self.since.isoformat(),
-                           "counts": {name: asdict(one) for name, one in self.counts.items()}}, sort_keys=True)
+        """As the value of an annotation."""
+        counts = {process: asdict(counters) for process, counters in self.counts.items()}
+        return json.dumps({"since": self.since.isoformat(), "counts": counts}, sort_keys=True)
 
 
 def read_baseline(workload: Mapping[str, Any], annotation: str) -> CounterBaseline | None:
-    """What an annotation says; None without one, or when it is not ours."""
+    """Parse an annotation; None when it is absent or invalid."""
     text = (workload["metadata"].get("annotations") or {}).get(annotation)
     if text is None:
         return None
     try:
-        found = json.loads(text)
-        return CounterBaseline(datetime.fromisoformat(found["since"]),
-                               {name: EngineCounters(**one) for name, one in found["counts"].items()})
+        value = json.loads(text)
+        return CounterBaseline(datetime.fromisoformat(value["since"]),
+                               {name: EngineCounters(**counters) for name, counters in value["counts"].items()})
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def scrape_engines(objects: Iterable[Mapping[str, Any]], revision: int, port: int) -> Counts:
-    """What each engine process of a revision has counted; those that do not answer are left out."""
-    found: dict[str, EngineCounters] = {}
+    """Counters of each engine process of a revision; processes that do not respond are left out."""
+    counts: dict[str, EngineCounters] = {}
     with httpx.Client(trust_env=False, timeout=_TIMEOUT_S) as client:
         for pod in objects:
             labels = pod["metadata"].get("labels", {})
@@ -67,8 +67,8 @@ def scrape_engines(objects: Iterable[Mapping[str, Any]], revision: int, port: in
             restarts = sum(one.get("restartCount", 0) for one in containers)
             host = f"[{address}]" if ":" in address else address
             try:
-                answer = client.get(f"http://{host}:{port}/metrics")
-                found[f"{pod['metadata']['uid']}/{restarts}"] = read_metrics(answer.raise_for_status().text)
+                response = client.get(f"http://{host}:{port}/metrics")
+                counts[f"{pod['metadata']['uid']}/{restarts}"] = read_metrics(response.raise_for_status().text)
             except (httpx.HTTPError, ValueError) as error:
                 log.debug("pod %s: %s", pod["metadata"]["name"], error)
-    return found
+    return counts

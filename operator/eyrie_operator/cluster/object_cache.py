@@ -1,11 +1,11 @@
-"""What stands of the endpoints in the serving namespace, listed for all of them at once.
+"""A cache of the endpoints' objects in the serving namespace, filled by one list request per kind.
 
-A list per kind every few seconds, whatever the number of endpoints: a hundred idle ones cost as much as one. What was
-listed is believed until something of that endpoint is written; then it is listed anew, for that endpoint alone, so that
-no plan is ever made from before our own last deed. What others do shows within one sweep.
+The lists are repeated every few seconds, whatever the number of endpoints: a hundred idle ones cost as much as one. A
+write invalidates its endpoint, whose objects are then listed separately: no plan is based on a state before our own
+last write. Changes by others appear within one sweep.
 
-Kinds of APIs the server lacks are not asked for. Where the server has one and the operator's role has no right to it
-(the chart grants what was there when it was installed), it counts as lacking, and that is said once.
+Kinds of APIs that the server lacks are not listed. An API that the operator's role may not use (the chart grants those
+that existed when it was installed) counts as absent, which is logged once.
 """
 
 import itertools
@@ -24,29 +24,30 @@ _APIS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("policy/v1", "policy/v1beta1"), ("PodDisruptionBudget",)),
     (("gateway.networking.k8s.io/v1", "gateway.networking.k8s.io/v1beta1"), ("HTTPRoute",)),
     (("monitoring.coreos.com/v1",), ("PodMonitor", "PrometheusRule")), (("keda.sh/v1alpha1",), ("ScaledObject",)))
-"""Versions in order of preference, and kinds: `rollout.KINDS`, and pods."""
+"""Versions in order of preference, and kinds: those of `rollout.KINDS`, and pods."""
 
 _ALWAYS = ("v1", "apps/v1")
 
 
 class ObjectCache:
-    """One namespace. Safe between threads."""
+    """Objects of one namespace. Thread-safe."""
 
     def __init__(self, cluster: Cluster, namespace: str) -> None:
         self._cluster, self._namespace = cluster, namespace
         self.served: frozenset[str] = frozenset()
-        """`group/version` of the server's APIs, without those we have no right to. Empty before the first sweep."""
+        """`group/version` of the server's APIs, without those that the role may not use. Empty before the first
+        sweep."""
 
         self._swept = False
         self._kinds: tuple[tuple[str, str], ...] = ()
         self._denied: set[str] = set()
         self._lock, self._order = threading.Lock(), itertools.count()
         self._objects: dict[str, tuple[Object, ...]] = {}
-        self._touched: dict[str, int] = {}
-        """When it was last written, on the order of sweeps; absent when what is known is newer."""
+        self._invalidated: dict[str, int] = {}
+        """By endpoint, the sequence number of its last write; absent when the cache is newer."""
 
     def discover(self) -> None:
-        """Ask what APIs there are. Raises ClusterUnavailable."""
+        """Read the server's APIs. Raises ClusterUnavailable."""
         offered = self._cluster.list_apis()
         kinds: list[tuple[str, str]] = []
         for versions, named in _APIS:
@@ -58,50 +59,52 @@ class ObjectCache:
         self.served = offered - lacking
 
     def sweep(self) -> None:
-        """List everything. Raises ClusterUnavailable."""
+        """List all objects. Raises ClusterUnavailable."""
         if not self.served:
             self.discover()
         began = next(self._order)
         found = _by_endpoint(self._list(ENDPOINT_LABEL))
         with self._lock:
+            # Race: a write during the list may be missing in it. Writes after `began` stay invalidated.
             self._objects, self._swept = found, True
-            self._touched = {name: at for name, at in self._touched.items() if at > began}
+            self._invalidated = {name: at for name, at in self._invalidated.items() if at > began}
 
     def of(self, endpoint: str) -> tuple[Object, ...]:
         """Everything that carries the endpoint's label. Raises ClusterUnavailable."""
         if not self._swept:
             self.sweep()
         with self._lock:
-            if endpoint not in self._touched:
+            if endpoint not in self._invalidated:
                 return self._objects.get(endpoint, ())
             began = next(self._order)
         listed = tuple(self._list(f"{ENDPOINT_LABEL}={endpoint}"))
         with self._lock:
-            if self._touched.get(endpoint, -1) < began:
+            # Race: another write after `began` makes this list stale; it is returned, but not cached.
+            if self._invalidated.get(endpoint, -1) < began:
                 self._objects[endpoint] = listed
-                self._touched.pop(endpoint, None)
+                self._invalidated.pop(endpoint, None)
         return listed
 
     def invalidate(self, endpoint: str) -> None:
-        """Something of it has been written, or is about to be."""
+        """Call before and after writes to an endpoint's objects: the cached ones are not used again."""
         with self._lock:
-            self._touched[endpoint] = next(self._order)
+            self._invalidated[endpoint] = next(self._order)
 
     def has_objects(self, endpoint: str) -> bool:
-        """Whether anything of it is there, pods that are ending left out."""
+        """Whether the endpoint has objects, pods excluded; True when unknown."""
         with self._lock:
-            return not self._swept or endpoint in self._touched or any(
+            return not self._swept or endpoint in self._invalidated or any(
                 one["kind"] != "Pod" for one in self._objects.get(endpoint, ()))
 
     def owned_by(self, endpoint: str, uid: str) -> bool:
-        """Whether the garbage collector would take anything of it with that object."""
+        """Whether the object of this uid owns any of the endpoint's objects; True when unknown."""
         with self._lock:
-            return not self._swept or endpoint in self._touched or any(
+            return not self._swept or endpoint in self._invalidated or any(
                 owner["uid"] == uid for one in self._objects.get(endpoint, ())
                 for owner in one["metadata"].get("ownerReferences", ()))
 
     def versions(self) -> dict[str, tuple[str, ...]]:
-        """By endpoint, what changes when any of its objects does."""
+        """By endpoint, uid and resourceVersion of each object."""
         with self._lock:
             return {name: tuple(f"{one['metadata']['uid']}/{one['metadata']['resourceVersion']}" for one in objects)
                     for name, objects in self._objects.items()}
@@ -111,7 +114,7 @@ class ObjectCache:
             self._cluster.list_all(api, kind, self._namespace, labelled=ENDPOINT_LABEL)
         except ClusterRejected as refused:
             if api not in self._denied:
-                log.warning("%s is here and this operator may not use it, so it does without: %s", api, refused)
+                log.warning("%s is installed, but this operator has no permission to use it: %s", api, refused)
             self._denied.add(api)
             return False
         return True
@@ -119,7 +122,7 @@ class ObjectCache:
     def _list(self, labelled: str) -> Iterable[Object]:
         for api, kind in self._kinds:
             for one in self._cluster.list_all(api, kind, self._namespace, labelled=labelled):
-                yield {**one, "apiVersion": api, "kind": kind}  # items of a list say neither
+                yield {**one, "apiVersion": api, "kind": kind}  # items of a list omit both
 
 
 def _by_endpoint(objects: Iterable[Object]) -> dict[str, tuple[Object, ...]]:

@@ -1,12 +1,12 @@
 """`eyrie operator`: election, watching, workers, and a port for probes and metrics, in one process.
 
-It stands for election first and touches nothing until it leads; then kopf watches, and a few threads work. When the
-lease is lost the process ends with 1 and is started anew by whoever runs it: that clears everything it believed.
-SIGTERM ends in order and gives the lease back, so that another operator takes over at once.
+It starts the election first and writes nothing until it leads; then kopf watches, and a few threads reconcile. When the
+lease is lost the process exits with 1 and is restarted by Kubernetes, which discards all cached state. On SIGTERM it
+shuts down and releases the lease, so that another operator takes over at once.
 
-    /healthz   200 while the election goes on: a frozen or dead loop is restarted
-    /readyz    200 when the API server and the database answer. Not "leads": a standby that never became ready would
-               hold up every rollout with two replicas
+    /healthz   200 while the election loop runs: a frozen or dead loop is restarted
+    /readyz    200 when the API server and the database respond. Not "leads": a standby that never became ready would
+               block every rollout with two replicas
     /metrics   Prometheus
 """
 
@@ -46,19 +46,19 @@ _STOP_S = 10.0
 
 @dataclass(frozen=True)
 class Options:
-    """How one operator runs."""
+    """Options of one operator."""
 
     lease_namespace: str
     lease_name: str = "eyrie-operator"
     namespaces: tuple[str, ...] = ()
-    """To watch; all when empty."""
+    """Namespaces to watch; all when empty."""
 
     mirror_namespace: str | None = None
     projects: Mapping[str, str] = field(default_factory=dict)
-    """Namespace -> project of its objects; of others `default`."""
+    """Namespace -> project of its objects; others belong to `default`."""
 
     host: str = "0.0.0.0"
-    """Probes come from the node. Nothing that is answered is secret."""
+    """Probes come from the node. No response contains a secret."""
 
     port: int = 8080
     timings: LeaseTimings = field(default_factory=LeaseTimings)
@@ -67,11 +67,11 @@ class Options:
 
 
 def run(settings: Settings, options: Options) -> int:
-    """Be an operator until SIGTERM or SIGINT (0), or until the lease is lost (1)."""
+    """Run an operator until SIGTERM or SIGINT (0), or until the lease is lost (1)."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("kopf", "httpx", "kubernetes", "aiohttp"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)  # that signals are none of its business
+    logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)  # its warning about signal handlers
     database = Database(settings.resolved_database_url)
     try:
         return Operator(settings, database, options).run()
@@ -91,18 +91,18 @@ class Operator:
                                       mirror_namespace=options.mirror_namespace, namespaces=options.namespaces,
                                       projects=options.projects)
         me = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-        keeper = KubernetesLease(self._cluster, options.lease_namespace, options.lease_name)
-        self._elector = Elector(me, keeper, options.timings, self._fence, monotonic=time.monotonic, clock=utc_now)
+        lease = KubernetesLease(self._cluster, options.lease_namespace, options.lease_name)
+        self._elector = Elector(me, lease, options.timings, self._fence, monotonic=time.monotonic, clock=utc_now)
         self._stopping, self._leading, self._lost = threading.Event(), threading.Event(), threading.Event()
-        self._campaign = threading.Thread(target=self._stand, name="eyrie-election", daemon=True)
+        self._election = threading.Thread(target=self._run_election, name="eyrie-election", daemon=True)
 
     def run(self) -> int:
-        """Until told to stop or deposed."""
+        """Run until SIGTERM, SIGINT or the loss of the lease."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_caught: self._stopping.set())
-        probes = _serve_probes(self._options.host, self._options.port, self._answers())
-        log.info("stands for election; probes and metrics on port %d", probes.server_address[1])
-        self._campaign.start()
+        probes = _serve_probes(self._options.host, self._options.port, self._endpoints())
+        log.info("waiting for the lease; probes and metrics on port %d", probes.server_address[1])
+        self._election.start()
         try:
             while not self._leading.wait(0.2):
                 if self._stopping.is_set():
@@ -111,11 +111,11 @@ class Operator:
             return 1 if self._lost.is_set() else 0
         finally:
             self._stopping.set()
-            self._campaign.join(_STOP_S)
+            self._election.join(_STOP_S)
             probes.shutdown()
 
     def _lead(self) -> None:
-        log.info("leads")
+        log.info("leading")
         self.telemetry.leads.set(1)
         parts = [threading.Thread(target=self._work, name=f"eyrie-worker-{number}", daemon=True)
                  for number in range(_WORKERS)]
@@ -123,8 +123,8 @@ class Operator:
         for part in parts:
             part.start()
         try:
-            # In a thread of its own: in the main one kopf would answer the signals, which are ours, and breaks on the
-            # second (it sets a future's result twice).
+            # In its own thread: in the main thread kopf would handle the signals, and fail on the second one (it sets
+            # a future's result twice).
             with ThreadPoolExecutor(1, thread_name_prefix="eyrie-watch") as aside:
                 aside.submit(asyncio.run, self._watch()).result()
         finally:
@@ -135,14 +135,15 @@ class Operator:
                 part.join(_STOP_S)
 
     async def _await_definitions(self) -> None:
-        """kopf looks once for what it shall watch: a chart may start us before its definitions are served."""
+        """Wait for the custom resource definitions. Race: kopf discovers resources once, and a chart may start this
+        process before the API server serves them."""
         waited = False
         while not self._stopping.is_set() and not self._lost.is_set():
             with contextlib.suppress(ClusterUnavailable):
                 if await asyncio.to_thread(self._cluster.serves_ours):
                     return
             if not waited:
-                log.warning("DrafterJob and DraftEndpoint are not defined here: waiting; helm/eyrie brings them")
+                log.warning("waiting for the definitions of DrafterJob and DraftEndpoint, which helm/eyrie installs")
             waited = True
             await asyncio.sleep(1.0)
 
@@ -150,7 +151,7 @@ class Operator:
         await self._await_definitions()
         stop = asyncio.Event()
         watching = asyncio.ensure_future(
-            watch(self._controller.hear, stop, namespaces=self._options.namespaces))
+            watch(self._controller.handle_event, stop, namespaces=self._options.namespaces))
         try:
             while not self._stopping.is_set() and not self._lost.is_set() and not watching.done():
                 await asyncio.wait({watching}, timeout=0.1)
@@ -159,12 +160,12 @@ class Operator:
         await asyncio.wait_for(watching, _STOP_S)
 
     def _work(self) -> None:
-        while self._controller.work():
+        while self._controller.process_next():
             self.telemetry.waiting.set(len(self._controller.queue))
 
     def _tick(self) -> None:
         resync_at = time.monotonic() + self._options.resync_s
-        self._guarded(self._controller.resync)  # once at the beginning: mirrors of jobs posted while nobody led
+        self._guarded(self._controller.resync)  # once at the start: mirrors of jobs posted while no operator led
         while not self._stopping.wait(self._options.poll_s) and not self._lost.is_set():
             self._guarded(self._controller.poll)
             self._guarded(self._controller.sweep)
@@ -173,24 +174,24 @@ class Operator:
                 self._guarded(self._controller.resync)
 
     def _guarded(self, step: Callable[[], None]) -> None:
-        """A database or API server that is away for a while ends nothing: the next tick tries again."""
+        """Run one step; an unavailable database or API server is logged, and the next tick retries."""
         try:
             step()
-        except Exception as error:  # whatever it is, the next tick may find it mended
+        except Exception as error:  # the ticker must survive any error; the next tick retries
             self.telemetry.errors.labels("poll", type(error).__name__).inc()
             known = isinstance(error, EyrieError | SQLAlchemyError)
             log.warning("%s: %s", step.__name__, error, exc_info=None if known else error)
 
-    def _stand(self) -> None:
-        run_election(self._elector, self._fence, self._options.timings, self._stopping, self._leading.set, self._depose)
+    def _run_election(self) -> None:
+        run_election(self._elector, self._fence, self._options.timings, self._stopping, self._leading.set, self._lose)
 
-    def _depose(self) -> None:
-        log.error("the lease was lost: ending")
+    def _lose(self) -> None:
+        log.error("the lease was lost: exiting")
         self._lost.set()
 
-    def _answers(self) -> dict[str, Callable[[], tuple[int, bytes]]]:
+    def _endpoints(self) -> dict[str, Callable[[], tuple[int, bytes]]]:
         def health() -> tuple[int, bytes]:
-            return (200, b"ok\n") if self._campaign.is_alive() else (500, b"the election has ended\n")
+            return (200, b"ok\n") if self._election.is_alive() else (500, b"the election has ended\n")
 
         def ready() -> tuple[int, bytes]:
             try:
@@ -198,8 +199,8 @@ class Operator:
             except SQLAlchemyError:
                 reachable = False
             if not reachable:
-                return 503, b"the database does not answer\n"
-            return (200, b"ok\n") if self._cluster.is_reachable() else (503, b"the API server does not answer\n")
+                return 503, b"the database does not respond\n"
+            return (200, b"ok\n") if self._cluster.is_reachable() else (503, b"the API server does not respond\n")
 
         return {"/healthz": health, "/readyz": ready, "/metrics": lambda: (200, self.telemetry.render())}
 
@@ -216,7 +217,7 @@ def _serve_probes(host: str, port: int, answers: dict[str, Callable[[], tuple[in
             self.wfile.write(body)
 
         def log_message(self, *_line: object) -> None:
-            """Probes come every few seconds."""
+            """No log lines: probes arrive every few seconds."""
 
     server = ThreadingHTTPServer((host, port), Probe)
     threading.Thread(target=server.serve_forever, name="eyrie-probes", daemon=True).start()
@@ -224,24 +225,24 @@ def _serve_probes(host: str, port: int, answers: dict[str, Callable[[], tuple[in
 
 
 def own_namespace() -> str:
-    """Of the pod this is; `default` outside of one."""
+    """Namespace of this pod; `default` outside of a pod."""
     try:
         return _OWN_NAMESPACE.read_text(encoding="ascii").strip() or "default"
     except OSError:
         return "default"
 
 
-def split(namespaces: Sequence[str]) -> tuple[str, ...]:
-    """`a,b c` as separate names: a chart passes one variable."""
+def parse_namespaces(namespaces: Sequence[str]) -> tuple[str, ...]:
+    """Split `a,b c` into names: the chart passes one variable."""
     return tuple(name for given in namespaces for name in given.replace(",", " ").split())
 
 
-def pairs(given: Sequence[str]) -> dict[str, str]:
-    """`namespace=project,...`. Raises InvalidInput."""
-    found: dict[str, str] = {}
-    for one in split(given):
-        namespace, equals, project = one.partition("=")
+def parse_projects(given: Sequence[str]) -> dict[str, str]:
+    """Parse `namespace=project,...`. Raises InvalidInput."""
+    projects: dict[str, str] = {}
+    for entry in parse_namespaces(given):
+        namespace, equals, project = entry.partition("=")
         if not (namespace and equals and project):
-            raise InvalidInput(f"--project {one!r} is not NAMESPACE=PROJECT", "write team-a=search, for example")
-        found[namespace] = project
-    return found
+            raise InvalidInput(f"--project {entry!r} is not NAMESPACE=PROJECT", "write team-a=search, for example")
+        projects[namespace] = project
+    return projects

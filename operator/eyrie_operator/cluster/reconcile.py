@@ -1,24 +1,24 @@
-"""What an object of the cluster wants and what its row says, in; what to do, out. Pure.
+"""From an object of the cluster and its row to actions. Pure.
 
-Called for every event, at every change of a row and at every resync; it remembers nothing, and every action may be
-applied twice or not at all. What happens to a DrafterJob:
+Called for every event, every change of a row and every resync. It keeps no state, and every action is idempotent. For a
+DrafterJob:
 
-    applied                  -> our finalizer, and in the same breath a job with its labels (kubernetes-uid: its uid)
-    refused by the contract  -> Accepted=False, Succeeded=False, Failed=True, with the words
-    suspended                -> the job is cancelled, which keeps finished stages; resumed, it goes on from them
-    the row changed          -> its projection, when that differs from the status; an Event per changed condition
-    ended `ttl` ago          -> the object is deleted, marked to leave job and files where they are
-    deleted                  -> the job is cancelled and its record deleted; the finalizer goes when nothing is left
-    the row is gone          -> it was deleted at the REST API: so is the object
+    applied                  -> our finalizer, and in the same pass a job with its labels (kubernetes-uid: its uid)
+    invalid                  -> Accepted=False, Succeeded=False, Failed=True, with the message
+    suspended                -> the job is cancelled, which keeps finished stages; when resumed, it continues from them
+    the row changed          -> its projection, if that differs from the status; an Event per changed condition
+    finished `ttl` ago       -> the object is deleted, annotated so that job and files stay
+    deleted                  -> the job is cancelled and its record deleted; then the finalizer is removed
+    the row is gone          -> it was deleted through the REST API: the object is deleted as well
 
-The last line is drawn with care. A database that was lost or mistaken for another must not empty the cluster: an object
-goes only when this database remembers having had its job (`JobHistory.deleted`). Otherwise it is told and left alone.
+The last case is restricted: a lost or wrong database must not empty the cluster. An object is deleted only if this
+database has recorded its job (`JobHistory.deleted`); otherwise the condition reports it and the object stays.
 
-A DraftEndpoint that was applied says how its row is served; one made for a row of its own (a promotion's, the REST
-API's) shows the row, and speaks only when somebody has written to it since it was last shown.
+An applied DraftEndpoint determines how its row is served. A mirror (of a promotion's or a REST client's endpoint) shows
+the row, and changes it only when a user has edited the mirror since it was written.
 
-Submission is idempotent by the object's uid. Not by its generation too: `spec.suspend` raises that, and a suspended
-job must not become two.
+Submission is idempotent by the object's uid, not by its generation: `spec.suspend` increments the generation, and a
+suspended job must not become two jobs.
 """
 
 from dataclasses import dataclass
@@ -52,39 +52,39 @@ from eyrie_operator.cluster.resources import (
 from eyrie_operator.conditions import is_over, is_true
 
 STOPPING_CHECK_S = 5.0
-"""How soon to look again at what is being stopped. The row's change tells us sooner; this is for a change missed."""
+"""Requeue delay while a job or endpoint stops. The change of its row triggers earlier; this covers a missed one."""
 
 
 @dataclass(frozen=True)
 class JobHistory:
-    """What the database knows of an object's job besides the row itself."""
+    """What the database records of an object's job besides the row."""
 
     deleted: bool = False
     """The job was submitted into this database and has been deleted since."""
 
     served_by: str | None = None
-    """An endpoint that serves, or is about to serve, its drafter."""
+    """An endpoint whose active or candidate revision is of this job."""
 
 
 @dataclass(frozen=True)
 class EndpointObjects:
-    """What of an endpoint is in the cluster besides its DraftEndpoint."""
+    """Objects of an endpoint in the cluster, other than its DraftEndpoint."""
 
     objects: bool = False
-    """Anything at all."""
+    """There are any."""
 
     owned: bool = False
-    """Something that the garbage collector would take with the DraftEndpoint."""
+    """There are some that the garbage collector would delete with the DraftEndpoint."""
 
 
 @dataclass(frozen=True)
 class AddFinalizer:
-    """Put our finalizer on the object."""
+    """Add our finalizer to the object."""
 
 
 @dataclass(frozen=True)
 class RemoveFinalizer:
-    """Take our finalizer off."""
+    """Remove our finalizer."""
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,14 @@ class CreateJob:
 
 @dataclass(frozen=True)
 class CancelJob:
-    """Stop it at a safe line."""
+    """Cancel the job."""
 
     job_id: str
 
 
 @dataclass(frozen=True)
 class RetryJob:
-    """Go on from the last finished stage."""
+    """Retry the job from its last finished stage."""
 
     job_id: str
 
@@ -118,7 +118,7 @@ class DeleteJob:
 
 @dataclass(frozen=True)
 class Annotate:
-    """Set an annotation of ours, or take it away."""
+    """Set or remove an annotation of ours."""
 
     name: str
     value: str | None
@@ -133,7 +133,7 @@ class DeleteResource:
 
 @dataclass(frozen=True)
 class CreateEndpoint:
-    """Make the endpoint's row, or find it."""
+    """Create the endpoint's row if it does not exist."""
 
     name: str
     target: TargetSpec
@@ -143,7 +143,7 @@ class CreateEndpoint:
 
 @dataclass(frozen=True)
 class UpdateServing:
-    """Serve the endpoint as the object says from now on."""
+    """Change the serving section of the endpoint's row."""
 
     name: str
     serve: ServeSpec
@@ -151,14 +151,14 @@ class UpdateServing:
 
 @dataclass(frozen=True)
 class UpdateMirror:
-    """Write the row into the spec of the object that was made for it."""
+    """Write the row into the spec of its mirror."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class SetDesired:
-    """Switch an endpoint."""
+    """Switch an endpoint on or off."""
 
     name: str
     desired: Literal["on", "off"]
@@ -180,7 +180,7 @@ class PostEvent:
 
 @dataclass(frozen=True)
 class RequeueAfter:
-    """Look again after so long, whether or not anything is heard."""
+    """Reconcile again after this time, without an event."""
 
     after_s: float
 
@@ -191,12 +191,12 @@ Actions = tuple[Action, ...]
 
 
 def reconcile_job(resource: JobResource, job: Job | None, history: JobHistory, now: datetime) -> Actions:
-    """What a DrafterJob needs next; see the module's essay."""
+    """The next actions for a DrafterJob; see the module docstring."""
     if resource.deleting:
-        return _let_go(resource, job, history, now)
+        return _finalize(resource, job, history, now)
     if job is None:
         return _submit(resource, history, now)
-    if resource.spec is None:  # it was accepted once: the job goes on as it was accepted
+    if resource.spec is None:  # invalid now, accepted before: the job continues as accepted
         return _project(resource, job, now)
     actions: list[Action] = [] if resource.held else [AddFinalizer()]
     actions += _suspend_or_resume(resource, job, suspend=resource.spec.suspend)
@@ -204,7 +204,7 @@ def reconcile_job(resource: JobResource, job: Job | None, history: JobHistory, n
     if ttl_s is not None and finished_at is not None and is_over(job.status.conditions) and not resource.spec.suspend:
         left_s = (finished_at + timedelta(seconds=ttl_s) - now).total_seconds()
         if left_s <= 0:
-            return (Annotate(OUTSIDE_ANNOTATION, "keep"), DeleteResource(f"ended more than {ttl_s} s ago"))
+            return (Annotate(OUTSIDE_ANNOTATION, "keep"), DeleteResource(f"finished more than {ttl_s} s ago"))
         actions.append(RequeueAfter(left_s))
     return (*actions, *_project(resource, job, now))
 
@@ -215,14 +215,14 @@ def _submit(resource: JobResource, history: JobHistory, now: datetime) -> Action
     if history.deleted:
         return (DeleteResource("its job was deleted at the REST API"),)
     if resource.job_id is not None:
-        message = (f"job {resource.job_id} is not in this database, or not this object's: restore the database, or "
-                   f"apply the object anew without the annotation {JOB_ID_ANNOTATION}")
+        message = (f"job {resource.job_id} is not in this database, or belongs to another object: restore the database, "
+                   f"or apply the object again without the annotation {JOB_ID_ANNOTATION}")
         return refuse_job(resource, "JobUnknown", message, now, over=False)
     if resource.spec is None:
         return refuse_job(resource, "InvalidSpec", resource.refusal, now, over=True)
     if resource.spec.suspend:
         return refuse_job(resource, "Suspended", "not submitted while spec.suspend is true", now, over=False)
-    if _was_refused(resource):  # what was refused stays refused until the object changes
+    if _was_refused(resource):  # rejected for this generation: retried when the spec changes
         return ()
     spec = resource.spec.job
     labelled = spec.model_copy(update={"labels": {**spec.labels, **labels_of(resource)}})
@@ -233,7 +233,8 @@ def _suspend_or_resume(resource: JobResource, job: Job, *, suspend: bool) -> lis
     over, cancelled = is_over(job.status.conditions), is_true(job.status.conditions, "Cancelled")
     if suspend and not over:
         marked = resource.suspended_attempt == job.status.attempt
-        # Marked first: killed between the two, the mark makes the cancelled job resumable all the same.
+        # Race: the annotation is written before the cancellation. If this operator is killed in between, the job can
+        # still be resumed.
         return [*(() if marked else (Annotate(SUSPENDED_ANNOTATION, str(job.status.attempt)),)),
                 *(() if job.status.phase == "Cancelling" else (CancelJob(job.id),)), RequeueAfter(STOPPING_CHECK_S)]
     if suspend or resource.suspended_attempt is None:
@@ -241,19 +242,19 @@ def _suspend_or_resume(resource: JobResource, job: Job, *, suspend: bool) -> lis
     if resource.suspended_attempt == job.status.attempt:
         if cancelled:
             return [RetryJob(job.id)]
-        if not over:  # resumed before it had stopped
+        if not over:  # resumed while it was still stopping
             return [RequeueAfter(STOPPING_CHECK_S)]
     return [Annotate(SUSPENDED_ANNOTATION, None)]
 
 
-def _let_go(resource: JobResource, job: Job | None, history: JobHistory, now: datetime) -> Actions:
+def _finalize(resource: JobResource, job: Job | None, history: JobHistory, now: datetime) -> Actions:
     if not resource.held:
         return ()
     if job is None or resource.keep_outside:
         return (RemoveFinalizer(),)
     if history.served_by is not None:
         message = (f"endpoint {history.served_by!r} serves a drafter of this job: promote another or roll it back, or "
-                   f"annotate this object with {OUTSIDE_ANNOTATION}=keep to leave the job where it is")
+                   f"annotate this object with {OUTSIDE_ANNOTATION}=keep to keep the job")
         waiting = _condition("Deleted", "False", "EndpointServes", message, resource, now)
         return (*_project(resource, job, now, waiting), RequeueAfter(STOPPING_CHECK_S))
     return (DeleteJob(job.id), *_project(resource, job, now), RequeueAfter(STOPPING_CHECK_S))
@@ -272,9 +273,9 @@ def _project(resource: JobResource, job: Job, now: datetime, *more: ResourceCond
 def _suspended(resource: JobResource, job: Job, now: datetime) -> ResourceCondition:
     if is_over(job.status.conditions):
         ended = is_true(job.status.conditions, "Cancelled")
-        words = ("Suspended", "stopped; finished stages are kept") if ended else ("AlreadyEnded", "it had ended before")
+        words = ("Suspended", "stopped; finished stages are kept") if ended else ("AlreadyFinished", "finished before")
         return _condition("Suspended", "True" if ended else "False", *words, resource, now)
-    return _condition("Suspended", "False", "Stopping", "stops at its next safe line", resource, now)
+    return _condition("Suspended", "False", "Stopping", "stops at its next pause point", resource, now)
 
 
 def _was_refused(resource: JobResource) -> bool:
@@ -284,14 +285,14 @@ def _was_refused(resource: JobResource) -> bool:
 
 
 def refuse_job(resource: JobResource, reason: str, message: str, now: datetime, *, over: bool) -> Actions:
-    """A status for an object that has no job; `over`, when it will not get one as it is written."""
-    told = [_condition("Accepted", "False", reason, message, resource, now)]
+    """The status of an object without a job; `over`: its spec will never be accepted."""
+    conditions = [_condition("Accepted", "False", reason, message, resource, now)]
     if reason == "Suspended":
-        told.append(_condition("Suspended", "True", reason, message, resource, now))
-    if over:  # nothing will come of it: whoever waits for its end must not wait for ever
-        told += [_condition("Succeeded", "False", reason, message, resource, now),
-                 _condition("Failed", "True", reason, message, resource, now)]
-    status = DrafterJobStatus(observed_generation=resource.identity.generation, conditions=tuple(told),
+        conditions.append(_condition("Suspended", "True", reason, message, resource, now))
+    if over:  # set terminal conditions, so that `kubectl wait` returns
+        conditions += [_condition("Succeeded", "False", reason, message, resource, now),
+                       _condition("Failed", "True", reason, message, resource, now)]
+    status = DrafterJobStatus(observed_generation=resource.identity.generation, conditions=tuple(conditions),
                               phase="Failed" if over else "Suspended" if reason == "Suspended" else "Pending")
     return _write(resource.identity, resource.status, status)
 
@@ -302,21 +303,22 @@ def refuse_job(resource: JobResource, reason: str, message: str, now: datetime, 
 def reconcile_endpoint(resource: EndpointResource, endpoint: Endpoint | None, model: str, now: datetime,
                        taken_by: str | None = None, serve: ServeSpec | None = None,
                        existing: EndpointObjects | None = None) -> Actions:
-    """What a DraftEndpoint needs next. Its row outlives it, switched off: name, URL and history stay.
+    """The next actions for a DraftEndpoint. Its row outlives it, switched off, with name, URL and history.
 
-    taken_by  an older object of the same name in another namespace: endpoints have one name in all of them
+    taken_by  an older object of the same name in another namespace: endpoint names are unique over namespaces
     serve     the row's serving section
     """
     existing = existing or EndpointObjects()
     if resource.deleting:
-        return _let_endpoint_go(resource, endpoint, existing, ours=taken_by is None)
+        return _finalize_endpoint(resource, endpoint, existing, ours=taken_by is None)
     if taken_by is not None:
-        return _refuse_endpoint(resource, "NameTaken", f"{taken_by} is the endpoint of that name: choose another", now)
+        message = f"{taken_by} already has this endpoint name: choose another"
+        return _refuse_endpoint(resource, "NameTaken", message, now)
     if resource.spec is None:
         return _refuse_endpoint(resource, "InvalidSpec", resource.refusal, now)
     if endpoint is None:
         if resource.mirrored:
-            return _refuse_endpoint(resource, "EndpointUnknown", "this database has no endpoint of that name: restore "
+            return _refuse_endpoint(resource, "EndpointUnknown", "this database has no endpoint of this name: restore "
                                     "the database, or delete this object", now)
         wanted = resource.spec.serve.model_copy(update={"endpoint": resource.identity.name})
         return (AddFinalizer(), CreateEndpoint(resource.identity.name, resource.spec.target, wanted, model))
@@ -325,17 +327,17 @@ def reconcile_endpoint(resource: EndpointResource, endpoint: Endpoint | None, mo
                    "this endpoint under another name")
         return _refuse_endpoint(resource, "TargetDiffers", message, now)
     actions: list[Action] = [] if resource.held else [AddFinalizer()]
-    actions += _serve_as_said(resource, resource.spec, endpoint, serve)
+    actions += _apply_serving(resource, resource.spec, endpoint, serve)
     accepted = _condition("Accepted", "True", "EndpointAccepted", "the spec is valid", resource, now)
     status = endpoint_status(endpoint, resource)
     status = status.model_copy(update={"conditions": (accepted, *status.conditions)})
     return (*actions, *_write(resource.identity, resource.status, status))
 
 
-def _serve_as_said(resource: EndpointResource, spec: DraftEndpointSpec, endpoint: Endpoint,
+def _apply_serving(resource: EndpointResource, spec: DraftEndpointSpec, endpoint: Endpoint,
                    serve: ServeSpec | None) -> list[Action]:
-    """Who has the last word: an applied object on `desired`, always; on how it is served whoever spoke last, since a
-    promotion brings the serving section of its job. For a mirror, on both, whoever has written to it, once."""
+    """Precedence: for an applied object, `desired` always comes from the object, and the serving section from the last
+    writer, since a promotion sets that of its job. For a mirror, both come from the object once after an edit."""
     serve = serve or spec.serve
     wanted = spec.serve.model_copy(update={"endpoint": endpoint.name, "port": serve.port})
     actions: list[Action] = []
@@ -349,9 +351,10 @@ def _serve_as_said(resource: EndpointResource, spec: DraftEndpointSpec, endpoint
     return actions
 
 
-def _let_endpoint_go(resource: EndpointResource, endpoint: Endpoint | None, existing: EndpointObjects, *,
-                     ours: bool) -> Actions:
-    """Switched off and its objects gone; kept, once nothing of it would be taken along."""
+def _finalize_endpoint(resource: EndpointResource, endpoint: Endpoint | None, existing: EndpointObjects, *,
+                       ours: bool) -> Actions:
+    """Remove the finalizer once the endpoint is off and its objects are deleted; with the keep annotation, once no
+    object is owned by the DraftEndpoint."""
     if not resource.held:
         return ()
     if endpoint is None or not ours:
@@ -373,18 +376,18 @@ def _refuse_endpoint(resource: EndpointResource, reason: str, message: str, now:
 
 
 def _write(identity: Identity, stored: Any, status: DrafterJobStatus | DraftEndpointStatus) -> Actions:
-    """The status, if it differs from the one stored, with its events first: an event told twice is refused by its
-    name, one that was never told would be lost."""
+    """The status, if it differs from the stored one. Its events come first: if this operator is killed in between, they
+    are posted again, and the API server rejects duplicates by name; in the other order they would be lost."""
     wanted = dump(status)
     if wanted == stored:
         return ()
-    told = event_records(identity, stored.get("conditions", ()), status.conditions)
-    return (*(PostEvent(one) for one in told), UpdateStatus(wanted))
+    events = event_records(identity, stored.get("conditions", ()), status.conditions)
+    return (*(PostEvent(event) for event in events), UpdateStatus(wanted))
 
 
 def _condition(kind: str, status: Literal["True", "False"], reason: str, message: str,
                resource: JobResource | EndpointResource, now: datetime) -> ResourceCondition:
-    """A condition of the object's own, which no row holds: its transition time is kept in the stored status."""
+    """A condition without a row: its transition time is kept in the stored status."""
     before = _stored(resource.status, kind)
     kept = before is not None and before.get("status") == status
     since = datetime.fromisoformat(before["lastTransitionTime"]) if before is not None and kept else now

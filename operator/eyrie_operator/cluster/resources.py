@@ -1,10 +1,9 @@
-"""Between objects of the cluster and values of the contract. Pure.
+"""Conversion between objects of the cluster and values of the contract. Pure.
 
-Inwards: an object, as the API server gives it, becomes a `JobResource` or an `EndpointResource`; a spec that the
-contract refuses becomes the words to refuse it with, since a server without CEL lets through what fields alone cannot
-rule out. Outwards: a Job becomes a status. The projection leaves out what moves all the time (see
-`eyrie_api.v1alpha1.resources`), so equal statuses mean that nothing need be written.
-"""
+Reading: an object of the API server becomes a `JobResource` or an `EndpointResource`; an invalid spec becomes its error
+message, since a server without CEL admits specs that field schemas alone cannot reject. Writing: a Job becomes a
+status. The projection omits what changes continuously (see `eyrie_api.v1alpha1.resources`): equal statuses need no
+write. """
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -38,15 +37,15 @@ from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_operator.manifests.names import digest
 
 SUSPENDED_ANNOTATION = f"{GROUP}/suspended-attempt"
-"""The attempt that was stopped because the object was suspended: what a resume goes on from. A job that a person
-cancelled stays cancelled."""
+"""The attempt that was cancelled because the object was suspended; resuming retries it. A job cancelled by a user stays
+cancelled."""
 
 ORIGIN_LABEL = f"{GROUP}/origin"
 MIRRORED = "rest"
-"""Value of the origin label on objects made for jobs that were posted."""
+"""Value of the origin label on mirrors of jobs posted to the REST API."""
 
 SHOWN_ANNOTATION = f"{GROUP}/shown"
-"""On a mirrored DraftEndpoint: digest of the spec as we wrote it. Another spec is somebody's wish."""
+"""On a mirrored DraftEndpoint: digest of the spec we wrote. A different spec was edited by a user."""
 
 _REVISIONS_SHOWN = 20
 _Spec = TypeVar("_Spec", bound=BaseModel)
@@ -54,7 +53,7 @@ _Spec = TypeVar("_Spec", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Identity:
-    """Which object, in which version."""
+    """Identity and version of an object."""
 
     kind: Literal["DrafterJob", "DraftEndpoint"]
     namespace: str
@@ -75,10 +74,10 @@ class JobResource:
 
     identity: Identity
     spec: DrafterJobSpec | None
-    """None when the contract refuses it."""
+    """None when it is invalid."""
 
     refusal: str = ""
-    """Why."""
+    """The validation error."""
 
     deleting: bool = False
     held: bool = False
@@ -86,11 +85,11 @@ class JobResource:
 
     keep_outside: bool = False
     job_id: str | None = None
-    """Of the annotation, or as last projected."""
+    """From the annotation, or from the status."""
 
     suspended_attempt: int | None = None
     mirrored: bool = False
-    """Made by us for a job that was posted."""
+    """A mirror of a job posted to the REST API."""
 
     status: Mapping[str, Any] = field(default_factory=dict)
 
@@ -106,11 +105,10 @@ class EndpointResource:
     held: bool = False
     keep_outside: bool = False
     mirrored: bool = False
-    """Made by us for an endpoint that a promotion or the REST API made."""
+    """A mirror of an endpoint created by a promotion or through the REST API."""
 
     edited: bool = False
-    """Somebody has written its spec since we looked at it: since its status was written or, of a mirror, since we
-    wrote it."""
+    """Its spec was changed since its status was written or, for a mirror, since the operator wrote it."""
 
     status: Mapping[str, Any] = field(default_factory=dict)
 
@@ -128,7 +126,7 @@ def read_job(raw: Mapping[str, Any]) -> JobResource:
         deleting="deletionTimestamp" in metadata, held=FINALIZER in (metadata.get("finalizers") or ()),
         keep_outside=annotations.get(OUTSIDE_ANNOTATION) == "keep", job_id=job_id,
         suspended_attempt=int(suspended) if suspended.isdigit() else None,
-        # A mirror bears its job's id as its name: a copy of it, applied under another name, is a job of its own.
+        # A mirror is named after its job: a copy applied under another name is a new job.
         mirrored=labels.get(ORIGIN_LABEL) == MIRRORED and job_id is not None and metadata["name"] == job_id,
         status=status)
 
@@ -165,18 +163,18 @@ def _read_spec(model: type[_Spec], raw: Any) -> tuple[_Spec | None, str]:
 
 
 def labels_of(resource: JobResource) -> dict[str, str]:
-    """What marks the job of an applied object as its own."""
+    """Labels that tie a job to its applied object."""
     one = resource.identity
     return {UID_LABEL: one.uid, NAMESPACE_LABEL: one.namespace, NAME_LABEL: one.name}
 
 
 def applied_uid(job: Job) -> str | None:
-    """The uid of the object a job was applied as; None for a job that was posted."""
+    """The uid of the object of an applied job; None for a job posted to the REST API."""
     return job.spec.labels.get(UID_LABEL)
 
 
 def mirror_of(job: Job, namespace: str) -> dict[str, Any]:
-    """The DrafterJob of a job that was posted, for server-side apply."""
+    """The mirror of a job posted to the REST API, for server-side apply."""
     return {
         "apiVersion": API_VERSION, "kind": "DrafterJob",
         "metadata": {"name": job.id, "namespace": namespace, "labels": {ORIGIN_LABEL: MIRRORED},
@@ -186,7 +184,7 @@ def mirror_of(job: Job, namespace: str) -> dict[str, Any]:
 
 
 def mirror_of_endpoint(endpoint: Endpoint, target: TargetSpec, serve: ServeSpec, namespace: str) -> dict[str, Any]:
-    """The DraftEndpoint of an endpoint that was not applied, for server-side apply."""
+    """The mirror of an endpoint that was not applied, for server-side apply."""
     spec = DraftEndpointSpec(target=target, serve=serve, desired=endpoint.desired)
     return {
         "apiVersion": API_VERSION, "kind": "DraftEndpoint",
@@ -200,7 +198,7 @@ def _digest_of(spec: DraftEndpointSpec) -> str:
     return digest(spec.model_dump(mode="json"))
 
 
-# Outwards.
+# Status.
 
 
 def job_status(job: Job, resource: JobResource) -> DrafterJobStatus:
@@ -237,7 +235,7 @@ def _revision(one: Revision) -> ResourceRevision:
 
 
 def conditions_of(conditions: Iterable[Condition], generation: int) -> tuple[ResourceCondition, ...]:
-    """Conditions in Kubernetes' shape; they say of which generation of the object they hold."""
+    """Conditions in the format of Kubernetes, with the observed generation."""
     return tuple(ResourceCondition(
         type=one.type, status=one.status, reason=one.reason, message=one.message[:32_768],
         last_transition_time=one.last_transition_time, observed_generation=generation) for one in conditions)
@@ -246,7 +244,7 @@ def conditions_of(conditions: Iterable[Condition], generation: int) -> tuple[Res
 def dump(status: BaseModel) -> dict[str, Any]:
     """A status as the API server stores it: nulls left out, times as metav1.Time (RFC 3339, whole seconds, Z).
 
-    Empty words are left out as well: server-side apply of Kubernetes 1.20 makes nulls of them, and refuses those.
+    Empty strings are left out as well: server-side apply of Kubernetes 1.20 turns them into nulls, and rejects those.
     """
     plain: dict[str, Any] = _plain(status.model_dump(mode="python", by_alias=True, exclude_none=True))
     return plain
@@ -265,7 +263,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class EventRecord:
-    """One Kubernetes Event to post. Its name is made of what it says, so that posting it again is refused."""
+    """One Kubernetes Event to post. Its name is a digest of its content, so that a duplicate is rejected."""
 
     name: str
     type: Literal["Normal", "Warning"]
@@ -278,7 +276,7 @@ _BAD_WHEN_TRUE = frozenset({"Failed", "RolledBack"})
 
 def event_records(identity: Identity, before: Iterable[Mapping[str, Any]],
                   after: Iterable[ResourceCondition]) -> tuple[EventRecord, ...]:
-    """An event per condition whose status or reason has changed; none for what stays as it was."""
+    """An event per condition whose status or reason has changed."""
     known = {one.get("type"): (one.get("status"), one.get("reason")) for one in before}
     changed = [one for one in after if known.get(one.type) != (one.status, one.reason)]
     return tuple(_event_record(identity, one) for one in changed)
@@ -286,7 +284,7 @@ def event_records(identity: Identity, before: Iterable[Mapping[str, Any]],
 
 def _event_record(identity: Identity, one: ResourceCondition) -> EventRecord:
     bad = one.status == "True" if one.type in _BAD_WHEN_TRUE else one.status == "False"
-    said = f"{identity.uid}/{one.type}/{one.status}/{one.reason}/{one.last_transition_time.isoformat()}"
-    name = f"{identity.name[:200]}.{hashlib.sha256(said.encode()).hexdigest()[:16]}"
+    content = f"{identity.uid}/{one.type}/{one.status}/{one.reason}/{one.last_transition_time.isoformat()}"
+    name = f"{identity.name[:200]}.{hashlib.sha256(content.encode()).hexdigest()[:16]}"
     message = f"{one.type}={one.status}" + (f": {one.message}" if one.message else "")
     return EventRecord(name, "Warning" if bad else "Normal", one.reason, message[:1024])

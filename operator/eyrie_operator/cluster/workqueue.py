@@ -1,9 +1,8 @@
-"""What to look at next: a queue of keys, each at most once, none by two workers at a time.
+"""A queue of keys to reconcile: each key at most once, and never processed by two workers at a time.
 
-The level-triggered heart of every controller, as in client-go: an event says *that* something changed, never what, so
-ten events for one key are one look. A key added while it is being looked at is looked at again afterwards. Failures
-come back after a delay that doubles; `forget` ends that. Delays are on the clock that is passed in.
-"""
+The level-triggered queue of controllers, as in client-go: an event says *that* an object changed, not what, so ten
+events for one key cause one reconciliation. A key added while it is being processed is processed again afterwards.
+Failures are retried after a delay that doubles; `forget` resets it. Delays use the clock that is passed in. """
 
 import heapq
 import itertools
@@ -33,12 +32,12 @@ class Workqueue(Generic[Key]):
         self._closed = False
 
     def add(self, key: Key) -> None:
-        """Look at it soon."""
+        """Enqueue the key."""
         with self._changed:
             self._add(key)
 
     def add_after(self, key: Key, delay_s: float) -> None:
-        """Look at it then, or earlier when it was to be earlier."""
+        """Enqueue the key after a delay, or earlier if it is already due earlier."""
         with self._changed:
             due = self._monotonic() + delay_s
             if due < self._due.get(key, float("inf")):
@@ -47,7 +46,7 @@ class Workqueue(Generic[Key]):
                 self._changed.notify()
 
     def failed(self, key: Key) -> float:
-        """It could not be dealt with: look again later; returns in how many seconds."""
+        """Enqueue the key after its backoff delay, which is returned in seconds."""
         with self._changed:
             times = self._failures[key] = self._failures.get(key, 0) + 1
         delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** (times - 1))
@@ -55,12 +54,12 @@ class Workqueue(Generic[Key]):
         return delay_s
 
     def forget(self, key: Key) -> None:
-        """It was dealt with."""
+        """Reset the backoff of the key."""
         with self._changed:
             self._failures.pop(key, None)
 
     def take(self) -> Key | None:
-        """The next key, waited for; `done` must follow. None when the queue is closed."""
+        """Wait for the next key; call `done` afterwards. None when the queue is closed."""
         with self._changed:
             while not self._closed:
                 now = self._monotonic()
@@ -77,7 +76,7 @@ class Workqueue(Generic[Key]):
             return None
 
     def done(self, key: Key) -> None:
-        """It has been looked at."""
+        """Processing of the key has ended; enqueue it again if it was added meanwhile."""
         with self._changed:
             self._working.discard(key)
             if key in self._again:
@@ -85,7 +84,7 @@ class Workqueue(Generic[Key]):
                 self._add(key)
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Make every `take` return None."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -94,6 +93,7 @@ class Workqueue(Generic[Key]):
         return len(self._ready) + len(self._working)
 
     def _add(self, key: Key) -> None:
+        # Race: another worker is processing the key. Its read may predate this change, so it runs again in `done`.
         if key in self._working:
             self._again.add(key)
         elif key not in self._ready:

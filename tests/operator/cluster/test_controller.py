@@ -46,7 +46,7 @@ def work_off(one: Controller, clock: Clock) -> None:
         one.sweep()
         one.resync()
         while len(one.queue):
-            assert one.work()
+            assert one.process_next()
         clock.now += 60.0
 
 
@@ -70,7 +70,7 @@ def test_while_the_api_server_is_away_nothing_ends_and_afterwards_it_goes_on(wor
     with pytest.raises(ClusterUnavailable):
         one.sweep()
     one.poll()
-    assert one.work()
+    assert one.process_next()
     assert world.server.objects == {}
     world.server.away = False
     work_off(one, clock)
@@ -86,7 +86,7 @@ def test_while_the_database_is_away_nothing_ends_and_afterwards_it_goes_on(world
         connection.execute(text("ALTER TABLE endpoints RENAME TO elsewhere"))
     with pytest.raises(OperationalError):
         one.poll()
-    assert one.work()
+    assert one.process_next()
     assert world.server.objects == {}
     with world.database.engine.begin() as connection:
         connection.execute(text("ALTER TABLE elsewhere RENAME TO endpoints"))

@@ -79,8 +79,8 @@ def record(holder: str) -> LeaseRecord:
 
 
 @pytest.mark.parametrize(("seen", "unchanged_s", "move"), [
-    (None, 0.0, "make"), (record("me"), 99.0, "renew"), (record(""), 0.0, "take"), (record("other"), 15.0, "wait"),
-    (record("other"), 15.1, "take"),
+    (None, 0.0, "create"), (record("me"), 99.0, "renew"), (record(""), 0.0, "acquire"), (record("other"), 15.0, "wait"),
+    (record("other"), 15.1, "acquire"),
 ])
 def test_what_a_candidate_does(seen: LeaseRecord | None, unchanged_s: float, move: str) -> None:
     assert decide("me", seen, unchanged_s) == move
