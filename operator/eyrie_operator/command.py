@@ -1,19 +1,19 @@
-"""The whole `eyrie` command: the client verbs, and what starts and ends a control plane on this machine.
+"""The `eyrie` command: the client's commands, and those that run a control plane.
 
-    eyrie up [--detach]    the control plane here; its home holds the database, the jobs, a log and who runs it
-    eyrie down             ends it; jobs stop at a safe line and go on at the next `up`
-    eyrie worker           more hands for its chores, where the broker is Redis
-    eyrie serve-api        on a cluster: the API server alone, one of any number
-    eyrie migrate          makes the database's tables, or waits until another has (--check)
-    eyrie operator         on a cluster: drives DrafterJobs and DraftEndpoints; of several replicas one leads
-    eyrie demo             the whole job on the shipped target, from one REST call to a faster endpoint
-    eyrie check-drafter    whether a drafter directory is what SGLang and vLLM will serve
-    eyrie compare          drafter families trained and measured side by side: which is right for a target
-    eyrie load             servers under load, compared
+    eyrie up [--detach]    start the control plane of this machine; its home holds database, jobs, log and `plane.json`
+    eyrie down             stop it; jobs stop at their next pause point and resume at the next `up`
+    eyrie worker           further chore workers, where the broker is Redis
+    eyrie serve-api        on a cluster: the API server alone, as one of any number of replicas
+    eyrie migrate          migrate the database, or wait until it is migrated (--check)
+    eyrie operator         on a cluster: reconcile DrafterJobs and DraftEndpoints; of several replicas one leads
+    eyrie demo             the whole job on the shipped target, from one REST call to an endpoint with a drafter
+    eyrie check-drafter    whether SGLang and vLLM can serve a drafter directory as it was trained
+    eyrie compare          train and measure drafter families side by side for one target
+    eyrie load             load tests of servers, compared
 
-The last two are programs of the workers, started as children: this one never loads torch.
+The last two are programs of the workers and run as child processes: this process never imports torch.
 
-`up` on a home that is already up says where and ends well.
+`up` on a home whose control plane is running prints its URL and succeeds.
 """
 
 import os
@@ -45,7 +45,7 @@ Home = Annotated[Path | None, typer.Option("--home", envvar="EYRIE_HOME", help="
 
 
 def settings_for(home: Path | None, host: str | None, port: int | None) -> Settings:
-    """EYRIE_* variables, with the flags over them."""
+    """Settings from EYRIE_* variables, overridden by flags."""
     settings = Settings.from_env()
     changes = {"home": home, "host": host, "port": port}
     return settings.model_copy(update={name: value for name, value in changes.items() if value is not None})
@@ -69,24 +69,24 @@ def up(
         settings = settings.model_copy(update={"port": free_port(settings.host)})
     already = running_plane(settings.home)
     if already is not None:
-        tell_up(already, screen, already=True)
+        show_address(already, screen, already=True)
         return
     if detach:
-        tell_up(start_detached(settings), screen)
+        show_address(start_detached(settings), screen)
         return
     check_port(settings.host, settings.port)
     plane = Plane(pid=os.getpid(), url=f"http://{settings.host}:{settings.port}", home=settings.home)
-    # uvicorn drains on SIGTERM and then raises it again. The default action would end us there and then, before runs
-    # and engines are stopped in order; SystemExit unwinds.
+    # Race: uvicorn drains on SIGTERM and then raises the signal again. The default action would end this process before
+    # runs and engines are stopped; SystemExit unwinds the context managers that stop them.
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(0))
     with claim(settings.home, plane.url):
-        tell_up(plane, screen)
+        show_address(plane, screen)
         run(settings)
 
 
-def tell_up(plane: Plane, screen: Screen, *, already: bool = False) -> None:
-    """Where it is, and what to do next."""
-    # The next line must work as it stands: name the server only when it is not where the command looks by itself.
+def show_address(plane: Plane, screen: Screen, *, already: bool = False) -> None:
+    """Print the URL, and the next command."""
+    # The printed command must work unchanged: --server is added only when the URL is not the default.
     where = "" if plane.url == DEFAULT_SERVER else f" --server {plane.url}"
     words = (f"{'Already up' if already else 'Eyrie is up'}: {plane.url}  (API and docs: {plane.url}/docs; state: "
              f"{plane.home})\nNext: eyrie train --target <model> --data <chats.jsonl>{where}")
@@ -96,7 +96,7 @@ def tell_up(plane: Plane, screen: Screen, *, already: bool = False) -> None:
 @app.command()
 @verb
 def down(home: Home = None, as_json: Json = False) -> None:
-    """End the control plane on this machine. Jobs stop at a safe line and go on at the next `up`."""
+    """Stop the control plane of this machine. Jobs stop at their next pause point and resume at the next `up`."""
     from eyrie_operator.control_plane import stop_orphans
 
     settings = settings_for(home, None, None)
@@ -105,7 +105,7 @@ def down(home: Home = None, as_json: Json = False) -> None:
         stop_plane(plane)
     elif (settings.home / "eyrie.db").exists() or settings.database_url is not None:
         stop_orphans(settings)
-    words = f"Ended {plane.url}." if plane else f"No control plane runs on {settings.home}; nothing of it is left."
+    words = f"Stopped {plane.url}." if plane else f"No control plane is running on {settings.home}."
     Screen(as_json=as_json).show({"stopped": plane is not None, "home": str(settings.home.absolute())}, words)
 
 
@@ -115,7 +115,7 @@ def worker(
     home: Home = None,
     concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1, max=256, help="Chores at once.")] = 2,
 ) -> None:
-    """Take chores from the Redis of EYRIE_BROKER_URL, beside the control plane on the same database."""
+    """Run chores from the Redis of EYRIE_BROKER_URL, on the database of a control plane."""
     from eyrie_operator.celery_app import work
 
     work(settings_for(home, None, None), concurrency)
@@ -128,7 +128,7 @@ def serve_api(
     host: Annotated[str | None, typer.Option("--host", help="Default 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option("--port", min=0, max=65535, help=f"Default {DEFAULT_PORT}.")] = None,
 ) -> None:
-    """Answer the API over a shared database and Redis, and do nothing else. On one machine use `up`."""
+    """Serve the API on a shared database and Redis, without chores. On one machine use `up`."""
     from eyrie_api.http.replica import serve
 
     serve(settings_for(home, host, port))
@@ -137,17 +137,17 @@ def serve_api(
 @app.command()
 @verb
 def migrate(
-    check: Annotated[bool, typer.Option("--check", help="Change nothing; wait until another has done it.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Change nothing; wait until it is migrated.")] = False,
     timeout: Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for the database.")] = 300.0,
     as_json: Json = False,
 ) -> None:
-    """Bring the tables of EYRIE_DATABASE_URL up to date; those of a newer Eyrie stay as they are."""
+    """Migrate the tables of EYRIE_DATABASE_URL; tables of a newer Eyrie stay unchanged."""
     from eyrie_api.database.engine import Database
     from eyrie_api.http.replica import await_tables, migrate_when_there
 
     settings = settings_for(None, None, None)
-    standing = (await_tables if check else migrate_when_there)(Database(settings.resolved_database_url), timeout)
-    Screen(as_json=as_json).show({"tables": standing}, f"The tables are {standing}.")
+    state = (await_tables if check else migrate_when_there)(Database(settings.resolved_database_url), timeout)
+    Screen(as_json=as_json).show({"tables": state}, f"The tables are {state}.")
 
 
 @app.command("operator")
@@ -155,23 +155,23 @@ def migrate(
 def operate(
     home: Home = None,
     namespace: Annotated[list[str] | None, typer.Option(
-        "--namespace", "-n", envvar="EYRIE_OPERATOR_NAMESPACES", help="To watch; may be repeated. Default: all."
+        "--namespace", "-n", envvar="EYRIE_OPERATOR_NAMESPACES", help="Namespace to watch; repeatable. Default: all."
     )] = None,
     mirror: Annotated[str | None, typer.Option(
         "--mirror-namespace", envvar="EYRIE_OPERATOR_MIRROR_NAMESPACE",
-        help="Show jobs posted to the REST API as DrafterJobs here. Default: not at all.")] = None,
+        help="Namespace for mirrors of jobs posted to the REST API. Default: no mirrors.")] = None,
     project: Annotated[list[str] | None, typer.Option(
         "--project", envvar="EYRIE_OPERATOR_PROJECTS", metavar="NAMESPACE=PROJECT",
-        help="Whose a namespace's objects are; may be repeated. Default: the project `default`.")] = None,
+        help="Project of a namespace's objects; repeatable. Default: the project `default`.")] = None,
     lease: Annotated[str, typer.Option(
         "--lease", envvar="EYRIE_OPERATOR_LEASE", help="[NAMESPACE/]NAME of the Lease; one per installation."
     )] = "eyrie-operator",
     host: Annotated[str, typer.Option("--host", help="For probes and metrics.")] = "0.0.0.0",
     port: Annotated[int, typer.Option("--port", envvar="EYRIE_OPERATOR_PORT", min=0, max=65535)] = 8080,
     lease_s: Annotated[float, typer.Option(
-        "--lease-seconds", min=1.0, max=300.0, help="How long a silent leader is waited for.")] = 15.0,
+        "--lease-seconds", min=1.0, max=300.0, help="Lease duration: time until a failed leader is replaced.")] = 15.0,
 ) -> None:
-    """Drive the custom resources of a cluster over the database of EYRIE_DATABASE_URL."""
+    """Reconcile the custom resources of a cluster with the database of EYRIE_DATABASE_URL."""
     from eyrie_operator.cluster import program
     from eyrie_operator.cluster.leases import timings_of
 
@@ -187,10 +187,10 @@ def operate(
 @verb
 def demo(
     short: Annotated[bool, typer.Option("--short", help="Fewer conversations, steps and prompts: for CI.")] = False,
-    keep: Annotated[bool, typer.Option("--keep/--stop", help="Leave the endpoint on, or end a demo.")] = True,
+    keep: Annotated[bool, typer.Option("--keep/--stop", help="Keep the endpoint running, or stop a demo.")] = True,
     as_json: Json = False,
 ) -> None:
-    """The whole job on the shipped target: trained, measured, promoted, serving. `--stop` ends what it left."""
+    """Run a whole job on the shipped target: train, measure, promote, serve. `--stop` stops its processes."""
     from eyrie_operator.cli import demo as show
 
     screen = Screen(as_json=as_json)
@@ -200,25 +200,27 @@ def demo(
     show.play(show.HOME, screen, short=short)
 
 
-# These programs have the options and their help: here are only their names.
-_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+# Options and help of these commands are defined by the programs.
+_PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
-@app.command(context_settings=_PASSED_ON, add_help_option=False)
+@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
 def load(context: typer.Context) -> None:
-    """Put OpenAI-compatible servers under load and compare them. `eyrie load --help` has the options."""
+    """Load-test OpenAI-compatible servers and compare them. Options: `eyrie load --help`."""
     raise typer.Exit(run_child("eyrie_workers.load", context.args))
 
 
-@app.command(context_settings=_PASSED_ON, add_help_option=False)
+@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
 def compare(context: typer.Context) -> None:
-    """Train drafters of several families for a target and measure them side by side. `eyrie compare --help`."""
+    """Train drafters of several families for a target and measure them side by side. Options: `eyrie compare
+    --help`."""
     raise typer.Exit(run_child("eyrie_workers.comparison", context.args))
 
 
 def run_child(module: str, arguments: Sequence[str]) -> int:
-    """Run a program of the workers with our streams until it ends; its exit code, 128 + n when signal n ended it."""
-    # Ctrl-C reaches the child too, which ends in order; we only wait for it. (An ignored signal would be inherited.)
+    """Run a program of the workers with inherited streams; returns its exit code, or 128 + n if signal n ended it."""
+    # Ctrl-C is delivered to the child too, which shuts down; this process only waits. A handler rather than SIG_IGN,
+    # which the child would inherit.
     signal.signal(signal.SIGINT, lambda _number, _frame: None)
     child = subprocess.Popen([sys.executable, "-m", module, *arguments])
     signal.signal(signal.SIGTERM, lambda _number, _frame: child.terminate())
@@ -231,16 +233,16 @@ def run_child(module: str, arguments: Sequence[str]) -> int:
 def check_drafter(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="An exported drafter.")],
     target: Annotated[str | None, typer.Option("--target", help="Its target: path, Hub id, quickstart.")] = None,
-    context: Annotated[int | None, typer.Option("--context", min=1, help="Tokens it shall be served with.")] = None,
+    context: Annotated[int | None, typer.Option("--context", min=1, help="Context length to serve it with.")] = None,
     fast: Annotated[bool, typer.Option("--fast", help="Do not read the target's weights.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Would SGLang and vLLM serve this drafter as it was trained? Ends with 65 when not."""
+    """Check whether SGLang and vLLM can serve this drafter as it was trained. Exits with 65 if not."""
     from eyrie_operator.cli import drafter_check
 
-    asked = [str(directory), *(["--target", target] if target else []), *(["--fast"] if fast else []),
-             *(["--context", str(context)] if context else [])]
-    document = drafter_check.run_check(asked)
+    arguments = [str(directory), *(["--target", target] if target else []), *(["--fast"] if fast else []),
+                 *(["--context", str(context)] if context else [])]
+    document = drafter_check.run_check(arguments)
     Screen(as_json=as_json).show(document, drafter_check.verdict(document))
     if drafter_check.is_defective(document):
         raise typer.Exit(drafter_check.EXIT_DEFECTIVE)

@@ -38,7 +38,7 @@ def test_what_the_child_refuses_keeps_its_reason_and_exit_code() -> None:
 
 def test_the_verdict_is_sound_servable_or_not() -> None:
     assert words(document()).startswith("Sound: d for some-model.")
-    assert "Servable, with care: d" in words(document("warning"))
+    assert "Servable, with warnings: d" in words(document("warning"))
     assert not is_defective(document("warning"))
     told = words(document("error", "warning", "warning", target=None))
     assert told.index("1 error") < told.index("code-0") < told.index("2 warnings") < told.index("Not servable: d, by")

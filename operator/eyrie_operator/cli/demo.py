@@ -1,9 +1,8 @@
-"""The main job, played once on this machine for somebody who has just arrived.
+"""`eyrie demo`: one whole job on this machine, from a REST call to an endpoint.
 
-One control plane with a home of its own, one REST call, the live progress of a real job on the shipped target, then the
-report, its plots and what they mean in plain words. Nothing here is special-cased: the job goes the way every job goes,
-and if the drafter is not promoted the closing words say so and why. The endpoint is left answering; `stop` ends it all.
-"""
+It starts a control plane with its own home, posts a job for the shipped target, shows its progress, and prints the
+report with an explanation. The job has no special treatment: if its drafter is not promoted, the output says so and
+why. The endpoint keeps running; `stop` stops everything. """
 
 import json
 import shutil
@@ -53,7 +52,7 @@ _SUITES = ("chat", "math", "code", "tools")
 
 
 class DemoFailed(Permanent):
-    """The demo could not be shown to its end."""
+    """The demo failed."""
 
     reason = "DemoFailed"
 
@@ -85,7 +84,7 @@ def demo_job(short: bool) -> JobSpec:
 
 
 def play(home: Path, screen: Screen, *, short: bool) -> None:
-    """Show the demo; leaves the endpoint on. Raises EyrieError when the job fails."""
+    """Run the demo; the endpoint keeps running. Raises EyrieError when the job fails."""
     stop(home, screen, quietly=True)
     shutil.rmtree(home, ignore_errors=True)
     plane = start_detached(demo_settings(home).model_copy(update={"port": free_port()}))
@@ -99,7 +98,7 @@ def play(home: Path, screen: Screen, *, short: bool) -> None:
     manifests = [stage.manifest for stage in read_manifests(home / "jobs" / job.id)]
     report = write_report(home, job.id)
     plots = draw(home, job.id)
-    reply = try_out(endpoint) if endpoint is not None else None
+    reply = send_sample(endpoint) if endpoint is not None else None
     if screen.as_json:
         screen.show(report, "")
         return
@@ -109,21 +108,21 @@ def play(home: Path, screen: Screen, *, short: bool) -> None:
         # Outside of any table and unwrapped, so that it can be copied.
         screen.out.print(Text("\nTry it:", "bold"))
         screen.out.print(curl_line(report["endpoint"]["url"], report["endpoint"]["model"]), soft_wrap=True)
-    screen.out.print("\nEnd it: make demo-stop")
+    screen.out.print("\nStop it: make demo-stop")
 
 
 def demo_settings(home: Path) -> Settings:
-    """A home of its own, whatever the environment says of the user's."""
+    """Settings with the demo's own home; EYRIE_* variables are ignored."""
     return Settings(home=home)
 
 
 def stop(home: Path, screen: Screen, *, quietly: bool = False) -> None:
-    """End what a demo left: endpoints off, control plane down. Fine when nothing runs."""
+    """Stop a demo's endpoints and control plane; succeeds when nothing runs."""
     from eyrie_operator.control_plane import stop_orphans
 
     plane = running_plane(home)
     if plane is None:
-        if (home / "eyrie.db").exists():  # killed, perhaps: its engines may live on
+        if (home / "eyrie.db").exists():  # the control plane may have been killed: its engines still run
             stop_orphans(demo_settings(home))
         if not quietly:
             screen.show({"stopped": False}, "No demo is running.")
@@ -132,15 +131,15 @@ def stop(home: Path, screen: Screen, *, quietly: bool = False) -> None:
         with Client(plane.url) as client:
             for endpoint in client.endpoints().items:
                 client.off(endpoint.name)
-    except EyrieError as error:  # a plane that does not answer is ended all the same
+    except EyrieError as error:  # a control plane that does not respond is stopped all the same
         screen.note(f"endpoints could not be switched off: {error.message}")
     stop_plane(plane)
     if not quietly:
-        screen.show({"stopped": True}, f"The demo is ended; its report stays in {home}.")
+        screen.show({"stopped": True}, f"The demo is stopped; its report is in {home}.")
 
 
 def wait_serving(client: Client, job: Job) -> Endpoint | None:
-    """The endpoint once it answers; None when the job promoted nothing."""
+    """Wait until the endpoint responds; None when the job promoted nothing."""
     if job.status.endpoint is None:
         return None
     deadline = time.monotonic() + _SERVING_S
@@ -149,8 +148,8 @@ def wait_serving(client: Client, job: Job) -> Endpoint | None:
         if endpoint.url is not None and endpoint.active_revision is not None and answers(endpoint.url):
             return endpoint
         time.sleep(0.3)
-    raise DemoFailed(f"endpoint {job.status.endpoint!r} did not answer within {_SERVING_S:g} s",
-                     f"eyrie endpoints show {job.status.endpoint} says why")
+    raise DemoFailed(f"endpoint {job.status.endpoint!r} did not respond within {_SERVING_S:g} s",
+                     f"eyrie endpoints show {job.status.endpoint} shows its conditions")
 
 
 def answers(url: str) -> bool:
@@ -161,8 +160,8 @@ def answers(url: str) -> bool:
         return False
 
 
-def try_out(endpoint: Endpoint) -> chat.Reply:
-    """Ask the endpoint what the closing curl line asks, so that the line is known to work."""
+def send_sample(endpoint: Endpoint) -> chat.Reply:
+    """Send the request of the printed curl command, which is thereby known to work."""
     settings = chat.Settings(base_url=endpoint.url or "", model=endpoint.model, temperature=0.0, max_tokens=96)
     return chat.ask(settings, [{"role": "user", "content": QUESTION}], lambda _text: None)
 
@@ -176,19 +175,19 @@ def write_report(home: Path, job_id: str) -> dict[str, Any]:
 
 
 def draw(home: Path, job_id: str) -> list[Path]:
-    """Plots beside the report, by a child process: this one never loads matplotlib or torch. Raises DemoFailed."""
+    """Draw plots in a child process, since this one does not import matplotlib or torch. Raises DemoFailed."""
     out = home / "plots"
     argv = [sys.executable, "-m", "eyrie_workers.stages.plots",
             "--job-dir", str(home / "jobs" / job_id), "--out", str(out)]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise DemoFailed(f"the plots could not be drawn: {' '.join(done.stderr.strip().splitlines()[-1:])}",
+    completed = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if completed.returncode != 0:
+        raise DemoFailed(f"the plots could not be drawn: {' '.join(completed.stderr.strip().splitlines()[-1:])}",
                          f"the report itself is in {home / 'report.json'}")
     return sorted(out.glob("*.png"))
 
 
 def setup_seconds() -> float | None:
-    """What `make setup` took on this checkout; None when it was not made by it."""
+    """Duration of `make setup` on this checkout; None when it was set up otherwise."""
     try:
         return float(SETUP_SECONDS.read_text())
     except (OSError, ValueError):
@@ -196,9 +195,9 @@ def setup_seconds() -> float | None:
 
 
 def closing(report: dict[str, Any], final: BenchmarkReport | None, reply: chat.Reply | None) -> RenderableType:
-    """What came of it, for somebody who has never heard of a drafter. Pure.
+    """The result of the job, for readers without prior knowledge. Pure.
 
-    final   the tuned drafter measured anew: what promotion decided on; None when the job did not come so far.
+    final   the final measurement of the tuned drafter, on which promotion decided; None when the job did not reach it.
     """
     promoted, baseline = report["promoted"], report["baseline"]
     by_suite = [] if final is None else [Text(), *suites_table(final)]
@@ -210,7 +209,7 @@ def closing(report: dict[str, Any], final: BenchmarkReport | None, reply: chat.R
         if report["decision"] is not None:
             why = in_short(PromotionDecision.model_validate(report["decision"]))
         return Group(Text.assemble(("No drafter was promoted: ", "bold yellow"), why),
-                     Text("The target serves as before: a drafter that does not pay is left out."), *by_suite, *proven,
+                     Text("The target serves without a drafter, since none is faster."), *by_suite, *proven,
                      *tried)
     speedup = promoted["speedup"]
     same = promoted["identical"]["greedy"] and promoted["identical"]["sampled"]
@@ -269,11 +268,11 @@ def suites_table(final: BenchmarkReport) -> list[RenderableType]:
 
 
 def proof_words(proof: dict[str, Any] | None) -> list[RenderableType]:
-    """What was found in the serving engine, variant by variant; nothing when it was not asked. Pure."""
+    """Measurements in the serving engine, by variant; empty when prove did not run. Pure."""
     if proof is None:
         return []
     if proof["parity"] is None:
-        return [Text(), Text(f"In the serving engine nothing was tried: {proof['skipped']}")]
+        return [Text(), Text(f"Not measured in the serving engine: {proof['skipped']}")]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("USERS", "SPEED-UP (95 %)", "TOK/S (OFF)", "FIRST TOKEN P99 (OFF)"):
         table.add_column(column, justify="left" if column == "USERS" else "right")
@@ -295,12 +294,12 @@ def proof_words(proof: dict[str, Any] | None) -> list[RenderableType]:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """A short time, when measured."""
+    """A time in milliseconds, or `-`."""
     return "-" if seconds is None else f"{1000 * seconds:.0f} ms"
 
 
 def where(report: dict[str, Any], plots: list[Path], home: Path) -> RenderableType:
-    """Where the time went and where things are. Pure."""
+    """Time by stage, and paths of the report and plots. Pure."""
     seconds = report["seconds"]
     stages = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items() if name not in ("setup", "total"))
     known = [("time", f"{duration(seconds['total'])} ({stages})"), ("report", str(home / "report.json"))]
@@ -312,13 +311,13 @@ def where(report: dict[str, Any], plots: list[Path], home: Path) -> RenderableTy
 
 
 def curl_line(url: str, model: str) -> str:
-    """The line a newcomer copies. Pure."""
+    """A curl command for the endpoint. Pure."""
     body = json.dumps({"model": model, "temperature": 0, "messages": [{"role": "user", "content": QUESTION}]})
     return f"curl {url}/chat/completions -H 'content-type: application/json' -d '{body}'"
 
 
 def pairs(known: list[tuple[str, str]]) -> RenderableType:
-    """Names and what they stand for, aligned."""
+    """Names and values, aligned."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column()

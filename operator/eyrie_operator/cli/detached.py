@@ -1,7 +1,8 @@
-"""A control plane in the background of this machine: start it, find it, end it.
+"""A control plane in the background of this machine: start, find and stop it.
 
-Whether a home's control plane runs is a lock on `<home>/plane.json`, which the kernel frees however the process dies,
-so a stale file never lies and a recycled process id is never signalled. The file says where the plane listens.
+A running control plane holds a lock on `<home>/plane.json`, which the kernel releases however the process ends. A stale
+file is therefore never confused with a running plane, and a reused process id is never signalled. The file contains the
+URL.
 """
 
 import contextlib
@@ -26,13 +27,13 @@ from eyrie_api.settings import Settings
 PLANE_FILE = "plane.json"
 PLANE_LOG = "plane.log"
 _START_S = 60.0
-# Jobs get SIGTERM and save themselves; a training step or a verify round is well under a second here.
+# Runs get SIGTERM and save their state; a training step or a verify round takes well under a second here.
 _STOP_S = 30.0
 _POLL_S = 0.1
 
 
 class PlaneFailed(Permanent):
-    """The control plane did not come up."""
+    """The control plane did not start or stop."""
 
     reason = "PlaneFailed"
 
@@ -47,15 +48,15 @@ class Plane:
 
 
 def running_plane(home: Path) -> Plane | None:
-    """Who runs the control plane of a home; None when nobody does."""
+    """The control plane of a home; None when none is running."""
     file = home / PLANE_FILE
     try:
         with file.open() as opened:
             try:
                 fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                told = json.loads(opened.read())
-                return Plane(pid=told["pid"], url=told["url"], home=home)
+                content = json.loads(opened.read())
+                return Plane(pid=content["pid"], url=content["url"], home=home)
     except (FileNotFoundError, ValueError):
         return None
     return None
@@ -63,16 +64,17 @@ def running_plane(home: Path) -> Plane | None:
 
 @contextlib.contextmanager
 def claim(home: Path, url: str) -> Iterator[None]:
-    """Hold a home as its control plane. Raises Conflict when another process does."""
+    """Lock a home for this process's control plane. Raises Conflict when another process holds it."""
     home.mkdir(parents=True, exist_ok=True)
-    # Opened for appending, so that a loser does not empty the winner's file. Never inherited by a stage program.
+    # Race: opened for appending, so that a process that fails to get the lock does not truncate the file. Python does
+    # not pass the descriptor to child processes, which would keep the lock.
     with (home / PLANE_FILE).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             other = running_plane(home)
             raise Conflict(f"a control plane already runs on {home}" + (f" at {other.url}" if other else ""),
-                           "use it, end it with `eyrie down`, or give another --home") from None
+                           "use it, stop it with `eyrie down`, or choose another --home") from None
         file.seek(0)
         file.truncate()
         file.write(json.dumps({"pid": os.getpid(), "url": url}) + "\n")
@@ -107,7 +109,7 @@ def start_detached(settings: Settings) -> Plane:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise PortInUse when somebody listens there: told at once, and not from a log."""
+    """Raises PortInUse when a process listens there: before the start, so that the error is not only in a log."""
     if port == 0:
         return
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -115,7 +117,7 @@ def check_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError:
-            raise PortInUse(f"port {port} on {host} is in use", "eyrie up --port <another>, or end what listens there "
+            raise PortInUse(f"port {port} on {host} is in use", "eyrie up --port <another>, or stop the process there "
                             "(if it is ours: eyrie down)") from None
 
 
@@ -128,11 +130,11 @@ def is_ready(url: str) -> bool:
 
 
 def stop_plane(plane: Plane) -> None:
-    """End a control plane: SIGTERM, then SIGKILL. Returns when it is gone."""
-    for number, patience_s in ((signal.SIGTERM, _STOP_S), (signal.SIGKILL, 5.0)):
+    """Stop a control plane: SIGTERM, then SIGKILL. Returns when it has ended."""
+    for number, timeout_s in ((signal.SIGTERM, _STOP_S), (signal.SIGKILL, 5.0)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(plane.pid, number)
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if running_plane(plane.home) is None:
                 (plane.home / PLANE_FILE).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""`eyrie check-drafter`: is this directory what SGLang will serve as it was trained? Told to a person.
+"""`eyrie check-drafter`: whether SGLang and vLLM can serve a drafter directory as it was trained.
 
-The rules need tensors, so they run where torch is, as a child: `python -m eyrie_workers.drafters.check`. What it prints
-is one JSON document; here it becomes words, errors first, each with its hint.
+The check needs tensors, so it runs in a child process with torch: `python -m eyrie_workers.drafters.check`. Its output
+is one JSON document, rendered here: errors first, each with its hint.
 """
 
 import json
@@ -23,18 +23,18 @@ _STYLE = {"error": "bold red", "warning": "yellow"}
 
 
 class CheckFailed(Permanent):
-    """The check itself ended without an answer."""
+    """The check program ended without a result."""
 
     reason = "CheckFailed"
 
 
 def run_check(arguments: Sequence[str]) -> dict[str, Any]:
-    """Run the check with these arguments; its document. Raises what it refused its input with, or CheckFailed."""
+    """Run the check with these arguments; returns its document. Raises the error it reports, or CheckFailed."""
     done = subprocess.run([sys.executable, "-m", PROGRAM, *arguments], capture_output=True, text=True, check=False)
     try:
         document = json.loads(done.stdout)
     except json.JSONDecodeError:
-        last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        last = done.stderr.strip().splitlines()[-1:] or ["no output"]
         raise CheckFailed(f"the check ended with {done.returncode}: {printable(last[0])}",
                           "install the workers extra (torch) here, or report this") from None
     if "error" in document:
@@ -43,10 +43,10 @@ def run_check(arguments: Sequence[str]) -> dict[str, Any]:
     return document
 
 
-def refusal(told: Mapping[str, Any]) -> EyrieError:
-    """The child's error as one of ours."""
-    kind = TargetNotFound if told["reason"] == TargetNotFound.reason else InvalidInput
-    return kind(str(told["message"]), str(told.get("hint", "")))
+def refusal(error: Mapping[str, Any]) -> EyrieError:
+    """The child's error as one of our classes."""
+    kind = TargetNotFound if error["reason"] == TargetNotFound.reason else InvalidInput
+    return kind(str(error["message"]), str(error.get("hint", "")))
 
 
 def is_defective(document: Mapping[str, Any]) -> bool:
@@ -55,22 +55,22 @@ def is_defective(document: Mapping[str, Any]) -> bool:
 
 
 def verdict(document: Mapping[str, Any]) -> RenderableType:
-    """The findings in words."""
+    """The findings, rendered."""
     findings = document["findings"]
     parts: list[RenderableType] = []
     for severity in ("error", "warning"):
-        chosen = [finding for finding in findings if finding["severity"] == severity]
-        if chosen:
-            parts.append(Text(_counted(len(chosen), severity), style=_STYLE[severity]))
-            parts += [_finding(finding) for finding in chosen]
+        selected = [finding for finding in findings if finding["severity"] == severity]
+        if selected:
+            parts.append(Text(_counted(len(selected), severity), style=_STYLE[severity]))
+            parts += [_finding(finding) for finding in selected]
     engines = " and ".join(f"{name} {version}" for name, version in document["engines"].items())
     beside = f" for {document['target']}" if document.get("target") else ", by itself (name its --target to check both)"
     if not findings:
-        parts.append(Text.assemble(("Sound: ", "bold green"), f"{document['drafter']}{beside}. Nothing to find by the "
+        parts.append(Text.assemble(("Sound: ", "bold green"), f"{document['drafter']}{beside}. No findings by the "
                                                               f"rules of {engines}."))
     elif not is_defective(document):
-        parts.append(Text.assemble(("Servable, ", "bold green"), f"with care: {document['drafter']}{beside}, by the "
-                                                                 f"rules of {engines}."))
+        parts.append(Text.assemble(("Servable, ", "bold green"),
+                                   f"with warnings: {document['drafter']}{beside}, by the rules of {engines}."))
     else:
         parts.append(Text.assemble(("Not servable: ", "bold red"), f"{document['drafter']}{beside}, by the rules of "
                                                                    f"{engines}."))
@@ -82,6 +82,6 @@ def _counted(number: int, what: str) -> str:
 
 
 def _finding(finding: Mapping[str, Any]) -> RenderableType:
-    told = Text.assemble((f"{finding['code']}: ", _STYLE[finding["severity"]]), printable(finding["what"]))
+    message = Text.assemble((f"{finding['code']}: ", _STYLE[finding["severity"]]), printable(finding["what"]))
     hint = Text.assemble(("hint: ", "green"), printable(finding["hint"]))
-    return Group(Padding(told, (0, 0, 0, 2), expand=False), Padding(hint, (0, 0, 0, 4), expand=False))
+    return Group(Padding(message, (0, 0, 0, 2), expand=False), Padding(hint, (0, 0, 0, 4), expand=False))

@@ -215,7 +215,7 @@ def _submit(resource: JobResource, history: JobHistory, now: datetime) -> Action
     if history.deleted:
         return (DeleteResource("its job was deleted at the REST API"),)
     if resource.job_id is not None:
-        message = (f"job {resource.job_id} is not in this database, or belongs to another object: restore the database, "
+        message = (f"job {resource.job_id} is not in this database, or belongs to another object: restore it, "
                    f"or apply the object again without the annotation {JOB_ID_ANNOTATION}")
         return refuse_job(resource, "JobUnknown", message, now, over=False)
     if resource.spec is None:

@@ -1,9 +1,9 @@
-"""What is measured, alerted and drawn of an endpoint, and how its replicas apply_plan the load. Pure.
+"""Metrics, alerts and dashboard of an endpoint, and autoscaling of its replicas. Pure.
 
 Acceptance is watched as windowed tau, tokens over verify rounds: SGLang's own gauge covers the last 40 decode steps and
-jumps. Its counters are summed when a request ends, so a window must hold many; the alert asks for as many rounds as the
-operator does (`serving.MIN_ROUNDS`), and is only written for revisions whose tau was proven (`serving.proven_tau`).
-The operator goes back by itself on a collapse; the alert tells people of it.
+jumps. Its counters increase when a request ends, so a window must contain many requests; the alert needs as many rounds
+as the operator (`plan.MIN_ROUNDS`), and exists only for revisions with a proven tau (`plan.proven_tau`). On a collapse
+the operator rolls back by itself; the alert notifies.
 
 Pods carry their endpoint and revision as labels, and the PodMonitor hands both to every series.
 """
@@ -32,7 +32,7 @@ _WINDOW = "10m"
 
 @dataclass(frozen=True)
 class Series:
-    """What an engine calls its metrics."""
+    """Names of an engine's metrics."""
 
     tokens: str
     rounds: str
@@ -68,11 +68,12 @@ def render_monitoring(endpoint: Endpoint, deployment: EndpointDeployment, wanted
     """PodMonitor, PrometheusRule and dashboard where asked for and possible; a scaler per revision."""
     series = SGLANG if isinstance(deployment.engine, SglangEngine) else EMBEDDED
     rendered: list[Manifest] = []
-    told = deployment.monitoring
-    if told is not None and wanted.open:
+    monitoring = deployment.monitoring
+    if monitoring is not None and wanted.open:
         if deployment.has("monitoring.coreos.com/v1") is not None:
-            rendered += [_pod_monitor(endpoint, deployment, told), _rules(endpoint, deployment, told, wanted, series)]
-        if told.dashboard:
+            rendered += [_pod_monitor(endpoint, deployment, monitoring),
+                         _rules(endpoint, deployment, monitoring, wanted, series)]
+        if monitoring.dashboard:
             rendered.append(_dashboard(endpoint, deployment, series))
     if deployment.scaled:
         numbers = {one.number for one in endpoint.revisions}
@@ -80,50 +81,50 @@ def render_monitoring(endpoint: Endpoint, deployment: EndpointDeployment, wanted
     return rendered
 
 
-def _pod_monitor(endpoint: Endpoint, deployment: EndpointDeployment, told: Monitoring) -> Manifest:
+def _pod_monitor(endpoint: Endpoint, deployment: EndpointDeployment, monitoring: Monitoring) -> Manifest:
     monitor = described("monitoring.coreos.com/v1", "PodMonitor", object_name(endpoint.name), endpoint, deployment)
-    monitor["metadata"]["labels"] |= dict(told.labels)
+    monitor["metadata"]["labels"] |= dict(monitoring.labels)
     monitor["spec"] = {
         "selector": {"matchLabels": selector(endpoint.name)},
         "podTargetLabels": [ENDPOINT_LABEL, REVISION_LABEL, ROLE_LABEL],
         # SGLang labels its HTTP counters with `endpoint`, as the Prometheus operator does targets: keep SGLang's.
-        "podMetricsEndpoints": [{"port": "http", "path": "/metrics", "interval": f"{told.interval_s}s",
+        "podMetricsEndpoints": [{"port": "http", "path": "/metrics", "interval": f"{monitoring.interval_s}s",
                                  "honorLabels": True}]}
     return monitor
 
 
-def _rules(endpoint: Endpoint, deployment: EndpointDeployment, told: Monitoring, wanted: RolloutState,
+def _rules(endpoint: Endpoint, deployment: EndpointDeployment, monitoring: Monitoring, wanted: RolloutState,
            series: Series) -> Manifest:
     ours = _ours(endpoint, deployment)
     by = _label(REVISION_LABEL)
-    rules = [_collapse_rule(endpoint, deployment, one, told, series) for one in endpoint.revisions
+    rules = [_collapse_rule(endpoint, deployment, one, monitoring, series) for one in endpoint.revisions
              if one.number in wanted.engines and proven_tau(one, deployment.counts_drafted) is not None]
     answered, failed = _answers(series, ours)
     rules += [
         _rule("EyrieRequestsFailing", f"sum(rate({failed}[{_WINDOW}])) / sum(rate({answered}[{_WINDOW}])) > "
-              f"{told.max_error_ratio:g}", "5m", "critical", endpoint,
-              f"More than {told.max_error_ratio:.0%} of the requests fail"),
-        _rule("EyrieRequestsQueued", f"max by ({by}) ({series.queued}{{{ours}}}) > {told.max_queued:g}", "10m",
-              "warning", endpoint, f"A replica keeps more than {told.max_queued:g} requests waiting"),
+              f"{monitoring.max_error_ratio:g}", "5m", "critical", endpoint,
+              f"More than {monitoring.max_error_ratio:.0%} of requests fail"),
+        _rule("EyrieRequestsQueued", f"max by ({by}) ({series.queued}{{{ours}}}) > {monitoring.max_queued:g}", "10m",
+              "warning", endpoint, f"A replica has more than {monitoring.max_queued:g} queued requests"),
         _rule("EyrieNoEngineUp", f"absent(up{{{ours}}} == 1)", "5m", "critical", endpoint,
-              "No engine answers its metrics"),
+              "No engine is up"),
     ]
     rendered = described("monitoring.coreos.com/v1", "PrometheusRule", object_name(endpoint.name), endpoint, deployment)
-    rendered["metadata"]["labels"] |= dict(told.labels)
+    rendered["metadata"]["labels"] |= dict(monitoring.labels)
     rendered["spec"] = {"groups": [{"name": f"eyrie-{endpoint.name}", "rules": rules}]}
     return rendered
 
 
-def _collapse_rule(endpoint: Endpoint, deployment: EndpointDeployment, revision: Revision, told: Monitoring,
+def _collapse_rule(endpoint: Endpoint, deployment: EndpointDeployment, revision: Revision, monitoring: Monitoring,
                    series: Series) -> Manifest:
     proven = proven_tau(revision, deployment.counts_drafted)
     assert proven is not None
     ours = _ours(endpoint, deployment, revision.number)
-    least = told.min_acceptance_ratio * proven
+    least = monitoring.min_acceptance_ratio * proven
     enough = f"sum(increase({series.rounds}{{{ours}}}[{_WINDOW}])) >= {MIN_ROUNDS}"
     return _rule("EyrieAcceptanceCollapsed", f"({_tau(series, ours)}) < {least:.4g} and {enough}", "0m", "warning",
                  endpoint, f"Acceptance length of revision {revision.number} is below {least:.2f} = "
-                 f"{told.min_acceptance_ratio:g} x the proven {proven:.2f}", revision=str(revision.number))
+                 f"{monitoring.min_acceptance_ratio:g} x the proven {proven:.2f}", revision=str(revision.number))
 
 
 def _rule(alert: str, expression: str, lasting: str, severity: str, endpoint: Endpoint, summary: str,
@@ -134,7 +135,7 @@ def _rule(alert: str, expression: str, lasting: str, severity: str, endpoint: En
 
 
 def _scaler(endpoint: Endpoint, deployment: EndpointDeployment, revision: int, series: Series) -> Manifest:
-    """One per revision: whoever is on trial must be able to take everything."""
+    """One per revision: a canary must be able to take all requests."""
     scale = deployment.autoscale
     assert scale is not None
     ours = _ours(endpoint, deployment, revision)
@@ -162,11 +163,11 @@ def _dashboard(endpoint: Endpoint, deployment: EndpointDeployment, series: Serie
         ("Acceptance length (tau)", _tau(series, ours, by, "5m"), "short"),
         ("Tokens per second", f"sum by ({by}) (rate({series.tokens}{{{ours}}}[1m]))", "short"),
         ("Requests running", f"sum by ({by}) ({series.running}{{{ours}}})", "short"),
-        ("Requests waiting", f"sum by ({by}) ({series.queued}{{{ours}}})", "short"),
+        ("Requests queued", f"sum by ({by}) ({series.queued}{{{ours}}})", "short"),
         ("Time to first token, p99", p99(series.first_token), "s"),
         ("Time between tokens, p99", p99(series.between_tokens), "s"),
-        ("Answers per second", f"sum by ({by}) (rate({answered}[5m]))", "reqps"),
-        ("Answers that failed per second", f"sum by ({by}) (rate({failed}[5m]))", "reqps"),
+        ("Responses per second", f"sum by ({by}) (rate({answered}[5m]))", "reqps"),
+        ("Failed responses per second", f"sum by ({by}) (rate({failed}[5m]))", "reqps"),
     )
     panels = [_panel(number, title, expression, unit, by) for number, (title, expression, unit) in enumerate(drawn)]
     document: dict[str, Any] = {
@@ -206,6 +207,6 @@ def _ours(endpoint: Endpoint, deployment: EndpointDeployment, revision: int | No
 
 
 def _label(name: str) -> str:
-    """What Prometheus makes of a Kubernetes label's name."""
+    """The Prometheus label of a Kubernetes label."""
     return "".join(letter if letter.isalnum() else "_" for letter in name)
 

@@ -1,12 +1,12 @@
-"""What the workloads and pods of an endpoint say of its engines, in the words of the plan. Pure.
+"""The observation of an endpoint's engines from their workloads and pods. Pure.
 
-A kubelet restarts what ends, so one end is not death: an engine counts as dead once it has ended several times and its
-kubelet waits before it tries again (CrashLoopBackOff). Everything else that keeps it from answering, an image that
-cannot be pulled, a GPU nobody has, a Secret that is missing, may be mended from outside and is waited for until the
-promotion's time to become healthy is over; `message` says what it is, for the status meanwhile.
+A kubelet restarts containers that end, so one end does not make an engine dead: it is dead once it has ended several
+times and its kubelet backs off (CrashLoopBackOff). Other causes (an image that cannot be pulled, no node with a GPU, a
+missing Secret) may be removed from outside; the engine is `starting` until the promotion's health timeout, and
+`message` names the cause for the status.
 
-A revision that already serves is healthy while one replica answers. One that is to take over must have all of them: it
-is given all requests the moment it has proved itself.
+A revision that serves is healthy while one replica is available. One that is to take over needs all replicas: it gets
+all requests as soon as its canary has passed.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ from eyrie_operator.manifests.names import ENDPOINT_LABEL, REVISION_LABEL
 from eyrie_operator.manifests.rollout import WORKLOADS, current_state
 
 CRASHES = 3
-"""Ends in a row until an engine is given up. The first may be a node's; three are its own."""
+"""Restarts until an engine counts as dead. One may be caused by its node; three are caused by the engine."""
 
 _LONGEST = 500
 """Of a message, in characters."""
@@ -28,27 +28,27 @@ _Object = Mapping[str, Any]
 
 def observe_endpoint(endpoint: str, objects: Iterable[_Object], *, replicas: int,
                      answers: tuple[int, int] = (0, 0)) -> ObservedEndpoint:
-    """What the plan is asked with; windows of acceptance are for whoever reads metrics to fill in.
+    """The observation for the plan, without acceptance windows, which the caller adds from metrics.
 
     objects   everything that carries the endpoint's label: what `rollout.KINDS` names, and pods
-    answers   answered and failed requests of the revision on trial since it has its share; without them a trial goes
-              on by time alone
+    answers   answered and failed requests of the canary since it has its share; without them a canary advances by
+              time alone
     """
     listed = list(objects)
-    stands = current_state(endpoint, listed)
-    canary = None if stands.canary is None else ObservedCanary(
-        stands.canary.revision, stands.canary.share, stands.canary.since, answered=answers[0], errors=answers[1])
+    current = current_state(endpoint, listed)
+    canary = None if current.canary is None else ObservedCanary(
+        current.canary.revision, current.canary.share, current.canary.since, answered=answers[0], errors=answers[1])
     return ObservedEndpoint(
-        gateway_alive=stands.open, routed=stands.serving, canary=canary,
-        engines=observe_engines(endpoint, listed, serving=stands.serving, replicas=replicas))
+        gateway_alive=current.open, routed=current.serving, canary=canary,
+        engines=observe_engines(endpoint, listed, serving=current.serving, replicas=replicas))
 
 
 def observe_engines(endpoint: str, objects: Iterable[_Object], *, serving: int | None,
                     replicas: int) -> tuple[ObservedEngine, ...]:
-    """Every engine of the endpoint, by revision; windows of acceptance are left at zero.
+    """Every engine of the endpoint, by revision; acceptance windows are zero.
 
-    objects   workloads and pods, others are passed over
-    replicas  how many a revision on trial must have
+    objects   workloads and pods; others are ignored
+    replicas  replicas that a candidate must have
     """
     ours = [one for one in objects if one["metadata"].get("labels", {}).get(ENDPOINT_LABEL) == endpoint]
     found = []
@@ -67,13 +67,13 @@ def _engine(workload: _Object, revision: int, pods: list[_Object], *, needed: in
     status = workload.get("status", {})
     statuses = [one for pod in pods for one in (*pod.get("status", {}).get("initContainerStatuses", ()),
                                                 *pod.get("status", {}).get("containerStatuses", ()))]
-    current = status.get("observedGeneration", 0) >= workload["metadata"].get("generation", 0)
+    up_to_date = status.get("observedGeneration", 0) >= workload["metadata"].get("generation", 0)
     # A LeaderWorkerSet has no availableReplicas, and its readyReplicas are whole groups.
-    answering = status.get("availableReplicas", status.get("readyReplicas", 0))
+    available = status.get("availableReplicas", status.get("readyReplicas", 0))
     state: Literal["starting", "healthy", "dead"] = "starting"
-    if current and answering >= needed:
+    if up_to_date and available >= needed:
         state = "healthy"
-    elif not answering and any(_crashing(one) for one in statuses):
+    elif not available and any(_crashing(one) for one in statuses):
         state = "dead"
     return ObservedEngine(
         revision=revision, state=state, started_at=_moment(workload["metadata"]["creationTimestamp"]),
@@ -87,20 +87,20 @@ def _crashing(container: _Object) -> bool:
 
 
 def _message(pods: list[_Object], statuses: list[_Object]) -> str:
-    """Why it does not answer: a container's last end, what it waits for, or why it has no node."""
+    """Why the engine is not available: a container's last exit, its waiting reason, or why no node is assigned."""
     for one in statuses:
         ended = (one.get("lastState", {}).get("terminated") or one.get("state", {}).get("terminated") or {})
         if ended and ended.get("exitCode") != 0:
-            said = " ".join(str(ended.get("message") or ended.get("reason") or "").split())
-            return f"{one['name']} ended with exit code {ended['exitCode']}: {said}"[:_LONGEST]
+            detail = " ".join(str(ended.get("message") or ended.get("reason") or "").split())
+            return f"{one['name']} ended with exit code {ended['exitCode']}: {detail}"[:_LONGEST]
     for one in statuses:
         waiting = one.get("state", {}).get("waiting") or {}
         if waiting.get("reason") not in (None, "PodInitializing", "ContainerCreating"):
-            return f"{one['name']} waits: {waiting['reason']} {waiting.get('message', '')}".strip()[:_LONGEST]
+            return f"{one['name']} is waiting: {waiting['reason']} {waiting.get('message', '')}".strip()[:_LONGEST]
     for pod in pods:
         for condition in pod.get("status", {}).get("conditions", ()):
             if condition["type"] == "PodScheduled" and condition["status"] == "False":
-                return f"no node takes it: {condition.get('message', '')}"[:_LONGEST]
+                return f"not scheduled: {condition.get('message', '')}"[:_LONGEST]
     return ""
 
 

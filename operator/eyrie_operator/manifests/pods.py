@@ -1,16 +1,15 @@
-"""The pod of one revision's engine: probes, drain, volumes, what it may do. Pure.
+"""The pod of one revision's engine: probes, drain, volumes, security. Pure.
 
-Probes follow what SGLang 0.5.23 answers. /health generates a token when the engine is idle, takes a second or more, and
-is 503 while starting, while draining, and 20 s after the scheduler stopped answering: a probe that gives up earlier
-than that would restart an engine that is only busy. /ready is 200 exactly while requests are welcome. All of them, and
-/metrics, answer without the API key.
+Probes follow SGLang 0.5.23. /health generates a token when the engine is idle, takes a second or more, and is 503 while
+starting, while draining, and 20 s after the scheduler stopped responding: a shorter probe timeout would restart an
+engine that is only busy. /ready is 200 exactly while new requests are accepted. Both and /metrics need no API key.
 
-Leaving: the pod is taken out of the Service first, `preStop` waits until proxies know, then SIGTERM lets the engine
-finish what it has begun; terminationGracePeriodSeconds is the only deadline there is.
+Shutdown: the pod is removed from the Service first, `preStop` waits until proxies have seen that, then SIGTERM makes
+the engine finish its requests; terminationGracePeriodSeconds is the only deadline.
 
-The pod passes PodSecurity `restricted`, unless the administrator has it run as root. Its root file system stays
-writable: SGLang's kernels are compiled at run time, and where each library keeps them has not been tried with a real
-image. HOME and /tmp are volumes that may be lost.
+The pod passes PodSecurity `restricted`, unless configured to run as root. Its root file system is writable: SGLang
+compiles kernels at run time, and the caches of its libraries have not been tested with a real image. HOME and /tmp are
+ephemeral volumes.
 """
 
 import math
@@ -25,12 +24,12 @@ CREDENTIALS_DIR = "/var/run/secrets/eyrie/artifacts"
 SCRATCH_DIR = "/scratch"
 CACHE_DIR = f"{SCRATCH_DIR}/huggingface"
 
-_LAST_WORDS = "FallbackToLogsOnError"
-"""The end of the log becomes the container's message: `observed` tells it."""
+_TERMINATION_POLICY = "FallbackToLogsOnError"
+"""The end of the log becomes the container's termination message, which `observed` reports."""
 
 _STARTUP_PERIOD_S = 10
 _HEALTH_TIMEOUT_S = 30
-"""Above the 20 s after which SGLang itself says that its scheduler is gone."""
+"""Above the 20 s after which SGLang reports that its scheduler does not respond."""
 
 
 def pod_spec(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str | None, role: str) -> Manifest:
@@ -72,10 +71,10 @@ def _engine(deployment: EndpointDeployment, line: EngineLine, adaptive_map: str 
                 *_secret_variables(placement)],
         "ports": [{"name": "http", "containerPort": deployment.port, "protocol": "TCP"}],
         "resources": _resources(placement), "securityContext": _confined(deployment),
-        "terminationMessagePolicy": _LAST_WORDS,
+        "terminationMessagePolicy": _TERMINATION_POLICY,
         "volumeMounts": _mounts(deployment, line, adaptive_map),
     }
-    if role != WORKER:  # the other nodes of an engine answer no requests; the leader's end is theirs
+    if role != WORKER:  # other nodes of an engine serve no requests, and end with their leader
         container |= _probes(deployment, line)
         container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", f"{deployment.leave_delay_s:g}"]}}}
     return container
@@ -112,7 +111,7 @@ def _fetcher(deployment: EndpointDeployment, line: EngineLine) -> Manifest:
         "env": [*({"name": name, "value": value} for name, value in sorted(variables.items())),
                 *_secret_variables(deployment.placement)],
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
-        "terminationMessagePolicy": _LAST_WORDS, "securityContext": _confined(deployment),
+        "terminationMessagePolicy": _TERMINATION_POLICY, "securityContext": _confined(deployment),
         "volumeMounts": mounts + _host_mounts(deployment.placement),
     }
 

@@ -1,19 +1,17 @@
-"""What should stand on the cluster, said in five words, and how it follows from the plan. Pure.
+"""The rollout state of an endpoint on a cluster, and how a plan changes it. Pure.
 
-`serving.plan_endpoint` answers with actions: start this engine, lead the route there, retire that one. On one machine
-each is a deed. On a cluster they change what is *wanted*, and what is wanted is rendered and applied whole:
+`plan_endpoint` returns actions: start this engine, route there, retire that one. On one machine each is executed. On a
+cluster they change the desired state, which is rendered and applied as a whole:
 
-    found objects -> observed.observe_endpoint -> serving.plan_endpoint -> apply_plan -> endpoint.render_endpoint ->
-    apply
-                                                                                  obsolete_objects -> delete
+    objects -> observe_endpoint -> plan_endpoint -> apply_plan -> render_endpoint -> apply
+                                                                  obsolete_objects -> delete
 
-Nothing is kept besides the objects themselves: `current_state` reads back what `render_endpoint` wrote, so that an
-operator that starts anew goes on where the last one ended. Actions that only record something (Activate, Reject,
-RollBack, CloseWindow, ReportDrift, ProposeNoDrafter) change rows, not objects; what they bring about comes with the
-next plan.
+The objects are the only state: `current_state` reads back what `render_endpoint` wrote, so that a restarted operator
+continues. Actions that only record a decision (Activate, Reject, RollBack, CloseWindow, ReportDrift, ProposeNoDrafter)
+change rows, not objects; their effect comes with the next plan.
 
-Retiring is deleting: the pod leaves the Services, drains and ends within its grace period, and nobody has to wait for
-it. An engine that died is restarted by its kubelet; StartEngine for one that stands changes nothing.
+Retiring an engine deletes its workload: the pod leaves the Services, drains and ends within its grace period, without a
+further step. A dead engine is restarted by its kubelet; StartEngine for an existing workload changes nothing.
 """
 
 from collections.abc import Iterable, Mapping
@@ -42,17 +40,17 @@ CANARY_REVISION, CANARY_SHARE, CANARY_SINCE = (f"{GROUP}/trial-{what}" for what 
 """Annotations of the stable Service."""
 
 NO_REVISION = "none"
-"""Value of the revision label that no pod has: the stable Service before the first engine is healthy."""
+"""A revision label that no pod has: selected by the stable Service before the first engine is healthy."""
 
 WORKLOADS = ("Deployment", "LeaderWorkerSet")
 KINDS = (*WORKLOADS, "ConfigMap", "Service", "PodDisruptionBudget", "HTTPRoute", "PodMonitor", "PrometheusRule",
          "ScaledObject")
-"""Everything `render_endpoint` may render: what has to be listed to know what stands."""
+"""Everything `render_endpoint` may render: the kinds to list for the current state."""
 
 
 @dataclass(frozen=True)
 class CanaryShare:
-    """A revision that gets a share of the requests, since when."""
+    """A revision with a share of the requests, and the time since when it has it."""
 
     revision: int
     share: float
@@ -61,16 +59,16 @@ class CanaryShare:
 
 @dataclass(frozen=True)
 class RolloutState:
-    """What should stand of an endpoint."""
+    """The state of an endpoint's objects, desired or current."""
 
     open: bool = False
-    """The stable Service is there."""
+    """The stable Service exists."""
 
     engines: tuple[int, ...] = ()
     """Revisions that have a workload, ascending."""
 
     serving: int | None = None
-    """The revision the stable Service leads to."""
+    """The revision that the stable Service selects."""
 
     canary: CanaryShare | None = None
 
@@ -85,7 +83,7 @@ class ObjectRef:
 
 
 def steady_state(endpoint: Endpoint) -> RolloutState:
-    """What stands when nothing is under way: the active revision serves, a candidate runs beside it without a share."""
+    """The state without a rollout in progress: the active revision serves, a candidate runs without a share."""
     if endpoint.desired == "off":
         return RolloutState()
     numbers = {one for one in (endpoint.active_revision, endpoint.candidate_revision) if one is not None}
@@ -93,7 +91,7 @@ def steady_state(endpoint: Endpoint) -> RolloutState:
 
 
 def apply_plan(before: RolloutState, plan: EndpointPlan, now: datetime) -> RolloutState:
-    """What a plan makes of what stands."""
+    """The desired state: `before` changed by the actions of a plan."""
     wanted = before
     for action in plan.actions:
         match action:
@@ -110,16 +108,17 @@ def apply_plan(before: RolloutState, plan: EndpointPlan, now: datetime) -> Rollo
             case RetireEngine(revision=revision) | KillEngine(revision=revision) | DeleteEngine(revision=revision):
                 wanted = replace(wanted, engines=tuple(one for one in wanted.engines if one != revision))
             case _:
-                pass  # a record, not an object
+                pass  # recorded in the database; no object changes
     # A revision without a workload gets no requests.
     canary = wanted.canary if wanted.canary is not None and wanted.canary.revision in wanted.engines else None
     return replace(wanted, serving=wanted.serving if wanted.serving in wanted.engines else None, canary=canary)
 
 
 def policy_on_cluster(policy: ServePolicy, deployment: EndpointDeployment) -> ServePolicy:
-    """The promotion's limits as this cluster can keep them: a Service cannot share requests, so it switches at once.
+    """The promotion's limits on this cluster: without an HTTPRoute traffic switches at once, since a Service cannot
+    split it.
 
-    The time to become healthy is the pods': a new revision is given up when its startup probe would be.
+    The health timeout is at least the startup probe's, which decides when a new revision's pods have failed.
     """
     canary = policy.canary if deployment.route_api is not None else CanarySpec(shares=())
     return replace(policy, canary=canary, health_timeout_s=max(policy.health_timeout_s, deployment.startup_timeout_s),
@@ -127,7 +126,7 @@ def policy_on_cluster(policy: ServePolicy, deployment: EndpointDeployment) -> Se
 
 
 def current_state(endpoint: str, objects: Iterable[Mapping[str, Any]]) -> RolloutState:
-    """What stands, read back from the endpoint's own objects (others are passed over)."""
+    """The state read back from the endpoint's objects; other objects are ignored."""
     engines: set[int] = set()
     entry: Mapping[str, Any] | None = None
     for one in objects:
@@ -141,15 +140,15 @@ def current_state(endpoint: str, objects: Iterable[Mapping[str, Any]]) -> Rollou
     wanted = RolloutState(engines=tuple(sorted(engines)))
     if entry is None:
         return wanted
-    led_to = entry["spec"]["selector"][REVISION_LABEL]
-    return replace(wanted, open=True, serving=None if led_to == NO_REVISION else int(led_to), canary=_canary(entry))
+    selected = entry["spec"]["selector"][REVISION_LABEL]
+    return replace(wanted, open=True, serving=None if selected == NO_REVISION else int(selected), canary=_canary(entry))
 
 
 def obsolete_objects(endpoint: str, objects: Iterable[Mapping[str, Any]],
                      manifests: Iterable[Manifest]) -> tuple[ObjectRef, ...]:
     """Objects of the endpoint that are not rendered any more, to be deleted.
 
-    What controllers make of ours (pods, ReplicaSets, an autoscaler) goes with its owner and is left to them.
+    Objects created by controllers from ours (pods, ReplicaSets, an autoscaler) are garbage-collected with their owner.
     """
     kept = {(one["kind"], one["metadata"]["name"]) for one in manifests}
     return tuple(ObjectRef(one["apiVersion"], one["kind"], one["metadata"]["name"]) for one in objects

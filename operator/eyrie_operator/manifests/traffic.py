@@ -1,11 +1,11 @@
-"""The stable way in: one Service whose name never changes and, where a Gateway is given, weights between revisions.
+"""Traffic of an endpoint: one Service with a stable name and, with a Gateway, weights between revisions.
 
-Pure. The Service leads to the serving revision alone, by its selector. That is the whole of traffic without a Gateway:
-blue/green, switched in one write. With one, an HTTPRoute splits requests from outside between the revisions' own
-Services; a client inside the cluster that asks the stable Service goes to the serving revision. The route carries /v1
-alone: metrics and SGLang's administration are nobody's business outside.
+Pure. The Service selects the serving revision. Without a Gateway this is blue/green, switched in one write. With one,
+an HTTPRoute splits external requests between the revisions' own Services; clients inside the cluster that use the
+stable Service reach the serving revision. The route matches /v1 only: metrics and SGLang's administration are not
+exposed.
 
-Weights are in hundredths. A trial always gets at least one of them, and never all: 0 would try nothing, 100 everything.
+Weights are in hundredths. A canary gets at least 1 and at most 99, so that it has some requests and never all.
 """
 
 import math
@@ -43,7 +43,7 @@ def base_url(endpoint: str, namespace: str) -> str:
 
 
 def weights(wanted: RolloutState) -> dict[int, int]:
-    """Hundredths of the requests by revision; they sum to 100, or nobody serves."""
+    """Hundredths of the requests by revision; they sum to 100, or are empty when no revision serves."""
     if wanted.serving is None:
         return {}
     canary = wanted.canary
@@ -59,7 +59,7 @@ def _route_spec(endpoint: str, gateway: GatewayRef, wanted: RolloutState) -> Man
         parent["namespace"] = gateway.namespace
     if gateway.section is not None:
         parent["sectionName"] = gateway.section
-    # With nobody to serve, the stable Service answers for them all: it has no pods, so the gateway says 503.
+    # No revision serves: the backend is the stable Service, which has no pods, so the gateway responds with 503.
     backends = [{"name": service_name(endpoint, revision), "port": 80, "weight": weight}
                 for revision, weight in weights(wanted).items()] or [
                     {"name": object_name(endpoint), "port": 80, "weight": 100}]

@@ -1,7 +1,7 @@
-"""One revision on the cluster: its pods, the file they read, the Service that finds them, the budget that spares them.
+"""The objects of one revision: workload, ConfigMap, Service, PodDisruptionBudget.
 
-Pure. Each revision is a workload of its own, so that the serving one is never touched while another is tried: blue and
-green are two Deployments, and what differs is who points at them.
+Pure. Each revision is a separate workload, so that the serving one is not changed during a rollout: blue and green are
+two Deployments, and the stable Service selects one of them.
 """
 
 import math
@@ -39,7 +39,8 @@ def render_revision(endpoint: Endpoint, revision: Revision, deployment: Endpoint
                     | {"spec": service_spec(selector(endpoint.name, revision.number))})
     budget_api = deployment.has("policy/v1", "policy/v1beta1")
     if budget_api is not None:
-        # One at a time, and never "at least one": with a single replica that would block every drained node for ever.
+        # maxUnavailable, not minAvailable: with a single replica minAvailable 1 would block draining of its node for
+        # ever.
         rendered.append(described(budget_api, "PodDisruptionBudget", name, endpoint, deployment, revision.number) | {
             "spec": {"maxUnavailable": 1, "selector": {"matchLabels": selector(endpoint.name, revision.number)}}})
     return rendered
@@ -58,13 +59,13 @@ def described(api_version: str, kind: str, name: str, endpoint: Endpoint, deploy
 
 
 def service_spec(found_by: dict[str, str]) -> Manifest:
-    """A Service on port 80 of pods that answer HTTP."""
+    """A Service on port 80 for the pods' HTTP port."""
     return {"type": "ClusterIP", "selector": found_by,
             "ports": [{"name": "http", "port": 80, "targetPort": "http", "protocol": "TCP"}]}
 
 
 def workload_reference(endpoint: str, revision: int, deployment: EndpointDeployment) -> Manifest:
-    """How a scaler refers to a revision's workload."""
+    """A scaler's reference to a revision's workload."""
     api_version, kind = (LWS_API, "LeaderWorkerSet") if deployment.num_nodes > 1 else ("apps/v1", "Deployment")
     return {"apiVersion": api_version, "kind": kind, "name": object_name(endpoint, revision)}
 
@@ -85,7 +86,7 @@ def _deployment(endpoint: Endpoint, revision: Revision, deployment: EndpointDepl
 
 def _group(endpoint: Endpoint, revision: Revision, deployment: EndpointDeployment, line: EngineLine,
            adaptive_map: str | None) -> Manifest:
-    """Several nodes, one engine. A pod that dies takes its group with it: NCCL does not hint a ring."""
+    """Several nodes, one engine. A pod that dies restarts its group: NCCL cannot repair a communicator."""
     rendered = _headed(LWS_API, "LeaderWorkerSet", endpoint, revision, deployment)
     rendered["spec"] = _replicas(deployment) | {
         "rolloutStrategy": {"type": "RollingUpdate", "rollingUpdateConfiguration": _step(deployment)},
@@ -117,7 +118,7 @@ def _template(endpoint: Endpoint, revision: Revision, deployment: EndpointDeploy
 
 
 def _replicas(deployment: EndpointDeployment) -> Manifest:
-    """Said by nobody but the scaler where there is one: two writers would undo each other."""
+    """Not set where a scaler exists: two writers of the same field would overwrite each other."""
     return {} if deployment.scaled else {"replicas": deployment.replicas}
 
 
