@@ -124,7 +124,7 @@ def test_a_worker_follows_the_profile_or_works_on_this_machine(tmp_path: Path, w
     path.write_text(yaml.safe_dump(world.profile.model_dump(mode="json")))
     chosen = runtime_of(Settings(home=tmp_path / "home", cluster_profile=path), world.database)
     assert isinstance(chosen.runner, KubeflowRunner)
-    assert chosen.tend is None
+    assert chosen.reconcile_endpoint is None
     assert chosen.store is not None
     assert chosen.store.url == "s3://bucket/eyrie"
     with pytest.raises(InvalidInput, match="EYRIE_HOME"):
