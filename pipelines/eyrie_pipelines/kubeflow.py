@@ -30,7 +30,7 @@ from eyrie_api.artifacts import MANIFEST, code_version, digest_model, read_manif
 from eyrie_api.artifacts.store import ArtifactStore
 from eyrie_api.decisions.sweep import expand
 from eyrie_api.errors import ArtifactMissing
-from eyrie_api.submission.placement import place_stage
+from eyrie_api.submission.placement import resolve_stage_placement
 from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.reports import TrainReport
@@ -92,7 +92,7 @@ class KubeflowRunner:
             return
         from eyrie_pipelines.placement import compile_for  # imports kfp: one second and 80 MB
 
-        gpus = place_stage(self._profile, spec.placement, "train").num_gpus
+        gpus = resolve_stage_placement(self._profile, spec.placement, "train").num_gpus
         pipeline = compile_for(self._profile, spec.placement, together=trains_together(spec, len(expand(spec)), gpus))
         job = self._write_job(job_id, spec, attempt, incumbent)
         self._remove_failure(job_id)

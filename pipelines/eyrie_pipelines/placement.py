@@ -32,7 +32,7 @@ import yaml
 from kfp import compiler, kubernetes
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.submission.placement import place_stage
+from eyrie_api.submission.placement import resolve_stage_placement
 from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.placement import Placement, S3Work, VolumeWork
 from eyrie_api.v1alpha1.requests import JobPlacement
@@ -83,7 +83,7 @@ def _compiled(profile_text: str, requested_text: str, together: bool) -> str:
     def placed(task: Any, stage: StageName | None) -> Any:
         if stage is None:
             return place(task, small(profile.stages), profile)
-        given = place_stage(profile, requested, stage)
+        given = resolve_stage_placement(profile, requested, stage)
         if stage != "train" or requested.train_launcher == "pod":
             return place(task, given, profile)
         request = TrainJobRequest(nodes=requested.train_nodes, placement=given, home=profile.home,

@@ -365,7 +365,7 @@ def test_storage_tells_what_may_go_and_removes_it_only_when_asked(eyrie: Eyrie) 
     assert (running["total_bytes"], running["removable_bytes"]) == (1000, 0)
     eyrie.plane.jobs.save_status(job, ended("Cancelled"))
     assert eyrie.json("storage", *at)["removable_bytes"] == 1000
-    assert "1000 B may go" in eyrie("storage", *at).stdout
+    assert "1000 B removable" in eyrie("storage", *at).stdout
     assert shard.exists()
     assert eyrie.json("storage", "--clean", *at)["removed_bytes"] == 1000
     assert not shard.exists()

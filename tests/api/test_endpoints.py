@@ -77,7 +77,7 @@ def test_proposing_what_is_candidate_or_active_already_makes_no_new_revision(end
 
 
 def test_rolling_back_aims_at_the_revision_before_and_ends_at_the_bare_target(endpoints: Endpoints) -> None:
-    with pytest.raises(Conflict, match="nothing active"):
+    with pytest.raises(Conflict, match="no active revision"):
         endpoints.roll_back("default")
     for drafter in ("a", "b"):
         endpoints.activate("default", propose(endpoints, drafter).number)
@@ -206,13 +206,13 @@ def test_the_watch_remembers_windows_since_activation_and_since_drift_was_told(
     for tau in (2.0, 1.5):
         histories.record_window("default", 1, tau, 200, 3.0)
     seen = histories.watched("default", 1)
-    assert (seen.windows, seen.drift_told) == ((2.0, 1.5), False)
+    assert (seen.windows, seen.drift_reported) == ((2.0, 1.5), False)
     for _ in range(2):
         histories.record("default", "drift", "TrafficDrifted", "x", once=f"drift/1/{seen.last_window}", revision=1)
     assert len(histories.read("default", kind="drift").items) == 1
     histories.record_window("default", 1, 2.9, 200, 3.0)
     seen = histories.watched("default", 1)
-    assert (seen.windows, seen.drift_told) == ((2.9,), True)
+    assert (seen.windows, seen.drift_reported) == ((2.9,), True)
 
 
 def test_only_the_latest_windows_are_kept(

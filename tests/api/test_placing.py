@@ -9,7 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from eyrie_api.errors import InvalidInput
-from eyrie_api.submission.placement import overlay, place_stage, read_profile
+from eyrie_api.submission.placement import merge_placement, read_profile, resolve_stage_placement
 from eyrie_api.v1alpha1.cluster import ClusterProfile
 from eyrie_api.v1alpha1.placement import Placement
 from eyrie_api.v1alpha1.requests import JobPlacement, PlacementRequest, StageKey
@@ -32,17 +32,17 @@ def test_a_request_changes_what_it_names_and_leaves_the_rest() -> None:
                                       "tolerations": [{"key": "gpu"}], "queue": "small"})
     wanted = PlacementRequest.model_validate({"num_gpus": 8, "requests": {"cpu": "16"},
                                               "tolerations": [{"key": "gpu"}, {"key": "spot"}]})
-    placed = overlay(given, wanted)
+    placed = merge_placement(given, wanted)
     assert (placed.num_gpus, placed.queue, placed.image) == (8, "small", "a")
     assert placed.requests == {"cpu": "16", "memory": "4Gi"}
     assert [one.key for one in placed.tolerations] == ["gpu", "spot"]
-    assert overlay(given, PlacementRequest()) == given
+    assert merge_placement(given, PlacementRequest()) == given
 
 
 def test_a_stage_gets_the_jobs_wish_over_every_stages_over_the_administrators() -> None:
     whole = profile(per_stage={"train": {"image": "eyrie/train", "num_gpus": 2}})
     wanted = JobPlacement.model_validate({"every": {"queue": "team"}, "stages": {"train": {"num_gpus": 4}}})
-    train, tune = place_stage(whole, wanted, "train"), place_stage(whole, wanted, "tune")
+    train, tune = resolve_stage_placement(whole, wanted, "train"), resolve_stage_placement(whole, wanted, "tune")
     assert (train.image, train.num_gpus, train.queue) == ("eyrie/train", 4, "team")
     assert (tune.image, tune.num_gpus, tune.queue) == ("eyrie/workers", 0, "team")
     assert train.work == tune.work == whole.stages.work
@@ -51,7 +51,7 @@ def test_a_stage_gets_the_jobs_wish_over_every_stages_over_the_administrators() 
 def test_a_request_that_contradicts_the_administrator_is_refused_in_words() -> None:
     given = Placement.model_validate({"image": "a", "gpu_type": "H100"})
     with pytest.raises(InvalidInput, match="gpu_type"):
-        overlay(given, PlacementRequest(node_selector={"nvidia.com/gpu.product": "A100"}))
+        merge_placement(given, PlacementRequest(node_selector={"nvidia.com/gpu.product": "A100"}))
 
 
 @pytest.mark.parametrize(("field", "value"), [("image", "evil"), ("host_paths", []), ("service_account", "admin"),

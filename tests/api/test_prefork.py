@@ -183,7 +183,7 @@ def test_a_postgresql_that_is_away_for_a_while_is_a_503_and_nothing_accepted_is_
                 assert refused.status_code == 503
                 assert refused.headers["Retry-After"]
             refused = httpx.post(running.url + "/v1alpha1/jobs", json=job_body(), timeout=LONG_S)
-            assert (refused.status_code, refused.json()["type"]) == (503, "urn:eyrie:problem:DatabaseAway")
+            assert (refused.status_code, refused.json()["type"]) == (503, "urn:eyrie:problem:DatabaseUnavailable")
             cluster.server.start()
             eventually(lambda: httpx.get(running.url + "/readyz", timeout=LONG_S).status_code == 200)
             after = running.client.create_job(job_spec())

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from eyrie_api.artifacts.local import LocalStore
 from eyrie_api.artifacts.storage_usage import (
     JobFacts,
-    Storage,
+    StorageUsage,
     files_in_home,
     files_in_store,
-    holdings,
-    judge,
+    group_files,
+    plan_removal,
     remove_from_home,
     remove_from_store,
     served_by,
@@ -39,12 +39,12 @@ def make_home(home: Path, *jobs: str) -> Path:
 
 
 def judged(home: Path, jobs: dict[str, JobFacts], served: set[tuple[str, str]] | None = None, *,
-           failed_too: bool = False) -> Storage:
-    return judge(holdings(files_in_home(home)), jobs, served or set(), failed_too=failed_too)
+           failed_too: bool = False) -> StorageUsage:
+    return plan_removal(group_files(files_in_home(home)), jobs, served or set(), failed_too=failed_too)
 
 
-def goes(storage: Storage) -> set[tuple[str, str, str]]:
-    return {(one.holding.job_id, one.holding.kind, one.holding.name) for one in storage.findings if one.removable}
+def goes(usage: StorageUsage) -> set[tuple[str, str, str]]:
+    return {(each.item.job_id, each.item.kind, each.item.name) for each in usage.decisions if each.removable}
 
 
 def test_of_a_succeeded_job_states_and_losing_checkpoints_go_and_its_best_stays(tmp_path: Path) -> None:
@@ -96,8 +96,8 @@ def test_what_an_endpoint_serves_or_may_go_back_to_stays() -> None:
        served=st.sets(st.sampled_from(["c0-step-5", "c0-step-9"])))
 def test_whatever_ends_a_job_records_and_served_checkpoints_never_go(phase: Phase, best: str | None, failed: bool,
                                                                      served: set[str]) -> None:
-    found = holdings((f"jobs/j1/{name}", 10) for name in FILES)
-    gone = goes(judge(found, {"j1": JobFacts(phase, best)}, {("j1", one) for one in served}, failed_too=failed))
+    found = group_files((f"jobs/j1/{name}", 10) for name in FILES)
+    gone = goes(plan_removal(found, {"j1": JobFacts(phase, best)}, {("j1", one) for one in served}, failed_too=failed))
     assert not any(kind == "record" for _, kind, _ in gone)
     assert not any(name in served or name == best for _, kind, name in gone if kind == "checkpoint")
 
@@ -107,7 +107,8 @@ def test_an_artifact_store_is_cleaned_by_the_same_rules(tmp_path: Path) -> None:
     for name in FILES:
         if "/." not in name:
             store.write(f"jobs/j1/{name}", b"x" * 10)
-    storage = judge(holdings(files_in_store(store)), {"j1": JobFacts("Cancelled", None)}, {("j1", "c0-step-5")})
+    jobs = {"j1": JobFacts("Cancelled", None)}
+    storage = plan_removal(group_files(files_in_store(store)), jobs, {("j1", "c0-step-5")})
     assert goes(storage) == {("j1", "captured-states", ""), ("j1", "checkpoint", "c0-step-9")}
     assert remove_from_store(store, storage) == 40
     assert "jobs/j1/stages/train/c0/checkpoints/c0-step-5/model.safetensors" in {one.key for one in store.list()}

@@ -128,7 +128,7 @@ def test_a_log_is_read_whole_or_followed_until_its_stage_ends(server: Running, j
 
 def test_a_log_that_is_not_there_says_which_are(server: Running, job: Job) -> None:
     server.control.jobs.set_stage(job.id, StageStatus(stage="capture", state="Running", started_at=NOW))
-    with pytest.raises(NotFound, match="printed nothing") as caught:
+    with pytest.raises(NotFound, match="has no log") as caught:
         list(server.client.logs(job.id, "train", "base"))
     assert "capture" in caught.value.hint
 

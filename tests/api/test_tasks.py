@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from eyrie_api.chores.broker import BrokerAway, RedisTransport
+from eyrie_api.chores.broker import BrokerUnavailable, RedisTransport
 from eyrie_api.chores.tasks import chore_queue, make_celery, queue_length
 from eyrie_api.chores.worker import ChoreLoop
 from eyrie_api.database.endpoints import Endpoints
@@ -220,13 +220,13 @@ def test_a_broker_that_cannot_be_reached_at_the_start_is_an_error_with_the_hint(
     code = (
         "import sys\n"
         "from eyrie_api.settings import Settings\n"
-        "from eyrie_api.chores.broker import BrokerAway\n"
+        "from eyrie_api.chores.broker import BrokerUnavailable\n"
         "from eyrie_api.chores.tasks import make_celery\n"
         "from eyrie_api.chores.worker import ChoreLoop\n"
         "settings = Settings.model_validate_json(sys.argv[1])\n"
         "try:\n"
         "    ChoreLoop(settings, make_celery(settings, print)).start(0.5)\n"
-        "except BrokerAway as error:\n"
+        "except BrokerUnavailable as error:\n"
         "    sys.exit(error.hint)\n"
     )
     away = frequent.model_copy(update={"broker_url": "redis://127.0.0.1:1/0"})
@@ -250,7 +250,7 @@ def test_the_length_of_a_queue_is_what_waits_in_it(rare: Settings, kind: str, re
 
 def test_a_broker_that_is_away_is_told_without_its_password(rare: Settings) -> None:
     settings = rare.model_copy(update={"broker_url": "redis://:sesame@127.0.0.1:1/0"})
-    with pytest.raises(BrokerAway) as caught:
+    with pytest.raises(BrokerUnavailable) as caught:
         queue_length(make_celery(settings, print), chore_queue(settings))
     assert "sesame" not in str(caught.value)
 
@@ -272,7 +272,7 @@ def test_a_redis_behind_tls_is_spoken_to_when_its_certificate_is_trusted_and_not
     database = Database(f"sqlite:///{tmp_path / 'eyrie.db'}")
     try:
         strange = Settings(home=tmp_path, broker_url=f"{server.url}?ssl_cert_reqs=required")
-        with pytest.raises(BrokerAway):
+        with pytest.raises(BrokerUnavailable):
             queue_length(make_celery(strange, print, database=database), "any")
         trusted = Settings(home=tmp_path, broker_url=f"{strange.broker_url}&ssl_ca_certs={server.certificate}")
         app = make_celery(trusted, print, database=database)
@@ -282,7 +282,7 @@ def test_a_redis_behind_tls_is_spoken_to_when_its_certificate_is_trusted_and_not
             try:
                 waiting = queue_length(app, chore_queue(trusted))
                 break
-            except BrokerAway:  # a busy machine may take longer than the two seconds it is given to shake hands
+            except BrokerUnavailable:  # a busy machine may take longer than the two seconds it is given to shake hands
                 assert time.monotonic() < until
         assert waiting == 1
         assert isinstance(app.connection_for_write().transport, RedisTransport), "lost acknowledgements are let go"

@@ -19,7 +19,7 @@ from eyrie_api.artifacts import digest_model
 from eyrie_api.artifacts.local import LocalStore
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.options import StoreOptions
-from eyrie_api.artifacts.store import ArtifactStore, StoreAway, StoredObject
+from eyrie_api.artifacts.store import ArtifactStore, StoredObject, StoreUnavailable
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec, SuiteSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.job import JobSpec
@@ -234,7 +234,7 @@ class Leaving:
 
     def upload(self, key: str, source: Path) -> StoredObject:
         if self._left == 0:
-            raise StoreAway("the bucket is away")
+            raise StoreUnavailable("the bucket is away")
         self._left -= 1
         return self._store.upload(key, source)
 
@@ -248,7 +248,7 @@ def test_what_lies_in_the_store_never_mentions_what_is_not_there_wherever_a_sync
     sync = DirectorySync(Leaving(store, uploads), directory, "s")  # type: ignore[arg-type]
     sync.begin()
     write_shards(directory, 5)  # three shards and the index have changed
-    with pytest.raises(StoreAway) if uploads < 4 else contextlib.nullcontext():
+    with pytest.raises(StoreUnavailable) if uploads < 4 else contextlib.nullcontext():
         sync.sync()
     stored = {one.key for one in store.list("s")}
     mentioned = store.read("s/index.json").decode().split()

@@ -3,9 +3,9 @@
     python -m eyrie_workers.shards --concurrency 4     a prefork worker; scale workers with the length of the queue
 
 `regeneration.sharded` does the work; this module delivers shards to workers. One shard may take longer than the
-visibility timeout, so its worker renews its hold on the message during the work (`eyrie_api.broker.Holds`): the shard
-of a dead worker is delivered again within that time, that of a live worker is not. A worker needs EYRIE_BROKER_URL,
-EYRIE_ARTIFACTS_* and the key that `regenerate.api_key_env` names; no database, no GPU, no torch.
+visibility timeout, so its worker renews its hold on the message during the work (`eyrie_api.broker.TaskLocks`): the
+shard of a dead worker is delivered again within that time, that of a live worker is not. A worker needs
+EYRIE_BROKER_URL, EYRIE_ARTIFACTS_* and the key that `regenerate.api_key_env` names; no database, no GPU, no torch.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from kombu.exceptions import OperationalError
 from eyrie_api.artifacts import digest_model
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.options import StoreOptions
-from eyrie_api.chores.broker import SHARD_QUEUE, BrokerAway, Holds, messages_waiting, transport_settings
+from eyrie_api.chores.broker import SHARD_QUEUE, BrokerUnavailable, TaskLocks, messages_waiting, transport_settings
 from eyrie_api.errors import EyrieError, InvalidInput, Transient
 from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.stages import RegenerateStage
@@ -53,7 +53,7 @@ def make_app(url: str, sharding: ShardingConfig) -> Celery:
         "worker_prefetch_multiplier": 1, "task_publish_retry": False, "worker_hijack_root_logger": False,
         "worker_enable_remote_control": False, "worker_cancel_long_running_tasks_on_connection_loss": False,
     })
-    holds = Holds(url, sharding.shard_visibility_timeout_s)
+    locks = TaskLocks(url, sharding.shard_visibility_timeout_s)
     cache = Path(tempfile.gettempdir()) / f"eyrie-shards-{os.getuid()}"
 
     @app.task(name=TASK, bind=True, shared=False, max_retries=None)
@@ -61,16 +61,16 @@ def make_app(url: str, sharding: ShardingConfig) -> Celery:
         order = ShardMessage.model_validate_json(text)
         tag = str(task.request.properties["delivery_tag"])
         name = hold_name(order)
-        if not holds.take(name, tag):
+        if not locks.take(name, tag):
             return
         try:
             store = open_store(order.store_url, StoreOptions.from_env())
-            answer_shard(order, store, cache / str(os.getpid()), _renewing(holds, name, tag))
+            answer_shard(order, store, cache / str(os.getpid()), _renewing(locks, name, tag))
         except Transient as trouble:
             raise task.retry(exc=trouble, countdown=min(trouble.after_s, _MAX_RETRY_DELAY_S)) from trouble
         finally:
-            with contextlib.suppress(BrokerAway):  # the hold expires anyway
-                holds.release(name)
+            with contextlib.suppress(BrokerUnavailable):  # the hold expires anyway
+                locks.release(name)
 
     return app
 
@@ -80,15 +80,15 @@ def hold_name(order: ShardMessage) -> str:
     return digest_model(order)
 
 
-def _renewing(holds: Holds, name: str, tag: str) -> Callable[[], None]:
-    due = time.monotonic() + holds.renew_every_s
+def _renewing(locks: TaskLocks, name: str, tag: str) -> Callable[[], None]:
+    due = time.monotonic() + locks.renew_every_s
 
     def pause() -> None:
         nonlocal due
         if time.monotonic() >= due:
-            with contextlib.suppress(BrokerAway):  # at worst another worker answers the same shard too
-                holds.renew(name, tag)
-            due = time.monotonic() + holds.renew_every_s
+            with contextlib.suppress(BrokerUnavailable):  # at worst another worker answers the same shard too
+                locks.renew(name, tag)
+            due = time.monotonic() + locks.renew_every_s
 
     return pause
 
@@ -98,14 +98,15 @@ class CeleryShards:
 
     def __init__(self, url: str, sharding: ShardingConfig) -> None:
         self._app = make_app(url, sharding)
-        self._holds = Holds(url, sharding.shard_visibility_timeout_s)
+        self._locks = TaskLocks(url, sharding.shard_visibility_timeout_s)
 
     def send(self, order: ShardMessage) -> None:
         """See `ShardQueue`."""
         try:
             self._app.send_task(TASK, args=[order.model_dump_json()])
         except OperationalError as error:
-            raise BrokerAway(f"the broker does not answer: {type(error).__name__}", "check EYRIE_BROKER_URL") from error
+            raise BrokerUnavailable(f"the broker is unavailable: {type(error).__name__}",
+                                    "check EYRIE_BROKER_URL") from error
 
     def length(self) -> int:
         """See `ShardQueue`."""
@@ -113,7 +114,7 @@ class CeleryShards:
 
     def is_held(self, order: ShardMessage) -> bool:
         """See `ShardQueue`."""
-        return self._holds.is_held(hold_name(order))
+        return self._locks.is_held(hold_name(order))
 
 
 def sharded_client(sharding: ShardingConfig, spec: RegenerateStage, context: int, target_dir: Path,

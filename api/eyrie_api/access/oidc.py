@@ -1,11 +1,12 @@
 """Bearer tokens of one OIDC issuer, verified here: signature, issuer, audience, times. No login, no client secret.
 
-The issuer is found by its discovery document, its keys by `jwks_uri`. Both are kept, and fetched again when they are
-old or a token names a key that is not among them (the issuer has rotated), but not more often than every few seconds:
-made-up key ids must not become requests to the issuer. While the issuer is away its last keys go on being used.
+The issuer's keys are found through its discovery document (`jwks_uri`). They are cached, and fetched again when they
+are `_KEYS_TTL_S` old or a token names an unknown key (the issuer has rotated its keys), but at most every
+`_MIN_REFETCH_S`: invented key ids must not cause requests to the issuer. While the issuer is unavailable the last keys
+remain valid.
 
-Signed with RS256 or ES256, and nothing else: never `none`, never an HMAC, whose key would be the public one. The rules
-are those of OpenID Connect Core 1.0, section 3.1.3.7, as far as they are about an access by bearer token.
+Accepted signatures are RS256 and ES256 only: never `none`, never an HMAC, whose key would be the public one. The rules
+are those of OpenID Connect Core 1.0, section 3.1.3.7, as far as they apply to access by bearer token.
 """
 
 import logging
@@ -29,26 +30,26 @@ ALGORITHMS = {"RS256": "RSA", "ES256": "EC"}
 
 _DISCOVERY = "/.well-known/openid-configuration"
 _REQUIRED = ["iss", "sub", "aud", "exp", "iat"]
-_KEPT_S, _ASKED_AGAIN_S = 600.0, 10.0
+_KEYS_TTL_S, _MIN_REFETCH_S = 600.0, 10.0
 _TIMEOUT_S = 5.0
 
 
-class IssuerAway(Transient):
-    """The OIDC issuer does not answer, and none of its keys is known."""
+class IssuerUnavailable(Transient):
+    """The OIDC issuer is unavailable, and none of its keys is cached."""
 
-    reason = "IssuerAway"
+    reason = "IssuerUnavailable"
 
 
 @dataclass(frozen=True)
 class Claims:
-    """What a verified token says of its bearer."""
+    """Claims of a verified token."""
 
     subject: str
     groups: frozenset[str]
 
 
 class Issuer:
-    """One issuer and its keys. `elapsed` is a clock that only goes forward."""
+    """One issuer and its keys. `elapsed` is a monotonic clock."""
 
     def __init__(self, url: str, audience: str, *, groups_claim: str = "groups", admin_group: str | None = None,
                  leeway_s: float = 30.0, elapsed: Callable[[], float] = time.monotonic) -> None:
@@ -57,21 +58,21 @@ class Issuer:
         self._audience, self._groups_claim, self._leeway_s = audience, groups_claim, leeway_s
         self._elapsed, self._lock = elapsed, threading.Lock()
         self._keys: dict[str, jwt.PyJWK] = {}
-        self._asked_at: float | None = None
+        self._fetched_at: float | None = None
 
     @classmethod
     def of(cls, settings: Settings) -> "Issuer | None":
-        """The issuer the settings name, if any. Raises InvalidInput when they name half of one."""
+        """The issuer in the settings, if any. Raises InvalidInput when its audience is missing."""
         if settings.oidc_issuer is None:
             return None
         if settings.oidc_audience is None:
-            raise InvalidInput("EYRIE_OIDC_ISSUER is set and EYRIE_OIDC_AUDIENCE is not: any token of the issuer, "
-                               "whomever it was made for, would be let in", "set the audience that is this server's")
+            raise InvalidInput("EYRIE_OIDC_ISSUER is set and EYRIE_OIDC_AUDIENCE is not: every token of the "
+                               "issuer, for any audience, would be accepted", "set the audience of this server")
         return cls(settings.oidc_issuer, settings.oidc_audience, groups_claim=settings.oidc_groups_claim,
                    admin_group=settings.oidc_admin_group, leeway_s=settings.oidc_leeway_s)
 
     def verify(self, token: str) -> Claims:
-        """What the token says, if all of it is right. Raises Unauthorized, or IssuerAway."""
+        """The claims of a valid token. Raises Unauthorized, or IssuerUnavailable."""
         try:
             header = jwt.get_unverified_header(token)
             key = self._key(str(header.get("kid", "")), str(header.get("alg", "")))
@@ -79,49 +80,51 @@ class Issuer:
                 token, key.key, algorithms=[str(header["alg"])], audience=self._audience, issuer=self.url,
                 leeway=self._leeway_s, options={"require": _REQUIRED})
         except jwt.PyJWTError as error:
-            # The message of the library names claims and never holds the token.
-            raise Unauthorized(f"the OIDC token is refused: {error}", "get a new one from the issuer") from None
+            # The library's message names claims and never contains the token.
+            raise Unauthorized(f"the OIDC token is invalid: {error}", "get a new one from the issuer") from None
         groups = found.get(self._groups_claim, ())
         groups = [groups] if isinstance(groups, str) else groups if isinstance(groups, list) else ()
-        return Claims(str(found["sub"]), frozenset(str(one) for one in groups))
+        return Claims(str(found["sub"]), frozenset(str(group) for group in groups))
 
     def _key(self, key_id: str, algorithm: str) -> jwt.PyJWK:
         if algorithm not in ALGORITHMS:
-            raise jwt.InvalidAlgorithmError(f"algorithm {algorithm!r} is none of {', '.join(ALGORITHMS)}")
+            raise jwt.InvalidAlgorithmError(f"algorithm {algorithm!r} is not one of {', '.join(ALGORITHMS)}")
         with self._lock:
-            if self._is_worth_asking(key_id):
-                self._asked_at = self._elapsed()
+            if self._should_fetch(key_id):
+                self._fetched_at = self._elapsed()
                 try:
                     self._keys = self._fetch()
                 except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, jwt.PyJWTError) as error:
-                    log.warning("the OIDC issuer %s gives no keys: %s", self.url, type(error).__name__)
+                    log.warning("no keys could be fetched from the OIDC issuer %s: %s", self.url, type(error).__name__)
             if not self._keys:
-                raise IssuerAway(f"the OIDC issuer {self.url} gives no keys", "check EYRIE_OIDC_ISSUER; will ask again")
+                raise IssuerUnavailable(f"no keys could be fetched from the OIDC issuer {self.url}",
+                                        "check EYRIE_OIDC_ISSUER; the next request tries again")
             key = self._keys.get(key_id)
         if key is None:
-            raise jwt.InvalidKeyError("it is signed with a key that the issuer does not name")
+            raise jwt.InvalidKeyError("it is signed with a key that the issuer does not list")
         if key.key_type != ALGORITHMS[algorithm]:
-            raise jwt.InvalidKeyError(f"its key is not one for {algorithm}")
+            raise jwt.InvalidKeyError(f"its key is not for {algorithm}")
         return key
 
-    def _is_worth_asking(self, key_id: str) -> bool:
-        if self._asked_at is None:
+    def _should_fetch(self, key_id: str) -> bool:
+        if self._fetched_at is None:
             return True
-        since = self._elapsed() - self._asked_at
-        return since > _KEPT_S or (since > _ASKED_AGAIN_S and key_id not in self._keys)
+        since = self._elapsed() - self._fetched_at
+        return since > _KEYS_TTL_S or (since > _MIN_REFETCH_S and key_id not in self._keys)
 
     def _fetch(self) -> dict[str, jwt.PyJWK]:
         with httpx.Client(timeout=_TIMEOUT_S, follow_redirects=False) as http:
             document = http.get(self.url.rstrip("/") + _DISCOVERY).raise_for_status().json()
             if document["issuer"] != self.url:
-                raise ValueError("another issuer answers there")
+                raise ValueError("the discovery document names another issuer")
             _require_https(document["jwks_uri"], "jwks_uri")
             listed = http.get(document["jwks_uri"]).raise_for_status().json()["keys"]
-        usable = [one for one in listed if one.get("kty") in ALGORITHMS.values() and one.get("use", "sig") == "sig"]
-        return {str(one.get("kid", "")): jwt.PyJWK.from_dict(one) for one in usable}
+        usable = [key for key in listed if key.get("kty") in ALGORITHMS.values() and key.get("use", "sig") == "sig"]
+        return {str(key.get("kid", "")): jwt.PyJWK.from_dict(key) for key in usable}
 
 
 def _require_https(url: str, name: str) -> None:
     parsed = urlsplit(url)
     if parsed.scheme != "https" and not (parsed.scheme == "http" and is_loopback_host(parsed.hostname or "")):
-        raise InvalidInput(f"{name} {url!r} is not https", "whoever stands on the way could sign tokens; use https")
+        raise InvalidInput(f"{name} {url!r} is not https",
+                           "use https: a man in the middle could substitute keys and sign tokens")

@@ -1,14 +1,18 @@
-"""Where bytes live: digests, atomic writes, manifests; and, in the rooms of this package, stores that hold them.
+"""Artifacts: digests, atomic writes and manifests, and the stores that hold them.
 
-A stage's output is a directory. Everything in it is written aside and renamed, and `manifest.json` comes last: a
-directory without a manifest is unfinished, a directory with one is immutable. That much every program needs, and it is
-here; what carries such directories elsewhere is beside it:
+A stage's output is a directory. Every file in it is written under a temporary name and renamed, and `manifest.json`
+comes last: a directory without a manifest is unfinished, a directory with one is immutable. The functions for that are
+in this file, since every program needs them. The modules transfer such directories:
 
-    store        what a store can do, and `open_store(url)`
-    local        a directory as a store
-    s3           S3 by boto3, which comes in through this door and no other
-    directories  whole stage directories up and down, manifest last
-    options      where the store is and how it is reached, from EYRIE_ARTIFACTS_*
+    store            the interface of a store
+    open_store       the store of a URL
+    local            a directory as a store
+    s3               a bucket as a store; with s3_client and s3_parts the only importers of boto3
+    directories      upload and download of whole stage directories, manifest last
+    options          location of the store and access to it, from EYRIE_ARTIFACTS_*
+    fetch            a program that downloads a part of a finished stage
+    stage_manifests  the finished stages of a job
+    storage_usage    what jobs hold on disk, and what may be removed
 """
 
 import hashlib
@@ -30,7 +34,7 @@ _CHUNK = 1 << 20
 
 
 def digest_bytes(data: bytes) -> str:
-    """`sha256:<hex>` of some bytes."""
+    """`sha256:<hex>` of the bytes."""
     return "sha256:" + hashlib.sha256(data).hexdigest()
 
 
@@ -44,7 +48,7 @@ def digest_file(path: Path) -> str:
 
 
 def digest_model(value: BaseModel) -> str:
-    """Digest of a contract value: of its JSON with sorted keys, so that field order does not matter."""
+    """Digest of a contract value's JSON with sorted keys, so that field order does not matter."""
     return digest_bytes(json.dumps(value.model_dump(mode="json"), sort_keys=True).encode())
 
 
@@ -57,18 +61,18 @@ def digest_directory(directory: Path) -> str:
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
-    """Write beside `path`, flush to disk, rename over it: a reader sees the old file or the new, never half."""
+    """Write a temporary file next to `path`, fsync, rename: a reader sees the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(aside, 0o644)
-        os.replace(aside, path)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
     except BaseException:
-        Path(aside).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
         raise
 
 
@@ -98,7 +102,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         return Manifest.model_validate_json(text)
     except ValidationError as error:
-        raise ArtifactCorrupt(f"manifest {file} is not readable: {error.errors()[0]['msg']}",
+        raise ArtifactCorrupt(f"manifest {file} is invalid: {error.errors()[0]['msg']}",
                               "delete the stage's directory and retry the job") from error
 
 
@@ -107,7 +111,7 @@ def verify_files(manifest: Manifest, root: Path) -> None:
     for entry in manifest.files:
         path = root / entry.path
         if not path.is_file():
-            raise ArtifactMissing(f"{path} is listed in the manifest of stage {manifest.stage!r} but is gone",
+            raise ArtifactMissing(f"{path} is listed in the manifest of stage {manifest.stage!r} but does not exist",
                                   "retry the job from that stage")
         if path.stat().st_size != entry.size_bytes or digest_file(path) != entry.sha256:
             raise ArtifactCorrupt(f"{path} differs from the digest in its manifest", "retry the job from that stage")
@@ -115,11 +119,11 @@ def verify_files(manifest: Manifest, root: Path) -> None:
 
 @cache
 def code_version() -> str:
-    """Version and a digest of our own source: what a cache key and a report must name to be reproducible."""
+    """Version and a digest of our own source, which make a cache key and a report reproducible."""
     sha = hashlib.sha256()
     home = Path(__file__).resolve().parents[3]
     roots = [home / name for name in ("api", "kernels", "operator", "pipelines", "workers")]
-    if not all(root.is_dir() for root in roots):  # installed as a wheel: the packages lie side by side
+    if not all(root.is_dir() for root in roots):  # installed as a wheel: the packages are siblings
         roots = [p for p in Path(__file__).resolve().parents[2].glob("eyrie_*") if p.is_dir()]
     for root in roots:
         for path in sorted(root.rglob("*.py")):

@@ -1,14 +1,14 @@
-"""Whole stage directories to a store and back: files first, several at once, the manifest last.
+"""Upload and download of whole stage directories: files first, several at once, the manifest last.
 
-Up: what the store already has, by size and digest, is not sent again; so a stage that was cut off anywhere uploads what
-is missing. A finished directory's files are compared with its manifest before they leave, and `manifest.json` is
-written once: of two pods that ran the same stage and made different bytes, the second is refused.
+Upload: files that the store has already, by size and digest, are skipped, so that an interrupted upload resumes. The
+files of a finished directory are compared with its manifest first, and `manifest.json` is written once: of two pods
+that ran the same stage with different results, the second is refused.
 
-Down: what is here, by size and digest, is not fetched again; every file is compared with the manifest on arrival.
-A directory without a manifest is unfinished. It may be brought up and down too (`unfinished=True`): so training goes on
-from the checkpoint of a node that was taken away.
+Download: files that exist already, by size and digest, are skipped; every file is compared with the manifest.
+A directory without a manifest is unfinished. With `unfinished=True` it is transferred too, so that training resumes
+from the checkpoint of a node that was removed.
 
-Hidden files (what is written aside, locks) stay where they are.
+Hidden files (temporary files, locks) are not transferred.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,36 +23,37 @@ from eyrie_api.v1alpha1.stages import FileEntry
 
 
 @dataclass(frozen=True)
-class Moved:
-    """What a copy did."""
+class TransferStats:
+    """Statistics of a transfer."""
 
     moved_files: int
     moved_bytes: int
     skipped_files: int
 
 
-def upload_dir(store: ArtifactStore, directory: Path, prefix: str, *, unfinished: bool = False) -> Moved:
-    """Bring a stage's directory into the store, below `prefix/`.
+def upload_dir(store: ArtifactStore, directory: Path, prefix: str, *, unfinished: bool = False) -> TransferStats:
+    """Upload a stage's directory below `prefix/`.
 
-    unfinished   a manifest need not be there; files that have changed since the last time take the place of the old.
-    Raises ArtifactMissing without a manifest, ArtifactCorrupt when a file differs from it, AlreadyWritten when another
-    manifest is there.
+    unfinished   allow a directory without a manifest; files that changed since the last upload are replaced.
+    Raises ArtifactMissing without a manifest, ArtifactCorrupt when a file differs from it, AlreadyWritten when the
+    store has another manifest.
     """
     finished = (directory / MANIFEST).is_file()
     if not finished and not unfinished:
         raise ArtifactMissing(f"no manifest in {directory}", "finish the stage first, or upload it as unfinished")
     listed = {entry.path: entry for entry in read_manifest(directory).files} if finished else {}
-    gone = sorted(path for path in listed if not (directory / path).is_file())
-    if gone:
-        raise ArtifactMissing(f"{directory / gone[0]} is listed in its manifest but is gone", "run the stage again")
+    missing = sorted(path for path in listed if not (directory / path).is_file())
+    if missing:
+        raise ArtifactMissing(f"{directory / missing[0]} is listed in its manifest but does not exist",
+                              "run the stage again")
 
     def send(name: str) -> int | None:
         path = directory / name
         size, digest = path.stat().st_size, digest_file(path)
         if name in listed and (listed[name].size_bytes, listed[name].sha256) != (size, digest):
             raise ArtifactCorrupt(f"{path} differs from the digest in its manifest", "run the stage again")
-        there = store.stat(f"{prefix}/{name}")
-        if there is not None and (there.size_bytes, there.sha256) == (size, digest):
+        stored = store.stat(f"{prefix}/{name}")
+        if stored is not None and (stored.size_bytes, stored.sha256) == (size, digest):
             return None
         store.upload(f"{prefix}/{name}", path)
         return size
@@ -63,11 +64,11 @@ def upload_dir(store: ArtifactStore, directory: Path, prefix: str, *, unfinished
     return moved
 
 
-def download_dir(store: ArtifactStore, prefix: str, directory: Path, *, unfinished: bool = False) -> Moved:
-    """Bring a stage's directory here: the files its manifest lists, then the manifest.
+def download_dir(store: ArtifactStore, prefix: str, directory: Path, *, unfinished: bool = False) -> TransferStats:
+    """Download a stage's directory: the files its manifest lists, then the manifest.
 
-    unfinished   a manifest need not be there; everything below `prefix/` is fetched then.
-    Raises ArtifactMissing without a manifest or with a file that is gone, ArtifactCorrupt when one differs.
+    unfinished   allow a stage without a manifest; then everything below `prefix/` is downloaded.
+    Raises ArtifactMissing without a manifest or a listed file, ArtifactCorrupt when a file differs.
     """
     if store.stat(f"{prefix}/{MANIFEST}") is None:
         if not unfinished:
@@ -75,11 +76,11 @@ def download_dir(store: ArtifactStore, prefix: str, directory: Path, *, unfinish
         return _move(store.parallel, lambda name: _fetch(store, prefix, directory, name, None),
                      (found.key.removeprefix(f"{prefix}/") for found in store.list(prefix)))
     text = store.read(f"{prefix}/{MANIFEST}")
-    aside = directory / f".{MANIFEST}.fetched"
-    write_atomically(aside, text)
-    listed = {entry.path: entry for entry in read_manifest(aside).files}
+    temporary = directory / f".{MANIFEST}.fetched"
+    write_atomically(temporary, text)
+    listed = {entry.path: entry for entry in read_manifest(temporary).files}
     moved = _move(store.parallel, lambda name: _fetch(store, prefix, directory, name, listed[name]), listed)
-    aside.replace(directory / MANIFEST)
+    temporary.replace(directory / MANIFEST)
     return moved
 
 
@@ -87,8 +88,8 @@ def _fetch(store: ArtifactStore, prefix: str, directory: Path, name: str, entry:
     key, path = f"{prefix}/{name}", directory / name
     wanted = (entry.size_bytes, entry.sha256) if entry else None
     if wanted is None:
-        there = store.stat(key)
-        wanted = (there.size_bytes, there.sha256) if there and there.sha256 else None
+        stored = store.stat(key)
+        wanted = (stored.size_bytes, stored.sha256) if stored and stored.sha256 else None
     if path.is_file() and wanted == (path.stat().st_size, digest_file(path)):
         return None
     store.download(key, path, sha256=entry.sha256 if entry else None)
@@ -100,8 +101,8 @@ def _visible(directory: Path) -> list[str]:
     return [name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts)]
 
 
-def _move(parallel: int, move: Callable[[str], int | None], names: Iterable[str]) -> Moved:
-    """Move files, several at once; `move` returns bytes moved, or None for a file that need not be."""
+def _move(parallel: int, move: Callable[[str], int | None], names: Iterable[str]) -> TransferStats:
+    """Transfer files, several at once; `move` returns the bytes transferred, or None for a skipped file."""
     with ThreadPoolExecutor(parallel, thread_name_prefix="eyrie-files") as pool:
         futures = [pool.submit(move, name) for name in names]
         try:
@@ -110,4 +111,4 @@ def _move(parallel: int, move: Callable[[str], int | None], names: Iterable[str]
             pool.shutdown(wait=True, cancel_futures=True)
             raise
     sent = [size for size in sizes if size is not None]
-    return Moved(len(sent), sum(sent), len(sizes) - len(sent))
+    return TransferStats(len(sent), sum(sent), len(sizes) - len(sent))

@@ -1,9 +1,9 @@
-"""Bring one directory of a finished stage here: a drafter, before its engine starts.
+"""Download one directory of a finished stage: a drafter, before its engine starts.
 
     python -m eyrie_api.artifacts.fetch --prefix jobs/j1/stages/train/c1 --part checkpoints/c3 --directory DIR
 
-A stage's directory may hold much that a server never reads; of it only `part` is fetched, file by file, each compared
-with the stage's manifest. DIR then holds what `part` held. Fetching again fetches what is missing. The store is the one
+A stage's directory may hold much that a server never reads; only `part` is downloaded, and each file is compared with
+the stage's manifest. DIR then holds the files of `part`. A second run downloads what is missing. The store is the one
 of EYRIE_ARTIFACTS_*.
 """
 
@@ -19,21 +19,21 @@ from eyrie_api.program_exit import report_error
 
 
 def fetch_part(store: ArtifactStore, prefix: str, part: str, directory: Path) -> int:
-    """Fetch the files below `part` of the stage at `prefix`; returns their number.
+    """Download the files below `part` of the stage at `prefix`; returns their number.
 
     Raises ArtifactMissing when the stage is unfinished or has no such part, ArtifactCorrupt when a file differs.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    aside = directory / f".{MANIFEST}.fetched"
-    write_atomically(aside, store.read(f"{prefix}/{MANIFEST}"))
-    inside = f"{part.strip('/')}/" if part else ""
-    entries = [one for one in read_manifest(aside).files if one.path.startswith(inside)]
-    aside.unlink()
+    temporary = directory / f".{MANIFEST}.fetched"
+    write_atomically(temporary, store.read(f"{prefix}/{MANIFEST}"))
+    part_prefix = f"{part.strip('/')}/" if part else ""
+    entries = [entry for entry in read_manifest(temporary).files if entry.path.startswith(part_prefix)]
+    temporary.unlink()
     if not entries:
         raise ArtifactMissing(f"the manifest of {prefix} in {store.url} lists nothing below {part!r}",
                               "check the part's path, as the stage's report names it")
     for entry in entries:
-        path = directory / entry.path.removeprefix(inside)
+        path = directory / entry.path.removeprefix(part_prefix)
         if not path.is_file() or digest_file(path) != entry.sha256:
             path.parent.mkdir(parents=True, exist_ok=True)
             store.download(f"{prefix}/{entry.path}", path, sha256=entry.sha256)

@@ -1,8 +1,8 @@
 """A directory as an artifact store: for one machine, a shared volume, and the tests.
 
-What is written comes aside (`.name.random`) and is renamed; `write_once` links it into place, which fails when the name
-is taken. Digests are computed when asked for: a directory has nowhere to keep them, and reading is what we would do to
-trust them anyway.
+Objects are written under a temporary name (`.name.random`) and renamed; `write_once` links the temporary file to its
+name, which fails when the name exists. Digests are computed on request: a directory has no place to store them, and
+they could be trusted only after reading the file anyway.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ _CHUNK = 1 << 20
 
 
 class LocalStore:
-    """`ArtifactStore` in a directory, which is made when something is written."""
+    """`ArtifactStore` in a directory, which is created by the first write."""
 
     def __init__(self, root: Path, *, parallel: int = 4) -> None:
         self._root = root.absolute()
@@ -88,7 +88,7 @@ class LocalStore:
         return StoredObject(key, size, digest)
 
     def download(self, key: str, target: Path, *, sha256: str | None = None) -> None:
-        """See `ArtifactStore`. Without `sha256` nothing says what the bytes should be."""
+        """See `ArtifactStore`. Without `sha256` the bytes cannot be verified."""
         path = self._path(key)
         if not path.is_file():
             raise self._missing(key)

@@ -1,7 +1,7 @@
-"""Where the artifact store is and how it is reached: one frozen value, read from EYRIE_ARTIFACTS_* variables.
+"""Location of the artifact store and access to it: one frozen value, read from EYRIE_ARTIFACTS_* variables.
 
 The control plane and stage programs read the same variables, so that a chart sets them once. Credentials are not among
-them: they come from a mounted secret (`credentials_dir`, one file per value) or from where boto3 looks by itself
+them: they come from a mounted Secret (`credentials_dir`, one file per value) or from boto3's default chain
 (AWS_ACCESS_KEY_ID ..., a profile, a pod's web identity), and are never part of a spec, a status or a log line.
 """
 
@@ -31,22 +31,22 @@ class StoreOptions(Frozen):
 
     region: str = Field("us-east-1", min_length=1)
     addressing: Literal["auto", "path", "virtual"] = "auto"
-    """How the bucket is named in a request. `auto`: in the path where endpoint_url is set, in the host at AWS."""
+    """How a request names the bucket. `auto`: in the path where endpoint_url is set, in the host name at AWS."""
 
     credentials_dir: Path | None = None
     """Directory with the files `access_key`, `secret_key` and, if need be, `session_token`: a mounted Secret."""
 
     part_size_bytes: int = Field(16 * 2**20, ge=MIN_PART_BYTES, le=5 * 2**30)
-    """Larger files travel in parts of this size. So much memory is held per part in flight."""
+    """Larger files are transferred in parts of this size. Each part in flight takes this much memory."""
 
     parallel: int = Field(4, ge=1, le=64)
     """Parts, or small files, in flight."""
 
     timeout_s: float = Field(60.0, gt=0.0)
-    """For a connection, and between two pieces of an answer."""
+    """Of a connection attempt, and between two reads of a response."""
 
     max_attempts: int = Field(6, ge=1, le=20)
-    """Tries of one request before the store counts as away; waits double between them."""
+    """Attempts of one request before StoreUnavailable is raised; the waits between them double."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "StoreOptions":

@@ -26,14 +26,14 @@ from botocore.exceptions import ClientError
 
 from eyrie_api.artifacts import digest_bytes, digest_file
 from eyrie_api.artifacts.options import StoreOptions
-from eyrie_api.artifacts.s3_client import TAKEN, BeyondTheEnd, Bucket, all_done, code_of
+from eyrie_api.artifacts.s3_client import ALREADY_EXISTS, Bucket, RangeNotSatisfiable, code_of, run_all
 from eyrie_api.artifacts.s3_parts import abort, changed, md5_base64, upload_in_parts
 from eyrie_api.artifacts.store import (
     AlreadyWritten,
-    StoreAway,
+    StoreAccessDenied,
     StoreCheck,
     StoredObject,
-    StoreRefused,
+    StoreUnavailable,
     checked_key,
     directory_prefix,
 )
@@ -76,7 +76,7 @@ class S3Store:
     def check(self) -> StoreCheck:
         """See `ArtifactStore`. Asks whether If-None-Match is honoured, which some servers ignore without a word."""
         place: dict[str, Any] = {"Bucket": self._bucket.name, "Key": f"{self._prefix}_check/{uuid.uuid4().hex}"}
-        with self._bucket.asking("the check of the store"):
+        with self._bucket.translating_errors("the check of the store"):
             self._bucket.client.put_object(**place, Body=b"first")
             try:
                 self._conditional = self._refuses_a_second(place)
@@ -91,7 +91,7 @@ class S3Store:
     def stat(self, key: str) -> StoredObject | None:
         """See `ArtifactStore`."""
         try:
-            with self._bucket.asking(key):
+            with self._bucket.translating_errors(key):
                 found = self._bucket.client.head_object(**self._place(key))
         except ArtifactMissing:
             return None
@@ -109,7 +109,7 @@ class S3Store:
 
     def write(self, key: str, data: bytes) -> StoredObject:
         """See `ArtifactStore`."""
-        with self._bucket.asking(key):
+        with self._bucket.translating_errors(key):
             return self._put(key, data)
 
     def write_once(self, key: str, data: bytes) -> bool:
@@ -123,7 +123,7 @@ class S3Store:
                 return True
         else:
             try:
-                with self._bucket.asking(key):
+                with self._bucket.translating_errors(key):
                     self._put(key, data, IfNoneMatch="*")
                 return True
             except AlreadyWritten:
@@ -164,14 +164,14 @@ class S3Store:
         below = self._prefix + directory_prefix(prefix)
         pages = self._bucket.client.get_paginator("list_objects_v2").paginate(
             Bucket=self._bucket.name, Prefix=below, PaginationConfig={"PageSize": PAGE})
-        with self._bucket.asking(f"the list of {below}"):
+        with self._bucket.translating_errors(f"the list of {below}"):
             for page in pages:
                 for found in page.get("Contents", ()):
                     yield StoredObject(found["Key"].removeprefix(self._prefix), found["Size"])
 
     def delete(self, key: str) -> None:
         """See `ArtifactStore`."""
-        with self._bucket.asking(key):
+        with self._bucket.translating_errors(key):
             self._bucket.client.delete_object(**self._place(key))
 
     def delete_all(self, prefix: str) -> int:
@@ -179,10 +179,10 @@ class S3Store:
         doomed = [{"Key": self._place(found.key)["Key"]} for found in self.list(prefix)]
         for start in range(0, len(doomed), PAGE):
             batch = {"Objects": doomed[start:start + PAGE], "Quiet": True}
-            with self._bucket.asking(prefix):
+            with self._bucket.translating_errors(prefix):
                 answer = self._bucket.client.delete_objects(Bucket=self._bucket.name, Delete=batch)
             for error in answer.get("Errors", ()):
-                raise StoreRefused(f"{error.get('Key')} in {self.url} could not be deleted: {error.get('Code')}",
+                raise StoreAccessDenied(f"{error.get('Key')} in {self.url} could not be deleted: {error.get('Code')}",
                                    "see that the credentials may delete")
         return len(doomed)
 
@@ -192,7 +192,7 @@ class S3Store:
         below = self._prefix + directory_prefix(prefix)
         pages = self._bucket.client.get_paginator("list_multipart_uploads").paginate(
             Bucket=self._bucket.name, Prefix=below)
-        with self._bucket.asking(f"the unfinished uploads below {below}"):
+        with self._bucket.translating_errors(f"the unfinished uploads below {below}"):
             found = [upload for page in pages for upload in page.get("Uploads", ())]
         for upload in found:
             if upload["Initiated"] <= before:
@@ -213,9 +213,9 @@ class S3Store:
         try:
             self._bucket.client.put_object(**place, Body=b"second", IfNoneMatch="*")
         except ClientError as error:
-            if code_of(error) not in (*TAKEN, *_KNOWS_NO_CONDITION):
+            if code_of(error) not in (*ALREADY_EXISTS, *_KNOWS_NO_CONDITION):
                 raise
-            return code_of(error) in TAKEN
+            return code_of(error) in ALREADY_EXISTS
         return False
 
     def _refuse_other(self, key: str, data: bytes) -> None:
@@ -235,16 +235,16 @@ class S3Store:
         at, attempt, digest = start, 0, None
         while True:
             try:
-                with self._bucket.asking(key):
+                with self._bucket.translating_errors(key):
                     answer = self._bucket.client.get_object(**self._place(key), **_range(at, stop))
                     digest = _digest_of(answer)
                     for chunk in answer["Body"].iter_chunks(_CHUNK):
                         take(at, chunk)
                         at, attempt = at + len(chunk), 0
                 return digest
-            except BeyondTheEnd:
+            except RangeNotSatisfiable:
                 return digest
-            except StoreAway:
+            except StoreUnavailable:
                 attempt += 1
                 if attempt >= self._bucket.options.max_attempts:
                     raise
@@ -256,7 +256,7 @@ class S3Store:
 
         os.truncate(handle, size)
         step = self._bucket.options.part_size_bytes
-        all_done(self.parallel, [partial(self._fetch, key, start, min(start + step, size), take)
+        run_all(self.parallel, [partial(self._fetch, key, start, min(start + step, size), take)
                                  for start in range(0, size, step)])
 
 

@@ -1,7 +1,7 @@
-"""How S3 is reached, and what its failures mean. With `s3` and `s3_parts` the one door to boto3.
+"""The S3 client, and the translation of its errors. boto3 is imported here, in `s3` and in `s3_parts` only.
 
-Single requests are retried by botocore (standard mode: exponential waits; throttling, 5xx, broken connections). What
-remains becomes StoreAway, which whoever drives the stage retries, or StoreRefused or InvalidInput, which nobody should.
+botocore retries single requests (standard mode: exponential backoff; throttling, 5xx, broken connections). What remains
+becomes StoreUnavailable, which the driver of the stage retries, or StoreAccessDenied or InvalidInput, which are final.
 Messages name the store, the key and the server's code; never a credential, a signature or a URL that may hold one.
 """
 
@@ -26,29 +26,29 @@ from botocore.exceptions import (
 from botocore.exceptions import ConnectionError as BotoConnectionError
 
 from eyrie_api.artifacts.options import StoreOptions
-from eyrie_api.artifacts.store import AlreadyWritten, StoreAway, StoreRefused
+from eyrie_api.artifacts.store import AlreadyWritten, StoreAccessDenied, StoreUnavailable
 from eyrie_api.errors import ArtifactMissing, EyrieError, InvalidInput, Permanent
 
-TAKEN = ("PreconditionFailed", "ConditionalRequestConflict", "412", "409")
-_MAY_PASS = ("SlowDown", "RequestTimeout", "InternalError", "BadDigest")
+ALREADY_EXISTS = ("PreconditionFailed", "ConditionalRequestConflict", "412", "409")
+_TRANSIENT_CODES = ("SlowDown", "RequestTimeout", "InternalError", "BadDigest")
 
 
-class BeyondTheEnd(Permanent):
-    """A range that begins at or after the object's end."""
+class RangeNotSatisfiable(Permanent):
+    """A range that begins at or after the object's end (HTTP 416)."""
 
-    reason = "BeyondTheEnd"
+    reason = "RangeNotSatisfiable"
 
 
 class Bucket:
-    """One bucket: boto3's client, and the one way to ask it anything."""
+    """One bucket: boto3's client, and the translation of its errors."""
 
     def __init__(self, name: str, options: StoreOptions, url: str) -> None:
         self.name, self.options, self.url = name, options, url
         self.client = _client(options)
 
     @contextmanager
-    def asking(self, what: str) -> Iterator[None]:
-        """Requests about `what`; failures leave as ours."""
+    def translating_errors(self, what: str) -> Iterator[None]:
+        """Requests about `what`; errors of botocore become errors of this package."""
         try:
             yield
         except (ClientError, BotoCoreError) as error:
@@ -60,40 +60,41 @@ class Bucket:
 
     def _translated(self, error: ClientError | BotoCoreError, what: str) -> EyrieError:
         if isinstance(error, ClientError):
-            return self._answered(code_of(error), error, what)
+            return self._translated_response(code_of(error), error, what)
         if isinstance(error, NoCredentialsError | PartialCredentialsError):
-            return StoreRefused(f"no credentials for {self.url}", "set EYRIE_ARTIFACTS_CREDENTIALS_DIR to a directory "
-                                "with access_key and secret_key, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+            return StoreAccessDenied(f"no credentials for {self.url}",
+                                     "set EYRIE_ARTIFACTS_CREDENTIALS_DIR to a directory with access_key and "
+                                     "secret_key, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
         name = type(error).__name__
         if isinstance(error, SSLError):
-            return StoreRefused(f"{self.url}: the server's certificate is not trusted", "set AWS_CA_BUNDLE")
+            return StoreAccessDenied(f"{self.url}: the server's certificate is not trusted", "set AWS_CA_BUNDLE")
         if isinstance(error, HTTPClientError | BotoConnectionError | IncompleteReadError):
-            return StoreAway(f"{self.url} did not answer for {what}: {name}")
-        return InvalidInput(f"{self.url} cannot be asked for {what}: {name}", "correct EYRIE_ARTIFACTS_*")
+            return StoreUnavailable(f"{self.url} did not respond for {what}: {name}")
+        return InvalidInput(f"{self.url} rejects the request for {what}: {name}", "correct EYRIE_ARTIFACTS_*")
 
-    def _answered(self, code: str, error: ClientError, what: str) -> EyrieError:
+    def _translated_response(self, code: str, error: ClientError, what: str) -> EyrieError:
         status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-        if code in TAKEN:
+        if code in ALREADY_EXISTS:
             return AlreadyWritten(f"{what} is in {self.url} already", "write under another key")
         if code == "NoSuchBucket":
-            return InvalidInput(f"bucket {self.name!r} does not exist", "make it, or correct EYRIE_ARTIFACTS_URL")
+            return InvalidInput(f"bucket {self.name!r} does not exist", "create it, or correct EYRIE_ARTIFACTS_URL")
         if status == 416:
-            return BeyondTheEnd(f"{what} in {self.url} ends before that")
+            return RangeNotSatisfiable(f"{what} in {self.url} ends before the requested range")
         if status == 404:
             return self.missing(what)
-        if status in (408, 429) or status >= 500 or code in _MAY_PASS:
-            return StoreAway(f"{self.url} answered {code} for {what}")
-        return StoreRefused(f"{self.url} answered {code} for {what}",
-                            "check EYRIE_ARTIFACTS_*, the credentials, their rights and the clock")
+        if status in (408, 429) or status >= 500 or code in _TRANSIENT_CODES:
+            return StoreUnavailable(f"{self.url} answered {code} for {what}")
+        return StoreAccessDenied(f"{self.url} answered {code} for {what}",
+                            "check EYRIE_ARTIFACTS_*, the credentials, their permissions and the clock")
 
 
 def code_of(error: ClientError) -> str:
-    """The server's own word for what is wrong."""
+    """The server's error code."""
     return str(error.response.get("Error", {}).get("Code", ""))
 
 
-def all_done(parallel: int, jobs: list[Callable[[], object]]) -> None:
-    """Do them in order, `parallel` at once; after a failure no other is begun, and it is raised."""
+def run_all(parallel: int, jobs: list[Callable[[], object]]) -> None:
+    """Run jobs in order, `parallel` at once. After a failure no further job starts, and the error is raised."""
     failed = threading.Event()
 
     def do(job: Callable[[], object]) -> None:
@@ -111,7 +112,7 @@ def all_done(parallel: int, jobs: list[Callable[[], object]]) -> None:
             for future in as_completed(futures):
                 future.result()
         finally:
-            failed.set()  # also when this thread was asked to stop
+            failed.set()  # also on KeyboardInterrupt in this thread
 
 
 def _client(options: StoreOptions) -> Any:
@@ -123,8 +124,8 @@ def _client(options: StoreOptions) -> Any:
         retries={"mode": "standard", "total_max_attempts": options.max_attempts},
         connect_timeout=min(options.timeout_s, 10.0), read_timeout=options.timeout_s, tcp_keepalive=True,
         max_pool_connections=options.parallel * (options.parallel + 1),  # files at once, each with parts at once
-        # Not every server knows the newer checksums, and a ranged read cannot be compared with one (rclone's answers
-        # fail boto3's comparison): MD5 per request and SHA-256 per object are ours.
+        # Not every server supports the newer checksums, and a ranged read cannot be compared with one (rclone's
+        # responses fail boto3's comparison): we send an MD5 per request and keep a SHA-256 per object.
         request_checksum_calculation="when_required", response_checksum_validation="when_required")
     return boto3.session.Session().client("s3", endpoint_url=options.endpoint_url, region_name=options.region,
                                           config=config, **_credentials(options.credentials_dir))
@@ -138,6 +139,6 @@ def _credentials(directory: Path | None) -> dict[str, str]:
     found = {name: (directory / name).read_text().strip() for name in names if (directory / name).is_file()}
     missing = [name for name in ("access_key", "secret_key") if not found.get(name)]
     if missing:
-        raise InvalidInput(f"EYRIE_ARTIFACTS_CREDENTIALS_DIR: {directory} has no {' and no '.join(missing)}",
+        raise InvalidInput(f"EYRIE_ARTIFACTS_CREDENTIALS_DIR: {directory} lacks {' and '.join(missing)}",
                            "mount a Secret with the keys access_key and secret_key there")
     return {names[name]: value for name, value in found.items()}

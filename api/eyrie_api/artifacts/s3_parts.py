@@ -20,7 +20,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from pydantic import ValidationError
 
 from eyrie_api.artifacts import write_atomically
-from eyrie_api.artifacts.s3_client import Bucket, all_done
+from eyrie_api.artifacts.s3_client import Bucket, run_all
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, EyrieError, Transient
 from eyrie_api.v1alpha1.model import Frozen
 
@@ -53,7 +53,7 @@ def upload_in_parts(bucket: Bucket, key: str, source: Path, sha256: str, metadat
     memory = source.with_name(f".{source.name}.upload.json")
     upload, there = _taken_up(bucket, memory, wanted)
     if not upload.upload_id:
-        with bucket.asking(key):
+        with bucket.translating_errors(key):
             made = bucket.client.create_multipart_upload(Bucket=bucket.name, Key=key, Metadata=metadata)
         upload = upload.model_copy(update={"upload_id": made["UploadId"]})
     remembered = _remember(memory, upload)
@@ -102,7 +102,7 @@ def _taken_up(bucket: Bucket, memory: Path, wanted: Upload) -> tuple[Upload, dic
         return wanted, {}
     there: dict[int, tuple[str, int]] = {}
     try:
-        with bucket.asking(found.key):
+        with bucket.translating_errors(found.key):
             for page in bucket.client.get_paginator("list_parts").paginate(
                     Bucket=bucket.name, Key=found.key, UploadId=found.upload_id):
                 there.update({part["PartNumber"]: (part["ETag"], part["Size"]) for part in page.get("Parts", ())})
@@ -119,14 +119,14 @@ def _send(bucket: Bucket, source: Path, upload: Upload, there: dict[int, tuple[s
         data = os.pread(descriptor, upload.part_size_bytes, (number - 1) * upload.part_size_bytes)
         etag, size = there.get(number, ("", -1))
         if size != len(data) or etag.strip('"') != hashlib.md5(data, usedforsecurity=False).hexdigest():
-            with bucket.asking(upload.key):
+            with bucket.translating_errors(upload.key):
                 etag = bucket.client.upload_part(Bucket=bucket.name, Key=upload.key, UploadId=upload.upload_id,
                                                  PartNumber=number, Body=data, ContentMD5=md5_base64(data))["ETag"]
         etags[number] = etag
 
     with source.open("rb") as file:
         before = os.fstat(file.fileno())
-        all_done(bucket.options.parallel,
+        run_all(bucket.options.parallel,
                  [partial(send, file.fileno(), number) for number in range(1, upload.num_parts + 1)])
         after = os.stat(source)
     if (before.st_size, before.st_mtime_ns, before.st_ino) != (after.st_size, after.st_mtime_ns, after.st_ino):
@@ -135,7 +135,7 @@ def _send(bucket: Bucket, source: Path, upload: Upload, there: dict[int, tuple[s
 
 def _complete(bucket: Bucket, upload: Upload, etags: dict[int, str]) -> None:
     parts = [{"PartNumber": number, "ETag": etags[number]} for number in sorted(etags)]
-    with bucket.asking(upload.key):
+    with bucket.translating_errors(upload.key):
         bucket.client.complete_multipart_upload(Bucket=bucket.name, Key=upload.key, UploadId=upload.upload_id,
                                                 MultipartUpload={"Parts": parts})
 

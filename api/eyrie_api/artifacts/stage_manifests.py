@@ -1,7 +1,7 @@
-"""The finished stages of a job, read from its directory: where files and figures come from once a stage is whole.
+"""The finished stages of a job, read from its directory.
 
-A directory without a readable manifest is unfinished and is passed over; manifests are immutable, so reading them needs
-no coordination with whoever runs the job.
+A directory without a manifest is unfinished and is skipped; manifests are immutable, so reading them needs no
+coordination with the process that runs the job.
 """
 
 from collections.abc import Sequence
@@ -44,20 +44,20 @@ def read_manifests(job_dir: Path) -> tuple[StageManifest, ...]:
     return tuple(found)
 
 
-def report_of(job: Job, found: Sequence[StageManifest], leaderboard: tuple[LeaderboardEntry, ...]) -> JobReport:
-    """The reports of a job put together."""
+def report_of(job: Job, manifests: Sequence[StageManifest], leaderboard: tuple[LeaderboardEntry, ...]) -> JobReport:
+    """All reports of a job."""
     seconds: dict[str, float] = {}
-    for one in found:
-        spent = (datetime.fromisoformat(one.manifest.finished_at) - datetime.fromisoformat(one.manifest.started_at))
-        seconds[one.stage] = seconds.get(one.stage, 0.0) + spent.total_seconds()
+    for each in manifests:
+        spent = (datetime.fromisoformat(each.manifest.finished_at) - datetime.fromisoformat(each.manifest.started_at))
+        seconds[each.stage] = seconds.get(each.stage, 0.0) + spent.total_seconds()
     seconds["total"] = sum(seconds.values())
-    reports = [one.manifest.report for one in found]
+    reports = [each.manifest.report for each in manifests]
     return JobReport(
         job_id=job.id, name=job.spec.name, target=job.spec.target.model, phase=job.status.phase, seconds=seconds,
-        regenerate=next((one for one in reports if isinstance(one, RegenerateReport)), None),
-        capture=next((one for one in reports if isinstance(one, CaptureReport)), None),
-        train=tuple(one for one in reports if isinstance(one, TrainReport)),
-        benchmark=tuple(one for one in reports if isinstance(one, BenchmarkReport)),
-        tune=next((one for one in reports if isinstance(one, TuneReport)), None),
-        prove=next((one for one in reports if isinstance(one, ProveReport)), None),
+        regenerate=next((report for report in reports if isinstance(report, RegenerateReport)), None),
+        capture=next((report for report in reports if isinstance(report, CaptureReport)), None),
+        train=tuple(report for report in reports if isinstance(report, TrainReport)),
+        benchmark=tuple(report for report in reports if isinstance(report, BenchmarkReport)),
+        tune=next((report for report in reports if isinstance(report, TuneReport)), None),
+        prove=next((report for report in reports if isinstance(report, ProveReport)), None),
         leaderboard=leaderboard, decision=job.status.decision, endpoint=job.status.endpoint)

@@ -1,16 +1,14 @@
-"""What jobs left on disk, and what of it nobody needs any more: a pure decision; looking and removing are below it.
+"""Files that jobs hold on disk or in a store, and which of them may be removed. The decision is pure (`plan_removal`).
 
-    captured states       needed until the job's drafters are trained and measured. The largest thing a job writes.
-    training states       what a killed run goes on from; needed until it has ended
-    checkpoints           the job's best, and every one that an endpoint serves, may serve or may roll back to, stay;
-                          the others have lost
-    everything else       reports, manifests, rows, events: small, and what a leaderboard rests on. Never touched
+    captured states       needed until the job's drafters are trained and measured; the largest files of a job
+    training states       the state a killed run resumes from; needed until the job has ended
+    checkpoints           kept: the job's best, and every one that an endpoint serves, may serve or may roll back to
+    everything else       reports, manifests, rows, events: small, and the basis of the leaderboard. Never removed
 
-So nothing goes of a job that has not ended, or whose end is unknown. A failed job may be retried, which goes on from
-what is there: its files go only when asked for. A succeeded job of which an endpoint still waits for approval keeps its
-best like any other. What is removed can be made again: capture, run once more, makes the store anew.
+Nothing is removed of a job that has not ended or is unknown. A failed job may be retried and then resumes from its
+files: they are removed only on request. Removed files can be produced again by running the stage again.
 
-Files are named by their place below EYRIE_HOME or an artifact store alike: jobs/<id>/stages/<stage>/...
+Files are named by their path below EYRIE_HOME or an artifact store alike: jobs/<id>/stages/<stage>/...
 """
 
 import re
@@ -33,20 +31,20 @@ _KINDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
 )
 _ENDED: tuple[Phase, ...] = ("Succeeded", "Failed", "Cancelled")
 _SERVES = ("proposed", "canary", "active", "retired")
-"""States of a revision whose drafter may be asked for: a retired one is what a rollback goes back to."""
+"""States of a revision whose drafter may be served: a rollback activates a retired one."""
 
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What the decision needs of a job."""
+    """The facts about a job that the decision depends on."""
 
     phase: Phase
     best: str | None
     """Its best checkpoint."""
 
 
-class Holding(Frozen):
-    """One thing a job holds."""
+class StoredItem(Frozen):
+    """Files of one kind that a job holds."""
 
     job_id: str
     kind: Kind
@@ -58,18 +56,18 @@ class Holding(Frozen):
     """Places below the home or the store."""
 
 
-class Finding(Frozen):
-    """A holding, and whether it may go."""
+class RemovalDecision(Frozen):
+    """A stored item, and whether it may be removed."""
 
-    holding: Holding
+    item: StoredItem
     removable: bool
     reason: str
 
 
-class Storage(Frozen):
-    """All of it."""
+class StorageUsage(Frozen):
+    """All items, with the decision on each."""
 
-    findings: tuple[Finding, ...]
+    decisions: tuple[RemovalDecision, ...]
     total_bytes: int
     removable_bytes: int
 
@@ -80,54 +78,56 @@ def facts_of(jobs: Iterable[Job]) -> dict[str, JobFacts]:
 
 
 def served_by(endpoints: Iterable[Endpoint]) -> set[tuple[str, str]]:
-    """(job, checkpoint) of everything an endpoint serves, may serve, or may go back to."""
+    """(job, checkpoint) of everything an endpoint serves, may serve, or may roll back to."""
     return {(revision.job_id, revision.checkpoint) for endpoint in endpoints for revision in endpoint.revisions
             if revision.job_id and revision.checkpoint
             and (revision.state in _SERVES or revision.number == endpoint.active_revision)}
 
 
-def holdings(files: Iterable[tuple[str, int]]) -> list[Holding]:
-    """Files with their sizes, gathered; in order of job, kind and name. What is not below `jobs/` is nobody's."""
+def group_files(files: Iterable[tuple[str, int]]) -> list[StoredItem]:
+    """Files and their sizes grouped into items, in order of job, kind and name. Files outside `jobs/` are ignored."""
     gathered: dict[tuple[str, Kind, str], list[tuple[str, int]]] = defaultdict(list)
     for place, size in files:
         parts = place.split("/", 2)
         if len(parts) == 3 and parts[0] == "jobs":
             gathered[parts[1], *_kind_of(parts[2])].append((place, size))
-    return [Holding(job_id=job_id, kind=kind, name=name, size_bytes=sum(size for _, size in found),
+    return [StoredItem(job_id=job_id, kind=kind, name=name, size_bytes=sum(size for _, size in found),
                     files=tuple(sorted(place for place, _ in found)))
             for (job_id, kind, name), found in sorted(gathered.items())]
 
 
-def judge(found: Iterable[Holding], jobs: Mapping[str, JobFacts], served: set[tuple[str, str]], *,
-          failed_too: bool = False) -> Storage:
-    """What may go, and why or why not."""
-    findings = tuple(Finding(holding=one, removable=reason is None, reason=reason or _GONE[one.kind])
-                     for one in found for reason in (_kept_because(one, jobs.get(one.job_id), served, failed_too),))
-    return Storage(
-        findings=findings, total_bytes=sum(one.holding.size_bytes for one in findings),
-        removable_bytes=sum(one.holding.size_bytes for one in findings if one.removable))
+def plan_removal(items: Iterable[StoredItem], jobs: Mapping[str, JobFacts], served: set[tuple[str, str]], *,
+          failed_too: bool = False) -> StorageUsage:
+    """Which items may be removed, with the reason of each decision."""
+    decisions = tuple(
+        RemovalDecision(item=item, removable=reason is None, reason=reason or _REMOVABLE[item.kind])
+        for item in items for reason in (_reason_to_keep(item, jobs.get(item.job_id), served, failed_too),))
+    return StorageUsage(
+        decisions=decisions, total_bytes=sum(decision.item.size_bytes for decision in decisions),
+        removable_bytes=sum(decision.item.size_bytes for decision in decisions if decision.removable))
 
 
-_GONE: dict[Kind, str] = {
+_REMOVABLE: dict[Kind, str] = {
     "captured-states": "the job has ended, its drafters are trained",
-    "training-state": "the job has ended, nothing goes on from it",
+    "training-state": "the job has ended, nothing resumes from it",
     "checkpoint": "another checkpoint of the job was better, and no endpoint may serve this one",
     "record": "",
 }
 
 
-def _kept_because(one: Holding, job: JobFacts | None, served: set[tuple[str, str]], failed_too: bool) -> str | None:
-    if one.kind == "record":
-        return "records are small and stay"
+def _reason_to_keep(item: StoredItem, job: JobFacts | None, served: set[tuple[str, str]],
+                    failed_too: bool) -> str | None:
+    if item.kind == "record":
+        return "records are small and are kept"
     if job is None:
-        return "no such job is known to this server"
+        return "this server has no such job"
     if job.phase not in _ENDED:
         return f"the job is {job.phase}"
-    if one.kind == "checkpoint" and (one.job_id, one.name) in served:
-        return "an endpoint serves it, or may go back to it"
+    if item.kind == "checkpoint" and (item.job_id, item.name) in served:
+        return "an endpoint serves it, or may roll back to it"
     if job.phase == "Failed" and not failed_too:
         return "the job failed and may be retried"
-    if one.kind == "checkpoint" and one.name == job.best:
+    if item.kind == "checkpoint" and item.name == job.best:
         return "the job's best"
     return None
 
@@ -153,11 +153,11 @@ def files_in_store(store: ArtifactStore) -> Iterator[tuple[str, int]]:
         yield found.key, found.size_bytes
 
 
-def remove_from_home(home: Path, storage: Storage) -> int:
-    """Remove what may go; bytes that went. Directories that become empty go too. Twice is fine."""
+def remove_from_home(home: Path, usage: StorageUsage) -> int:
+    """Remove the removable files and directories that become empty; return the bytes freed. Idempotent."""
     freed = 0
-    for finding in storage.findings:
-        for place in finding.holding.files if finding.removable else ():
+    for decision in usage.decisions:
+        for place in decision.item.files if decision.removable else ():
             path = home / place
             if path.is_file():
                 freed += path.stat().st_size
@@ -169,11 +169,11 @@ def remove_from_home(home: Path, storage: Storage) -> int:
     return freed
 
 
-def remove_from_store(store: ArtifactStore, storage: Storage) -> int:
-    """The same in an artifact store."""
+def remove_from_store(store: ArtifactStore, usage: StorageUsage) -> int:
+    """`remove_from_home` for an artifact store."""
     freed = 0
-    for finding in storage.findings:
-        for place in finding.holding.files if finding.removable else ():
+    for decision in usage.decisions:
+        for place in decision.item.files if decision.removable else ():
             store.delete(place)
-        freed += finding.holding.size_bytes if finding.removable else 0
+        freed += decision.item.size_bytes if decision.removable else 0
     return freed

@@ -1,13 +1,14 @@
-"""The broker beneath Celery: what kombu is told about it, how much waits there, who holds what, and one defect mended.
+"""The broker of Celery: kombu's settings, queue lengths, locks of long tasks, and a workaround for one defect of kombu.
 
-Messages wait in Redis (or, on one machine, in this process's memory). A worker acknowledges one when its work is done;
-Redis hands those of dead workers out again after the visibility timeout.
+Messages wait in Redis (or, on one machine, in this process's memory). A worker acknowledges a message when its task is
+done; Redis delivers the messages of dead workers again after the visibility timeout.
 
-The defect: a worker may hold as many unacknowledged messages as it has hands. When Redis goes away while it works, the
-acknowledgement fails, is logged, and the message counts as held for ever; with all hands so taken, the worker asks for
-nothing more and never notices that Redis is back. (Seen with kombu 5.7 and two children: idle for good after a
-two-second restart.) Here a message whose acknowledgement fails is let go. It is handed out again later, which chores
-and shards allow for, and the next request finds the dead connection and opens another.
+The defect: a worker may hold as many unacknowledged messages as it has children. When Redis becomes unavailable during
+a task, the acknowledgement fails, is logged, and the message counts as unacknowledged for ever; with all slots so
+taken, the worker fetches nothing more and never notices that Redis is back. (Observed with kombu 5.7 and two children:
+idle for good after a two-second restart.) Here a message whose acknowledgement fails is dropped from the worker's
+account. It is delivered again later, which chores and shards allow for, and the next request finds the dead connection
+and opens another.
 """
 
 import re
@@ -24,21 +25,21 @@ from kombu.transport import redis, virtual
 from eyrie_api.errors import Transient
 
 SHARD_QUEUE = "eyrie-shards"
-"""Where shards of regeneration wait, whatever database their jobs are in: `LLEN eyrie-shards` is what to scale on."""
+"""The queue of regeneration shards, for every database: scale workers on `LLEN eyrie-shards`."""
 
 POLLING_INTERVAL_S = 0.05
-"""Of kombu's memory transport: a round trip takes 1.0 s with its default, 0.05 s with this."""
+"""Of kombu's memory transport. A round trip takes 1.0 s with its default, 0.05 s with this."""
 
 
-class BrokerAway(Transient):
-    """The broker does not answer."""
+class BrokerUnavailable(Transient):
+    """The broker is unavailable."""
 
     exit_code = 69  # EX_UNAVAILABLE
-    reason = "BrokerAway"
+    reason = "BrokerUnavailable"
 
 
-class _LettingGo(redis.QoS):  # type: ignore[misc]
-    """Counts what this worker holds; what cannot be acknowledged is held no longer."""
+class _ReleasingQoS(redis.QoS):  # type: ignore[misc]
+    """Counts a worker's unacknowledged messages; one that cannot be acknowledged is no longer counted."""
 
     def ack(self, delivery_tag: str) -> None:
         try:
@@ -56,20 +57,20 @@ class _LettingGo(redis.QoS):  # type: ignore[misc]
 
 
 class _Channel(redis.Channel):  # type: ignore[misc]
-    QoS = _LettingGo
+    QoS = _ReleasingQoS
 
 
 class RedisTransport(redis.Transport):  # type: ignore[misc]
-    """kombu's, with the defect above made good."""
+    """kombu's Redis transport with the workaround above."""
 
     Channel = _Channel
 
 
 def transport_settings(broker_url: str, visibility_timeout_s: float) -> dict[str, Any]:
-    """Celery's settings about its broker. kombu by default looks for messages of dead workers once in 100 s."""
+    """Celery's broker settings. By default kombu looks for messages of dead workers only once in 100 s."""
     settings: dict[str, Any] = {
         "broker_connection_retry_on_startup": True,
-        "broker_connection_max_retries": None,  # a worker outlasts its broker, however long that is away
+        "broker_connection_max_retries": None,  # a worker waits for its broker without limit
         "broker_connection_timeout": 4,
     }
     if broker_url.startswith("memory:"):
@@ -82,31 +83,34 @@ def transport_settings(broker_url: str, visibility_timeout_s: float) -> dict[str
 
 
 def messages_waiting(connection: Connection, queue: str) -> int:
-    """Messages that wait in a queue, those in hand not counted: what workers are scaled on (in Redis: LLEN).
+    """Messages waiting in a queue, without those being processed: the figure to scale workers on (in Redis: LLEN).
 
-    Raises BrokerAway.
+    Raises BrokerUnavailable.
     """
     try:
         with connection, connection.channel() as channel:
             return int(channel.queue_declare(queue, passive=True).message_count)
-    except ChannelError:  # nothing has been put into it yet
+    except ChannelError:  # nothing has been published to it yet
         return 0
     except (OperationalError, OSError, *connection.connection_errors) as error:
-        raise BrokerAway(f"the broker does not answer: {type(error).__name__}", "check EYRIE_BROKER_URL") from error
+        raise BrokerUnavailable(f"the broker is unavailable: {type(error).__name__}",
+                                "check EYRIE_BROKER_URL") from error
 
 
 def without_password(url: str) -> str:
-    """A broker's URL as it may be shown."""
+    """A broker's URL without its credentials."""
     return re.sub(r"//[^/@]*@", "//", url)
 
 
-class Holds:
-    """Long work in whose hands, told to Redis beside kombu's own account of it.
+class TaskLocks:
+    """Locks of long tasks, in Redis next to kombu's own records.
 
-    Redis hands a message out again when it has not been acknowledged for the visibility timeout. Work that may take
-    longer renews its hold: the message's time in kombu's index is set to now (`unacked_index`, by delivery tag), and a
-    key of ours says that this piece is being worked on, so that a second message for it is let go. The key lives for
-    half the visibility timeout: when a dead worker's message comes back, its key is gone.
+    Redis delivers a message again when it has not been acknowledged within the visibility timeout. A task that may take
+    longer extends its lock: the message's time in kombu's index is set to now (`unacked_index`, by delivery tag), and a
+    key of ours marks the task as running, so that a second message for it is dropped.
+
+    Race: the key lives for half the visibility timeout, so that it has expired before a dead worker's message is
+    delivered again; otherwise that message would be dropped and the task lost.
     """
 
     def __init__(self, broker_url: str, visibility_timeout_s: float) -> None:
@@ -115,39 +119,40 @@ class Holds:
 
     @property
     def renew_every_s(self) -> float:
-        """Often enough: four times in the life of a key."""
+        """A quarter of the key's lifetime: two failed renewals do not lose the lock."""
         return self._ttl_ms / 4000
 
     def take(self, name: str, tag: str) -> bool:
-        """Begin to work on `name` under the message `tag`; False when another message's worker is at it."""
-        with _answering():
-            taken = self._client.set(_held(name), tag, px=self._ttl_ms, nx=True)
-            return bool(taken) or self._client.get(_held(name)) == tag.encode()
+        """Lock `name` for the message `tag`; False while another message holds the lock."""
+        with _translating_errors():
+            taken = self._client.set(_lock_key(name), tag, px=self._ttl_ms, nx=True)
+            return bool(taken) or self._client.get(_lock_key(name)) == tag.encode()
 
     def renew(self, name: str, tag: str) -> None:
-        """Still at it."""
-        with _answering():
+        """Extend the lock."""
+        with _translating_errors():
             self._client.zadd("unacked_index", {tag: time.time()}, xx=True)
-            self._client.set(_held(name), tag, px=self._ttl_ms)
+            self._client.set(_lock_key(name), tag, px=self._ttl_ms)
 
     def release(self, name: str) -> None:
-        """Done, or given up."""
-        with _answering():
-            self._client.delete(_held(name))
+        """Release the lock, after success or failure."""
+        with _translating_errors():
+            self._client.delete(_lock_key(name))
 
     def is_held(self, name: str) -> bool:
-        """Whether somebody is at it."""
-        with _answering():
-            return bool(self._client.exists(_held(name)))
+        """Whether the lock is taken."""
+        with _translating_errors():
+            return bool(self._client.exists(_lock_key(name)))
 
 
-def _held(name: str) -> str:
+def _lock_key(name: str) -> str:
     return f"eyrie-held:{name}"
 
 
 @contextmanager
-def _answering() -> Iterator[None]:
+def _translating_errors() -> Iterator[None]:
     try:
         yield
     except redis_client.RedisError as error:
-        raise BrokerAway(f"the broker does not answer: {type(error).__name__}", "check EYRIE_BROKER_URL") from error
+        raise BrokerUnavailable(f"the broker is unavailable: {type(error).__name__}",
+                                "check EYRIE_BROKER_URL") from error

@@ -75,26 +75,26 @@ def _configuration(settings: Settings) -> dict[str, Any]:
         "task_acks_late": True, "task_reject_on_worker_lost": True,
         "task_ignore_result": True, "task_store_errors_even_if_ignored": False,
         "worker_prefetch_multiplier": 1,
-        # A broker that is away must not hold the dispatcher: the outbox keeps the chore.
+        # The dispatcher must not block while the broker is unavailable: the outbox keeps the chore.
         "task_publish_retry": False,
         "worker_hijack_root_logger": False, "worker_enable_remote_control": False,
-        # A chore cut off by a lost connection is delivered again, and may be done twice: cancelling gains nothing.
+        # A chore whose connection is lost is delivered again, and may run twice: cancelling it gains nothing.
         "worker_cancel_long_running_tasks_on_connection_loss": False,
     }
 
 
 def chore_queue(settings: Settings) -> str:
-    """The queue of this database's chores. Named by whoever deploys, where something outside must know it (KEDA)."""
+    """The queue of this database's chores; `chore_queue` sets its name where a scaler (KEDA) must know it."""
     return settings.chore_queue or "eyrie-" + hashlib.sha256(settings.resolved_database_url.encode()).hexdigest()[:12]
 
 
 def queue_length(app: Celery, queue: str) -> int:
-    """Messages that wait in a queue of the app's broker. Raises BrokerAway."""
+    """Messages waiting in a queue of the app's broker. Raises BrokerUnavailable."""
     return messages_waiting(app.connection_for_read(connect_timeout=2), queue)
 
 
 def queue_lengths(app: Celery, settings: Settings) -> dict[str, Callable[[], int]]:
-    """What waits, by name, for metrics and scalers: `chores`, and `shards` of regeneration where there is Redis."""
+    """Queue lengths by name, for metrics and scalers: `chores`, and with Redis `shards` of regeneration."""
     queues = {"chores": chore_queue(settings)}
     if not settings.broker_url.startswith("memory:"):
         queues["shards"] = SHARD_QUEUE
@@ -134,13 +134,14 @@ def _add_chores(app: Celery, settings: Settings, database: Database, clock: Cloc
         while chores := outbox.pending():
             for chore in chores:
                 app.send_task(f"eyrie.{chore.task}", args=[chore.argument])
-            # Marked only now: killed in between, the chores are published again, which is harmless.
+            # Race: marked only after publishing. A process killed in between publishes them again, which is harmless;
+            # in the other order they would be lost.
             outbox.mark_dispatched(chore.id for chore in chores)
 
     @app.task(name="eyrie.reconcile_tick", shared=False)  # type: ignore[untyped-decorator]
     def reconcile_tick() -> None:
-        # Every job in every tick, whatever the workers manage, would be a pile that only grows: 1,000 jobs are 500
-        # messages a second.
+        # Enqueueing every job in every tick, faster than the workers run them, would let the queue grow without bound:
+        # 1,000 jobs are 500 messages a second.
         if queue_length(app, chore_queue(settings)) >= _MAX_QUEUED:
             return
         for job_id in jobs.unfinished():
@@ -157,9 +158,9 @@ def _add_chores(app: Celery, settings: Settings, database: Database, clock: Cloc
             try:
                 jobs.delete(job_id)
             except Conflict as reason:
-                log.warning("job %s is marked for deletion but kept: %s", job_id, reason.message)
+                log.warning("job %s is marked for deletion but cannot be deleted yet: %s", job_id, reason.message)
         for argument in outbox.recent("remove_files"):
-            remove_files(argument)  # again, for a worker that was killed half-way
+            remove_files(argument)  # again, in case a worker was killed before it finished
         outbox.sweep(settings.outbox_ttl_s)
         idempotency.sweep()
         webhooks.sweep()

@@ -18,7 +18,7 @@ from celery.signals import worker_process_init
 from celery.worker import WorkController
 from kombu.exceptions import OperationalError
 
-from eyrie_api.chores.broker import BrokerAway, without_password
+from eyrie_api.chores.broker import BrokerUnavailable, without_password
 from eyrie_api.database.engine import Database
 from eyrie_api.errors import InvalidInput
 from eyrie_api.settings import Settings
@@ -34,10 +34,8 @@ _GATHER_S = 0.05
 
 
 class Ticker:
-    """A thread that gives chores: the outbox whenever woken and at every tick, the others at their intervals.
-
-    The broker may be away for as long as it likes: the outbox keeps what was promised.
-    """
+    """A thread that enqueues chores: the dispatch of the outbox when woken and at every tick, the others at their
+    intervals. While the broker is unavailable the outbox keeps its entries."""
 
     def __init__(self, settings: Settings, app: Celery) -> None:
         self._settings, self._app = settings, app
@@ -49,18 +47,18 @@ class Ticker:
         self._thread.start()
 
     def wake(self) -> None:
-        """Something was promised: have it dispatched now."""
+        """Dispatch the outbox now rather than at the next tick."""
         self._woken.set()
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._stopping.set()
         self._woken.set()
         self._thread.join(_STOP_TIMEOUT_S)
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread lives."""
+        """Whether the thread is alive."""
         return self._thread.is_alive()
 
     def _tick(self) -> None:
@@ -75,7 +73,7 @@ class Ticker:
                     if name in due:
                         due[name] = now + every[name]
             except OperationalError as error:
-                log.warning("the broker is away (%s); the outbox keeps the chores", type(error).__name__)
+                log.warning("the broker is unavailable (%s); the outbox keeps its entries", type(error).__name__)
             self._woken.wait(interval_s)
             self._stopping.wait(_GATHER_S)
             self._woken.clear()
@@ -84,9 +82,9 @@ class Ticker:
 class ChoreLoop:
     """A Celery worker thread and a ticker thread in this process.
 
-    `start` returns once the worker takes chores; `wake` asks for the outbox to be dispatched now rather than at the
-    next tick; `stop` lets running chores finish. Other processes may run workers on the same broker beside it.
-    One loop per process at a time: celery's pool threads find their tasks through the process's default app.
+    `start` returns once the worker consumes messages; `wake` dispatches the outbox now rather than at the next tick;
+    `stop` waits for running chores. Other processes may run workers on the same broker.
+    One loop per process at a time: Celery's pool threads find their tasks through the process's default app.
     """
 
     def __init__(self, settings: Settings, app: Celery) -> None:
@@ -98,20 +96,21 @@ class ChoreLoop:
         self._thread = threading.Thread(target=self._worker.start, name="eyrie-chores", daemon=True)
 
     def start(self, timeout_s: float = 30.0) -> None:
-        """Start both threads. Raises BrokerAway when the broker cannot be reached in time."""
+        """Start both threads. Raises BrokerUnavailable when the broker does not respond in time."""
         self._app.set_default()
         self._thread.start()
         self._ticker.start()
         if not self._worker.ready.wait(timeout_s):
-            raise BrokerAway(f"broker {without_password(self._settings.broker_url)} was not reached in {timeout_s:g} s",
-                             "start it, correct EYRIE_BROKER_URL, or unset it to keep the chores in this process")
+            raise BrokerUnavailable(f"broker {without_password(self._settings.broker_url)} did not respond within "
+                                    f"{timeout_s:g} s",
+                                    "start it, correct EYRIE_BROKER_URL, or unset it to run the chores in this process")
 
     def wake(self) -> None:
-        """Something was promised: dispatch it now."""
+        """Dispatch the outbox now rather than at the next tick."""
         self._ticker.wake()
 
     def stop(self) -> None:
-        """Finish what runs, then end both threads."""
+        """Wait for running chores, then stop both threads."""
         self._ticker.stop()
         # Raised in the worker's own thread, as its signal handlers would; celery's `state.should_stop` is process-wide.
         self._worker.consumer.call_soon(_raise_shutdown)
@@ -119,21 +118,21 @@ class ChoreLoop:
 
     @property
     def is_running(self) -> bool:
-        """Whether both threads live."""
+        """Whether both threads are alive."""
         return self._thread.is_alive() and self._ticker.is_running
 
 
 def run_worker(app: Celery, settings: Settings, *, concurrency: int, database: Database | None = None) -> None:
-    """Take chores in `concurrency` child processes until SIGTERM or SIGINT, which let running ones finish.
+    """Run chores in `concurrency` child processes until SIGTERM or SIGINT, which let running ones finish.
 
     Raises InvalidInput for a broker that lives in another process's memory.
     """
     if settings.broker_url.startswith("memory:"):
-        raise InvalidInput("the broker memory:// lives inside one process, and no worker can share it",
+        raise InvalidInput("the broker memory:// is private to one process, so no worker can share it",
                            "set EYRIE_BROKER_URL to the Redis of the control plane, for example redis://host:6379/0")
 
     def forget_connections(**_signal: object) -> None:
-        """A forked child must not talk over its parent's connections."""
+        """A forked child must not use its parent's connections."""
         if database is not None:
             database.engine.dispose(close=False)
 
@@ -141,7 +140,7 @@ def run_worker(app: Celery, settings: Settings, *, concurrency: int, database: D
     app.worker_main([
         "worker", "--pool", "prefork", "--concurrency", str(concurrency), "--loglevel", "WARNING",
         "--hostname", f"eyrie-{os.getpid()}@%h", "--without-heartbeat", "--without-mingle", "--without-gossip",
-        # A chore that takes so long hangs: Redis has given it to another worker by now.
+        # A chore that takes this long hangs, and Redis has delivered it to another worker.
         "--time-limit", str(int(max(1.0, settings.visibility_timeout_s)))])
 
 
@@ -150,7 +149,7 @@ def _raise_shutdown() -> None:
 
 
 class _Worker(WorkController):  # type: ignore[misc]
-    """A worker that says when it has begun to consume."""
+    """A worker that reports when it has begun to consume."""
 
     def __init__(self, **options: Any) -> None:
         self.ready = threading.Event()

@@ -45,14 +45,14 @@ File = Annotated[Path | None, typer.Option("--file", "-f", help="Job document in
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Any field, e.g. train.epochs=3.")]
 
 
-def is_here(server: str) -> bool:
+def is_local(server: str) -> bool:
     """Whether the server runs on this machine, so that our paths are its paths."""
     return (urlsplit(server).hostname or "") in ("127.0.0.1", "localhost", "::1")
 
 
 def absolute_paths(job: JobSpec, server: str) -> JobSpec:
     """The job with local paths made absolute: the server's working directory is not ours. Raises InvalidInput."""
-    if not is_here(server):
+    if not is_local(server):
         return job
     document = job.model_dump(mode="json")
     document["target"]["model"] = _absolute(document["target"]["model"], "--target")
@@ -125,7 +125,7 @@ def train(
                     settings=settings or ())
     job = absolute_paths(job, server)
     if local:
-        start_here(server, screen)
+        start_local(server, screen)
     with connect(server) as client:
         created = client.create_job(job)
         if not follow:
@@ -135,7 +135,7 @@ def train(
         follow_job(client, created.id, screen)
 
 
-def start_here(server: str, screen: Screen) -> None:
+def start_local(server: str, screen: Screen) -> None:
     """Start a control plane on this machine unless one answers. Raises EyrieError when it does not come up."""
     try:
         with connect(server) as client:
@@ -144,7 +144,7 @@ def start_here(server: str, screen: Screen) -> None:
     except EyrieError:
         screen.note(f"no control plane at {server}: starting one here (eyrie down ends it)")
     address = urlsplit(server)
-    if not is_here(server):
+    if not is_local(server):
         raise InvalidInput(f"--local cannot start a control plane at {server}", "leave --server out")
     # By name, not by import: the client verbs stand below the operator and do not know it.
     started = subprocess.run([sys.executable, "-m", "eyrie_operator.command", "up", "--detach", "--port",
@@ -338,14 +338,14 @@ def delete(
 @app.command()
 @verb
 def storage(
-    clean: Annotated[bool, typer.Option("--clean/--dry-run", help="Remove what may go. Default: only tell.")] = False,
-    failed: Annotated[bool, typer.Option("--failed", help="Of failed jobs too, which then start anew.")] = False,
+    clean: Annotated[bool, typer.Option("--clean/--dry-run", help="Remove the removable files.")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="Include failed jobs.")] = False,
     home: Annotated[Path | None, typer.Option("--home", help="The server's home. Default: EYRIE_HOME.")] = None,
-    store: Annotated[str | None, typer.Option("--store", help="An artifact store instead, as s3://...")] = None,
+    store: Annotated[str | None, typer.Option("--store", help="An artifact store (s3://...) instead.")] = None,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """What jobs hold on disk, and what of it nobody needs: captured states, training states, losing checkpoints."""
+    """List the files jobs hold, and which may be removed: captured states, training states, unused checkpoints."""
     from eyrie_api.artifacts import storage_usage
     from eyrie_api.artifacts.open_store import open_store
     from eyrie_api.cli.storage import all_jobs, storage_view
@@ -357,7 +357,7 @@ def storage(
     with connect(server) as client:
         jobs, served = storage_usage.facts_of(all_jobs(client)), storage_usage.served_by(client.endpoints().items)
     files = storage_usage.files_in_home(root) if place is None else storage_usage.files_in_store(place)
-    found = storage_usage.judge(storage_usage.holdings(files), jobs, served, failed_too=failed)
+    found = storage_usage.plan_removal(storage_usage.group_files(files), jobs, served, failed_too=failed)
     freed = None
     if clean:
         freed = (storage_usage.remove_from_home(root, found) if place is None

@@ -1,4 +1,4 @@
-"""`eyrie storage`: what jobs hold and what may go, as a table; the pages of jobs it rests on."""
+"""`eyrie storage`: the files that jobs hold and which may be removed, as a table."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from eyrie_api.artifacts.storage_usage import Storage
+from eyrie_api.artifacts.storage_usage import StorageUsage
 from eyrie_api.cli.tables import size
 from eyrie_api.client import Client
 from eyrie_api.v1alpha1.status import Job
@@ -25,18 +25,19 @@ def all_jobs(client: Client) -> Iterator[Job]:
             return
 
 
-def storage_view(storage: Storage, freed: int | None) -> RenderableType:
-    """The largest first; records of all jobs in one line."""
+def storage_view(usage: StorageUsage, freed: int | None) -> RenderableType:
+    """Items by size, the largest first; the records of all jobs in one row."""
     table = Table(box=None, pad_edge=False)
-    for name in ("JOB", "WHAT", "SIZE", "GOES", "WHY"):
+    for name in ("JOB", "KIND", "SIZE", "REMOVABLE", "REASON"):
         table.add_column(name, justify="right" if name == "SIZE" else "left", overflow="fold")
-    told = [one for one in storage.findings if one.holding.kind != "record"]
-    for one in sorted(told, key=lambda one: -one.holding.size_bytes):
-        table.add_row(one.holding.job_id, " ".join(filter(None, (one.holding.kind, one.holding.name))),
-                      size(one.holding.size_bytes), "yes" if one.removable else "no", one.reason)
-    records = sum(one.holding.size_bytes for one in storage.findings if one.holding.kind == "record")
-    table.add_row("(all)", "records", size(records), "no", "records are small and stay")
-    end = f"{size(storage.total_bytes)} held; " + (
+    shown = [decision for decision in usage.decisions if decision.item.kind != "record"]
+    for decision in sorted(shown, key=lambda decision: -decision.item.size_bytes):
+        item = decision.item
+        table.add_row(item.job_id, " ".join(filter(None, (item.kind, item.name))), size(item.size_bytes),
+                      "yes" if decision.removable else "no", decision.reason)
+    records = sum(decision.item.size_bytes for decision in usage.decisions if decision.item.kind == "record")
+    table.add_row("(all)", "records", size(records), "no", "records are small and are kept")
+    end = f"{size(usage.total_bytes)} held; " + (
         f"{size(freed)} removed" if freed is not None else
-        f"{size(storage.removable_bytes)} may go: eyrie storage --clean")
+        f"{size(usage.removable_bytes)} removable: eyrie storage --clean")
     return Group(table, Text(end, "bold"))

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from eyrie_api.decisions.promotion import in_short
+from eyrie_api.decisions.promotion import summarize_decision
 from eyrie_api.v1alpha1.plan import Plan
 from eyrie_api.v1alpha1.reports import LeaderboardEntry, PromotionDecision
 from eyrie_api.v1alpha1.stages import STAGES
@@ -209,7 +209,7 @@ def tree_words(entry: LeaderboardEntry) -> str:
 
 def decision_line(decision: PromotionDecision) -> str:
     """The verdict with what decided it."""
-    return f"{decision.verdict}: {in_short(decision)}"
+    return f"{decision.verdict}: {summarize_decision(decision)}"
 
 
 def leaderboard_table(entries: Sequence[LeaderboardEntry]) -> RenderableType:

@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import or_, select, update
 from sqlalchemy.orm import Session
 
-from eyrie_api.access.keys import KeyRecord, NewKey, mint
+from eyrie_api.access.keys import KeyRecord, NewKey, create_key
 from eyrie_api.access.roles import ALL_PROJECTS, Principal
 from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
@@ -22,7 +22,7 @@ USED_EVERY_S = 60.0
 
 
 @dataclass(frozen=True)
-class Wanted:
+class KeyRequest:
     """A key to be made."""
 
     name: str
@@ -33,13 +33,13 @@ class Wanted:
     """In every project, present and to come."""
 
 
-class Keys:
+class ApiKeys:
     """Key rows of one database, as `scope` sees them."""
 
     def __init__(self, database: Database, clock: Clock = utc_now, scope: Scope = SYSTEM) -> None:
         self._database, self._clock, self._scope = database, clock, scope
 
-    def create(self, wanted: Wanted) -> tuple[ApiKey, str]:
+    def create(self, wanted: KeyRequest) -> tuple[ApiKey, str]:
         """A new key and its text, which is shown this once. Raises Forbidden, or InvalidInput when the key would do
         more than its creator."""
         project = None if wanted.everywhere else self._scope.home("keys:write")
@@ -74,7 +74,7 @@ class Keys:
             if row.revoked_at is not None or (row.expires_at is not None and row.expires_at <= now):
                 raise Conflict(f"key {key_id} has ended", "create a new one")
             record = _record(row)
-            made = self._mint(Wanted(name=row.name, role=record.roles[row.project or ALL_PROJECTS],
+            made = self._mint(KeyRequest(name=row.name, role=record.roles[row.project or ALL_PROJECTS],
                                      scopes=record.scopes, expires_at=row.expires_at), row.project)
             row.revoked_at = now + timedelta(seconds=overlap_s)
             new = _row(made.record, row.project, row.role)
@@ -100,9 +100,9 @@ class Keys:
         with self._database.writing() as session:
             session.execute(update(ApiKeyRow).where(ApiKeyRow.id == key_id, old).values(last_used_at=now))
 
-    def _mint(self, wanted: Wanted, project: str | None) -> NewKey:
+    def _mint(self, wanted: KeyRequest, project: str | None) -> NewKey:
         creator = self._scope.principal or Principal(subject="system", roles={ALL_PROJECTS: "admin"})
-        return mint(wanted.name, creator, {project or ALL_PROJECTS: wanted.role}, self._clock(),
+        return create_key(wanted.name, creator, {project or ALL_PROJECTS: wanted.role}, self._clock(),
                     expires_at=wanted.expires_at, scopes=wanted.scopes)
 
     def _hold(self, session: Session, key_id: str) -> ApiKeyRow:

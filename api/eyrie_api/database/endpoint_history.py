@@ -1,8 +1,8 @@
-"""What happened to an endpoint, kept: decisions, changes of what serves, and the windows it was watched through.
+"""The history of endpoints: promotion decisions, changes of the serving revision, and windows of live metrics.
 
-`tell` writes an entry inside the transaction of the change it speaks of, so there is no change without its entry and no
-entry without its change. What may be reported twice (a decision after a crash, a drift) carries a key in `once`; the
-second telling does nothing. Windows come as long as there is traffic, so only the latest are kept.
+`record_history` writes an entry inside the transaction of the change it describes, so that there is no change without
+its entry and no entry without its change. What may be reported twice (a decision after a crash, a drift) has a key in
+`once`; the second report has no effect. Windows are written as long as there is traffic, so only the latest are kept.
 """
 
 from collections.abc import Mapping
@@ -30,27 +30,27 @@ MAX_PAGE = 500
 
 
 @dataclass(frozen=True)
-class Watched:
-    """What recent windows said of the revision that serves."""
+class RecentWindows:
+    """Recent windows of the serving revision."""
 
     windows: tuple[float, ...] = ()
-    """tau of each window since it was activated, or since drift was last told of it; oldest first."""
+    """tau of each window since its activation, or since its last drift report; oldest first."""
 
-    drift_told: bool = False
-    """Drift has been told of it since it was activated."""
+    drift_reported: bool = False
+    """Drift has been reported since its activation."""
 
     last_window: int = 0
-    """Entry id of the latest window: names the moment."""
+    """Entry id of the latest window."""
 
 
-def tell(session: Session, clock: Clock, endpoint: str, kind: HistoryKind, reason: str, message: str, *,
+def record_history(session: Session, clock: Clock, endpoint: str, kind: HistoryKind, reason: str, message: str, *,
          revision: int | None = None, job_id: str | None = None, actor: Actor = "policy",
          figures: Mapping[str, float | None] | None = None, data: Mapping[str, Any] | None = None,
          once: str | None = None) -> int | None:
-    """Add an entry; figures that are None are left out. Returns its id, or None when `once` was told before."""
+    """Add an entry; figures that are None are omitted. Returns its id, or None when `once` was recorded before."""
     if once is not None:
-        told = select(HistoryRow.id).where(HistoryRow.endpoint == endpoint, HistoryRow.once == once)
-        if session.execute(told).first() is not None:
+        recorded = select(HistoryRow.id).where(HistoryRow.endpoint == endpoint, HistoryRow.once == once)
+        if session.execute(recorded).first() is not None:
             return None
     known = {name: value for name, value in (figures or {}).items() if value is not None}
     row = HistoryRow(endpoint=endpoint, time=clock(), kind=kind, revision=revision, job_id=job_id, reason=reason,
@@ -75,7 +75,7 @@ class Histories:
         query = query if before is None else query.where(HistoryRow.id < before)
         query = query if kind is None else query.where(HistoryRow.kind == kind)
         with self._database.reading() as session:
-            project = endpoint_names.owner(session, endpoint) or DEFAULT_PROJECT
+            project = endpoint_names.project_of(session, endpoint) or DEFAULT_PROJECT
             absent = NotFound(f"no endpoint {endpoint!r}, and nothing was ever decided for one",
                               "list the endpoints; one is made when a job first promotes to it")
             self._scope.check("endpoints:read", project, absent)
@@ -100,7 +100,7 @@ class Histories:
         figures = {"speedup": decision.candidate_speedup, "incumbent_speedup": decision.incumbent_speedup}
         figures |= {check.name: check.figure for check in decision.checks}
         with self._database.writing() as session:
-            tell(session, self._clock, endpoint, "decided", reason, "; ".join(failed or decision.reasons),
+            record_history(session, self._clock, endpoint, "decided", reason, "; ".join(failed or decision.reasons),
                  job_id=job_id, figures=figures, data={"decision": decision.model_dump(mode="json")},
                  once=f"decided/{job_id}/{attempt}")
 
@@ -108,8 +108,8 @@ class Histories:
         """Keep one window of live acceptance and drop the oldest beyond KEPT_WINDOWS."""
         message = f"tau {tau:.2f} over {rounds:.0f} rounds" + ("" if proven is None else f", proven {proven:.2f}")
         with self._database.writing() as session:
-            tell(session, self._clock, endpoint, "window", "Watched", message, revision=revision, actor="watch",
-                 figures={"tau": tau, "rounds": rounds, "proven_tau": proven})
+            record_history(session, self._clock, endpoint, "window", "Watched", message, revision=revision,
+                           actor="watch", figures={"tau": tau, "rounds": rounds, "proven_tau": proven})
             windows = select(HistoryRow.id).where(HistoryRow.endpoint == endpoint, HistoryRow.kind == "window")
             oldest = session.scalars(windows.order_by(HistoryRow.id.desc()).offset(KEPT_WINDOWS - 1).limit(1)).first()
             if oldest is not None:
@@ -121,14 +121,14 @@ class Histories:
                data: Mapping[str, Any] | None = None) -> None:
         """Keep something the watch has seen or done."""
         with self._database.writing() as session:
-            told = tell(session, self._clock, endpoint, kind, reason, message, revision=revision, job_id=job_id,
-                        actor="watch", figures=figures, data=data, once=once)
-            if kind == "drift" and told is not None:
-                announce(session, self._clock, endpoint_names.owner(session, endpoint) or DEFAULT_PROJECT,
+            entry_id = record_history(session, self._clock, endpoint, kind, reason, message, revision=revision,
+                                      job_id=job_id, actor="watch", figures=figures, data=data, once=once)
+            if kind == "drift" and entry_id is not None:
+                announce(session, self._clock, endpoint_names.project_of(session, endpoint) or DEFAULT_PROJECT,
                 "endpoint.drift",
                          {"endpoint": {"name": endpoint, "revision": revision, "reason": reason, "message": message}})
 
-    def watched(self, endpoint: str, revision: int) -> Watched:
+    def watched(self, endpoint: str, revision: int) -> RecentWindows:
         """What was seen of a revision since it was last activated."""
         with self._database.reading() as session:
             since = _last(session, endpoint, revision, "activated", 0)
@@ -136,7 +136,7 @@ class Histories:
             rows = session.scalars(select(HistoryRow).where(
                 HistoryRow.endpoint == endpoint, HistoryRow.revision == revision, HistoryRow.kind == "window",
                 HistoryRow.id > max(since, drift)).order_by(HistoryRow.id)).all()
-            return Watched(tuple(row.figures["tau"] for row in rows), drift > since, rows[-1].id if rows else 0)
+            return RecentWindows(tuple(row.figures["tau"] for row in rows), drift > since, rows[-1].id if rows else 0)
 
 
 def _last(session: Session, endpoint: str, revision: int, kind: str, after: int) -> int:

@@ -1,9 +1,9 @@
-"""Whose an endpoint's name is.
+"""Ownership of endpoint names by projects.
 
-An endpoint is a URL and, on a cluster, a Kubernetes object: its name exists once in an installation, not once in a
-project. The first job or promotion that speaks of a name takes it for its project, at submission, so that nobody trains
-for hours towards a name that is somebody else's. A name stays with its project; names that no row speaks of belong to
-`default`, as everything did before there were projects.
+An endpoint is a URL and, on a cluster, a Kubernetes object: its name is unique in an installation, not in a project.
+The first job or promotion that names it claims it for its project, at submission, so that no job trains for hours
+towards a name of another project. A name stays with its project; names without a row belong to `default`, as all did
+before projects existed.
 """
 
 from typing import Any
@@ -20,8 +20,8 @@ from eyrie_api.v1alpha1.access import Action
 from eyrie_api.v1alpha1.job import JobSpec
 
 
-def owner(session: Session, name: str) -> str | None:
-    """The project a name belongs to; None when nobody has taken it."""
+def project_of(session: Session, name: str) -> str | None:
+    """The project that owns a name; None when it is free."""
     row = session.get(EndpointNameRow, name)
     if row is not None:
         return row.project
@@ -29,22 +29,22 @@ def owner(session: Session, name: str) -> str | None:
 
 
 def claim(session: Session, name: str, project: str, clock: Clock) -> None:
-    """Take the name for the project, or find it taken for it. Raises Conflict when another project has it."""
-    held = owner(session, name)
+    """Claim the name for the project; no effect when the project owns it. Raises Conflict when another does."""
+    held = project_of(session, name)
     if held is None:
         try:
             with session.begin_nested():
                 session.add(EndpointNameRow(name=name, project=project, claimed_at=clock()))
             return
-        except IntegrityError:  # another request took it at the same moment
-            held = owner(session, name)
+        except IntegrityError:  # race: another request claimed it between the query and the INSERT
+            held = project_of(session, name)
     if held != project:
-        raise Conflict(f"the endpoint name {name!r} is taken by another project",
+        raise Conflict(f"the endpoint name {name!r} belongs to another project",
                        "give serve.endpoint another name: names are unique in an installation")
 
 
-def seen(name: Any, scope: Scope, action: Action) -> ColumnElement[bool]:
-    """The condition on a column of endpoint names under which a row is there."""
+def visible_to(name: Any, scope: Scope, action: Action) -> ColumnElement[bool]:
+    """The condition on a column of endpoint names for rows that the scope may see."""
     if scope.is_system:
         return true()
     taken = select(EndpointNameRow.name)
@@ -52,16 +52,16 @@ def seen(name: Any, scope: Scope, action: Action) -> ColumnElement[bool]:
     return or_(mine, and_(scope.sees(literal(DEFAULT_PROJECT), action), name.not_in(taken)))
 
 
-def belongs(name: Any, project: str) -> ColumnElement[bool]:
-    """The condition on a column of endpoint names under which a row is the project's."""
+def in_project(name: Any, project: str) -> ColumnElement[bool]:
+    """The condition on a column of endpoint names for rows of the project."""
     taken = select(EndpointNameRow.name)
     mine: ColumnElement[bool] = name.in_(taken.where(EndpointNameRow.project == project))
     return mine if project != DEFAULT_PROJECT else or_(mine, name.not_in(taken))
 
 
-def suited(spec: JobSpec, project: str) -> JobSpec:
-    """The job as it is meant in a project: one that leaves its endpoint at `default` serves under the project's name,
-    for `default` is one name for all."""
+def with_project_endpoint(spec: JobSpec, project: str) -> JobSpec:
+    """The job with its project's default endpoint: `default` means the endpoint named like the project, since the name
+    `default` itself exists once in an installation."""
     if project == DEFAULT_PROJECT or spec.serve.endpoint != DEFAULT_PROJECT:
         return spec
     return spec.model_copy(update={"serve": spec.serve.model_copy(update={"endpoint": project})})

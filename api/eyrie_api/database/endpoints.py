@@ -1,12 +1,12 @@
-"""Endpoint and revision rows: what a stable URL serves, has served, and should serve next.
+"""The repository of endpoints and revisions: what a stable URL serves, has served, and is to serve next.
 
-An endpoint is a name with numbered revisions; revision 1 is always the bare target, so that there is something lossless
-to roll back to before the first drafter was ever promoted. Nothing here starts or stops an engine: a change of mind
+An endpoint is a name with numbered revisions; revision 1 is always the target without a drafter, so that there is a
+lossless revision to roll back to before the first promotion. Nothing here starts or stops an engine: a request
 (`propose`, `roll_back`, `set_desired`) moves `candidate_revision` or `desired` and enqueues `reconcile_endpoint`.
-Whoever tends the endpoint brings the candidate up beside the active engine, gives it a share of the requests (`canary`)
-and says how that went: `activate` or `reject`. Until then the active revision keeps serving.
+The reconciler starts the candidate next to the active engine, routes a share of the requests to it (`canary`) and
+reports the result: `activate` or `reject`. Until then the active revision keeps serving.
 
-Every change writes what it did into the endpoint's history (`eyrie_api.database.endpoint_history`) in the same
+Every change is recorded in the endpoint's history (`eyrie_api.database.endpoint_history`) in the same
 transaction. An endpoint is in the project its name belongs to (`eyrie_api.database.endpoint_names`).
 """
 
@@ -21,9 +21,9 @@ from eyrie_api.access.scope import DEFAULT_PROJECT, SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database import endpoint_names
 from eyrie_api.database.audit import record_change
-from eyrie_api.database.endpoint_history import tell
+from eyrie_api.database.endpoint_history import record_history
 from eyrie_api.database.engine import Database
-from eyrie_api.database.outbox import promise
+from eyrie_api.database.outbox import enqueue
 from eyrie_api.database.quotas import check_endpoints
 from eyrie_api.database.rendering import render_endpoint, render_revision
 from eyrie_api.database.tables import EndpointRow, JobRow, RevisionRow
@@ -40,7 +40,7 @@ from eyrie_api.v1alpha1.tuning import OFF, DrafterUse, Setting
 
 @dataclass(frozen=True)
 class Serving:
-    """What an engine behind an endpoint is started with."""
+    """The configuration of an engine behind an endpoint."""
 
     target: TargetSpec
     serve: ServeSpec
@@ -54,15 +54,15 @@ class Endpoints:
 
     def create(self, name: str, target: TargetSpec, serve: ServeSpec, model: str,
                project: str | None = None) -> Endpoint:
-        """Make the endpoint with the bare target as its first candidate, or find it.
+        """Create the endpoint with the target alone as its first candidate, or update an existing one.
 
-        The serving section of the job that promoted last holds from the next engine on, but for the port, which is
-        kept. Raises Conflict when it exists for another target: a URL must not change its model under its users; and
-        when its name belongs to another project. Without a `project` it is the one the name belongs to.
+        The serving section of the job that promoted last applies from the next engine on, except the port, which is
+        kept. Raises Conflict when the endpoint exists for another target, since a URL must not change its model under
+        its users, and when its name belongs to another project. `project` defaults to the one that owns the name.
         """
         now = self._clock()
         with self._database.writing() as session:
-            owner = endpoint_names.owner(session, name) or project or self._scope.home("endpoints:write")
+            owner = endpoint_names.project_of(session, name) or project or self._scope.home("endpoints:write")
             self._scope.check("endpoints:write", owner, _missing(name))
             endpoint_names.claim(session, name, project or owner, self._clock)
             self._check_quota(session, owner, name)
@@ -78,8 +78,8 @@ class Endpoints:
                                         drafter_dir=None, use=DrafterUse().model_dump(mode="json"), speedup=None,
                                         tau=None, created_at=now, reason="the target without a drafter",
                                         state="proposed", rejected_reason=None))
-                promise(session, "reconcile_endpoint", name, self._clock)
-                tell(session, self._clock, name, "created", "Created", f"serves {target.model}", revision=1)
+                enqueue(session, "reconcile_endpoint", name, self._clock)
+                record_history(session, self._clock, name, "created", "Created", f"serves {target.model}", revision=1)
                 record_change(session, self._scope, self._clock, "endpoint.create", f"endpoint/{name}", owner)
             elif row.target != target.model_dump(mode="json"):
                 raise Conflict(f"endpoint {name!r} serves target {row.target['model']!r}, not {target.model!r}",
@@ -96,13 +96,13 @@ class Endpoints:
 
     def list(self) -> EndpointList:
         """All endpoints, by name."""
-        seen = endpoint_names.seen(EndpointRow.name, self._scope, "endpoints:read")
+        seen = endpoint_names.visible_to(EndpointRow.name, self._scope, "endpoints:read")
         with self._database.reading() as session:
             rows = session.scalars(select(EndpointRow).where(seen).order_by(EndpointRow.name)).all()
             return EndpointList(items=tuple(self._render(session, row) for row in rows))
 
     def serving(self, name: str) -> Serving:
-        """Target and serving section the endpoint was made with. Raises NotFound."""
+        """Target and serving section of the endpoint. Raises NotFound."""
         with self._database.reading() as session:
             row = self._find(session, name)
             return Serving(TargetSpec.model_validate(row.target), ServeSpec.model_validate(row.serve))
@@ -110,35 +110,36 @@ class Endpoints:
     def propose(self, name: str, *, job_id: str | None, checkpoint: str | None, tree: DraftTreeShape | None = None,
                 drafter_dir: str | None = None, reason: str, speedup: float | None = None, tau: float | None = None,
                 use: DrafterUse | None = None, actor: Actor = "policy") -> Revision:
-        """Add a revision and make it the candidate. Proposing what is active or candidate already changes nothing.
+        """Add a revision and make it the candidate. No effect when the active or candidate revision is the same.
 
-        `use` says what its engine decodes with; a drafter with one tree may be given as `drafter_dir` and `tree`.
-        `tau` is the proven acceptance length (`promotion.proven_tau`), against which live traffic is held.
+        `use` configures decoding; a drafter with one tree may be given as `drafter_dir` and `tree`. `tau` is the proven
+        acceptance length (`promotion.proven_tau`), with which live traffic is compared.
         """
         use = use or _use(drafter_dir, tree)
-        told = use.model_dump(mode="json")
+        use_json = use.model_dump(mode="json")
         with self._database.writing() as session:
             row = self._hold(session, name)
             self._check_job(session, row, job_id)
             self._note(session, "endpoint.promote", name)
             for number in (row.candidate_revision, row.active_revision):
                 same = None if number is None else session.get(RevisionRow, (name, number))
-                if same is not None and same.use == told:
+                if same is not None and same.use == use_json:
                     return render_revision(same)
             last = session.execute(select(func.max(RevisionRow.number)).where(RevisionRow.endpoint == name)).scalar()
             shape = use.setting.tree
             revision = RevisionRow(endpoint=name, number=(last or 0) + 1, job_id=job_id, checkpoint=checkpoint,
                                    tree=None if shape is None else shape.model_dump(mode="json"),
-                                   drafter_dir=use.drafter_dir, use=told, speedup=speedup, tau=tau, reason=reason,
+                                   drafter_dir=use.drafter_dir, use=use_json, speedup=speedup, tau=tau, reason=reason,
                                    state="proposed", rejected_reason=None, created_at=self._clock())
             session.add(revision)
-            self._aim(session, row, revision)
-            tell(session, self._clock, name, "proposed", "Proposed", f"{use.setting.label()}: {reason}",
-                 revision=revision.number, job_id=job_id, actor=actor, figures={"speedup": speedup, "tau": tau})
+            self._set_candidate(session, row, revision)
+            record_history(session, self._clock, name, "proposed", "Proposed", f"{use.setting.label()}: {reason}",
+                           revision=revision.number, job_id=job_id, actor=actor,
+                           figures={"speedup": speedup, "tau": tau})
             return render_revision(revision)
 
     def roll_back(self, name: str, revision: int | None = None, *, actor: Actor = "person",
-                  reason: str = "RolledBack", message: str = "asked for") -> Endpoint:
+                  reason: str = "RolledBack", message: str = "requested") -> Endpoint:
         """Make an earlier revision, by default the last one that served before the active one, the candidate.
 
         Raises Conflict when there is none before, and NotFound when the revision named does not exist.
@@ -146,48 +147,48 @@ class Endpoints:
         with self._database.writing() as session:
             row = self._hold(session, name)
             self._note(session, "endpoint.rollback", name)
-            self._check_quota(session, endpoint_names.owner(session, name) or DEFAULT_PROJECT, name)
+            self._check_quota(session, endpoint_names.project_of(session, name) or DEFAULT_PROJECT, name)
             back = _earlier(session, row) if revision is None else session.get(RevisionRow, (name, revision))
             if back is None:
                 raise NotFound(f"endpoint {name!r} has no revision {revision}", "get the endpoint to see them")
             active = self._revision(session, row, row.active_revision)
             if active is not None and active is not back:
                 active.rejected_reason = f"{reason}: {message}"
-            self._aim(session, row, back)
-            tell(session, self._clock, name, "rolled-back", reason, f"to revision {back.number}: {message}",
-                 revision=row.active_revision, actor=actor, figures={"to": float(back.number)})
+            self._set_candidate(session, row, back)
+            record_history(session, self._clock, name, "rolled-back", reason, f"to revision {back.number}: {message}",
+                           revision=row.active_revision, actor=actor, figures={"to": float(back.number)})
             return self._render(session, row)
 
     def set_desired(self, name: str, desired: Literal["on", "off"], *, actor: Actor = "person") -> Endpoint:
-        """Switch it `on` or `off`; off keeps name, URL and history."""
+        """Switch the endpoint `on` or `off`; `off` keeps name, URL and history."""
         with self._database.writing() as session:
             row = self._hold(session, name)
             self._note(session, f"endpoint.{desired}", name)
             if desired == "on":
-                self._check_quota(session, endpoint_names.owner(session, name) or DEFAULT_PROJECT, name)
+                self._check_quota(session, endpoint_names.project_of(session, name) or DEFAULT_PROJECT, name)
             if row.desired != desired:
-                tell(session, self._clock, name, desired, "SwitchedOn" if desired == "on" else "SwitchedOff",
-                     "asked for", revision=row.active_revision, actor=actor)
+                record_history(session, self._clock, name, desired, "SwitchedOn" if desired == "on" else "SwitchedOff",
+                               "requested", revision=row.active_revision, actor=actor)
             row.desired = desired
             self._touch(session, row)
             return self._render(session, row)
 
-    # What the one who tends it reports.
+    # Reports of the reconciler.
 
     def canary(self, name: str, number: int, share: float) -> Endpoint:
-        """The candidate `number` is given that share of the requests."""
+        """The candidate `number` gets that share of the requests."""
         with self._database.writing() as session:
             row = self._hold(session, name)
             revision = session.get(RevisionRow, (name, number))
             if revision is not None:
                 revision.state = "canary"
-            tell(session, self._clock, name, "canary", "CanaryStep", f"{share:.0%} of the requests", revision=number,
-                 actor="watch", figures={"share": share})
+            record_history(session, self._clock, name, "canary", "CanaryStep", f"{share:.0%} of the requests",
+                           revision=number, actor="watch", figures={"share": share})
             return self._render(session, row)
 
     def activate(self, name: str, number: int, url: str | None = None,
                  figures: Mapping[str, float | None] | None = None) -> Endpoint:
-        """The candidate `number` is healthy and serves now; `figures` are what its canary showed."""
+        """The candidate `number` is healthy and becomes the active revision; `figures` are those of its canary."""
         with self._database.writing() as session:
             row = self._hold(session, name)
             revision = session.get(RevisionRow, (name, number))
@@ -199,8 +200,8 @@ class Endpoints:
             revision.state, revision.rejected_reason = "active", None
             if row.active_revision != number:
                 self._announce(session, revision, before)
-                tell(session, self._clock, name, "activated", "Activated", _serves(revision), revision=number,
-                     job_id=revision.job_id, actor="watch", figures=figures)
+                record_history(session, self._clock, name, "activated", "Activated", _serves(revision), revision=number,
+                               job_id=revision.job_id, actor="watch", figures=figures)
             row.active_revision = number
             row.url = url or row.url
             if row.candidate_revision == number:
@@ -216,18 +217,18 @@ class Endpoints:
             revision, active = (self._revision(session, row, one) for one in (number, row.active_revision))
             if revision is not None:
                 revision.state, revision.rejected_reason = "rejected", f"{reason}: {message}"
-                tell(session, self._clock, name, "rejected", reason, message, revision=number, job_id=revision.job_id,
-                     actor="watch")
+                record_history(session, self._clock, name, "rejected", reason, message, revision=number,
+                               job_id=revision.job_id, actor="watch")
             if row.candidate_revision == number:
                 row.candidate_revision = None
                 if active is not None:
-                    active.rejected_reason = None  # it was to give way to this one, and goes on after all
+                    active.rejected_reason = None  # it was about to be replaced by the rejected one, and stays
             row.updated_at = self._clock()
             session.flush()
             return self._render(session, row)
 
     def observe(self, name: str, *, url: str | None = None, conditions: tuple[Condition, ...] | None = None) -> None:
-        """Store the URL or conditions seen. Raises NotFound."""
+        """Store the observed URL or conditions. Raises NotFound."""
         with self._database.writing() as session:
             row = self._hold(session, name)
             row.url = url or row.url
@@ -237,30 +238,31 @@ class Endpoints:
 
     def _find(self, session: Session, name: str, action: Action = "endpoints:read", *,
               hold: bool = False) -> EndpointRow:
-        """The row, if it is there for this scope. Raises NotFound, or Forbidden."""
+        """The row, if this scope may access it. Raises NotFound, or Forbidden."""
         row = session.get(EndpointRow, name, with_for_update=hold or None)
         if row is None:
             raise _missing(name)
         if not self._scope.is_system:
-            self._scope.check(action, endpoint_names.owner(session, name), _missing(name))
+            self._scope.check(action, endpoint_names.project_of(session, name), _missing(name))
         return row
 
     def _hold(self, session: Session, name: str) -> EndpointRow:
         return self._find(session, name, "endpoints:write", hold=True)
 
     def _note(self, session: Session, verb: str, name: str) -> None:
-        record_change(session, self._scope, self._clock, verb, f"endpoint/{name}", endpoint_names.owner(session, name))
+        project = endpoint_names.project_of(session, name)
+        record_change(session, self._scope, self._clock, verb, f"endpoint/{name}", project)
 
     def _check_quota(self, session: Session, project: str, name: str) -> None:
-        """Of whoever asks; the control plane itself brings to its end what was accepted. Raises QuotaReached."""
+        """For requests only: the control plane itself completes what was accepted. Raises QuotaReached."""
         if not self._scope.is_system:
             check_endpoints(session, project, name)
 
     def _announce(self, session: Session, revision: RevisionRow, before: RevisionRow | None) -> None:
         back = before is not None and before.state == "rolled-back"
         if not back and revision.checkpoint is None:
-            return  # the bare target, with which every endpoint begins
-        announce(session, self._clock, endpoint_names.owner(session, revision.endpoint) or DEFAULT_PROJECT,
+            return  # the target without a drafter, the first revision of every endpoint
+        announce(session, self._clock, endpoint_names.project_of(session, revision.endpoint) or DEFAULT_PROJECT,
                  "endpoint.rolled_back" if back else "endpoint.promoted", {"endpoint": {
                      "name": revision.endpoint, "revision": revision.number, "job": revision.job_id,
                      "checkpoint": revision.checkpoint, "speedup": revision.speedup,
@@ -268,18 +270,18 @@ class Endpoints:
                      "reason": before.rejected_reason if back and before is not None else revision.reason}})
 
     def _check_job(self, session: Session, row: EndpointRow, job_id: str | None) -> None:
-        """A drafter never crosses from one project to another's endpoint. Raises Conflict."""
+        """A drafter is never served by an endpoint of another project. Raises Conflict."""
         job = None if job_id is None else session.get(JobRow, job_id)
-        if job is not None and job.project != (endpoint_names.owner(session, row.name) or DEFAULT_PROJECT):
+        if job is not None and job.project != (endpoint_names.project_of(session, row.name) or DEFAULT_PROJECT):
             raise Conflict(f"job {job_id} and endpoint {row.name!r} are in different projects",
                            "promote a job of the endpoint's own project")
 
-    def _aim(self, session: Session, row: EndpointRow, revision: RevisionRow) -> None:
+    def _set_candidate(self, session: Session, row: EndpointRow, revision: RevisionRow) -> None:
         waiting = self._revision(session, row, row.candidate_revision)
         if waiting is not None and waiting is not revision and waiting.state in ("proposed", "canary"):
             waiting.state = "retired"
         if revision.state == "rejected":
-            revision.state, revision.rejected_reason = "proposed", None  # it has to prove itself like a new one
+            revision.state, revision.rejected_reason = "proposed", None  # it is tried again like a new revision
         row.candidate_revision = None if revision.number == row.active_revision else revision.number
         row.desired = "on"
         self._touch(session, row)
@@ -289,7 +291,7 @@ class Endpoints:
 
     def _touch(self, session: Session, row: EndpointRow) -> None:
         row.updated_at = self._clock()
-        promise(session, "reconcile_endpoint", row.name, self._clock)
+        enqueue(session, "reconcile_endpoint", row.name, self._clock)
         session.flush()
 
     def _render(self, session: Session, row: EndpointRow) -> Endpoint:
@@ -298,19 +300,19 @@ class Endpoints:
 
 
 def _missing(name: str) -> NotFound:
-    return NotFound(f"no endpoint {name!r}", "list the endpoints; one is made when a job first promotes to it")
+    return NotFound(f"no endpoint {name!r}", "list the endpoints; the first promotion of a job creates one")
 
 
 def _earlier(session: Session, row: EndpointRow) -> RevisionRow:
-    """The last revision before the active one that was not given up; the bare target if all were. Raises Conflict."""
+    """The last retired revision before the active one; without one, the target alone. Raises Conflict."""
     if row.active_revision is None:
-        raise Conflict(f"endpoint {row.name!r} has nothing active to roll back from", "wait until it serves")
+        raise Conflict(f"endpoint {row.name!r} has no active revision to roll back from", "wait until it serves")
     earlier = session.scalars(select(RevisionRow).where(
         RevisionRow.endpoint == row.name, RevisionRow.number < row.active_revision,
     ).order_by(RevisionRow.number.desc())).all()
     good = [one for one in earlier if one.state == "retired"] or [one for one in earlier if one.checkpoint is None]
     if not good:
-        raise Conflict(f"endpoint {row.name!r} serves its first revision", "there is nothing older to go back to")
+        raise Conflict(f"endpoint {row.name!r} serves its first revision", "there is no older revision")
     return good[0]
 
 

@@ -1,11 +1,11 @@
-"""Idempotency-Key: a request that may be sent twice is done once.
+"""Idempotency-Key: a request that is sent twice is executed once.
 
-Where the work is one transaction (`Once`), that transaction writes key, change and answer, and a second request waits
-for it. Where it is more, the first request claims the key in a transaction of its own; the claim is completed in the
-*same* transaction as the change (`complete`). So a crash leaves either both or neither. A second request with the same
-body gets the first one's answer; with another body it is refused (422); while a claim is held it is told so (409). A
-claim that was never completed, because its process died, is free again after a minute. Two projects may use the
-same key: a route is kept with the project it was called in, and without for `default`.
+Where the request is one transaction (`Once`), that transaction writes key, change and response, and a second request
+waits for it. Otherwise the first request claims the key in a transaction of its own, and the claim is completed in the
+*same* transaction as the change (`complete`), so that a crash leaves either both or neither. A second request with the
+same body gets the first one's response; with another body it is refused (422), and while the claim is held it gets 409.
+Race: a process may die between claim and completion; its claim expires after `IN_FLIGHT_TTL_S`. Two projects may use
+the same key: routes are stored with their project, and without for `default`.
 """
 
 from contextlib import suppress
@@ -34,25 +34,26 @@ class IdempotencyMismatch(InvalidInput):
 
 
 class RequestInFlight(Conflict):
-    """The first request with this key has not been answered yet."""
+    """The first request with this key is still being processed."""
 
     reason = "RequestInFlight"
 
 
 def route_within(project: str, route: str) -> str:
-    """The route as it is kept."""
+    """The route as it is stored."""
     return route if project == DEFAULT_PROJECT else f"{project}:{route}"
 
 
 def check_key(key: str) -> None:
-    """Raises InvalidInput for what is no Idempotency-Key."""
+    """Raises InvalidInput for an invalid Idempotency-Key."""
     if not 1 <= len(key) <= MAX_KEY_LENGTH or not key.isprintable():
-        raise InvalidInput(f"Idempotency-Key of {len(key)} characters", "send 1 to 255 printable ones, e.g. a UUID")
+        raise InvalidInput(f"Idempotency-Key of {len(key)} characters",
+                           "send 1 to 255 printable characters, for example a UUID")
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The right to do the request once."""
+    """The right to execute the request once."""
 
     key: str
     route: str
@@ -60,8 +61,8 @@ class Claim:
 
 @dataclass(frozen=True)
 class Once:
-    """A request that is one transaction: its key is claimed by the transaction that makes the change and keeps the
-    answer. A second request at the same moment waits for that transaction, and gets its answer."""
+    """A request that is one transaction, which claims the key, makes the change and stores the response. A concurrent
+    second request waits for that transaction and gets its response."""
 
     key: str
     route: str
@@ -70,43 +71,44 @@ class Once:
 
 @dataclass(frozen=True)
 class Replay:
-    """The answer the first request got."""
+    """The response of the first request."""
 
     status: int
     response: dict[str, Any]
 
 
 class Idempotency:
-    """Claims, replays, and their clearing away."""
+    """Claims and stored responses, and the removal of expired ones."""
 
     def __init__(self, database: Database, ttl_s: float, clock: Clock = utc_now) -> None:
         self._database, self._ttl_s, self._clock = database, ttl_s, clock
 
     def claim(self, key: str, route: str, body_digest: str) -> Claim | Replay:
-        """Claim the key, or give the earlier answer. Raises InvalidInput, IdempotencyMismatch or RequestInFlight."""
+        """Claim the key, or return the stored response. Raises InvalidInput, IdempotencyMismatch or RequestInFlight."""
         check_key(key)
         for _ in range(2):
-            # A new key, as nearly all are, costs this one statement.
+            # Race: two requests may claim a key at once; the primary key rejects the second INSERT. Nearly all keys are
+            # new and cost this one statement.
             with suppress(IntegrityError), self._database.writing() as session:
                 now = self._clock()
                 session.execute(insert(IdempotencyRow).values(
                     key=key, route=route, body_digest=body_digest, status=None, response=None, created_at=now,
                     expires_at=now + timedelta(seconds=IN_FLIGHT_TTL_S)))
                 return Claim(key, route)
-            if (replay := self.answered(Once(key, route, body_digest))) is not None:
+            if (replay := self.find(Once(key, route, body_digest))) is not None:
                 return replay
-        raise RequestInFlight(f"another request with Idempotency-Key {key!r} came at the same moment",
-                              "repeat it in a moment to get its answer")
+        raise RequestInFlight(f"another request with Idempotency-Key {key!r} arrived at the same time",
+                              "repeat it shortly to get its response")
 
     def row(self, once: Once, status: int, response: Any) -> dict[str, Any]:
-        """The row that claims the key and keeps the answer, for the transaction that makes the change. It is refused
-        by the table when there is one: then ask for what was `answered`, and without that try again."""
+        """The row that claims the key and stores the response, for the transaction that makes the change. Inserting it
+        raises IntegrityError when the key exists: call `find` then, and retry if it returns None."""
         now = self._clock()
         return {"key": once.key, "route": once.route, "body_digest": once.body_digest, "status": status,
                 "response": response, "created_at": now, "expires_at": now + timedelta(seconds=self._ttl_s)}
 
-    def answered(self, once: Once) -> Replay | None:
-        """What the first request was answered; None when there was none, or it has expired or was given back.
+    def find(self, once: Once) -> Replay | None:
+        """The response of the first request; None when there is none, or it has expired or was released.
 
         Raises IdempotencyMismatch or RequestInFlight.
         """
@@ -125,22 +127,22 @@ class Idempotency:
                                           "send a new key with a new request")
             if row.status is None or row.response is None:
                 raise RequestInFlight(f"the first request with Idempotency-Key {key!r} is still in flight",
-                                      "repeat it in a moment to get its answer")
+                                      "repeat it shortly to get its response")
             return Replay(row.status, row.response)
 
     def complete(self, session: Session, claim: Claim, status: int, response: dict[str, Any]) -> None:
-        """Keep the answer, inside the transaction that made the change."""
+        """Store the response, inside the transaction that makes the change."""
         expires_at = self._clock() + timedelta(seconds=self._ttl_s)
         upsert(session, IdempotencyRow, {"key": claim.key, "route": claim.route},
                {"status": status, "response": response, "expires_at": expires_at})
 
     def release(self, claim: Claim) -> None:
-        """Give an uncompleted claim back: the request was refused and may be corrected."""
+        """Release an uncompleted claim: the request was refused and may be corrected."""
         with self._database.writing() as session:
             session.execute(delete(IdempotencyRow).where(
                 IdempotencyRow.key == claim.key, IdempotencyRow.route == claim.route, IdempotencyRow.status.is_(None)))
 
     def sweep(self) -> int:
-        """Delete what has expired; return how many."""
+        """Delete expired rows; return their number."""
         with self._database.writing() as session:
             return rowcount(session, delete(IdempotencyRow).where(IdempotencyRow.expires_at < self._clock()))

@@ -1,9 +1,10 @@
-"""From a stage's `events.jsonl` to rows, exactly once.
+"""Imports a stage's `events.jsonl` into the database, each record exactly once.
 
-A running stage appends one JSON line per record; whoever drives the job calls `read` now and then. The records and the
-byte offset they end at are written in one transaction, and the offset is compared there with the one the reading began
-at, so reading again, reading twice at once, or dying between reading and writing neither loses nor repeats an event.
-Only whole lines are taken. A file shorter than its offset is a new one (the stage's directory was made anew).
+A running stage appends one JSON line per record; the driver of the job calls `read` regularly. The records and the byte
+offset they end at are written in one transaction. Race: two drivers may read the same lines, or one may die between
+reading and writing; the transaction compares the stored offset with the one the read began at, so that no event is lost
+or repeated. Only complete lines are imported. A file shorter than its offset is a new one (the stage's directory was
+created again).
 """
 
 from pathlib import Path
@@ -20,7 +21,7 @@ from eyrie_api.v1alpha1.records import STAGE_RECORD, EventRecord, MetricRecord, 
 from eyrie_api.v1alpha1.stages import StageName
 
 _CHUNK = 8 << 20
-# One line never comes near it: the longest record is an event with a short message.
+# Far longer than any line: the longest record is an event with a short message.
 
 
 class Ingest:
@@ -30,14 +31,14 @@ class Ingest:
         self._database, self._clock = database, clock
 
     def read(self, job_id: str, stage: StageName, key: str, path: Path) -> int:
-        """Take in what `path` has gained; return the number of records. A missing file has none yet."""
+        """Import the lines appended to `path`; return the number of records. A missing file has none yet."""
         total = 0
-        while taken := self._read_chunk(job_id, stage, key, path):
-            total += taken
+        while imported := self._read_chunk(job_id, stage, key, path):
+            total += imported
         return total
 
     def _read_chunk(self, job_id: str, stage: StageName, key: str, path: Path) -> int:
-        place = {"job_id": job_id, "stage": stage, "key": key}
+        row_key = {"job_id": job_id, "stage": stage, "key": key}
         with self._database.reading() as session:
             row = session.get(IngestRow, (job_id, stage, key))
             recorded = 0 if row is None else row.offset_bytes
@@ -48,19 +49,19 @@ class Ingest:
                 data = file.read(_CHUNK)
         except FileNotFoundError:
             return 0
-        whole = data[: data.rfind(b"\n") + 1]
-        if not whole:
+        complete = data[: data.rfind(b"\n") + 1]
+        if not complete:
             return 0
-        lines = whole.splitlines()
+        lines = complete.splitlines()
         with self._database.writing() as session:
             if session.get(JobRow, job_id, with_for_update=True) is None:
                 raise NotFound(f"no job {job_id!r}", "it was deleted while it ran")
             row = session.get(IngestRow, (job_id, stage, key))
             if (0 if row is None else row.offset_bytes) != recorded:
-                return 0  # another reader was faster; what it took is stored
+                return 0  # another reader has imported these lines
             for line in lines:
                 self._store(session, job_id, stage, key, line)
-            upsert(session, IngestRow, place, {"offset_bytes": start + len(whole)})
+            upsert(session, IngestRow, row_key, {"offset_bytes": start + len(complete)})
         return len(lines)
 
     def _store(self, session: Session, job_id: str, stage: StageName, key: str, line: bytes) -> None:

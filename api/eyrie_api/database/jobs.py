@@ -1,18 +1,19 @@
-"""The only writer of job rows: what a user may do to a job, who may drive it, and what was observed of it.
+"""The repository of job rows: requests of users, leases of drivers, observations.
 
-Three groups of verbs:
+Three groups of methods:
 
-- a user's: `submit`, `cancel`, `retry`, `delete`. Each changes the row and promises the chore that acts on it in one
-  transaction, so nothing is ever accepted and then forgotten;
-- a driver's: `take_lease`, `renew_lease`, `release_lease`, `unfinished`. A lease is one UPDATE ... WHERE, so of two
-  drivers one wins in every database; whoever finds an unfinished job without a live lease takes it over. This, not the
-  broker, is what guarantees progress after kill -9;
-- an observer's: `save_status`, `set_stage`, `record_event`, `record_metrics`. A driver that passes its name to
-  `save_status` is refused once it has lost the lease: a late write by a stale driver would undo the new one's.
+- requests: `submit`, `cancel`, `retry`, `delete`. Each changes the row and enqueues the chore that acts on it in one
+  transaction, so that no accepted request is lost;
+- leases: `take_lease`, `renew_lease`, `release_lease`, `unfinished`. Race: two drivers may take the same job at the
+  same time. A lease is one UPDATE ... WHERE, so exactly one of them succeeds in every database. A driver that finds an
+  unfinished job without a live lease takes it over. This, not the broker, guarantees progress after kill -9;
+- observations: `save_status`, `set_stage`, `record_event`, `record_metrics`. Race: a driver that was suspended may
+  write after its lease has expired and another driver has taken over. `save_status` with its name is then refused,
+  since the late write would undo the new driver's.
 
-Nothing here is decided by `phase`; a job is over when a condition says so.
+Nothing here depends on `phase`; a job has ended when a condition says so.
 
-A user's verbs and all reading go by the scope the value was made with (`access.scope`); drivers and observers are the
+Requests and all reads are filtered by the scope of the repository (`access.scope`); drivers and observers are the
 control plane itself.
 """
 
@@ -32,7 +33,7 @@ from eyrie_api.database import endpoint_names
 from eyrie_api.database.audit import record_change
 from eyrie_api.database.engine import Database, JsonText, Rows, insert_all, rowcount, upsert
 from eyrie_api.database.idempotency import Claim, Idempotency, Once, Replay
-from eyrie_api.database.outbox import promise, promised
+from eyrie_api.database.outbox import enqueue, outbox_row
 from eyrie_api.database.quotas import check_endpoints, check_jobs
 from eyrie_api.database.rendering import (
     ENDS,
@@ -77,15 +78,15 @@ from eyrie_api.v1alpha1.status import (
 )
 
 MAX_PAGE = 200
-_TOLD: Mapping[str, WebhookEvent] = {"Succeeded": "job.succeeded", "Failed": "job.failed",
+_END_EVENTS: Mapping[str, WebhookEvent] = {"Succeeded": "job.succeeded", "Failed": "job.failed",
                                      "Cancelled": "job.cancelled"}
 
 
-_AS_USUAL = and_(
+_FAST_PATH = and_(
     exists().where(EndpointNameRow.name == bindparam("endpoint"), EndpointNameRow.project == bindparam("project")),
     not_(exists().where(ProjectRow.name == bindparam("project"),
                         or_(ProjectRow.max_jobs.is_not(None), ProjectRow.max_endpoints.is_not(None)))))
-"""A job's endpoint has a name that is the project's, and the project has no quota."""
+"""The endpoint's name is the project's already, and the project has no quota."""
 
 
 class LeaseLost(Conflict):
@@ -106,7 +107,7 @@ class JobFilter:
 
 @dataclass(frozen=True)
 class Intent:
-    """What the user wants of a job beyond its spec."""
+    """What the user requested of a job after its submission."""
 
     attempt: int
     generation: int
@@ -132,13 +133,13 @@ class Jobs:
         self.database, self._clock, self._scope = database, clock, scope
         self._idempotency = idempotency
 
-    # A user's verbs.
+    # Requests.
 
     def submit(self, spec: JobSpec, claim: Claim | None = None, project: str | None = None) -> Job:
         """Accept a job: its row, its first event and the chore that starts it, in one transaction.
 
-        With a `claim`, the answer is kept for its Idempotency-Key in that same transaction. Without a `project` it is
-        the scope's; for the control plane itself, which goes on with what somebody began, that of the endpoint's name.
+        With a `claim`, the response is stored for its Idempotency-Key in the same transaction. `project` defaults to
+        the scope's; for the control plane itself, which continues earlier requests, to that of the endpoint's name.
         Raises Conflict when the name belongs to another project, and QuotaReached.
         """
         with self.database.writing() as session:
@@ -148,31 +149,33 @@ class Jobs:
         return job
 
     def submit_once(self, spec: JobSpec, once: Once | None, project: str) -> Job | Replay:
-        """`submit`, or what the first request with this key was answered. Raises as `submit`, and as
-        `Idempotency.answered`.
+        """`submit`, or the response of the first request with this key. Raises as `submit` and `Idempotency.find`.
 
-        The request that comes most often together with others, so what is nearly always so is tried first: the
-        endpoint's name is the project's already, the project has no quota, the key is new.
+        This request is the one most often sent concurrently, so the usual case is tried first, in one statement: the
+        endpoint's name is the project's already, the project has no quota, the key is new. Race: of two requests with
+        the same key, the unique constraint on the key rejects the second one's transaction (IntegrityError); it then
+        returns the response that the first has stored.
         """
         for attempt in range(2):
             try:
                 job, rows = self._draft(spec, project, once)
-                if self.database.insert_at_once(_AS_USUAL, {"endpoint": spec.serve.endpoint, "project": project}, rows):
+                given = {"endpoint": spec.serve.endpoint, "project": project}
+                if self.database.insert_at_once(_FAST_PATH, given, rows):
                     return job
                 with self.database.writing() as session:
                     return self._accept(session, spec, project, once)
             except IntegrityError:
-                replay = None if once is None or self._idempotency is None else self._idempotency.answered(once)
+                replay = None if once is None or self._idempotency is None else self._idempotency.find(once)
                 if replay is not None:
                     return replay
                 if attempt:
                     raise
-        raise AssertionError("it returns or raises")
+        raise AssertionError("unreachable: the loop returns or raises")
 
     def _accept(self, session: Session, spec: JobSpec, project: str | None, once: Once | None) -> Job:
         asked = project or (None if self._scope.is_system else self._scope.home("jobs:write"))
         endpoint = spec.serve.endpoint
-        project = asked or endpoint_names.owner(session, endpoint) or DEFAULT_PROJECT
+        project = asked or endpoint_names.project_of(session, endpoint) or DEFAULT_PROJECT
         endpoint_names.claim(session, endpoint, project, self._clock)
         if asked is not None:
             check_jobs(session, asked)
@@ -200,7 +203,7 @@ class Jobs:
         rows += [(LabelRow, {"job_id": job_id, "key": key, "value": value}) for key, value in spec.labels.items()]
         event = _event_values(job_id, now, "Accepted", f"job {spec.name or job_id} accepted")
         rows.append((EventRow, {column: value for column, value in event.items() if value is not None}))
-        rows.append((OutboxRow, promised("advance_job", job_id, self._clock)))
+        rows.append((OutboxRow, outbox_row("advance_job", job_id, self._clock)))
         rows += [(AuditRow, values)
                  for values in self._scope.audit_rows(self._clock, "job.create", f"job/{job_id}", project)]
         return job, rows
@@ -211,14 +214,14 @@ class Jobs:
             return self._render(session, self._find(session, job_id))
 
     def project_of(self, job_id: str) -> str:
-        """The project a job is in. Raises NotFound."""
+        """The project of a job. Raises NotFound."""
         with self.database.reading() as session:
             return self._find(session, job_id).project
 
     def list(self, wanted: JobFilter | None = None, *, limit: int = 50, cursor: str | None = None) -> JobList:
-        """One page of jobs, newest first. Raises InvalidInput for a limit or cursor that is wrong."""
+        """One page of jobs, newest first. Raises InvalidInput for an invalid limit or cursor."""
         if not 1 <= limit <= MAX_PAGE:
-            raise InvalidInput(f"limit {limit} is out of range", f"ask for 1 to {MAX_PAGE} jobs at a time")
+            raise InvalidInput(f"limit {limit} is out of range", f"request 1 to {MAX_PAGE} jobs per page")
         query = _filtered(wanted or JobFilter()).where(self._scope.sees(JobRow.project, "jobs:read"))
         if cursor is not None:
             when, job_id = decode_cursor(cursor)
@@ -237,7 +240,7 @@ class Jobs:
             return {row[0]: row[1] for row in counted}
 
     def cancel(self, job_id: str) -> Job:
-        """Ask for a job to be stopped; asking again is harmless. Raises Conflict when it has ended otherwise."""
+        """Request that a job stops; idempotent. Raises Conflict when it has already ended in another way."""
         with self.database.writing() as session:
             row = self._hold(session, job_id, "jobs:write")
             if row.ended and row.phase != "Cancelled":
@@ -248,14 +251,14 @@ class Jobs:
             return self._render(session, row)
 
     def retry(self, job_id: str) -> Job:
-        """Go on from the failed stage: finished stages keep their manifests, the others return to Pending.
+        """Resume from the failed stage: finished stages keep their manifests, the others return to Pending.
 
         Raises Conflict when the job has not ended, has succeeded, or is being deleted.
         """
         with self.database.writing() as session:
             row = self._hold(session, job_id, "jobs:write")
             if row.delete_requested:
-                raise Conflict(f"job {job_id} is being deleted", "submit it anew")
+                raise Conflict(f"job {job_id} is being deleted", "submit a new job")
             if not row.ended:
                 raise Conflict(f"job {job_id} has not ended: {row.phase}", "cancel it first, or wait")
             if row.phase == "Succeeded":
@@ -272,14 +275,14 @@ class Jobs:
             session.execute(update(StageRow).where(
                 StageRow.job_id == job_id, StageRow.state.in_(("Failed", "Cancelled", "Running")),
             ).values(state="Pending", progress=None, reason=None, message=None, hint=None, finished_at=None))
-            self._note(session, job_id, "Retried", f"attempt {row.attempt}: going on from the last finished stage")
+            self._note(session, job_id, "Retried", f"attempt {row.attempt}: resuming after the last finished stage")
             record_change(session, self._scope, self._clock, "job.retry", f"job/{job_id}", row.project)
-            promise(session, "advance_job", job_id, self._clock)
+            enqueue(session, "advance_job", job_id, self._clock)
             session.flush()
             return self._render(session, row)
 
     def delete(self, job_id: str) -> bool:
-        """Delete an ended job with its rows, and promise the removal of its files. True when it is gone at once.
+        """Delete an ended job with its rows, and enqueue the removal of its files. True when it was deleted at once.
 
         A job that has not ended is cancelled first and deleted by retention once it has stopped (False). Raises
         Conflict while an endpoint serves, or is about to serve, a drafter of this job.
@@ -297,11 +300,11 @@ class Jobs:
             record_change(session, self._scope, self._clock, "job.delete", f"job/{job_id}", row.project)
             if row.ended:
                 session.delete(row)
-                promise(session, "remove_files", job_id, self._clock)
+                enqueue(session, "remove_files", job_id, self._clock)
                 return True
             if not row.delete_requested:
                 row.delete_requested = True
-                self._note(session, job_id, "DeleteRequested", "will be deleted once it has stopped")
+                self._note(session, job_id, "DeleteRequested", "it is deleted once it has stopped")
                 if not row.cancel_requested:
                     self._request_cancel(session, row)
             return False
@@ -312,28 +315,28 @@ class Jobs:
         with self.database.reading() as session:
             return tuple(session.scalars(query))
 
-    # A driver's verbs.
+    # Leases.
 
     def intent(self, job_id: str) -> Intent:
-        """What the user wants beyond the spec. Raises NotFound."""
+        """What the user requested after the submission. Raises NotFound."""
         with self.database.reading() as session:
             row = self._find(session, job_id)
             return Intent(row.attempt, row.generation, row.cancel_requested, row.delete_requested)
 
     def take_lease(self, job_id: str, owner: str, ttl_s: float) -> bool:
-        """Become the job's driver for `ttl_s` seconds, if nobody else is; holding it already renews it."""
+        """Become the job's driver for `ttl_s` seconds, unless another holds the lease; its holder renews it."""
         now = self._clock()
         free = or_(JobRow.lease_until.is_(None), JobRow.lease_until < now, JobRow.lease_owner == owner)
         return self._set_lease(job_id, and_(free, JobRow.ended.is_(False)), owner, now + timedelta(seconds=ttl_s))
 
     def renew_lease(self, job_id: str, owner: str, ttl_s: float) -> bool:
-        """Stay the driver. False when the lease has run out or passed to another: stop what you are doing."""
+        """Extend the lease. False when it has expired or another driver has it: the caller must stop."""
         now = self._clock()
         held = and_(JobRow.lease_owner == owner, JobRow.lease_until >= now)
         return self._set_lease(job_id, held, owner, now + timedelta(seconds=ttl_s))
 
     def release_lease(self, job_id: str, owner: str) -> bool:
-        """Stop being the driver."""
+        """Release the lease."""
         return self._set_lease(job_id, JobRow.lease_owner == owner, None, None)
 
     def _set_lease(self, job_id: str, condition: Any, owner: str | None, until: datetime | None) -> bool:
@@ -342,7 +345,7 @@ class Jobs:
             return rowcount(session, statement.execution_options(synchronize_session=False)) > 0
 
     def unfinished(self) -> tuple[str, ...]:
-        """The reconciler's query: jobs that have not ended and that nobody drives, oldest first."""
+        """Jobs that have not ended and have no live lease, oldest first: what the reconciler advances."""
         query = select(JobRow.id).where(
             JobRow.ended.is_(False), or_(JobRow.lease_until.is_(None), JobRow.lease_until < self._clock()),
         ).order_by(JobRow.created_at)
@@ -350,21 +353,21 @@ class Jobs:
             return tuple(session.scalars(query))
 
     def live(self) -> tuple[str, ...]:
-        """Every job that has not ended, driven or not, oldest first."""
+        """Every job that has not ended, with or without a lease, oldest first."""
         query = select(JobRow.id).where(JobRow.ended.is_(False)).order_by(JobRow.created_at)
         with self.database.reading() as session:
             return tuple(session.scalars(query))
 
     def changed_since(self, when: datetime) -> tuple[tuple[str, datetime], ...]:
-        """Jobs changed at that time or later, with when: for whoever projects rows somewhere else."""
+        """Jobs changed at that time or later, and when: for projecting rows into another system."""
         query = select(JobRow.id, JobRow.updated_at).where(JobRow.updated_at >= when).order_by(JobRow.updated_at)
         with self.database.reading() as session:
             return tuple((row[0], row[1]) for row in session.execute(query))
 
-    # An observer's verbs.
+    # Observations.
 
     def save_status(self, job_id: str, status: JobStatus, owner: str | None = None) -> None:
-        """Store what was observed; its stages are stored as by `set_stage`.
+        """Store the observed status; its stages as by `set_stage`.
 
         With `owner`, only while that driver holds the lease: raises LeaseLost otherwise. Raises NotFound.
         """
@@ -372,7 +375,7 @@ class Jobs:
         with self.database.writing() as session:
             row = self._hold(session, job_id)
             if owner is not None and (row.lease_owner != owner or row.lease_until is None or row.lease_until < now):
-                raise LeaseLost(f"job {job_id} is no longer driven by {owner}", "leave it to its new driver")
+                raise LeaseLost(f"job {job_id} is no longer driven by {owner}", "its new driver continues")
             if is_over(status.conditions) and not row.ended:
                 self._announce_end(session, row, status)
             row.status = status.model_copy(update={"stages": ()}).model_dump(mode="json")
@@ -382,7 +385,7 @@ class Jobs:
                 _put_stage(session, job_id, stage)
 
     def set_stage(self, job_id: str, stage: StageStatus) -> None:
-        """Store one box of the pipeline. Progress left out stays as it was. Raises NotFound."""
+        """Store the status of one stage. Without `progress` the stored one is kept. Raises NotFound."""
         with self.database.writing() as session:
             self._hold(session, job_id)
             _put_stage(session, job_id, stage)
@@ -412,7 +415,7 @@ class Jobs:
             return tuple(render_event(row) for row in session.scalars(query.limit(limit)))
 
     def count_events(self) -> int:
-        """How many events have been recorded, deleted ones included, as their ids count them; for metrics."""
+        """How many events have been recorded, deleted ones included: the highest id; for metrics."""
         with self.database.reading() as session:
             return session.execute(select(func.max(EventRow.id))).scalar() or 0
 
@@ -435,16 +438,16 @@ class Jobs:
     # Inside a transaction.
 
     def _announce_end(self, session: Session, row: JobRow, status: JobStatus) -> None:
-        end = next(one for one in status.conditions if one.type in _TOLD and one.status == "True")
-        announce(session, self._clock, row.project, _TOLD[end.type], {"job": {
+        end = next(one for one in status.conditions if one.type in _END_EVENTS and one.status == "True")
+        announce(session, self._clock, row.project, _END_EVENTS[end.type], {"job": {
             "id": row.id, "name": row.name, "target": row.target, "reason": end.reason, "message": end.message}})
 
     def _request_cancel(self, session: Session, row: JobRow) -> None:
         row.cancel_requested = True
         row.phase = "Cancelling"
         row.updated_at = self._clock()
-        self._note(session, row.id, "CancelRequested", "stopping what runs")
-        promise(session, "advance_job", row.id, self._clock)
+        self._note(session, row.id, "CancelRequested", "stopping running stages")
+        enqueue(session, "advance_job", row.id, self._clock)
         session.flush()
 
     def _note(self, session: Session, job_id: str, reason: str, message: str, *,
@@ -456,7 +459,7 @@ class Jobs:
         return row
 
     def _find(self, session: Session, job_id: str, action: Action = "jobs:read", *, hold: bool = False) -> JobRow:
-        """The row, if it is there for this scope. Raises NotFound, or Forbidden."""
+        """The row, if this scope may access it. Raises NotFound, or Forbidden."""
         row, absent = session.get(JobRow, job_id, with_for_update=hold or None), _missing(job_id)
         if row is None:
             raise absent
@@ -466,8 +469,8 @@ class Jobs:
     def _hold(self, session: Session, job_id: str, action: Action = "jobs:read") -> JobRow:
         """The row, locked until the transaction ends where the database has row locks (SQLite locks the whole file).
 
-        Every writer of a job takes turns by it: what was read stays true until it is written, and events become visible
-        in the order of their ids, so that a stream behind the last id misses none.
+        Race: it serialises all writers of a job. What was read stays true until it is written, and events become
+        visible in the order of their ids, so that a stream that continues after the last id misses none.
         """
         return self._find(session, job_id, action, hold=True)
 

@@ -1,8 +1,8 @@
-"""The outbox: chores promised in the same transaction as the change that needs them.
+"""The transactional outbox: chores enqueued in the same transaction as the change that needs them.
 
-A row is written beside the job row and committed with it; a dispatcher publishes it to the broker afterwards and only
-then marks it. Killed between the two, the next dispatcher publishes it again: at least once, never lost. Chores are
-therefore idempotent.
+A row is committed together with the job row; a dispatcher publishes it to the broker afterwards and only then marks it.
+Race: a dispatcher killed between the two leaves the row unmarked, and the next one publishes it again. Delivery is at
+least once, so chores are idempotent.
 """
 
 from collections.abc import Iterable
@@ -21,12 +21,12 @@ ChoreName = Literal["advance_job", "reconcile_endpoint", "remove_files", "delive
 
 
 _SWEPT_AT_ONCE = 5000
-"""A day of a busy control plane is a million rows: deleted in one transaction they would hold others up."""
+"""A busy control plane writes a million rows a day: deleted in one transaction they would block other writers."""
 
 
 @dataclass(frozen=True)
 class Chore:
-    """One promised chore."""
+    """One enqueued chore."""
 
     id: int
     task: ChoreName
@@ -34,13 +34,13 @@ class Chore:
     """The job's id, the endpoint's name, or the delivery's id."""
 
 
-def promise(session: Session, task: ChoreName, argument: str, clock: Clock) -> None:
-    """Add a chore to the running transaction."""
-    session.add(OutboxRow(**promised(task, argument, clock)))
+def enqueue(session: Session, task: ChoreName, argument: str, clock: Clock) -> None:
+    """Enqueue a chore in the running transaction."""
+    session.add(OutboxRow(**outbox_row(task, argument, clock)))
 
 
-def promised(task: ChoreName, argument: str, clock: Clock) -> dict[str, Any]:
-    """The chore's row, for who inserts it with others."""
+def outbox_row(task: ChoreName, argument: str, clock: Clock) -> dict[str, Any]:
+    """The chore's row by column, to be inserted together with other rows."""
     return {"task": task, "argument": argument, "created_at": clock()}
 
 
@@ -58,19 +58,19 @@ class Outbox:
                          for row in session.scalars(query))
 
     def depth(self) -> int:
-        """How many wait."""
+        """How many are not yet dispatched."""
         query = select(func.count()).select_from(OutboxRow).where(OutboxRow.dispatched_at.is_(None))
         with self._database.reading() as session:
             return session.execute(query).scalar_one()
 
     def mark_dispatched(self, ids: Iterable[int]) -> None:
-        """The broker has them."""
+        """Mark chores that the broker has accepted."""
         with self._database.writing() as session:
             session.execute(update(OutboxRow).where(OutboxRow.id.in_(list(ids))).values(dispatched_at=self._clock()))
 
     def recent(self, task: ChoreName) -> tuple[str, ...]:
         """Arguments of the dispatched chores of a kind that have not been swept yet."""
-        # In the statement rather than beside it: a partial index is for that name, and a parameter may be any.
+        # A literal instead of a parameter: the partial index applies only where the planner sees the task's name.
         named: BindParameter[str] = bindparam(None, task, literal_execute=True)
         query = select(OutboxRow.argument).where(OutboxRow.task == named, OutboxRow.dispatched_at.is_not(None))
         with self._database.reading() as session:

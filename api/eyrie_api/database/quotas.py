@@ -32,7 +32,7 @@ def live_jobs(session: Session, project: str) -> int:
 def live_endpoints(session: Session, project: str) -> int:
     """Endpoints of a project that are on."""
     query = select(func.count()).select_from(EndpointRow).where(
-        endpoint_names.belongs(EndpointRow.name, project), EndpointRow.desired == "on")
+        endpoint_names.in_project(EndpointRow.name, project), EndpointRow.desired == "on")
     return session.execute(query).scalar_one()
 
 

@@ -1,11 +1,11 @@
-"""Webhooks as rows: where a project's events are posted, and what became of each delivery.
+"""The repository of webhooks and their deliveries, and the delivery of events to them.
 
-`announce` writes deliveries inside the transaction of the change they speak of and promises the chore `deliver` for
-each, so nothing that happened goes untold and nothing is told that did not happen. `deliver` is one attempt; what fails
-is due again later and later (`BACKOFF_S`), found by the tick. A delivery may arrive twice, under the same id.
+`announce` writes deliveries inside the transaction of the change they report and enqueues the chore `deliver` for each,
+so that there is a delivery for every change and none without one. `deliver` is one attempt; a failed one is due again
+with increasing delay (`BACKOFF_S`), and the tick finds it. A delivery may arrive twice, with the same id.
 
-A webhook whose deliveries were given up `GIVEN_UP` times in a row is switched off; a `ping` that arrives switches it on
-again. A webhook's secret is shown once, when it is made.
+A webhook is disabled after `MAX_FAILURES` failed deliveries in a row; a successful `ping` enables it again. Its secret
+is shown once, at its creation.
 """
 
 import json
@@ -23,29 +23,29 @@ from eyrie_api.access.scope import SYSTEM, Scope
 from eyrie_api.clock import Clock, utc_now
 from eyrie_api.database.audit import record_change
 from eyrie_api.database.engine import Database, rowcount
-from eyrie_api.database.outbox import promise
+from eyrie_api.database.outbox import enqueue
 from eyrie_api.database.tables import DeliveryRow, WebhookRow
 from eyrie_api.egress import ssrf_safe_http
-from eyrie_api.egress.webhook_signatures import signed
+from eyrie_api.egress.webhook_signatures import signed_headers
 from eyrie_api.errors import InvalidInput, NotFound
 from eyrie_api.v1alpha1.access import CreateWebhook, Delivery, Webhook, WebhookEvent
 
 BACKOFF_S = (10.0, 60.0, 300.0, 1800.0, 7200.0, 21600.0)
 """Pauses between attempts: seven in nine hours."""
 
-GIVEN_UP = 5
+MAX_FAILURES = 5
 KEPT_S = 14 * 86400.0
 """How long ended deliveries are kept."""
 
-_IN_HAND_S = 60.0
-"""Longer than an attempt takes: one that is not settled by then died with its worker, and is due again."""
+_ATTEMPT_TIMEOUT_S = 60.0
+"""Longer than an attempt takes. Race: a worker may die during one; after this time the delivery is due again."""
 
 _SHOWN = 100
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A delivery taken in hand."""
+    """One attempt of a delivery."""
 
     id: str
     event: str
@@ -54,22 +54,23 @@ class Attempt:
     body: bytes
 
 
-def announce(session: Session, clock: Clock, project: str, event: WebhookEvent, told: Mapping[str, Any]) -> None:
-    """Tell a project's webhooks of something, inside the transaction that does it."""
+def announce(session: Session, clock: Clock, project: str, event: WebhookEvent, payload: Mapping[str, Any]) -> None:
+    """Enqueue an event for a project's webhooks, inside the transaction of the change."""
     hooks = select(WebhookRow).where(WebhookRow.project == project, WebhookRow.disabled_reason.is_(None))
     for hook in session.scalars(hooks).all():
         if event in hook.events:
-            _add(session, clock, hook, event, told)
+            _add(session, clock, hook, event, payload)
 
 
-def _add(session: Session, clock: Clock, hook: WebhookRow, event: WebhookEvent, told: Mapping[str, Any]) -> DeliveryRow:
+def _add(session: Session, clock: Clock, hook: WebhookRow, event: WebhookEvent,
+         payload: Mapping[str, Any]) -> DeliveryRow:
     now = clock()
-    made = "dlv_" + secrets.token_hex(6)
-    body = {"delivery": made, "event": event, "time": now.isoformat(), "project": hook.project, **told}
-    row = DeliveryRow(id=made, webhook_id=hook.id, event=event, body=json.dumps(body), state="pending", attempts=0,
-                      next_at=now, status=None, error=None, created_at=now, ended_at=None)
+    delivery_id = "dlv_" + secrets.token_hex(6)
+    body = {"delivery": delivery_id, "event": event, "time": now.isoformat(), "project": hook.project, **payload}
+    row = DeliveryRow(id=delivery_id, webhook_id=hook.id, event=event, body=json.dumps(body), state="pending",
+                      attempts=0, next_at=now, status=None, error=None, created_at=now, ended_at=None)
     session.add(row)
-    promise(session, "deliver", made, clock)
+    enqueue(session, "deliver", delivery_id, clock)
     return row
 
 
@@ -81,16 +82,16 @@ class Webhooks:
         self._database, self._clock, self._scope = database, clock, scope
         self._allow_private = allow_private
 
-    # A user's verbs.
+    # Requests.
 
     def create(self, wanted: CreateWebhook) -> tuple[Webhook, str]:
-        """A new webhook of the scope's project and its secret. Raises InvalidInput for a URL that is none, or that
-        leads where this server does not go."""
+        """A new webhook of the scope's project and its secret. Raises InvalidInput for an invalid URL, or one whose
+        address is not allowed."""
         project = self._scope.home("webhooks:write")
         try:
-            ssrf_safe_http.resolved(ssrf_safe_http.place_of(wanted.url), allow_private=self._allow_private)
+            ssrf_safe_http.resolve_allowed(ssrf_safe_http.parse_url(wanted.url), allow_private=self._allow_private)
         except OSError:
-            raise InvalidInput("url names a host that cannot be found", "check its name") from None
+            raise InvalidInput("url names a host that cannot be resolved", "check its name") from None
         actor = "system" if self._scope.principal is None else self._scope.principal.subject
         row = WebhookRow(id="whk_" + secrets.token_hex(6), project=project, url=wanted.url, events=list(wanted.events),
                          secret="whsec_" + secrets.token_urlsafe(32), failures=0, disabled_reason=None,
@@ -101,7 +102,7 @@ class Webhooks:
             return _render(row), row.secret
 
     def list(self) -> tuple[Webhook, ...]:
-        """Webhooks of the projects one may see them of, oldest first."""
+        """Webhooks that the scope may see, oldest first."""
         query = select(WebhookRow).where(self._scope.sees(WebhookRow.project, "webhooks:write"))
         with self._database.reading() as session:
             return tuple(_render(row) for row in session.scalars(query.order_by(WebhookRow.created_at, WebhookRow.id)))
@@ -130,26 +131,27 @@ class Webhooks:
             session.flush()
             return _render_delivery(row)
 
-    # The chores' verbs.
+    # Deliveries, run by chores.
 
     def due(self, limit: int = 100) -> tuple[str, ...]:
-        """Deliveries whose time has come, the longest waiting first."""
+        """Deliveries that are due, the longest waiting first."""
         query = select(DeliveryRow.id).where(DeliveryRow.state == "pending", DeliveryRow.next_at <= self._clock())
         with self._database.reading() as session:
             return tuple(session.scalars(query.order_by(DeliveryRow.next_at).limit(limit)))
 
     def deliver(self, delivery_id: str) -> None:
-        """One attempt, if it is due and nobody else is at it."""
+        """One attempt, if the delivery is due and no other worker is attempting it."""
         attempt = self._take(delivery_id)
         if attempt is None:
             return
-        headers = signed(attempt.secret, attempt.id, attempt.event, int(self._clock().timestamp()), attempt.body)
+        timestamp = int(self._clock().timestamp())
+        headers = signed_headers(attempt.secret, attempt.id, attempt.event, timestamp, attempt.body)
         status, failed = None, None
         try:
             status = ssrf_safe_http.post(attempt.url, attempt.body, headers, allow_private=self._allow_private)
         except InvalidInput as error:
             failed = error.message
-        except (OSError, HTTPException) as error:  # its text may quote what the receiver sent; the name says enough
+        except (OSError, HTTPException) as error:  # only its type: the text may quote what the receiver sent
             failed = type(error).__name__
         self._settle(delivery_id, status, failed)
 
@@ -160,6 +162,8 @@ class Webhooks:
             return rowcount(session, delete(DeliveryRow).where(DeliveryRow.ended_at < before))
 
     def _take(self, delivery_id: str) -> Attempt | None:
+        # Race: two workers may take a delivery at once. The row lock serialises them, and the first moves `next_at`
+        # beyond its attempt, so that the second finds it not due.
         now = self._clock()
         with self._database.writing() as session:
             row = session.get(DeliveryRow, delivery_id, with_for_update=True)
@@ -168,10 +172,10 @@ class Webhooks:
             hook = session.get(WebhookRow, row.webhook_id)
             assert hook is not None, "a delivery without its webhook"
             if hook.disabled_reason is not None and row.event != "ping":
-                row.state, row.error, row.next_at, row.ended_at = "failed", "the webhook is switched off", None, now
+                row.state, row.error, row.next_at, row.ended_at = "failed", "the webhook is disabled", None, now
                 return None
             row.attempts += 1
-            row.next_at = now + timedelta(seconds=_IN_HAND_S)
+            row.next_at = now + timedelta(seconds=_ATTEMPT_TIMEOUT_S)
             return Attempt(row.id, row.event, hook.url, hook.secret, row.body.encode())
 
     def _settle(self, delivery_id: str, status: int | None, failed: str | None) -> None:
@@ -179,7 +183,7 @@ class Webhooks:
         with self._database.writing() as session:
             row = session.get(DeliveryRow, delivery_id, with_for_update=True)
             hook = None if row is None else session.get(WebhookRow, row.webhook_id, with_for_update=True)
-            if row is None or hook is None:  # deleted while it was on its way
+            if row is None or hook is None:  # deleted during the attempt
                 return
             row.status, row.error = status, failed
             if status is not None and 200 <= status < 300:
@@ -190,9 +194,9 @@ class Webhooks:
             else:
                 row.state, row.next_at, row.ended_at = "failed", None, now
                 hook.failures += 1
-                if hook.failures >= GIVEN_UP:
-                    hook.disabled_reason = f"{hook.failures} deliveries in a row were given up; a ping that arrives " \
-                                           "switches it on again"
+                if hook.failures >= MAX_FAILURES:
+                    hook.disabled_reason = f"{hook.failures} deliveries in a row failed; a successful ping " \
+                                           "enables it again"
 
     def _find(self, session: Session, webhook_id: str) -> WebhookRow:
         row = session.get(WebhookRow, webhook_id)

@@ -84,7 +84,7 @@ def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: Bench
         incumbent_speedup=None if incumbent is None else mean_speedup(incumbent))
 
 
-def in_short(decision: PromotionDecision) -> str:
+def summarize_decision(decision: PromotionDecision) -> str:
     """What decided: the checks that failed, or how many passed and what was won at the declared loads."""
     failed = [check.words for check in decision.checks if not check.passed]
     told = {check.words for check in decision.checks}

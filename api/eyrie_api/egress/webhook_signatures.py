@@ -1,12 +1,12 @@
-"""PURE: how a webhook's delivery is signed, and how its receiver checks that.
+"""Signatures of webhook deliveries and their verification by the receiver. Pure.
 
-    Eyrie-Delivery   id of the delivery; the same when it is tried again, so that a receiver can do it once
-    Eyrie-Event      what happened, e.g. job.succeeded
+    Eyrie-Delivery   id of the delivery; the same in every attempt, so that a receiver can ignore repetitions
+    Eyrie-Event      the event, for example job.succeeded
     Eyrie-Timestamp  seconds since 1970 when it was sent
     Eyrie-Signature  v1=<hex>, HMAC-SHA256 under the webhook's secret over `<timestamp>.<body>`
 
-The timestamp is under the signature, so a delivery that somebody caught cannot be sent again an hour later. Receivers
-compare in constant time and refuse what is older than a few minutes; `is_genuine` is that check, to be copied.
+The signature covers the timestamp, so that a recorded delivery cannot be replayed an hour later. Receivers compare in
+constant time and reject deliveries older than a few minutes; `is_genuine` is that check, for receivers to copy.
 """
 
 import hashlib
@@ -22,16 +22,16 @@ def signature(secret: str, timestamp: int, body: bytes) -> str:
     return _VERSION + hmac.new(secret.encode(), f"{timestamp}.".encode() + body, hashlib.sha256).hexdigest()
 
 
-def signed(secret: str, delivery: str, event: str, timestamp: int, body: bytes) -> dict[str, str]:
+def signed_headers(secret: str, delivery: str, event: str, timestamp: int, body: bytes) -> dict[str, str]:
     """The headers of a delivery."""
     return {"Content-Type": "application/json", "User-Agent": "eyrie", DELIVERY: delivery, EVENT: event,
             TIMESTAMP: str(timestamp), SIGNATURE: signature(secret, timestamp, body)}
 
 
 def is_genuine(secret: str, headers: Mapping[str, str], body: bytes, now: float, tolerance_s: float = 300.0) -> bool:
-    """Whether a delivery was signed with this secret, and lately. Header names in any case."""
+    """Whether a delivery was signed with this secret within `tolerance_s`. Header names are case-insensitive."""
     found = {name.lower(): value for name, value in headers.items()}
-    timestamp, shown = found.get(TIMESTAMP.lower(), ""), found.get(SIGNATURE.lower(), "")
+    timestamp, received = found.get(TIMESTAMP.lower(), ""), found.get(SIGNATURE.lower(), "")
     if not (timestamp.isascii() and timestamp.isdigit()) or abs(now - int(timestamp)) > tolerance_s:
         return False
-    return hmac.compare_digest(signature(secret, int(timestamp), body), shown)
+    return hmac.compare_digest(signature(secret, int(timestamp), body), received)

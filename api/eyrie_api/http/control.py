@@ -1,7 +1,7 @@
-"""Everything a request handler may use, in one value: rows, settings, and how to wake the chores.
+"""Everything a request handler uses, in one value: repositories, settings, and how to wake the dispatcher of chores.
 
-A handler gets it as its caller may see it (`Here`): every repository in it has the request's scope, so that a route
-cannot read or change what is not its caller's by forgetting to ask.
+A handler receives it with the request's scope (`Here`): every repository in it filters by that scope, so that a route
+cannot read or change rows outside of it by forgetting a check.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from fastapi import Depends, Request
 
 from eyrie_api.access.roles import ALL_PROJECTS
 from eyrie_api.access.scope import SYSTEM, Scope
-from eyrie_api.database.api_keys import Keys
+from eyrie_api.database.api_keys import ApiKeys
 from eyrie_api.database.audit import Audit
 from eyrie_api.database.endpoint_history import Histories
 from eyrie_api.database.endpoints import Endpoints
@@ -32,12 +32,12 @@ from eyrie_api.v1alpha1.job import JobSpec
 
 
 def _nothing() -> None:
-    """No chores run in this process; another process's tick finds what was promised."""
+    """No chores run in this process; the tick of another process finds what was enqueued."""
 
 
 @dataclass(frozen=True)
 class Control:
-    """The control plane, as routes see it."""
+    """The control plane, as routes use it."""
 
     settings: Settings
     database: Database
@@ -48,7 +48,7 @@ class Control:
     results: Results
     outbox: Outbox
     idempotency: Idempotency
-    keys: Keys
+    keys: ApiKeys
     projects: Projects
     audit: Audit
     webhooks: Webhooks
@@ -59,7 +59,7 @@ class Control:
     """Named readiness checks beyond the database."""
 
     queues: Mapping[str, Callable[[], int]] = field(default_factory=dict)
-    """How much waits in each queue of the broker, for metrics; raises Transient when the broker is away."""
+    """Messages waiting in each queue of the broker, for metrics; raises Transient while the broker is unavailable."""
 
     @classmethod
     def over(cls, settings: Settings, database: Database, wake: Callable[[], None] | None = None,
@@ -69,21 +69,21 @@ class Control:
         idempotency = Idempotency(database, settings.idempotency_ttl_s)
         return cls(settings, database, JobFiles.of(settings), Jobs(database, idempotency=idempotency),
                    Endpoints(database), Histories(database), Results(database), Outbox(database), idempotency,
-                   Keys(database), Projects(database), Audit(database), Webhooks(database),
+                   ApiKeys(database), Projects(database), Audit(database), Webhooks(database),
                    PreflightCache(settings), SYSTEM, wake or _nothing, checks or {}, queues or {})
 
     def within(self, scope: Scope) -> "Control":
-        """The same, as `scope` sees it."""
+        """The same, restricted to `scope`."""
         database = self.database
         return replace(
             self, scope=scope, jobs=Jobs(database, idempotency=self.idempotency, scope=scope),
             endpoints=Endpoints(database, scope=scope), histories=Histories(database, scope=scope),
-            results=Results(database, scope=scope), keys=Keys(database, scope=scope),
+            results=Results(database, scope=scope), keys=ApiKeys(database, scope=scope),
             projects=Projects(database, scope=scope), audit=Audit(database, scope=scope),
             webhooks=Webhooks(database, scope=scope, allow_private=self.settings.webhooks_allow_private))
 
-    def check_reach(self, spec: JobSpec) -> None:
-        """Whether a job reaches only what its submitter may. Raises InvalidInput."""
+    def check_spec_policy(self, spec: JobSpec) -> None:
+        """Whether a job uses only paths and endpoints that its submitter may use. Raises InvalidInput."""
         principal = self.scope.principal
         if principal is not None and ALL_PROJECTS not in principal.roles:
             spec_policy.check(spec, self.settings.home, self._is_mine)
@@ -100,7 +100,7 @@ class Control:
 
 
 def scoped(request: Request) -> Control:
-    """The control plane as the request's caller may see it."""
+    """The control plane, restricted to the scope of the request."""
     control: Control = request.app.state.control
     return control.within(request.state.access)
 

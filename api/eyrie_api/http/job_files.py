@@ -1,9 +1,9 @@
-"""The files of jobs, as the API shows them: in the job's directory, or in the store that is a cluster's work area.
+"""The files of jobs that the API serves: from the job's directory, or from the store that is a cluster's work area.
 
-On one machine, and where the work area is a shared volume, `<home>/jobs/<id>` holds everything. An API server of a
-cluster whose work area is an artifact store has an empty home of its own: manifests are brought there when somebody
-asks (they are small, and but for the proof's never change), and logs and files are read from the store, piece by piece.
-Nothing is kept of large files here.
+On one machine, and where the work area is a shared volume, `<home>/jobs/<id>` holds everything. The API server of a
+cluster whose work area is an artifact store has an empty home of its own: manifests are downloaded on request (they are
+small, and all but prove's are immutable), logs and files are streamed from the store in pieces. Large files are never
+kept here.
 """
 
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ PIECE_BYTES = 8 * 2**20
 
 
 def work_store(profile: ClusterProfile, settings: Settings) -> ArtifactStore | None:
-    """The store that is the jobs' work area; None where that is a volume. The profile says where, as it tells the
-    pods; EYRIE_ARTIFACTS_* say the rest, credentials above all."""
+    """The store that is the jobs' work area; None where that is a volume. Its location comes from the cluster profile,
+    as for the pods; everything else, credentials included, from EYRIE_ARTIFACTS_*."""
     work = profile.stages.work
     if not isinstance(work, S3Work):
         return None
@@ -34,29 +34,29 @@ def work_store(profile: ClusterProfile, settings: Settings) -> ArtifactStore | N
 
 
 class JobFiles:
-    """Reads. `store` is the work area; None where job directories lie under the home."""
+    """Reads files of jobs. `store` is the work area; None where job directories are under the home."""
 
     def __init__(self, settings: Settings, store: ArtifactStore | None) -> None:
         self._settings, self._store = settings, store
 
     @classmethod
     def of(cls, settings: Settings) -> "JobFiles":
-        """As the settings say. Raises InvalidInput for a profile that cannot be read."""
+        """From the settings. Raises InvalidInput for a profile that cannot be read."""
         if settings.cluster_profile is None:
             return cls(settings, None)
         return cls(settings, work_store(read_profile(settings.cluster_profile), settings))
 
     def manifests(self, job_id: str) -> tuple[StageManifest, ...]:
-        """Every finished stage. Raises StoreAway."""
+        """Every finished stage. Raises StoreUnavailable."""
         if self._store is not None:
             for stored in self._store.list(f"jobs/{job_id}/stages"):
                 if stored.key.endswith(f"/{MANIFEST}"):
-                    self._bring(stored.key)
+                    self._download(stored.key)
         return read_manifests(self._settings.job_dir(job_id))
 
-    def _bring(self, key: str) -> None:
+    def _download(self, key: str) -> None:
         path = self._settings.home.absolute() / key
-        if path.is_file() and path.parent.name != "prove":  # a later attempt may have proven anew
+        if path.is_file() and path.parent.name != "prove":  # a later attempt may have run prove again
             return
         assert self._store is not None
         data = self._store.read(key)
@@ -64,7 +64,7 @@ class JobFiles:
         write_atomically(path, data)
 
     def log(self, job_id: str, stage: str, key: str, offset: int, most: int) -> bytes | None:
-        """What a stage printed, from `offset`; None when there is no log. Raises StoreAway."""
+        """A stage's log from `offset`, at most `most` bytes; None when there is none. Raises StoreUnavailable."""
         path = self._settings.stage_dir(job_id, stage, key) / "log.txt"
         if self._store is None:
             try:
@@ -73,16 +73,16 @@ class JobFiles:
                     return file.read(most)
             except FileNotFoundError:
                 return None
-        there = self._store.stat(self._key(path))
-        if there is None:
+        stored = self._store.stat(self._key(path))
+        if stored is None:
             return None
-        length = min(most, there.size_bytes - offset)
+        length = min(most, stored.size_bytes - offset)
         return self._store.read(self._key(path), start=offset, length=length) if length > 0 else b""
 
     def path(self, one: StageManifest, entry: FileEntry) -> Path | None:
-        """Where a file of a finished stage lies on this machine; None where it is to be read by `pieces`.
+        """Path of a finished stage's file on this machine; None where `pieces` reads it from the store.
 
-        Raises ArtifactCorrupt for what is no file of the stage's directory.
+        Raises ArtifactCorrupt for a path that is not a file in the stage's directory.
         """
         if self._store is not None:
             return None
@@ -93,7 +93,7 @@ class JobFiles:
         return file
 
     def pieces(self, one: StageManifest, entry: FileEntry) -> Iterator[bytes]:
-        """A file of a finished stage from the store. Raises ArtifactMissing before the first piece, or StoreAway."""
+        """A finished stage's file from the store. Raises ArtifactMissing before the first piece, StoreUnavailable."""
         assert self._store is not None
         key = self._key(one.directory / entry.path)
         if self._store.stat(key) is None:

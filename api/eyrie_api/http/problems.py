@@ -1,8 +1,8 @@
-"""Every refusal as RFC 9457 problem+json, with the hint.
+"""Every error response as RFC 9457 problem+json, with a hint.
 
-`type` is `urn:eyrie:problem:<Reason>`, where the reason is that of the EyrieError; so the client can raise the same
-class again. Validation errors carry, per field, a JSON pointer into the body (or the parameter's name), the offending
-value, and the rule. Nothing leaves this server in another shape: not an unknown route, not a wrong method, not a bug.
+`type` is `urn:eyrie:problem:<Reason>`, with the reason of the EyrieError, so that the client raises the same class.
+Validation errors carry, per field, a JSON pointer into the body (or the parameter's name), the offending value, and the
+rule. Unknown routes, wrong methods and internal errors have the same form.
 """
 
 import difflib
@@ -32,10 +32,10 @@ TYPE_PREFIX = "urn:eyrie:problem:"
 _SHOWN = 200
 
 
-class DatabaseAway(Transient):
-    """The database does not answer, or has just cut a transaction off. What was answered before is kept."""
+class DatabaseUnavailable(Transient):
+    """The database is unavailable, or has aborted a transaction. Changes confirmed before are committed."""
 
-    reason = "DatabaseAway"
+    reason = "DatabaseUnavailable"
 
 
 class MethodNotAllowed(EyrieError):
@@ -64,18 +64,18 @@ def problem_of(error: EyrieError, instance: str | None = None) -> Problem:
 
 
 def respond(problem: Problem, headers: dict[str, str] | None = None) -> Response:
-    """The HTTP response of a problem. An echoed value may hold half of a surrogate pair, which no UTF-8 can."""
+    """The HTTP response of a problem. An echoed value may hold half of a surrogate pair, which UTF-8 cannot encode."""
     body = json.dumps(problem.model_dump(mode="json"), ensure_ascii=False).encode("utf-8", "replace")
     return Response(body, status_code=problem.status, media_type=MEDIA_TYPE, headers=headers)
 
 
 def refuse(error: EyrieError, path: str) -> Response:
-    """The response to a request on `path` that met `error`."""
+    """The response to a request on `path` that failed with `error`."""
     return respond(problem_of(error, path), _headers_of(error))
 
 
 def _headers_of(error: EyrieError) -> dict[str, str] | None:
-    """Headers some refusals need."""
+    """Headers that some errors require."""
     if isinstance(error, Transient):
         return {"Retry-After": str(math.ceil(error.after_s))}
     if isinstance(error, Unauthorized):
@@ -84,12 +84,12 @@ def _headers_of(error: EyrieError) -> dict[str, str] | None:
 
 
 def install(app: FastAPI) -> None:
-    """Make every error of `app` a problem."""
+    """Install handlers that turn every error of `app` into a problem."""
     app.add_exception_handler(EyrieError, _on_eyrie_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     for kind in (OperationalError, InterfaceError, TimeoutError):
-        app.add_exception_handler(kind, _on_database_away)
+        app.add_exception_handler(kind, _on_database_error)
     app.add_exception_handler(Exception, _on_bug)
 
 
@@ -98,37 +98,37 @@ async def _on_eyrie_error(request: Request, error: Exception) -> Response:
     return refuse(error, request.url.path)
 
 
-async def _on_database_away(request: Request, error: Exception) -> Response:
-    # SQLite calls a statement that is wrong an operational error too; that will not pass.
+async def _on_database_error(request: Request, error: Exception) -> Response:
+    # SQLite reports an invalid statement as an operational error too; a retry does not help there.
     if getattr(getattr(error, "orig", None), "sqlite_errorname", "") == "SQLITE_ERROR":
         return await _on_bug(request, error)
-    log.warning("%s %s: the database does not answer: %s", request.method, request.url.path, error)
-    away = DatabaseAway(f"the database does not answer: {type(error).__name__}",
-                        "try again, with the same Idempotency-Key; the control plane's log says more")
-    return refuse(away, request.url.path)
+    log.warning("%s %s: database unavailable: %s", request.method, request.url.path, error)
+    unavailable = DatabaseUnavailable(f"the database is unavailable: {type(error).__name__}",
+                                      "retry with the same Idempotency-Key; the control plane's log has details")
+    return refuse(unavailable, request.url.path)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method
-    if isinstance(error.__cause__, EyrieError):  # a guard's refusal that met the framework reading the body
+    if isinstance(error.__cause__, EyrieError):  # raised by the middleware while the framework read the body
         return refuse(error.__cause__, path)
     headers = dict(error.headers or {})
     if error.status_code == 400:  # the body could not be read as JSON at all
-        return refuse(InvalidInput(f"the body is not readable: {error.detail}", "send one JSON object in UTF-8"), path)
+        return refuse(InvalidInput(f"the body cannot be read: {error.detail}", "send one JSON object in UTF-8"), path)
     if error.status_code == 404:
-        return refuse(NotFound(f"no such route: {path}", "see /docs for what there is"), path)
+        return refuse(NotFound(f"no such route: {path}", "/docs lists the routes"), path)
     if error.status_code == 405:
         allowed = ", ".join(_allowed(request))
         return respond(problem_of(MethodNotAllowed(f"{method} is not allowed on {path}", f"allowed: {allowed}"), path),
                        {"Allow": allowed})
     problem = Problem(type=TYPE_PREFIX + "HttpError", title="HTTP error", status=error.status_code,
-                      detail=str(error.detail), hint="see /docs for what there is", instance=path)
+                      detail=str(error.detail), hint="/docs lists the routes", instance=path)
     return respond(problem, headers)
 
 
 def _allowed(request: Request) -> list[str]:
-    """Methods of all routes on this path; the framework names those of the first alone."""
+    """Methods of all routes on this path; the framework reports those of the first one only."""
     routes: list[Route] = request.app.state.routes
     on_path = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
     return sorted({method for route in on_path for method in route.methods or ()})
@@ -139,7 +139,7 @@ async def _on_bug(request: Request, error: Exception) -> Response:
     return respond(Problem(
         type=TYPE_PREFIX + "InternalError", title="Internal error", status=500, instance=request.url.path,
         detail=f"the server failed on this request: {type(error).__name__}",
-        hint="this is a defect of Eyrie: its log holds the trace; please report it"))
+        hint="this is a bug in Eyrie: please report it with the traceback from the server's log"))
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
@@ -157,20 +157,20 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
 
 
 def _explain(error: dict[str, Any]) -> dict[str, Any]:
-    """Pointer, value and rule of one pydantic error; a hint where the likely one is known."""
-    place, *path = error["loc"]
-    told: dict[str, Any] = {"pointer": pointer(path) if place == "body" else "", "rule": _rule(error),
-                            "value": _shown(error.get("input"))}
-    if place != "body":
-        told["parameter"] = ".".join(map(str, path))
+    """Pointer, value and rule of one pydantic error; a hint where there is a likely one."""
+    location, *path = error["loc"]
+    explained: dict[str, Any] = {"pointer": pointer(path) if location == "body" else "", "rule": _rule(error),
+                                "value": _shown(error.get("input"))}
+    if location != "body":
+        explained["parameter"] = ".".join(map(str, path))
     if error["type"] == "extra_forbidden" and path:
         close = difflib.get_close_matches(str(path[-1]), _field_names(JobSpec, path[:-1]), n=1)
-        told["hint"] = f"did you mean {close[0]!r}?" if close else "leave it out: no such field"
+        explained["hint"] = f"did you mean {close[0]!r}?" if close else "remove it: there is no such field"
     if error["type"] == "json_invalid":
-        told["pointer"] = ""
-        told["rule"] = f"the body is not JSON: {error.get('ctx', {}).get('error', 'malformed')}"
-        told["hint"] = "send one JSON object"
-    return told
+        explained["pointer"] = ""
+        explained["rule"] = f"the body is not JSON: {error.get('ctx', {}).get('error', 'malformed')}"
+        explained["hint"] = "send one JSON object"
+    return explained
 
 
 def pointer(path: Sequence[str | int]) -> str:
@@ -183,7 +183,7 @@ def _rule(error: dict[str, Any]) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """A value that can be sent back: small, finite, without what JSON cannot hold."""
+    """A value that can be echoed: short, finite, representable in JSON."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int | float):
@@ -200,7 +200,7 @@ def _as_json(value: Any) -> str:
 
 
 def _field_names(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
-    """Fields of the section of a job spec that `path` leads to; empty when it leads elsewhere."""
+    """Fields of the section of a job spec at `path`; empty when it is not a section."""
     for part in path:
         field = model.model_fields.get(str(part))
         if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):

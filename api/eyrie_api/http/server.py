@@ -16,10 +16,10 @@ from starlette.routing import Route
 
 from eyrie_api.database.engine import Database
 from eyrie_api.http import problems
-from eyrie_api.http.authentication import Callers
+from eyrie_api.http.authentication import Authenticator
 from eyrie_api.http.control import Control
-from eyrie_api.http.event_fanout import Following
-from eyrie_api.http.middleware import Guard, Stopwatch
+from eyrie_api.http.event_fanout import EventFanout
+from eyrie_api.http.middleware import AccessMiddleware, RequestTimer
 from eyrie_api.http.routes import access, audit, endpoints, jobs, operations, outcomes, streams, webhooks
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.status import Problem
@@ -32,8 +32,9 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"description": words, "content": {problems.MEDIA_TYPE: {
         "schema": {"$ref": "#/components/schemas/Problem"}}}}
     for status, words in (
-        (401, "No bearer token, or a wrong one"), (403, "Not allowed, or not answered from there"),
-        (404, "No such thing"), (409, "The present state forbids it"),
+        (401, "No bearer token, or a wrong one"),
+        (403, "Not allowed, or a Host header that does not name this machine"),
+        (404, "No such object"), (409, "The current state does not allow it"),
         (413, "The body is too large"), (415, "The body is not JSON"),
         (429, "Too many requests, or the project's quota is used up"),
         (422, "The request is wrong; `errors` has pointers, values and rules"), (503, "Try again later"),
@@ -42,8 +43,8 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 
 
 _THREADS = 8
-"""In which handlers run; the framework would take 40. They wait for one interpreter and for fewer connections than
-that, and while they push each other about, streams and probes get no turn."""
+"""Threads that run handlers; the framework's default is 40. More threads only compete for one interpreter and for fewer
+database connections than that, and meanwhile delay streams and probes."""
 
 
 @asynccontextmanager
@@ -57,17 +58,17 @@ def create_app(settings: Settings, *, database: Database | None = None, wake: Ca
                queues: Mapping[str, Callable[[], int]] | None = None) -> FastAPI:
     """The application.
 
-    database   opened from the settings when absent; must have been migrated (`Database.migrate`)
-    wake       called after each change that promised a chore
+    database   opened from the settings when absent; must have been migrated (`migrations.upgrade`)
+    wake       called after each change that enqueued a chore
     checks     further readiness checks by name, for example `{"chores": lambda: loop.is_running}`
-    queues     how much waits in each queue of the broker, for the metric `eyrie_queue_length`
+    queues     number of messages waiting in each queue of the broker, for the metric `eyrie_queue_length`
     """
     database = database or Database(settings.resolved_database_url)
     control = Control.over(settings, database, wake, checks, queues)
     app = FastAPI(title="Eyrie", version=importlib.metadata.version("eyrie"), description=DESCRIPTION,
                   responses=_REFUSALS, redirect_slashes=False, lifespan=_few_threads)
     app.state.control = control
-    app.state.following = Following(database, settings.sse_poll_s)
+    app.state.event_fanout = EventFanout(database, settings.sse_poll_s)
     app.state.telemetry = operations.Telemetry(control)
     routers = [part.router for part in (jobs, streams, outcomes, endpoints, access, audit, webhooks, operations)]
     for router in routers:
@@ -76,8 +77,9 @@ def create_app(settings: Settings, *, database: Database | None = None, wake: Ca
     app.state.routes = [route for router in (app.router, *routers) for route in router.routes
                         if isinstance(route, Route)]
     problems.install(app)
-    app.add_middleware(Guard, settings=settings, callers=Callers(settings, database), audit=control.audit)
-    app.add_middleware(Stopwatch, observe=app.state.telemetry.observe)
+    app.add_middleware(AccessMiddleware, settings=settings, authenticator=Authenticator(settings, database),
+                       audit=control.audit)
+    app.add_middleware(RequestTimer, observe=app.state.telemetry.observe)
     _describe_problem(app)
     return app
 

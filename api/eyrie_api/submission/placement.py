@@ -31,13 +31,13 @@ def read_profile(path: Path) -> ClusterProfile:
                            "correct the file") from error
 
 
-def place_stage(profile: ClusterProfile, wanted: JobPlacement, stage: StageKey) -> Placement:
+def resolve_stage_placement(profile: ClusterProfile, wanted: JobPlacement, stage: StageKey) -> Placement:
     """The placement of one stage of one job. Raises InvalidInput when the two contradict each other."""
     given = profile.per_stage.get(stage, profile.stages).model_copy(update={"work": profile.stages.work})
-    return overlay(overlay(given, wanted.every), wanted.stages.get(stage, PlacementRequest()))
+    return merge_placement(merge_placement(given, wanted.every), wanted.stages.get(stage, PlacementRequest()))
 
 
-def overlay(given: Placement, wanted: PlacementRequest) -> Placement:
+def merge_placement(given: Placement, wanted: PlacementRequest) -> Placement:
     """`wanted` over `given`; see `PlacementRequest` for the rule. Raises InvalidInput."""
     changed: dict[str, object] = {}
     for name in ("num_gpus", "gpu_type", "shared_memory", "queue", "priority_class"):

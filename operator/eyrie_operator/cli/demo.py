@@ -24,7 +24,7 @@ from eyrie_api.cli.screen import Screen
 from eyrie_api.cli.tables import duration, times
 from eyrie_api.cli.watch import verdict, watch
 from eyrie_api.client import Client
-from eyrie_api.decisions.promotion import in_short
+from eyrie_api.decisions.promotion import summarize_decision
 from eyrie_api.errors import EyrieError, Permanent
 from eyrie_api.processes import free_port
 from eyrie_api.settings import Settings
@@ -207,7 +207,7 @@ def closing(report: dict[str, Any], final: BenchmarkReport | None, reply: chat.R
     if not promoted:
         why = report["outcome"]["message"] or "nothing was measured"
         if report["decision"] is not None:
-            why = in_short(PromotionDecision.model_validate(report["decision"]))
+            why = summarize_decision(PromotionDecision.model_validate(report["decision"]))
         return Group(Text.assemble(("No drafter was promoted: ", "bold yellow"), why),
                      Text("The target serves without a drafter, since none is faster."), *by_suite, *proven,
                      *tried)

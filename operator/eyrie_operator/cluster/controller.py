@@ -425,7 +425,7 @@ class Controller:
             return ()
         project = self._project_of(resource.identity)
         try:
-            spec = endpoint_names.suited(action.spec, project)
+            spec = endpoint_names.with_project_endpoint(action.spec, project)
             if project != DEFAULT_PROJECT:  # the same checks as for a REST caller with access to this project only
                 spec_policy.check(spec, self._settings.home, self._belongs_to(project))
             accepted = preflight.check(spec, self._settings).spec

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from eyrie_api.database.endpoints import Serving
 from eyrie_api.errors import EyrieError
 from eyrie_api.settings import Settings
-from eyrie_api.submission.placement import overlay
+from eyrie_api.submission.placement import merge_placement
 from eyrie_api.submission.target_facts import read_config, target_dir
 from eyrie_api.v1alpha1.cluster import ClusterProfile, ServingSpec
 from eyrie_api.v1alpha1.job import JobSpec
@@ -65,7 +65,7 @@ class Deployments:
            owner: Owner | None) -> EndpointDeployment:
         """Everything but the drafters. Raises InvalidInput naming what cannot be."""
         given, serve = self._given, serving.serve
-        placement = overlay(given.placement, serve.placement)
+        placement = merge_placement(given.placement, serve.placement)
         pull_secrets = dict.fromkeys((*placement.image_pull_secrets, *self._profile.stages.image_pull_secrets))
         placement = placement.model_copy(update={"work": self._work, "image_pull_secrets": tuple(pull_secrets)})
         replicas = serve.replicas or given.replicas

@@ -55,7 +55,7 @@ class Drafters:
         self._known: dict[str, DrafterFound] = {}
 
     def find(self, directory: str) -> DrafterFound:
-        """What can be read of it. Raises ArtifactMissing or StoreAway."""
+        """What can be read of it. Raises ArtifactMissing or StoreUnavailable."""
         known = self._known.get(directory)
         if known is None:
             stored = stored_at(directory, self._home)
@@ -68,7 +68,7 @@ class Drafters:
         return known
 
     def files(self, directory: str, job: JobSpec | None, *, facts_needed: bool) -> DrafterFiles:
-        """For the manifests. Raises Undeployable, Unlaunchable, ArtifactMissing or StoreAway.
+        """For the manifests. Raises Undeployable, Unlaunchable, ArtifactMissing or StoreUnavailable.
 
         facts_needed  SGLang's launch line follows from them; our engine reads the directory itself
         """

@@ -219,7 +219,7 @@ class EndpointReconciler:
         drafting = {each.number for each in snapshot.endpoint.revisions if each.use.setting.method != "off"}
         engines = tuple(self._with_window(snapshot, deployment, engine) if engine.revision in drafting else engine
                         for engine in seen.engines)
-        return replace(seen, engines=engines, windows=watched.windows, drift_reported=watched.drift_told)
+        return replace(seen, engines=engines, windows=watched.windows, drift_reported=watched.drift_reported)
 
     def _with_window(self, snapshot: _Snapshot, deployment: EndpointDeployment,
                      engine: ObservedEngine) -> ObservedEngine:

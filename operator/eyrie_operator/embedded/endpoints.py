@@ -128,7 +128,7 @@ class EmbeddedEndpoints:
         shared = route is not None and bool(route.others)
         canary = _observe_canary(route, read_shares(gateway.port) if gateway is not None and alive and shared else None)
         return ObservedEndpoint(gateway_alive=alive, routed=routed, engines=engines, windows=watched.windows,
-                                drift_reported=watched.drift_told, canary=canary)
+                                drift_reported=watched.drift_reported, canary=canary)
 
     def _observe_engine(self, record: EngineRecord, folder: Path, model: str) -> ObservedEngine:
         if not is_alive(record.process):

@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 
 from eyrie_api.clock import Clock, utc_now
-from eyrie_api.database.endpoint_history import Histories, Watched
+from eyrie_api.database.endpoint_history import Histories, RecentWindows
 from eyrie_api.database.endpoints import Endpoints, Serving
 from eyrie_api.database.engine import Database
 from eyrie_api.database.idempotency import Idempotency
@@ -59,10 +59,10 @@ class EndpointRecords:
         except NotFound:
             return None
 
-    def watched(self, endpoint: Endpoint) -> Watched:
+    def watched(self, endpoint: Endpoint) -> RecentWindows:
         """Recent acceptance windows of the active revision."""
         active = endpoint.active_revision
-        return Watched() if active is None else self._histories.watched(endpoint.name, active)
+        return RecentWindows() if active is None else self._histories.watched(endpoint.name, active)
 
     def record(self, action: EndpointAction, endpoint: Endpoint, conditions: Conditions,
                directory: Path) -> Conditions:

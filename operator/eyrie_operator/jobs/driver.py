@@ -34,7 +34,7 @@ from eyrie_api.database.ingest import Ingest
 from eyrie_api.database.jobs import Jobs, LeaseLost
 from eyrie_api.database.results import ResultFilter, Results
 from eyrie_api.decisions.leaderboard import Measured
-from eyrie_api.decisions.promotion import decide, in_short, proven_speedup, proven_tau, without_drafter
+from eyrie_api.decisions.promotion import decide, proven_speedup, proven_tau, summarize_decision, without_drafter
 from eyrie_api.errors import EyrieError, NotFound, Transient
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.job import JobSpec
@@ -278,7 +278,7 @@ class Driver:
             # N-gram speculation reads no drafter: the engine must not load one.
             use = proof.use.model_copy(update={"drafter_dir": None if without_drafter(proof) else str(drafter)})
             revision = self._endpoints.propose(
-                name, job_id=job.id, checkpoint=tuned.checkpoint, use=use, reason=in_short(outcome.decision),
+                name, job_id=job.id, checkpoint=tuned.checkpoint, use=use, reason=summarize_decision(outcome.decision),
                 speedup=proven_speedup(tuned.final, proof), tau=proven_tau(tuned.final, proof)).number
         self._write_outcome(job.id, outcome.model_copy(update={"endpoint": name, "revision": revision}))
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal
 
-from eyrie_api.decisions.promotion import in_short
+from eyrie_api.decisions.promotion import summarize_decision
 from eyrie_api.errors import EyrieError
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.records import Failure, ProgressRecord
@@ -178,7 +178,7 @@ def _finish(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: datet
     reason = {"promote": "Promoted", "keep-incumbent": "IncumbentKept", "no-drafter": "NotFaster",
               "awaits-approval": "AwaitsApproval"}[decision.verdict]
     conditions = observe(conditions, "Promoted", "True" if decision.promote else "False", reason,
-                         in_short(decision), now)
+                         summarize_decision(decision), now)
     # No drafter is fast enough: serve the target without one, so that the endpoint's URL exists.
     bare = decision.verdict == "no-drafter" and spec.promotion.mode == "auto"
     if spec.serve.enabled and (decision.promote or bare):
@@ -195,7 +195,7 @@ def _finish(spec: JobSpec, seen: ObservedJob, conditions: Conditions, now: datet
                                "engine's log, then promote it again with `eyrie endpoints`")
             return _plan(seen, _failed(conditions, failed, now), now, WriteReport())
         conditions = observe(conditions, "Serving", "True", "Healthy", serving.message, now)
-    conditions = observe(conditions, "Succeeded", "True", "Completed", in_short(decision), now)
+    conditions = observe(conditions, "Succeeded", "True", "Completed", summarize_decision(decision), now)
     return _plan(seen, conditions, now, WriteReport())
 
 

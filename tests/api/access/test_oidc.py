@@ -11,7 +11,7 @@ import httpx
 import pytest
 from cryptography.hazmat.primitives import serialization
 
-from eyrie_api.access.oidc import Issuer, IssuerAway
+from eyrie_api.access.oidc import Issuer, IssuerUnavailable
 from eyrie_api.clock import utc_now
 from eyrie_api.database.engine import Database
 from eyrie_api.errors import InvalidInput, Unauthorized
@@ -102,7 +102,7 @@ def test_an_issuer_that_is_away_is_waited_for_and_its_known_keys_go_on(double: I
     elapsed = Elapsed()
     issuer, token = Issuer(double.url, AUDIENCE, elapsed=elapsed), double.token()
     double.is_away = True
-    with pytest.raises(IssuerAway):
+    with pytest.raises(IssuerUnavailable):
         issuer.verify(token)
     double.is_away = False
     elapsed.now += 11

@@ -14,7 +14,7 @@ DATABASES = ("sqlite",)
 def test_a_revoked_key_s_event_stream_ends_at_a_heartbeat(settings: Settings, database: Database,
                                                           monkeypatch: pytest.MonkeyPatch,
                                                           caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(middleware, "_STREAM_ASKS_AGAIN_S", 0.1)
+    monkeypatch.setattr(middleware, "_REAUTHENTICATE_S", 0.1)
     with two_projects(settings.model_copy(update={"sse_heartbeat_s": 0.2}), database) as world:
         job_id = world.ask(world.b.secret, "POST", JOBS, json=job_body()).json()["id"]
         headers = {"Authorization": f"Bearer {world.b.secret}", "Accept": "text/event-stream"}

@@ -16,7 +16,7 @@ from eyrie_api.database.endpoints import Endpoints
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.outbox import Outbox
-from eyrie_api.database.webhooks import BACKOFF_S, GIVEN_UP, KEPT_S, Webhooks
+from eyrie_api.database.webhooks import BACKOFF_S, KEPT_S, MAX_FAILURES, Webhooks
 from eyrie_api.egress import ssrf_safe_http
 from eyrie_api.egress.webhook_signatures import is_genuine, signature
 from eyrie_api.errors import InvalidInput
@@ -116,12 +116,12 @@ def test_a_delivery_that_fails_is_tried_again_later_under_the_same_id(
 def test_a_webhook_that_never_answers_is_switched_off_until_a_ping_arrives(
         database: Database, clock: ManualClock, webhooks: Webhooks, receiver: Receiver) -> None:
     hook, _secret = webhooks.create(CreateWebhook(url=receiver.url))
-    receiver.answers = [500] * GIVEN_UP
-    for _ in range(GIVEN_UP):
+    receiver.answers = [500] * MAX_FAILURES
+    for _ in range(MAX_FAILURES):
         webhooks.ping(hook.id)
         deliver_all(webhooks)
     off = webhooks.list()[0]
-    assert off.failures == GIVEN_UP
+    assert off.failures == MAX_FAILURES
     assert off.disabled_reason is not None
     jobs = Jobs(database, clock)
     jobs.save_status(jobs.submit(job_spec()).id, ended("Failed"))

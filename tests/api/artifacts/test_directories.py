@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from eyrie_api.artifacts import MANIFEST, read_manifest
-from eyrie_api.artifacts.directories import Moved, download_dir, upload_dir
+from eyrie_api.artifacts.directories import TransferStats, download_dir, upload_dir
 from eyrie_api.artifacts.store import AlreadyWritten, ArtifactStore
 from eyrie_api.errors import ArtifactCorrupt, ArtifactMissing, InvalidInput
 from tests.api.samples import benchmark_report, finish_stage
@@ -28,10 +28,10 @@ def names(directory: Path) -> set[str]:
 
 def test_a_finished_directory_goes_up_and_comes_down_whole(store: ArtifactStore, tmp_path: Path) -> None:
     made = a_stage(tmp_path / "made")
-    assert upload_dir(store, made, PREFIX) == Moved(4, 3008, 0)
+    assert upload_dir(store, made, PREFIX) == TransferStats(4, 3008, 0)
     assert [found.key for found in store.list(PREFIX)] == [
         f"{PREFIX}/{name}" for name in ("events.jsonl", "index.json", MANIFEST, "shards/0.bin", "shards/1.bin")]
-    assert download_dir(store, PREFIX, tmp_path / "back") == Moved(3, 3002, 0)
+    assert download_dir(store, PREFIX, tmp_path / "back") == TransferStats(3, 3002, 0)
     assert names(tmp_path / "back") == {*FILES, MANIFEST}
     assert read_manifest(tmp_path / "back") == read_manifest(made)
     for name, data in FILES.items():
@@ -45,13 +45,13 @@ def test_what_is_there_already_is_not_moved_again(store: ArtifactStore, tmp_path
     (tmp_path / MANIFEST).rename(made / MANIFEST)
     store.delete(f"{PREFIX}/shards/1.bin")
     store.write(f"{PREFIX}/index.json", b"torn")
-    assert upload_dir(store, made, PREFIX) == Moved(2, 2002, 2)
-    assert upload_dir(store, made, PREFIX) == Moved(0, 0, 4)
+    assert upload_dir(store, made, PREFIX) == TransferStats(2, 2002, 2)
+    assert upload_dir(store, made, PREFIX) == TransferStats(0, 0, 4)
     back = tmp_path / "back"
     download_dir(store, PREFIX, back)
     (back / "shards/0.bin").write_bytes(b"1" * 1000)
     (back / MANIFEST).unlink()
-    assert download_dir(store, PREFIX, back) == Moved(1, 1000, 2)
+    assert download_dir(store, PREFIX, back) == TransferStats(1, 1000, 2)
     assert (back / "shards/0.bin").read_bytes() == FILES["shards/0.bin"]
 
 
@@ -97,10 +97,10 @@ def test_an_unfinished_directory_moves_only_when_asked_to(store: ArtifactStore, 
     upload_dir(store, work, PREFIX, unfinished=True)
     with pytest.raises(ArtifactMissing):
         download_dir(store, PREFIX, tmp_path / "next")
-    assert download_dir(store, PREFIX, tmp_path / "next", unfinished=True) == Moved(1, 6, 0)
-    assert download_dir(store, PREFIX, tmp_path / "next", unfinished=True) == Moved(0, 0, 1)
+    assert download_dir(store, PREFIX, tmp_path / "next", unfinished=True) == TransferStats(1, 6, 0)
+    assert download_dir(store, PREFIX, tmp_path / "next", unfinished=True) == TransferStats(0, 0, 1)
     assert (tmp_path / "next/checkpoints/state.pt").read_bytes() == b"step 2"
-    assert download_dir(store, "jobs/nobody", tmp_path / "none", unfinished=True) == Moved(0, 0, 0)
+    assert download_dir(store, "jobs/nobody", tmp_path / "none", unfinished=True) == TransferStats(0, 0, 0)
 
 
 def test_a_manifest_that_names_a_path_outside_is_refused(store: ArtifactStore, tmp_path: Path) -> None:

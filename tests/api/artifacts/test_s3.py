@@ -13,7 +13,7 @@ from eyrie_api.artifacts import digest_bytes, digest_file
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.options import MIN_PART_BYTES, StoreOptions
 from eyrie_api.artifacts.s3 import DIGEST
-from eyrie_api.artifacts.store import StoreAway, StoreRefused
+from eyrie_api.artifacts.store import StoreAccessDenied, StoreUnavailable
 from eyrie_api.errors import ArtifactCorrupt, EyrieError, InvalidInput
 from tests.api.artifacts.conftest import Bucket, make_bucket
 from tests.servers.cutting import Relay, relaying
@@ -130,7 +130,7 @@ def test_an_upload_that_cannot_be_remembered_and_fails_is_given_up(bucket: Bucke
     with relaying(port_of(bucket.server)) as relay:
         store = open_store(f"s3://{bucket.name}/eyrie/tests", through(relay, bucket, max_attempts=1, parallel=1))
         relay.cut_at = b"partNumber=2"
-        with pytest.raises(StoreAway):
+        with pytest.raises(StoreUnavailable):
             store.upload("a.bin", source)
     assert unfinished(bucket) == []
 
@@ -142,7 +142,7 @@ def test_an_upload_that_was_cut_off_is_taken_up_while_it_advances_and_else_given
         store = open_store(f"s3://{bucket.name}/eyrie/tests", through(relay, bucket, max_attempts=1, parallel=1))
         for last, left in (("partNumber=2", 1), ("partNumber=3", 1), ("partNumber=3", 0)):
             relay.cut_at = last.encode()
-            with pytest.raises(StoreAway):
+            with pytest.raises(StoreUnavailable):
                 store.upload("a.bin", source)
             assert len(unfinished(bucket)) == left
         relay.cut_at = None
@@ -176,7 +176,7 @@ def test_a_wrong_secret_is_refused_and_never_told(rclone_s3: S3Server, tmp_path:
                                                  caplog: pytest.LogCaptureFixture) -> None:
     bucket = make_bucket(rclone_s3, tmp_path)
     (bucket.secret / "secret_key").write_text("sesame-that-does-not-open")
-    with caplog.at_level(logging.INFO), pytest.raises(StoreRefused, match="SignatureDoesNotMatch") as caught:
+    with caplog.at_level(logging.INFO), pytest.raises(StoreAccessDenied, match="SignatureDoesNotMatch") as caught:
         bucket.store().write("x", b"")
     for text in (str(caught.value), caplog.text, repr(bucket.options())):
         assert "sesame" not in text
@@ -194,7 +194,7 @@ def test_a_secret_without_a_key_and_no_credentials_at_all_are_told_apart(
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-    with pytest.raises(StoreRefused, match="no credentials"):
+    with pytest.raises(StoreAccessDenied, match="no credentials"):
         bucket.store(credentials_dir=None).write("x", b"")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", moto_s3.access_key)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", moto_s3.secret_key)
@@ -212,7 +212,7 @@ def test_a_server_that_is_away_is_worth_another_try(bucket: Bucket, tmp_path: Pa
     started = time.monotonic()
     for use in (lambda: store.stat("x"), lambda: store.read("x"), lambda: store.write("x", b""),
                 lambda: list(store.list()), lambda: store.download("x", tmp_path / "x")):
-        with pytest.raises(StoreAway):
+        with pytest.raises(StoreUnavailable):
             use()
     assert time.monotonic() - started < LONG_S
 

@@ -16,7 +16,7 @@ import pytest
 from eyrie_api.artifacts.open_store import open_store
 from eyrie_api.artifacts.options import StoreOptions
 from eyrie_api.artifacts.store import AlreadyWritten, ArtifactStore
-from eyrie_api.chores.broker import SHARD_QUEUE, BrokerAway, Holds
+from eyrie_api.chores.broker import SHARD_QUEUE, BrokerUnavailable, TaskLocks
 from eyrie_api.errors import ArtifactCorrupt, InvalidInput, Permanent
 from eyrie_api.v1alpha1.regeneration import RegenerateSpec
 from eyrie_api.v1alpha1.sampling import SamplingSpec
@@ -228,7 +228,7 @@ def test_messages_that_a_redis_forgot_are_sent_again(world: World, target: Path)
         world.redis.start()
         world.worker()
         eventually(lambda: not running._thread.is_alive())
-        if isinstance(running.error, BrokerAway):  # it looked while Redis was away: the stage is retried
+        if isinstance(running.error, BrokerUnavailable):  # it looked while Redis was away: the stage is retried
             running = RunningClient(world.engine(service, resend_after_s=0.5), asked)
         assert_answered(running.end(), asked)
 
@@ -304,18 +304,18 @@ def test_outcomes_survive_being_written_down_and_torn_ones_are_told() -> None:
 
 
 def test_holds_keep_a_second_message_away_and_let_the_first_come_back(redis: Redis) -> None:
-    holds = Holds(redis.url, visibility_timeout_s=60.0)
-    assert holds.take("x", "first")
-    assert not holds.take("x", "second")
-    assert holds.take("x", "first"), "the same message, handed out again"
-    holds.renew("x", "first")
-    assert holds.is_held("x")
-    holds.release("x")
-    assert not holds.is_held("x")
-    assert holds.take("x", "second")
+    locks = TaskLocks(redis.url, visibility_timeout_s=60.0)
+    assert locks.take("x", "first")
+    assert not locks.take("x", "second")
+    assert locks.take("x", "first"), "the same message, handed out again"
+    locks.renew("x", "first")
+    assert locks.is_held("x")
+    locks.release("x")
+    assert not locks.is_held("x")
+    assert locks.take("x", "second")
     redis.kill()
-    with pytest.raises(BrokerAway):
-        holds.take("x", "third")
+    with pytest.raises(BrokerUnavailable):
+        locks.take("x", "third")
 
 
 def test_what_is_not_set_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

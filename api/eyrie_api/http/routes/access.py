@@ -6,7 +6,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Response
 
 from eyrie_api.clock import utc_now
-from eyrie_api.database.api_keys import Wanted
+from eyrie_api.database.api_keys import KeyRequest
 from eyrie_api.errors import EyrieError, InvalidInput
 from eyrie_api.http.control import Here
 from eyrie_api.v1alpha1.access import (
@@ -48,7 +48,7 @@ def whoami(control: Here) -> WhoAmI:
 def create_key(request: CreateKey, control: Here) -> CreatedKey:
     """A new API key of the project, shown whole this once."""
     days = request.expires_in_days
-    key, secret = control.keys.create(Wanted(
+    key, secret = control.keys.create(KeyRequest(
         name=request.name, role=request.role, scopes=None if request.scopes is None else frozenset(request.scopes),
         expires_at=None if days is None else utc_now() + timedelta(days=days), everywhere=request.everywhere))
     return CreatedKey(key=key, secret=secret)
@@ -56,7 +56,7 @@ def create_key(request: CreateKey, control: Here) -> CreatedKey:
 
 @router.get(KEYS)
 def list_keys(control: Here) -> ApiKeyList:
-    """Keys, without their secrets, newest first."""
+    """ApiKeys, without their secrets, newest first."""
     return ApiKeyList(items=control.keys.list())
 
 

@@ -66,8 +66,8 @@ class Direct(APIRoute):
 def create_job(spec: Spec, control: Here, key: IdempotencyKey = None) -> Response:
     """Accept a job. 202 with its Location; it runs on its own from here."""
     project = control.scope.home("jobs:write")
-    spec = endpoint_names.suited(spec, project)
-    control.check_reach(spec)
+    spec = endpoint_names.with_project_endpoint(spec, project)
+    control.check_spec_policy(spec)
     once: Once | None = None
     if key is not None:
         check_key(key)
@@ -75,7 +75,7 @@ def create_job(spec: Spec, control: Here, key: IdempotencyKey = None) -> Respons
     try:
         checked = control.preflight.check(spec)
     except EyrieError:
-        replay = None if once is None else control.idempotency.answered(once)
+        replay = None if once is None else control.idempotency.find(once)
         if replay is None:
             raise
         done: Job | Replay = replay  # what has been accepted stays so, whatever has changed since
@@ -155,5 +155,5 @@ def delete_job(job_id: str, control: Here) -> Response:
 def make_plan(spec: Spec, control: Here) -> Plan:
     """What a job would cost in tokens, bytes and hours, with the assumptions named. Nothing runs."""
     control.scope.home("jobs:read")
-    control.check_reach(spec)
+    control.check_spec_policy(spec)
     return preflight.plan(spec, control.settings)

@@ -1,9 +1,9 @@
-"""What a job says while it runs: events (SSE or JSON), logs, metric series.
+"""A running job's events (SSE or JSON), logs and metric series.
 
-A stream follows its source by looking, because the writer may be another process: all event streams together by one
-look (`following`), each log by its own. It ends when the job has ended and everything was sent. Events resume behind
-`Last-Event-ID`: their ids are rows, so nothing is lost or repeated across reconnects and restarts. A reader that comes
-back after the end gets 204, at which an EventSource stops asking.
+A stream polls its source, because the writer may be another process: all event streams share one poller
+(`event_fanout`), each log stream polls its file. A stream ends when the job has ended and everything was sent. Events
+resume after `Last-Event-ID`: their ids are those of database rows, so nothing is lost or repeated across reconnects and
+restarts. A client that reconnects after the end gets 204, at which an EventSource stops reconnecting.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, StreamingRespon
 from eyrie_api.database.rendering import is_over
 from eyrie_api.errors import InvalidInput, NotFound
 from eyrie_api.http.control import Control, Here
-from eyrie_api.http.event_fanout import Following, message_of
+from eyrie_api.http.event_fanout import EventFanout, message_of
 from eyrie_api.http.routes.jobs import JOBS
 from eyrie_api.v1alpha1.model import Name
 from eyrie_api.v1alpha1.stages import StageName
@@ -28,15 +28,16 @@ _CHUNK = 1 << 16
 _BATCH = 500
 _EVENT_STREAM = "text/event-stream"
 _LAST_ID = 2**31 - 1
-"""Of PostgreSQL's INTEGER; a larger one cannot even be asked for."""
+"""The largest PostgreSQL INTEGER; a larger value in a query is an error."""
 
 _RETRY_MS = 1000
 _LOG_POLLS = 4
-"""A log is looked at once in so many polls: each costs a statement and a file."""
+"""A log is read once in so many polls: each read costs a statement and a file access."""
 
 
 @router.get(JOBS + "/{job_id}/events", response_model=EventList,
-            responses={200: {"content": {_EVENT_STREAM: {"schema": {"type": "string"}}}}, 204: {"description": "over"}})
+            responses={200: {"content": {_EVENT_STREAM: {"schema": {"type": "string"}}}},
+                       204: {"description": "the job has ended and all its events were sent"}})
 async def events(
     job_id: str, control: Here, request: Request,
     accept: Annotated[str, Header()] = "*/*",
@@ -69,9 +70,11 @@ async def _fetch(control: Control, job_id: str, after: int) -> tuple[Event, ...]
 
 
 async def _event_lines(control: Control, job_id: str, after: int, request: Request) -> AsyncIterator[str]:
-    following: Following = request.app.state.following
+    fanout: EventFanout = request.app.state.event_fanout
     yield f"retry: {_RETRY_MS}\n\n"
-    with following.joined(job_id) as seat:
+    # Race: subscribe first, then read what exists. Events written in between are in the subscriber's queue; the ids
+    # below drop those that both have returned.
+    with fanout.subscribe(job_id) as subscriber:
         try:
             while batch := await _fetch(control, job_id, after):
                 after = batch[-1].id
@@ -79,19 +82,19 @@ async def _event_lines(control: Control, job_id: str, after: int, request: Reque
         except NotFound:
             yield "event: deleted\ndata: {}\n\n"
             return
-        await following.begin(seat, after)
+        await fanout.begin(subscriber, after)
         while True:
             try:
-                news = await asyncio.wait_for(seat.news.get(), control.settings.sse_heartbeat_s)
+                received = await asyncio.wait_for(subscriber.batches.get(), control.settings.sse_heartbeat_s)
             except TimeoutError:
                 yield ": heartbeat\n\n"
                 continue
-            new = [(number, text) for number, text in news.messages if number > after]
+            new = [(number, text) for number, text in received.messages if number > after]
             if new:
                 after = new[-1][0]
                 yield "".join(text for _, text in new)
-            if news.over or news.gone:
-                yield f"event: {'end' if news.over else 'deleted'}\ndata: {{}}\n\n"
+            if received.ended or received.deleted:
+                yield f"event: {'end' if received.ended else 'deleted'}\ndata: {{}}\n\n"
                 return
 
 
@@ -102,7 +105,7 @@ def metrics(
     key: Annotated[str | None, Query(max_length=63)] = None,
     name: Annotated[str | None, Query(max_length=127)] = None,
 ) -> MetricList:
-    """Logged series: loss, acceptance per position, theoretical speed-up, ..."""
+    """Logged metric series: loss, acceptance per position, theoretical speed-up, ..."""
     return MetricList(items=control.jobs.metrics(job_id, stage=stage, key=key, name=name))
 
 
@@ -111,12 +114,12 @@ async def logs(
     job_id: str, control: Here, request: Request,
     stage: Annotated[StageName, Query()],
     key: Annotated[Name | None, Query(description="candidate or checkpoint")] = None,
-    follow: Annotated[bool, Query(description="go on as it grows, until the stage ends")] = False,
+    follow: Annotated[bool, Query(description="keep streaming until the stage ends")] = False,
 ) -> Response:
-    """What a stage program printed."""
+    """The output of a stage program."""
     job = await to_thread.run_sync(control.jobs.get, job_id)
     if not follow and await to_thread.run_sync(_read, control, job_id, stage, key or "", 0) is None:
-        raise NotFound(f"stage {stage} {key or ''} of job {job_id} has printed nothing".replace("  ", " "),
+        raise NotFound(f"stage {stage} {key or ''} of job {job_id} has no log".replace("  ", " "),
                        f"it has: {_known(job) or 'no stage has started yet'}")
     return StreamingResponse(_log_bytes(control, job_id, stage, key or "", request, follow=follow),
                              media_type="text/plain; charset=utf-8", headers={"X-Accel-Buffering": "no"})

@@ -1,4 +1,4 @@
-"""Keys on the server: cheap to ask, refused within seconds of their end, never more than their maker, kept secret."""
+"""Authentication with API keys: cached, revoked within seconds, no more rights than the creator, kept secret."""
 
 import logging
 from datetime import timedelta
@@ -10,14 +10,14 @@ from sqlalchemy.exc import DatabaseError
 
 from eyrie_api.access.roles import Principal
 from eyrie_api.access.scope import Scope
-from eyrie_api.database.api_keys import USED_EVERY_S, Keys, Wanted
+from eyrie_api.database.api_keys import USED_EVERY_S, ApiKeys, KeyRequest
 from eyrie_api.database.audit import record_change
 from eyrie_api.database.engine import Database
 from eyrie_api.database.jobs import Jobs
 from eyrie_api.database.projects import Projects
 from eyrie_api.database.tables import ApiKeyRow, AuditRow, Base
 from eyrie_api.errors import Forbidden, InvalidInput, Unauthorized
-from eyrie_api.http.authentication import LOCAL, REMEMBERED_S, Callers
+from eyrie_api.http.authentication import CACHED_S, LOCAL, Authenticator
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import CreateProject
 from tests.api.access.receiver import receiving
@@ -31,76 +31,77 @@ ROOT = Scope(Principal(subject="token", roles={"*": "admin"}))
 def test_a_key_is_asked_for_once_in_some_seconds_and_its_use_is_noted_once_a_minute(
         settings: Settings, database: Database, clock: ManualClock) -> None:
     elapsed, statements = Elapsed(), []
-    callers = Callers(settings.model_copy(update={"token": TOKEN}), database, clock, elapsed)
-    key, secret = Keys(database, clock, ROOT).create(Wanted("ci", "operator"))
-    assert callers.remembered(secret) is None
-    principal = callers.identify(secret)
+    callers = Authenticator(settings.model_copy(update={"token": TOKEN}), database, clock, elapsed)
+    key, secret = ApiKeys(database, clock, ROOT).create(KeyRequest("ci", "operator"))
+    assert callers.cached(secret) is None
+    principal = callers.authenticate(secret)
     assert principal.roles == {"default": "operator"}
 
     event.listen(database.engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
     for _ in range(100):
-        assert callers.remembered(secret) == principal
+        assert callers.cached(secret) == principal
     assert statements == [], "no statement at all"
-    elapsed.now += REMEMBERED_S + 1
-    assert callers.remembered(secret) is None
-    callers.identify(secret)
+    elapsed.now += CACHED_S + 1
+    assert callers.cached(secret) is None
+    callers.authenticate(secret)
     assert not [one for one in statements if one.startswith("UPDATE")]
-    elapsed.now += REMEMBERED_S + 1
+    elapsed.now += CACHED_S + 1
     clock.pass_(USED_EVERY_S + 1)
-    callers.identify(secret)
+    callers.authenticate(secret)
     assert len([one for one in statements if one.startswith("UPDATE")]) == 1
-    used = next(one for one in Keys(database, clock).list() if one.id == key.id).last_used_at
+    used = next(one for one in ApiKeys(database, clock).list() if one.id == key.id).last_used_at
     assert used == clock()
 
 
 def test_a_key_that_was_revoked_rotated_or_has_expired_is_refused_within_seconds(
         settings: Settings, database: Database, clock: ManualClock) -> None:
-    elapsed, keys = Elapsed(), Keys(database, clock, ROOT)
-    callers = Callers(settings.model_copy(update={"token": TOKEN}), database, clock, elapsed)
-    revoked, rotated = (keys.create(Wanted(name, "operator")) for name in ("a", "b"))
-    expiring = keys.create(Wanted("c", "viewer", expires_at=clock() + timedelta(seconds=100)))
+    elapsed, keys = Elapsed(), ApiKeys(database, clock, ROOT)
+    callers = Authenticator(settings.model_copy(update={"token": TOKEN}), database, clock, elapsed)
+    revoked, rotated = (keys.create(KeyRequest(name, "operator")) for name in ("a", "b"))
+    expiring = keys.create(KeyRequest("c", "viewer", expires_at=clock() + timedelta(seconds=100)))
     for _key, secret in (revoked, rotated, expiring):
-        callers.identify(secret)
+        callers.authenticate(secret)
     keys.revoke(revoked[0].id)
     again, fresh = keys.rotate(rotated[0].id, overlap_s=50.0)
-    elapsed.now += REMEMBERED_S + 0.1
+    elapsed.now += CACHED_S + 0.1
     with pytest.raises(Unauthorized, match="revoked"):
-        callers.identify(revoked[1])
-    assert callers.identify(rotated[1]).roles == callers.identify(fresh).roles, "for the overlap both go"
+        callers.authenticate(revoked[1])
+    assert callers.authenticate(rotated[1]).roles == callers.authenticate(fresh).roles, "for the overlap both go"
     assert (again.role, again.project) == ("operator", "default")
     clock.pass_(101)
-    elapsed.now += REMEMBERED_S + 0.1
+    elapsed.now += CACHED_S + 0.1
     for _key, secret in (rotated, expiring):
         with pytest.raises(Unauthorized, match=r"revoked|expired"):
-            callers.identify(secret)
+            callers.authenticate(secret)
 
 
 def test_no_one_makes_a_key_that_may_do_more_than_they(database: Database, clock: ManualClock) -> None:
     Projects(database, clock, ROOT).create(CreateProject(name="north"))
     narrow = Scope(Principal(subject="key:x", roles={"north": "admin"}, scopes=frozenset({"keys:write", "jobs:read"})))
     with pytest.raises(InvalidInput, match="may not"):
-        Keys(database, clock, narrow).create(Wanted("more", "operator"))
-    made, _secret = Keys(database, clock, narrow).create(Wanted("less", "viewer", scopes=frozenset({"jobs:read"})))
+        ApiKeys(database, clock, narrow).create(KeyRequest("more", "operator"))
+    less = KeyRequest("less", "viewer", scopes=frozenset({"jobs:read"}))
+    made, _secret = ApiKeys(database, clock, narrow).create(less)
     assert made.project == "north"
     with pytest.raises(Forbidden):
-        Keys(database, clock, narrow).create(Wanted("all", "viewer", everywhere=True))
+        ApiKeys(database, clock, narrow).create(KeyRequest("all", "viewer", everywhere=True))
     for role in ("viewer", "operator"):
         lower = Scope(Principal(subject="key:y", roles={"north": role}))
         with pytest.raises(Forbidden):
-            Keys(database, clock, lower).create(Wanted("x", "viewer"))
+            ApiKeys(database, clock, lower).create(KeyRequest("x", "viewer"))
 
 
 def test_on_loopback_nothing_is_demanded_and_a_key_that_is_shown_counts(
         settings: Settings, database: Database, clock: ManualClock) -> None:
-    callers = Callers(settings, database, clock)
-    assert callers.remembered("") is LOCAL
-    assert callers.remembered("whatever the environment holds") is LOCAL
-    _key, secret = Keys(database, clock, ROOT).create(Wanted("ci", "viewer"))
-    assert callers.identify(secret).roles == {"default": "viewer"}
+    callers = Authenticator(settings, database, clock)
+    assert callers.cached("") is LOCAL
+    assert callers.cached("whatever the environment holds") is LOCAL
+    _key, secret = ApiKeys(database, clock, ROOT).create(KeyRequest("ci", "viewer"))
+    assert callers.authenticate(secret).roles == {"default": "viewer"}
     with pytest.raises(Unauthorized):
-        callers.identify(secret[:-1] + "-")
+        callers.authenticate(secret[:-1] + "-")
     with pytest.raises(Unauthorized):
-        Callers(settings.model_copy(update={"host": "0.0.0.0"}), database).identify("")
+        Authenticator(settings.model_copy(update={"host": "0.0.0.0"}), database).authenticate("")
 
 
 def test_the_audit_cannot_be_changed_or_deleted(database: Database, clock: ManualClock) -> None:
@@ -166,7 +167,7 @@ def _dump(database: Database, without: tuple[str, ...] = ()) -> str:
 
 
 def test_what_is_kept_of_a_key_is_a_digest(database: Database, clock: ManualClock) -> None:
-    _key, secret = Keys(database, clock, ROOT).create(Wanted("ci", "viewer"))
+    _key, secret = ApiKeys(database, clock, ROOT).create(KeyRequest("ci", "viewer"))
     with database.reading() as session:
         row = session.scalars(select(ApiKeyRow)).one()
     assert len(row.secret_sha256) == 64
