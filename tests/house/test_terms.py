@@ -46,15 +46,7 @@ CORPUS_FILES = {"calls": "tools", "programs": "code", "sums": "math", "talk": "c
 """Replaced file names of the quickstart's corpus."""
 
 UNFINISHED: set[tuple[str, str]] = {
-    ("eyrie_api.artifacts.s3_client", "asking"),
-    ("eyrie_api.cli.verbs", "told"),
-    ("eyrie_api.database.endpoint_history", "drift_told"),
-    ("eyrie_api.database.webhooks", "told"),
     ("eyrie_api.decisions.plan", "taught"),
-    ("eyrie_api.egress.ssrf_safe_http", "Place"),
-    ("eyrie_api.http.event_fanout", "news"),
-    ("eyrie_api.http.event_fanout", "seat"),
-    ("eyrie_api.http.event_fanout", "told"),
     ("eyrie_api.v1alpha1.codecs", "taught_bytes"),
     ("eyrie_operator.celery_app", "World"),
     ("eyrie_operator.celery_app", "tend"),

@@ -22,7 +22,7 @@ def verb(function: Callable[Params, None]) -> Callable[Params, None]:
     """Tell an EyrieError the way the screen tells things and end with its exit code."""
 
     @functools.wraps(function)
-    def told(*args: Params.args, **kwargs: Params.kwargs) -> None:
+    def with_exit_code(*args: Params.args, **kwargs: Params.kwargs) -> None:
         try:
             function(*args, **kwargs)
         except EyrieError as error:
@@ -34,7 +34,7 @@ def verb(function: Callable[Params, None]) -> Callable[Params, None]:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it once more at exit
             raise typer.Exit(0) from None
 
-    return told
+    return with_exit_code
 
 
 def connect(server: str, project: str | None = None) -> Client:
