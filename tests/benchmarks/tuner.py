@@ -204,7 +204,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[TuneStage, Path]:
     default = TuneSpec()
     parser.add_argument("--target", default="quickstart")
     parser.add_argument("--drafter", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="JSON report; ledgers and plots go beside it")
+    parser.add_argument("--out", type=Path, required=True, help="JSON report; ledgers and plots go next to it")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int)
     for name in ("num_steps", "top_k", "num_draft_tokens", "concurrencies"):

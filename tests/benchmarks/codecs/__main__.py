@@ -17,7 +17,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="What each codec costs in bytes, error and acceptance length.")
     parser.add_argument("--target", default="quickstart")
     parser.add_argument("--out", type=Path, default=Path(".eyrie/bench/codecs.json"),
-                        help="JSON report; rows, stores, drafters and the plot go beside it")
+                        help="JSON report; rows, stores, drafters and the plot go next to it")
     parser.add_argument("--ways", nargs="+", default=["bfloat16", "int8", "fp8", "int4", "int8+top16"],
                         help="codecs, each alone or with +topK; float32 always takes part")
     parser.add_argument("--seeds", type=int, default=3)

@@ -64,7 +64,7 @@ def evaluate(rungs: Sequence[Rung], fields: dict[float, FloatArray]) -> Experime
             row += [f"{taus[place]:.2f}", f"{speeds[place]:.0f}", f"{speedups(of.sum(0))[place]:.2f}"]
         table.append(row)
     return ExperimentResult(
-        found=[_first(lines, spans), *(_said(t, lines[t], slopes[t], fields[t]) for t in fields)],
+        found=[_first(lines, spans), *(_text(t, lines[t], slopes[t], fields[t]) for t in fields)],
         measured=f"{len(rungs)} EAGLE-3 checkpoints of five training runs, {len(next(iter(fields.values())))} held-out "
                  f"prompts, chain {CHAIN.label()}, concurrency 1, prefill included; every prompt through the undrafted "
                  "engine and every checkpoint in turn; 95 % intervals over prompts.",
@@ -76,12 +76,12 @@ def evaluate(rungs: Sequence[Rung], fields: dict[float, FloatArray]) -> Experime
 
 def _first(lines: dict[float, Line], spans: dict[float, Interval]) -> str:
     worst = min(line.r2 for line in lines.values())
-    told = ", ".join(f"r2 {lines[t].r2:.3f} ({spans[t].low:.3f} to {spans[t].high:.3f}) at temperature {t:g}"
+    details = ", ".join(f"r2 {lines[t].r2:.3f} ({spans[t].low:.3f} to {spans[t].high:.3f}) at temperature {t:g}"
                      for t in lines)
-    return f"{'Linear' if worst >= _NEARLY_PERFECT else 'Not near-perfectly linear'}: {told}."
+    return f"{'Linear' if worst >= _NEARLY_PERFECT else 'Not near-perfectly linear'}: {details}."
 
 
-def _said(temperature: float, line: Line, slope: Interval, fields: FloatArray) -> str:
+def _text(temperature: float, line: Line, slope: Interval, fields: FloatArray) -> str:
     sums = fields.sum(0)
     even = (float(sums[0, 0] / sums[0, 1]) - line.intercept) / line.slope if line.slope else float("nan")
     return (f"Temperature {temperature:g}: each token of tau is worth {line.slope:.0f} tokens/s ({slope.low:.0f} to "

@@ -91,10 +91,10 @@ def _first(curves: Mapping[CurveKey, Curve]) -> str:
     errors = [of.error_likely for of in curves.values()]
     small = [error <= _SMALL_ERROR for error in errors]
     verdict = "holds" if all(small) else "holds in part" if any(small) else "does not hold"
-    told = "; ".join(f"{family} at temperature {t:g} {of.error_likely:.3f} "
+    details = "; ".join(f"{family} at temperature {t:g} {of.error_likely:.3f} "
                      f"({'too sure' if bias(of) > 0 else 'too shy'})" for (family, t), of in curves.items())
     return (f"The claim {verdict}: above a confidence of 0.1 it misses acceptance by {min(errors):.2f} to "
-            f"{max(errors):.2f}: {told}.")
+            f"{max(errors):.2f}: {details}.")
 
 
 def _order(curves: Mapping[CurveKey, Curve]) -> str:

@@ -128,7 +128,7 @@ def evaluate(blocks: Sequence[Block]) -> ExperimentResult:
     table = [[str(c), f"{speeds[c]:.0f}", *(_with_interval(*values[variant, c]) for variant in drafted())]
              for c in CONCURRENCIES]
     return ExperimentResult(
-        found=[_first(values), *(_said(values, variant) for variant in drafted())],
+        found=[_first(values), *(_text(values, variant) for variant in drafted())],
         measured=f"One EAGLE-3 drafter, greedy, {len(blocks) // len(CONCURRENCIES)} blocks of requests from the four "
         "suites, twice as many as run at once and at least 4, variants interleaved block by block; 95 % intervals "
         "over blocks.",
@@ -158,7 +158,7 @@ def _first(values: Mapping[tuple[str, int], tuple[float, Interval]]) -> str:
     return f"Where speculation stops paying here: {'; '.join(sentences)}."
 
 
-def _said(values: Mapping[tuple[str, int], tuple[float, Interval]], variant: str) -> str:
+def _text(values: Mapping[tuple[str, int], tuple[float, Interval]], variant: str) -> str:
     return (f"{variant[0].upper()}{variant[1:]}: " + ", ".join(f"{values[variant, c][0]:.2f}x at {c}" for c
                                                                in CONCURRENCIES) + ".")
 

@@ -79,7 +79,7 @@ def evaluate(runs: Mapping[Point, Sequence[Sequence[Counted]]], simulated: Mappi
         table.append([family, str(amount), _spread(taus), ", ".join(f"{value:.2f}" for value in taus),
                       f"{fmean(simulated[family, amount]):.2f}"])
     return ExperimentResult(
-        found=[_first(runs, families), *(_said(runs, family, sizes) for family in families)],
+        found=[_first(runs, families), *(_text(runs, family, sizes) for family in families)],
         measured=f"{seeds} seeds per point, {steps} steps of 1024 tokens whatever the amount, {prompts} held-out "
                  f"prompts, greedy, chain {CHAIN.label()}; amounts are nested; each family at its own learning rate.",
         limits=("Equal steps: with little data this is many passes over it. At the seed's scale (500k samples) a curve "
@@ -96,7 +96,7 @@ def _spread(values: Sequence[float]) -> str:
 
 def _first(runs: Mapping[Point, Sequence[Sequence[Counted]]], families: Sequence[str]) -> str:
     upper = {family: gain_per_doubling(runs, family, upper=True) for family in families}
-    told = "; ".join(f"{family} {_spread(of)}" for family, of in upper.items())
+    details = "; ".join(f"{family} {_spread(of)}" for family, of in upper.items())
     three, one = (upper[family] for family in COMPARED)
     apart = [a - b for a, b in zip(three, one, strict=True)]
     noise = stdev(apart) if len(apart) > 1 else math.inf
@@ -105,15 +105,15 @@ def _first(runs: Mapping[Point, Sequence[Sequence[Counted]]], families: Sequence
         verdict = "The claim holds here" if stops else "EAGLE-3 gains more, but EAGLE-1 goes on too"
     else:
         verdict = "The claim does not show here"
-    return f"{verdict}: tau gained per doubling of data, over the upper amounts (sd over seeds): {told}."
+    return f"{verdict}: tau gained per doubling of data, over the upper amounts (sd over seeds): {details}."
 
 
-def _said(runs: Mapping[Point, Sequence[Sequence[Counted]]], family: str, sizes: Sequence[int]) -> str:
+def _text(runs: Mapping[Point, Sequence[Sequence[Counted]]], family: str, sizes: Sequence[int]) -> str:
     ratio = tau_ratio(runs[family, sizes[-1]], runs[family, sizes[0]])
     last = tau_ratio(runs[family, sizes[-1]], runs[family, sizes[-2]])
     return (f"{family}: tau {_spread([tau(run) for run in runs[family, sizes[0]]])} with {sizes[0]} conversations, "
-            f"{_spread([tau(run) for run in runs[family, sizes[-1]]])} with {sizes[-1]}: {ratio.said}, the last "
-            f"doubling {last.said}.")
+            f"{_spread([tau(run) for run in runs[family, sizes[-1]]])} with {sizes[-1]}: {ratio.text}, the last "
+            f"doubling {last.text}.")
 
 
 def figure(runs: Mapping[Point, Sequence[Sequence[Counted]]], families: Sequence[str], sizes: Sequence[int]) -> Figure:

@@ -73,8 +73,8 @@ def evaluate(runs: Runs) -> ExperimentResult:
     """The result from the counts. Pure."""
     prompts = len(next(iter(runs.values())))
     return ExperimentResult(
-        found=[_first(runs), *(_budget_said(runs, nodes, t) for nodes in BUDGETS for t in TEMPERATURES),
-               *(_doubled_said(runs, t) for t in TEMPERATURES)],
+        found=[_first(runs), *(_budget_text(runs, nodes, t) for nodes in BUDGETS for t in TEMPERATURES),
+               *(_doubled_text(runs, t) for t in TEMPERATURES)],
         measured=f"One EAGLE-3 drafter (seed 0) of the quickstart target; {prompts} held-out prompts of four suites; "
                  "shapes are num_steps/top_k/num_draft_tokens; intervals are 95 % over prompts, paired.",
         limits=("One drafter and one small target of templated text, where a single path is often right.",
@@ -109,21 +109,21 @@ def _first(runs: Runs) -> str:
             f"{'pays' if any(int(label.split('/')[1]) > 1 for label in bests) else 'does not pay'} in acceptance.")
 
 
-def _budget_said(runs: Runs, nodes: int, temperature: float) -> str:
+def _budget_text(runs: Runs, nodes: int, temperature: float) -> str:
     labels = of_budget(nodes)
     top = best(runs, nodes, temperature)
     others = [tau_ratio([runs[top, temperature]], [runs[label, temperature]]) for label in (labels[0], labels[-1])]
-    told = [f"{ratio.said} over {label}" for ratio, label in zip(others, (labels[0], labels[-1]), strict=True)
+    details = [f"{ratio.text} over {label}" for ratio, label in zip(others, (labels[0], labels[-1]), strict=True)
             if label != top]
     return (f"{nodes} nodes, temperature {temperature:g}: best {top} with tau {tau(runs[top, temperature]):.2f}; "
-            + "; ".join(told) + ".")
+            + "; ".join(details) + ".")
 
 
-def _doubled_said(runs: Runs, temperature: float) -> str:
+def _doubled_text(runs: Runs, temperature: float) -> str:
     labels = ["/".join(map(str, shape)) for shape in DOUBLED]
-    told = [f"{first} to {second} {tau_ratio([runs[second, temperature]], [runs[first, temperature]]).said}"
+    details = [f"{first} to {second} {tau_ratio([runs[second, temperature]], [runs[first, temperature]]).text}"
             for first, second in pairwise(labels)]
-    return f"Twice the nodes at equal depth, temperature {temperature:g}: tau {'; '.join(told)}."
+    return f"Twice the nodes at equal depth, temperature {temperature:g}: tau {'; '.join(details)}."
 
 
 def _with_interval(counted: Sequence[Counted]) -> str:

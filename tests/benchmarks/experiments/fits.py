@@ -46,7 +46,7 @@ class Ratio:
     interval: Interval
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         """`+12.3 % (4.5 to 20.6)`."""
         low, high = ((edge - 1.0) * 100 for edge in (self.interval.low, self.interval.high))
         return f"{(self.value - 1.0) * 100:+.1f} % ({low:+.1f} to {high:+.1f})"

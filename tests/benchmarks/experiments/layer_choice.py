@@ -94,7 +94,7 @@ def evaluate(runs: Runs, accuracy: Mapping[str, Sequence[float]], chosen: tuple[
     ratios = {name: tau_ratio(runs["full"], runs[name]) for name in CHOICES if name != "full"}
     table = [[name, ", ".join(map(str, layers)), f"{fmean(map(tau, runs[name])):.2f}",
               ", ".join(f"{tau(run):.2f}" for run in runs[name]), f"{fmean(accuracy[name]):.3f}",
-              "" if name == "full" else ratios[name].said]
+              "" if name == "full" else ratios[name].text]
              for name, layers in sorted(CHOICES.items(), key=lambda item: -fmean(map(tau, runs[item[0]])))]
     seeds, prompts = len(runs["full"]), len(runs["full"][0])
     return ExperimentResult(
@@ -119,8 +119,8 @@ def _first(runs: Runs, ratios: Mapping[str, Ratio]) -> str:
         (True, False): "Passing through full attention matters, the kind of the layer read does not",
         (False, True): "Reading full attention beats reading after it, not before it",
         (False, False): "The claim does not show here"}[beats[0], beats[1]]
-    told = "; ".join(f"over {name} {ratio.said}" for name, ratio in ratios.items())
-    return f"{verdict}: tau when reading full-attention layers, {told}."
+    details = "; ".join(f"over {name} {ratio.text}" for name, ratio in ratios.items())
+    return f"{verdict}: tau when reading full-attention layers, {details}."
 
 
 def figure(runs: Runs) -> Figure:

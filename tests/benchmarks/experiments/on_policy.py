@@ -95,7 +95,7 @@ def evaluate(runs: Runs, reports: Mapping[str, TrainReport]) -> ExperimentResult
             row.append(f"{fmean(taus):.2f} ({', '.join(f'{value:.2f}' for value in taus)})")
         table.append(row)
     return ExperimentResult(
-        found=[_first(ratios), *(_seeds_said(runs, t) for t in TEMPERATURES)],
+        found=[_first(ratios), *(_seeds_text(runs, t) for t in TEMPERATURES)],
         measured=f"{seeds} seeds, equal prompts, {reports[REGENERATED].steps} steps of 1024 tokens each; {prompts} "
                  f"held-out prompts; chain {CHAIN.label()}; 95 % intervals over prompts, paired, seeds added.",
         limits=("The target was trained on the very generator that wrote the original answers: foreign text (a data "
@@ -109,11 +109,11 @@ def _first(ratios: Mapping[float, Ratio]) -> str:
     clear = [ratio for ratio in ratios.values() if ratio.clear and ratio.value > 1.0]
     verdict = "The claim holds" if len(clear) == len(ratios) else "The claim holds in part" if clear else \
         "The claim does not show here"
-    told = ", ".join(f"{ratio.said} at temperature {t:g}" for t, ratio in ratios.items())
-    return f"{verdict}: tau after training on regenerated instead of original answers {told}."
+    details = ", ".join(f"{ratio.text} at temperature {t:g}" for t, ratio in ratios.items())
+    return f"{verdict}: tau after training on regenerated instead of original answers {details}."
 
 
-def _seeds_said(runs: Runs, temperature: float) -> str:
+def _seeds_text(runs: Runs, temperature: float) -> str:
     apart = [tau(a) - tau(b) for a, b in zip(runs[REGENERATED, temperature], runs[ORIGINAL, temperature], strict=True)]
     spread = f", sd {stdev(apart):.2f}" if len(apart) > 1 else ""
     return (f"Seed by seed at temperature {temperature:g}, regenerated less original: "

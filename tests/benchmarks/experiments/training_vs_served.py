@@ -54,16 +54,16 @@ def evaluate(rungs: Sequence[Rung], fields: FloatArray) -> ExperimentResult:
 
     fields  [N prompts, undrafted and rungs, 4]
     """
-    told = {name: [metrics_of(rung.checkpoint)[name] for rung in rungs] for name in METRICS}
+    logged = {name: [metrics_of(rung.checkpoint)[name] for rung in rungs] for name in METRICS}
     taus, served = tau_and_speed(fields.sum(0))[0].tolist(), speedups(fields.sum(0)).tolist()
-    by_tau = {name: rank_correlation(values, taus) for name, values in told.items()}
+    by_tau = {name: rank_correlation(values, taus) for name, values in logged.items()}
     spans = {name: resampled(fields, lambda sums, values=values: rank_correlation(  # type: ignore[misc]
-        values, tau_and_speed(sums)[0].tolist())) for name, values in told.items()}
-    table = [[rung.name, *(f"{told[name][i]:.3f}" for name in METRICS), f"{taus[i]:.2f}", f"{served[i]:.2f}"]
+        values, tau_and_speed(sums)[0].tolist())) for name, values in logged.items()}
+    table = [[rung.name, *(f"{logged[name][i]:.3f}" for name in METRICS), f"{taus[i]:.2f}", f"{served[i]:.2f}"]
              for i, rung in enumerate(rungs)]
     return ExperimentResult(
-        found=[_first(by_tau, spans), _choice(rungs, told, served), _level(told["theoretical speed-up"], taus, served),
-               _inverted(rungs, told, served)],
+        found=[_first(by_tau, spans), _choice(rungs, logged, served),
+               _level(logged["theoretical speed-up"], taus, served), _inverted(rungs, logged, served)],
         measured=f"{len(rungs)} EAGLE-3 checkpoints of five runs (one seed), {len(fields)} held-out prompts, greedy, "
                  f"chain {CHAIN.label()}, timed side by side; loss is shown negated; 95 % intervals over prompts.",
         limits=("Every run is judged on the held-out rows of its own data, as users see it: a few rows where data are "
@@ -72,21 +72,23 @@ def evaluate(rungs: Sequence[Rung], fields: FloatArray) -> ExperimentResult:
                 "production, cannot show here.",
                 "The ladder is steep, which flatters every rank correlation."),
         columns=("checkpoint", *METRICS, "served tau", "served speed-up"), table=table,
-        figure=lambda: figure(rungs, told, taus, served), timed=True)
+        figure=lambda: figure(rungs, logged, taus, served), timed=True)
 
 
 def _first(by_tau: dict[str, float], spans: dict[str, Interval]) -> str:
     order = sorted(by_tau, key=lambda name: -by_tau[name])
-    told = "; ".join(f"{name} {by_tau[name]:.2f} ({spans[name].low:.2f} to {spans[name].high:.2f})" for name in order)
-    return f"Rank correlation with served tau: {told}."
+    details = "; ".join(f"{name} {by_tau[name]:.2f} ({spans[name].low:.2f} to {spans[name].high:.2f})"
+                        for name in order)
+    return f"Rank correlation with served tau: {details}."
 
 
-def _choice(rungs: Sequence[Rung], told: dict[str, list[float]], served: list[float]) -> str:
+def _choice(rungs: Sequence[Rung], logged: dict[str, list[float]], served: list[float]) -> str:
     best = max(served)
-    lost = {name: 1.0 - served[max(range(len(rungs)), key=values.__getitem__)] / best for name, values in told.items()}
-    told_lost = ", ".join(f"{name} {share:.1%}" for name, share in lost.items())
+    lost = {name: 1.0 - served[max(range(len(rungs)), key=values.__getitem__)] / best
+            for name, values in logged.items()}
+    losses = ", ".join(f"{name} {share:.1%}" for name, share in lost.items())
     return (f"Fastest served: {rungs[served.index(best)].name} ({best:.2f}x). Choosing by a training metric instead "
-            f"would have cost: {told_lost}.")
+            f"would have cost: {losses}.")
 
 
 def _level(theoretical: list[float], taus: list[float], served: list[float]) -> str:
@@ -95,9 +97,9 @@ def _level(theoretical: list[float], taus: list[float], served: list[float]) -> 
             f"chain of five) and {over_served:.2f} times the served speed-up.")
 
 
-def _inverted(rungs: Sequence[Rung], told: dict[str, list[float]], served: list[float]) -> str:
+def _inverted(rungs: Sequence[Rung], logged: dict[str, list[float]], served: list[float]) -> str:
     """The pair that the first step's accuracy orders most wrongly."""
-    accuracy = told["first-step accuracy"]
+    accuracy = logged["first-step accuracy"]
     pairs = [(served[b] / served[a], a, b) for a in range(len(rungs)) for b in range(len(rungs))
              if accuracy[a] > accuracy[b] and served[a] < served[b]]
     if not pairs:
@@ -109,7 +111,7 @@ def _inverted(rungs: Sequence[Rung], told: dict[str, list[float]], served: list[
             f"{ratio - 1:.0%} faster.")
 
 
-def figure(rungs: Sequence[Rung], told: dict[str, list[float]], taus: list[float], served: list[float]) -> Figure:
+def figure(rungs: Sequence[Rung], logged: dict[str, list[float]], taus: list[float], served: list[float]) -> Figure:
     """Theoretical speed-up and first-step accuracy against what was served."""
     drawn, panels = new_figure(10.5, 4.8, 2, share_y=True)
     names = list(dict.fromkeys(rung.run for rung in rungs))
@@ -117,11 +119,12 @@ def figure(rungs: Sequence[Rung], told: dict[str, list[float]], taus: list[float
     for axes, metric in zip(panels, ("theoretical speed-up", "first-step accuracy"), strict=True):
         for name, (colour, marker) in zip(names, looks, strict=True):
             chosen = [i for i, rung in enumerate(rungs) if rung.run == name]
-            axes.scatter([told[metric][i] for i in chosen], [served[i] for i in chosen], color=colour, marker=marker,
+            axes.scatter([logged[metric][i] for i in chosen], [served[i] for i in chosen], color=colour, marker=marker,
                          s=55, label=name, zorder=3)
         axes.set(xlabel=f"{metric}, in training")
-        axes.set_title(f"rank correlation with tau {rank_correlation(told[metric], taus):.2f}, "
-                       f"with speed-up {rank_correlation(told[metric], served):.2f}", fontsize=11, fontweight="normal")
+        axes.set_title(f"rank correlation with tau {rank_correlation(logged[metric], taus):.2f}, "
+                       f"with speed-up {rank_correlation(logged[metric], served):.2f}",
+                       fontsize=11, fontweight="normal")
     panels[0].axhline(1.0, color=OTHER_GREY, linestyle=":")
     panels[0].set_ylabel("served speed-up")
     panels[0].legend(loc="upper left", fontsize=9)

@@ -40,7 +40,7 @@ def test_a_ratio_of_taus_is_paired_by_prompt() -> None:
 def test_a_ratio_that_every_prompt_shows_is_clear() -> None:
     ratio = tau_ratio([counted(20, 22, 21, 24)], [counted(10, 11, 10, 12)])
     assert ratio.clear
-    assert ratio.said.startswith("+5")
+    assert ratio.text.startswith("+5")
 
 
 def test_runs_over_other_prompts_are_not_compared() -> None:

@@ -32,7 +32,7 @@ ReportT = TypeVar("ReportT", bound=Frozen)
 
 
 class StageFailed(EyrieError):
-    """A stage program ended without its artifact; it has said why."""
+    """A stage program ended without its artifact; `failure` is its reason."""
 
     reason = "StageFailed"
 

@@ -66,7 +66,7 @@ from eyrie_workers.stage_program import Result, Stage, run_program
 PROFILE = "profile.json"
 BLOCKS = "blocks.jsonl"
 FINAL_LEDGER = "final.jsonl"
-_FEWEST_RUNGS = 4  # an interval from fewer blocks says little
+_FEWEST_RUNGS = 4  # an interval from fewer blocks is too wide
 
 
 @dataclass(frozen=True)
@@ -317,11 +317,11 @@ def _measure_final(session: Session, spec: TuneStage, stage: Stage, variant: Var
 def _source(prompts: Prompts) -> str:
     """A sentence on the prompts of the final figures."""
     used = {(p.suite, p.id) for p in [*prompts.probed, *prompts.raced]}
-    asked = {(p.suite, p.id) for of in prompts.final.values() for p in of}
-    again = len(used & asked)
+    final = {(p.suite, p.id) for of in prompts.final.values() for p in of}
+    again = len(used & final)
     if not again:
-        return f"The final figures are from {len(asked)} prompts the tuner had not used."
-    return (f"The final figures are from {len(asked)} prompts, of which {again} were also used to choose the setting "
+        return f"The final figures are from {len(final)} prompts the tuner had not used."
+    return (f"The final figures are from {len(final)} prompts, of which {again} were also used to choose the setting "
             "(the suites have no more), which flatters them.")
 
 

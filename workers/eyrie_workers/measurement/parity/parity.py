@@ -87,7 +87,7 @@ def prove_parity(kind: EngineKind, plain_url: str, drafted_url: str, model: str,
 
 def decide(kind: EngineKind, tree: DraftTreeShape, dtype: str, evidence: Sequence[Evidence],
           likely_cause: str = "") -> ParityReport:
-    """Decide by the rule of the module's essay. `suspicion` names a likely cause of unexplained rounds."""
+    """Decide by the rule in the module docstring. `likely_cause` is of the unexplained rounds. Pure."""
     diverged = [found for found in evidence if not found.identical]
     ties = sum(found.divergence_is_tie for found in diverged)
     histogram = add_histograms([found.histogram for found in evidence])

@@ -29,7 +29,7 @@ from eyrie_workers.measurement.benchmark.plots import describe_environment
 Outcome = tuple[Setting, int, float, float]
 """Setting, concurrency, predicted speed-up, measured speed-up."""
 
-_MOST_LINES = 5  # settings drawn over concurrency: more cannot be told apart
+_MOST_LINES = 5  # settings drawn over concurrency: more are not distinguishable
 
 
 @dataclass(frozen=True)
