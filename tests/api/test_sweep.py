@@ -123,14 +123,14 @@ def test_draws_that_cannot_be_made_are_refused_with_the_hint(axes: list[Any], nu
 
 
 @pytest.mark.parametrize(("sweep", "says"), [
-    ({"axes": RANGES}, "is a range, of which a grid has no points"),
-    ({"random": 4}, "no axis to draw from"),
+    ({"axes": RANGES}, "is a range, which has no grid points"),
+    ({"random": 4}, "no axis to sample from"),
     ({"axes": [{"field": "train.seed"}]}, "needs values, or low and high"),
     ({"axes": [{"field": "train.seed", "values": [1], "low": 1, "high": 2}]}, "not both"),
-    ({"axes": [{"field": "train.seed", "low": 2, "high": 2}], "random": 1}, "are no range"),
-    ({"axes": [{"field": "train.seed", "low": 2}], "random": 1}, "are no range"),
+    ({"axes": [{"field": "train.seed", "low": 2, "high": 2}], "random": 1}, "are not a range"),
+    ({"axes": [{"field": "train.seed", "low": 2}], "random": 1}, "are not a range"),
     ({"axes": [{"field": "train.seed", "low": 0, "high": 2, "log": True}], "random": 1}, "no logarithm"),
-    ({"axes": [{"field": "train.seed", "values": [1], "log": True}]}, "leave log out"),
+    ({"axes": [{"field": "train.seed", "values": [1], "log": True}]}, "omit log"),
     ({"rungs": [0.5, 0.25]}, "must ascend"),
     ({"rungs": [1.0]}, "less than 1"),
 ])

@@ -21,7 +21,8 @@ class WhoAmI(Frozen):
     """Whom the server takes the caller for."""
 
     subject: str
-    """`key:<id>`, `user:<issuer>#<sub>`, `token` (EYRIE_TOKEN), or `local` (this machine, where no token is asked)."""
+    """`key:<id>`, `user:<issuer>#<sub>`, `token` (EYRIE_TOKEN), or `local` (a loopback request to a server without a
+    token)."""
 
     roles: dict[str, Role]
     """Project -> role; `*` is every project."""
@@ -73,7 +74,7 @@ class CreateKey(Frozen):
 
 
 class RotateKey(Frozen):
-    """How long the old key goes on."""
+    """Seconds for which the old key remains valid."""
 
     overlap_s: float = Field(0.0, ge=0.0, le=7 * 86400.0)
 
@@ -90,7 +91,7 @@ class Quotas(Frozen):
     """What a project may use; null is without limit."""
 
     max_jobs: int | None = Field(None, ge=0, le=1_000_000)
-    """Jobs that have not ended, at once."""
+    """Jobs that have not ended, at any one time."""
 
     max_endpoints: int | None = Field(None, ge=0, le=1_000_000)
     """Endpoints that are on."""
@@ -155,7 +156,7 @@ class MemberList(Frozen):
 
 
 class AuditEntry(Frozen):
-    """One thing somebody did, or was refused."""
+    """One change that was made or refused."""
 
     id: int
     time: datetime

@@ -18,15 +18,16 @@ class CaptureSpec(Frozen):
     """How states are stored. docs/results/hidden_states.md has the acceptance length of each, with its spread."""
 
     final_state: FinalState = "keep"
-    """`topk` stores the target's opinion (`final_top_k` logits and the mass of the rest) instead of its final state."""
+    """`topk` stores the target's `final_top_k` largest logits and the probability mass of the rest instead of its final
+    state."""
 
     final_top_k: int = Field(16, ge=1, le=256)
     draft_vocab_size: int | None = Field(None, ge=8, le=4_194_304)
-    """The draft vocabulary of `final_state: topk`, built from the answers: drafters trained from the store have it.
-    Default: the whole vocabulary up to 32768."""
+    """Size of the draft vocabulary of `final_state: topk`, built from the answers; all drafters trained from the store
+    use it. Default: the whole vocabulary up to 32768."""
 
     max_bytes: int | None = Field(None, ge=2**16)
-    """Disk for the store. `codec` is then the best that may be taken: where it does not fit, the best that does is."""
+    """Upper bound of the store's size. When `codec` does not fit, the most exact codec that fits is used instead."""
 
     shard_size_bytes: int = Field(256 * 2**20, ge=2**16, le=2**40)
     max_length: int = Field(2048, ge=16, le=1_048_576)
@@ -36,24 +37,24 @@ class CaptureSpec(Frozen):
     """Tokens per target forward pass."""
 
     feed: Literal["store", "stream"] = "store"
-    """`stream`: no state is written. Training computes them with the target as it goes, just ahead of the drafter, in
-    every epoch anew: for disks that hold no store, and data that is seen once or twice."""
+    """`stream`: hidden states are not written to disk. Training computes them with the target just before each batch,
+    and again in every epoch: for disks too small for a store, and for one or two epochs."""
 
     stream_buffer_bytes: int = Field(512 * 2**20, ge=2**16)
-    """Of `feed: stream`: states held in memory, those being learnt from included. A batch that is larger is computed
-    when it is asked for, and none ahead of it."""
+    """For `feed: stream`: memory for hidden states, the current batch included. A larger batch is computed on demand,
+    without prefetching."""
 
     probe_layers: bool = False
-    """Before states are captured, rank the target's layers by what a linear reading of each foresees of the target's
-    next choices. Told in an event beside the layers chosen; `aux_layers` chooses."""
+    """Before capture, rank the target's layers by how well a linear probe of each predicts the target's next tokens.
+    The ranking is reported in an event; `aux_layers` still selects the layers."""
 
     check_rows: int = Field(2, ge=0, le=64)
-    """Rows whose states are compared with `transformers` before anything is stored. It loads the target once more, and
-    lets it go before our own is loaded; 0 leaves the check out."""
+    """Rows whose hidden states are compared with those of `transformers` before anything is stored. Loads the target
+    one more time, and frees it before our own is loaded; 0 skips the check."""
 
     @model_validator(mode="after")
     def _vocabulary_has_a_use(self) -> "CaptureSpec":
         if self.draft_vocab_size is not None and self.final_state != "topk":
-            raise ValueError("capture.draft_vocab_size is given with capture.final_state 'keep', which serves any "
+            raise ValueError("capture.draft_vocab_size is set with capture.final_state 'keep', which supports any "
                              "draft vocabulary: set drafter.draft_vocab_size, or capture.final_state to 'topk'")
         return self

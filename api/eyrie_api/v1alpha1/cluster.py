@@ -24,7 +24,7 @@ class KubeflowSpec(Frozen):
 
     experiment: str = Field("eyrie", min_length=1, max_length=256)
     token_file: AbsolutePath | None = None
-    """Bearer token, read anew for each request: a projected service account token is rotated."""
+    """Bearer token, read again for each request: a projected service account token is rotated."""
 
     ca_file: AbsolutePath | None = None
     service_account: ObjectName | None = None
@@ -35,13 +35,13 @@ class KubeflowSpec(Frozen):
 
 
 class GatewaySpec(Frozen):
-    """The Gateway whose listener leads to endpoints."""
+    """The Gateway whose listener routes to endpoints."""
 
     name: ObjectName
     namespace: Name | None = None
     section: str | None = Field(None, min_length=1, max_length=253)
     hostnames: tuple[str, ...] = Field((), max_length=16)
-    """`{endpoint}` in a name stands for the endpoint's."""
+    """`{endpoint}` in a name is replaced by the endpoint's name."""
 
     request_timeout_s: float | None = Field(None, ge=0.0, le=86_400.0)
 
@@ -105,7 +105,8 @@ class ClusterProfile(Frozen):
     """None: nothing is served from here; winners are measured and kept."""
 
     max_runs: int = Field(16, ge=1, le=100_000)
-    """Pipelines at once; further jobs wait in line. Kueue, where it is, queues their pods besides."""
+    """Pipelines that run at the same time; further jobs are queued. Kueue, where installed, queues their pods as
+    well."""
 
     sync_s: float = Field(15.0, gt=0.0, le=3600.0)
     """How often a stage's pod puts progress and resumable state into the store: what a lost node costs at most."""

@@ -27,7 +27,7 @@ class DataSource(Frozen):
 
 
 class DataSpec(Frozen):
-    """The conversations whose last assistant turn the target answers anew."""
+    """The conversations whose last assistant turn the target regenerates."""
 
     sources: tuple[DataSource, ...] = Field(min_length=1, max_length=64)
 
@@ -41,11 +41,11 @@ class DataSpec(Frozen):
     """Longer prompts are quarantined, with the reason."""
 
     near_duplicates: float | None = Field(None, gt=0.0, le=1.0)
-    """Leave out prompts whose similarity to an earlier one (Jaccard, by MinHash) reaches this; 0.8 is usual.
-    Not set, only equal prompts are left out."""
+    """Drop prompts whose similarity to an earlier one (Jaccard, by MinHash) reaches this; 0.8 is usual.
+    Without it only identical prompts are dropped."""
 
     overlaps: Literal["report", "drop"] = "report"
-    """What becomes of conversations that share 13 words in a row with a benchmark suite. Whole prompts of a suite are
-    always left out."""
+    """Conversations that share 13 consecutive words with a benchmark suite are reported or dropped. Exact prompts of a
+    suite are always dropped."""
 
     seed: int = Field(0, ge=0, le=2**63 - 1)

@@ -6,7 +6,7 @@ from eyrie_api.v1alpha1.model import Frozen
 
 
 class DraftTreeShape(Frozen):
-    """The shape of one round of drafting. top_k 1 is a chain, whose num_draft_tokens is num_steps + 1."""
+    """The shape of the draft tree of one round. top_k 1 is a chain, whose num_draft_tokens is num_steps + 1."""
 
     num_steps: int = Field(5, ge=1, le=16)
     """Drafter passes per round (depth)."""
@@ -18,7 +18,8 @@ class DraftTreeShape(Frozen):
     """Nodes sent to verification, root included."""
 
     static: bool = False
-    """The same branching in every round, whatever the drafter is sure of (EAGLE-1); for trees in our engine."""
+    """Use the same branching in every round, independent of the drafter's confidence (EAGLE-1); embedded engine
+    only."""
 
     @model_validator(mode="after")
     def _possible(self) -> "DraftTreeShape":
@@ -28,12 +29,12 @@ class DraftTreeShape(Frozen):
         most = 1 + self.top_k + (self.num_steps - 1) * self.top_k**2
         if self.num_draft_tokens > most:
             raise ValueError(f"num_draft_tokens {self.num_draft_tokens} is more than a tree of num_steps "
-                             f"{self.num_steps} and top_k {self.top_k} can grow: at most {most}")
+                             f"{self.num_steps} and top_k {self.top_k} can have: at most {most}")
         if self.num_draft_tokens < self.num_steps + 1:
             raise ValueError(f"num_draft_tokens {self.num_draft_tokens} cannot hold one path of num_steps "
                              f"{self.num_steps}: give at least {self.num_steps + 1} or lower num_steps")
         return self
 
     def label(self) -> str:
-        """`num_steps/top_k/num_draft_tokens`, the way the field writes it."""
+        """`num_steps/top_k/num_draft_tokens`, as usual in the literature."""
         return f"{self.num_steps}/{self.top_k}/{self.num_draft_tokens}" + ("/static" if self.static else "")

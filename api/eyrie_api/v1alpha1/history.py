@@ -26,14 +26,14 @@ class HistoryEntry(Frozen):
     """created: the name was taken. decided: a job's candidate was judged. proposed: a revision became the candidate.
     canary: it was given a share of the requests. activated: it serves all. rejected: it was given up before that.
     rolled-back: what served was given up for an earlier one. window: live acceptance length over one window.
-    drift: it stayed low; `data.job` is the job that would hint it. retraining: that job was started."""
+    drift: it stayed low; `data.job` is the job that would retrain the drafter. retraining: that job was started."""
 
     revision: int | None = None
     job_id: str | None = None
     reason: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9]*$")
     message: str = ""
     actor: Actor = "policy"
-    """policy: the promotion policy or the job's serving section. person: somebody asked. watch: what was seen live."""
+    """policy: the promotion policy or the job's serving section. person: a request. watch: live metrics."""
 
     figures: dict[str, float] = Field(default_factory=dict)
     """Numbers the entry rests on, by name: tau, share, speedup, ..."""

@@ -28,7 +28,7 @@ class JobSpec(Frozen):
     """Train, choose, tune and serve a drafter for one target."""
 
     name: Name | None = None
-    """For people; the server assigns the id."""
+    """Display name; the server assigns the id."""
 
     target: TargetSpec
     data: DataSpec
@@ -52,7 +52,8 @@ class JobSpec(Frozen):
         deepest = max(self.benchmark.tree.num_steps, *self.tune.num_steps)
         if deepest > self.train.ttt_length + 4:
             raise ValueError(f"num_steps {deepest} is far beyond train.ttt_length {self.train.ttt_length}: "
-                             "the drafter would serve on states it never saw; raise ttt_length or lower num_steps")
+                             "the drafter would be served at depths it was not trained for; raise "
+                             "ttt_length or lower num_steps")
         return self
 
     @model_validator(mode="after")
@@ -76,8 +77,8 @@ class JobSpec(Frozen):
                 raise ValueError(f"{field} names {family!r}, which serve.engine 'sglang' cannot serve: use one of "
                                  f"{', '.join(sglang_families())}, or serve.engine 'embedded'")
         if self.benchmark.tree.static:
-            raise ValueError("benchmark.tree.static is true, and serve.engine 'sglang' grows dynamic trees only: set "
-                             "it to false, or serve.engine to 'embedded'")
+            raise ValueError("benchmark.tree.static is true, and serve.engine 'sglang' supports dynamic trees only: "
+                             "set it to false, or serve.engine to 'embedded'")
         return self
 
     @model_validator(mode="after")

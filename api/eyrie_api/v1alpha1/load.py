@@ -1,7 +1,8 @@
-"""Load: how a server is asked, and what was seen of it. Spoken by the load generator, the prove stage and promotion.
+"""Load tests: their specification and report, used by the load generator, the prove stage and promotion.
 
-An *variant* is one server (for example `off`, `candidate`, `incumbent`); a *level* is one closed-loop concurrency or
-one open-loop rate. Every level is asked of every variant in interleaved blocks, so that a slow minute hits all of them.
+A *variant* is one server (for example `off`, `candidate`, `incumbent`); a *level* is one closed-loop concurrency or one
+open-loop rate. Every level is measured for all variants in interleaved blocks, so that a slow minute affects all of
+them.
 
 Times are seconds on the client's clock: time to first token (TTFT) from sending the request to the first token that
 arrives, inter-token latency between the arrivals of tokens (tokens that arrive together share the gap evenly),
@@ -27,29 +28,29 @@ class ServiceLevel(Frozen):
 
 
 class LoadSpec(Frozen):
-    """How every variant is asked."""
+    """The requests sent to every variant."""
 
     concurrencies: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = (1,)
-    """Closed loop: this many users, each asking again as soon as it is answered."""
+    """Closed loop: this many users, each sending its next request when the previous one has completed."""
 
     rates_per_s: tuple[Annotated[float, Field(gt=0.0, le=1e5)], ...] = ()
-    """Open loop: requests arrive at these mean rates with exponential gaps (a Poisson process), answered or not."""
+    """Open loop: requests arrive at these mean rates with exponential gaps (a Poisson process), whether or not earlier
+    ones have completed."""
 
     requests: int = Field(32, ge=1, le=1_000_000)
-    """Requests per level, variant and repeat; prompts are drawn in turn from the categories. A closed loop asks at
-    least
-    twice per user, whatever is given here."""
+    """Requests per level, variant and repeat; prompts are drawn in turn from the categories. A closed loop sends at
+    least two per user."""
 
     repeats: int = Field(1, ge=1, le=100)
     """Interleaved blocks per level; the order of the variants alternates."""
 
     warmup_requests: int = Field(2, ge=0, le=10_000)
-    """Asked of every variant before each level and not counted."""
+    """Requests sent to every variant before each level, not counted."""
 
     temperature: float = Field(0.0, ge=0.0, le=4.0)
     max_new_tokens: int = Field(96, ge=1, le=131_072)
     system_prompt: str | None = Field(None, max_length=65_536)
-    """Replaces the system message of every prompt: does the drafter survive another one?"""
+    """Replaces the system message of every prompt, to test whether acceptance depends on it."""
 
     slo: ServiceLevel | None = None
     timeout_s: float = Field(600.0, gt=0.0)
@@ -77,7 +78,7 @@ class LoadCell(Frozen):
     requests: int
     completed: int
     failed: dict[str, int] = Field(default_factory=dict)
-    """Requests that gave no whole answer, by reason."""
+    """Requests without a complete response, by reason."""
 
     output_tokens: int
     seconds: float
@@ -87,7 +88,7 @@ class LoadCell(Frozen):
     """All output tokens over `seconds`: aggregate throughput."""
 
     tokens_per_s_per_user: float
-    """Mean over requests of output tokens over end-to-end time: what one user feels."""
+    """Mean over requests of output tokens over end-to-end time: the speed one user experiences."""
 
     ttft_s: Quantiles | None
     inter_token_s: Quantiles | None
@@ -96,7 +97,7 @@ class LoadCell(Frozen):
     """Requests per second that kept the service level; None without one."""
 
     tau: float | None = None
-    """None when the server tells nothing of its rounds or does not draft."""
+    """None when the server reports no rounds or does not draft."""
 
     tau_interval: Interval | None = None
     """By bootstrap over prompts."""
@@ -118,7 +119,8 @@ class LoadLevel(Frozen):
     total: LoadCell
     by_category: dict[str, LoadCell] = Field(default_factory=dict)
     generator_cpu_share: float | None = None
-    """Share of one processor core the load generator itself used: near 1 it measured itself."""
+    """Share of one processor core the load generator itself used: near 1 the figures are limited by the generator
+    itself."""
 
 
 class LoadComparison(Frozen):
@@ -140,14 +142,14 @@ class LoadComparison(Frozen):
     """user_ratio within each category."""
 
     compared: int
-    """Prompts both variants answered."""
+    """Prompts completed by both variants."""
 
     identical: int
     """Of those, answers whose text (or token ids, where the server gives them) are equal. Meaningful when greedy."""
 
 
 class LoadReport(Frozen):
-    """What a load test saw."""
+    """The result of a load test."""
 
     model: str
     spec: LoadSpec
@@ -161,9 +163,9 @@ class LoadReport(Frozen):
     aggregate throughput falls below the baseline's; None when it does not within the levels measured."""
 
     notes: tuple[str, ...] = ()
-    """What the reader must know to judge the figures: what a server could not tell, whether the generator kept up."""
+    """Limits of the figures: what a server did not report, whether the generator kept up."""
 
     environment: Environment
-    """Of the load generator; what the servers are stands in `variants`."""
+    """Of the load generator; the servers are described in `variants`."""
 
     seconds: float

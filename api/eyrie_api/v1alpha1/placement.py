@@ -1,9 +1,9 @@
-"""Where the pods of a stage, or of an endpoint, run on a cluster, and what they are given there.
+"""Where the pods of a stage or of an endpoint run on a cluster, and with which resources.
 
-One shape for both: a pipeline stage is placed by kfp-kubernetes, a serving pod by `eyrie_operator.manifests`. What only
-one of them has (replicas, probes, traffic) is not here. On one machine nothing of it is read.
+One model for both: a pipeline stage is placed by kfp-kubernetes, a serving pod by `eyrie_operator.manifests`. Settings
+of only one of them (replicas, probes, traffic) are not here. On one machine it is not used.
 
-Secrets are named, never quoted: a placement may stand in a resource anybody can read.
+Secrets are referenced by name, never by value: many users may read a resource that contains a placement.
 """
 
 from typing import Annotated, Literal
@@ -21,15 +21,15 @@ ObjectName = Annotated[str, StringConstraints(pattern=rf"^{_SUBDOMAIN}$", max_le
 """Name of a Kubernetes object in the same namespace."""
 
 Quantity = Annotated[str, StringConstraints(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$", max_length=32)]
-"""Kubernetes' way to write an amount: `500m`, `4`, `64Gi`."""
+"""A Kubernetes quantity: `500m`, `4`, `64Gi`."""
 
 AbsolutePath = Annotated[str, StringConstraints(pattern=r"^/[^:\s]*$", max_length=4096)]
 Image = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][^\s]*$", max_length=1024)]
-"""Pin it by digest (`name@sha256:...`): a tag that moves changes what serves without a trace."""
+"""Pin it by digest (`name@sha256:...`): a moved tag changes the serving image without a record."""
 
 
 class Toleration(Frozen):
-    """A taint of the node that does not keep the pod away, as `core/v1` has it."""
+    """A toleration, as in `core/v1`."""
 
     key: LabelKey | None = None
     """None, with operator Exists, tolerates every taint."""
@@ -71,13 +71,13 @@ class VolumeWork(Frozen):
     kind: Literal["volume"] = "volume"
     claim: ObjectName
     mount_path: AbsolutePath = "/var/lib/eyrie"
-    """The same in every pod: paths recorded by one stage are read by the next."""
+    """The same in every pod, since stages read paths that earlier stages recorded."""
 
     sub_path: str | None = Field(None, pattern=r"^[^/\s][^\s]*$", max_length=4096)
 
 
 class S3Work(Frozen):
-    """The work area is an artifact store; pods keep what they are working on in an emptyDir."""
+    """The work area is an artifact store; pods keep their working files in an emptyDir."""
 
     kind: Literal["s3"] = "s3"
     url: str = Field(pattern=r"^s3://[^\s]+$", max_length=4096)
@@ -90,15 +90,15 @@ class S3Work(Frozen):
     """Bound of the emptyDir; default: the node's."""
 
     states: Literal["copied", "ranged"] = "copied"
-    """Of training. `copied`: hidden states come down to the pod's disk first. `ranged`: they are read from the store as
-    they are needed, in every epoch anew: for states that are larger than the disk."""
+    """How training reads hidden states. `copied`: downloaded to the pod's disk first. `ranged`: read from the store on
+    demand, again in every epoch: for states larger than the disk."""
 
 
 WorkArea = Annotated[VolumeWork | S3Work, Field(discriminator="kind")]
 
 
 class Placement(Frozen):
-    """One kind of pod: its image, its share of a node, and which nodes."""
+    """One kind of pod: its image, its resources and its nodes."""
 
     image: Image
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
@@ -110,7 +110,7 @@ class Placement(Frozen):
     """GPUs of one pod."""
 
     gpu_resource: LabelKey = "nvidia.com/gpu"
-    """What the device plugin calls a GPU; `amd.com/gpu` or a MIG profile elsewhere."""
+    """Resource name of a GPU; `amd.com/gpu` or a MIG profile elsewhere."""
 
     gpu_type: LabelValue | None = None
     """Node label value of the GPU model, for example `NVIDIA-H100-80GB-HBM3`."""
@@ -139,10 +139,10 @@ class Placement(Frozen):
     host_paths: tuple[HostPath, ...] = Field((), max_length=16)
 
     @model_validator(mode="after")
-    def _gpus_said_once(self) -> "Placement":
+    def _gpus_given_once(self) -> "Placement":
         for field in ("requests", "limits"):
             if self.gpu_resource in getattr(self, field):
-                raise ValueError(f"placement.{field} names {self.gpu_resource}: give the count as num_gpus alone")
+                raise ValueError(f"placement.{field} names {self.gpu_resource}: set num_gpus instead")
         if self.gpu_type is not None and self.gpu_type_label in self.node_selector:
             raise ValueError(f"placement.node_selector names {self.gpu_type_label}, which gpu_type sets: give one")
         return self

@@ -11,13 +11,14 @@ class CanarySpec(Frozen):
     """How traffic moves to a new revision."""
 
     shares: tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...] = (0.2,)
-    """Shares of the requests it gets, step by step, before all of them; empty switches at once."""
+    """Shares of the requests routed to the new revision, step by step, before all of them; empty switches
+    immediately."""
 
     min_requests: int = Field(5, ge=0, le=1_000_000)
     """Requests a step must have answered before the next, unless `max_step_s` passes first."""
 
     max_step_s: float = Field(10.0, ge=0.0, le=86_400.0)
-    """A quiet endpoint must not wait for ever: the step ends after this long."""
+    """A step ends after this long even with fewer requests, so that an idle endpoint finishes its rollout."""
 
     @model_validator(mode="after")
     def _ascending(self) -> "CanarySpec":
@@ -28,20 +29,21 @@ class CanarySpec(Frozen):
 
 
 class DriftSpec(Frozen):
-    """What happens when live acceptance sinks slowly: the traffic has moved away from the training data."""
+    """Reaction to slowly falling live acceptance, which means that the traffic no longer resembles the training
+    data."""
 
     ratio: Probability = 0.85
-    """Drift is told when windowed tau stays below this share of the proven one for `windows` windows in a row."""
+    """Drift is reported when windowed tau stays below this share of the proven one for `windows` windows in a row."""
 
     windows: int = Field(3, ge=1, le=1000)
     window_s: float = Field(60.0, ge=0.0, le=86_400.0)
-    """A window lasts at least this long, and as many verify rounds as a mean can be believed of."""
+    """A window lasts at least this long, and until it has enough verify rounds for a reliable mean."""
 
     action: Literal["ignore", "offer", "retrain"] = "offer"
     """offer: an event and a ready-made job spec. retrain: the job is started."""
 
     traffic_file: str | None = Field(None, max_length=4096)
-    """JSONL of recent requests (`messages` rows) to retrain on; default: what the gateway recorded, when told to
+    """JSONL of recent requests (`messages` rows) to retrain on; default: the prompts recorded by the gateway
     (`serve.record_prompts`)."""
 
 
@@ -62,12 +64,12 @@ class PromotionPolicy(Frozen):
     """The lower end of the 95 % interval of the speed-up at each declared load must be above 1."""
 
     max_ttft_p99_ratio: float = Field(1.5, gt=0.0)
-    """p99 time to first token against no drafter, at each declared load; the median where a load was asked fewer than
-    100 times (prove.requests), since p99 would then be one request. The bound is loose on purpose."""
+    """p99 time to first token relative to no drafter, at each declared load; the median below 100 requests per load
+    (prove.requests), where p99 would be a single request. The bound is deliberately loose."""
 
     ttft_tolerance_s: float = Field(0.05, ge=0.0)
-    """A first token that comes at most this much later than without a drafter passes whatever the ratio: nobody feels
-    it, and where prefill takes milliseconds a round of drafting is a multiple of it."""
+    """Increases of the time to first token up to this many seconds are accepted whatever the ratio: they are not
+    noticeable, and where prefill takes milliseconds one round of drafting exceeds any ratio."""
 
     max_ttft_p99_s: float | None = Field(None, gt=0.0)
     min_speedup_changed_prompt: float = Field(1.0, gt=0.0)

@@ -1,4 +1,4 @@
-"""Proof in the serving engine: the last thing measured before a drafter is promoted, in the engine that will serve it.
+"""The prove stage: the last measurement before a promotion, in the engine that will serve the drafter.
 
 Parity asks whether what we trained is what the engine serves: output identical to the engine's own without a drafter,
 and as many draft tokens accepted at each position as in our reference engine, on the same prompts. Load asks whether it
@@ -47,11 +47,11 @@ class ParityReport(Frozen):
     rounds_unexplained: int = 0
     passed: bool
     reasons: tuple[str, ...]
-    """What was found, in words; on failure the likely cause (layer ids, d2t, norm flags) and the hint."""
+    """The findings as text; on failure with the likely cause (layer ids, d2t, norm flags) and a hint."""
 
 
 class ProveReport(Frozen):
-    """Everything promotion decides on beside the benchmark."""
+    """What promotion decides on in addition to the benchmark."""
 
     checkpoint: str
     path: str
@@ -60,8 +60,8 @@ class ProveReport(Frozen):
     """The setting that was proven: the one the operating map gives for the lowest declared load that drafts at all."""
 
     skipped: str = ""
-    """Why nothing was asked: tuning found no declared load at which speculation pays. Then `use` is `off`, and parity
-    and load are None: there is nothing to prove of an engine without a drafter."""
+    """Why nothing was measured: tuning found no declared load at which speculation pays. Then `use` is `off`, and
+    parity and load are None: there is nothing to prove of an engine without a drafter."""
 
     parity: ParityReport | None = None
     load: LoadReport | None = None
@@ -78,10 +78,10 @@ class ProveReport(Frozen):
 
 
 class ProveSpec(Frozen):
-    """How the tuned candidate is tried in the serving engine before promotion."""
+    """How the tuned candidate is measured in the serving engine before promotion."""
 
     loads: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field((1, 4), min_length=1, max_length=32)
-    """Concurrencies the endpoint has to be good at, ascending: the load you expect."""
+    """Expected concurrencies of the endpoint, ascending; the candidate must be faster at each."""
 
     requests: int = Field(24, ge=4, le=100_000)
     """Requests per load and variant."""
@@ -89,4 +89,4 @@ class ProveSpec(Frozen):
     max_new_tokens: int = Field(64, ge=2, le=131_072)
     parity_prompts: int = Field(12, ge=1, le=10_000)
     system_prompt: str = Field("You answer briefly and to the point.", max_length=65_536)
-    """The changed system prompt a promoted drafter has to survive; empty skips that question."""
+    """Another system prompt, with which the speed-up is measured again; empty skips that measurement."""

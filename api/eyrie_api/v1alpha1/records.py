@@ -1,4 +1,4 @@
-"""What a running stage says: one JSON line per record in `events.jsonl` beside its manifest.
+"""Records of a running stage: one JSON line each in `events.jsonl` next to its manifest.
 
 The same file is read by the embedded world (tailed into SQL) and shipped by a pod. Records carry no ids: the reader
 numbers them by line, which makes reading them again harmless.

@@ -18,8 +18,8 @@ class RegenerateSpec(Frozen):
     """Endpoint for the openai engines, up to and including `/v1`."""
 
     endpoints: tuple[Annotated[str, Field(pattern=r"^https?://", max_length=4096)], ...] = Field((), max_length=1024)
-    """More endpoints of the same model, asked beside `base_url`: each request goes to the one with the least in flight.
-    Only for engine `openai`."""
+    """More endpoints of the same model, in addition to `base_url`: each request goes to the one with the fewest in
+    flight. Only for engine `openai`."""
 
     served_model: str | None = None
     """Model name to send to the endpoint; default: the target's name."""
@@ -36,17 +36,19 @@ class RegenerateSpec(Frozen):
     """Row i is sampled with a seed derived from this and the row id, so a restart repeats the same answer."""
 
     turns: Literal["last", "all"] = "last"
-    """`all`: each assistant turn is answered anew in the context of the answers before it, and is a row of its own."""
+    """`all`: every assistant turn is regenerated, in the context of the regenerated turns before it, as a row of its
+    own."""
 
     truncated: Literal["train", "quarantine"] = "train"
-    """Answers cut at `max_new_tokens` do not end with an end-of-turn token; here they may be kept from training."""
+    """Answers cut at `max_new_tokens` do not end with an end-of-turn token; `quarantine` excludes them from
+    training."""
 
     timeout_s: float = Field(600.0, gt=0.0)
-    """Of one request."""
+    """Timeout of one request."""
 
     max_retries: int = Field(5, ge=0, le=100)
     deadline_s: float = Field(3600.0, gt=0.0)
-    """Of one row, all its retries together."""
+    """Time limit of one row, including its retries."""
 
     @model_validator(mode="after")
     def _endpoint_named(self) -> "RegenerateSpec":

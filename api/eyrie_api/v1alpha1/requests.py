@@ -1,7 +1,7 @@
-"""What a job or an endpoint may ask of a cluster: amounts and kinds of hardware, queues, and nothing else.
+"""What a job or an endpoint may request of a cluster: amounts and kinds of hardware, and queues.
 
-No image, service account, Secret or path of a node: whoever may post a job must not reach other people's data by it.
-Those are the administrator's (`v1alpha1.cluster`). On one machine nothing of this is read.
+No image, service account, Secret or path of a node: a job must not give its submitter access to other users' data.
+Those are set by the administrator (`v1alpha1.cluster`). On one machine none of this is used.
 """
 
 from typing import Literal
@@ -17,7 +17,7 @@ this, so it cannot be imported here."""
 
 
 class PlacementRequest(Frozen):
-    """Laid over the administrator's placement: what is None or empty stays as it was; dicts are merged by key,
+    """Merged into the administrator's placement: None and empty fields keep its values; dicts are merged by key,
     tolerations are added."""
 
     num_gpus: int | None = Field(None, ge=0, le=64)
@@ -44,7 +44,7 @@ class JobPlacement(Frozen):
     """For every stage."""
 
     stages: dict[StageKey, PlacementRequest] = Field(default_factory=dict)
-    """Laid over `every`, for single stages."""
+    """Merged into `every`, for single stages."""
 
     train_nodes: int = Field(1, ge=1, le=256)
     """Nodes of one training. More than one, or `train_launcher` trainjob, goes through Kubeflow Trainer."""
@@ -57,5 +57,5 @@ class JobPlacement(Frozen):
     def _nodes_need_a_trainjob(self) -> "JobPlacement":
         if self.train_nodes > 1 and self.train_launcher == "pod":
             raise ValueError(f"placement.train_nodes is {self.train_nodes} and placement.train_launcher is pod, which "
-                             "has one node: say trainjob, or train on one node")
+                             "has one node: set it to trainjob, or train on one node")
         return self

@@ -37,7 +37,7 @@ OUTSIDE_ANNOTATION = f"{GROUP}/outside"
 UID_LABEL = "kubernetes-uid"
 NAMESPACE_LABEL = "kubernetes-namespace"
 NAME_LABEL = "kubernetes-name"
-"""Labels of a job that was applied: which object it is. `eyrie jobs` can be asked for them."""
+"""Labels of a job that was applied: which object it is. `eyrie jobs` can filter by them."""
 
 ResourcePhase = Literal["Pending", "Running", "Suspended", "Succeeded", "Failed", "Cancelling", "Cancelled"]
 
@@ -66,7 +66,7 @@ class DrafterJobSpec(Frozen):
     """What POST /v1alpha1/jobs takes. It cannot be changed: another job is another object."""
 
     suspend: bool = False
-    """True stops the job at a safe line and frees what it holds; false goes on from its last finished stage."""
+    """true stops the job and frees its resources; false resumes it after its last finished stage."""
 
     ttl_seconds_after_finished: int | None = Field(None, ge=0, le=2**31 - 1)
     """Delete this object so long after the job has ended. The job's record, measurements and drafter stay: an endpoint
@@ -93,7 +93,7 @@ class DrafterJobStatus(_Kubernetes):
     """Its id at the REST API."""
 
     phase: ResourcePhase = "Pending"
-    """For people; programs read conditions."""
+    """For display; programs read conditions."""
 
     conditions: tuple[ResourceCondition, ...] = ()
     stages: tuple[ResourceStage, ...] = ()

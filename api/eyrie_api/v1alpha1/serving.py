@@ -15,26 +15,26 @@ class ServeSpec(Frozen):
 
     enabled: bool = True
     engine: EngineKind = "embedded"
-    """What serves, and what the candidate is proven in: our reference engine, or SGLang."""
+    """The serving engine, in which the candidate is also proven: the embedded reference engine, or SGLang."""
 
     endpoint: Name = "default"
     port: int = Field(0, ge=0, le=65535)
     """Stable port on this machine; 0 picks a free one when the endpoint is created and keeps it."""
 
     max_concurrency: int = Field(8, ge=1, le=1024)
-    """Requests decoded at once; more wait in line."""
+    """Requests decoded at once; more are queued."""
 
     health_timeout_s: float | None = Field(None, gt=0.0)
-    """A new engine that is not healthy by then is rolled back. Default: 60; 600 for SGLang, which loads weights and
-    captures graphs for minutes. Raise it for a target of hundreds of gigabytes."""
+    """A new engine that is not healthy within this time is rolled back. Default: 60; 600 for SGLang, which loads
+    weights and captures graphs for minutes. Raise it for a target of hundreds of gigabytes."""
 
     min_acceptance_ratio: Probability = 0.5
     """Roll back when served acceptance length falls below this share of the benchmarked one."""
 
     record_prompts: int = Field(0, ge=0, le=1_000_000)
-    """Keep the messages of this many latest chat requests, to retrain on when the traffic drifts; 0 keeps none.
-    Privacy: users' words are written in clear to `traffic.jsonl` of the endpoint's directory, readable by the
-    operating user alone (mode 0600), never sent anywhere, and pushed out by newer ones. Tell your users."""
+    """Record the messages of the latest chat requests, this many, to retrain on when traffic drifts; 0 records none.
+    Privacy: the messages are written unencrypted to `traffic.jsonl` in the endpoint's directory, readable by the
+    process's user only (mode 0600), never sent elsewhere, and replaced by newer ones. Inform your users."""
 
     replicas: int | None = Field(None, ge=1, le=1000)
     """On a cluster; default: the administrator's."""

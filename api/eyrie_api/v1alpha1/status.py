@@ -1,6 +1,6 @@
 """What we answer: a job with its status, events, metric series, endpoints.
 
-Status is conditions (metav1.Condition shape); `phase` is derived for people and never read by code.
+Status is conditions (metav1.Condition shape); `phase` is derived for display and never read by code.
 """
 
 from datetime import datetime
@@ -212,7 +212,7 @@ class EndpointList(Frozen):
 
 
 class Problem(Frozen):
-    """RFC 9457 problem details, with the hint."""
+    """RFC 9457 problem details, with a hint."""
 
     type: str = "about:blank"
     title: str

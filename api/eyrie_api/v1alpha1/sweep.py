@@ -35,11 +35,11 @@ class SweepAxis(Frozen):
                              "values: [..], or low: .. and high: ..")
         if self.values:
             if self.log:
-                raise ValueError(f"sweep axis {self.field!r} lists values and says log, which is for a range: "
-                                 "leave log out")
+                raise ValueError(f"sweep axis {self.field!r} lists values and sets log, which applies to ranges: "
+                                 "omit log")
             return self
         if self.low is None or self.high is None or self.low >= self.high:
-            raise ValueError(f"sweep axis {self.field!r}: low {self.low} and high {self.high} are no range: "
+            raise ValueError(f"sweep axis {self.field!r}: low {self.low} and high {self.high} are not a range: "
                              "give both, low below high")
         if self.log and self.low <= 0:
             raise ValueError(f"sweep axis {self.field!r}: low {self.low:g} has no logarithm: raise it above 0, or "
@@ -53,19 +53,19 @@ class SweepSpec(Frozen):
 
     axes: tuple[SweepAxis, ...] = Field((), max_length=8)
     families: tuple[Family, ...] = Field((), max_length=16)
-    """Families trained beside each other, each at every point of the grid; default: drafter.family alone."""
+    """Families to train, each at every point of the grid; default: drafter.family alone."""
 
     max_candidates: int = Field(16, ge=1, le=256)
     random: int | None = Field(None, ge=1, le=256)
-    """Instead of the whole grid, so many points drawn from the axes (for each family the same ones)."""
+    """Sample this many points from the axes instead of the whole grid; the same ones for every family."""
 
     seed: int = Field(0, ge=0, le=2**31 - 1)
-    """Of the draws."""
+    """Seed of the sampling."""
 
     together: Literal["auto", "always", "never"] = "auto"
-    """Whether one program trains all candidates: states are read once, the target is asked once, and `rungs` stop what
-    will not win. auto: together, except on a cluster whose training pods have more than one GPU each or order a
-    TrainJob. never: each candidate in a pod of its own, all to the end: sooner done where GPUs are free."""
+    """Whether one program trains all candidates: states are read once, the target runs once, and `rungs` stop
+    candidates early. auto: together, except on a cluster whose training pods have more than one GPU each or create a
+    TrainJob. never: each candidate in a pod of its own, without early stopping: faster where GPUs are idle."""
 
     rungs: tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...] = Field((0.25, 0.5), max_length=8)
     """Successive halving: at these shares of the training, the half of a family's candidates with the lower simulated
@@ -77,9 +77,9 @@ class SweepSpec(Frozen):
             raise ValueError(f"sweep.rungs {list(self.rungs)} must ascend: write {sorted(set(self.rungs))}")
         ranges = [axis.field for axis in self.axes if axis.is_range]
         if ranges and self.random is None:
-            raise ValueError(f"sweep axis {ranges[0]!r} is a range, of which a grid has no points: say sweep.random, "
-                             "how many points to draw, or list values")
+            raise ValueError(f"sweep axis {ranges[0]!r} is a range, which has no grid points: set sweep.random "
+                             "(the number of points to sample), or list values")
         if self.random is not None and not self.axes:
-            raise ValueError(f"sweep.random is {self.random} and there is no axis to draw from: give sweep.axes, or "
-                             "leave sweep.random out")
+            raise ValueError(f"sweep.random is {self.random} and there is no axis to sample from: give sweep.axes, or "
+                             "omit sweep.random")
         return self

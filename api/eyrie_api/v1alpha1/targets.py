@@ -27,11 +27,11 @@ QUICKSTART_HYBRID = "quickstart-hybrid"
 TRAINED_HERE: dict[str, str] = {
     QUICKSTART_LARGE: "python -m tests.benchmarks.quickstart.pretrain --larger",
     QUICKSTART_HYBRID: "python -m tests.benchmarks.quickstart.pretrain --hybrid"}
-"""Targets by name that a command makes on this machine, and the command."""
+"""Targets that are trained on this machine, and the command that trains each."""
 
 
 def trained_here(name: str) -> Path:
-    """Where a target of `TRAINED_HERE` lies: below EYRIE_HOME, or ~/.eyrie, whatever the working directory."""
+    """Directory of a target of `TRAINED_HERE`: below EYRIE_HOME, or ~/.eyrie."""
     return Path(os.environ.get("EYRIE_HOME", "~/.eyrie")).expanduser().absolute() / "targets" / name
 
 

@@ -17,23 +17,24 @@ class TrainSpec(Frozen):
     """Weight of TTT step s is step_decay ** s (EAGLE-3 reference: 0.8)."""
 
     unrolled_fraction: float = Field(0.33, gt=0.0, le=1.0)
-    """Share of the answer positions unrolled beyond the first TTT step, drawn anew at every optimiser step. Neighbours
-    predict the same tokens, so a third of them teaches nearly as much for less than half of the arithmetic."""
+    """Share of the answer positions unrolled beyond the first TTT step, sampled again at every optimiser step.
+    Neighbouring positions predict the same tokens, so a third of them trains nearly as well at less than half of the
+    cost."""
 
     single_step_ratio: Probability = 0.45
-    """Share of the optimiser steps, at the beginning, that train the first TTT step alone: it is what the later steps
-    build on, and costs a seventh."""
+    """Share of the optimiser steps, at the beginning, that train the first TTT step only: the later steps build on
+    it, and it costs a seventh."""
 
     loss: Literal["kl", "tv", "lk", "lk_hybrid"] = "kl"
     """kl: match the target's distribution. tv, lk (minus log), lk_hybrid (kl first, then tv): raise the chance that a
     sampled draft token is accepted (arXiv:2602.23881); for drafters served at temperature above 0."""
 
     normalisation: Literal["token", "sequence"] = "token"
-    """Whether every supervised token of a batch weighs the same, or every answer, however long."""
+    """Whether every supervised token of a batch has the same weight, or every answer regardless of its length."""
 
     learning_rate: float | None = Field(None, gt=0.0, le=1.0)
-    """Peak; default: the family's own, measured on the quickstart target. Targets of billions of parameters want less:
-    5e-5 to 6e-4 is what others train EAGLE-3 with."""
+    """Peak; default: the family's own, measured on the quickstart target. Targets of billions of parameters need less:
+    published EAGLE-3 trainings use 5e-5 to 6e-4."""
 
     warmup_ratio: Probability = 0.05
     schedule: Literal["cosine", "wsd", "constant"] = "wsd"
@@ -48,8 +49,8 @@ class TrainSpec(Frozen):
     """Stop after this many optimiser steps even if epochs remain."""
 
     early_stop_patience: int | None = Field(None, ge=1, le=1000)
-    """Stop after this many evaluations in a row without a better simulated speed-up on held-out rows (about ten are
-    made over a run). A wsd run stopped early misses its decay. Default: never."""
+    """Stop after this many evaluations in a row without a better simulated speed-up on held-out rows (about ten
+    per run). A wsd run stopped early misses its decay. Default: never."""
 
     max_tokens_per_batch: int = Field(2048, ge=64)
     """Packed tokens per step, over all processes. What autograd keeps is bounded and does not grow with it."""
@@ -65,10 +66,10 @@ class TrainSpec(Frozen):
     """Of the matrix products; all else is float32. auto: bfloat16 where the hardware multiplies it natively."""
 
     grad_checkpoint: bool = False
-    """Keep less of the MLP for the gradient and compute it again: memory for arithmetic."""
+    """Recompute MLP activations in the backward pass instead of storing them: less memory, more compute."""
 
     threads: int | None = Field(None, ge=1, le=1024)
     """CPU threads of each process; default: all."""
 
     trackers: tuple[Literal["mlflow", "wandb", "tensorboard"], ...] = Field((), max_length=3)
-    """Where curves are sent besides the job's own record; each finds its server in its own environment variables."""
+    """Trackers that receive the metrics, each configured by its own environment variables."""

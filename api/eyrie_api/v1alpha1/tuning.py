@@ -52,7 +52,7 @@ class StepTime(Frozen):
 
 
 class DraftTime(Frozen):
-    """Measured cost of drafting one round: proposing, and taking in what was settled."""
+    """Measured cost of drafting one round: proposing, and processing the accepted tokens."""
 
     concurrency: int
     temperature: float
@@ -95,7 +95,7 @@ class OperatingPoint(Frozen):
     concurrency: int
     setting: Setting
     speedup: float
-    """By prediction and measurement together, the surer the heavier; what was measured alone is in the trial."""
+    """Prediction and measurement weighted by their certainty; the measurement alone is in the trial."""
 
     speedup_interval: Interval | None = None
     """Of the measurement."""
@@ -133,12 +133,12 @@ class OperatingMap(Frozen):
 
 
 class DrafterUse(Frozen):
-    """What an endpoint is told to decode with."""
+    """The decoding configuration of an endpoint."""
 
     drafter_dir: str | None = None
     setting: Setting = OFF
     map: OperatingMap | None = None
-    """When given, an engine that can follow the load does so."""
+    """When given, an engine that supports it adapts its setting to the load."""
 
     context_length: int | None = Field(None, ge=16)
 
@@ -146,13 +146,14 @@ class DrafterUse(Frozen):
 class TuneSpec(Frozen):
     """Which settings are compared for the chosen checkpoint, at which loads, and how much may be measured.
 
-    Every setting is predicted from one run and its replay, so a wide grid costs little; what could be best is measured.
+    Every setting is predicted from one run and its replay, so a wide grid costs little; settings that may be best are
+    measured.
     """
 
     num_steps: tuple[Annotated[int, Field(ge=1, le=16)], ...] = Field((1, 2, 3, 4, 5, 6, 7), min_length=1)
     top_k: tuple[Annotated[int, Field(ge=1, le=64)], ...] = Field((1, 2, 4), min_length=1)
     num_draft_tokens: tuple[Annotated[int, Field(ge=2, le=512)], ...] = Field((4, 8, 16), min_length=1)
-    """For trees (top_k > 1); a chain always verifies num_steps + 1. Impossible shapes are left out."""
+    """For trees (top_k > 1); a chain always verifies num_steps + 1. Impossible shapes are skipped."""
 
     ngram: bool = True
     """Also compare n-gram look-up, in chains of the same depths. Off is always compared."""
@@ -161,14 +162,13 @@ class TuneSpec(Frozen):
     """Requests decoded at once: the loads to find the best setting for."""
 
     trials_share: float = Field(0.25, gt=0.0, le=1.0)
-    """Of all pairs of setting and concurrency, at most this share is measured (but three at each concurrency)."""
+    """The share of all pairs of setting and concurrency that may be measured; at least three per concurrency."""
 
     budget_s: float = Field(600.0, gt=0.0)
-    """Seconds the race may take, over all concurrencies. What is undecided then goes by prediction and measurement
-    together."""
+    """Seconds for all measurements. Afterwards prediction and measurement together decide."""
 
     max_prompts: int = Field(8, ge=1)
-    """Prompts to predict from, and as many again to race on, drawn evenly from the suites."""
+    """Prompts for the prediction, and as many for the measurements, drawn evenly from the suites."""
 
     temperatures: tuple[Annotated[float, Field(ge=0.0, le=4.0)], ...] = Field((0.0, 1.0), min_length=1)
     repeats: int = Field(1, ge=1, le=100)
