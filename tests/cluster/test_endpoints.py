@@ -43,7 +43,7 @@ SERVE_S = 240.0
 API = "eyrie.dev/v1alpha1"
 
 
-class World:
+class Harness:
     """A serving namespace, a work volume, a database; and what a client in the cluster sees."""
 
     def __init__(self, cluster: Cluster, namespace: str, home: Path) -> None:
@@ -109,8 +109,8 @@ class World:
 
 
 @pytest.fixture
-def world(cluster: Cluster, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    made = World(cluster, namespace, tmp_path)
+def harness(cluster: Cluster, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Harness]:
+    made = Harness(cluster, namespace, tmp_path)
     path = tmp_path / "profile.yaml"
     path.write_text(yaml.safe_dump(made.profile()))
     monkeypatch.setenv("EYRIE_CLUSTER_PROFILE", str(path))
@@ -162,20 +162,20 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def operator(world: World) -> Iterator[OperatorProcess]:
-    with operating(world.home, world.namespace) as one:
+def operator(harness: Harness) -> Iterator[OperatorProcess]:
+    with operating(harness.home, harness.namespace) as one:
         yield one
 
 
 def test_a_better_revision_takes_over_a_broken_one_does_not_and_nobody_is_kept_waiting(
-        world: World, drafter: Path, operator: OperatorProcess) -> None:
-    world.create()
-    bare = world.served_by(1)
-    assert bare.url == f"http://eyrie-chat.{world.namespace}.svc/v1"
-    first = world.ask()
+        harness: Harness, drafter: Path, operator: OperatorProcess) -> None:
+    harness.create()
+    bare = harness.served_by(1)
+    assert bare.url == f"http://eyrie-chat.{harness.namespace}.svc/v1"
+    first = harness.ask()
 
-    world.checkpoint("c1", drafter)
-    (world.checkpoint("broken") / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
+    harness.checkpoint("c1", drafter)
+    (harness.checkpoint("broken") / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
     answers: list[str] = []
     failures: list[Exception] = []
     done = threading.Event()
@@ -183,33 +183,33 @@ def test_a_better_revision_takes_over_a_broken_one_does_not_and_nobody_is_kept_w
     def keep_asking() -> None:
         while not done.wait(0.2):
             try:
-                answers.append(world.ask())
+                answers.append(harness.ask())
             except client.ApiException as error:
                 failures.append(error)
 
     asking = threading.Thread(target=keep_asking)
     asking.start()
     try:
-        drafted = world.served_by(world.propose("c1"))
+        drafted = harness.served_by(harness.propose("c1"))
         assert drafted.url == bare.url
-        eventually(lambda: ("Deployment", "eyrie-chat-r1") not in world.objects(), "the old engine goes")
-        broken = world.propose("broken")
-        eventually(lambda: world.endpoints.get("chat").revisions[-1].state == "rejected", "the broken one is given up",
+        eventually(lambda: ("Deployment", "eyrie-chat-r1") not in harness.objects(), "the old engine goes")
+        broken = harness.propose("broken")
+        eventually(lambda: harness.endpoints.get("chat").revisions[-1].state == "rejected", "revision rejected",
                    deadline_s=SERVE_S, every_s=0.5)
-        eventually(lambda: ("Deployment", f"eyrie-chat-r{broken}") not in world.objects(), "and cleared away")
+        eventually(lambda: ("Deployment", f"eyrie-chat-r{broken}") not in harness.objects(), "and cleared away")
     finally:
         done.set()
         asking.join(90)
     assert failures == []
     assert set(answers) == {first}
-    after = world.endpoints.get("chat")
+    after = harness.endpoints.get("chat")
     assert after.active_revision == drafted.active_revision
     told = find(after.conditions, "RolledBack")
     assert told is not None
     assert told.status == "True"
     assert told.reason == "EngineDied"
 
-    window = world.cluster.get("apps/v1", "Deployment", world.namespace, f"eyrie-chat-r{after.active_revision}")
+    window = harness.cluster.get("apps/v1", "Deployment", harness.namespace, f"eyrie-chat-r{after.active_revision}")
     assert json.loads(window["metadata"]["annotations"][WINDOW_BASELINE])["counts"]  # its pod has been asked
 
     def steady_state() -> bool:
@@ -220,45 +220,45 @@ def test_a_better_revision_takes_over_a_broken_one_does_not_and_nobody_is_kept_w
 
     eventually(steady_state, "it rests")
 
-    world.endpoints.set_desired("chat", "off")
-    eventually(lambda: world.objects() == set(), "everything is gone")
-    eventually(lambda: find(world.endpoints.get("chat").conditions, "Serving").reason == "Off", "and that is told")
+    harness.endpoints.set_desired("chat", "off")
+    eventually(lambda: harness.objects() == set(), "everything is gone")
+    eventually(lambda: find(harness.endpoints.get("chat").conditions, "Serving").reason == "Off", "and that is told")
 
 
 def test_an_applied_endpoint_is_finished_by_another_operator_when_the_first_is_killed_half_way(
-        world: World, drafter: Path) -> None:
-    world.checkpoint("c1", drafter)
-    with operating(world.home, world.namespace) as first:
-        world.cluster.create({
-            "apiVersion": API, "kind": "DraftEndpoint", "metadata": {"name": "chat", "namespace": world.namespace},
+        harness: Harness, drafter: Path) -> None:
+    harness.checkpoint("c1", drafter)
+    with operating(harness.home, harness.namespace) as first:
+        harness.cluster.create({
+            "apiVersion": API, "kind": "DraftEndpoint", "metadata": {"name": "chat", "namespace": harness.namespace},
             "spec": {"target": {"model": "quickstart"}, "serve": {"max_concurrency": 2}}})
-        eventually(lambda: ("Deployment", "eyrie-chat-r1") in world.objects(), "an engine is started")
+        eventually(lambda: ("Deployment", "eyrie-chat-r1") in harness.objects(), "an engine is started")
         first.kill()
-    with operating(world.home, world.namespace) as second:
-        world.served_by(1)
-        bare = world.endpoints.serving("chat")
+    with operating(harness.home, harness.namespace) as second:
+        harness.served_by(1)
+        bare = harness.endpoints.serving("chat")
         assert bare.serve.max_concurrency == 2
-        number = world.propose("c1")
-        eventually(lambda: ("Deployment", f"eyrie-chat-r{number}") in world.objects(), "the next is started")
+        number = harness.propose("c1")
+        eventually(lambda: ("Deployment", f"eyrie-chat-r{number}") in harness.objects(), "the next is started")
         second.kill()
-    with operating(world.home, world.namespace):
-        world.served_by(number)
-        shown = world.cluster.get(API, "DraftEndpoint", world.namespace, "chat")
-        owners = [owner["uid"] for one in world.cluster.list_all("apps/v1", "Deployment", world.namespace)
+    with operating(harness.home, harness.namespace):
+        harness.served_by(number)
+        shown = harness.cluster.get(API, "DraftEndpoint", harness.namespace, "chat")
+        owners = [owner["uid"] for one in harness.cluster.list_all("apps/v1", "Deployment", harness.namespace)
                   for owner in one["metadata"].get("ownerReferences", ())]
         assert owners == [shown["metadata"]["uid"]] * len(owners)
         assert owners
-        eventually(lambda: world.cluster.get(API, "DraftEndpoint", world.namespace, "chat")["status"].get(
+        eventually(lambda: harness.cluster.get(API, "DraftEndpoint", harness.namespace, "chat")["status"].get(
             "active_revision") == number, "the object shows it")
-        world.cluster.delete(API, "DraftEndpoint", world.namespace, "chat")
+        harness.cluster.delete(API, "DraftEndpoint", harness.namespace, "chat")
 
         def gone() -> bool:
             try:
-                world.cluster.get(API, "DraftEndpoint", world.namespace, "chat")
+                harness.cluster.get(API, "DraftEndpoint", harness.namespace, "chat")
             except NotFound:
                 return True
             return False
 
         eventually(gone, "the object is let go")
-        assert world.objects() == set()
-        assert world.endpoints.get("chat").desired == "off"
+        assert harness.objects() == set()
+        assert harness.endpoints.get("chat").desired == "off"

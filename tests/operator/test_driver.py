@@ -32,7 +32,7 @@ LIMIT_S = 120.0
 SPEC = spec_of(serve=ServeSpec(enabled=False))
 
 
-class World:
+class Harness:
     """One home with its database and the driver of its jobs."""
 
     def __init__(self, home: Path) -> None:
@@ -63,16 +63,16 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path, rehearsal: Rehearsal) -> Iterator[World]:
-    made = World(tmp_path / "home")
+def harness(tmp_path: Path, rehearsal: Rehearsal) -> Iterator[Harness]:
+    made = Harness(tmp_path / "home")
     yield made
     made.close()
 
 
 def test_a_job_runs_to_success_and_leaves_its_report_its_results_and_its_story(
-        world: World, rehearsal: Rehearsal) -> None:
-    job_id = world.submit()
-    job = world.drive(job_id)
+        harness: Harness, rehearsal: Rehearsal) -> None:
+    job_id = harness.submit()
+    job = harness.drive(job_id)
     assert job.status.phase == "Succeeded"
     assert {stage.state for stage in job.status.stages} == {"Succeeded"}
     assert len(job.status.stages) == 7
@@ -80,7 +80,7 @@ def test_a_job_runs_to_success_and_leaves_its_report_its_results_and_its_story(
     assert job.status.best.checkpoint == "base-step-20"
     assert job.status.decision is not None
     assert job.status.decision.promote
-    report = json.loads((world.directory(job_id) / "report.json").read_text())
+    report = json.loads((harness.directory(job_id) / "report.json").read_text())
     assert set(report["seconds"]) == {"regenerate", "capture", "train", "benchmark", "tune", "prove", "total"}
     assert [one["name"] for one in report["checkpoints"]] == ["base-step-10", "base-step-20"]
     cell = report["checkpoints"][0]["suites"]["math"]["0"]
@@ -91,19 +91,19 @@ def test_a_job_runs_to_success_and_leaves_its_report_its_results_and_its_story(
     assert report["promoted"]["identical"] == {"greedy": True, "sampled": True}
     assert report["promoted"]["speedup"]["greedy"] == 2.5
     assert (report["promoted"]["num_steps"], report["promoted"]["top_k"]) == (3, 2)
-    reasons = [event.reason for event in world.jobs.events(job_id)]
+    reasons = [event.reason for event in harness.jobs.events(job_id)]
     assert reasons.count("Rehearsed") == 7  # one per stage, each read exactly once
     assert reasons.count("StageStarted") == reasons.count("StageFinished") == 7
     assert {"Promoted", "Succeeded"} <= set(reasons)
-    series = {(one.stage, one.key, one.name) for one in world.jobs.metrics(job_id)}
+    series = {(one.stage, one.key, one.name) for one in harness.jobs.metrics(job_id)}
     assert ("train", "base", "train/loss") in series
 
 
 def test_a_failed_stage_fails_the_job_in_its_own_words_and_a_retry_goes_on_from_there(
-        world: World, rehearsal: Rehearsal) -> None:
+        harness: Harness, rehearsal: Rehearsal) -> None:
     rehearsal.plan(capture=["permanent", "ok"], train__base=["hang"])
-    job_id = world.submit()
-    job = world.drive(job_id)
+    job_id = harness.submit()
+    job = harness.drive(job_id)
     assert job.status.phase == "Failed"
     for kind in ("Failed", "Captured"):
         found = find(job.status.conditions, kind)
@@ -112,118 +112,118 @@ def test_a_failed_stage_fails_the_job_in_its_own_words_and_a_retry_goes_on_from_
         assert "lower train.learning_rate" in found.message
     failed = next(one for one in job.status.stages if one.stage == "capture")
     assert (failed.state, failed.reason, failed.hint) == ("Failed", "LossDiverged", "lower train.learning_rate")
-    assert json.loads((world.directory(job_id) / "report.json").read_text())["outcome"]["succeeded"] is False
-    world.jobs.retry(job_id)
-    world.driver.advance(job_id)
+    assert json.loads((harness.directory(job_id) / "report.json").read_text())["outcome"]["succeeded"] is False
+    harness.jobs.retry(job_id)
+    harness.driver.advance(job_id)
     assert wait_until(lambda: "train/base" in rehearsal.starts(), LIMIT_S)
-    world.driver.advance(job_id)
-    status = world.jobs.get(job_id).status
+    harness.driver.advance(job_id)
+    status = harness.jobs.get(job_id).status
     assert (status.phase, status.attempt) == ("Running", 2)
     assert rehearsal.starts() == ["regenerate", "capture", "capture", "train/base"]
 
 
-def test_cancelling_frees_the_machine_and_ends_the_job_cancelled(world: World, rehearsal: Rehearsal) -> None:
+def test_cancelling_frees_the_machine_and_ends_the_job_cancelled(harness: Harness, rehearsal: Rehearsal) -> None:
     rehearsal.plan(capture=["stubborn"])
-    job_id = world.submit()
-    world.driver.advance(job_id)
+    job_id = harness.submit()
+    harness.driver.advance(job_id)
     assert wait_until(lambda: "capture" in rehearsal.starts(), LIMIT_S)
-    handle = local.observe(world.directory(job_id)).handle
+    handle = local.observe(harness.directory(job_id)).handle
     assert handle is not None
-    world.jobs.cancel(job_id)
-    world.driver.advance(job_id)
+    harness.jobs.cancel(job_id)
+    harness.driver.advance(job_id)
     assert group_members(handle.process.pid) == []
-    job = world.jobs.get(job_id)
+    job = harness.jobs.get(job_id)
     assert job.status.phase == "Cancelled"
     assert next(one for one in job.status.stages if one.stage == "capture").state == "Cancelled"
 
 
-def test_a_run_is_told_what_its_endpoint_serves_when_it_begins(world: World, rehearsal: Rehearsal) -> None:
+def test_a_run_is_told_what_its_endpoint_serves_when_it_begins(harness: Harness, rehearsal: Rehearsal) -> None:
     rehearsal.plan(regenerate=["hang"])
-    endpoints, spec = Endpoints(world.database), spec_of()
+    endpoints, spec = Endpoints(harness.database), spec_of()
     endpoints.create("default", spec.target, spec.serve, "quickstart")
     serving = DrafterUse(drafter_dir="/drafters/before", setting=Setting(tree=DraftTreeShape()))
     endpoints.propose("default", job_id=None, checkpoint="before", use=serving, reason="by hand")
     endpoints.activate("default", 2, "http://127.0.0.1:1/v1")
-    job_id = world.submit(spec)
-    world.driver.advance(job_id)
-    assert load_job(str(world.directory(job_id))).incumbent == serving
+    job_id = harness.submit(spec)
+    harness.driver.advance(job_id)
+    assert load_job(str(harness.directory(job_id))).incumbent == serving
 
 
 def test_a_killed_control_plane_leaves_the_run_alone_and_the_next_one_adopts_it(
-        world: World, rehearsal: Rehearsal) -> None:
+        harness: Harness, rehearsal: Rehearsal) -> None:
     rehearsal.plan(capture=["hang", "ok"])
-    job_id = world.submit()
+    job_id = harness.submit()
     code = (
         "import sys, time; from pathlib import Path; from eyrie_api.settings import Settings\n"
         "from eyrie_api.database.engine import Database; from eyrie_operator.jobs.driver import Driver\n"
         "from eyrie_pipelines.local import LocalRunner; settings = Settings(home=Path(sys.argv[1]))\n"
-        "world = Driver(settings, Database(settings.resolved_database_url), LocalRunner(settings.home))\n"
-        "world.advance(sys.argv[2]); print('advanced', flush=True); time.sleep(600)\n")
-    plane = subprocess.Popen([sys.executable, "-c", code, str(world.settings.home), job_id], stdout=subprocess.PIPE)
+        "harness = Driver(settings, Database(settings.resolved_database_url), LocalRunner(settings.home))\n"
+        "harness.advance(sys.argv[2]); print('advanced', flush=True); time.sleep(600)\n")
+    plane = subprocess.Popen([sys.executable, "-c", code, str(harness.settings.home), job_id], stdout=subprocess.PIPE)
     assert plane.stdout is not None
     assert plane.stdout.readline() == b"advanced\n"
     plane.kill()
     plane.wait()
     assert wait_until(lambda: "capture" in rehearsal.starts(), LIMIT_S)
-    world.driver.advance(job_id)
-    assert world.jobs.get(job_id).status.phase == "Running"
-    handle = local.observe(world.directory(job_id)).handle
+    harness.driver.advance(job_id)
+    assert harness.jobs.get(job_id).status.phase == "Running"
+    handle = local.observe(harness.directory(job_id)).handle
     assert handle is not None
     assert handle.starts == 1  # adopted, not started again
     # Now the machine itself goes down: everything of the run dies, and the next look starts it again.
     os.killpg(handle.process.pid, signal.SIGKILL)
     assert wait_until(lambda: not group_members(handle.process.pid), 10.0)
-    job = world.drive(job_id)
+    job = harness.drive(job_id)
     assert job.status.phase == "Succeeded"
     assert rehearsal.starts().count("regenerate") == 1
     assert rehearsal.starts().count("capture") == 2
 
 
-def test_jobs_wait_in_line_for_the_machine_and_run_in_order(world: World, rehearsal: Rehearsal) -> None:
+def test_jobs_wait_in_line_for_the_machine_and_run_in_order(harness: Harness, rehearsal: Rehearsal) -> None:
     rehearsal.plan(regenerate=["hang"])
-    first, second = world.submit(), world.submit()
-    world.driver.advance(second)
-    assert local.observe(world.directory(second)).state == "none"  # the older job goes first
-    world.driver.advance(first)
-    world.driver.advance(second)
-    assert local.observe(world.directory(first)).state == "running"
-    assert local.observe(world.directory(second)).state == "none"
-    waiting = find(world.jobs.get(second).status.conditions, "Accepted")
+    first, second = harness.submit(), harness.submit()
+    harness.driver.advance(second)
+    assert local.observe(harness.directory(second)).state == "none"  # the older job goes first
+    harness.driver.advance(first)
+    harness.driver.advance(second)
+    assert local.observe(harness.directory(first)).state == "running"
+    assert local.observe(harness.directory(second)).state == "none"
+    waiting = find(harness.jobs.get(second).status.conditions, "Accepted")
     assert waiting is not None
     assert waiting.reason == "Queued"
-    world.jobs.cancel(first)
-    world.driver.advance(first)
-    world.driver.advance(second)
-    assert local.observe(world.directory(second)).state == "running"
+    harness.jobs.cancel(first)
+    harness.driver.advance(first)
+    harness.driver.advance(second)
+    assert local.observe(harness.directory(second)).state == "running"
 
 
-def test_stopping_in_order_pauses_runs_and_the_next_start_goes_on(world: World, rehearsal: Rehearsal) -> None:
+def test_stopping_in_order_pauses_runs_and_the_next_start_goes_on(harness: Harness, rehearsal: Rehearsal) -> None:
     rehearsal.plan(capture=["hang"])
-    job_id = world.submit()
-    world.driver.advance(job_id)
+    job_id = harness.submit()
+    harness.driver.advance(job_id)
     assert wait_until(lambda: "capture" in rehearsal.starts(), LIMIT_S)
-    world.driver.stop_runs()
-    assert local.observe(world.directory(job_id)).state == "none"
-    assert not is_over(world.jobs.get(job_id).status.conditions)
-    world.driver.advance(job_id)
+    harness.driver.stop_runs()
+    assert local.observe(harness.directory(job_id)).state == "none"
+    assert not is_over(harness.jobs.get(job_id).status.conditions)
+    harness.driver.advance(job_id)
     assert wait_until(lambda: rehearsal.starts() == ["regenerate", "capture", "capture"], LIMIT_S)
 
 
-def test_a_manifest_that_cannot_be_read_fails_the_job_with_a_hint(world: World, rehearsal: Rehearsal) -> None:
-    job_id = world.submit()
-    broken = world.directory(job_id) / "stages" / "capture" / "manifest.json"
+def test_a_manifest_that_cannot_be_read_fails_the_job_with_a_hint(harness: Harness, rehearsal: Rehearsal) -> None:
+    job_id = harness.submit()
+    broken = harness.directory(job_id) / "stages" / "capture" / "manifest.json"
     broken.parent.mkdir(parents=True)
     broken.write_text("{")
-    job = world.drive(job_id)
+    job = harness.drive(job_id)
     found = find(job.status.conditions, "Failed")
     assert found is not None
     assert found.reason == "ArtifactCorrupt"
     assert "delete the stage's directory" in found.message
 
 
-def test_advancing_what_is_gone_over_or_driven_by_another_does_nothing(world: World, rehearsal: Rehearsal) -> None:
-    world.driver.advance("job-unknown")
-    job_id = world.submit()
-    assert world.jobs.take_lease(job_id, "somebody-else", 60.0)
-    world.driver.advance(job_id)
-    assert local.observe(world.directory(job_id)).state == "none"
+def test_advancing_what_is_gone_over_or_driven_by_another_does_nothing(harness: Harness, rehearsal: Rehearsal) -> None:
+    harness.driver.advance("job-unknown")
+    job_id = harness.submit()
+    assert harness.jobs.take_lease(job_id, "somebody-else", 60.0)
+    harness.driver.advance(job_id)
+    assert local.observe(harness.directory(job_id)).state == "none"

@@ -29,7 +29,7 @@ from tests.pipelines.kfp_server import KfpServer
 SPEC = spec_of(serve=ServeSpec(enabled=False))
 
 
-class World:
+class Harness:
     """Rows, a runner, a store, and a stand-in for Kubeflow's API."""
 
     def __init__(self, directory: Path, max_runs: int = 16) -> None:
@@ -57,75 +57,75 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    world = World(tmp_path)
-    yield world
-    world.kubeflow.close()
-    world.database.close()
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    harness = Harness(tmp_path)
+    yield harness
+    harness.kubeflow.close()
+    harness.database.close()
 
 
-def test_a_job_waits_for_kubeflow_to_come_back_and_says_so_once(world: World) -> None:
-    job_id = world.submit()
+def test_a_job_waits_for_kubeflow_to_come_back_and_says_so_once(harness: Harness) -> None:
+    job_id = harness.submit()
     for _ in range(3):
-        world.kubeflow.refusals = [(503, False)]
-        world.driver.advance(job_id)
-    assert (world.reason(job_id), world.phase(job_id)) == ("KubeflowUnavailable", "Pending")
-    told = [event for event in world.jobs.events(job_id, limit=100) if event.reason == "KubeflowUnavailable"]
+        harness.kubeflow.refusals = [(503, False)]
+        harness.driver.advance(job_id)
+    assert (harness.reason(job_id), harness.phase(job_id)) == ("KubeflowUnavailable", "Pending")
+    told = [event for event in harness.jobs.events(job_id, limit=100) if event.reason == "KubeflowUnavailable"]
     assert len(told) == 1
     assert told[0].type == "Warning"
-    world.driver.advance(job_id)
-    assert (world.reason(job_id), world.phase(job_id)) == ("JobAccepted", "Running")
-    assert len(world.kubeflow.runs) == 1
+    harness.driver.advance(job_id)
+    assert (harness.reason(job_id), harness.phase(job_id)) == ("JobAccepted", "Running")
+    assert len(harness.kubeflow.runs) == 1
 
 
-def test_a_failed_stage_fails_the_job_with_its_own_words(world: World) -> None:
-    job_id = world.submit()
-    world.driver.advance(job_id)
-    world.store.write(f"jobs/{job_id}/run/failure.json", RunFailure(stage="regenerate", failure=Failure(
+def test_a_failed_stage_fails_the_job_with_its_own_words(harness: Harness) -> None:
+    job_id = harness.submit()
+    harness.driver.advance(job_id)
+    harness.store.write(f"jobs/{job_id}/run/failure.json", RunFailure(stage="regenerate", failure=Failure(
         reason="TargetNotFound", message="no model there", hint="correct target.model", exit_code=66,
         time=datetime.now(UTC))).model_dump_json().encode())
-    world.kubeflow.runs[0]["state"] = "FAILED"
-    world.driver.advance(job_id)
-    failed = find(world.jobs.get(job_id).status.conditions, "Failed")
+    harness.kubeflow.runs[0]["state"] = "FAILED"
+    harness.driver.advance(job_id)
+    failed = find(harness.jobs.get(job_id).status.conditions, "Failed")
     assert failed is not None
-    assert (failed.reason, world.phase(job_id)) == ("TargetNotFound", "Failed")
+    assert (failed.reason, harness.phase(job_id)) == ("TargetNotFound", "Failed")
     assert "correct target.model" in failed.message
-    assert world.store.stat(f"jobs/{job_id}/report.json") is not None
+    assert harness.store.stat(f"jobs/{job_id}/report.json") is not None
 
 
-def test_a_cancelled_job_is_cancelled_when_kubeflow_has_ended_its_run(world: World) -> None:
-    job_id = world.submit()
-    world.driver.advance(job_id)
-    world.jobs.cancel(job_id)
-    world.driver.advance(job_id)
-    assert world.kubeflow.runs[0]["state"] == "CANCELING"
-    assert world.phase(job_id) == "Cancelling"
-    world.kubeflow.runs[0]["state"] = "CANCELED"
-    world.driver.advance(job_id)
-    assert world.phase(job_id) == "Cancelled"
+def test_a_cancelled_job_is_cancelled_when_kubeflow_has_ended_its_run(harness: Harness) -> None:
+    job_id = harness.submit()
+    harness.driver.advance(job_id)
+    harness.jobs.cancel(job_id)
+    harness.driver.advance(job_id)
+    assert harness.kubeflow.runs[0]["state"] == "CANCELING"
+    assert harness.phase(job_id) == "Cancelling"
+    harness.kubeflow.runs[0]["state"] = "CANCELED"
+    harness.driver.advance(job_id)
+    assert harness.phase(job_id) == "Cancelled"
 
 
 def test_no_more_runs_than_the_administrator_allows(tmp_path: Path) -> None:
-    world = World(tmp_path, max_runs=1)
-    first, second = world.submit(), world.submit()
-    world.driver.advance(first)
-    world.driver.advance(second)
-    assert (world.phase(first), world.phase(second), world.reason(second)) == ("Running", "Pending", "Queued")
-    world.kubeflow.runs[0]["state"] = "SKIPPED"  # its own place counts as its own when it is started again
-    world.driver.advance(first)
-    assert [run["display_name"] for run in world.kubeflow.runs] == [f"{first}-1.1", f"{first}-1.2"]
-    world.kubeflow.close()
-    world.database.close()
+    harness = Harness(tmp_path, max_runs=1)
+    first, second = harness.submit(), harness.submit()
+    harness.driver.advance(first)
+    harness.driver.advance(second)
+    assert (harness.phase(first), harness.phase(second), harness.reason(second)) == ("Running", "Pending", "Queued")
+    harness.kubeflow.runs[0]["state"] = "SKIPPED"  # its own place counts as its own when it is started again
+    harness.driver.advance(first)
+    assert [run["display_name"] for run in harness.kubeflow.runs] == [f"{first}-1.1", f"{first}-1.2"]
+    harness.kubeflow.close()
+    harness.database.close()
 
 
-def test_a_worker_follows_the_profile_or_works_on_this_machine(tmp_path: Path, world: World) -> None:
-    assert isinstance(runtime_of(Settings(home=tmp_path), world.database).runner, LocalRunner)
+def test_a_worker_follows_the_profile_or_works_on_this_machine(tmp_path: Path, harness: Harness) -> None:
+    assert isinstance(runtime_of(Settings(home=tmp_path), harness.database).runner, LocalRunner)
     path = tmp_path / "profile.yaml"
-    path.write_text(yaml.safe_dump(world.profile.model_dump(mode="json")))
-    chosen = runtime_of(Settings(home=tmp_path / "home", cluster_profile=path), world.database)
+    path.write_text(yaml.safe_dump(harness.profile.model_dump(mode="json")))
+    chosen = runtime_of(Settings(home=tmp_path / "home", cluster_profile=path), harness.database)
     assert isinstance(chosen.runner, KubeflowRunner)
     assert chosen.reconcile_endpoint is None
     assert chosen.store is not None
     assert chosen.store.url == "s3://bucket/eyrie"
     with pytest.raises(InvalidInput, match="EYRIE_HOME"):
-        runtime_of(Settings(home=tmp_path / "elsewhere", cluster_profile=path), world.database)
+        runtime_of(Settings(home=tmp_path / "elsewhere", cluster_profile=path), harness.database)

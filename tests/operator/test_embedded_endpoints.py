@@ -44,7 +44,7 @@ LIMIT_S = 180.0
 CHAIN = DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3)
 
 
-class World:
+class Harness:
     """One home with one endpoint, and the job its drafters come from."""
 
     def __init__(self, home: Path, target: Path, policy: PromotionPolicy | None = None) -> None:
@@ -98,8 +98,8 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path, target: Path) -> Iterator[World]:
-    made = World(tmp_path / "home", target)
+def harness(tmp_path: Path, target: Path) -> Iterator[Harness]:
+    made = Harness(tmp_path / "home", target)
     yield made
     made.close()
 
@@ -116,11 +116,11 @@ def ask(url: str | None, max_tokens: int = 8) -> httpx.Response:
 
 
 def test_a_promotion_replaces_the_engine_behind_the_url_without_a_failed_request(
-        world: World, drafter: Path) -> None:
-    url = world.serve(1).url
+        harness: Harness, drafter: Path) -> None:
+    url = harness.serve(1).url
     first = ask(url)
     assert first.headers["x-eyrie-revision"] == "1"
-    world.propose(drafter)
+    harness.propose(drafter)
     answers: list[httpx.Response] = []
     done = threading.Event()
 
@@ -131,8 +131,8 @@ def test_a_promotion_replaces_the_engine_behind_the_url_without_a_failed_request
     asking = threading.Thread(target=keep_asking)
     asking.start()
     try:
-        assert world.serve(2).url == url
-        world.tend_until(lambda _seen: set(world.engines()) == {2})
+        assert harness.serve(2).url == url
+        harness.tend_until(lambda _seen: set(harness.engines()) == {2})
     finally:
         done.set()
         asking.join(60)
@@ -141,13 +141,13 @@ def test_a_promotion_replaces_the_engine_behind_the_url_without_a_failed_request
     assert last.headers["x-eyrie-revision"] == "2"
     assert last.json()["choices"] == first.json()["choices"]
     # Half of the requests went to the new engine before all of them did.
-    assert world.told("canary", "activated") == [
+    assert harness.told("canary", "activated") == [
         ("activated", 1, "Activated"), ("canary", 2, "CanaryStep"), ("activated", 2, "Activated")]
     assert "2" in {answer.headers["x-eyrie-revision"] for answer in answers}
 
     # A drafter that cannot be loaded costs nothing: the engine that serves goes on serving.
-    world.propose(Path("/nowhere/drafter"))
-    seen = world.tend_until(lambda seen: seen.candidate_revision is None)
+    harness.propose(Path("/nowhere/drafter"))
+    seen = harness.tend_until(lambda seen: seen.candidate_revision is None)
     assert seen.active_revision == 2
     rolled_back = find(seen.conditions, "RolledBack")
     assert rolled_back is not None
@@ -161,34 +161,34 @@ def test_a_promotion_replaces_the_engine_behind_the_url_without_a_failed_request
 
 
 def test_processes_outlive_the_one_who_tends_them_and_are_restarted_when_they_die(
-        world: World, target: Path) -> None:
-    url = world.serve(1).url
-    engine, gateway = world.engines()[1], world.gateway()
-    world.keeper = EmbeddedEndpoints(world.settings, world.database)  # another control plane
-    world.serve(1)
-    assert world.engines()[1].process == engine.process
-    assert world.gateway() == gateway
+        harness: Harness, target: Path) -> None:
+    url = harness.serve(1).url
+    engine, gateway = harness.engines()[1], harness.gateway()
+    harness.keeper = EmbeddedEndpoints(harness.settings, harness.database)  # another control plane
+    harness.serve(1)
+    assert harness.engines()[1].process == engine.process
+    assert harness.gateway() == gateway
     os.kill(engine.process.pid, signal.SIGKILL)
     os.kill(gateway.process.pid, signal.SIGKILL)
     assert wait_until(lambda: not is_alive(engine.process) and not is_alive(gateway.process), 10.0)
-    seen = world.tend_until(lambda seen: is_serving(seen) and is_alive(world.engines()[1].process))
+    seen = harness.tend_until(lambda seen: is_serving(seen) and is_alive(harness.engines()[1].process))
     assert seen.url == url
     assert ask(url).status_code == 200
-    world.endpoints.set_desired("default", "off")
-    last = world.engines()[1]
-    world.tend_until(lambda _seen: not world.engines() and not is_alive(last.process))
+    harness.endpoints.set_desired("default", "off")
+    last = harness.engines()[1]
+    harness.tend_until(lambda _seen: not harness.engines() and not is_alive(last.process))
     with pytest.raises(httpx.ConnectError):
         ask(url)
-    world.endpoints.set_desired("default", "on")
-    assert world.serve(1).url == url
+    harness.endpoints.set_desired("default", "on")
+    assert harness.serve(1).url == url
 
 
-def test_collapsed_acceptance_brings_the_revision_before_back(world: World, drafter: Path) -> None:
-    world.serve(1)
-    world.propose(drafter, tau=50.0)  # benchmarked far above what random guesses reach
-    url = world.serve(2).url
+def test_collapsed_acceptance_brings_the_revision_before_back(harness: Harness, drafter: Path) -> None:
+    harness.serve(1)
+    harness.propose(drafter, tau=50.0)  # benchmarked far above what random guesses reach
+    url = harness.serve(2).url
     assert ask(url, max_tokens=3 * MIN_ROUNDS).status_code == 200
-    seen = world.serve(1)
+    seen = harness.serve(1)
     rolled_back = find(seen.conditions, "RolledBack")
     assert ask(url).headers["x-eyrie-revision"] == "1"
     assert rolled_back is not None
@@ -196,42 +196,42 @@ def test_collapsed_acceptance_brings_the_revision_before_back(world: World, draf
     assert "proven 50.00" in rolled_back.message
 
 
-def test_drifted_traffic_starts_one_job_on_what_users_asked_lately(world: World, drafter: Path) -> None:
+def test_drifted_traffic_starts_one_job_on_what_users_asked_lately(harness: Harness, drafter: Path) -> None:
     # What random guesses reach is below 0.9 x 1.9, and above the half of it that would be a collapse.
     drift = DriftSpec(ratio=0.9, windows=2, window_s=0.0, action="retrain")
-    world.submit(PromotionPolicy(canary=CanarySpec(shares=()), drift=drift))
-    world.endpoints.propose("default", job_id=world.job.id, checkpoint="c1", tree=CHAIN, drafter_dir=str(drafter),
-                            reason="better", tau=1.9)
-    url = world.serve(2).url
+    harness.submit(PromotionPolicy(canary=CanarySpec(shares=()), drift=drift))
+    harness.endpoints.propose("default", job_id=harness.job.id, checkpoint="c1", tree=CHAIN, drafter_dir=str(drafter),
+                              reason="better", tau=1.9)
+    url = harness.serve(2).url
 
     def asked(_seen: Endpoint) -> bool:
         assert ask(url, max_tokens=2 * MIN_ROUNDS).status_code == 200
-        return bool(world.told("retraining"))
+        return bool(harness.told("retraining"))
 
-    world.tend_until(asked)
+    harness.tend_until(asked)
     for _ in range(2):
-        world.keeper.reconcile("default")
-    assert world.told("drift", "retraining", "rolled-back") == [
+        harness.keeper.reconcile("default")
+    assert harness.told("drift", "retraining", "rolled-back") == [
         ("drift", 2, "TrafficDrifted"), ("retraining", 2, "RetrainingStarted")]
-    started = world.jobs.list().items[0]
-    assert started.spec.labels == {"retrained-from": world.job.id}
+    started = harness.jobs.list().items[0]
+    assert started.spec.labels == {"retrained-from": harness.job.id}
     (source,) = started.spec.data.sources
     assert '"content": "hello"' in Path(source.path).read_text()
-    offered = world.histories.latest("default", "drift")
+    offered = harness.histories.latest("default", "drift")
     assert offered is not None
     assert JobSpec.model_validate(offered.data["job"]) == started.spec
 
 
-def test_an_engine_killed_on_trial_is_rejected_and_no_user_notices(world: World, drafter: Path) -> None:
-    url = world.serve(1).url
-    world.submit(PromotionPolicy(canary=CanarySpec(shares=(0.5,), min_requests=1_000, max_step_s=600.0)))
-    world.propose(drafter)
-    world.tend_until(lambda _seen: bool(world.told("canary")))
-    trial = world.engines()[2]
+def test_an_engine_killed_on_trial_is_rejected_and_no_user_notices(harness: Harness, drafter: Path) -> None:
+    url = harness.serve(1).url
+    harness.submit(PromotionPolicy(canary=CanarySpec(shares=(0.5,), min_requests=1_000, max_step_s=600.0)))
+    harness.propose(drafter)
+    harness.tend_until(lambda _seen: bool(harness.told("canary")))
+    trial = harness.engines()[2]
     os.kill(trial.process.pid, signal.SIGKILL)
     assert wait_until(lambda: not is_alive(trial.process), 30.0)
     assert {ask(url).headers["x-eyrie-revision"] for _ in range(4)} == {"1"}
-    seen = world.tend_until(lambda seen: seen.candidate_revision is None and set(world.engines()) == {1})
+    seen = harness.tend_until(lambda seen: seen.candidate_revision is None and set(harness.engines()) == {1})
     assert (seen.active_revision, seen.revisions[1].state) == (1, "rejected")
     assert (seen.revisions[1].rejected_reason or "").startswith("EngineDied: ")
 
@@ -243,16 +243,16 @@ def test_a_port_in_use_is_told_on_the_endpoint(tmp_path: Path, target: Path) -> 
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        world = World(tmp_path / "home", target)
-        world.endpoints.create("other", TargetSpec(model=str(target)), ServeSpec(port=port), "tiny")
-        world.keeper.reconcile("other")
-        seen = world.endpoints.get("other")
+        harness = Harness(tmp_path / "home", target)
+        harness.endpoints.create("other", TargetSpec(model=str(target)), ServeSpec(port=port), "tiny")
+        harness.keeper.reconcile("other")
+        seen = harness.endpoints.get("other")
         serving = find(seen.conditions, "Serving")
         assert serving is not None
         assert (serving.status, serving.reason) == ("False", "PortInUse")
         assert str(port) in serving.message
         assert seen.candidate_revision is None
-        world.close()
+        harness.close()
 
 
 def test_a_target_is_found_by_its_directory_and_by_the_quickstart_name(target: Path) -> None:

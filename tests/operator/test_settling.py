@@ -38,7 +38,7 @@ from tests.pipelines.rehearsal.rehearsal_stage import report_of
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 
 
-class World:
+class Harness:
     """One home; jobs in it have run their pipelines already."""
 
     def __init__(self, home: Path) -> None:
@@ -96,8 +96,8 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path / "home")
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    made = Harness(tmp_path / "home")
     yield made
     made.database.close()
 
@@ -107,128 +107,128 @@ def reason_of(job: Job, kind: str) -> str | None:
     return None if found is None else found.reason
 
 
-def test_a_faster_drafter_becomes_the_candidate_once_and_the_job_ends_when_it_serves(world: World) -> None:
-    job_id = world.finished(spec_of())
+def test_a_faster_drafter_becomes_the_candidate_once_and_the_job_ends_when_it_serves(harness: Harness) -> None:
+    job_id = harness.finished(spec_of())
     for _ in range(3):
-        job = world.look(job_id)
-        endpoint = world.endpoints.get("default")
+        job = harness.look(job_id)
+        endpoint = harness.endpoints.get("default")
         assert endpoint.candidate_revision == 2
         assert [one.number for one in endpoint.revisions] == [1, 2]
         assert reason_of(job, "Serving") == "Deploying"
     promoted = endpoint.revisions[1]
     assert promoted.checkpoint == "base-step-20"
-    assert promoted.drafter_dir == str(world.settings.job_dir(job_id) / "stages/train/base/checkpoints/base-step-20")
+    assert promoted.drafter_dir == str(harness.settings.job_dir(job_id) / "stages/train/base/checkpoints/base-step-20")
     assert promoted.tau == 2.5
     measured = json.loads(Path(f"{promoted.drafter_dir}-results.json").read_text())
     assert measured["benchmark"]["name"] == "base-step-20"
     assert measured["benchmark"]["speedup"] == promoted.speedup
     assert measured["proof"]["parity"]["passed"]
     assert not Path(str(promoted.drafter_dir)).exists()  # its directory is left as the training run made it
-    world.endpoints.activate("default", 2, "http://127.0.0.1:1/v1")
-    job = world.look(job_id)
+    harness.endpoints.activate("default", 2, "http://127.0.0.1:1/v1")
+    job = harness.look(job_id)
     assert job.status.phase == "Succeeded"
     assert job.status.endpoint == "default"
-    assert '"url": "http://127.0.0.1:1/v1"' in (world.settings.job_dir(job_id) / "report.json").read_text()
+    assert '"url": "http://127.0.0.1:1/v1"' in (harness.settings.job_dir(job_id) / "report.json").read_text()
 
 
-def test_ngram_lookup_that_won_is_served_without_the_drafter(world: World) -> None:
-    job_id = world.finished(spec_of())
+def test_ngram_lookup_that_won_is_served_without_the_drafter(harness: Harness) -> None:
+    job_id = harness.finished(spec_of())
     ngram = Setting(method="ngram", tree=DraftTreeShape(num_steps=3, num_draft_tokens=4))
-    world.found(job_id, world.proof(job_id).model_copy(update={"use": DrafterUse(setting=ngram)}))
-    world.look(job_id)
-    promoted = world.endpoints.get("default").revisions[1]
+    harness.found(job_id, harness.proof(job_id).model_copy(update={"use": DrafterUse(setting=ngram)}))
+    harness.look(job_id)
+    promoted = harness.endpoints.get("default").revisions[1]
     assert (promoted.use.setting, promoted.use.drafter_dir) == (ngram, None)
     assert promoted.speedup == pytest.approx(2.5)
-    world.endpoints.activate("default", 2, "http://127.0.0.1:1/v1")
-    assert world.look(job_id).status.phase == "Succeeded"
+    harness.endpoints.activate("default", 2, "http://127.0.0.1:1/v1")
+    assert harness.look(job_id).status.phase == "Succeeded"
 
 
-def test_where_off_is_best_nothing_is_promoted_and_the_job_succeeds(world: World) -> None:
-    job_id = world.finished(spec_of())
+def test_where_off_is_best_nothing_is_promoted_and_the_job_succeeds(harness: Harness) -> None:
+    job_id = harness.finished(spec_of())
     skipped = {"use": DrafterUse(setting=OFF), "skipped": "speculation pays at none of the declared loads",
                "load": None, "parity": None, "changed_prompt": None}
-    world.found(job_id, world.proof(job_id).model_copy(update=skipped))
-    job = world.look(job_id)
-    assert [one.number for one in world.endpoints.get("default").revisions] == [1]
-    world.endpoints.activate("default", 1, "http://127.0.0.1:1/v1")
-    job = world.look(job_id)
+    harness.found(job_id, harness.proof(job_id).model_copy(update=skipped))
+    job = harness.look(job_id)
+    assert [one.number for one in harness.endpoints.get("default").revisions] == [1]
+    harness.endpoints.activate("default", 1, "http://127.0.0.1:1/v1")
+    job = harness.look(job_id)
     assert reason_of(job, "Promoted") == "NotFaster"
     assert job.status.phase == "Succeeded"
 
 
-def test_each_result_is_of_its_own_candidates_family(world: World) -> None:
-    job_id = world.finished(spec_of(drafter=DrafterSpec(family="hydra")))
-    world.look(job_id)
-    entries = Results(world.database).leaderboard()
+def test_each_result_is_of_its_own_candidates_family(harness: Harness) -> None:
+    job_id = harness.finished(spec_of(drafter=DrafterSpec(family="hydra")))
+    harness.look(job_id)
+    entries = Results(harness.database).leaderboard()
     assert {entry.family for entry in entries} == {"hydra"}
-    assert Results(world.database).leaderboard(ResultFilter(family="eagle3")) == ()
+    assert Results(harness.database).leaderboard(ResultFilter(family="eagle3")) == ()
 
 
-def test_a_rejected_revision_fails_the_job_in_its_words_and_a_retry_promotes_anew(world: World) -> None:
-    job_id = world.finished(spec_of())
-    world.look(job_id)
-    world.endpoints.reject("default", 2, "HealthTimeout", "not healthy after 60 s")
+def test_a_rejected_revision_fails_the_job_in_its_words_and_a_retry_promotes_anew(harness: Harness) -> None:
+    job_id = harness.finished(spec_of())
+    harness.look(job_id)
+    harness.endpoints.reject("default", 2, "HealthTimeout", "not healthy after 60 s")
     # Meanwhile the endpoint has gone on to the bare target: the job's own revision was given up all the same.
-    world.endpoints.propose("default", job_id=None, checkpoint=None, tree=None, drafter_dir=None, reason="bare")
-    job = world.look(job_id)
+    harness.endpoints.propose("default", job_id=None, checkpoint=None, tree=None, drafter_dir=None, reason="bare")
+    job = harness.look(job_id)
     assert job.status.phase == "Failed"
     assert reason_of(job, "Failed") == "HealthTimeout"
-    world.jobs.retry(job_id)
-    world.lay_out(job_id, spec_of(), attempt=2)
-    world.look(job_id)
-    endpoint = world.endpoints.get("default")
+    harness.jobs.retry(job_id)
+    harness.lay_out(job_id, spec_of(), attempt=2)
+    harness.look(job_id)
+    endpoint = harness.endpoints.get("default")
     assert endpoint.candidate_revision == 4
     assert endpoint.revisions[3].checkpoint == "base-step-20"
 
 
-def test_the_incumbent_is_kept_when_the_candidate_is_not_faster(world: World) -> None:
-    first = world.finished(spec_of())
-    world.look(first)
-    world.endpoints.activate("default", 2, "http://127.0.0.1:1/v1")
-    world.look(first)
-    second = world.look(world.finished(spec_of()))
+def test_the_incumbent_is_kept_when_the_candidate_is_not_faster(harness: Harness) -> None:
+    first = harness.finished(spec_of())
+    harness.look(first)
+    harness.endpoints.activate("default", 2, "http://127.0.0.1:1/v1")
+    harness.look(first)
+    second = harness.look(harness.finished(spec_of()))
     assert second.status.phase == "Succeeded"
     assert reason_of(second, "Promoted") == "IncumbentKept"
     assert second.status.decision is not None
     assert second.status.decision.incumbent_speedup == 2.5
-    assert world.endpoints.get("default").candidate_revision is None
+    assert harness.endpoints.get("default").candidate_revision is None
 
 
-def test_a_drafter_that_does_not_pay_leaves_the_bare_target_to_serve(world: World) -> None:
-    job = world.look(world.finished(spec_of(promotion=PromotionPolicy(min_speedup=9.0))))
-    endpoint = world.endpoints.get("default")
+def test_a_drafter_that_does_not_pay_leaves_the_bare_target_to_serve(harness: Harness) -> None:
+    job = harness.look(harness.finished(spec_of(promotion=PromotionPolicy(min_speedup=9.0))))
+    endpoint = harness.endpoints.get("default")
     assert endpoint.candidate_revision == 1
     assert endpoint.revisions[0].drafter_dir is None
-    world.endpoints.activate("default", 1, "http://127.0.0.1:1/v1")
-    job = world.look(job.id)
+    harness.endpoints.activate("default", 1, "http://127.0.0.1:1/v1")
+    job = harness.look(job.id)
     assert job.status.phase == "Succeeded"
     assert reason_of(job, "Promoted") == "NotFaster"
 
 
-def test_manual_promotion_waits_for_a_person_and_touches_no_endpoint(world: World) -> None:
-    job = world.look(world.finished(spec_of(promotion=PromotionPolicy(mode="manual"))))
+def test_manual_promotion_waits_for_a_person_and_touches_no_endpoint(harness: Harness) -> None:
+    job = harness.look(harness.finished(spec_of(promotion=PromotionPolicy(mode="manual"))))
     assert job.status.phase == "Succeeded"
     assert reason_of(job, "Promoted") == "AwaitsApproval"
-    assert world.endpoints.list().items == ()
+    assert harness.endpoints.list().items == ()
 
 
-def test_an_endpoint_of_another_target_is_not_taken_over(world: World) -> None:
-    world.endpoints.create("default", TargetSpec(model="another/model"), ServeSpec(), "another/model")
-    job = world.look(world.finished(spec_of()))
+def test_an_endpoint_of_another_target_is_not_taken_over(harness: Harness) -> None:
+    harness.endpoints.create("default", TargetSpec(model="another/model"), ServeSpec(), "another/model")
+    job = harness.look(harness.finished(spec_of()))
     assert job.status.phase == "Failed"
     assert reason_of(job, "Failed") == "Conflict"
     failed = find(job.status.conditions, "Failed")
     assert failed is not None
     assert "another name" in failed.message
-    assert world.endpoints.get("default").revisions[-1].number == 1
-    assert (world.settings.job_dir(job.id) / "report.json").exists()
+    assert harness.endpoints.get("default").revisions[-1].number == 1
+    assert (harness.settings.job_dir(job.id) / "report.json").exists()
 
 
-def test_the_leaderboard_has_every_checkpoint_and_the_tuned_one(world: World) -> None:
+def test_the_leaderboard_has_every_checkpoint_and_the_tuned_one(harness: Harness) -> None:
     from eyrie_api.database.results import Results
 
-    job = world.look(world.finished(spec_of(serve=ServeSpec(enabled=False))))
-    entries = [(one.checkpoint, one.tuned) for one in Results(world.database).leaderboard()]
+    job = harness.look(harness.finished(spec_of(serve=ServeSpec(enabled=False))))
+    entries = [(one.checkpoint, one.tuned) for one in Results(harness.database).leaderboard()]
     assert sorted(entries) == [("base-step-10", False), ("base-step-20", False), ("base-step-20", True)]
     assert job.status.best is not None
     assert (job.status.best.checkpoint, job.status.best.tuned) == ("base-step-20", True)

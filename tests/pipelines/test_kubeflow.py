@@ -40,7 +40,7 @@ def server() -> Iterator[KfpServer]:
     server.close()
 
 
-class World:
+class Harness:
     """A runner with its home and its work area."""
 
     def __init__(self, server: KfpServer, directory: Path, **kubeflow: object) -> None:
@@ -66,8 +66,8 @@ class World:
 
 
 @pytest.fixture
-def world(server: KfpServer, tmp_path: Path) -> World:
-    return World(server, tmp_path, experiment="ours", namespace="team", service_account="runs")
+def harness(server: KfpServer, tmp_path: Path) -> Harness:
+    return Harness(server, tmp_path, experiment="ours", namespace="team", service_account="runs")
 
 
 def names(server: KfpServer) -> list[str]:
@@ -75,89 +75,89 @@ def names(server: KfpServer) -> list[str]:
 
 
 def test_an_attempt_is_started_once_however_often_and_by_whomever_it_is_asked_for(
-        world: World, server: KfpServer) -> None:
-    assert world.runner.observe("job-1") == ObservedRun()
-    world.start()
-    world.start()
-    world.another().start("job-1", SPEC, 1, INCUMBENT)
+        harness: Harness, server: KfpServer) -> None:
+    assert harness.runner.observe("job-1") == ObservedRun()
+    harness.start()
+    harness.start()
+    harness.another().start("job-1", SPEC, 1, INCUMBENT)
     assert names(server) == ["job-1-1.1"]
-    seen = world.runner.observe("job-1")
+    seen = harness.runner.observe("job-1")
     assert (seen.state, seen.attempt, seen.starts, seen.run_id) == ("running", 1, 1, server.runs[0]["run_id"])
     assert [one["display_name"] for one in server.experiments] == ["ours"]
     assert server.experiments[0]["namespace"] == "team"
 
 
-def test_a_run_carries_the_pipeline_the_platform_and_what_the_boxes_are_told(world: World, server: KfpServer) -> None:
-    world.start()
+def test_a_run_contains_the_pipeline_the_platform_spec_and_the_parameters(harness: Harness, server: KfpServer) -> None:
+    harness.start()
     run = server.runs[0]
     assert run["service_account"] == "runs"
     assert run["experiment_id"] == server.experiments[0]["experiment_id"]
     assert set(run["pipeline_spec"]) == {"pipeline_spec", "platform_spec"}
-    assert run["runtime_config"]["parameters"]["job_dir"] == str(world.home / "jobs" / "job-1")
-    assert json.loads(world.store.read("jobs/job-1/job.json"))["id"] == "job-1"
+    assert run["runtime_config"]["parameters"]["job_dir"] == str(harness.home / "jobs" / "job-1")
+    assert json.loads(harness.store.read("jobs/job-1/job.json"))["id"] == "job-1"
 
 
-def test_a_creation_whose_answer_was_lost_is_found_and_not_repeated(world: World, server: KfpServer) -> None:
-    world.runner.observe("job-1")
+def test_a_creation_whose_answer_was_lost_is_found_and_not_repeated(harness: Harness, server: KfpServer) -> None:
+    harness.runner.observe("job-1")
     server.refusals = [(200, True), (503, True)]
     with pytest.raises(KubeflowUnavailable):
-        world.start()
+        harness.start()
     assert names(server) == ["job-1-1.1"]
-    world.start()
+    harness.start()
     assert names(server) == ["job-1-1.1"]
 
 
 def test_another_jobs_runs_are_not_this_jobs_and_the_latest_of_many_pages_counts(
-        world: World, server: KfpServer) -> None:
+        harness: Harness, server: KfpServer) -> None:
     for attempt in range(1, 7):
-        world.start(attempt)
+        harness.start(attempt)
         server.runs[-1]["state"] = "FAILED" if attempt < 3 else "SUCCEEDED"
     server.runs.append({**server.runs[0], "display_name": "other-job-1-9.1"})
-    assert world.runner.observe("job-1").attempt == 6
-    assert world.runner.observe("job-2") == ObservedRun()
+    assert harness.runner.observe("job-1").attempt == 6
+    assert harness.runner.observe("job-2") == ObservedRun()
 
 
 @pytest.mark.parametrize(("state", "seen"), [
     ("PENDING", "running"), ("RUNNING", "running"), ("PAUSED", "running"), ("CANCELING", "running"),
     ("RUNTIME_STATE_UNSPECIFIED", "running"), ("SUCCEEDED", "succeeded"), ("FAILED", "gone"), ("CANCELED", "failed"),
     ("SKIPPED", "gone")])
-def test_every_state_of_kubeflow_means_something(world: World, server: KfpServer, state: str, seen: str) -> None:
-    world.start()
+def test_every_state_of_kubeflow_means_something(harness: Harness, server: KfpServer, state: str, seen: str) -> None:
+    harness.start()
     server.runs[0]["state"] = state
-    assert world.runner.observe("job-1").state == seen
+    assert harness.runner.observe("job-1").state == seen
 
 
-def test_a_failed_run_is_told_in_its_stages_words_before_kubeflows(world: World, server: KfpServer) -> None:
-    world.start()
+def test_a_failed_run_is_told_in_its_stages_words_before_kubeflows(harness: Harness, server: KfpServer) -> None:
+    harness.start()
     server.runs[0] |= {"state": "FAILED", "error": {"code": 2, "message": "task train: exit status 70"}}
-    write_model(world.home / "told.json", RunFailure(stage="train", key="base", failure=Failure(
+    write_model(harness.home / "told.json", RunFailure(stage="train", key="base", failure=Failure(
         reason="LossDiverged", message="loss was nan", hint="lower it", exit_code=70, time=datetime.now(UTC))))
-    world.put("run/failure.json", (world.home / "told.json").read_text())
-    failure = world.runner.observe("job-1").failure
+    harness.put("run/failure.json", (harness.home / "told.json").read_text())
+    failure = harness.runner.observe("job-1").failure
     assert failure is not None
     assert (failure.stage, failure.key, failure.reason, failure.hint) == ("train", "base", "LossDiverged", "lower it")
-    world.start(2)  # the next attempt is not held back by the last one's failure
-    assert world.store.stat("jobs/job-1/run/failure.json") is None
-    assert world.read("run/failure.json") is None
+    harness.start(2)  # the next attempt is not held back by the last one's failure
+    assert harness.store.stat("jobs/job-1/run/failure.json") is None
+    assert harness.read("run/failure.json") is None
 
 
-def test_a_stages_failure_ends_the_run_while_kubeflow_would_still_try_again(world: World, server: KfpServer) -> None:
-    world.start()
+def test_a_stage_failure_fails_the_run_while_kubeflow_still_retries_it(harness: Harness, server: KfpServer) -> None:
+    harness.start()
     server.runs[0]["state"] = "RUNNING"
     failure = RunFailure(stage="regenerate", failure=Failure(
         reason="DataInvalid", message="no conversation left", hint="give some", exit_code=65, time=datetime.now(UTC)))
-    world.put("run/failure.json", failure.model_dump_json())
-    seen = world.runner.observe("job-1")
+    harness.put("run/failure.json", failure.model_dump_json())
+    seen = harness.runner.observe("job-1")
     assert (seen.state, seen.alive) == ("failed", True)
     assert seen.failure is not None
     assert seen.failure.reason == "DataInvalid"
-    world.start()
+    harness.start()
     assert names(server) == ["job-1-1.1"], "nothing begins beside what lives"
-    world.runner.stop("job-1")
+    harness.runner.stop("job-1")
     assert server.runs[0]["state"] == "CANCELING"
-    assert world.runner.observe("job-1").alive
+    assert harness.runner.observe("job-1").alive
     server.runs[0] |= {"state": "FAILED", "state_history": [{"state": "CANCELING"}, {"state": "FAILED"}]}
-    seen = world.runner.observe("job-1")
+    seen = harness.runner.observe("job-1")
     assert (seen.state, seen.alive) == ("failed", False)
     assert seen.failure is not None
     assert seen.failure.reason == "DataInvalid", "the stage's words, not how the run was ended"
@@ -165,43 +165,43 @@ def test_a_stages_failure_ends_the_run_while_kubeflow_would_still_try_again(worl
 
 @pytest.mark.parametrize("state", ["FAILED", "CANCELED"])
 def test_a_run_that_somebody_terminated_is_not_started_again_behind_his_back(
-        world: World, server: KfpServer, state: str) -> None:
-    world.start()
+        harness: Harness, server: KfpServer, state: str) -> None:
+    harness.start()
     server.runs[0] |= {"state": state, "state_history": [{"state": "RUNNING"}, {"state": "CANCELING"},
                                                          {"state": state}]}
-    seen = world.runner.observe("job-1")
+    seen = harness.runner.observe("job-1")
     assert seen.state == "failed"
     assert seen.failure is not None
     assert (seen.failure.reason, seen.failure.hint[:13]) == ("RunTerminated", "retry the job")
 
 
 def test_a_run_that_fails_without_a_stages_word_is_started_again_and_believed_the_third_time(
-        world: World, server: KfpServer) -> None:
+        harness: Harness, server: KfpServer) -> None:
     for start in (1, 2, 3):
-        world.start()
+        harness.start()
         assert names(server)[-1] == f"job-1-1.{start}"
         server.runs[-1] |= {"state": "FAILED", "error": {"code": 2, "message": "ImagePullBackOff"}}
-        seen = world.runner.observe("job-1")
+        seen = harness.runner.observe("job-1")
         assert (seen.state, seen.starts) == (("failed" if start == 3 else "gone"), start)
     assert seen.failure is not None
     assert "ImagePullBackOff" in seen.failure.message
 
 
-def test_the_first_start_of_an_attempt_decides_the_incumbent(world: World, server: KfpServer) -> None:
-    world.start(1, INCUMBENT)
+def test_the_first_start_of_an_attempt_decides_the_incumbent(harness: Harness, server: KfpServer) -> None:
+    harness.start(1, INCUMBENT)
     server.runs[0]["state"] = "SKIPPED"
-    world.start(1, None)
-    assert JobFile.model_validate_json(world.store.read("jobs/job-1/job.json")).incumbent == INCUMBENT
+    harness.start(1, None)
+    assert JobFile.model_validate_json(harness.store.read("jobs/job-1/job.json")).incumbent == INCUMBENT
     told = [run["runtime_config"]["parameters"]["spec_digest"] for run in server.runs]
     assert len(told) == 2
     assert told[0] == told[1]
 
 
-def test_stopping_ends_what_lives_and_may_be_asked_again(world: World, server: KfpServer) -> None:
-    world.runner.stop("job-1")
-    world.start()
-    world.runner.stop("job-1")
-    world.runner.stop("job-1")
+def test_stopping_ends_what_lives_and_may_be_asked_again(harness: Harness, server: KfpServer) -> None:
+    harness.runner.stop("job-1")
+    harness.start()
+    harness.runner.stop("job-1")
+    harness.runner.stop("job-1")
     assert server.runs[0]["state"] == "CANCELING"
     assert [path for method, path, _ in server.asked if path.endswith(":terminate")] == [
         f"/apis/v2beta1/runs/{server.runs[0]['run_id']}:terminate"]
@@ -244,40 +244,40 @@ def test_a_rotated_token_is_used_at_once(server: KfpServer, tmp_path: Path) -> N
     assert told == ["Bearer first", "Bearer second"]
 
 
-def test_what_stages_say_is_brought_here_piece_by_piece(world: World, server: KfpServer) -> None:
-    world.start()
-    world.put("stages/regenerate/spec.json", "{}")
-    world.put("stages/regenerate/events.jsonl", "one\n")
-    world.runner.refresh("job-1", SPEC)
-    assert world.read("stages/regenerate/events.jsonl") == "one\n"
-    began = (world.home / "jobs/job-1/stages/regenerate/spec.json").stat().st_mtime_ns
-    world.put("stages/regenerate/events.jsonl", "one\ntwo\n")
-    world.put("stages/regenerate/failure.json", "{}")
-    world.runner.refresh("job-1", SPEC)
-    assert world.read("stages/regenerate/events.jsonl") == "one\ntwo\n"
-    assert world.read("stages/regenerate/failure.json") == "{}"
-    assert (world.home / "jobs/job-1/stages/regenerate/spec.json").stat().st_mtime_ns == began
-    world.store.delete("jobs/job-1/stages/regenerate/failure.json")  # the stage is tried again
-    world.put("stages/regenerate/events.jsonl", "anew\n")
-    world.runner.refresh("job-1", SPEC)
-    assert world.read("stages/regenerate/events.jsonl") == "anew\n"
-    assert world.read("stages/regenerate/failure.json") is None
+def test_what_stages_say_is_brought_here_piece_by_piece(harness: Harness, server: KfpServer) -> None:
+    harness.start()
+    harness.put("stages/regenerate/spec.json", "{}")
+    harness.put("stages/regenerate/events.jsonl", "one\n")
+    harness.runner.refresh("job-1", SPEC)
+    assert harness.read("stages/regenerate/events.jsonl") == "one\n"
+    began = (harness.home / "jobs/job-1/stages/regenerate/spec.json").stat().st_mtime_ns
+    harness.put("stages/regenerate/events.jsonl", "one\ntwo\n")
+    harness.put("stages/regenerate/failure.json", "{}")
+    harness.runner.refresh("job-1", SPEC)
+    assert harness.read("stages/regenerate/events.jsonl") == "one\ntwo\n"
+    assert harness.read("stages/regenerate/failure.json") == "{}"
+    assert (harness.home / "jobs/job-1/stages/regenerate/spec.json").stat().st_mtime_ns == began
+    harness.store.delete("jobs/job-1/stages/regenerate/failure.json")  # the stage is tried again
+    harness.put("stages/regenerate/events.jsonl", "anew\n")
+    harness.runner.refresh("job-1", SPEC)
+    assert harness.read("stages/regenerate/events.jsonl") == "anew\n"
+    assert harness.read("stages/regenerate/failure.json") is None
 
 
-def test_what_the_driver_decided_outlives_its_disk(world: World, tmp_path: Path) -> None:
-    write_model(world.home / "jobs" / "job-1" / "outcome.json", INCUMBENT)
-    world.runner.persist("job-1", "outcome.json")
-    kept = world.read("outcome.json")
-    world.home = tmp_path / "another"
-    other = KubeflowRunner(world.profile, world.home, world.store)
+def test_what_the_driver_decided_outlives_its_disk(harness: Harness, tmp_path: Path) -> None:
+    write_model(harness.home / "jobs" / "job-1" / "outcome.json", INCUMBENT)
+    harness.runner.persist("job-1", "outcome.json")
+    kept = harness.read("outcome.json")
+    harness.home = tmp_path / "another"
+    other = KubeflowRunner(harness.profile, harness.home, harness.store)
     other.refresh("job-1", SPEC)
-    assert world.read("outcome.json") == kept
+    assert harness.read("outcome.json") == kept
 
 
-def test_a_deleted_job_leaves_neither_a_run_nor_bytes(world: World, server: KfpServer) -> None:
-    world.start()
-    world.put("stages/regenerate/events.jsonl", "one\n")
-    world.runner.delete("job-1")
+def test_a_deleted_job_leaves_neither_a_run_nor_bytes(harness: Harness, server: KfpServer) -> None:
+    harness.start()
+    harness.put("stages/regenerate/events.jsonl", "one\n")
+    harness.runner.delete("job-1")
     assert server.runs[0]["state"] == "CANCELING"
-    assert list(world.store.list("jobs/job-1")) == []
-    world.runner.delete("job-1")
+    assert list(harness.store.list("jobs/job-1")) == []
+    harness.runner.delete("job-1")

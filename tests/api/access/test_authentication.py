@@ -20,9 +20,9 @@ from eyrie_api.errors import Forbidden, InvalidInput, Unauthorized
 from eyrie_api.http.authentication import CACHED_S, LOCAL, Authenticator
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import CreateProject
+from tests.api.access.harness import JOBS, KEYS, TOKEN, WEBHOOKS, two_projects
 from tests.api.access.receiver import receiving
 from tests.api.access.test_oidc import Elapsed
-from tests.api.access.world import JOBS, KEYS, TOKEN, WEBHOOKS, two_projects
 from tests.api.samples import ManualClock, job_body, job_spec
 
 ROOT = Scope(Principal(subject="token", roles={"*": "admin"}))
@@ -132,15 +132,15 @@ def test_a_change_that_fails_leaves_no_word_of_itself(database: Database, clock:
 def test_no_secret_is_in_rows_logs_or_answers(settings: Settings, database: Database,
                                               caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    with receiving() as receiver, two_projects(settings, database) as world:
-        created = world.ask(TOKEN, "POST", KEYS, json={"name": "known", "everywhere": True, "role": "admin"})
+    with receiving() as receiver, two_projects(settings, database) as harness:
+        created = harness.ask(TOKEN, "POST", KEYS, json={"name": "known", "everywhere": True, "role": "admin"})
         key, key_id = created.json()["secret"], created.json()["key"]["id"]
-        hook = world.ask(key, "POST", WEBHOOKS, json={"url": receiver.url}).json()
-        answers = [world.ask(key, method, path, **options).text for method, path, options in _uses(key_id, hook)]
-        for delivery in world.server.control.webhooks.deliveries(hook["webhook"]["id"]):
-            world.server.control.within(ROOT).webhooks.deliver(delivery.id)
-        answers += [world.ask(wrong, "GET", JOBS).text for wrong in (key[:-1], key + "x", key.replace("_", "-"))]
-        answers.append(world.ask(TOKEN[:-1], "GET", JOBS).text)
+        hook = harness.ask(key, "POST", WEBHOOKS, json={"url": receiver.url}).json()
+        answers = [harness.ask(key, method, path, **options).text for method, path, options in _uses(key_id, hook)]
+        for delivery in harness.server.control.webhooks.deliveries(hook["webhook"]["id"]):
+            harness.server.control.within(ROOT).webhooks.deliver(delivery.id)
+        answers += [harness.ask(wrong, "GET", JOBS).text for wrong in (key[:-1], key + "x", key.replace("_", "-"))]
+        answers.append(harness.ask(TOKEN[:-1], "GET", JOBS).text)
     everything = "\n".join([*answers, caplog.text, _dump(database, without=("webhooks",))])
     assert key_id in everything, "what was done is there to be searched"
     for secret in (key, key[17:-6], TOKEN, hook["secret"]):

@@ -19,8 +19,8 @@ from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import Quotas
 from eyrie_api.v1alpha1.serving import ServeSpec
 from eyrie_api.v1alpha1.targets import TargetSpec
+from tests.api.access.harness import JOBS, PROJECTS, TOKEN, two_projects
 from tests.api.access.test_oidc import Elapsed
-from tests.api.access.world import JOBS, PROJECTS, TOKEN, two_projects
 from tests.api.conftest import Running
 from tests.api.samples import ManualClock, ended, job_spec
 from tests.servers.redis import Redis
@@ -59,17 +59,17 @@ def test_servers_on_one_redis_share_their_buckets_and_go_on_without_it(redis: Re
 
 def test_a_caller_and_a_project_that_ask_too_often_are_told_when_to_come_again(
         settings: Settings, database: Database) -> None:
-    with two_projects(settings.model_copy(update={"rate_limit_per_minute": 120}), database) as world:
+    with two_projects(settings.model_copy(update={"rate_limit_per_minute": 120}), database) as harness:
         path = f"{PROJECTS}/south/quotas"
-        assert world.ask(TOKEN, "PUT", path, json={"requests_per_minute": 1}).status_code == 200
-        answers = [world.ask(world.a.secret, "GET", JOBS) for _ in range(100)]
+        assert harness.ask(TOKEN, "PUT", path, json={"requests_per_minute": 1}).status_code == 200
+        answers = [harness.ask(harness.a.secret, "GET", JOBS) for _ in range(100)]
         refused = [one for one in answers if one.status_code == 429]
         assert refused
         assert int(refused[0].headers["retry-after"]) >= 1
         assert refused[0].json()["type"].endswith("RateLimited")
-        assert world.ask(world.b.secret, "GET", JOBS).status_code == 200, "another caller is not held up"
+        assert harness.ask(harness.b.secret, "GET", JOBS).status_code == 200, "another caller is not held up"
         until = time.monotonic() + 60  # what a project may is remembered for some seconds
-        while (slow := world.ask(world.b.secret, "GET", JOBS)).status_code == 200 and time.monotonic() < until:
+        while (slow := harness.ask(harness.b.secret, "GET", JOBS)).status_code == 200 and time.monotonic() < until:
             time.sleep(0.5)
         assert slow.status_code == 429
         assert "project 'south'" in slow.json()["detail"]

@@ -15,14 +15,14 @@ from eyrie_api.http.middleware import MUTATING
 from eyrie_api.http.server import create_app
 from eyrie_api.settings import Settings
 from eyrie_api.v1alpha1.access import AuditEntry
-from tests.api.access.world import (
+from tests.api.access.harness import (
     ENDPOINTS,
     JOBS,
     KEYS,
     PROJECTS,
     TOKEN,
     WEBHOOKS,
-    World,
+    Harness,
     as_admin_of,
     two_projects,
 )
@@ -90,7 +90,7 @@ ROUTES: dict[tuple[str, str], tuple[Kind, Any]] = {
 
 
 @pytest.fixture
-def world(settings: Settings, database: Database) -> Iterator[World]:
+def harness(settings: Settings, database: Database) -> Iterator[Harness]:
     with two_projects(settings, database) as made:
         yield made
 
@@ -133,115 +133,117 @@ def test_every_route_of_the_server_is_in_the_table(settings: Settings, database:
     assert served == set(ROUTES)
 
 
-def test_what_is_anothers_is_not_there_to_be_read_or_changed(world: World) -> None:
+def test_what_is_anothers_is_not_there_to_be_read_or_changed(harness: Harness) -> None:
     for method, path, body in of_kind("one"):
-        asked = filled(path, world.a.ids)
+        asked = filled(path, harness.a.ids)
         for headers in ({}, {"Eyrie-Project": "south"}, {"Eyrie-Project": "north"}):
-            answer = world.ask(world.b.secret, method, asked, json=body_of(body, world.a.ids), headers=headers)
+            answer = harness.ask(harness.b.secret, method, asked, json=body_of(body, harness.a.ids), headers=headers)
             assert answer.status_code == 404, f"{method} {path} {headers}: {answer.text}"
-            never = world.ask(world.b.secret, method, filled(path, NEVER), json=body_of(body, NEVER),
-                              headers={name: value.replace("north", "never") for name, value in headers.items()})
-            assert words(answer, world.a.ids) == words(never, NEVER), "told apart from what never was"
+            never = harness.ask(harness.b.secret, method, filled(path, NEVER), json=body_of(body, NEVER),
+                                headers={name: value.replace("north", "never") for name, value in headers.items()})
+            assert words(answer, harness.a.ids) == words(never, NEVER), "told apart from what never was"
 
 
-def test_one_s_own_is_there_by_the_same_requests(world: World) -> None:
+def test_one_s_own_is_there_by_the_same_requests(harness: Harness) -> None:
     for method, path, _body in of_kind("one"):
         if method == "GET":
-            asked = filled(path, world.b.ids)
-            answer = world.ask(world.b.secret, method, asked, headers={"Accept": "application/json"})
+            asked = filled(path, harness.b.ids)
+            answer = harness.ask(harness.b.secret, method, asked, headers={"Accept": "application/json"})
             assert answer.status_code == 200, f"{method} {path}: {answer.text}"
 
 
-def test_lists_hold_one_s_own_and_nothing_of_anothers(world: World) -> None:
-    foreign = {"north", *(world.a.ids[name] for name in ("job_id", "name", "key_id", "webhook_id"))}
+def test_lists_hold_one_s_own_and_nothing_of_anothers(harness: Harness) -> None:
+    foreign = {"north", *(harness.a.ids[name] for name in ("job_id", "name", "key_id", "webhook_id"))}
     for method, path, _body in of_kind("many"):
         for headers in ({}, {"Eyrie-Project": "south"}):
-            text = world.ask(world.b.secret, method, path, headers=headers).text
-            assert "south" in text or world.b.ids["job_id"] in text, f"{path} shows nothing of one's own: {text}"
+            text = harness.ask(harness.b.secret, method, path, headers=headers).text
+            assert "south" in text or harness.b.ids["job_id"] in text, f"{path} shows nothing of one's own: {text}"
             assert not [one for one in foreign if one in text], f"{path} shows another's: {text}"
-        assert world.ask(world.b.secret, method, path, headers={"Eyrie-Project": "north"}).status_code == 404
-        assert world.ask(world.b.secret, method, path + "?project=north").status_code == 404
+        assert harness.ask(harness.b.secret, method, path, headers={"Eyrie-Project": "north"}).status_code == 404
+        assert harness.ask(harness.b.secret, method, path + "?project=north").status_code == 404
 
 
-def test_the_installation_is_not_for_a_projects_admin(world: World) -> None:
+def test_the_installation_is_not_for_a_projects_admin(harness: Harness) -> None:
     for method, path, body in of_kind("installation"):
-        assert world.ask(world.b.secret, method, path, json=body).status_code == 403, path
-        assert world.ask(TOKEN, method, path, json=body).status_code in (200, 201), path
+        assert harness.ask(harness.b.secret, method, path, json=body).status_code == 403, path
+        assert harness.ask(TOKEN, method, path, json=body).status_code in (200, 201), path
 
 
-def test_without_a_token_or_with_a_wrong_one_only_the_probes_answer(world: World) -> None:
+def test_without_a_token_or_with_a_wrong_one_only_the_probes_answer(harness: Harness) -> None:
     for (method, path), (_kind, body) in ROUTES.items():
-        for secret in ("x", world.b.secret[:-1] + "x", "eyk_nobody"):
-            answer = world.ask(secret, method, filled(path, world.a.ids), json=body_of(body, world.a.ids))
+        for secret in ("x", harness.b.secret[:-1] + "x", "eyk_nobody"):
+            answer = harness.ask(secret, method, filled(path, harness.a.ids), json=body_of(body, harness.a.ids))
             assert answer.status_code == (200 if path in ("/healthz", "/readyz") else 401), f"{method} {path}"
 
 
-def test_what_is_made_is_made_in_one_s_own_project(world: World) -> None:
+def test_what_is_made_is_made_in_one_s_own_project(harness: Harness) -> None:
     for _method, path, body in of_kind("made"):
-        made = world.ask(world.b.secret, "POST", path, json=body)
+        made = harness.ask(harness.b.secret, "POST", path, json=body)
         assert made.status_code in (201, 202), made.text
-        assert world.ask(world.b.secret, "POST", path, json=body, headers={"Eyrie-Project": "north"}).status_code == 404
-    theirs = as_admin_of(world.server.control, "north")
-    assert [job.id for job in theirs.jobs.list().items] == [world.a.ids["job_id"]]
-    assert [key.id for key in theirs.keys.list()] == [world.a.ids["key_id"]]
+        response = harness.ask(harness.b.secret, "POST", path, json=body, headers={"Eyrie-Project": "north"})
+        assert response.status_code == 404
+    theirs = as_admin_of(harness.server.control, "north")
+    assert [job.id for job in theirs.jobs.list().items] == [harness.a.ids["job_id"]]
+    assert [key.id for key in theirs.keys.list()] == [harness.a.ids["key_id"]]
 
 
-def test_a_drafter_does_not_cross_from_one_project_to_anothers_endpoint(world: World) -> None:
-    for name, job in ((world.a.ids["name"], world.b.ids["job_id"]), (world.b.ids["name"], world.a.ids["job_id"])):
+def test_a_drafter_does_not_cross_from_one_project_to_anothers_endpoint(harness: Harness) -> None:
+    pairs = ((harness.a.ids["name"], harness.b.ids["job_id"]), (harness.b.ids["name"], harness.a.ids["job_id"]))
+    for name, job in pairs:
         path = f"{ENDPOINTS}/{name}/promote"
-        assert world.ask(world.b.secret, "POST", path, json={"job_id": job}).status_code == 404
-        assert world.ask(TOKEN, "POST", path, json={"job_id": job}).status_code == 409, "not even the administrator"
-    body = job_body(serve={"endpoint": world.a.ids["name"]})
-    taken = world.ask(world.b.secret, "POST", JOBS, json=body)
+        assert harness.ask(harness.b.secret, "POST", path, json={"job_id": job}).status_code == 404
+        assert harness.ask(TOKEN, "POST", path, json={"job_id": job}).status_code == 409, "not even the administrator"
+    body = job_body(serve={"endpoint": harness.a.ids["name"]})
+    taken = harness.ask(harness.b.secret, "POST", JOBS, json=body)
     assert taken.status_code == 409, "said before the training, not after it"
     assert "taken by another project" in taken.text
 
 
-def test_every_change_and_every_refused_one_is_in_the_audit(world: World) -> None:
-    control = world.server.control
+def test_every_change_and_every_refused_one_is_in_the_audit(harness: Harness) -> None:
+    control = harness.server.control
     verbs = {(method, route.path): route.name for route in create_app(control.settings, database=control.database
                                                                       ).state.routes for method in route.methods}
     mutating = [(method, path, kind, body, verbs[method, path]) for (method, path), (kind, body) in ROUTES.items()
                 if method in MUTATING and path != "/v1alpha1/plans"]
     for method, path, kind, body, verb in mutating:
         headers = {"X-Request-Id": f"refused-{verb}"} | ({"Eyrie-Project": "north"} if kind == "made" else {})
-        refused = world.ask(world.b.secret, method, filled(path, world.a.ids), json=body_of(body, world.a.ids),
-                            headers=headers)
+        refused = harness.ask(harness.b.secret, method, filled(path, harness.a.ids), json=body_of(body, harness.a.ids),
+                              headers=headers)
         assert refused.status_code == (403 if kind == "installation" else 404)
         assert refused.headers["x-request-id"] == f"refused-{verb}"
     for method, path, _kind, body, verb in mutating:
-        ids = world.b.ids | fresh_ids(world, verb)
-        done = world.ask(TOKEN, method, filled(path, ids), json=body_of(body, ids),
-                         headers={"X-Request-Id": f"done-{verb}"})
+        ids = harness.b.ids | fresh_ids(harness, verb)
+        done = harness.ask(TOKEN, method, filled(path, ids), json=body_of(body, ids),
+                           headers={"X-Request-Id": f"done-{verb}"})
         assert done.status_code < 300, f"{method} {path}: {done.text}"
-    told = {(one.request_id, one.verb, one.actor, one.outcome.partition(":")[0]) for one in audited(world)}
+    told = {(one.request_id, one.verb, one.actor, one.outcome.partition(":")[0]) for one in audited(harness)}
     for *_rest, verb in mutating:
         assert (f"done-{verb}", verb, "token", "done") in told
-        assert (f"refused-{verb}", verb, f"key:{world.b.ids['key_id']}", "refused") in told
+        assert (f"refused-{verb}", verb, f"key:{harness.b.ids['key_id']}", "refused") in told
 
 
-def fresh_ids(world: World, verb: str) -> dict[str, str]:
+def fresh_ids(harness: Harness, verb: str) -> dict[str, str]:
     """Ids of what the verb can be done to, once."""
     south = {"Eyrie-Project": "south"}
     if verb in ("job.cancel", "job.retry", "job.delete"):
-        job_id = str(world.ask(TOKEN, "POST", JOBS, json=job_body(), headers=south).json()["id"])
+        job_id = str(harness.ask(TOKEN, "POST", JOBS, json=job_body(), headers=south).json()["id"])
         if verb == "job.retry":
-            world.server.control.jobs.save_status(job_id, ended("Failed"))
+            harness.server.control.jobs.save_status(job_id, ended("Failed"))
         return {"job_id": job_id}
     if verb == "webhook.delete":
-        made = world.ask(TOKEN, "POST", WEBHOOKS, json={"url": "http://127.0.0.1:9/x"}, headers=south).json()
+        made = harness.ask(TOKEN, "POST", WEBHOOKS, json={"url": "http://127.0.0.1:9/x"}, headers=south).json()
         return {"webhook_id": made["webhook"]["id"]}
     if verb in ("key.revoke", "key.rotate"):
-        return {"key_id": world.ask(TOKEN, "POST", KEYS, json={"name": "x"}, headers=south).json()["key"]["id"]}
+        return {"key_id": harness.ask(TOKEN, "POST", KEYS, json={"name": "x"}, headers=south).json()["key"]["id"]}
     return {}
 
 
-def audited(world: World) -> list[AuditEntry]:
+def audited(harness: Harness) -> list[AuditEntry]:
     """Every entry, page by page."""
     entries: list[AuditEntry] = []
     before: int | None = None
     while True:
-        page = world.server.control.audit.read(before=before, limit=7)
+        page = harness.server.control.audit.read(before=before, limit=7)
         entries += page.items
         before = page.next_before
         if before is None:

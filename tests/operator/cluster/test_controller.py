@@ -11,7 +11,7 @@ from eyrie_operator.cluster.apply import Cluster, ClusterUnavailable
 from eyrie_operator.cluster.controller import Controller
 from eyrie_operator.cluster.telemetry import Telemetry
 from tests.operator.cluster.apiserver import ApiServer, serving
-from tests.operator.cluster.test_endpoints import World
+from tests.operator.cluster.test_endpoints import Harness
 
 
 class Clock:
@@ -25,17 +25,17 @@ class Clock:
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Harness]:
     server = ApiServer()
     with serving(server, tmp_path, monkeypatch):
-        made = World(tmp_path, server)
+        made = Harness(tmp_path, server)
         yield made
         made.database.close()
 
 
-def controller(world: World, clock: Clock, mirror: str | None = None) -> Controller:
+def controller(harness: Harness, clock: Clock, mirror: str | None = None) -> Controller:
     telemetry = Telemetry()
-    return Controller(world.settings, world.database, Cluster(counted=telemetry.count_write), telemetry,
+    return Controller(harness.settings, harness.database, Cluster(counted=telemetry.count_write), telemetry,
                       mirror_namespace=mirror, monotonic=clock)
 
 
@@ -50,45 +50,45 @@ def work_off(one: Controller, clock: Clock) -> None:
         clock.now += 60.0
 
 
-def test_a_row_is_tended_by_the_workers_and_shown_when_its_engine_answers(world: World) -> None:
+def test_a_row_is_tended_by_the_workers_and_shown_when_its_engine_answers(harness: Harness) -> None:
     clock = Clock()
-    one = controller(world, clock)
-    world.create()
+    one = controller(harness, clock)
+    harness.create()
     one.resync()
     work_off(one, clock)
-    world.server.run("eyrie-chat-r1")
+    harness.server.run("eyrie-chat-r1")
     work_off(one, clock)
-    assert world.chat.active_revision == 1
+    assert harness.chat.active_revision == 1
 
 
-def test_while_the_api_server_is_away_nothing_ends_and_afterwards_it_goes_on(world: World) -> None:
+def test_while_the_api_server_is_away_nothing_ends_and_afterwards_it_goes_on(harness: Harness) -> None:
     clock = Clock()
-    one = controller(world, clock)
-    world.create()
+    one = controller(harness, clock)
+    harness.create()
     one.resync()
-    world.server.away = True
+    harness.server.away = True
     with pytest.raises(ClusterUnavailable):
         one.sweep()
     one.poll()
     assert one.process_next()
-    assert world.server.objects == {}
-    world.server.away = False
+    assert harness.server.objects == {}
+    harness.server.away = False
     work_off(one, clock)
-    assert set(world.server.of("Deployment")) == {"eyrie-chat-r1"}
+    assert set(harness.server.of("Deployment")) == {"eyrie-chat-r1"}
 
 
-def test_while_the_database_is_away_nothing_ends_and_afterwards_it_goes_on(world: World) -> None:
+def test_while_the_database_is_away_nothing_ends_and_afterwards_it_goes_on(harness: Harness) -> None:
     clock = Clock()
-    one = controller(world, clock)
-    world.create()
+    one = controller(harness, clock)
+    harness.create()
     one.resync()
-    with world.database.engine.begin() as connection:
+    with harness.database.engine.begin() as connection:
         connection.execute(text("ALTER TABLE endpoints RENAME TO elsewhere"))
     with pytest.raises(OperationalError):
         one.poll()
     assert one.process_next()
-    assert world.server.objects == {}
-    with world.database.engine.begin() as connection:
+    assert harness.server.objects == {}
+    with harness.database.engine.begin() as connection:
         connection.execute(text("ALTER TABLE elsewhere RENAME TO endpoints"))
     work_off(one, clock)
-    assert set(world.server.of("Deployment")) == {"eyrie-chat-r1"}
+    assert set(harness.server.of("Deployment")) == {"eyrie-chat-r1"}

@@ -41,7 +41,7 @@ class Killed(BaseException):
     """The operator ends here and now."""
 
 
-class World:
+class Harness:
     """One database and one double."""
 
     def __init__(self, home: Path, server: ApiServer, profile: dict[str, Any] | None = None) -> None:
@@ -122,293 +122,293 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServe
 
 
 @pytest.fixture
-def world(tmp_path: Path, server: ApiServer) -> Iterator[World]:
-    made = World(tmp_path, server)
+def harness(tmp_path: Path, server: ApiServer) -> Iterator[Harness]:
+    made = Harness(tmp_path, server)
     yield made
     made.database.close()
 
 
-def test_a_row_becomes_an_engine_and_is_activated_when_it_answers(world: World) -> None:
-    world.create(replicas=2)
-    reconciler = world.reconciler()
+def test_a_row_becomes_an_engine_and_is_activated_when_it_answers(harness: Harness) -> None:
+    harness.create(replicas=2)
+    reconciler = harness.reconciler()
     settle(reconciler)
-    assert set(world.server.of("Deployment")) == {"eyrie-chat-r1"}
-    assert world.server.of("Deployment")["eyrie-chat-r1"]["spec"]["replicas"] == 2
-    assert world.led_to == "none"
-    assert world.told("Serving").status == "Unknown"
-    world.server.run("eyrie-chat-r1", available=1)
+    assert set(harness.server.of("Deployment")) == {"eyrie-chat-r1"}
+    assert harness.server.of("Deployment")["eyrie-chat-r1"]["spec"]["replicas"] == 2
+    assert harness.led_to == "none"
+    assert harness.told("Serving").status == "Unknown"
+    harness.server.run("eyrie-chat-r1", available=1)
     settle(reconciler)
-    assert world.chat.active_revision is None
-    world.server.run("eyrie-chat-r1", available=2)
+    assert harness.chat.active_revision is None
+    harness.server.run("eyrie-chat-r1", available=2)
     settle(reconciler)
-    assert world.chat.active_revision == 1
-    assert world.chat.url == "http://eyrie-chat.serving.svc/v1"
-    assert world.told("Serving").reason == "Healthy"
+    assert harness.chat.active_revision == 1
+    assert harness.chat.url == "http://eyrie-chat.serving.svc/v1"
+    assert harness.told("Serving").reason == "Healthy"
 
 
-def test_a_new_revision_takes_over_by_the_service_and_then_the_old_one_goes(world: World) -> None:
-    reconciler = world.serve_bare()
-    number = world.propose()
+def test_a_new_revision_takes_over_by_the_service_and_then_the_old_one_goes(harness: Harness) -> None:
+    reconciler = harness.serve_bare()
+    number = harness.propose()
     settle(reconciler)
-    assert set(world.server.of("Deployment")) == {"eyrie-chat-r1", "eyrie-chat-r2"}
-    assert world.led_to == "1"
-    world.server.run("eyrie-chat-r2")
+    assert set(harness.server.of("Deployment")) == {"eyrie-chat-r1", "eyrie-chat-r2"}
+    assert harness.led_to == "1"
+    harness.server.run("eyrie-chat-r2")
     settle(reconciler)
-    assert world.led_to == str(number) == "2"
-    assert world.chat.active_revision == 2
-    assert set(world.server.of("Deployment")) == {"eyrie-chat-r2"}
-    [container] = world.server.of("Deployment")["eyrie-chat-r2"]["spec"]["template"]["spec"]["containers"]
+    assert harness.led_to == str(number) == "2"
+    assert harness.chat.active_revision == 2
+    assert set(harness.server.of("Deployment")) == {"eyrie-chat-r2"}
+    [container] = harness.server.of("Deployment")["eyrie-chat-r2"]["spec"]["template"]["spec"]["containers"]
     assert f"{HOME}/jobs/j1/stages/train/a/checkpoints/c1" in container["command"]
 
 
-def test_replicas_are_told_and_one_that_is_missing_ends_nothing(world: World) -> None:
-    world.create(replicas=3)
-    reconciler = world.reconciler()
+def test_replicas_are_told_and_one_that_is_missing_ends_nothing(harness: Harness) -> None:
+    harness.create(replicas=3)
+    reconciler = harness.reconciler()
     settle(reconciler)
-    world.server.run("eyrie-chat-r1", available=3)
+    harness.server.run("eyrie-chat-r1", available=3)
     settle(reconciler)
-    assert world.told("Serving").message.endswith("3 of 3 replicas are available")
-    world.server.run("eyrie-chat-r1", available=1)
+    assert harness.told("Serving").message.endswith("3 of 3 replicas are available")
+    harness.server.run("eyrie-chat-r1", available=1)
     settle(reconciler)
-    assert world.told("Serving").status == "True"
-    assert world.told("Serving").message.endswith("1 of 3 replicas are available")
+    assert harness.told("Serving").status == "True"
+    assert harness.told("Serving").message.endswith("1 of 3 replicas are available")
 
 
-def test_the_bare_target_waits_for_whoever_mends_what_keeps_it_from_being_served(world: World) -> None:
-    world.create(engine="sglang", hardware_profile="abacus")
-    reconciler = world.reconciler()
+def test_the_bare_target_waits_for_whoever_mends_what_keeps_it_from_being_served(harness: Harness) -> None:
+    harness.create(engine="sglang", hardware_profile="abacus")
+    reconciler = harness.reconciler()
     settle(reconciler)
-    assert (world.told("Serving").status, world.told("Serving").reason) == ("False", "Unlaunchable")
-    assert world.chat.candidate_revision == 1
-    world.create(engine="sglang", hardware_profile="cpu")
-    world.server.refused.add(("Deployment", "eyrie-chat-r1"))
+    assert (harness.told("Serving").status, harness.told("Serving").reason) == ("False", "Unlaunchable")
+    assert harness.chat.candidate_revision == 1
+    harness.create(engine="sglang", hardware_profile="cpu")
+    harness.server.refused.add(("Deployment", "eyrie-chat-r1"))
     settle(reconciler)
-    assert world.told("Serving").reason == "ClusterRejected"
-    world.server.refused.clear()
+    assert harness.told("Serving").reason == "ClusterRejected"
+    harness.server.refused.clear()
     settle(reconciler)
-    world.server.run("eyrie-chat-r1")
+    harness.server.run("eyrie-chat-r1")
     settle(reconciler)
-    assert world.told("Serving").reason == "Healthy"
+    assert harness.told("Serving").reason == "Healthy"
 
 
-def test_what_is_asked_for_and_cannot_be_had_here_is_told_and_stops_nothing(world: World) -> None:
-    world.create(record_prompts=10)
-    settle(world.reconciler())
-    assert (world.told("Complete").status, world.told("Complete").reason) == ("False", "FeatureUnavailable")
-    assert "record_prompts" in world.told("Complete").message
-    assert set(world.server.of("Deployment")) == {"eyrie-chat-r1"}
+def test_what_is_asked_for_and_cannot_be_had_here_is_told_and_stops_nothing(harness: Harness) -> None:
+    harness.create(record_prompts=10)
+    settle(harness.reconciler())
+    assert (harness.told("Complete").status, harness.told("Complete").reason) == ("False", "FeatureUnavailable")
+    assert "record_prompts" in harness.told("Complete").message
+    assert set(harness.server.of("Deployment")) == {"eyrie-chat-r1"}
 
 
-def test_an_engine_that_keeps_dying_never_takes_over(world: World) -> None:
-    reconciler = world.serve_bare()
-    world.propose()
+def test_an_engine_that_keeps_dying_never_takes_over(harness: Harness) -> None:
+    reconciler = harness.serve_bare()
+    harness.propose()
     settle(reconciler)
-    pod = {"apiVersion": "v1", "kind": "Pod", **world.server.of("Deployment")["eyrie-chat-r2"]["spec"]["template"]}
+    pod = {"apiVersion": "v1", "kind": "Pod", **harness.server.of("Deployment")["eyrie-chat-r2"]["spec"]["template"]}
     pod["metadata"] = {**pod["metadata"], "name": "r2-pod", "namespace": "serving"}
-    world.server.put("/api/v1/namespaces/serving/pods/r2-pod", pod)
-    world.server.set_status("Pod", "r2-pod", {"containerStatuses": [{
+    harness.server.put("/api/v1/namespaces/serving/pods/r2-pod", pod)
+    harness.server.set_status("Pod", "r2-pod", {"containerStatuses": [{
         "name": "engine", "restartCount": 3, "state": {"waiting": {"reason": "CrashLoopBackOff"}},
         "lastState": {"terminated": {"exitCode": 65, "message": "no such tensor"}}}]})
     settle(reconciler)
-    assert world.led_to == "1"
-    assert set(world.server.of("Deployment")) == {"eyrie-chat-r1"}
-    assert (world.told("RolledBack").status, world.told("RolledBack").reason) == ("True", "EngineDied")
-    assert "no such tensor" in world.told("RolledBack").message
-    assert world.chat.revisions[1].state == "rejected"
+    assert harness.led_to == "1"
+    assert set(harness.server.of("Deployment")) == {"eyrie-chat-r1"}
+    assert (harness.told("RolledBack").status, harness.told("RolledBack").reason) == ("True", "EngineDied")
+    assert "no such tensor" in harness.told("RolledBack").message
+    assert harness.chat.revisions[1].state == "rejected"
 
 
-def test_endpoints_at_rest_cost_no_writes_and_a_list_per_kind_for_all_of_them(world: World) -> None:
+def test_endpoints_at_rest_cost_no_writes_and_a_list_per_kind_for_all_of_them(harness: Harness) -> None:
     names = [f"e{number}" for number in range(8)]
-    reconciler = world.reconciler()
+    reconciler = harness.reconciler()
     for name in names:
-        world.create(name)
+        harness.create(name)
         settle(reconciler, name)
-        world.server.run(f"eyrie-{name}-r1")
+        harness.server.run(f"eyrie-{name}-r1")
         settle(reconciler, name)
-    fresh = world.reconciler()  # another operator, which has written none of it
+    fresh = harness.reconciler()  # another operator, which has written none of it
     changed = fresh.sweep()
     assert set(changed) == set(names)
-    before = [one.updated_at for one in world.endpoints.list().items]
-    world.server.requests.clear()
+    before = [one.updated_at for one in harness.endpoints.list().items]
+    harness.server.requests.clear()
     assert fresh.sweep() == ()
-    listed = world.server.requests["GET"]
+    listed = harness.server.requests["GET"]
     assert all((fresh.reconcile(name) or 0.0) > 0.0 for name in names)
-    assert world.server.num_writes() == 0
-    assert world.server.requests["GET"] == listed <= 6
-    assert [one.updated_at for one in world.endpoints.list().items] == before
+    assert harness.server.num_writes() == 0
+    assert harness.server.requests["GET"] == listed <= 6
+    assert [one.updated_at for one in harness.endpoints.list().items] == before
 
 
-def test_killed_at_any_write_another_operator_finishes_and_users_are_always_led_to_an_engine(world: World) -> None:
-    reconciler = world.serve_bare()
+def test_killed_at_any_write_another_operator_finishes_and_users_are_always_led_to_an_engine(harness: Harness) -> None:
+    reconciler = harness.serve_bare()
     deaths = 0
 
     def dying(at: int) -> Callable[[], None]:
         count = itertools.count(1)
 
         def check() -> None:
-            assert f"eyrie-chat-r{world.led_to}" in world.server.of("Deployment")
+            assert f"eyrie-chat-r{harness.led_to}" in harness.server.of("Deployment")
             if next(count) == at:
                 raise Killed
         return check
 
     for revision in (2, 3):  # the first death of each operator comes later and later
-        world.endpoints.propose("chat", job_id=None, checkpoint=f"c{revision}", tree=CHAIN, reason="better",
-                                drafter_dir=f"{HOME}/jobs/j1/stages/train/a/checkpoints/c{revision}")
+        harness.endpoints.propose("chat", job_id=None, checkpoint=f"c{revision}", tree=CHAIN, reason="better",
+                                  drafter_dir=f"{HOME}/jobs/j1/stages/train/a/checkpoints/c{revision}")
         for at in itertools.count(1):
-            one = world.reconciler(dying(at))
+            one = harness.reconciler(dying(at))
             try:
                 for _ in range(10):
                     settle(one)
-                    if f"eyrie-chat-r{revision}" in world.server.of("Deployment"):
-                        world.server.run(f"eyrie-chat-r{revision}")
-                    if world.chat.active_revision == revision and one.reconcile("chat") != 0.0:
+                    if f"eyrie-chat-r{revision}" in harness.server.of("Deployment"):
+                        harness.server.run(f"eyrie-chat-r{revision}")
+                    if harness.chat.active_revision == revision and one.reconcile("chat") != 0.0:
                         break
                 break
             except Killed:
                 deaths += 1
     settle(reconciler)
     assert deaths >= 6
-    assert world.chat.active_revision == 3
-    assert set(world.server.of("Deployment")) == {"eyrie-chat-r3"}
-    assert {one.state for one in world.chat.revisions[:2]} == {"retired"}
-    assert [one.kind for one in world.histories.read("chat").items if one.kind == "activated"] == ["activated"] * 3
+    assert harness.chat.active_revision == 3
+    assert set(harness.server.of("Deployment")) == {"eyrie-chat-r3"}
+    assert {one.state for one in harness.chat.revisions[:2]} == {"retired"}
+    assert [one.kind for one in harness.histories.read("chat").items if one.kind == "activated"] == ["activated"] * 3
 
 
-def test_an_operator_that_begins_looks_before_it_writes(world: World) -> None:
-    world.owner = Owner(uid="u-7", name="chat")
-    world.serve_bare()
+def test_an_operator_that_begins_looks_before_it_writes(harness: Harness) -> None:
+    harness.owner = Owner(uid="u-7", name="chat")
+    harness.serve_bare()
     owners: list[Owner | None] = []
 
     def nothing_heard(_namespace: str, _name: str, now: Owner | None) -> Owner | None:
         owners.append(now)
         return now
 
-    fresh = world.reconciler(owner_of=nothing_heard)
-    written = world.server.num_writes()
+    fresh = harness.reconciler(owner_of=nothing_heard)
+    written = harness.server.num_writes()
     fresh.discover()
     fresh.reconcile("chat")
-    assert owners == [world.owner]
-    assert world.server.num_writes() == written
+    assert owners == [harness.owner]
+    assert harness.server.num_writes() == written
 
 
-def test_who_does_not_lead_writes_neither_objects_nor_rows(world: World) -> None:
+def test_who_does_not_lead_writes_neither_objects_nor_rows(harness: Harness) -> None:
     def deposed() -> None:
         raise NotLeader("another leads", "leave it")
 
-    world.create()
-    before = world.chat
+    harness.create()
+    before = harness.chat
     with pytest.raises(NotLeader):
-        settle(world.reconciler(deposed))
-    assert world.server.objects == {}
-    world.reconciler().reconcile("chat")
-    world.server.run("eyrie-chat-r1")
-    told = world.chat
-    stale = world.reconciler(deposed)
+        settle(harness.reconciler(deposed))
+    assert harness.server.objects == {}
+    harness.reconciler().reconcile("chat")
+    harness.server.run("eyrie-chat-r1")
+    told = harness.chat
+    stale = harness.reconciler(deposed)
     with pytest.raises(NotLeader):
         settle(stale)
-    assert world.chat == told != before
+    assert harness.chat == told != before
 
 
-def test_what_somebody_changed_by_hand_is_put_right(world: World) -> None:
-    reconciler = world.serve_bare()
+def test_what_somebody_changed_by_hand_is_put_right(harness: Harness) -> None:
+    reconciler = harness.serve_bare()
     path = f"{SPACES}/eyrie-chat-r1"
-    found = world.server.objects[path]
-    world.server.put(path, {**found, "spec": {**found["spec"], "replicas": 7}})
+    found = harness.server.objects[path]
+    harness.server.put(path, {**found, "spec": {**found["spec"], "replicas": 7}})
     assert reconciler.sweep() == ("chat",)
     settle(reconciler)
-    assert world.server.objects[path]["spec"]["replicas"] == 1
-    world.server.run("eyrie-chat-r1")  # its controller has seen the change
-    entry = world.server.objects[ENTRY]
+    assert harness.server.objects[path]["spec"]["replicas"] == 1
+    harness.server.run("eyrie-chat-r1")  # its controller has seen the change
+    entry = harness.server.objects[ENTRY]
     selector = {**entry["spec"]["selector"], REVISION_LABEL: "9"}
-    world.server.put(ENTRY, {**entry, "spec": {**entry["spec"], "selector": selector}})
+    harness.server.put(ENTRY, {**entry, "spec": {**entry["spec"], "selector": selector}})
     settle(reconciler)
-    assert world.led_to == "1"
+    assert harness.led_to == "1"
 
 
-def test_an_object_of_the_same_name_that_is_somebodys_is_not_taken_over(world: World) -> None:
+def test_an_object_of_the_same_name_that_is_somebodys_is_not_taken_over(harness: Harness) -> None:
     theirs = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "eyrie-chat", "namespace": "serving"},
               "spec": {"selector": {"app": "theirs"}}}
-    world.server.put(ENTRY, theirs)
-    world.create()
-    settle(world.reconciler())
-    assert world.server.objects[ENTRY]["spec"] == theirs["spec"]
-    assert world.told("Serving").reason == "Undeployable"
-    assert "Service eyrie-chat" in world.told("Serving").message
+    harness.server.put(ENTRY, theirs)
+    harness.create()
+    settle(harness.reconciler())
+    assert harness.server.objects[ENTRY]["spec"] == theirs["spec"]
+    assert harness.told("Serving").reason == "Undeployable"
+    assert "Service eyrie-chat" in harness.told("Serving").message
 
 
-def test_a_candidate_the_server_refuses_is_rejected_and_what_served_goes_on(world: World) -> None:
-    reconciler = world.serve_bare()
-    world.server.refused.add(("Deployment", "eyrie-chat-r2"))
-    world.propose()
+def test_a_candidate_the_server_refuses_is_rejected_and_what_served_goes_on(harness: Harness) -> None:
+    reconciler = harness.serve_bare()
+    harness.server.refused.add(("Deployment", "eyrie-chat-r2"))
+    harness.propose()
     settle(reconciler)
-    assert world.chat.candidate_revision is None
-    assert world.told("RolledBack").reason == "ClusterRejected"
-    assert "admission webhook says no" in world.told("RolledBack").message
-    assert world.told("Serving").status == "True"
+    assert harness.chat.candidate_revision is None
+    assert harness.told("RolledBack").reason == "ClusterRejected"
+    assert "admission webhook says no" in harness.told("RolledBack").message
+    assert harness.told("Serving").status == "True"
     settle(reconciler)
-    assert set(world.server.of("Service")) == {"eyrie-chat", "eyrie-chat-r1-http"}
+    assert set(harness.server.of("Service")) == {"eyrie-chat", "eyrie-chat-r1-http"}
 
 
-def test_a_drafter_nothing_is_known_of_is_rejected_before_anything_is_started(world: World) -> None:
-    world.endpoints.create("chat", TargetSpec(model="quickstart"), ServeSpec(engine="sglang"), "q")
-    reconciler = world.reconciler()
+def test_a_drafter_nothing_is_known_of_is_rejected_before_anything_is_started(harness: Harness) -> None:
+    harness.endpoints.create("chat", TargetSpec(model="quickstart"), ServeSpec(engine="sglang"), "q")
+    reconciler = harness.reconciler()
     settle(reconciler)
-    world.server.run("eyrie-chat-r1")
+    harness.server.run("eyrie-chat-r1")
     settle(reconciler)
-    world.propose()
+    harness.propose()
     settle(reconciler)
-    assert set(world.server.of("Deployment")) == {"eyrie-chat-r1"}
-    assert world.told("RolledBack").reason == "Undeployable"
-    assert "config.json cannot be read" in world.told("RolledBack").message
+    assert set(harness.server.of("Deployment")) == {"eyrie-chat-r1"}
+    assert harness.told("RolledBack").reason == "Undeployable"
+    assert "config.json cannot be read" in harness.told("RolledBack").message
 
 
-def test_what_stands_is_left_as_it_is_when_the_endpoint_asks_for_what_cannot_be(world: World) -> None:
-    reconciler = world.serve_bare()
-    world.create(engine="sglang", hardware_profile="abacus")
+def test_what_stands_is_left_as_it_is_when_the_endpoint_asks_for_what_cannot_be(harness: Harness) -> None:
+    reconciler = harness.serve_bare()
+    harness.create(engine="sglang", hardware_profile="abacus")
     settle(reconciler)
-    assert world.told("Serving").status == "True"
-    assert world.told("Serving").reason == "Unlaunchable"
-    assert "abacus" in world.told("Serving").message
-    assert world.led_to == "1"
+    assert harness.told("Serving").status == "True"
+    assert harness.told("Serving").reason == "Unlaunchable"
+    assert "abacus" in harness.told("Serving").message
+    assert harness.led_to == "1"
 
 
-def test_switched_off_everything_goes_and_on_again_it_comes_back(world: World) -> None:
-    reconciler = world.serve_bare()
-    world.endpoints.set_desired("chat", "off")
+def test_switched_off_everything_goes_and_on_again_it_comes_back(harness: Harness) -> None:
+    reconciler = harness.serve_bare()
+    harness.endpoints.set_desired("chat", "off")
     settle(reconciler)
-    assert world.server.objects == {}
-    assert world.told("Serving").reason == "Off"
+    assert harness.server.objects == {}
+    assert harness.told("Serving").reason == "Off"
     reconciler.sweep()
     assert not reconciler.cache.has_objects("chat")
-    world.endpoints.set_desired("chat", "on")
+    harness.endpoints.set_desired("chat", "on")
     settle(reconciler)
-    world.server.run("eyrie-chat-r1")
+    harness.server.run("eyrie-chat-r1")
     settle(reconciler)
-    assert world.told("Serving").reason == "Healthy"
+    assert harness.told("Serving").reason == "Healthy"
 
 
-def test_objects_belong_to_the_draft_endpoint_while_it_is_to_take_them_along(world: World) -> None:
-    world.owner = Owner(uid="u-7", name="chat")
-    reconciler = world.serve_bare()
+def test_objects_belong_to_the_draft_endpoint_while_it_is_to_take_them_along(harness: Harness) -> None:
+    harness.owner = Owner(uid="u-7", name="chat")
+    reconciler = harness.serve_bare()
     assert reconciler.cache.owned_by("chat", "u-7")
-    world.owner = None
+    harness.owner = None
     settle(reconciler)
     reconciler.sweep()
     assert not reconciler.cache.owned_by("chat", "u-7")
     assert reconciler.cache.has_objects("chat")
 
 
-def test_objects_of_an_unknown_endpoint_are_left_alone(world: World) -> None:
-    reconciler = world.serve_bare()
-    other = Database(f"sqlite:///{world.settings.home}/other.db")
+def test_objects_of_an_unknown_endpoint_are_left_alone(harness: Harness) -> None:
+    reconciler = harness.serve_bare()
+    other = Database(f"sqlite:///{harness.settings.home}/other.db")
     upgrade(other)
-    profile = read_profile(world.settings.cluster_profile or Path())
+    profile = read_profile(harness.settings.cluster_profile or Path())
     assert profile.serving is not None
-    stranger = EndpointReconciler(world.settings, profile, profile.serving, other, Cluster(), lambda *_: None)
-    count = len(world.server.objects)
+    stranger = EndpointReconciler(harness.settings, profile, profile.serving, other, Cluster(), lambda *_: None)
+    count = len(harness.server.objects)
     stranger.sweep()
     assert stranger.reconcile("chat") is None
-    assert len(world.server.objects) == count
+    assert len(harness.server.objects) == count
     other.close()
     settle(reconciler)
 
@@ -429,48 +429,48 @@ def engine_pod(server: ApiServer, deployment: str, uid: str) -> None:
 
 def test_live_acceptance_is_watched_across_restarts_and_a_collapse_leads_back(
         tmp_path: Path, server: ApiServer, pages: EnginePages) -> None:
-    world = World(tmp_path, server, {"port": pages.port})
-    reconciler = world.serve_bare()
-    job = world.promoted_job(CanarySpec(shares=()))
-    world.propose(job, tau=3.0)
+    harness = Harness(tmp_path, server, {"port": pages.port})
+    reconciler = harness.serve_bare()
+    job = harness.promoted_job(CanarySpec(shares=()))
+    harness.propose(job, tau=3.0)
     settle(reconciler)
     server.run("eyrie-chat-r2")
     engine_pod(server, "eyrie-chat-r2", "pod-a")
     pages.count(rounds=1000, tokens=1000)  # before the window
     settle(reconciler)
-    assert world.chat.active_revision == 2
+    assert harness.chat.active_revision == 2
     pages.count(rounds=100, tokens=300)
-    settle(world.reconciler())
-    assert world.chat.active_revision == 2
+    settle(harness.reconciler())
+    assert harness.chat.active_revision == 2
     pages.count(rounds=200, tokens=210)  # 300 rounds since the window began, 1.7 tokens each: above half of 3.0
-    settle(world.reconciler())
-    assert world.chat.candidate_revision is None
+    settle(harness.reconciler())
+    assert harness.chat.candidate_revision is None
     settle(reconciler)
     pages.count(rounds=1000, tokens=1010)
-    settle(world.reconciler())
-    assert world.chat.candidate_revision == 1
-    assert world.told("RolledBack").reason == "AcceptanceCollapsed"
+    settle(harness.reconciler())
+    assert harness.chat.candidate_revision == 1
+    assert harness.told("RolledBack").reason == "AcceptanceCollapsed"
     server.run("eyrie-chat-r1")
     settle(reconciler)
-    assert world.chat.active_revision == 1
-    assert world.led_to == "1"
-    world.database.close()
+    assert harness.chat.active_revision == 1
+    assert harness.led_to == "1"
+    harness.database.close()
 
 
-def trial(tmp_path: Path, server: ApiServer, port: int) -> tuple[World, EndpointReconciler]:
+def trial(tmp_path: Path, server: ApiServer, port: int) -> tuple[Harness, EndpointReconciler]:
     """A drafter that has been given a tenth of the requests, by a gateway."""
     server.apis = (*CORE, GATEWAY)
     gateway = {"name": "front", "hostnames": ["{endpoint}.example.org"]}
-    world = World(tmp_path, server, {"port": port, "gateway": gateway})
-    reconciler = world.serve_bare()
-    world.propose(world.promoted_job(CanarySpec(shares=(0.1, 0.5), min_requests=20, max_step_s=3600)))
+    harness = Harness(tmp_path, server, {"port": port, "gateway": gateway})
+    reconciler = harness.serve_bare()
+    harness.propose(harness.promoted_job(CanarySpec(shares=(0.1, 0.5), min_requests=20, max_step_s=3600)))
     settle(reconciler)
     server.run("eyrie-chat-r2")
     engine_pod(server, "eyrie-chat-r2", "pod-a")
     settle(reconciler)
     assert weights(server) == [90, 10]
-    assert world.chat.revisions[1].state == "canary"
-    return world, reconciler
+    assert harness.chat.revisions[1].state == "canary"
+    return harness, reconciler
 
 
 def weights(server: ApiServer) -> list[int]:
@@ -480,28 +480,28 @@ def weights(server: ApiServer) -> list[int]:
 
 def test_with_a_gateway_a_trial_gets_more_as_it_answers_and_then_everything(
         tmp_path: Path, server: ApiServer, pages: EnginePages) -> None:
-    world, reconciler = trial(tmp_path, server, pages.port)
-    assert world.chat.url == "http://chat.example.org/v1"
+    harness, reconciler = trial(tmp_path, server, pages.port)
+    assert harness.chat.url == "http://chat.example.org/v1"
     pages.count(answered=19)
     settle(reconciler)
     assert weights(server) == [90, 10]
     pages.count(answered=1)
-    settle(world.reconciler())
+    settle(harness.reconciler())
     assert weights(server) == [50, 50]
     settle(reconciler)
     assert weights(server) == [50, 50]
     pages.count(answered=20)
-    settle(world.reconciler())
-    assert world.chat.active_revision == 2
+    settle(harness.reconciler())
+    assert harness.chat.active_revision == 2
     assert weights(server) == [100]
-    world.database.close()
+    harness.database.close()
 
 
 def test_one_failed_request_on_trial_ends_it(tmp_path: Path, server: ApiServer, pages: EnginePages) -> None:
-    world, reconciler = trial(tmp_path, server, pages.port)
+    harness, reconciler = trial(tmp_path, server, pages.port)
     pages.count(answered=5, failed=1)
     settle(reconciler)
-    assert world.told("RolledBack").reason == "CanaryFailed"
+    assert harness.told("RolledBack").reason == "CanaryFailed"
     assert weights(server) == [100]
     assert set(server.of("Deployment")) == {"eyrie-chat-r1"}
-    world.database.close()
+    harness.database.close()

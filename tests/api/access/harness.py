@@ -34,7 +34,7 @@ class Tenant:
 
 
 @dataclass(frozen=True)
-class World:
+class Harness:
     """The server and who is on it."""
 
     server: Running
@@ -54,13 +54,13 @@ def as_admin_of(control: Control, project: str) -> Control:
 
 
 @contextmanager
-def two_projects(settings: Settings, database: Database) -> Iterator[World]:
-    """A world, for as long as the context lasts."""
+def two_projects(settings: Settings, database: Database) -> Iterator[Harness]:
+    """A harness, for as long as the context lasts."""
     closed = settings.model_copy(update={"token": TOKEN, "webhooks_allow_private": True})
     with (serving(closed, database) as server,
           httpx.Client(base_url=server.url, timeout=30.0, trust_env=False) as http):
         a, b = (_tenant(server, http, project) for project in ("north", "south"))
-        yield World(server, http, a, b)
+        yield Harness(server, http, a, b)
 
 
 def _tenant(server: Running, http: httpx.Client, project: str) -> Tenant:
@@ -69,7 +69,7 @@ def _tenant(server: Running, http: httpx.Client, project: str) -> Tenant:
     made = http.post(PROJECTS, json={"name": project}, headers=headers)
     assert made.status_code == 201, made.text
     made = http.post(KEYS, json={"name": "ci", "role": "admin"},
-                      headers=headers | {"Eyrie-Project": project})
+                     headers=headers | {"Eyrie-Project": project})
     assert made.status_code == 201, made.text
     member = http.post(f"{PROJECTS}/{project}/members", headers=headers, json={
         "kind": "subject", "value": f"{project}-person", "role": "viewer", "issuer": "https://issuer.example"})
