@@ -24,7 +24,7 @@ def train(task: dict[str, Any]) -> None:
         before = run.trainer.counters.computed_tokens
         report = run.trainer.step()
         spent.end(report.tokens, run.trainer.counters.computed_tokens - before, report.loss)
-        run.follow_up(report)
+        run.after_step(report)
     run.close()
     result = run.result().report
     assert isinstance(result, TrainReport)

@@ -24,13 +24,13 @@ def test_counts_follow_each_root_until_its_first_miss(roots: list[list[bool]]) -
 
 
 def test_theoretical_speedup_is_one_plus_the_sum_of_cumulative_acceptance() -> None:
-    evaluation = Evaluation(asked=(10, 10, 8), hit=(8, 5, 8), right_before=(10, 8, 4), right_after=(8, 4, 4), loss=0.0)
+    evaluation = Evaluation(predicted=(10, 10, 8), hit=(8, 5, 8), hit_before=(10, 8, 4), hit_so_far=(8, 4, 4), loss=0.0)
     assert evaluation.accuracy == (0.8, 0.5, 1.0)
     assert evaluation.acceptance == (0.8, 0.5, 1.0)
     assert abs(evaluation.theoretical_speedup - (1 + 0.8 + 0.4 + 0.4)) < 1e-12
 
 
-def test_nothing_asked_is_no_acceptance_and_no_speedup() -> None:
+def test_no_predictions_are_no_acceptance_and_no_speedup() -> None:
     evaluation = Evaluation((0, 0), (0, 0), (0, 0), (0, 0), 0.0)
     assert evaluation.acceptance == (0.0, 0.0)
     assert evaluation.theoretical_speedup == 1.0
@@ -41,6 +41,6 @@ def test_batches_add_up_to_the_whole() -> None:
     one, other = random_documents((14, 11)), random_documents((9,), seed=6)
     whole = evaluate(objective(drafter), [one, other], STEPS)
     parts = [evaluate(objective(drafter), [part], STEPS) for part in (one, other)]
-    for field in ("asked", "hit", "right_before", "right_after"):
+    for field in ("predicted", "hit", "hit_before", "hit_so_far"):
         assert getattr(whole, field) == tuple(
             a + b for a, b in zip(*(getattr(part, field) for part in parts), strict=True))

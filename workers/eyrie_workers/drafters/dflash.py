@@ -78,7 +78,7 @@ from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear, rms_normalise
 from eyrie_workers.targets.model import TargetModel, pairs_together
 from eyrie_workers.targets.rotary import Rotary
-from eyrie_workers.training.attention import SharedKeys, joined
+from eyrie_workers.training.attention import SharedKeys, merge_softmax
 from eyrie_workers.training.fused import rms_norm
 from eyrie_workers.training.matmul import linear
 from eyrie_workers.training.objective import DistillationObjective, Prediction, StepContext, draw_positions
@@ -137,7 +137,7 @@ class DFlashDrafter(nn.Module):
             q, k, v = (part.unflatten(0, (-1, size)).transpose(1, 2) for part in weights.heads(x_XH, at_X))
             # Block positions and query heads are all queries of one kv head: [R, K, C, W, E] as [R, K, C * W, E].
             q_RKXE = q.flatten(2, 3) * decoder.head_dim ** -0.5
-            attended = joined(q_RKXE, *shared.attend(q_RKXE, 0), k, v)
+            attended = merge_softmax(q_RKXE, *shared.attend(q_RKXE, 0), k, v)
             attended_XKWE = attended.view(q.shape).transpose(1, 2).flatten(0, 1)
             x_XH = weights.post_attention(x_XH, attended_XKWE.flatten(1), recompute)
         return x_XH.unflatten(0, (-1, size))

@@ -80,7 +80,7 @@ from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.rotary import Rotary
-from eyrie_workers.training.attention import SharedKeys, attend, first, pick
+from eyrie_workers.training.attention import SharedKeys, attend, gather_rows, leading_rows
 from eyrie_workers.training.fused import apply_rotary
 from eyrie_workers.training.matmul import linear, round_up_rows
 from eyrie_workers.training.objective import (
@@ -174,14 +174,14 @@ def unroll(weights: Eagle1Weights, rotary: Rotary, embed_VH: Tensor, documents: 
     x_TH = weights.states(features_TH) + torch.cat([token_TH[1:], token_TH[-1:]])
     shared = SharedKeys(plan, *weights.keys(x_TH, rotary.at(plan.positions)))
     own: list[tuple[Tensor, Tensor]] = []
-    x_RH = features_RH = pick(x_TH, plan.roots)
+    x_RH = features_RH = gather_rows(x_TH, plan.roots)
     for step, alive in enumerate(plan.alive):
         if alive == 0:
             return
         roots = plan.roots[:alive]
         angles = rotary.at(plan.positions[roots] + step)
         if step > 0:
-            x_RH = weights.states(first(features_RH, alive)) + pick(token_TH, roots + 1 + step)
+            x_RH = weights.states(leading_rows(features_RH, alive)) + gather_rows(token_TH, roots + 1 + step)
             own.append(weights.keys(x_RH, angles))
         attended = attend(weights.queries(x_RH, angles), shared, own)
         features_RH = weights.post_attention(x_RH, attended.flatten(1), recompute)

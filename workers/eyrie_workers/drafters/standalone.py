@@ -71,7 +71,7 @@ from eyrie_workers.targets.config import TargetConfig, parse_config
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.targets.rotary import Rotary
-from eyrie_workers.training.attention import pick
+from eyrie_workers.training.attention import gather_rows
 from eyrie_workers.training.fused import rms_norm
 from eyrie_workers.training.objective import DistillationObjective, Prediction, StepContext
 from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
@@ -106,7 +106,7 @@ class StandaloneDrafter(nn.Module):
         for number, layer in enumerate(layers):
             attended_TQ = causal(*layer.heads(x_TH, angles), documents.lengths)
             if number + 1 == len(layers):  # after the last attention only the requested positions are needed
-                x_TH, attended_TQ = pick(x_TH, positions_N), pick(attended_TQ, positions_N)
+                x_TH, attended_TQ = gather_rows(x_TH, positions_N), gather_rows(attended_TQ, positions_N)
             x_TH = layer.post_attention(x_TH, attended_TQ, recompute)
         return rms_norm(x_TH, self.model.norm.weight, config.rms_eps)
 

@@ -46,7 +46,7 @@ from eyrie_workers.stage_program import (
     open_stage,
     stop_on_signals,
 )
-from eyrie_workers.stages.train import NUM_EVALUATIONS, Run, prepare
+from eyrie_workers.stages.train import NUM_EVALUATIONS, TrainingRun, prepare
 from eyrie_workers.training.batch_loader import Features, open_features
 from eyrie_workers.training.evaluation import Evaluation, HitCounts
 from eyrie_workers.training.loop import StepReport
@@ -80,11 +80,11 @@ def rung_steps(num_steps: int, rungs: Sequence[float]) -> tuple[int, ...]:
 class CandidateGroup:
     """Several runs that read their batches from one loader."""
 
-    def __init__(self, runs: Mapping[str, Run], rungs: Sequence[float] = ()) -> None:
+    def __init__(self, runs: Mapping[str, TrainingRun], rungs: Sequence[float] = ()) -> None:
         self._runs = dict(runs)
         self.failed: dict[str, EyrieError] = {}
         longest = max(runs.values(), key=lambda run: run.trainer.schedule.num_steps)
-        self._loader = longest.trainer.feed
+        self._loader = longest.trainer.loader
         self._rungs = rung_steps(longest.trainer.schedule.num_steps, rungs)
         for run in runs.values():
             run.evaluate_also_at(self._rungs)
@@ -99,21 +99,22 @@ class CandidateGroup:
                 active = self._active()
             self._step({name: run for name, run in active.items() if run.trainer.counters.step == step}, step)
 
-    def _active(self) -> dict[str, Run]:
+    def _active(self) -> dict[str, TrainingRun]:
         return {name: run for name, run in self._runs.items() if not run.finished and name not in self.failed}
 
     def _halve(self, step: int) -> None:
         """Stop the slower half of each family. Runs that this rung stopped before an interruption count as well."""
         by_family: dict[str, dict[str, float]] = {}
         for name, run in self._runs.items():
-            if step in run.standing:
-                by_family.setdefault(run.family.name, {})[name] = run.standing[step]
+            if step in run.speedups:
+                by_family.setdefault(run.family.name, {})[name] = run.speedups[step]
         for speedups in by_family.values():
             for name in slower_half(speedups):
                 if not self._runs[name].finished and name not in self.failed:
-                    self._runs[name].stop_here(f"the other half of {len(speedups)} candidates simulated faster")
+                    self._runs[name].stop_early(
+                        f"the other half of {len(speedups)} candidates had a higher simulated speed-up")
 
-    def _step(self, runs: Mapping[str, Run], step: int) -> None:
+    def _step(self, runs: Mapping[str, TrainingRun], step: int) -> None:
         """One optimiser step of each run, on one batch and one set of target distributions."""
         started = time.perf_counter()
         if not runs:
@@ -122,13 +123,13 @@ class CandidateGroup:
         batch = self._loader.take(step)
         waited = time.perf_counter() - started
         targets = shared_targets({name: run.trainer.objective for name, run in runs.items()}, batch.documents,
-                                 {name: run.trainer.moment(batch) for name, run in runs.items()})
+                                 {name: run.trainer.context(batch) for name, run in runs.items()})
         # 2. Each run's own step. Its counters are charged an equal share of the time that step 1 took.
         shared_s = (time.perf_counter() - started) / len(runs)
         reports: dict[str, StepReport] = {}
         for name, run in runs.items():
             try:
-                reports[name] = run.trainer.learn(batch, time.perf_counter() - shared_s, waited / len(runs),
+                reports[name] = run.trainer.train_on(batch, time.perf_counter() - shared_s, waited / len(runs),
                                                   targets[name])
             except EyrieError as error:
                 self.failed[name] = error
@@ -139,7 +140,7 @@ class CandidateGroup:
         interrupted = False
         for name, report in reports.items():
             try:
-                runs[name].follow_up(report, evaluations.get(name))
+                runs[name].after_step(report, evaluations.get(name))
             except Interrupted:
                 interrupted = True
             except EyrieError as error:
@@ -167,7 +168,7 @@ def shared_targets(objectives: Mapping[str, Objective], documents: PackedBatch,
 
 
 @torch.no_grad()
-def evaluate_together(runs: Mapping[str, Run]) -> dict[str, Evaluation]:
+def evaluate_together(runs: Mapping[str, TrainingRun]) -> dict[str, Evaluation]:
     """What `evaluate` returns for each run of a group, from one read of the held-out rows and shared targets."""
     objectives = {name: run.trainer.objective for name, run in runs.items()}
     counts = {name: HitCounts(run.spec.train.ttt_length) for name, run in runs.items()}
@@ -214,14 +215,14 @@ def _train_all(opened: Mapping[str, OpenStage[TrainStage]],
     """Train the candidates, one group after the other. Raises Interrupted."""
     outcomes: dict[str, Result | EyrieError] = {}
     for names in group_candidates({name: candidate.spec for name, candidate in opened.items()}):
-        runs: dict[str, Run] = {}
+        runs: dict[str, TrainingRun] = {}
         features: Features | None = None
         for name in names:
             spec = opened[name].spec
             try:
-                ends = next((run.ends for run in runs.values()), None)
+                embeddings = next((run.embeddings for run in runs.values()), None)
                 features = features or open_features(spec.store_dir, spec.target)
-                runs[name] = prepare(spec, opened[name].stage, ends=ends, features=features)
+                runs[name] = prepare(spec, opened[name].stage, embeddings=embeddings, features=features)
             except EyrieError as error:
                 outcomes[name] = error
         if not runs:

@@ -1,14 +1,15 @@
-"""Trains one drafter from captured states and exports it several times along the way.
+"""Trains one drafter on captured hidden states and exports checkpoints of it along the way.
 
-    what capture left + the target's two ends -> draft vocabulary -> drafter -> checkpoints/<candidate>-step-<n>/
+    captured states + the target's embedding and output matrix -> draft vocabulary -> drafter
+        -> checkpoints/<candidate>-step-<n>/
 
-Every step is a function of the state before it and its number (`training.loop`), so killing the program costs the steps
+Every step is a function of the state before it and its number (`training.loop`), so an interruption costs the steps
 since the last save and changes nothing else: the exported drafters are the same to the last bit. Between two steps, in
-this order: evaluate, export, save. The reports of exported checkpoints travel in the saved state; an export whose save
-did not follow is made again, identically.
+this order: evaluate, export, save. The reports of exported checkpoints are part of the saved state; an export that no
+save followed is repeated, with the same bytes.
 
-    state/training.safetensors     what a killed run goes on from
-    checkpoints/<name>/            drafters in the form serving engines load
+    state/training.safetensors     what an interrupted run resumes from
+    checkpoints/<name>/            drafters in the format that serving engines load
 
     python -m eyrie_workers.stages.train --spec spec.json --out <dir>/manifest.json
 
@@ -16,9 +17,8 @@ On several GPUs or processes, on one node or many (`training.distributed`):
 
     torchrun --nproc-per-node N -m eyrie_workers.stages.train --spec spec.json --out <dir>/manifest.json
 
-Process 0 is the stage as everyone knows it: lock, events, checkpoints, manifest. The others follow it, read the same
-store and write nothing. All see the same `max_tokens_per_batch`, which is the whole step's, so a run may be killed on
-four processes and go on upon one.
+Rank 0 is the stage program: lock, events, checkpoints, manifest. The other ranks read the same store and write nothing.
+`max_tokens_per_batch` is the whole step's on every rank, so a run interrupted on four processes may resume on one.
 """
 
 import argparse
@@ -71,7 +71,7 @@ _HELD_OUT_FRACTION = 0.05
 # Evaluations are for a curve and for ranking checkpoints: 64 rows put the standard error of an acceptance near .01.
 _MAX_HELD_OUT_ROWS = 64
 NUM_EVALUATIONS = 10
-"""Over a run, evenly spaced; besides those before an export."""
+"""Over a run, evenly spaced; in addition to those before an export."""
 
 _NUM_LOGGED_STEPS = 200
 _GO, _END = "go", "end"
@@ -79,24 +79,24 @@ _GO, _END = "go", "end"
 
 def train(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS) -> Result:
     """Train a drafter on captured hidden states."""
-    if dist.leads:
-        dist.tell(_GO)
+    if dist.is_main:
+        dist.broadcast(_GO)
     run = prepare(spec, stage, dist)
-    run.to_the_end()
+    run.run()
     return run.result()
 
 
-def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS, ends: TargetEmbeddings | None = None,
-            features: Features | None = None) -> "Run":
-    """Everything before the next optimiser step: the first one, or the one a killed run had come to.
+def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
+            embeddings: TargetEmbeddings | None = None, features: Features | None = None) -> "TrainingRun":
+    """Everything before the next optimiser step: the first one, or the first after the saved state.
 
-    ends, features  the target's, and what spec.store_dir holds, where another run of this process has opened them.
+    embeddings, features  of the target and of spec.store_dir, where another run of this process has opened them.
     """
     torch.set_num_threads(spec.train.threads or os.cpu_count() or 1)
     path, store = resolve(spec.target), features or open_features(spec.store_dir, spec.target)
     _check_origin(store, path, spec)
     config, family = read_config(path), family_named(spec.drafter.family)
-    spec = _settled(spec, family)
+    spec = _resolve_defaults(spec, family)
     layers = family.layers(spec.drafter.aux_layers or store.format.chosen_layers, config.num_layers)
     columns = _columns(layers, store, spec)
     lengths = store.lengths
@@ -105,22 +105,22 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS, 
                         spec.train.max_steps)
     vocabulary, vocabulary_report = _build_vocabulary(spec, stage, store, train_rows, config, path,
                                                       whole=family.row.whole_vocabulary)
-    ends = ends or read_target_embeddings(path, config.tie_word_embeddings)
-    drafter = family.create(spec.drafter, config, ends, layers, vocabulary, spec.train.seed)
+    embeddings = embeddings or read_target_embeddings(path, config.tie_word_embeddings)
+    drafter = family.create(spec.drafter, config, embeddings, layers, vocabulary, spec.train.seed)
     device = default_device()
     dtype = fastest_dtype(device) if spec.train.dtype == "auto" else getattr(torch, spec.train.dtype)
     drafter.to(device)
     with device_scope(device):
-        objective = family.objective(drafter, ends.to(device), spec.train, max(lengths), dtype)
+        objective = family.objective(drafter, embeddings.to(device), spec.train, max(lengths), dtype)
 
     trainer = Trainer(objective, schedule, spec.train, BatchLoader(schedule, store, dist), dist, columns)
-    evaluation_rows = held_out or train_rows  # a single row has nothing to hold out; better its own curve than none
+    evaluation_rows = held_out or train_rows  # a single row is both trained and evaluated on
     cuts = cut_evenly([lengths[row] for row in evaluation_rows], spec.train.max_tokens_per_batch)
-    run = Run(spec, stage, family, drafter, trainer, digest=_run_digest(spec, store, dtype), dtype=dtype,
+    run = TrainingRun(spec, stage, family, drafter, trainer, digest=_run_digest(spec, store, dtype), dtype=dtype,
                tokens_per_step=sum(lengths[row] for row in train_rows) * spec.train.epochs / schedule.num_steps,
                held_out=lambda: (store.read(evaluation_rows[cut.start:cut.stop])
                                  for cut in cuts[dist.rank::dist.size]),
-               columns=columns, ends=ends,
+               columns=columns, embeddings=embeddings,
                vocabulary=vocabulary_report, aux_layers=layers,
                target=identify(path, spec.target, digest=store.format.target_digest),
                data=DataIdentity(store_digest=store.digest, rows=store.num_rows,
@@ -129,49 +129,49 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS, 
     return run
 
 
-class _Silent(Stage):
-    """The voice of a process that follows."""
+class _UnloggedStage(Stage):
+    """Discards stage events on non-zero ranks."""
 
     def _write(self, record: Frozen) -> None:
         pass
 
 
-def follow(dist: DistContext, argv: Sequence[str]) -> int:
-    """Be one of the processes that process 0 leads, until it has no more work; the exit code."""
+def run_worker_rank(dist: DistContext, argv: Sequence[str]) -> int:
+    """The program of a non-zero rank: train whenever rank 0 does, until it embeddings; the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--spec", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    told = parser.parse_args(argv)
-    stage = _Silent(told.out.resolve().parent, quiet=True)
-
+    arguments = parser.parse_args(argv)
+    stage = _UnloggedStage(arguments.out.resolve().parent, quiet=True)
     try:
         with stop_on_signals(stage):
-            while dist.tell(None) == _GO:
-                train(TrainStage.model_validate_json(told.spec.read_text()), stage, dist)
+            # Rank 0 broadcasts _GO from `train`, and _END when there is no (more) work: also when its manifest exists.
+            while dist.broadcast(None) == _GO:
+                train(TrainStage.model_validate_json(arguments.spec.read_text()), stage, dist)
         return 0
     except Interrupted:
         return INTERRUPTED_EXIT_CODE
-    except EyrieError as error:  # process 0 meets the same and tells it
+    except EyrieError as error:  # rank 0 raises the same error, and reports it
         return error.exit_code
 
 
 def main(argv: Sequence[str]) -> int:
-    """The program, in a world of any size; the exit code."""
-    dist = DistContext.join()
+    """The program of every rank; the exit code."""
+    dist = DistContext.from_environment()
 
-    def lead(spec: TrainStage, stage: Stage) -> Result:
+    def work(spec: TrainStage, stage: Stage) -> Result:
         return train(spec, stage, dist)
 
-    lead.__doc__ = train.__doc__
+    work.__doc__ = train.__doc__
     try:
-        if not dist.leads:
-            return follow(dist, argv)
-        code = run_program(TrainStage, lead, list(argv))
+        if not dist.is_main:
+            return run_worker_rank(dist, argv)
+        code = run_program(TrainStage, work, list(argv))
         if code == 0:
-            dist.tell(_END)
+            dist.broadcast(_END)
         return code
     finally:
-        dist.leave()
+        dist.close()
 
 
 def fastest_dtype(device: torch.device) -> torch.dtype:
@@ -184,7 +184,7 @@ def fastest_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
-def _settled(spec: TrainStage, family: FamilyImplementation) -> TrainStage:
+def _resolve_defaults(spec: TrainStage, family: FamilyImplementation) -> TrainStage:
     """The spec with what it leaves to the family filled in."""
     train, drafter = spec.train, spec.drafter
     if train.learning_rate is None:
@@ -195,7 +195,7 @@ def _settled(spec: TrainStage, family: FamilyImplementation) -> TrainStage:
 
 
 def _columns(layers: tuple[int, ...], store: Features, spec: TrainStage) -> tuple[int, ...]:
-    """Places of a family's layers among the store's. Raises Conflict when one was not captured."""
+    """Positions of a family's layers among the store's. Raises Conflict when one was not captured."""
     held = store.format.aux_layers
     missing = [layer for layer in layers if layer not in held]
     if missing:
@@ -223,10 +223,10 @@ def _build_vocabulary(spec: TrainStage, stage: Stage, store: Features, rows: Seq
     always = [*config.eos_token_ids, *special_token_ids(path)]
     wanted = config.vocab_size if whole else spec.drafter.draft_vocab_size
     size = draft_vocabulary.choose_size(config.vocab_size, wanted)
-    if store.format.draft_ids:  # the target's opinions are about these tokens and no others
+    if store.format.draft_ids:  # the stored top-k logits are over these tokens alone
         if wanted not in (None, len(store.format.draft_ids)):
             raise Conflict(f"the drafter's vocabulary is {wanted}, and the store in {spec.store_dir} "
-                           f"keeps opinions over {len(store.format.draft_ids)} draft tokens",
+                           f"keeps top-k logits over {len(store.format.draft_ids)} draft tokens",
                            "leave drafter.draft_vocab_size out, or capture with final_state keep")
         vocabulary = DraftVocabulary(torch.tensor(store.format.draft_ids), config.vocab_size)
     else:
@@ -242,16 +242,16 @@ def _build_vocabulary(spec: TrainStage, stage: Stage, store: Features, rows: Seq
 
 def _run_digest(spec: TrainStage, store: Features, dtype: torch.dtype) -> str:
     """Of everything the trained bits depend on, except the machine."""
-    told = spec.model_dump(mode="json", exclude={"job_id", "store_dir", "target"})
+    payload = spec.model_dump(mode="json", exclude={"job_id", "store_dir", "target"})
     for name in ("threads", "trackers"):
-        told["train"].pop(name)
-    told |= {"store": store.digest, "target": store.format.target_digest, "dtype": str(dtype)}
-    return digest_bytes(json.dumps(told, sort_keys=True).encode())
+        payload["train"].pop(name)
+    payload |= {"store": store.digest, "target": store.format.target_digest, "dtype": str(dtype)}
+    return digest_bytes(json.dumps(payload, sort_keys=True).encode())
 
 
 @dataclass
-class Run:
-    """The loop between steps: what is said, evaluated, exported and saved, and when."""
+class TrainingRun:
+    """A training run: what is logged, evaluated, exported and saved between steps, and when."""
 
     spec: TrainStage
     stage: Stage
@@ -262,12 +262,12 @@ class Run:
     dtype: torch.dtype
     tokens_per_step: float
     held_out: Callable[[], Iterator[PackedBatch]]
-    """Evaluation's documents, with every layer of the store."""
+    """Documents of the evaluation, with every layer of the store."""
 
     columns: tuple[int, ...]
-    """Places of the family's layers among the store's."""
+    """Positions of the family's layers among the store's."""
 
-    ends: TargetEmbeddings
+    embeddings: TargetEmbeddings
     vocabulary: VocabularyReport
     target: TargetIdentity
     data: DataIdentity
@@ -277,7 +277,7 @@ class Run:
         num_steps, train = self.trainer.schedule.num_steps, self.spec.train
         self.reports: list[CheckpointReport] = []
         self.best, self.evaluations_since_best, self.stopped_early = 0.0, 0, False
-        self.standing: dict[int, float] = {}
+        self.speedups: dict[int, float] = {}
         """Simulated speed-up at each step that was evaluated."""
 
         self.resumed_from = 0
@@ -288,51 +288,52 @@ class Run:
         self._dist = self.trainer.dist
         self._peak, _ = peak_rate(self.dtype, next(self.drafter.parameters()).device)
         self._trackers = open_trackers(
-            train.trackers if self._dist.leads else (), f"{self.spec.job_id}/{self.spec.candidate}",
+            train.trackers if self._dist.is_main else (), f"{self.spec.job_id}/{self.spec.candidate}",
             train.model_dump(mode="json"), self.stage.out_dir / "trackers")
 
     @property
     def mfu(self) -> float:
-        """Of all processes together, on average so far."""
+        """Model FLOPs utilisation of all processes together, averaged over the run so far."""
         counters = self.trainer.counters
         return counters.flops / max(counters.seconds, 1e-9) / (self._peak * self._dist.size)
 
     def resume(self) -> None:
-        """Go on from the saved state if there is one."""
+        """Resume from the saved state if there is one."""
         notes: dict[str, Any] | None = None
         moments: Moments = [{} for _ in trainable_parameters(self.drafter)]
-        if self._dist.leads:
+        if self._dist.is_main:
             found = load_state(self._state_file, self.drafter, self.digest)
             if found is not None:
                 self.trainer.counters, notes, moments = found
-        notes = self._dist.tell(notes)
+        # Rank 0 alone reads the state file; the others receive its contents.
+        notes = self._dist.broadcast(notes)
         if notes is None:
             return
-        self.trainer.counters, moments = self._dist.share_state(self.drafter, moments, self.trainer.counters)
+        self.trainer.counters, moments = self._dist.broadcast_state(self.drafter, moments, self.trainer.counters)
         self.trainer.optimizer.restore(moments)
         self.reports = [CheckpointReport.model_validate(report) for report in notes["checkpoints"]]
         self.best, self.evaluations_since_best = notes.get("best", 0.0), notes.get("evaluations_since_best", 0)
         self.stopped_early = notes.get("stopped_early", False)
-        self.standing = {int(step): speedup for step, speedup in notes.get("standing", {}).items()}
+        self.speedups = {int(step): speedup for step, speedup in notes.get("standing", {}).items()}
         self.resumed_from = self.trainer.counters.step
-        self.stage.event("Resumed", f"going on from step {self.trainer.counters.step}")
+        self.stage.event("Resumed", f"resuming from step {self.trainer.counters.step}")
 
     @property
     def finished(self) -> bool:
-        """Whether the schedule has ended, or patience has."""
+        """Whether the schedule has ended, or the run was stopped early."""
         return self.trainer.finished or self.stopped_early
 
-    def to_the_end(self) -> None:
-        """Train until finished. Raises Interrupted after a save when asked to stop, LossDiverged."""
+    def run(self) -> None:
+        """Train until finished. Raises LossDiverged, and Interrupted after a save when a stop was requested."""
         try:
             while not self.finished:
-                self.follow_up(self.trainer.step())
+                self.after_step(self.trainer.step())
         finally:
             self.close()
 
     def close(self) -> None:
-        """Let the trackers go, and what is fed ahead."""
-        self.trainer.feed.close()
+        """Close the trackers, and stop reading batches ahead."""
+        self.trainer.loader.close()
         for tracker in self._trackers:
             tracker.close()
 
@@ -344,8 +345,8 @@ class Run:
         """Whether an evaluation is due after a step."""
         return step in self._evaluations
 
-    def stop_here(self, why: str) -> None:
-        """Make the step just done the last: export it, save."""
+    def stop_early(self, why: str) -> None:
+        """Make the step just done the last: export a checkpoint, save."""
         step = self.trainer.counters.step
         self.stopped_early = True
         self.stage.event("StoppedEarly", why)
@@ -353,15 +354,16 @@ class Run:
             self._export(step, self.trainer.schedule.at(step - 1).epoch, self._evaluate())
         self._save()
 
-    def follow_up(self, report: StepReport, evaluation: Evaluation | None = None) -> None:
-        """What is due after a step: evaluate, export, save, stop. Raises Interrupted after a save when asked to.
+    def after_step(self, report: StepReport, evaluation: Evaluation | None = None) -> None:
+        """Evaluate, export, save and stop as scheduled. Raises Interrupted after a save when a stop was requested.
 
-        evaluation  the one that is due after this step, where it has been made already (`stages.sweep`).
+        evaluation  the one scheduled after this step, where it has been computed already (`stages.sweep`).
         """
         trainer, num_steps = self.trainer, self.trainer.schedule.num_steps
-        self._tell(report)
+        self._log(report)
         if self.is_evaluated_at(report.step):
-            self._follow_evaluation(report, evaluation or self._evaluate())
+            self._after_evaluation(report, evaluation or self._evaluate())
+        # A signal may reach one rank only, or ranks at different steps: the step at which all stop is agreed here.
         stopping = self._dist.any(self.stage.stop_requested)
         if (stopping or self.stopped_early or report.step in self._exports
                 or report.step % self.spec.train.save_every_steps == 0):
@@ -373,14 +375,14 @@ class Run:
             self.stage.pause_point()
 
     def _save(self) -> None:
-        moments = self.trainer.optimizer.moments()  # all processes give their part
-        if self._dist.leads:
+        moments = self.trainer.optimizer.moments()  # a collective: every rank contributes its slice
+        if self._dist.is_main:
             save_state(self._state_file, self.drafter, moments, self.trainer.counters, self.digest,
                        {"checkpoints": [report.model_dump(mode="json") for report in self.reports], "best": self.best,
                         "evaluations_since_best": self.evaluations_since_best, "stopped_early": self.stopped_early,
-                        "standing": {str(step): speedup for step, speedup in self.standing.items()}})
+                        "standing": {str(step): speedup for step, speedup in self.speedups.items()}})
 
-    def _tell(self, report: StepReport) -> None:
+    def _log(self, report: StepReport) -> None:
         if report.step % self._log_every and report.step != self.trainer.schedule.num_steps:
             return
         counters = self.trainer.counters
@@ -399,20 +401,20 @@ class Run:
 
     def _evaluate(self) -> Evaluation:
         return evaluate(self.trainer.objective, (batch.with_layers(self.columns) for batch in self.held_out()),
-                        self.spec.train.ttt_length, self._dist.total)
+                        self.spec.train.ttt_length, self._dist.all_sum)
 
-    def _follow_evaluation(self, report: StepReport, evaluation: Evaluation) -> None:
+    def _after_evaluation(self, report: StepReport, evaluation: Evaluation) -> None:
         for index, (accuracy, acceptance) in enumerate(zip(evaluation.accuracy, evaluation.acceptance, strict=True)):
             self._metric(f"accuracy/{index}", report.step, accuracy)
             self._metric(f"acceptance/{index}", report.step, acceptance)
         self._metric("theoretical_speedup", report.step, evaluation.theoretical_speedup)
         self._metric("evaluation_loss", report.step, evaluation.loss)
         self._consider_stopping(evaluation.theoretical_speedup, report.step)
-        if self._dist.leads and (report.step in self._exports or self.stopped_early):
+        if self._dist.is_main and (report.step in self._exports or self.stopped_early):
             self._export(report.step, report.epoch, evaluation)
 
     def _consider_stopping(self, speedup: float, step: int) -> None:
-        self.standing[step] = speedup
+        self.speedups[step] = speedup
         patience = self.spec.train.early_stop_patience
         better = speedup > self.best
         self.best = max(self.best, speedup)
@@ -435,7 +437,7 @@ class Run:
                                                f"first-step accuracy {evaluation.accuracy[0]:.3f}")
 
     def result(self) -> Result:
-        """What the run leaves."""
+        """The report and the files of the run."""
         counters, trainer = self.trainer.counters, self.trainer
         seconds = max(counters.seconds, 1e-9)
         return Result(
@@ -451,7 +453,7 @@ class Run:
             files=[file for report in self.reports for file in files_of(self.stage.out_dir / report.path)])
 
     def _card(self, step: int, epoch: float) -> Card:
-        """What a checkpoint says of its making. No clock and no path: the same run writes the same bytes."""
+        """A checkpoint's card. It holds no clock and no path: the same run writes the same bytes."""
         settings = self.spec.train.model_dump(mode="json", exclude={"threads", "trackers"})
         return Card(family=self.family.name, candidate=self.spec.candidate, target=self.target, data=self.data,
                     drafter=self.spec.drafter, aux_layers=self.aux_layers, train=settings, step=step,

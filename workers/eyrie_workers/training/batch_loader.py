@@ -1,12 +1,12 @@
-"""What a trainer eats: one interface, and three ways to be fed through it.
+"""Batches of a schedule, read ahead of the training loop: one interface over two sources of hidden states.
 
-    the store      `features.store`: read from a directory, or from S3 by ranges, and decoded while the batch before is
-                   learnt from
-    the stream     `features.streaming`: nothing is stored; the target computes states just ahead of the trainer
-    shared         several trainers at one `BatchLoader` (`stages.sweep`): one read, or one pass of the target, for all
+    store      `features.store`: read from a directory, or from S3 by ranges, and decoded while the previous batch is
+               trained on
+    stream     `features.streaming`: nothing is stored; the target computes states just ahead of the trainer
 
-`open_features` tells which, from what capture left. Both answer as `Features`; everything above knows only that. A
-step's batch is a function of the step's number: where a run was killed, and how it is fed, changes no bit of it.
+`open_features` chooses from what capture wrote; both implement `Features`. Several trainers may share a `BatchLoader`
+(`stages.sweep`): one read, or one forward pass of the target, for all. A step's batch is a function of the step's
+number: neither an interruption nor the source changes a bit of it.
 """
 
 from collections import deque
@@ -25,12 +25,12 @@ from eyrie_workers.features.storage_backend import open_backend
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.features.streaming import StreamedFeatures, read_plan
 from eyrie_workers.targets.loading import load_target, resolve
-from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext, Part, split
+from eyrie_workers.training.distributed import SINGLE_PROCESS, BatchShard, DistContext, shard_batch
 from eyrie_workers.training.packing import Schedule, StepPlan
 
 
 class Features(Protocol):
-    """Captured rows in any order, wherever they come from."""
+    """Random access to captured rows, from a store or a stream."""
 
     format: StoreFormat
     digest: str
@@ -52,8 +52,8 @@ class Features(Protocol):
 
     def batches(self, groups: Iterable[Sequence[int]], *, ahead: int = 2,
                 reuse: bool = False) -> Generator[PackedBatch, None, None]:
-        """`read` of each group in order, some of them ahead. With `reuse` a batch's states are its own until the next
-        is asked for."""
+        """`read` of each group in order, some of them ahead. With `reuse` a batch's memory is reused once the next
+        one is requested."""
 
 
 def open_features(where: str, target: TargetSpec) -> Features:
@@ -66,57 +66,64 @@ def open_features(where: str, target: TargetSpec) -> Features:
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepBatch:
     """This process's part of one step's documents."""
 
     plan: StepPlan
     documents: PackedBatch
     starts: tuple[int, ...]
+    """First token of each document in the step's whole batch."""
+
     num_tokens: int
-    """0 where this process has no document of the step: it then sees one of which nothing is taught."""
+    """0 where this process has no document of the step: it then holds one in which nothing is supervised."""
 
 
 class BatchLoader:
-    """A schedule's batches, in order, each made while the one before is learnt from.
+    """The batches of a schedule, in order, each read while the previous one is trained on.
 
-    A batch's states are its own until the next one is taken. Any step may be asked for; what follows it is then ahead.
+    A batch's states are valid until the next one is taken: their memory is reused. Any step may be requested; reading
+    ahead continues from there.
     """
 
     def __init__(self, schedule: Schedule, features: Features, dist: DistContext = SINGLE_PROCESS) -> None:
         self._schedule, self._features, self._dist = schedule, features, dist
-        self._next = -1
-        self._parts: deque[tuple[StepPlan, Part]] = deque()
+        self._next_step = -1
+        # One entry per group of rows that the reader has been given and whose batch has not been taken yet.
+        self._shards: deque[tuple[StepPlan, BatchShard]] = deque()
         self._batches: Generator[PackedBatch, None, None] | None = None
 
-    def take(self, step: int) -> Batch:
+    def take(self, step: int) -> StepBatch:
         """The batch of a step."""
-        if self._batches is None or step != self._next:
+        if self._batches is None or step != self._next_step:
             self.close()
             self._batches = self._features.batches(self._groups(step), ahead=1, reuse=True)
-        self._next = -1  # what fails is begun anew
+        # Invalid until the read succeeds: after an error the same step starts a new reader.
+        self._next_step = -1
         documents = next(self._batches)
-        plan, part = self._parts.popleft()
-        self._next = step + 1
-        if part.rows:
-            return Batch(plan, documents, part.starts, documents.token_ids.numel())
-        return Batch(plan, replace(documents, loss_mask=torch.zeros_like(documents.loss_mask)), (0,), 0)
+        plan, shard = self._shards.popleft()
+        self._next_step = step + 1
+        if shard.rows:
+            return StepBatch(plan, documents, shard.starts, documents.token_ids.numel())
+        # More processes than documents: this one still takes part in the step's collectives, with loss 0.
+        return StepBatch(plan, replace(documents, loss_mask=torch.zeros_like(documents.loss_mask)), (0,), 0)
 
     def close(self) -> None:
-        """Nothing is made ahead any more."""
+        """Stop reading ahead."""
         if self._batches is not None:
             self._batches.close()
         self._batches = None
-        self._parts.clear()
+        self._shards.clear()
 
     def _groups(self, step: int) -> Iterator[Sequence[int]]:
+        """Rows to read for each step from `step` on. The reader's threads are ahead of `take`: hence the queue."""
         for number in range(step, self._schedule.num_steps):
             plan = self._schedule.at(number)
-            part = self._part(plan)
-            self._parts.append((plan, part))
-            yield part.rows or plan.rows[:1]
+            shard = self._shard(plan)
+            self._shards.append((plan, shard))
+            yield shard.rows or plan.rows[:1]
 
-    def _part(self, plan: StepPlan) -> Part:
+    def _shard(self, plan: StepPlan) -> BatchShard:
         if self._dist.size > 1:
-            return split(plan.rows, self._schedule.lengths, self._dist.size)[self._dist.rank]
+            return shard_batch(plan.rows, self._schedule.lengths, self._dist.size)[self._dist.rank]
         lengths = [self._schedule.lengths[row] for row in plan.rows]
-        return Part(plan.rows, tuple(accumulate(lengths, initial=0))[:-1])
+        return BatchShard(plan.rows, tuple(accumulate(lengths, initial=0))[:-1])

@@ -1,15 +1,15 @@
-"""Several processes that train one drafter: who this one is, and the few sums they share.
+"""Data-parallel training of one drafter: the rank of this process, and the collectives that all processes call.
 
     torchrun --nproc-per-node 2 -m eyrie_workers.stages.train --spec spec.json --out <dir>/manifest.json
 
-Every process holds the whole drafter (one layer) and takes some documents of each step's batch, near equal in tokens.
-Counts are summed before the losses, so that each process weighs its predictions by the whole batch; gradients are then
-summed, not averaged, and are those one process would have computed, up to the order of sums. Of gradients and moments
-each keeps a slice (`training.optimiser`). What a step sees does not
-depend on the number of processes, and the saved state holds nothing of it: a run killed on two goes on upon one.
+Every process holds the whole drafter (one or two layers) and takes some documents of each step's batch, nearly equal in
+tokens. Counts are summed before the losses, so that each process weights its predictions by the whole batch; gradients
+are then summed, not averaged, and equal those of a single process up to the order of sums. Each process keeps a slice
+of gradients and moments (`training.optimiser`). The documents of a step do not depend on the number of processes, and
+the saved state does not contain it: a run interrupted on two processes resumes on one.
 
-Process 0 leads: it alone has the lock, the voice, the checkpoints and the state, and sends the state to the others
-when they begin. The others follow (`stages.train`). gloo carries the sums on CPUs, nccl on GPUs.
+Rank 0 is the main process: it alone holds the stage's lock and writes events, checkpoints and state, and broadcasts the
+state to the others when they start (`stages.train`). gloo carries the collectives of CPU tensors, NCCL those of GPUs.
 """
 
 import os
@@ -26,96 +26,98 @@ from eyrie_workers.training.state import Counters, Moments, trainable_parameters
 
 @dataclass(frozen=True)
 class DistContext:
-    """This process among all of a run."""
+    """Rank and world size of this process, and the collectives of a run. All processes call a collective in step."""
 
     rank: int = 0
     size: int = 1
 
     @staticmethod
-    def join() -> "DistContext":
-        """The dist torchrun describes in the environment; alone without one."""
+    def from_environment() -> "DistContext":
+        """The process group that torchrun describes in the environment; a single process without one."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return DistContext()
         if not dist.is_initialized():
-            # Counts are summed where they are made, on the processor; gradients where they are, on the GPU.
+            # Counts are summed on the CPU, where they are computed; gradients on the GPU.
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         return DistContext(dist.get_rank(), dist.get_world_size())
 
     @property
-    def leads(self) -> bool:
-        """Whether this process speaks and writes for all."""
+    def is_main(self) -> bool:
+        """Whether this process writes events, checkpoints and state."""
         return self.rank == 0
 
-    def leave(self) -> None:
-        """End the connection, if there is one."""
+    def close(self) -> None:
+        """Destroy the process group, if there is one."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
-    def total(self, x: Tensor) -> Tensor:
+    def all_sum(self, x: Tensor) -> Tensor:
         """The sum over all processes."""
         if self.size > 1:
-            x = x.clone()
+            x = x.clone()  # all_reduce works in place, and the caller keeps its own
             dist.all_reduce(x)
         return x
 
-    def any(self, said: bool) -> bool:
-        """Whether any process said so."""
-        return bool(self.total(torch.tensor([float(said)])).item()) if self.size > 1 else said
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any process."""
+        return bool(self.all_sum(torch.tensor([float(flag)])).item()) if self.size > 1 else flag
 
-    def tell(self, told: Any) -> Any:
-        """What process 0 was given, on every process. JSON-able."""
+    def broadcast(self, value: Any) -> Any:
+        """The value that rank 0 passed, on every process. JSON-able."""
         if self.size == 1:
-            return told
-        box = [told]
+            return value
+        box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def share_state(self, drafter: nn.Module, moments: Moments, counters: Counters) -> tuple[Counters, Moments]:
-        """Parameters, moments and counters of process 0, on every process."""
+    def broadcast_state(self, drafter: nn.Module, moments: Moments, counters: Counters) -> tuple[Counters, Moments]:
+        """Parameters (in place), moments and counters of rank 0, on every process."""
         if self.size == 1:
             return counters, moments
-        counters = Counters(**self.tell(counters.__dict__))
+        counters = Counters(**self.broadcast(counters.__dict__))
         for parameter in drafter.parameters():
             dist.broadcast(parameter.data, src=0)
-        told = self.tell([sorted(kept) for kept in moments])
-        shared: list[dict[str, Tensor]] = []
-        for number, ((_, parameter), names) in enumerate(zip(trainable_parameters(drafter), told, strict=True)):
-            shared.append({})
+        # The other processes have no moments yet: they need the names first, to allocate what they receive.
+        names_of = self.broadcast([sorted(state) for state in moments])
+        received: list[dict[str, Tensor]] = []
+        for number, ((_, parameter), names) in enumerate(zip(trainable_parameters(drafter), names_of, strict=True)):
+            received.append({})
             for name in names:
                 value = torch.zeros_like(parameter.data) if name != "step" else parameter.new_zeros(())
-                if self.leads:
+                if self.is_main:
                     value.copy_(moments[number][name])
                 dist.broadcast(value, src=0)
-                shared[-1][name] = value
-        return counters, shared
+                received[-1][name] = value
+        return counters, received
 
 
 SINGLE_PROCESS = DistContext()
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchShard:
     """One process's documents of a step."""
 
     rows: tuple[int, ...]
     starts: tuple[int, ...]
-    """Where each begins in the step's whole batch."""
+    """First token of each in the step's whole batch."""
 
 
-def split(rows: Sequence[int], lengths: Sequence[int], num_parts: int) -> list[Part]:
-    """A step's documents in `num_parts`, near equal in tokens: longest first, each to the lightest part so far.
+def shard_batch(rows: Sequence[int], lengths: Sequence[int], num_shards: int) -> list[BatchShard]:
+    """Divide a step's documents, nearly equal in tokens: longest first, each to the shard with the fewest tokens.
 
-    rows     the step's documents, in their order, which every part keeps.
+    rows     the step's documents, in their order, which every shard keeps.
     lengths  tokens of every row of the store.
     """
     starts, begin = [], 0
     for row in rows:
         starts.append(begin)
         begin += lengths[row]
-    loads, parts = [0] * num_parts, [[] for _ in range(num_parts)]  # type: list[int], list[list[int]]
-    for place in sorted(range(len(rows)), key=lambda place: (-lengths[rows[place]], place)):
+    loads, shards = [0] * num_shards, [[] for _ in range(num_shards)]  # type: list[int], list[list[int]]
+    # Ties go to the earlier document and the lower rank: all processes compute the same division.
+    for index in sorted(range(len(rows)), key=lambda index: (-lengths[rows[index]], index)):
         lightest = loads.index(min(loads))
-        loads[lightest] += lengths[rows[place]]
-        parts[lightest].append(place)
-    return [Part(tuple(rows[place] for place in sorted(part)), tuple(starts[place] for place in sorted(part)))
-            for part in parts]
+        loads[lightest] += lengths[rows[index]]
+        shards[lightest].append(index)
+    return [BatchShard(tuple(rows[index] for index in sorted(shard)), tuple(starts[index] for index in sorted(shard)))
+            for shard in shards]

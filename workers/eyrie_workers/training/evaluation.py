@@ -1,14 +1,14 @@
-"""How good a drafter would be, told without serving it: on captured rows it never trained on.
+"""Predicts how good a drafter is without serving it: on captured rows that it was not trained on.
 
-A hit at step s is the drafter's first choice equal to the target's, with the true tokens before it. From hits follow
+A hit at step s is the drafter's most probable token equal to the target's, given the true tokens before it. From hits:
 
     accuracy[s]     share of hits among roots alive at step s
-    acceptance[d]   share of hits at d among roots whose steps 0 .. d-1 all hit: the chance that greedy decoding
+    acceptance[d]   share of hits at d among roots whose steps 0 .. d-1 all hit: the probability that greedy decoding
                     accepts draft token d+1 once it has accepted d
     theoretical speed-up = 1 + sum over d of the product of acceptance[0..d]
 
-the last being the tokens per target pass of a chain if drafting and verifying many were free: what ranks checkpoints
-before anything is served. Counts are kept, not ratios, so that batches add up exactly.
+The last is the tokens per target pass of a chain if drafting and verifying many tokens cost nothing; it ranks
+checkpoints before any is served. Counts are accumulated, not ratios, so that batches and processes add up exactly.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,24 +25,24 @@ from eyrie_workers.training.objective import Objective, Outcome
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Per step: how many were asked, hit, still all right before this step, and all right with it."""
+    """Counts per step: predictions, hits, roots whose earlier steps all hit, and those of them that hit here too."""
 
-    asked: tuple[int, ...]
+    predicted: tuple[int, ...]
     hit: tuple[int, ...]
-    right_before: tuple[int, ...]
-    right_after: tuple[int, ...]
+    hit_before: tuple[int, ...]
+    hit_so_far: tuple[int, ...]
     loss: float
 
     @property
     def accuracy(self) -> tuple[float, ...]:
-        """Agreement with the target's first choice at each step; 0 where nothing was asked."""
-        return tuple(hit / max(1, asked) for hit, asked in zip(self.hit, self.asked, strict=True))
+        """Agreement with the target's most probable token at each step; 0 without predictions."""
+        return tuple(hit / max(1, predicted) for hit, predicted in zip(self.hit, self.predicted, strict=True))
 
     @property
     def acceptance(self) -> tuple[float, ...]:
         """Conditional on every earlier step having hit; 0 where no root came that far."""
         return tuple(after / max(1, before)
-                     for after, before in zip(self.right_after, self.right_before, strict=True))
+                     for after, before in zip(self.hit_so_far, self.hit_before, strict=True))
 
     @property
     def theoretical_speedup(self) -> float:
@@ -51,20 +51,20 @@ class Evaluation:
 
 
 def count_hits(hits: Sequence[Tensor], ttt_length: int) -> list[tuple[int, int, int, int]]:
-    """Counts (asked, hit, right before, right after) of one batch for each of `ttt_length` steps."""
+    """Counts (predictions, hits, all hit before, all hit so far) of one batch for each of `ttt_length` steps."""
     counts = []
-    right = torch.ones_like(hits[0]) if hits else torch.zeros(0, dtype=torch.bool)
+    so_far = torch.ones_like(hits[0]) if hits else torch.zeros(0, dtype=torch.bool)
     for step in range(ttt_length):
         hit = hits[step] if step < len(hits) else torch.zeros(0, dtype=torch.bool)
-        right = right[: hit.numel()]
-        after = right & hit
-        counts.append((hit.numel(), int(hit.sum()), int(right.sum()), int(after.sum())))
-        right = after
+        so_far = so_far[: hit.numel()]
+        after = so_far & hit
+        counts.append((hit.numel(), int(hit.sum()), int(so_far.sum()), int(after.sum())))
+        so_far = after
     return counts
 
 
 class HitCounts:
-    """The counts of an evaluation under way."""
+    """Accumulates the counts of an evaluation."""
 
     def __init__(self, ttt_length: int) -> None:
         self._ttt_length = ttt_length
@@ -72,7 +72,7 @@ class HitCounts:
         self._loss_sum, self._weight = 0.0, 0
 
     def add(self, outcome: Outcome) -> None:
-        """One judged batch."""
+        """Add one evaluated batch."""
         counts = count_hits(outcome.hits, self._ttt_length)
         self._totals = [tuple(a + b for a, b in zip(total, count, strict=True))  # type: ignore[misc]
                         for total, count in zip(self._totals, counts, strict=True)]
@@ -80,15 +80,15 @@ class HitCounts:
         self._weight += outcome.supervised
 
     def evaluation(self, total: Callable[[Tensor], Tensor] = lambda x: x) -> Evaluation:
-        """Of all batches. The loss is the mean over supervised token predictions' batches.
+        """Of all batches. The loss is the batches' mean, weighted by their supervised token predictions.
 
-        total  sums over all processes, each of which gives its own batches.
+        total  sums a tensor over all processes, each of which evaluated its own batches.
         """
         sums = total(torch.tensor([*(float(count) for counts in self._totals for count in counts), self._loss_sum,
                                    float(self._weight)], dtype=torch.float64))
         table = sums[:-2].round().to(torch.int64).view(self._ttt_length, 4).T.tolist()
-        asked, hit, before, after = (tuple(column) for column in table)
-        return Evaluation(asked, hit, before, after, float(sums[-2] / sums[-1].clamp(min=1.0)))
+        predicted, hit, before, after = (tuple(column) for column in table)
+        return Evaluation(predicted, hit, before, after, float(sums[-2] / sums[-1].clamp(min=1.0)))
 
 
 @torch.no_grad()

@@ -1,11 +1,11 @@
-"""The drafter's layer in few passes over memory: RMSNorm with the product behind it, the gated MLP, the rotation.
+"""The drafter's layer in few passes over memory: RMSNorm with its linear layer, the gated MLP, rotary embedding.
 
-On a CPU half of a plain step goes into elementwise passes, each reading and writing a whole activation, and most of its
-memory into what autograd keeps of them. Three functions with hand-written gradients keep the inputs and one number per
-row, and make the rest again on the way back (elementwise work only; no product is repeated):
+On a CPU half the time of an unfused step is elementwise passes, each reading and writing a whole activation, and most
+of its memory is what autograd saves for them. Three functions with hand-written gradients save the inputs and one
+number per row, and recompute the rest in the backward pass (elementwise work only; no product is repeated):
 
-    y = rms(x) W'                        keeps x, 1/rms
-    y = x + (silu(g) * u) D',  [g u] = rms(x) G'       keeps x, 1/rms, [g u]; or, with `recompute`, not even [g u]
+    y = rms(x) W'                        saves x, 1/rms
+    y = x + (silu(g) * u) D',  [g u] = rms(x) G'       saves x, 1/rms, [g u]; with `recompute` x, 1/rms alone
 
 With r = 1 / sqrt(mean(x^2) + eps), n = x r w and dn the gradient of n,
 
@@ -13,10 +13,10 @@ With r = 1 / sqrt(mean(x^2) + eps), n = x r w and dn the gradient of n,
 
     d silu(g) = sigma(g) (1 + g (1 - sigma(g)))
 
-Weights may be of lower precision than x: products are done in the weight's dtype, norms, sums and the residual stream
-in x's. Rows that enter a product are rounded up with zeros (`training.matmul`), and zero rows stay zero.
+Weights may be of lower precision than x: products are computed in the weight's dtype, norms, sums and the residual
+stream in x's. Rows of a product are padded with zeros (`training.matmul`), and zero rows stay zero.
 
-The plain formulas are `reference_normed_linear` and `reference_mlp`; tests hold the functions to them in float64.
+`reference_normed_linear` and `reference_mlp` are the formulas; tests compare with them in float64.
 
     M rows, H hidden, I intermediate, O outputs
 """
@@ -49,7 +49,7 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 
 def _normed(x: Tensor, inverse: Tensor, norm: Tensor, dtype: torch.dtype) -> Tensor:
-    """x r w in `dtype`, rows rounded up."""
+    """x r w in `dtype`, rows padded. Computed in x's dtype and rounded once."""
     num_rows = x.shape[0]
     out = x.new_empty(round_up_rows(num_rows), x.shape[1])
     torch.mul(x, inverse, out=out[:num_rows])
@@ -132,7 +132,8 @@ class _Mlp(torch.autograd.Function):
         gate, up = gated.chunk(2, -1)
         acted, grad_acted = F.silu(gate), matmul(rows, down)
         grad_down = matmul(rows.T, acted * up)
-        torch.ops.aten.silu_backward.grad_input(grad_acted * up, gate, grad_input=gate)  # [g u] becomes its gradient
+        # In place: [g u] is not read again, and its gradient takes its memory.
+        torch.ops.aten.silu_backward.grad_input(grad_acted * up, gate, grad_input=gate)
         torch.mul(grad_acted, acted, out=up)
         grad_x, grad_norm = _norm_backward(matmul(gated, gate_up)[: x.shape[0]].to(x.dtype), x, inverse, norm)
         return grad_x.add_(grad), grad_norm, matmul(gated.T, normed), grad_down, None, None
@@ -142,7 +143,7 @@ def mlp(x: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, eps: float, reco
     """x + (silu(g) * u) D' with [g u] = rms(x) G'.
 
     x [M, H]   norm [H]   gate_up [2I, H]   down [H, I]   ->   [M, H] in x's dtype
-    recompute  keep nothing of width I: one product more, 2I fewer numbers per row.
+    recompute  save nothing of width I: one more product, 2I fewer numbers per row.
     """
     y: Tensor = _Mlp.apply(x, norm, gate_up, down, eps, recompute)
     return y
@@ -170,6 +171,6 @@ def _turned(x: Tensor, cos_sin: Tensor, sign: float) -> Tensor:
 
 
 def apply_rotary(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """`targets.rotary.rotate` with its gradient, which is the turn back. x [M, ..., E], cos_sin [M, 2, E / 2]."""
+    """`targets.rotary.rotate` with its gradient, the inverse rotation. x [M, ..., E], cos_sin [M, 2, E / 2]."""
     y: Tensor = _Rotate.apply(x, cos_sin)
     return y

@@ -1,7 +1,7 @@
-"""Matrix products of training, by the library that is fastest here, at row counts it has seen before.
+"""Matrix products of training: by the fastest library for this processor, at row counts it has compiled before.
 
-PyTorch gives float32 products on a CPU to MKL. On AMD processors MKL keeps to 256-bit instructions, whatever the
-processor has; oneDNN, which PyTorch holds as well and uses for bfloat16, does not. Measured on one core of an EPYC
+PyTorch computes float32 products on a CPU with MKL. On AMD processors MKL uses 256-bit instructions only; oneDNN,
+which PyTorch includes and uses for bfloat16, uses all the processor has. Measured on one core of an EPYC
 with AVX-512, [512, 512] x [512, 4096] in float32: MKL 91 GFLOP/s, oneDNN 213. Both are plain float32 arithmetic; the
 order of summation differs. So on such processors float32 products go to oneDNN, elsewhere to PyTorch's choice.
 
@@ -26,7 +26,7 @@ _SMALLEST = 32
 
 @cache
 def _onednn_is_faster() -> bool:
-    """Decided by the processor's make and not by a stopwatch: a resumed run must sum in the same order."""
+    """Decided by the processor's vendor and not by a timing: a resumed run must sum in the same order."""
     cpuinfo = Path("/proc/cpuinfo")
     amd = cpuinfo.is_file() and "AuthenticAMD" in cpuinfo.read_text()
     return amd and torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_supported()
@@ -39,7 +39,7 @@ def round_up_rows(num_rows: int) -> int:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a [M, I] times b [I, O], outside autograd; transposed views are as good as contiguous ones."""
+    """a [M, I] times b [I, O], outside autograd; transposed views cost no copy."""
     if a.dtype == torch.float32 and a.device.type == "cpu" and _onednn_is_faster() and a.numel() and b.numel():
         y: Tensor = torch.ops.mkldnn._linear_pointwise(_dense(a), _dense(b).T, None, "none", [], "")
         return y
@@ -47,12 +47,12 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """For a view with gaps oneDNN has only its reference loops: a thousand times slower."""
+    """oneDNN multiplies a view with gaps by its reference loops, a thousand times slower: copy it."""
     return x if x.is_contiguous() or x.T.is_contiguous() else x.contiguous()
 
 
 def pad_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [M, I] in `dtype`, zero rows added up to the rounded count; x itself when it is already so."""
+    """x [M, I] in `dtype`, with zero rows up to the rounded count; x itself if none is needed."""
     num_rows = round_up_rows(x.shape[0])
     if num_rows == x.shape[0]:
         return x.to(dtype)

@@ -1,21 +1,21 @@
-"""AdamW, whole in one process or in slices over several (ZeRO, stage 2: arXiv:1910.02054).
+"""AdamW, in a single process or sharded over several (ZeRO, stage 2: arXiv:1910.02054).
 
-Data-parallel training that keeps everything on every GPU needs, with float32 parameters, gradients and two moments, 16
-bytes per parameter on each. In slices a process keeps its part of the moments and, after the backward pass, of the
+Data-parallel training that replicates everything needs, with float32 parameters, gradients and two moments, 16 bytes
+per parameter on each GPU. Sharded, a process keeps its slice of the moments and, after the backward pass, of the
 gradients:
 
-    backward          whole gradients, one layer's worth of them at most (a drafter has few)
-    reduce-scatter    each process gets the sum of its slice; the whole gradients are let go
+    backward          full gradients (a drafter has one or two layers)
+    reduce-scatter    each process receives the sum of its slice; the full gradients are freed
     clip              by the norm over all slices
     step              AdamW on the slice
-    all-gather        everyone has the new parameters
+    all-gather        every process receives the new parameters
 
-The traffic is that of an all-reduce. What `fully_shard` (FSDP2) would save besides, the parameters between two steps,
-is gathered at the first use of a step anyway: a drafter is one or two layers deep, and all of it is in use at once.
+The traffic is that of an all-reduce. `fully_shard` (FSDP2) would also shard the parameters between two steps, and
+gather them at the beginning of each step: a drafter is one or two layers deep, and all of it is in use at once.
 
-In slices, parameters are laid end to end and padded to a multiple of the processes. Nothing of this shows on disk:
-`moments` puts the slices together under the names of the parameters and `restore` cuts them anew, so that a run saved
-by four processes goes on upon one, or three.
+Sharded parameters are concatenated and padded to a multiple of the number of processes. The saved state does not
+contain this: `moments` reassembles the slices under the names of the parameters and `restore` cuts them again, so a run
+saved by four processes resumes on one, or three.
 
     P parameters in all, W processes
 """
@@ -31,15 +31,15 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Optimiser(Protocol):
-    """What the loop and the saved state ask of either."""
+    """What the training loop and the saved state require of an optimiser."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """AdamW's: where the learning rate is set."""
+        """AdamW's parameter groups: where the learning rate is set."""
         ...
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Free the gradients."""
         ...
 
     def reduce(self) -> None:
@@ -47,29 +47,29 @@ class Optimiser(Protocol):
         ...
 
     def clip(self, max_norm: float) -> Tensor:
-        """Scale the gradients down to `max_norm`, if they are larger; their norm before."""
+        """Scale the gradients down to `max_norm`, if they are larger; returns their norm before."""
         ...
 
     def step(self) -> None:
-        """Change the parameters."""
+        """Update the parameters."""
         ...
 
     def moments(self) -> list[dict[str, Tensor]]:
-        """For each parameter what AdamW keeps of it: step, exp_avg, exp_avg_sq; empty before the first step."""
+        """AdamW's state of each parameter: step, exp_avg, exp_avg_sq; empty before the first step."""
         ...
 
     def restore(self, moments: Sequence[Mapping[str, Tensor]]) -> None:
-        """Go on from the parameters as they are now and from `moments` of all of them (empty ones: from nothing)."""
+        """Continue from the current parameters and from `moments` of all of them (empty: from zero)."""
         ...
 
 
 def adamw(parameters: Sequence[nn.Parameter], rank: int, size: int, **settings: Any) -> Optimiser:
-    """AdamW for this one of `size` processes. `settings` are torch's: lr, betas, weight_decay."""
+    """AdamW for the process `rank` of `size`. `settings` are torch's: lr, betas, weight_decay."""
     return WholeAdamW(parameters, **settings) if size == 1 else ShardedAdamW(parameters, rank, size, **settings)
 
 
 class WholeAdamW:
-    """torch's, with every gradient and moment here."""
+    """torch's AdamW, with all gradients and moments in this process."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], **settings: Any) -> None:
         self._parameters = list(parameters)
@@ -77,37 +77,37 @@ class WholeAdamW:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """AdamW's: where the learning rate is set."""
+        """AdamW's parameter groups: where the learning rate is set."""
         return self._inner.param_groups
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Free the gradients."""
         self._inner.zero_grad(set_to_none=True)
 
     def reduce(self) -> None:
         """Nothing to sum."""
 
     def clip(self, max_norm: float) -> Tensor:
-        """Scale the gradients down to `max_norm`, if they are larger; their norm before."""
+        """Scale the gradients down to `max_norm`, if they are larger; returns their norm before."""
         return torch.nn.utils.clip_grad_norm_(self._parameters, max_norm, foreach=True)
 
     def step(self) -> None:
-        """Change the parameters."""
+        """Update the parameters."""
         self._inner.step()
 
     def moments(self) -> list[dict[str, Tensor]]:
-        """For each parameter what AdamW keeps of it: step, exp_avg, exp_avg_sq; empty before the first step."""
+        """AdamW's state of each parameter: step, exp_avg, exp_avg_sq; empty before the first step."""
         return [dict(self._inner.state.get(parameter, {})) for parameter in self._parameters]
 
     def restore(self, moments: Sequence[Mapping[str, Tensor]]) -> None:
-        """Go on from `moments`. The fused optimiser keeps its step count where the parameter is, as the rest."""
+        """Continue from `moments`. The fused optimiser keeps its step count on the parameter's device too."""
         for parameter, kept in zip(self._parameters, moments, strict=True):
             if kept:
                 self._inner.state[parameter] = {name: value.to(parameter.device) for name, value in kept.items()}
 
 
 class ShardedAdamW:
-    """AdamW over parameters that all processes hold alike. Every method is called by all of them, in step."""
+    """AdamW over parameters that every process holds in full. Every method is a collective: all processes call it."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], rank: int, size: int, **settings: Any) -> None:
         """`settings` are AdamW's: lr, betas, weight_decay."""
@@ -121,17 +121,18 @@ class ShardedAdamW:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """AdamW's: where the learning rate is set."""
+        """AdamW's parameter groups: where the learning rate is set."""
         return self._inner.param_groups
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Free the gradients."""
         for parameter in self._parameters:
             parameter.grad = None
         self._slice.grad = None
 
     def reduce(self) -> None:
-        """Sum the gradients over all processes, each keeping its slice; the whole gradients are let go."""
+        """Sum the gradients over all processes, each keeping its slice; the full gradients are freed."""
+        # A parameter without a gradient still takes part: the slices of all processes must have the same layout.
         whole = self._flat([parameter.new_zeros(parameter.shape) if parameter.grad is None else parameter.grad
                             for parameter in self._parameters])
         for parameter in self._parameters:
@@ -141,8 +142,10 @@ class ShardedAdamW:
         self._slice.grad = part
 
     def clip(self, max_norm: float) -> Tensor:
-        """Scale the gradients down to `max_norm`, if they are larger; their norm before."""
+        """Scale the gradients down to `max_norm`, if they are larger; returns their norm before."""
         assert self._slice.grad is not None
+        # The norm of the whole gradient, so that every process scales by the same factor. Accumulated in
+        # float64: it is a sum over all parameters.
         square = self._slice.grad.square().sum(dtype=torch.float64)
         dist.all_reduce(square)
         norm = square.sqrt()
@@ -150,14 +153,14 @@ class ShardedAdamW:
         return norm
 
     def step(self) -> None:
-        """AdamW on the slice, and the new parameters to everyone."""
+        """AdamW on the slice; every process then receives all new parameters."""
         self._inner.step()
         whole = torch.empty(self._length * self._size, dtype=self._slice.dtype, device=self._slice.device)
         dist.all_gather_into_tensor(whole, self._slice.data)
         self._spread(whole, [parameter.data for parameter in self._parameters])
 
     def moments(self) -> list[dict[str, Tensor]]:
-        """For each parameter what AdamW keeps of it: step, exp_avg, exp_avg_sq; empty before the first step."""
+        """AdamW's state of each parameter: step, exp_avg, exp_avg_sq; empty before the first step."""
         state = self._inner.state.get(self._slice)
         if not state:
             return [{} for _ in self._parameters]
@@ -172,7 +175,7 @@ class ShardedAdamW:
         return found
 
     def restore(self, moments: Sequence[Mapping[str, Tensor]]) -> None:
-        """Go on from the parameters as they are now and from `moments` of all of them (empty ones: from nothing)."""
+        """Continue from the current parameters and from `moments` of all of them (empty: from zero)."""
         self._slice.data.copy_(self._cut(self._flat([parameter.data for parameter in self._parameters])))
         if not any(moments):
             return
@@ -182,7 +185,7 @@ class ShardedAdamW:
         self._inner.state[self._slice] = state
 
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        """[P + padding], the tensors end to end."""
+        """[P + padding], the tensors concatenated."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         return torch.cat([flat, flat.new_zeros(self._padding)]) if self._padding else flat
 

@@ -1,12 +1,12 @@
-"""Which documents go into which optimiser step: a pure function of (lengths, seed, step).
+"""The documents of each optimiser step: a pure function of (lengths, seed, step).
 
 Documents are packed end to end; nothing is padded, so a step costs what its tokens cost. Every epoch is a fresh
 permutation drawn from (seed, epoch). The permutation is cut into as few batches as `max_tokens` allows, and then as
-evenly as that number allows: the plain greedy cut leaves a last batch of any size, whose few tokens would weigh as much
-as a full one. Documents longer than `max_tokens` stand alone.
+evenly as that number allows: a greedy cut leaves a last batch of any size, whose few tokens would weigh as much as a
+full batch. A document longer than `max_tokens` is a batch of its own.
 
-Because a step's documents depend on nothing but the step's number, the position to resume from *is* that number: no
-iterator state is saved, and a run killed anywhere repeats no document and loses none.
+Because a step's documents depend on the step's number alone, the position to resume from is that number: no iterator
+state is saved, and a run interrupted anywhere repeats no document and skips none.
 """
 
 from bisect import bisect_right
@@ -25,7 +25,7 @@ class StepPlan:
 
     step: int
     epoch: float
-    """Epochs begun and finished before this step, with the fraction of the present one."""
+    """Epochs finished before this step, plus the finished fraction of the current one."""
 
     rows: tuple[int, ...]
 
@@ -41,7 +41,7 @@ def split_held_out(num_rows: int, fraction: float, seed: int, max_held_out: int)
 
 
 def cut_evenly(lengths: Sequence[int], max_tokens: int) -> list[range]:
-    """Cut a sequence of documents into the fewest consecutive batches of at most `max_tokens`, as even as can be.
+    """Cut a sequence of documents into the fewest consecutive batches of at most `max_tokens`, as even as possible.
 
     lengths   tokens of each document, in order, each > 0.
     returns   ranges of positions that cover the sequence in order. A batch exceeds `max_tokens` only when it is one
@@ -54,6 +54,7 @@ def cut_evenly(lengths: Sequence[int], max_tokens: int) -> list[range]:
         return []
     ends = np.cumsum(lengths).tolist()
     fewest = len(_greedy_cut(ends, max_tokens))
+    # Invariant: `high` is enough capacity for the fewest batches, `low` is not.
     low, high = 0, max_tokens
     while high - low > 1:
         middle = (low + high) // 2
@@ -99,7 +100,7 @@ class Schedule:
         if number not in self._epochs:
             order = np.random.default_rng((self.seed, number)).permutation(np.asarray(self.rows)).tolist()
             cuts = cut_evenly([self.lengths[row] for row in order], self.max_tokens)
-            if len(self._epochs) > 2:  # the loop walks forward: keep the epoch in hand and its neighbours
+            if len(self._epochs) > 2:  # steps are read in order: keep the current epoch and its neighbours
                 self._epochs.pop(min(self._epochs))
             self._epochs[number] = [tuple(order[cut.start:cut.stop]) for cut in cuts]
         return self._epochs[number]

@@ -1,15 +1,15 @@
-"""What a killed run goes on from: one file, bit for bit.
+"""The saved state of a training run: one file, from which it resumes bit for bit.
 
 The state holds the parameters, the optimiser's moments, the counters, and the reports of checkpoints already exported.
-It holds no random state and no data iterator because there is none to hold: which documents a step sees, and the
-initial weights, are functions of (seed, step). A run resumed from step n therefore computes step n + 1 as the
-uninterrupted one would have, to the last bit on the same machine and thread count.
+It holds no random state and no data iterator: the documents of a step and the initial weights are functions of
+(seed, step). A run resumed from step n therefore computes step n + 1 as the uninterrupted run would have, to the last
+bit on the same machine and thread count.
 
 Tensors go into a safetensors file (no pickle: a state file may come from a shared disk), numbers into its metadata; the
-file is written aside and renamed, so the newest one is always whole.
+file is written to a temporary name and renamed, so the newest one is always complete.
 
-The digest of what the run depends on (spec, data, code's arithmetic version) is part of the state: a state made under
-other settings is refused rather than continued into a mixture.
+The digest of what the run depends on (spec, data, dtype) is part of the state: a state written under other settings is
+refused, because continuing it would mix two runs.
 """
 
 import json
@@ -32,7 +32,7 @@ _PARAMETER, _MOMENT = "parameter.", "optimizer."
 
 @dataclass(frozen=True)
 class Counters:
-    """Where the run stands."""
+    """Progress of a run."""
 
     step: int = 0
     """Optimiser steps done."""
@@ -44,7 +44,7 @@ class Counters:
     """Token predictions compared with the target, over all unrolled steps."""
 
     computed_tokens: int = 0
-    """The same with those that fill up a round number of rows."""
+    """The same, including those that pad to a round number of rows."""
 
     flops: float = 0.0
     """Arithmetic the steps needed (`drafters.eagle3.flops`)."""
@@ -56,11 +56,11 @@ class Counters:
 
 
 Moments = Sequence[Mapping[str, Tensor]]
-"""What the optimiser keeps of each trained parameter (`training.optimiser`), in the order of `trained`."""
+"""The optimiser's state of each trainable parameter (`training.optimiser`), in the order of `trainable_parameters`."""
 
 
 def trainable_parameters(drafter: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that learn, and their names."""
+    """The parameters that are trained, and their names."""
     return [(name, parameter) for name, parameter in drafter.named_parameters() if parameter.requires_grad]
 
 
@@ -68,7 +68,7 @@ def save_state(path: Path, drafter: nn.Module, moments: Moments, counters: Count
                notes: Mapping[str, Any]) -> None:
     """Write the state to `path`, atomically.
 
-    digest   of everything the run depends on; `load_state` demands the same.
+    digest   of everything the run depends on; `load_state` requires the same.
     notes    JSON-able: the reports of checkpoints exported so far.
     """
     tensors = {_PARAMETER + name: parameter.detach().cpu().contiguous()
@@ -81,13 +81,14 @@ def save_state(path: Path, drafter: nn.Module, moments: Moments, counters: Count
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.aside")
     save_file(tensors, aside, metadata=metadata)
+    # On disk before the rename: after a power failure the name must not refer to an incomplete file.
     with aside.open("rb") as file:
         os.fsync(file.fileno())
     os.replace(aside, path)
 
 
 def load_state(path: Path, drafter: nn.Module, digest: str) -> tuple[Counters, dict[str, Any], Moments] | None:
-    """Put saved parameters into `drafter`; the counters, notes and moments beside them, or None when there is no file.
+    """Load saved parameters into `drafter`; returns counters, notes and moments, or None when there is no file.
 
     Raises Conflict when the state belongs to other settings, ArtifactCorrupt when it cannot be read or does not fit.
     """
@@ -101,7 +102,7 @@ def load_state(path: Path, drafter: nn.Module, digest: str) -> tuple[Counters, d
         raise ArtifactCorrupt(f"training state {path} is not readable: {error}",
                               "delete it to train from the beginning") from error
     if metadata.get("format") != str(FORMAT) or metadata.get("digest") != digest:
-        raise Conflict(f"training state {path} was made under other settings or from other data",
+        raise Conflict(f"training state {path} was written under other settings or from other data",
                        "delete it to train from the beginning, or give an empty directory")
     try:
         moments = _restore(drafter, tensors)

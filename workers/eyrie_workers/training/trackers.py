@@ -1,8 +1,8 @@
-"""Curves, sent also to where a team already looks: MLflow, Weights & Biases, TensorBoard.
+"""Sends training curves to experiment trackers: MLflow, Weights & Biases, TensorBoard.
 
-Optional twice: none is asked for by default, and none of their packages is installed with Eyrie; a tracker's package
-is imported when a spec names it. The job's own record of metrics is complete without them. Where a server is and who we
-are to it, each finds in its own environment variables (MLFLOW_TRACKING_URI, WANDB_API_KEY, ...), never in a spec.
+None is enabled by default, and none of their packages is installed with Eyrie; a tracker's package is imported when a
+spec names it. The job's own record of metrics is complete without them. Each tracker reads its server and credentials
+from its own environment variables (MLFLOW_TRACKING_URI, WANDB_API_KEY, ...), never from a spec.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +14,13 @@ from eyrie_api.errors import InvalidInput
 
 
 class Tracker(Protocol):
-    """One place curves are sent to."""
+    """One destination of curves."""
 
     def metric(self, name: str, step: int, value: float) -> None:
         """One point of a series."""
 
     def close(self) -> None:
-        """No more will come."""
+        """Flush and end the run."""
 
 
 class _Mlflow:
@@ -64,15 +64,15 @@ _TRACKERS: dict[str, tuple[str, str, Callable[[Any, str, Mapping[str, Any], Path
     "wandb": ("wandb", "wandb", _Wandb),
     "tensorboard": ("torch.utils.tensorboard", "tensorboard", _Tensorboard),
 }
-"""Name in a spec -> module, package, maker."""
+"""Name in a spec -> module, package, constructor."""
 
 
 def open_trackers(names: Sequence[str], run: str, settings: Mapping[str, Any], directory: Path) -> list[Tracker]:
     """The trackers a spec names. Raises InvalidInput, naming the package, for one that is not installed.
 
-    run        how this training is called there.
-    settings   what it was told, for the tracker's page.
-    directory  for what a tracker keeps in files.
+    run        name of this training there.
+    settings   shown on the tracker's page.
+    directory  for trackers that write files.
     """
     opened = []
     for name in names:

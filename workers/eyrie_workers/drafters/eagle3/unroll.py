@@ -20,7 +20,7 @@ from torch import Tensor
 from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Weights
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.targets.rotary import Rotary
-from eyrie_workers.training.attention import SharedKeys, attend, first, pick
+from eyrie_workers.training.attention import SharedKeys, attend, gather_rows, leading_rows
 from eyrie_workers.training.fused import apply_rotary
 from eyrie_workers.training.unroll_plan import UnrollPlan
 
@@ -73,7 +73,7 @@ def unroll(weights: Eagle3Weights, rotary: Rotary, projections: SharedProjection
     """
     config = weights.config
     shared = SharedKeys(plan, projections.k, projections.v, config.sliding_window)
-    hidden_RH = pick(projections.fused, plan.roots)
+    hidden_RH = gather_rows(projections.fused, plan.roots)
     own: list[tuple[Tensor, Tensor]] = []  # keys and values of the roots at steps 1 .. s
     for step, num_alive in enumerate(plan.alive):
         if num_alive == 0:
@@ -81,10 +81,10 @@ def unroll(weights: Eagle3Weights, rotary: Rotary, projections: SharedProjection
         roots = plan.roots[:num_alive]
         angles = rotary.at(plan.positions[roots] + step)
         if step == 0:
-            q_RKWE = apply_rotary(pick(projections.q, roots), angles)
+            q_RKWE = apply_rotary(gather_rows(projections.q, roots), angles)
         else:
-            hidden_RH = first(hidden_RH, num_alive)
-            qkv_RQ = weights.hidden_half(hidden_RH) + pick(projections.embed, roots + 1 + step)
+            hidden_RH = leading_rows(hidden_RH, num_alive)
+            qkv_RQ = weights.hidden_half(hidden_RH) + gather_rows(projections.embed, roots + 1 + step)
             q_RKWE, k_RKE, v_RKE = split_heads(qkv_RQ, config)
             q_RKWE = apply_rotary(q_RKWE, angles)
             own.append((apply_rotary(k_RKE, angles), v_RKE))

@@ -73,9 +73,9 @@ def test_a_stream_gives_what_a_store_gives_bit_for_bit(
     store, stream = both(tmp_path, target_dir, codec, opinions=opinions)
     assert stream.lengths == store.lengths
     schedule = schedule_of(store)
-    feeds = BatchLoader(schedule, store), BatchLoader(schedule, stream)
+    loaders = BatchLoader(schedule, store), BatchLoader(schedule, stream)
     for step in range(schedule.num_steps):
-        one, other = (feed.take(step) for feed in feeds)
+        one, other = (loader.take(step) for loader in loaders)
         assert (one.plan, one.starts, one.num_tokens) == (other.plan, other.starts, other.num_tokens)
         mine, theirs = one.documents, other.documents
         assert mine.lengths == theirs.lengths == tuple(store.lengths[row] for row in one.plan.rows)
@@ -89,8 +89,8 @@ def test_a_stream_gives_what_a_store_gives_bit_for_bit(
             taught = torch.cat([supervised_positions(mask) for mask in torch.split(mine.loss_mask, list(mine.lengths))])
             assert not bool(mine.last[~taught].any())
             assert bool(mine.last[taught].any())
-    for feed in feeds:
-        feed.close()
+    for loader in loaders:
+        loader.close()
 
 
 def test_a_feed_that_begins_in_the_middle_gives_the_batches_of_one_that_came_there(
@@ -114,8 +114,8 @@ def test_the_processes_of_a_world_share_a_step_whichever_way_they_are_fed(tmp_pa
     idle = 0
     for step in range(schedule.num_steps):
         whole = alone.take(step)
-        for feeds in parts:
-            batches = [feed.take(step) for feed in feeds]
+        for loaders in parts:
+            batches = [loader.take(step) for loader in loaders]
             assert sum(batch.num_tokens for batch in batches) == whole.num_tokens
             for batch in batches:
                 idle += batch.num_tokens == 0
@@ -126,8 +126,8 @@ def test_the_processes_of_a_world_share_a_step_whichever_way_they_are_fed(tmp_pa
                     assert torch.equal(mine, all_of_it) or not batch.num_tokens
                     at += length
     assert idle  # some steps had fewer documents than processes
-    for feed in (alone, *parts[0], *parts[1]):
-        feed.close()
+    for loader in (alone, *parts[0], *parts[1]):
+        loader.close()
 
 
 def test_the_stream_holds_no_more_states_than_its_buffer(tmp_path: Path, target_dir: Path) -> None:
