@@ -1,1 +1,1 @@
-"""The few inner loops worth a kernel; each file is whole: essay, reference, kernel, autograd, bench."""
+"""Triton kernels of the few inner loops worth one: each file holds formulas, reference, kernels and gradient."""

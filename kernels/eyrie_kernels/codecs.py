@@ -1,23 +1,23 @@
-"""Hidden states to codes and back: int8 and fp8 with a scale per vector, 4 bits in blocks of 32.
+"""Encodes and decodes hidden states: int8 and fp8 with a scale per vector, int4 in blocks of 32.
 
     int8    q = round(x / s) in -127 .. 127            s = max |x| / 127 of the vector
     fp8     e4m3 of x / s                              s = max |x| / 448 of the vector
     int4    q = round(x / s) in -8 .. 7                s = (x of largest |x|) / -8 of a block of 32; a byte holds
-                                                       q + 8 of value i of the block's first half below, of its
-                                                       second half above
+                                                       q + 8 of value i of the block's first half in its low, of
+                                                       the second half in its high four bits
 
-Scales are bfloat16 and codes are made with the rounded scale; those of int8 and fp8 are rounded up, so that no code
-overflows. These are the store's formats (workers' `features.codecs` says why they are so), bit for bit: what a GPU
-encodes while it captures, the CPU reads, and the other way round. Therefore
+Scales are bfloat16 and codes are computed with the rounded scale; those of int8 and fp8 are rounded up, so that no code
+overflows. These are the store's formats (`eyrie_workers.features.codecs` gives the reasons), bit for bit: what a GPU
+encodes during capture, a CPU decodes, and the reverse. Therefore
 
-    rounding     to nearest even, by adding and taking away 1.5 * 2^23: no library call, the same on every architecture
+    rounding     to nearest even, by adding and subtracting 1.5 * 2^23: no library call, the same on every architecture
     e4m3         by integer arithmetic on float32's bits, since Ampere has no such type and Hopper's conversion needs
                  none of what it costs elsewhere: normals keep 3 bits of 23, below 2^-6 the value is a multiple of 2^-9
-    decoding     e4m3's bits shifted into a float16, whose value is then 2^-8 of the right one
-    division     correctly rounded (`div_rn`), which Triton's is not by itself
+    decoding     e4m3's bits shifted into a float16, whose value is 2^-8 of the decoded one
+    division     correctly rounded (`div_rn`), which Triton's `/` is not
 
-The floor of both directions is traffic: states once, codes and scales once. A program takes one vector; nothing of its
-width is written but the result.
+The floor of both directions is traffic: states once, codes and scales once. A program processes one vector and
+writes nothing of its width but the result.
 
     N vectors, H values
 """

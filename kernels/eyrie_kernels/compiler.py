@@ -1,22 +1,22 @@
-"""The one door to Triton: whether kernels run here, how they are launched, and how they are compiled without a GPU.
+"""The only module that imports Triton: dispatch, launches, and compilation without a GPU.
 
-Three ways to run, chosen by where the tensors lie and never by falling back:
+The device of the tensors chooses one of three modes; there is no fallback:
 
-    CPU tensors                          plain torch, whose CPU form each kernel file holds as well
-    CUDA tensors                         the Triton kernel; without Triton a refusal, for slow and silent is worse
-    CPU tensors, TRITON_INTERPRET=1      the Triton kernel in its interpreter: numpy, block by block; for tests
+    CPU tensors                          the plain-torch form in each kernel file
+    CUDA tensors                         the Triton kernel; without Triton an error rather than a silent slow path
+    CPU tensors, TRITON_INTERPRET=1      the Triton kernel in Triton's interpreter (numpy, block by block); for tests
 
-Triton is imported only where it can be of use: on a machine with a CUDA device, under the interpreter, or when someone
-compiles ahead. `import eyrie_kernels.codecs` on a laptop costs nothing and needs nothing but torch.
+Triton is imported only where it can run: with a CUDA device, under the interpreter, or to compile ahead of time.
+Elsewhere `import eyrie_kernels.codecs` needs torch alone.
 
-**Ahead.** Triton compiles for a GPU that is not there. Inside `compiling_for(90)` the launches of our functions compile
-for that architecture instead of running, and tell what the kernel would take of a multiprocessor. So a kernel that
-only the interpreter has run is at least known to compile, and to fit into shared memory. What the functions return
-inside is meaningless. The process must have been started with EYRIE_COMPILE_KERNELS=1 and without TRITON_INTERPRET.
+**Ahead of time.** Triton compiles for a GPU that is not present. Within `compiling_for(90)` launches compile for that
+architecture instead of running, and record what the kernel uses of a multiprocessor: shared memory, registers, spills.
+The functions' return values are undefined within it. The process must have been started with EYRIE_COMPILE_KERNELS=1
+and without TRITON_INTERPRET.
 
 The interpreter multiplies bfloat16 blocks as the integers that hold their bits (Triton 3.9, `create_dot`), so `dot`
-widens them there first. On a GPU float32 blocks are multiplied as float32, not as TF32: who wants speed passes
-bfloat16, and float32 callers get what they asked for.
+converts them to float32 there first. On a GPU float32 blocks are multiplied as float32, not as TF32: callers that
+prefer speed pass bfloat16.
 """
 
 import os
@@ -40,17 +40,17 @@ COMPILING = os.environ.get("EYRIE_COMPILE_KERNELS") == "1" and not INTERPRETING
 _WANTED = INTERPRETING or COMPILING or torch.cuda.is_available()
 
 triton: Any = None
-tl: Any = SimpleNamespace(constexpr=None)  # what signatures of kernels name when they are defined
+tl: Any = SimpleNamespace(constexpr=None)  # kernel signatures name it when they are defined
 if _WANTED:
     try:
         import triton  # type: ignore[no-redef]
         import triton.language as tl  # type: ignore[no-redef]
-    except ImportError:  # refused where a kernel is asked for, by `runs_kernels`
+    except ImportError:  # `runs_kernels` raises where a kernel is needed
         triton = None
 
 
 class KernelsUnavailable(RuntimeError):
-    """A kernel was asked for where none can run."""
+    """A kernel is needed where none can run."""
 
 
 def _unavailable(*_: Any, **__: Any) -> None:
@@ -58,16 +58,16 @@ def _unavailable(*_: Any, **__: Any) -> None:
 
 
 if TYPE_CHECKING:
-    from typing import no_type_check as jit  # a kernel is Python in form only
+    from typing import no_type_check as jit  # a kernel is Python in syntax only
 else:
 
     def jit(function):
-        """`triton.jit` where Triton is wanted and there."""
+        """`triton.jit` where Triton is needed and installed."""
         return _unavailable if triton is None else triton.jit(function)
 
 
 def runs_kernels(x: Tensor) -> bool:
-    """Whether work on x is done by a kernel. Refuses CUDA tensors without Triton."""
+    """Whether a kernel computes x. Raises KernelsUnavailable for CUDA tensors without Triton."""
     if x.device.type == "cpu":
         if not INTERPRETING and not _compiled:
             return False
@@ -91,13 +91,13 @@ def dot(a, b, INTERPRETED: tl.constexpr):
 
 
 def next_power_of_two(value: int) -> int:
-    """The least power of two that is not below `value`: what a block's side must be."""
+    """The least power of two >= `value`: Triton's blocks have such sizes."""
     return 1 << max(0, value - 1).bit_length()
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What one kernel takes of a multiprocessor."""
+    """What one kernel uses of a multiprocessor."""
 
     name: str
     shared_bytes: int
@@ -114,7 +114,7 @@ _compiled: list[tuple[int, list[Compiled]]] = []
 
 @contextmanager
 def compiling_for(capability: int) -> Iterator[list[Compiled]]:
-    """Inside, launches compile for CUDA capability `capability` (90: Hopper) and run nothing."""
+    """Within the block, launches compile for CUDA capability `capability` (90: Hopper) and run nothing."""
     if not COMPILING or triton is None:
         raise KernelsUnavailable("compiling ahead needs Triton, EYRIE_COMPILE_KERNELS=1 and no TRITON_INTERPRET")
     made: list[Compiled] = []
@@ -127,9 +127,9 @@ def compiling_for(capability: int) -> Iterator[list[Compiled]]:
 
 def launch(kernel: Any, grid: tuple[int, ...], *tensors_and_integers: Tensor | int, num_warps: int = 4,
            num_stages: int = 2, **constants: Any) -> None:
-    """Run a kernel on a grid, its constants by name and after all other arguments. An empty grid is no work.
+    """Run a kernel on a grid; constants are passed by name. An empty grid is no work.
 
-    Multiplications and additions are not fused into one rounding: what the interpreter showed is what a GPU does.
+    Multiplications and additions are not fused into one rounding: the interpreter's arithmetic is then the GPU's.
     """
     if 0 in grid:
         return
@@ -152,8 +152,8 @@ def _compile(kernel: Any, capability: int, arguments: tuple[Tensor | int, ...], 
     names = [name for name in kernel.arg_names if name not in constants]
     signature = {name: _typed(value) for name, value in zip(names, arguments, strict=True)}
     signature |= dict.fromkeys(constants, "constexpr")
-    # What a launch finds out by itself: addresses and strides that are multiples of 16 are read 16 bytes at a time.
-    # Told nothing, the compiler puts kilobytes aside where the real kernel puts none.
+    # A launch detects addresses and strides that are multiples of 16, and reads them 16 bytes at a time. Without this
+    # information the compiler spills kilobytes where the launched kernel spills none.
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]]
                for name, value in zip(names, arguments, strict=True) if isinstance(value, Tensor) or value % 16 == 0}
     source = triton.compiler.ASTSource(kernel, {name: signature[name] for name in kernel.arg_names},
@@ -174,9 +174,9 @@ def _assembled(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        told = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True,
-                              text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", told)
+        listing = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True,
+                                 text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", listing)
     if found is None:
-        raise KernelsUnavailable(f"cuobjdump says nothing of registers: {told!r}")
+        raise KernelsUnavailable(f"cuobjdump reported no registers: {listing!r}")
     return int(found[1]), int(found[2])

@@ -1,20 +1,19 @@
-"""Attention of a draft tree's nodes during verification: over the settled text, and over each node's own path.
+"""Attention of a draft tree's nodes during verification: over the accepted text, and over each node's own path.
 
-The cache of a row holds the keys of its settled text at places 0 .. start - 1 and those of the round's nodes behind it,
-in tree order. Node n sees every settled place and those nodes that are itself or its ancestors (SpecInfer's tree mask,
+The cache of a row holds the keys of its accepted text at slots 0 .. start - 1 and those of the round's nodes after
+them, in tree order. Node n sees every accepted token, itself and its ancestors (SpecInfer's tree mask,
 arXiv:2305.09781); with a sliding window only what is less than `window` positions before it, a node's position being
 start + its depth. Inference only: there is no gradient.
 
-A round has few queries and many keys, so what costs is reading the cache, and that only if enough programs read at a
-time. So keys are split among programs (flash-decoding), each leaving an output and a log-sum-exp, which a second kernel
+A round has few queries and many keys: its cost is reading the cache, at full bandwidth only if enough programs read at
+once. So keys are split among programs (flash-decoding), each writing an output and a log-sum-exp, which a second kernel
 merges. Query heads that share a key head are rows of one block: a key is read once for all of them. Programs know a
 row's length from the device: nothing waits for the host.
 
-The floor is traffic: the keys and values of the settled text, once.
+The floor is traffic: the keys and values of the accepted text, once.
 
-    B rows, N nodes, L places of the cache, Q query heads, G key-value heads, R = Q / G, E head size
+    B rows, N nodes, L slots of the cache, Q query heads, G key-value heads, R = Q / G, E head size
 """
-
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from eyrie_kernels.compiler import INTERPRETING, dot, jit, launch, next_power_of_two, runs_kernels, tl
 
-_HIDDEN = -1e30  # finite: a program that sees nothing has weight exp(-1e30) = 0 in the merge, and no nan
+_HIDDEN = -1e30  # finite: a program that sees no key has weight exp(-1e30) = 0 in the merge, and no nan
 
 # Programs that keep a large GPU busy: an H100 has 132 multiprocessors.
 _PROGRAMS = 264

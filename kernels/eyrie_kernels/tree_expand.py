@@ -1,17 +1,17 @@
-"""Growing a draft tree and cutting it to size, by cumulative log-probability (EAGLE-2, arXiv:2406.16858).
+"""Expansion and reranking of a draft tree by cumulative log-probability (EAGLE-2, arXiv:2406.16858).
 
-    expand   of each frontier node the K likeliest children; a child's score is its node's score + log softmax; and the
-             K best of all W * K children, which are the next frontier
-    rerank   of all C candidates grown, the M best, as a tree: in the order they were grown, so that parents come before
-             children. A child's score never exceeds its parent's and of equals the earlier wins, so a candidate that
-             stays has a parent that stays.
+    expand   the K most probable children of each frontier node; a child's score is its node's score + log softmax; and
+             the K best of all W * K children, which are the next frontier
+    rerank   the M best of all C candidates, as a tree, in the order of their expansion, so that parents come before
+             children. A child's score never exceeds its parent's and the earlier of equals wins, so the parent of a
+             kept candidate is kept.
 
-Plain torch makes a log-softmax of [B, W, D] and sorts it, to keep K of D numbers. Here the logits are read once, in
-slices, by as many programs as there are slices: each leaves its K largest, its maximum and its sum of exponentials, and
-one small program per row merges them. Their floor is the traffic of the logits.
+Plain torch computes a log-softmax of [B, W, D] and sorts it, to keep K of D numbers. Here the logits are read once, in
+slices, one program each: it writes its K largest, its maximum and its sum of exponentials, and one small program per
+row merges them. The floor is the traffic of the logits.
 
-`rerank` needs no sort: a candidate stays if fewer than M others are better, which C * C comparisons tell (C is a few
-hundred), and its place in the tree is the number of those before it that stay.
+`rerank` needs no sort: a candidate is kept if fewer than M others are better, which C * C comparisons decide (C is a
+few hundred), and its index in the tree is the number of kept candidates before it.
 
     B rows, W frontier nodes, D draft vocabulary, K children of a node, C candidates, N = M + 1 nodes with the root
 """
@@ -28,8 +28,8 @@ _SLICE, _BLOCK_C, _BLOCK_J = 2048, 128, 64
 
 
 class Expanded(NamedTuple):
-    """tokens [B, W, K] int64 draft ids, likeliest first; scores [B, W, K] cumulative; frontier [B, K] int64: the best
-    children as indices into W * K, best first."""
+    """tokens [B, W, K] int64 draft ids, most probable first; scores [B, W, K] cumulative; frontier [B, K] int64: the
+    best children as indices into W * K, best first."""
 
     tokens: Tensor
     scores: Tensor
@@ -44,7 +44,7 @@ class Tree(NamedTuple):
     scores: Tensor
 
 
-# --- the specification, and the CPU's way ------------------------------------------------------------------------
+# --- the specification, and the CPU form -------------------------------------------------------------------------
 
 
 def _largest(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ def reference_rerank(tokens_BC: Tensor, parents_BC: Tensor, scores_BC: Tensor, n
 
 
 def _bare(num_rows: int, num_nodes: int, scores: Tensor) -> Tree:
-    """Roots, and under each of them nodes that are none."""
+    """Roots, each with empty nodes below."""
     tree = Tree(torch.full((num_rows, num_nodes), NO_TOKEN, device=scores.device),
                 torch.zeros(num_rows, num_nodes, dtype=torch.int64, device=scores.device),
                 scores.new_full((num_rows, num_nodes), -torch.inf))
@@ -158,7 +158,7 @@ def _merge_kernel(values, ids, mosts, totals, scores, tokens, children, frontier
 
 @jit
 def _stays_kernel(scores, stays, num_grown, num_kept, BLOCK_C: tl.constexpr, BLOCK_J: tl.constexpr):
-    """Whether each of some candidates of a row is among the best."""
+    """Whether each candidate of a block is among the row's best."""
     row = tl.program_id(0).to(tl.int64) * num_grown
     i = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     mine = tl.load(scores + row + i, i < num_grown, other=-float("inf"))
@@ -173,7 +173,7 @@ def _stays_kernel(scores, stays, num_grown, num_kept, BLOCK_C: tl.constexpr, BLO
 
 @jit
 def _number_kernel(stays, num_grown, BLOCK: tl.constexpr):
-    """The node of each candidate of a row that stays, in place of a 1; 0 for the others."""
+    """Replace the 1 of each kept candidate of a row by its node; the others stay 0."""
     row = tl.program_id(0).to(tl.int64) * num_grown
     i = tl.arange(0, BLOCK)
     stay = tl.load(stays + row + i, i < num_grown, other=0)
@@ -183,7 +183,7 @@ def _number_kernel(stays, num_grown, BLOCK: tl.constexpr):
 @jit
 def _place_kernel(tokens, parents, scores, node_of, to_tokens, to_parents, to_scores, num_grown, num_nodes,
                   BLOCK: tl.constexpr):
-    """Candidates that stay go to their nodes."""
+    """Copy kept candidates to their nodes."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = row * num_grown + i

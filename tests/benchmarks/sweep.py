@@ -12,7 +12,7 @@ spends some of them before its first step (imports, the target's ends); that is 
 The winner is who simulates fastest on held-out rows at its last checkpoint. `regret` is what the sweep's winner lacks
 against the best of the eight, both trained alone: successive halving may stop a late starter.
 
-Conversations, states and drafters stay beside the report; the states are made once, the drafters each time.
+Conversations, states and drafters are kept next to the report; states are captured once, drafters trained each time.
 """
 
 import argparse
@@ -117,11 +117,11 @@ def captured(home: Path, job: JobSpec) -> Path:
 
 
 def _run_stage(stage: StageName, directory: Path, spec: StageSpec) -> None:
-    _told(directory, spec)
+    _write_spec(directory, spec)
     _spend([command(stage, directory)])
 
 
-def _told(directory: Path, spec: StageSpec) -> Path:
+def _write_spec(directory: Path, spec: StageSpec) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     write_model(directory / "spec.json", spec)
     return directory
@@ -163,7 +163,7 @@ def run(options: argparse.Namespace) -> SweepBenchReport:
 
     def fresh(way: str) -> dict[str, Path]:
         shutil.rmtree(home / way, ignore_errors=True)
-        return {name: _told(home / way / name, TrainStage(
+        return {name: _write_spec(home / way / name, TrainStage(
             job_id="bench", candidate=name, target=job.target, drafter=spec.drafter, train=spec.train,
             store_dir=str(store))) for name, spec in candidates.items()}
 
@@ -197,7 +197,7 @@ def _start_up(job: JobSpec, store: Path, home: Path) -> float:
     least of a few."""
     shutil.rmtree(home, ignore_errors=True)
     train = job.train.model_copy(update={"max_steps": 1, "ttt_length": 1})
-    directories = [_told(home / str(number), TrainStage(
+    directories = [_write_spec(home / str(number), TrainStage(
         job_id="bench", candidate="start-up", target=job.target, drafter=job.drafter, train=train,
         store_dir=str(store))) for number in range(_START_UPS)]
     return min(_spend([command("train", directory)]).cpu_s for directory in directories)

@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
         outcome.loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 0.5, foreach=True)
         optimizer.step()
-        loss = float(outcome.loss.detach())  # a GPU has then done all it was told
+        loss = float(outcome.loss.detach())  # waits for the GPU
         if number >= 2:
             walls.append(time.perf_counter() - wall)
             cpus.append(time.process_time() - cpu)
