@@ -67,7 +67,7 @@ def test_the_watch_keeps_one_line_per_stage_on_any_width() -> None:
 
 
 def test_an_absent_server_is_shown_while_watching() -> None:
-    assert "away" in rendered(watch_view(job("Running", TRAINING), [], NOW, away="connection refused"))
+    assert "is unavailable" in rendered(watch_view(job("Running", TRAINING), [], NOW, away="connection refused"))
 
 
 def test_a_failed_stage_shows_reason_and_hint() -> None:

@@ -1,13 +1,13 @@
 """S3, or any store that speaks its protocol, as an artifact store.
 
-- Requests carry an MD5, which servers compare (of the newer checksums, which not every server knows, none is asked
-  for); the SHA-256 of the whole is kept in the object's metadata and compared whenever the object is read whole.
-- Large files go up in parts (`s3_parts`) and come down as ranges into one file, each going on where its connection
-  broke.
-- `write_once` is a conditional write where the server honours If-None-Match, which `check` finds out by trying.
+- Requests carry an MD5, which servers verify (the newer checksums are not used: not every server supports them); the
+  SHA-256 of the object is stored in its metadata and compared whenever the whole object is read.
+- Large files are uploaded in parts (`s3_parts`) and downloaded as ranges into one file; each range resumes after a
+  broken connection.
+- `write_once` is a conditional write where the server honours If-None-Match, which `check` tests.
 
-Seen of the two servers of the tests: rclone 1.75 verifies signatures and MD5s, but overwrites in spite of If-None-Match
-and folds the case of metadata names; moto 5.2 honours If-None-Match and verifies neither.
+Observed of the two servers of the tests: rclone 1.75 verifies signatures and MD5s, but ignores If-None-Match and folds
+the case of metadata names; moto 5.2 honours If-None-Match and verifies neither.
 """
 
 import logging
@@ -74,7 +74,7 @@ class S3Store:
         return self._bucket.options.parallel
 
     def check(self) -> StoreCheck:
-        """See `ArtifactStore`. Asks whether If-None-Match is honoured, which some servers ignore without a word."""
+        """See `ArtifactStore`. Tests whether the server honours If-None-Match: some ignore it silently."""
         place: dict[str, Any] = {"Bucket": self._bucket.name, "Key": f"{self._prefix}_check/{uuid.uuid4().hex}"}
         with self._bucket.translating_errors("the check of the store"):
             self._bucket.client.put_object(**place, Body=b"first")
@@ -84,8 +84,8 @@ class S3Store:
             finally:
                 self._bucket.client.delete_object(**place)
         if not self._conditional:
-            log.warning("%s ignores If-None-Match: two writers of one manifest are told apart by looking before and "
-                        "after, not by the store", self._bucket.options.endpoint_url or "S3")
+            log.warning("%s ignores If-None-Match: two writers of one manifest are detected by reads before and after "
+                        "the write, with a race of milliseconds", self._bucket.options.endpoint_url or "S3")
         return StoreCheck(conditional_writes=self._conditional)
 
     def stat(self, key: str) -> StoredObject | None:
@@ -183,7 +183,7 @@ class S3Store:
                 answer = self._bucket.client.delete_objects(Bucket=self._bucket.name, Delete=batch)
             for error in answer.get("Errors", ()):
                 raise StoreAccessDenied(f"{error.get('Key')} in {self.url} could not be deleted: {error.get('Code')}",
-                                   "see that the credentials may delete")
+                                   "check that the credentials permit deletion")
         return len(doomed)
 
     def sweep_unfinished(self, prefix: str = "", *, older_than_s: float) -> int:

@@ -1,10 +1,16 @@
-"""Large files to S3 in parts, several at once; what was cut off is taken up again.
+"""Multipart upload to S3 that resumes after an interruption.
 
-A small file beside the source (`.name.upload.json`) remembers the upload while it lasts. The next call for the same
-bytes asks the server which parts it has and sends the others; a part counts as there when its size and MD5 are ours.
-Where nothing can be remembered (a source we may only read), the server refused for good, or not one part more could be
-sent (rclone answers SlowDown to a part it has half of, for as long as it lives), the upload is aborted and the next
-call begins anew: nobody pays for parts that nobody sees. What a killed machine leaves, `sweep_unfinished` finds.
+Kept instead of boto3's transfer manager because that resumes nothing: after a kill it uploads the whole file again and
+leaves an orphaned multipart upload. Both send the same requests; ours also has the server verify an MD5 of each part.
+CPU time of the client for 100 MB in parts of 16 MiB, four in flight, against a moto server, alternating, three runs on
+two loaded cores: ours 0.26 to 0.29 s, boto3 1.44.5 0.13 to 0.14 s; the difference is the MD5.
+
+A small file next to the source (`.name.upload.json`) records the upload while it is in progress. The next call for the
+same bytes lists the parts the server has and sends the others; a part is complete when its size and MD5 match. The
+upload is aborted, and the next call starts again, when it cannot be recorded (a read-only source), when the error is
+permanent, or when an attempt has sent no further part (rclone answers SlowDown to a part of which it has received a
+half, until it is restarted): otherwise invisible parts would be stored, and billed, for ever. `sweep_unfinished` aborts
+what a lost machine has left.
 """
 
 import base64
@@ -30,7 +36,7 @@ _MAX_PARTS = 10_000
 
 
 class Upload(Frozen):
-    """An upload in parts, as the file beside its source remembers it."""
+    """A multipart upload, as recorded in the file next to its source."""
 
     url: str
     key: str
@@ -50,74 +56,74 @@ def upload_in_parts(bucket: Bucket, key: str, source: Path, sha256: str, metadat
     size = source.stat().st_size
     wanted = Upload(url=bucket.url, key=key, sha256=sha256, size_bytes=size,
                     part_size_bytes=max(bucket.options.part_size_bytes, math.ceil(size / _MAX_PARTS)))
-    memory = source.with_name(f".{source.name}.upload.json")
-    upload, there = _taken_up(bucket, memory, wanted)
+    record_file = source.with_name(f".{source.name}.upload.json")
+    upload, uploaded = _resume(bucket, record_file, wanted)
     if not upload.upload_id:
         with bucket.translating_errors(key):
             made = bucket.client.create_multipart_upload(Bucket=bucket.name, Key=key, Metadata=metadata)
         upload = upload.model_copy(update={"upload_id": made["UploadId"]})
-    remembered = _remember(memory, upload)
+    recorded = _record(record_file, upload)
     sent: dict[int, str] = {}
     try:
-        _send(bucket, source, upload, there, sent)
+        _send(bucket, source, upload, uploaded, sent)
         _complete(bucket, upload, sent)
     except BaseException as error:
-        # What may pass is taken up by the next call, if that will know of it; so is a request to stop.
-        if (not remembered or (isinstance(error, EyrieError) and not isinstance(error, Transient))
-                or (isinstance(error, Transient) and sent.keys() <= there.keys())):
-            _forget(memory)
+        # After a transient error or a request to stop the next call resumes, if the upload is recorded and advances.
+        if (not recorded or (isinstance(error, EyrieError) and not isinstance(error, Transient))
+                or (isinstance(error, Transient) and sent.keys() <= uploaded.keys())):
+            _remove_record(record_file)
             abort(bucket, key, upload.upload_id)
         raise
-    _forget(memory)
+    _remove_record(record_file)
 
 
 def abort(bucket: Bucket, key: str, upload_id: str) -> None:
-    """Let the server forget an upload."""
+    """Abort a multipart upload; the server deletes its parts."""
     try:
         bucket.client.abort_multipart_upload(Bucket=bucket.name, Key=key, UploadId=upload_id)
     except (ClientError, BotoCoreError) as error:
-        # Called on the way out of other trouble, which is the one to tell.
+        # Only logged: the caller is raising the error that caused the abort.
         log.warning("an unfinished upload of %s could not be aborted: %s", key, type(error).__name__)
 
 
 def changed(source: Path) -> ArtifactCorrupt:
-    """The file is not what it was when its digest was taken."""
-    return ArtifactCorrupt(f"{source} changed while it was uploaded", "upload it once its writer has ended")
+    """The error for a file that no longer matches its digest."""
+    return ArtifactCorrupt(f"{source} changed while it was uploaded", "upload it after its writer has finished")
 
 
 def md5_base64(data: bytes) -> str:
-    """The Content-MD5 header of some bytes."""
+    """The Content-MD5 header of the bytes."""
     return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
 
 
-def _taken_up(bucket: Bucket, memory: Path, wanted: Upload) -> tuple[Upload, dict[int, tuple[str, int]]]:
-    """The upload that `memory` tells of, if it is of the same bytes and the server still knows it, and its parts."""
+def _resume(bucket: Bucket, record_file: Path, wanted: Upload) -> tuple[Upload, dict[int, tuple[str, int]]]:
+    """The recorded upload and its parts, if it is of the same bytes and the server still has it."""
     try:
-        found = Upload.model_validate_json(memory.read_bytes())
+        found = Upload.model_validate_json(record_file.read_bytes())
     except (OSError, ValidationError):
         return wanted, {}
     if found.model_copy(update={"upload_id": ""}) != wanted:
         if (found.url, found.key) == (wanted.url, wanted.key):
             abort(bucket, found.key, found.upload_id)
         return wanted, {}
-    there: dict[int, tuple[str, int]] = {}
+    uploaded: dict[int, tuple[str, int]] = {}
     try:
         with bucket.translating_errors(found.key):
             for page in bucket.client.get_paginator("list_parts").paginate(
                     Bucket=bucket.name, Key=found.key, UploadId=found.upload_id):
-                there.update({part["PartNumber"]: (part["ETag"], part["Size"]) for part in page.get("Parts", ())})
-    except ArtifactMissing:  # swept, or completed just before we were killed
+                uploaded.update({part["PartNumber"]: (part["ETag"], part["Size"]) for part in page.get("Parts", ())})
+    except ArtifactMissing:  # race: swept, or completed just before the process was killed
         return wanted, {}
-    return found, there
+    return found, uploaded
 
 
-def _send(bucket: Bucket, source: Path, upload: Upload, there: dict[int, tuple[str, int]],
+def _send(bucket: Bucket, source: Path, upload: Upload, uploaded: dict[int, tuple[str, int]],
           etags: dict[int, str]) -> None:
-    """Send the parts that are not there; note the ETag of every part by its number."""
+    """Send the missing parts; store the ETag of every part by its number."""
 
     def send(descriptor: int, number: int) -> None:
         data = os.pread(descriptor, upload.part_size_bytes, (number - 1) * upload.part_size_bytes)
-        etag, size = there.get(number, ("", -1))
+        etag, size = uploaded.get(number, ("", -1))
         if size != len(data) or etag.strip('"') != hashlib.md5(data, usedforsecurity=False).hexdigest():
             with bucket.translating_errors(upload.key):
                 etag = bucket.client.upload_part(Bucket=bucket.name, Key=upload.key, UploadId=upload.upload_id,
@@ -129,6 +135,7 @@ def _send(bucket: Bucket, source: Path, upload: Upload, there: dict[int, tuple[s
         run_all(bucket.options.parallel,
                  [partial(send, file.fileno(), number) for number in range(1, upload.num_parts + 1)])
         after = os.stat(source)
+    # Race: a writer may have changed the file between its digest and the last part.
     if (before.st_size, before.st_mtime_ns, before.st_ino) != (after.st_size, after.st_mtime_ns, after.st_ino):
         raise changed(source)
 
@@ -140,14 +147,14 @@ def _complete(bucket: Bucket, upload: Upload, etags: dict[int, str]) -> None:
                                                 MultipartUpload={"Parts": parts})
 
 
-def _remember(memory: Path, upload: Upload) -> bool:
+def _record(record_file: Path, upload: Upload) -> bool:
     try:
-        write_atomically(memory, upload.model_dump_json())
+        write_atomically(record_file, upload.model_dump_json())
     except OSError:
         return False
     return True
 
 
-def _forget(memory: Path) -> None:
+def _remove_record(record_file: Path) -> None:
     with suppress(OSError):
-        memory.unlink()
+        record_file.unlink()

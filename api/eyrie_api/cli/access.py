@@ -29,13 +29,13 @@ from eyrie_api.v1alpha1.access import (
 
 keys_app = typer.Typer(no_args_is_help=True, help="API keys: create, list, rotate, revoke.")
 projects_app = typer.Typer(no_args_is_help=True, help="Projects, their members and quotas.")
-webhooks_app = typer.Typer(no_args_is_help=True, help="Where a project's events are posted.")
+webhooks_app = typer.Typer(no_args_is_help=True, help="URLs to which a project's events are posted.")
 InProject = Annotated[str | None, typer.Option("--project", envvar="EYRIE_PROJECT", help="Default: your own.")]
 ProjectName = Annotated[str, typer.Argument(metavar="PROJECT")]
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add these verbs to the command."""
+    """Add these commands to the application."""
     app.add_typer(keys_app, name="keys")
     app.add_typer(projects_app, name="projects")
     app.add_typer(webhooks_app, name="webhooks")
@@ -45,7 +45,7 @@ def add_to(app: typer.Typer) -> None:
 
 @verb
 def whoami(project: InProject = None, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """Whom the server takes you for, and what you may do."""
+    """Show the authenticated identity and its permissions."""
     with connect(server, project) as client:
         me = client.whoami()
     roles = ", ".join(f"{role} in {'every project' if name == '*' else name}" for name, role in me.roles.items())
@@ -56,14 +56,14 @@ def whoami(project: InProject = None, server: Server = DEFAULT_SERVER, as_json: 
 @keys_app.command("create")
 @verb
 def keys_create(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What you call it.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Display name.")],
     role: Annotated[str, typer.Option("--role", help="viewer, operator or admin.")] = "operator",
-    scope: Annotated[list[str] | None, typer.Option("--scope", help="Narrow it, e.g. jobs:read; repeatable.")] = None,
-    days: Annotated[float, typer.Option("--days", min=0.0, help="Until it expires; 0: never.")] = 90.0,
+    scope: Annotated[list[str] | None, typer.Option("--scope", help="Restrict it, e.g. jobs:read; repeatable.")] = None,
+    days: Annotated[float, typer.Option("--days", min=0.0, help="Days until it expires; 0: never.")] = 90.0,
     everywhere: Annotated[bool, typer.Option("--everywhere", help="In every project.")] = False,
     project: InProject = None, server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
-    """Make a key. It is shown this once."""
+    """Create an API key, which is shown only once."""
     screen = Screen(as_json=as_json)
     scopes = None if scope is None else tuple(cast(Action, _one_of(one, Action, "--scope")) for one in scope)
     wanted = _checked(CreateKey, name=name, role=_one_of(role, Role, "--role"), scopes=scopes,
@@ -74,7 +74,7 @@ def keys_create(
         screen.show({"key": made.key, "secret": made.secret}, "")
         return
     screen.line(None, Text(made.secret))
-    screen.note(f"key {made.key.id} of {made.key.project or 'every project'}: shown this once; use it as EYRIE_TOKEN")
+    screen.note(f"key {made.key.id} of {made.key.project or 'every project'}: shown only once; use it as EYRIE_TOKEN")
 
 
 @keys_app.command("list")
@@ -91,9 +91,9 @@ def keys_list(project: InProject = None, server: Server = DEFAULT_SERVER, as_jso
 
 @keys_app.command("revoke")
 @verb
-def keys_revoke(key: Annotated[str, typer.Argument(metavar="KEY", help="Its id.")], server: Server = DEFAULT_SERVER,
+def keys_revoke(key: Annotated[str, typer.Argument(metavar="KEY", help="Id.")], server: Server = DEFAULT_SERVER,
                 as_json: Json = False) -> None:
-    """End a key; it is refused everywhere within seconds."""
+    """Revoke a key; every server refuses it within seconds."""
     with connect(server) as client:
         ended = client.revoke_key(key)
     Screen(as_json=as_json).show(ended, Text(f"Key {ended.id} ({ended.name}) is revoked."))
@@ -102,11 +102,11 @@ def keys_revoke(key: Annotated[str, typer.Argument(metavar="KEY", help="Its id."
 @keys_app.command("rotate")
 @verb
 def keys_rotate(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="Its id.")],
-    overlap_s: Annotated[float, typer.Option("--overlap-s", min=0.0, help="How long the old one goes on.")] = 0.0,
+    key: Annotated[str, typer.Argument(metavar="KEY", help="Id.")],
+    overlap_s: Annotated[float, typer.Option("--overlap-s", min=0.0, help="Seconds the old one stays valid.")] = 0.0,
     server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
-    """A new key that may do the same; the old one ends."""
+    """Replace a key by a new one with the same permissions."""
     screen = Screen(as_json=as_json)
     with connect(server) as client:
         made = client.rotate_key(key, overlap_s)
@@ -114,13 +114,13 @@ def keys_rotate(
         screen.show({"key": made.key, "secret": made.secret}, "")
         return
     screen.line(None, Text(made.secret))
-    screen.note(f"key {made.key.id} takes the place of {key}; shown this once")
+    screen.note(f"key {made.key.id} replaces {key}; shown only once")
 
 
 @projects_app.command("list")
 @verb
 def projects_list(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """List the projects you have a role in, with what they use."""
+    """List the projects in which you have a role, with their usage."""
     with connect(server) as client:
         listed = client.projects()
     Screen(as_json=as_json).show(listed, _projects(listed.items))
@@ -133,7 +133,7 @@ def projects_create(
     description: Annotated[str, typer.Option("--description")] = "",
     server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
-    """Make a project."""
+    """Create a project."""
     with connect(server) as client:
         made = client.create_project(_checked(CreateProject, name=name, description=description))
     Screen(as_json=as_json).show(made, _projects([made]))
@@ -148,7 +148,7 @@ def projects_quotas(
     per_minute: Annotated[int | None, typer.Option("--requests-per-minute", min=1)] = None,
     server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
-    """Replace what a project may use; what is left out is without limit."""
+    """Replace a project's quotas; omitted ones are unlimited."""
     with connect(server) as client:
         changed = client.set_quotas(name, Quotas(max_jobs=jobs, max_endpoints=endpoints,
                                                  requests_per_minute=per_minute))
@@ -158,7 +158,7 @@ def projects_quotas(
 @projects_app.command("members")
 @verb
 def projects_members(name: ProjectName, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """List the roles given in a project."""
+    """List the members of a project."""
     with connect(server) as client:
         listed = client.members(name)
     rows = [(str(one.id), one.kind, one.value, one.role, one.issuer) for one in listed.items]
@@ -171,11 +171,11 @@ def projects_add_member(
     name: ProjectName,
     role: Annotated[str, typer.Option("--role", help="viewer, operator or admin.")],
     subject: Annotated[str | None, typer.Option("--subject", help="`sub` of their tokens.")] = None,
-    group: Annotated[str | None, typer.Option("--group", help="A group their tokens name.")] = None,
+    group: Annotated[str | None, typer.Option("--group", help="A group in their tokens.")] = None,
     issuer: Annotated[str | None, typer.Option("--issuer", help="Default: the one the server trusts.")] = None,
     server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
-    """Give a subject or a group a role."""
+    """Give a role to a subject or a group."""
     if (subject is None) == (group is None):
         raise InvalidInput("give one of --subject and --group",
                            "eyrie projects add-member chat --role viewer --group engineers")
@@ -190,7 +190,7 @@ def projects_add_member(
 @verb
 def projects_remove_member(name: ProjectName, member: Annotated[int, typer.Argument(metavar="MEMBER")],
                            server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """Take a role back."""
+    """Remove a member."""
     with connect(server) as client:
         client.remove_member(name, member)
     Screen(as_json=as_json).show({"id": member, "removed": True}, Text(f"Member {member} of {name} is removed."))
@@ -202,10 +202,10 @@ def audit(
     done: Annotated[str | None, typer.Option("--verb", help="e.g. job.create")] = None,
     thing: Annotated[str | None, typer.Option("--object", help="e.g. job/<id>")] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, max=500)] = 50,
-    before: Annotated[int | None, typer.Option("--before", help="next_before of the page before.")] = None,
+    before: Annotated[int | None, typer.Option("--before", help="next_before of the previous page.")] = None,
     project: InProject = None, server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
-    """Who did what, and who was refused; newest first."""
+    """Show the audit log, newest first: changes and refused attempts."""
     screen = Screen(as_json=as_json)
     with connect(server, project) as client:
         page = client.audit(actor=actor, verb=done, thing=thing, before=before, limit=limit)
@@ -223,7 +223,7 @@ def webhooks_create(
     event: Annotated[list[str] | None, typer.Option("--event", help="e.g. job.failed; default: all.")] = None,
     project: InProject = None, server: Server = DEFAULT_SERVER, as_json: Json = False,
 ) -> None:
-    """Have a project's events posted to a URL. The secret that signs them is shown this once."""
+    """Post a project's events to a URL. The signing secret is shown only once."""
     screen = Screen(as_json=as_json)
     events = [cast(WebhookEvent, _one_of(one, WebhookEvent, "--event")) for one in event or ()]
     wanted = _checked(CreateWebhook, url=url, **({"events": tuple(events)} if events else {}))
@@ -233,7 +233,7 @@ def webhooks_create(
         screen.show({"webhook": made.webhook, "secret": made.secret}, "")
         return
     screen.line(None, Text(made.secret))
-    screen.note(f"webhook {made.webhook.id} of {made.webhook.project}; its secret is shown this once")
+    screen.note(f"webhook {made.webhook.id} of {made.webhook.project}; its secret is shown only once")
 
 
 @webhooks_app.command("list")
@@ -246,7 +246,7 @@ def webhooks_list(project: InProject = None, server: Server = DEFAULT_SERVER, as
     Screen(as_json=as_json).show(listed, _table(("ID", "PROJECT", "URL", "EVENTS", "STATE"), rows, "No webhooks yet."))
 
 
-WebhookId = Annotated[str, typer.Argument(metavar="WEBHOOK", help="Its id.")]
+WebhookId = Annotated[str, typer.Argument(metavar="WEBHOOK", help="Id.")]
 
 
 @webhooks_app.command("delete")
@@ -261,7 +261,7 @@ def webhooks_delete(webhook: WebhookId, server: Server = DEFAULT_SERVER, as_json
 @webhooks_app.command("deliveries")
 @verb
 def webhooks_deliveries(webhook: WebhookId, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """What became of its latest deliveries."""
+    """List a webhook's latest deliveries."""
     with connect(server) as client:
         listed = client.deliveries(webhook)
     rows = [(one.id, one.event, one.state, str(one.attempts), str(one.status or one.error or "-"),
@@ -273,7 +273,7 @@ def webhooks_deliveries(webhook: WebhookId, server: Server = DEFAULT_SERVER, as_
 @webhooks_app.command("ping")
 @verb
 def webhooks_ping(webhook: WebhookId, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """Send it a test event; one that arrives switches it on again."""
+    """Send a test event; a successful one enables the webhook again."""
     with connect(server) as client:
         sent = client.ping_webhook(webhook)
     Screen(as_json=as_json).show(sent, Text(f"Sent {sent.id}. How it went: eyrie webhooks deliveries {webhook}"))
@@ -286,7 +286,7 @@ def _one_of(given: str, kind: Any, flag: str) -> str:
 
 
 def _checked(model: Any, **fields: Any) -> Any:
-    """A request, or InvalidInput in the contract's words."""
+    """A validated request. Raises InvalidInput with the contract's message."""
     try:
         return model.model_validate(fields)
     except ValidationError as error:

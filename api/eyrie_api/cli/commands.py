@@ -38,7 +38,7 @@ app.add_typer(endpoints_app, name="endpoints")
 access.add_to(app)
 
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id, its beginning, or its name.")]
-Watch = Annotated[bool, typer.Option("--watch/--no-watch", help="Follow until it ends. Ctrl-C stops watching only.")]
+Watch = Annotated[bool, typer.Option("--watch/--no-watch", help="Watch until it ends. Ctrl-C ends the watch only.")]
 Target = Annotated[str | None, typer.Option("--target", help="Hugging Face directory, Hub id, or quickstart.")]
 Data = Annotated[list[str] | None, typer.Option("--data", help="JSONL, parquet, Hub data set, quickstart.")]
 File = Annotated[Path | None, typer.Option("--file", "-f", help="Job document in YAML or JSON.")]
@@ -46,12 +46,12 @@ Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="A
 
 
 def is_local(server: str) -> bool:
-    """Whether the server runs on this machine, so that our paths are its paths."""
+    """Whether the server runs on this machine, so that local paths are valid there."""
     return (urlsplit(server).hostname or "") in ("127.0.0.1", "localhost", "::1")
 
 
 def absolute_paths(job: JobSpec, server: str) -> JobSpec:
-    """The job with local paths made absolute: the server's working directory is not ours. Raises InvalidInput."""
+    """The job with absolute local paths: the server has another working directory. Raises InvalidInput."""
     if not is_local(server):
         return job
     document = job.model_dump(mode="json")
@@ -95,7 +95,7 @@ def find_job(client: Client, wanted: str) -> Job:
 
 
 def newest_job(client: Client, wanted: str | None) -> Job:
-    """The wanted job, or the newest when none was named. Raises NotFound."""
+    """The given job, or the newest one by default. Raises NotFound."""
     if wanted is not None:
         return find_job(client, wanted)
     listed = client.jobs().items
@@ -110,12 +110,12 @@ def train(
     target: Target = None,
     data: Data = None,
     file: File = None,
-    name: Annotated[str | None, typer.Option("--name", help="For people; jobs can be named by it.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Display name; accepted in place of the id.")] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Hub branch, tag or commit.")] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")] = None,
     settings: Set = None,
     follow: Watch = True,
-    local: Annotated[bool, typer.Option("--local", help="Start a control plane here if none answers.")] = False,
+    local: Annotated[bool, typer.Option("--local", help="Start a control plane here if none is running.")] = False,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
@@ -136,7 +136,7 @@ def train(
 
 
 def start_local(server: str, screen: Screen) -> None:
-    """Start a control plane on this machine unless one answers. Raises EyrieError when it does not come up."""
+    """Start a control plane on this machine unless one is running. Raises EyrieError when it does not start."""
     try:
         with connect(server) as client:
             client.jobs(limit=1)
@@ -154,11 +154,11 @@ def start_local(server: str, screen: Screen) -> None:
 
 
 def follow_job(client: Client, job_id: str, screen: Screen) -> None:
-    """Watch to the end, say what came of it, raise if nothing good did."""
+    """Watch to the end and print a summary. Raises JobFailed or JobCancelled."""
     try:
         job = watch.watch(client, job_id, screen)
     except KeyboardInterrupt:
-        screen.note(f"\nno longer watching; the job goes on. eyrie watch {job_id} again, or eyrie cancel {job_id}")
+        screen.note(f"\nno longer watching; the job continues. eyrie watch {job_id} again, or eyrie cancel {job_id}")
         raise
     if screen.as_json:
         screen.line(job, "")
@@ -171,7 +171,7 @@ def follow_job(client: Client, job_id: str, screen: Screen) -> None:
 @verb
 def plan(target: Target = None, data: Data = None, file: File = None, settings: Set = None,
          server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """What a job would cost in tokens, bytes and hours, with the assumptions named. Nothing runs."""
+    """Estimate a job's tokens, bytes and hours, with all assumptions, without running it."""
     job = absolute_paths(build_job(file=file, target=target, data=data or (), settings=settings or ()), server)
     with connect(server) as client:
         planned = client.plan(job)
@@ -183,7 +183,7 @@ def plan(target: Target = None, data: Data = None, file: File = None, settings: 
 def jobs(
     phase: Annotated[str | None, typer.Option("--phase", help="Only jobs in this phase, e.g. Running.")] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, max=200)] = 20,
-    cursor: Annotated[str | None, typer.Option("--cursor", help="next_cursor of the page before.")] = None,
+    cursor: Annotated[str | None, typer.Option("--cursor", help="next_cursor of the previous page.")] = None,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
@@ -212,7 +212,7 @@ app.command("show", hidden=True)(job_)
 @verb
 def watch_(job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Default: the newest job.")] = None,
            server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """Follow a job until it ends; survives restarts of the server."""
+    """Watch a job until it ends, across restarts of the server."""
     with connect(server) as client:
         follow_job(client, newest_job(client, job).id, Screen(as_json=as_json))
 
@@ -223,11 +223,11 @@ def logs(
     job: JobId,
     stage: Annotated[str | None, typer.Option("--stage", help="Default: the running, failed or last stage.")] = None,
     key: Annotated[str, typer.Option("--key", help="Candidate or checkpoint.")] = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it grows.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep streaming.")] = False,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """What a stage program printed."""
+    """Show the log of a stage."""
     screen = Screen(as_json=as_json)
     with connect(server) as client:
         found = find_job(client, job)
@@ -237,7 +237,7 @@ def logs(
 
 
 def pick_stage(job: Job, stage: str | None, key: str) -> tuple[StageName, str]:
-    """Which stage's log is meant: the named one, else the failed, the running or the last. Raises InvalidInput."""
+    """The stage whose log to show: the given one, else the failed, the running or the last. Raises InvalidInput."""
     started = [one for one in job.status.stages if one.started_at is not None]
     candidates = [one for one in started if stage in (None, one.stage) and (not key or one.key == key)]
     if not candidates:
@@ -255,11 +255,11 @@ def pick_stage(job: Job, stage: str | None, key: str) -> tuple[StageName, str]:
 @verb
 def events(
     job: JobId,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep streaming until the job ends.")] = False,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """What happened to a job, in order."""
+    """Show a job's events, in order."""
     screen = Screen(as_json=as_json)
     with connect(server) as client:
         for event in client.events(find_job(client, job).id, follow=follow):
@@ -274,7 +274,7 @@ def metrics(
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """Logged series of a job: loss, acceptance per position, theoretical speed-up."""
+    """Show a job's metrics: loss, acceptance per position, theoretical speed-up."""
     with connect(server) as client:
         series = client.metrics(find_job(client, job).id, name=name)
     Screen(as_json=as_json).show({"items": series}, tables.series_table(series))
@@ -288,7 +288,7 @@ def leaderboard(
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """Measured checkpoints, best first."""
+    """List measured checkpoints, best first."""
     with connect(server) as client:
         entries = client.leaderboard(target=target, family=family)
     Screen(as_json=as_json).show({"items": entries}, tables.leaderboard_table(entries))
@@ -297,7 +297,7 @@ def leaderboard(
 @app.command()
 @verb
 def cancel(job: JobId, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """Stop a job; the CPU is free within seconds. What it finished is kept."""
+    """Stop a job. Its finished stages are kept."""
     with connect(server) as client:
         ended = client.cancel(find_job(client, job).id)
     Screen(as_json=as_json).show(ended, f"Job {ended.id} is {ended.status.phase.lower()}. "
@@ -307,7 +307,7 @@ def cancel(job: JobId, server: Server = DEFAULT_SERVER, as_json: Json = False) -
 @app.command()
 @verb
 def retry(job: JobId, follow: Watch = False, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """Go on with a failed or cancelled job from its last finished stage."""
+    """Resume a failed or cancelled job after its last finished stage."""
     screen = Screen(as_json=as_json)
     with connect(server) as client:
         again = client.retry(find_job(client, job).id)
@@ -321,7 +321,7 @@ def retry(job: JobId, follow: Watch = False, server: Server = DEFAULT_SERVER, as
 @verb
 def delete(
     job: JobId,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
@@ -362,8 +362,8 @@ def storage(
     if clean:
         freed = (storage_usage.remove_from_home(root, found) if place is None
                  else storage_usage.remove_from_store(place, found))
-    told = {"removed_bytes": freed, **found.model_dump(mode="json")}
-    Screen(as_json=as_json).show(told, storage_view(found, freed))
+    result = {"removed_bytes": freed, **found.model_dump(mode="json")}
+    Screen(as_json=as_json).show(result, storage_view(found, freed))
 
 
 @endpoints_app.callback(invoke_without_command=True)
@@ -398,7 +398,7 @@ def endpoints_list(server: Server = DEFAULT_SERVER, as_json: Json = False) -> No
 @endpoints_app.command("show")
 @verb
 def endpoints_show(endpoint: EndpointName, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """One endpoint with its revisions."""
+    """Show one endpoint and its revisions."""
     _endpoint_verb(lambda client: client.endpoint(endpoint), server, as_json)
 
 
@@ -406,12 +406,12 @@ def endpoints_show(endpoint: EndpointName, server: Server = DEFAULT_SERVER, as_j
 @verb
 def endpoints_promote(
     endpoint: EndpointName,
-    job: Annotated[str, typer.Option("--job", help="Job whose drafter is to serve.")],
+    job: Annotated[str, typer.Option("--job", help="Job whose drafter to serve.")],
     checkpoint: Annotated[str | None, typer.Option("--checkpoint", help="Default: the job's best.")] = None,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """Serve a job's drafter, blue/green."""
+    """Serve a job's drafter (blue/green)."""
     _endpoint_verb(lambda client: client.promote(endpoint, job_id=find_job(client, job).id, checkpoint=checkpoint),
                    server, as_json)
 
@@ -420,7 +420,7 @@ def endpoints_promote(
 @verb
 def endpoints_rollback(
     endpoint: EndpointName,
-    revision: Annotated[int | None, typer.Option("--to", "--revision", help="Default: the one before.")] = None,
+    revision: Annotated[int | None, typer.Option("--to", "--revision", help="Default: the previous one.")] = None,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
@@ -436,12 +436,12 @@ app.command("rollback")(endpoints_rollback)
 def endpoints_history(
     endpoint: EndpointName,
     kind: Annotated[str | None, typer.Option("--kind", help="decided, activated, drift, window, ...")] = None,
-    windows: Annotated[bool, typer.Option("--windows", help="Show every window watched, not only the last.")] = False,
+    windows: Annotated[bool, typer.Option("--windows", help="Show every window, not only the latest.")] = False,
     limit: Annotated[int, typer.Option("--limit", min=1, max=500)] = 200,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """What was decided for it, what changed, what was seen, and by whom."""
+    """Show an endpoint's history: decisions, changes, observations and their actors."""
     if kind is not None and kind not in get_args(HistoryKind):
         raise InvalidInput(f"--kind {kind!r} is none", f"one of {', '.join(get_args(HistoryKind))}")
     with connect(server) as client:
@@ -453,32 +453,32 @@ def endpoints_history(
 @endpoints_app.command("off")
 @verb
 def endpoints_off(endpoint: EndpointName, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """End its engine; the URL stays reserved."""
+    """Stop an endpoint's engine; the URL stays reserved."""
     _endpoint_verb(lambda client: client.off(endpoint), server, as_json)
 
 
 @endpoints_app.command("on")
 @verb
 def endpoints_on(endpoint: EndpointName, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """Start its engine again."""
+    """Start an endpoint's engine again."""
     _endpoint_verb(lambda client: client.on(endpoint), server, as_json)
 
 
 @app.command()
 @verb
 def chat(
-    message: Annotated[str | None, typer.Argument(help="Ask once; without it, talk (or read a pipe).")] = None,
+    message: Annotated[str | None, typer.Argument(help="One message; default: interactive, or stdin.")] = None,
     endpoint: Annotated[str | None, typer.Option("--endpoint", help="Default: the only one that is on.")] = None,
     url: Annotated[str | None, typer.Option("--url", help="Any OpenAI-compatible base URL, including /v1.")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="With --url: the model to ask for.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="With --url: the model name to send.")] = None,
     system: Annotated[str | None, typer.Option("--system", help="A system prompt; none is sent otherwise.")] = None,
     temperature: Annotated[float, typer.Option("--temperature", "-t", min=0.0, max=4.0)] = 0.7,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1)] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same answer.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same output.")] = None,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """Talk to an endpoint; shows tokens per second and acceptance length."""
+    """Chat with an endpoint; shows tokens per second and acceptance length."""
     screen = Screen(as_json=as_json)
     settings = _chat_settings(url, model, endpoint, server, temperature, max_tokens, seed)
     opening: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []

@@ -1,6 +1,7 @@
-"""An endpoint's history as a table: one line per entry, the checks under a decision, the way to take up an offer.
+"""An endpoint's history as a table: one row per entry, the checks below a decision, the command to accept an offer.
 
-Windows come by the hour and say little one by one: only the latest of a run of them is shown unless all are asked for.
+There are many windows, and one alone says little: of consecutive ones only the latest is shown unless all are
+requested.
 """
 
 from rich.console import Group, RenderableType
@@ -17,9 +18,9 @@ _STYLE = {"rejected": "bold red", "rolled-back": "yellow", "drift": "yellow", "a
 def history_view(history: History, endpoint: str, server: str, *, every_window: bool = False) -> RenderableType:
     """The entries, oldest first."""
     if not history.items:
-        return Text(f"Nothing has happened to endpoint {endpoint} yet.")
+        return Text(f"No history of endpoint {endpoint} yet.")
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("TIME", "WHAT", "REVISION", "BY", "WHY"):
+    for name in ("TIME", "KIND", "REVISION", "ACTOR", "REASON"):
         table.add_column(name, justify="right" if name == "REVISION" else "left")
     items = history.items if every_window else _thinned(history.items)
     for entry in items:
@@ -34,14 +35,14 @@ def history_view(history: History, endpoint: str, server: str, *, every_window: 
         parts.append(Text("older entries: --limit, or GET .../history?before="
                           f"{history.next_before}", "dim"))
     if any("job" in entry.data for entry in items):
-        parts.append(Text("\nTake up the latest offer to retrain on recent traffic:\n"
+        parts.append(Text("\nAccept the latest offer to retrain on recent traffic:\n"
                           f"  eyrie endpoints history {endpoint} --kind drift --json | jq '.items[-1].data.job' | "
                           f"curl -d @- -H 'content-type: application/json' {server}/v1alpha1/jobs"))
     return Group(*parts)
 
 
 def _thinned(items: tuple[HistoryEntry, ...]) -> list[HistoryEntry]:
-    """Without windows that another window of the same revision follows at once."""
+    """Without windows directly followed by another window of the same revision."""
     following = [*items[1:], None]
     return [entry for entry, after in zip(items, following, strict=True)
             if entry.kind != "window" or after is None or (after.kind, after.revision) != ("window", entry.revision)]

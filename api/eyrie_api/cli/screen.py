@@ -1,8 +1,8 @@
-"""Where a verb's answer goes: words for people or JSON for machines, never both on one stream.
+"""Output of the commands: text or JSON, never both on one stream.
 
-With --json, stdout carries JSON and nothing else (one document, or one per line for what streams), and errors go to
-stderr as JSON too. Otherwise stdout carries the answer in words, and stderr what is said on the side. Colour and live
-redrawing follow the stream: a pipe gets plain lines.
+With --json, stdout carries only JSON (one document, or one per line for streams), and errors go to stderr as JSON too.
+Otherwise stdout carries the result as text and stderr notes and errors. Colour and live redrawing follow the stream: a
+pipe gets plain lines.
 """
 
 import json
@@ -17,7 +17,7 @@ from rich.text import Text
 
 from eyrie_api.errors import EyrieError
 
-# What a pipe gets: rich would guess 80 and cut tables that a file has room for.
+# Width for pipes: rich would assume 80 and truncate tables.
 _PIPE_WIDTH = 160
 
 
@@ -35,7 +35,7 @@ class Screen:
         return self.out.is_terminal and not self.as_json
 
     def show(self, value: Any, words: RenderableType) -> None:
-        """The answer: `value` as one JSON document, or `words`."""
+        """The result: `value` as one JSON document, or `words`."""
         if self.as_json:
             self.out.file.write(json.dumps(plain(value), indent=2) + "\n")
         else:
@@ -50,16 +50,16 @@ class Screen:
             self.out.print(words, soft_wrap=True)
 
     def note(self, words: str) -> None:
-        """Something on the side, for people only."""
+        """A note on stderr; omitted with --json."""
         if not self.as_json:
             self.err.print(words, soft_wrap=True)
 
     def error(self, error: EyrieError) -> None:
-        """Say what went wrong and what to do instead."""
+        """Print an error and its hint."""
         if self.as_json:
-            told = {"reason": error.reason, "message": error.message, "hint": error.hint,
-                    "exit_code": error.exit_code, "status": error.http_status}
-            self.err.file.write(json.dumps({"error": told}) + "\n")
+            payload = {"reason": error.reason, "message": error.message, "hint": error.hint,
+                       "exit_code": error.exit_code, "status": error.http_status}
+            self.err.file.write(json.dumps({"error": payload}) + "\n")
             return
         self.err.print(Text.assemble(("error: ", "bold red"), f"{error.reason}: {error.message}"), soft_wrap=True)
         if error.hint:
@@ -67,7 +67,7 @@ class Screen:
 
 
 def printable(text: str) -> str:
-    """Text without control characters: a model's answer or a log must not drive the terminal it is shown on."""
+    """Text without control characters: a model's output or a log must not control the terminal."""
     return "".join(character if character in "\n\t" or unicodedata.category(character) != "Cc" else "\ufffd"
                    for character in text)
 

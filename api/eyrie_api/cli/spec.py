@@ -1,7 +1,7 @@
-"""From flags to a job spec: a file, then --target and --data, then --set, each overriding what came before.
+"""Builds a job spec from flags: a file, then --target and --data, then --set, each overriding the previous.
 
-`--set train.learning_rate=5e-4` takes its value as YAML, so numbers, lists and true/false mean what they look like. The
-document is validated against the contract at once: a wrong field is told here, before any request, with its name.
+`--set train.learning_rate=5e-4` takes its value as YAML, so that numbers, lists and booleans have their YAML meaning.
+The document is validated against the contract before any request, and errors name the field.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from eyrie_api.v1alpha1.job import JobSpec
 def build_job(*, file: Path | None = None, name: str | None = None, target: str | None = None,
               revision: str | None = None, dtype: str | None = None, data: Sequence[str] = (),
               settings: Sequence[str] = ()) -> JobSpec:
-    """The job a command line asks for. Raises InvalidInput naming the flag or field."""
+    """The job that a command line describes. Raises InvalidInput naming the flag or field."""
     document = read_document(file) if file is not None else {}
     if name is not None:
         document["name"] = name
@@ -33,9 +33,9 @@ def build_job(*, file: Path | None = None, name: str | None = None, target: str 
             raise InvalidInput(f"--set {setting!r} has no field=value", "write it like --set train.epochs=3")
         assign(document, dotted.strip(), parse_value(setting, text))
     if "model" not in (document.get("target") or {}):
-        raise InvalidInput("no target was named", "give --target <Hugging Face directory, Hub id, or quickstart>")
+        raise InvalidInput("no target was given", "give --target <Hugging Face directory, Hub id, or quickstart>")
     if not (document.get("data") or {}).get("sources"):
-        raise InvalidInput("no conversations were named",
+        raise InvalidInput("no conversations were given",
                            "give --data <file.jsonl, file.parquet, Hub data set, or quickstart>")
     return validate(document)
 
@@ -58,7 +58,7 @@ def read_document(file: Path) -> dict[str, Any]:
 
 
 def parse_value(setting: str, text: str) -> Any:
-    """The right side of --set, as YAML; 5e-4 counts as a number though YAML 1.1 wants a dot."""
+    """The right side of --set, as YAML; 5e-4 is read as a number, although YAML 1.1 requires a dot."""
     try:
         return float(text) if "e" in text.lower() and "[" not in text else yaml.safe_load(text)
     except ValueError:
@@ -68,7 +68,7 @@ def parse_value(setting: str, text: str) -> Any:
 
 
 def assign(document: dict[str, Any], dotted: str, value: Any) -> None:
-    """Set `a.b.c` in nested mappings, making them as needed. Raises InvalidInput where a value is in the way."""
+    """Set `a.b.c` in nested mappings, creating them as needed. Raises InvalidInput where a section is a value."""
     *sections, last = dotted.split(".")
     place = document
     for section in sections:
@@ -76,7 +76,7 @@ def assign(document: dict[str, Any], dotted: str, value: Any) -> None:
             place[section] = {}
         place = place[section]
         if not isinstance(place, dict):
-            raise InvalidInput(f"{dotted}: {section} is not a section", "the server's /docs describe every field")
+            raise InvalidInput(f"{dotted}: {section} is not a section", "the server's /docs describes every field")
     place[last] = value
 
 
@@ -85,9 +85,9 @@ def validate(document: dict[str, Any]) -> JobSpec:
     try:
         return JobSpec.model_validate(document)
     except ValidationError as error:
-        told = []
+        problems = []
         for one in error.errors(include_url=False):
             where = ".".join(str(step) for step in one["loc"]) or "job"
             got = "" if one["type"] in ("missing", "extra_forbidden") or where == "job" else f" (got {one['input']!r})"
-            told.append(f"{where}: {one['msg'].removeprefix('Value error, ')}{got}")
-        raise InvalidInput("; ".join(told), "every field is described at the server's /docs") from None
+            problems.append(f"{where}: {one['msg'].removeprefix('Value error, ')}{got}")
+        raise InvalidInput("; ".join(problems), "every field is described at the server's /docs") from None

@@ -1,4 +1,4 @@
-"""What every verb of the command is made of: how it is told where the server is, how it answers, how it ends."""
+"""What all commands share: options for server and output, error handling, exit codes."""
 
 import functools
 import os
@@ -14,12 +14,12 @@ from eyrie_api.client import DEFAULT_SERVER, Client
 from eyrie_api.errors import EyrieError, InvalidInput
 
 Params = ParamSpec("Params")
-Json = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of words.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Server = Annotated[str, typer.Option("--server", envvar="EYRIE_SERVER", help="Address of the control plane.")]
 
 
 def verb(function: Callable[Params, None]) -> Callable[Params, None]:
-    """Tell an EyrieError the way the screen tells things and end with its exit code."""
+    """Print an EyrieError through the screen and exit with its code."""
 
     @functools.wraps(function)
     def with_exit_code(*args: Params.args, **kwargs: Params.kwargs) -> None:
@@ -30,15 +30,15 @@ def verb(function: Callable[Params, None]) -> Callable[Params, None]:
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
-        except BrokenPipeError:  # `eyrie events | head` is no error
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it once more at exit
+        except BrokenPipeError:  # `eyrie events | head` is not an error
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes stdout again at exit
             raise typer.Exit(0) from None
 
     return with_exit_code
 
 
 def connect(server: str, project: str | None = None) -> Client:
-    """A client of the server, in a project if one is named. Raises InvalidInput when its address is none."""
+    """A client of the server, in a project if one is given. Raises InvalidInput for an invalid address."""
     if urlsplit(server).scheme not in ("http", "https") or not urlsplit(server).hostname:
         raise InvalidInput(f"--server {server!r} is not an address", f"write it like {DEFAULT_SERVER}")
     return Client(server, project=project)

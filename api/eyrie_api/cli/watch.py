@@ -1,8 +1,8 @@
-"""Following one job to its end: bars on a terminal, lines in a pipe, JSON lines for a machine.
+"""Watching one job to its end: progress bars on a terminal, lines in a pipe, JSON lines with --json.
 
-Two sources, one picture. Events come by server-sent events, numbered, so that after a restart of the server the stream
-goes on behind the last one seen. Where each stage stands comes from the job itself, read about once a second. A server
-that is away is waited for: the job outlives it and so does the watch. Ctrl-C ends the watching, never the job.
+Events arrive as server-sent events with ids, so that the stream resumes after the last one after a restart of the
+server. The state of the stages comes from the job, polled about once a second. While the server is unavailable the
+watch waits for it; the job is not affected. Ctrl-C ends the watch, not the job.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ _POLL_S = 0.7
 _RETRY_S = 1.0
 _SHOWN_EVENTS = 6
 _BAR_WIDTH = 14
-# A pipe gets a progress line per stage only this often: a log is read later, not watched.
+# In a pipe, at most one progress line per stage in this time.
 _LINE_EVERY_S = 15.0
 
 
@@ -60,7 +60,7 @@ class JobCancelled(EyrieError):
 
 
 class Source(Protocol):
-    """The two questions a watch asks; `eyrie_api.client.Client` answers them."""
+    """The two requests of a watch, implemented by `eyrie_api.client.Client`."""
 
     def job(self, job_id: str) -> Job:
         """The job now."""
@@ -72,8 +72,8 @@ class Source(Protocol):
 
 
 @dataclass
-class _Feed:
-    """Reads events in a thread of its own; goes on behind the last id whenever the stream breaks."""
+class _EventReader:
+    """Reads events in a thread; resumes after the last id when the stream breaks."""
 
     source: Source
     job_id: str
@@ -86,7 +86,7 @@ class _Feed:
 
     def _read(self) -> None:
         while not self.closed.is_set():
-            with contextlib.suppress(EyrieError):  # away: the main thread says so, here we only try again
+            with contextlib.suppress(EyrieError):  # the main thread reports it; here the stream is opened again
                 for event in self.source.events(self.job_id, self.last_id):
                     if event.id > self.last_id:
                         self.last_id = event.id
@@ -96,7 +96,7 @@ class _Feed:
             self.closed.wait(_RETRY_S)
 
     def take(self) -> list[Event]:
-        """What came since the last call."""
+        """Events received since the last call."""
         taken = []
         while not self.inbox.empty():
             taken.append(self.inbox.get())
@@ -104,9 +104,9 @@ class _Feed:
 
 
 def watch(source: Source, job_id: str, screen: Screen) -> Job:
-    """Follow a job until it ends, and return it. Raises NotFound at once for an unknown id."""
+    """Watch a job until it ends, and return it. Raises NotFound for an unknown id."""
     job = source.job(job_id)
-    feed = _Feed(source, job_id)
+    feed = _EventReader(source, job_id)
     feed.start()
     try:
         if screen.live:
@@ -119,19 +119,19 @@ def watch(source: Source, job_id: str, screen: Screen) -> Job:
 def verdict(job: Job) -> None:
     """Raise JobFailed or JobCancelled when the job did not succeed."""
     if job.status.phase == "Cancelled":
-        raise JobCancelled(f"job {job.id} was cancelled", f"eyrie retry {job.id} goes on from its last finished stage")
+        raise JobCancelled(f"job {job.id} was cancelled", f"eyrie retry {job.id} resumes after its last finished stage")
     if job.status.phase != "Failed":
         return
     failed = next((stage for stage in job.status.stages if stage.state == "Failed"), None)
     if failed is not None:
         raise JobFailed(f"job {job.id} failed in {failed.stage}: {failed.reason}: {failed.message}",
                         failed.hint or f"eyrie logs {job.id} --stage {failed.stage}; then eyrie retry {job.id}")
-    told = next((c.message for c in job.status.conditions if c.type == "Failed" and c.status == "True"), "no reason")
-    raise JobFailed(f"job {job.id} failed: {told}", f"eyrie events {job.id}; then eyrie retry {job.id}")
+    message = next((c.message for c in job.status.conditions if c.type == "Failed" and c.status == "True"), "no reason")
+    raise JobFailed(f"job {job.id} failed: {message}", f"eyrie events {job.id}; then eyrie retry {job.id}")
 
 
 def closing_words(job: Job) -> str:
-    """What a finished job came to, in a few lines."""
+    """Summary of a finished job, in a few lines."""
     took = ""
     if job.status.started_at and job.status.finished_at:
         took = f" in {duration((job.status.finished_at - job.status.started_at).total_seconds())}"
@@ -146,7 +146,7 @@ def closing_words(job: Job) -> str:
 
 
 def _fresh(source: Source, job: Job) -> tuple[Job, str | None]:
-    """The job now, or as last seen with the reason why."""
+    """The current job, or the last one received and the error."""
     try:
         return source.job(job.id), None
     except EyrieError as error:
@@ -155,7 +155,7 @@ def _fresh(source: Source, job: Job) -> tuple[Job, str | None]:
         return job, error.message
 
 
-def _watch_live(source: Source, job: Job, feed: _Feed, screen: Screen) -> Job:
+def _watch_live(source: Source, job: Job, feed: _EventReader, screen: Screen) -> Job:
     recent: list[Event] = []
     away: str | None = None
     with Live(console=screen.out, auto_refresh=False, transient=False) as live:
@@ -168,14 +168,14 @@ def _watch_live(source: Source, job: Job, feed: _Feed, screen: Screen) -> Job:
             job, away = _fresh(source, job)
 
 
-def _watch_lines(source: Source, job: Job, feed: _Feed, screen: Screen) -> Job:
+def _watch_lines(source: Source, job: Job, feed: _EventReader, screen: Screen) -> Job:
     said: dict[tuple[str, str], str] = {}
     said_at, was_away = time.monotonic(), False
     while True:
         for event in feed.take():
             screen.line(event, event_text(event))
         if job.status.phase in FINAL:
-            # The last events may trail the status by one turn of the stream.
+            # Race: the last events may arrive one poll after the final status.
             time.sleep(_POLL_S)
             for event in feed.take():
                 screen.line(event, event_text(event))
@@ -190,17 +190,17 @@ def _watch_lines(source: Source, job: Job, feed: _Feed, screen: Screen) -> Job:
         time.sleep(_POLL_S)
         job, away = _fresh(source, job)
         if away is not None and not was_away:
-            screen.note(f"the server is away ({away}); waiting for it, the job goes on when it is back")
+            screen.note(f"the server is unavailable ({away}); waiting for it")
         was_away = away is not None
 
 
 def running(stages: Sequence[StageStatus]) -> list[StageStatus]:
-    """Stages at work now."""
+    """Stages that are running."""
     return [stage for stage in stages if stage.state == "Running"]
 
 
 def watch_view(job: Job, recent: Sequence[Event], now: datetime, *, away: str | None = None) -> RenderableType:
-    """The picture of a running job: a bar per stage, then the latest events."""
+    """The view of a running job: a bar per stage, then the latest events."""
     name = f" ({job.spec.name})" if job.spec.name else ""
     began = job.status.started_at or job.created_at
     spent = ((job.status.finished_at or now) - began).total_seconds()
@@ -210,7 +210,7 @@ def watch_view(job: Job, recent: Sequence[Event], now: datetime, *, away: str | 
     table.add_column(no_wrap=True)
     table.add_column(width=_BAR_WIDTH)
     table.add_column(justify="right", no_wrap=True)
-    table.add_column()  # rich narrows what may wrap first: this one, whose texts end in an ellipsis instead
+    table.add_column()  # rich narrows this column first; its texts end in an ellipsis
     for stage in in_order(job.status.stages):
         label = f"{stage.stage} {stage.key}".rstrip()
         table.add_row(Text(label, STATE_STYLE[stage.state]), _bar(stage), duration(stage_seconds(stage, now)),
@@ -221,7 +221,7 @@ def watch_view(job: Job, recent: Sequence[Event], now: datetime, *, away: str | 
         line.no_wrap, line.overflow = True, "ellipsis"
     parts += lines
     if away is not None:
-        parts.append(Text(f"the server is away ({away}); waiting for it", "yellow"))
+        parts.append(Text(f"the server is unavailable ({away}); waiting for it", "yellow"))
     return Group(*parts)
 
 

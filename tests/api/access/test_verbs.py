@@ -38,7 +38,7 @@ def test_a_key_is_made_used_rotated_and_revoked(harness: Harness) -> None:
     shown = run(harness, "keys", "create", "ci", "--project", "north", "--role", "viewer", "--scope", "jobs:read")
     secret = shown.stdout.strip()
     assert secret.startswith("eyk_")
-    assert "shown this once" in shown.stderr
+    assert "shown only once" in shown.stderr
     assert as_json(harness, "whoami", token=secret)["roles"] == {"north": "viewer"}
     assert "narrowed to jobs:read" in run(harness, "whoami", token=secret).stdout
     jobs = as_json(harness, "jobs", token=secret)["items"]

@@ -183,11 +183,11 @@ def test_a_wrong_secret_is_refused_and_never_told(rclone_s3: S3Server, tmp_path:
         assert rclone_s3.access_key not in text
 
 
-def test_a_secret_without_a_key_and_no_credentials_at_all_are_told_apart(
+def test_a_secret_without_a_key_and_no_credentials_at_all_raise_different_errors(
         moto_s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = make_bucket(moto_s3, tmp_path)
     (bucket.secret / "secret_key").unlink()
-    with pytest.raises(InvalidInput, match="no secret_key"):
+    with pytest.raises(InvalidInput, match="lacks secret_key"):
         bucket.store()
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
