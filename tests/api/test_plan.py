@@ -34,7 +34,7 @@ def plan_of(spec: JobSpec, target: TargetFacts, free_bytes: int | None) -> Plan:
 
 def test_the_seeds_42_tib_is_40_tib_when_divided_by_1024s() -> None:
     plain = StoredAs("bfloat16")
-    per_sample = 2048 * (plain.token_bytes(3, 5120) + plain.taught_bytes(5120) - ID_AND_MASK_BYTES)
+    per_sample = 2048 * (plain.token_bytes(3, 5120) + plain.supervised_token_bytes(5120) - ID_AND_MASK_BYTES)
     assert per_sample == 80 * MIB, "the post's ~80 MiB per sample is exact"
     total = 500_000 * per_sample
     assert total == 40_000_000 * MIB

@@ -152,11 +152,11 @@ class _Work:
         self.row_tokens = min(self.prompt + self.answer, float(spec.capture.max_length))
         self.captured = round(self.rows * self.row_tokens)
         self.num_aux = _num_stored(spec, candidates)
-        self.taught = round(self.rows * max(0.0, self.row_tokens - self.prompt))
+        self.supervised = round(self.rows * max(0.0, self.row_tokens - self.prompt))
         capture = spec.capture
         vocabulary = capture.draft_vocab_size or min(target.vocab_size, DEFAULT_DRAFT_VOCABULARY)
         wanted = StoredAs(capture.codec, capture.final_state, capture.final_top_k, vocabulary)
-        sizes = (self.captured, self.taught, self.num_aux, target.hidden_size)
+        sizes = (self.captured, self.supervised, self.num_aux, target.hidden_size)
         self.streamed = capture.feed == "stream"
         chosen = choose(wanted, None if self.streamed else capture.max_bytes, *sizes)
         self.within_budget = chosen is not None
@@ -305,7 +305,7 @@ def _warnings(work: _Work, candidates: Sequence[Candidate]) -> tuple[str, ...]:
     capture = work.spec.capture
     if not work.within_budget:
         found.append(f"no codec fits capture.max_bytes {capture.max_bytes}: {work.captured} tokens of which "
-                     f"{work.taught} answer need more")
+                     f"{work.supervised} answer need more")
     elif (work.stored.codec, work.stored.final_state) != (capture.codec, capture.final_state):
         found.append(f"states will be stored as {work.stored.name}: capture.codec {capture.codec} does not fit "
                      f"capture.max_bytes {capture.max_bytes}")

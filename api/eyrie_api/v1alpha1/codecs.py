@@ -56,7 +56,7 @@ class StoredAs:
         """Of any captured token: its aux states, id and mask."""
         return num_aux_layers * vector_bytes(self.codec, hidden_size) + ID_AND_MASK_BYTES
 
-    def taught_bytes(self, hidden_size: int) -> int:
+    def supervised_token_bytes(self, hidden_size: int) -> int:
         """What an answer token adds: the final state, or the opinion, that it is compared with."""
         if self.final_state == "keep":
             return vector_bytes(final_codec(self.codec), hidden_size)
@@ -64,7 +64,8 @@ class StoredAs:
 
     def bytes_of(self, tokens: int, answer_tokens: int, num_aux_layers: int, hidden_size: int) -> int:
         """A whole store, but for its headers (some 100 bytes per row)."""
-        return tokens * self.token_bytes(num_aux_layers, hidden_size) + answer_tokens * self.taught_bytes(hidden_size)
+        return (tokens * self.token_bytes(num_aux_layers, hidden_size)
+                + answer_tokens * self.supervised_token_bytes(hidden_size))
 
 
 def final_codec(codec: Codec) -> Codec:

@@ -87,10 +87,10 @@ def test_what_scatters_more_than_it_differs_is_not_told_apart() -> None:
     report = report_of({"EAGLE-3": Made(1.98, jitter=0.05), "DDTree": Made(2.2, jitter=0.2)})
     pair = report.comparison("DDTree", "EAGLE-3")
     assert pair is not None
-    assert pair.outcome == "not told apart"
+    assert pair.outcome == "indistinguishable"
     words = answer(report)
     assert words.startswith("It may be: DDTree")
-    assert "not told apart from EAGLE-3" in words
+    assert "indistinguishable from EAGLE-3" in words
 
 
 def test_when_nothing_is_surely_faster_it_is_left_off() -> None:
@@ -144,8 +144,8 @@ def test_claims_about_who_is_not_there_are_not_measured() -> None:
 
 
 @pytest.mark.parametrize(("low", "high", "least", "said"), [
-    (1.1, 1.5, 1.2, "holds"), (1.05, 1.15, 1.2, "does not hold here"), (0.9, 1.3, 1.2, "not told apart"),
-    (0.7, 0.9, 1.0, "does not hold here"), (1.3, 1.3, 1.0, "not told apart")])
+    (1.1, 1.5, 1.2, "holds"), (1.05, 1.15, 1.2, "does not hold here"), (0.9, 1.3, 1.2, "indistinguishable"),
+    (0.7, 0.9, 1.0, "does not hold here"), (1.3, 1.3, 1.0, "indistinguishable")])
 def test_a_number_is_reached_by_an_interval_above_one_that_holds_it(
         low: float, high: float, least: float, said: str) -> None:
     assert reaches(Interval(low=low, high=high), least) == said

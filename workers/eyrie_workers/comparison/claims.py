@@ -3,7 +3,7 @@
 The article "The EAGLE Family: Speculating in Feature Space" ("the story" in reports) ends in a table of three versions
 and makes claims. `three_versions` is the same table, measured; `evaluate_claims` evaluates each claim. A claim with a
 number holds when the interval reaches that number and lies above 1; it does not hold here when the interval stays below
-the number; otherwise it is not told apart. "Here" is one target on one machine: the article's figures are of
+the number; otherwise it is indistinguishable. "Here" is one target on one machine: the article's figures are of
 LLaMA-2-Chat 70B on GPUs.
 """
 
@@ -90,10 +90,10 @@ def _claims(report: CompareReport) -> Iterator[Claim]:
 def reaches(interval: Interval, least: float) -> Verdict:
     """The verdict on the claim that a ratio is at least `least`, from the ratio's interval."""
     if interval.low == interval.high:
-        return "not told apart"
+        return "indistinguishable"
     if interval.low > 1.0 and interval.high >= least:
         return "holds"
-    return "does not hold here" if interval.high < least else "not told apart"
+    return "does not hold here" if interval.high < least else "indistinguishable"
 
 
 def _compared(report: CompareReport, aspect: str, seed: str, one: str, other: str, least: float) -> Claim:

@@ -83,8 +83,8 @@ def _finding(report: CompareReport) -> str:
     assert winner is not None
     if winner.variant.title == OFF:
         return "No variant is surely faster than no drafter"
-    ties = sum(pair.outcome == "not told apart" for pair in report.contests if pair.one == winner.variant.title)
-    others = f", not told apart from {ties} other{'s' if ties > 1 else ''}" if ties else ", ahead of all others"
+    ties = sum(pair.outcome == "indistinguishable" for pair in report.contests if pair.one == winner.variant.title)
+    others = f", indistinguishable from {ties} other{'s' if ties > 1 else ''}" if ties else ", ahead of all others"
     return f"{winner.variant.title} is {winner.overall.speedup:.2f}x as fast as no drafter{others}"
 
 

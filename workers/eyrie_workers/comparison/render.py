@@ -12,7 +12,7 @@ from eyrie_workers.comparison.claims import VERSIONS, ratio
 from eyrie_workers.comparison.report import CompareReport, Figures, VariantReport
 
 _POSITIONS = 5  # of acceptance, in the table; report.json has all
-_STYLE = {"holds": "green", "does not hold here": "yellow", "not told apart": "dim", "not measured": "dim"}
+_STYLE = {"holds": "green", "does not hold here": "yellow", "indistinguishable": "dim", "not measured": "dim"}
 
 
 def markdown(report: CompareReport, plots: Iterable[str] = ()) -> str:

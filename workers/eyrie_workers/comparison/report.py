@@ -8,7 +8,7 @@ block together (`intervals`). A *round* is a target pass and the drafting before
     round_cost    the whole round in such passes; tau / round_cost is the speed-up while decoding
 
 Two variants are compared in pairs on the blocks that both answered, which resolves smaller differences than two
-overlapping intervals against off. They are *not told apart* when the interval of their ratio contains 1.
+overlapping intervals against off. They are *indistinguishable* when the interval of their ratio contains 1.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,8 +35,8 @@ from eyrie_workers.intervals import (
 from eyrie_workers.measurement.benchmark.blocks import num_identical
 from eyrie_workers.measurement.variant import Variant
 
-Outcome = Literal["faster", "slower", "not told apart"]
-Verdict = Literal["holds", "does not hold here", "not told apart", "not measured"]
+Outcome = Literal["faster", "slower", "indistinguishable"]
+Verdict = Literal["holds", "does not hold here", "indistinguishable", "not measured"]
 
 
 class Figures(Frozen):
@@ -208,7 +208,7 @@ class CompareReport(Frozen):
 
 def swapped(pair: PairComparison) -> PairComparison:
     """The same comparison with `one` and `other` exchanged."""
-    back: dict[Outcome, Outcome] = {"faster": "slower", "slower": "faster", "not told apart": "not told apart"}
+    back: dict[Outcome, Outcome] = {"faster": "slower", "slower": "faster", "indistinguishable": "indistinguishable"}
     return PairComparison(one=pair.other, other=pair.one, concurrency=pair.concurrency, ratio=1.0 / pair.ratio,
                    interval=_turned(pair.interval), outcome=back[pair.outcome], tau_ratio=1.0 / pair.tau_ratio,
                    tau_interval=_turned(pair.tau_interval))
@@ -303,8 +303,8 @@ class MeasuredBlocks:
 def outcome(interval: Interval) -> Outcome:
     """The outcome given the interval of a ratio. A point interval, from a single block, decides nothing."""
     if interval.low == interval.high:
-        return "not told apart"
-    return "faster" if interval.low > 1.0 else "slower" if interval.high < 1.0 else "not told apart"
+        return "indistinguishable"
+    return "faster" if interval.low > 1.0 else "slower" if interval.high < 1.0 else "indistinguishable"
 
 
 def rank(variants: Iterable[VariantReport]) -> tuple[VariantReport, ...]:
