@@ -3,8 +3,8 @@
     python -m eyrie_workers.shards --concurrency 4     a prefork worker; scale workers with the length of the queue
 
 `regeneration.sharded` does the work; this module delivers shards to workers. One shard may take longer than the
-visibility timeout, so its worker renews its hold on the message during the work (`eyrie_api.broker.TaskLocks`): the
-shard of a dead worker is delivered again within that time, that of a live worker is not. A worker needs
+visibility timeout, so its worker renews its hold on the message during the work (`eyrie_api.chores.broker.TaskLocks`):
+the shard of a dead worker is delivered again within that time, that of a live worker is not. A worker needs
 EYRIE_BROKER_URL, EYRIE_ARTIFACTS_* and the key that `regenerate.api_key_env` names; no database, no GPU, no torch.
 """
 

@@ -3,7 +3,7 @@
 Answers repeat their prompts (code, quotations, tool results, tables) and themselves. Prompt Lookup Decoding (Saxena
 2023, github.com/apoorvumang/prompt-lookup-decoding) searches the last tokens earlier in the same text and proposes the
 tokens that followed. It is the baseline a trained drafter has to exceed. SGLang's NGRAM merges matches into a trie that
-persists across requests (`drafters.ngram_trie`); this drafter uses one text only, so the drafts of an answer depend on
+persists across requests; this drafter uses one text only, so the drafts of an answer depend on
 its own request only.
 
     match   the longest suffix of at most MAX_MATCH tokens that occurred before, the latest occurrence first; then those

@@ -4,8 +4,9 @@ An event loop runs inside the generator: up to `concurrency` requests are in fli
 the next, and the consumer of the answers sets the pace. Closing the generator, or a stop request, cancels the requests
 in flight; those rows are requested again by the next run, with the same seed.
 
-Requests are sent with `load.http1`: when a server that batches finishes many answers at once, the processor time of a
-general HTTP library delayed the next requests (workers/README.md). A proxy from the environment is used (`load.proxy`).
+Requests are sent with `load.http_client`: when a server that batches finishes many answers at once, the processor time
+of a general HTTP library delayed the next requests (docs/results/regeneration.md). A proxy from the environment is used
+(`load.proxy`).
 """
 
 import asyncio

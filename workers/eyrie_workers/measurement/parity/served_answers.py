@@ -1,8 +1,8 @@
 """Greedy answers of a serving engine as token ids, with the histogram of accepted lengths of each.
 
 Does not import torch. Two APIs: SGLang's `/generate`, which takes and returns token ids and whose `meta_info` holds the
-histogram; and the OpenAI completions of our engine with its two extensions (`engines.openai`). Both report the rounds
-of one request. SGLang counts all accepted tokens of the last round, our engine those within the answer.
+histogram; and the OpenAI completions of our engine with its two extensions (`engines.openai_api`). Both report the
+rounds of one request. SGLang counts all accepted tokens of the last round, our engine those within the answer.
 """
 
 import http.client
