@@ -1,10 +1,10 @@
-"""Shards of regeneration as Celery tasks. The control plane's chores are the other user of Celery.
+"""Shards of regeneration as Celery tasks. The other user of Celery is `eyrie_api.chores`.
 
     python -m eyrie_workers.shards --concurrency 4     a prefork worker; scale workers with the length of the queue
 
 `regeneration.sharded` does the work; this module delivers shards to workers. One shard may take longer than the
-visibility timeout, so its worker renews its hold on the message during the work (`eyrie_api.chores.broker.TaskLocks`):
-the shard of a dead worker is delivered again within that time, that of a live worker is not. A worker needs
+visibility timeout, so its worker renews a lock meanwhile (`eyrie_api.chores.broker.TaskLocks`): the shard of a dead
+worker is delivered again within that time, that of a live worker is not. A worker needs
 EYRIE_BROKER_URL, EYRIE_ARTIFACTS_* and the key that `regenerate.api_key_env` names; no database, no GPU, no torch.
 """
 
@@ -35,7 +35,7 @@ _MAX_RETRY_DELAY_S = 60.0
 
 
 def broker_url() -> str:
-    """The Redis of EYRIE_BROKER_URL. Raises InvalidInput when there is none."""
+    """The Redis URL in EYRIE_BROKER_URL. Raises InvalidInput when it is not set, or names an in-memory broker."""
     url = os.environ.get("EYRIE_BROKER_URL", "")
     if not url or url.startswith("memory:"):
         raise InvalidInput("regeneration in shards needs a broker that several processes share",
@@ -69,24 +69,27 @@ def make_app(url: str, sharding: ShardingConfig) -> Celery:
         except Transient as trouble:
             raise task.retry(exc=trouble, countdown=min(trouble.after_s, _MAX_RETRY_DELAY_S)) from trouble
         finally:
-            with contextlib.suppress(BrokerUnavailable):  # the hold expires anyway
+            with contextlib.suppress(BrokerUnavailable):  # the lock expires by itself
                 locks.release(name)
 
     return app
 
 
 def hold_name(order: ShardMessage) -> str:
-    """The name of a shard's hold, unique among all jobs."""
+    """The name of a shard's lock, unique among all jobs."""
     return digest_model(order)
 
 
 def _renewing(locks: TaskLocks, name: str, tag: str) -> Callable[[], None]:
+    """A pause function that renews the lock when a renewal is due."""
     due = time.monotonic() + locks.renew_every_s
 
     def pause() -> None:
         nonlocal due
         if time.monotonic() >= due:
-            with contextlib.suppress(BrokerUnavailable):  # at worst another worker answers the same shard too
+            # Race: an unrenewed lock expires, and another worker answers the same shard. The second one to finish fails
+            # its conditional write.
+            with contextlib.suppress(BrokerUnavailable):
                 locks.renew(name, tag)
             due = time.monotonic() + locks.renew_every_s
 

@@ -1,2 +1,2 @@
-"""The target answers the training prompts again, in process or through an endpoint. The program is
-`stages.regenerate`."""
+"""The target's own answers to the training prompts, generated in process or through an endpoint (`stages.regenerate`).
+"""

@@ -1,13 +1,13 @@
-"""Generation through an OpenAI-compatible Batch API: prompts in one file, answers in another, within a day.
+"""Generation through an OpenAI-compatible Batch API: a file of requests, a file of answers, within 24 hours.
 
 One batch at a time:
 
     upload requests -> save the file id -> create the batch -> save its id -> poll -> download -> answers
 
 The state is saved in `batch.json`, so that a program killed while the batch runs resumes it instead of paying twice; a
-program killed between creating and saving finds the batch in the endpoint's list by the id of its input file. The file
-is deleted when the last answer of the batch has been consumed. Requests that expired, or that failed with a retryable
-status, are sent in the next batch.
+program killed between creating the batch and saving its id finds it in the endpoint's list by the id of its input file.
+`batch.json` is deleted when the last answer of the batch has been consumed. Requests that expired, or that failed with
+a retryable status, are sent in the next batch.
 
 The Batch API returns no token ids: answers are tokenised again, and `ids_exact` of the rows is false.
 """

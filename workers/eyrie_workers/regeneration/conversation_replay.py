@@ -32,7 +32,7 @@ class Ended:
 
 
 def num_turns(messages: Sequence[Message], turns: str) -> int:
-    """TurnQueue a conversation has at most; `messages` are without its last assistant turn."""
+    """Upper bound of the turns of a conversation; `messages` are without its last assistant turn."""
     return 1 if turns == "last" else 1 + sum(message["role"] == "assistant" for message in messages)
 
 

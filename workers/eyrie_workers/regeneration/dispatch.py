@@ -84,4 +84,5 @@ class Routes:
 
     @staticmethod
     def _is_available(route: Route, now: float) -> bool:
+        # After a backoff a single request probes the endpoint: none may be in flight.
         return route.failures == 0 or (now >= route.unavailable_until and route.in_flight == 0)

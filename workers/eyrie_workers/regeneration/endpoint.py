@@ -8,7 +8,7 @@ field gets the request again without it.
 
 Failures are of three kinds, by status: retryable ones (429, 5xx, timeouts, refused connections) are retried; a prompt
 that is declined (400, 413, 422: too long, filtered) becomes a GenerationFailure; any other status (401, 403, 404 ...)
-would meet every request and ends the stage.
+would fail every request and ends the stage.
 """
 
 import os
@@ -64,7 +64,7 @@ class Endpoint:
     deadline_s: float = 3600.0
     concurrency: int = 24
     context: int | None = None
-    """The target's longest text. Most servers refuse a `max_tokens` beyond what the prompt leaves of it."""
+    """The target's context length. Most servers reject a `max_tokens` that exceeds it together with the prompt."""
 
     @property
     def base_url(self) -> str:
@@ -107,7 +107,7 @@ def request_body(endpoint: Endpoint, prompt: GenerationRequest, *, ids_field: st
     }
     if prompt.tools:
         body["tools"] = prompt.tools
-    if sampling.top_k:  # an extension of vLLM and SGLang; sent only when it asks for something
+    if sampling.top_k:  # an extension of vLLM and SGLang: sent only when it is set
         body["top_k"] = sampling.top_k
     if ids_field is not None:
         body[ids_field] = True
@@ -158,14 +158,14 @@ def is_retryable(status: int) -> bool:
 
 
 def declined(prompt: GenerationRequest, status: int, text: str, url: str) -> GenerationFailure:
-    """The GenerationFailure of a status that is not retried. Raises Permanent when it would meet every request."""
+    """The GenerationFailure of a status that is not retried. Raises Permanent when every request would get it."""
     if status in _DECLINED:
         return GenerationFailure(prompt.row_id, f"the endpoint answered {status}: {_quoted(text)}", "declined")
     raise fatal(status, text, url)
 
 
 def fatal(status: int, text: str, url: str) -> Permanent:
-    """The error for a status that would meet every request."""
+    """The error for a status that every request would get."""
     hints = {401: "check regenerate.api_key_env", 403: "check the key's rights",
              404: "check regenerate.base_url (it ends in /v1) and regenerate.served_model"}
     return Permanent(f"{url} answered {status}: {_quoted(text)}", hints.get(status, "check the endpoint"))

@@ -1,9 +1,9 @@
 """Requests to a target and its answers, independent of the engine that serves them.
 
 A client takes requests lazily, keeps several in flight, and yields outcomes in the order they finish. The seed of a row
-depends on the row alone, so neither order nor concurrency changes an answer. A prompt that the engine refuses for good
-yields a `GenerationFailure` with the reason. Transient errors are retried by the client, then raised as Transient: the
-stage ends, and its next run resumes.
+depends on the row alone, so neither order nor concurrency changes an answer. A prompt that the engine refuses
+permanently yields a `GenerationFailure` with the reason. Transient errors are retried by the client, then raised as
+Transient: the stage ends, and its next run resumes.
 """
 
 import hashlib

@@ -5,7 +5,7 @@ the next, and the consumer of the answers sets the pace. Closing the generator, 
 in flight; those rows are requested again by the next run, with the same seed.
 
 Requests are sent with `load.http_client`: when a server that batches finishes many answers at once, the processor time
-of a general HTTP library delayed the next requests (docs/results/regeneration.md). A proxy from the environment is used
+of a general HTTP library delayed the next requests (workers/README.md). A proxy from the environment is used
 (`load.proxy`).
 """
 
@@ -92,6 +92,7 @@ class OnlineClient:
                 return await self._ask_until_answered(connections, prompt, answered_before)
         except TimeoutError:
             error_text = f"no answer within regenerate.deadline_s = {self.endpoint.deadline_s:g}"
+            # Other prompts were answered meanwhile: the endpoint works, so only this prompt fails.
             if self._answered > answered_before:
                 return GenerationFailure(prompt.row_id, f"{error_text}, while others were answered")
             raise Transient(f"{', '.join(self.endpoint.base_urls)}: {error_text}",
@@ -108,7 +109,7 @@ class OnlineClient:
                 reply = await connections.ask(route.url, request_body(self.endpoint, prompt, ids_field=ids_field))
             except RequestFailed as error:
                 error_text = f"{error.reason}: {error}"
-            except BaseException:
+            except BaseException:  # cancelled by a stop or by the deadline: says nothing about the endpoint
                 routes.dropped(route)
                 raise
             else:
@@ -122,7 +123,7 @@ class OnlineClient:
                         continue
                     return declined(prompt, reply.status, text, url)
                 error_text, retry_after = f"status {reply.status}", reply.headers.get("retry-after")
-            # Jitter: `random` suffices.
+            # Jitter against retries in step; need not be reproducible, so the global generator is used.
             delay_s = retry_delay_s(attempt, retry_after, self.first_delay_s, random.random())
             routes.failed(route, time.monotonic(), delay_s if retry_after else 0.0)
             if attempt >= self.endpoint.max_retries:

@@ -1,12 +1,12 @@
-"""Decides, before any answering, what becomes of every row that is read.
+"""Sorts every input row, before any is answered: selected, held out, quarantined or a duplicate.
 
-    read -> malformed? quarantine -> seen before? count -> rendered and too long? quarantine
-         -> held out by hash? held_out.jsonl -> overlaps a benchmark? quarantine -> nearly seen before? count
+    read -> malformed? quarantine -> duplicate id? count -> cannot be rendered, or too long? quarantine
+         -> held out by hash? held_out.jsonl -> overlaps a benchmark? quarantine -> near duplicate? count
          -> selection.jsonl
 
-The selection is written once, and whole: `selection.json` comes last. A restart then works through the same list even
-if a source has grown meanwhile, the total is known from the first answer on (so there is an ETA), and what is held out
-is settled before the target has said a word. Streaming throughout; only the ids seen are kept in memory.
+The selection is complete when `selection.json` exists, which is written last. A restarted stage reads it instead of the
+sources, so it answers the same rows even if a source has changed, and the total is known from the first answer, for the
+ETA. Rows are streamed; only the ids seen (and the signatures of near-duplicate detection) are kept in memory.
 """
 
 import json
@@ -41,7 +41,7 @@ SUMMARY = "selection.json"
 
 
 class SelectionSummary(Frozen):
-    """How the rows read were divided. Its presence means the selection is whole."""
+    """Counts of the selection, written last: the file exists only when the selection is complete."""
 
     rows_read: int = 0
     rows_selected: int = 0
@@ -50,14 +50,14 @@ class SelectionSummary(Frozen):
     duplicates: int = 0
     near_duplicates: int = 0
     turns_selected: int = 0
-    """TurnQueue at most: more than rows where every turn is asked."""
+    """Upper bound of the turns to answer; larger than `rows_selected` with `turns: all`."""
 
     overlaps: dict[str, int] = {}
     languages: dict[str, int] = {}
 
 
 class SelectedRow(Frozen):
-    """One row that is to be answered."""
+    """One row to answer: a line of selection.jsonl."""
 
     id: str
     source: str
@@ -70,21 +70,21 @@ class SelectedRow(Frozen):
 
 @dataclass(frozen=True)
 class Rules:
-    """What a row must pass."""
+    """The criteria of the selection."""
 
     data: DataSpec
     benchmark: BenchmarkPrompts
     max_prompt_tokens: int
-    """The spec's, or what the target's context leaves room for, if that is less."""
+    """The spec's limit, or the target's context minus one token if that is less."""
 
     turns: str = "last"
     suite_runs: Runs = field(default_factory=Runs)
-    """Of the benchmark suites' prompts."""
+    """Word n-grams of the benchmark suites' prompts."""
 
 
 def select(directory: Path, rules: Rules, tokenizer: ChatTokenizer, pause: Callable[[], None],
            progress: Callable[[int], None]) -> SelectionSummary:
-    """Read the data and write the selection into `directory`, unless it is there already.
+    """Read the sources and write the selection into `directory`, unless it exists already.
 
     Raises InvalidInput when a source cannot be opened, NoChatTemplate when the target has no chat template.
     """
@@ -106,27 +106,27 @@ def select(directory: Path, rules: Rules, tokenizer: ChatTokenizer, pause: Calla
 
 
 def selected(directory: Path) -> Iterator[SelectedRow]:
-    """The rows to be answered, in order."""
+    """The rows to answer, in order."""
     with (directory / SELECTED).open("rb") as file:
         for line in file:
             yield SelectedRow.model_validate_json(line)
 
 
 def rejected(directory: Path) -> Iterator[QuarantinedRow]:
-    """The rows the selection quarantined, in the order they were read."""
+    """The quarantined rows, in the order they were read."""
     with (directory / REJECTED).open("rb") as file:
         for line in file:
             yield QuarantinedRow.model_validate_json(line)
 
 
 def forget(directory: Path) -> None:
-    """Remove the working files, the summary first: what is left without it is made anew."""
+    """Remove the working files. The summary goes first: after a kill in between, the next run selects again."""
     for name in (SUMMARY, SELECTED, REJECTED):
         (directory / name).unlink(missing_ok=True)
 
 
 def _with_held_out(directory: Path, pause: Callable[[], None]) -> dict[str, int]:
-    """Rows to be answered that share words in a row with a held-out prompt, once all of those are known."""
+    """Number of selected rows that share a word n-gram with a held-out prompt; a second pass over the selection."""
     with (directory / HELD_OUT).open("rb") as file:
         runs = Runs(json.loads(line)["messages"] for line in file)
     shared = 0
@@ -137,7 +137,7 @@ def _with_held_out(directory: Path, pause: Callable[[], None]) -> dict[str, int]
 
 
 def _drawn(data: DataSpec) -> Iterator[Conversation | QuarantinedRow]:
-    """The mix, cut after `max_conversations` usable rows."""
+    """The mixture of the sources, ended after `max_conversations` usable rows."""
     streams = [read_conversations(source) for source in data.sources]
     left = data.max_conversations
     for row in mix(streams, [source.weight for source in data.sources], data.seed):
@@ -149,7 +149,7 @@ def _drawn(data: DataSpec) -> Iterator[Conversation | QuarantinedRow]:
 
 
 class _Divider:
-    """Writes each row to the file it belongs to; the files take their names when all is well."""
+    """Writes each row to its file. Temporary files are renamed on success and deleted on an exception."""
 
     def __init__(self, directory: Path, rules: Rules, tokenizer: ChatTokenizer) -> None:
         self._directory, self._rules, self._tokenizer = directory, rules, tokenizer

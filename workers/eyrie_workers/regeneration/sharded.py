@@ -1,19 +1,19 @@
-"""Regeneration in shards: each shard of prompts is answered by the worker that takes it. Celery is in `shards`.
+"""Distributed regeneration: shards of prompts, each answered by one worker. The Celery transport is in `shards`.
 
-A request to an endpoint is waiting time: one CPU worker keeps hundreds of them in flight, and a dozen workers keep a
-pool of GPU endpoints busy. The stage cuts its prompts into shards by their position in the selection, writes each to
-the artifact store, sends a message with its name, and reads the answers as shards are finished:
+A request to an endpoint is mostly waiting: one CPU worker keeps hundreds of them in flight, and a dozen workers keep a
+pool of GPU endpoints busy. The stage splits its prompts into shards by their position in the selection, writes each to
+the artifact store, sends a message with its name, and reads the answers as shards finish:
 
-    <prefix>/tokenizer/...          turns a text answer back into token ids
+    <prefix>/tokenizer/...          to tokenise answers of endpoints that return text only
     <prefix>/in/<shard>.jsonl       prompts
-    <prefix>/done/<shard>.jsonl     a report, then one line per outcome: written once, whole
+    <prefix>/done/<shard>.jsonl     a report, then one line per outcome: one conditional write
     <prefix>/failed/<shard>.json    a permanent error
 
-A shard's name consists of its number and a digest of its prompts and their generation parameters. Messages may
-therefore be delivered twice, to two live workers as well: a worker that finds the shard done does nothing, and a worker
-that finishes second fails its conditional write. A stage that was killed sends the shards that are not done and no
-others. A lost message is sent again when no shard has finished for a while, no message waits and no worker holds the
-shard.
+A shard's name consists of its number and a digest of its prompts and their generation parameters. A message may
+therefore be delivered twice, even to two workers at once: a worker that finds the shard done does nothing, and of two
+that finish the second fails its conditional write. A stage that was killed sends only the shards that are not done. A
+lost message is sent again when no shard has finished for `resend_after_s`, the queue is empty and no worker holds the
+shard's lock.
 """
 
 import hashlib
@@ -46,28 +46,28 @@ from eyrie_workers.regeneration.retokenising import AnswerRetokenizer
 from eyrie_workers.targets.templates import ChatTokenizer
 
 _LISTEN_S = 0.2
-"""How long a request to stop may go unheard."""
+"""Longest time until a stop request takes effect."""
 
 _LARGEST_TOKENIZER_FILE = 64 * 2**20
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 
 
 class ShardingConfig(Frozen):
-    """How a deployment shares regeneration out: read from EYRIE_SHARD_* by the stage and by the shard workers."""
+    """Settings of a deployment's shards, read from EYRIE_SHARD_* by the stage and by the shard workers."""
 
     shard_rows: int | None = Field(None, ge=1, le=100_000)
-    """Prompts per shard, 64 for example; nothing is shared out where it is not set. A worker that dies loses the
-    answers of its shard, and no others."""
+    """Prompts per shard, 64 for example; None disables sharding. A worker that dies loses the answers of its shard
+    only."""
 
     shard_window: int = Field(256, ge=1, le=100_000)
-    """Shards sent and not yet taken in: bounds what the stage holds in memory."""
+    """Most shards sent whose answers have not been read; bounds the memory of the stage."""
 
     shard_visibility_timeout_s: float = Field(120.0, ge=2.0)
-    """A shard whose worker has not renewed its hold for so long is handed to another."""
+    """Seconds without a renewal of its lock after which a shard is delivered to another worker."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "ShardingConfig":
-        """Read EYRIE_SHARD_ROWS, ... Raises InvalidInput naming the variable that is wrong."""
+        """Read EYRIE_SHARD_ROWS and so on. Raises InvalidInput naming the invalid variable."""
         environ = os.environ if environ is None else environ
         names = {name: f"EYRIE_{name.upper()}" for name in cls.model_fields}
         found = {name: environ[variable] for name, variable in names.items() if environ.get(variable)}
@@ -81,7 +81,8 @@ class ShardingConfig(Frozen):
 
 
 class ShardMessage(Frozen):
-    """What a message says: where the shard is and how its prompts are asked. Keys are named, never carried."""
+    """A message: the location of a shard and its generation parameters. It names the variable of the API key and never
+    contains the key."""
 
     store_url: str
     prefix: str
@@ -91,7 +92,7 @@ class ShardMessage(Frozen):
     context: int | None
 
     def key(self, kind: str) -> str:
-        """Where one of its objects lies."""
+        """Key of one of its objects: `in`, `done` or `failed`."""
         return f"{self.prefix}/{kind}/{self.shard}.{'json' if kind == 'failed' else 'jsonl'}"
 
 
@@ -104,7 +105,7 @@ class ShardReport(Frozen):
 
 
 class ShardFailure(Frozen):
-    """Why a shard cannot be answered at all."""
+    """A permanent error of a shard: the content of its `failed` object."""
 
     reason: str
     message: str
@@ -112,24 +113,24 @@ class ShardFailure(Frozen):
 
 
 class ShardQueue(Protocol):
-    """How shards reach workers. Raises Transient while the broker is away."""
+    """Delivers shards to workers. Its methods raise Transient while the broker is unavailable."""
 
     def send(self, order: ShardMessage) -> None:
-        """Have a shard answered."""
+        """Enqueue a shard."""
 
     def length(self) -> int:
-        """Messages nobody has taken yet."""
+        """Number of messages that no worker has received."""
 
     def is_held(self, order: ShardMessage) -> bool:
-        """Whether a worker is at it."""
+        """Whether a worker holds the shard's lock."""
 
 
 @dataclass
 class ShardedClient:
-    """`GenerationClient` over shard workers: the stage's side."""
+    """`GenerationClient` over shard workers, used by the stage."""
 
     order: ShardMessage
-    """Every shard's order, but for the shard."""
+    """The message of every shard, with an empty `shard`."""
 
     store: ArtifactStore
     queue: ShardQueue
@@ -139,17 +140,17 @@ class ShardedClient:
     poll_s: float = 1.0
     resend_after_s: float = 300.0
     _open: dict[str, frozenset[str]] = field(default_factory=dict)
-    """Shards on their way, and the rows each of them must answer."""
+    """Shards sent whose answers have not been read, each with the ids of its rows."""
 
     def answers(self, prompts: Iterator[GenerationRequest], pause: Callable[[], None]) -> Iterator[GenerationOutcome]:
-        """See `GenerationClient`. Raises Permanent when a worker says that a shard cannot be answered."""
+        """See `GenerationClient`. Raises Permanent when a worker has reported that a shard cannot be answered."""
         self._publish_tokenizer()
         try:
             yield from self._answers(prompts, pause)
             self.store.delete_all(self.order.prefix)
         finally:
-            # Asked to stop, or failed: messages that wait find nothing to do. What is in hand is written down still,
-            # and found by the next run.
+            # After a stop or an error, shards are left open. Deleting their prompts turns queued messages into no-ops.
+            # A worker that has already read its prompts still writes `done`, which the next run finds.
             with suppress(EyrieError):
                 for shard in self._open:
                     self.store.delete(self._order(shard).key("in"))
@@ -172,7 +173,7 @@ class ShardedClient:
                         warned.add(reason)
                         self.warn(reason, text)
                 yield from outcomes
-                # Whoever asked for more has kept all of them.
+                # The consumer has stored every outcome when it requests the next one: the objects can be deleted.
                 self._forget(shard)
             if finished:
                 news = time.monotonic()
@@ -186,7 +187,8 @@ class ShardedClient:
     def _submit(self, number: int, prompts: list[GenerationRequest]) -> None:
         order = self._order(shard_name(self.order, number, prompts))
         self._open[order.shard] = frozenset(prompt.row_id for prompt in prompts)
-        self.store.delete(order.key("failed"))
+        self.store.delete(order.key("failed"))  # of an earlier run: it would end this one
+        # A shard that is done needs no message: it was answered for an earlier run that was killed.
         if self.store.stat(order.key("done")) is None:
             lines = "".join(json.dumps(asdict(prompt)) + "\n" for prompt in prompts)
             self.store.write(order.key("in"), lines.encode())
@@ -216,6 +218,7 @@ class ShardedClient:
                 raise Permanent(f"shard {Path(found.key).stem}: {failure.reason}: {failure.message}", failure.hint)
 
     def _send_again(self) -> None:
+        # A message that waits in the queue, or whose shard a worker holds, is not lost.
         if self.queue.length() > 0:
             return
         lost = [order for order in map(self._order, sorted(self._open)) if not self.queue.is_held(order)]
@@ -241,14 +244,14 @@ class ShardedClient:
 
 
 class _Groups:
-    """Prompts in a row whose places belong to one shard. The stream may run dry and flow again."""
+    """Groups consecutive prompts by shard number. The iterator of prompts may be exhausted and yield again later."""
 
     def __init__(self, prompts: Iterator[GenerationRequest], shard_rows: int) -> None:
         self._prompts, self._shard_rows = prompts, shard_rows
         self._next: GenerationRequest | None = None
 
     def take(self) -> list[GenerationRequest]:
-        """The next group; empty where there is none now."""
+        """The next group; empty while no prompt is available."""
         group, self._next = [self._next] if self._next is not None else [], None
         while (prompt := next(self._prompts, None)) is not None:
             if group and prompt.place // self._shard_rows != group[0].place // self._shard_rows:
@@ -259,25 +262,27 @@ class _Groups:
 
 
 def shard_name(order: ShardMessage, number: int, prompts: list[GenerationRequest]) -> str:
-    """`<number>-<digest>`, of what is asked and how: the same prompts asked otherwise are another shard."""
+    """`<number>-<digest>`; the digest is of prompts and generation parameters, so other parameters give another shard.
+    """
     how = digest_model(order.regenerate) + digest_model(order.target)
     asked = json.dumps([[prompt.row_id, prompt.prompt_ids, prompt.seed] for prompt in prompts])
     return f"{number:06d}-{hashlib.sha256((how + asked).encode()).hexdigest()[:16]}"
 
 
 def answer_shard(order: ShardMessage, store: ArtifactStore, cache: Path, pause: Callable[[], None]) -> bool:
-    """The worker's side: answer one shard and write it down; False when there is nothing left to do.
+    """Answer one shard in a worker and write its outcomes. False when there was nothing to do, or it failed for good.
 
-    cache   a directory of this worker's own, for tokenizers
-    pause   called several times a second while the endpoint is asked
-    Raises Transient when the endpoint stays away. What can never succeed is written down for the stage instead.
+    cache   directory for tokenizers, used by this worker only
+    pause   called several times a second while requests are in flight
+
+    Raises Transient when the endpoint stays unavailable. A permanent error is written to `failed` instead of raised.
     """
     try:
         if store.stat(order.key("done")) is not None:
             return False
         try:
             prompts = [GenerationRequest(**json.loads(line)) for line in store.read(order.key("in")).splitlines()]
-        except ArtifactMissing:  # taken in and cleared away: this message was late
+        except ArtifactMissing:  # the stage has read the answers or has stopped, and deleted the prompts
             return False
         warnings: list[tuple[str, str]] = []
         tokenizer = AnswerRetokenizer(ChatTokenizer(_tokenizer(order, store, cache)))
@@ -287,7 +292,7 @@ def answer_shard(order: ShardMessage, store: ArtifactStore, cache: Path, pause: 
         report = ShardReport(shard=order.shard, num_outcomes=len(outcomes), warnings=tuple(warnings))
         store.write_once(order.key("done"), write_outcomes(report, [outcomes[p.row_id] for p in prompts]))
     except AlreadyWritten:
-        return False  # another worker was at it too, and was faster
+        return False  # race: another worker answered the same shard and finished first
     except Transient:
         raise
     except EyrieError as error:
@@ -298,14 +303,14 @@ def answer_shard(order: ShardMessage, store: ArtifactStore, cache: Path, pause: 
 
 
 def write_outcomes(report: ShardReport, outcomes: list[GenerationOutcome]) -> bytes:
-    """A finished shard's bytes."""
+    """The content of a `done` object."""
     lines = [report.model_dump_json()]
     lines += [json.dumps({"answered": isinstance(outcome, GeneratedAnswer), **asdict(outcome)}) for outcome in outcomes]
     return "".join(line + "\n" for line in lines).encode()
 
 
 def read_outcomes(data: bytes, key: str) -> tuple[ShardReport, list[GenerationOutcome]]:
-    """What `write_outcomes` wrote. Raises ArtifactCorrupt."""
+    """The inverse of `write_outcomes`. Raises ArtifactCorrupt."""
     try:
         first, *rest = data.splitlines()
         report = ShardReport.model_validate_json(first)
@@ -324,7 +329,7 @@ def _outcome(fields: dict[str, Any]) -> GenerationOutcome:
 
 
 def _tokenizer(order: ShardMessage, store: ArtifactStore, cache: Path) -> Path:
-    """The tokenizer's directory, fetched once per worker and job."""
+    """The tokenizer's directory, downloaded once per worker and job. `.whole` marks a complete download."""
     directory = cache / digest_bytes(f"{order.store_url} {order.prefix}".encode()).removeprefix("sha256:")[:16]
     if not (directory / ".whole").exists():
         for found in store.list(f"{order.prefix}/tokenizer"):

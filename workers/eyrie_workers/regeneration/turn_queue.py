@@ -77,6 +77,7 @@ class TurnQueue(Iterator[GenerationRequest]):
         """Its answer is in the ledger, or it failed: the conversation's next turn may be sent."""
         pending = self._in_flight.pop(row_id)
         if self._spec.turns == "all" and row_id in self._ledger:
+            # A prompt's place is turn * num_rows + the conversation's place.
             self._enqueue(self.replay(pending.row, pending.prompt.place % self._num_rows))
 
     def replay(self, row: SelectedRow, place: int = 0) -> ReplayState:
