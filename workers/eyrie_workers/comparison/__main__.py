@@ -20,7 +20,7 @@ from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Interrupted
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The program; returns its exit code."""
+    """Run the program; returns its exit code."""
     given = build_parser(list(FAMILIES)).parse_args(argv)
     screen = Screen(as_json=given.json)
     try:

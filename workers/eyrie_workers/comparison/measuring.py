@@ -45,14 +45,14 @@ class VariantRun(Frozen):
     cpu_seconds: float
     prefill_s: float
     draft_s: float
-    """Proposing, and settling pairs."""
+    """Seconds of proposing drafts and settling pairs."""
 
     verify_s: float
     rounds: int
-    """Of the engine, all rows of a round counted once."""
+    """Rounds of the engine; a round of several rows counts once."""
 
     nodes: int
-    """Of one row's trees, root included, summed over rounds."""
+    """Tree nodes of one row, root included, summed over rounds."""
 
 
 class Entry(Frozen):
@@ -99,7 +99,7 @@ class Setup:
         return runner.some_requests(runner.prompts, block.temperature, block.index * num, num)
 
     def run(self, variant: Variant, block: Block, requests: Sequence[Request]) -> VariantRun:
-        """One variant, one block."""
+        """Measure one variant on one block."""
         engine = self.engines[variant.family]
         engine.stats.reset()
         setting = OFF_SETTING if variant.tree is None else Setting(tree=variant.tree)

@@ -3,8 +3,8 @@
 Equal budgets. All families train from one store. With a budget in *tokens* they have the same schedule: the same
 documents in the same batches in the same order (`training.packing.Schedule` depends on rows, batch size, seed and
 epochs alone, which are shared). With a budget in *seconds* each family first trains briefly, to measure its speed on
-this machine, and then trains for the epochs that fit its seconds. Either way a training is a function of its spec and
-can be resumed; a run that ended by the clock could not.
+this machine, and then trains for the epochs that fit its seconds. Either way a training run is a function of its spec
+and can be resumed, which a run that is ended by the clock cannot.
 
 Equal measurement. Every variant answers every block: the same prompts, temperatures, concurrencies and noise.
 """
@@ -84,7 +84,7 @@ class CompareSpec(Frozen):
     variant, and width and nodes of all trees."""
 
     concurrencies: tuple[Annotated[int, Field(ge=1, le=256)], ...] = Field((1, 4), min_length=1, max_length=8)
-    """Requests decoded at once. The leaderboard ranks at the first."""
+    """Concurrent requests. The leaderboard ranks by the first value."""
 
     @model_validator(mode="after")
     def _each_once(self) -> "CompareSpec":
@@ -143,7 +143,8 @@ def calibration_epochs(spec: CompareSpec, store_tokens: int) -> float:
 def epochs_for_tokens(tokens: float, store_tokens: int) -> float:
     """Epochs that make this many packed tokens. Raises InvalidInput beyond the most epochs of a training.
 
-    Rows held out for evaluation count as if trained on, so a little less is trained than asked for; alike for all.
+    Rows held out for evaluation are counted as trained on, so slightly fewer tokens are trained than requested, equally
+    for all families.
     """
     return _possible(tokens / store_tokens, f"a budget of {tokens:.0f} tokens", store_tokens)
 

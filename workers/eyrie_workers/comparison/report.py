@@ -181,7 +181,7 @@ class CompareReport(Frozen):
     claims: tuple[Claim, ...] = ()
     verdict: str = ""
     winner: str = OFF
-    """The variant to serve; `off` when none is surely faster than no drafter."""
+    """The variant to serve; `off` when no variant's interval lies above 1."""
 
     seconds: dict[str, float]
     """Wall time by stage."""
@@ -314,7 +314,7 @@ def rank(variants: Iterable[VariantReport]) -> tuple[VariantReport, ...]:
 
 
 def choose(variants: Sequence[VariantReport]) -> str:
-    """The variant to serve: the first lossless one that is surely faster than off; else off."""
+    """The variant to serve: the first lossless one whose speed-up interval lies above 1; else off."""
     for one in variants:
         if one.variant.title != OFF and one.lossless and outcome(one.overall.speedup_interval) == "faster":
             return one.variant.title
@@ -342,6 +342,7 @@ def _counts(run: VariantRun) -> tuple[float, float]:
 
 def _tau_ratio(sums: FloatArray) -> FloatArray:
     """[R, 4] tokens and rounds of two variants to the ratio of their taus, [R]."""
+    # Sums are at least 1, so that a variant without rounds has tau 1.
     ones = np.maximum(sums, 1.0)
     ratio: FloatArray = (ones[:, 0] / ones[:, 1]) / (ones[:, 2] / ones[:, 3])
     return ratio

@@ -85,7 +85,7 @@ def conclude(spec: CompareSpec, training: Training, store: CaptureReport, varian
 
 
 def trained(spec: CompareSpec, family: str, drafters: TrainedDrafter, store_dir: Path, target: Path) -> Trained:
-    """What a family's training took."""
+    """One family's drafter and the cost of its training."""
     report, store = drafters.report, FeatureStore(store_dir)
     layout = store.format
     layers = family_named(family).layers(layout.chosen_layers, read_config(target).num_layers)

@@ -42,7 +42,7 @@ class StageFailed(EyrieError):
 
 
 class Stopped(BaseException):
-    """A stage was asked to stop; run again, it resumes. A BaseException, like `stage_program.Interrupted`."""
+    """A stage was interrupted; the next run resumes it. A BaseException, like `stage_program.Interrupted`."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Training:
             self.on_begin(f"{self._parts} of {total}: {what}", out)
 
     def _epochs(self, store_tokens: int) -> Mapping[str, float]:
-        """Of every family, by the budget."""
+        """Epochs of every family, from the budget."""
         spec, budget = self.spec, self.spec.budget
         if budget.kind == "tokens":
             return dict.fromkeys(spec.families, plan.epochs_for_tokens(budget.amount, store_tokens))
@@ -179,7 +179,7 @@ class CpuRecord(Frozen):
 
 @dataclass
 class _Counted:
-    """Counts processor time into a file; not of a stage that is done already."""
+    """Records the processor time of a call in a ledger, except for a stage that has its manifest already."""
 
     path: Path
     name: str
@@ -198,7 +198,8 @@ class _Counted:
 
 
 def cpu_seconds(path: Path, name: str) -> float | None:
-    """What all calls of this name used; None when one of them did not come to its end."""
+    """Processor seconds of all calls of this name; None when one of them was killed."""
+    # Every call writes one line when it begins and one when it ends; a killed one has no second line.
     calls = [record for record in JsonlLedger(path, CpuRecord).entries if record.name == name]
     ended = [record.cpu_s for record in calls if record.cpu_s is not None]
     return sum(ended) if 2 * len(ended) == len(calls) else None

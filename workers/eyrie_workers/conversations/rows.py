@@ -27,7 +27,7 @@ META = "rows.meta.json"
 
 
 class RowSampling(Frozen):
-    """How one answer was drawn."""
+    """The sampling parameters of one answer."""
 
     temperature: float
     top_p: float

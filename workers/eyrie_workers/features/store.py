@@ -203,8 +203,7 @@ class FeatureStore:
         The memory in use is `ahead + 2` batches. Closing the iterator stops the prefetch.
 
         reuse   reuse memory: a batch's states are valid until the next batch is requested. Reading then takes a sixth
-        of
-                the time (fresh memory is faulted in page by page; measured at 1024 values, int8).
+                of the time (fresh memory is faulted in page by page; measured at 1024 values, int8).
         """
         waiting: deque[tuple[Future[PackedBatch], Buffers | None]] = deque()
         spare: list[Buffers] = []
@@ -227,7 +226,7 @@ class FeatureStore:
             num_tokens += self._shards[number].lengths[within]
         if spare and spare[-1].aux.shape[0] >= num_tokens:
             return spare.pop()
-        if spare:
+        if spare:  # too small: replaced by a larger one, so the number of buffers stays bounded
             spare.pop()
         states = (num_tokens, len(self.format.aux_layers), self.format.hidden_size)
         # Pinned, so that the copy to the GPU runs while the previous batch is trained on.

@@ -1,7 +1,7 @@
 """A load test from the command line (`eyrie load` starts this program).
 
-    python -m eyrie_workers.load --variant off=http://127.0.0.1:30000/v1 --variant candidate=http://127.0.0.1:30001/v1
-    \\
+    python -m eyrie_workers.load --variant off=http://127.0.0.1:30000/v1 \\
+        --variant candidate=http://127.0.0.1:30001/v1 \\
         --prompts quickstart --concurrency 1,4,16 --slo ttft=0.5,itl=0.05 --out report.json --plots plots
 
 Progress goes to stderr, the result to stdout: tables, or with --json the report. API keys are read from environment

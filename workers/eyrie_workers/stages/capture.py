@@ -1,4 +1,4 @@
-"""Capture: records the target's hidden states on its own answers, aux states and final state of every token.
+"""Capture: records the target's hidden states (aux layers and final) over its own answers.
 
     rows.jsonl -> shards planned -> target forward over whole rows, teacher forced -> features/
 

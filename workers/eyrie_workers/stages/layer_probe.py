@@ -3,9 +3,9 @@
     python -m eyrie_workers.stages.layer_probe --target quickstart --rows <regenerate's directory>
 
 A drafter at position i knows the committed token i + 1 and reads the target's states at i; it first predicts the
-target's most probable token after i + 1. A layer is worth what its state at i adds to the embedding of token i + 1 in
-predicting that token. The probe is ridge regression onto the target's own final state at i + 1, whose product with the
-output matrix gives the token,
+target's most probable token after i + 1. The value of a layer is what its state at i adds to the embedding of token
+i + 1 in predicting that token. The probe is ridge regression onto the target's own final state at i + 1, whose product
+with the output matrix gives the token,
 
     W = (X'X + c I)^-1 X' Y
 
@@ -99,7 +99,7 @@ class _Readings:
     lm_head: Tensor
     width: int
     positions: int
-    """Fitted to."""
+    """Number of positions fitted to."""
 
     def columns(self, layers: Sequence[int]) -> Tensor:
         """Columns of some layers, by index, followed by those of the embedding and of 1."""
@@ -110,6 +110,7 @@ class _Readings:
     def agreement(self, layers: Sequence[int]) -> float:
         """Agreement of a probe of some layers, by index."""
         which = self.columns(layers)
+        # Scale every column to mean square 1, so that one ridge c has the same meaning for all layers.
         size = (self.gram.diagonal()[which] / self.positions).sqrt().clamp_min(1e-12)
         system = self.gram[which][:, which] / (size[:, None] * size)
         wanted, seen = self.cross[which] / size[:, None], self.held_out[:, which] / size
@@ -150,6 +151,7 @@ def _read(target: TargetModel, rows: Sequence[tuple[Tensor, int]], layers: Seque
     hidden, fitted = target.config.hidden_size, 0
     width = min(_WIDTH, hidden)
     draw = torch.Generator().manual_seed(0)
+    # A Gaussian projection of fixed seed, scaled so that it preserves squared norms up to the factor width / hidden.
     narrow = torch.eye(hidden) if width == hidden else torch.randn(hidden, width, generator=draw) / hidden**0.5
     size = len(layers) * width + width + 1
     gram, cross = torch.zeros(size, size), torch.zeros(size, hidden)
@@ -180,7 +182,7 @@ def _read(target: TargetModel, rows: Sequence[tuple[Tensor, int]], layers: Seque
 
 
 def rows_to_probe(rows_dir: Path, num_tokens: int = PROBE_TOKENS, longest: int = 512) -> list[tuple[Tensor, int]]:
-    """The first answered rows of a directory, so many tokens of them in all."""
+    """The first answered rows of a directory, each cut at `longest` tokens, until they hold `num_tokens` tokens."""
     return list(_up_to(num_tokens, ((torch.tensor((row.prompt_ids + row.answer_ids)[:longest]), len(row.prompt_ids))
                                     for row in read_rows(rows_dir / ROWS) if len(row.prompt_ids) < longest)))
 

@@ -4,7 +4,7 @@
 
 Each directory holds the `spec.json` of a train stage, and afterwards what that stage would have left there:
 checkpoints, events, manifest. The sweep is not a stage of its own: the train program, run later on such a directory,
-finds its manifest and does nothing; on an unfinished one it resumes from the saved state, for that candidate alone.
+finds its manifest and does nothing; in an unfinished one it resumes that candidate from its saved state.
 A pipeline may therefore run the sweep first, or not at all.
 
 `group_candidates` finds what can be shared: same target, store, seed and batch size means the same documents at every

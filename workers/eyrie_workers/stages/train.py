@@ -90,7 +90,7 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
             embeddings: TargetEmbeddings | None = None, features: Features | None = None) -> "TrainingRun":
     """Everything before the next optimiser step: the first one, or the first after the saved state.
 
-    embeddings, features  of the target and of spec.store_dir, where another run of this process has opened them.
+    embeddings, features  of the target and of spec.store_dir, if another run of this process has opened them already.
     """
     torch.set_num_threads(spec.train.threads or os.cpu_count() or 1)
     path, store = resolve(spec.target), features or open_features(spec.store_dir, spec.target)
@@ -137,7 +137,7 @@ class _UnloggedStage(Stage):
 
 
 def run_worker_rank(dist: DistContext, argv: Sequence[str]) -> int:
-    """The program of a non-zero rank: train whenever rank 0 does, until it embeddings; the exit code."""
+    """The program of a non-zero rank: train whenever rank 0 does, until it ends; the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--spec", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -185,7 +185,7 @@ def fastest_dtype(device: torch.device) -> torch.dtype:
 
 
 def _resolve_defaults(spec: TrainStage, family: FamilyImplementation) -> TrainStage:
-    """The spec with what it leaves to the family filled in."""
+    """The spec with the family's defaults for the fields it leaves unset."""
     train, drafter = spec.train, spec.drafter
     if train.learning_rate is None:
         train = train.model_copy(update={"learning_rate": family.learning_rate})

@@ -112,6 +112,7 @@ class Tuning:
             if dropped:
                 self.stage.event("Dropped", f"at concurrency {concurrency}: " + "; ".join(
                     f"{setting.label()} {race.reasons[setting]}" for setting in dropped))
+            # The next rung is assumed to take as long as this one.
             if race.decided or rung >= most_rungs or spent + seconds > budget_s:
                 break
         self.spent_s += spent

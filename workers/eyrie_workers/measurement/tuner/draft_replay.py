@@ -95,12 +95,14 @@ class _Batch:
             between()
             rows = [row for row, answer in enumerate(self.answers) if position < len(answer.token_ids) - 1]
             following = _following([self.answers[row].token_ids for row in rows], position + 1, num_steps)
+            # 1. For each width: propose at this position, find the answer's next tokens in the tree.
             for shape, of_rows in zip(self.shapes, kept, strict=True):
                 tree = self.drafter.propose(self.state, torch.tensor(rows), shape, self._noise(rows, position))
                 located = locate(tree.tokens.cpu().numpy(), tree.parents.cpu().numpy(),
                                  tree.scores.double().cpu().numpy(), following, num_steps)
                 for index, row in enumerate(rows):
                     of_rows[row].append(ContinuationNodes(located.needed[index], located.filled[index]))
+            # 2. Commit the answer's own next token, whatever was proposed.
             self._settle(rows, position)
         return [[_trace_of(answer, located, num_steps) for answer, located in zip(self.answers, of_rows, strict=True)]
                 for of_rows in kept]

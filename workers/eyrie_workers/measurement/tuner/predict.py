@@ -81,7 +81,7 @@ def locate(tokens: IntArray, parents: IntArray, scores: FloatArray, following: I
     # The most confident nodes are kept; of equal ones the earlier (`speculation.tree.rerank`).
     ranked = np.where(filled_nodes, scores, -np.inf)
     order = np.argsort(-ranked, axis=1, kind="stable")
-    place = np.empty_like(order)
+    place = np.empty_like(order)  # [B, N]: each node's rank, the inverse permutation of `order`
     np.put_along_axis(place, order, np.arange(num_nodes)[None, :].repeat(num_rows, 0), axis=1)
     needed = np.full((num_rows, num_steps, num_steps), NEVER, dtype=np.int64)
     filled = np.empty((num_rows, num_steps), dtype=np.int64)
@@ -92,6 +92,7 @@ def locate(tokens: IntArray, parents: IntArray, scores: FloatArray, following: I
         filled[:, steps - 1] = 1 + kept.sum(axis=1)
         so_far = 1 + np.take_along_axis(kept, order, axis=1).cumsum(axis=1)  # the root, and all nodes up to each rank
         wanted = path[:, :steps]
+        # A tree contains a node when its budget reaches the node's rank among the kept ones.
         at = so_far[rows, place[rows, np.maximum(wanted, 0)]]
         needed[:, steps - 1, :steps] = np.where(wanted >= 0, at, NEVER)
     return ContinuationNodes(needed, filled)
@@ -101,6 +102,8 @@ def _depths(parents: IntArray, num_steps: int) -> IntArray:
     """Depth of each node; 0 for the root."""
     above = np.broadcast_to(np.arange(parents.shape[1]), parents.shape)
     depths = np.zeros_like(parents)
+    # Each iteration follows one edge up from every node; a node's depth is the number of edges to the root, which is
+    # its own parent.
     for _ in range(num_steps + 1):
         depths += above != 0
         above = np.take_along_axis(parents, above, axis=1)

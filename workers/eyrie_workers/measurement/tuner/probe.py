@@ -81,6 +81,7 @@ def run_probe(engine: Engine, requests: Sequence[Request], concurrency: int, sha
             if progress.generation is not None and progress.id in names:
                 probe.texts[progress.id] = tuple(progress.generation.token_ids)
         admitted = sum(not progress.accepted for progress in steps)
+        # A step may prefill several requests: its prefill time is divided equally among them.
         probe.prefill_s += [(spent.prefill_s - before.prefill_s) / admitted] * admitted if admitted else []
         # A round counts only when every slot decoded in it: otherwise it ran at a lower concurrency.
         if len(steps) - admitted == rows:

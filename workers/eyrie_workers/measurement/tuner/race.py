@@ -9,7 +9,7 @@ interpolated, caches are warm or cold. The race therefore repeats three steps:
             error of the predictions tried so far, plus twice their scatter; the pessimistic speed is the leader's
             estimate minus two standard errors.
     drop    every setting whose paired interval against the leader ends below 1 + TIE: slower, or not noticeably faster.
-            Without this indifference zone (Bechhofer 1954) equally fast settings would race for ever.
+            Without this indifference zone (Bechhofer 1954) equally fast settings would never be separated.
     stop    when no setting can beat the leader, or trials, blocks or seconds run out.
 
 A block is a few prompts at one temperature, answered by every active setting in turn; a rung is one block of each
@@ -185,7 +185,7 @@ class Race:
     def _corrected(self, setting: Setting) -> tuple[float, float]:
         """A measured setting's prediction without the error common to all predictions, and its standard error."""
         corrected = self.predictions[setting].speedup * math.exp(self._prediction_error()[0])
-        # What the measurement's own error does not explain of the difference is the prediction's.
+        # The prediction's variance is the squared difference minus the measurement's variance.
         difference = math.log(self.speedup(setting) / corrected)
         unexplained = difference**2 - self._measurement_error(setting) ** 2
         return corrected, math.sqrt(max(_PREDICTION_ERROR**2, unexplained))
