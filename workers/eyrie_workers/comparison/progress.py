@@ -67,7 +67,7 @@ class ProgressPrinter:
         self._live = sys.stderr.isatty()
         self._stream = sys.stderr
         self.lines = _Lines(self._stream, self._clear())
-        """For `contextlib.redirect_stdout`."""
+        """Receives the stages' output, by `contextlib.redirect_stdout`."""
 
         # Written by `begin`, read by the thread; each is replaced as a whole, and a stale read costs one late line.
         self._what, self._events, self._from = "", Path(), 0

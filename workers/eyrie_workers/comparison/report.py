@@ -67,7 +67,7 @@ class Figures(Frozen):
     draft_share: float
     round_cost: float
     nodes_per_round: float
-    """Verified for each row, root included."""
+    """Nodes verified per row and round, root included."""
 
 
 class Trained(Frozen):
@@ -85,21 +85,21 @@ class Trained(Frozen):
     """Packed tokens trained on."""
 
     seconds: float
-    """Of optimiser steps; loading and evaluating left out."""
+    """Seconds of optimiser steps, without loading and evaluation."""
 
     cpu_seconds: float | None
-    """Of the whole stage; None when a run was killed, because its share is unknown."""
+    """Processor seconds of the whole stage; None when a run was killed, because its share is unknown."""
 
     tokens_per_s: float
     draft_vocab_size: int
     layers: tuple[int, ...]
-    """`hidden_states` indices it reads."""
+    """Indices into `hidden_states` of the layers it reads."""
 
     feature_bytes: int
-    """Of the captured states it needs: its layers at every position, the distillation targets at supervised ones."""
+    """Bytes of captured states it needs: its layers at every position, distillation targets at supervised ones."""
 
     first_accuracy: float
-    """Of the first step, on held-out captured rows."""
+    """Accuracy of the first drafting step on held-out captured rows."""
 
 
 class VariantReport(Frozen):

@@ -100,7 +100,7 @@ def trained(spec: CompareSpec, family: str, drafters: TrainedDrafter, store_dir:
 
 
 def num_parameters(target: Path) -> int:
-    """Of the target's weights, from their headers."""
+    """Number of the target's parameters, from the headers of its safetensors files."""
     total = 0
     for file in sorted(target.glob("*.safetensors")):
         with safe_open(file, "pt") as weights:
@@ -127,7 +127,7 @@ def notes_of(measure_dir: Path, training: Training) -> list[str]:
 
 
 def write_reports(report: CompareReport, home: Path) -> None:
-    """Report, plots and page."""
+    """Write report.json, the plots and report.md."""
     from eyrie_workers.comparison.plots import draw
 
     write_model(home / REPORT, report)

@@ -52,13 +52,13 @@ class TrainedDrafter:
     report: TrainReport
     directory: Path
     cpu_seconds: float | None
-    """Of all runs of its stage, start-up and evaluation included; None when one of them was killed."""
+    """Processor seconds of all runs of its stage, with start-up and evaluation; None when one of them was killed."""
 
     epochs: float
 
     @property
     def checkpoint(self) -> CheckpointReport:
-        """The last one."""
+        """The last exported checkpoint."""
         return self.report.checkpoints[-1]
 
 
@@ -80,12 +80,12 @@ class Training:
 
     @property
     def rows_dir(self) -> Path:
-        """Output of regenerate."""
+        """The directory of the answered rows."""
         return self.home / "regenerate"
 
     @property
     def store_dir(self) -> Path:
-        """Output of capture."""
+        """The directory of the captured hidden states."""
         return self.home / "capture"
 
     def run(self) -> CaptureReport:

@@ -32,6 +32,7 @@ class NearDuplicates:
     def seen(self, token_ids: list[int]) -> bool:
         """Whether a near duplicate of this text was added before; if not, the text is added."""
         signature = self._signature(token_ids)
+        # LSH: only texts that share a band of equal minima, at the same place, are compared in full.
         keys = [(start, signature[start:start + self._band].tobytes())
                 for start in range(0, NUM_HASHES - self._band + 1, self._band)]
         candidates = {index for key in keys for index in self._buckets.get(key, ())}
@@ -44,6 +45,7 @@ class NearDuplicates:
 
     def _signature(self, token_ids: list[int]) -> NDArray[np.uint32]:
         length = min(SHINGLE_TOKENS, max(1, len(token_ids)))
+        # hash() of a tuple of ints does not depend on PYTHONHASHSEED, so signatures are the same in every process.
         shingles = {hash(tuple(token_ids[start:start + length])) % int(_PRIME)
                     for start in range(max(1, len(token_ids) - length + 1))}
         values = np.fromiter(shingles, dtype=np.uint64)
@@ -53,6 +55,7 @@ class NearDuplicates:
 
 def _band_length(threshold: float) -> int:
     """The longest band that finds texts at the threshold with probability _RECALL."""
+    # A band of r minima is equal with probability J**r, and at least one of n / r bands with 1 - (1 - J**r)**(n / r).
     for length in (32, 16, 8, 4, 2):
         if 1.0 - (1.0 - threshold**length) ** (NUM_HASHES // length) >= _RECALL:
             return length

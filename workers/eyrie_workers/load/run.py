@@ -165,6 +165,7 @@ class _LoadTest:
 
     async def _closed_loop(self, client: LoadClient, requests: Sequence[LoadRequest], users: int) -> None:
         """`users` concurrent users; each takes the next request when its previous one is complete."""
+        # Shared by all users without a lock: they run in one event loop, and `next` does not await.
         left = iter(requests)
 
         async def user() -> None:

@@ -52,7 +52,7 @@ from eyrie_workers.targets.layers import choose_aux_layers
 from eyrie_workers.targets.loading import load_target, resolve, special_token_ids, target_digest
 from eyrie_workers.targets.model import TargetModel
 
-# Of a row that is compared with transformers: enough to tell layers apart; attention cost grows with the square.
+# Tokens of a row compared with transformers: enough to distinguish layers; attention cost grows with the square.
 _CHECKED_TOKENS = 256
 
 _MAX_ZERO_SHARE = {"float32": 0.0, "bfloat16": 0.0, "int8": 0.2, "fp8": 0.2, "int4": 0.4}

@@ -71,7 +71,7 @@ _HELD_OUT_FRACTION = 0.05
 # Evaluations are for a curve and for ranking checkpoints: 64 rows put the standard error of an acceptance near .01.
 _MAX_HELD_OUT_ROWS = 64
 NUM_EVALUATIONS = 10
-"""Over a run, evenly spaced; in addition to those before an export."""
+"""Evenly spaced evaluations of a run; those before an export are additional."""
 
 _NUM_LOGGED_STEPS = 200
 _GO, _END = "go", "end"
@@ -156,7 +156,7 @@ def run_worker_rank(dist: DistContext, argv: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The program of every rank; the exit code."""
+    """The program of every rank; returns the exit code."""
     dist = DistContext.from_environment()
 
     def work(spec: TrainStage, stage: Stage) -> Result:
@@ -241,7 +241,7 @@ def _build_vocabulary(spec: TrainStage, stage: Stage, store: Features, rows: Seq
 
 
 def _run_digest(spec: TrainStage, store: Features, dtype: torch.dtype) -> str:
-    """Of everything the trained bits depend on, except the machine."""
+    """Digest of everything that the trained bits depend on, except the machine."""
     payload = spec.model_dump(mode="json", exclude={"job_id", "store_dir", "target"})
     for name in ("threads", "trackers"):
         payload["train"].pop(name)

@@ -191,16 +191,16 @@ def merged(replays: Sequence[ReplayedRounds]) -> ReplayedRounds:
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured seconds, interpolated between shapes and concurrencies."""
+    """Measured times in seconds, interpolated between shapes and concurrencies."""
 
     step_times: Sequence[StepTime]
     draft_times: Sequence[DraftTime]
     prefill_s: Mapping[str, float]
-    """Of one request, by drafting method: a drafter processes the prompt too."""
+    """Prefill seconds of one request by drafting method: a drafter processes the prompt too."""
 
     def verify_s(self, concurrency: int, temperature: float, nodes: int, tree: bool) -> float:
-        """One target pass over `nodes` per row. Branching has a cost, so trees have their own curve; where none was
-        measured, that of chains is used."""
+        """Seconds of one target pass over `nodes` per row. Branching costs time, so trees have their own curve; where
+        none was measured, that of chains is used."""
         points: dict[int, dict[int, float]] = {}
         kinds = {time.tree for time in self.step_times if time.verified_tokens > 1}
         kind = tree if tree in kinds else not tree
@@ -210,7 +210,7 @@ class Costs:
         return _line({rows: _line(curve, nodes) for rows, curve in points.items()}, concurrency)
 
     def draft_s(self, concurrency: int, temperature: float, setting: Setting) -> float:
-        """Drafting one round."""
+        """Seconds of drafting in one round."""
         if setting.tree is None:
             return 0.0
         points: dict[int, dict[int, dict[int, float]]] = {}
@@ -246,7 +246,7 @@ class Prediction:
 
 
 def tokens_per_s(setting: Setting, done: ReplayedRounds, concurrency: int, temperature: float, costs: Costs) -> float:
-    """Of all rows at full load, prefill included (formula in the module docstring)."""
+    """Throughput of all rows at full load, prefill included (formula in the module docstring)."""
     branching = setting.tree is not None and setting.tree.top_k > 1
     verify_s = sum(share * costs.verify_s(concurrency, temperature, nodes, branching)
                    for nodes, share in distribution_of_largest(done.passes, concurrency).items())

@@ -41,7 +41,7 @@ class Probe:
 
     rounds: list[Round] = field(default_factory=list)
     prefill_s: list[float] = field(default_factory=list)
-    """Of each request."""
+    """Prefill seconds of each request."""
 
 
 def shapes_to_time(shapes: Sequence[DraftTreeShape]) -> list[DraftTreeShape]:

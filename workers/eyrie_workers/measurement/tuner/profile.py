@@ -52,7 +52,7 @@ class TuningProfile(Frozen):
     step_times: tuple[StepTime, ...]
     draft_times: tuple[DraftTime, ...]
     prefill_s: dict[str, float]
-    """Of one request, by method."""
+    """Prefill seconds of one request, by method."""
 
     replays: tuple[SettingReplay, ...]
     seconds: float
