@@ -1,7 +1,7 @@
 """The comparison's conclusion as one paragraph: whether EAGLE-3 is the right drafter for the target. Pure.
 
 Every statement is supported by an interval: a variant is recommended only when its interval against off lies above 1,
-and variants whose ratio's interval contains 1 are reported as not told apart, whatever their order in the table.
+and variants whose ratio's interval contains 1 are reported as indistinguishable, whatever their order in the table.
 """
 
 from collections.abc import Iterator, Sequence
@@ -68,21 +68,21 @@ def _other(report: CompareReport, winner: VariantReport, eagle3: VariantReport) 
                f"{ratio(pair.ratio, pair.interval)}.")
         return
     between = "" if pair is None else f" (ratio {ratio(pair.ratio, pair.interval)})"
-    yield (f"It may be: {_named(winner)} measured fastest, {_speed(winner)} over no drafter, but is not told apart "
+    yield (f"It may be: {_named(winner)} measured fastest, {_speed(winner)} over no drafter, but is indistinguishable "
            f"from {_named(eagle3)} at {_speed(eagle3)}{between}.")
 
 
 def _rivals(report: CompareReport, winner: VariantReport) -> Iterator[str]:
-    """The variants not told apart from the winner, and those slower than it by their interval."""
+    """The variants indistinguishable from the winner, and those slower than it by their interval."""
     ties: list[str] = []
     beaten: list[str] = []
     for one in report.variants:
         pair = report.comparison(winner.variant.title, one.variant.title)
         if pair is None or one.variant.title == OFF:
             continue
-        (ties if pair.outcome == "not told apart" else beaten).append(one.variant.title)
+        (ties if pair.outcome == "indistinguishable" else beaten).append(one.variant.title)
     if ties:
-        yield f"Not told apart from it on these prompts: {_list(ties)}."
+        yield f"Indistinguishable from it on these prompts: {_list(ties)}."
     if beaten:
         yield f"Surely slower: {_list(beaten)}."
 
