@@ -1,12 +1,12 @@
-"""How one endpoint stands on this cluster: what the administrator gives, what the endpoint asks for, laid over it.
+"""Builds the `EndpointDeployment` of an endpoint from the administrator's settings and the endpoint's own.
 
-The manifests are pure and want one value, `EndpointDeployment`; here it is put together. Drafters come in revision by
-revision, so that one that cannot be served is told from an endpoint that cannot.
+Drafters are added one revision at a time (`with_drafter`), so that an error of one drafter is distinguished from an
+error of the endpoint.
 
-SGLang's launch line follows from the target's config.json. The operator reads it where it can: a directory it has
-mounted, or a Hub cache (HF_HOME). Otherwise it takes what the drafter's card says of its target, architecture and
-layers, and serves as long a text as the drafter reaches; that is enough for targets whose attention is of the plain
-kind, and for others it is refused with the words to hint it.
+SGLang's command line depends on the target's config.json. The operator reads it from a mounted directory or a Hub cache
+(HF_HOME). Where it can read neither, it takes the target's architecture and number of layers from a drafter's card, and
+the drafter's context length as the target's. This suffices for the architectures in PLAIN_ATTENTION; for others it
+raises Undeployable with a hint.
 """
 
 from collections.abc import Collection
@@ -45,11 +45,11 @@ from eyrie_workers.engines.sglang.profiles import profile as machine_profile
 PLAIN_ATTENTION = frozenset({
     "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MistralForCausalLM",
     "Olmo2ForCausalLM"})
-"""Architectures whose every layer attends to everything, whatever the config says: nothing else need be known."""
+"""Architectures with full attention in every layer whatever the config contains: no other field of it is needed."""
 
 
 class Deployments:
-    """Of one installation."""
+    """Builds the deployments of one installation."""
 
     def __init__(self, settings: Settings, profile: ClusterProfile, given: ServingSpec) -> None:
         self._given, self._profile = given, profile
@@ -58,12 +58,12 @@ class Deployments:
 
     @property
     def namespace(self) -> str:
-        """Where endpoints stand."""
+        """The namespace of the endpoints' objects."""
         return self._given.namespace
 
     def of(self, endpoint: Endpoint, serving: Serving, *, served: Collection[str],
            owner: Owner | None) -> EndpointDeployment:
-        """Everything but the drafters. Raises InvalidInput naming what cannot be."""
+        """The deployment without drafters. Raises InvalidInput for a configuration that cannot be deployed."""
         given, serve = self._given, serving.serve
         placement = merge_placement(given.placement, serve.placement)
         pull_secrets = dict.fromkeys((*placement.image_pull_secrets, *self._profile.stages.image_pull_secrets))
@@ -90,7 +90,7 @@ class Deployments:
 
     def with_drafter(self, deployment: EndpointDeployment, revision: Revision,
                      job: JobSpec | None) -> EndpointDeployment:
-        """The deployment that also knows this revision's drafter. Raises as `Drafters.files` does."""
+        """`deployment` with this revision's drafter added. Raises what `Drafters.files` raises."""
         directory = revision.use.drafter_dir
         if directory is None:
             return deployment
@@ -120,7 +120,7 @@ class Deployments:
         target = serving.target
         try:
             directory = target_dir(target)
-        except EyrieError:  # a path of the pods', not of ours
+        except EyrieError:  # a path that exists in the engines' pods only
             directory = None
         if directory is not None:
             return read_target(target.model, read_config(directory), target.revision)

@@ -1,12 +1,13 @@
-"""What the operator must know of a drafter's directory: two small files, and where an engine's pod gets the rest.
+"""Reads a drafter's config.json and card, and locates its directory for an engine's pod.
 
-A revision names its drafter by the absolute path it has below EYRIE_HOME, which is the same in every pod. On a work
-volume that path is all there is to say. In an artifact store the same directory lies under the same names, relative to
-the home: the stage's directory is the prefix, what is below it the part.
+A revision names its drafter by an absolute path below EYRIE_HOME, which is the same in every pod. On a work volume the
+pod reads that path. In an artifact store the key is the path relative to the home: the stage's directory is the prefix,
+the rest is the part.
 
-The operator reads config.json and the card from the store, or from the path where it has the volume mounted. A finished
-stage never changes, so what was read once is kept. Where neither can be read, the job that trained the drafter says
-what it asked for; that is enough for a launch line when it said how long a text the drafter reaches.
+The operator reads config.json and the card from the store, or from the path if it has the volume mounted. A finished
+stage never changes, so drafters whose config was read are cached. Where the config cannot be read, the spec of the job
+that trained the drafter is used; it suffices for a command line if it sets `drafter.max_position_embeddings` and trains
+one family.
 """
 
 import json
@@ -34,12 +35,12 @@ log = logging.getLogger(__name__)
 
 CONFIG, CARD = "config.json", "eyrie-card.json"
 _TRAINING_DEPTH = 5
-"""Names in `jobs/<id>/stages/train/<candidate>`: below it is the drafter's own."""
+"""Number of path components of `jobs/<id>/stages/train/<candidate>`; the components below are the part."""
 
 
 @dataclass(frozen=True)
 class DrafterFound:
-    """One drafter's directory, as far as it can be read."""
+    """The readable content of a drafter's directory; None for what cannot be read."""
 
     config: Mapping[str, Any] | None = None
     card: Mapping[str, Any] | None = None
@@ -55,7 +56,7 @@ class Drafters:
         self._known: dict[str, DrafterFound] = {}
 
     def find(self, directory: str) -> DrafterFound:
-        """What can be read of it. Raises ArtifactMissing or StoreUnavailable."""
+        """Config and card of a drafter. Raises ArtifactMissing, ArtifactCorrupt or StoreUnavailable."""
         known = self._known.get(directory)
         if known is None:
             stored = stored_at(directory, self._home)
@@ -68,15 +69,17 @@ class Drafters:
         return known
 
     def files(self, directory: str, job: JobSpec | None, *, facts_needed: bool) -> DrafterFiles:
-        """For the manifests. Raises Undeployable, Unlaunchable, ArtifactMissing or StoreUnavailable.
+        """The drafter's files as input of the manifests. Raises Undeployable, Unlaunchable, ArtifactMissing,
+        ArtifactCorrupt or StoreUnavailable.
 
-        facts_needed  SGLang's launch line follows from them; our engine reads the directory itself
+        facts_needed  whether the command line depends on the drafter's config: SGLang's does, our engine reads the
+                      directory itself
         """
         found = self.find(directory)
         if found.config is not None:
             facts = read_drafter(directory, found.config)
         elif not facts_needed:
-            facts = DrafterCheckpoint(directory, context_length=1)  # nobody reads it
+            facts = DrafterCheckpoint(directory, context_length=1)  # not read
         elif job is not None and job.drafter.max_position_embeddings is not None and not job.sweep.families:
             facts = DrafterCheckpoint(directory, job.drafter.max_position_embeddings, job.drafter.sliding_window,
                                   algorithm=family_algorithm(job.drafter.family))
@@ -106,7 +109,7 @@ class Drafters:
 
 
 def stored_at(directory: str, home: PurePosixPath) -> StoredDrafter | None:
-    """Where the store has what lies at this path; None for a path outside the home or not of a training stage."""
+    """The location in the store of a path; None for a path outside the home or not of a training stage."""
     path = PurePosixPath(directory)
     if not path.is_relative_to(home):
         return None

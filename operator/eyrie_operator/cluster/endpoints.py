@@ -11,7 +11,8 @@ those to the database.
 
 An error is shown in the conditions: a candidate that cannot be deployed is rejected while the serving revision
 continues; for a revision that serves already, the existing objects stay as they are. Objects whose endpoint has no row
-are not touched: this may be another database. """
+are not touched: this may be another database.
+"""
 
 import logging
 from collections.abc import Callable, Iterable

@@ -1,8 +1,9 @@
 """Reads acceptance and request counters from an engine's /metrics, ours or SGLang's. Pure.
 
-SGLang adds to its counters when a request ends, and counts the first token, which no round produced: with answers of
-100 tokens its tau reads one hundredth high. A round in which its adaptive mode did not draft counts like any other
-(`state.ServePolicy.counts_drafted`). Without a drafter neither engine counts rounds: no window fills. """
+SGLang updates its counters when a request ends, and counts the first token, which no round produced: with 100 tokens
+per response its tau is one hundredth too high. A round in which its adaptive mode did not draft counts like any other
+(`state.ServePolicy.counts_drafted`). Without a drafter neither engine counts rounds: no window fills.
+"""
 
 import re
 from collections.abc import Mapping

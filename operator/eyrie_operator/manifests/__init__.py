@@ -1,4 +1,4 @@
-"""An endpoint as Kubernetes objects: values in, plain dicts out. Pure: no client, no clock.
+"""Renders an endpoint as Kubernetes objects, in plain dicts. Pure: no client, no clock.
 
 `eyrie_operator.cluster` applies the objects of `endpoint.render_endpoint` by server-side apply and deletes those of
 `rollout.obsolete_objects`. The desired state follows from `endpoints.plan`, the same plan that drives processes on one

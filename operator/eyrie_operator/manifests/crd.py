@@ -1,19 +1,19 @@
-"""Contract -> CustomResourceDefinitions. Pure: no cluster, no kubernetes library.
+"""CustomResourceDefinitions generated from the pydantic models. Pure: no cluster, no kubernetes library.
 
-pydantic writes JSON Schema; Kubernetes takes *structural* schemas, which differ in five ways met here:
+pydantic generates JSON Schema; Kubernetes requires *structural* schemas. They differ in five ways:
 
-- no `$ref`: every model is written out where it is used (the contract has no cycles);
-- no `anyOf` for optional fields: `nullable: true`; and none for unions: tagged unions become one object with the fields
-  of all variants, and a CEL rule per variant says which of them it takes;
-- `exclusiveMinimum` is a flag beside `minimum`, `const` is an enum of one, tuples are lists;
-- no `additionalProperties: false`: unknown fields are pruned by the server anyway. Newer kubectl and servers warn of
-  them; our own REST API refuses them;
-- defaults are written where they change what the server would fill in by itself, nested ones as small as they can be,
-  so that `kubectl get -o yaml` shows every value a job runs with.
+- no `$ref`: every model is written out where it is used (the models have no cycles);
+- no `anyOf`: an optional field has `nullable: true`; a tagged union becomes one object with the fields of all variants,
+  and CEL rules state which fields each variant requires;
+- `exclusiveMinimum` is a flag beside `minimum`, `const` is an enum with one value, tuples are lists;
+- no `additionalProperties: false`: the server prunes unknown fields. Newer kubectl and servers warn about them; our
+  REST API rejects them;
+- defaults are included, and nested ones omit what the server fills in from the defaults of inner fields, so that
+  `kubectl get -o yaml` shows every value a job runs with.
 
-What JSON Schema cannot say and the models check between fields is told once more in CEL (`_RULES`), for servers that
-know it (1.25 and newer); older ones drop the rules, and the operator refuses the object in its status instead.
-A schema that cannot be expressed is an error here and not a hole there: `structural` raises.
+Constraints between fields, which the models check and JSON Schema cannot express, are repeated in CEL (`_RULES`) for
+servers that support it (1.25 and newer). Older servers drop the rules; the operator then rejects the object in its
+status. `structural` raises for a schema that cannot be expressed, instead of omitting a constraint.
 
     python -m eyrie_operator.manifests.crd --out helm/eyrie/files/crds
 """
@@ -37,17 +37,17 @@ from eyrie_api.v1alpha1.resources import (
 
 Schema = dict[str, Any]
 
-# Comparisons of numbers beyond 2**53 are not exact in the server's floats; no user means such a bound.
+# The server compares numbers as floats, which are not exact beyond 2**53: larger bounds are left out.
 _EXACT = 2**53
 _KEPT = ("type", "format", "pattern", "enum", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems",
          "maxProperties", "minProperties", "multipleOf", "description", "required", "uniqueItems")
 _MET = {"title", "$defs", "$ref", "properties", "items", "prefixItems", "additionalProperties", "patternProperties",
         "propertyNames", "default", "anyOf", "oneOf", "allOf", "const", "discriminator", "exclusiveMinimum",
         "exclusiveMaximum"}
-"""Keywords this module translates, leaves out, or refuses."""
+"""Keywords that this module translates, omits or rejects."""
 
 _RULES: Mapping[str, tuple[tuple[str, str], ...]] = {
-    # By model: rule, message. Optional fields are asked for with has(); all others have defaults.
+    # By model: rule, message. Optional fields are tested with has(); all others have defaults.
     "DrafterJobSpec": (
         ("self.job == oldSelf.job", "spec.job cannot be changed: apply a DrafterJob of another name"),
     ),
@@ -78,11 +78,11 @@ _RULES: Mapping[str, tuple[tuple[str, str], ...]] = {
 }
 
 _LIST_KEYS: Mapping[str, tuple[str, ...]] = {"ResourceCondition": ("type",), "ResourceRevision": ("number",)}
-"""Lists that are maps by key: server-side apply merges them entry by entry."""
+"""By item model, the keys of `x-kubernetes-list-type: map`: server-side apply merges such lists item by item."""
 
 
 class NotStructural(ValueError):
-    """A model says something a structural schema cannot."""
+    """A structural schema cannot express the model."""
 
 
 def custom_resource_definitions() -> dict[str, Schema]:
@@ -146,13 +146,13 @@ def _definition(*, kind: str, plural: str, short: str, spec: type[BaseModel], st
 
 
 def structural(model: type[BaseModel], *, defaults: bool = True) -> Schema:
-    """The structural schema of a model. Without `defaults` for a status, which the server must not fill in."""
+    """The structural schema of a model. A status is generated without `defaults`: the server must not fill it in."""
     document = model.model_json_schema(by_alias=True)
     return _Writer(document.get("$defs", {}), defaults).write(document)
 
 
 class _Writer:
-    """Writes one document's schemas out."""
+    """Converts the schemas of one JSON Schema document."""
 
     def __init__(self, definitions: Mapping[str, Schema], defaults: bool) -> None:
         self._definitions, self._defaults = definitions, defaults
@@ -169,8 +169,8 @@ class _Writer:
         self._bounds(source, target)
         if "const" in source:
             target["enum"] = [source["const"]]
-        # One of a few words or nothing is left out when it is nothing: a null among the words makes a server of 1.20
-        # refuse the whole definition, and without one every server refuses null for a nullable field.
+        # An optional enum is not nullable, clients omit the field instead: a server of 1.20 rejects a definition with
+        # null among the values, and without it every server rejects null even where the field is nullable.
         if nullable and "enum" not in target:
             target["nullable"] = True
         if "type" not in target:  # any JSON value
@@ -187,7 +187,7 @@ class _Writer:
         return target
 
     def _resolve(self, source: Schema) -> tuple[Schema, bool]:
-        """References followed and optional unwrapped; what stands beside a reference wins over what it points at."""
+        """Resolve references and optional types; keywords next to a `$ref` override those of its target."""
         nullable = False
         while True:
             if "$ref" in source:
@@ -216,16 +216,16 @@ class _Writer:
     def _object(self, source: Schema, target: Schema) -> None:
         if "properties" in source:
             target["properties"] = {name: self.write(one) for name, one in source["properties"].items()}
-            if not self._defaults and "required" in target:  # a status is written without its nulls
+            if not self._defaults and "required" in target:  # nulls of a status are not stored
                 target["required"] = [name for name in target["required"]
                                       if not self._resolve(source["properties"][name])[1]]
-        elif "patternProperties" in source:  # the keys' pattern cannot be said
+        elif "patternProperties" in source:  # the keys' pattern cannot be expressed
             target["additionalProperties"] = self.write(next(iter(source["patternProperties"].values())))
         elif isinstance(source.get("additionalProperties"), dict):
             target["additionalProperties"] = self.write(source["additionalProperties"])
         else:
             target["x-kubernetes-preserve-unknown-fields"] = True
-        if not self._defaults:  # what we write ourselves is not held against rules for users
+        if not self._defaults:  # a status is written by the operator: rules are for users' input
             return
         rules = [*source.get("x-kubernetes-validations", ()),
                  *({"rule": rule, "message": message} for rule, message in _RULES.get(source.get("title", ""), ()))]
@@ -237,7 +237,7 @@ class _Writer:
             target["default"] = _smallest(source["default"], target)
 
     def _merged_union(self, source: Schema) -> Schema:
-        """A tagged union as one object: the tag required, every variant's fields, a rule per variant."""
+        """A tagged union as one object: the tag, required, the fields of every variant, and rules per variant."""
         tag = source.get("discriminator", {}).get("propertyName")
         if tag is None:
             raise NotStructural(f"{source.get('title')}: a union without a discriminator")
@@ -251,7 +251,7 @@ class _Writer:
                     continue
                 if name in properties and properties[name] != one:
                     raise NotStructural(f"{variant.get('title')}.{name}: differs from that field of another variant")
-                # A default of one variant would be filled in for all of them.
+                # The server would fill in the default of one variant for all of them.
                 properties[name] = {key: part for key, part in one.items() if key != "default"}
             rules += [{"rule": f"self.{tag} != '{value}' || has(self.{name})", "message": f"{name} is required"}
                       for name in variant.get("required", ()) if name != tag]
@@ -261,7 +261,7 @@ class _Writer:
 
 
 def _smallest(value: Any, schema: Schema) -> Any:
-    """The default less what the defaults inside would fill in again, and less every null."""
+    """The default without nulls and without values that the defaults of inner fields fill in."""
     if not isinstance(value, dict):
         return [_smallest(one, schema.get("items", {})) for one in value] if isinstance(value, list) else value
     inside = schema.get("properties", {})
@@ -274,14 +274,14 @@ def _smallest(value: Any, schema: Schema) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Long descriptions on their own lines, no aliases."""
+    """Writes no aliases: repeated values are written out."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def render(definition: Schema) -> str:
-    """The YAML that is checked in."""
+    """The YAML text as it is checked in."""
     head = "# Made by `python -m eyrie_operator.manifests.crd` from the contract; a test compares. Do not edit.\n"
     return head + yaml.dump(definition, Dumper=_Dumper, sort_keys=False, width=116, default_flow_style=False)
 

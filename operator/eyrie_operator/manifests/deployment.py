@@ -1,8 +1,8 @@
-"""What is decided about an endpoint on a cluster, beyond what the endpoint itself says: one frozen value. Pure.
+"""`EndpointDeployment`: the configuration of an endpoint on a cluster, as one frozen value. Pure.
 
-An `Endpoint` says which revisions there are and which of them serves or is on trial. Where they run, how many, with
-which image, behind which gateway, and what the API server knows, is here. Facts of models (contexts, attention, a
-drafter's window) come in as the workers' own values: reading a config.json is I/O, and happens before.
+An `Endpoint` lists the revisions, and which of them serves or is the candidate. `EndpointDeployment` adds placement,
+replicas, image, gateway, and the APIs of the server. Facts about models (context length, attention, a drafter's window)
+are passed in as the workers' values (`TargetCheckpoint`, `DrafterCheckpoint`), because reading a config.json is I/O.
 """
 
 import re
@@ -20,85 +20,85 @@ LWS_API = "leaderworkerset.x-k8s.io/v1"
 
 
 class Undeployable(InvalidInput):
-    """An endpoint that cannot stand on this cluster as asked."""
+    """The endpoint cannot be deployed on this cluster as configured."""
 
     reason = "Undeployable"
 
 
 @dataclass(frozen=True)
 class SglangEngine:
-    """SGLang. `plan` is what its revisions share; drafter, setting, paths, host and port are filled in for each."""
+    """SGLang. `plan` is common to all revisions; drafter, setting, paths, host and port are set for each."""
 
     plan: LaunchPlan
 
 
 @dataclass(frozen=True)
 class EmbeddedEngine:
-    """The reference engine: for the quickstart model, tests, and machines without SGLang. It knows no API key."""
+    """The reference engine: for the quickstart model, tests, and machines without SGLang. It supports no API key."""
 
     target: str
     argv: Callable[[DrafterUse, int], Sequence[str]]
-    """Its command line by use and port, to listen on 0.0.0.0 (`engines.process.EngineCommand` renders it; that module
-    also starts processes, so it stays outside)."""
+    """The command line for a use and a port; it listens on 0.0.0.0. Passed in as a function because the module that
+    renders it (`EngineCommand` of `eyrie_workers.engines.process`) also starts processes."""
 
 
 @dataclass(frozen=True)
 class StoredDrafter:
-    """Where a drafter lies in an artifact store."""
+    """Location of a drafter in an artifact store."""
 
     prefix: str
-    """Of the stage directory that holds it."""
+    """Key prefix of the stage directory that contains it."""
 
     part: str
-    """The drafter's directory inside, for example `checkpoints/c3`."""
+    """The drafter's directory below the prefix, for example `checkpoints/c3`."""
 
 
 @dataclass(frozen=True)
 class DrafterFiles:
-    """One revision's drafter."""
+    """The drafter of one revision."""
 
     facts: DrafterCheckpoint
-    """`directory` is a path on the work volume, unless `stored` says where it is fetched from."""
+    """`directory` is a path on the work volume, unless the drafter is downloaded from `stored`."""
 
     stored: StoredDrafter | None = None
     digest: str | None = None
-    """Of its files. When it changes the pods are replaced."""
+    """Digest of its files. The pods are replaced when it changes."""
 
 
 @dataclass(frozen=True)
 class KeySecret:
-    """A Secret whose `key` holds a YAML file for SGLang's --config, with the one line `api-key: ...`."""
+    """A Secret whose `key` contains a YAML file for SGLang's --config with the single line `api-key: ...`."""
 
     secret: ObjectName
     key: str = "engine.yaml"
     version: str = ""
-    """Its resourceVersion, if rotating it should replace the pods: SGLang reads it once."""
+    """The Secret's resourceVersion, if the pods are to be replaced when it is rotated: SGLang reads the file once."""
 
 
 @dataclass(frozen=True)
 class ModelCache:
-    """Where Hub downloads are kept: a claim that survives pods, or else an emptyDir and a download per pod."""
+    """Volume for Hub downloads: a claim that outlives pods, otherwise an emptyDir (one download per pod)."""
 
     claim: ObjectName | None = None
     size: str | None = None
-    """Bound of the emptyDir."""
+    """Size limit of the emptyDir."""
 
 
 @dataclass(frozen=True)
 class GatewayRef:
-    """The Gateway whose listener leads to the endpoint."""
+    """The parent Gateway of the endpoint's HTTPRoute."""
 
     name: ObjectName
     namespace: Name | None = None
     section: str | None = None
     hostnames: tuple[str, ...] = ()
     request_timeout_s: float | None = None
-    """Some gateways cut a request off after 15 s, which a long answer exceeds. 0 switches the limit off."""
+    """Some gateways end a request after 15 s, which a long generation exceeds. 0 disables the limit."""
 
 
 @dataclass(frozen=True)
 class Autoscale:
-    """KEDA keeps requests per replica near `target_requests`, running and waiting together."""
+    """KEDA scales replicas so that each has about `target_requests` requests, running and queued together."""
 
     prometheus_url: str
     max_replicas: int
@@ -108,7 +108,7 @@ class Autoscale:
 
 @dataclass(frozen=True)
 class Owner:
-    """The resource that owns all this: when it is deleted, the garbage collector deletes the rest."""
+    """The owner reference of all rendered objects: the garbage collector deletes them with the owner."""
 
     uid: str
     name: str
@@ -118,17 +118,17 @@ class Owner:
 
 @dataclass(frozen=True)
 class Monitoring:
-    """What is scraped, alerted and drawn, where the Prometheus operator is installed."""
+    """Scraping, alerts (both need the Prometheus operator) and dashboard."""
 
     interval_s: int = 15
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Extra labels of PodMonitor and PrometheusRule: many Prometheus installations select by one."""
+    """Additional labels of PodMonitor and PrometheusRule: many Prometheus installations select by a label."""
 
     min_acceptance_ratio: float = 0.5
-    """Alert when windowed tau is below this share of the proven one (`serve.min_acceptance_ratio`)."""
+    """Alert when windowed tau is below this fraction of the proven tau (`serve.min_acceptance_ratio`)."""
 
     max_queued: float = 32.0
-    """Alert when a replica keeps more requests waiting than this."""
+    """Alert when a replica has more queued requests than this."""
 
     max_error_ratio: float = 0.05
     dashboard: bool = True
@@ -136,51 +136,51 @@ class Monitoring:
 
 @dataclass(frozen=True)
 class EndpointDeployment:
-    """How an endpoint stands on a cluster."""
+    """The configuration of an endpoint on a cluster. Raises Undeployable when it is inconsistent."""
 
     namespace: Name
     placement: Placement
     engine: SglangEngine | EmbeddedEngine
     drafters: Mapping[int, DrafterFiles] = field(default_factory=dict)
-    """By revision number; revisions without a drafter have none."""
+    """By revision number; absent for revisions without a drafter."""
 
     served: frozenset[str] = frozenset()
-    """`group/version` of the APIs the server has, as `kubectl api-versions` lists them."""
+    """`group/version` of the APIs that the server offers, as `kubectl api-versions` lists them."""
 
     replicas: int = 1
-    """Of the serving revision, and at least so many when scaled. A revision on trial has as many: it may be given all
-    requests the moment it has proved itself."""
+    """Replicas of the serving revision; the minimum when scaled. A candidate has as many, because it gets all requests
+    as soon as its canary has passed."""
 
     num_nodes: int = 1
-    """Nodes one engine spans, by LeaderWorkerSet; tp_size x pp_size is then num_nodes x placement.num_gpus."""
+    """Nodes of one engine; above 1 by LeaderWorkerSet. tp_size x pp_size must equal num_nodes x placement.num_gpus."""
 
     port: int = 30000
     startup_timeout_s: float = 1800.0
-    """Loading weights and capturing graphs takes 10 to 30 minutes for a large target."""
+    """Time limit for loading weights and capturing graphs, which take 10 to 30 minutes for a large target."""
 
     drain_timeout_s: float = 600.0
-    """An engine asked to go answers what it has begun; SGLang has no deadline of its own. Then it is killed."""
+    """Time a terminating engine has to finish its requests before it is killed; SGLang itself has no deadline."""
 
     leave_delay_s: float = 10.0
-    """From being taken out of the Service until SIGTERM: proxies learn of it meanwhile. Part of `drain_timeout_s`."""
+    """Pause between removal from the Service and SIGTERM, for proxies to update. Part of `drain_timeout_s`."""
 
     surge: bool = True
-    """A changed revision first starts a further pod. False needs no spare GPU, and serves with one replica less."""
+    """A rollout starts a new pod before it stops an old one. False needs no spare GPU; one replica is then missing."""
 
     run_as: int = 65532
-    """User and group of the pods; a work volume must be readable to it. 0 is refused by PodSecurity `restricted`."""
+    """User and group of the pods, which must be able to read a work volume. PodSecurity `restricted` rejects 0."""
 
     python: tuple[str, ...] = ("python3",)
-    """How the images start Python."""
+    """Command that starts Python in the images."""
 
     api_key: KeySecret | None = None
     model_cache: ModelCache = ModelCache()
     fetch_image: str | None = None
-    """Image with Eyrie in it, that fetches drafters from an artifact store; default: the placement's. SGLang's own has
-    none."""
+    """Image that contains Eyrie and downloads drafters from an artifact store; default: the placement's image. SGLang's
+    image does not contain Eyrie."""
 
     fetch_python: tuple[str, ...] | None = None
-    """How it starts Python; default: `python`."""
+    """Command that starts Python in `fetch_image`; default: the field `python`."""
 
     gateway: GatewayRef | None = None
     autoscale: Autoscale | None = None
@@ -206,11 +206,11 @@ class EndpointDeployment:
                                "install LeaderWorkerSet, or serve on one node")
 
     def has(self, *apis: str) -> str | None:
-        """The first of these `group/version` the server has."""
+        """The first of these `group/version` that the server offers; None when it offers none."""
         return next((api for api in apis if api in self.served), None)
 
     def left_out(self) -> tuple[str, ...]:
-        """What was asked for and this cluster cannot have, in words for an Event; nothing of it stops serving."""
+        """Configured features that this cluster lacks, as text for users; none of them prevents serving."""
         missing = []
         if self.gateway is not None and self.route_api is None:
             missing.append("no gateway.networking.k8s.io here: traffic moves to a new revision at once, by Service")
@@ -224,7 +224,7 @@ class EndpointDeployment:
 
     @property
     def counts_drafted(self) -> bool:
-        """The engine counts rounds that drafted apart (`serving.proven_tau`). SGLang does not."""
+        """Whether the engine counts drafted rounds separately (`endpoints.plan.proven_tau`). SGLang does not."""
         return isinstance(self.engine, EmbeddedEngine)
 
     @property
@@ -236,7 +236,7 @@ class EndpointDeployment:
 
     @property
     def scaled(self) -> bool:
-        """KEDA owns the number of replicas."""
+        """Whether KEDA sets the number of replicas."""
         return self.autoscale is not None and self.has("keda.sh/v1alpha1") is not None
 
     def _check_embedded(self) -> None:
@@ -259,7 +259,8 @@ class EndpointDeployment:
 
 
 def fetched(files: DrafterFiles, placement: Placement) -> StoredDrafter | None:
-    """Where an init container gets the drafter from; None when it lies on the work volume. Raises Undeployable."""
+    """The location an init container downloads the drafter from; None when the work area is no artifact store. Raises
+    Undeployable."""
     if not isinstance(placement.work, S3Work):
         return None
     if files.stored is None:

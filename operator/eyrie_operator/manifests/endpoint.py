@@ -1,6 +1,7 @@
-"""An endpoint and how it is deployed, as the manifests to be applied. Pure.
+"""Renders all manifests of an endpoint. Pure.
 
-Same values, same manifests, in the same order: what a pod needs comes before it, what leads to it after.
+Equal input gives equal manifests in the same order. The ConfigMap of a pod comes before its workload; Services and
+routes come after it.
 """
 
 from eyrie_api.v1alpha1.status import Endpoint

@@ -1,8 +1,8 @@
-"""What one revision's engine is started with: arguments, environment, files. Pure.
+"""Command line, environment and files of one revision's engine. Pure.
 
-For SGLang the line comes from `launch_arguments`, with the paths the pod has: the drafter where it is mounted or
-fetched to, the adaptive map and the key file where their volumes are. The line is fixed when it is rendered and so can
-be read in the Deployment; nothing is worked out in the pod.
+SGLang's command line is rendered by `launch_arguments` with the paths inside the pod: of the mounted or downloaded
+drafter, the adaptive map and the key file. It is complete when the Deployment is rendered; nothing is computed in the
+pod.
 """
 
 from collections.abc import Mapping
@@ -22,32 +22,32 @@ from eyrie_workers.engines.sglang.launch import MODULE, adaptive_config, launch_
 ADAPTIVE_DIR, ADAPTIVE_FILE = "/etc/eyrie/adaptive", "adaptive.json"
 KEY_DIR = "/etc/eyrie/key"
 DRAFTER_DIR = "/var/lib/eyrie-drafter"
-"""Where an init container puts a fetched drafter."""
+"""The directory to which an init container downloads the drafter."""
 
 MEETING_PORT = 20000
-"""Where the nodes of one engine meet (--dist-init-addr)."""
+"""Rendezvous port of the nodes of one engine (--dist-init-addr)."""
 
 ANY_HOST = "0.0.0.0"  # the pod's own address is not known before it runs
 
 
 @dataclass(frozen=True)
 class EngineLine:
-    """How a revision's engine container is started, and how it is asked."""
+    """Command, readiness path, environment and files of a revision's engine container."""
 
     command: tuple[str, ...]
     ready_path: str
-    """200 only while new requests are welcome."""
+    """Path that responds with 200 only while new requests are accepted."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     adaptive: str | None = None
-    """Text of the file at ADAPTIVE_DIR/ADAPTIVE_FILE."""
+    """Content of ADAPTIVE_DIR/ADAPTIVE_FILE."""
 
     drafter: DrafterFiles | None = None
     fetch: StoredDrafter | None = None
 
 
 def engine_line(endpoint_model: str, revision: Revision, deployment: EndpointDeployment) -> EngineLine:
-    """The engine of one revision. Raises Undeployable or Unlaunchable."""
+    """The command line of one revision's engine. Raises Undeployable or Unlaunchable."""
     drafter = _drafter(revision, deployment)
     stored = fetched(drafter, deployment.placement) if drafter is not None else None
     directory = None if drafter is None else DRAFTER_DIR if stored is not None else drafter.facts.directory
@@ -68,7 +68,7 @@ def engine_line(endpoint_model: str, revision: Revision, deployment: EndpointDep
 
 
 def _nodes(deployment: EndpointDeployment) -> tuple[str, ...]:
-    """Several nodes find each other by what LeaderWorkerSet tells each of its pods; the kubelet fills it in."""
+    """Arguments of a multi-node engine. LeaderWorkerSet sets the variables in each pod; the kubelet expands $(...)."""
     if deployment.num_nodes == 1:
         return ()
     return ("--nnodes", str(deployment.num_nodes), "--node-rank", "$(LWS_WORKER_INDEX)",
@@ -76,7 +76,7 @@ def _nodes(deployment: EndpointDeployment) -> tuple[str, ...]:
 
 
 def _drafter(revision: Revision, deployment: EndpointDeployment) -> DrafterFiles | None:
-    """The drafter's files, when the revision may draft with it."""
+    """The revision's drafter files; None when no setting of the revision uses a drafter."""
     use = revision.use
     drafts = use.setting.method == "drafter" or (
         use.map is not None and any(point.setting.method == "drafter" for point in use.map.points))

@@ -1,8 +1,9 @@
 """Names, labels and digests of an endpoint's objects. Pure.
 
-Every name begins with a letter, because a Service's must, and an endpoint's may begin with a digit. Names stay within
-52 characters: the controllers of Deployments and LeaderWorkerSets append to them what has to fit into a label of 63.
-A longer one keeps its head and ends in a digest of the whole, so that two long endpoints never meet.
+Every name begins with `eyrie-`: a Service's name must begin with a letter, and an endpoint's may begin with a digit.
+Names have at most 52 characters, because the controllers of Deployments and LeaderWorkerSets append suffixes and the
+result has to fit into a label of 63. A longer name is truncated and gets 8 hexadecimal digits of the SHA-256 of the
+endpoint's name, so that two long endpoint names do not collide.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ MANAGER = "eyrie-operator"
 """Field manager of server-side apply, and value of app.kubernetes.io/managed-by."""
 
 SERVER, WORKER, ENTRY = "server", "worker", "entry"
-"""Roles: a pod that answers requests; a further node of one engine; the stable way in."""
+"""Roles: a pod that serves requests; another node of the same engine; the stable Service."""
 
 _LONGEST = 52
 
@@ -36,12 +37,12 @@ def object_name(endpoint: str, revision: int | None = None, part: str = "") -> s
 
 
 def service_name(endpoint: str, revision: int) -> str:
-    """The Service of one revision. Not its workload's name: LeaderWorkerSet takes that one for a Service of its own."""
+    """Name of one revision's Service. Not the workload's name: LeaderWorkerSet creates a Service of that name."""
     return object_name(endpoint, revision, "http")
 
 
 def selector(endpoint: str, revision: int | None = None, role: str | None = SERVER) -> dict[str, str]:
-    """Labels that pods are found by. They never change over the life of an object: selectors are immutable."""
+    """Labels of selectors. They never change during the life of an object, because selectors are immutable."""
     labels = {"app.kubernetes.io/name": "eyrie-engine", ENDPOINT_LABEL: endpoint}
     if revision is not None:
         labels[REVISION_LABEL] = str(revision)

@@ -24,7 +24,7 @@ QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
 
 def render_revision(endpoint: Endpoint, revision: Revision, deployment: EndpointDeployment) -> list[Manifest]:
-    """Everything one revision needs, its traffic excepted. Raises Undeployable or Unlaunchable."""
+    """All objects of one revision except traffic and monitoring. Raises Undeployable or Unlaunchable."""
     line = engine_line(endpoint.model, revision, deployment)
     name = object_name(endpoint.name, revision.number)
     adaptive_map = object_name(endpoint.name, revision.number, "adaptive") if line.adaptive is not None else None
@@ -86,7 +86,7 @@ def _deployment(endpoint: Endpoint, revision: Revision, deployment: EndpointDepl
 
 def _group(endpoint: Endpoint, revision: Revision, deployment: EndpointDeployment, line: EngineLine,
            adaptive_map: str | None) -> Manifest:
-    """Several nodes, one engine. A pod that dies restarts its group: NCCL cannot repair a communicator."""
+    """One engine on several nodes. When a pod dies its group is restarted: NCCL cannot repair a communicator."""
     rendered = _headed(LWS_API, "LeaderWorkerSet", endpoint, revision, deployment)
     rendered["spec"] = _replicas(deployment) | {
         "rolloutStrategy": {"type": "RollingUpdate", "rollingUpdateConfiguration": _step(deployment)},
