@@ -1,1 +1,1 @@
-"""Triton kernels of the few inner loops worth one: each file holds formulas, reference, kernels and gradient."""
+"""Triton kernels for a few inner loops. Each file contains formulas, reference, kernels and gradient."""

@@ -6,18 +6,18 @@
                                                        q + 8 of value i of the block's first half in its low, of
                                                        the second half in its high four bits
 
-Scales are bfloat16 and codes are computed with the rounded scale; those of int8 and fp8 are rounded up, so that no code
-overflows. These are the store's formats (`eyrie_workers.features.codecs` gives the reasons), bit for bit: what a GPU
-encodes during capture, a CPU decodes, and the reverse. Therefore
+Scales are bfloat16 and codes are computed with the rounded scale; scales of int8 and fp8 are rounded up, so that no
+code overflows. These are the formats of the feature store (`eyrie_workers.features.codecs` explains them), bit for bit:
+a CPU decodes what a GPU encoded during capture, and the reverse. This requires
 
     rounding     to nearest even, by adding and subtracting 1.5 * 2^23: no library call, the same on every architecture
-    e4m3         by integer arithmetic on float32's bits, since Ampere has no such type and Hopper's conversion needs
-                 none of what it costs elsewhere: normals keep 3 bits of 23, below 2^-6 the value is a multiple of 2^-9
-    decoding     e4m3's bits shifted into a float16, whose value is 2^-8 of the decoded one
+    e4m3         integer arithmetic on the bits of float32, since Ampere has no such type: normals keep 3 of 23 mantissa
+                 bits, below 2^-6 the value is a multiple of 2^-9
+    decoding     the bits of e4m3 shifted into a float16, whose value is 2^-8 of the decoded one
     division     correctly rounded (`div_rn`), which Triton's `/` is not
 
-The floor of both directions is traffic: states once, codes and scales once. A program processes one vector and
-writes nothing of its width but the result.
+Lower bound of both directions: memory traffic, with states, codes and scales read or written once. A program of int8
+and fp8 processes one vector, one of int4 up to 64 blocks of a vector; none writes intermediate results to memory.
 
     N vectors, H values
 """
@@ -38,15 +38,15 @@ _BLOCK, _HALF = 32, 16
 _BLOCKS_AT_ONCE = 64
 
 
-# --- the specification, and the CPU's way ------------------------------------------------------------------------
+# --- the specification, and the CPU form -------------------------------------------------------------------------
 
 
 def reference_encode(codec: Codec, values_NH: Tensor) -> tuple[Tensor, Tensor]:
-    """What `encode` computes."""
+    """The specification of `encode`, and its CPU form."""
     values = values_NH.to(torch.float32)
     if codec == "int4":
         blocks = F.pad(values, (0, -values.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
-        most = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))  # of equals the first
+        most = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))  # the first of equal magnitudes
         scale = (most.squeeze(-1) / -_LEVELS).to(torch.bfloat16)
         levels = (blocks * _reciprocal(scale)).round_().add_(_LEVELS).clamp_(0, 15).to(torch.uint8)
         low, high = levels.split(_HALF, -1)
@@ -54,7 +54,7 @@ def reference_encode(codec: Codec, values_NH: Tensor) -> tuple[Tensor, Tensor]:
     largest = _LARGEST[codec]
     exact = values.abs().amax(-1) / largest
     scale = exact.to(torch.bfloat16)
-    above = (scale.view(torch.int16) + 1).view(torch.bfloat16)  # the next one: positive floats are ordered as integers
+    above = (scale.view(torch.int16) + 1).view(torch.bfloat16)  # next bfloat16: floats > 0 are ordered like their bits
     scale = torch.where(scale.to(torch.float32) < exact, above, scale)
     scaled = (values * _reciprocal(scale)).clamp_(-largest, largest)
     if codec == "int8":
@@ -63,13 +63,13 @@ def reference_encode(codec: Codec, values_NH: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _reciprocal(scale: Tensor) -> Tensor:
-    """[..., 1] float32; 0 of 0."""
+    """1 / scale as [..., 1] float32; 0 where the scale is 0, so that zeros encode as zeros."""
     wide = scale.to(torch.float32).unsqueeze(-1)
     return torch.where(wide != 0, 1.0 / wide, 0.0)
 
 
 def reference_decode(codec: Codec, codes: Tensor, scales: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
-    """What `decode` computes."""
+    """The specification of `decode`, and its CPU form."""
     wide = scales.to(torch.float32).unsqueeze(-1)
     if codec == "int8":
         return (codes.to(torch.float32) * wide).to(dtype)
@@ -85,13 +85,14 @@ def reference_decode(codec: Codec, codes: Tensor, scales: Tensor, hidden: int, d
 
 @jit
 def _round(x):
-    """To the nearest integer, to the even one of two; |x| < 2^22."""
+    """Round to the nearest integer, ties to even; |x| < 2^22, where float32 has a spacing of 1 next to 1.5 * 2^23."""
     return (x + 12582912.0) - 12582912.0
 
 
 @jit
 def _scale_bits(most, LARGEST: tl.constexpr):
-    """The bfloat16 that is not below most / LARGEST, as the integer of its bits."""
+    """The bits of the smallest bfloat16 >= most / LARGEST: adding 65535 carries into the upper 16 bits unless the lower
+    16 are zero."""
     exact = tl.div_rn(most, tl.zeros_like(most) + LARGEST)
     return (exact.to(tl.int32, bitcast=True) + 65535) >> 16
 
@@ -108,14 +109,14 @@ def _inverse(scale):
 
 @jit
 def _nearest_bits(x):
-    """The bfloat16 nearest to x, as the integer of its bits."""
+    """The bits of the bfloat16 nearest to x, ties to even."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
 
 
 @jit
 def _narrowed(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """x as DTYPE. The interpreter cuts float32 to bfloat16 off (Triton 3.9) where a GPU rounds."""
+    """x as DTYPE. The interpreter truncates float32 to bfloat16 (Triton 3.9), a GPU rounds."""
     if INTERPRETED and tl.bfloat16 == DTYPE:
         return _nearest_bits(x).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
@@ -124,20 +125,21 @@ def _narrowed(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @jit
 def _to_e4m3(x):
-    """The bits of e4m3 nearest to x, |x| <= 448."""
+    """The bits of the e4m3 value nearest to x, ties to even; |x| <= 448."""
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
     size = tl.abs(x)
     bits = size.to(tl.int32, bitcast=True)
-    # 20 of 23 mantissa bits go, rounded to even; the exponent's bias goes from 127 to 7.
+    # Normals: drop 20 of 23 mantissa bits, rounding ties to even; change the exponent's bias from 127 to 7.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Beside 2^14 a float32 counts in steps of 2^-9.
+    # Subnormals: above 2^14 (bits 0x46800000) float32 has a spacing of 2^-9, so the addition rounds to a multiple of
+    # 2^-9, and the difference of the bits counts these multiples: e4m3's code. Code 8 is the least normal.
     small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     return (tl.where(size < 0.015625, small, normal) | sign).to(tl.int8)
 
 
 @jit
 def _encode_kernel(values, codes, scales, hidden, LARGEST: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr):
-    """One vector to int8 or fp8."""
+    """Encode one vector as int8 or fp8."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < hidden
@@ -154,7 +156,7 @@ def _encode_kernel(values, codes, scales, hidden, LARGEST: tl.constexpr, FP8: tl
 
 @jit
 def _encode4_kernel(values, codes, scales, hidden, num_blocks, BLOCKS: tl.constexpr):
-    """Some blocks of one vector to 4 bits."""
+    """Encode up to BLOCKS blocks of one vector as int4."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     real = block < num_blocks
@@ -177,14 +179,14 @@ def _encode4_kernel(values, codes, scales, hidden, num_blocks, BLOCKS: tl.conste
 
 @jit
 def _decode_kernel(codes, scales, out, hidden, FP8: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
-    """One vector of int8 or fp8."""
+    """Decode one vector of int8 or fp8."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < hidden
     code = tl.load(codes + row * hidden + at, inside, other=0)
     scale = _scale_of(tl.load(scales + row))
     if FP8:
-        # Sign-extended and shifted by 7: sign at 15, e4m3's seven bits at 13..7; bit 14 is a copy of the sign and goes.
+        # Sign-extended and shifted by 7: sign in bit 15, e4m3's other bits in 13..7. Bit 14 copies the sign: clear it.
         half = ((code.to(tl.int16) << 7) & -0x4001).to(tl.float16, bitcast=True)
         x = half.to(tl.float32) * 256.0
     else:
@@ -194,7 +196,7 @@ def _decode_kernel(codes, scales, out, hidden, FP8: tl.constexpr, BLOCK: tl.cons
 
 @jit
 def _decode4_kernel(codes, scales, out, hidden, num_blocks, BLOCKS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Some blocks of one vector of 4 bits."""
+    """Decode up to BLOCKS blocks of one vector of int4."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     real = block < num_blocks
@@ -234,7 +236,7 @@ def encode(codec: Codec, values_NH: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(codec: Codec, codes: Tensor, scales: Tensor, hidden: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """States [..., hidden] of `dtype` behind codes and scales as `encode` made them."""
+    """States [..., hidden] of `dtype` decoded from the codes and scales of `encode`."""
     if not runs_kernels(codes):
         return reference_decode(codec, codes, scales, hidden, dtype)
     codes, bits = codes.contiguous(), scales.contiguous().view(torch.int16)

@@ -40,7 +40,7 @@ COMPILING = os.environ.get("EYRIE_COMPILE_KERNELS") == "1" and not INTERPRETING
 _WANTED = INTERPRETING or COMPILING or torch.cuda.is_available()
 
 triton: Any = None
-tl: Any = SimpleNamespace(constexpr=None)  # kernel signatures name it when they are defined
+tl: Any = SimpleNamespace(constexpr=None)  # kernel signatures refer to `tl.constexpr` when they are defined
 if _WANTED:
     try:
         import triton  # type: ignore[no-redef]
@@ -91,13 +91,13 @@ def dot(a, b, INTERPRETED: tl.constexpr):
 
 
 def next_power_of_two(value: int) -> int:
-    """The least power of two >= `value`: Triton's blocks have such sizes."""
+    """The least power of two >= `value`: sizes of Triton's blocks must be powers of two."""
     return 1 << max(0, value - 1).bit_length()
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What one kernel uses of a multiprocessor."""
+    """Resources of a multiprocessor that one kernel uses."""
 
     name: str
     shared_bytes: int
@@ -127,9 +127,9 @@ def compiling_for(capability: int) -> Iterator[list[Compiled]]:
 
 def launch(kernel: Any, grid: tuple[int, ...], *tensors_and_integers: Tensor | int, num_warps: int = 4,
            num_stages: int = 2, **constants: Any) -> None:
-    """Run a kernel on a grid; constants are passed by name. An empty grid is no work.
+    """Run a kernel on a grid; constants are passed by name. An empty grid launches nothing.
 
-    Multiplications and additions are not fused into one rounding: the interpreter's arithmetic is then the GPU's.
+    Fusing a multiplication and an addition into one rounding is disabled: the interpreter does not fuse them either.
     """
     if 0 in grid:
         return
@@ -170,7 +170,7 @@ def _typed(value: Tensor | int) -> str:
 
 
 def _assembled(cubin: bytes) -> tuple[int, int]:
-    """Registers and local bytes per thread, as `cuobjdump`, which comes with Triton, reads them."""
+    """Registers and bytes of local memory per thread, from the output of `cuobjdump`, which Triton ships."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -1,7 +1,7 @@
 """Attention of one step of the TTT unroll over packed documents, forward and backward.
 
 At step s the root at packed position i attends to the step-0 keys of its own document up to position i, and to one key
-per later step on its own diagonal: those its own draft wrote at steps 1 .. s (EAGLE-3, arXiv:2503.01840). With a
+per later step, which its own draft produced at steps 1 .. s (EAGLE-3, arXiv:2503.01840). With a
 sliding window of w keys it attends no further back than w positions, its own, i + s, included: to step-0 keys
 j > i + s - w and to own keys r > s - w. All of it is one softmax,
 
@@ -42,7 +42,7 @@ _HIDDEN = -1e30
 
 @dataclass(frozen=True)
 class Blocks:
-    """Queries and keys that a program processes at a time."""
+    """Number of queries and of keys that a program processes at a time."""
 
     queries: int
     keys: int
@@ -57,19 +57,19 @@ _OWN_QUERIES = 16
 
 @dataclass(frozen=True)
 class KeyRanges:
-    """The step-0 keys that each query sees at one step. Computed by `key_ranges`."""
+    """The step-0 keys that each query attends to at one step. Computed by `key_ranges`."""
 
     order_R: Tensor
     """int64: the roots, ascending by packed position."""
 
     last_R: Tensor
-    """int32, in that order: the last step-0 key each sees."""
+    """int32, in that order: the last step-0 key that each attends to."""
 
     first_R: Tensor
-    """int32, in that order: the first; greater than `last` if the window hides them all."""
+    """int32, in that order: the first one; greater than `last_R` if the window excludes all."""
 
     num_own: int
-    """Own keys inside the window: the latest ones."""
+    """Number of own keys inside the window; these are the latest ones."""
 
 
 def key_ranges(root_R: Tensor, start_R: Tensor, step: int, window: int | None = None) -> KeyRanges:
@@ -78,7 +78,7 @@ def key_ranges(root_R: Tensor, start_R: Tensor, step: int, window: int | None = 
     root_R   [R] packed position of each root, distinct.
     start_R  [R] packed position at which its document starts.
     step     the unrolled step, and so the number of own keys of each root.
-    window   keys that a position sees, its own included; None: all.
+    window   positions that a query attends to, its own included; None: all.
     """
     order = root_R.argsort()
     last = root_R[order].to(torch.int32)
@@ -110,7 +110,7 @@ def _dense_attention(q_RKWE: Tensor, k_TKE: Tensor, v_TKE: Tensor, own: Sequence
 
 def reference_packed_attention(q_RKWE: Tensor, k_TKE: Tensor, v_TKE: Tensor, own: Sequence[tuple[Tensor, Tensor]],
                                root_R: Tensor, start_R: Tensor, window: int | None = None) -> Tensor:
-    """What `packed_attention` computes at step len(own), from the roots themselves; gradients by autograd."""
+    """The specification of `packed_attention` at step len(own), without key ranges; gradients by autograd."""
     step = len(own)
     position_T = torch.arange(k_TKE.shape[0], device=q_RKWE.device)
     visible = (position_T <= root_R[:, None]) & (position_T >= start_R[:, None])
@@ -121,7 +121,7 @@ def reference_packed_attention(q_RKWE: Tensor, k_TKE: Tensor, v_TKE: Tensor, own
 
 
 def _visible(ranges: KeyRanges, num_keys: int) -> Tensor:
-    """[R, T] bool, in the order of the queries: the step-0 keys that each sees."""
+    """[R, T] bool, in the order of the queries: the step-0 keys that each attends to."""
     position_T = torch.arange(num_keys, device=ranges.last_R.device)
     in_order = (position_T >= ranges.first_R[:, None]) & (position_T <= ranges.last_R[:, None])
     return torch.empty_like(in_order).index_copy_(0, ranges.order_R, in_order)
@@ -132,7 +132,8 @@ def _visible(ranges: KeyRanges, num_keys: int) -> Tensor:
 
 @jit
 def _fold(score, most, total):
-    """The new maximum, and the factor that rescales what was summed so far; for one score per row."""
+    """One step of the online softmax, with one score per row: (its weight, new maximum, new sum, factor that rescales
+    what was summed before)."""
     new = tl.maximum(most, score)
     shrink = tl.exp(most - new)
     p = tl.exp(score - new)
@@ -144,7 +145,7 @@ def _forward_kernel(q, k, v, own_k, own_v, out, lse, order, last, first, low, hi
                     SCALE: tl.constexpr, KV_HEADS: tl.constexpr, PER_KV: tl.constexpr, HEAD: tl.constexpr,
                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, HIDDEN: tl.constexpr,
                     INTERPRETED: tl.constexpr):
-    """One block of queries of one head."""
+    """Output and log-sum-exp of one block of queries of one head."""
     WIDE = lse.dtype.element_ty
     block = tl.program_id(0)
     head = tl.program_id(1)
@@ -225,6 +226,7 @@ def _query_grad_kernel(q, k, v, own_k, own_v, out, lse, grad, delta, grad_q, ord
         values = tl.load(v + of_key[:, None] + e[None, :], key_cell, other=0.0)
         visible = (n[None, :] <= until[:, None]) & (n[None, :] >= since[:, None])
         scores = dot(queries, tl.trans(keys), INTERPRETED) * SCALE
+        # Masked scores are replaced before `exp`, which could overflow on them.
         p = tl.where(visible, tl.exp(tl.where(visible, scores, norm[:, None]) - norm[:, None]), 0.0)
         slope = p * (dot(upstream, tl.trans(values), INTERPRETED) - less[:, None]) * SCALE
         found += dot(slope.to(k.dtype.element_ty), keys, INTERPRETED)
@@ -311,7 +313,7 @@ def _key_grad_kernel(q, k, v, lse, grad, delta, grad_k, grad_v, order, last, fir
 
 def _key_spans(ranges: KeyRanges, size: int) -> tuple[Tensor, Tensor]:
     """The keys [low, high) that each block of `size` queries reads."""
-    low = ranges.first_R[::size].contiguous()  # both grow with the position
+    low = ranges.first_R[::size].contiguous()  # `first_R` and `last_R` both ascend
     ends = torch.arange(size - 1, ranges.last_R.numel() + size - 1, size, device=low.device)
     high = ranges.last_R[ends.clamp(max=ranges.last_R.numel() - 1)] + 1
     return low, high
@@ -319,6 +321,8 @@ def _key_spans(ranges: KeyRanges, size: int) -> tuple[Tensor, Tensor]:
 
 def _query_spans(ranges: KeyRanges, num_keys: int, size: int) -> tuple[Tensor, Tensor]:
     """The queries [low, high), in order, that read each block of `size` keys."""
+    # `last_R` and `first_R` both ascend: skip queries whose last key comes before the block, stop at the first query
+    # whose first key comes after it.
     begin = torch.arange(0, num_keys, size, device=ranges.last_R.device, dtype=torch.int32)
     low = torch.searchsorted(ranges.last_R, begin, out_int32=True)
     high = torch.searchsorted(ranges.first_R, (begin + size - 1).clamp(max=num_keys - 1), right=True, out_int32=True)

@@ -26,9 +26,9 @@ For tv, lk and lk_hybrid's acceptance, p is multiplied by `mass`, the target's p
 vocabulary: these losses measure acceptance, and a token outside the draft vocabulary is never accepted.
 
 `reference_soft_target_loss` is the specification, for this kernel and for the CPU form in
-`eyrie_workers.training.soft_target_loss`; CPU tensors are computed by it. The kernel's floor is traffic: logits and
-table read once, gradients written once. It reads a row two or three times, but the row (128 KiB for 32768 tokens) is
-still in the L2 cache then.
+`eyrie_workers.training.soft_target_loss`; CPU tensors are computed by it. The kernel's lower bound is memory traffic:
+logits and table read once, gradients written once. It reads a row two or three times, but the row (128 KiB for 32768
+tokens) is still in the L2 cache then.
 
     T predictions, U rows of the table, H hidden, D draft vocabulary
 """
@@ -45,7 +45,7 @@ Loss = Literal["kl", "tv", "lk", "lk_hybrid"]
 _KINDS: tuple[Loss, ...] = ("kl", "tv", "lk", "lk_hybrid")
 LK_ETA = 3.0
 TINY = 1e-8
-"""Least acceptance that lk takes the logarithm of."""
+"""Lower bound of the acceptance in the logarithm of lk."""
 
 # Logits that exist at a time: 128 Mi floats, 4096 rows of 32768, so that adding a chunk's part to dW (12 bytes per
 # element) is small next to the product that computed it.
@@ -65,7 +65,7 @@ class SoftTargetLoss(NamedTuple):
 
 
 def reference_losses(logits_TD: Tensor, target_TD: Tensor, mass_T: Tensor, kind: Loss) -> Tensor:
-    """[T] losses as formulas."""
+    """Losses [T], by the formulas of the module docstring."""
     log_q = logits_TD.log_softmax(-1)
     cross_entropy = -(target_TD * log_q).sum(-1)
     if kind == "kl":
@@ -81,7 +81,7 @@ def reference_losses(logits_TD: Tensor, target_TD: Tensor, mass_T: Tensor, kind:
 
 def reference_soft_target_loss(hidden_TH: Tensor, weight_DH: Tensor, table_UD: Tensor, mass_U: Tensor, index_T: Tensor,
                                weights_T: Tensor, kind: Loss = "kl", choose: bool = True) -> SoftTargetLoss:
-    """What `soft_target_loss` computes, written out, with gradients by autograd."""
+    """The specification of `soft_target_loss`, with gradients by autograd."""
     # Products in the weight's dtype, the softmax and everything after it in at least float32.
     wide = torch.promote_types(weight_DH.dtype, torch.float32)
     logits = (hidden_TH.to(weight_DH.dtype) @ weight_DH.T).to(wide)
@@ -214,13 +214,13 @@ class _SoftTargetLoss(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if learning else None
         # Summed over chunks: in the weight's own bfloat16 each addition would round.
         grad_weight = torch.zeros(weight.shape, dtype=wide, device=hidden.device) if learning else None
-        # Rows of weight 0 are computed too: leaving them out would wait for their number from the device.
+        # Rows of weight 0 are computed too: to leave them out, the host would have to wait for their number.
         size = max(64, _CHUNK_ELEMENTS // vocab // 32 * 32)
         for start in range(0, num_rows, size):
             rows = slice(start, start + size)
             x = hidden[rows].to(weight.dtype)
             logits = _product(x, weight.T, wide)
-            # Without a gradient the losses stand for it in the launch; in full precision it overwrites the logits.
+            # Without gradients the losses are passed in their place; in full precision gradients overwrite the logits.
             grad = losses[rows] if not learning else logits if wide == weight.dtype else torch.empty_like(
                 logits, dtype=weight.dtype)
             part = grad if not learning else losses[rows]
@@ -254,7 +254,7 @@ def soft_target_loss(hidden_TH: Tensor, weight_DH: Tensor, table_UD: Tensor, mas
     index    [T]      int64 rows of the table, valid where the weight is 0 as well.
     weights  [T]      a prediction of weight 0 has loss 0 and no gradient.
     choose   also find each row's most probable token, of rows of weight 0 too.
-    returns  see `SoftTargetLoss`. Call backward at most once: the gradients are held, not computed again.
+    returns  see `SoftTargetLoss`. Call backward at most once: it frees the stored gradients.
     """
     if not runs_kernels(hidden_TH):
         return reference_soft_target_loss(hidden_TH, weight_DH, table_UD, mass_U, index_T, weights_T, kind, choose)

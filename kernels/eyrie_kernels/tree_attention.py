@@ -1,16 +1,16 @@
-"""Attention of a draft tree's nodes during verification: over the accepted text, and over each node's own path.
+"""Attention of a draft tree's nodes during verification, over the accepted tokens and each node's path from the root.
 
-The cache of a row holds the keys of its accepted text at slots 0 .. start - 1 and those of the round's nodes after
-them, in tree order. Node n sees every accepted token, itself and its ancestors (SpecInfer's tree mask,
-arXiv:2305.09781); with a sliding window only what is less than `window` positions before it, a node's position being
-start + its depth. Inference only: there is no gradient.
+The cache of a row contains the keys of its accepted tokens in slots 0 .. start - 1, then those of the round's nodes in
+tree order. Node n attends to every accepted token, to itself and to its ancestors (SpecInfer's tree mask,
+arXiv:2305.09781); with a sliding window only to positions less than `window` before its own, which is start + its
+depth. Inference only: there is no gradient.
 
-A round has few queries and many keys: its cost is reading the cache, at full bandwidth only if enough programs read at
-once. So keys are split among programs (flash-decoding), each writing an output and a log-sum-exp, which a second kernel
-merges. Query heads that share a key head are rows of one block: a key is read once for all of them. Programs know a
-row's length from the device: nothing waits for the host.
+A round has few queries and many keys: its cost is reading the cache, which reaches full bandwidth only if enough
+programs read concurrently. Keys are therefore split among programs (flash-decoding); each writes an output and a
+log-sum-exp, and a second kernel merges them. Query heads that share a key head are rows of one block, so a key is read
+once for all of them. Programs read a row's length on the device, so the host need not be synchronised.
 
-The floor is traffic: the keys and values of the accepted text, once.
+Lower bound: memory traffic, the keys and values of the accepted tokens read once.
 
     B rows, N nodes, L slots of the cache, Q query heads, G key-value heads, R = Q / G, E head size
 """
@@ -21,16 +21,16 @@ from torch import Tensor
 
 from eyrie_kernels.compiler import INTERPRETING, dot, jit, launch, next_power_of_two, runs_kernels, tl
 
-_HIDDEN = -1e30  # finite: a program that sees no key has weight exp(-1e30) = 0 in the merge, and no nan
+_HIDDEN = -1e30  # finite, so no nan: a part without a visible key gets weight exp(-1e30) = 0
 
-# Programs that keep a large GPU busy: an H100 has 132 multiprocessors.
+# Keys are split until there are about this many programs: two for each of an H100's 132 multiprocessors.
 _PROGRAMS = 264
 
 
 def _visible(num_places: int, starts_B: Tensor, seen_BNN: Tensor, window: int | None) -> Tensor:
-    """[B, N, L] bool."""
+    """[B, N, L] bool: whether a node attends to a slot."""
     num_nodes = seen_BNN.shape[1]
-    ahead = torch.arange(num_places, device=starts_B.device) - starts_B[:, None]  # below 0: settled; else a node
+    ahead = torch.arange(num_places, device=starts_B.device) - starts_B[:, None]  # below 0: accepted tokens; else nodes
     node, depth = ahead.clamp(0, num_nodes - 1), seen_BNN.sum(-1) - 1
     of_node = seen_BNN.gather(2, node[:, None, :].expand(-1, num_nodes, -1)) & (ahead < num_nodes)[:, None, :]
     visible = torch.where((ahead < 0)[:, None, :], True, of_node)
@@ -42,7 +42,7 @@ def _visible(num_places: int, starts_B: Tensor, seen_BNN: Tensor, window: int | 
 
 def reference_tree_attention(q_BNQE: Tensor, k_BLGE: Tensor, v_BLGE: Tensor, starts_B: Tensor, seen_BNN: Tensor,
                              window: int | None = None) -> Tensor:
-    """What `tree_attention` computes, as one dense product with a mask."""
+    """The specification of `tree_attention`: one dense product with a mask."""
     visible = _visible(k_BLGE.shape[1], starts_B, seen_BNN, window)
     q = q_BNQE.unflatten(2, (k_BLGE.shape[2], -1))
     scores = torch.einsum("bngre,blge->bgrnl", q, k_BLGE) * q.shape[-1] ** -0.5
@@ -52,7 +52,8 @@ def reference_tree_attention(q_BNQE: Tensor, k_BLGE: Tensor, v_BLGE: Tensor, sta
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, seen: Tensor, window: int | None,
               length: int) -> Tensor:
-    """torch's attention over the places in use; query heads that share a key head are more queries of it."""
+    """The CPU form: PyTorch's attention over the first `length` slots. Query heads that share a key head are stacked as
+    further queries of that head."""
     rows, nodes, heads, size = q.shape
     groups = k.shape[2]
     stacked = q.view(rows, nodes, groups, -1, size).permute(0, 2, 3, 1, 4).reshape(rows, groups, -1, size)
@@ -67,7 +68,7 @@ def _part_kernel(q, k, v, starts, seen, depths, part, lse, num_nodes, row_blocks
                  v_place, v_head, SCALE: tl.constexpr, WINDOW: tl.constexpr, GROUPS: tl.constexpr,
                  REPEATS: tl.constexpr, HEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                  BLOCK_E: tl.constexpr, HIDDEN: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Some queries of one key head over one share of a row's places."""
+    """One block of queries of one key head over one share of a row's slots: output and log-sum-exp."""
     WIDE = lse.dtype.element_ty
     row = tl.program_id(0) // row_blocks
     group = tl.program_id(1)
@@ -88,6 +89,7 @@ def _part_kernel(q, k, v, starts, seen, depths, part, lse, num_nodes, row_blocks
     mixed = tl.zeros([BLOCK_M, BLOCK_E], WIDE)
     k += row.to(tl.int64) * k_row + group * k_head
     v += row.to(tl.int64) * v_row + group * v_head
+    # Online softmax: running maximum `most`, sum `total` and weighted values `mixed`, rescaled when the maximum grows.
     for first in range(split * share, end, BLOCK_N):
         place = first + tl.arange(0, BLOCK_N)
         inside = place < end
@@ -101,7 +103,7 @@ def _part_kernel(q, k, v, starts, seen, depths, part, lse, num_nodes, row_blocks
         visible = inside[None, :] & ((ahead < 0)[None, :] | (path != 0))
         if WINDOW > 0:
             level = tl.load(depths + row * num_nodes + ahead, is_node, other=0).to(tl.int32)
-            level = tl.where(ahead < 0, ahead, level)
+            level = tl.where(ahead < 0, ahead, level)  # position minus `start`, as `depth` is the query's
             visible = visible & (depth[:, None] - level[None, :] < WINDOW)
         scores = tl.where(visible, dot(queries, tl.trans(keys), INTERPRETED) * SCALE, HIDDEN)
         new = tl.maximum(most, tl.max(scores, 1))
@@ -110,7 +112,7 @@ def _part_kernel(q, k, v, starts, seen, depths, part, lse, num_nodes, row_blocks
         total = total * shrink + tl.sum(p, 1)
         mixed = mixed * shrink[:, None] + dot(p.to(v.dtype.element_ty), values, INTERPRETED)
         most = new
-    counted = tl.where(total > 0, total, 1.0)
+    counted = tl.where(total > 0, total, 1.0)  # 0: the split lies behind the row's last slot
     to = split.to(tl.int64) * (tl.num_programs(0) // row_blocks) * num_nodes * (GROUPS * REPEATS) + at
     tl.store(part + to[:, None] * HEAD + e[None, :], mixed / counted[:, None], cell)
     tl.store(lse + to, most + tl.log(counted), real)
@@ -119,7 +121,7 @@ def _part_kernel(q, k, v, starts, seen, depths, part, lse, num_nodes, row_blocks
 @jit
 def _merge_kernel(part, lse, out, num_splits, num_queries, HEAD: tl.constexpr, BLOCK_S: tl.constexpr,
                   BLOCK_E: tl.constexpr, HIDDEN: tl.constexpr):
-    """One query: its parts, weighed."""
+    """Merge the parts of one query, weighted by exp(log-sum-exp)."""
     query = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, BLOCK_S)
     e = tl.arange(0, BLOCK_E)
@@ -135,11 +137,12 @@ def _by_kernel(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, seen: Tensor, wi
                length: int) -> Tensor:
     rows, nodes, heads, size = q.shape
     groups, wide = k.shape[2], torch.promote_types(q.dtype, torch.float32)
-    if k.stride(-1) != 1 or v.stride(-1) != 1:
+    if k.stride(-1) != 1 or v.stride(-1) != 1:  # the kernel reads a head's elements with stride 1
         k, v = k.contiguous(), v.contiguous()
     block_m = min(64 if q.element_size() == 2 else 16, max(16, next_power_of_two(nodes * heads // groups)))
     block_n = {2: 64, 4: 32, 8: 16}[q.element_size()]
     row_blocks = -(-nodes * (heads // groups) // block_m)
+    # At most one split per block of keys, and at most 64: the merge loads all parts of a query as one block.
     splits = min(max(1, _PROGRAMS // (rows * row_blocks * groups)), -(-length // block_n), 64)
     share = -(-length // (splits * block_n)) * block_n
     part = torch.empty(splits, rows, nodes, heads, size, dtype=wide, device=q.device)
@@ -161,11 +164,11 @@ def tree_attention(q_BNQE: Tensor, k_BLGE: Tensor, v_BLGE: Tensor, starts_B: Ten
     """Attention of N nodes of each row, scaled by E ** -0.5.
 
     q          [B, N, Q, E]
-    k, v       [B, L, G, E]  views of the cache, the nodes' keys at places start .. start + N - 1; L >= max_start + N
-    starts     [B] int       settled places of each row, at most `max_start`
+    k, v       [B, L, G, E]  views of the cache, the nodes' keys in slots start .. start + N - 1; L >= max_start + N
+    starts     [B] int       number of accepted tokens of each row, at most `max_start`
     seen       [B, N, N] bool  [b, n, m]: m is n or an ancestor of n; parents before children (workers' `ancestors`)
-    max_start  known on the host, so that no length is asked of the device
-    window     places that a node sees, its own included; None: all
+    max_start  known on the host, so that no length is copied from the device
+    window     positions that a node attends to, its own included; None: all
     returns    [B, N, Q, E]
     """
     length = max_start + q_BNQE.shape[1]

@@ -1,17 +1,17 @@
 """Expansion and reranking of a draft tree by cumulative log-probability (EAGLE-2, arXiv:2406.16858).
 
-    expand   the K most probable children of each frontier node; a child's score is its node's score + log softmax; and
-             the K best of all W * K children, which are the next frontier
-    rerank   the M best of all C candidates, as a tree, in the order of their expansion, so that parents come before
-             children. A child's score never exceeds its parent's and the earlier of equals wins, so the parent of a
-             kept candidate is kept.
+    expand   the K most probable children of each frontier node, where a child's score is its parent's score + its
+             log-probability; and the K best of all W * K children, which are the next frontier
+    rerank   the M best of all C candidates as a tree, in the order of their expansion, so that parents come before
+             children. A child's score never exceeds its parent's, and of equal scores the earlier candidate is kept, so
+             the parent of a kept candidate is kept too.
 
-Plain torch computes a log-softmax of [B, W, D] and sorts it, to keep K of D numbers. Here the logits are read once, in
-slices, one program each: it writes its K largest, its maximum and its sum of exponentials, and one small program per
-row merges them. The floor is the traffic of the logits.
+Plain PyTorch computes and sorts a log-softmax of [B, W, D] to keep K of D numbers. Here one program per slice of a
+node's logits reads it once and writes its K largest values, its maximum and its sum of exponentials; one small program
+per row merges the slices. Lower bound: memory traffic, the logits read once.
 
 `rerank` needs no sort: a candidate is kept if fewer than M others are better, which C * C comparisons decide (C is a
-few hundred), and its index in the tree is the number of kept candidates before it.
+few hundred), and its index in the tree is 1 + the number of kept candidates before it.
 
     B rows, W frontier nodes, D draft vocabulary, K children of a node, C candidates, N = M + 1 nodes with the root
 """
@@ -48,13 +48,13 @@ class Tree(NamedTuple):
 
 
 def _largest(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest of the last axis, of equals the first: `topk` promises no order among equals."""
+    """The `count` largest of the last axis, equal values in order of index. `topk` guarantees no order among equals."""
     values, index = x.sort(dim=-1, descending=True, stable=True)
     return values[..., :count], index[..., :count]
 
 
 def reference_expand(logits_BWD: Tensor, scores_BW: Tensor, width: int) -> Expanded:
-    """What `expand` computes."""
+    """The specification of `expand`."""
     width = min(width, logits_BWD.shape[-1])
     logits = logits_BWD.to(scores_BW.dtype)
     best, tokens = _largest(logits, width)
@@ -63,18 +63,18 @@ def reference_expand(logits_BWD: Tensor, scores_BW: Tensor, width: int) -> Expan
 
 
 def _expand_by_torch(logits: Tensor, scores: Tensor, width: int) -> Expanded:
-    """topk instead of a sort: on equals at the edge it may take another of them."""
+    """The CPU form, with `topk` instead of a stable sort: among equal values it may keep others than the reference."""
     best, tokens = logits.topk(width)
     children = scores.unsqueeze(-1) + best.to(scores.dtype) - logits.to(scores.dtype).logsumexp(-1, keepdim=True)
     return Expanded(tokens, children, children.flatten(1).topk(width).indices)
 
 
 def reference_rerank(tokens_BC: Tensor, parents_BC: Tensor, scores_BC: Tensor, num_draft_tokens: int) -> Tree:
-    """What `rerank` computes."""
+    """The specification of `rerank`, and its CPU form."""
     (num_rows, num_grown), device = tokens_BC.shape, tokens_BC.device
     num_kept = min(num_draft_tokens - 1, num_grown)
     kept = _largest(scores_BC, num_kept)[1].sort(dim=1).values
-    node_of = torch.zeros(num_rows, num_grown + 1, dtype=torch.int64, device=device)  # column 0 stands for the root
+    node_of = torch.zeros(num_rows, num_grown + 1, dtype=torch.int64, device=device)  # column 0 is the root
     node_of.scatter_(1, kept + 1, torch.arange(1, num_kept + 1, device=device).expand(num_rows, -1))
     tree = _bare(num_rows, num_draft_tokens, scores_BC)
     tree.tokens[:, 1:num_kept + 1] = tokens_BC.gather(1, kept)
@@ -84,7 +84,7 @@ def reference_rerank(tokens_BC: Tensor, parents_BC: Tensor, scores_BC: Tensor, n
 
 
 def _bare(num_rows: int, num_nodes: int, scores: Tensor) -> Tree:
-    """Roots, each with empty nodes below."""
+    """Trees of a root and empty nodes: NO_TOKEN, parent 0, score -inf."""
     tree = Tree(torch.full((num_rows, num_nodes), NO_TOKEN, device=scores.device),
                 torch.zeros(num_rows, num_nodes, dtype=torch.int64, device=scores.device),
                 scores.new_full((num_rows, num_nodes), -torch.inf))
@@ -97,7 +97,7 @@ def _bare(num_rows: int, num_nodes: int, scores: Tensor) -> Tree:
 
 @jit
 def _slice_kernel(logits, values, ids, mosts, totals, width, K: tl.constexpr, SLICE: tl.constexpr):
-    """One slice of one node's logits: its K largest, its maximum, its sum of exponentials."""
+    """One slice of one node's logits: its K largest values, its maximum and its sum of exponentials."""
     WIDE = values.dtype.element_ty
     node = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -120,7 +120,7 @@ def _slice_kernel(logits, values, ids, mosts, totals, width, K: tl.constexpr, SL
 def _merge_kernel(values, ids, mosts, totals, scores, tokens, children, frontier, num_nodes, num_parts, kept,
                   K: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr,
                   BLOCK_K: tl.constexpr):
-    """One row: each node's children from its slices' best, and the next frontier."""
+    """One row: each node's children from the K largest values of its slices, and the next frontier."""
     WIDE = values.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     w = tl.arange(0, BLOCK_W)
@@ -130,6 +130,7 @@ def _merge_kernel(values, ids, mosts, totals, scores, tokens, children, frontier
     of_part = real[:, None] & (p < num_parts)[None, :]
     most_p = tl.load(mosts + node[:, None] * num_parts + p[None, :], of_part, other=-float("inf"))
     total_p = tl.load(totals + node[:, None] * num_parts + p[None, :], of_part, other=0.0)
+    # The node's log-sum-exp, from the maximum and the sum of exponentials of each slice.
     most = tl.where(real, tl.max(most_p, 1), 0.0)
     total = tl.sum(tl.where(of_part, total_p * tl.exp(most_p - most[:, None]), 0.0), 1)
     lse = most + tl.log(tl.where(real, total, 1.0))
@@ -139,6 +140,8 @@ def _merge_kernel(values, ids, mosts, totals, scores, tokens, children, frontier
                 real[:, None] & (lane < num_parts * K)[None, :], other=-float("inf"))
     k = tl.arange(0, BLOCK_K)
     grown = tl.zeros([BLOCK_W, BLOCK_K], WIDE) - float("inf")
+    # Slices are in order and each has its values in descending order, equal ones by index: the leftmost maximum is thus
+    # the one of lowest draft id.
     for rank in range(K):
         best = tl.max(x, 1)
         index = tl.argmax(x, 1, tie_break_left=True)
@@ -152,13 +155,14 @@ def _merge_kernel(values, ids, mosts, totals, scores, tokens, children, frontier
     cell = tl.arange(0, BLOCK_W * BLOCK_K)
     for rank in range(kept):
         index = tl.argmax(flat, 0, tie_break_left=True)
+        # `flat` has rows of BLOCK_K, padded; the frontier counts in rows of K.
         tl.store(frontier + row * kept + rank, (index // BLOCK_K * K + index % BLOCK_K).to(tl.int64))
         flat = tl.where(cell == index, -float("inf"), flat)
 
 
 @jit
 def _stays_kernel(scores, stays, num_grown, num_kept, BLOCK_C: tl.constexpr, BLOCK_J: tl.constexpr):
-    """Whether each candidate of a block is among the row's best."""
+    """1 for each candidate of a block that is among the row's `num_kept` best, else 0."""
     row = tl.program_id(0).to(tl.int64) * num_grown
     i = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     mine = tl.load(scores + row + i, i < num_grown, other=-float("inf"))
@@ -173,7 +177,7 @@ def _stays_kernel(scores, stays, num_grown, num_kept, BLOCK_C: tl.constexpr, BLO
 
 @jit
 def _number_kernel(stays, num_grown, BLOCK: tl.constexpr):
-    """Replace the 1 of each kept candidate of a row by its node; the others stay 0."""
+    """Replace the 1 of each kept candidate of a row by its node's index, a running count; others stay 0."""
     row = tl.program_id(0).to(tl.int64) * num_grown
     i = tl.arange(0, BLOCK)
     stay = tl.load(stays + row + i, i < num_grown, other=0)
@@ -183,7 +187,7 @@ def _number_kernel(stays, num_grown, BLOCK: tl.constexpr):
 @jit
 def _place_kernel(tokens, parents, scores, node_of, to_tokens, to_parents, to_scores, num_grown, num_nodes,
                   BLOCK: tl.constexpr):
-    """Copy kept candidates to their nodes."""
+    """Copy the kept candidates of a block to their nodes; the parent -1 becomes node 0."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = row * num_grown + i
@@ -199,11 +203,11 @@ def _place_kernel(tokens, parents, scores, node_of, to_tokens, to_parents, to_sc
 
 @torch.no_grad()
 def expand(logits_BWD: Tensor, scores_BW: Tensor, width: int) -> Expanded:
-    """The children of a frontier.
+    """The children of a frontier, and the next frontier.
 
-    logits   [B, W, D]  finite; of the drafter at each frontier node.
-    scores   [B, W]     their cumulative log-probabilities, float32 or float64: sums and results are of this dtype.
-    width    K, at most; fewer when D is.
+    logits   [B, W, D]  the drafter's logits at each frontier node; finite.
+    scores   [B, W]     the nodes' cumulative log-probabilities, float32 or float64: sums and results have this dtype.
+    width    K; reduced to D if D is smaller.
     """
     rows, num_nodes, vocab = logits_BWD.shape
     width = min(width, vocab)
@@ -229,7 +233,7 @@ def rerank(tokens_BC: Tensor, parents_BC: Tensor, scores_BC: Tensor, num_draft_t
 
     tokens   [B, C] int64
     parents  [B, C] int64  candidate indices, each below its child's; -1 for the root.
-    scores   [B, C] float  a child's never above its parent's.
+    scores   [B, C] float  a child's score never exceeds its parent's.
     """
     if not runs_kernels(scores_BC):
         return reference_rerank(tokens_BC, parents_BC, scores_BC, num_draft_tokens)
