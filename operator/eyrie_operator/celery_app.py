@@ -4,7 +4,8 @@ For chore workers in addition to the API server, on one Redis (EYRIE_BROKER_URL)
 Without a cluster profile they drive runs and endpoints of this machine; all of them then run on one machine or one
 shared volume, and leases serialise them. With EYRIE_CLUSTER_PROFILE they drive runs of Kubeflow, and the operator
 reconciles endpoints. On one machine without Redis this module is not used: `eyrie up` runs the same chores in its own
-process. """
+process.
+"""
 
 import logging
 from dataclasses import dataclass

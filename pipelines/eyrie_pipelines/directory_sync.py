@@ -44,7 +44,7 @@ class DirectorySync:
         self._stopping = threading.Event()
 
     def begin(self) -> None:
-        """Take the files that both the store and this directory hold as uploaded. Call right after a download."""
+        """Record files that are both in the store and in this directory as uploaded. Call right after a download."""
         stored = {item.key.removeprefix(f"{self._prefix}/") for item in self._store.list(self._prefix)}
         self._uploaded = {name: stamp for name, stamp in _stamps(self._directory).items() if name in stored}
 
@@ -94,7 +94,7 @@ class DirectorySync:
 
 
 def _take_snapshot(directory: Path) -> dict[str, FileStamp]:
-    """A consistent snapshot of a directory under `.sync`; returns the stamps of its files."""
+    """Take a consistent snapshot of a directory under `.sync`; returns the stamps of its files."""
     for _ in range(_SNAPSHOT_ATTEMPTS):
         shutil.rmtree(directory / _SNAPSHOT_DIR, ignore_errors=True)
         before = _stamps(directory)

@@ -76,7 +76,7 @@ def compile_for(profile: ClusterProfile, requested: JobPlacement, *, together: b
 
 @lru_cache(maxsize=64)
 def _compiled(profile_text: str, requested_text: str, together: bool) -> str:
-    """As JSON. Cached: compiling takes a tenth of a second, and most jobs request the same placement."""
+    """The pipeline as JSON. Cached: compiling takes a tenth of a second, and most jobs request the same placement."""
     profile = ClusterProfile.model_validate_json(profile_text)
     requested = JobPlacement.model_validate_json(requested_text)
 

@@ -39,7 +39,7 @@ def _stat(pid: int) -> list[str] | None:
         text = (_PROC / str(pid) / "stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The second field is the command in brackets and may itself hold spaces and brackets: cut after the last one.
+    # The second field is the command in parentheses, which may contain spaces and parentheses: cut after the last one.
     return text[text.rindex(")") + 2:].split()
 
 

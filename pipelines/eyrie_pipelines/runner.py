@@ -3,7 +3,8 @@
 A job has at most one run at a time. Its driver (`eyrie_operator.jobs.driver`) uses runs through this interface only: it
 starts, observes and stops them, and reads the files of their stages in the job's directory `<home>/jobs/<id>`. Where
 stages run elsewhere, `refresh` downloads the small files of that directory first, and `persist` uploads the driver's
-own. Every method is idempotent, and consecutive calls may come from different processes. """
+own. Every method is idempotent, and consecutive calls may come from different processes.
+"""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol

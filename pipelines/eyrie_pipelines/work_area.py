@@ -129,7 +129,7 @@ class WorkArea:
             yield True
         if (directory / MANIFEST).is_file():
             _with_retries(lambda: self._upload_finished(directory))
-            # Only now: had this pod died before, the next capture would still know which files to rebuild.
+            # Deleted last: if this pod dies before, the next capture still finds which files to rebuild.
             for key in damaged:
                 self._store.delete(key)
 

@@ -39,7 +39,7 @@ _LIST_TIMEOUT_S = (3.05, 60.0)
 _PAGE = 250
 Object = dict[str, Any]
 Counted = Callable[[str, str], None]
-"""(verb, kind)."""
+"""Called with (verb, kind) of each write."""
 
 
 class ClusterConflict(Conflict):
@@ -61,7 +61,7 @@ class ClusterUnavailable(Transient):
 
 
 def _nothing(_verb: str, _kind: str) -> None:
-    """No counting."""
+    """Default of `counted`: counts nothing."""
 
 
 class Cluster:

@@ -3,7 +3,8 @@
 Reading: an object of the API server becomes a `JobResource` or an `EndpointResource`; an invalid spec becomes its error
 message, since a server without CEL admits specs that field schemas alone cannot reject. Writing: a Job becomes a
 status. The projection omits what changes continuously (see `eyrie_api.v1alpha1.resources`): equal statuses need no
-write. """
+write.
+"""
 
 import hashlib
 from collections.abc import Iterable, Mapping

@@ -2,7 +2,8 @@
 
 The level-triggered queue of controllers, as in client-go: an event says *that* an object changed, not what, so ten
 events for one key cause one reconciliation. A key added while it is being processed is processed again afterwards.
-Failures are retried after a delay that doubles; `forget` resets it. Delays use the clock that is passed in. """
+Failures are retried after a delay that doubles; `forget` resets it. Delays use the clock that is passed in.
+"""
 
 import heapq
 import itertools

@@ -242,7 +242,7 @@ def _restart_window(folder: Path, now: datetime) -> None:
 
 @contextlib.contextmanager
 def _endpoint_lock(directory: Path) -> Iterator[bool]:
-    """Yields whether this process holds the endpoint. The kernel releases the lock of a process that is killed."""
+    """Yields whether this process got the endpoint's lock. The kernel releases the lock of a process that is killed."""
     with (directory / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -71,7 +71,7 @@ class ObservedJob:
     run: ObservedRun = field(default_factory=ObservedRun)
     stages: tuple[ObservedStage, ...] = ()
     decision: PromotionDecision | None = None
-    """Recorded in this attempt."""
+    """The decision recorded in this attempt, if any."""
 
     best: LeaderboardEntry | None = None
     serving: ObservedServing = field(default_factory=ObservedServing)

@@ -3,7 +3,8 @@
 The report is plain JSON: times in seconds, temperatures as keys in their shortest form (`"0"`, `"1"`), speed-ups
 against the same engine without a drafter, `identical` the number of prompts (or, for what was promoted, whether all of
 them) whose tokens equal the undrafted engine's. Parts that a job did not reach are empty or null: a failed job has a
-report as well. """
+report as well.
+"""
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime

@@ -36,13 +36,13 @@ class Series:
 
     tokens: str
     rounds: str
-    """Verify rounds, and the tokens they gave."""
+    """Counter of verify rounds; `round_tokens` counts the tokens they produced."""
 
     round_tokens: str
     running: str
     queued: str
     answered: str
-    """Counts answers; with these labels those of clients, and with these besides those that failed."""
+    """Counter of responses. `client_labels` select those to clients, `failed_labels` the failed ones among these."""
 
     client_labels: str
     failed_labels: str
@@ -65,7 +65,7 @@ EMBEDDED = Series(
 
 
 def render_monitoring(endpoint: Endpoint, deployment: EndpointDeployment, wanted: RolloutState) -> list[Manifest]:
-    """PodMonitor, PrometheusRule and dashboard where asked for and possible; a scaler per revision."""
+    """PodMonitor, PrometheusRule and dashboard if configured and supported by the server; one scaler per revision."""
     series = SGLANG if isinstance(deployment.engine, SglangEngine) else EMBEDDED
     rendered: list[Manifest] = []
     monitoring = deployment.monitoring
@@ -135,7 +135,7 @@ def _rule(alert: str, expression: str, lasting: str, severity: str, endpoint: En
 
 
 def _scaler(endpoint: Endpoint, deployment: EndpointDeployment, revision: int, series: Series) -> Manifest:
-    """One per revision: a canary must be able to take all requests."""
+    """The ScaledObject of one revision: each has its own, since a canary must be able to take all requests."""
     scale = deployment.autoscale
     assert scale is not None
     ours = _ours(endpoint, deployment, revision)
@@ -195,7 +195,7 @@ def _tau(series: Series, ours: str, by: str | None = None, window: str = _WINDOW
 
 
 def _answers(series: Series, ours: str) -> tuple[str, str]:
-    """Selectors of answers to clients, and of the failed ones among them."""
+    """Selectors of responses to clients, and of the failed ones among them."""
     found = f"{ours}{series.client_labels}"
     return f"{series.answered}{{{found}}}", f"{series.answered}{{{found}{series.failed_labels}}}"
 

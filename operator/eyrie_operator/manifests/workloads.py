@@ -48,7 +48,7 @@ def render_revision(endpoint: Endpoint, revision: Revision, deployment: Endpoint
 
 def described(api_version: str, kind: str, name: str, endpoint: Endpoint, deployment: EndpointDeployment,
               revision: int | None = None, role: str | None = None) -> Manifest:
-    """The head of a manifest: identity, labels, owner."""
+    """A manifest with apiVersion, kind and metadata (name, labels, owner), without a spec."""
     metadata: Manifest = {"name": name, "namespace": deployment.namespace,
                           "labels": labels(endpoint.name, revision, role)}
     owner = deployment.owner
