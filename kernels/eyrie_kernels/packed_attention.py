@@ -1,9 +1,9 @@
 """Attention of one step of the TTT unroll over packed documents, forward and backward.
 
 At step s the root at packed position i attends to the step-0 keys of its own document up to position i, and to one key
-per later step, which its own draft produced at steps 1 .. s (EAGLE-3, arXiv:2503.01840). With a
-sliding window of w keys it attends no further back than w positions, its own, i + s, included: to step-0 keys
-j > i + s - w and to own keys r > s - w. All of it is one softmax,
+per later step, which its own draft produced at steps 1 .. s (EAGLE-3, arXiv:2503.01840). With a sliding window of w
+keys it attends no further back than w positions, its own, i + s, included: to step-0 keys j > i + s - w and to own keys
+r > s - w. All of it is one softmax,
 
     out = sum_j P_j v_j + sum_r P_r v_r,    P = softmax over both of scale q k
 
