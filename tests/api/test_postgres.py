@@ -96,7 +96,7 @@ def test_a_quota_and_a_name_of_another_project_hold_for_the_short_way_too(postgr
     with pytest.raises(Conflict):
         jobs.submit_once(spec, Once("k", "r", "d"), "other")
     assert len(jobs.list().items) == 1
-    assert Idempotency(postgres, 60.0).answered(Once("k", "r", "d")) is None
+    assert Idempotency(postgres, 60.0).find(Once("k", "r", "d")) is None
 
 
 def test_the_walk_of_a_job_is_the_same_on_postgresql(postgres: Database) -> None:

@@ -196,7 +196,7 @@ def test_a_drafter_does_not_cross_from_one_project_to_anothers_endpoint(harness:
     body = job_body(serve={"endpoint": harness.a.ids["name"]})
     taken = harness.ask(harness.b.secret, "POST", JOBS, json=body)
     assert taken.status_code == 409, "said before the training, not after it"
-    assert "taken by another project" in taken.text
+    assert "belongs to another project" in taken.text
 
 
 def test_every_change_and_every_refused_one_is_in_the_audit(harness: Harness) -> None:

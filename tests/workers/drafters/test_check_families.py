@@ -112,7 +112,7 @@ def test_sglang_is_launched_with_the_familys_algorithm_or_the_launch_is_refused(
     if drafter.algorithm is None:
         with pytest.raises(Unlaunchable, match="cannot serve") as refused:
             launch_arguments(plan)
-        assert "Eyrie's own engine" in refused.value.hint
+        assert "the embedded engine" in refused.value.hint
     else:
         line = launch_arguments(plan)
         assert line[line.index("--speculative-algorithm") + 1] == drafter.algorithm
