@@ -1,20 +1,20 @@
-"""Which targets SGLang can draft for with EAGLE-3, and how it counts their layers. Data about SGLang 0.5.23.
+"""Targets for which SGLang supports EAGLE-3 drafters, and its numbering of their layers. Data about SGLang 0.5.23.
 
-An EAGLE-3 drafter reads hidden states of the target, so the target's model class must hand them out: it needs a method
-`set_eagle3_layers_to_capture`. Where it is missing, the server ends after loading the weights. The list was made by a
+An EAGLE-3 drafter reads hidden states of the target, so the target's model class must have the method
+`set_eagle3_layers_to_capture`. Without it, the server exits after loading the weights. The list is the result of a
 static scan of the wheel's `srt/models`: every class named in an `EntryClass`, followed through its bases to the first
 that defines the method (71 of 290). tests/sglang/test_capture_support.py scans the installed wheel again and compares,
-and reads each method's treatment of explicit layer ids.
+including how each method treats explicit layer ids.
 
-What is missing can be added from outside: `PLUGIN_ARCHITECTURES` are served through Eyrie's own model package
+`PLUGIN_ARCHITECTURES` lack the method in SGLang and are served with Eyrie's own model package
 (`eyrie_workers.engines.sglang.plugin`).
 
-Layer ids. Eyrie counts as Hugging Face `hidden_states` does: 0 is the embedding, k the output of the k-th layer. In
-SGLang `eagle_config.eagle_aux_hidden_state_layer_ids` means "output of layer v" counted from 0, so v = k - 1, and its
-models capture the input of layer v + 1. Some DeepSeek-like families do that only when the first id is 1 and else take
-the ids as they are, so there v = k (the wrong choice cost a tenth of a token per round on Kimi K2.5: sglang issue
+Layer ids. Eyrie uses the indices of Hugging Face `hidden_states`: 0 is the embedding, k the output of the k-th layer.
+In SGLang, `eagle_config.eagle_aux_hidden_state_layer_ids` means "output of layer v" counted from 0, so v = k - 1, and
+its models capture the input of layer v + 1. Some DeepSeek-like families add that 1 only when the first id is 1 and
+otherwise use the ids unchanged, so there v = k (the wrong choice cost 0.1 tokens per round on Kimi K2.5: sglang issue
 25454). The state after the last layer cannot be captured: `hidden_states` has it after the final norm, SGLang before
-that norm or not at all. (GPT-OSS alone can be told to, by ids that reach the number of its layers.)
+that norm or not at all. (Only GPT-OSS can capture it, with ids that include its number of layers.)
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from eyrie_api.errors import InvalidInput, UnsupportedTarget
 SGLANG_VERSION = "0.5.23"
 
 PLUGIN_ARCHITECTURES: tuple[str, ...] = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
-"""Captured with Eyrie's model package; SGLang serves both with its class Olmo2ForCausalLM."""
+"""Captured by Eyrie's model package; SGLang serves both with its class Olmo2ForCausalLM."""
 
 CAPTURED_ARCHITECTURES: tuple[str, ...] = (
     "ApertusForCausalLM", "BailingMoEForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM",
@@ -51,7 +51,7 @@ CAPTURED_BESIDES: tuple[str, ...] = (
     "LlamaForCausalLMEagle3", "LongcatFlashForCausalLMNextN", "MistralForCausalLMEagle",
     "MistralLarge3ForCausalLMEagle", "Qwen2ForCausalLMEagle", "Qwen3MoeForCausalLMMTP", "Qwen3NextForCausalLMMTP",
 )
-"""Drafters and an embedding model, which inherit the method and are no targets."""
+"""Drafters and an embedding model, which inherit the method and are not targets."""
 
 NO_BLOCKS_ARCHITECTURES: tuple[str, ...] = (
     "ApertusForCausalLM", "BailingMoEForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM",
@@ -60,7 +60,7 @@ NO_BLOCKS_ARCHITECTURES: tuple[str, ...] = (
     "MiniMaxM2ForCausalLM", "MiniMaxM3SparseForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM",
     "Qwen2_5_VLForConditionalGeneration", "SarvamMoEForCausalLM",
 )
-"""Of CAPTURED_ARCHITECTURES, those without `set_dflash_layers_to_capture`: no drafter of blocks can read them."""
+"""Of CAPTURED_ARCHITECTURES, those without `set_dflash_layers_to_capture`, which block drafters (DFlash) require."""
 
 RAW_UNLESS_FIRST_IS_ONE: tuple[str, ...] = (
     "DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM",
@@ -72,7 +72,7 @@ SUPPORTED_BY_SGLANG: tuple[str, ...] = tuple(sorted((*CAPTURED_ARCHITECTURES, *P
 
 
 def require_capture(architecture: str) -> None:
-    """Raise UnsupportedTarget, with the list, when SGLang cannot draft for this architecture with EAGLE-3."""
+    """Raises UnsupportedTarget, with the supported ones, when SGLang has no EAGLE-3 capture for this architecture."""
     if architecture not in SUPPORTED_BY_SGLANG:
         raise UnsupportedTarget(
             f"SGLang {SGLANG_VERSION} cannot capture hidden states of {architecture}, which an EAGLE-3 drafter reads",
@@ -80,7 +80,7 @@ def require_capture(architecture: str) -> None:
 
 
 def require_block_capture(architecture: str) -> None:
-    """The same for DFlash, whose hook is another one, which fewer models have."""
+    """`require_capture` for DFlash, which requires a second method that fewer models have."""
     require_capture(architecture)
     if architecture in (*NO_BLOCKS_ARCHITECTURES, *PLUGIN_ARCHITECTURES):
         raise UnsupportedTarget(
@@ -91,8 +91,8 @@ def require_block_capture(architecture: str) -> None:
 def sglang_layer_ids(architecture: str, num_layers: int, aux_layers: Sequence[int]) -> tuple[int, ...]:
     """`eagle_aux_hidden_state_layer_ids` for SGLang, from ascending `hidden_states` indices.
 
-    Raises InvalidInput when SGLang cannot capture one of them for this architecture. Architectures that SGLang does not
-    capture at all get the general rule: the directory is still loaded by other engines.
+    Raises InvalidInput when SGLang cannot capture one of them for this architecture. The general rule also applies to
+    architectures that SGLang does not capture at all, since other engines load the same checkpoint directory.
     """
     beyond = [layer for layer in aux_layers if not 0 <= layer < num_layers]
     if beyond:
@@ -110,9 +110,9 @@ def sglang_layer_ids(architecture: str, num_layers: int, aux_layers: Sequence[in
 
 
 def captured_inputs(architecture: str, ids: Sequence[int], num_layers: int | None = None) -> tuple[int, ...]:
-    """What SGLang makes of explicit ids: the `hidden_states` indices it captures. The inverse of `sglang_layer_ids`.
+    """The `hidden_states` indices that SGLang captures for explicit ids: the inverse of `sglang_layer_ids`.
 
-    `num_layers` of the target decides where GPT-OSS is meant: it takes ids as they are when the largest is that number.
+    `num_layers` of the target matters for GPT-OSS only, which uses ids unchanged when the largest equals it.
     """
     if architecture == "GptOssForCausalLM" and ids and max(ids) == num_layers:
         return tuple(ids)

@@ -1,9 +1,9 @@
-"""Which checkpoint is best, and in what order the others follow. Pure.
+"""Selection of the best checkpoint and ranking of the others. Pure.
 
-The second seed chose its checkpoint "based on the best average performance across all benchmarks, not peak performance
-on any single one"; so do we: the mean over suites of the mean over temperatures, each suite counting the same however
-many prompts or temperatures it has. A checkpoint that changed the target's output is never preferred to one that did
-not. `eyrie_api.database.results` holds the query that feeds this.
+Checkpoints are ranked by the mean over suites of the mean over temperatures, so that every suite has the same weight
+whatever its number of prompts or temperatures. (The blog post "Making an EAGLE fly" selects likewise, "based on the
+best average performance across all benchmarks, not peak performance on any single one".) A checkpoint that changed the
+target's output ranks below all that did not. `eyrie_api.database.results` reads the reports.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from eyrie_api.v1alpha1.reports import BenchmarkReport, CellReport, LeaderboardE
 
 @dataclass(frozen=True)
 class Measured:
-    """One benchmark report and where it comes from."""
+    """One benchmark report and its origin."""
 
     job_id: str
     family: str
@@ -28,7 +28,7 @@ class Measured:
 
 
 def suite_means(report: BenchmarkReport) -> dict[str, float]:
-    """Mean speed-up by suite, over its temperatures; in the order of the cells."""
+    """Suite -> mean speed-up over its temperatures, in the order of the cells."""
     by_suite: dict[str, list[float]] = {}
     for cell in report.cells:
         by_suite.setdefault(cell.suite, []).append(cell.speedup)
@@ -36,7 +36,8 @@ def suite_means(report: BenchmarkReport) -> dict[str, float]:
 
 
 def mean_speedup(report: BenchmarkReport) -> float:
-    """Average over suites and temperatures: what selection ranks by. Raises InvalidInput when nothing was measured."""
+    """Mean over suites and temperatures, by which checkpoints are ranked. Raises InvalidInput for a report without
+    cells."""
     means = suite_means(report)
     if not means:
         raise InvalidInput(f"benchmark report of {report.checkpoint!r} has no cells",
@@ -45,15 +46,16 @@ def mean_speedup(report: BenchmarkReport) -> float:
 
 
 def _preference(report: BenchmarkReport) -> tuple[bool, float, float]:
-    # Lossless first; equal means are told apart by the worst suite, since a drafter must not hurt anyone.
+    # Lossless first; equal means are ordered by their slowest suite.
     return report.lossless, mean_speedup(report), min(suite_means(report).values())
 
 
 def select_best(reports: Sequence[BenchmarkReport]) -> BenchmarkReport:
-    """The report with the best average among the lossless ones, or among all when none is lossless.
+    """The report with the best mean among the lossless ones, or among all when none is lossless.
 
-    Promotion, not selection, refuses a drafter that is not lossless: in bfloat16 near-ties differ everywhere, and a
-    policy may allow it. Ties go to the better worst suite, then to the name. Raises InvalidInput when there is none.
+    A drafter that is not lossless is refused by promotion, not here: in bfloat16, near-ties of logits resolve
+    differently, and a policy may allow that. Ties are broken by the slowest suite, then by name. Raises InvalidInput
+    for no reports.
     """
     if not reports:
         raise InvalidInput("no benchmark report to choose from", "retry the job from the benchmark stage")

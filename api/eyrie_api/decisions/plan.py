@@ -1,22 +1,22 @@
-"""What a job will cost before it runs: tokens, bytes on disk, hours. Pure arithmetic; every assumption is named.
+"""Estimates the tokens, bytes on disk and hours of a job before it runs. Pure; every assumption is listed in the plan.
 
-Storage is the cost that surprises people. A captured token stores `A` aux hidden states, and an answer token the final
-one besides, in a codec (`v1alpha1.codecs`), so
+Storage. A captured token stores `A` aux hidden states, an answer token also the final one, in a codec
+(`v1alpha1.codecs`):
 
     bytes = tokens * (A * state + 5) + answer tokens * final state,     state ~ H * bytes per value
 
-whatever the number of layers or parameters: it scales with the hidden size alone, as the second seed says. Its example,
-which stores the final state of every token in two bytes per value, recomputed: H = 5120, bfloat16, A = 3, 2048 tokens
-per sample: 4 * 5120 * 2 * 2048 = 83 886 080 bytes, *exactly* 80 MiB. 500 000 samples are 40 000 000 MiB = 38.147 TiB
-(41.943 TB), and with the post's 5 % for serialization 40.054 TiB. The post says "~42 TiB": it divides 40 000 000 MiB by
-1 000 000 instead of 1 048 576, which gives "40 TiB", and 5 % on top make 42.000. Its last section's "40 TiB" is the
-right figure. (Ids and masks, which the post leaves out, add 4.8 GiB; our shards have no 5 %: their overhead is about
-100 bytes per row. In our default codec, with half of the tokens answers, the same job stores 16.7 TiB.)
+The size depends on the target through the hidden size only, not through its number of layers or parameters. The example
+of the blog post "Making an EAGLE fly", which stores the final state of every token in two bytes per value, recomputed:
+H = 5120, bfloat16, A = 3, 2048 tokens per sample: 4 * 5120 * 2 * 2048 = 83 886 080 bytes, exactly 80 MiB. 500 000
+samples are 40 000 000 MiB = 38.147 TiB (41.943 TB), and with the post's 5 % for serialization 40.054 TiB. The post says
+"~42 TiB": it divides 40 000 000 MiB by 1 000 000 instead of 1 048 576, which gives "40 TiB", and adding 5 % gives
+42.000. The "40 TiB" of its last section is correct. (Ids and masks, which the post omits, add 4.8 GiB. Eyrie's shards
+have an overhead of about 100 bytes per row instead of 5 %. In the default codec, with half of the tokens answers, the
+same job stores 16.7 TiB.)
 
-Time is `arithmetic / effective arithmetic per second` by kind of work: 2 FLOPs per parameter and token for the target,
-6 per drafter parameter and pass of a token through it for training (a family's way to learn says how many passes; rungs
-leave some out). The rates are settings with measured defaults; a plan is good
-to a factor of two or so, and says what it rests on.
+Time is FLOPs / effective FLOP/s by kind of work: 2 FLOPs per parameter and token for the target; for training 6 per
+drafter parameter and pass of a token through the drafter (`DrafterFamily.training_passes`; candidates stopped at a rung
+skip the rest). The rates are settings with measured defaults. A plan is accurate to about a factor of two.
 
 Legend: A aux layers, H hidden, V vocabulary.
 """
@@ -46,12 +46,12 @@ _SECONDS_PER_HOUR = 3600.0
 
 @dataclass(frozen=True)
 class TargetFacts(DecoderSizes):
-    """What a plan needs of a target's `config.json`."""
+    """The values of a target's `config.json` that a plan depends on."""
 
     vocab_size: int
     tie_word_embeddings: bool
     source: str
-    """Where the facts come from, for the assumptions."""
+    """Where the values come from; quoted in the assumptions."""
 
     @property
     def parameters(self) -> int:
@@ -82,13 +82,13 @@ def _max_draft_tokens(candidate: Candidate) -> int:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What is known of the conversations before reading them all."""
+    """Number and lengths of the conversations, estimated without reading them all."""
 
     rows: int | None = None
     """Available, or None when unknown."""
 
     prompt_tokens: float | None = None
-    """Mean per row, or None when unknown: then the spec's limit is taken, an upper bound."""
+    """Mean per row. None when unknown: the spec's limit is used then, an upper bound."""
 
     answer_tokens: float | None = None
     source: str = "limits of the spec (an upper bound)"
@@ -96,14 +96,14 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class Rates:
-    """Effective arithmetic of the machine in GFLOP/s, by kind of work."""
+    """Effective throughput of the machine in GFLOP/s, by kind of work."""
 
     prefill: float = 90.0
     decode: float = 22.0
-    """Many requests together."""
+    """Many requests in a batch."""
 
     single: float = 1.5
-    """One request at a time: bound by reading the weights."""
+    """One request at a time: memory-bound on the weights."""
 
     train: float = 80.0
     source: str = "measured on a 2-core AVX-512 CPU; set EYRIE_*_GFLOPS for yours"
@@ -140,7 +140,7 @@ def make_plan(spec: JobSpec, candidates: Sequence[Candidate], target_facts: Targ
 
 
 class _Work:
-    """Rows and tokens, derived once."""
+    """Numbers of rows, tokens and bytes that several stages use, computed once."""
 
     def __init__(self, spec: JobSpec, target: TargetFacts, data: DataFacts, candidates: Sequence[Candidate]) -> None:
         self.spec, self.target, self.data = spec, target, data
@@ -165,7 +165,7 @@ class _Work:
 
     @property
     def state_bytes(self) -> int:
-        """Stored states per captured token, ids and masks left out."""
+        """Bytes of stored states per captured token, without ids and masks."""
         return round(self.store_bytes / max(1, self.captured)) - ID_AND_MASK_BYTES if self.captured else 0
 
     @property
@@ -174,8 +174,9 @@ class _Work:
 
 
 def _num_stored(spec: JobSpec, candidates: Sequence[Candidate]) -> int:
-    """States stored of every token: what families fuse, what candidates name, and the one after the final norm where a
-    family reads it everywhere. (Named layers may be among the default ones, which are not known here.)"""
+    """Number of states stored for every token: the layers that families fuse by default, the layers that candidates
+    name, and the state after the final norm if a family reads it. An upper bound: named layers may be among the default
+    ones, which are not known here."""
     reads = {FAMILIES[one.drafter.family].target_states for one in candidates}
     default = any(fuses(one) and one.drafter.aux_layers is None for one in candidates) or reads == {"none"}
     chosen = spec.capture.aux_layers or ()
@@ -195,7 +196,7 @@ def _regenerate(work: _Work, rates: Rates) -> StagePlan:
 
 
 def _capture(work: _Work, rates: Rates) -> StagePlan:
-    if work.streamed:  # ids and masks alone are written; the target's passes are paid where they happen, in training
+    if work.streamed:  # only ids and masks are written; the target's forward passes run, and count, in training
         return StagePlan(stage="capture", tokens=work.captured,
                          bytes_on_disk=work.captured * ID_AND_MASK_BYTES, hours=0.0)
     return StagePlan(stage="capture", tokens=work.captured,
@@ -224,8 +225,8 @@ def _tokens_seen(work: _Work, candidate: Candidate) -> int:
 
 
 def _streamed_tokens(work: _Work, candidates: Sequence[Candidate]) -> int:
-    """What the target computes for those who learn from no store: once for all who see the same documents at the same
-    steps, in every epoch anew."""
+    """Tokens the target computes for candidates trained without stored states. Candidates with the same seed and batch
+    size see the same documents at the same steps and share one forward pass; every epoch computes them again."""
     if work.spec.sweep.together == "never":
         return sum(_tokens_seen(work, one) for one in candidates)
     longest: dict[tuple[int, int], int] = {}
@@ -236,8 +237,11 @@ def _streamed_tokens(work: _Work, candidates: Sequence[Candidate]) -> int:
 
 
 def _share_of_steps(spec: JobSpec, candidates: Sequence[Candidate]) -> float:
-    """Of all candidates' steps, how many are made: at each rung half of those that race one another stop, rounded down.
-    They do who are of one family and see the same documents at the same steps."""
+    """The share of all candidates' steps that is executed: at each rung half of every group stops, rounded down.
+
+    A group is the candidates of one family with the same seed and batch size, which see the same documents at the same
+    steps.
+    """
     if spec.sweep.together == "never":
         return 1.0
     steps = 0.0
@@ -257,14 +261,14 @@ def _benchmark(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> St
 
 
 def _suite_tokens(spec: JobSpec) -> int:
-    """Generated by one drafter and its undrafted baseline over all suites."""
+    """Tokens generated by one drafter and by the baseline without a drafter, over all suites."""
     benchmark = spec.benchmark
     prompts = sum(suite.max_prompts for suite in benchmark.suites)
     return 2 * prompts * len(benchmark.temperatures) * benchmark.repeats * benchmark.max_new_tokens
 
 
 def _tune(work: _Work, rates: Rates) -> StagePlan:
-    """Races at every concurrency between the settings that may be tried, then one measured anew."""
+    """Trials of the settings at every concurrency, then a benchmark of the chosen setting."""
     tune, benchmark = work.spec.tune, work.spec.benchmark
     settings = len(tree_shapes(tune)) + (len(set(tune.num_steps)) if tune.ngram else 0) + 1
     variants = min(settings, max(3, int(tune.trials_share * settings))) * len(set(tune.concurrencies))
@@ -276,8 +280,8 @@ def _tune(work: _Work, rates: Rates) -> StagePlan:
 
 
 def _prove(work: _Work, rates: Rates) -> StagePlan:
-    """Parity (two servers and the reference engine), then every declared load and the changed prompt in both
-    variants."""
+    """Parity (two servers and the reference engine), then every declared load and the changed system prompt, each with
+    and without the drafter."""
     prove = work.spec.prove
     loads = len(prove.loads) + bool(prove.system_prompt)
     tokens = prove.max_new_tokens * (3 * prove.parity_prompts + 2 * prove.requests * loads)
@@ -286,7 +290,7 @@ def _prove(work: _Work, rates: Rates) -> StagePlan:
 
 
 def tree_shapes(tune: TuneSpec) -> tuple[DraftTreeShape, ...]:
-    """The possible shapes of the grid: one chain per depth, and the trees that can grow that many nodes."""
+    """The valid shapes of the grid: one chain per depth, and the trees whose depth and width allow that many nodes."""
     shapes: list[DraftTreeShape] = []
     for depth in tune.num_steps:
         for width in tune.top_k:
@@ -294,7 +298,7 @@ def tree_shapes(tune: TuneSpec) -> tuple[DraftTreeShape, ...]:
                 try:
                     shapes.append(DraftTreeShape(num_steps=depth, top_k=width, num_draft_tokens=nodes))
                 except ValidationError:
-                    continue  # the contract's docstring says so: impossible shapes are left out
+                    continue  # invalid shapes of the grid are skipped
     return tuple(dict.fromkeys(shapes))
 
 

@@ -1,30 +1,32 @@
-"""Whether a candidate replaces the incumbent, and why, in figures and in words. Pure.
+"""Decides whether a candidate replaces the incumbent; every check has figures and a sentence. Pure.
 
-Every question is asked even when an earlier one was answered with no, so that the stored checks tell the whole story.
+All checks run even after one has failed, so that the stored decision is complete.
 
-Of the benchmark, in our reference engine:
+Checks of the benchmark, measured in the reference engine:
 
-1. `identical`: did any output differ from the target's? (`require_identical`)
-2. `suite:<name>`: faster than no drafter by the margin in every required suite, at every temperature? (`min_speedup`)
-3. `incumbent`: faster than the incumbent by the margin on average? (`min_speedup_over_incumbent`) And
-   `incumbent:<suite>`: at least as fast in every required suite? An average may hide a suite that was given up.
-   These speed-ups are ratios against the same engine undrafted, so reports of different days may be compared.
+1. `identical`: every output equals the target's (`require_identical`).
+2. `suite:<name>`: every required suite reaches the speed-up over no drafter at every temperature (`min_speedup`).
+3. `incumbent`: the mean speed-up exceeds the incumbent's by the margin (`min_speedup_over_incumbent`), and
+   `incumbent:<suite>`: no required suite is slower than the incumbent's, since a mean may hide one slow suite.
+   Speed-ups are ratios to the same engine without a drafter, so reports of different days are comparable.
 
-Of the proof, in the engine that will serve (`ProveReport`):
+Checks of the proof, measured in the serving engine (`ProveReport`):
 
-4. `proof`, `parity`: was it proven there, and does that engine serve what was trained?
-5. `load:<users>`: faster than no drafter by the margin at every declared load, and not by luck (`require_confidence`)?
-   Where the operating map itself says *off*, nothing is claimed, and it must only not be shown to be slower.
-6. `load-suite:<name>`: no required suite slower than without a drafter, over the declared loads together?
-7. `ttft:<users>`: is time to first token within its bounds, at p99 where a level has the requests to know it, at the
-   median where it has not, or no later than anyone feels? And `answered:<users>`: did it fail no request that no
-   drafter would have answered?
-8. `incumbent-loads`: faster than the incumbent by the margin over the declared loads together, asked in the same run?
-9. `changed-prompt`: still as fast as no drafter, and identical, when the system prompt is another?
+4. `proof`, `parity`: the proof exists, is of this checkpoint, and the engine serves what was trained.
+5. `load:<users>`: every declared load reaches the speed-up over no drafter, with an interval above 1
+   (`require_confidence`). Where the operating map says `off`, the interval must only not lie below 1.
+6. `load-suite:<name>`: no required suite is slower than without a drafter; mean over the declared loads that draft.
+7. `ttft:<users>`: the ratio of the time to first token is within its bound, or the difference is below
+   `ttft_tolerance_s`; at p99, or at the median where a level has fewer than `_KNOWS_P99` requests. If set,
+   `max_ttft_p99_s` bounds p99 as well.
+   `answered:<users>`: no more requests failed than without a drafter.
+8. `incumbent-loads`: the speed-up over the incumbent reaches the margin; mean over the declared loads, same run.
+9. `changed-prompt`: with another system prompt the speed-up reaches `min_speedup_changed_prompt`, and with
+   `require_identical` the outputs are identical.
 
-When tuning found that *off* is best at every declared load, its finding is the reason and nothing more is asked of the
-proof. When it found n-gram look-up best and the drafter nowhere, the benchmark, which is of the drafter, is not asked:
-the proof tells whether look-up changes an answer (`parity`) and what it is worth, suite by suite.
+When tuning found `off` best at every declared load, that is the reason, and no check of the proof runs. When it found
+n-gram look-up best and the drafter at no load, the checks of the benchmark, which measures the drafter, are skipped;
+`parity` and the load checks decide.
 """
 
 import math
@@ -45,16 +47,17 @@ OFF, CANDIDATE, INCUMBENT = "off", "candidate", "incumbent"
 """Variants of the proof's load test."""
 
 _KNOWS_P99 = 100
-"""With fewer requests p99 is the slowest of them, and one disturbed moment would decide: of 16 requests by 4 users it
-was 1.08x that of no drafter in one run of the demo and 1.79x in the next, the median 1.10x."""
+"""With fewer requests p99 is the slowest request, so a single outlier would decide: with 16 requests of 4 users it was
+1.08x that of no drafter in one run of the demo and 1.79x in the next, the median 1.10x."""
 
 
 def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: BenchmarkReport | None,
            required_suites: Sequence[str], proof: ProveReport | None = None) -> PromotionDecision:
     """The verdict of `policy` on `candidate`, with every check.
 
-    `incumbent` is the report of what serves now, or None when nothing but the bare target does. `keep-incumbent` and
-    `no-drafter` name what goes on serving; `awaits-approval` means that all is well and a person has to say so.
+    `incumbent` is the report of the drafter that serves now, or None when the target serves without one.
+    `keep-incumbent` and `no-drafter` name what continues to serve; `awaits-approval` means that all checks passed and
+    `promotion.mode` is manual.
     """
     checks = [*_asked_of_tuning(proof)]
     if not without_drafter(proof):
@@ -85,7 +88,7 @@ def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: Bench
 
 
 def summarize_decision(decision: PromotionDecision) -> str:
-    """What decided: the checks that failed, or how many passed and what was won at the declared loads."""
+    """The checks that failed; if none did, the number of checks and the speed-ups at the declared loads."""
     failed = [check.words for check in decision.checks if not check.passed]
     told = {check.words for check in decision.checks}
     rest = [reason for reason in decision.reasons if reason not in told]
@@ -96,7 +99,7 @@ def summarize_decision(decision: PromotionDecision) -> str:
 
 
 def without_drafter(proof: ProveReport | None) -> bool:
-    """Whether what was proven is n-gram look-up, and the drafter is used at no load."""
+    """Whether the proof is of n-gram look-up and the drafter is used at no load."""
     if proof is None or proof.use.setting.method != "ngram":
         return False
     points = proof.use.map.points if proof.use.map is not None else ()
@@ -104,8 +107,8 @@ def without_drafter(proof: ProveReport | None) -> bool:
 
 
 def proven_speedup(final: BenchmarkReport, proof: ProveReport | None = None) -> float:
-    """What is written beside a revision: the mean of the final benchmark; of n-gram look-up, of which that says
-    nothing, the mean over the declared loads."""
+    """The speed-up stored with a revision: the mean of the final benchmark; for n-gram look-up, which the benchmark
+    does not measure, the geometric mean over the declared loads."""
     if proof is None or proof.load is None or not without_drafter(proof):
         return mean_speedup(final)
     seen = [one.throughput_ratio for users in proof.load.spec.concurrencies
@@ -114,13 +117,13 @@ def proven_speedup(final: BenchmarkReport, proof: ProveReport | None = None) -> 
 
 
 def proven_tau(final: BenchmarkReport, proof: ProveReport | None = None) -> float:
-    """The acceptance length that live traffic of this drafter is held against: the lowest that is usual.
+    """The acceptance length with which live traffic is compared: the minimum of two figures.
 
-    Of the proof's load test the lowest over the declared loads, because an engine that follows its operating map drafts
-    less under more load; loads at which it does not draft say nothing. The proof asks greedily, live traffic samples,
-    and sampled tokens are guessed less often: so also the mean of the final benchmark at its highest temperature. (Not
-    for n-gram lookup, of which the benchmark says nothing.) Held against the greedy figure alone, sampled traffic would
-    be told as drift from its first day.
+    - The lowest of the proof's load test over the declared loads, because an engine that follows its operating map
+      drafts less under more load. Loads at which it does not draft are left out.
+    - The mean of the final benchmark at its highest temperature, because the proof decodes greedily, live traffic
+      samples, and sampled tokens are accepted less often: with the greedy figure alone, sampled traffic would be
+      reported as drift. Not for n-gram look-up, which the benchmark does not measure.
     """
     seen: list[float] = []
     if proof is not None and proof.load is not None:
@@ -133,7 +136,7 @@ def proven_tau(final: BenchmarkReport, proof: ProveReport | None = None) -> floa
     return min(seen)
 
 
-# Of the benchmark.
+# Checks of the benchmark.
 
 
 def _identical(policy: PromotionPolicy, candidate: BenchmarkReport) -> PromotionCheck:
@@ -181,7 +184,7 @@ def _beats_incumbent(policy: PromotionPolicy, candidate: BenchmarkReport, incumb
             yield PromotionCheck(name=name, passed=mine >= its, figure=mine, bound=its, words=words)
 
 
-# Of tuning and the proof.
+# Checks of tuning and the proof.
 
 
 def _asked_of_tuning(proof: ProveReport | None) -> Iterator[PromotionCheck]:
@@ -283,7 +286,7 @@ def _first_token(policy: PromotionPolicy, load: LoadReport, seen: LoadComparison
 
 def _suites_under_load(proof: ProveReport, load: LoadReport,
                        required_suites: Sequence[str]) -> Iterator[PromotionCheck]:
-    """Over the loads together, because one load's share of a suite is a handful of requests."""
+    """One check per suite over all loads, because a single load has only a few requests of each suite."""
     drafting = [one for users in load.spec.concurrencies if not _is_off(proof, users)
                 if (one := _comparison(load, CANDIDATE, OFF, users)) is not None]
     for suite in required_suites:
@@ -355,7 +358,8 @@ def _is_off(proof: ProveReport, users: int) -> bool:
 
 
 def _geometric_mean(ratios: Sequence[float]) -> float:
-    return exp(fmean(log(max(one, 1e-9)) for one in ratios))  # a variant that answered nothing is no domain error
+    # Clamped: a variant that answered nothing has ratio 0, whose log is a domain error.
+    return exp(fmean(log(max(one, 1e-9)) for one in ratios))
 
 
 def _at(users: int) -> str:

@@ -1,18 +1,19 @@
-"""From a sweep to its candidates: the grid of all axes, or draws from them, as named and validated jobs. Pure.
+"""Expands a sweep into candidates: the grid of all axes, or random draws from them, as validated jobs. Pure.
 
-The second seed's point: once the hidden states are captured, training another candidate is cheap, so a job trains many
-from the same store. Each candidate is the whole job spec with the axes' values put in, checked by the same contract as
-what the user wrote: a value that could not have been written there cannot be swept either.
+Once the hidden states are captured, training another candidate is cheap, so a job trains several from the same store
+(as the blog post "Making an EAGLE fly" suggests). Each candidate is the whole job spec with the axes' values inserted,
+validated by the same contract as the user's spec.
 
-`sweep.random` draws points instead of taking all (Bergstra and Bengio, JMLR 13, 2012: where few of the axes matter, as
-many draws try more values of those). Draw n of an axis is a function of seed, n and the axis alone: asking for more
-points keeps the ones before, and another axis changes none of this one. A point drawn twice is drawn again.
+`sweep.random` draws points instead of enumerating the grid (Bergstra and Bengio, JMLR 13, 2012: when few axes matter,
+the same number of draws tries more values of those). Draw n of an axis depends on the seed, n and the axis only: a
+larger `sweep.random` keeps the earlier points, and adding an axis does not change the draws of the others. A point
+that was drawn before is drawn again.
 
-`sweep.families` multiplies the points: every family is trained at every one of them.
+`sweep.families` multiplies the points: every family is trained at every point.
 
-Names are deterministic (`c1-lr-0p001`: number, short field, value; `eagle1-c1-lr-0p001` beside other families), valid
-DNS labels because they become directories and later Kubernetes names, and short enough that a checkpoint's
-`<candidate>-step-<n>` is a label too.
+Names are deterministic (`c1-lr-0p001`: number, short field, value; with several families `eagle1-c1-lr-0p001`). They
+are valid DNS labels, because directories and Kubernetes objects are named after them, and short enough that a
+checkpoint's `<candidate>-step-<n>` is a label too.
 """
 
 import itertools
@@ -44,10 +45,10 @@ _SHORT = {
     "aux_layers": "aux",
 }
 _DRAWN_DIGITS = 3
-"""Of a number drawn from a range: more would tell nobody anything, and names show them."""
+"""Significant digits of a number drawn from a range; candidate names contain it."""
 
 _ATTEMPTS = 1000
-"""Draws for one new point before the axes are taken to have no more."""
+"""Draws for one new point before the axes count as exhausted."""
 
 Point = tuple[JsonValue, ...]
 """One value for each axis."""
@@ -59,7 +60,7 @@ class Candidate:
 
     name: str
     spec: JobSpec
-    """The job with this candidate's values put in."""
+    """The job with this candidate's values inserted."""
 
     @property
     def drafter(self) -> DrafterSpec:
@@ -133,14 +134,14 @@ def _draws(axes: Sequence[SweepAxis], num: int, seed: int) -> list[Point]:
 
 
 def _draw(axis: SweepAxis, seed: int, number: int) -> JsonValue:
-    # Seeded by a text, `random` hashes it: the same on every machine and in every version since 3.2.
+    # `Random` hashes a string seed with SHA-512: the same draw on every machine and in every Python since 3.2.
     share = Random(f"{seed}/{axis.field}/{number}").random()
     if not axis.is_range:
         return axis.values[int(share * len(axis.values))]
     assert axis.low is not None
     assert axis.high is not None
     if _takes(axis) is int:
-        low, high = axis.low, axis.high + 1  # every whole number alike
+        low, high = axis.low, axis.high + 1  # each integer covers an interval of width 1, so `high` is as likely
         drawn = exp(log(low) + share * (log(high) - log(low))) if axis.log else low + share * (high - low)
         return min(int(axis.high), int(drawn))
     low, high = (log(axis.low), log(axis.high)) if axis.log else (axis.low, axis.high)
@@ -213,7 +214,7 @@ def _name(axes: Sequence[SweepAxis], values: Sequence[JsonValue], number: int, p
     for axis, value in zip(axes, values, strict=True):
         field = axis.field.partition(".")[2]
         parts += [_SHORT.get(field, field.replace("_", "-")), _label(value)]
-    # The number alone makes the name unique, so cutting the rest loses nothing but reading comfort.
+    # The candidate's number makes the name unique, so the rest may be truncated.
     return "-".join(part for part in parts if part)[:_MAX_NAME].rstrip("-")
 
 
