@@ -1,4 +1,4 @@
-"""The Python client: one method per verb, contract models in and out, the server's own errors raised again.
+"""The Python client: one method per route, with models of `eyrie_api.v1alpha1` as arguments and results.
 
     with Client("http://127.0.0.1:8642") as eyrie:
         job = eyrie.create_job(JobSpec(target=TargetSpec(model="quickstart"), data=...))
@@ -6,10 +6,10 @@
             print(event.message)
         print(eyrie.wait(job.id).status.phase)
 
-A refusal raises the EyrieError class its problem names (`TargetNotFound`, `Conflict`, ...), with message and hint as
-the server gave them; a server that does not answer raises `Unreachable`, which is Transient. Creating a job carries an
-Idempotency-Key and is repeated when the connection broke, so that one call makes one job. `events` resumes by itself
-behind the last event seen.
+An error response raises the EyrieError class named by its problem document (`TargetNotFound`, `Conflict`, ...) with the
+server's message and hint; a server that does not respond raises `Unreachable`, which is Transient. `create_job` sends
+an Idempotency-Key and retries after a broken connection, so that one call creates one job. `events` reconnects and
+resumes after the last event received.
 """
 
 import os
@@ -76,14 +76,14 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 class Unreachable(Transient):
-    """No server answers there."""
+    """The server does not respond."""
 
     exit_code = 69  # EX_UNAVAILABLE
     reason = "Unreachable"
 
 
 class Refused(EyrieError):
-    """A problem whose class this client does not know."""
+    """An error response whose class this client does not know."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.detail, problem.hint)
@@ -92,7 +92,7 @@ class Refused(EyrieError):
 
 
 def error_of(problem: Problem) -> EyrieError:
-    """The error a problem stands for, of the class that made it where that class is in `eyrie_api.errors`."""
+    """The error of a problem document: of the class in `eyrie_api.errors` with its reason, or Refused."""
     reason = problem.type.removeprefix(_TYPE_PREFIX)
     for kind in vars(errors).values():
         if isinstance(kind, type) and issubclass(kind, EyrieError) and kind.reason == reason:
@@ -101,19 +101,20 @@ def error_of(problem: Problem) -> EyrieError:
 
 
 class Client:
-    """A connection to one control plane. Thread-safe; close it or use it as a context manager."""
+    """HTTP client of one control plane. Thread-safe; close it or use it as a context manager."""
 
     def __init__(self, base_url: str = DEFAULT_SERVER, token: str | None = None, timeout_s: float = 30.0,
                  project: str | None = None) -> None:
-        """`token`, an API key or whatever else the server takes, defaults to EYRIE_TOKEN; `project`, the one that is
-        read and written, to EYRIE_PROJECT, and then to what the server finds fitting."""
+        """`token` (an API key, an OIDC token or the server's EYRIE_TOKEN) defaults to the variable EYRIE_TOKEN;
+        `project`, which restricts all requests to one project, to EYRIE_PROJECT. Without one, reads cover every
+        project of the caller, and the server chooses the project of new jobs."""
         self.base_url = base_url.rstrip("/")
         token = token or os.environ.get("EYRIE_TOKEN") or None
         project = project or os.environ.get("EYRIE_PROJECT") or None
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         headers |= {"Eyrie-Project": project} if project else {}
         self._timeout_s = timeout_s
-        # trust_env off: a proxy meant for the internet must not stand between us and a loopback address.
+        # trust_env=False: a proxy from the environment (HTTP_PROXY) must not be used for a loopback address.
         with self._translated():
             self._http = httpx.Client(base_url=self.base_url, headers=headers, timeout=timeout_s, trust_env=False)
 
@@ -131,7 +132,7 @@ class Client:
     # Jobs.
 
     def create_job(self, spec: JobSpec, idempotency_key: str | None = None, attempts: int = 3) -> Job:
-        """Submit a job; sent again with the same key when the connection breaks."""
+        """Submit a job. Retried with the same Idempotency-Key when the connection breaks."""
         key = idempotency_key or str(uuid.uuid4())
         body = spec.model_dump(mode="json")
         for attempt in range(1, attempts + 1):
@@ -158,11 +159,11 @@ class Client:
         return self._post(f"{_API}/jobs/{quote(job_id, safe='')}/cancel", Job)
 
     def retry(self, job_id: str) -> Job:
-        """Go on from the failed stage."""
+        """Resume a failed or cancelled job from the stage that did not finish."""
         return self._post(f"{_API}/jobs/{quote(job_id, safe='')}/retry", Job)
 
     def delete(self, job_id: str) -> bool:
-        """Delete a job. False when it is being cancelled first and will be gone once it has stopped."""
+        """Delete a job. False when it has not ended: it is cancelled, and deleted once it has stopped."""
         return self._request("DELETE", f"{_API}/jobs/{quote(job_id, safe='')}").status_code == 204
 
     def plan(self, spec: JobSpec) -> Plan:
@@ -171,7 +172,11 @@ class Client:
 
     def wait(self, job_id: str, timeout_s: float | None = None, poll_s: float = 0.5,
              on_change: Callable[[Job], None] | None = None) -> Job:
-        """The job once it has ended. Raises TimeoutError; rides over a server that restarts meanwhile."""
+        """Poll until the job has ended, and return it. Raises TimeoutError.
+
+        With `timeout_s` an unreachable server is polled until then, so that it may restart; without, Unreachable is
+        raised.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         seen = None
         while True:
@@ -191,12 +196,13 @@ class Client:
                 raise TimeoutError(f"job {job_id} has not ended within {timeout_s} s")
             time.sleep(poll_s)
 
-    # What a job says and leaves.
+    # Events, logs, metrics and files of a job.
 
     def events(self, job_id: str, last_id: int = 0, *, follow: bool = True) -> Iterator[Event]:
         """Events after `last_id` in order: those so far, or with `follow` until the job has ended.
 
-        A broken stream is resumed behind the last event; Unreachable is raised when the server stays away.
+        A broken stream is resumed after the last event. Raises Unreachable after more than five failed connections in
+        a row.
         """
         path = f"{_API}/jobs/{quote(job_id, safe='')}/events"
         if not follow:
@@ -241,14 +247,14 @@ class Client:
                     kind, data = "message", []
 
     def logs(self, job_id: str, stage: StageName, key: str = "", *, follow: bool = False) -> Iterator[str]:
-        """Lines a stage program printed; with `follow`, as they come."""
+        """Lines of a stage's log; with `follow`, until the stage has ended."""
         params = {"stage": stage, "follow": "true" if follow else "false"} | ({"key": key} if key else {})
         with self._stream(f"{_API}/jobs/{quote(job_id, safe='')}/logs", params=params) as response:
             yield from response.iter_lines()
 
     def metrics(self, job_id: str, *, stage: str | None = None, key: str | None = None,
                 name: str | None = None) -> tuple[MetricSeries, ...]:
-        """Logged series."""
+        """Logged metric series."""
         path = f"{_API}/jobs/{quote(job_id, safe='')}/metrics"
         return self._get(path, MetricList, stage=stage, key=key, name=name).items
 
@@ -257,7 +263,7 @@ class Client:
         return self._get(f"{_API}/jobs/{quote(job_id, safe='')}/artifacts", StageFileList, stage=stage).items
 
     def download(self, file: StageFile, to: Path) -> Path:
-        """Fetch one file into directory `to`, checked against its digest. Raises ArtifactCorrupt."""
+        """Download one file into directory `to` and compare its digest. Raises ArtifactCorrupt."""
         data = self._request("GET", file.url).content
         if digest_bytes(data) != file.sha256:
             raise ArtifactCorrupt(f"{file.path} arrived with another digest", "download it again")
@@ -267,7 +273,7 @@ class Client:
         return path
 
     def report(self, job_id: str) -> JobReport:
-        """Everything measured of a job."""
+        """All measurements of a job."""
         return self._get(f"{_API}/jobs/{quote(job_id, safe='')}/report", JobReport)
 
     def leaderboard(self, *, target: str | None = None, job_id: str | None = None, family: str | None = None,
@@ -289,7 +295,8 @@ class Client:
 
     def history(self, name: str, *, limit: int | None = None, before: int | None = None,
                 kind: HistoryKind | None = None) -> History:
-        """Decisions, changes and windows of an endpoint: the latest, or the latest before an id; oldest first."""
+        """Promotion decisions, changes and metric windows of an endpoint: the latest, or the latest before an id;
+        oldest first."""
         return self._get(f"{_API}/endpoints/{quote(name, safe='')}/history", History, limit=limit, before=before,
                          kind=kind)
 
@@ -302,11 +309,11 @@ class Client:
         return self._endpoint_verb(name, "rollback", {"revision": revision})
 
     def off(self, name: str) -> Endpoint:
-        """End its engine."""
+        """Stop the endpoint's engine."""
         return self._endpoint_verb(name, "off")
 
     def on(self, name: str) -> Endpoint:
-        """Serve again."""
+        """Start the endpoint's engine again."""
         return self._endpoint_verb(name, "on")
 
     def _endpoint_verb(self, name: str, verb: str, body: dict[str, Any] | None = None) -> Endpoint:
@@ -315,31 +322,31 @@ class Client:
     # Access.
 
     def whoami(self) -> WhoAmI:
-        """Whom the server takes us for."""
+        """The authenticated caller, with roles and scopes."""
         return self._get(f"{_API}/whoami", WhoAmI)
 
     def create_key(self, wanted: CreateKey) -> CreatedKey:
-        """A new API key, whole this once."""
+        """Create an API key. Its secret is returned only here."""
         return self._post(f"{_API}/keys", CreatedKey, wanted.model_dump(mode="json"))
 
     def keys(self) -> ApiKeyList:
-        """Keys, newest first."""
+        """API keys, newest first."""
         return self._get(f"{_API}/keys", ApiKeyList)
 
     def revoke_key(self, key_id: str) -> ApiKey:
-        """End a key."""
+        """Revoke a key."""
         return self._post(f"{_API}/keys/{quote(key_id, safe='')}/revoke", ApiKey)
 
     def rotate_key(self, key_id: str, overlap_s: float = 0.0) -> CreatedKey:
-        """A new key for an old one."""
+        """Replace a key by a new one with the same rights; the old one is valid for `overlap_s` more seconds."""
         return self._post(f"{_API}/keys/{quote(key_id, safe='')}/rotate", CreatedKey, {"overlap_s": overlap_s})
 
     def create_project(self, wanted: CreateProject) -> Project:
-        """A new project."""
+        """Create a project."""
         return self._post(f"{_API}/projects", Project, wanted.model_dump(mode="json"))
 
     def projects(self) -> ProjectList:
-        """Projects we have a role in."""
+        """Projects in which the caller has a role."""
         return self._get(f"{_API}/projects", ProjectList)
 
     def project(self, name: str) -> Project:
@@ -347,57 +354,57 @@ class Client:
         return self._get(f"{_API}/projects/{quote(name, safe='')}", Project)
 
     def set_quotas(self, name: str, quotas: Quotas) -> Project:
-        """Replace what a project may use."""
+        """Replace a project's quotas."""
         path = f"{_API}/projects/{quote(name, safe='')}/quotas"
         return self._parse(self._request("PUT", path, json=quotas.model_dump(mode="json")), Project)
 
     def members(self, name: str) -> MemberList:
-        """Roles given in a project."""
+        """Role assignments of a project."""
         return self._get(f"{_API}/projects/{quote(name, safe='')}/members", MemberList)
 
     def add_member(self, name: str, wanted: CreateMember) -> Member:
-        """Give a role."""
+        """Assign a role."""
         return self._post(f"{_API}/projects/{quote(name, safe='')}/members", Member, wanted.model_dump(mode="json"))
 
     def remove_member(self, name: str, member_id: int) -> None:
-        """Take a role back."""
+        """Remove a role assignment."""
         self._request("DELETE", f"{_API}/projects/{quote(name, safe='')}/members/{member_id}")
 
     def audit(self, *, actor: str | None = None, verb: str | None = None, thing: str | None = None,
               before: int | None = None, limit: int = 100) -> AuditPage:
-        """Who did or was refused what, newest first."""
+        """Audit log entries, newest first."""
         return self._get(f"{_API}/audit", AuditPage, actor=actor, verb=verb, object=thing, before=before, limit=limit)
 
     # Webhooks.
 
     def create_webhook(self, wanted: CreateWebhook) -> CreatedWebhook:
-        """A new webhook, with its secret this once."""
+        """Create a webhook. Its secret is returned only here."""
         return self._post(f"{_API}/webhooks", CreatedWebhook, wanted.model_dump(mode="json"))
 
     def webhooks(self) -> WebhookList:
-        """Webhooks."""
+        """All webhooks."""
         return self._get(f"{_API}/webhooks", WebhookList)
 
     def delete_webhook(self, webhook_id: str) -> None:
-        """Delete one."""
+        """Delete a webhook."""
         self._request("DELETE", f"{_API}/webhooks/{quote(webhook_id, safe='')}")
 
     def deliveries(self, webhook_id: str) -> DeliveryList:
-        """Its latest deliveries, newest first."""
+        """The latest deliveries of a webhook, newest first."""
         return self._get(f"{_API}/webhooks/{quote(webhook_id, safe='')}/deliveries", DeliveryList)
 
     def ping_webhook(self, webhook_id: str) -> Delivery:
-        """Send it a test event."""
+        """Send a test event to a webhook."""
         return self._post(f"{_API}/webhooks/{quote(webhook_id, safe='')}/ping", Delivery)
 
     # The server.
 
     def version(self) -> Version:
-        """Which Eyrie answers."""
+        """The server's version."""
         return self._get("/version", Version)
 
     def is_ready(self) -> bool:
-        """Whether the control plane answers and is ready."""
+        """Whether the control plane responds and reports ready."""
         try:
             self._request("GET", "/readyz")
         except EyrieError:
@@ -429,7 +436,7 @@ class Client:
 
     @contextmanager
     def _stream(self, path: str, **options: Any) -> Iterator[httpx.Response]:
-        # Between two heartbeats a live stream may be silent; only connecting has a deadline.
+        # No read timeout: a live stream may be silent for long. Connect and write timeouts remain.
         timeout = httpx.Timeout(self._timeout_s, read=None)
         with self._translated(), self._http.stream("GET", path, timeout=timeout, **options) as response:
             if response.is_error:

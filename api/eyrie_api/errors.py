@@ -1,8 +1,8 @@
-"""Errors a user can act on.
+"""Error classes shown to users.
 
-Every error carries a `reason` (CamelCase; it is also the condition's reason), a message that names field, value and
-rule, and a `hint`: what to do instead. The class carries the HTTP status and the exit code, so that neither the server
-nor a stage program decides twice. `Transient` and `Permanent` say in the type whether trying again can help.
+Every error has a `reason` (CamelCase; also the condition's reason), a message that names field, value and rule, and a
+`hint`: what to do instead. The class defines the HTTP status for the server and the exit code for programs. `Transient`
+errors may pass on a retry, `Permanent` ones do not.
 """
 
 from typing import ClassVar
@@ -22,7 +22,7 @@ class EyrieError(Exception):
 
 
 class Transient(EyrieError):
-    """May pass when tried again; `after_s` says when."""
+    """A retry may succeed; `after_s` is the time to wait before it."""
 
     http_status = 503
     exit_code = 75  # EX_TEMPFAIL
@@ -34,7 +34,7 @@ class Transient(EyrieError):
 
 
 class Permanent(EyrieError):
-    """Trying again will fail again."""
+    """A retry fails in the same way."""
 
     exit_code = 70  # EX_SOFTWARE
     reason = "Permanent"
@@ -56,7 +56,7 @@ class TargetNotFound(InvalidInput):
 
 
 class UnsupportedTarget(InvalidInput):
-    """An architecture we cannot capture or decode."""
+    """An architecture that cannot be captured or decoded."""
 
     reason = "UnsupportedTarget"
 
@@ -68,7 +68,7 @@ class NoChatTemplate(InvalidInput):
 
 
 class NoUsableData(InvalidInput):
-    """After quarantine nothing is left to train on."""
+    """The data files are missing or empty, or no row of them can be trained on."""
 
     reason = "NoUsableData"
 
@@ -102,13 +102,13 @@ class DiskTooSmall(Permanent):
 
 
 class LossDiverged(Permanent):
-    """Training produced a loss that is not a number."""
+    """The training loss or the gradient norm is NaN or infinite."""
 
     reason = "LossDiverged"
 
 
 class NotFound(EyrieError):
-    """No such job, endpoint, artifact."""
+    """The job, endpoint or artifact does not exist, or the caller may not see it."""
 
     http_status = 404
     exit_code = 66
@@ -116,7 +116,7 @@ class NotFound(EyrieError):
 
 
 class Unauthorized(EyrieError):
-    """No token or key, or not the right one."""
+    """The bearer token is missing or invalid."""
 
     http_status = 401
     exit_code = 77  # EX_NOPERM
@@ -124,7 +124,7 @@ class Unauthorized(EyrieError):
 
 
 class Forbidden(EyrieError):
-    """Known, but not allowed; or a request this server does not answer from there."""
+    """The caller lacks permission, or the Host header is not accepted."""
 
     http_status = 403
     exit_code = 77
@@ -132,21 +132,21 @@ class Forbidden(EyrieError):
 
 
 class Conflict(EyrieError):
-    """The request contradicts the present state."""
+    """The current state does not allow the request."""
 
     http_status = 409
     reason = "Conflict"
 
 
 class PortInUse(Conflict):
-    """Another process listens there."""
+    """Another process listens on the port."""
 
     exit_code = 69  # EX_UNAVAILABLE
     reason = "PortInUse"
 
 
 class TooLarge(EyrieError):
-    """A body over the limit."""
+    """The request body exceeds the limit."""
 
     http_status = 413
     reason = "TooLarge"

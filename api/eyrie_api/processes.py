@@ -1,4 +1,4 @@
-"""What a program that starts server processes needs: a free port before the start, the end of the log after a failure.
+"""Helpers for programs that start server processes: a free port, and the last lines of a log after a failure.
 
 Used by the operator, the pipeline runner, the engines and the tests. Signals and process groups are in
 `eyrie_pipelines.processes`.
@@ -13,7 +13,7 @@ from pathlib import Path
 # Below the ephemeral range (32768 and up on Linux): no outgoing connection takes the port between this probe and the
 # server's own bind, or while the server restarts.
 _PORTS = range(15_000, 30_000)
-_TAIL_BYTES = 256 * 1024  # enough for a traceback behind SGLang's longest lines; an engine's log may have gigabytes
+_TAIL_BYTES = 256 * 1024  # enough for a traceback and SGLang's longest lines; an engine's log may have gigabytes
 _LINE_CHARACTERS = 300  # of a quoted line: SGLang logs all its 500 settings in one
 
 

@@ -1,9 +1,9 @@
-"""How every program of Eyrie ends on a user error: two lines on stderr and the exit code of the error's class.
+"""Exit of Eyrie's programs on a user error: two lines on stderr and the exit code of the error's class.
 
     error: Reason: message
     hint: what to do instead
 
-`eyrie` itself and the programs behind it print through `eyrie_api.cli.screen`, in the same form or as JSON.
+The command line `eyrie` prints through `eyrie_api.cli.screen`, in the same form or as JSON.
 """
 
 import sys

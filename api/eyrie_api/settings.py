@@ -1,11 +1,13 @@
-"""Everything the control plane can be told from outside: one frozen value, read once from EYRIE_* variables.
+"""Settings of the control plane: one frozen value, read once from EYRIE_* variables.
 
-No other module reads the environment. Every setting has a default that suits one machine, so `Settings()` is a whole
-working set-up under `.eyrie`; a cluster sets EYRIE_DATABASE_URL, EYRIE_BROKER_URL and EYRIE_ARTIFACTS_URL (with what
-`artifacts.options` says of it) and nothing else changes.
+Every setting has a default for one machine, so `Settings()` is a complete configuration under `.eyrie`. A cluster sets
+EYRIE_DATABASE_URL, EYRIE_BROKER_URL and EYRIE_ARTIFACTS_URL (with the access options of `artifacts.options`).
 
-A job's directory is laid out as `eyrie_workers.catalog` says (`jobs/<id>/stages/<stage>[/<key>]`); the few lines here
-repeat that one rule because the control plane must find logs and artifacts without importing the workers.
+`Settings.stage_dir` repeats the directory layout of `eyrie_workers.catalog` (`jobs/<id>/stages/<stage>[/<key>]`),
+because the control plane reads logs and artifacts without importing the workers.
+
+The attribute docstrings of settings that the Helm chart does not set itself are the descriptions in
+helm/eyrie/values.schema.json, and a test compares them (`tests.helm.values_table`).
 """
 
 import ipaddress
@@ -24,23 +26,23 @@ from eyrie_api.v1alpha1.model import Frozen
 PREFIX = "EYRIE_"
 DEFAULT_PORT = 8642
 _SECRETS = ("token", "database_url", "broker_url")
-"""Never quoted back: messages reach logs."""
+"""Settings whose values error messages do not contain, because messages reach logs."""
 
 
 class Settings(Frozen):
-    """One machine's or one deployment's settings."""
+    """Settings of one machine or one deployment."""
 
     home: Path = Path(".eyrie")
-    """Where jobs, the SQLite file and tokens live."""
+    """Directory of the jobs, the SQLite file and the generated token."""
 
     database_url: str | None = None
     """SQLAlchemy URL; default: a SQLite file under home."""
 
     broker_url: str = "memory://"
-    """Celery broker. `redis://host:6379/0` moves the chores to Redis; nothing else changes."""
+    """URL of the Celery broker, for example `redis://host:6379/0`."""
 
     artifacts: StoreOptions = StoreOptions()
-    """Where finished stages are kept beyond this machine. Read from EYRIE_ARTIFACTS_*, as stage programs do."""
+    """The artifact store for finished stages. Read from EYRIE_ARTIFACTS_*, as stage programs do."""
 
     cluster_profile: Path | None = None
     """File with a `v1alpha1.cluster.ClusterProfile`: jobs run as Kubeflow pipelines, endpoints as Deployments. Unset:
@@ -49,7 +51,7 @@ class Settings(Frozen):
     host: str = "127.0.0.1"
     port: int = Field(DEFAULT_PORT, ge=0, le=65535)
     token: str | None = Field(None, min_length=16)
-    """Bearer token. Required for binds that are not loopback; one is generated under home when absent."""
+    """Bearer token. Required unless the bind address is loopback; if unset, one is generated under home."""
 
     oidc_issuer: str | None = None
     """URL of an OIDC issuer whose bearer tokens are taken; every request must then prove itself, on loopback too."""
@@ -87,7 +89,7 @@ class Settings(Frozen):
     """How long dispatched outbox rows are kept, for people who ask what happened."""
 
     chore_queue: str | None = Field(None, min_length=1, max_length=128)
-    """Name of the chores' queue at the broker; default: made from the database's URL."""
+    """Name of the chores' queue at the broker; default: derived from the database's URL."""
 
     chore_threads: int = Field(2, ge=1, le=64)
     visibility_timeout_s: float = Field(300.0, ge=1.0)
@@ -97,8 +99,8 @@ class Settings(Frozen):
     sse_poll_s: float = Field(0.05, gt=0.0)
     """How often new events are looked for, for all live streams of a process together."""
 
-    # Effective arithmetic of the machine, for `plan`. Measured on a 2-core AVX-512 CPU with the 16 x 256 quickstart
-    # target: 63k tokens answered in 75 CPU seconds, captured in 18, 236k tokens trained (TTT 7) in 150.
+    # Effective throughput of the machine, for plans. Measured on a 2-core AVX-512 CPU with the 16 x 256 quickstart
+    # target: 63k tokens generated in 75 CPU seconds, captured in 18, 236k tokens trained (TTT 7) in 150.
     decode_gflops: float = Field(22.0, gt=0.0)
     """Token-by-token generation, all requests together."""
 
@@ -134,22 +136,23 @@ class Settings(Frozen):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach the bind address."""
+        """Whether the bind address is reachable from this machine only."""
         return is_loopback_host(self.host)
 
     def job_dir(self, job_id: str) -> Path:
-        """Where everything of one job lies."""
+        """The directory of a job."""
         return self.home.absolute() / "jobs" / job_id
 
     def stage_dir(self, job_id: str, stage: str, key: str = "") -> Path:
-        """Where one stage of a job works."""
+        """The directory of one stage of a job."""
         stages = self.job_dir(job_id) / "stages" / stage
         return stages / key if key else stages
 
     def required_token(self) -> str | None:
-        """The bearer token requests must carry; None when the bind is loopback and no token was set.
+        """The bearer token that requests must send; None when the bind address is loopback and no token is set.
 
-        A bind that others can reach without a configured token gets a generated one, kept in `<home>/token`.
+        For another bind address without a configured token, one is generated and stored in `<home>/token`. Race: of
+        two processes that start together, O_EXCL lets one create the file, and the other reads it.
         """
         if self.token is not None or self.is_loopback:
             return self.token
@@ -166,7 +169,7 @@ class Settings(Frozen):
 
 
 def is_loopback_host(host: str) -> bool:
-    """Whether `host` names this machine only."""
+    """Whether `host` is a loopback address or `localhost`."""
     if host == "localhost":
         return True
     try:

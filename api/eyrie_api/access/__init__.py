@@ -1,1 +1,1 @@
-"""Who may do what: callers and how they are proved, projects and roles, and the scope by which every row is seen."""
+"""Authentication and authorization: API keys, OIDC tokens, roles in projects, rate limits, and the scope of queries."""

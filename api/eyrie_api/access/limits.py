@@ -1,9 +1,9 @@
-"""How many requests a caller and a project may make: token buckets.
+"""Rate limits of callers and projects: token buckets.
 
-A bucket holds ten seconds' worth of its rate and fills steadily. In one process it is two numbers in memory. With Redis
-as broker the buckets are there, shared by every API server, and a server takes tokens in small lots, a tenth of a
-second's worth, so that a request seldom waits for Redis. While Redis is away each server falls back to buckets of its
-own: a limit must not be what takes the service down.
+A bucket has a capacity of ten seconds of its rate and refills continuously. Without Redis the buckets are in memory.
+With Redis as broker all API servers share the buckets in it; a server takes the tokens of a tenth of a second at once,
+so that few requests wait for Redis. While Redis is unavailable each server uses local buckets instead, so that requests
+continue to be served.
 """
 
 import logging
@@ -25,8 +25,9 @@ _LOT_S, _LOT_KEPT_S = 0.1, 1.0
 _AWAY_S = 5.0
 _TIMEOUT_S = 0.25
 
-# KEYS: the bucket. ARGV: tokens per second, capacity, tokens wanted. Returns tokens given, and milliseconds to the next
-# one when none was. The server's own clock, since callers' clocks differ.
+# KEYS: the bucket. ARGV: tokens per second, capacity, tokens wanted. Returns the number of tokens taken and, when it is
+# 0, the milliseconds until the next token. Uses the clock of Redis (TIME), since the API servers' clocks differ. Race:
+# Redis runs a script atomically, so concurrent servers cannot take the same tokens.
 _TAKE = """
 local now = redis.call('TIME'); now = now[1] + now[2] / 1e6
 local rate, capacity, wanted = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -47,35 +48,35 @@ class RateLimited(Transient):
 
 
 class Buckets(Protocol):
-    """Where buckets are."""
+    """Storage of the buckets."""
 
     async def take(self, name: str, per_minute: int) -> float:
-        """Take a token. Returns 0, or the seconds until there is one."""
+        """Take a token. Returns 0, or the seconds until the next one when the bucket is empty."""
 
 
 def buckets_of(settings: Settings) -> Buckets:
-    """In Redis where it is the broker, in this process otherwise."""
+    """Buckets in Redis if it is the broker, else in this process."""
     if settings.broker_url.startswith("redis"):
         return SharedBuckets(settings.broker_url)
     return LocalBuckets()
 
 
 def require(wait_s: float, whose: str, per_minute: int) -> None:
-    """Raises RateLimited when there is something to wait for."""
+    """Raises RateLimited when `wait_s` is positive."""
     if wait_s > 0:
         raise RateLimited(f"{whose} makes more than {per_minute} requests per minute", "wait, then go on more slowly",
                           max(1.0, wait_s))
 
 
 class LocalBuckets:
-    """Buckets of this process. `elapsed` is a clock that only goes forward."""
+    """Buckets in the memory of this process. `elapsed` is a monotonic clock."""
 
     def __init__(self, elapsed: Callable[[], float] = time.monotonic) -> None:
         self._elapsed = elapsed
         self._held: dict[str, tuple[float, float]] = {}
 
     async def take(self, name: str, per_minute: int) -> float:
-        """Take a token. Returns 0, or the seconds until there is one."""
+        """See `Buckets`."""
         rate, capacity = _shape(per_minute)
         now = self._elapsed()
         tokens, then = self._held.get(name, (capacity, now))
@@ -97,7 +98,7 @@ class SharedBuckets:
         self._away_until = 0.0
 
     async def take(self, name: str, per_minute: int) -> float:
-        """Take a token. Returns 0, or the seconds until there is one."""
+        """See `Buckets`."""
         now = self._elapsed()
         left, until = self._lots.get(name, (0, 0.0))
         if left > 0 and now < until:

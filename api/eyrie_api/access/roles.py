@@ -1,15 +1,15 @@
-"""PURE: may this principal do this in that project?
+"""Role-based access control: whether a principal may perform an action in a project. Pure.
 
-A principal is whoever a request comes from, however it was proved (an API key, an OIDC token, the one token of a small
-set-up). It holds a role in each of some projects, or in all of them (`*`). What it may do is what the role allows and,
-if it is a key that was narrowed, what its scopes allow as well: a key can never do more than its owner.
+A principal is the authenticated caller of a request (by an API key, an OIDC token or the installation's token). It has
+a role in some projects, or in all of them (`*`). An action is allowed if the role allows it and, for a key with scopes,
+the scopes contain it.
 
     viewer     reads
     operator   also submits, cancels and deletes jobs, promotes and rolls back
     admin      also keys, members, webhooks and audit of the project; in all projects also projects and quotas
 
-Whoever has no role in a project is told that the thing is not there, not that it is forbidden: ids must not tell what
-other projects do.
+A principal without a role in a project gets NotFound instead of Forbidden, so that it cannot find out which ids exist
+in other projects.
 """
 
 from collections.abc import Mapping
@@ -33,35 +33,35 @@ ALLOWED: Mapping[Role, frozenset[Action]] = {
 
 
 class Principal(Frozen):
-    """Whoever a request comes from."""
+    """The authenticated caller of a request."""
 
     subject: str
-    """As the audit names it: `key:<id>`, `user:<issuer>#<sub>`, `token`."""
+    """Its name in the audit log: `key:<id>`, `user:<issuer>#<sub>`, `token`."""
 
     roles: Mapping[str, Role]
     """Project -> role; `*` is every project."""
 
     scopes: frozenset[Action] | None = None
-    """What a narrowed key may do at most; None: whatever its roles allow."""
+    """Actions to which a key is restricted; None: no restriction beyond its roles."""
 
     def allows(self, action: Action, project: str) -> bool:
-        """Whether it may."""
+        """Whether the principal may perform the action in the project."""
         if self.scopes is not None and action not in self.scopes:
             return False
         held = (self.roles.get(project), self.roles.get(ALL_PROJECTS))
         return any(role is not None and action in ALLOWED[role] for role in held)
 
     def readable(self, action: Action = "jobs:read") -> frozenset[str] | None:
-        """The projects in which it may; None for all of them. Every list is filtered by this."""
+        """The projects in which the action is allowed; None for all of them. Queries of lists filter by this."""
         if self.allows(action, ALL_PROJECTS):
             return None
         return frozenset(project for project in self.roles if self.allows(action, project))
 
 
 def refusal(principal: Principal, action: Action, project: str, what: str) -> EyrieError | None:
-    """Why it may not, as an error to raise; None when it may.
+    """The error to raise when the action is not allowed: NotFound or Forbidden; None when it is allowed.
 
-    what   the thing asked for, as its user named it: `job 'job-1'`
+    what   the requested object, for the message: `job 'job-1'`
     """
     if principal.allows(action, project):
         return None

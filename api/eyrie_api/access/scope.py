@@ -1,14 +1,14 @@
-"""In whose name rows are read and written: the one value by which every query is filtered.
+"""The scope of a repository: the principal and project by which its queries are filtered and its changes authorized.
 
-A repository (`Jobs`, `Endpoints`, `Histories`, `Results`, ...) is made with a scope. `SYSTEM`, the default, is the
-control plane itself: drivers, chores and the operator see everything and are not audited, for what they do is told in
-events and history. A request's scope names its principal; then
+A repository (`Jobs`, `Endpoints`, `Histories`, `Results`, ...) is created with a scope. `SYSTEM`, the default, is the
+control plane itself: drivers, chores and the operator access all rows and are not audited, since events and history
+record what they do. For the scope of a request:
 
-- rows of projects it may not read are as if they were not there: `sees` in every query, `check` on every row;
-- a change is allowed or refused by `require`, and written down by `note` in the transaction that makes it.
+- rows of projects that its principal may not read are treated as missing: `sees` in every query, `check` on every row;
+- `check` also authorizes a change, and `audit_rows` returns the audit entry for the transaction that makes it.
 
-A request may name one project (`Eyrie-Project`). Its scope then holds nothing else; without, it reads all that its
-principal may read, and makes new things in `home`.
+A request may name one project (`Eyrie-Project`); its scope is then restricted to that project. Otherwise it reads all
+projects that its principal may read, and creates new rows in `home`.
 """
 
 from dataclasses import dataclass
@@ -22,20 +22,20 @@ from eyrie_api.errors import Forbidden, InvalidInput, NotFound
 from eyrie_api.v1alpha1.access import Action
 
 DEFAULT_PROJECT = "default"
-"""Where everything is that names no project."""
+"""The project of everything that names no project."""
 
 DONE = "done"
 
 
 @dataclass(frozen=True)
 class Scope:
-    """Who acts, and in which project."""
+    """The principal of a request and the project it is restricted to."""
 
     principal: Principal | None = None
     """None: the control plane itself."""
 
     project: str | None = None
-    """The one project the request named."""
+    """The project named by the request; None: all that the principal may read."""
 
     request_id: str = ""
 
@@ -45,7 +45,7 @@ class Scope:
         return self.principal is None
 
     def sees(self, project: Any, action: Action) -> ColumnElement[bool]:
-        """The condition on a project column under which a row is there."""
+        """The SQL condition on a project column for rows in which the action is allowed."""
         if self.principal is None:
             return true()
         if self.project is not None:
@@ -54,9 +54,11 @@ class Scope:
         return true() if readable is None else project.in_(sorted(readable))
 
     def check(self, action: Action, project: str | None, absent: NotFound) -> None:
-        """Let it pass, or raise what its caller may be told: `absent`, as for a thing that never was, when it is in a
-        project they are not in, and Forbidden when it is in theirs. What has no project is for those with a role in
-        all of them."""
+        """Authorize an action on a row of `project`; a row without a project requires a role in all projects.
+
+        Raises `absent`, the error for a missing row, when the caller has no role in the project or the scope is
+        restricted to another one, and Forbidden when the caller's role does not allow the action.
+        """
         if self.principal is None:
             return
         if self.project is not None and project != self.project:
@@ -66,13 +68,14 @@ class Scope:
             raise absent if isinstance(error, NotFound) else error
 
     def check_installation(self, action: Action) -> None:
-        """Raises Forbidden unless the caller may do it in all projects."""
+        """Raises Forbidden unless the action is allowed in all projects."""
         if self.principal is not None and not self.principal.allows(action, ALL_PROJECTS):
             raise Forbidden(f"{self.principal.subject} may not {action} in all projects",
                             "ask an administrator of the installation")
 
     def home(self, action: Action) -> str:
-        """The project in which something new is made. Raises InvalidInput when several would do, or Forbidden."""
+        """The project in which new rows are created. Raises InvalidInput when it is ambiguous; NotFound or Forbidden
+        when the action is not allowed there."""
         if self.principal is None:
             return DEFAULT_PROJECT
         project = self.project or self._own()
@@ -90,7 +93,7 @@ class Scope:
                            "send the header Eyrie-Project with the one that is meant")
 
     def audit_rows(self, clock: Clock, verb: str, thing: str, project: str | None) -> tuple[dict[str, Any], ...]:
-        """The audit row of a change, by column; none when the control plane itself acts."""
+        """The audit entry of a change, by column; empty for the control plane itself."""
         if self.principal is None:
             return ()
         return ({"time": clock(), "actor": self.principal.subject, "verb": verb, "object": thing, "project": project,
