@@ -1,11 +1,11 @@
-"""The API server of a cluster: one of any number, over one PostgreSQL and one Redis.
+"""The API server of a cluster: any number of replicas share one PostgreSQL and one Redis.
 
-`serve` is what `eyrie serve-api` becomes. It answers HTTP and gives chores, and takes none: jobs are moved along by
-`eyrie worker` and the operator, in pods of their own. So a replica may be killed, added or replaced at any moment; what
-a request promised lies in the outbox, and whichever replica ticks next gives it to Redis.
+`eyrie serve-api` calls `serve`. A replica serves HTTP and enqueues chores but runs none: `eyrie worker` and the
+operator run them, in pods of their own. A replica may therefore be killed, added or replaced at any time; accepted
+chores are in the outbox, and the next tick of any replica publishes them to Redis.
 
-The tables are made by `eyrie migrate`, before. `await_tables` is how every other program of the control plane waits for
-that, in an init container.
+`eyrie migrate` creates the tables. The other programs of the control plane wait for that with `await_tables`, in an
+init container.
 """
 
 import gc
@@ -28,14 +28,14 @@ from eyrie_api.settings import Settings
 
 log = logging.getLogger(__name__)
 
-# Event streams are cut after so long; they go on at another replica by Last-Event-ID. Shorter than the 30 s that
-# Kubernetes gives by default.
+# Seconds that open event streams get at shutdown; clients resume at another replica by Last-Event-ID. Shorter than the
+# default terminationGracePeriodSeconds of Kubernetes, 30 s.
 _GRACEFUL_S = 10
 _POLL_S = 2.0
 
 _KEEP_ALIVE_S = 75
-"""Longer than clients and proxies keep idle connections (commonly 60 s): whoever closes first must not be the server,
-or a request sent at that moment is reset."""
+"""Longer than clients and proxies keep idle connections (commonly 60 s). Race: if the server closed an idle connection
+first, a request sent at that moment would be reset."""
 
 
 class TablesMissing(Transient):
@@ -46,7 +46,7 @@ class TablesMissing(Transient):
 
 
 def serve(settings: Settings) -> None:
-    """Be one API server until SIGTERM or SIGINT. Raises InvalidInput for a broker no other process can reach."""
+    """Run one API server until SIGTERM or SIGINT. Raises InvalidInput for the in-memory broker."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("httpx", "alembic", "celery", "kombu"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
@@ -62,7 +62,8 @@ def serve(settings: Settings) -> None:
                                            access_log=False, timeout_keep_alive=_KEEP_ALIVE_S,
                                            timeout_graceful_shutdown=_GRACEFUL_S))
     for number in (signal.SIGTERM, signal.SIGINT):
-        # uvicorn raises what it caught once more when it has shut down: by then we are ending in order.
+        # After its shutdown uvicorn raises the caught signals again, for the handlers that were installed before it.
+        # The default handler would kill the process; this one has no further effect, so that the cleanup below runs.
         signal.signal(number, lambda _number, _frame: setattr(server, "should_exit", True))
     _prefer_short_waits()
     ticker.start()
@@ -75,10 +76,10 @@ def serve(settings: Settings) -> None:
 
 
 def _prefer_short_waits() -> None:
-    """Handlers in threads share one interpreter with the loop that serves all streams.
+    """Reduce the pauses of the event loop that serves all streams; handler threads share the GIL with it.
 
-    By default a thread keeps the interpreter for 5 ms while others wait; and each full garbage collection walks
-    everything that was imported, hundreds of milliseconds, though nothing of it can be garbage.
+    By default a thread keeps the GIL for 5 ms while others wait, and each full garbage collection takes hundreds of
+    milliseconds for the imported modules, none of which is garbage: `gc.freeze` excludes them.
     """
     sys.setswitchinterval(0.001)
     gc.collect()
@@ -91,13 +92,13 @@ def _taken_elsewhere(name: str) -> None:
 
 
 def await_tables(database: Database, timeout_s: float, *, pause: Callable[[float], None] = time.sleep) -> SchemaState:
-    """Where the tables stand once they are not behind. Raises TablesMissing."""
+    """Wait until the tables are as new as this program or newer; return their state. Raises TablesMissing."""
     return _await(database, timeout_s, pause, ("current", "ahead"))
 
 
 def migrate_when_there(database: Database, timeout_s: float, *,
                        pause: Callable[[float], None] = time.sleep) -> SchemaState:
-    """Bring the tables up to date as soon as the database answers. Raises TablesMissing when it never does."""
+    """Wait for the database, then upgrade the tables. Raises TablesMissing when it does not respond in time."""
     _await(database, timeout_s, pause, ("behind", "current", "ahead"))
     upgrade(database)
     return schema_state(database)

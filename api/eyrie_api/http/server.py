@@ -1,8 +1,8 @@
-"""The HTTP server: routes put together, guards around them, every refusal a problem. No logic.
+"""The FastAPI application: routes, middleware, and error responses as problem documents.
 
-`eyrie up` passes `create_app(settings)` to uvicorn. The app answers from database rows alone and starts nothing: its
-caller runs the chores (`eyrie_api.chores.worker.ChoreLoop`) and passes `wake`, so that a chore which a request has
-enqueued is dispatched at once rather than at the next tick.
+`eyrie up` passes `create_app(settings)` to uvicorn. The app reads and writes database rows and starts nothing: its
+caller runs the chores (`eyrie_api.chores.worker.ChoreLoop`) and passes `wake`, so that a chore enqueued by a request is
+dispatched at once rather than at the next tick.
 """
 
 import importlib.metadata
@@ -43,8 +43,8 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 
 
 _THREADS = 8
-"""Threads that run handlers; the framework's default is 40. More threads only compete for one interpreter and for fewer
-database connections than that, and meanwhile delay streams and probes."""
+"""Threads that run handlers; the default of anyio is 40. More threads compete for the GIL and the database connections,
+and delay streams and probes."""
 
 
 @asynccontextmanager
@@ -73,7 +73,7 @@ def create_app(settings: Settings, *, database: Database | None = None, wake: Ca
     routers = [part.router for part in (jobs, streams, outcomes, endpoints, access, audit, webhooks, operations)]
     for router in routers:
         app.include_router(router)
-    # Flat, for the Allow header: newer FastAPI keeps an included router as one opaque entry.
+    # A flat list of routes for the Allow header: newer versions of FastAPI keep an included router as one entry.
     app.state.routes = [route for router in (app.router, *routers) for route in router.routes
                         if isinstance(route, Route)]
     problems.install(app)

@@ -1,1 +1,4 @@
-"""HTTP routes, by subject. Each handler parses, calls one verb of the control plane, and renders; no logic."""
+"""HTTP routes by subject. Handlers parse the request, call the control plane and render the response.
+
+The docstring of a handler is the operation's description in the OpenAPI document.
+"""

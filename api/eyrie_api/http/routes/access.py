@@ -1,4 +1,4 @@
-"""Who may do what: keys, projects with their members and quotas, and whom the server takes one for."""
+"""Routes of API keys, projects with members and quotas, and `whoami`."""
 
 from datetime import timedelta
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""The audit: who did or was refused what."""
+"""The route of the audit log: changes made and requests refused."""
 
 from typing import Annotated
 

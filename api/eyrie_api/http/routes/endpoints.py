@@ -1,4 +1,7 @@
-"""Endpoints: what serves, its history, and the four ways to change it. Each is done by whoever tends the endpoint."""
+"""Routes of endpoints: state, history, and four changes: promote, rollback, on, off.
+
+A change is written to the database; the reconciler of endpoints carries it out.
+"""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""Jobs: create, get, list, cancel, retry, delete; and plans, which are jobs that never run."""
+"""Routes of jobs (create, get, list, cancel, retry, delete) and of plans, which estimate a job without running it."""
 
 import json
 from collections.abc import Callable, Coroutine
@@ -45,12 +45,13 @@ IdempotencyKey = Annotated[str | None, Header(alias=KEY_HEADER, description="Sen
 
 
 class Direct(APIRoute):
-    """A POST of a job that takes the short way to its handler. The framework describes it, and is asked to read it only
-    when something about it is wrong, for it knows how to say what: reading, it takes longer than everything else here.
+    """The route of `create_job`, which parses a valid body itself: FastAPI's parsing takes longer than all other work
+    of the request. An invalid body is passed on to FastAPI, which produces the validation error; the OpenAPI
+    description is FastAPI's as well.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """What answers a request."""
+        """The coroutine function that handles a request."""
         by_the_framework = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
@@ -78,7 +79,7 @@ def create_job(spec: Spec, control: Here, key: IdempotencyKey = None) -> Respons
         replay = None if once is None else control.idempotency.find(once)
         if replay is None:
             raise
-        done: Job | Replay = replay  # what has been accepted stays so, whatever has changed since
+        done: Job | Replay = replay  # accepted earlier: replayed even if the job would be refused now
     else:
         done = control.jobs.submit_once(checked.spec, once, project)
     if isinstance(done, Replay):

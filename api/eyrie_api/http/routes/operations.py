@@ -1,4 +1,4 @@
-"""For those who run it: liveness, readiness, Prometheus metrics, version."""
+"""Operational routes: liveness, readiness, Prometheus metrics, version."""
 
 import importlib.metadata
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ from eyrie_api.v1alpha1.status import Version
 
 router = APIRouter(tags=["operations"])
 PHASES = ("Pending", "Running", "Succeeded", "Failed", "Cancelling", "Cancelled")
-# A request is milliseconds of SQL; the long tail is a live stream held open for minutes.
+# Seconds. Most requests take milliseconds of SQL; live streams stay open for minutes.
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 600.0)
 
 
 class Telemetry:
-    """Metrics of one server. Counts of rows are asked of the database at each scrape, so restarts do not reset them."""
+    """Metrics of one server. Row counts are queried at each scrape, so that restarts do not reset them."""
 
     def __init__(self, control: Control) -> None:
         self.registry = CollectorRegistry()
@@ -36,7 +36,7 @@ class Telemetry:
                                  registry=self.registry)
 
     def observe(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Note one request."""
+        """Record one request."""
         self._latency.labels(method, route).observe(seconds)
         self._requests.labels(method, route, str(status)).inc()
 
@@ -46,11 +46,11 @@ class _Rows(Collector):
         self._control = control
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        """Nothing, so that registering does not ask the database."""
+        """Empty, so that registering the collector runs no query."""
         return iter(())
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Count now."""
+        """Query the counts at the scrape."""
         jobs = GaugeMetricFamily("eyrie_jobs", "Jobs by phase.", labels=["phase"])
         counted = self._control.jobs.count_by_phase()
         for phase in PHASES:
@@ -62,7 +62,7 @@ class _Rows(Collector):
                                 value=self._control.outbox.depth())
         lengths = GaugeMetricFamily("eyrie_queue_length", "Messages that wait at the broker.", labels=["queue"])
         for name, length in self._control.queues.items():
-            with suppress(Transient):  # a broker that is away has no length; the other metrics are wanted now
+            with suppress(Transient):  # without the broker this metric is omitted, the others are reported
                 lengths.add_metric([name], length())
         yield lengths
 

@@ -1,7 +1,7 @@
-"""What a job leaves: files, its report, and its place on the leaderboard.
+"""Routes of a job's results: files, report and leaderboard.
 
-Only files named in a stage's manifest can be downloaded, so a path from outside never reaches the disk unless a
-finished stage has listed exactly it; a link planted in a stage's directory afterwards is refused as well.
+Only files listed in the manifest of a finished stage can be downloaded, by exactly the listed path, so that no other
+path of a request is opened. A link to a file outside of the stage's directory is refused (`JobFiles.path`).
 """
 
 from pathlib import Path

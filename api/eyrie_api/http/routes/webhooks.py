@@ -1,4 +1,4 @@
-"""Webhooks: where a project's events are posted, and how that went."""
+"""Routes of webhooks and their deliveries."""
 
 from fastapi import APIRouter, Response
 
