@@ -152,7 +152,8 @@ class Settings(Frozen):
         """The bearer token that requests must send; None when the bind address is loopback and no token is set.
 
         For another bind address without a configured token, one is generated and stored in `<home>/token`. Race: of
-        two processes that start together, O_EXCL lets one create the file, and the other reads it.
+        two processes that start together, O_EXCL lets one create the file, and the other reads it; the text it reads
+        is empty if the first has not written the token yet.
         """
         if self.token is not None or self.is_loopback:
             return self.token

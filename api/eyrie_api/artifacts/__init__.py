@@ -119,7 +119,7 @@ def verify_files(manifest: Manifest, root: Path) -> None:
 
 @cache
 def code_version() -> str:
-    """Version and a digest of our own source, which make a cache key and a report reproducible."""
+    """Version and digest of Eyrie's source code, part of cache keys and reports."""
     sha = hashlib.sha256()
     home = Path(__file__).resolve().parents[3]
     roots = [home / name for name in ("api", "kernels", "operator", "pipelines", "workers")]

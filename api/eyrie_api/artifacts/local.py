@@ -113,13 +113,13 @@ class LocalStore:
         self._path(key).unlink(missing_ok=True)
 
     def delete_all(self, prefix: str) -> int:
-        """See `ArtifactStore`. Directories that become empty go too."""
+        """See `ArtifactStore`. Directories that become empty are removed."""
         doomed = [found.key for found in self.list(prefix)]
         for key in doomed:
             self.delete(key)
         root = self._root / directory_prefix(prefix)
         for directory in sorted((path for path in root.rglob("*") if path.is_dir()), reverse=True):
-            with suppress(OSError):  # something is left in it
+            with suppress(OSError):  # not empty
                 directory.rmdir()
         return len(doomed)
 
@@ -147,7 +147,7 @@ class LocalStore:
 
 @contextmanager
 def _aside(path: Path) -> Iterator[tuple[IO[bytes], Path]]:
-    """A file beside `path`; what has not been moved away by the end is removed."""
+    """A temporary file in the directory of `path`; deleted at the end unless it was renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -165,7 +165,7 @@ def _finish(file: IO[bytes], data: bytes) -> None:
 
 
 def _copy(source: Path, file: IO[bytes]) -> tuple[int, str]:
-    """Copy a file's bytes; return how many, and their digest."""
+    """Copy a file's bytes; return their number and digest."""
     sha, size = hashlib.sha256(), 0
     with source.open("rb") as reading:
         while chunk := reading.read(_CHUNK):

@@ -228,9 +228,9 @@ class S3Store:
             raise ArtifactCorrupt(f"{key} in {self.url} is {digest}, not {expected}", "retry the job from that stage")
 
     def _fetch(self, key: str, start: int, stop: int | None, take: Callable[[int, bytes], object]) -> str | None:
-        """Read bytes [start, stop) and hand them over with their places; return the digest the whole should have.
+        """Read bytes [start, stop) and pass each chunk with its offset to `take`; return the object's stored digest.
 
-        A connection that breaks off is taken up where it broke, as often in a row as a request may be tried.
+        After a broken connection the read resumes at the current offset, up to `max_attempts` times without progress.
         """
         at, attempt, digest = start, 0, None
         while True:

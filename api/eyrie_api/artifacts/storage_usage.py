@@ -53,7 +53,7 @@ class StoredItem(Frozen):
 
     size_bytes: int
     files: tuple[str, ...]
-    """Places below the home or the store."""
+    """Paths below the home or keys in the store."""
 
 
 class RemovalDecision(Frozen):
@@ -73,7 +73,7 @@ class StorageUsage(Frozen):
 
 
 def facts_of(jobs: Iterable[Job]) -> dict[str, JobFacts]:
-    """By id."""
+    """Job id -> facts."""
     return {job.id: JobFacts(job.status.phase, job.status.best.checkpoint if job.status.best else None) for job in jobs}
 
 

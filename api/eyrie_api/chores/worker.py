@@ -1,4 +1,4 @@
-"""What runs the chores, and what enqueues them.
+"""The processes and threads that run the chores, and the thread that enqueues them.
 
 `ChoreLoop` runs them in threads of this process; any number of prefork workers (`eyrie worker`, which calls
 `run_worker`) may share its Redis and database. `Ticker` enqueues them, one in every control plane; two tickers enqueue

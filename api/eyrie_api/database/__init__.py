@@ -1,1 +1,1 @@
-"""Rows of the control plane: tables, engine, migrations, and one writer module per kind of record."""
+"""The database of the control plane: tables, engine, migrations, and one repository module per kind of record."""

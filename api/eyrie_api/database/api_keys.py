@@ -1,4 +1,4 @@
-"""API keys as rows: made, listed, revoked, replaced; and looked up when one is shown."""
+"""The repository of API keys: create, list, revoke, rotate, and look up for authentication."""
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -18,19 +18,19 @@ from eyrie_api.errors import Conflict, NotFound
 from eyrie_api.v1alpha1.access import Action, ApiKey, Role
 
 USED_EVERY_S = 60.0
-"""When a key was last used is written at most so often."""
+"""Minimum interval between two updates of a key's `last_used_at`."""
 
 
 @dataclass(frozen=True)
 class KeyRequest:
-    """A key to be made."""
+    """The attributes of a key to be created."""
 
     name: str
     role: Role
     scopes: frozenset[Action] | None = None
     expires_at: datetime | None = None
     everywhere: bool = False
-    """In every project, present and to come."""
+    """Valid in every project, future ones included."""
 
 
 class ApiKeys:
@@ -40,8 +40,8 @@ class ApiKeys:
         self._database, self._clock, self._scope = database, clock, scope
 
     def create(self, wanted: KeyRequest) -> tuple[ApiKey, str]:
-        """A new key and its text, which is shown this once. Raises Forbidden, or InvalidInput when the key would do
-        more than its creator."""
+        """A new key and its text, which is not stored. Raises Forbidden, or InvalidInput when the key would have more
+        rights than its creator."""
         project = None if wanted.everywhere else self._scope.home("keys:write")
         if project is None:
             self._scope.check_installation("keys:write")
@@ -53,13 +53,13 @@ class ApiKeys:
             return _render(row), made.text
 
     def list(self) -> tuple[ApiKey, ...]:
-        """Keys of the projects whose keys may be seen, newest first, revoked ones included."""
+        """The keys that the scope may read, newest first, revoked ones included."""
         query = select(ApiKeyRow).where(self._seen()).order_by(ApiKeyRow.created_at.desc(), ApiKeyRow.id)
         with self._database.reading() as session:
             return tuple(_render(row) for row in session.scalars(query))
 
     def revoke(self, key_id: str) -> ApiKey:
-        """End a key; ending it again changes nothing. Raises NotFound or Forbidden."""
+        """Revoke a key; no effect on a revoked one. Raises NotFound or Forbidden."""
         with self._database.writing() as session:
             row = self._hold(session, key_id)
             row.revoked_at = row.revoked_at or self._clock()
@@ -67,7 +67,8 @@ class ApiKeys:
             return _render(row)
 
     def rotate(self, key_id: str, overlap_s: float = 0.0) -> tuple[ApiKey, str]:
-        """A new key that may do the same; the old one ends after `overlap_s`. Raises NotFound, Forbidden, Conflict."""
+        """A new key with the same rights; the old one is revoked after `overlap_s`. Raises NotFound, Forbidden, or
+        Conflict when the old one has expired or was revoked."""
         with self._database.writing() as session:
             row = self._hold(session, key_id)
             now = self._clock()
@@ -84,13 +85,13 @@ class ApiKeys:
             return _render(new), made.text
 
     def find(self, key_id: str) -> KeyRecord | None:
-        """What is kept of a key, for proving it; unscoped."""
+        """The stored part of a key, for authentication; not filtered by the scope."""
         with self._database.reading() as session:
             row = session.get(ApiKeyRow, key_id)
             return None if row is None else _record(row)
 
     def used(self, key_id: str) -> None:
-        """Note that it was used, if that was not noted within the last minute."""
+        """Set `last_used_at`, unless it was set within `USED_EVERY_S`."""
         now = self._clock()
         old = or_(ApiKeyRow.last_used_at.is_(None), ApiKeyRow.last_used_at < now - timedelta(seconds=USED_EVERY_S))
         query = select(ApiKeyRow.id).where(ApiKeyRow.id == key_id, old)

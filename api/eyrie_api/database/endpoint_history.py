@@ -24,7 +24,7 @@ from eyrie_api.v1alpha1.history import Actor, History, HistoryEntry, HistoryKind
 from eyrie_api.v1alpha1.reports import PromotionDecision
 
 KEPT_WINDOWS = 200
-"""Per endpoint: over three hours of one-minute windows, and more than any drift rule looks back."""
+"""Windows kept per endpoint: over three hours of one-minute windows, more than any drift rule uses."""
 
 MAX_PAGE = 500
 
@@ -93,7 +93,7 @@ class Histories:
             return None if row is None else render_history(row)
 
     def record_decision(self, endpoint: str, decision: PromotionDecision, *, job_id: str, attempt: int) -> None:
-        """Keep what was decided of a job's candidate; recording the same attempt again changes nothing."""
+        """Record the promotion decision about a job's candidate; no effect when this attempt was recorded before."""
         reason = {"promote": "Promoted", "keep-incumbent": "IncumbentKept", "no-drafter": "NotFaster",
                   "awaits-approval": "AwaitsApproval"}[decision.verdict]
         failed = [check.words for check in decision.checks if not check.passed]
@@ -105,7 +105,7 @@ class Histories:
                  once=f"decided/{job_id}/{attempt}")
 
     def record_window(self, endpoint: str, revision: int, tau: float, rounds: float, proven: float | None) -> None:
-        """Keep one window of live acceptance and drop the oldest beyond KEPT_WINDOWS."""
+        """Record one window of live acceptance and delete the oldest beyond KEPT_WINDOWS."""
         message = f"tau {tau:.2f} over {rounds:.0f} rounds" + ("" if proven is None else f", proven {proven:.2f}")
         with self._database.writing() as session:
             record_history(session, self._clock, endpoint, "window", "Watched", message, revision=revision,
@@ -119,7 +119,7 @@ class Histories:
     def record(self, endpoint: str, kind: HistoryKind, reason: str, message: str, *, once: str, revision: int,
                job_id: str | None = None, figures: Mapping[str, float | None] | None = None,
                data: Mapping[str, Any] | None = None) -> None:
-        """Keep something the watch has seen or done."""
+        """Record an observation or an action of the watch."""
         with self._database.writing() as session:
             entry_id = record_history(session, self._clock, endpoint, kind, reason, message, revision=revision,
                                       job_id=job_id, actor="watch", figures=figures, data=data, once=once)
@@ -129,7 +129,7 @@ class Histories:
                          {"endpoint": {"name": endpoint, "revision": revision, "reason": reason, "message": message}})
 
     def watched(self, endpoint: str, revision: int) -> RecentWindows:
-        """What was seen of a revision since it was last activated."""
+        """The windows and drift reports of a revision since its last activation."""
         with self._database.reading() as session:
             since = _last(session, endpoint, revision, "activated", 0)
             drift = _last(session, endpoint, revision, "drift", since)

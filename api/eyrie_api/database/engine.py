@@ -59,7 +59,7 @@ _Shape = tuple[tuple[type[Base], tuple[str, ...]], ...]
 
 
 class Database:
-    """An engine and its two kinds of session. Cheap to share between threads; one per process and URL."""
+    """An engine and its two kinds of session. Thread-safe; one per process and URL."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -67,7 +67,7 @@ class Database:
         except ArgumentError:
             raise InvalidInput(f"database_url {url!r} is not an SQLAlchemy URL",
                                "write sqlite:///path/eyrie.db or postgresql+psycopg://user@host/name") from None
-        if parsed.drivername in ("postgres", "postgresql"):  # as other programs write it
+        if parsed.drivername in ("postgres", "postgresql"):  # URLs of other programs name no driver
             parsed = parsed.set(drivername="postgresql+psycopg")
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         if self.is_sqlite:
@@ -91,11 +91,11 @@ class Database:
         with (self.engine.connect().execution_options(**_WRITES) as connection, connection.begin(),
               Session(connection, join_transaction_mode="rollback_only") as session):
             yield session
-            session.commit()  # flushes; the transaction is the connection's, and ends after this
+            session.commit()  # only flushes: the transaction is the connection's and is committed at the end of `with`
 
     def insert_at_once(self, condition: ColumnElement[bool], given: Mapping[str, Any], rows: Rows) -> bool:
-        """On PostgreSQL: insert rows of several tables if `condition` holds, as one statement that is its own
-        transaction; whether it held. False on SQLite, which has no such statement: take the long way, of a session.
+        """On PostgreSQL: insert rows of several tables if `condition` holds, in one statement with autocommit; returns
+        whether it held. On SQLite, which has no such statement, returns False: use a session then.
         """
         if self.is_sqlite:
             return False
@@ -109,12 +109,12 @@ class Database:
             return bool(session.execute(text("SELECT 1")).scalar_one())
 
     def close(self) -> None:
-        """Give all connections back."""
+        """Close all connections."""
         self.engine.dispose()
 
 
 def upsert(session: Session, row: type[Base], key: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Set `values` on the row with this primary key, making it when it is not there."""
+    """Set `values` on the row with this primary key; insert the row if it does not exist."""
     session.flush()
     for attempt in range(2):
         if values and _update(session, row, key, values):
@@ -123,7 +123,7 @@ def upsert(session: Session, row: type[Base], key: Mapping[str, Any], values: Ma
             with session.begin_nested():
                 session.execute(insert(row).values({**key, **values}))
             return
-        except IntegrityError:  # another transaction made the row between the two statements
+        except IntegrityError:  # race: another transaction inserted the row between the two statements
             if attempt or not values:
                 raise
 
@@ -136,12 +136,12 @@ def _update(session: Session, row: type[Base], key: Mapping[str, Any], values: M
 
 
 def rowcount(session: Session, statement: Any) -> int:
-    """Execute an UPDATE or DELETE and say how many rows it touched."""
+    """Execute an UPDATE or DELETE; return the number of rows affected."""
     return int(session.execute(statement).rowcount)  # type: ignore[attr-defined]
 
 
 class JsonText(str):
-    """JSON that is text already: stored as it is, where a JSON column would have it made from a value."""
+    """Serialized JSON, which a JSON column stores unchanged."""
 
     __slots__ = ()
 
@@ -151,8 +151,8 @@ def _to_json(value: Any) -> str:
 
 
 def insert_all(session: Session, rows: Rows) -> None:
-    """Insert rows of several tables, in this order. PostgreSQL gets them as one statement, whose foreign keys are
-    looked at in its end: a round trip and a plan for each costs more than the rows do."""
+    """Insert rows of several tables, in this order. On PostgreSQL as one statement, which saves a round trip and a
+    query plan per row; it checks foreign keys at the end of the statement."""
     session.flush()
     connection = session.connection()
     shape = tuple((row, tuple(values)) for row, values in rows)
@@ -179,6 +179,8 @@ def _one_statement(shape: _Shape) -> Executable:
 
 @lru_cache(maxsize=64)
 def _statement_if(condition: ColumnElement[bool], shape: _Shape) -> Executable:
+    # WITH held AS (SELECT 1 WHERE <condition>), part0 AS (INSERT INTO ... SELECT ... FROM held), part1 AS ...
+    # SELECT count(*) FROM held: every INSERT has one source row if the condition holds, else none.
     held = select(literal(1).label("held")).where(condition).cte("held")
     parts = []
     for number, (row, columns) in enumerate(shape):
@@ -190,12 +192,12 @@ def _statement_if(condition: ColumnElement[bool], shape: _Shape) -> Executable:
 
 
 _CONNECTIONS = 16
-"""Kept open at most, by a process that uses so many at once: more than the threads that handle requests. With fewer,
-each burst would open connections and close them again, which costs PostgreSQL a process every time."""
+"""Size of the connection pool: more than the threads that handle requests. With a smaller pool each burst would open
+and close connections, and PostgreSQL starts a process for each."""
 
 _TRUSTED_S = 30.0
-"""A connection that was given back so recently is taken again without asking the server whether it is still there,
-which would cost as much as a statement. Nothing may have come in on it: a server that ends a connection says so."""
+"""A connection returned to the pool less than this ago is reused without a ping, which costs as much as a statement. It
+must have no unread input: a server that closes a connection sends a message first."""
 
 
 def _open_engine(url: URL, *, is_sqlite: bool) -> Engine:
@@ -207,7 +209,7 @@ def _open_engine(url: URL, *, is_sqlite: bool) -> Engine:
 
     @event.listens_for(engine, "connect")
     def _prepare(connection: Any, _record: Any) -> None:
-        connection.isolation_level = None  # the driver must not open transactions of its own; `_begin` does
+        connection.isolation_level = None  # sqlite3 must not begin transactions implicitly; `_begin` does
         cursor = connection.cursor()
         # WAL with synchronous=NORMAL loses nothing to kill -9; a power cut may lose the last commits, never the file.
         for pragma in ("journal_mode=WAL", "synchronous=NORMAL", f"busy_timeout={BUSY_TIMEOUT_MS}", "foreign_keys=ON"):
@@ -223,7 +225,7 @@ def _open_engine(url: URL, *, is_sqlite: bool) -> Engine:
 
 
 def _ask_the_idle(engine: Engine) -> None:
-    """What `pool_pre_ping` does, for connections that have not been used for a while."""
+    """Like `pool_pre_ping`, but only for connections idle for longer than `_TRUSTED_S`."""
 
     @event.listens_for(engine, "checkin")
     def _given_back(_connection: Any, entry: ConnectionPoolEntry) -> None:

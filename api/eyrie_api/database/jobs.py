@@ -86,7 +86,7 @@ _FAST_PATH = and_(
     exists().where(EndpointNameRow.name == bindparam("endpoint"), EndpointNameRow.project == bindparam("project")),
     not_(exists().where(ProjectRow.name == bindparam("project"),
                         or_(ProjectRow.max_jobs.is_not(None), ProjectRow.max_endpoints.is_not(None)))))
-"""The endpoint's name is the project's already, and the project has no quota."""
+"""The condition of `submit_once`'s single statement: the project owns the endpoint's name and has no quota."""
 
 
 class LeaseLost(Conflict):
@@ -186,8 +186,8 @@ class Jobs:
         return job
 
     def _draft(self, spec: JobSpec, project: str, once: Once | None) -> tuple[Job, Rows]:
-        """A new job, and all its rows. Without what is null: the driver remembers how to read a statement of up to 50
-        parameters."""
+        """A new job and all its rows. Columns that are NULL are omitted, because psycopg caches the parsed form of a
+        statement only up to 50 parameters."""
         now, job_id = self._clock(), new_job_id()
         accepted = Condition(type="Accepted", status="True", reason="JobAccepted", message="the spec is valid",
                              last_transition_time=now)

@@ -21,7 +21,8 @@ ChoreName = Literal["advance_job", "reconcile_endpoint", "remove_files", "delive
 
 
 _SWEPT_AT_ONCE = 5000
-"""A busy control plane writes a million rows a day: deleted in one transaction they would block other writers."""
+"""Rows deleted per transaction. A busy control plane writes a million rows a day; deleting all of them in one
+transaction would block other writers."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Projects as rows: what there is, who is a member, what each may use.
+"""The repository of projects: their quotas and members.
 
-A project is made once and stays: its name is in the audit, in keys and in jobs. What it uses is counted from the rows
-themselves, when it is asked for.
+Projects are never deleted, because the audit log, keys and jobs contain their names. Usage is counted from the rows
+when it is requested.
 """
 
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ class Projects:
         self._database, self._clock, self._scope = database, clock, scope
 
     def create(self, wanted: CreateProject) -> Project:
-        """Make a project. Raises Forbidden but for those with a role in all of them, and Conflict when it is there."""
+        """Create a project. Raises Forbidden without administrator rights in all projects, Conflict when it exists."""
         self._scope.check_installation("quotas:write")
         try:
             with self._database.writing() as session:
@@ -53,7 +53,7 @@ class Projects:
             return _render(session, self._find(session, name))
 
     def set_quotas(self, name: str, quotas: Quotas) -> Project:
-        """Replace what a project may use; for those with a role in all of them. Raises NotFound or Forbidden."""
+        """Replace a project's quotas. Raises NotFound, or Forbidden without administrator rights in all projects."""
         with self._database.writing() as session:
             row = self._find(session, name)
             self._scope.check_installation("quotas:write")
@@ -64,14 +64,14 @@ class Projects:
             return _render(session, row)
 
     def members(self, name: str) -> tuple[Member, ...]:
-        """Roles given in a project. Raises NotFound or Forbidden."""
+        """Role assignments of a project. Raises NotFound or Forbidden."""
         with self._database.reading() as session:
             self._find(session, name, "members:write")
             query = select(MembershipRow).where(MembershipRow.project == name).order_by(MembershipRow.id)
             return tuple(_member(row) for row in session.scalars(query))
 
     def add_member(self, name: str, wanted: CreateMember, issuer: str) -> Member:
-        """Give a role. Raises NotFound, or Forbidden."""
+        """Assign a role, or change an existing assignment. Raises NotFound or Forbidden."""
         with self._database.writing() as session:
             self._find(session, name, "members:write")
             row = session.scalars(select(MembershipRow).where(
@@ -87,7 +87,7 @@ class Projects:
             return _member(row)
 
     def remove_member(self, name: str, member_id: int) -> None:
-        """Take a role back. Raises NotFound or Forbidden."""
+        """Remove a role assignment. Raises NotFound or Forbidden."""
         with self._database.writing() as session:
             self._find(session, name, "members:write")
             row = session.get(MembershipRow, member_id)
@@ -97,18 +97,18 @@ class Projects:
             record_change(session, self._scope, self._clock, "member.remove", f"member/{member_id}", name)
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a project; unscoped."""
+        """Whether the project exists; not filtered by the scope."""
         with self._database.reading() as session:
             return session.get(ProjectRow, name) is not None
 
     def requests_per_minute(self, name: str) -> int | None:
-        """The project's limit, if it has one; unscoped."""
+        """The project's rate limit, or None; not filtered by the scope."""
         with self._database.reading() as session:
             row = session.get(ProjectRow, name)
             return None if row is None else row.requests_per_minute
 
     def roles_of(self, issuer: str, subject: str, groups: Iterable[str]) -> dict[str, Role]:
-        """The highest role a subject has in each project, by itself or by a group; unscoped."""
+        """The highest role of a subject in each project, by itself or through a group; not filtered by the scope."""
         by_subject = (MembershipRow.kind == "subject") & (MembershipRow.value == subject)
         by_group = (MembershipRow.kind == "group") & MembershipRow.value.in_(sorted(groups))
         query = select(MembershipRow).where(MembershipRow.issuer == issuer, or_(by_subject, by_group))

@@ -1,10 +1,10 @@
-"""What a project uses, held against what it may; asked inside the transaction that would use more.
+"""Quotas of projects, checked inside the transaction that would use more.
 
-Counted from the rows themselves. Where there is a limit the project's row is held until the transaction ends, so that
-two requests at once cannot both be the last one allowed; where there is none, that costs one read.
+Usage is counted from the rows. Race: two concurrent requests could both pass as the last one allowed; so where a limit
+is set, the project's row is locked until the transaction ends. Without a limit the check costs one read.
 
-GPU hours are not among the limits: which devices a stage had is not recorded with it, and a figure made from requests
-and wall time would be charged for waiting.
+GPU hours have no quota: the devices of a stage are not recorded, and an estimate from resource requests and wall time
+would charge for waiting.
 """
 
 from sqlalchemy import func, select
@@ -16,7 +16,7 @@ from eyrie_api.errors import EyrieError
 
 
 class QuotaReached(EyrieError):
-    """The project uses all it may."""
+    """The project has reached a quota."""
 
     http_status = 429
     exit_code = 75  # EX_TEMPFAIL
@@ -37,7 +37,7 @@ def live_endpoints(session: Session, project: str) -> int:
 
 
 def check_jobs(session: Session, project: str) -> None:
-    """Whether one job more is allowed. Raises QuotaReached."""
+    """Raises QuotaReached when the project may not have another job."""
     most = _held(session, project, "max_jobs")
     if most is not None and live_jobs(session, project) >= most:
         raise QuotaReached(f"project {project!r} has {most} jobs that have not ended, and may have no more",
@@ -45,7 +45,7 @@ def check_jobs(session: Session, project: str) -> None:
 
 
 def check_endpoints(session: Session, project: str, name: str) -> None:
-    """Whether the endpoint may be on. Raises QuotaReached."""
+    """Raises QuotaReached when the endpoint may not be switched on."""
     most = _held(session, project, "max_endpoints")
     if most is None:
         return

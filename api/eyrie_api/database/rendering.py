@@ -1,4 +1,4 @@
-"""Between rows and the contract: rendering, identifiers, page cursors. No session is opened here."""
+"""Conversion between rows and the models of `v1alpha1`; job ids; page cursors. No session is opened here."""
 
 import base64
 import binascii
@@ -18,7 +18,7 @@ from eyrie_api.v1alpha1.status import Condition, Endpoint, Event, Job, JobStatus
 ENDS = ("Succeeded", "Failed", "Cancelled")
 """Conditions that end a job."""
 
-_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford: no i, l, o, u to misread
+_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford's base 32: without i, l, o, u, which are easily misread
 
 
 def new_job_id() -> str:
@@ -43,7 +43,7 @@ def render_job(row: JobRow, stages: Iterable[StageRow]) -> Job:
 
 
 def render_stage(row: StageRow) -> StageStatus:
-    """One box."""
+    """The status of one stage."""
     progress = None if row.progress is None else Progress.model_validate(row.progress)
     return StageStatus.model_validate({
         "stage": row.stage, "key": row.key, "state": row.state, "attempt": row.attempt, "started_at": row.started_at,
@@ -52,7 +52,7 @@ def render_stage(row: StageRow) -> StageStatus:
 
 
 def stage_values(stage: StageStatus) -> dict[str, Any]:
-    """Columns of a stage row. Absent progress is left as it is: it is read from the stage's own record."""
+    """Columns of a stage row. Without progress the stored one is kept: `Ingest` writes it from the stage's records."""
     values: dict[str, Any] = stage.model_dump(exclude={"stage", "key", "progress"})
     if stage.progress is not None:
         values["progress"] = stage.progress.model_dump(mode="json")
@@ -93,7 +93,7 @@ def render_history(row: HistoryRow) -> HistoryEntry:
 
 
 def encode_cursor(created_at: datetime, job_id: str) -> str:
-    """Where a page ended, opaque to clients."""
+    """A page cursor: the position of the last job of a page, opaque to clients."""
     return base64.urlsafe_b64encode(json.dumps([created_at.isoformat(), job_id]).encode()).decode().rstrip("=")
 
 

@@ -1,8 +1,8 @@
-"""Measured checkpoints as rows: what the leaderboard ranks and promotion looks up.
+"""The repository of benchmark results, which the leaderboard ranks and promotion looks up.
 
-A benchmark report is kept whole; the columns beside it are for filters. Recording it again replaces it, so a benchmark
-that was repeated after a crash does not appear twice. A result is seen by whoever sees its job. Ranking itself is pure
-and lives in `eyrie_api.decisions.leaderboard`.
+The whole report is stored; the other columns are for filters. Recording a result again replaces it, so that a benchmark
+repeated after a crash does not appear twice. A result is visible to callers that may read its job. Ranking is in
+`eyrie_api.decisions.leaderboard`.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from eyrie_api.v1alpha1.reports import BenchmarkReport, LeaderboardEntry
 
 @dataclass(frozen=True)
 class Result:
-    """One measured checkpoint and where its drafter lies."""
+    """One measured checkpoint and the directory of its drafter."""
 
     measured: Measured
     drafter_dir: str
@@ -44,7 +44,7 @@ class Results:
         self._database, self._clock, self._scope = database, clock, scope
 
     def record(self, measured: Measured, drafter_dir: str) -> None:
-        """Keep a report. `drafter_dir` is the checkpoint's directory, absolute."""
+        """Store a report. `drafter_dir` is the checkpoint's directory, absolute."""
         report = measured.report
         key = {"job_id": measured.job_id, "checkpoint": report.checkpoint, "tuned": measured.tuned}
         values = {
@@ -56,7 +56,7 @@ class Results:
             upsert(session, ResultRow, key, values)
 
     def leaderboard(self, wanted: ResultFilter | None = None, limit: int = 100) -> tuple[LeaderboardEntry, ...]:
-        """Entries best first, ranked among those the filter lets through."""
+        """Entries best first; ranks count the filtered results only."""
         return rank(one.measured for one in self.list(wanted))[:limit]
 
     def list(self, wanted: ResultFilter | None = None) -> tuple[Result, ...]:
@@ -74,7 +74,8 @@ class Results:
             return tuple(_result(row) for row in session.scalars(query))
 
     def find(self, job_id: str, checkpoint: str | None = None) -> Result:
-        """The tuned result of a checkpoint, or the best one of the job when none is named. Raises NotFound."""
+        """The result of a checkpoint, or the best one of the job when none is named; tuned results take precedence.
+        Raises NotFound."""
         found = [one for one in self.list(ResultFilter(job_id=job_id))
                  if checkpoint in (None, one.measured.report.checkpoint)]
         if not found:

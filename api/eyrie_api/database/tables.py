@@ -1,10 +1,10 @@
-"""The tables, as portable SQLAlchemy 2: SQLite by default, PostgreSQL by URL, no code change.
+"""The tables, in SQLAlchemy 2, for SQLite and PostgreSQL.
 
-Times are stored as naive UTC and come back aware, because SQLite forgets time zones. `eyrie_api.database.migrations`
-creates the tables; `engine` opens sessions on them.
+Times are stored as naive UTC and read as aware datetimes, because SQLite stores no time zone.
+`eyrie_api.database.migrations` creates the tables; `engine` opens sessions on them.
 
-A job belongs to a project. Rows that hang on a job (labels, stages, events, metrics, results) are reached through it
-and carry no project of their own; likewise an endpoint's revisions and history, through its name.
+A job belongs to a project. Rows of a job (labels, stages, events, metrics, results) have no project column, since their
+project is that of the job; the same holds for an endpoint's revisions and history, by the endpoint's name.
 """
 
 from datetime import UTC, datetime
@@ -45,7 +45,7 @@ class UtcDateTime(TypeDecorator[datetime]):
 
 
 class Base(DeclarativeBase):
-    """Every table. Constraint names are spelled out, so that batch migrations can find them on SQLite."""
+    """Base of all tables. Constraints are named by a convention, so that batch migrations find them on SQLite."""
 
     metadata = MetaData(naming_convention={
         "ix": "ix_%(table_name)s_%(column_0_N_name)s", "pk": "pk_%(table_name)s",
@@ -60,7 +60,7 @@ def _job_reference() -> Any:
 
 
 class JobRow(Base):
-    """One job. `status` is the projection the API shows; the columns beside it are for filters and the reconciler."""
+    """One job. `status` is the JobStatus of the API; the other columns are for filters and the reconciler."""
 
     __tablename__ = "jobs"
     id: Mapped[str] = mapped_column(String(63), primary_key=True)
@@ -84,7 +84,7 @@ class JobRow(Base):
 
 
 class LabelRow(Base):
-    """One label of a job, as a row of its own: filtering inside JSON is spelled differently in every database."""
+    """One label of a job. A table of its own, because filters inside JSON differ between databases."""
 
     __tablename__ = "labels"
     job_id: Mapped[str] = _job_reference()
@@ -94,7 +94,7 @@ class LabelRow(Base):
 
 
 class StageRow(Base):
-    """One box of a job's pipeline."""
+    """The status of one stage of a job; `key` is the candidate or checkpoint, or empty."""
 
     __tablename__ = "stages"
     job_id: Mapped[str] = _job_reference()
@@ -111,7 +111,7 @@ class StageRow(Base):
 
 
 class EventRow(Base):
-    """One thing that happened; its id is the SSE event id."""
+    """One event of a job; its id is the SSE event id."""
 
     __tablename__ = "events"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
@@ -123,12 +123,12 @@ class EventRow(Base):
     stage: Mapped[str | None] = mapped_column(String(16))
     key: Mapped[str] = mapped_column(String(63))
     data: Mapped[dict[str, Any]]
-    # Without AUTOINCREMENT SQLite hands the id of a deleted last row out again, and Last-Event-ID would skip an event.
+    # Without AUTOINCREMENT SQLite reuses the id of a deleted last row, and Last-Event-ID would skip an event.
     __table_args__ = (Index("ix_events_job_id_id", "job_id", "id"), {"sqlite_autoincrement": True})
 
 
 class MetricRow(Base):
-    """One point of a series. The key makes recording it again harmless."""
+    """One point of a metric series. A point recorded again replaces the row with its primary key."""
 
     __tablename__ = "metrics"
     job_id: Mapped[str] = _job_reference()
@@ -141,7 +141,7 @@ class MetricRow(Base):
 
 
 class IngestRow(Base):
-    """How far a stage's `events.jsonl` has been read."""
+    """The byte offset up to which a stage's `events.jsonl` has been imported."""
 
     __tablename__ = "ingest"
     job_id: Mapped[str] = _job_reference()
@@ -154,7 +154,7 @@ _REMOVING = text("task = 'remove_files'")
 
 
 class OutboxRow(Base):
-    """A chore promised in the same transaction as the change that needs it."""
+    """A chore enqueued in the transaction of the change that needs it."""
 
     __tablename__ = "outbox"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
@@ -168,7 +168,7 @@ class OutboxRow(Base):
 
 
 class IdempotencyRow(Base):
-    """A request that must not be done twice. `status` and `response` are empty while the first one is in flight."""
+    """An Idempotency-Key and the response of its request. `status` and `response` are NULL while it is in flight."""
 
     __tablename__ = "idempotency"
     key: Mapped[str] = mapped_column(String(255), primary_key=True)
@@ -181,7 +181,7 @@ class IdempotencyRow(Base):
 
 
 class ResultRow(Base):
-    """One measured checkpoint: what the leaderboard ranks."""
+    """One benchmark result of a checkpoint."""
 
     __tablename__ = "results"
     job_id: Mapped[str] = _job_reference()
@@ -197,7 +197,7 @@ class ResultRow(Base):
 
 
 class EndpointRow(Base):
-    """A stable URL. `target` and `serve` are the contract's TargetSpec and ServeSpec."""
+    """One endpoint. `target` and `serve` are a TargetSpec and a ServeSpec."""
 
     __tablename__ = "endpoints"
     name: Mapped[str] = mapped_column(String(63), primary_key=True)
@@ -214,7 +214,7 @@ class EndpointRow(Base):
 
 
 class RevisionRow(Base):
-    """One thing an endpoint has served or may serve. Outlives its job: history is not deleted with it."""
+    """One revision of an endpoint. `job_id` has no foreign key, so that revisions remain when the job is deleted."""
 
     __tablename__ = "revisions"
     endpoint: Mapped[str] = mapped_column(ForeignKey("endpoints.name", ondelete="CASCADE"), primary_key=True)
@@ -233,8 +233,8 @@ class RevisionRow(Base):
 
 
 class HistoryRow(Base):
-    """One thing that happened to an endpoint's name. Decisions are told of names that serve nothing yet, so there is no
-    foreign key. `once` makes telling the same thing again harmless."""
+    """One entry of an endpoint's history. `endpoint` has no foreign key, because decisions are recorded for names that
+    have no endpoint yet. An entry with `once` is recorded only once."""
 
     __tablename__ = "history"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
@@ -254,8 +254,8 @@ class HistoryRow(Base):
 
 
 class EndpointNameRow(Base):
-    """Whose an endpoint's name is: taken by the first job or promotion that speaks of it, for good. A name without a
-    row belongs to the project `default`."""
+    """The project that owns an endpoint name: that of the first job or promotion that names it, permanently. A name
+    without a row belongs to the project `default`."""
 
     __tablename__ = "endpoint_names"
     name: Mapped[str] = mapped_column(String(63), primary_key=True)
@@ -264,7 +264,7 @@ class EndpointNameRow(Base):
 
 
 class ProjectRow(Base):
-    """A project and what it may use; an empty limit is none."""
+    """A project and its quotas; NULL means no limit."""
 
     __tablename__ = "projects"
     name: Mapped[str] = mapped_column(String(63), primary_key=True)
@@ -276,7 +276,7 @@ class ProjectRow(Base):
 
 
 class ApiKeyRow(Base):
-    """What is kept of an API key. Without a project it is for all of them."""
+    """The stored part of an API key. A key without a project is valid in all of them."""
 
     __tablename__ = "api_keys"
     id: Mapped[str] = mapped_column(String(12), primary_key=True)
@@ -309,7 +309,7 @@ class MembershipRow(Base):
 
 
 class AuditRow(Base):
-    """One thing somebody did or was refused. A trigger keeps rows from being changed or deleted."""
+    """One change or refused request. Triggers prevent UPDATE and DELETE."""
 
     __tablename__ = "audit"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
@@ -324,8 +324,8 @@ class AuditRow(Base):
 
 
 class WebhookRow(Base):
-    """Where a project's events are posted. The secret is kept as it is: signing needs it. Whoever reads the database
-    can forge a delivery with it, and do nothing to Eyrie."""
+    """One webhook of a project. The secret is stored in plain text, because signing needs it: with read access to the
+    database, deliveries to the receiver can be forged, but the secret gives no access to Eyrie."""
 
     __tablename__ = "webhooks"
     id: Mapped[str] = mapped_column(String(16), primary_key=True)
@@ -340,7 +340,7 @@ class WebhookRow(Base):
 
 
 class DeliveryRow(Base):
-    """One event on its way to one webhook."""
+    """One delivery of an event to a webhook."""
 
     __tablename__ = "deliveries"
     id: Mapped[str] = mapped_column(String(16), primary_key=True)

@@ -31,7 +31,7 @@ from eyrie_api.errors import InvalidInput, NotFound
 from eyrie_api.v1alpha1.access import CreateWebhook, Delivery, Webhook, WebhookEvent
 
 BACKOFF_S = (10.0, 60.0, 300.0, 1800.0, 7200.0, 21600.0)
-"""Pauses between attempts: seven in nine hours."""
+"""Pauses between attempts, in seconds: seven attempts within nine hours."""
 
 MAX_FAILURES = 5
 KEPT_S = 14 * 86400.0

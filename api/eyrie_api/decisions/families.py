@@ -1,4 +1,4 @@
-"""What a plan and a submission derive from the table of families (`eyrie_api.v1alpha1.families`). Pure."""
+"""Queries of the table of families (`eyrie_api.v1alpha1.families`) for plans and submissions. Pure."""
 
 from collections.abc import Iterable
 
@@ -16,7 +16,7 @@ def description(family: str) -> str:
 
 
 def fuses(candidate: Candidate) -> bool:
-    """The candidate reads several layers of the target."""
+    """Whether the candidate's family fuses several layers of the target."""
     return FAMILIES[candidate.drafter.family].target_states == "fused"
 
 

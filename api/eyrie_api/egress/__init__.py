@@ -1,1 +1,1 @@
-"""Requests this server sends to addresses that users gave: checked, pinned, signed."""
+"""Requests to URLs given by users: address checks against SSRF, and signatures of webhook deliveries."""

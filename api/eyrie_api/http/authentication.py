@@ -51,7 +51,7 @@ class Authenticator:
         return self._token is not None or self._issuer is not None
 
     def cached(self, token: str) -> Principal | None:
-        """The principal of a token, where neither the database nor the issuer has to be asked."""
+        """The principal of a token, if known without the database and the issuer; else None."""
         if self._token is not None and hmac.compare_digest(token.encode(), self._token.encode()):
             return INSTALLATION
         if not self.requires_token and not token.startswith(PREFIX + "_"):

@@ -1,4 +1,4 @@
-"""Every error response as RFC 9457 problem+json, with a hint.
+"""Error responses as RFC 9457 problem documents (application/problem+json), each with a hint.
 
 `type` is `urn:eyrie:problem:<Reason>`, with the reason of the EyrieError, so that the client raises the same class.
 Validation errors carry, per field, a JSON pointer into the body (or the parameter's name), the offending value, and the

@@ -1,1 +1,1 @@
-"""Checks of a job before anything runs: target and data facts, preflight, placement, spec policy."""
+"""Checks of a job before it is accepted: target and data facts, preflight, placement, spec policy."""

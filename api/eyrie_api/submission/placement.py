@@ -1,4 +1,4 @@
-"""What a job asks for, laid over what the administrator gives: a pod's placement. Pure, but for reading the profile."""
+"""A pod's placement: the job's request merged into the administrator's cluster profile. Pure, except `read_profile`."""
 
 import json
 from pathlib import Path
@@ -32,13 +32,13 @@ def read_profile(path: Path) -> ClusterProfile:
 
 
 def resolve_stage_placement(profile: ClusterProfile, wanted: JobPlacement, stage: StageKey) -> Placement:
-    """The placement of one stage of one job. Raises InvalidInput when the two contradict each other."""
+    """The placement of one stage of a job. Raises InvalidInput when the merged placement is invalid."""
     given = profile.per_stage.get(stage, profile.stages).model_copy(update={"work": profile.stages.work})
     return merge_placement(merge_placement(given, wanted.every), wanted.stages.get(stage, PlacementRequest()))
 
 
 def merge_placement(given: Placement, wanted: PlacementRequest) -> Placement:
-    """`wanted` over `given`; see `PlacementRequest` for the rule. Raises InvalidInput."""
+    """Merge `wanted` into `given`, by the rules of `PlacementRequest`. Raises InvalidInput."""
     changed: dict[str, object] = {}
     for name in ("num_gpus", "gpu_type", "shared_memory", "queue", "priority_class"):
         value = getattr(wanted, name)

@@ -1,12 +1,12 @@
-"""What a job of one project may reach on the machine that runs it.
+"""Restrictions on the files, URLs and environment variables that a job may name.
 
-A job names files, a URL to ask and a variable with a key, and stages read them with the rights of Eyrie itself. On one
-person's machine that is as it should be. Where projects share an installation, a caller who is bound to projects may
-not name by a job what no route would show them: another project's files under EYRIE_HOME, the system's own directories,
-Eyrie's or a cloud's secrets. Administrators of everything are not asked.
+Stages read the paths, request the URLs and send the API key that a job names with the rights of Eyrie itself. Where
+projects share an installation, a caller without a role in all projects must not reach through a job what no route
+returns: another project's files under EYRIE_HOME, directories of the system, secrets of Eyrie or of a cloud. The check
+does not apply to callers with a role in all projects (`Control.check_spec_policy`).
 
-It is asked of the names, at submission. Names in a URL are not resolved: where the stages' network must be fenced, a
-NetworkPolicy does it.
+Only the names are checked, at submission. Host names in URLs are not resolved: to restrict the network of stages, use a
+Kubernetes NetworkPolicy.
 """
 
 import ipaddress
@@ -23,11 +23,11 @@ _METADATA = ("metadata.google.internal", "metadata")
 _NOT_FOR_JOBS = ("EYRIE_", "AWS_")
 
 IsMine = Callable[[str, str], bool]
-"""(`jobs` or `endpoints`, id or name): whether that directory under EYRIE_HOME is of the caller's projects."""
+"""(`jobs` or `endpoints`, id or name) -> whether that directory under EYRIE_HOME is in a project of the caller."""
 
 
 def check(spec: JobSpec, home: Path, is_mine: IsMine) -> None:
-    """Raises InvalidInput naming the field that reaches too far."""
+    """Raises InvalidInput naming the field with a path, variable or URL that is not allowed."""
     home = home.resolve()
     for field, text in _paths(spec):
         path = Path(text).expanduser()
@@ -75,5 +75,5 @@ def _may_be_asked(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        return True  # a name
+        return True  # a host name, not an IP address
     return is_allowed(host, allow_private=True)

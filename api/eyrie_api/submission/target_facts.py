@@ -1,6 +1,6 @@
-"""What can be learned of a target and its data cheaply: from `config.json`, file sizes and the first rows.
+"""Facts about a target and its data that are cheap to read: from `config.json`, file sizes and the first rows.
 
-Read by `preflight` (to refuse early) and by plans (to estimate). Nothing here loads a model or a tokenizer. A Hub id is
+Used by `preflight` to refuse a job and by plans to estimate it. Nothing here loads a model or a tokenizer. A Hub id is
 looked up in the local Hub cache only: the control plane contacts no model hub.
 """
 
@@ -23,7 +23,7 @@ from eyrie_api.v1alpha1.targets import QUICKSTART, TRAINED_HERE, TargetSpec, tra
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 _SAMPLE_BYTES = 1 << 18
-# Bytes of JSON per token, keys and quotes included, on chat-like English: on the low side, so plans err upwards.
+# Bytes of JSON per token, keys and quotes included, for English chats. A low value, so that plans overestimate tokens.
 _BYTES_PER_TOKEN = 4.0
 QUICKSTART_ROWS = 8192
 """Conversations that ship with the quickstart target (`conversations.jsonl.gz`)."""
@@ -33,7 +33,7 @@ _QUICKSTART_PROMPT_TOKENS, _QUICKSTART_ANSWER_TOKENS = 97.0, 54.0
 
 
 def exists(path: str) -> bool:
-    """Whether a path names something here; False for what cannot be a path at all."""
+    """Whether the path exists on this machine; False for an invalid path."""
     try:
         return Path(path).expanduser().exists()
     except (OSError, ValueError, RuntimeError):
@@ -41,7 +41,7 @@ def exists(path: str) -> bool:
 
 
 def local_path(path: str) -> Path | None:
-    """The path a user means if it means one: something that exists, or is written as a path. None for a Hub id."""
+    """The absolute path, if the text is one: it exists, or has the form of a path. None for a Hub id."""
     if "\0" in path:
         return None
     written_as_path = path.startswith(("/", "./", "../", "~")) or path.endswith(DATA_SUFFIXES) or path.count("/") > 1
@@ -49,13 +49,13 @@ def local_path(path: str) -> Path | None:
         return None
     try:
         return Path(path).expanduser().absolute()
-    except RuntimeError:  # ~nobody
+    except RuntimeError:  # expanduser of an unknown user: ~nobody
         return Path(path)
 
 
 @cache
 def quickstart_dir() -> Path | None:
-    """Where the packaged target lies, found by location: the control plane does not import the workers."""
+    """The directory of the packaged target, found without importing the workers; None where they are not installed."""
     package = importlib.util.find_spec("eyrie_workers")
     if package is None or not package.submodule_search_locations:
         return None
@@ -94,7 +94,7 @@ def _cached(target: TargetSpec) -> Path | None:
     revision = target.revision or "main"
     if ".." in revision:
         return None
-    with contextlib.suppress(OSError):  # no such branch: a commit, if it is there at all
+    with contextlib.suppress(OSError):  # not a branch or tag in the cache: taken as a commit
         revision = (cache / "refs" / revision).read_text().strip()
     path = cache / "snapshots" / revision
     return path if (path / "config.json").is_file() else None
@@ -116,7 +116,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def target_facts(directory: Path) -> TargetFacts:
-    """The figures of a target's config. Raises UnsupportedTarget naming the one that is missing or wrong."""
+    """The sizes in a target's config. Raises UnsupportedTarget naming the one that is missing or invalid."""
     config = read_config(directory)
 
     def figure(name: str, default: int | None = None) -> int:
@@ -175,7 +175,7 @@ def _sample(source: DataSource) -> DataFacts:
 
 
 def free_bytes(directory: Path) -> int:
-    """Free space where `directory` is or will be."""
+    """Free bytes on the file system of `directory`, which need not exist yet."""
     while not directory.exists():
         directory = directory.parent
     return shutil.disk_usage(directory).free

@@ -1,4 +1,4 @@
-"""Alembic's entry: runs the revisions on the connection that `eyrie_api.database.migrations` hands over.
+"""Alembic's environment script: runs the revisions on the connection passed by `eyrie_api.database.migrations`.
 
 `render_as_batch` rewrites ALTER TABLE as copy-and-rename where SQLite cannot alter; on PostgreSQL it changes nothing.
 """

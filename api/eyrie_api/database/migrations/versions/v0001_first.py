@@ -1,4 +1,4 @@
-"""The first tables: jobs and what is observed of them, the outbox, idempotency keys, results, endpoints."""
+"""The first tables: jobs with stages, events and metrics, the outbox, idempotency keys, results, endpoints."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Make every table."""
+    """Create the tables."""
     op.create_table("endpoints",
         sa.Column("name", sa.String(length=63), nullable=False),
         sa.Column("target", sa.JSON(), nullable=False),
@@ -149,7 +149,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop them, those that refer to others first; indexes go with their tables."""
+    """Drop the tables, referring ones first; indexes are dropped with their tables."""
     op.drop_table("stages")
     op.drop_table("revisions")
     op.drop_table("results")

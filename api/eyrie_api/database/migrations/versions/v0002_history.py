@@ -1,7 +1,7 @@
-"""Revisions say what they decode with and what became of them; endpoints have a history.
+"""Revisions get the columns `use`, `state` and `rejected_reason`; endpoints get a history.
 
-Before, a rejected revision's fate was written into its reason (`...; rejected: <Reason>: <message>`): it is taken out
-into columns of its own. Which of the other earlier revisions once served is not known any more; they count as retired.
+In v0001 a rejection was appended to the revision's reason (`...; rejected: <Reason>: <message>`): it is moved into
+`rejected_reason`. v0001 did not record which other revisions have served; they become retired.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ depends_on = None
 
 _REJECTED = "; rejected: "
 _DEFAULT_TREE = {"num_steps": 5, "top_k": 1, "num_draft_tokens": 6}
-"""What the engine of v0001 drafted with when it was told no tree."""
+"""The draft tree that the engine of v0001 used when none was given."""
 
 _revisions = sa.table(
     "revisions", sa.column("endpoint", sa.String), sa.column("number", sa.Integer), sa.column("reason", sa.Text),
@@ -29,7 +29,7 @@ _endpoints = sa.table("endpoints", sa.column("name", sa.String), sa.column("acti
 
 
 def upgrade() -> None:
-    """Add the columns, fill them from what v0001 knew, and make the history."""
+    """Add the columns, fill them from the columns of v0001, and create the history."""
     with op.batch_alter_table("revisions") as batch:
         batch.add_column(sa.Column("use", sa.JSON(), nullable=True))
         batch.add_column(sa.Column("state", sa.String(length=16), nullable=True))
@@ -58,7 +58,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Write rejections back into the reasons; the history is lost."""
+    """Append rejections to the reasons again and drop the columns; the history is lost."""
     op.drop_table("history")
     connection = op.get_bind()
     for row in connection.execute(sa.select(_revisions).where(_revisions.c.state == "rejected")).all():

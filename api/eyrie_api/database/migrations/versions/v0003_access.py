@@ -1,10 +1,10 @@
-"""Access: projects with keys and members, the audit, webhooks, quotas. What there was belongs to the project `default`.
+"""Access: projects with keys, members and quotas, the audit log, webhooks. Existing rows get the project `default`.
 
-Jobs get their project by a plain ALTER TABLE. Alembic's batch mode would copy the table and drop the old one, and with
-foreign keys enforced SQLite would take every stage, event and metric with it.
+Jobs get the project column by a plain ALTER TABLE. Alembic's batch mode would copy the table and drop the old one, and
+with foreign keys enforced SQLite would delete every stage, event and metric by cascade.
 
-The audit is kept by a trigger: no UPDATE and no DELETE, by this program or by hand. Whoever owns the database can drop
-the trigger, and that is seen.
+Triggers on the audit log refuse UPDATE and DELETE (on PostgreSQL also TRUNCATE), by any client. The database's owner
+can drop the triggers.
 """
 
 import sqlalchemy as sa
@@ -31,7 +31,7 @@ _SQLITE = tuple(f"CREATE TRIGGER audit_is_kept_from_{what.lower()} BEFORE {what}
 
 
 def upgrade() -> None:
-    """Make the tables, the project `default`, and give it every job and every endpoint's name."""
+    """Create the tables and the project `default`, which gets every job and every endpoint name."""
     projects = op.create_table("projects",
         sa.Column("name", sa.String(length=63), nullable=False),
         sa.Column("description", sa.String(length=255), nullable=False),
@@ -84,7 +84,7 @@ def upgrade() -> None:
 
 
 def _claim_names() -> None:
-    """Every name that serves, or that a job on its way will serve under, is taken."""
+    """Claim the names of all endpoints, and those in the specs of jobs that have not ended."""
     connection = op.get_bind()
     names = set(connection.execute(sa.select(sa.table("endpoints", sa.column("name")))).scalars())
     jobs = sa.table("jobs", sa.column("spec", sa.JSON()), sa.column("ended", sa.Boolean()))
@@ -145,7 +145,7 @@ def _make_webhooks() -> None:
 
 
 def downgrade() -> None:
-    """Back to one world without owners; the audit is lost with the rest."""
+    """Drop the tables and the project column; the audit log is lost."""
     for table in ("deliveries", "webhooks", "audit", "memberships", "api_keys", "endpoint_names", "projects"):
         op.drop_table(table)
     if op.get_bind().dialect.name == "postgresql":

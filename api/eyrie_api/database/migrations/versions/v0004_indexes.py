@@ -1,6 +1,6 @@
-"""Indexes for what is asked of all rows again and again: which jobs changed, whose files go.
+"""Indexes for two periodic queries: jobs changed since a time, and dispatched chores that remove files.
 
-The chores that remove files are a handful among all that were dispatched in a day: their index holds that handful only.
+Few of the chores dispatched in a day remove files, so their index is partial.
 """
 
 import sqlalchemy as sa
@@ -15,13 +15,13 @@ _REMOVING = sa.text("task = 'remove_files'")
 
 
 def upgrade() -> None:
-    """Make them."""
+    """Create the indexes."""
     op.create_index("ix_jobs_updated_at", "jobs", ["updated_at"])
     op.create_index("ix_outbox_removing", "outbox", ["dispatched_at"], postgresql_where=_REMOVING,
                     sqlite_where=_REMOVING)
 
 
 def downgrade() -> None:
-    """Drop them."""
+    """Drop the indexes."""
     op.drop_index("ix_outbox_removing", table_name="outbox")
     op.drop_index("ix_jobs_updated_at", table_name="jobs")
