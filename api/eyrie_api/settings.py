@@ -10,9 +10,11 @@ The attribute docstrings of settings that the Helm chart does not set itself are
 helm/eyrie/values.schema.json, and a test compares them (`tests.helm.values_table`).
 """
 
+import contextlib
 import ipaddress
 import os
 import secrets
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -151,22 +153,21 @@ class Settings(Frozen):
     def required_token(self) -> str | None:
         """The bearer token that requests must send; None when the bind address is loopback and no token is set.
 
-        For another bind address without a configured token, one is generated and stored in `<home>/token`. Race: of
-        two processes that start together, O_EXCL lets one create the file, and the other reads it; the text it reads
-        is empty if the first has not written the token yet.
+        For another bind address without a configured token, one is generated and stored in `<home>/token`.
         """
         if self.token is not None or self.is_loopback:
             return self.token
         path = self.home / "token"
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            return path.read_text().strip()
-        with os.fdopen(descriptor, "w") as file:
-            token = secrets.token_urlsafe(32)
-            file.write(token + "\n")
-        return token
+        if not path.exists():
+            # Of two processes that start together one link succeeds, and both read a token that is whole: a file
+            # created in place would be empty until it is written, and an empty token would admit anybody.
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".token-") as file:
+                file.write(secrets.token_urlsafe(32) + "\n")
+                file.flush()
+                with contextlib.suppress(FileExistsError):
+                    os.link(file.name, path)
+        return path.read_text().strip()
 
 
 def is_loopback_host(host: str) -> bool:

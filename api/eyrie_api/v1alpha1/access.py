@@ -18,7 +18,7 @@ Label = Annotated[str, StringConstraints(min_length=1, max_length=63, pattern=r"
 
 
 class WhoAmI(Frozen):
-    """Whom the server takes the caller for."""
+    """The authenticated identity and its permissions."""
 
     subject: str
     """`key:<id>`, `user:<issuer>#<sub>`, `token` (EYRIE_TOKEN), or `local` (a loopback request to a server without a

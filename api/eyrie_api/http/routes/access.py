@@ -33,7 +33,7 @@ PROJECTS = "/v1alpha1/projects"
 
 @router.get("/v1alpha1/whoami")
 def whoami(control: Here) -> WhoAmI:
-    """Whom the server takes the caller for, and where new jobs of theirs go."""
+    """Show the authenticated identity, its roles, and the project of its new jobs."""
     principal = control.scope.principal
     assert principal is not None, "a request without a caller reached a route"
     try:
