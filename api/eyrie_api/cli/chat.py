@@ -144,8 +144,8 @@ def say(settings: Settings, messages: list[dict[str, Any]], screen: Screen) -> R
 
 
 def talk(settings: Settings, opening: list[dict[str, Any]], screen: Screen) -> None:
-    """A conversation until /exit or the end of input. An answer that fails is told and may be asked again."""
-    screen.note(f"{settings.model} at {settings.base_url}; /reset begins anew, /exit or Ctrl-D ends")
+    """A conversation until /exit or the end of input. A failed answer is reported and may be requested again."""
+    screen.note(f"{settings.model} at {settings.base_url}; /reset starts a new conversation, /exit or Ctrl-D ends")
     messages = list(opening)
     while True:
         try:
@@ -199,11 +199,11 @@ def _take(reply: Reply, chunk: dict[str, Any], on_text: Callable[[str], None], n
 
 def _refusal(answer: httpx.Response) -> EyrieError:
     try:
-        told = answer.json().get("error", {})
+        error = answer.json().get("error", {})
     except (ValueError, AttributeError):
-        told = {}
-    message = told.get("message") or answer.text[:200] or answer.reason_phrase
-    hint = told.get("hint") or "correct the request"
+        error = {}
+    message = error.get("message") or answer.text[:200] or answer.reason_phrase
+    hint = error.get("hint") or "correct the request"
     if answer.status_code in (429, 503):
         return Transient(f"the endpoint is not ready: {message}", hint)
     return AnswerRefused(f"the endpoint answered {answer.status_code}: {message.removesuffix('; ' + hint)}", hint)

@@ -273,10 +273,10 @@ def _tune(work: _Work, rates: Rates) -> StagePlan:
     settings = len(tree_shapes(tune)) + (len(set(tune.num_steps)) if tune.ngram else 0) + 1
     variants = min(settings, max(3, int(tune.trials_share * settings))) * len(set(tune.concurrencies))
     raced = variants * tune.max_prompts * len(tune.temperatures) * tune.repeats * benchmark.max_new_tokens
-    anew = _suite_tokens(work.spec)
+    confirmed = _suite_tokens(work.spec)
     hours = min(_hours(raced * work.flops_per_token, rates.single), tune.budget_s / _SECONDS_PER_HOUR)
-    return StagePlan(stage="tune", tokens=raced + anew, bytes_on_disk=0,
-                     hours=hours + _hours(anew * work.flops_per_token, rates.single))
+    return StagePlan(stage="tune", tokens=raced + confirmed, bytes_on_disk=0,
+                     hours=hours + _hours(confirmed * work.flops_per_token, rates.single))
 
 
 def _prove(work: _Work, rates: Rates) -> StagePlan:

@@ -90,8 +90,8 @@ def decide(policy: PromotionPolicy, candidate: BenchmarkReport, incumbent: Bench
 def summarize_decision(decision: PromotionDecision) -> str:
     """The checks that failed; if none did, the number of checks and the speed-ups at the declared loads."""
     failed = [check.words for check in decision.checks if not check.passed]
-    told = {check.words for check in decision.checks}
-    rest = [reason for reason in decision.reasons if reason not in told]
+    checked = {check.words for check in decision.checks}
+    rest = [reason for reason in decision.reasons if reason not in checked]
     if failed or not decision.checks:
         return "; ".join([*failed, *rest])
     loads = [check.words for check in decision.checks if check.name.startswith("load:")]
@@ -206,10 +206,10 @@ def _asked_of_proof(policy: PromotionPolicy, candidate: BenchmarkReport, require
             f"not proven in the serving engine: the proof is of {proof.checkpoint}, not of {candidate.checkpoint}"))
         return
     parity = proof.parity
-    told = "; ".join(parity.reasons) or ("identical" if parity.passed else "no reason given")
+    reasons = "; ".join(parity.reasons) or ("identical" if parity.passed else "no reason given")
     yield PromotionCheck(name="parity", passed=parity.passed, figure=float(parity.identical),
                          bound=float(parity.prompts), interval=parity.tau_interval,
-                         words=f"parity in the {proof.engine} engine: {told}")
+                         words=f"parity in the {proof.engine} engine: {reasons}")
     for users in proof.load.spec.concurrencies:
         yield from _at_load(policy, proof, proof.load, users)
     yield from _suites_under_load(proof, proof.load, required_suites)
@@ -248,10 +248,10 @@ def _answered(load: LoadReport, users: int) -> Iterator[PromotionCheck]:
     if mine is None or bare is None:
         return
     failed, excused = (sum(cell.failed.values()) for cell in (mine, bare))
-    told = ", ".join(f"{count} {reason}" for reason, count in sorted(mine.failed.items())) or "none"
+    failures = ", ".join(f"{count} {reason}" for reason, count in sorted(mine.failed.items())) or "none"
     yield PromotionCheck(name=f"answered:{users}", passed=failed <= excused, figure=float(failed), bound=float(excused),
-                         words=f"{_at(users)}: {failed} of {mine.requests} requests failed ({told}), {excused} without "
-                               "a drafter")
+                         words=f"{_at(users)}: {failed} of {mine.requests} requests failed ({failures}), {excused} "
+                               "without a drafter")
 
 
 def _first_token(policy: PromotionPolicy, load: LoadReport, seen: LoadComparison, users: int) -> PromotionCheck:

@@ -202,8 +202,8 @@ def _candidate(spec: JobSpec, axes: Sequence[SweepAxis], values: Sequence[JsonVa
         changed = JobSpec.model_validate(wanted)
     except ValidationError as error:
         first = error.errors()[0]
-        told = ", ".join(f"{axis.field} = {value!r}" for axis, value in zip(axes, values, strict=True))
-        raise InvalidInput(f"sweep candidate {number} ({told}) is not a valid job: "
+        settings = ", ".join(f"{axis.field} = {value!r}" for axis, value in zip(axes, values, strict=True))
+        raise InvalidInput(f"sweep candidate {number} ({settings}) is not a valid job: "
                            f"{'.'.join(map(str, first['loc'])) or 'spec'}: {first['msg']}",
                            "change the axis value, or the field it collides with") from error
     return Candidate(_name(axes, values, number, prefix), changed)

@@ -64,15 +64,15 @@ def verdict(document: Mapping[str, Any]) -> RenderableType:
             parts.append(Text(_counted(len(selected), severity), style=_STYLE[severity]))
             parts += [_finding(finding) for finding in selected]
     engines = " and ".join(f"{name} {version}" for name, version in document["engines"].items())
-    beside = f" for {document['target']}" if document.get("target") else ", by itself (name its --target to check both)"
+    target = f" for {document['target']}" if document.get("target") else ", by itself (name its --target to check both)"
     if not findings:
-        parts.append(Text.assemble(("Sound: ", "bold green"), f"{document['drafter']}{beside}. No findings by the "
+        parts.append(Text.assemble(("Sound: ", "bold green"), f"{document['drafter']}{target}. No findings by the "
                                                               f"rules of {engines}."))
     elif not is_defective(document):
         parts.append(Text.assemble(("Servable, ", "bold green"),
-                                   f"with warnings: {document['drafter']}{beside}, by the rules of {engines}."))
+                                   f"with warnings: {document['drafter']}{target}, by the rules of {engines}."))
     else:
-        parts.append(Text.assemble(("Not servable: ", "bold red"), f"{document['drafter']}{beside}, by the rules of "
+        parts.append(Text.assemble(("Not servable: ", "bold red"), f"{document['drafter']}{target}, by the rules of "
                                                                    f"{engines}."))
     return Group(*parts)
 

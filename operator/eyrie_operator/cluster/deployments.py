@@ -126,9 +126,9 @@ class Deployments:
             return read_target(target.model, read_config(directory), target.revision)
         for revision in reversed(endpoint.revisions):
             if revision.use.drafter_dir is not None:
-                told = self._told_by_card(target.model, target.revision, revision.use.drafter_dir)
-                if told is not None:
-                    return told
+                from_card = self._told_by_card(target.model, target.revision, revision.use.drafter_dir)
+                if from_card is not None:
+                    return from_card
         raise Undeployable(
             f"target {target.model!r}: its config.json cannot be read by the operator, and no drafter's card says that "
             "it is of a plain kind", "mount the target's directory, or a Hub cache that has it (HF_HOME), into the "
