@@ -151,5 +151,5 @@ def test_sigterm_deletes_the_trainjob(trainer: TrainJobClient) -> None:
 
 
 def test_a_namespace_that_is_not_there_is_refused_with_the_hint(trainer: TrainJobClient) -> None:
-    with client() as reached, pytest.raises(TrainJobRejected, match="install Kubeflow TrainJobClient"):
+    with client() as reached, pytest.raises(TrainJobRejected, match="install Kubeflow Trainer"):
         TrainJobClient(reached, "eyrie-test-nowhere").run(manifest(trainer, "eyrie-x"), poll_s=0.1)
