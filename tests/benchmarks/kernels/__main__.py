@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tests.benchmarks.kernels import codecs, packed_attention, soft_target_loss, tree_attention, tree_expand
+from tests.benchmarks.kernels import codecs, packed_attention, soft_target_loss
 from tests.benchmarks.kernels.timing import this_machine
 
 
@@ -23,7 +23,7 @@ def main() -> None:
     out: Path | None = parser.parse_args().out
     torch.manual_seed(0)
     machine, figures = this_machine(), []
-    for kernel in (soft_target_loss, packed_attention, tree_attention, tree_expand, codecs):
+    for kernel in (soft_target_loss, packed_attention, codecs):
         for timing in kernel.bench(machine):
             figures.append(timing.as_json())
             print(json.dumps(figures[-1]), flush=True)
