@@ -12,7 +12,7 @@ NEED_CUDA = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_avai
 	  echo 'error: torch finds no CUDA device on this machine' >&2; \
 	  echo 'hint: on a machine with a GPU: make setup TORCH="torch>=2.13", then repeat this command' >&2; exit 1; }
 
-.PHONY: help setup demo demo-short demo-stop test test-wheel test-sglang test-cluster test-helm test-kernels test-gpu bench-gpu lint bench bench-load bench-control bench-tuner bench-store bench-codecs bench-sweep bench-optimiser bench-mutants bench-peers compare experiments clean
+.PHONY: help setup demo demo-short demo-stop test test-wheel test-sglang test-cluster test-helm test-kernels test-gpu bench-gpu lint bench bench-load bench-control bench-tuner bench-store bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -106,9 +106,6 @@ bench-store: setup  ## the hidden-state store's reader, from a directory and thr
 
 bench-sweep: setup  ## a sweep of eight candidates against eight runs: cost, and quality of the winner; about five minutes
 	@$(BIN)/python -m tests.benchmarks.sweep --out .eyrie/bench/sweep.json
-
-bench-optimiser: setup  ## the sharded AdamW against ZeroRedundancyOptimizer and fully_shard, on 2 and 3 gloo processes
-	@$(BIN)/python -m tests.benchmarks.optimiser --out .eyrie/bench/optimiser.json
 
 # cosmic-ray is installed for this target alone.
 bench-mutants: setup  ## 100 seeded mutants of decisions, speculation and training, against their tests; an hour

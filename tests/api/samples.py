@@ -18,7 +18,7 @@ NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 
 
 class ManualClock:
-    """Time that moves when told."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = NOW

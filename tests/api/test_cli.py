@@ -114,7 +114,7 @@ def eyrie(tmp_path: Path, target: Path) -> Iterator[Eyrie]:
 def ended(phase: Phase, *stages: StageStatus) -> JobStatus:
     now = datetime.now(UTC)
     return JobStatus(phase=phase, stages=stages, started_at=now, finished_at=now, conditions=(
-        Condition(type=phase, status="True", reason="Ended", message="as told", last_transition_time=now),))
+        Condition(type=phase, status="True", reason="Ended", message="ended", last_transition_time=now),))
 
 
 def stage(state: str, **fields: Any) -> StageStatus:
@@ -262,8 +262,8 @@ def test_an_endpoints_history_tells_decisions_with_their_checks_and_one_command_
     assert "tau 2.25" not in shown
     assert "eyrie endpoints history default --kind drift" in shown
     assert "person" in shown
-    told = eyrie.json("endpoints", "history", "default", "--kind", "window")
-    assert [one["figures"]["tau"] for one in told["items"]] == [2.25, 2.5]
+    result = eyrie.json("endpoints", "history", "default", "--kind", "window")
+    assert [one["figures"]["tau"] for one in result["items"]] == [2.25, 2.5]
     assert eyrie("endpoints", "history", "default", "--kind", "gossip").exit_code == 65
     assert eyrie("endpoints", "history", "nowhere").exit_code == 66
 

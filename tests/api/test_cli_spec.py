@@ -1,4 +1,4 @@
-"""From flags to a job spec, and how wrong flags are told."""
+"""From flags to a job spec, and the errors of wrong flags."""
 
 from pathlib import Path
 

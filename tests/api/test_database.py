@@ -64,8 +64,8 @@ def test_the_first_tables_are_brought_up_to_date_with_what_they_hold(database: D
     assert endpoints.roll_back("default").candidate_revision == 1
     downgrade(database, "v0001")
     with database.reading() as session:
-        told = session.execute(text("SELECT reason FROM revisions ORDER BY number")).scalars().all()
-    assert told == [row["reason"] for row in rows]
+        result = session.execute(text("SELECT reason FROM revisions ORDER BY number")).scalars().all()
+    assert result == [row["reason"] for row in rows]
 
 
 @pytest.mark.parametrize(("index", "query"), [
@@ -76,12 +76,12 @@ def test_what_is_asked_of_all_rows_again_and_again_is_found_by_an_index(
         database: Database, index: str, query: str) -> None:
     with database.writing() as session:
         if database.is_sqlite:
-            told = [row[3] for row in session.execute(text(f"EXPLAIN QUERY PLAN {query}"))]
+            result = [row[3] for row in session.execute(text(f"EXPLAIN QUERY PLAN {query}"))]
         else:
             session.execute(text("SET LOCAL enable_seqscan = off"))  # a table without rows is read as it is
             session.execute(text("SET LOCAL enable_bitmapscan = off"))
-            told = [row[0] for row in session.execute(text(f"EXPLAIN {query}"))]
-    assert index in " ".join(told)
+            result = [row[0] for row in session.execute(text(f"EXPLAIN {query}"))]
+    assert index in " ".join(result)
 
 
 @pytest.mark.parametrize("backend", ["sqlite", "postgresql"])

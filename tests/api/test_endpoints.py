@@ -62,8 +62,8 @@ def test_a_rejected_candidate_leaves_the_active_one_and_its_reason_in_the_histor
     revision = propose(endpoints, "a")
     seen = endpoints.reject("default", revision.number, "HealthTimeout", "not healthy within 60 s")
     assert (seen.active_revision, seen.candidate_revision) == (1, None)
-    told = seen.revisions[-1]
-    assert (told.state, told.reason, told.rejected_reason) == (
+    result = seen.revisions[-1]
+    assert (result.state, result.reason, result.rejected_reason) == (
         "rejected", "test", "HealthTimeout: not healthy within 60 s")
 
 
@@ -156,30 +156,30 @@ def test_every_change_is_in_the_history_with_who_made_it_and_why(endpoints: Endp
     propose(endpoints, "a", speedup=2.5, tau=3.0)
     endpoints.canary("default", 2, 0.2)
     endpoints.activate("default", 2, figures={"answered": 5.0, "tau": None})
-    endpoints.activate("default", 2)  # told twice by whoever tends it
+    endpoints.activate("default", 2)  # reported twice by the reconciler
     endpoints.set_desired("default", "off")
     endpoints.set_desired("default", "off")
     endpoints.set_desired("default", "on")
     endpoints.roll_back("default", actor="watch", reason="AcceptanceCollapsed", message="tau fell")
     endpoints.reject("default", 1, "EngineDied", "no memory")
-    told = histories.read("default").items
-    assert [(one.kind, one.revision, one.actor) for one in told] == [
+    result = histories.read("default").items
+    assert [(one.kind, one.revision, one.actor) for one in result] == [
         ("created", 1, "policy"), ("proposed", 2, "policy"), ("canary", 2, "watch"), ("activated", 2, "watch"),
         ("off", 2, "person"), ("on", 2, "person"), ("rolled-back", 2, "watch"), ("rejected", 1, "watch")]
-    assert told[1].figures == {"speedup": 2.5, "tau": 3.0}
-    assert told[3].figures == {"answered": 5.0}
-    assert (told[6].reason, told[6].message) == ("AcceptanceCollapsed", "to revision 1: tau fell")
+    assert result[1].figures == {"speedup": 2.5, "tau": 3.0}
+    assert result[3].figures == {"answered": 5.0}
+    assert (result[6].reason, result[6].message) == ("AcceptanceCollapsed", "to revision 1: tau fell")
 
 
 def test_a_decision_is_kept_once_with_its_checks_even_where_nothing_serves(histories: Histories) -> None:
     decision = decide(PromotionPolicy(), benchmark_report("a-step-1", {"chat": (2.0,)}), None, ("chat",))
     for attempt in (1, 1, 2):
         histories.record_decision("nowhere", decision, job_id="job-1", attempt=attempt)
-    told = histories.read("nowhere").items
-    assert [(one.kind, one.reason, one.message) for one in told] == [
+    result = histories.read("nowhere").items
+    assert [(one.kind, one.reason, one.message) for one in result] == [
         ("decided", "NotFaster", "not proven in the serving engine")] * 2
-    assert told[0].figures["suite:chat"] == 2.0
-    assert told[0].data == {"decision": decision.model_dump(mode="json")}
+    assert result[0].figures["suite:chat"] == 2.0
+    assert result[0].data == {"decision": decision.model_dump(mode="json")}
 
 
 def test_history_is_read_page_by_page_and_by_kind(endpoints: Endpoints, histories: Histories) -> None:

@@ -76,8 +76,8 @@ def test_of_many_requests_with_one_key_at_once_one_is_done_and_the_others_get_it
         with postgres.writing() as session:
             session.execute(delete(IdempotencyRow))
     done = [one for one in seen if isinstance(one, Job)]
-    told = {one.response["id"] for one in seen if isinstance(one, Replay)}
-    assert (len(done), len(seen), told) == (2, 12, {one.id for one in done})
+    result = {one.response["id"] for one in seen if isinstance(one, Replay)}
+    assert (len(done), len(seen), result) == (2, 12, {one.id for one in done})
     assert {one.id: one for one in jobs.list(JobFilter(labels={"a": "b"})).items} == {one.id: one for one in done}
     assert [one.object for one in Audit(postgres).read(verb="job.create").items] == [f"job/{done[1].id}",
                                                                                    f"job/{done[0].id}"]

@@ -53,20 +53,20 @@ class Programs:
         repository, _, tag = self.image.rpartition(":")
         registry, _, name = repository.rpartition("/")
         own = {"repository": name, "tag": tag}
-        told: dict[str, Any] = {"images": {
+        result: dict[str, Any] = {"images": {
             "registry": registry, "pullPolicy": "IfNotPresent", "api": own, "operator": own, "workers": own,
             "program": [*self.python, "-m", "eyrie_operator.command"], "python": list(self.python)}}
         if self.on_host:
             foreign = {"repository": repository, "tag": tag}
-            told["bundled"] = {
+            result["bundled"] = {
                 "postgresql": {"image": foreign, "command": ["bash", "-c", _POSTGRESQL.replace("BIN", _bin()), "it"],
                                # initdb wants a user with a name, and the image knows no other.
                                "podSecurityContext": {"runAsUser": 65534, "runAsGroup": 65534, "fsGroup": 65534}},
                 "redis": {"image": foreign},
                 "s3": {"image": foreign, "command": [str(Path(sys.executable).with_name("rclone"))]}}
-            told["extraVolumes"] = self.volumes()
-            told["extraVolumeMounts"] = self.mounts()
-        return told
+            result["extraVolumes"] = self.volumes()
+            result["extraVolumeMounts"] = self.mounts()
+        return result
 
     def volumes(self) -> list[dict[str, Any]]:
         return [{"name": f"host-{number}", "hostPath": {"path": path}} for number, (path, _) in enumerate(self.paths)]

@@ -159,7 +159,7 @@ class Release:
         try:
             eventually(lambda: not unready(), "all pods are ready", deadline_s, every_s=1.0)
         except AssertionError as error:
-            raise AssertionError(f"{error}: {unready()}\n{self.told()}") from None
+            raise AssertionError(f"{error}: {unready()}\n{self.diagnosis()}") from None
 
     def clean(self) -> None:
         """Everything that was made goes, whatever state it is in."""
@@ -310,7 +310,7 @@ class Release:
         assert code == 0, out
         return [line.removeprefix("/data/eyrie/") for line in out.splitlines()]
 
-    def told(self) -> str:
+    def diagnosis(self) -> str:
         """Why it does not work: states of pods and the last lines of each log, for the one who reads a failed test."""
         lines = []
         for pod in self.pods(""):

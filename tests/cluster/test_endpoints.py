@@ -85,8 +85,8 @@ class Harness:
     def served_by(self, revision: int, name: str = "chat") -> Endpoint:
         def serving() -> bool:
             seen = self.endpoints.get(name)
-            told = find(seen.conditions, "Serving")
-            return seen.active_revision == revision and told is not None and told.status == "True"
+            result = find(seen.conditions, "Serving")
+            return seen.active_revision == revision and result is not None and result.status == "True"
 
         eventually(serving, f"revision {revision} serves: {self.endpoints.get(name)}", deadline_s=SERVE_S, every_s=0.5)
         return self.endpoints.get(name)
@@ -204,10 +204,10 @@ def test_a_better_revision_takes_over_a_broken_one_does_not_and_nobody_is_kept_w
     assert set(answers) == {first}
     after = harness.endpoints.get("chat")
     assert after.active_revision == drafted.active_revision
-    told = find(after.conditions, "RolledBack")
-    assert told is not None
-    assert told.status == "True"
-    assert told.reason == "EngineDied"
+    result = find(after.conditions, "RolledBack")
+    assert result is not None
+    assert result.status == "True"
+    assert result.reason == "EngineDied"
 
     window = harness.cluster.get("apps/v1", "Deployment", harness.namespace, f"eyrie-chat-r{after.active_revision}")
     assert json.loads(window["metadata"]["annotations"][WINDOW_BASELINE])["counts"]  # its pod has been asked
@@ -222,7 +222,7 @@ def test_a_better_revision_takes_over_a_broken_one_does_not_and_nobody_is_kept_w
 
     harness.endpoints.set_desired("chat", "off")
     eventually(lambda: harness.objects() == set(), "everything is gone")
-    eventually(lambda: find(harness.endpoints.get("chat").conditions, "Serving").reason == "Off", "and that is told")
+    eventually(lambda: find(harness.endpoints.get("chat").conditions, "Serving").reason == "Off", "it is off")
 
 
 def test_an_applied_endpoint_is_finished_by_another_operator_when_the_first_is_killed_half_way(

@@ -95,13 +95,13 @@ class Double:
 def doubling(namespace: str, home: Path, own: Programs, env: Mapping[str, str] | None = None) -> Iterator[Double]:
     """A double for one namespace, whose pods find this machine's programs and have `env` besides."""
     port = free_port()
-    told = dict(env or {})
+    result = dict(env or {})
     if own.on_host:
-        told["PATH"] = f"{Path(own.python[0]).parent}:/usr/bin:/bin"
+        result["PATH"] = f"{Path(own.python[0]).parent}:/usr/bin:/bin"
     patch = home / "pod-patch.yaml"
     patch.write_text(yaml.safe_dump({
         "spec": {"volumes": own.volumes()},
-        "container": {"env": [{"name": name, "value": value} for name, value in told.items()],
+        "container": {"env": [{"name": name, "value": value} for name, value in result.items()],
                       "volumeMounts": own.mounts()}}))
     log = home / "double.log"
 

@@ -70,8 +70,8 @@ def test_a_job_runs_through_in_jobs_of_the_cluster_and_is_started_once(stage: St
         return seen if seen.state != "running" else None
 
     seen = eventually(over, "the run ends", DEADLINE_S, every_s=1.0)
-    told = stage.double.log.read_text()
-    assert (seen.state, seen.attempt, seen.starts, seen.failure) == ("succeeded", 1, 1, None), told
+    result = stage.double.log.read_text()
+    assert (seen.state, seen.attempt, seen.starts, seen.failure) == ("succeeded", 1, 1, None), result
     assert stage.rehearsal.starts() == ["regenerate", "capture", "train/base", "benchmark/base-step-10",
                                         "benchmark/base-step-20", "tune", "prove"]
     assert (stage.home / "jobs" / "dj-1" / "stages" / "prove" / "manifest.json").exists()
@@ -81,7 +81,7 @@ def test_a_job_runs_through_in_jobs_of_the_cluster_and_is_started_once(stage: St
 def test_a_stages_failure_is_told_while_the_run_lives_and_ends_it(stage: Stage) -> None:
     stage.rehearsal.plan(regenerate=["permanent"])
     stage.runner.start("dj-1", spec_of(), 1, None)
-    seen = eventually(lambda: (one := stage.runner.observe("dj-1")).state == "failed" and one, "the failure is told",
+    seen = eventually(lambda: (one := stage.runner.observe("dj-1")).state == "failed" and one, "it has failed",
                       DEADLINE_S)
     assert seen.failure is not None
     assert (seen.failure.stage, seen.alive) == ("regenerate", True), "Kubeflow would still try again"

@@ -71,8 +71,8 @@ def read(cluster: Cluster, namespace: str, name: str = "mine") -> dict[str, Any]
 
 
 def condition(raw: dict[str, Any] | None, kind: str) -> tuple[str, str] | None:
-    told = (raw or {}).get("status", {}).get("conditions", ())
-    return next(((one["status"], one["reason"]) for one in told if one["type"] == kind), None)
+    result = (raw or {}).get("status", {}).get("conditions", ())
+    return next(((one["status"], one["reason"]) for one in result if one["type"] == kind), None)
 
 
 def submitted(cluster: Cluster, namespace: str, jobs: Jobs, name: str = "mine") -> Job:
@@ -196,7 +196,7 @@ def test_a_deleted_object_is_held_until_its_job_has_stopped_and_is_forgotten(clu
     cluster.create(manifest(namespace))
     job = submitted(cluster, namespace, jobs)
     cluster.delete(API, "DrafterJob", namespace, "mine")
-    eventually(lambda: jobs.intent(job.id).delete_requested, "the job is told to stop")
+    eventually(lambda: jobs.intent(job.id).delete_requested, "the job has the intent")
     held = read(cluster, namespace)
     assert held is not None
     assert held["metadata"]["deletionTimestamp"]
@@ -211,7 +211,7 @@ def test_suspending_stops_a_job_and_resuming_goes_on_with_it(cluster: Cluster, n
     cluster.create(manifest(namespace))
     job = submitted(cluster, namespace, jobs)
     patch(cluster, namespace, suspend=True)
-    eventually(lambda: jobs.intent(job.id).cancel_requested, "the job is told to stop")
+    eventually(lambda: jobs.intent(job.id).cancel_requested, "the job has the intent")
     jobs.save_status(job.id, ended("Cancelled", utc_now()))
     eventually(lambda: condition(read(cluster, namespace), "Suspended") == ("True", "Suspended"), "it is suspended")
     patch(cluster, namespace, suspend=False)
@@ -386,7 +386,7 @@ def test_a_namespace_says_whose_its_objects_are_and_a_full_project_waits(cluster
         assert jobs.project_of(first.id) == "search"
         cluster.create(manifest(namespace, "second"))
         eventually(lambda: condition(read(cluster, namespace, "second"), "Accepted") == ("False", "QuotaReached"),
-                   "the second job is told that there is no room for it")
+                   "the second job reports that the quota is full")
         jobs.save_status(first.id, ended("Succeeded", utc_now()))
         second = submitted(cluster, namespace, jobs, "second")
         assert jobs.project_of(second.id) == "search"
@@ -395,5 +395,5 @@ def test_a_namespace_says_whose_its_objects_are_and_a_full_project_waits(cluster
         body = manifest(namespace, "thief")
         body["spec"]["job"] = job_body(data={"sources": [{"path": str(tmp_path / "jobs" / other.id / "rows.jsonl")}]})
         cluster.create(body)
-        told = eventually(lambda: condition(read(cluster, namespace, "thief"), "Failed"), "the thief is refused")
-        assert told == ("True", "InvalidInput")
+        result = eventually(lambda: condition(read(cluster, namespace, "thief"), "Failed"), "the thief is refused")
+        assert result == ("True", "InvalidInput")

@@ -102,7 +102,7 @@ def release(tmp_path: Path) -> Iterator["Release"]:
         made.await_pods()
         yield made
     except BaseException:
-        print(made.told())
+        print(made.diagnosis())
         raise
     finally:
         made.clean()
@@ -329,8 +329,8 @@ def audit(release: "Release", killed: dict[str, int], say: Diary) -> None:
     assert sorted(runs) == sorted(f"{job_id}-1.1" for job_id in killed)
     for job_id, pods in killed.items():
         stages = [path for path in release.stored(f"jobs/{job_id}/stages") if path.endswith("/manifest.json")]
-        told = [path.split("/")[3] for path in stages]
-        assert sorted(told) == sorted(STAGES), stages
+        result = [path.split("/")[3] for path in stages]
+        assert sorted(result) == sorted(STAGES), stages
         tasks = [one for one in runs[f"{job_id}-1.1"]["run_details"]["task_details"] if one.get("child_tasks")]
         more = {one["display_name"]: len(one["child_tasks"]) - 1 for one in tasks}
         assert sum(more.values()) == pods, more

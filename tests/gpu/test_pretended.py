@@ -204,8 +204,8 @@ def test_a_training_that_was_stopped_goes_on_there_and_ends_in_the_same_drafter(
     assert training.run(tmp_path / "whole") == 0
     said, say = count(1), Stage.progress
 
-    def asked_to_stop_at_the_fourth(stage: Stage, *told: Any) -> None:
-        say(stage, *told)
+    def asked_to_stop_at_the_fourth(stage: Stage, *result: Any) -> None:
+        say(stage, *result)
         if next(said) == 4:
             stage.stop_requested = True
 
@@ -260,5 +260,5 @@ def test_the_bench_of_a_training_step_runs_there(gpu: PretendedGpu, monkeypatch:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "pretended")
     training_bench.main(["--hidden", "32", "--intermediate", "48", "--heads", "4", "--kv-heads", "2", "--vocab", "64",
                          "--draft-vocab", "32", "--lengths", "20,9", "--iterations", "1", "--threads", "1"])
-    told = json.loads(capsys.readouterr().out)
-    assert (told["device"], told["tokens"], told["peak_mb_above_imports"]) == ("pretended", 29, 1.0)
+    result = json.loads(capsys.readouterr().out)
+    assert (result["device"], result["tokens"], result["peak_mb_above_imports"]) == ("pretended", 29, 1.0)

@@ -56,8 +56,8 @@ def render(values: Values | None = None, *, kube: str = "1.37.0", apis: tuple[st
     with helm.Chart.load(CHART) as chart:
         # Chart.render() hides two of the C library's options, the server's version and APIs: hence one floor deeper.
         # The package is pinned (pyproject).
-        told = helm._native.call_string("helm_render", chart._raw(), json.dumps(values or {}), json.dumps(options))
-    texts = [text for path, text in json.loads(told).items() if path.endswith(".yaml")]
+        result = helm._native.call_string("helm_render", chart._raw(), json.dumps(values or {}), json.dumps(options))
+    texts = [text for path, text in json.loads(result).items() if path.endswith(".yaml")]
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where it can be had: the definitions are long
     return Rendered(one for text in texts for one in yaml.load_all(text, Loader=loader) if one)
 

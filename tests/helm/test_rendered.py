@@ -223,14 +223,14 @@ def test_the_cluster_profile_is_one_the_programs_read_and_mounted_where_they_are
     assert profile.serving.namespace == "team"
     settings = rendered.the("ConfigMap", "rel-eyrie-settings")["data"]
     assert settings["EYRIE_HOME"] == profile.home
-    for part, told in (("api", True), ("worker", True), ("operator", True), ("shards", False)):
+    for part, result in (("api", True), ("worker", True), ("operator", True), ("shards", False)):
         pod = rendered.the("Deployment", f"rel-eyrie-{part}")["spec"]["template"]["spec"]
         variables = {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
         mounts = {one["mountPath"]: one["name"] for one in pod["containers"][0]["volumeMounts"]}
-        assert (variables.get("EYRIE_CLUSTER_PROFILE") == "/etc/eyrie/cluster/profile.yaml") is told, part
-        assert ("/etc/eyrie/cluster" in mounts) is told, part
+        assert (variables.get("EYRIE_CLUSTER_PROFILE") == "/etc/eyrie/cluster/profile.yaml") is result, part
+        assert ("/etc/eyrie/cluster" in mounts) is result, part
         volumes = {one["name"]: one for one in pod["volumes"]}
-        assert not told or volumes[mounts["/etc/eyrie/cluster"]]["configMap"]["name"] == "rel-eyrie-cluster"
+        assert not result or volumes[mounts["/etc/eyrie/cluster"]]["configMap"]["name"] == "rel-eyrie-cluster"
 
 
 def test_without_kubeflow_there_is_no_profile() -> None:

@@ -31,30 +31,30 @@ _LEAVES = ("image", "resources", "serviceAccount", "existingSecret", "persistenc
 
 _SAME = ("resources", "serviceAccount", "extraEnv", "podAnnotations", "nodeSelector", "tolerations", "affinity",
          "topologySpreadConstraints", "priorityClassName")
-"""What every part has: told once."""
+"""Fields that every component has."""
 
 
 def settings_schema() -> dict[str, Any]:
     """The schema of `settings`."""
     kinds = {int: "integer", float: "number", bool: "boolean"}
-    told = {}
+    result = {}
     for name, field in sorted(Settings.model_fields.items()):
         if name not in GIVEN:
             words = " ".join((field.description or "").split()) or f"EYRIE_{name.upper()}; default {field.default}."
-            told[name] = {"type": kinds.get(field.annotation, "string"), "description": words}  # type: ignore[arg-type]
-    return {"type": "object", "additionalProperties": False, "properties": told,
+            result[name] = {"type": kinds.get(field.annotation, "string"), "description": words}  # type: ignore[arg-type]
+    return {"type": "object", "additionalProperties": False, "properties": result,
             "description": "Further settings of the control plane, by the names of eyrie_api.settings."}
 
 
 def profile_definitions() -> dict[str, Any]:
     """The parts of a ClusterProfile as `cluster` may hold them: what the chart fills in is not required."""
     document = ClusterProfile.model_json_schema()
-    told = {_PROFILE + name: _draft_07(one) for name, one in document["$defs"].items()}
-    url = told["ProfileKubeflowSpec"]["properties"]["url"]
+    result = {_PROFILE + name: _draft_07(one) for name, one in document["$defs"].items()}
+    url = result["ProfileKubeflowSpec"]["properties"]["url"]
     url["pattern"] = f"^({url['pattern'].strip('^$')})?$"  # empty: no Kubeflow
     for name in ("KubeflowSpec", "Placement", "ServingSpec"):
-        told[_PROFILE + name].pop("required")
-    return told
+        result[_PROFILE + name].pop("required")
+    return result
 
 
 def _draft_07(schema: Any) -> Any:
@@ -65,13 +65,13 @@ def _draft_07(schema: Any) -> Any:
         return schema.replace("#/$defs/", f"#/definitions/{_PROFILE}")
     if not isinstance(schema, dict):
         return schema
-    told = {name: _draft_07(one) for name, one in schema.items()
+    result = {name: _draft_07(one) for name, one in schema.items()
             if name != "discriminator" and not (name in ("title", "default") and not isinstance(one, dict))}
-    if isinstance(told.get("description"), str):
-        told["description"] = " ".join(told["description"].split())
-    if "patternProperties" in told:
-        told["additionalProperties"] = False
-    return told
+    if isinstance(result.get("description"), str):
+        result["description"] = " ".join(result["description"].split())
+    if "patternProperties" in result:
+        result["additionalProperties"] = False
+    return result
 
 
 def resolved(schema: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:

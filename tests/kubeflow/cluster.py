@@ -35,7 +35,7 @@ class Namespace:
 
     def jobs(self) -> dict[str, dict[str, Found]]:
         """The Jobs by their names, by their run's id. A Job that is gone is among them while it has pods."""
-        # Jobs first: a pod that is listed then is there although its Job has not been told.
+        # Jobs first: a pod that is listed then is there although its Job was listed before it existed.
         jobs = self._read(self._batch.list_namespaced_job, self.name, label_selector=RUN_LABEL)["items"]
         pods = self._read(self._core.list_namespaced_pod, self.name, label_selector=f"{RUN_LABEL},{JOB_LABEL}")["items"]
         found: dict[str, dict[str, Found]] = {}

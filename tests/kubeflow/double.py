@@ -229,7 +229,7 @@ def _matches(row: Mapping[str, Any], predicate: Mapping[str, Any]) -> bool:
 
 
 def main() -> None:
-    """Serve until told to end."""
+    """Serve until SIGTERM."""
     parser = argparse.ArgumentParser(description="A test double of the Kubeflow Pipelines backend. Not for real work.")
     parser.add_argument("--namespace", required=True, help="where Jobs run and runs are kept")
     parser.add_argument("--port", type=int, default=8888)

@@ -413,8 +413,8 @@ def filled(text: str, inputs: Mapping[str, Any], *, outputs: Mapping[str, Any] |
     def one(match: re.Match[str]) -> str:
         inside = match.group(1)
         if outputs is not None and inside in ("", ".json_escape[1]"):
-            told = json.dumps(whole)
-            return json.dumps(told)[1:-1] if inside else told
+            result = json.dumps(whole)
+            return json.dumps(result)[1:-1] if inside else result
         if outputs is not None and inside in (".outputs.output_file", ".outputMetadataUri"):
             return str(outputs["outputFile"])
         if (named := _INPUT.match(inside)) is not None:

@@ -2,7 +2,7 @@
 
 A run is one document (`Run`), kept in a ConfigMap: what was asked, and of each container its attempts and its outputs.
 An attempt is a Job. It is written down after its Job was made, under a name that follows from the run, the task and the
-attempt's number: a double killed between the two makes the same Job again and is told that it exists.
+attempt's number: a double killed between the two creates the same Job again and receives AlreadyExists.
 
 How an attempt ended its Job's condition says, and its pod says why. A pod that fails or vanishes (deleted, evicted, its
 node lost) is one attempt gone; the task's `retryPolicy` says how many more there are, and how long to wait. Without one

@@ -106,14 +106,14 @@ def test_a_pipeline_in_a_loop_walks_at_its_own_pace() -> None:
 def test_what_a_container_is_told_is_the_launchers_executor_input() -> None:
     pipeline = samples.read(samples.doubled)
     node = next(startable(walk(pipeline, arguments_of(pipeline, {}), {})))
-    told = executor_input(pipeline, node)
-    assert told == {"inputs": {"parameterValues": {"num": 3}},
+    result = executor_input(pipeline, node)
+    assert result == {"inputs": {"parameterValues": {"num": 3}},
                     "outputs": {"outputFile": "/tmp/kfp_outputs/output_metadata.json",
                                 "parameters": {"Output": {"outputFile": "/tmp/kfp/outputs/Output"}}}}
-    whole = filled("{{$}}", told["inputs"]["parameterValues"], outputs=told["outputs"])
-    assert json.loads(whole) == told
-    escaped = filled('"{{$.json_escape[1]}}"', told["inputs"]["parameterValues"], outputs=told["outputs"])
-    assert json.loads(json.loads(escaped)) == told
+    whole = filled("{{$}}", result["inputs"]["parameterValues"], outputs=result["outputs"])
+    assert json.loads(whole) == result
+    escaped = filled('"{{$.json_escape[1]}}"', result["inputs"]["parameterValues"], outputs=result["outputs"])
+    assert json.loads(json.loads(escaped)) == result
 
 
 def test_a_placeholder_for_an_input_that_was_not_given_is_refused_by_name() -> None:

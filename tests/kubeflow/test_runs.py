@@ -1,4 +1,4 @@
-"""A run goes on from what its Jobs have become: retried within its policy, failed with words, ended when told to."""
+"""A run follows the state of its Jobs: retried within its policy, failed with a message, ended on request."""
 
 # mypy: disable-error-code="untyped-decorator"
 

@@ -21,41 +21,41 @@ def eyrie(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
                           capture_output=True, text=True, check=False, timeout=120, env=environment, cwd=home.parent)
 
 
-def told(done: subprocess.CompletedProcess[str]) -> Any:
+def reply_of(done: subprocess.CompletedProcess[str]) -> Any:
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def test_up_is_ready_when_it_returns_and_down_leaves_nothing(tmp_path: Path) -> None:
     home, port = tmp_path / "home", free_port()
-    up = told(eyrie("up", "--detach", "--port", str(port), "--json", home=home))
+    up = reply_of(eyrie("up", "--detach", "--port", str(port), "--json", home=home))
     try:
         assert httpx.get(f"{up['url']}/readyz").status_code == 200
         assert up["url"] == f"http://127.0.0.1:{port}"
-        again = told(eyrie("up", "--detach", "--json", home=home))
+        again = reply_of(eyrie("up", "--detach", "--json", home=home))
         assert (again["already"], again["pid"]) == (True, up["pid"])
         second = eyrie("up", "--detach", "--port", str(port), home=tmp_path / "other")
         assert second.returncode == 69
         assert f"port {port}" in second.stderr
     finally:
-        down = told(eyrie("down", "--json", home=home))
+        down = reply_of(eyrie("down", "--json", home=home))
     assert down["stopped"] is True
     assert running_plane(home) is None
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
-    assert told(eyrie("down", "--json", home=home))["stopped"] is False
+    assert reply_of(eyrie("down", "--json", home=home))["stopped"] is False
 
 
 def test_a_killed_plane_is_not_taken_for_a_running_one(tmp_path: Path) -> None:
     home = tmp_path / "home"
-    first = told(eyrie("up", "--detach", "--port", "0", "--json", home=home))
+    first = reply_of(eyrie("up", "--detach", "--port", "0", "--json", home=home))
     os.kill(first["pid"], signal.SIGKILL)
-    second = told(eyrie("up", "--detach", "--port", "0", "--json", home=home))
+    second = reply_of(eyrie("up", "--detach", "--port", "0", "--json", home=home))
     try:
         assert second["already"] is False
         assert second["pid"] != first["pid"]
     finally:
-        told(eyrie("down", "--json", home=home))
+        reply_of(eyrie("down", "--json", home=home))
 
 
 def test_up_says_where_it_is_and_what_to_type_next(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_up_says_where_it_is_and_what_to_type_next(tmp_path: Path) -> None:
         assert f"http://127.0.0.1:{port}/docs" in done.stdout
         assert f"--server http://127.0.0.1:{port}" in done.stdout  # the next line works as it stands
     finally:
-        told(eyrie("down", "--json", home=home))
+        reply_of(eyrie("down", "--json", home=home))
 
 
 def test_a_wrong_setting_is_told_by_the_name_of_its_variable(tmp_path: Path) -> None:

@@ -66,9 +66,9 @@ def test_a_port_in_use_is_told_with_the_hint() -> None:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        with pytest.raises(PortInUse, match=str(port)) as told:
+        with pytest.raises(PortInUse, match=str(port)) as result:
             check_port("127.0.0.1", port)
-    assert told.value.exit_code == 69
-    assert "--port" in told.value.hint
+    assert result.value.exit_code == 69
+    assert "--port" in result.value.hint
     check_port("127.0.0.1", free_port())
     check_port("127.0.0.1", 0)

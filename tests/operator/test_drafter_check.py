@@ -32,14 +32,15 @@ def test_a_defective_directory_ends_with_65_and_says_the_hint(tmp_path: Path) ->
 
 
 def test_what_the_child_refuses_keeps_its_reason_and_exit_code() -> None:
-    told = {"reason": "TargetNotFound", "message": "no such directory", "hint": "name another", "exit_code": 66}
-    assert (refusal(told).reason, refusal(told).exit_code, refusal(told).hint) == ("TargetNotFound", 66, "name another")
+    failure = {"reason": "TargetNotFound", "message": "no such directory", "hint": "name another", "exit_code": 66}
+    refused = refusal(failure)
+    assert (refused.reason, refused.exit_code, refused.hint) == ("TargetNotFound", 66, "name another")
 
 
 def test_the_verdict_is_sound_servable_or_not() -> None:
     assert words(document()).startswith("Sound: d for some-model.")
     assert "Servable, with warnings: d" in words(document("warning"))
     assert not is_defective(document("warning"))
-    told = words(document("error", "warning", "warning", target=None))
-    assert told.index("1 error") < told.index("code-0") < told.index("2 warnings") < told.index("Not servable: d, by")
-    assert "hint: hint 2" in told
+    text = words(document("error", "warning", "warning", target=None))
+    assert text.index("1 error") < text.index("code-0") < text.index("2 warnings") < text.index("Not servable: d, by")
+    assert "hint: hint 2" in text

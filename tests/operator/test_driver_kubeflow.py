@@ -70,9 +70,9 @@ def test_a_job_waits_for_kubeflow_to_come_back_and_says_so_once(harness: Harness
         harness.kubeflow.refusals = [(503, False)]
         harness.driver.advance(job_id)
     assert (harness.reason(job_id), harness.phase(job_id)) == ("KubeflowUnavailable", "Pending")
-    told = [event for event in harness.jobs.events(job_id, limit=100) if event.reason == "KubeflowUnavailable"]
-    assert len(told) == 1
-    assert told[0].type == "Warning"
+    result = [event for event in harness.jobs.events(job_id, limit=100) if event.reason == "KubeflowUnavailable"]
+    assert len(result) == 1
+    assert result[0].type == "Warning"
     harness.driver.advance(job_id)
     assert (harness.reason(job_id), harness.phase(job_id)) == ("JobAccepted", "Running")
     assert len(harness.kubeflow.runs) == 1

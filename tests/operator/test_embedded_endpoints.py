@@ -80,7 +80,7 @@ class Harness:
         return self.endpoints.propose("default", job_id=self.job.id, checkpoint="c1", tree=CHAIN,
                                       drafter_dir=str(drafter), reason="better", tau=tau)
 
-    def told(self, *kinds: str) -> list[tuple[str, int | None, str]]:
+    def events(self, *kinds: str) -> list[tuple[str, int | None, str]]:
         return [(one.kind, one.revision, one.reason) for one in self.histories.read("default").items
                 if one.kind in kinds]
 
@@ -141,7 +141,7 @@ def test_a_promotion_replaces_the_engine_behind_the_url_without_a_failed_request
     assert last.headers["x-eyrie-revision"] == "2"
     assert last.json()["choices"] == first.json()["choices"]
     # Half of the requests went to the new engine before all of them did.
-    assert harness.told("canary", "activated") == [
+    assert harness.events("canary", "activated") == [
         ("activated", 1, "Activated"), ("canary", 2, "CanaryStep"), ("activated", 2, "Activated")]
     assert "2" in {answer.headers["x-eyrie-revision"] for answer in answers}
 
@@ -153,9 +153,9 @@ def test_a_promotion_replaces_the_engine_behind_the_url_without_a_failed_request
     assert rolled_back is not None
     assert rolled_back.reason == "EngineDied"
     assert "/nowhere/drafter" in rolled_back.message
-    told = observe_serving(seen, 3)
-    assert (told.state, told.reason) == ("rolled-back", "EngineDied")
-    assert "/nowhere/drafter" in told.message
+    observed = observe_serving(seen, 3)
+    assert (observed.state, observed.reason) == ("rolled-back", "EngineDied")
+    assert "/nowhere/drafter" in observed.message
     assert observe_serving(seen, 2).state == "serving"
     assert ask(url).headers["x-eyrie-revision"] == "2"
 
@@ -206,12 +206,12 @@ def test_drifted_traffic_starts_one_job_on_what_users_asked_lately(harness: Harn
 
     def asked(_seen: Endpoint) -> bool:
         assert ask(url, max_tokens=2 * MIN_ROUNDS).status_code == 200
-        return bool(harness.told("retraining"))
+        return bool(harness.events("retraining"))
 
     harness.tend_until(asked)
     for _ in range(2):
         harness.keeper.reconcile("default")
-    assert harness.told("drift", "retraining", "rolled-back") == [
+    assert harness.events("drift", "retraining", "rolled-back") == [
         ("drift", 2, "TrafficDrifted"), ("retraining", 2, "RetrainingStarted")]
     started = harness.jobs.list().items[0]
     assert started.spec.labels == {"retrained-from": harness.job.id}
@@ -226,7 +226,7 @@ def test_an_engine_killed_on_trial_is_rejected_and_no_user_notices(harness: Harn
     url = harness.serve(1).url
     harness.submit(PromotionPolicy(canary=CanarySpec(shares=(0.5,), min_requests=1_000, max_step_s=600.0)))
     harness.propose(drafter)
-    harness.tend_until(lambda _seen: bool(harness.told("canary")))
+    harness.tend_until(lambda _seen: bool(harness.events("canary")))
     trial = harness.engines()[2]
     os.kill(trial.process.pid, signal.SIGKILL)
     assert wait_until(lambda: not is_alive(trial.process), 30.0)

@@ -89,7 +89,7 @@ def test_an_engine_decodes_by_its_map_where_it_can_follow_one(target: Path) -> N
 
 
 def test_a_sglang_engine_says_where_it_will_listen_and_becomes_the_launcher(target: Path, tmp_path: Path) -> None:
-    """With `echo` for a launcher: what it would be told."""
+    """The arguments of the launcher, with `echo` in its place."""
     serving = Serving(TargetSpec(model=str(target)), ServeSpec(engine="sglang", max_concurrency=3))
     use = DrafterUse(setting=Setting(method="ngram", tree=CHAIN.tree))
     ready = tmp_path / "ready.json"

@@ -258,8 +258,8 @@ def test_a_port_in_use_is_told_with_its_number_and_the_hint(tmp_path: Path) -> N
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(PortInUse, match=str(port)) as told:
+        with pytest.raises(PortInUse, match=str(port)) as result:
             bind("127.0.0.1", port)
-        assert "serve.port" in told.value.hint
+        assert "serve.port" in result.value.hint
         with pytest.raises(PortInUse):
             start_gateway(tmp_path, port)

@@ -106,8 +106,8 @@ def test_a_run_that_vanished_is_started_again_but_not_forever() -> None:
 
 def test_orphans_of_a_dead_leader_are_ended_before_the_run_is_started_again() -> None:
     assert reconcile(SPEC, seen(run=ObservedRun("gone", 1, 1, leftovers=True)), NOW).actions == (StopRun(),)
-    told = RunFailed("train", "base", "LossDiverged", "loss was nan")
-    failed = ObservedRun("failed", 1, 1, failure=told, leftovers=True)
+    result = RunFailed("train", "base", "LossDiverged", "loss was nan")
+    failed = ObservedRun("failed", 1, 1, failure=result, leftovers=True)
     assert reconcile(SPEC, seen(run=failed), NOW).actions == (StopRun(),)
 
 

@@ -240,16 +240,16 @@ DRIFTING = ServePolicy(drift=DriftSpec(ratio=0.85, windows=3))
 def test_acceptance_below_the_drift_ratio_for_some_windows_in_a_row_is_told_once() -> None:
     wanted, serving = endpoint(2), engine(2)
 
-    def told(*windows: float, drift_reported: bool = False, policy: ServePolicy = DRIFTING) -> bool:
+    def outcome(*windows: float, drift_reported: bool = False, policy: ServePolicy = DRIFTING) -> bool:
         planned = plan(wanted, serving, routed=2, policy=policy, windows=windows, drift_reported=drift_reported)
         return ReportDrift in kinds(planned)
 
-    assert told(3.0, 2.5, 2.4, 2.5)
-    assert not told(2.5, 2.4)
-    assert not told(2.5, 2.6, 2.4, 2.5)  # 2.55 is the bound: the second one recovered
-    assert not told(2.5, 2.5, 2.5, drift_reported=True)
-    assert told(2.5, 2.8, 2.5, 2.5, 2.5, drift_reported=True)
-    assert not told(2.5, 2.5, 2.5, policy=ServePolicy(drift=DriftSpec(action="ignore")))
+    assert outcome(3.0, 2.5, 2.4, 2.5)
+    assert not outcome(2.5, 2.4)
+    assert not outcome(2.5, 2.6, 2.4, 2.5)  # 2.55 is the bound: the second one recovered
+    assert not outcome(2.5, 2.5, 2.5, drift_reported=True)
+    assert outcome(2.5, 2.8, 2.5, 2.5, 2.5, drift_reported=True)
+    assert not outcome(2.5, 2.5, 2.5, policy=ServePolicy(drift=DriftSpec(action="ignore")))
     drift = plan(wanted, serving, routed=2, policy=DRIFTING, windows=(2.5, 2.4, 2.5)).actions[0]
     assert (drift.revision, drift.taus, drift.proven) == (2, (2.5, 2.4, 2.5), 3.0)
     assert "below 2.55 = 0.85 x the proven 3.00 for 3 windows in a row: 2.50, 2.40, 2.50" in drift.message

@@ -81,8 +81,8 @@ class Harness:
     def found(self, job_id: str, proof: ProveReport) -> None:
         """The proof of a finished job said this instead."""
         manifest = stage_dir(self.settings.job_dir(job_id), "prove") / "manifest.json"
-        told = Manifest.model_validate_json(manifest.read_text())
-        write_model(manifest, told.model_copy(update={"report": proof}))
+        result = Manifest.model_validate_json(manifest.read_text())
+        write_model(manifest, result.model_copy(update={"report": proof}))
 
     def proof(self, job_id: str) -> ProveReport:
         report = read_manifest(stage_dir(self.settings.job_dir(job_id), "prove")).report

@@ -29,7 +29,7 @@ class Rehearsal:
         (self.home / "plan.json").write_text(json.dumps({k.replace("__", "/"): v for k, v in words.items()}))
 
     def sweeps(self) -> list[str]:
-        """Every start of the program that trains candidates together: what it was told of rungs."""
+        """The `--rungs` argument of every start of the sweep program."""
         log = self.home / "sweeps.log"
         return log.read_text().splitlines() if log.exists() else []
 

@@ -192,9 +192,9 @@ def test_the_first_start_of_an_attempt_decides_the_incumbent(harness: Harness, s
     server.runs[0]["state"] = "SKIPPED"
     harness.start(1, None)
     assert JobFile.model_validate_json(harness.store.read("jobs/job-1/job.json")).incumbent == INCUMBENT
-    told = [run["runtime_config"]["parameters"]["spec_digest"] for run in server.runs]
-    assert len(told) == 2
-    assert told[0] == told[1]
+    result = [run["runtime_config"]["parameters"]["spec_digest"] for run in server.runs]
+    assert len(result) == 2
+    assert result[0] == result[1]
 
 
 def test_stopping_ends_what_lives_and_may_be_asked_again(harness: Harness, server: KfpServer) -> None:
@@ -218,12 +218,12 @@ def test_what_may_pass_is_told_from_what_will_not(
     token.write_text("a-secret-token\n")
     api = KfpApi(KubeflowSpec(url=server.url, token_file=str(token)))
     server.refusals = [(status, False)]
-    with pytest.raises(kind, match=f"answered {status}|rejected .* with {status}|has no") as told:
+    with pytest.raises(kind, match=f"answered {status}|rejected .* with {status}|has no") as result:
         api.find_runs("job-1-")
-    assert isinstance(told.value, base)
-    assert "because of the server" in str(told.value)
-    assert "a-secret-token" not in str(told.value)
-    assert told.value.hint  # type: ignore[attr-defined]
+    assert isinstance(result.value, base)
+    assert "because of the server" in str(result.value)
+    assert "a-secret-token" not in str(result.value)
+    assert result.value.hint  # type: ignore[attr-defined]
 
 
 def test_a_server_that_is_not_there_may_come_back(server: KfpServer) -> None:
@@ -240,8 +240,8 @@ def test_a_rotated_token_is_used_at_once(server: KfpServer, tmp_path: Path) -> N
     for value in ("first", "second"):
         token.write_text(value + "\n")
         api.find_runs("x")
-    told = [authorization for _method, path, authorization in server.asked if path.endswith("/runs")]
-    assert told == ["Bearer first", "Bearer second"]
+    result = [authorization for _method, path, authorization in server.asked if path.endswith("/runs")]
+    assert result == ["Bearer first", "Bearer second"]
 
 
 def test_what_stages_say_is_brought_here_piece_by_piece(harness: Harness, server: KfpServer) -> None:

@@ -73,12 +73,12 @@ def test_a_stages_box_has_all_its_placement_asks_for() -> None:
 
 def test_a_store_as_work_area_is_reached_with_mounted_keys_from_a_home_of_the_pods_own() -> None:
     pipeline = compiled(sync_s=20.0)
-    told = variables(pipeline, "capture")
-    assert told["EYRIE_ARTIFACTS_URL"] == "s3://bucket/eyrie"
-    assert told["EYRIE_ARTIFACTS_ENDPOINT_URL"] == "http://minio:9000"
-    assert told["EYRIE_ARTIFACTS_CREDENTIALS_DIR"] == CREDENTIALS_DIR
-    assert (told["EYRIE_HOME"], told["EYRIE_SYNC_S"]) == ("/var/lib/eyrie", "20")
-    assert "EYRIE_STATES" not in told
+    result = variables(pipeline, "capture")
+    assert result["EYRIE_ARTIFACTS_URL"] == "s3://bucket/eyrie"
+    assert result["EYRIE_ARTIFACTS_ENDPOINT_URL"] == "http://minio:9000"
+    assert result["EYRIE_ARTIFACTS_CREDENTIALS_DIR"] == CREDENTIALS_DIR
+    assert (result["EYRIE_HOME"], result["EYRIE_SYNC_S"]) == ("/var/lib/eyrie", "20")
+    assert "EYRIE_STATES" not in result
     assert pod_variables(EVERYTHING.model_copy(update={"work": S3.model_copy(update={"states": "ranged"})}),
                          "/var/lib/eyrie", 20.0)["EYRIE_STATES"] == "ranged"
     asked = platform(pipeline, "capture")

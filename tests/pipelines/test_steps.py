@@ -1,4 +1,4 @@
-"""What each stage is told: pure values."""
+"""The spec of each stage, as pure values."""
 
 from pathlib import Path
 
@@ -57,8 +57,8 @@ def test_capture_stores_what_any_candidate_reads() -> None:
     named = steps.JobFile(id="j", spec=spec_of(sweep=SweepSpec(axes=(axis,))))
     assert (steps.capture_spec(named, ROOT).families, steps.capture_spec(named, ROOT).aux_layers) == ((), (1, 2, 4, 6))
     both = steps.JobFile(id="j", spec=spec_of(sweep=SweepSpec(axes=(axis,), families=("eagle3", "eagle1"))))
-    told = steps.capture_spec(both, ROOT)
-    assert (told.families, told.aux_layers) == (("eagle1",), (1, 2, 4, 6))
+    result = steps.capture_spec(both, ROOT)
+    assert (result.families, result.aux_layers) == (("eagle1",), (1, 2, 4, 6))
 
 
 def trains_together(spec: JobSpec, num_gpus: int | None = None) -> bool:
@@ -87,14 +87,14 @@ def test_checkpoints_are_listed_in_order_of_candidate_and_step() -> None:
 
 def test_only_the_first_checkpoint_times_transformers_and_held_out_prompts_are_named_when_wanted() -> None:
     (ref,) = steps.list_checkpoints([trained("a", 5)])
-    told = steps.benchmark_spec(JOB, ROOT, ref, first=True)
-    assert told.measure_transformers
-    assert told.held_out_file is None
+    result = steps.benchmark_spec(JOB, ROOT, ref, first=True)
+    assert result.measure_transformers
+    assert result.held_out_file is None
     suites = (SuiteSpec(name="b", path="held-out"),)
     wanting = steps.JobFile(id="j", spec=spec_of(benchmark=BenchmarkSpec(suites=suites)))
-    told = steps.benchmark_spec(wanting, ROOT, ref, first=False)
-    assert not told.measure_transformers
-    assert told.held_out_file == "/jobs/job-1/stages/regenerate/held_out.jsonl"
+    result = steps.benchmark_spec(wanting, ROOT, ref, first=False)
+    assert not result.measure_transformers
+    assert result.held_out_file == "/jobs/job-1/stages/regenerate/held_out.jsonl"
     assert steps.tune_spec(wanting, ROOT, ref).drafter_dir == "/jobs/job-1/stages/train/a/checkpoints/a-step-5"
 
 
@@ -103,9 +103,9 @@ def test_a_job_that_wants_held_out_prompts_but_has_none_is_refused_before_it_is_
     suites = (SuiteSpec(name="mine", path="held-out"),)
     job = steps.JobFile(id="j", spec=spec_of(data=data, benchmark=BenchmarkSpec(suites=suites)))
     steps.check_held_out(job, regenerated(1))
-    with pytest.raises(NoUsableData, match=r"'mine'.*0\.01") as told:
+    with pytest.raises(NoUsableData, match=r"'mine'.*0\.01") as result:
         steps.check_held_out(job, regenerated(0))
-    assert "data.held_out_fraction" in told.value.hint
+    assert "data.held_out_fraction" in result.value.hint
     steps.check_held_out(JOB, regenerated(0))
 
 
@@ -120,13 +120,13 @@ def test_only_the_proof_is_told_what_serves_now() -> None:
     (ref,) = steps.list_checkpoints([trained("a", 5)])
     incumbent = DrafterUse(drafter_dir="/drafter", setting=Setting(tree=DraftTreeShape()))
     later = JOB.model_copy(update={"attempt": 2, "incumbent": incumbent})
-    told = steps.prove_spec(later, ROOT, ref, steps.reference("tune"))
-    assert told.incumbent == incumbent
-    assert told.tune_dir == "/jobs/job-1/stages/tune"
-    assert (told.engine, told.max_concurrency) == (later.spec.serve.engine, later.spec.serve.max_concurrency)
+    result = steps.prove_spec(later, ROOT, ref, steps.reference("tune"))
+    assert result.incumbent == incumbent
+    assert result.tune_dir == "/jobs/job-1/stages/tune"
+    assert (result.engine, result.max_concurrency) == (later.spec.serve.engine, later.spec.serve.max_concurrency)
     # So a retry that meets another incumbent repeats nothing else.
     assert digest_model(steps.tune_spec(later, ROOT, ref)) == digest_model(steps.tune_spec(JOB, ROOT, ref))
-    assert digest_model(told) != digest_model(steps.prove_spec(JOB, ROOT, ref, steps.reference("tune")))
+    assert digest_model(result) != digest_model(steps.prove_spec(JOB, ROOT, ref, steps.reference("tune")))
 
 
 def test_references_name_a_stage_and_its_key() -> None:

@@ -134,8 +134,8 @@ def test_states_too_large_for_a_pods_disk_stay_in_the_store_and_training_is_told
     pods.run(tasks.train, store, "base")
     states = {name for name in pods.here() if name.startswith("stages/capture/")}
     assert states == {"stages/capture/read-at.txt"}
-    told = (pods.job_dir / "stages" / "capture" / "read-at.txt").read_text().strip()
-    assert told == f"{pods.store.url}/jobs/job-1/stages/capture"
+    result = (pods.job_dir / "stages" / "capture" / "read-at.txt").read_text().strip()
+    assert result == f"{pods.store.url}/jobs/job-1/stages/capture"
     assert "stages/capture/read-at.txt" not in pods.stored()
 
 
@@ -214,7 +214,7 @@ def test_the_first_failure_of_a_run_stops_boxes_in_other_pods_and_is_told_in_the
 
 
 def interrupted(area: work_area.WorkArea, spec: RegenerateStage, directory: Path, shards: int) -> list[str]:
-    """A pod whose stage writes so many shards before it is told to end; which ones it found."""
+    """A pod whose stage writes so many shards before SIGTERM; also the shards it found."""
     with contextlib.suppress(KeyboardInterrupt), area.stage(spec, directory) as needed:
         assert needed
         found = sorted(path.name for path in directory.glob("shard-*"))

@@ -60,7 +60,7 @@ class Postgres:
 
 
 def start(directory: Path, settings: Mapping[str, str] = _HASTY) -> Postgres:
-    """A cluster of one's own under `directory`, hasty rather than durable unless told. Raises Unavailable."""
+    """A cluster of one's own under `directory`, without fsync by default. Raises Unavailable."""
     if importlib.util.find_spec("psycopg") is None:
         raise Unavailable('no PostgreSQL driver: pip install "psycopg[binary]"')
     initdb, postgres, user = program("initdb"), program("postgres"), unprivileged_user()

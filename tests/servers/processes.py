@@ -83,18 +83,18 @@ def private_dir() -> Path:
 
 def shared(name: str, start: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     """What `start` returned to the first worker of this session that asked. Raises Unavailable to all of them alike."""
-    told = session_dir() / f"{name}.json"
-    with told.with_suffix(".lock").open("w") as lock:
+    result = session_dir() / f"{name}.json"
+    with result.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not told.exists():
+        if not result.exists():
             directory = session_dir() / name
             directory.mkdir()
             try:
                 value = start(directory)
             except Unavailable as reason:
                 value = {"unavailable": str(reason)}
-            told.write_text(json.dumps(value))
-    value = json.loads(told.read_text())
+            result.write_text(json.dumps(value))
+    value = json.loads(result.read_text())
     if "unavailable" in value:
         raise Unavailable(value["unavailable"])
     return dict(value)

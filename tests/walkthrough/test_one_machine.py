@@ -37,8 +37,8 @@ def up(home: Path) -> tuple[str, int]:
     """Start the control plane of a home; its URL and process id."""
     started = eyrie(home, "up", "--detach", "--port", "0", "--json")
     assert started.returncode == 0, started.stderr
-    told = json.loads(started.stdout)
-    return told["url"], told["pid"]
+    result = json.loads(started.stdout)
+    return result["url"], result["pid"]
 
 
 @contextmanager

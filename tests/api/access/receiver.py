@@ -1,4 +1,4 @@
-"""A receiver of webhooks on a real port, which answers as it is told and keeps what it got."""
+"""A receiver of webhooks on a real port, with configurable answers, which records what it receives."""
 
 import threading
 from collections.abc import Iterator

@@ -41,12 +41,12 @@ def test_nothing_that_is_kept_or_shown_holds_the_secret() -> None:
 
 def test_another_keys_secret_and_an_unknown_id_are_refused_in_the_same_words() -> None:
     one, other = a_key(), a_key()
-    told = []
+    result = []
     for text, record in ((other.text, one.record), (one.text, None), (one.text, other.record)):
         with pytest.raises(Unauthorized) as caught:
             verify_key(text, record, NOW)
-        told.append(str(caught.value))
-    assert len(set(told)) == 1
+        result.append(str(caught.value))
+    assert len(set(result)) == 1
     assert one.text != other.text
 
 

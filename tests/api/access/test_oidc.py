@@ -30,7 +30,7 @@ def double() -> Iterator[IssuerDouble]:
 
 
 class Elapsed:
-    """A clock that only goes forward, when told."""
+    """A clock that advances only when the test advances it."""
 
     def __init__(self) -> None:
         self.now = 1000.0

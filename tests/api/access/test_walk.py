@@ -123,8 +123,8 @@ NEVER = {"job_id": "job-never", "name": "never", "key_id": "000000000000", "proj
 def words(answer: Any, ids: dict[str, str]) -> str:
     """What was said, but for the ids that were asked for."""
     problem = answer.json() | {"instance": None}
-    told = "|".join(ids[name] for name in ("job_id", "name", "key_id", "project", "member_id", "webhook_id"))
-    return re.sub(told, "-", f"{answer.status_code} {problem}")
+    result = "|".join(ids[name] for name in ("job_id", "name", "key_id", "project", "member_id", "webhook_id"))
+    return re.sub(result, "-", f"{answer.status_code} {problem}")
 
 
 def test_every_route_of_the_server_is_in_the_table(settings: Settings, database: Database) -> None:
@@ -141,7 +141,7 @@ def test_what_is_anothers_is_not_there_to_be_read_or_changed(harness: Harness) -
             assert answer.status_code == 404, f"{method} {path} {headers}: {answer.text}"
             never = harness.ask(harness.b.secret, method, filled(path, NEVER), json=body_of(body, NEVER),
                                 headers={name: value.replace("north", "never") for name, value in headers.items()})
-            assert words(answer, harness.a.ids) == words(never, NEVER), "told apart from what never was"
+            assert words(answer, harness.a.ids) == words(never, NEVER), "hidden and missing differ"
 
 
 def test_one_s_own_is_there_by_the_same_requests(harness: Harness) -> None:
@@ -216,10 +216,10 @@ def test_every_change_and_every_refused_one_is_in_the_audit(harness: Harness) ->
         done = harness.ask(TOKEN, method, filled(path, ids), json=body_of(body, ids),
                            headers={"X-Request-Id": f"done-{verb}"})
         assert done.status_code < 300, f"{method} {path}: {done.text}"
-    told = {(one.request_id, one.verb, one.actor, one.outcome.partition(":")[0]) for one in audited(harness)}
+    result = {(one.request_id, one.verb, one.actor, one.outcome.partition(":")[0]) for one in audited(harness)}
     for *_rest, verb in mutating:
-        assert (f"done-{verb}", verb, "token", "done") in told
-        assert (f"refused-{verb}", verb, f"key:{harness.b.ids['key_id']}", "refused") in told
+        assert (f"done-{verb}", verb, "token", "done") in result
+        assert (f"refused-{verb}", verb, f"key:{harness.b.ids['key_id']}", "refused") in result
 
 
 def fresh_ids(harness: Harness, verb: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Webhooks: signed, told once per change, tried again later and later, given up, and never sent where they may not go.
+"""Webhooks: signed, one delivery per change, retried with growing delays, abandoned, never sent to a forbidden address.
 
 Against a real receiver on a real port.
 """
@@ -69,12 +69,12 @@ def test_what_happens_is_told_once_and_signed(database: Database, clock: ManualC
     assert sorted(promised) == sorted(webhooks.due()), "the outbox knows of each"
     assert deliver_all(webhooks) == 7
     assert deliver_all(webhooks) == 0
-    told = [json.loads(body) for _headers, body in receiver.got]
-    assert sorted(one["event"] for one in told) == sorted([
+    result = [json.loads(body) for _headers, body in receiver.got]
+    assert sorted(one["event"] for one in result) == sorted([
         "job.succeeded", "job.failed", "job.cancelled", "endpoint.promoted", "endpoint.promoted",
         "endpoint.rolled_back", "endpoint.drift"])
-    assert {one["project"] for one in told} == {"default"}
-    assert next(one for one in told if one["event"] == "endpoint.rolled_back")["endpoint"]["from_revision"] == 3
+    assert {one["project"] for one in result} == {"default"}
+    assert next(one for one in result if one["event"] == "endpoint.rolled_back")["endpoint"]["from_revision"] == 3
     for headers, body in receiver.got:
         assert is_genuine(secret, headers, body, clock().timestamp())
         assert not is_genuine(secret, headers, body + b" ", clock().timestamp())

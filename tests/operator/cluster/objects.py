@@ -31,10 +31,10 @@ def job(phase: Phase = "Running", *conditions: tuple[str, str, str], attempt: in
         ended_s_ago: float | None = None, labels: dict[str, str] | None = None) -> Job:
     """A job with those conditions (type, status, reason), all an hour old."""
     since = NOW - timedelta(hours=1)
-    told = tuple(Condition.model_validate({"type": kind, "status": status, "reason": reason,
+    result = tuple(Condition.model_validate({"type": kind, "status": status, "reason": reason,
                                            "last_transition_time": since})
                  for kind, status, reason in (("Accepted", "True", "JobAccepted"), *conditions))
-    status = JobStatus(phase=phase, conditions=told, attempt=attempt, started_at=since,
+    status = JobStatus(phase=phase, conditions=result, attempt=attempt, started_at=since,
                        finished_at=None if ended_s_ago is None else NOW - timedelta(seconds=ended_s_ago))
     spec = JobSpec.model_validate(job_body(labels={UID_LABEL: UID} if labels is None else labels))
     return Job(id="job-abc", created_at=since, updated_at=since, spec=spec, status=status)

@@ -45,10 +45,10 @@ def profile(**serving: Any) -> ClusterProfile:
 
 def deployed(home: Path, serve: ServeSpec, row: Endpoint | None = None, target: str = "quickstart",
              **serving: Any) -> EndpointDeployment:
-    told = profile(**serving)
-    assert told.serving is not None
+    result = profile(**serving)
+    assert result.serving is not None
     row = row or endpoint(active=1, num=1)
-    return Deployments(Settings(home=home), told, told.serving).of(
+    return Deployments(Settings(home=home), result, result.serving).of(
         row, Serving(TargetSpec(model=target), serve), served=CORE, owner=None)
 
 
@@ -106,9 +106,9 @@ def test_a_drafter_s_facts_come_from_its_own_config_else_from_what_its_job_asked
     read = drafters.files(str(drafter_at(tmp_path / "d")), None, facts_needed=True)
     assert (read.facts.context_length, read.facts.sliding_window) == (2048, 64)
     job = JobSpec.model_validate(job_body(drafter={"max_position_embeddings": 1024}))
-    told = drafters.files("/not/here", job, facts_needed=True)
-    assert told.facts.context_length == 1024
-    assert told.facts.algorithm == "EAGLE3"
+    result = drafters.files("/not/here", job, facts_needed=True)
+    assert result.facts.context_length == 1024
+    assert result.facts.algorithm == "EAGLE3"
     for family, algorithm in (("eagle1", "EAGLE"), ("medusa", None)):
         job = JobSpec.model_validate(job_body(drafter={"max_position_embeddings": 1024, "family": family}))
         assert drafters.files("/not/here", job, facts_needed=True).facts.algorithm == algorithm
@@ -153,8 +153,8 @@ def test_where_the_store_has_a_drafter_follows_from_its_path(directory: str, sto
 
 
 def test_revisions_without_a_drafter_need_no_files(tmp_path: Path) -> None:
-    told = profile()
-    assert told.serving is not None
+    result = profile()
+    assert result.serving is not None
     made = deployed(tmp_path, ServeSpec())
-    deployments = Deployments(Settings(home=tmp_path), told, told.serving)
+    deployments = Deployments(Settings(home=tmp_path), result, result.serving)
     assert deployments.with_drafter(made, revision(1), None).drafters == {}

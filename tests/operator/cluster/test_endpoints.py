@@ -93,7 +93,7 @@ class Harness:
     def chat(self) -> Endpoint:
         return self.endpoints.get("chat")
 
-    def told(self, kind: str) -> Condition:
+    def condition(self, kind: str) -> Condition:
         found = find(self.chat.conditions, kind)
         assert found is not None
         return found
@@ -135,7 +135,7 @@ def test_a_row_becomes_an_engine_and_is_activated_when_it_answers(harness: Harne
     assert set(harness.server.of("Deployment")) == {"eyrie-chat-r1"}
     assert harness.server.of("Deployment")["eyrie-chat-r1"]["spec"]["replicas"] == 2
     assert harness.led_to == "none"
-    assert harness.told("Serving").status == "Unknown"
+    assert harness.condition("Serving").status == "Unknown"
     harness.server.run("eyrie-chat-r1", available=1)
     settle(reconciler)
     assert harness.chat.active_revision is None
@@ -143,7 +143,7 @@ def test_a_row_becomes_an_engine_and_is_activated_when_it_answers(harness: Harne
     settle(reconciler)
     assert harness.chat.active_revision == 1
     assert harness.chat.url == "http://eyrie-chat.serving.svc/v1"
-    assert harness.told("Serving").reason == "Healthy"
+    assert harness.condition("Serving").reason == "Healthy"
 
 
 def test_a_new_revision_takes_over_by_the_service_and_then_the_old_one_goes(harness: Harness) -> None:
@@ -167,35 +167,36 @@ def test_replicas_are_told_and_one_that_is_missing_ends_nothing(harness: Harness
     settle(reconciler)
     harness.server.run("eyrie-chat-r1", available=3)
     settle(reconciler)
-    assert harness.told("Serving").message.endswith("3 of 3 replicas are available")
+    assert harness.condition("Serving").message.endswith("3 of 3 replicas are available")
     harness.server.run("eyrie-chat-r1", available=1)
     settle(reconciler)
-    assert harness.told("Serving").status == "True"
-    assert harness.told("Serving").message.endswith("1 of 3 replicas are available")
+    assert harness.condition("Serving").status == "True"
+    assert harness.condition("Serving").message.endswith("1 of 3 replicas are available")
 
 
 def test_the_bare_target_waits_for_whoever_mends_what_keeps_it_from_being_served(harness: Harness) -> None:
     harness.create(engine="sglang", hardware_profile="abacus")
     reconciler = harness.reconciler()
     settle(reconciler)
-    assert (harness.told("Serving").status, harness.told("Serving").reason) == ("False", "Unlaunchable")
+    assert (harness.condition("Serving").status, harness.condition("Serving").reason) == ("False", "Unlaunchable")
     assert harness.chat.candidate_revision == 1
     harness.create(engine="sglang", hardware_profile="cpu")
     harness.server.refused.add(("Deployment", "eyrie-chat-r1"))
     settle(reconciler)
-    assert harness.told("Serving").reason == "ClusterRejected"
+    assert harness.condition("Serving").reason == "ClusterRejected"
     harness.server.refused.clear()
     settle(reconciler)
     harness.server.run("eyrie-chat-r1")
     settle(reconciler)
-    assert harness.told("Serving").reason == "Healthy"
+    assert harness.condition("Serving").reason == "Healthy"
 
 
 def test_what_is_asked_for_and_cannot_be_had_here_is_told_and_stops_nothing(harness: Harness) -> None:
     harness.create(record_prompts=10)
     settle(harness.reconciler())
-    assert (harness.told("Complete").status, harness.told("Complete").reason) == ("False", "FeatureUnavailable")
-    assert "record_prompts" in harness.told("Complete").message
+    complete = harness.condition("Complete")
+    assert (complete.status, complete.reason) == ("False", "FeatureUnavailable")
+    assert "record_prompts" in harness.condition("Complete").message
     assert set(harness.server.of("Deployment")) == {"eyrie-chat-r1"}
 
 
@@ -212,8 +213,8 @@ def test_an_engine_that_keeps_dying_never_takes_over(harness: Harness) -> None:
     settle(reconciler)
     assert harness.led_to == "1"
     assert set(harness.server.of("Deployment")) == {"eyrie-chat-r1"}
-    assert (harness.told("RolledBack").status, harness.told("RolledBack").reason) == ("True", "EngineDied")
-    assert "no such tensor" in harness.told("RolledBack").message
+    assert (harness.condition("RolledBack").status, harness.condition("RolledBack").reason) == ("True", "EngineDied")
+    assert "no such tensor" in harness.condition("RolledBack").message
     assert harness.chat.revisions[1].state == "rejected"
 
 
@@ -302,11 +303,11 @@ def test_who_does_not_lead_writes_neither_objects_nor_rows(harness: Harness) -> 
     assert harness.server.objects == {}
     harness.reconciler().reconcile("chat")
     harness.server.run("eyrie-chat-r1")
-    told = harness.chat
+    condition = harness.chat
     stale = harness.reconciler(deposed)
     with pytest.raises(NotLeader):
         settle(stale)
-    assert harness.chat == told != before
+    assert harness.chat == condition != before
 
 
 def test_what_somebody_changed_by_hand_is_put_right(harness: Harness) -> None:
@@ -332,8 +333,8 @@ def test_an_object_of_the_same_name_that_is_somebodys_is_not_taken_over(harness:
     harness.create()
     settle(harness.reconciler())
     assert harness.server.objects[ENTRY]["spec"] == theirs["spec"]
-    assert harness.told("Serving").reason == "Undeployable"
-    assert "Service eyrie-chat" in harness.told("Serving").message
+    assert harness.condition("Serving").reason == "Undeployable"
+    assert "Service eyrie-chat" in harness.condition("Serving").message
 
 
 def test_a_candidate_the_server_refuses_is_rejected_and_what_served_goes_on(harness: Harness) -> None:
@@ -342,9 +343,9 @@ def test_a_candidate_the_server_refuses_is_rejected_and_what_served_goes_on(harn
     harness.propose()
     settle(reconciler)
     assert harness.chat.candidate_revision is None
-    assert harness.told("RolledBack").reason == "ClusterRejected"
-    assert "admission webhook says no" in harness.told("RolledBack").message
-    assert harness.told("Serving").status == "True"
+    assert harness.condition("RolledBack").reason == "ClusterRejected"
+    assert "admission webhook says no" in harness.condition("RolledBack").message
+    assert harness.condition("Serving").status == "True"
     settle(reconciler)
     assert set(harness.server.of("Service")) == {"eyrie-chat", "eyrie-chat-r1-http"}
 
@@ -358,17 +359,17 @@ def test_a_drafter_nothing_is_known_of_is_rejected_before_anything_is_started(ha
     harness.propose()
     settle(reconciler)
     assert set(harness.server.of("Deployment")) == {"eyrie-chat-r1"}
-    assert harness.told("RolledBack").reason == "Undeployable"
-    assert "config.json cannot be read" in harness.told("RolledBack").message
+    assert harness.condition("RolledBack").reason == "Undeployable"
+    assert "config.json cannot be read" in harness.condition("RolledBack").message
 
 
 def test_what_stands_is_left_as_it_is_when_the_endpoint_asks_for_what_cannot_be(harness: Harness) -> None:
     reconciler = harness.serve_bare()
     harness.create(engine="sglang", hardware_profile="abacus")
     settle(reconciler)
-    assert harness.told("Serving").status == "True"
-    assert harness.told("Serving").reason == "Unlaunchable"
-    assert "abacus" in harness.told("Serving").message
+    assert harness.condition("Serving").status == "True"
+    assert harness.condition("Serving").reason == "Unlaunchable"
+    assert "abacus" in harness.condition("Serving").message
     assert harness.led_to == "1"
 
 
@@ -377,14 +378,14 @@ def test_switched_off_everything_goes_and_on_again_it_comes_back(harness: Harnes
     harness.endpoints.set_desired("chat", "off")
     settle(reconciler)
     assert harness.server.objects == {}
-    assert harness.told("Serving").reason == "Off"
+    assert harness.condition("Serving").reason == "Off"
     reconciler.sweep()
     assert not reconciler.cache.has_objects("chat")
     harness.endpoints.set_desired("chat", "on")
     settle(reconciler)
     harness.server.run("eyrie-chat-r1")
     settle(reconciler)
-    assert harness.told("Serving").reason == "Healthy"
+    assert harness.condition("Serving").reason == "Healthy"
 
 
 def test_objects_belong_to_the_draft_endpoint_while_it_is_to_take_them_along(harness: Harness) -> None:
@@ -449,7 +450,7 @@ def test_live_acceptance_is_watched_across_restarts_and_a_collapse_leads_back(
     pages.count(rounds=1000, tokens=1010)
     settle(harness.reconciler())
     assert harness.chat.candidate_revision == 1
-    assert harness.told("RolledBack").reason == "AcceptanceCollapsed"
+    assert harness.condition("RolledBack").reason == "AcceptanceCollapsed"
     server.run("eyrie-chat-r1")
     settle(reconciler)
     assert harness.chat.active_revision == 1
@@ -501,7 +502,7 @@ def test_one_failed_request_on_trial_ends_it(tmp_path: Path, server: ApiServer, 
     harness, reconciler = trial(tmp_path, server, pages.port)
     pages.count(answered=5, failed=1)
     settle(reconciler)
-    assert harness.told("RolledBack").reason == "CanaryFailed"
+    assert harness.condition("RolledBack").reason == "CanaryFailed"
     assert weights(server) == [100]
     assert set(server.of("Deployment")) == {"eyrie-chat-r1"}
     harness.database.close()

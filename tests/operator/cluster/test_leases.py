@@ -23,7 +23,7 @@ TIMINGS = LeaseTimings(duration_s=15.0, renew_within_s=10.0, retry_s=2.0)
 
 
 class StepContext:
-    """A monotonic clock that moves when told."""
+    """A monotonic clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -152,16 +152,16 @@ def test_a_lease_given_back_is_taken_at_once(shelf: Shelf, clock: StepContext) -
 
 
 def test_a_campaign_tells_of_winning_and_of_losing(shelf: Shelf) -> None:
-    clock, stopping, told = StepContext(), threading.Event(), list[str]()
+    clock, stopping, result = StepContext(), threading.Event(), list[str]()
     first = Candidate("first", shelf, clock)
 
     def won() -> None:
-        told.append("leads")
+        result.append("leads")
         shelf.record = record("other")  # somebody else has it now, whatever we believed
         clock.now += 10.0
 
-    run_election(first.elector, first.fence, LeaseTimings(retry_s=0.0), stopping, won, lambda: told.append("lost"))
-    assert told == ["leads", "lost"]
+    run_election(first.elector, first.fence, LeaseTimings(retry_s=0.0), stopping, won, lambda: result.append("lost"))
+    assert result == ["leads", "lost"]
 
 
 def test_a_campaign_that_is_ended_gives_the_lease_back(shelf: Shelf) -> None:

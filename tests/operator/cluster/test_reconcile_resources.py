@@ -52,7 +52,7 @@ def look(raw: dict[str, Any], row: Job | None, history: JobHistory | None = None
 
 
 def settled(raw: dict[str, Any], row: Job) -> dict[str, Any]:
-    """The object after what is to be told has been written."""
+    """The object after its status has been written."""
     return {**raw, "status": projected(look(raw, row))}
 
 
@@ -71,10 +71,10 @@ def test_a_status_that_is_right_already_is_not_written_again() -> None:
 
 def test_a_change_is_written_once_with_one_event_per_changed_condition() -> None:
     raw = settled(drafter_job(), job())
-    told = look(raw, job("Running", ("Trained", "Unknown", "Running")))
-    assert [one.event.reason for one in told if isinstance(one, PostEvent)] == ["Running"]
-    assert isinstance(told[-1], UpdateStatus)
-    assert conditions(told)["Trained"] == ("Unknown", "Running")
+    actions = look(raw, job("Running", ("Trained", "Unknown", "Running")))
+    assert [one.event.reason for one in actions if isinstance(one, PostEvent)] == ["Running"]
+    assert isinstance(actions[-1], UpdateStatus)
+    assert conditions(actions)["Trained"] == ("Unknown", "Running")
 
 
 def test_events_of_the_same_transition_have_the_same_name() -> None:
@@ -99,12 +99,12 @@ def test_empty_words_are_left_out_since_old_servers_make_nulls_of_them() -> None
 def test_what_the_contract_refuses_is_told_as_an_end_and_not_submitted() -> None:
     raw = drafter_job()
     raw["spec"]["job"]["benchmark"] = {"tree": {"num_steps": 5, "top_k": 1, "num_draft_tokens": 9}}
-    told = look(raw, None)
-    assert not any(isinstance(one, CreateJob) for one in told)
-    assert conditions(told) == {"Accepted": ("False", "InvalidSpec"), "Succeeded": ("False", "InvalidSpec"),
+    actions = look(raw, None)
+    assert not any(isinstance(one, CreateJob) for one in actions)
+    assert conditions(actions) == {"Accepted": ("False", "InvalidSpec"), "Succeeded": ("False", "InvalidSpec"),
                                 "Failed": ("True", "InvalidSpec")}
-    assert "spec.job.benchmark.tree" in projected(told)["conditions"][0]["message"]
-    assert look({**raw, "status": projected(told)}, None) == ()
+    assert "spec.job.benchmark.tree" in projected(actions)["conditions"][0]["message"]
+    assert look({**raw, "status": projected(actions)}, None) == ()
 
 
 def test_what_was_refused_is_submitted_only_after_the_object_changed() -> None:
@@ -114,16 +114,16 @@ def test_what_was_refused_is_submitted_only_after_the_object_changed() -> None:
 
 
 def test_an_object_applied_suspended_waits_without_a_job() -> None:
-    told = look(drafter_job(suspend=True), None)
-    assert conditions(told) == {"Accepted": ("False", "Suspended"), "Suspended": ("True", "Suspended")}
-    resumed = look(drafter_job(status=projected(told)), None)
+    actions = look(drafter_job(suspend=True), None)
+    assert conditions(actions) == {"Accepted": ("False", "Suspended"), "Suspended": ("True", "Suspended")}
+    resumed = look(drafter_job(status=projected(actions)), None)
     assert any(isinstance(one, CreateJob) for one in resumed)
 
 
 def test_suspending_marks_the_attempt_before_it_cancels() -> None:
-    told = look(drafter_job(suspend=True), job(attempt=2))
-    assert told[:2] == (Annotate(SUSPENDED_ANNOTATION, "2"), CancelJob("job-abc"))
-    assert conditions(told)["Suspended"] == ("False", "Stopping")
+    actions = look(drafter_job(suspend=True), job(attempt=2))
+    assert actions[:2] == (Annotate(SUSPENDED_ANNOTATION, "2"), CancelJob("job-abc"))
+    assert conditions(actions)["Suspended"] == ("False", "Stopping")
 
 
 def test_a_suspended_job_is_resumed_as_another_attempt_and_the_mark_taken_away() -> None:
@@ -142,9 +142,9 @@ def test_a_job_that_a_person_cancelled_is_not_resumed() -> None:
 
 
 def test_suspending_what_has_succeeded_changes_nothing() -> None:
-    told = look(drafter_job(suspend=True), succeeded())
-    assert not any(isinstance(one, CancelJob | Annotate) for one in told)
-    assert projected(told)["phase"] == "Succeeded"
+    actions = look(drafter_job(suspend=True), succeeded())
+    assert not any(isinstance(one, CancelJob | Annotate) for one in actions)
+    assert projected(actions)["phase"] == "Succeeded"
 
 
 @pytest.mark.parametrize(("ago_s", "left_s"), [(59.0, 1.0), (10.0, 50.0)])
@@ -174,10 +174,10 @@ def test_deleting_an_object_ends_its_job_first_and_releases_it_when_the_record_i
 
 
 def test_an_object_whose_drafter_serves_is_held_and_says_how_to_go_on() -> None:
-    told = look(drafter_job(deleting=True), succeeded(), JobHistory(served_by="support"))
-    assert not any(isinstance(one, DeleteJob | RemoveFinalizer) for one in told)
-    assert conditions(told)["Deleted"] == ("False", "EndpointServes")
-    assert "support" in projected(told)["conditions"][-1]["message"]
+    actions = look(drafter_job(deleting=True), succeeded(), JobHistory(served_by="support"))
+    assert not any(isinstance(one, DeleteJob | RemoveFinalizer) for one in actions)
+    assert conditions(actions)["Deleted"] == ("False", "EndpointServes")
+    assert "support" in projected(actions)["conditions"][-1]["message"]
 
 
 def test_an_object_whose_job_was_deleted_elsewhere_goes_too() -> None:
@@ -186,9 +186,9 @@ def test_an_object_whose_job_was_deleted_elsewhere_goes_too() -> None:
 
 
 def test_a_database_that_never_had_the_job_empties_no_cluster() -> None:
-    told = look(drafter_job(status={"job_id": "job-abc"}), None)
-    assert not any(isinstance(one, DeleteResource | CreateJob) for one in told)
-    assert conditions(told)["Accepted"] == ("False", "JobUnknown")
+    actions = look(drafter_job(status={"job_id": "job-abc"}), None)
+    assert not any(isinstance(one, DeleteResource | CreateJob) for one in actions)
+    assert conditions(actions)["Accepted"] == ("False", "JobUnknown")
 
 
 def test_a_mirror_is_the_job_it_shows_and_goes_with_it() -> None:
@@ -236,15 +236,15 @@ def test_an_endpoint_is_switched_as_its_object_says_and_off_before_it_is_let_go(
 
 
 def test_an_endpoint_of_another_target_is_refused_and_left_alone() -> None:
-    told = reconcile_endpoint(read_endpoint(draft_endpoint()), endpoint(target="other"), "quickstart", NOW)
-    assert conditions(told) == {"Accepted": ("False", "TargetDiffers")}
-    assert not any(isinstance(one, SetDesired | CreateEndpoint) for one in told)
+    actions = reconcile_endpoint(read_endpoint(draft_endpoint()), endpoint(target="other"), "quickstart", NOW)
+    assert conditions(actions) == {"Accepted": ("False", "TargetDiffers")}
+    assert not any(isinstance(one, SetDesired | CreateEndpoint) for one in actions)
 
 
 def test_of_two_endpoints_of_one_name_the_younger_is_refused_and_switches_nothing() -> None:
     off = read_endpoint(draft_endpoint(desired="off"))
-    told = reconcile_endpoint(off, endpoint(), "quickstart", NOW, "other/support")
-    assert conditions(told) == {"Accepted": ("False", "NameTaken")}
+    actions = reconcile_endpoint(off, endpoint(), "quickstart", NOW, "other/support")
+    assert conditions(actions) == {"Accepted": ("False", "NameTaken")}
     deleting = draft_endpoint()
     deleting["metadata"]["deletionTimestamp"] = "2026-11-21T11:59:00Z"
     assert reconcile_endpoint(read_endpoint(deleting), endpoint(), "quickstart", NOW, "other/support") == RELEASED
@@ -254,21 +254,21 @@ def test_an_endpoint_s_status_shows_url_and_revisions_and_is_written_once() -> N
     row = endpoint(revisions=[{"number": 1, "job_id": None, "checkpoint": None, "tree": None, "drafter_dir": None,
                                "created_at": NOW - timedelta(hours=1), "reason": "bare", "state": "active"}])
     raw = draft_endpoint()
-    told = reconcile_endpoint(read_endpoint(raw), row, "quickstart", NOW)
-    assert projected(told)["url"] == "http://127.0.0.1:1/v1"
-    assert projected(told)["revisions"][0]["setting"] == "off"
+    actions = reconcile_endpoint(read_endpoint(raw), row, "quickstart", NOW)
+    assert projected(actions)["url"] == "http://127.0.0.1:1/v1"
+    assert projected(actions)["revisions"][0]["setting"] == "off"
     later = NOW + timedelta(minutes=5)
-    assert reconcile_endpoint(read_endpoint({**raw, "status": projected(told)}), row, "quickstart", later) == ()
+    assert reconcile_endpoint(read_endpoint({**raw, "status": projected(actions)}), row, "quickstart", later) == ()
 
 
 def test_an_edited_object_says_how_its_endpoint_is_served_until_a_promotion_says_otherwise() -> None:
     raw, row = draft_endpoint(serve={"endpoint": "support", "replicas": 3}), endpoint()
     served = ServeSpec(endpoint="support", port=4711)
-    told = reconcile_endpoint(read_endpoint(raw), row, "quickstart", NOW, serve=served)
+    actions = reconcile_endpoint(read_endpoint(raw), row, "quickstart", NOW, serve=served)
     wanted = ServeSpec(endpoint="support", port=4711, replicas=3)
-    assert UpdateServing("support", wanted) in told
-    assert projected(told)["observedGeneration"] == 1
-    seen = read_endpoint({**raw, "status": projected(told)})
+    assert UpdateServing("support", wanted) in actions
+    assert projected(actions)["observedGeneration"] == 1
+    seen = read_endpoint({**raw, "status": projected(actions)})
     assert reconcile_endpoint(seen, row, "quickstart", NOW, serve=wanted) == ()
     promoted = wanted.model_copy(update={"replicas": None})
     assert reconcile_endpoint(seen, row, "quickstart", NOW, serve=promoted) == ()
@@ -286,16 +286,16 @@ def test_a_mirrored_endpoint_shows_its_row_and_switches_nothing_by_itself() -> N
     raw, off = mirrored(endpoint(), serve), endpoint(desired="off")
     first = reconcile_endpoint(read_endpoint(raw), endpoint(), "quickstart", NOW, serve=serve)
     assert not any(isinstance(one, SetDesired | UpdateServing | UpdateMirror) for one in first)
-    told = reconcile_endpoint(read_endpoint(raw), off, "quickstart", NOW, serve=serve)
-    assert UpdateMirror("support") in told
-    assert not any(isinstance(one, SetDesired) for one in told)
+    actions = reconcile_endpoint(read_endpoint(raw), off, "quickstart", NOW, serve=serve)
+    assert UpdateMirror("support") in actions
+    assert not any(isinstance(one, SetDesired) for one in actions)
 
 
 def test_what_somebody_writes_to_a_mirrored_endpoint_counts_once() -> None:
     serve = ServeSpec(endpoint="support")
     raw = mirrored(endpoint(), serve, desired="off")
-    told = reconcile_endpoint(read_endpoint(raw), endpoint(), "quickstart", NOW, serve=serve)
-    assert SetDesired("support", "off") in told
+    actions = reconcile_endpoint(read_endpoint(raw), endpoint(), "quickstart", NOW, serve=serve)
+    assert SetDesired("support", "off") in actions
     done = reconcile_endpoint(read_endpoint(raw), endpoint(desired="off"), "quickstart", NOW, serve=serve)
     assert UpdateMirror("support") in done
     with_digest = mirrored(endpoint(desired="off"), serve)
@@ -306,9 +306,9 @@ def test_what_somebody_writes_to_a_mirrored_endpoint_counts_once() -> None:
 
 def test_a_mirror_without_a_row_makes_none() -> None:
     raw = mirrored(endpoint(), ServeSpec(endpoint="support"))
-    told = reconcile_endpoint(read_endpoint(raw), None, "quickstart", NOW)
-    assert conditions(told) == {"Accepted": ("False", "EndpointUnknown")}
-    assert not any(isinstance(one, CreateEndpoint) for one in told)
+    actions = reconcile_endpoint(read_endpoint(raw), None, "quickstart", NOW)
+    assert conditions(actions) == {"Accepted": ("False", "EndpointUnknown")}
+    assert not any(isinstance(one, CreateEndpoint) for one in actions)
 
 
 def test_an_endpoint_is_let_go_when_its_objects_are_gone() -> None:

@@ -94,8 +94,8 @@ def test_a_revision_serves_with_its_own_setting_and_drafter() -> None:
 
 @EVERY_WAY
 def test_probes_wait_for_a_slow_start_and_give_up_later_than_sglang_itself(how: Any) -> None:
-    told = how(startup_timeout_s=1200.0)
-    for pod in pods(render_endpoint(endpoint(), told)):
+    result = how(startup_timeout_s=1200.0)
+    for pod in pods(render_endpoint(endpoint(), result)):
         if pod["metadata"]["labels"]["eyrie.dev/role"] == "worker":
             assert "startupProbe" not in engine(pod)
             continue
@@ -104,7 +104,7 @@ def test_probes_wait_for_a_slow_start_and_give_up_later_than_sglang_itself(how: 
         assert startup["periodSeconds"] * startup["failureThreshold"] == 1200
         assert (live["httpGet"]["path"], live["failureThreshold"]) == ("/health", 3)
         assert 25 <= live["timeoutSeconds"] <= live["periodSeconds"]
-        sglang = isinstance(told.engine, SglangEngine)
+        sglang = isinstance(result.engine, SglangEngine)
         assert ready["httpGet"]["path"] == ("/ready" if sglang else "/health")
         assert {each["httpGet"]["port"] for each in (startup, live, ready)} == {container["ports"][0]["name"]}
 
@@ -192,8 +192,8 @@ def test_no_secret_is_quoted_only_named(how: Any) -> None:
 
 
 def test_a_drafter_in_a_store_is_fetched_to_where_the_line_looks_for_it() -> None:
-    told = deployment(placement=PLACEMENT.model_copy(update={"work": S3}), fetch_image="eyrie:1")
-    bare, drafted = pods(render_endpoint(endpoint(active=1, candidate=2), told))
+    result = deployment(placement=PLACEMENT.model_copy(update={"work": S3}), fetch_image="eyrie:1")
+    bare, drafted = pods(render_endpoint(endpoint(active=1, candidate=2), result))
     assert "initContainers" not in bare["spec"]
     fetcher = one_container(drafted["spec"]["initContainers"])
     directory = flag(engine(drafted), "--speculative-draft-model-path")
@@ -324,8 +324,8 @@ def objects_of(value: Any) -> Iterator[dict[str, Any]]:
 @given(name=NAMES, placement=PLACEMENTS, how=st.sampled_from([deployment, rich]), active=st.sampled_from([1, 2, None]))
 def test_whatever_the_placement_names_labels_and_volumes_are_valid(name: str, placement: Placement, how: Any,
                                                                    active: int | None) -> None:
-    told: EndpointDeployment = how(placement=placement)
-    rendered = render_endpoint(endpoint(active=active, candidate=3, name=name), told)
+    result: EndpointDeployment = how(placement=placement)
+    rendered = render_endpoint(endpoint(active=active, candidate=3, name=name), result)
     assert len({(each["kind"], each["metadata"]["name"]) for each in rendered}) == len(rendered)
     for each in rendered:
         assert each["apiVersion"]

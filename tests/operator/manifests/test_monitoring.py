@@ -19,8 +19,8 @@ def rules(rendered: Any) -> list[dict[str, Any]]:
 
 
 def test_a_collapse_is_measured_over_a_window_against_the_proven_tau() -> None:
-    told = rich(monitoring=Monitoring(min_acceptance_ratio=0.5))
-    [rule] = [each for each in rules(render_endpoint(endpoint(active=2), told))
+    result = rich(monitoring=Monitoring(min_acceptance_ratio=0.5))
+    [rule] = [each for each in rules(render_endpoint(endpoint(active=2), result))
               if each["alert"] == "EyrieAcceptanceCollapsed"]
     assert "rate(sglang:generation_tokens_total{" in rule["expr"]
     assert "rate(sglang:spec_verify_calls_total{" in rule["expr"]
@@ -32,9 +32,9 @@ def test_a_collapse_is_measured_over_a_window_against_the_proven_tau() -> None:
 def test_no_revision_is_accused_of_what_its_engine_cannot_count() -> None:
     adaptive = endpoint(active=3, use=DrafterUse(drafter_dir="/d", setting=CHAIN, map=ADAPTIVE))
     ours = embedded(monitoring=Monitoring(), served=EVERYTHING)
-    for found, told, accused in ((endpoint(active=1), rich(), False), (adaptive, rich(), False),
+    for found, result, accused in ((endpoint(active=1), rich(), False), (adaptive, rich(), False),
                                  (endpoint(active=1), ours, False), (adaptive, ours, True)):
-        alerts = {each["alert"] for each in rules(render_endpoint(found, told))}
+        alerts = {each["alert"] for each in rules(render_endpoint(found, result))}
         assert ("EyrieAcceptanceCollapsed" in alerts) == accused
         assert {"EyrieNoEngineUp", "EyrieRequestsFailing", "EyrieRequestsQueued"} <= alerts
 
@@ -55,8 +55,8 @@ def test_series_are_selected_by_labels_the_pods_carry_and_the_monitor_hands_on()
 
 
 def test_each_engine_is_watched_by_its_own_names() -> None:
-    told = embedded(monitoring=Monitoring(), served=EVERYTHING)
-    text = json.dumps(render_endpoint(endpoint(active=2), told))
+    result = embedded(monitoring=Monitoring(), served=EVERYTHING)
+    text = json.dumps(render_endpoint(endpoint(active=2), result))
     assert "eyrie_drafted_round_tokens_total" in text
     assert "sglang:" not in text
 
@@ -76,8 +76,8 @@ def test_the_dashboard_is_a_document_grafana_can_load() -> None:
 
 @pytest.mark.parametrize("how", [rich, two_nodes])
 def test_scaled_revisions_keep_their_least_number_and_nobody_else_sets_it(how: Any) -> None:
-    told = how(replicas=3, autoscale=Autoscale("http://prometheus:9090", 6, 16.0))
-    rendered = render_endpoint(endpoint(active=1, candidate=2), told, RolloutState(True, (1, 2), 1))
+    result = how(replicas=3, autoscale=Autoscale("http://prometheus:9090", 6, 16.0))
+    rendered = render_endpoint(endpoint(active=1, candidate=2), result, RolloutState(True, (1, 2), 1))
     workloads = [each for each in rendered if each["kind"] in ("Deployment", "LeaderWorkerSet")]
     scalers = [each for each in rendered if each["kind"] == "ScaledObject"]
     assert all("replicas" not in each["spec"] for each in workloads)

@@ -14,10 +14,10 @@ BORN = "2026-01-02T00:00:00Z"
 
 
 def seen(status: dict[str, Any], pod_status: dict[str, Any] | None = None, *, serving: int | None = None,
-         replicas: int = 2, told: Any = None, **pod_metadata: Any) -> ObservedEngine:
+         replicas: int = 2, result: Any = None, **pod_metadata: Any) -> ObservedEngine:
     """The engine of revision 1, as rendered, with these statuses."""
-    rendered = render_endpoint(endpoint(active=1), told or deployment(replicas=2))
-    kind = "Deployment" if told is None else "LeaderWorkerSet"
+    rendered = render_endpoint(endpoint(active=1), result or deployment(replicas=2))
+    kind = "Deployment" if result is None else "LeaderWorkerSet"
     workload = one(rendered, kind)
     workload["metadata"] |= {"creationTimestamp": BORN, "generation": 1}
     workload["status"] = {"observedGeneration": 1} | status
@@ -47,7 +47,7 @@ def test_a_status_of_an_older_spec_says_nothing_of_this_one() -> None:
 
 
 def test_a_group_over_several_nodes_is_healthy_when_its_groups_are() -> None:
-    assert seen({"readyReplicas": 2}, told=two_nodes()).state == "healthy"
+    assert seen({"readyReplicas": 2}, result=two_nodes()).state == "healthy"
 
 
 def test_an_engine_that_keeps_ending_is_dead_and_its_last_words_are_kept() -> None:

@@ -40,9 +40,9 @@ WANTED = st.builds(
 
 @dataclass
 class Cluster:
-    """A cluster that does as it is told: objects, which engines come up, and what the trial's requests come to."""
+    """A cluster in memory: its objects, the engines that become ready, and the outcomes of the canary's requests."""
 
-    told: EndpointDeployment
+    spec: EndpointDeployment
     broken: frozenset[int] = frozenset()
     failing: frozenset[int] = frozenset()
     objects: tuple[Manifest, ...] = ()
@@ -53,11 +53,11 @@ class Cluster:
         """Observe, plan, apply, record: one round of an operator that remembers nothing."""
         self.now += timedelta(seconds=15)
         before = current_state(found.name, self.objects)
-        seen = observe_endpoint(found.name, self._reported(), replicas=self.told.replicas,
+        seen = observe_endpoint(found.name, self._reported(), replicas=self.spec.replicas,
                                 answers=self._answers(before))
-        plan = plan_endpoint(found, policy_on_cluster(TRIED, self.told), seen, self.now)
+        plan = plan_endpoint(found, policy_on_cluster(TRIED, self.spec), seen, self.now)
         wanted = apply_plan(before, plan, self.now)
-        rendered = render_endpoint(found, self.told, wanted)
+        rendered = render_endpoint(found, self.spec, wanted)
         gone = obsolete_objects(found.name, self.objects, rendered)
         assert {(one["kind"], one["metadata"]["name"]) for one in (*self.objects, *rendered)} == (
             {(one.kind, one.name) for one in gone} | {(one["kind"], one["metadata"]["name"]) for one in rendered})
@@ -81,7 +81,7 @@ class Cluster:
             metadata = found["metadata"] | {"creationTimestamp": born.isoformat(), "generation": 1}
             broken = revision in self.broken
             reported.append(found | {"metadata": metadata, "status": {
-                "observedGeneration": 1, "availableReplicas": 0 if broken else self.told.replicas}})
+                "observedGeneration": 1, "availableReplicas": 0 if broken else self.spec.replicas}})
             if broken:
                 crashing = {"name": "engine", "restartCount": 5, "state": {"waiting": {"reason": "CrashLoopBackOff"}}}
                 reported.append({"apiVersion": "v1", "kind": "Pod", "metadata": found["metadata"],
@@ -112,9 +112,9 @@ def test_the_first_revision_is_led_to_only_when_it_is_healthy() -> None:
     assert history[-1] == steady_state(found)
 
 
-@pytest.mark.parametrize("told", [deployment(), rich()], ids=["by service", "by route"])
-def test_the_old_revision_stands_and_serves_until_the_new_one_has_all_requests(told: EndpointDeployment) -> None:
-    cluster = Cluster(told)
+@pytest.mark.parametrize("spec", [deployment(), rich()], ids=["by service", "by route"])
+def test_the_old_revision_stands_and_serves_until_the_new_one_has_all_requests(spec: EndpointDeployment) -> None:
+    cluster = Cluster(spec)
     found, _ = settled(cluster, endpoint(active=1, num=2))
     found, history = settled(cluster, found.model_copy(update={"candidate_revision": 2}))
     switched = next(place for place, wanted in enumerate(history) if wanted.serving == 2)
@@ -126,8 +126,8 @@ def test_the_old_revision_stands_and_serves_until_the_new_one_has_all_requests(t
 
 def test_a_gateway_moves_traffic_in_steps_and_a_service_all_at_once() -> None:
     shares: dict[str, list[dict[int, int]]] = {}
-    for name, told in (("route", rich()), ("service", deployment())):
-        cluster = Cluster(told)
+    for name, spec in (("route", rich()), ("service", deployment())):
+        cluster = Cluster(spec)
         found, _ = settled(cluster, endpoint(active=1, num=2))
         _, history = settled(cluster, found.model_copy(update={"candidate_revision": 2}))
         steps = [weights(wanted) for wanted in history]
@@ -186,18 +186,18 @@ def test_the_route_carries_the_api_and_not_the_engines_administration() -> None:
 
 @pytest.mark.parametrize(("timeout_s", "written"), [(0.0, "0s"), (600.0, "600s"), (1.5, "2s")])
 def test_a_gateways_limit_is_written_as_its_api_takes_it(timeout_s: float, written: str) -> None:
-    told = rich(gateway=GatewayRef("front", request_timeout_s=timeout_s))
-    [rule] = one(render_endpoint(endpoint(), told), "HTTPRoute")["spec"]["rules"]
+    spec = rich(gateway=GatewayRef("front", request_timeout_s=timeout_s))
+    [rule] = one(render_endpoint(endpoint(), spec), "HTTPRoute")["spec"]["rules"]
     assert rule["timeouts"] == {"request": written}
     assert re.fullmatch(r"([0-9]{1,5}(h|m|s|ms)){1,4}", written)  # the pattern of Gateway API's Duration
 
 
 def test_without_a_gateway_api_traffic_is_switched_by_service_and_that_is_said() -> None:
-    told = rich(served=deployment().served)
-    kinds = {each["kind"] for each in render_endpoint(endpoint(), told)}
+    spec = rich(served=deployment().served)
+    kinds = {each["kind"] for each in render_endpoint(endpoint(), spec)}
     assert not kinds & {"HTTPRoute", "PodMonitor", "PrometheusRule", "ScaledObject"}
-    assert len(told.left_out()) == 3
-    assert policy_on_cluster(TRIED, told).canary.shares == ()
+    assert len(spec.left_out()) == 3
+    assert policy_on_cluster(TRIED, spec).canary.shares == ()
     assert rich().left_out() == ()
 
 

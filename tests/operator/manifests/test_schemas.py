@@ -22,10 +22,10 @@ FULL = PLACEMENT.model_copy(update={
 @pytest.mark.parametrize("version", ["1.27", kubernetes_validate.latest_version()])
 @pytest.mark.parametrize("how", [deployment, rich, two_nodes, embedded])
 def test_every_built_in_object_fits_the_strict_schema(how: Any, version: str) -> None:
-    told = how(placement=FULL.model_copy(update={"num_gpus": how().placement.num_gpus}))
+    result = how(placement=FULL.model_copy(update={"num_gpus": how().placement.num_gpus}))
     wanted = RolloutState(True, (1, 2), 1, CanaryShare(2, 0.2, NOW))
     checked = 0
-    for each in render_endpoint(endpoint(active=1, candidate=2), told, wanted):
+    for each in render_endpoint(endpoint(active=1, candidate=2), result, wanted):
         if each["apiVersion"] in BUILT_IN:
             kubernetes_validate.validate(each, version, strict=True)
             checked += 1

@@ -1,4 +1,4 @@
-"""A stage program on the real frame that does no work but behaves as told: for tests of what runs stages.
+"""A stage program on the real frame that does no work and behaves as its file says: for tests of what runs stages.
 
 It is a program of its own, started by the real command line; only the table of stages points here (see `rehearsal`).
 What it does is read from `$EYRIE_REHEARSAL/plan.json`, {"<stage>[/<key>]": [word, ...]}: one word per start, the last
@@ -173,13 +173,13 @@ def work(spec: StageSpec, stage: Stage) -> Result:
 def leave_files(directory: Path, report: StageReport) -> list[Path]:
     """Small files where the real stages leave large ones."""
     names = {"regenerate": ["rows.jsonl", "held_out.jsonl"], "capture": ["shard-000000.safetensors", "index.json"]}
-    told = names.get(directory.name, [])
+    result = names.get(directory.name, [])
     if isinstance(report, TrainReport):
-        told = [f"{one.path}/config.json" for one in report.checkpoints]
-    for name in told:
+        result = [f"{one.path}/config.json" for one in report.checkpoints]
+    for name in result:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(f"{name} of {directory.name}\n")
-    return [directory / name for name in told]
+    return [directory / name for name in result]
 
 
 if __name__ == "__main__":
@@ -192,5 +192,5 @@ if __name__ == "__main__":
         codes = [run_program(TrainStage, work, ["--spec", str(place / "spec.json"), "--out",
                                                 str(place / "manifest.json")]) for place in places]
         sys.exit(next((code for code in codes if code), 0))
-    told = json.loads(Path(sys.argv[sys.argv.index("--spec") + 1]).read_text())["stage"]
-    sys.exit(run_program(kinds[told], work))
+    result = json.loads(Path(sys.argv[sys.argv.index("--spec") + 1]).read_text())["stage"]
+    sys.exit(run_program(kinds[result], work))

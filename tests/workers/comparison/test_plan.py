@@ -43,9 +43,9 @@ def test_equal_tokens_are_the_same_documents_in_the_same_batches() -> None:
     epochs = epochs_for_tokens(60_000, sum(lengths))
     schedules = []
     for family in spec.families:
-        told = train_stage(spec, family, "store", epochs).train
-        schedules.append(Schedule(range(300), lengths, told.max_tokens_per_batch, told.epochs, told.seed,
-                                  told.max_steps))
+        result = train_stage(spec, family, "store", epochs).train
+        schedules.append(Schedule(range(300), lengths, result.max_tokens_per_batch, result.epochs, result.seed,
+                                  result.max_steps))
     seen = [[schedule.at(step).rows for step in range(schedule.num_steps)] for schedule in schedules]
     assert all(one == seen[0] for one in seen)
     tokens = sum(lengths[row] for rows in seen[0] for row in rows)

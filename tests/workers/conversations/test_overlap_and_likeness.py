@@ -1,4 +1,4 @@
-"""What a set of conversations is told to hold: copies, near copies, benchmark text, languages."""
+"""What the report on a set of conversations counts: copies, near copies, benchmark text, languages."""
 
 import pytest
 from hypothesis import given

@@ -34,14 +34,14 @@ class Pair:
     def config(self, which: str = "drafter", **changes: Any) -> None:
         """Set keys of a config.json; the value `...` removes one."""
         file = getattr(self, which) / "config.json"
-        told = json.loads(file.read_text()) | changes
-        file.write_text(json.dumps({key: value for key, value in told.items() if value is not ...}))
+        result = json.loads(file.read_text()) | changes
+        file.write_text(json.dumps({key: value for key, value in result.items() if value is not ...}))
 
     def eagle_config(self, **changes: Any) -> None:
         """Set keys of eagle_config."""
         old = json.loads((self.drafter / "config.json").read_text())["eagle_config"]
-        told = {key: value for key, value in (old | changes).items() if value is not ...}
-        self.config(eagle_config=told)
+        result = {key: value for key, value in (old | changes).items() if value is not ...}
+        self.config(eagle_config=result)
 
     def tensors(self, change: Callable[[Tensors], Any]) -> None:
         """Change the stored tensors in place."""
@@ -52,10 +52,10 @@ class Pair:
     def card(self, **changes: Any) -> None:
         """Change the card; `target` and `drafter` are merged."""
         file = self.drafter / "eyrie-card.json"
-        told = json.loads(file.read_text())
+        result = json.loads(file.read_text())
         for key, value in changes.items():
-            told[key] = told[key] | value if isinstance(value, dict) else value
-        file.write_text(json.dumps(told))
+            result[key] = result[key] | value if isinstance(value, dict) else value
+        file.write_text(json.dumps(result))
 
     def findings(self, **settings: Any) -> tuple[Finding, ...]:
         return check_directory(self.drafter, target_dir=self.target, **settings)
@@ -378,9 +378,9 @@ def test_the_program_prints_findings_as_json_and_ends_with_65(pair: Pair, capsys
     assert json.loads(capsys.readouterr().out)["findings"] == []
     pair.config(tie_word_embeddings=True)
     assert main([str(pair.drafter), "--target", str(pair.target), "--context", "100", "--fast"]) == 65
-    told = json.loads(capsys.readouterr().out)
-    assert [finding["code"] for finding in told["findings"]] == ["tied"]
-    assert told["context"] == 100
+    result = json.loads(capsys.readouterr().out)
+    assert [finding["code"] for finding in result["findings"]] == ["tied"]
+    assert result["context"] == 100
 
 
 def test_results_are_added_to_a_copy_with_the_same_weights_digest(pair: Pair, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The check of directories of every family in the registry: sound as exported, and each defect told with a hint."""
+"""The check of directories of every family in the registry: sound as exported; each defect has a hint."""
 
 import json
 from dataclasses import dataclass

@@ -229,15 +229,15 @@ def test_a_batch_spread_over_two_processes_has_the_loss_and_gradients_of_one(
     first = documents.lengths[0]
     parts = [(some(documents, 0, 1), (0,)), (some(documents, 1, 4), (
         first, first + documents.lengths[1], first + sum(documents.lengths[1:3])))]
-    told: list[torch.Tensor] = []
+    sums: list[torch.Tensor] = []
 
     def tell(counts: torch.Tensor) -> torch.Tensor:
-        told.append(counts)
+        sums.append(counts)
         return counts
 
     for mine, starts in parts:
         learner(mine, StepContext(1, 4, 3, starts, tell))
-    losses = [learner(mine, StepContext(1, 4, 3, starts, lambda _: told[0] + told[1])).loss for mine, starts in parts]
+    losses = [learner(mine, StepContext(1, 4, 3, starts, lambda _: sums[0] + sums[1])).loss for mine, starts in parts]
     torch.stack(losses).sum().backward()
     torch.testing.assert_close(torch.stack(losses).sum(), whole.loss, atol=1e-4, rtol=1e-5)
     for parameter, gradient in zip(drafter.parameters(), wanted, strict=True):
@@ -343,7 +343,7 @@ def test_violations_of_the_format_are_named(tmp_path: Path, target: TargetModel,
     directory = tmp_path / "drafter"
     save(directory, new_drafter(target, ends))
     weights, config = directory / "model.safetensors", directory / "config.json"
-    tensors, told = load_file(weights), json.loads(config.read_text())
+    tensors, result = load_file(weights), json.loads(config.read_text())
 
     def changed(**tensor: torch.Tensor | None) -> None:
         names = {name.replace("__", "."): value for name, value in tensor.items()}
@@ -358,10 +358,10 @@ def test_violations_of_the_format_are_named(tmp_path: Path, target: TargetModel,
     changed()
     for field, value in (("num_hidden_layers", 2), ("attention_bias", True), ("hot_vocab_size", 100),
                          ("model_type", "qwen2")):
-        config.write_text(json.dumps(told | {field: value}))
+        config.write_text(json.dumps(result | {field: value}))
         with pytest.raises(CheckpointInvalid, match=field):
             load(directory)
-    config.write_text(json.dumps(told | {"vocab_size": 300}))
+    config.write_text(json.dumps(result | {"vocab_size": 300}))
     with pytest.raises(CheckpointInvalid, match="vocabulary 300"):
         open_drafter(directory, target)
     with pytest.raises(ArtifactMissing):

@@ -162,18 +162,18 @@ def test_the_same_seed_makes_the_same_drafter_and_another_seed_another(tiny: Wor
     assert not torch.equal(one, other)
 
 
-@pytest.mark.parametrize(("change", "told"), [
+@pytest.mark.parametrize(("change", "result"), [
     ({"num_heads": 5}, "heads.4.skip.weight"), ({"num_heads": 3}, "heads.3.inner.weight"),
     ({"vocab_size": 300}, "token_map"), ({"original_lm_head": False}, "original_lm_head"),
     ({"architectures": ["EyrieHydra", "Other"]}, "EyrieHydra"), ({"truncated_vocab_size": 0}, "truncated_vocab_size")])
-def test_a_config_that_does_not_fit_is_named(change: dict[str, object], told: str, tiny: World, checkpoint: Path,
+def test_a_config_that_does_not_fit_is_named(change: dict[str, object], result: str, tiny: World, checkpoint: Path,
                                              tmp_path: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text()) | change
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes())
     with pytest.raises(CheckpointInvalid) as refused:
         open_drafter(tmp_path, tiny.target)
-    assert told in str(refused.value)
+    assert result in str(refused.value)
 
 
 def test_a_head_of_the_wrong_shape_is_named(tiny: World, checkpoint: Path, tmp_path: Path) -> None:

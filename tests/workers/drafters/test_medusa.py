@@ -183,7 +183,7 @@ def test_a_config_that_does_not_fit_is_named(damage: str, tiny: World, checkpoin
 
 
 def damaged(tensors: dict[str, torch.Tensor], how: str) -> str:
-    """Damage the tensors; the name that has to be told."""
+    """Damage the tensors; the name that the error must contain."""
     if how == "missing":
         del tensors["lm_heads.1.weight"]
         return "lm_heads.1.weight"

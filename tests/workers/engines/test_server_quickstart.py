@@ -48,10 +48,10 @@ def test_chat_asks_once_and_shows_speed(quickstart: EngineProcess) -> None:
     assert words.exit_code == 0, words.stderr
     assert words.stdout.strip()
     assert "tok/s" in words.stderr
-    told = json.loads(CliRunner().invoke(app, [*given, "--json"]).stdout)
-    assert told["content"].strip() == words.stdout.strip()
-    assert told["usage"]["completion_tokens"] == 32
-    assert told["acceptance_length"] == 1.0
+    result = json.loads(CliRunner().invoke(app, [*given, "--json"]).stdout)
+    assert result["content"].strip() == words.stdout.strip()
+    assert result["usage"]["completion_tokens"] == 32
+    assert result["acceptance_length"] == 1.0
 
 
 def test_chat_takes_its_message_from_a_pipe(quickstart: EngineProcess) -> None:

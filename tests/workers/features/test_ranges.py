@@ -68,8 +68,8 @@ def test_the_verify_program_names_every_damaged_shard(tmp_path: Path, capsys: py
     for number in (0, 2):
         flip_a_bit(tmp_path / shard_name(number), 100)
     assert verify([str(tmp_path)]) == ArtifactCorrupt.exit_code
-    told = capsys.readouterr().out
-    assert "shard-00000" in told
-    assert "shard-00002" in told
-    assert "2 damaged shards" in told
+    result = capsys.readouterr().out
+    assert "shard-00000" in result
+    assert "shard-00002" in result
+    assert "2 damaged shards" in result
     assert verify([str(tmp_path / "nowhere")]) != 0

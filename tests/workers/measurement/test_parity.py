@@ -1,4 +1,4 @@
-"""The parity gate: its decision on plain values, near-ties told from mistakes, the whole of it on our own engine."""
+"""The parity gate: its decision on plain values, near-ties and errors, the complete gate."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -121,7 +121,7 @@ def test_the_replay_of_a_shape_is_what_the_engine_does_in_that_shape(
             assert replayed.histogram[: len(done.accepted_histogram)] == tuple(done.accepted_histogram), request.id
             assert replayed.rounds == done.rounds
             accepted += len(done.token_ids) - 1 - done.rounds
-    assert accepted > 10  # the drafts were taken often enough to be told apart
+    assert accepted > 10  # the drafts were taken often enough to distinguish the two
 
 
 @given(st.dictionaries(st.integers(1, 9), st.integers(1, 20), min_size=1), st.integers(1, 16))

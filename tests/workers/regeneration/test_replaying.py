@@ -1,4 +1,4 @@
-"""Conversations replayed on policy: each turn in the context of the new answers, tool results spliced, ends told."""
+"""Conversations replayed on policy: each turn in the context of the new answers, tool results inserted, and ends."""
 
 import itertools
 import json

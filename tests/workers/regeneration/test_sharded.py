@@ -134,7 +134,7 @@ class RunningClient:
         try:
             for outcome in engine.answers(iter(asked), pause):
                 self.outcomes.append(outcome)
-        except BaseException as error:  # noqa: BLE001 - told to the test
+        except BaseException as error:  # noqa: BLE001 - re-raised in the test
             self.error = error
 
     def end(self) -> list[GenerationOutcome]:
@@ -166,7 +166,7 @@ def test_shards_are_answered_by_workers_and_taken_in_whole(world: World, target:
         assert sum(service.attempts.values()) == ROWS
     assert [o.row_id for o in outcomes if isinstance(o, GenerationFailure)] == [asked[7].row_id]
     assert_answered([o for o in outcomes if isinstance(o, GeneratedAnswer)], [*asked[:7], *asked[8:]])
-    assert world.warnings == ["TokenIdsNotReturned"], "told once, not once per shard"
+    assert world.warnings == ["TokenIdsNotReturned"], "one event, not one per shard"
     assert list(world.store.list()) == [], "nothing is left lying"
     assert world.queue.length() == 0
 

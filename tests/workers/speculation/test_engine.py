@@ -288,14 +288,14 @@ def test_following_the_load_changes_no_token_and_keeps_the_drafter_fed(sampling:
     for request in asked:
         engine.submit(request)
     done: dict[str, Generation] = {}
-    told: set[tuple[int, bool]] = set()
+    result: set[tuple[int, bool]] = set()
     while len(done) < len(asked):
         for progress in engine.step():
-            told |= {(asked_for, count > 0)
+            result |= {(asked_for, count > 0)
                      for asked_for, count in zip(progress.drafted, progress.accepted, strict=True)}
             done |= {} if progress.generation is None else {progress.id: progress.generation}
-    assert {asked_for for asked_for, _ in told} == {0, TREE.num_draft_tokens - 1, CHAIN.num_draft_tokens - 1}
-    assert (0, True) not in told
+    assert {asked_for for asked_for, _ in result} == {0, TREE.num_draft_tokens - 1, CHAIN.num_draft_tokens - 1}
+    assert (0, True) not in result
     assert [done[request.id].token_ids for request in asked] == plain
     assert set(seen) == {1, 2, 3}
     accepted = [generation.accepted_histogram for generation in done.values()]

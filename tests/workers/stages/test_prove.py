@@ -1,4 +1,4 @@
-"""The real prove program on a tiny target: servers side by side, what they are told, and their end however it ends."""
+"""The real prove program on a tiny target: servers started together, their arguments, their shutdown."""
 
 import json
 import os

@@ -279,12 +279,12 @@ def test_every_turn_is_answered_in_the_context_of_the_new_answers(tmp_path: Path
     found = rows(tmp_path / "out")
     assert [(row.line, row.turn) for row in found] == [(1, 0), (1, 1), (2, 0)]
     assert ["one", found[0].text, "two", found[1].text, "three"] in asked
-    told = report(tmp_path / "out")
-    assert told.conversations_ended == {"an answer was refused": 1}
-    assert told.outcomes == {str(path): {"answered": 3, "truncated": 0, "declined": 1}}
-    assert told.rows_retokenised == 0
-    assert told.answer_lengths is not None
-    assert told.answer_lengths.most == max(len(row.answer_ids) for row in found)
+    result = report(tmp_path / "out")
+    assert result.conversations_ended == {"an answer was refused": 1}
+    assert result.outcomes == {str(path): {"answered": 3, "truncated": 0, "declined": 1}}
+    assert result.rows_retokenised == 0
+    assert result.answer_lengths is not None
+    assert result.answer_lengths.most == max(len(row.answer_ids) for row in found)
 
 
 def test_cut_answers_are_kept_apart_where_the_spec_says_so(tmp_path: Path, target: Path) -> None:

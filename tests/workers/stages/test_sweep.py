@@ -105,9 +105,9 @@ def test_a_sweep_killed_after_a_rung_decides_as_it_would_have(
             write_spec(tmp_path / way / name, target_dir, store_dir, learning_rate=rate, max_steps=40, epochs=99,
                        num_checkpoints=1, save_every_steps=1000)
     assert sweep([tmp_path / "whole" / name for name in rates], rungs=(0.25, 0.5)) == 0
-    told = [sys.executable, "-m", "eyrie_workers.stages.sweep", "--rungs", "0.25,0.5",
+    result = [sys.executable, "-m", "eyrie_workers.stages.sweep", "--rungs", "0.25,0.5",
             *(part for name in rates for part in ("--train", str(tmp_path / "killed" / name)))]
-    process = subprocess.Popen(told, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(result, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None and not any(
             "StoppedEarly" in path.read_text() for path in tmp_path.glob("killed/*/events.jsonl")):

@@ -61,9 +61,9 @@ def test_olmo3_stretches_the_rope_of_its_full_layers_alone_in_both_spellings() -
 
 
 def test_yarn_without_an_attention_factor_takes_the_papers() -> None:
-    told = parse_config({**BASE, "model_type": "olmo3", "sliding_window": 16, "rope_scaling": YARN})
+    result = parse_config({**BASE, "model_type": "olmo3", "sliding_window": 16, "rope_scaling": YARN})
     untold = parse_config({**BASE, "model_type": "olmo3", "sliding_window": 16,
                            "rope_scaling": {k: v for k, v in YARN.items() if k != "attention_factor"}})
-    assert told.full_rope is not None
+    assert result.full_rope is not None
     assert untold.full_rope is not None
-    assert untold.full_rope.attention_factor == pytest.approx(told.full_rope.attention_factor)
+    assert untold.full_rope.attention_factor == pytest.approx(result.full_rope.attention_factor)

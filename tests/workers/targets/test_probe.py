@@ -41,13 +41,13 @@ def test_a_layer_that_says_what_is_asked_is_found(target: TargetModel) -> None:
         """Layer 2 of position i holds the final state of position i + 1."""
 
         def hidden_states(self, token_ids_list, aux_layers):  # type: ignore[no-untyped-def]
-            told = []
+            result = []
             for aux, last in super().hidden_states(token_ids_list, aux_layers):
                 aux = aux.clone()
                 if 2 in aux_layers:
                     aux[:-1, list(aux_layers).index(2)] = last[1:]
-                told.append((aux, last))
-            return told
+                result.append((aux, last))
+            return result
 
     telling = Telling.__new__(Telling)
     telling.__dict__.update(target.__dict__)

@@ -47,9 +47,9 @@ def both(directory: Path, target_dir: Path, codec: Codec, num: int = 14, *, opin
          buffer_bytes: int = 2**20) -> tuple[Features, Features]:
     """The same rows as a store and as a stream; every row of the store had a pass of its own."""
     target = load_target(target_dir, "float32")
-    told: dict[str, Any] = {"final_state": "topk", "top_k": 4, "draft_ids": tuple(range(0, 60, 2))} if opinions else {}
+    topk: dict[str, Any] = {"final_state": "topk", "top_k": 4, "draft_ids": tuple(range(0, 60, 2))} if opinions else {}
     layout = StoreFormat(aux_layers=AUX_LAYERS, hidden_size=HIDDEN, codec=codec,
-                         target_digest=target_digest(target_dir), **told)
+                         target_digest=target_digest(target_dir), **topk)
     rows = rows_of(num)
     writer = FeatureWriter(directory / "store", layout)
     writer.write_shard([compute_rows(target, [(name, ids, torch.arange(ids.numel()) >= prompt)], layout)[0]

@@ -35,7 +35,7 @@ def objective(drafter: Eagle3Drafter, steps: int = STEPS, dtype: torch.dtype = t
 
 
 def settings(**changed: Any) -> TrainSpec:
-    """Every root unrolled at every step, unless told otherwise."""
+    """Every root unrolled at every step, by default."""
     return TrainSpec(**{"ttt_length": STEPS, "step_decay": DECAY, "unrolled_fraction": 1.0, "single_step_ratio": 0.0,
                         **changed})
 
@@ -239,16 +239,16 @@ def test_by_sequence_a_long_answer_weighs_as_much_as_a_short_one() -> None:
 def test_shares_of_two_processes_are_those_of_one(normalisation: Normalisation) -> None:
     step, document = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 1, 2, 0, 2])
     counts, parts = torch.tensor([True, False, True, True, True]), [document == 0, document > 0]
-    told: list[torch.Tensor] = []
+    result: list[torch.Tensor] = []
 
     def tell(counted: torch.Tensor) -> torch.Tensor:
-        told.append(counted)
+        result.append(counted)
         return counted
 
     whole = shares(step, document, counts, 3, 0.8, normalisation, lambda x: x)
     for part in parts:
         shares(step[part], document[part], counts[part], 3, 0.8, normalisation, tell)
-    apart = [shares(step[part], document[part], counts[part], 3, 0.8, normalisation, lambda x: told[0] + told[1])
+    apart = [shares(step[part], document[part], counts[part], 3, 0.8, normalisation, lambda x: result[0] + result[1])
              for part in parts]
     torch.testing.assert_close(torch.cat([apart[0], apart[1]]), torch.cat([whole[part] for part in parts]))
 

@@ -1,4 +1,4 @@
-"""AdamW in slices: the parameters of AdamW in one piece, on any number of processes, also after a change of number."""
+"""Sharded AdamW: the parameters of plain AdamW, on any number of processes, also after a change of their number."""
 
 import subprocess
 import sys
@@ -40,7 +40,7 @@ def alone(steps: int, processes: int) -> list[Tensor]:
 def take_part(rank: int, size: int, meeting: str, steps: range, before: Path | None, after: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
     held = parameters()
-    optimizer = ShardedAdamW(held, rank, size, **SETTINGS)
+    optimizer = ShardedAdamW(held, **SETTINGS)
     if before is not None:
         saved = torch.load(before)
         for parameter, value in zip(held, saved["parameters"], strict=True):
@@ -63,14 +63,14 @@ def take_part(rank: int, size: int, meeting: str, steps: range, before: Path | N
 
 def together(size: int, directory: Path, steps: range, before: Path | None = None) -> Path:
     after = directory / f"after-{steps.stop}.pt"
-    told = [str(size), str(directory / f"meet-{steps.stop}"), str(steps.start), str(steps.stop), str(before or ""),
+    result = [str(size), str(directory / f"meet-{steps.stop}"), str(steps.start), str(steps.stop), str(before or ""),
             str(after)]
-    processes = [subprocess.Popen([sys.executable, __file__, str(rank), *told]) for rank in range(size)]
+    processes = [subprocess.Popen([sys.executable, __file__, str(rank), *result]) for rank in range(size)]
     assert [process.wait(120) for process in processes] == [0] * size
     return after
 
 
-def test_slices_give_the_parameters_of_the_whole_also_when_the_number_of_processes_changes(tmp_path: Path) -> None:
+def test_sharded_adamw_equals_adamw_also_when_the_number_of_processes_changes(tmp_path: Path) -> None:
     half = together(2, tmp_path, range(3))
     end = together(3, tmp_path, range(3, 6), before=half)
     for got, wanted in zip(torch.load(end)["parameters"], alone(6, 3), strict=True):

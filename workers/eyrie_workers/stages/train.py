@@ -375,7 +375,7 @@ class TrainingRun:
             self.stage.pause_point()
 
     def _save(self) -> None:
-        moments = self.trainer.optimizer.moments()  # a collective: every rank contributes its slice
+        moments = self.trainer.optimizer.moments()  # a collective: every rank sends what it owns
         if self._dist.is_main:
             save_state(self._state_file, self.drafter, moments, self.trainer.counters, self.digest,
                        {"checkpoints": [report.model_dump(mode="json") for report in self.reports], "best": self.best,

@@ -4,8 +4,8 @@
 
 Every process holds the whole drafter (one or two layers) and takes some documents of each step's batch, nearly equal in
 tokens. Counts are summed before the losses, so that each process weights its predictions by the whole batch; gradients
-are then summed, not averaged, and equal those of a single process up to the order of sums. Each process keeps a slice
-of gradients and moments (`training.optimiser`). The documents of a step do not depend on the number of processes, and
+are then summed, not averaged, and equal those of a single process up to the order of sums. Each process keeps the
+moments of some parameters (`training.optimiser`). The documents of a step do not depend on the number of processes, and
 the saved state does not contain it: a run interrupted on two processes resumes on one.
 
 Rank 0 is the main process: it alone holds the stage's lock and writes events, checkpoints and state, and broadcasts the

@@ -81,7 +81,7 @@ class Trainer:
         self.loader, self._columns = loader, columns
         self.counters = Counters()
         parameters = [parameter for _, parameter in trainable_parameters(objective.drafter)]
-        self.optimizer = adamw(parameters, dist.rank, dist.size, lr=peak_of(spec), betas=(spec.beta1, spec.beta2),
+        self.optimizer = adamw(parameters, dist.size, lr=peak_of(spec), betas=(spec.beta1, spec.beta2),
                                weight_decay=spec.weight_decay)
 
     @property

@@ -17,7 +17,7 @@ override_platform(has_amx=True).install()
 
 
 def main() -> None:
-    """Serve until told to stop, with the flags of SGLang's own launcher."""
+    """Serve until SIGTERM, with the flags of SGLang's own launcher."""
     from sglang.launch_server import run_server
     from sglang.srt.utils import kill_process_tree
 
