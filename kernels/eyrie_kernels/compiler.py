@@ -24,7 +24,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -129,6 +129,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *tensors_and_integers: Tensor | i
            num_stages: int = 2, **constants: Any) -> None:
     """Run a kernel on a grid; constants are passed by name. An empty grid launches nothing.
 
+    The tensors' GPU is made the current one for the launch: Triton launches on the current device, and a kernel there
+    that is given addresses of another device is an illegal access.
+
     Fusing a multiplication and an addition into one rounding is disabled: the interpreter does not fuse them either.
     """
     if 0 in grid:
@@ -137,7 +140,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *tensors_and_integers: Tensor | i
         capability, made = _compiled[-1]
         made.append(_compile(kernel, capability, tensors_and_integers, num_warps, num_stages, constants))
         return
-    kernel[grid](*tensors_and_integers, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False, **constants)
+    device = next(value.device for value in tensors_and_integers if isinstance(value, Tensor))
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[grid](*tensors_and_integers, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False,
+                     **constants)
 
 
 _NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",

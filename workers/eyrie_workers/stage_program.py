@@ -154,7 +154,7 @@ class OpenStage(Generic[SpecT]):
 
     def fail(self, error: EyrieError) -> None:
         """Write `failure.json`."""
-        _write_failure(self.stage, error)
+        write_failure(self.stage, error)
 
 
 @contextmanager
@@ -190,7 +190,7 @@ def open_stage(kind: type[SpecT], stage: Stage, spec_file: Path, out: Path,
         stage.event("Interrupted", "stopped on request; run again to resume", warning=True)
         raise
     except EyrieError as error:
-        _write_failure(stage, error)
+        write_failure(stage, error)
         raise
 
 
@@ -243,7 +243,8 @@ def _read_spec(kind: type[SpecT], spec_file: Path) -> SpecT:
                            f"(got {first['input']!r})", f"see {kind.__name__} in eyrie_api.v1alpha1.stages") from error
 
 
-def _write_failure(stage: Stage, error: EyrieError) -> None:
+def write_failure(stage: Stage, error: EyrieError) -> None:
+    """Write `failure.json`."""
     write_model(stage.out_dir / "failure.json", Failure(
         reason=error.reason, message=error.message, hint=error.hint, exit_code=error.exit_code,
         transient=isinstance(error, Transient), time=_now()))

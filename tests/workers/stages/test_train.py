@@ -20,10 +20,13 @@ from eyrie_api.v1alpha1.reports import TrainReport
 from eyrie_api.v1alpha1.stages import TrainStage
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_api.v1alpha1.training import TrainSpec
+from eyrie_pipelines.processes import identify
 from eyrie_workers.drafters.eagle3.checkpoint import load_drafter
 from eyrie_workers.features.shard_format import FeatureRow, StoreFormat
 from eyrie_workers.features.writer import FeatureWriter
+from eyrie_workers.machine.environment import cpu_count
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, run_program
+from eyrie_workers.stages.train import main as train_program
 from eyrie_workers.stages.train import train
 from eyrie_workers.targets.loading import load_target, target_digest
 from tests.tiny import tiny_target
@@ -189,25 +192,31 @@ def test_kill_9_at_any_step_changes_no_bit_of_the_result(
 
 
 def start_two(out: Path) -> subprocess.Popen[bytes]:
+    program = Path(__file__).with_name("observed_train.py")
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
-         "eyrie_workers.stages.train", "--spec", str(out / "spec.json"), "--out", str(out / "manifest.json")],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program),
+         "--spec", str(out / "spec.json"), "--out", str(out / "manifest.json")],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
 
 
 def test_two_processes_killed_midway_and_one_that_goes_on_make_the_drafter_of_one(
         finished: Path, tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
     # 9 documents a step at most and two processes: some steps have more on one side.
-    write_spec(tmp_path, target_dir, store_dir, save_every_steps=1)
+    write_spec(tmp_path, target_dir, store_dir, save_every_steps=1, threads=None)
     processes = start_two(tmp_path)
     wait_for_steps(tmp_path, processes, 6)
-    # The launcher gives each process a session of its own: the end of one ends no other.
     children = Path(f"/proc/{processes.pid}/task/{processes.pid}/children").read_text().split()
     assert len(children) == 2
-    for pid in map(int, children):
-        os.kill(pid, signal.SIGKILL)
     processes.kill()
     processes.wait()
+    # The launcher gives each process a session of its own. They end with it all the same, and free the stage's lock.
+    deadline = time.monotonic() + 60
+    while any(identify(int(pid)) for pid in children):
+        assert time.monotonic() < deadline, "a rank outlived its launcher"
+        time.sleep(0.01)
+    assert sorted(path.name for path in tmp_path.glob("digest-*")) == ["digest-0"], "rank 0 alone reads the target"
+    share = max(1, cpu_count() // 2)
+    assert [(tmp_path / f"threads-{rank}").read_text() for rank in (0, 1)] == [str(share)] * 2
     assert sum(metric.name == "loss" for metric in metrics(tmp_path)) >= 6
     assert start(tmp_path).wait() == 0
     ours, theirs = report_of(tmp_path), report_of(finished)
@@ -217,6 +226,18 @@ def test_two_processes_killed_midway_and_one_that_goes_on_make_the_drafter_of_on
         for name, tensor in mine.items():
             # Sums in another order, through a few dozen optimiser steps; weights are of order 0.1 and exported rounded.
             torch.testing.assert_close(tensor.float(), other[name].float(), atol=2e-3, rtol=2e-2, msg=name)
+
+
+def test_gpus_that_are_not_there_are_refused_by_every_rank_before_any_work(
+        tmp_path: Path, target_dir: Path, store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_spec(tmp_path, target_dir, store_dir)
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1", "EYRIE_DEVICE": "cuda"}.items():
+        monkeypatch.setenv(name, value)
+    assert train_program(["--spec", str(tmp_path / "spec.json"), "--out", str(tmp_path / "manifest.json")]) == 65
+    failure = json.loads((tmp_path / "failure.json").read_text())
+    assert failure["reason"] == "InvalidInput"
+    assert "sees no GPU" in failure["message"]
+    assert "EYRIE_DEVICE=cpu" in failure["hint"]
 
 
 def test_patience_ends_a_run_with_a_checkpoint_of_where_it_stood(

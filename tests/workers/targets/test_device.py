@@ -1,16 +1,66 @@
-"""Where this process computes, and what happens to tensors that nobody placed."""
+"""The device of a process, and where tensors without an explicit device are created.
+
+CUDA is an external system that is absent here: tests that replace functions of torch.cuda observe the calls made to it.
+"""
+
+import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
 
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.targets.device import CPU, default_device, device_scope
+from eyrie_workers.targets.device import CPU, choose_device, default_device, device_scope, refuse_unusable_gpus
 
 
-def test_a_device_that_is_none_is_refused_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EYRIE_DEVICE", "gpu")
-    with pytest.raises(InvalidInput, match="EYRIE_DEVICE 'gpu' is not a device"):
+@pytest.mark.parametrize(("environment", "num_gpus", "message", "hint"), [
+    ({"EYRIE_DEVICE": "gpu"}, 1, "EYRIE_DEVICE 'gpu' is not a device", "give cpu, cuda or"),
+    ({"EYRIE_DEVICE": "mps"}, 1, "EYRIE_DEVICE is 'mps'", "give cpu, cuda or"),
+    ({"EYRIE_DEVICE": "cuda"}, 0, "sees no GPU", "EYRIE_DEVICE=cpu"),
+    ({"EYRIE_DEVICE": "cuda:2"}, 2, "EYRIE_DEVICE is 'cuda:2', but torch sees 2 GPUs", "cuda:0 to cuda:1"),
+    ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}, 4, "8 processes on this machine.* 4 GPUs", "at most 4"),
+    ({"EYRIE_DEVICE": "cuda:1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, 2, "one GPU for 2 processes",
+     "CUDA_VISIBLE_DEVICES")])
+def test_a_device_that_cannot_be_had_is_refused_with_what_was_found_and_what_to_change(
+        environment: dict[str, str], num_gpus: int, message: str, hint: str) -> None:
+    with pytest.raises(InvalidInput, match=message) as refused:
+        choose_device(environment, num_gpus)
+    assert hint in refused.value.hint
+
+
+@pytest.mark.parametrize(("environment", "num_gpus", "device"), [
+    ({}, 0, "cpu"), ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 0, "cpu"),
+    ({}, 2, "cuda:0"), ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 2, "cuda:1"),
+    ({"EYRIE_DEVICE": "cuda", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 2, "cuda:1"),
+    ({"EYRIE_DEVICE": "cuda:1"}, 2, "cuda:1"),
+    ({"EYRIE_DEVICE": "cpu", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 1, "cpu")])
+def test_each_process_takes_the_gpu_of_its_local_rank_unless_one_is_named(
+        environment: dict[str, str], num_gpus: int, device: str) -> None:
+    assert choose_device(environment, num_gpus) == torch.device(device)
+
+
+def test_the_gpu_of_a_process_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setenv("EYRIE_DEVICE", "cuda:1")
+    assert default_device() == torch.device("cuda", 1)
+    assert calls == [torch.device("cuda", 1)]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(InvalidInput, match="Triton is not installed"):
         default_device()
+
+
+def test_gpus_that_torch_cannot_use_are_refused_and_not_replaced_by_the_cpu() -> None:
+    gpus = [Path("/dev/nvidia0"), Path("/dev/nvidia1")]
+    with pytest.raises(InvalidInput, match=r"2 GPUs.*built for CUDA 13\.0") as refused:
+        refuse_unusable_gpus({}, "13.0", gpus)
+    assert "install a driver that supports CUDA 13.0" in refused.value.hint
+    refuse_unusable_gpus({"CUDA_VISIBLE_DEVICES": ""}, "13.0", gpus)
+    refuse_unusable_gpus({}, None, gpus)
+    refuse_unusable_gpus({}, "13.0", [])
 
 
 def test_the_processor_can_be_asked_for_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ kernel does it: this program sets its parent-death signal to SIGKILL (prctl PR_S
 command, which keeps the setting. It is a separate program because the alternative, a `preexec_fn` between fork and exec
 of a multi-threaded process, may deadlock.
 
+A program that torchrun starts cannot be wrapped like this and calls `die_with_parent` instead.
+
 The signal is sent when the *thread* that created the child ends: start engines from a thread that lives as long as the
 process. SGLang sets the same signal for its own children. PR_SET_PDEATHSIG exists on Linux only; on other systems an
 engine outlives a stage that was killed.
@@ -26,13 +28,18 @@ def with_parent_death_signal(argv: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "eyrie_workers.engines.parent_death_signal", str(os.getpid()), *argv]
 
 
-def main() -> None:
-    """Set the parent-death signal, then execute the command. Does not return."""
-    parent, argv = int(sys.argv[1]), sys.argv[2:]
+def die_with_parent() -> None:
+    """Have this process killed when its parent ends. A parent that has ended already goes unnoticed."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
             sys.exit(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
+
+
+def main() -> None:
+    """Set the parent-death signal, then execute the command. Does not return."""
+    parent, argv = int(sys.argv[1]), sys.argv[2:]
+    die_with_parent()
     # Race: a parent that ended before prctl sends no signal any more, but this process then has another parent.
     if os.getppid() != parent:
         sys.exit("the parent process has ended")

@@ -35,6 +35,7 @@ from torch import nn
 
 from eyrie_api.artifacts import code_version, digest_bytes, digest_directory
 from eyrie_api.errors import Conflict, EyrieError, NoUsableData
+from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.model import Frozen
 from eyrie_api.v1alpha1.reports import CheckpointReport, TrainReport, VocabularyReport
 from eyrie_api.v1alpha1.stages import TrainStage
@@ -44,7 +45,9 @@ from eyrie_workers.drafters.checkpoint.files import files_of
 from eyrie_workers.drafters.family import FamilyImplementation
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.drafters.registry import family_named
+from eyrie_workers.engines.parent_death_signal import die_with_parent
 from eyrie_workers.features.packed_batch import PackedBatch
+from eyrie_workers.machine.environment import cpu_count
 from eyrie_workers.stage_program import (
     INTERRUPTED_EXIT_CODE,
     Interrupted,
@@ -52,6 +55,7 @@ from eyrie_workers.stage_program import (
     Stage,
     run_program,
     stop_on_signals,
+    write_failure,
 )
 from eyrie_workers.targets import draft_vocabulary
 from eyrie_workers.targets.config import TargetConfig, read_config
@@ -59,7 +63,7 @@ from eyrie_workers.targets.device import default_device, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import resolve, special_token_ids, target_digest
 from eyrie_workers.training.batch_loader import BatchLoader, Features, open_features
-from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext
+from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext, threads_of_process
 from eyrie_workers.training.evaluation import Evaluation, evaluate
 from eyrie_workers.training.loop import StepReport, Trainer
 from eyrie_workers.training.packing import Schedule, checkpoint_steps, cut_evenly, split_held_out
@@ -92,9 +96,10 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
 
     embeddings, features  of the target and of spec.store_dir, if another run of this process has opened them already.
     """
-    torch.set_num_threads(spec.train.threads or os.cpu_count() or 1)
+    device = default_device()
+    torch.set_num_threads(spec.train.threads or threads_of_process(cpu_count(), os.environ))
     path, store = resolve(spec.target), features or open_features(spec.store_dir, spec.target)
-    _check_origin(store, path, spec)
+    _check_origin(store, path, spec, dist)
     config, family = read_config(path), family_named(spec.drafter.family)
     spec = _resolve_defaults(spec, family)
     layers = family.layers(spec.drafter.aux_layers or store.format.chosen_layers, config.num_layers)
@@ -107,7 +112,6 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
                                                       whole=family.row.whole_vocabulary)
     embeddings = embeddings or read_target_embeddings(path, config.tie_word_embeddings)
     drafter = family.create(spec.drafter, config, embeddings, layers, vocabulary, spec.train.seed)
-    device = default_device()
     dtype = fastest_dtype(device) if spec.train.dtype == "auto" else getattr(torch, spec.train.dtype)
     drafter.to(device)
     with device_scope(device):
@@ -136,12 +140,16 @@ class _UnloggedStage(Stage):
         pass
 
 
-def run_worker_rank(dist: DistContext, argv: Sequence[str]) -> int:
-    """The program of a non-zero rank: train whenever rank 0 does, until it ends; the exit code."""
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--spec", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def run_worker_rank(dist: DistContext, argv: Sequence[str]) -> int:
+    """The program of a non-zero rank: train whenever rank 0 does, until it ends; the exit code."""
+    arguments = _arguments(argv)
     stage = _UnloggedStage(arguments.out.resolve().parent, quiet=True)
     try:
         with stop_on_signals(stage):
@@ -155,9 +163,25 @@ def run_worker_rank(dist: DistContext, argv: Sequence[str]) -> int:
         return error.exit_code
 
 
+def _refuse(error: EyrieError, argv: Sequence[str]) -> int:
+    """End a rank that has no group. Whichever rank is first writes failure.json before it ends, because torchrun then
+    stops the others; all ranks of a machine find the same error."""
+    stage = _UnloggedStage(_arguments(argv).out.resolve().parent, quiet=True)
+    stage.out_dir.mkdir(parents=True, exist_ok=True)
+    write_failure(stage, error)
+    return report_error(error)
+
+
 def main(argv: Sequence[str]) -> int:
     """The program of every rank; returns the exit code."""
-    dist = DistContext.from_environment()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # torchrun starts each rank in a session of its own: killed with SIGKILL, it would leave them behind. A rank
+        # whose torchrun ended before this line does not train: it finds no store to form the group with.
+        die_with_parent()
+    try:
+        dist = DistContext.from_environment()
+    except EyrieError as error:
+        return _refuse(error, argv)
 
     def work(spec: TrainStage, stage: Stage) -> Result:
         return train(spec, stage, dist)
@@ -205,8 +229,9 @@ def _columns(layers: tuple[int, ...], store: Features, spec: TrainStage) -> tupl
     return tuple(held.index(layer) for layer in layers)
 
 
-def _check_origin(store: Features, path: Path, spec: TrainStage) -> None:
-    if store.format.target_digest != target_digest(path):
+def _check_origin(store: Features, path: Path, spec: TrainStage, dist: DistContext) -> None:
+    # Rank 0 alone reads the whole target for its digest: eight processes would read it eight times from one disk.
+    if store.format.target_digest != dist.on_main(lambda: target_digest(path)):
         raise Conflict(f"the hidden states in {spec.store_dir} were captured from another target than "
                        f"{spec.target.model!r}", "capture again from this target")
     if store.num_rows == 0:

@@ -6,11 +6,16 @@ created inside without an explicit device are created there. For the CPU the sco
 
 Files are read, packed and checked on the CPU; the code that loads weights for computing moves them once.
 
-EYRIE_DEVICE overrides the choice (`cpu`, `cuda`, `cuda:1`).
+EYRIE_DEVICE overrides the choice (`cpu`, `cuda`, `cuda:1`). Among the processes of torchrun each takes the GPU of its
+LOCAL_RANK. `default_device` also makes the GPU the current one of the process: Triton launches kernels, and CUDA
+creates contexts and streams, on the current GPU and not on the one that holds the tensors.
 """
 
+import importlib.util
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
 
@@ -20,21 +25,77 @@ CPU = torch.device("cpu")
 
 
 def default_device() -> torch.device:
-    """The device of this process: EYRIE_DEVICE, else the GPU of its LOCAL_RANK (default 0), else the CPU.
+    """The device of this process, made the current one. Every program that computes calls this before it does.
 
-    Raises InvalidInput when EYRIE_DEVICE is not a device of this machine.
+    Raises InvalidInput where the device that was asked for, or the GPUs that are there, cannot be used.
     """
-    asked = os.environ.get("EYRIE_DEVICE")
-    if asked is None:
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else CPU
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = choose_device(os.environ, num_gpus)
+    if device.type == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            raise InvalidInput(f"torch {torch.__version__} sees {num_gpus} GPUs, but Triton is not installed",
+                               "install the Triton of this torch (pip install triton), or set EYRIE_DEVICE=cpu")
+        torch.cuda.set_device(device)
+    elif "EYRIE_DEVICE" not in os.environ:
+        refuse_unusable_gpus(os.environ, torch.version.cuda, sorted(Path("/dev").glob("nvidia[0-9]*")))
+    return device
+
+
+def choose_device(environment: Mapping[str, str], num_gpus: int) -> torch.device:
+    """EYRIE_DEVICE, else the GPU of LOCAL_RANK (default 0), else the CPU. Pure.
+
+    Raises InvalidInput when EYRIE_DEVICE is not a device of this machine, and when there are more processes than GPUs.
+    """
+    asked = environment.get("EYRIE_DEVICE")
+    rank, num_processes = int(environment.get("LOCAL_RANK", "0")), int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    if asked is None and num_gpus == 0:
+        return CPU
     try:
-        device = torch.device(asked)
+        device = torch.device(asked or "cuda")
     except RuntimeError as error:
         raise InvalidInput(f"EYRIE_DEVICE {asked!r} is not a device", "give cpu, cuda or cuda:<number>") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidInput(f"EYRIE_DEVICE is {asked!r}, but torch sees no GPU",
-                           "unset it, or install a CUDA build of torch on a machine with a GPU")
-    return device
+    if device.type == "cpu":
+        return CPU
+    if device.type != "cuda":
+        raise InvalidInput(f"EYRIE_DEVICE is {asked!r}, and Eyrie computes on CUDA devices and CPUs only",
+                           "give cpu, cuda or cuda:<number>")
+    if num_gpus == 0:
+        raise InvalidInput(f"EYRIE_DEVICE is {asked!r}, but torch {torch.__version__} sees no GPU",
+                           "set EYRIE_DEVICE=cpu, or install a CUDA build of torch on a machine with a GPU")
+    if num_processes > num_gpus:
+        raise InvalidInput(f"{num_processes} processes on this machine, one per GPU, but torch sees {num_gpus} GPUs",
+                           f"set num_gpus (torchrun's --nproc-per-node) to at most {num_gpus}, or EYRIE_DEVICE=cpu to "
+                           "train on processors")
+    if device.index is not None and num_processes > 1:
+        raise InvalidInput(f"EYRIE_DEVICE is {asked!r}, one GPU for {num_processes} processes",
+                           "set EYRIE_DEVICE=cuda, and choose GPUs by CUDA_VISIBLE_DEVICES")
+    if device.index is not None and device.index >= num_gpus:
+        raise InvalidInput(f"EYRIE_DEVICE is {asked!r}, but torch sees {num_gpus} GPUs",
+                           f"give cuda:0 to cuda:{num_gpus - 1}")
+    return torch.device("cuda", rank if device.index is None else device.index)
+
+
+def refuse_unusable_gpus(environment: Mapping[str, str], built_for: str | None, nodes: list[Path]) -> None:
+    """Raises InvalidInput where a CUDA build of torch sees none of the GPUs that this machine gives to the process.
+
+    built_for   CUDA version of this torch; None for a CPU build, which is installed on purpose.
+    nodes       the GPUs' device files; a container has those of its own GPUs only.
+
+    Without this a driver too old for the torch that is installed means hours on the CPU and no error.
+    """
+    hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if built_for is not None and nodes and not hidden:
+        raise InvalidInput(f"this machine has {len(nodes)} GPUs, and torch {torch.__version__}, built for CUDA "
+                           f"{built_for}, can use none of them ({_driver()})",
+                           f"install a driver that supports CUDA {built_for}, or the torch for the driver's CUDA; "
+                           "EYRIE_DEVICE=cpu computes on processors")
+
+
+def _driver() -> str:
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return "no NVIDIA driver is loaded"
 
 
 def device_scope(device: torch.device) -> AbstractContextManager[object]:

@@ -13,15 +13,19 @@ state to the others when they start (`stages.train`). gloo carries the collectiv
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from eyrie_api.errors import EyrieError
+from eyrie_workers.targets.device import default_device
 from eyrie_workers.training.state import Counters, Moments, trainable_parameters
+
+ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True)
@@ -33,12 +37,20 @@ class DistContext:
 
     @staticmethod
     def from_environment() -> "DistContext":
-        """The process group that torchrun describes in the environment; a single process without one."""
+        """The process group that torchrun describes in the environment; a single process without one.
+
+        Raises InvalidInput, on every process of a machine alike, where its GPUs cannot be used (`targets.device`).
+        """
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return DistContext()
         if not dist.is_initialized():
-            # Counts are summed on the CPU, where they are computed; gradients on the GPU.
-            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+            device = default_device()
+            if device.type == "cuda":
+                # Counts are summed on the CPU, where they are computed; gradients on the GPU. `device_id` binds NCCL
+                # to this process's GPU: without it NCCL guesses by rank, wrong for the second machine's processes.
+                dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+            else:
+                dist.init_process_group("gloo")
         return DistContext(dist.get_rank(), dist.get_world_size())
 
     @property
@@ -63,12 +75,27 @@ class DistContext:
         return bool(self.all_sum(torch.tensor([float(flag)])).item()) if self.size > 1 else flag
 
     def broadcast(self, value: Any) -> Any:
-        """The value that rank 0 passed, on every process. JSON-able."""
+        """The value that rank 0 passed, on every process. Pickled."""
         if self.size == 1:
             return value
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+    def on_main(self, compute: Callable[[], ValueT]) -> ValueT:
+        """What `compute` returns on rank 0, on every process. An EyrieError that it raises is raised on all."""
+        if self.size == 1:
+            return compute()
+        outcome: ValueT | EyrieError | None = None
+        if self.is_main:
+            try:
+                outcome = compute()
+            except EyrieError as error:
+                outcome = error
+        outcome = self.broadcast(outcome)
+        if isinstance(outcome, EyrieError):
+            raise outcome
+        return outcome
 
     def broadcast_state(self, drafter: nn.Module, moments: Moments, counters: Counters) -> tuple[Counters, Moments]:
         """Parameters (in place), moments and counters of rank 0, on every process."""
@@ -92,6 +119,11 @@ class DistContext:
 
 
 SINGLE_PROCESS = DistContext()
+
+
+def threads_of_process(processors: int, environment: Mapping[str, str]) -> int:
+    """CPU threads of one of torchrun's processes: its share of the machine, since all of them compute at once. Pure."""
+    return max(1, processors // int(environment.get("LOCAL_WORLD_SIZE", "1")))
 
 
 @dataclass(frozen=True)
