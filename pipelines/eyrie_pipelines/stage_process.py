@@ -6,6 +6,8 @@ laptop.
 - stdout and stderr are appended to `log.txt` next to the spec; the program writes its progress to `events.jsonl`;
 - SIGTERM is forwarded, and this process then exits with 143 (interrupted; the stage resumes when it is run again);
 - a transient failure, or a program killed by a signal, is retried up to three times with growing pauses;
+- a training on several GPUs of this machine is torchrun and its processes. torchrun ends with 1 whichever way one of
+  them ended: without a failure record that is retried like a signal;
 - a permanent failure raises StageFailed with the program's message and hint;
 - stages that measure take the machine's measuring lock themselves, since concurrent measurements would distort each
   other; a stage started by hand waits for the same lock.
@@ -15,7 +17,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -36,8 +38,10 @@ OUTER_TMPDIR = "EYRIE_OUTER_TMPDIR"
 TMPDIR and must be the same for every process of the machine."""
 
 
-def run_stage_program(spec: StageSpec, directory: Path) -> None:
+def run_stage_program(spec: StageSpec, directory: Path, processes: int = 1) -> None:
     """Run a stage program in its directory until it has written its manifest.
+
+    processes   of this machine, for the train stage.
 
     Raises StageFailed when it ended without one after MAX_ATTEMPTS transient failures. Exits this process with 143
     after SIGTERM or SIGINT.
@@ -45,9 +49,10 @@ def run_stage_program(spec: StageSpec, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     write_model(directory / "spec.json", spec)
     node = is_node()
-    arguments = torchrun_command(directory) if node else command(spec.stage, directory)
+    several = processes > 1
+    arguments = torchrun_command(directory, processes) if node or several else command(spec.stage, directory)
     for attempt in range(1, MAX_ATTEMPTS + 1):
-        code, interrupted = _run_once(arguments, directory)
+        code, interrupted = _run_once(arguments, directory, {"EYRIE_DEVICE": "cuda"} if several else {})
         if code == 0:
             if is_first_node():
                 read_manifest(directory)  # exit 0 without a manifest is a defect of the stage: report it here
@@ -60,7 +65,8 @@ def run_stage_program(spec: StageSpec, directory: Path) -> None:
             # TrainJob's runtime restarts all nodes, and fails the TrainJob after its own limit.
             raise SystemExit(code if code > 0 else 1)
         # Killed from outside (out of memory, kill): the stage resumes from its ledger or checkpoint.
-        retryable = failure.transient if failure is not None else code < 0 or code == INTERRUPTED_EXIT_CODE
+        killed = code < 0 or code == INTERRUPTED_EXIT_CODE or several
+        retryable = failure.transient if failure is not None else killed
         if not retryable or attempt == MAX_ATTEMPTS:
             if failure is None:
                 raise StageFailed(*_explain(code, directory))
@@ -79,7 +85,7 @@ def run_sweep_program(directories: Sequence[Path], rungs: Sequence[float]) -> No
         if directory != first:
             (directory / "log.txt").write_text(f"trained in one process with {first.name}: see its log\n")
     for attempt in range(1, MAX_ATTEMPTS + 1):
-        code, interrupted = _run_once(sweep_command(directories, rungs), first)
+        code, interrupted = _run_once(sweep_command(directories, rungs), first, {})
         if code == 0:
             for directory in directories:
                 read_manifest(directory)
@@ -105,7 +111,7 @@ def _wait(what: str, attempt: int, code: int) -> None:
 def _explain(code: int, directory: Path) -> tuple[str, str]:
     """Message and hint for a program that ended without a failure record."""
     log = directory / "log.txt"
-    lines = log_lines(log)
+    lines = [line for line in log_lines(log) if any(map(str.isalnum, line))]  # torchrun's last line is "====="
     last = f"; last line of its log: {lines[-1]}" if lines else ""
     if code < 0:
         return (f"the program was killed by {signal.Signals(-code).name} {MAX_ATTEMPTS} times{last}",
@@ -113,8 +119,8 @@ def _explain(code: int, directory: Path) -> tuple[str, str]:
     return f"the program ended with exit code {code}{last}", f"read {log}, then retry the job"
 
 
-def _environment() -> dict[str, str]:
-    environment = dict(os.environ)
+def _environment(defaults: Mapping[str, str]) -> dict[str, str]:
+    environment = {**defaults, **os.environ}
     if (outer := environment.pop(OUTER_TMPDIR, None)) is not None:
         environment.pop("TMPDIR", None)
         if outer:
@@ -122,8 +128,11 @@ def _environment() -> dict[str, str]:
     return environment
 
 
-def _run_once(arguments: list[str], directory: Path) -> tuple[int, bool]:
-    """Start the program once and wait: (exit code, whether a signal to stop arrived meanwhile)."""
+def _run_once(arguments: list[str], directory: Path, defaults: Mapping[str, str]) -> tuple[int, bool]:
+    """Start the program once and wait: (exit code, whether a signal to stop arrived meanwhile).
+
+    defaults   environment variables that the program gets unless they are set already.
+    """
     interrupted = False
     child: subprocess.Popen[bytes] | None = None
 
@@ -136,8 +145,8 @@ def _run_once(arguments: list[str], directory: Path) -> tuple[int, bool]:
     previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with (directory / "log.txt").open("ab") as log:
-            child = subprocess.Popen(arguments, cwd=directory, env=_environment(), stdout=log, stderr=subprocess.STDOUT,
-                                     stdin=subprocess.DEVNULL)
+            child = subprocess.Popen(arguments, cwd=directory, env=_environment(defaults), stdout=log,
+                                     stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
             if interrupted:  # race: the signal arrived after the handler was set and before `child` was assigned
                 child.terminate()
             return child.wait(), interrupted

@@ -90,10 +90,16 @@ def capture_spec(job: JobFile, job_dir: Path) -> CaptureStage:
                         aux_layers=named_layers(job.candidates), seed=job.spec.data.seed)
 
 
+def train_gpus(spec: JobSpec) -> int:
+    """GPUs that a job requests for one training: on one machine, the only part of its placement that is used."""
+    named = spec.placement.stages.get("train", spec.placement.every).num_gpus
+    return (spec.placement.every.num_gpus or 1) if named is None else named
+
+
 def trains_together(spec: JobSpec, num_candidates: int, num_gpus: int | None = None) -> bool:
     """Whether one program trains all candidates of a job (`sweep.together`).
 
-    num_gpus  of one training pod; None on one machine.
+    num_gpus  of one training pod, or of one machine if a training takes more than one; None otherwise.
 
     One program costs less in total; separate trainings finish sooner if there is hardware for all of them at once.
     `auto` assumes that a cluster seldom has that many idle machines of at most one GPU. A job with several GPUs or

@@ -32,6 +32,7 @@ from eyrie_pipelines.run_failure import (
     read_stage_failure,
 )
 from eyrie_pipelines.stage_process import run_stage_program, run_sweep_program
+from eyrie_pipelines.torchrun import num_processes
 from eyrie_pipelines.work_area import WorkArea
 from eyrie_workers.catalog import stage_dir
 
@@ -68,7 +69,8 @@ def sweep(job_dir: str, spec_digest: str, store: str) -> str:
     failed = None
     with _recording_failure(job_dir, "train"):
         job = load_job(job_dir, spec_digest)
-        if steps.trains_together(job.spec, len(job.candidates)):
+        gpus = num_processes(steps.train_gpus(job.spec))
+        if steps.trains_together(job.spec, len(job.candidates), gpus if gpus > 1 else None):
             specs = {candidate.name: steps.train_spec(job, Path(job_dir), candidate.name)
                      for candidate in job.candidates}
             failed = _train_together(job_dir, specs, job.spec.sweep.rungs)
@@ -85,7 +87,7 @@ def train(job_dir: str, spec_digest: str, _store: str, candidate: str) -> str:
         spec = steps.train_spec(job, Path(job_dir), candidate)
         request = trainjob.request_from_environment()
         if request is None:
-            return _run(job_dir, spec, candidate)
+            return _run(job_dir, spec, candidate, num_processes(steps.train_gpus(job.spec)))
         return _run_trainjob(job_dir, spec, spec_digest, request)
 
 
@@ -210,12 +212,12 @@ def _report(job_dir: str, ref: str, kind: type[ReportT]) -> ReportT:
     return report
 
 
-def _run(job_dir: str, spec: StageSpec, key: str = "") -> str:
+def _run(job_dir: str, spec: StageSpec, key: str = "", processes: int = 1) -> str:
     """Run one stage of a job to its manifest; return its reference. Raises StageFailed, or exits 143 on SIGTERM."""
     directory = stage_dir(Path(job_dir), spec.stage, key)
     with WorkArea.of(Path(job_dir)).stage(spec, directory) as needed:
         if needed:
-            run_stage_program(spec, directory)
+            run_stage_program(spec, directory, processes)
     return steps.reference(spec.stage, key)
 
 

@@ -1,7 +1,10 @@
-"""The train stage under torchrun, on the nodes of a TrainJob.
+"""The train stage under torchrun: on the nodes of a TrainJob, and on several GPUs of one machine or one pod.
 
-Trainer's torch runtime describes the nodes in PET_* variables, which torchrun reads. This module is the only place
-that builds torchrun's arguments.
+Trainer's torch runtime describes the nodes of a TrainJob in PET_* variables, which torchrun reads; elsewhere torchrun
+works on this machine alone (`--standalone`). This module is the only place that builds torchrun's arguments.
+
+Several processes are several GPUs, one each: EYRIE_DEVICE=cuda makes the program refuse a machine that has fewer. Set
+to `cpu`, the same number of processes trains on the CPU.
 """
 
 import os
@@ -10,7 +13,7 @@ from pathlib import Path
 from eyrie_workers.catalog import command
 
 PROCESSES_VARIABLE = "EYRIE_TRAIN_PROCESSES"
-"""Training processes per node."""
+"""Training processes of this pod: one for each of its GPUs, at least one. Not set on one machine."""
 
 
 def is_node() -> bool:
@@ -23,8 +26,17 @@ def is_first_node() -> bool:
     return os.environ.get("PET_NODE_RANK", "0") == "0"
 
 
-def torchrun_command(directory: Path) -> list[str]:
-    """The train stage's program under torchrun; torchrun reads the addresses of its peers from PET_*."""
+def num_processes(num_gpus: int) -> int:
+    """Training processes to start here.
+
+    num_gpus   what the job requests for its training. In a pod the cluster's placement has been merged with that, and
+               EYRIE_TRAIN_PROCESSES has the result.
+    """
+    return int(os.environ.get(PROCESSES_VARIABLE, max(1, num_gpus)))
+
+
+def torchrun_command(directory: Path, processes: int) -> list[str]:
+    """The train stage's program under torchrun."""
     python, *program = command("train", directory)
-    processes = os.environ.get(PROCESSES_VARIABLE, "1")
-    return [python, "-m", "torch.distributed.run", "--nproc-per-node", processes, *program]
+    alone = [] if is_node() else ["--standalone"]
+    return [python, "-m", "torch.distributed.run", *alone, "--nproc-per-node", str(processes), *program]

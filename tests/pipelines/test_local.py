@@ -15,6 +15,7 @@ from eyrie_api.errors import Conflict
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import TuneReport
+from eyrie_api.v1alpha1.requests import JobPlacement
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_pipelines import local, tasks
 from eyrie_pipelines.processes import ProcessId, boot_id, group_members, identify, is_alive, wait_until
@@ -142,6 +143,20 @@ def test_candidates_trained_together_are_tried_again_as_one_alone_is(
     assert (failed.stage, failed.failure.reason) == ("train", reason)
     if reason == "StageFailed":
         assert "sweep.together to never" in failed.failure.hint
+
+
+def test_a_training_on_two_gpus_is_two_processes_and_is_tried_again_when_one_was_killed(
+        job_dir: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CATALOG, "train", dataclasses.replace(CATALOG["train"], module="rehearsal_stage"))
+    monkeypatch.delenv("EYRIE_DEVICE", raising=False)
+    rehearsal.plan(train__base=["die", "ok"])
+    placement = JobPlacement.model_validate({"stages": {"train": {"num_gpus": 2}}})
+    job = JobFile(id="job-1", spec=spec_of(placement=placement))
+    write_model(job_dir / JOB_FILE, job)
+    assert tasks.train(str(job_dir), digest_model(job), "stages/capture", "base") == "stages/train/base"
+    ranks = (rehearsal.home / "ranks.log").read_text().splitlines()
+    assert set(ranks) == {"0 of 2: cuda", "1 of 2: cuda"}, "on a machine without two GPUs they refuse to train"
+    assert rehearsal.starts() == ["train/base"] * 2
 
 
 def test_transient_failures_are_tried_again_and_a_retry_goes_on_from_the_failed_stage(

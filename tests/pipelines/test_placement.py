@@ -11,6 +11,7 @@ from eyrie_api.v1alpha1.cluster import ClusterProfile, KubeflowSpec
 from eyrie_api.v1alpha1.placement import HostPath, Placement, S3Work, SecretVariable, Toleration, VolumeWork, WorkArea
 from eyrie_api.v1alpha1.requests import JobPlacement, PlacementRequest
 from eyrie_pipelines.placement import POD_ANNOTATION, compile_for
+from eyrie_pipelines.torchrun import PROCESSES_VARIABLE
 from eyrie_pipelines.work_area import CREDENTIALS_DIR, pod_variables
 
 S3 = S3Work(url="s3://bucket/eyrie", endpoint_url="http://minio:9000", credentials_secret="s3-keys",
@@ -120,6 +121,8 @@ def test_candidates_trained_together_take_one_pods_gpus_and_those_trained_apart_
 def test_a_stage_of_its_own_kind_and_a_jobs_wishes_are_laid_over() -> None:
     wanted = JobPlacement(every=PlacementRequest(queue="team-b"), stages={"train": PlacementRequest(num_gpus=8)})
     pipeline = compiled(wanted=wanted, per_stage={"prove": Placement(image="sglang:1", num_gpus=1)})
+    assert variables(pipeline, "train")[PROCESSES_VARIABLE] == "8"
+    assert PROCESSES_VARIABLE not in variables(pipeline, "benchmark")
     assert container(pipeline, "prove")["image"] == "sglang:1"
     assert variables(pipeline, "prove")["EYRIE_ARTIFACTS_URL"] == "s3://bucket/eyrie"
     assert container(pipeline, "train")["resources"]["accelerator"]["resourceCount"] == "8"

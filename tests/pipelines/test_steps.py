@@ -77,6 +77,15 @@ def test_candidates_are_trained_together_where_that_is_cheaper_and_not_slower_th
     assert trains_together(sweeping_spec(placement=nodes)), "on one machine there is no launcher"
 
 
+@pytest.mark.parametrize(("placement", "num_gpus"), [
+    ({}, 1), ({"every": {"num_gpus": 4}}, 4), ({"every": {"num_gpus": 4}, "stages": {"train": {"queue": "a"}}}, 4),
+    ({"every": {"num_gpus": 4}, "stages": {"train": {"num_gpus": 2}}}, 2),
+    ({"every": {"num_gpus": 4}, "stages": {"train": {"num_gpus": 0}}}, 0)])
+def test_the_gpus_of_a_training_are_those_of_its_stage_else_of_every_stage(
+        placement: dict[str, object], num_gpus: int) -> None:
+    assert steps.train_gpus(spec_of(placement=JobPlacement.model_validate(placement))) == num_gpus
+
+
 def test_checkpoints_are_listed_in_order_of_candidate_and_step() -> None:
     found = steps.list_checkpoints([trained("b", 20, 3), trained("a", 5)])
     assert [one.name for one in found] == ["b-step-3", "b-step-20", "a-step-5"]

@@ -13,7 +13,7 @@ from eyrie_api.v1alpha1.requests import JobPlacement
 from eyrie_pipelines import work_area
 from eyrie_pipelines.run_failure import read_failure
 from eyrie_pipelines.steps import JOB_FILE, JobFile
-from eyrie_pipelines.torchrun import PROCESSES_VARIABLE, torchrun_command
+from eyrie_pipelines.torchrun import PROCESSES_VARIABLE, num_processes, torchrun_command
 from eyrie_pipelines.trainjob import (
     TRAINJOB_VARIABLE,
     TrainJobClient,
@@ -120,7 +120,8 @@ def test_torchrun_has_a_process_for_each_gpu_and_finds_its_peers_in_the_environm
     assert trainer["numProcPerNode"] == int(processes)
     values = {each["name"]: each.get("value") for each in trainer["env"]}
     monkeypatch.setenv(PROCESSES_VARIABLE, str(values[PROCESSES_VARIABLE]))
-    assert torchrun_command(directory) == [
+    monkeypatch.setenv("PET_NNODES", "4")
+    assert torchrun_command(directory, num_processes(1)) == [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", processes,
         "-m", "eyrie_workers.stages.train", "--spec", f"{directory}/spec.json", "--out", f"{directory}/manifest.json"]
 

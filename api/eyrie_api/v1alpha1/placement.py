@@ -1,7 +1,7 @@
 """Where the pods of a stage or of an endpoint run on a cluster, and with which resources.
 
 One model for both: a pipeline stage is placed by kfp-kubernetes, a serving pod by `eyrie_operator.manifests`. Settings
-of only one of them (replicas, probes, traffic) are not here. On one machine it is not used.
+of only one of them (replicas, probes, traffic) are not here. On one machine only `num_gpus` of a training is used.
 
 Secrets are referenced by name, never by value: many users may read a resource that contains a placement.
 """

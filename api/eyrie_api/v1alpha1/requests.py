@@ -1,7 +1,7 @@
 """What a job or an endpoint may request of a cluster: amounts and kinds of hardware, and queues.
 
 No image, service account, Secret or path of a node: a job must not give its submitter access to other users' data.
-Those are set by the administrator (`v1alpha1.cluster`). On one machine none of this is used.
+Those are set by the administrator (`v1alpha1.cluster`). On one machine only `num_gpus` of the train stage is used.
 """
 
 from typing import Literal
@@ -21,7 +21,7 @@ class PlacementRequest(Frozen):
     tolerations are added."""
 
     num_gpus: int | None = Field(None, ge=0, le=64)
-    """GPUs of one pod."""
+    """GPUs of one pod. Training starts one process for each by torchrun; on one machine as well."""
 
     gpu_type: LabelValue | None = None
     """Node label value of the GPU model, for example `NVIDIA-H100-80GB-HBM3`."""
@@ -50,8 +50,8 @@ class JobPlacement(Frozen):
     """Nodes of one training. More than one, or `train_launcher` trainjob, goes through Kubeflow Trainer."""
 
     train_launcher: Literal["pod", "trainjob"] = "pod"
-    """pod: one process in the stage's own pod. trainjob: a TrainJob of torchrun processes that the stage's pod waits
-    for."""
+    """pod: one process for each GPU of the stage's own pod. trainjob: a TrainJob of several pods, each with such
+    processes, that the stage's pod waits for."""
 
     @model_validator(mode="after")
     def _nodes_need_a_trainjob(self) -> "JobPlacement":

@@ -4,6 +4,7 @@ It is a program of its own, started by the real command line; only the table of 
 What it does is read from `$EYRIE_REHEARSAL/plan.json`, {"<stage>[/<key>]": [word, ...]}: one word per start, the last
 one repeating; words are ok, transient, permanent, crash, hang, stubborn, die. Every start is noted in `starts.log`.
 Told `--train DIR` several times, it is the program that trains candidates together: all in turn, whichever fails.
+Started by torchrun, every rank is noted in `ranks.log` with its EYRIE_DEVICE, and rank 0 alone goes on.
 """
 
 import itertools
@@ -192,5 +193,10 @@ if __name__ == "__main__":
         codes = [run_program(TrainStage, work, ["--spec", str(place / "spec.json"), "--out",
                                                 str(place / "manifest.json")]) for place in places]
         sys.exit(next((code for code in codes if code), 0))
+    if "RANK" in os.environ:
+        with (HOME / "ranks.log").open("a") as ranks:
+            ranks.write(f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}: {os.environ.get('EYRIE_DEVICE')}\n")
+        if os.environ["RANK"] != "0":
+            sys.exit(0)
     result = json.loads(Path(sys.argv[sys.argv.index("--spec") + 1]).read_text())["stage"]
     sys.exit(run_program(kinds[result], work))
