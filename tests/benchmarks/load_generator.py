@@ -109,7 +109,7 @@ async def _connections_cost(url: str, num: int) -> float:
     before = time.process_time()
     await pool.open_connections(num)
     cost = (time.process_time() - before) / num
-    pool.close()
+    await pool.close()
     return cost
 
 

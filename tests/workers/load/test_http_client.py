@@ -1,14 +1,13 @@
-"""The HTTP client on real sockets: decoder, kept connections, limits, deadlines, and addresses with secrets."""
+"""The HTTP client on real sockets: kept connections, limits, deadlines, and addresses with secrets."""
 
 import asyncio
-import random
 from pathlib import Path
 
 import pytest
 
 from eyrie_api.errors import InvalidInput
 from eyrie_workers.load.endpoint_url import RequestFailed, parse_url
-from eyrie_workers.load.http_client import BodyDecoder, ConnectionPool, HttpResponse
+from eyrie_workers.load.http_client import ConnectionPool, HttpResponse
 from tests.workers.load.servers import GENEROUS_S, certified, replying
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -20,9 +19,9 @@ def send_requests(url: str, times: int = 1, timeout_s: float = GENEROUS_S, prepa
         pool = ConnectionPool(parse_url(url), {})
         try:
             await pool.open_connections(prepare)
-            return [await pool.send(pool.build_request("GET", "/x"), timeout_s) for _ in range(times)]
+            return [await pool.send("GET", "/x", timeout_s=timeout_s) for _ in range(times)]
         finally:
-            pool.close()
+            await pool.close()
 
     return asyncio.run(work())
 
@@ -31,24 +30,6 @@ def failure(url: str, timeout_s: float = GENEROUS_S) -> RequestFailed:
     with pytest.raises(RequestFailed) as caught:
         send_requests(url, timeout_s=timeout_s)
     return caught.value
-
-
-def test_a_chunked_body_is_decoded_however_it_is_split_into_reads() -> None:
-    encoded = b"5\r\nhello\r\n1;name=value\r\n \r\nB\r\nconcurrency\r\n0\r\nTrailer: x\r\n\r\n"
-    random_source = random.Random(0)
-    for _ in range(200):
-        cuts = sorted(random_source.sample(range(1, len(encoded)), random_source.randrange(1, 12)))
-        decoder = BodyDecoder(None, chunked=True)
-        ends = [decoder.feed(0.0, encoded[a:b]) for a, b in zip([0, *cuts], [*cuts, len(encoded)], strict=True)]
-        assert b"".join(piece for _, piece in decoder.chunks) == b"hello concurrency"
-        assert ends == [False] * len(cuts) + [True]
-
-
-@pytest.mark.parametrize("encoded", [b"xyz\r\n", b"-5\r\n", b"3\r\nlong!\r\n", b"1" * 2000, b"0\r\n\r\nmore"])
-def test_a_malformed_chunked_body_fails_with_reason_malformed(encoded: bytes) -> None:
-    with pytest.raises(RequestFailed) as caught:
-        BodyDecoder(None, chunked=True).feed(0.0, encoded)
-    assert caught.value.reason == "Malformed"
 
 
 def test_one_connection_carries_many_requests() -> None:
@@ -118,7 +99,7 @@ def test_credentials_of_a_url_are_sent_and_not_part_of_its_repr() -> None:
     origin = parse_url("https://me:p%40ss@host.example/v1/")
     assert origin.url == "https://host.example/v1"
     assert "ss" not in repr(origin)
-    assert b"Authorization: Basic bWU6cEBzcw==" in ConnectionPool(origin, {}).build_request("GET", "/models")
+    assert ConnectionPool(origin, {}).headers["Authorization"] == "Basic bWU6cEBzcw=="
 
 
 def test_a_header_value_with_a_line_break_is_rejected() -> None:
@@ -141,11 +122,12 @@ def test_https_works_and_an_unknown_certificate_is_rejected(tmp_path: Path, monk
             url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
             untrusting_pool = ConnectionPool(parse_url(url), {})
             with pytest.raises(RequestFailed) as caught:
-                await untrusting_pool.send(untrusting_pool.build_request("GET", "/x"), GENEROUS_S)
+                await untrusting_pool.send("GET", "/x", timeout_s=GENEROUS_S)
+            await untrusting_pool.close()
             monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
             pool = ConnectionPool(parse_url(url), {})
-            response = await pool.send(pool.build_request("GET", "/x"), GENEROUS_S)
-            pool.close()
+            response = await pool.send("GET", "/x", timeout_s=GENEROUS_S)
+            await pool.close()
             return response.body, caught.value.reason
 
     body, reason = asyncio.run(work())

@@ -80,9 +80,9 @@ def through(scheme: str, directory: Path, monkeypatch: pytest.MonkeyPatch, crede
                 origin = parse_url(f"{scheme}://model.internal/v1")
                 pool = ConnectionPool(origin, {}, proxy_for(origin))
                 try:
-                    return [await pool.send(pool.build_request("GET", "/x"), GENEROUS_S) for _ in range(times)], proxy
+                    return [await pool.send("GET", "/x", timeout_s=GENEROUS_S) for _ in range(times)], proxy
                 finally:
-                    pool.close()
+                    await pool.close()
 
     return *asyncio.run(work()), seen
 

@@ -174,7 +174,7 @@ def test_an_open_loop_measures_from_the_due_time_and_not_from_the_send_time(plai
         client, request = LoadClient(LoadEndpoint("off", plain_url, "m"), ONE_USER), LoadRequest(prompts(1)[0], 0, 0)
         await client.probe(request)
         raw = await client.send(request, time.perf_counter() - seconds)
-        client.pool.close()
+        await client.pool.close()
         with pytest.raises(StopIteration) as end:  # a short answer is read in one slice
             next(client.read(raw))
         result: RequestResult = end.value.value

@@ -156,9 +156,9 @@ class LoadClient:
 
     async def send(self, request: LoadRequest, due_at: float | None = None) -> RawResponse:
         """Send a request and wait for the last byte, without parsing. Failures are returned, not raised."""
-        data = self.pool.build_request("POST", _PATH, self.dialect.body(self.variant, request, self._spec))
+        body = self.dialect.body(self.variant, request, self._spec)
         try:
-            response = await self.pool.send(data, self._spec.timeout_s)
+            response = await self.pool.send("POST", _PATH, body, timeout_s=self._spec.timeout_s)
             self._check(response)
         except RequestFailed as failure:
             return RawResponse(request, failure, due_at or 0.0, time.perf_counter())
@@ -184,9 +184,9 @@ class LoadClient:
     async def probe(self, request: LoadRequest) -> None:
         """Determine the server's dialect. Raises EndpointUnusable when a plain request fails."""
         while True:
-            data = self.pool.build_request("POST", _PATH, self.dialect.body(self.variant, request, self._spec))
+            body = self.dialect.body(self.variant, request, self._spec)
             try:
-                response = await self.pool.send(data, self._spec.timeout_s)
+                response = await self.pool.send("POST", _PATH, body, timeout_s=self._spec.timeout_s)
             except RequestFailed as failure:
                 raise self._unusable(str(failure), "start the server, and check its address") from None
             if response.status in (400, 422) and self._drop_extra(response):
@@ -260,7 +260,7 @@ async def served_models(variant_url: str, api_key: str | None, timeout_s: float)
     client = LoadClient(LoadEndpoint("models", variant_url, "", api_key), LoadSpec())
     started = time.perf_counter()
     try:
-        response = await client.pool.send(client.pool.build_request("GET", "/models"), timeout_s)
+        response = await client.pool.send("GET", "/models", timeout_s=timeout_s)
         if response.status != 200:
             raise EndpointUnusable(
                 f"{client.origin.url}/models answered {response.status}: {client.redacted(_excerpt(response))}",
@@ -274,4 +274,4 @@ async def served_models(variant_url: str, api_key: str | None, timeout_s: float)
         raise InvalidInput(f"{client.origin.url}/models is not a list of models", "name the model: --model NAME") \
             from None
     finally:
-        client.pool.close()
+        await client.pool.close()

@@ -130,7 +130,7 @@ class _LoadTest:
             return await self._blocks()
         finally:
             for client in self._clients.values():
-                client.pool.close()
+                await client.pool.close()
 
     async def _blocks(self) -> LoadTestResults:
         by_level: dict[tuple[str, Level], LevelResults] = {}

@@ -164,14 +164,13 @@ class _Connections:
 
     async def ask(self, url: str, body: dict[str, Any]) -> HttpResponse:
         """One request for a chat completion. Raises RequestFailed."""
-        pool = self._pools[url]
         sent = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-        return await pool.send(pool.build_request("POST", "/chat/completions", sent), self._timeout_s)
+        return await self._pools[url].send("POST", "/chat/completions", sent, timeout_s=self._timeout_s)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Close every connection."""
         for pool in self._pools.values():
-            pool.close()
+            await pool.close()
 
 
 async def _wait_for_first(tasks: set[asyncio.Task[GenerationOutcome]]) -> tuple[
@@ -183,7 +182,7 @@ async def _cancel_all(tasks: set[asyncio.Task[GenerationOutcome]], connections: 
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    connections.close()
+    await connections.close()
 
 
 def _json(reply: HttpResponse) -> object:
