@@ -7,10 +7,16 @@ accordingly, and raises where the real one would: operands apart, a CUDA index i
 of what is not here. Numbers are the processor's. Kernels, streams, memory and speed are not pretended; `make test-gpu`
 has those.
 
+It also counts the calls after which the host waits for the GPU (`num_syncs`, and where they are: `syncs`), by the rules
+of `torch.cuda.set_sync_debug_mode`: numbers that the host reads, shapes that depend on data, and copies between the
+two that are not `non_blocking`.
+
 Autograd makes tensors out of this mode's sight; they belong to whoever touches them first.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +32,10 @@ _ANYWHERE = {Tensor.copy_, Tensor.item, Tensor.tolist, Tensor.__repr__, Tensor.s
              Tensor.element_size, Tensor.data.__set__, torch._has_compatible_shallow_copy_type}
 _INDEXING = {Tensor.__getitem__, torch.Tensor.index}
 _HERE_ALONE = {Tensor.numpy, Tensor.__array__}
+_READ_BY_THE_HOST = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__",
+                     "__format__", "is_nonzero", "equal", "allclose"}
+_SHAPED_BY_DATA = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "new_tensor"}
+_PINNING = {Tensor.pin_memory, Tensor.is_pinned}
 
 
 class Apart(RuntimeError):
@@ -42,6 +52,14 @@ class PretendedGpu(TorchFunctionMode):
         self.met = 0
         """Calls in which tensors of the GPU took part."""
 
+        self.syncs: list[str] = []
+        """Each call after which the host waits for the GPU: its name, and the line that made it."""
+
+    @property
+    def num_syncs(self) -> int:
+        """Calls after which the host waits for the GPU."""
+        return len(self.syncs)
+
     def __torch_function__(self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         told = dict(kwargs or {})
@@ -51,15 +69,22 @@ class PretendedGpu(TorchFunctionMode):
         if func == Tensor.backward:
             with self:  # what is written in Python of the way back is watched as well
                 return torch.autograd.backward(args[0], *args[1:2] or (told.get("gradient"),))
+        if func in _PINNING:
+            return args[0] if func == Tensor.pin_memory else False
         if func in (Tensor.to, Tensor.cuda, Tensor.cpu) and not args[0].is_meta:
             return self._moved(func, args, told)
         if torch.device(told.get("device") or CPU).type == "meta":
             return func(*args, **told)
+        if self._waits(func, args, told):
+            self.syncs.append(f"{_name(func)} at {_caller()}")
         asked = told.pop("device", None)
         told.pop("pin_memory", None)
         where = torch.device(asked) if asked is not None else self._agreed(func, args, told)
         if func in _HERE_ALONE and where.type == "cuda":
             raise Apart(f"{_name(func)} of a tensor that is on {where}")
+        if func is torch.mm and "out_dtype" in told:  # CUDA's alone: float32 sums of bfloat16 products
+            wide = told.pop("out_dtype")
+            args = tuple(part.to(wide) for part in args)
         result = func(*args, **told)
         if asked is not None and isinstance(result, Tensor) and self.device_of(result) not in (None, _numbered(where)):
             result = result.clone()  # `as_tensor` of what is elsewhere
@@ -69,6 +94,33 @@ class PretendedGpu(TorchFunctionMode):
     def device_of(self, x: Tensor) -> torch.device | None:
         """Where a tensor was put; None: nobody has seen its storage."""
         return CPU if x.is_mkldnn else x.device if x.is_meta else self._where.get(_storage(x))
+
+    def _waits(self, func: Callable[..., Any], args: tuple[Any, ...], told: Mapping[str, Any]) -> bool:
+        """Whether the host would wait for the GPU in this call; copies by `.to` are counted where they are made."""
+        name = _name(func)
+        if func in (torch.tensor, torch.as_tensor) and told.get("device") is not None:
+            return torch.device(told["device"]).type == "cuda" and not isinstance(args[0], Tensor)
+        places = [self.device_of(x) for x in _tensors((args, told))]
+        if GPU not in places:
+            return False
+        if func == Tensor.copy_:
+            return CPU in places and not (told.get("non_blocking") or True in args[2:])
+        if func in _INDEXING or func is Tensor.__setitem__:
+            filled = func is Tensor.__setitem__ and not (isinstance(args[2], Tensor) and args[2].dim() > 0)
+            return any(self._index_waits(one, filled) for one in (args[1] if isinstance(args[1], tuple) else args[1:2]))
+        if name == "where":
+            return len(args) + len(told) == 1
+        if name == "repeat_interleave":
+            return isinstance(args[-1], Tensor) and told.get("output_size") is None
+        return name in _READ_BY_THE_HOST | _SHAPED_BY_DATA
+
+    def _index_waits(self, index: Any, filled: bool) -> bool:
+        """Whether one index of a tensor on the GPU makes the host wait. filled: a number is written there."""
+        if not isinstance(index, Tensor):
+            return not (index is None or index is Ellipsis or isinstance(index, int | slice))
+        if index.dtype == torch.bool:  # its count is a shape, unless the elements are only overwritten
+            return not filled
+        return index.dim() == 0 or self.device_of(index) == CPU
 
     def _moved(self, func: Callable[..., Any], args: tuple[Any, ...], told: dict[str, Any]) -> Tensor:
         x, rest = args[0], list(args[1:])
@@ -83,6 +135,8 @@ class PretendedGpu(TorchFunctionMode):
         dtype = told.get("dtype") or next((one for one in rest if isinstance(one, torch.dtype)), x.dtype)
         was = self.device_of(x) or CPU
         to = was if to is None else _numbered(to)
+        if to != was and (to == CPU or not (told.get("non_blocking") or any(one is True for one in rest))):
+            self.syncs.append(f"{_name(func)} at {_caller()}")
         moved = x.to(dtype)
         if moved is x and (to != was or told.get("copy")):
             moved = x.clone()
@@ -150,6 +204,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Mapping):
         for one in value.values():
             yield from _tensors(one)
+
+
+def _caller() -> str:
+    """The innermost line that is neither torch's nor this file's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (frame.f_code.co_filename == __file__ or "/torch/" in frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def _name(func: Callable[..., Any]) -> str:

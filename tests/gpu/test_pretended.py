@@ -99,6 +99,24 @@ def test_tensors_of_two_devices_do_not_meet(gpu: PretendedGpu) -> None:
         assert torch.zeros(2).is_cuda
 
 
+def test_calls_that_make_the_host_wait_are_counted(gpu: PretendedGpu) -> None:
+    there, here = torch.arange(4, device="cuda"), torch.arange(4)
+    free = (lambda: there[torch.zeros(2, dtype=torch.int64, device="cuda")] + there[1:].sum(),
+            lambda: here.to(GPU, non_blocking=True), lambda: here[here > 1].tolist(),
+            lambda: there.masked_fill_(there > 5, 0), lambda: torch.arange(3, device="cuda").repeat_interleave(2))
+    for number, call in enumerate(free):
+        call()
+        assert gpu.num_syncs == 0, number
+    waiting = (lambda: there[0].item(), lambda: int(there[0]), lambda: bool(there[0] > 0), lambda: float(there.sum()),
+               lambda: there.tolist(), lambda: there.nonzero(), lambda: there[there > 1], lambda: there[[0, 1]],
+               lambda: there.cpu(), lambda: here.to(GPU), lambda: torch.tensor([1, 2], device=GPU),
+               lambda: torch.bincount(there), lambda: there.copy_(here), lambda: there.repeat_interleave(there))
+    for number, call in enumerate(waiting):
+        call()
+        assert gpu.num_syncs == number + 1, (number, gpu.syncs)
+    assert gpu.syncs[-1].startswith("repeat_interleave at test_pretended.py:")
+
+
 def test_hidden_states_are_those_of_the_processor(gpu: PretendedGpu, target_dir: Path) -> None:
     tokens = [torch.arange(1, 30) % 60, torch.arange(5, 12)]
     here, there = (load_target(target_dir, "float32", device).hidden_states(tokens, (1, 2)) for device in (CPU, GPU))
