@@ -29,11 +29,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_workers.drafters.ngram import creation_order_scores
+from eyrie_workers.drafters.ngram import tree_of_rows
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, DrafterState, DraftTree
 
@@ -74,7 +71,7 @@ class TrieDrafter:
     aux_layers: tuple[int, ...] = ()
     max_length = 2**31 - 1
 
-    def new_state(self, num_rows: int, max_length: int, max_shape: DraftTreeShape) -> TrieState:
+    def new_state(self, num_rows: int) -> TrieState:
         """An empty trie and empty texts."""
         return TrieState([_Text() for _ in range(num_rows)])
 
@@ -86,19 +83,18 @@ class TrieDrafter:
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
         """Append the tokens of the pairs."""
         assert isinstance(state, TrieState)
-        for row, tokens, length in zip(pairs.rows.tolist(), pairs.tokens.tolist(), pairs.lengths.tolist(), strict=True):
-            state.texts[row].tokens += tokens[:length]
+        for row, tokens in zip(pairs.rows, pairs.tokens, strict=True):
+            state.texts[row].tokens += tokens
 
-    def propose(self, state: DrafterState, rows: Tensor, shape: DraftTreeShape,
+    def propose(self, state: DrafterState, rows: Sequence[int], shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
         """One tree per row from the trie; then insert the rows' last tokens."""
         assert isinstance(state, TrieState)
-        texts = [state.texts[row] for row in rows.tolist()]
+        texts = [state.texts[row] for row in rows]
         trees = [_merge(_matches(text, state.root), shape) for text in texts]
         for text in texts:
             _insert(state.root, text.tokens[-WINDOW:])
-        return DraftTree(torch.tensor([tokens for tokens, _ in trees]), torch.tensor([parents for _, parents in trees]),
-                         torch.tensor([creation_order_scores(tokens) for tokens, _ in trees]))
+        return tree_of_rows(trees)
 
 
 def _insert(root: _Node, tokens: Sequence[int]) -> None:

@@ -30,8 +30,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
-
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.benchmark import QUICKSTART_SUITES
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
@@ -149,9 +147,9 @@ class RecordingDrafter:
         """The drafter's."""
         return self._drafter.max_length
 
-    def new_state(self, num_rows: int, max_length: int, max_shape: DraftTreeShape) -> DrafterState:
+    def new_state(self, num_rows: int) -> DrafterState:
         """The drafter's."""
-        return self._drafter.new_state(num_rows, max_length, max_shape)
+        return self._drafter.new_state(num_rows)
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
         """Begin a new text and discard the proposals of the previous one."""
@@ -160,10 +158,10 @@ class RecordingDrafter:
 
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
         """Pairs up to i settle token i+1."""
-        self._settled = int(pairs.starts[0] + pairs.lengths[0])
+        self._settled = pairs.ends[0]
         self._drafter.extend(state, pairs)
 
-    def propose(self, state: DrafterState, rows: Tensor, shape: DraftTreeShape,
+    def propose(self, state: DrafterState, rows: Sequence[int], shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
         """The drafter's tree, recorded."""
         tree = self._drafter.propose(state, rows, shape, noise)

@@ -120,5 +120,5 @@ def answers(of: World, drafter: Any, shape: DraftTreeShape | None, sampling: Sam
 
 def pairs_until(of: PackedBatch, root: int) -> CommittedTokens:
     """Pairs 0 .. root of one document, for row 0."""
-    return CommittedTokens(rows=torch.tensor([0]), starts=torch.tensor([0]), lengths=torch.tensor([root + 1]),
-                        tokens=of.token_ids[None, 1: root + 2], aux=of.aux[None, : root + 1])
+    return CommittedTokens(rows=[0], starts=[0], tokens=[of.token_ids[1: root + 2].tolist()],
+                           aux=of.aux[None, : root + 1])

@@ -151,30 +151,27 @@ def test_decoding_proposes_the_marginals_of_training(target: TargetModel, tmp_pa
     proposer = open_drafter(tmp_path / "drafter", target)
     assert isinstance(proposer, DFlashProposer)
     assert proposer.aux_layers == LAYERS
-    state = proposer.new_state(3, 60, CHAIN)
+    state = proposer.new_state(3)
     packed = documents((8, 13))
     texts = list(zip(packed.token_ids.split([8, 13]), packed.aux.split([8, 13]), strict=True))
     for row, (ids, aux) in zip((2, 0), texts, strict=True):
         proposer.admit(state, row, ids[:4].tolist())
-        proposer.extend(state, CommittedTokens(torch.tensor([row]), torch.tensor([0]), torch.tensor([4]),
-                                               ids[None, 1:5], aux[None, :4]))
-    proposer.propose(state, torch.tensor([0]), CHAIN)  # its scratch keys must not stay
+        proposer.extend(state, CommittedTokens([row], [0], [ids[1:5].tolist()], aux[None, :4]))
+    proposer.propose(state, [0], CHAIN)  # its scratch keys must not stay
     rest = [len(ids) - 5 for ids, _ in texts]
-    tokens = torch.stack([F.pad(ids[5:], (0, max(rest) - left)) for (ids, _), left in zip(texts, rest, strict=True)])
     states = torch.stack([F.pad(aux[4:-1], (0, 0, 0, 0, 0, max(rest) - left))
                           for (_, aux), left in zip(texts, rest, strict=True)])
-    proposer.extend(state, CommittedTokens(torch.tensor([2, 0]), torch.tensor([4, 4]), torch.tensor(rest), tokens,
-                                         states))
-    tree = proposer.propose(state, torch.tensor([2, 0]), CHAIN)
+    proposer.extend(state, CommittedTokens([2, 0], [4, 4], [ids[5:].tolist() for ids, _ in texts], states))
+    tree = proposer.propose(state, [2, 0], CHAIN)
     for row, (ids, aux) in enumerate(texts):
         with torch.no_grad():
             log_q = naive_marginals(drafter, ends, aux[:-1], int(ids[-1])).log_softmax(-1)
         best, choice = log_q.max(-1)
         assert tree.tokens[row, 1:].tolist() == choice.tolist()
         torch.testing.assert_close(tree.scores[row, 1:], best.cumsum(0), rtol=0, atol=1e-4)
-    alone = proposer.propose(state, torch.tensor([0]), CHAIN)
+    alone = proposer.propose(state, [0], CHAIN)
     assert torch.equal(alone.tokens[0], tree.tokens[1])
-    deeper = proposer.propose(state, torch.tensor([0]), DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6))
+    deeper = proposer.propose(state, [0], DraftTreeShape(num_steps=5, top_k=1, num_draft_tokens=6))
     assert deeper.tokens[0, 1:].tolist() == [*alone.tokens[0, 1:].tolist(), NO_TOKEN, NO_TOKEN]
 
 

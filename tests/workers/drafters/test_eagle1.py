@@ -29,6 +29,7 @@ from eyrie_workers.drafters.eagle1 import (
     unroll,
 )
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
+from eyrie_workers.drafters.layers.kv_cache import RowLengths
 from eyrie_workers.drafters.registry import open_drafter
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.engine import Engine, Request
@@ -278,8 +279,8 @@ def test_training_lowers_the_loss_and_raises_the_hits_of_every_step(
 
 def pairs_of(documents: PackedBatch, start: int, stop: int) -> CommittedTokens:
     """Pairs 0 .. stop-1 of the document that begins at packed position `start`."""
-    tokens, aux = documents.token_ids[start + 1: start + stop + 1], documents.aux[start: start + stop]
-    return CommittedTokens(torch.tensor([0]), torch.tensor([0]), torch.tensor([stop]), tokens[None], aux[None])
+    tokens = documents.token_ids[start + 1: start + stop + 1].tolist()
+    return CommittedTokens([0], [0], [tokens], documents.aux[None, start: start + stop])
 
 
 def test_unrolled_logits_equal_decoding_logits_at_every_root_and_step(
@@ -293,13 +294,14 @@ def test_unrolled_logits_equal_decoding_logits_at_every_root_and_step(
     proposer, compared = Eagle1Proposer(drafter, target), 0
     for rank, root in enumerate(plan.roots.tolist()):
         start = max(int(one) for one in plan.starts if one <= root)
-        state = proposer.new_state(1, LONGEST, CHAIN)
+        state = proposer.new_state(1)
         proposer.extend(state, pairs_of(documents, start, root - start + 1))
         step = DraftStep(state.logits[None], state.hidden[None])
         for depth in range(sum(rank < alive for alive in plan.alive)):
             if depth > 0:
                 token = documents.token_ids[None, None, root + 1 + depth]
-                step = proposer._step(state, [0], token, step.hidden, torch.ones(1, 1, depth, dtype=torch.bool), depth)
+                step = proposer._step(state, RowLengths.of([0], state.settled), token, step.hidden,
+                                      torch.ones(1, 1, depth, dtype=torch.bool), depth)
             torch.testing.assert_close(step.logits[0, 0], unrolled[depth][rank], atol=TOLERANCE, rtol=1e-4)
             compared += 1
     assert compared == plan.num_predictions > 40

@@ -11,6 +11,7 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
 from eyrie_workers.drafters.eagle3.proposer import Eagle3Proposer
 from eyrie_workers.drafters.eagle3.unroll import UnrolledStep, shared_projections, unroll
+from eyrie_workers.drafters.layers.kv_cache import RowLengths
 from eyrie_workers.drafters.layers.proposer import LayerState
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.protocol import CommittedTokens, DraftStep
@@ -69,8 +70,7 @@ def embedding(seed: int = 2) -> torch.Tensor:
 def pairs_of(documents: PackedBatch, start: int, first: int, stop: int, row: int = 0) -> CommittedTokens:
     """Pairs first .. stop-1 of the document that begins at packed position `start`."""
     return CommittedTokens(
-        rows=torch.tensor([row]), starts=torch.tensor([first]), lengths=torch.tensor([stop - first]),
-        tokens=documents.token_ids[None, start + first + 1: start + stop + 1],
+        rows=[row], starts=[first], tokens=[documents.token_ids[start + first + 1: start + stop + 1].tolist()],
         aux=documents.aux[None, start + first: start + stop])
 
 
@@ -79,8 +79,8 @@ def chain(proposer: Eagle3Proposer, state: LayerState, tokens: torch.Tensor, row
     step = DraftStep(state.logits[row][None, None], state.hidden[row][None, None])
     logits = [step.logits[0, 0]]
     for depth, token in enumerate(tokens.tolist(), start=1):
-        step = proposer._step(state, [row], torch.tensor([[token]]), step.hidden, torch.ones(1, 1, depth, dtype=bool),
-                            depth)
+        step = proposer._step(state, RowLengths.of([row], [state.settled[row]]), torch.tensor([[token]]), step.hidden,
+                              torch.ones(1, 1, depth, dtype=bool), depth)
         logits.append(step.logits[0, 0])
     return logits
 
@@ -105,7 +105,7 @@ def test_unrolled_logits_equal_decoding_logits_at_every_root_and_step(flags: dic
     for row_of_roots, root in enumerate(plan.roots.tolist()):
         start = next(a for a, b in pairwise(starts) if a <= root < b)
         position = root - start
-        state = proposer.new_state(1, 64, DraftTreeShape(num_steps=STEPS, top_k=1, num_draft_tokens=STEPS + 1))
+        state = proposer.new_state(1)
         proposer.extend(state, pairs_of(documents, start, 0, position + 1))
         life = sum(row_of_roots < alive for alive in plan.alive)
         served = chain(proposer, state, documents.token_ids[root + 2: root + 1 + life])
@@ -132,7 +132,7 @@ def test_keys_outside_the_window_have_no_influence_and_the_oldest_inside_has(win
             steps = list(unrolled_steps(drafter, rotary, embed, documents, plan))
         row = plan.roots.tolist().index(root)
         proposer = Eagle3Proposer(drafter, embed)
-        state = proposer.new_state(1, 64, DraftTreeShape(num_steps=STEPS, top_k=1, num_draft_tokens=STEPS + 1))
+        state = proposer.new_state(1)
         proposer.extend(state, pairs_of(documents, 0, 0, root + 1))
         served = chain(proposer, state, documents.token_ids[root + 2: root + 1 + STEPS])
         return torch.stack([drafter.lm_head(step.state[row]).detach() for step in steps]), torch.stack(served)
@@ -148,11 +148,11 @@ def test_extending_in_pieces_gives_the_same_state_as_at_once() -> None:
     drafter, documents, embed = random_drafter(), random_documents((20,)), embedding()
     proposer = Eagle3Proposer(drafter, embed)
     shape = DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6)
-    whole, pieces = proposer.new_state(1, 32, shape), proposer.new_state(1, 32, shape)
+    whole, pieces = proposer.new_state(1), proposer.new_state(1)
     proposer.extend(whole, pairs_of(documents, 0, 0, 15))
     for first, stop in ((0, 6), (6, 7), (7, 11), (11, 15)):
         proposer.extend(pieces, pairs_of(documents, 0, first, stop))
-        proposer.propose(pieces, torch.tensor([0]), shape)  # scratch keys of a proposal must not outlive it
+        proposer.propose(pieces, [0], shape)  # scratch keys of a proposal must not outlive it
     torch.testing.assert_close(pieces.logits, whole.logits, atol=TOLERANCE, rtol=0)
     torch.testing.assert_close(pieces.keys[:, :15], whole.keys[:, :15], atol=TOLERANCE, rtol=0)
 
@@ -164,19 +164,17 @@ def test_extending_in_pieces_gives_the_same_state_as_at_once() -> None:
 def test_a_batch_of_rows_proposes_what_each_row_proposes_alone(shape: DraftTreeShape, window: int | None) -> None:
     drafter, embed = random_drafter(sliding_window=window), embedding()
     proposer = Eagle3Proposer(drafter, embed)
-    together, lengths = proposer.new_state(4, 48, shape), (5, 11, 8)
+    together, lengths = proposer.new_state(4), (5, 11, 8)
     documents = [random_documents((length + 1,), seed=length) for length in lengths]
-    rows, longest = torch.tensor([2, 0, 3]), max(lengths)
-    tokens, aux = torch.zeros(3, longest, dtype=torch.int64), torch.zeros(3, longest, 3, HIDDEN)
+    rows, aux = [2, 0, 3], torch.zeros(3, max(lengths), 3, HIDDEN)
     for b, (document, length) in enumerate(zip(documents, lengths, strict=True)):
-        tokens[b, :length], aux[b, :length] = document.token_ids[1:], document.aux[:-1]
-    starts = torch.zeros(3, dtype=torch.int64)
-    proposer.extend(together, CommittedTokens(rows, starts, torch.tensor(lengths), tokens, aux))
+        aux[b, :length] = document.aux[:-1]
+    proposer.extend(together, CommittedTokens(rows, [0, 0, 0], [one.token_ids[1:].tolist() for one in documents], aux))
     batched = proposer.propose(together, rows, shape)
     for b, (document, length) in enumerate(zip(documents, lengths, strict=True)):
-        alone = proposer.new_state(1, 48, shape)
+        alone = proposer.new_state(1)
         proposer.extend(alone, pairs_of(document, 0, 0, length))
-        tree = proposer.propose(alone, torch.tensor([0]), shape)
+        tree = proposer.propose(alone, [0], shape)
         assert torch.equal(tree.tokens[0], batched.tokens[b])
         assert torch.equal(tree.parents[0], batched.parents[b])
         torch.testing.assert_close(tree.scores[0], batched.scores[b], atol=1e-4, rtol=0)
@@ -188,9 +186,9 @@ def test_a_tree_path_is_scored_as_the_chain_of_its_tokens(static: bool, window: 
     drafter, documents, embed = random_drafter(sliding_window=window), random_documents((12,)), embedding()
     proposer = Eagle3Proposer(drafter, embed)
     shape = DraftTreeShape(num_steps=4, top_k=3, num_draft_tokens=10 if static else 20, static=static)
-    state = proposer.new_state(1, 32, shape)
+    state = proposer.new_state(1)
     proposer.extend(state, pairs_of(documents, 0, 0, 9))
-    tree = proposer.propose(state, torch.tensor([0]), shape)
+    tree = proposer.propose(state, [0], shape)
     draft_id = {int(token): index for index, token in enumerate(drafter.vocabulary.ids)}
     for node in range(1, tree.tokens.shape[1]):
         path = [node]
@@ -206,16 +204,15 @@ def test_proposals_are_target_ids_of_the_draft_vocabulary() -> None:
     ids = torch.tensor([1, 5, 6, 20, 33, 39])
     proposer = Eagle3Proposer(random_drafter(draft_ids=ids), embedding())
     shape = DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=7)
-    state, documents = proposer.new_state(1, 32, shape), random_documents((10,))
+    state, documents = proposer.new_state(1), random_documents((10,))
     proposer.extend(state, pairs_of(documents, 0, 0, 8))
-    tokens = proposer.propose(state, torch.tensor([0]), shape).tokens[0, 1:]
+    tokens = proposer.propose(state, [0], shape).tokens[0, 1:]
     assert set(tokens.tolist()) <= set(ids.tolist())
 
 
 def test_a_reused_row_is_cleared() -> None:
     proposer, documents = Eagle3Proposer(random_drafter(), embedding()), random_documents((16,))
-    shape = DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3)
-    fresh, used = proposer.new_state(1, 32, shape), proposer.new_state(1, 32, shape)
+    fresh, used = proposer.new_state(1), proposer.new_state(1)
     proposer.extend(used, pairs_of(random_documents((16,), seed=9), 0, 0, 15))
     proposer.admit(used, 0, [1, 2, 3])
     for state in (fresh, used):

@@ -87,12 +87,12 @@ def test_decoding_equals_training_at_every_root_and_depth(tiny: World) -> None:
     drafter = scrambled(new_drafter(FAMILY, tiny))
     proposer = HydraProposer(drafter, tiny.target.embed_weight, tiny.target.config.num_layers)
     document, ids = tiny.documents[0], tiny.vocabulary.ids
-    state = proposer.new_state(1, 64, SHAPES["dynamic"])
+    state = proposer.new_state(1)
     for root in range(3, 20):
         proposer.extend(state, pairs_until(document, root))
         settled = document.token_ids[root + 1: root + 2]
         for name in ("chain", "dynamic", "static"):
-            tree = proposer.propose(state, torch.tensor([0]), SHAPES[name])
+            tree = proposer.propose(state, [0], SHAPES[name])
             above = ancestors(tree.parents, 4)[0]
             for node in range(SHAPES[name].num_draft_tokens):
                 children = [n for n in range(1, above.shape[0]) if n != node and int(tree.parents[0, n]) == node]
@@ -133,9 +133,9 @@ def test_a_shape_deeper_than_the_heads_changes_no_token(sampling: str, tiny: Wor
     DraftTreeShape(num_steps=7, top_k=2, num_draft_tokens=27, static=True)], ids=DraftTreeShape.label)
 def test_a_deeper_shape_has_no_token_beyond_the_last_head(shape: DraftTreeShape, tiny: World, checkpoint: Path) -> None:
     drafter = open_drafter(checkpoint, tiny.target)
-    state = drafter.new_state(1, 64, shape)
+    state = drafter.new_state(1)
     drafter.extend(state, pairs_until(tiny.documents[0], 9))
-    tree = drafter.propose(state, torch.tensor([0]), shape)
+    tree = drafter.propose(state, [0], shape)
     assert tree.tokens.shape == tree.parents.shape == tree.scores.shape == (1, shape.num_draft_tokens)
     grown = HEADS if shape.top_k == 1 else shape.top_k + (HEADS - 1) * shape.top_k**2
     assert int((tree.tokens[0, 1:] != NO_TOKEN).sum()) == grown < shape.num_draft_tokens - 1

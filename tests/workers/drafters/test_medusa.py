@@ -92,11 +92,11 @@ def test_the_first_proposals_are_the_first_choices_in_training(tiny: World) -> N
     proposer = MedusaProposer(drafter, tiny.target.config.num_layers, torch.float32)
     document = tiny.documents[0]
     outcome = objective(FAMILY, drafter, tiny)(document)
-    state, ids = proposer.new_state(1, 64, SHAPES["chain"]), tiny.vocabulary.ids
+    state, ids = proposer.new_state(1), tiny.vocabulary.ids
     hits = [0] * HEADS
     for root in range(len(document.token_ids) - 1):
         proposer.extend(state, pairs_until(document, root))
-        tokens = proposer.propose(state, torch.tensor([0]), SHAPES["chain"]).tokens[0, 1:].tolist()
+        tokens = proposer.propose(state, [0], SHAPES["chain"]).tokens[0, 1:].tolist()
         assert tokens == [int(ids[said(drafter, document.aux[root, 0], head).argmax()]) for head in range(HEADS)]
         for head, token in enumerate(tokens):
             if all(t < len(document.token_ids) and document.loss_mask[t] for t in range(root + 1, root + 3 + head)):
@@ -118,10 +118,10 @@ def test_a_shape_deeper_than_the_heads_changes_no_token(sampling: str, tiny: Wor
 @pytest.mark.parametrize("static", [False, True])
 def test_a_deeper_shape_has_no_token_beyond_the_last_head(static: bool, tiny: World, checkpoint: Path) -> None:
     drafter = open_drafter(checkpoint, tiny.target)
-    state = drafter.new_state(1, 64, SHAPES["deeper chain"])
+    state = drafter.new_state(1)
     drafter.extend(state, pairs_until(tiny.documents[0], 9))
     deep = DraftTreeShape(num_steps=7, top_k=1, num_draft_tokens=8, static=static)
-    tree = drafter.propose(state, torch.tensor([0]), deep)
+    tree = drafter.propose(state, [0], deep)
     assert tree.tokens[0, HEADS + 1:].tolist() == [NO_TOKEN] * 3
     assert NO_TOKEN not in tree.tokens[0, 1: HEADS + 1].tolist()
 

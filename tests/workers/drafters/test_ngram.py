@@ -32,14 +32,13 @@ def shape(num_steps: int, top_k: int = 1, num_draft_tokens: int | None = None) -
 def proposed(texts: Sequence[Sequence[int]], of: DraftTreeShape) -> tuple[list[list[int]], list[list[int]]]:
     """Tokens and parents proposed after each text."""
     drafter = NgramDrafter()
-    state = drafter.new_state(len(texts), 100, of)
+    state = drafter.new_state(len(texts))
     for row, text in enumerate(texts):
         drafter.admit(state, row, text)
         if len(text) > 1:
             drafter.extend(state, CommittedTokens(
-                torch.tensor([row]), torch.tensor([0]), torch.tensor([len(text) - 1]), torch.tensor([text[1:]]),
-                torch.empty(1, len(text) - 1, 0, 8)))
-    tree = drafter.propose(state, torch.arange(len(texts)), of)
+                [row], [0], [text[1:]], torch.empty(1, len(text) - 1, 0, 8)))
+    tree = drafter.propose(state, range(len(texts)), of)
     return tree.tokens.tolist(), tree.parents.tolist()
 
 

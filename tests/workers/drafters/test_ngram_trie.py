@@ -21,7 +21,7 @@ class Server:
 
     def __init__(self, shape: DraftTreeShape, num_rows: int = 1) -> None:
         self.shape, self.drafter, self.lengths = shape, TrieDrafter(), [0] * num_rows
-        self.state: TrieState = self.drafter.new_state(num_rows, 100, shape)
+        self.state: TrieState = self.drafter.new_state(num_rows)
 
     def ask(self, prompt: Sequence[int], row: int = 0) -> list[list[int]]:
         self.drafter.admit(self.state, row, prompt)
@@ -32,10 +32,9 @@ class Server:
         """The paths proposed after these tokens too, from the root to each leaf; filling nodes left out."""
         if tokens:
             self.drafter.extend(self.state, CommittedTokens(
-                torch.tensor([row]), torch.tensor([self.lengths[row]]), torch.tensor([len(tokens)]),
-                torch.tensor([list(tokens)]), torch.empty(1, len(tokens), 0, 8)))
+                [row], [self.lengths[row]], [tokens], torch.empty(1, len(tokens), 0, 8)))
             self.lengths[row] += len(tokens)
-        tree = self.drafter.propose(self.state, torch.tensor([row]), self.shape)
+        tree = self.drafter.propose(self.state, [row], self.shape)
         tokens_N, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
         assert len(tokens_N) == self.shape.num_draft_tokens
         leaves = [node for node in range(1, len(tokens_N)) if node not in parents[1:]]

@@ -93,20 +93,16 @@ def test_decoding_equals_training_along_every_path_of_a_tree(target: TargetModel
     assert isinstance(proposer, StandaloneProposer)
     generator = torch.Generator().manual_seed(2)
     texts = [torch.randint(VOCAB, (length,), generator=generator) for length in (9, 14)]
-    state = proposer.new_state(3, 100, TREE)
+    state = proposer.new_state(3)
     for row, text in zip((2, 0), texts, strict=True):
         proposer.admit(state, row, text[:4].tolist())
-        proposer.extend(state, CommittedTokens(torch.tensor([row]), torch.tensor([0]), torch.tensor([4]),
-                                               text[None, 1:5], torch.zeros(1, 4, 0, 32)))
+        proposer.extend(state, CommittedTokens([row], [0], [text[1:5].tolist()], torch.zeros(1, 4, 0, 32)))
     # The rest together, one row's padded; then trees of both rows at once, twice, so that scratch keys are old.
-    rest = [len(text) - 5 for text in texts]
-    padded = torch.stack([torch.cat([text[5:], text.new_zeros(max(rest) - left)])
-                          for text, left in zip(texts, rest, strict=True)])
-    proposer.extend(state, CommittedTokens(torch.tensor([2, 0]), torch.tensor([4, 4]), torch.tensor(rest), padded,
-                                      torch.zeros(2, max(rest), 0, 32)))
-    proposer.propose(state, torch.tensor([0, 2]), DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3))
-    tree = proposer.propose(state, torch.tensor([2, 0]), TREE)
-    alone = proposer.propose(state, torch.tensor([0]), TREE)
+    rest = [text[5:].tolist() for text in texts]
+    proposer.extend(state, CommittedTokens([2, 0], [4, 4], rest, torch.zeros(2, max(map(len, rest)), 0, 32)))
+    proposer.propose(state, [0, 2], DraftTreeShape(num_steps=2, top_k=1, num_draft_tokens=3))
+    tree = proposer.propose(state, [2, 0], TREE)
+    alone = proposer.propose(state, [0], TREE)
     assert torch.equal(alone.tokens[0], tree.tokens[1])
     for row, text in enumerate(texts):
         tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()

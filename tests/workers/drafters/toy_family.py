@@ -30,6 +30,7 @@ from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.marginals import build_tree_from_marginals
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftTree
+from eyrie_workers.speculation.upload import upload
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.model import TargetModel
@@ -94,7 +95,7 @@ class ToyProposer:
         self.aux_layers = (num_layers,)
         self._project, self._lm_head = tensors["project.weight"], tensors["lm_head.weight"]
 
-    def new_state(self, num_rows: int, max_length: int, max_shape: DraftTreeShape) -> ToyState:
+    def new_state(self, num_rows: int) -> ToyState:
         """Zeros."""
         return ToyState(torch.zeros(num_rows, self._project.shape[1]))
 
@@ -104,13 +105,14 @@ class ToyProposer:
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
         """Store each row's last state."""
         assert isinstance(state, ToyState)
-        state.last[pairs.rows] = last_states(pairs)
+        indices = pairs.indices()
+        state.last[indices.rows] = last_states(pairs, indices)
 
-    def propose(self, state: DrafterState, rows: Tensor, shape: DraftTreeShape,
+    def propose(self, state: DrafterState, rows: Sequence[int], shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
         """One token per row."""
         assert isinstance(state, ToyState)
-        logits = state.last[rows] @ self._project.T @ self._lm_head.T
+        logits = state.last[upload(rows)] @ self._project.T @ self._lm_head.T
         return build_tree_from_marginals(logits[:, None], shape, None, noise)
 
 

@@ -114,9 +114,9 @@ class TiedDrafter(RandomDrafter):
     target: TargetModel | None = None
     bias: float = 1e-7
 
-    def propose(self, state: TextState, rows: Tensor, shape: DraftTreeShape,
+    def propose(self, state: TextState, rows: Sequence[int], shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
-        text = state.texts[int(rows[0])]
+        text = state.texts[rows[0]]
 
         def logits(path: list[int]) -> Tensor:
             assert self.target is not None

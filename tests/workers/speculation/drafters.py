@@ -31,25 +31,25 @@ class RandomDrafter:
     max_length: int = 512
     extended: int = 0
 
-    def new_state(self, num_rows: int, max_length: int, max_shape: DraftTreeShape) -> TextState:
+    def new_state(self, num_rows: int) -> TextState:
         return TextState([[] for _ in range(num_rows)], [[] for _ in range(num_rows)])
 
     def admit(self, state: TextState, row: int, prompt: Sequence[int]) -> None:
         state.texts[row], state.aux[row] = [prompt[0]], []
 
     def extend(self, state: TextState, pairs: CommittedTokens) -> None:
-        assert len(set(pairs.rows.tolist())) == len(pairs.rows)
-        for index, row in enumerate(pairs.rows.tolist()):
-            length = int(pairs.lengths[index])
-            assert length >= 1
-            assert int(pairs.starts[index]) == len(state.texts[row]) - 1
-            state.texts[row] += pairs.tokens[index, :length].tolist()
-            state.aux[row] += list(pairs.aux[index, :length])
+        assert len(set(pairs.rows)) == len(pairs.rows)
+        assert pairs.aux.shape[1] == max(map(len, pairs.tokens))
+        for index, (row, tokens) in enumerate(zip(pairs.rows, pairs.tokens, strict=True)):
+            assert tokens
+            assert pairs.starts[index] == len(state.texts[row]) - 1
+            state.texts[row] += tokens
+            state.aux[row] += list(pairs.aux[index, :len(tokens)])
         self.extended += 1
 
-    def propose(self, state: TextState, rows: Tensor, shape: DraftTreeShape,
+    def propose(self, state: TextState, rows: Sequence[int], shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
-        generator = torch.Generator().manual_seed(self.seed + sum(len(state.texts[row]) for row in rows.tolist()))
+        generator = torch.Generator().manual_seed(self.seed + sum(len(state.texts[row]) for row in rows))
 
         def logits(num_nodes: int) -> Tensor:
             return torch.randn(len(rows), num_nodes, self.vocab_size, generator=generator)
@@ -73,7 +73,7 @@ class OracleDrafter(RandomDrafter):
 
     calls: int = field(default=0)
 
-    def propose(self, state: TextState, rows: Tensor, shape: DraftTreeShape,
+    def propose(self, state: TextState, rows: Sequence[int], shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
         assert self.target is not None
         target = self.target
@@ -90,7 +90,7 @@ class OracleDrafter(RandomDrafter):
             return logits
 
         def all_logits() -> Tensor:
-            texts = [state.texts[row] + path for row, row_paths in zip(rows.tolist(), paths, strict=True)
+            texts = [state.texts[row] + path for row, row_paths in zip(rows, paths, strict=True)
                      for path in row_paths]
             return ask(texts).view(len(paths), -1, target.config.vocab_size)
 

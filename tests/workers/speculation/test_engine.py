@@ -85,8 +85,8 @@ def test_verification_reproduces_plain_decoding_bit_for_bit(targets: dict[str, T
     class Keeping(OracleDrafter):
         state: TextState
 
-        def new_state(self, num_rows: int, max_length: int, max_shape: DraftTreeShape) -> TextState:
-            self.state = super().new_state(num_rows, max_length, max_shape)
+        def new_state(self, num_rows: int) -> TextState:
+            self.state = super().new_state(num_rows)
             return self.state
 
     kept = []

@@ -12,7 +12,7 @@ from eyrie_workers.speculation.marginals import build_tree_from_marginals
 from eyrie_workers.speculation.noise import RowNoise, gumbel
 from eyrie_workers.speculation.protocol import NO_TOKEN, DraftStep, DraftTree
 from eyrie_workers.speculation.static_tree import static_topology
-from eyrie_workers.speculation.tree import ancestors, build_draft_tree, is_chain
+from eyrie_workers.speculation.tree import ancestors, build_draft_tree
 
 VOCAB = 7
 
@@ -88,7 +88,8 @@ def test_a_chain_holds_the_first_choices_and_no_token_beyond(depths: int, num_st
     for static in (False, True):
         tree = build_tree_from_marginals(logits, shape.model_copy(update={"static": static}))
         said = min(depths, num_steps)
-        assert is_chain(tree.parents)
+        assert tree.parents.tolist() == [[0, *range(num_steps)]] * 3
+        assert tree.num_filled == said + 1
         assert tree.tokens[:, 1: said + 1].tolist() == logits.argmax(-1)[:, :said].tolist()
         assert bool((tree.tokens[:, said + 1:] == NO_TOKEN).all())
         torch.testing.assert_close(tree.scores[:, 1: said + 1], logits.log_softmax(-1).amax(-1).cumsum(1)[:, :said])

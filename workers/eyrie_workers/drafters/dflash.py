@@ -66,13 +66,14 @@ from eyrie_workers.drafters.layers.decoder import (
     layer_flops,
     refuse_variants,
 )
-from eyrie_workers.drafters.layers.kv_cache import DrafterKVCache, NewTokens, scratch_mask
+from eyrie_workers.drafters.layers.kv_cache import DrafterKVCache, NewTokens, RowLengths, all_scratch_mask
 from eyrie_workers.drafters.layers.modules import Norm
 from eyrie_workers.drafters.validation.validator import validator_by_loading
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.marginals import build_tree_from_marginals
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftTree
+from eyrie_workers.speculation.upload import upload
 from eyrie_workers.targets.config import FULL, TargetConfig, parse_config
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear, rms_normalise
@@ -243,10 +244,9 @@ class DFlashProposer:
         """`hidden_states` indices the drafter was trained on."""
         return self._config.aux_layers
 
-    def new_state(self, num_rows: int, max_length: int, max_shape: DraftTreeShape) -> DFlashState:
-        """Caches for `num_rows` rows of `max_length` features, with space for a block."""
-        length = max_length + max(self._config.block_size, max_shape.num_draft_tokens) + 1
-        return DFlashState(DrafterKVCache(self._config.decoder, num_rows, length, self._model.dtype), [0] * num_rows)
+    def new_state(self, num_rows: int) -> DFlashState:
+        """A cache of `num_rows` rows."""
+        return DFlashState(DrafterKVCache(self._config.decoder, num_rows, self._model.dtype), [0] * num_rows)
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
         """Clear the row. The prompt is not needed: its pairs follow by `extend`."""
@@ -257,27 +257,25 @@ class DFlashProposer:
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
         """Write the keys and values of the pairs' features; attention and MLP are not run."""
         assert isinstance(state, DFlashState)
-        rows, num_pairs = pairs.rows.tolist(), pairs.tokens.shape[1]
-        index_BT = pairs.starts[:, None] + torch.arange(num_pairs)
+        chosen, num_pairs = RowLengths.of(pairs.rows, pairs.starts), pairs.aux.shape[1]
+        index_BT = chosen.lengths_B1 + torch.arange(num_pairs)
         kv = self._features.keys(pairs.aux.flatten(0, 1).to(self._model.dtype), index_BT.flatten())
+        state.cache.reserve(max(pairs.starts) + num_pairs)
         for layer, of_layer in enumerate(kv.unflatten(0, (-1, num_pairs)).unbind(2)):
-            state.cache.write(layer, rows, index_BT, of_layer)
-        last_tokens = pairs.tokens.gather(1, (pairs.lengths - 1)[:, None])[:, 0].tolist()
-        for row, settled, token in zip(rows, (pairs.starts + pairs.lengths).tolist(), last_tokens, strict=True):
-            state.cache.settled[row], state.last[row] = settled, token
+            state.cache.write(layer, chosen, of_layer)
+        for row, settled, tokens in zip(pairs.rows, pairs.ends, pairs.tokens, strict=True):
+            state.cache.settled[row], state.last[row] = settled, tokens[-1]
 
     @torch.inference_mode()
-    def propose(self, state: DrafterState, rows: Tensor, shape: DraftTreeShape,
+    def propose(self, state: DrafterState, rows: Sequence[int], shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
         """One pass over the block of each row, and the tree of its marginals."""
         assert isinstance(state, DFlashState)
-        row_list, size = rows.tolist(), self._config.block_size
-        settled = [state.cache.settled[row] for row in row_list]
-        tokens_BC = torch.full((len(row_list), size), self._config.mask_token_id)
-        tokens_BC[:, 0] = torch.tensor([state.last[row] for row in row_list])
-        positions_BC = torch.tensor(settled)[:, None] + torch.arange(size)
-        whole = torch.ones(len(row_list), size, size, dtype=torch.bool)
-        attend = NewTokens(state.cache, row_list, settled, size, scratch_mask(settled, whole))
+        size = self._config.block_size
+        chosen = RowLengths.of(rows, [state.cache.settled[row] for row in rows])
+        tokens_BC = upload([[state.last[row], *[self._config.mask_token_id] * (size - 1)] for row in rows])
+        positions_BC = chosen.lengths_B1 + torch.arange(size)
+        attend = NewTokens(state.cache, chosen, size, all_scratch_mask(chosen, size, size))
         _, states = self._model.run(tokens_BC.flatten(), positions_BC.flatten(), attend)
         masks = states.unflatten(0, (-1, size))[:, 1:1 + shape.num_steps]
         return build_tree_from_marginals(self._target.logits(masks), shape, None, noise)

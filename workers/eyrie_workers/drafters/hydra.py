@@ -48,12 +48,13 @@ from eyrie_workers.drafters.checkpoint.heads import HeadsConfig, HeadsFormat, lo
 from eyrie_workers.drafters.family import FamilyImplementation, Layers
 from eyrie_workers.drafters.initialisation import TargetEmbeddings
 from eyrie_workers.drafters.layers.last_state_heads import UNLIMITED_LENGTH, last_states, residual_silu
-from eyrie_workers.drafters.layers.proposer import target_ids
+from eyrie_workers.drafters.layers.proposer import TokenProjection, target_ids
 from eyrie_workers.drafters.validation.validator import validator_by_loading
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, Drafter, DrafterState, DraftStep, DraftTree
 from eyrie_workers.speculation.tree import build_draft_tree
+from eyrie_workers.speculation.upload import upload
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear
@@ -160,16 +161,16 @@ class HydraProposer:
         """embed_VH: the target's embedding; drafting computes in its dtype. num_layers: of the target."""
         config, dtype = drafter.config, embed_VH.dtype
         self.aux_layers = (num_layers,)
-        self._num_heads, self._hidden_size = config.num_heads, config.hidden_size
+        self._num_heads, self._hidden_size, self._dtype = config.num_heads, config.hidden_size, dtype
         with torch.inference_mode():
-            self._embed_VH = scaled_embeddings(embed_VH)
+            self._embedding = TokenProjection(embed_VH, scaled_embeddings, config.hidden_size)
             self._heads = [Linear(drafter.head(number).to(dtype)) for number in range(config.num_heads)]
             self._lm_head = Linear(drafter.lm_head.weight.to(dtype))
             self._draft_ids_D = target_ids(drafter.vocabulary, embed_VH.device)
 
-    def new_state(self, num_rows: int, max_length: int, max_shape: DraftTreeShape) -> HydraState:
+    def new_state(self, num_rows: int) -> HydraState:
         """Space for one input of the first head per row."""
-        return HydraState(self._embed_VH.new_zeros(num_rows, 2 * self._hidden_size))
+        return HydraState(torch.zeros(num_rows, 2 * self._hidden_size, dtype=self._dtype))
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
         """Does nothing: the first pairs overwrite the row's state."""
@@ -178,21 +179,23 @@ class HydraProposer:
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
         """Store each row's last pair."""
         assert isinstance(state, HydraState)
-        chosen = pairs.tokens.gather(1, (pairs.lengths - 1).to(pairs.tokens.device)[:, None])[:, 0]
-        state.read[pairs.rows] = torch.cat([last_states(pairs).to(state.read.dtype), self._embed_VH[chosen]], 1)
+        indices = pairs.indices()
+        chosen_B = indices.tokens.flatten().index_select(0, indices.last)
+        read_BC = torch.cat([last_states(pairs, indices).to(self._dtype), self._embedding(chosen_B)], 1)
+        state.read.index_copy_(0, indices.rows, read_BC)
 
     @torch.inference_mode()
-    def propose(self, state: DrafterState, rows: Tensor, shape: DraftTreeShape,
+    def propose(self, state: DrafterState, rows: Sequence[int], shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
         """Grow one tree per row, at most as deep as there are heads; NO_TOKEN at deeper nodes."""
         assert isinstance(state, HydraState)
-        first = self._predict(0, state.read[rows][:, None])
+        first = self._predict(0, state.read.index_select(0, upload(rows))[:, None])
         tree = build_draft_tree(first, self._step, _limit_depth(shape, self._num_heads), self._draft_ids_D, noise)
         return _pad(tree, shape.num_draft_tokens)
 
     def _step(self, tokens: Tensor, hidden: Tensor, mask: Tensor, depth: int) -> DraftStep:
         """`protocol.StepFunction`: the input of a node is its parent's input and its own token."""
-        return self._predict(depth, torch.cat([hidden, self._embed_VH[tokens]], -1))
+        return self._predict(depth, torch.cat([hidden, self._embedding(tokens.flatten()).view(*tokens.shape, -1)], -1))
 
     def _predict(self, number: int, read_BNC: Tensor) -> DraftStep:
         rows, nodes, _ = read_BNC.shape
@@ -217,7 +220,7 @@ def _pad(tree: DraftTree, num_nodes: int) -> DraftTree:
         return tree
     more = torch.arange(size - 1, num_nodes - 1, device=tree.parents.device).expand(rows, -1)
     return DraftTree(torch.cat([tree.tokens, torch.full_like(more, NO_TOKEN)], 1), torch.cat([tree.parents, more], 1),
-                     torch.cat([tree.scores, tree.scores.new_full(more.shape, -torch.inf)], 1))
+                     torch.cat([tree.scores, tree.scores.new_full(more.shape, -torch.inf)], 1), num_filled=size)
 
 
 def _shapes(config: HeadsConfig) -> Mapping[str, tuple[int, ...]]:

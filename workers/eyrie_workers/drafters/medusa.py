@@ -52,6 +52,7 @@ from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.marginals import build_tree_from_marginals
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftTree
+from eyrie_workers.speculation.upload import upload
 from eyrie_workers.targets.config import TargetConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear
@@ -141,7 +142,7 @@ class MedusaProposer:
             self._device = drafter.block(0).device
             self._draft_ids_D = target_ids(drafter.vocabulary, self._device)
 
-    def new_state(self, num_rows: int, max_length: int, max_shape: DraftTreeShape) -> MedusaState:
+    def new_state(self, num_rows: int) -> MedusaState:
         """Space for one state per row."""
         return MedusaState(torch.zeros(num_rows, self._hidden_size, dtype=self._dtype, device=self._device))
 
@@ -152,14 +153,15 @@ class MedusaProposer:
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
         """Store each row's last state."""
         assert isinstance(state, MedusaState)
-        state.last[pairs.rows] = last_states(pairs).to(self._dtype)
+        indices = pairs.indices()
+        state.last.index_copy_(0, indices.rows, last_states(pairs, indices).to(self._dtype))
 
     @torch.inference_mode()
-    def propose(self, state: DrafterState, rows: Tensor, shape: DraftTreeShape,
+    def propose(self, state: DrafterState, rows: Sequence[int], shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
         """The tree of the heads' marginals; NO_TOKEN at depths without a head."""
         assert isinstance(state, MedusaState)
-        h_BH = state.last[rows]
+        h_BH = state.last.index_select(0, upload(rows))
         h_BSH = residual_silu(h_BH[:, None], self._blocks(h_BH).view(h_BH.shape[0], self._num_heads, -1))
         depths = min(shape.num_steps, self._num_heads)
         logits_BSD = torch.stack([self._outputs[head](h_BSH[:, head].contiguous()) for head in range(depths)], 1)

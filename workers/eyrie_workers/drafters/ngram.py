@@ -23,11 +23,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, DrafterState, DraftTree
+from eyrie_workers.speculation.upload import upload
 
 # Longer suffixes have better continuations, shorter ones match more often. A single token recurs too often to predict
 # its continuation: at least two tokens, at most four.
@@ -81,7 +81,7 @@ class NgramDrafter:
     aux_layers: tuple[int, ...] = ()
     max_length = 2**31 - 1
 
-    def new_state(self, num_rows: int, max_length: int, max_shape: DraftTreeShape) -> NgramState:
+    def new_state(self, num_rows: int) -> NgramState:
         """Empty texts."""
         return NgramState([Text() for _ in range(num_rows)])
 
@@ -94,17 +94,15 @@ class NgramDrafter:
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
         """Append the tokens of the pairs."""
         assert isinstance(state, NgramState)
-        for row, tokens, length in zip(pairs.rows.tolist(), pairs.tokens.tolist(), pairs.lengths.tolist(), strict=True):
-            for token in tokens[:length]:
+        for row, tokens in zip(pairs.rows, pairs.tokens, strict=True):
+            for token in tokens:
                 state.texts[row].append(token)
 
-    def propose(self, state: DrafterState, rows: Tensor, shape: DraftTreeShape,
+    def propose(self, state: DrafterState, rows: Sequence[int], shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
         """One trie per row, from its first `top_k` matches."""
         assert isinstance(state, NgramState)
-        tries = [_trie(state.texts[row], shape) for row in rows.tolist()]
-        return DraftTree(torch.tensor([tokens for tokens, _ in tries]), torch.tensor([parents for _, parents in tries]),
-                         torch.tensor([creation_order_scores(tokens) for tokens, _ in tries]))
+        return tree_of_rows([_trie(state.texts[row], shape) for row in rows])
 
 
 def _trie(text: Text, shape: DraftTreeShape) -> tuple[list[int], list[int]]:
@@ -132,6 +130,11 @@ def _trie(text: Text, shape: DraftTreeShape) -> tuple[list[int], list[int]]:
     return tokens, parents
 
 
-def creation_order_scores(tokens: Sequence[int]) -> list[float]:
-    """Scores of nodes without confidences: descending in order of creation, -inf for padding."""
-    return [0.0] + [-float(index) if token != NO_TOKEN else -torch.inf for index, token in enumerate(tokens) if index]
+def tree_of_rows(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> DraftTree:
+    """Tokens and parents of each row as tensors. Without confidences, scores descend in order of creation, -inf for
+    padding."""
+    scores = [[0.0, *(-float(node) if tokens[node] != NO_TOKEN else -torch.inf for node in range(1, len(tokens)))]
+              for tokens, _ in rows]
+    filled = [node for tokens, _ in rows for node in range(1, len(tokens)) if tokens[node] != NO_TOKEN]
+    tokens_BN, parents_BN = upload([[*tokens, *parents] for tokens, parents in rows]).chunk(2, 1)
+    return DraftTree(tokens_BN, parents_BN, upload(scores, torch.float32), num_filled=1 + max(filled, default=0))

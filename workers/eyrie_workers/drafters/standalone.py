@@ -60,16 +60,25 @@ from eyrie_workers.drafters.layers.decoder import (
     layer_flops,
     refuse_variants,
 )
-from eyrie_workers.drafters.layers.kv_cache import DrafterKVCache, NewTokens, causal_mask, scratch_mask
+from eyrie_workers.drafters.layers.kv_cache import (
+    DrafterKVCache,
+    NewTokens,
+    PromptTokens,
+    RowLengths,
+    all_scratch_mask,
+    causal_mask,
+    scratch_mask,
+)
 from eyrie_workers.drafters.layers.modules import Norm
 from eyrie_workers.drafters.validation.validator import validator_by_loading
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState, DraftStep, DraftTree
 from eyrie_workers.speculation.tree import BranchKeys, build_draft_tree
+from eyrie_workers.speculation.upload import upload
 from eyrie_workers.targets.config import TargetConfig, parse_config
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.targets.model import Attend, TargetModel
 from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.attention import gather_rows
 from eyrie_workers.training.fused import rms_norm
@@ -157,6 +166,8 @@ class StandaloneState:
 
     cache: DrafterKVCache
     logits: Tensor
+    first: list[int]
+    """First token of each row's text: the pairs of `extend` contain the others, and it is read with them."""
 
 
 class StandaloneProposer:
@@ -172,54 +183,55 @@ class StandaloneProposer:
         self._model = model
         self.max_length = model.config.max_position_embeddings
 
-    def new_state(self, num_rows: int, max_length: int, max_shape: DraftTreeShape) -> StandaloneState:
-        """Caches for `num_rows` rows of `max_length` tokens, with space for the scratch keys of `max_shape`."""
+    def new_state(self, num_rows: int) -> StandaloneState:
+        """A cache of `num_rows` rows."""
         config, dtype = self._model.config, self._model.dtype
-        length = max_length + max(max_shape.num_steps * max_shape.top_k, max_shape.num_draft_tokens) + 2
-        return StandaloneState(DrafterKVCache(config, num_rows, length, dtype),
-                               torch.zeros(num_rows, config.vocab_size, dtype=dtype))
+        return StandaloneState(DrafterKVCache(config, num_rows, dtype),
+                               torch.zeros(num_rows, config.vocab_size, dtype=dtype), [0] * num_rows)
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
-        """Read the first token; the pairs of `extend` contain the others."""
+        """Clear the row and keep the first token."""
         assert isinstance(state, StandaloneState)
-        state.cache.settled[row] = 0
-        if self.reads_first_token:
-            self._read(state, [row], torch.tensor([list(prompt[:1])]), [1])
+        state.cache.settled[row], state.first[row] = 0, prompt[0]
 
+    @torch.inference_mode()
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
         """Read the tokens of the pairs, and predict from the last of each row."""
         assert isinstance(state, StandaloneState)
-        self._read(state, pairs.rows.tolist(), pairs.tokens, pairs.lengths.tolist())
-
-    @torch.inference_mode()
-    def _read(self, state: StandaloneState, rows: list[int], tokens_BT: Tensor, lengths: list[int]) -> None:
-        first, num_new = [state.cache.settled[row] for row in rows], tokens_BT.shape[1]
-        positions_BT = torch.tensor(first)[:, None] + torch.arange(num_new)
-        attend = NewTokens(state.cache, rows, first, num_new, causal_mask(first, num_new))
+        lengths = [state.cache.settled[row] for row in pairs.rows]
+        texts = [[*([state.first[row]] if length == 0 and self.reads_first_token else []), *tokens]
+                 for row, length, tokens in zip(pairs.rows, lengths, pairs.tokens, strict=True)]
+        chosen, num_new = RowLengths.of(pairs.rows, lengths), max(map(len, texts))
+        tokens_BT = upload([[*text, *[0] * (num_new - len(text))] for text in texts])
+        attend: Attend = (PromptTokens(state.cache, chosen, num_new) if lengths == [0]
+                          else NewTokens(state.cache, chosen, num_new, causal_mask(chosen, num_new)))
+        positions_BT = chosen.lengths_B1 + torch.arange(num_new)
         _, states = self._model.run(tokens_BT.flatten(), positions_BT.flatten(), attend)
-        last_B = torch.arange(len(rows)) * num_new + torch.tensor(lengths) - 1
-        state.logits[torch.tensor(rows)] = self._model.logits(states.index_select(0, last_B))
-        for row, start, length in zip(rows, first, lengths, strict=True):
-            state.cache.settled[row] = start + length
+        last_B = upload([row * num_new + len(text) - 1 for row, text in enumerate(texts)])
+        state.logits.index_copy_(0, chosen.rows_B, self._model.logits(states.index_select(0, last_B)))
+        for row, length, text in zip(pairs.rows, lengths, texts, strict=True):
+            state.cache.settled[row] = length + len(text)
 
     @torch.inference_mode()
-    def propose(self, state: DrafterState, rows: Tensor, shape: DraftTreeShape,
+    def propose(self, state: DrafterState, rows: Sequence[int], shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
         """Grow one tree per row from the predictions of `extend`. Nodes have keys and no state."""
         assert isinstance(state, StandaloneState)
-        own, row_list = state, rows.tolist()
-        settled = [state.cache.settled[row] for row in row_list]
+        cache = state.cache
+        chosen = RowLengths.of(rows, [cache.settled[row] for row in rows])
 
         def step(tokens: Tensor, hidden: Tensor, mask: Tensor, depth: int) -> DraftStep:
             num_new, num_scratch = mask.shape[1:]
-            first = [length + num_scratch - num_new for length in settled]
-            positions_BN = (torch.tensor(settled)[:, None] + (depth - 1)).expand(-1, num_new)
-            attend = NewTokens(own.cache, row_list, first, num_new, scratch_mask(settled, mask))
+            # One node at every depth: each sees all before it.
+            visible = (all_scratch_mask(chosen, num_new, num_scratch) if num_scratch == depth
+                       else scratch_mask(chosen, mask))
+            attend = NewTokens(cache, chosen, num_new, visible, num_scratch - num_new)
+            positions_BN = (chosen.lengths_B1 + (depth - 1)).expand(-1, num_new)
             _, states = self._model.run(tokens.flatten(), positions_BN.flatten(), attend)
             return DraftStep(self._model.logits(states).view(*tokens.shape, -1), hidden)
 
-        logits = state.logits.index_select(0, rows)[:, None]
-        first = DraftStep(logits, logits.new_zeros(len(row_list), 1, 1))
+        logits = state.logits.index_select(0, chosen.rows_B)[:, None]
+        first = DraftStep(logits, logits.new_zeros(len(rows), 1, 1))
         return build_draft_tree(first, step, shape, None, noise, self.branch_keys)
 
 

@@ -12,7 +12,9 @@ summation then differ by about 1e-16, which survives rounding to float32 only wh
 rounding boundary - one in some 10^8. Together with row-invariant products (`targets.linear`) verification reproduces
 plain decoding bit for bit in practice; tests/workers/speculation counts.
 
-The buffer grows by doubling, so memory follows the longest text in use, not the target's maximum context.
+The buffer grows on demand (`grown`), so memory follows the longest text in use, not the target's maximum context. The
+masks of a round are [B, R * N, L]; next to the keys and values of all layers, which the pass reads anyway, that is
+little while a round has tens of nodes.
 """
 
 # B rows, N nodes, L cache positions, M = B * N tokens, Q query heads, G key-value heads, R = Q / G, E head dimension
@@ -23,25 +25,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eyrie_workers.speculation.upload import upload
 from eyrie_workers.targets.config import SLIDING, TargetConfig
 from eyrie_workers.targets.model import causal
+
+INITIAL_POSITIONS = 256
+_MOST_UNUSED = 4096
+
+
+def grown(buffer: Tensor, dim: int, length: int) -> Tensor:
+    """The buffer itself if `dim` has at least `length` positions, else a longer one with the same contents, then zeros.
+
+    Short buffers double, so that a text of T tokens copies O(T) positions. Long ones grow by `_MOST_UNUSED`: a doubled
+    cache of a long text would hold as much unused memory as used, which a GPU cannot spare.
+    """
+    held = buffer.shape[dim]
+    if length <= held:
+        return buffer
+    shape = [*buffer.shape]
+    shape[dim] = max(length, held + min(held, _MOST_UNUSED))
+    # Zeros, not uninitialised memory: a masked position has weight 0, and 0 * NaN would still be NaN.
+    longer = buffer.new_zeros(shape)
+    longer.narrow(dim, 0, held).copy_(buffer)
+    return longer
 
 
 class KVCache:
     """Keys and values of `num_slots` requests."""
 
-    def __init__(self, config: TargetConfig, num_slots: int, dtype: torch.dtype, device: torch.device,
-                 capacity: int = 256) -> None:
+    def __init__(self, config: TargetConfig, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.config = config
         self.num_slots = num_slots
-        self.capacity = capacity
-        self._data = self._allocate(capacity, dtype, device)
+        self._data = torch.zeros(config.num_layers, num_slots, INITIAL_POSITIONS, 2 * config.num_kv_heads,
+                                 config.head_dim, dtype=dtype, device=device)
 
-    def _allocate(self, capacity: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        # Zeros, not uninitialised memory: a masked position has weight 0, and 0 * NaN would still be NaN.
-        config = self.config
-        return torch.zeros(config.num_layers, self.num_slots, capacity, 2 * config.num_kv_heads, config.head_dim,
-                           dtype=dtype, device=device)
+    @property
+    def capacity(self) -> int:
+        """Positions per slot."""
+        return self._data.shape[2]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -50,11 +71,7 @@ class KVCache:
 
     def reserve(self, capacity: int) -> None:
         """Grow the buffer to at least `capacity` positions per slot."""
-        if capacity <= self.capacity:
-            return
-        grown = self._allocate(max(capacity, 2 * self.capacity), self.dtype, self._data.device)
-        grown[:, :, :self.capacity] = self._data
-        self._data, self.capacity = grown, grown.shape[2]
+        self._data = grown(self._data, 2, capacity)
 
     def layer(self, layer: int) -> Tensor:
         """[slots, L, 2G, E] of one layer: keys, then values."""
@@ -75,7 +92,7 @@ class KVCache:
         if not sources:
             return
         flat = self._data.view(self.config.num_layers, self.num_slots * self.capacity, -1)
-        index = torch.tensor([sources, targets], device=self._data.device)
+        index = upload([sources, targets])
         # Sources and targets may overlap: index_select copies all sources before the first write.
         flat.index_copy_(1, index[1], flat.index_select(1, index[0]))
 

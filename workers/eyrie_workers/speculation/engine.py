@@ -17,6 +17,10 @@ and that ends as rows are added. `set_tree_schedule` therefore gives the shape o
 of rows. In rounds without drafting the drafter still receives every committed token, so that it can draft again in any
 later round. The output does not depend on the shape, so a change needs no synchronisation.
 
+On a GPU the host waits for the device once per round, for the accepted tokens: the scheduler must know them to end
+rows and to admit others. All other numbers of a round are known on the host and uploaded without waiting
+(`speculation.upload`). The drafter has one state per engine, which grows with the texts, not one per shape.
+
 Not implemented: paging, prefix sharing, chunked prefill. GPU engines have them; this engine is the reference for
 correctness, and fast enough to show the effect of speculation on two CPU cores.
 """
@@ -37,7 +41,8 @@ from eyrie_workers.speculation.cache import KVCache, PrefillAttention, TreeAtten
 from eyrie_workers.speculation.noise import NoiseTable, RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, Drafter, DrafterState, DraftTree
 from eyrie_workers.speculation.requests import Generation, Request, RequestState, StepOutput, check_request
-from eyrie_workers.speculation.tree import ancestors, is_chain
+from eyrie_workers.speculation.tree import ancestors
+from eyrie_workers.speculation.upload import upload
 from eyrie_workers.speculation.verify import AcceptedPath, accept_path, sample_target_tokens
 from eyrie_workers.targets.device import device_scope
 from eyrie_workers.targets.model import TargetModel
@@ -50,7 +55,11 @@ TreeSchedule = Callable[[int], DraftTreeShape | None]
 
 @dataclass
 class EngineStats:
-    """Wall-clock seconds by phase, since the engine was created or `reset`."""
+    """Wall-clock seconds by phase, since the engine was created or `reset`.
+
+    On a GPU `draft_s` is the time to launch the drafter's work: the device does it while the host goes on, and the wait
+    for it is part of `verify_s`, in which the round's only wait is. Their sum is right on every device.
+    """
 
     prefill_s: float = 0.0
     """Prefill: the target's pass over prompts and the drafter's."""
@@ -95,8 +104,8 @@ class Engine:
         self._waiting: deque[tuple[Request, float]] = deque()
         self._rows: list[RequestState] = []  # row i decodes in slot i
         self._free_drafter_rows = list(range(max_concurrency))
-        self._states: dict[DraftTreeShape, DrafterState] = {}
-        self._max_shape: DraftTreeShape | None = None  # drafter state is allocated for it
+        self._drafter_state: DrafterState | None = None  # of all rows, whatever the shape
+        self._max_shape: DraftTreeShape | None = None
         self._schedule: TreeSchedule | None = None  # None: every round uses _max_shape
         self.tree = tree
 
@@ -191,32 +200,30 @@ class Engine:
         self._rows.append(row)
         num_prompt = len(row.tokens)
         self._cache.reserve(num_prompt + 1)
-        prompt = torch.tensor(row.tokens, device=self.target.device)
+        prompt = upload(row.tokens)
         attend = PrefillAttention(self._cache, slot, self.target.dtype)
-        positions = torch.arange(num_prompt, device=self.target.device)
+        positions = torch.arange(num_prompt)
         aux, last = self.target.run(prompt, positions, attend, self._aux_layers())
         logits = self.target.logits(last[-1:])[None]
-        root = torch.zeros(1, 1, dtype=torch.int64, device=self.target.device)
+        root = torch.zeros(1, 1, dtype=torch.int64)
         first = sample_target_tokens(logits, root, [request.sampling], self._noise([row], 1))
         taken = row.take(first.flatten().tolist(), self.max_length)
         row.first_token_s = time.perf_counter() - submitted_at
         if row.finish_reason is not None:
             self._leave(slot)
         elif self._max_shape is not None:
-            self._begin_drafting(row, prompt, aux)
+            self._begin_drafting(row, aux)
         self.stats.prefill_s += time.perf_counter() - began
         return row.progress(taken, [], [])
 
-    def _begin_drafting(self, row: RequestState, prompt: Tensor, aux: Tensor) -> None:
+    def _begin_drafting(self, row: RequestState, aux: Tensor) -> None:
         row.drafting = self._may_draft(row)
         if row.drafting:
             assert self.drafter is not None
             self.drafter.admit(self._state(), row.drafter_row, row.request.prompt_ids)
             # The drafter's inputs are pairs: the target's state at i with token i + 1. The last one is the new token.
-            next_tokens = torch.cat([prompt[1:], prompt.new_tensor(row.tokens[-1:])])
             self.drafter.extend(self._state(), CommittedTokens(
-                rows=torch.tensor([row.drafter_row]), starts=torch.tensor([0]), lengths=torch.tensor([len(prompt)]),
-                tokens=next_tokens[None], aux=aux[None]))
+                rows=[row.drafter_row], starts=[0], tokens=[row.tokens[1:]], aux=aux[None]))
 
     # A round
 
@@ -227,12 +234,13 @@ class Engine:
         depth = shape.num_steps if shape is not None else 0
         noise = self._noise(self._rows, depth + 1)
         drafting = time.perf_counter()
-        tree = self._propose(shape, noise)
+        starts = [len(row.tokens) - 1 for row in self._rows]
+        roots_B, starts_B = upload([[row.tokens[-1] for row in self._rows], starts]).unbind(0)
+        tree = self._propose(roots_B[:, None], shape, noise)
         proposed = time.perf_counter()
         # 2. Verify all trees in one target pass.
-        paths, aux = self._verify(tree, depth, noise)
+        paths, aux = self._verify(tree, starts_B, shape, noise)
         # 3. Commit: accepted keys move to their text positions before the rows' lengths change.
-        starts = [len(row.tokens) - 1 for row in self._rows]
         self._cache.commit(range(len(self._rows)), starts, [path.nodes for path in paths])
         outputs = []
         for row, path in zip(self._rows, paths, strict=True):
@@ -255,32 +263,31 @@ class Engine:
         self.stats.nodes += tree.tokens.shape[1]
         return outputs
 
-    def _propose(self, shape: DraftTreeShape | None, noise: RowNoise | None) -> DraftTree:
-        """One tree per row, with its root; rows that cannot draft get a root and NO_TOKEN nodes."""
-        device = self.target.device
-        roots = torch.tensor([[row.tokens[-1]] for row in self._rows], device=device)
+    def _propose(self, roots: Tensor, shape: DraftTreeShape | None, noise: RowNoise | None) -> DraftTree:
+        """One tree per row, on roots [B, 1]; rows that cannot draft get a root and NO_TOKEN nodes."""
         drafting = [index for index, row in enumerate(self._rows) if row.drafting]
         if shape is None or self.drafter is None or not drafting:
             return DraftTree(roots, torch.zeros_like(roots), torch.zeros_like(roots, dtype=torch.float32))
-        rows = torch.tensor([self._rows[index].drafter_row for index in drafting])
-        whole = len(drafting) == len(self._rows)
-        if noise is not None and not whole:
-            noise = RowNoise(noise.temperature[drafting], noise.gumbel[drafting])
-        drafts = _trimmed(self.drafter.propose(self._state(), rows, shape, noise))
-        if not whole:
-            drafts = _spread(drafts, torch.tensor(drafting, device=device), len(self._rows))
+        rows = [self._rows[index].drafter_row for index in drafting]
+        if len(drafting) == len(self._rows):
+            drafts = _trimmed(self.drafter.propose(self._state(), rows, shape, noise))
+        else:
+            among = upload(drafting)
+            if noise is not None:
+                noise = RowNoise(noise.temperature[among], noise.gumbel[among])
+            drafts = _spread(_trimmed(self.drafter.propose(self._state(), rows, shape, noise)), among, len(self._rows))
         return DraftTree(torch.cat([roots, drafts.tokens[:, 1:]], dim=1), drafts.parents, drafts.scores)
 
-    def _verify(self, tree: DraftTree, max_depth: int, noise: RowNoise | None) -> tuple[list[AcceptedPath], Tensor]:
+    def _verify(self, tree: DraftTree, starts: Tensor, shape: DraftTreeShape | None,
+                noise: RowNoise | None) -> tuple[list[AcceptedPath], Tensor]:
         """One target pass over all nodes: the accepted path of each row, and aux states [B, N, A, H] of all nodes."""
         target = self.target
         num_rows, num_nodes = tree.tokens.shape
-        starts = torch.tensor([len(row.tokens) - 1 for row in self._rows], device=target.device)
-        if is_chain(tree.parents):
+        if shape is None or shape.top_k == 1 or num_nodes == 1:
             depths = torch.arange(num_nodes, device=target.device).expand(num_rows, -1)
             seen = None
         else:
-            seen = ancestors(tree.parents, max_depth)
+            seen = ancestors(tree.parents, shape.num_steps)
             depths = seen.sum(dim=2) - 1
         attend = TreeAttention(self._cache, starts, seen, depths, target.dtype, self._longest())
         # Padding nodes (NO_TOKEN) run as token 0; they match no target token, so no accepted path contains them.
@@ -288,7 +295,8 @@ class Engine:
                                self._aux_layers())
         logits = target.logits(last).view(num_rows, num_nodes, -1)
         choices = sample_target_tokens(logits, depths, [row.request.sampling for row in self._rows], noise)
-        rows = zip(tree.tokens.tolist(), tree.parents.tolist(), choices.tolist(), strict=True)
+        # The only place of a round where the host waits for the device.
+        rows = torch.stack([tree.tokens, tree.parents, choices], dim=1).tolist()
         return [accept_path(*row) for row in rows], aux.view(num_rows, num_nodes, *aux.shape[1:])
 
     def _extend(self, starts: Sequence[int], paths: Sequence[AcceptedPath], aux: Tensor) -> None:
@@ -301,15 +309,13 @@ class Engine:
                 unfinished.append(index)
         if not unfinished:
             return
-        lengths = [len(paths[index].nodes) for index in unfinished]
-        longest = max(lengths)
-        nodes = torch.tensor([_padded(paths[index].nodes, longest) for index in unfinished])
-        tokens = torch.tensor([_padded(paths[index].tokens, longest) for index in unfinished])
-        of_rows = torch.tensor(unfinished)[:, None]
+        longest, num_nodes = max(len(paths[index].nodes) for index in unfinished), aux.shape[1]
+        nodes = upload([index * num_nodes + node for index in unfinished
+                        for node in _padded(paths[index].nodes, longest)])
         self.drafter.extend(self._state(), CommittedTokens(
-            rows=torch.tensor([self._rows[index].drafter_row for index in unfinished]),
-            starts=torch.tensor([starts[index] for index in unfinished]), lengths=torch.tensor(lengths), tokens=tokens,
-            aux=aux[of_rows, nodes]))
+            rows=[self._rows[index].drafter_row for index in unfinished],
+            starts=[starts[index] for index in unfinished], tokens=[paths[index].tokens for index in unfinished],
+            aux=aux.flatten(0, 1).index_select(0, nodes).unflatten(0, (len(unfinished), longest))))
 
     def _leave(self, slot: int) -> None:
         """Free a slot; the last row moves into it, so that occupied slots stay contiguous."""
@@ -333,11 +339,9 @@ class Engine:
 
     def _state(self) -> DrafterState:
         assert self.drafter is not None
-        assert self._max_shape is not None
-        if self._max_shape not in self._states:
-            length = min(self.max_length, self.drafter.max_length)
-            self._states[self._max_shape] = self.drafter.new_state(self.max_concurrency, length, self._max_shape)
-        return self._states[self._max_shape]
+        if self._drafter_state is None:
+            self._drafter_state = self.drafter.new_state(self.max_concurrency)
+        return self._drafter_state
 
     def _noise(self, rows: Sequence[RequestState], num_ahead: int) -> RowNoise | None:
         """Noise of the next `num_ahead` positions of each row; None when all are greedy."""
@@ -347,8 +351,7 @@ class Engine:
         zero = torch.zeros(num_ahead, self.target.config.vocab_size, dtype=torch.float64)
         gumbel = [zero if row.noise is None else row.noise.at(len(row.tokens), num_ahead) for row in rows]
         temperature = [row.request.sampling.temperature or 1.0 for row in rows]
-        return RowNoise(torch.tensor(temperature, dtype=torch.float64, device=self.target.device),
-                        torch.stack(gumbel).to(self.target.device))
+        return RowNoise(upload(temperature, torch.float64), torch.stack(gumbel))
 
 
 def smallest_common_shape(shapes: Iterable[DraftTreeShape]) -> DraftTreeShape | None:
@@ -364,10 +367,8 @@ def smallest_common_shape(shapes: Iterable[DraftTreeShape]) -> DraftTreeShape | 
 def _trimmed(tree: DraftTree) -> DraftTree:
     """Drop trailing nodes that are padding in every row, so that a drafter without proposals does not widen the
     pass."""
-    filled = (tree.tokens != NO_TOKEN).any(dim=0)
-    filled[0] = True  # the root: the drafter leaves its token empty
-    num_nodes = int(filled.nonzero()[-1]) + 1
-    if num_nodes == len(filled):
+    num_nodes = tree.num_filled
+    if num_nodes is None:
         return tree
     return DraftTree(tree.tokens[:, :num_nodes], tree.parents[:, :num_nodes], tree.scores[:, :num_nodes])
 

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eyrie_workers.speculation.upload import upload
+
 # The share of the known noise that a drafter adds to its own logits. All of it would be right for a drafter with the
 # target's probabilities: then both draw the same token. A drafter's distribution is flatter than the target's, and full
 # noise on a flat distribution selects tokens to which the target gives almost no probability. Measured on the
@@ -73,12 +75,17 @@ def gumbel(seed: int, first_position: int, num_positions: int, vocab_size: int) 
 
     returns [num_positions, vocab_size] float64; element (i, v) depends on (seed, first_position + i, v) alone.
     """
-    starts = torch.tensor([stream_start(seed, first_position + i) for i in range(num_positions)], dtype=torch.int64)
+    starts = upload([stream_start(seed, first_position + i) for i in range(num_positions)])
     counters = torch.arange(1, vocab_size + 1, dtype=torch.int64) * _signed(_WEYL)
     words = _mix(starts[:, None] + counters[None, :])
     # 53 random bits, centred in their intervals: u is never 0 and never 1, so both logarithms are finite.
     uniform = (_shift_right(words, 11).to(torch.float64) + 0.5) * 2.0**-53
     return uniform.log_().neg_().log_().neg_()
+
+
+# Numbers of a NoiseTable, 8 bytes each and per request: 32 positions of a vocabulary of 32k, 8 of one of 128k. A call
+# for more positions than that still gets them.
+_MOST_CACHED = 2**20
 
 
 class NoiseTable:
@@ -87,7 +94,7 @@ class NoiseTable:
     def __init__(self, seed: int, vocab_size: int, block: int = 32) -> None:
         self.seed = seed
         self.vocab_size = vocab_size
-        self.block = block
+        self.block = min(block, max(1, _MOST_CACHED // vocab_size))
         self._first = 0
         self._rows: Tensor | None = None
 

@@ -18,6 +18,10 @@ always come in equal number, so one method covers prefill and decoding.
 
 A drafter cannot change the output: verification never reads its confidences, only its tokens.
 
+On a GPU the host waits for the device once per round, when the engine reads the accepted tokens. A drafter therefore
+reads no number of a device tensor: what the host knows (rows, lengths, tokens) it receives as Python numbers, and
+uploads without waiting (`speculation.upload`). tests/gpu counts the waits of every family.
+
 `noise` carries the sampling noise of the positions ahead. The target will take argmax(logits / temperature + Gumbel
 noise of that position); a drafter that perturbs its own logits with the same noise proposes that argmax more often than
 by proposing its most probable token (shared-noise coupling: Daliri et al., arXiv:2408.07978). How much noise to add is
@@ -34,28 +38,63 @@ from torch import Tensor
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.speculation.noise import RowNoise
+from eyrie_workers.speculation.upload import upload
 
 NO_TOKEN = -1
 """Fills tree nodes that hold no proposal. It matches no target token, so such a node is never accepted."""
 
 
-@dataclass(frozen=True)
-class CommittedTokens:
-    """Target states and the tokens sampled after them, for some rows at once; padded on the right.
+class CommittedIndices(NamedTuple):
+    """The host's numbers of `CommittedTokens` as tensors.
 
-    rows     [B]        int64    row (slot) of the drafter's state; distinct
-    starts   [B]        int64    position of the first pair of each row; equals the number of pairs that row already
-    holds
-    lengths  [B]        int64    number of pairs, 1 <= length <= T; positions beyond are padding of any value
-    tokens   [B, T]     int64    tokens[b, t] is the token at position starts[b] + t + 1
-    aux      [B, T, A, H] float  aux[b, t] holds the target's `hidden_states` of `aux_layers` at position starts[b] + t
+    rows    [B]     int64
+    starts  [B]     int64
+    ends    [B]     int64   starts + lengths
+    last    [B]     int64   index of each row's last pair among the B * T pairs
+    tokens  [B, T]  int64   zero beyond a row's length
     """
 
     rows: Tensor
     starts: Tensor
-    lengths: Tensor
+    ends: Tensor
+    last: Tensor
     tokens: Tensor
+
+
+@dataclass(frozen=True)
+class CommittedTokens:
+    """Target states and the tokens sampled after them, for some rows at once.
+
+    Everything but the states is known on the host, where the scheduler needs it, and stays there: a family reads lists,
+    or uploads them once by `indices`.
+
+    rows     B rows (slots) of the drafter's state; distinct
+    starts   position of the first pair of each row; equals the number of pairs that row already holds
+    tokens   tokens[b][t] is the token at position starts[b] + t + 1; at least one per row
+    aux      [B, T, A, H] float  aux[b, t] holds the target's `hidden_states` of `aux_layers` at position starts[b] + t.
+             T is the longest row's number of pairs; positions beyond a row's own are padding of any value
+    """
+
+    rows: Sequence[int]
+    starts: Sequence[int]
+    tokens: Sequence[Sequence[int]]
     aux: Tensor
+
+    @property
+    def ends(self) -> list[int]:
+        """Pairs of each row once these are added."""
+        return [start + len(tokens) for start, tokens in zip(self.starts, self.tokens, strict=True)]
+
+    def indices(self) -> CommittedIndices:
+        """The numbers on the device of the current scope, in one copy that the host does not wait for."""
+        num_rows, num_pairs = len(self.rows), max(map(len, self.tokens))
+        last = [row * num_pairs + len(tokens) - 1 for row, tokens in enumerate(self.tokens)]
+        flat = [*self.rows, *self.starts, *self.ends, *last]
+        for tokens in self.tokens:
+            flat += [*tokens, *[0] * (num_pairs - len(tokens))]
+        uploaded = upload(flat)
+        rows, starts, ends, last_B = uploaded[: 4 * num_rows].view(4, num_rows).unbind(0)
+        return CommittedIndices(rows, starts, ends, last_B, uploaded[4 * num_rows:].view(num_rows, num_pairs))
 
 
 @dataclass(frozen=True)
@@ -66,11 +105,14 @@ class DraftTree:
     parents  [B, N] int64   index of each node's parent, always smaller than its own; the root is its own parent.
                             Siblings carry distinct tokens.
     scores   [B, N] float   log of the confidence that the node is accepted (root 0, padding -inf); for reports only
+    num_filled              nodes after this many hold NO_TOKEN in every row, and the engine does not verify them; None:
+                            all may hold a token. Known without reading a tensor of the device
     """
 
     tokens: Tensor
     parents: Tensor
     scores: Tensor
+    num_filled: int | None = None
 
 
 class DraftStep(NamedTuple):
@@ -117,9 +159,8 @@ class Drafter(Protocol):
         """Longest text in tokens; beyond it the engine decodes that row without drafting."""
         ...
 
-    def new_state(self, num_rows: int, max_length: int, max_shape: DraftTreeShape) -> DrafterState:
-        """Allocate state for `num_rows` rows of up to `max_length` tokens and trees of up to `max_shape` in each
-        number."""
+    def new_state(self, num_rows: int) -> DrafterState:
+        """State of `num_rows` rows. Its memory grows with the texts and trees that it holds."""
         ...
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
@@ -130,11 +171,11 @@ class Drafter(Protocol):
         """Add committed tokens. Scratch keys of an earlier `propose` become invalid."""
         ...
 
-    def propose(self, state: DrafterState, rows: Tensor, shape: DraftTreeShape,
+    def propose(self, state: DrafterState, rows: Sequence[int], shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
-        """Build one tree per row on its last committed token.
+        """Build one tree per row on its last committed token. With top_k 1 every tree is a chain, padding included.
 
-        rows   [B] int64   rows that hold pairs; calling again before the next `extend`, with any shape, starts over
-        noise              sampling noise of those rows (same order), None when all are greedy
+        rows   rows that hold pairs; calling again before the next `extend`, with any shape, starts over
+        noise  sampling noise of those rows (same order), None when all are greedy
         """
         ...

@@ -44,6 +44,9 @@ class Level(NamedTuple):
     candidates: tuple[int, ...]
     """Of each node: index of its candidate when every parent above yields `width` of them: parent * width + rank."""
 
+    parents: tuple[int, ...]
+    """Of each node: its parent, as a node."""
+
     expanded: tuple[int, ...]
     """Nodes that have children: the parents of the next depth."""
 
@@ -100,6 +103,7 @@ def levels(topology: Topology) -> tuple[Level, ...]:
         width = 1 + max(ranks[node] for node in nodes)
         expanded = tuple(node for node in nodes if node in with_children)
         result.append(Level(nodes, width, tuple(above.index(parents[node]) * width + ranks[node] for node in nodes),
-                            expanded, tuple(above.index(parents[node]) for node in expanded)))
+                            tuple(parents[node] for node in nodes), expanded,
+                            tuple(above.index(parents[node]) for node in expanded)))
         above = expanded
     return tuple(result)

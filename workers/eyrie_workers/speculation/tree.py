@@ -23,6 +23,7 @@ drafter it changes 4 % of the trees of shape 5/4/16 and no accepted length among
 
 # B rows, N nodes of the final tree, C candidate nodes, K top-k, D draft vocabulary, H hidden, M scratch keys
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,13 +35,17 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import NO_TOKEN, DraftStep, DraftTree, StepFunction
 from eyrie_workers.speculation.static_tree import levels, static_topology
+from eyrie_workers.speculation.upload import upload
 
 BranchKeys = Literal["ancestors", "frontier_slots"]
 """Which scratch keys a node sees: those of its ancestors, or those written at its slot of the frontier (SGLang)."""
 
+NodeOrder = Literal["expansion", "score"]
+"""Order of a tree's nodes: that of expansion, or by score, best first. Parents precede children in both."""
+
 
 @dataclass(frozen=True)
-class _Candidates:
+class Candidates:
     """All candidates below the root, in the order of expansion. Parents are candidate indices, -1 for the root."""
 
     tokens: Tensor
@@ -92,7 +97,7 @@ def _build_chain(first: DraftStep, step: StepFunction, shape: DraftTreeShape, vo
 
 
 def _expand(first: DraftStep, step: StepFunction, shape: DraftTreeShape, vocabulary: Tensor | None,
-            noise: RowNoise | None, branch_keys: BranchKeys) -> _Candidates:
+            noise: RowNoise | None, branch_keys: BranchKeys) -> Candidates:
     """Expand top_k + (num_steps - 1) * top_k^2 candidates (fewer when the draft vocabulary is smaller than top_k)."""
     num_rows, device = first.logits.shape[0], first.logits.device
     width = min(shape.top_k, first.logits.shape[-1])
@@ -129,7 +134,7 @@ def _expand(first: DraftStep, step: StepFunction, shape: DraftTreeShape, vocabul
             mask = torch.cat([mask, own], dim=2)
             frontier = num_candidates + selected
         num_candidates += width * width
-    return _Candidates(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(all_scores, 1))
+    return Candidates(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(all_scores, 1))
 
 
 def _build_static(first: DraftStep, step: StepFunction, shape: DraftTreeShape, vocabulary: Tensor | None,
@@ -137,13 +142,15 @@ def _build_static(first: DraftStep, step: StepFunction, shape: DraftTreeShape, v
     logits, states = first
     num_rows, device = logits.shape[0], logits.device
     topology = static_topology(shape)
-    parents = torch.tensor(topology.parents, device=device)
+    of_levels = levels(topology)
+    parents, *indices = _uploaded([topology.parents, *(part for level in of_levels for part in (
+        level.nodes, level.candidates, level.parents, level.expanded, level.expanded_parents))])
     tokens = torch.full((num_rows, shape.num_draft_tokens), NO_TOKEN, dtype=torch.int64, device=device)
     scores = torch.full((num_rows, shape.num_draft_tokens), -torch.inf, dtype=logits.dtype, device=device)
     scores[:, 0] = 0.0
     mask = torch.zeros(1, 1, 0, dtype=torch.bool, device=device)  # [1, K, M] of the nodes of the last pass
-    for depth, level in enumerate(levels(topology), start=1):
-        nodes, candidates = torch.tensor(level.nodes, device=device), torch.tensor(level.candidates, device=device)
+    for depth, level in enumerate(of_levels, start=1):
+        nodes, candidates, above_nodes, expanded, above = indices[5 * (depth - 1): 5 * depth]
         best, ids = _confidence(logits, depth, vocabulary, noise).topk(min(level.width, logits.shape[-1]))
         if best.shape[-1] < level.width:  # the draft vocabulary is smaller than the width: some nodes have no token
             missing = (0, level.width - best.shape[-1])
@@ -152,10 +159,8 @@ def _build_static(first: DraftStep, step: StepFunction, shape: DraftTreeShape, v
         if vocabulary is not None:
             drafted = torch.where(drafted == NO_TOKEN, NO_TOKEN, vocabulary[drafted])
         tokens[:, nodes] = drafted
-        scores[:, nodes] = scores[:, parents[nodes]] + best.flatten(1).index_select(1, candidates)
+        scores[:, nodes] = scores[:, above_nodes] + best.flatten(1).index_select(1, candidates)
         if level.expanded:
-            expanded = torch.tensor(level.expanded, device=device)
-            above = torch.tensor(level.expanded_parents, device=device)
             # Each node sees its parent's visible keys and its own.
             own = torch.eye(len(level.expanded), dtype=torch.bool, device=device)[None]
             mask = torch.cat([mask.index_select(1, above), own], 2)
@@ -164,7 +169,12 @@ def _build_static(first: DraftStep, step: StepFunction, shape: DraftTreeShape, v
     return DraftTree(tokens, parents.expand(num_rows, -1), scores)
 
 
-def rerank(candidates: _Candidates, num_draft_tokens: int) -> DraftTree:
+def _uploaded(lists: Sequence[Sequence[int]]) -> Sequence[Tensor]:
+    """Each list as a tensor, all in one copy."""
+    return upload([number for numbers in lists for number in numbers]).split([len(numbers) for numbers in lists])
+
+
+def rerank(candidates: Candidates, num_draft_tokens: int, order: NodeOrder = "expansion") -> DraftTree:
     """Keep the `num_draft_tokens - 1` best candidates of each row, parents before children, under a root.
 
     A row with fewer candidates is padded with NO_TOKEN nodes under the root.
@@ -173,9 +183,10 @@ def rerank(candidates: _Candidates, num_draft_tokens: int) -> DraftTree:
     device = candidates.tokens.device
     num_kept = min(num_draft_tokens - 1, num_candidates)
     # Stable: on ties the earlier candidate wins, and a parent is always earlier than its child.
-    order = candidates.scores.sort(dim=1, descending=True, stable=True).indices[:, :num_kept]
-    # Back in order of expansion, so that parents precede children; then candidate indices become node indices.
-    kept = order.sort(dim=1).values
+    kept = candidates.scores.sort(dim=1, descending=True, stable=True).indices[:, :num_kept]
+    if order == "expansion":
+        kept = kept.sort(dim=1).values
+    # Candidate indices become node indices.
     node_of = torch.zeros(num_rows, num_candidates + 1, dtype=torch.int64, device=device)  # column 0 is the root
     node_of.scatter_(1, kept + 1, torch.arange(1, num_kept + 1, device=device).expand(num_rows, -1))
     tokens = torch.full((num_rows, num_draft_tokens), NO_TOKEN, dtype=torch.int64, device=device)
@@ -185,7 +196,7 @@ def rerank(candidates: _Candidates, num_draft_tokens: int) -> DraftTree:
     parents[:, 1:num_kept + 1] = node_of.gather(1, candidates.parents.gather(1, kept) + 1)
     scores[:, 0] = 0.0
     scores[:, 1:num_kept + 1] = candidates.scores.gather(1, kept)
-    return DraftTree(tokens, parents, scores)
+    return DraftTree(tokens, parents, scores, num_filled=num_kept + 1)
 
 
 def ancestors(parents: Tensor, max_depth: int) -> Tensor:
@@ -202,10 +213,3 @@ def ancestors(parents: Tensor, max_depth: int) -> Tensor:
         seen.scatter_(2, above[:, :, None], True)
         above = parents.gather(1, above)
     return seen
-
-
-def is_chain(parents: Tensor) -> bool:
-    """Whether every node's parent is the node before it, in all rows."""
-    num_nodes = parents.shape[1]
-    expected = torch.arange(-1, num_nodes - 1, device=parents.device).clamp_(min=0)
-    return torch.equal(parents, expected.expand_as(parents))

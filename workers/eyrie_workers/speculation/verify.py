@@ -22,6 +22,7 @@ from torch import Tensor
 
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_workers.speculation.noise import RowNoise
+from eyrie_workers.speculation.upload import upload
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,6 @@ def sample_target_tokens(logits: Tensor, depths: Tensor, samplings: Sequence[Sam
     if noise is None:
         return logits.argmax(dim=-1)
     scores = logits.to(torch.float64)
-    greedy = torch.tensor([sampling.temperature == 0.0 for sampling in samplings], device=logits.device)
     if any(sampling.top_k or sampling.top_p < 1.0 for sampling in samplings):
         rows = [row if sampling.temperature == 0.0 else apply_top_k_top_p(row / sampling.temperature, sampling)
                 for row, sampling in zip(scores, samplings, strict=True)]
@@ -58,7 +58,10 @@ def sample_target_tokens(logits: Tensor, depths: Tensor, samplings: Sequence[Sam
     # noise.gumbel[b, d] belongs to the token after a node of depth d: siblings share it.
     rows_at = torch.arange(len(samplings), device=logits.device)[:, None]
     drawn = (scores + noise.gumbel[rows_at, depths]).argmax(dim=-1)
-    return torch.where(greedy[:, None], logits.argmax(dim=-1), drawn) if bool(greedy.any()) else drawn
+    greedy = [sampling.temperature == 0.0 for sampling in samplings]
+    if not any(greedy):
+        return drawn
+    return torch.where(upload(greedy, torch.bool)[:, None], logits.argmax(dim=-1), drawn)
 
 
 def apply_top_k_top_p(scores: Tensor, sampling: SamplingSpec) -> Tensor:

@@ -4,6 +4,7 @@
 `drafters.eagle3.proposer`, EAGLE-1's in `drafters.eagle1`. A settled pair at position i leaves one key and one value.
 Of the pairs of one `extend`, only the last runs attention, MLP and output, because drafting continues from there only.
 A draft step appends scratch keys after the settled ones; the next `extend` overwrites them.
+Caches and the table of rotations grow with the longest text. With a window only its keys are gathered and masked.
 
 A draft step is many small operations, so the `InferenceLayer` precomputes what it can: norm weights are folded into the
 matrices that follow them, the two elements of each rotary pair are adjacent so that a rotation is one complex product,
@@ -23,7 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
+from eyrie_workers.drafters.layers.kv_cache import RowLengths
 from eyrie_workers.drafters.layers.modules import PostAttention
+from eyrie_workers.speculation.cache import INITIAL_POSITIONS, grown
 from eyrie_workers.speculation.noise import RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, DrafterState, DraftStep, DraftTree
 from eyrie_workers.speculation.tree import BranchKeys, build_draft_tree
@@ -32,7 +35,8 @@ from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear, rms_normalise
 from eyrie_workers.targets.model import pairs_together
 
-# Largest table [V, Q] of a `TokenProjection`. For larger vocabularies the product is computed for each token instead.
+# Largest table [V, Q] of a `TokenProjection`, on every device. For larger vocabularies the product is computed for each
+# token instead: the table of a 128k vocabulary would take more memory than the drafter.
 MAX_TABLE_BYTES = 64 * 2**20
 
 
@@ -61,7 +65,7 @@ class _LayerConfig(Protocol):
 class LayerState:
     """KV cache and last predictions of every row.
 
-    keys, values [rows, max_length + scratch, K, E]   logits [rows, D]   hidden [rows, H]: of each row's last pair
+    keys, values [rows, L, K, E]   logits [rows, D]   hidden [rows, H]: of each row's last pair
     """
 
     keys: Tensor
@@ -73,6 +77,10 @@ class LayerState:
 
     scratch: list[int] = field(default_factory=list)
     """Depth of each scratch key of the current round."""
+
+    def reserve(self, length: int) -> None:
+        """Grow the caches to at least `length` keys per row."""
+        self.keys, self.values = grown(self.keys, 1, length), grown(self.values, 1, length)
 
 
 class InferenceLayer(Protocol):
@@ -157,7 +165,7 @@ class LayerProposer:
         self._config, self._aux_layers, self._dtype = config, aux_layers, dtype
         self._layer, self._draft_ids_D = layer, draft_ids_D
         self._frequencies = torch.tensor(config.rope.inverse_frequencies(config.head_dim), dtype=torch.float64)
-        self._rotations = torch.empty(0, 1, config.head_dim // 2, dtype=torch.complex64)
+        self._rotations = self._rotations_up_to(INITIAL_POSITIONS)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -169,19 +177,25 @@ class LayerProposer:
         """Longest text it can draft for."""
         return self._config.max_position_embeddings
 
-    def new_state(self, num_rows: int, max_length: int, max_shape: DraftTreeShape) -> LayerState:
-        """Caches for `num_rows` rows of `max_length` pairs, with space for the scratch keys of `max_shape`."""
+    def _rotations_up_to(self, length: int) -> Tensor:
+        """[L, 1, E / 2] exp(i * position * frequency)"""
+        angles = torch.arange(length, dtype=torch.float64)[:, None, None] * self._frequencies
+        return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+
+    def new_state(self, num_rows: int) -> LayerState:
+        """Caches of `num_rows` rows."""
         config = self._config
         num_outputs = config.vocab_size if self._draft_ids_D is None else self._draft_ids_D.numel()
-        length = max_length + max_shape.num_steps * max_shape.top_k + 1
-        if self._rotations.shape[0] < length:
-            angles = torch.arange(length, dtype=torch.float64)[:, None, None] * self._frequencies
-            self._rotations = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
-        shape = (num_rows, length, config.num_kv_heads, config.head_dim)
+        shape = (num_rows, INITIAL_POSITIONS, config.num_kv_heads, config.head_dim)
         return LayerState(
             keys=torch.zeros(shape, dtype=self._dtype), values=torch.zeros(shape, dtype=self._dtype),
             logits=torch.zeros(num_rows, num_outputs, dtype=self._dtype),
             hidden=torch.zeros(num_rows, config.hidden_size, dtype=self._dtype), settled=[0] * num_rows)
+
+    def _reserve(self, state: LayerState, length: int) -> None:
+        state.reserve(length)
+        if self._rotations.shape[0] < state.keys.shape[1]:
+            self._rotations = self._rotations_up_to(state.keys.shape[1])
 
     def admit(self, state: DrafterState, row: int, prompt: Sequence[int]) -> None:
         """Clear the row. The prompt is not needed: its pairs follow by `extend`."""
@@ -192,48 +206,49 @@ class LayerProposer:
     def extend(self, state: DrafterState, pairs: CommittedTokens) -> None:
         """Write keys and values of the pairs; predict from the last pair of each row."""
         assert isinstance(state, LayerState)
-        num_rows, num_pairs = pairs.tokens.shape
+        indices, num_pairs = pairs.indices(), pairs.aux.shape[1]
+        self._reserve(state, max(pairs.starts) + num_pairs)
         fused_TH = self._layer.fuse(pairs.aux.flatten(0, 1))
+        residual_TH, qkv_TQ = self._layer.enter(fused_TH, indices.tokens.flatten())
+        before = RowLengths(pairs.rows, pairs.starts, indices.rows, indices.starts[:, None])
+        q, k, v = self._heads(qkv_TQ, before.lengths_B1 + torch.arange(num_pairs))
         # Padding is written after a row's end, where every index is overwritten by an extend before it is read.
-        index_BT = (pairs.starts[:, None] + torch.arange(num_pairs)).clamp_(max=state.keys.shape[1] - 1)
-        residual_TH, qkv_TQ = self._layer.enter(fused_TH, pairs.tokens.flatten())
-        q, k, v = self._heads(qkv_TQ, index_BT)
-        rows = pairs.rows.tolist()
-        _write(state, rows, index_BT, k, v)
-        for row, length in zip(rows, (pairs.starts + pairs.lengths).tolist(), strict=True):
+        _write(state, before, k, v, 0)
+        for row, length in zip(pairs.rows, pairs.ends, strict=True):
             state.settled[row] = length
-        last_B = torch.arange(num_rows) * num_pairs + pairs.lengths - 1
-        q_last = q.flatten(0, 1).index_select(0, last_B).unsqueeze(1)
-        step = self._attend(state, rows, residual_TH.index_select(0, last_B), q_last, None, 0)
-        state.logits.index_copy_(0, pairs.rows, step.logits.flatten(0, 1))
-        state.hidden.index_copy_(0, pairs.rows, step.hidden.flatten(0, 1))
+        after = RowLengths(pairs.rows, pairs.ends, indices.rows, indices.ends[:, None])
+        q_last = q.flatten(0, 1).index_select(0, indices.last).unsqueeze(1)
+        step = self._attend(state, after, residual_TH.index_select(0, indices.last), q_last, None, 0)
+        state.logits.index_copy_(0, indices.rows, step.logits.flatten(0, 1))
+        state.hidden.index_copy_(0, indices.rows, step.hidden.flatten(0, 1))
 
     @torch.inference_mode()
-    def propose(self, state: DrafterState, rows: Tensor, shape: DraftTreeShape,
+    def propose(self, state: DrafterState, rows: Sequence[int], shape: DraftTreeShape,
                 noise: RowNoise | None = None) -> DraftTree:
         """Grow one tree per row from the predictions `extend` left."""
         assert isinstance(state, LayerState)
-        own, row_list = state, rows.tolist()
-        first = DraftStep(state.logits.index_select(0, rows)[:, None], state.hidden.index_select(0, rows)[:, None])
+        own, chosen = state, RowLengths.of(rows, [state.settled[row] for row in rows])
+        self._reserve(state, max(chosen.lengths) + shape.num_steps * shape.top_k)
+        first = DraftStep(state.logits.index_select(0, chosen.rows_B)[:, None],
+                          state.hidden.index_select(0, chosen.rows_B)[:, None])
 
         def step(tokens: Tensor, hidden: Tensor, mask: Tensor, depth: int) -> DraftStep:
-            return self._step(own, row_list, tokens, hidden, mask, depth)
+            return self._step(own, chosen, tokens, hidden, mask, depth)
 
         return build_draft_tree(first, step, shape, self._draft_ids_D, noise, self.branch_keys)
 
-    def _step(self, state: LayerState, rows: list[int], tokens_BN: Tensor, hidden_BNH: Tensor, mask_BNM: Tensor,
+    def _step(self, state: LayerState, chosen: RowLengths, tokens_BN: Tensor, hidden_BNH: Tensor, mask_BNM: Tensor,
               depth: int) -> DraftStep:
         """`protocol.StepFunction` of these rows."""
         num_nodes, num_scratch = tokens_BN.shape[1], mask_BNM.shape[2]
         state.scratch[num_scratch - num_nodes:] = [depth] * num_nodes
-        if len(rows) == 1 and num_scratch == depth and self._dtype == torch.float32:  # one node at every depth
-            return self._chain_step(state, rows[0], tokens_BN, hidden_BNH, depth)
-        settled_B1 = torch.tensor([[state.settled[row]] for row in rows])
-        positions_BN = (settled_B1 + (depth - 1)).expand(-1, num_nodes)
+        if len(chosen.rows) == 1 and num_scratch == depth and self._dtype == torch.float32:  # one node at every depth
+            return self._chain_step(state, chosen.rows[0], tokens_BN, hidden_BNH, depth)
+        positions_BN = (chosen.lengths_B1 + (depth - 1)).expand(-1, num_nodes)
         residual_TH, qkv_TQ = self._layer.enter(hidden_BNH.flatten(0, 1), tokens_BN.flatten())
         q, k, v = self._heads(qkv_TQ, positions_BN)
-        _write(state, rows, settled_B1 + torch.arange(num_scratch - num_nodes, num_scratch), k, v)
-        return self._attend(state, rows, residual_TH, q, mask_BNM, depth)
+        _write(state, chosen, k, v, num_scratch - num_nodes)
+        return self._attend(state, chosen, residual_TH, q, mask_BNM, depth)
 
     def _chain_step(self, state: LayerState, row: int, tokens_11: Tensor, hidden_11H: Tensor, depth: int) -> DraftStep:
         """`_step` for a chain of one row, the common case on one machine: the same arithmetic in fewer calls.
@@ -270,11 +285,11 @@ class LayerProposer:
         v = heads[:, num_rotated:].view(rows, nodes, config.num_kv_heads, config.head_dim)
         return q, k, v
 
-    def _attend(self, state: LayerState, rows: list[int], residual_TH: Tensor, q_BNKWE: Tensor,
+    def _attend(self, state: LayerState, chosen: RowLengths, residual_TH: Tensor, q_BNKWE: Tensor,
                mask_BNM: Tensor | None, depth: int) -> DraftStep:
         """Attention over settled and scratch keys, then the rest of the layer."""
         num_rows, num_nodes, kv_heads, per_kv, head = q_BNKWE.shape
-        keys, values, visible = _visible_keys(state, rows, mask_BNM, depth, self._config.sliding_window)
+        keys, values, visible = _visible_keys(state, chosen, mask_BNM, depth, self._config.sliding_window)
         q = q_BNKWE.permute(0, 2, 3, 1, 4).reshape(num_rows, kv_heads, per_kv * num_nodes, head)
         if visible is not None:
             visible = visible[:, None, None].expand(-1, 1, per_kv, -1, -1).flatten(2, 3)
@@ -285,48 +300,55 @@ class LayerProposer:
         return DraftStep(logits_TD.view(num_rows, num_nodes, -1), hidden_TH.view(num_rows, num_nodes, -1))
 
 
-def _write(state: LayerState, rows: list[int], index_BN: Tensor, k_BNKE: Tensor, v_BNKE: Tensor) -> None:
-    if len(rows) == 1:  # the common case on one machine: a slice instead of a scatter
-        first = int(index_BN[0, 0])
-        stop = first + min(index_BN.shape[1], state.keys.shape[1] - first)
-        state.keys[rows[0], first:stop] = k_BNKE[0, : stop - first]
-        state.values[rows[0], first:stop] = v_BNKE[0, : stop - first]
+def _write(state: LayerState, chosen: RowLengths, k_BNKE: Tensor, v_BNKE: Tensor, offset: int) -> None:
+    """Store new keys and values, `offset` indices behind the settled ones."""
+    num_new = k_BNKE.shape[1]
+    if len(chosen.rows) == 1:  # the common case on one machine: a slice instead of a scatter
+        first = chosen.lengths[0] + offset
+        state.keys[chosen.rows[0], first: first + num_new] = k_BNKE[0]
+        state.values[chosen.rows[0], first: first + num_new] = v_BNKE[0]
         return
-    rows_B1 = torch.tensor(rows)[:, None]
+    rows_B1, index_BN = chosen.rows_B[:, None], chosen.lengths_B1 + torch.arange(offset, offset + num_new)
     state.keys[rows_B1, index_BN] = k_BNKE
     state.values[rows_B1, index_BN] = v_BNKE
 
 
-def _visible_keys(state: LayerState, rows: list[int], mask_BNM: Tensor | None, depth: int,
-          window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _visible_keys(state: LayerState, chosen: RowLengths, mask_BNM: Tensor | None, depth: int,
+                  window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Keys and values [B, L, K, E] of the rows, and which of them a node of `depth` attends to: [B, N, L] bool, or None
     for all.
 
     A node of depth d has position settled + d - 1 (d = 0: the last settled pair itself). With a window it attends to
-    the settled keys from settled + d - window on, and to the scratch keys less than `window` depths above it.
+    the settled keys from settled + d - window on, and to the scratch keys less than `window` depths above it. Keys
+    before the window are not read: L is then at most window + M, however long the text is.
     """
-    settled = [state.settled[row] for row in rows]
     num_nodes, num_scratch = (1, 0) if mask_BNM is None else mask_BNM.shape[1:]
-    length = max(settled) + num_scratch
-    window_start = 0 if window is None else depth - window  # relative to the settled pairs of a row
     if mask_BNM is not None and window is not None and depth > window:
-        mask_BNM = mask_BNM & (torch.tensor(state.scratch[:num_scratch]) > depth - window)
-    if len(rows) == 1:
-        first = 0 if window is None else min(max(0, settled[0] + window_start), length)
-        if mask_BNM is None or num_scratch == depth:  # in a chain every earlier key is an ancestor
-            keys, values = (cache[rows[0]: rows[0] + 1, first:length] for cache in (state.keys, state.values))
+        # Scratch keys are in order of depth: those outside the window come first.
+        num_outside = sum(above <= depth - window for above in state.scratch[:num_scratch])
+        mask_BNM = mask_BNM & (torch.arange(num_scratch) >= num_outside)
+    # The first settled key that a node sees, and the number of keys from there to the last scratch key.
+    firsts = [0 if window is None else min(max(0, length + depth - window), length) for length in chosen.lengths]
+    num_keys = max(length - first for length, first in zip(chosen.lengths, firsts, strict=True)) + num_scratch
+    if len(chosen.rows) == 1:
+        row, first, stop = chosen.rows[0], firsts[0], chosen.lengths[0] + num_scratch
+        if mask_BNM is not None and num_scratch == depth:  # in a chain every earlier key is an ancestor
+            mask_BNM = None
+            first = max(first, stop - window) if window is not None else first
+        keys, values = (cache[row: row + 1, first:stop] for cache in (state.keys, state.values))
+        if mask_BNM is None:
             return keys, values, None
-        first = min(first, settled[0])
-        keys, values = (cache[rows[0]: rows[0] + 1, first:length] for cache in (state.keys, state.values))
-        return keys, values, torch.cat([mask_BNM.new_ones(1, num_nodes, settled[0] - first), mask_BNM], 2)
-    index = torch.tensor(rows)
-    keys, values = (cache[:, :length].index_select(0, index) for cache in (state.keys, state.values))
-    settled_B1, index_L = torch.tensor(settled)[:, None], torch.arange(length)
-    visible_BL = index_L < settled_B1
-    if window is not None:
-        visible_BL &= index_L >= settled_B1 + window_start
-    visible = visible_BL[:, None].repeat(1, num_nodes, 1)
+        return keys, values, torch.cat([mask_BNM.new_ones(1, num_nodes, chosen.lengths[0] - first), mask_BNM], 2)
+    if window is None:
+        first_B1 = torch.zeros_like(chosen.lengths_B1)
+        keys, values = (cache[:, :num_keys].index_select(0, chosen.rows_B) for cache in (state.keys, state.values))
+    else:
+        first_B1 = torch.minimum((chosen.lengths_B1 + (depth - window)).clamp_(min=0), chosen.lengths_B1)
+        place_BL = chosen.rows_B[:, None], first_B1 + torch.arange(num_keys)
+        keys, values = state.keys[place_BL], state.values[place_BL]
+    num_settled_B1 = chosen.lengths_B1 - first_B1
+    visible = (torch.arange(num_keys) < num_settled_B1)[:, None].repeat(1, num_nodes, 1)
     if mask_BNM is not None:
-        scratch_BNM = (settled_B1 + torch.arange(num_scratch))[:, None].expand(-1, num_nodes, -1)
+        scratch_BNM = (num_settled_B1 + torch.arange(num_scratch))[:, None].expand(-1, num_nodes, -1)
         visible.scatter_(2, scratch_BNM, mask_BNM)
     return keys, values, visible

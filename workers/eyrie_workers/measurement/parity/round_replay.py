@@ -122,7 +122,7 @@ class RoundReplay:
             ((self._aux_TAH, last_TH),) = target.hidden_states([torch.tensor(self._text)], drafter.aux_layers)
             self._logits_TV = target.logits(last_TH).double().cpu()
         with device_scope(self._device):
-            self._state = drafter.new_state(1, min(len(self._text) + 1, drafter.max_length), tree)
+            self._state = drafter.new_state(1)
         self._settled: int | None = None
         self._accepted: dict[tuple[int, int], int] = {}
 
@@ -159,7 +159,7 @@ class RoundReplay:
             noise = None
             if jitter:
                 noise = _Jitter(torch.ones(1, dtype=torch.float64), torch.zeros(1, 0, 0), self._relative, jitter)
-            grown = self._drafter.propose(self._state, torch.tensor([0]), self._tree, noise)
+            grown = self._drafter.propose(self._state, [0], self._tree, noise)
         tokens, parents = grown.tokens[0].tolist(), grown.parents[0].tolist()
         # Greedy verification: follow the text down the tree until no child carries the next token.
         node, count = 0, 0
@@ -195,8 +195,8 @@ class RoundReplay:
             self._drafter.admit(self._state, 0, self._text[: self._num_prompt])
             held = 0
         self._drafter.extend(self._state, CommittedTokens(
-            rows=torch.tensor([0]), starts=torch.tensor([held]), lengths=torch.tensor([num_pairs - held]),
-            tokens=torch.tensor([self._text[held + 1: num_pairs + 1]]), aux=self._aux_TAH[None, held:num_pairs]))
+            rows=[0], starts=[held], tokens=[self._text[held + 1: num_pairs + 1]],
+            aux=self._aux_TAH[None, held:num_pairs]))
         self._settled = num_pairs
 
     def explain(self, served: Sequence[int], *, whole_last_round: bool) -> tuple[int, ...] | None:

@@ -16,7 +16,6 @@ import torch
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.measurement.tuner.predict import ContinuationNodes, IntArray, Trace, locate
-from eyrie_workers.speculation.engine import smallest_common_shape
 from eyrie_workers.speculation.noise import NoiseTable, RowNoise
 from eyrie_workers.speculation.protocol import CommittedTokens, Drafter, DrafterState
 from eyrie_workers.targets.device import device_scope
@@ -71,19 +70,14 @@ class _Batch:
                  shapes: Sequence[DraftTreeShape]) -> None:
         self.drafter, self.answers, self.shapes = drafter, answers, shapes
         self.vocab_size = target.config.vocab_size
-        room = smallest_common_shape(shapes)
-        assert room is not None
-        longest = max(len(answer.prompt_ids) + len(answer.token_ids) for answer in answers)
-        self.state: DrafterState = drafter.new_state(len(answers), min(longest, drafter.max_length), room)
+        self.state: DrafterState = drafter.new_state(len(answers))
         texts = [torch.tensor([*answer.prompt_ids, *answer.token_ids]) for answer in answers]
         self.aux = [aux for aux, _ in target.hidden_states(texts, drafter.aux_layers)]
         self.tables = [NoiseTable(answer.seed, self.vocab_size) for answer in answers]
-        for row, (answer, text, aux) in enumerate(zip(answers, texts, self.aux, strict=True)):
-            num_prompt = len(answer.prompt_ids)
+        for row, (answer, aux) in enumerate(zip(answers, self.aux, strict=True)):
             drafter.admit(self.state, row, answer.prompt_ids)
             drafter.extend(self.state, CommittedTokens(
-                torch.tensor([row]), torch.tensor([0]), torch.tensor([num_prompt]),
-                text[None, 1:num_prompt + 1], aux[None, :num_prompt]))
+                [row], [0], [[*answer.prompt_ids[1:], answer.token_ids[0]]], aux[None, :len(answer.prompt_ids)]))
 
     @torch.inference_mode()
     def run(self, between: Callable[[], None]) -> list[list[Trace]]:
@@ -97,7 +91,7 @@ class _Batch:
             following = _following([self.answers[row].token_ids for row in rows], position + 1, num_steps)
             # 1. For each width: propose at this position, find the answer's next tokens in the tree.
             for shape, of_rows in zip(self.shapes, kept, strict=True):
-                tree = self.drafter.propose(self.state, torch.tensor(rows), shape, self._noise(rows, position))
+                tree = self.drafter.propose(self.state, rows, shape, self._noise(rows, position))
                 located = locate(tree.tokens.cpu().numpy(), tree.parents.cpu().numpy(),
                                  tree.scores.double().cpu().numpy(), following, num_steps)
                 for index, row in enumerate(rows):
@@ -120,9 +114,7 @@ class _Batch:
         starts = [len(self.answers[row].prompt_ids) + position for row in rows]
         tokens = [[self.answers[row].token_ids[position + 1]] for row in rows]
         aux = torch.stack([self.aux[row][start:start + 1] for row, start in zip(rows, starts, strict=True)])
-        one_each = torch.ones(len(rows), dtype=torch.int64)
-        self.drafter.extend(self.state, CommittedTokens(torch.tensor(rows), torch.tensor(starts), one_each,
-                                                     torch.tensor(tokens), aux))
+        self.drafter.extend(self.state, CommittedTokens(rows, starts, tokens, aux))
 
 
 def _following(texts: Sequence[Sequence[int]], start: int, length: int) -> IntArray:
