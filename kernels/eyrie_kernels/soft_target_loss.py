@@ -26,13 +26,15 @@ For tv, lk and lk_hybrid's acceptance, p is multiplied by `mass`, the target's p
 vocabulary: these losses measure acceptance, and a token outside the draft vocabulary is never accepted.
 
 `reference_soft_target_loss` is the specification, for this kernel and for the CPU form in
-`eyrie_workers.training.soft_target_loss`; CPU tensors are computed by it. The kernel's lower bound is memory traffic:
+`eyrie_workers.training.soft_target_loss`. On CPU tensors the kernel of a chunk is replaced by these formulas; chunks,
+products and gradients are the same. The kernel's lower bound is memory traffic:
 logits and table read once, gradients written once. It reads a row two or three times, but the row (128 KiB for 32768
 tokens) is still in the L2 cache then.
 
     T predictions, U rows of the table, H hidden, D draft vocabulary
 """
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -183,9 +185,26 @@ def _rows_kernel(logits, grads, losses, choices, table, masses, index, weights, 
             tl.store(grads + start + lane, slope.to(grads.dtype.element_ty), inside)
 
 
+def _rows_by_formula(logits: Tensor, grads: Tensor, losses: Tensor, choice: Tensor | None, table: Tensor, mass: Tensor,
+                     index: Tensor, weights: Tensor, kind: Loss) -> None:
+    """`launch_rows` in plain torch."""
+    with torch.enable_grad():
+        leaf = logits.detach().requires_grad_()
+        found = reference_losses(leaf, table[index].to(leaf.dtype), mass[index].to(leaf.dtype), kind)
+    slopes = None if grads is losses else torch.autograd.grad(found, leaf, weights)[0]
+    if choice is not None:
+        choice.copy_(logits.argmax(-1))
+    losses.copy_(torch.where(weights != 0, found.detach(), 0.0))
+    if slopes is not None:
+        grads.copy_(slopes)
+
+
 def launch_rows(logits: Tensor, grads: Tensor, losses: Tensor, choice: Tensor | None, table: Tensor, mass: Tensor,
                 index: Tensor, weights: Tensor, kind: Loss) -> None:
     """Fill losses [C], gradients times weights [C, D] unless `grads` is `losses`, and choices [C] unless None."""
+    if not runs_kernels(logits):
+        _rows_by_formula(logits, grads, losses, choice, table, mass, index, weights, kind)
+        return
     width = logits.shape[1]
     launch(_rows_kernel, (logits.shape[0],), logits, grads, losses, losses if choice is None else choice, table, mass,
            index, weights, width, ETA=LK_ETA, TINY=TINY, KIND=_KINDS.index(kind), LEARN=grads is not losses,
@@ -195,7 +214,7 @@ def launch_rows(logits: Tensor, grads: Tensor, losses: Tensor, choice: Tensor | 
 # --- autograd ----------------------------------------------------------------------------------------------------
 
 
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a @ b as `dtype`. On CUDA a bfloat16 product is not rounded on its way to float32."""
     if a.is_cuda and dtype != a.dtype:
         return torch.mm(a, b, out_dtype=dtype)
@@ -204,31 +223,34 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 class _SoftTargetLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, table: Tensor, mass: Tensor, index: Tensor, weights: Tensor,
-                kind: Loss, choose: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, table: Tensor | Callable[[Tensor], Tensor], mass: Tensor,
+                index: Tensor, weights: Tensor, kind: Loss, choose: bool) -> tuple[Tensor, Tensor, Tensor]:
         (num_rows, _), vocab = hidden.shape, weight.shape[0]
         wide = torch.promote_types(weight.dtype, torch.float32)
-        learning = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        to_hidden, to_weight = ctx.needs_input_grad[:2]
+        learning = to_hidden or to_weight
         losses = torch.zeros(num_rows, dtype=wide, device=hidden.device)
         choice = torch.zeros(num_rows if choose else 0, dtype=torch.int64, device=hidden.device)
-        grad_hidden = torch.zeros_like(hidden) if learning else None
-        # Summed over chunks: in the weight's own bfloat16 each addition would round.
-        grad_weight = torch.zeros(weight.shape, dtype=wide, device=hidden.device) if learning else None
+        grad_hidden = torch.zeros_like(hidden) if to_hidden else None
+        # Summed over chunks: in the weight's own bfloat16 each addition would round. A frozen output matrix has none.
+        grad_weight = torch.zeros(weight.shape, dtype=wide, device=hidden.device) if to_weight else None
         # Rows of weight 0 are computed too: to leave them out, the host would have to wait for their number.
         size = max(64, _CHUNK_ELEMENTS // vocab // 32 * 32)
         for start in range(0, num_rows, size):
             rows = slice(start, start + size)
             x = hidden[rows].to(weight.dtype)
-            logits = _product(x, weight.T, wide)
+            logits = product(x, weight.T, wide)
             # Without gradients the losses are passed in their place; in full precision gradients overwrite the logits.
             grad = losses[rows] if not learning else logits if wide == weight.dtype else torch.empty_like(
                 logits, dtype=weight.dtype)
             part = grad if not learning else losses[rows]
-            launch_rows(logits, grad, part, choice[rows] if choose else None, table, mass, index[rows],
-                        weights[rows].to(wide), kind)
-            if grad_hidden is not None and grad_weight is not None:
+            targets = ((table, mass, index[rows]) if isinstance(table, Tensor) else  # or the rows of this chunk alone
+                       (table(index[rows]), mass[index[rows]], torch.arange(x.shape[0], device=x.device)))
+            launch_rows(logits, grad, part, choice[rows] if choose else None, *targets, weights[rows].to(wide), kind)
+            if grad_hidden is not None:
                 grad_hidden[rows] = (grad @ weight).to(hidden.dtype)
-                grad_weight += _product(grad.T, x, wide)
+            if grad_weight is not None:
+                grad_weight += product(grad.T, x, wide)
         ctx.grads = grad_hidden, grad_weight
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(losses, choice)
@@ -239,24 +261,28 @@ class _SoftTargetLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _losses: Tensor, _choice: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.grads
         ctx.grads = None  # both are large, and used once
-        return (grad_hidden.mul_(grad.to(grad_hidden.dtype)), grad_weight.mul_(grad).to(ctx.weight_dtype),
-                None, None, None, None, None, None)
+        # Scaled on the device, by 1 as well: to compare the factor, the host would wait for it.
+        if grad_hidden is not None:
+            grad_hidden.mul_(grad.to(grad_hidden.dtype))
+        if grad_weight is not None:
+            grad_weight = grad_weight.mul_(grad).to(ctx.weight_dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
-def soft_target_loss(hidden_TH: Tensor, weight_DH: Tensor, table_UD: Tensor, mass_U: Tensor, index_T: Tensor,
-                     weights_T: Tensor, kind: Loss = "kl", choose: bool = False) -> SoftTargetLoss:
+def soft_target_loss(hidden_TH: Tensor, weight_DH: Tensor, table_UD: Tensor | Callable[[Tensor], Tensor],
+                     mass_U: Tensor, index_T: Tensor, weights_T: Tensor, kind: Loss = "kl",
+                     choose: bool = False) -> SoftTargetLoss:
     """sum over t of weights[t] * loss(hidden[t] weight', table[index[t]]).
 
     hidden   [T, H]   states before the output matrix; converted to weight's dtype for the products.
     weight   [D, H]
-    table    [U, D]   target distributions over the draft vocabulary: each row sums to 1.
+    table    [U, D]   target distributions over the draft vocabulary: each row sums to 1. Or a function from rows [C] of
+                      the table to those distributions [C, D], called once for each chunk of predictions.
     mass     [U]      the target's probability of the whole draft vocabulary.
     index    [T]      int64 rows of the table, valid where the weight is 0 as well.
     weights  [T]      a prediction of weight 0 has loss 0 and no gradient.
     choose   also find each row's most probable token, of rows of weight 0 too.
     returns  see `SoftTargetLoss`. Call backward at most once: it frees the stored gradients.
     """
-    if not runs_kernels(hidden_TH):
-        return reference_soft_target_loss(hidden_TH, weight_DH, table_UD, mass_U, index_T, weights_T, kind, choose)
     return SoftTargetLoss(*_SoftTargetLoss.apply(
         hidden_TH, weight_DH, table_UD, mass_U, index_T, weights_T, kind, choose))

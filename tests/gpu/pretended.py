@@ -35,6 +35,8 @@ _HERE_ALONE = {Tensor.numpy, Tensor.__array__}
 _READ_BY_THE_HOST = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__",
                      "__format__", "is_nonzero", "equal", "allclose"}
 _SHAPED_BY_DATA = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "new_tensor"}
+_MAY_WAIT = _READ_BY_THE_HOST | _SHAPED_BY_DATA | {"copy_", "index", "__getitem__", "__setitem__", "where",
+                                                   "repeat_interleave"}
 _PINNING = {Tensor.pin_memory, Tensor.is_pinned}
 
 
@@ -100,6 +102,8 @@ class PretendedGpu(TorchFunctionMode):
         name = _name(func)
         if func in (torch.tensor, torch.as_tensor) and told.get("device") is not None:
             return torch.device(told["device"]).type == "cuda" and not isinstance(args[0], Tensor)
+        if name not in _MAY_WAIT:  # nearly all calls, and looking at their operands takes time
+            return False
         places = [self.device_of(x) for x in _tensors((args, told))]
         if GPU not in places:
             return False
@@ -112,7 +116,7 @@ class PretendedGpu(TorchFunctionMode):
             return len(args) + len(told) == 1
         if name == "repeat_interleave":
             return isinstance(args[-1], Tensor) and told.get("output_size") is None
-        return name in _READ_BY_THE_HOST | _SHAPED_BY_DATA
+        return True
 
     def _index_waits(self, index: Any, filled: bool) -> bool:
         """Whether one index of a tensor on the GPU makes the host wait. filled: a number is written there."""

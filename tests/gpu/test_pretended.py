@@ -4,8 +4,6 @@ What `make test-gpu` shows on a real one, this shows as far as placement goes wh
 """
 
 import json
-import threading
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.sampling import SamplingSpec
 from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_kernels import packed_attention, soft_target_loss
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.drafters.registry import family_named, open_drafter
 from eyrie_workers.features.packed_batch import PackedBatch
@@ -50,23 +47,6 @@ AUX_LAYERS, STEPS = (1, 2, 3), 3
 SHAPES = (DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4),
           DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6),
           DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6, static=True))
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGpu]:
-    """The mode; kernels, which are not pretended, take their plain-torch form."""
-    for module in (packed_attention, soft_target_loss):
-        monkeypatch.setattr(module, "runs_kernels", lambda _: False)
-    mode, run = PretendedGpu(), threading.Thread.run
-
-    def run_there(thread: threading.Thread) -> None:  # torch's modes are each thread's own
-        with mode:
-            run(thread)
-
-    monkeypatch.setattr(threading.Thread, "run", run_there)
-    with mode:
-        yield mode
-    assert mode.met > 0, "nothing was computed there"
 
 
 @pytest.fixture
@@ -148,14 +128,15 @@ def made(name: str, target_dir: Path, ends: TargetEmbeddings) -> tuple[Any, tupl
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_family_is_trained_there_as_on_the_processor(name: str, gpu: PretendedGpu, target_dir: Path) -> None:
-    ends, found = read_target_embeddings(target_dir, False), []
+    found = []
     for device in (CPU, GPU):
+        ends = read_target_embeddings(target_dir, False, device)
         drafter, layers = made(name, target_dir, ends)
         documents = documents_for(target_dir, layers)
         drafter.to(device)
         with device_scope(device):
             objective = family_named(name).objective(
-                drafter, ends.to(device), TrainSpec(ttt_length=STEPS, unrolled_fraction=0.5, single_step_ratio=0.0),
+                drafter, ends, TrainSpec(ttt_length=STEPS, unrolled_fraction=0.5, single_step_ratio=0.0),
                 64, torch.float32)
         outcome = objective(documents, StepContext(9, 10, 0))
         outcome.loss.backward()

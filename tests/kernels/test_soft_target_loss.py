@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from eyrie_kernels import soft_target_loss as module
 from eyrie_kernels.soft_target_loss import Loss, reference_soft_target_loss, soft_target_loss
@@ -91,3 +93,39 @@ def test_no_predictions_cost_nothing(device: str) -> None:
     assert found.total == 0
     assert weight.grad is not None
     assert not weight.grad.any()
+
+
+def test_a_frozen_output_matrix_has_no_gradient_and_no_memory_for_one(device: str) -> None:
+    x, weight, index, weights = _inputs(6, 8, 37, torch.float32, device)
+    table, mass = (part.float() for part in _table(3, 37, device))
+    both = torch.autograd.grad(soft_target_loss(x, weight, table, mass, index, weights).total, x)
+    frozen, made = weight.detach(), []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            found = func(*args, **(kwargs or {}))
+            made.extend(tuple(part.shape) for part in tree_leaves(found) if isinstance(part, Tensor))
+            return found
+
+    with Watch():
+        found = soft_target_loss(x, frozen, table, mass, index, weights)
+        assert torch.equal(torch.autograd.grad(found.total, x)[0], both[0])
+    assert (6, 37) in made
+    assert (37, 8) not in made
+
+
+def test_the_table_may_be_a_function_that_gives_the_rows_of_one_chunk(device: str,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, index, weights = _inputs(150, 4, 7, torch.float64, device)
+    (table, mass), asked = _table(3, 7, device), []
+    wanted = soft_target_loss(x, weight, table, mass, index, weights, "lk_hybrid")
+
+    def rows(index_C: Tensor) -> Tensor:
+        asked.append(index_C.numel())
+        return table.index_select(0, index_C)
+
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 1)  # the least chunk, 64 rows
+    found = soft_target_loss(x, weight, rows, mass, index, weights, "lk_hybrid")
+    assert asked == [64, 64, 22]
+    torch.testing.assert_close(found.losses_T, wanted.losses_T)
+    torch.testing.assert_close(*(torch.autograd.grad(part.total, x)[0] for part in (found, wanted)))

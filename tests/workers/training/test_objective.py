@@ -10,9 +10,12 @@ import torch.nn.functional as F
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_kernels.soft_target_loss import Loss
 from eyrie_workers.drafters.eagle3.model import Eagle3Drafter
-from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest
+from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest, loss_in_parts
+from eyrie_workers.drafters.eagle3.unroll import shared_projections
 from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.training.losses import Normalisation, compute_target_table, shares, step_weights
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
+from eyrie_workers.targets.rotary import Rotary
+from eyrie_workers.training.losses import Normalisation, TargetHead, compute_target_table, shares, step_weights
 from eyrie_workers.training.objective import StepContext
 from tests.workers.drafters.test_eagle3_proposer import (
     HIDDEN,
@@ -205,7 +208,7 @@ def test_the_teacher_is_renormalised_over_the_draft_vocabulary() -> None:
     ids, last = torch.tensor([1, 4, 9]), torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(0))
     member = torch.zeros(VOCAB, dtype=torch.bool)
     member[ids] = True
-    teacher = compute_target_table(last, lm_head(), ids, member)
+    teacher = compute_target_table(last, TargetHead.of(lm_head(), DraftVocabulary(ids, VOCAB)))
     full = (last @ lm_head().T).softmax(-1)
     torch.testing.assert_close(teacher.probabilities_RD, full[:, ids] / full[:, ids].sum(-1, keepdim=True))
     assert teacher.inside_R.tolist() == member[full.argmax(-1)].tolist()
@@ -229,8 +232,8 @@ def test_training_unrolls_a_drawn_share_and_the_draw_is_a_function_of_seed_and_s
 def test_by_sequence_a_long_answer_weighs_as_much_as_a_short_one() -> None:
     step, document = torch.tensor([0, 0, 0, 0, 1]), torch.tensor([0, 1, 1, 1, 1])
     counts = torch.tensor([True, True, True, False, True])
-    token = shares(step, document, counts, 3, 0.5, "token", lambda x: x)
-    sequence = shares(step, document, counts, 3, 0.5, "sequence", lambda x: x)
+    token = shares(step, document, 2, counts, 3, 0.5, "token", lambda x: x)
+    sequence = shares(step, document, 2, counts, 3, 0.5, "sequence", lambda x: x)
     torch.testing.assert_close(token, torch.tensor([2 / 9, 2 / 9, 2 / 9, 0, 1 / 3]))
     torch.testing.assert_close(sequence, torch.tensor([1 / 3, 1 / 6, 1 / 6, 0, 1 / 3]))
 
@@ -245,10 +248,10 @@ def test_shares_of_two_processes_are_those_of_one(normalisation: Normalisation) 
         result.append(counted)
         return counted
 
-    whole = shares(step, document, counts, 3, 0.8, normalisation, lambda x: x)
+    whole = shares(step, document, 3, counts, 3, 0.8, normalisation, lambda x: x)
     for part in parts:
-        shares(step[part], document[part], counts[part], 3, 0.8, normalisation, tell)
-    apart = [shares(step[part], document[part], counts[part], 3, 0.8, normalisation, lambda x: result[0] + result[1])
+        shares(step[part], document[part], 3, counts[part], 3, 0.8, normalisation, tell)
+    apart = [shares(step[part], document[part], 3, counts[part], 3, 0.8, normalisation, lambda _: result[0] + result[1])
              for part in parts]
     torch.testing.assert_close(torch.cat([apart[0], apart[1]]), torch.cat([whole[part] for part in parts]))
 
@@ -282,6 +285,17 @@ def test_roots_unrolled_in_parts_give_the_gradients_of_all_at_once(name: str) ->
     for one, other in zip(*found, strict=True):
         # float32: the teacher and the log-sum-exp of the plain path are; sums differ in order
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+
+
+def test_gradients_of_many_parts_are_summed_in_float32() -> None:
+    drafter, documents = random_drafter(), random_documents((20,))
+    weights = drafter.weights(torch.bfloat16)
+    plan = objective(drafter).plan(documents, None)
+    rotary = Rotary(drafter.config.rope, drafter.config.head_dim, 64)
+    projections = shared_projections(weights, rotary, embedding(), documents, plan.positions)
+    loss = loss_in_parts(600, lambda _, __, part: part.lm_head.float().sum(), projections, weights)
+    loss.backward()
+    assert (drafter.lm_head.weight.grad == 600).all()  # in bfloat16 the sum ends at 256: 256 + 1 is rounded to 256
 
 
 def test_recomputation_changes_no_gradient() -> None:

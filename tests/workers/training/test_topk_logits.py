@@ -4,30 +4,30 @@ import torch
 
 from eyrie_workers.features.shard_format import StoreFormat
 from eyrie_workers.features.topk_logits import compute_topk_logits, topk_rows
-from eyrie_workers.training.losses import compute_target_table
-from eyrie_workers.training.topk_logits import table_from_topk
+from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
+from eyrie_workers.training.losses import TargetHead, compute_target_table
+from eyrie_workers.training.topk_logits import TopKTable
 
 VOCAB, HIDDEN, ROWS = 60, 16, 25
 DRAFT_IDS = torch.arange(0, VOCAB, 2)
 
 
-def parts(top_k: int) -> tuple[StoreFormat, torch.Tensor, torch.Tensor, torch.Tensor]:
+def parts(top_k: int) -> tuple[StoreFormat, torch.Tensor, TargetHead]:
     generator = torch.Generator().manual_seed(0)
     layout = StoreFormat(aux_layers=(1,), hidden_size=HIDDEN, codec="int8", target_digest="sha256:" + "0" * 64,
                          final_state="topk", top_k=top_k, draft_ids=tuple(DRAFT_IDS.tolist()))
-    member = torch.zeros(VOCAB, dtype=torch.bool)
-    member[DRAFT_IDS] = True
-    return (layout, torch.randn(ROWS, HIDDEN, generator=generator),
-            torch.randn(VOCAB, HIDDEN, generator=generator), member)
+    last, matrix = (torch.randn(size, HIDDEN, generator=generator) for size in (ROWS, VOCAB))
+    return layout, last, TargetHead.of(matrix, DraftVocabulary(DRAFT_IDS, VOCAB))
 
 
 def test_with_every_token_kept_the_teacher_is_that_of_the_final_states() -> None:
-    layout, last, head, member = parts(top_k=DRAFT_IDS.numel())
-    wanted = compute_target_table(last, head, DRAFT_IDS, member, weigh=True)
+    layout, last, head = parts(top_k=DRAFT_IDS.numel())
+    wanted = compute_target_table(last, head)
     order = torch.tensor([3, 0, 24, 7])
-    given = table_from_topk(compute_topk_logits(last, head, layout), order, DRAFT_IDS.numel())
+    stored = compute_topk_logits(last, head.lm_head_VH, layout).map(lambda x: x[order])
+    given = TopKTable(stored, DRAFT_IDS.numel())
     # Logits are kept in float16: 11 bits, and differences reach 30 here.
-    torch.testing.assert_close(given.probabilities_RD, wanted.probabilities_RD[order], atol=1e-5, rtol=2e-2)
+    torch.testing.assert_close(given.rows(torch.arange(4)), wanted.probabilities_RD[order], atol=1e-5, rtol=2e-2)
     torch.testing.assert_close(given.mass_R, wanted.mass_R[order], atol=1e-6, rtol=1e-5)
     assert torch.equal(given.inside_R, wanted.inside_R[order])
     inside = given.inside_R
@@ -35,10 +35,9 @@ def test_with_every_token_kept_the_teacher_is_that_of_the_final_states() -> None
 
 
 def test_with_few_kept_the_rest_of_the_mass_is_exact_and_evenly_spread() -> None:
-    layout, last, head, member = parts(top_k=4)
-    wanted = compute_target_table(last, head, DRAFT_IDS, member, weigh=True).probabilities_RD
-    given = table_from_topk(compute_topk_logits(last, head, layout), torch.arange(ROWS),
-                            DRAFT_IDS.numel()).probabilities_RD
+    layout, last, head = parts(top_k=4)
+    wanted = compute_target_table(last, head).probabilities_RD
+    given = TopKTable(compute_topk_logits(last, head.lm_head_VH, layout), DRAFT_IDS.numel()).rows(torch.arange(ROWS))
     kept = torch.zeros_like(wanted, dtype=torch.bool).scatter_(1, wanted.topk(4).indices, True)
     torch.testing.assert_close(given.sum(-1), torch.ones(ROWS), atol=1e-6, rtol=0)
     torch.testing.assert_close((given * ~kept).sum(-1), (wanted * ~kept).sum(-1), atol=1e-6, rtol=1e-4)

@@ -1,11 +1,13 @@
 """What is supervised, and that tiles and prefixes name it all exactly once."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyrie_workers.training.unroll_plan import count_steps, plan_unroll
+from eyrie_workers.training import unroll_plan
+from eyrie_workers.training.unroll_plan import count_steps, plan_unroll, split_plan
 
 MASKS = st.lists(st.booleans(), min_size=1, max_size=40)
 
@@ -75,3 +77,29 @@ def test_a_position_not_drawn_deep_keeps_its_first_step_only(mask: list[bool], d
     for step in range(1, 5):
         kept = {root for root in whole.roots[: whole.alive[step]].tolist() if deep[root]}
         assert set(drawn.roots[: drawn.alive[step]].tolist()) == kept
+
+
+@given(masks=st.lists(MASKS, min_size=1, max_size=6), max_roots=st.integers(1, 12))
+def test_parts_hold_neighbouring_roots_with_all_their_steps(masks: list[list[bool]], max_roots: int) -> None:
+    mask, lengths = torch.tensor([bit for one in masks for bit in one]), [len(one) for one in masks]
+    plan = plan_unroll(mask, lengths, 4)
+    parts = split_plan(plan, max_roots)
+    assert [root for part in parts for root in sorted(part.roots.tolist())] == sorted(plan.roots.tolist())
+    assert all(part.roots.numel() <= max_roots for part in parts)
+    for part in parts:
+        members = torch.zeros_like(mask)
+        members[part.roots] = True
+        wanted = plan_unroll(mask, lengths, 4, chosen=members)
+        assert torch.equal(part.roots, wanted.roots)
+        assert part.alive == wanted.alive
+        for step, alive in enumerate(part.alive):
+            assert alive == 0 or torch.equal(part.query_cells(step)[0], wanted.query_cells(step)[0])
+
+
+def test_planning_and_splitting_make_no_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise AssertionError("tiles are of the CPU's attention alone")
+
+    monkeypatch.setattr(unroll_plan, "_tiles", refused)
+    plan = plan_unroll(torch.ones(5000, dtype=torch.bool), [3000, 2000], 7)
+    assert [part.roots.numel() for part in split_plan(plan, 2048)] == [1666, 1666, 1664]

@@ -79,7 +79,7 @@ from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.linear import Linear, rms_normalise
 from eyrie_workers.targets.model import TargetModel, pairs_together
 from eyrie_workers.targets.rotary import Rotary
-from eyrie_workers.training.attention import SharedKeys, merge_softmax
+from eyrie_workers.training.attention import SharedKeys, attend_block
 from eyrie_workers.training.fused import rms_norm
 from eyrie_workers.training.matmul import linear
 from eyrie_workers.training.objective import DistillationObjective, Prediction, StepContext, draw_positions
@@ -130,17 +130,14 @@ class DFlashDrafter(nn.Module):
         at_X = rotary.at(positions_RC.flatten())  # X = R * C
         tokens_RC = torch.full_like(positions_RC, self.config.mask_token_id)
         tokens_RC[:, 0] = documents.token_ids[plan.roots + 1]
-        x_XH = F.embedding(tokens_RC.flatten(), embed_VH)
+        x_XH = F.embedding(tokens_RC.flatten(), embed_VH).to(self.norm.weight.dtype)
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             weights = layer.weights(dtype)
             shared = SharedKeys(plan, *weights.keys(features_TH, at_T))
-            q, k, v = (part.unflatten(0, (-1, size)).transpose(1, 2) for part in weights.heads(x_XH, at_X))
-            # Block positions and query heads are all queries of one kv head: [R, K, C, W, E] as [R, K, C * W, E].
-            q_RKXE = q.flatten(2, 3) * decoder.head_dim ** -0.5
-            attended = merge_softmax(q_RKXE, *shared.attend(q_RKXE, 0), k, v)
-            attended_XKWE = attended.view(q.shape).transpose(1, 2).flatten(0, 1)
-            x_XH = weights.post_attention(x_XH, attended_XKWE.flatten(1), recompute)
+            q_RCKWE, k_RCKE, v_RCKE = (part.unflatten(0, (-1, size)) for part in weights.heads(x_XH, at_X))
+            attended_RCKWE = attend_block(q_RCKWE, shared, k_RCKE, v_RCKE)
+            x_XH = weights.post_attention(x_XH, attended_RCKWE.flatten(0, 1).flatten(1), recompute)
         return x_XH.unflatten(0, (-1, size))
 
 
@@ -153,7 +150,7 @@ class BlockDiffusion(DistillationObjective):
         whole = DraftVocabulary(torch.arange(decoder.vocab_size), decoder.vocab_size)
         super().__init__(whole, embeddings.lm_head, spec, steps=size - 1, dtype=dtype)
         self._drafter, self._recompute, self._fraction = drafter, spec.grad_checkpoint, spec.unrolled_fraction
-        self._embed_VH, self._head_VH = embeddings.embed, embeddings.lm_head.to(dtype)
+        self._embed_VH, self._head_VH = embeddings.embed, embeddings.lm_head_as(dtype)
         self._rotary = Rotary(decoder.rope, decoder.head_dim, max_positions + size)
 
     @property
@@ -174,16 +171,16 @@ class BlockDiffusion(DistillationObjective):
                                                self._recompute)
         predicted = torch.cat([block_RCH[:alive, step + 1] for step, alive in enumerate(plan.alive)])
         states_NH = rms_norm(predicted, self._drafter.norm.weight, self._drafter.config.decoder.rms_eps)
-        return Prediction(states_NH.split([alive for alive in plan.alive if alive]), self._head_VH,
-                          flops=self._flops(plan))
+        return Prediction(states_NH.split([alive for alive in plan.alive if alive]), self._head_VH)
 
-    def _flops(self, plan: UnrollPlan) -> int:
+    def flops(self, plan: UnrollPlan) -> int:
+        """The features of every token, the layers at every block position, the output matrix at the predictions."""
         decoder, size, num_roots = self._drafter.config.decoder, self._drafter.config.block_size, plan.roots.numel()
         num_tokens, kv = plan.positions.numel(), decoder.num_kv_heads * decoder.head_dim
         num_visible = size * (int(plan.positions[plan.roots].sum()) + num_roots * (1 + size))
         context = 4 * num_tokens * self._drafter.fc.weight.numel() + decoder.num_layers * (
             12 * num_tokens * decoder.hidden_size * kv)
-        heads = 4 * plan.num_predictions + 2 * plan.target_positions().numel()
+        heads = 4 * plan.num_predictions + 2 * plan.target_positions.numel()
         return (context + decoder.num_layers * layer_flops(decoder, num_roots * size, num_visible)
                 + heads * decoder.hidden_size * decoder.vocab_size)
 

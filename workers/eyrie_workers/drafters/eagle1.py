@@ -196,7 +196,7 @@ class FeatureRegression(DistillationObjective):
         vocab_size = drafter.config.vocab_size
         super().__init__(DraftVocabulary(torch.arange(vocab_size), vocab_size), embeddings.lm_head, spec, dtype=dtype)
         self._drafter, self._embed_VH, self._recompute = drafter, embeddings.embed, spec.grad_checkpoint
-        self._head_VH = embeddings.lm_head.to(dtype)
+        self._head_VH = embeddings.lm_head_as(dtype)
         self._rotary = Rotary(drafter.config.rope, drafter.config.head_dim, max_positions + self.steps)
 
     @property
@@ -207,6 +207,10 @@ class FeatureRegression(DistillationObjective):
     def plan(self, documents: PackedBatch, context: StepContext | None) -> UnrollPlan:
         """In training one step from every root; in evaluation all steps, as in decoding."""
         return plan_unroll(documents.loss_mask, documents.lengths, self.steps if context is None else 1)
+
+    def flops(self, plan: UnrollPlan) -> int:
+        """See `step_flops`."""
+        return step_flops(self._drafter.config, plan)
 
     def __call__(self, documents: PackedBatch, context: StepContext | None = None,
                  targets: TargetDistribution | None = None) -> Outcome:
@@ -225,7 +229,7 @@ class FeatureRegression(DistillationObjective):
         if not evaluating:
             expected = documents.aux[:, 0].index_select(0, plan.roots + 1).to(states[0].dtype)
             extra = REGRESSION_WEIGHT * F.smooth_l1_loss(states[0], expected, reduction="none").mean(-1)
-        return Prediction(states, self._head_VH, extra, step_flops(self._drafter.config, plan),
+        return Prediction(states, self._head_VH, extra,
                           sum(round_up_rows(alive) for alive in plan.alive if alive))
 
 
@@ -254,7 +258,7 @@ def step_flops(config: TargetConfig, plan: UnrollPlan) -> int:
     later_steps = (plan.num_predictions - plan.alive[0]) * 3 * hidden * (hidden + kv)
     num_visible = sum(int(plan.positions[plan.roots[:alive]].sum()) + alive * (1 + step)
                       for step, alive in enumerate(plan.alive))
-    num_teacher = plan.target_positions().numel()
+    num_teacher = plan.target_positions.numel()
     unrolled = plan.num_predictions * per_root + 3 * 2 * num_visible * q
     return 2 * (once + later_steps + unrolled + num_teacher * hidden * config.vocab_size)
 

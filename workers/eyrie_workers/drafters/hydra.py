@@ -119,9 +119,9 @@ class HydraObjective(DistillationObjective):
         """The states of each head at its roots, after the true tokens; the same in training and evaluation."""
         drafter, config, dtype = self._drafter, self._drafter.config, self._drafter.lm_head.weight.dtype
         tokens_RS = _following(documents.token_ids, plan)
-        embed_RSH = scaled_embeddings(self._embed_VH[tokens_RS]).to(dtype)
+        embed_RSH = scaled_embeddings(self._embed_VH[tokens_RS].to(dtype))
         inputs_RC = torch.cat([documents.aux[:, 0].index_select(0, plan.roots).to(dtype), embed_RSH.flatten(1)], 1)
-        states, flops = [], plan.target_positions().numel() * config.vocab_size
+        states = []
         for number, alive in enumerate(plan.alive):
             if alive == 0:
                 break
@@ -130,8 +130,15 @@ class HydraObjective(DistillationObjective):
             weight = drafter.head(number).to(self.dtype)
             states.append(checkpoint(_state, inputs, weight, dtype, use_reentrant=False) if self._recompute
                           else _state(inputs, weight, dtype))
-            flops += alive * (2 * 2 * width + 3 * config.draft_vocab_size)
-        return Prediction(tuple(states), drafter.lm_head.weight.to(self.dtype), flops=2 * config.hidden_size * flops)
+        return Prediction(tuple(states), drafter.lm_head.weight.to(self.dtype))
+
+    def flops(self, plan: UnrollPlan) -> int:
+        """The inputs of the heads have no gradient; the teacher is one product forward."""
+        config = self._drafter.config
+        per_prediction = [2 * 2 * (2 + head) * config.hidden_size + 3 * config.draft_vocab_size
+                          for head in range(len(plan.alive))]
+        heads = sum(alive * each for alive, each in zip(plan.alive, per_prediction, strict=True))
+        return 2 * config.hidden_size * (heads + plan.target_positions.numel() * config.vocab_size)
 
 
 def _state(inputs: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

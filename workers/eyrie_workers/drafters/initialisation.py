@@ -6,7 +6,7 @@ memory.
     V vocabulary, H hidden
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from eyrie_api.errors import ArtifactCorrupt, UnsupportedTarget
+from eyrie_workers.targets.device import CPU
 from eyrie_workers.targets.loading import special_token_ids, weight_files
 
 _INITIAL_STD = 0.02
@@ -23,7 +24,9 @@ _EMBED, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.nor
 
 @dataclass(frozen=True)
 class TargetEmbeddings:
-    """Input and output embeddings of the target in float32: embed [V, H], lm_head [V, H], and norm [H], the final norm.
+    """Input and output embeddings of the target: embed [V, H], lm_head [V, H], and norm [H], the final norm.
+
+    All drafters that a process trains share one object, and so one copy of the matrices on the device.
     """
 
     embed: Tensor
@@ -32,23 +35,31 @@ class TargetEmbeddings:
     special: tuple[int, ...] = ()
     """Ids of the tokenizer's special tokens, ascending."""
 
-    def to(self, device: torch.device) -> "TargetEmbeddings":
-        """A copy on a device; tied matrices stay tied."""
-        embed = self.embed.to(device)
-        lm_head = embed if self.lm_head is self.embed else self.lm_head.to(device)
-        return TargetEmbeddings(embed, lm_head, self.norm.to(device), self.special)
+    _converted: dict[torch.dtype, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    def lm_head_as(self, dtype: torch.dtype) -> Tensor:
+        """lm_head in a dtype: itself, or one copy for all who ask for that dtype."""
+        if dtype not in self._converted:
+            self._converted[dtype] = self.lm_head.to(dtype)
+        return self._converted[dtype]
 
 
-def read_target_embeddings(path: Path, tie_word_embeddings: bool) -> TargetEmbeddings:
-    """Read the embeddings of the target in `path`. Raises UnsupportedTarget when they are missing, ArtifactCorrupt when
-    a file is unreadable."""
+def read_target_embeddings(path: Path, tie_word_embeddings: bool, device: torch.device = CPU) -> TargetEmbeddings:
+    """Read the embeddings of the target in `path` to a device. Raises UnsupportedTarget when they are missing,
+    ArtifactCorrupt when a file is unreadable.
+
+    On a CPU all are float32. On a GPU the matrices keep the checkpoint's dtype: a product of bfloat16 sums in float32
+    there, and a float32 copy would be twice the memory and an eighth of the rate.
+    """
     names = {_EMBED, _NORM} if tie_word_embeddings else {_EMBED, _NORM, _HEAD}
     tensors: dict[str, Tensor] = {}
     for file in weight_files(path):
         try:
             with safe_open(file, framework="pt") as handle:
                 for name in names & set(handle.keys()):
-                    tensors[name] = handle.get_tensor(name).float()
+                    tensor = handle.get_tensor(name)
+                    keeps_dtype = device.type != "cpu" and name != _NORM
+                    tensors[name] = (tensor if keeps_dtype else tensor.float()).to(device)
         except (OSError, SafetensorError) as error:
             raise ArtifactCorrupt(f"{file} cannot be read: {error}", "download or save the model again") from error
     if _EMBED not in tensors or _NORM not in tensors:

@@ -104,18 +104,21 @@ class MedusaObjective(DistillationObjective):
 
     def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """The states of each head at its roots; the same in training and evaluation, since no head reads a token."""
-        drafter, config = self._drafter, self._drafter.config
+        drafter = self._drafter
         h_RH = documents.aux[:, 0].index_select(0, plan.roots).to(drafter.block(0).dtype)
         heads = [head for head, alive in enumerate(plan.alive) if alive]
         states = [residual_silu(h_RH[: plan.alive[head]], linear(h_RH[: plan.alive[head]],
                                                                    drafter.block(head).to(self.dtype)))
                   for head in heads]
-        # W1: one product forward and one backward, since h has no gradient. W2: three. The teacher: one forward
-        # product.
-        flops = 2 * config.hidden_size * (
+        return Prediction(tuple(states), tuple(drafter.output(head).to(self.dtype) for head in heads))
+
+    def flops(self, plan: UnrollPlan) -> int:
+        """W1: one product forward and one backward, since h has no gradient. W2: three. The teacher: one forward
+        product."""
+        config = self._drafter.config
+        return 2 * config.hidden_size * (
             plan.num_predictions * (2 * config.hidden_size + 3 * config.draft_vocab_size)
-            + plan.target_positions().numel() * config.vocab_size)
-        return Prediction(tuple(states), tuple(drafter.output(head).to(self.dtype) for head in heads), flops=flops)
+            + plan.target_positions.numel() * config.vocab_size)
 
 
 @dataclass

@@ -142,19 +142,19 @@ class Distillation(DistillationObjective):
 
     def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """Step s of root i is the state after the true token i + 1 + s."""
-        positions_N = plan.target_positions()
+        positions_N = plan.target_positions
         states_NH = self._drafter.states(documents, self._rotary.at(plan.positions), positions_N, self.dtype,
                                          self._recompute)
         row_T = torch.full_like(documents.token_ids, -1)
         row_T[positions_N] = torch.arange(positions_N.numel(), device=positions_N.device)
         states = tuple(states_NH.index_select(0, row_T[plan.roots[:alive] + 1 + step])
                        for step, alive in enumerate(plan.alive) if alive)
-        return Prediction(states, self._drafter.lm_head.weight.to(self.dtype),
-                          flops=self._flops(documents, positions_N.numel()))
+        return Prediction(states, self._drafter.lm_head.weight.to(self.dtype))
 
-    def _flops(self, documents: PackedBatch, num_predicted: int) -> int:
-        config, num_tokens = self._drafter.config, documents.token_ids.numel()
-        num_visible = sum(length * (length + 1) // 2 for length in documents.lengths)
+    def flops(self, plan: UnrollPlan) -> int:
+        """The layers at every token, both output matrices at the predicted ones."""
+        config, num_tokens, num_predicted = self._drafter.config, plan.positions.numel(), plan.target_positions.numel()
+        num_visible = int(plan.positions.sum()) + num_tokens
         heads = 6 * num_predicted * config.hidden_size * config.vocab_size
         return (config.num_layers * layer_flops(config, num_tokens, num_visible) + heads
                 + 2 * num_predicted * self._target_hidden * config.vocab_size)
@@ -260,6 +260,7 @@ def _create(
 
 def _project(own_Vh: Tensor, rows_VH: Tensor) -> None:
     """Set the drafter's rows to the target's, projected on their principal directions."""
+    rows_VH = rows_VH.to(torch.promote_types(rows_VH.dtype, torch.float32))
     _, directions_HH = torch.linalg.eigh((rows_VH.T @ rows_VH).double())  # ascending
     width = min(own_Vh.shape[1], rows_VH.shape[1])
     own_Vh[:, :width] = rows_VH @ directions_HH.flip(1)[:, :width].to(rows_VH.dtype)

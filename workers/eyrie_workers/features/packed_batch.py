@@ -50,6 +50,10 @@ class PackedBatch:
         return PackedBatch(moved(self.token_ids), moved(self.loss_mask), moved(self.aux), moved(self.last),
                            self.lengths, topk_logits)
 
+    def inputs(self) -> "PackedBatch":
+        """What a drafter reads of this batch, without what it is compared with."""
+        return replace(self, last=self.last[:, :0], topk_logits=None)
+
     def with_layers(self, columns: Sequence[int]) -> "PackedBatch":
         """This batch with the aux layers at these positions of the A axis."""
         if list(columns) == list(range(self.aux.shape[1])):

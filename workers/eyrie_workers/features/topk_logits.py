@@ -68,7 +68,7 @@ def rebuild_distribution(topk_logits: TopKLogits, draft_vocab_size: int) -> Tens
         others = topk_logits.tail / (draft_vocab_size - top_k)
         rebuilt = others.unsqueeze(-1).expand(num, draft_vocab_size).contiguous()
     else:
-        rebuilt = torch.zeros(num, draft_vocab_size)
+        rebuilt = topk_logits.tail.new_zeros(num, draft_vocab_size)
     return rebuilt.scatter_(1, topk_logits.ids, topk_probabilities(topk_logits))
 
 

@@ -161,7 +161,7 @@ def shared_targets(objectives: Mapping[str, Objective], documents: PackedBatch,
     targets: dict[str, TargetDistribution] = {}
     for names in by_key.values():
         # The union of all positions: each objective looks up its own by packed position.
-        positions = torch.cat([objectives[name].plan(documents, contexts.get(name)).target_positions()
+        positions = torch.cat([objectives[name].plan(documents, contexts.get(name)).target_positions
                                for name in names]).unique()
         targets |= dict.fromkeys(names, objectives[names[0]].target_distribution(documents, positions))
     return targets

@@ -110,12 +110,12 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
                         spec.train.max_steps)
     vocabulary, vocabulary_report = _build_vocabulary(spec, stage, store, train_rows, config, path,
                                                       whole=family.row.whole_vocabulary)
-    embeddings = embeddings or read_target_embeddings(path, config.tie_word_embeddings)
+    embeddings = embeddings or read_target_embeddings(path, config.tie_word_embeddings, device)
     drafter = family.create(spec.drafter, config, embeddings, layers, vocabulary, spec.train.seed)
     dtype = fastest_dtype(device) if spec.train.dtype == "auto" else getattr(torch, spec.train.dtype)
     drafter.to(device)
     with device_scope(device):
-        objective = family.objective(drafter, embeddings.to(device), spec.train, max(lengths), dtype)
+        objective = family.objective(drafter, embeddings, spec.train, max(lengths), dtype)
 
     trainer = Trainer(objective, schedule, spec.train, BatchLoader(schedule, store, dist), dist, columns)
     evaluation_rows = held_out or train_rows  # a single row is both trained and evaluated on

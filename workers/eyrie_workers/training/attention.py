@@ -15,15 +15,19 @@ and lse instead of saving them (FlashAttention, arXiv:2205.14135): with G = dL/d
 
 On a GPU all of it is one kernel without tiles (`eyrie_kernels.packed_attention`).
 
+A block of DFlash (`attend_block`) is the same softmax: its positions are further query heads of the root, and its keys,
+which all of them see, are the root's own keys.
+
 A drafter with a sliding window of w keys sees the w latest positions, its own included: at step s root i attends to
 step-0 keys j > i + s - w and its own keys r > s - w. The first is a mask that moves with the step, the second drops
 whole steps.
 
-    R roots, S steps, G blocks of a tile, K kv heads, W query heads per kv head, E head size, Lq/Lk queries/keys
+    R roots, S steps, C block positions, G blocks of a tile, K kv heads, W query heads per kv head, E head size,
+    Lq/Lk queries/keys
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -242,6 +246,27 @@ def attend(q_RKWE: Tensor, shared: SharedKeys, own: Sequence[tuple[Tensor, Tenso
 def attend_by_kernel(q_RKWE: Tensor, shared: SharedKeys, own: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """`attend` by the GPU kernel."""
     return packed_attention(q_RKWE, shared.k_TKE, shared.v_TKE, own, shared.key_ranges(len(own)))
+
+
+def attend_block(q_RCKWE: Tensor, shared: SharedKeys, k_RCKE: Tensor, v_RCKE: Tensor) -> Tensor:
+    """Attention of every position of each root's block: over the step-0 keys up to the root and the block's own keys,
+    in both directions.
+
+    q_RCKWE         [R, C, K, W, E]  rotated queries of all R roots of the plan.
+    k_RCKE, v_RCKE  [R, C, K, E]     the block's rotated keys, and its values.
+    returns         [R, C, K, W, E]
+    """
+    # Block positions and query heads are all queries of one kv head: [R, K, C, W, E] as [R, K, C * W, E].
+    q_RKCWE = q_RCKWE.transpose(1, 2)
+    q_RKXE = q_RKCWE.flatten(2, 3)
+    if q_RCKWE.is_cuda:
+        own = tuple(zip(k_RCKE.unbind(1), v_RCKE.unbind(1), strict=True))
+        ranges = replace(shared.key_ranges(0), num_own=len(own))
+        attended = packed_attention(q_RKXE, shared.k_TKE, shared.v_TKE, own, ranges)
+    else:
+        q_RKXE = q_RKXE * q_RKXE.shape[-1] ** -0.5
+        attended = merge_softmax(q_RKXE, *shared.attend(q_RKXE, 0), k_RCKE.transpose(1, 2), v_RCKE.transpose(1, 2))
+    return attended.view(q_RKCWE.shape).transpose(1, 2)
 
 
 def merge_softmax(q_RKWE: Tensor, out_RKWE: Tensor, lse_RKW: Tensor, keys_RKSE: Tensor, values_RKSE: Tensor) -> Tensor:

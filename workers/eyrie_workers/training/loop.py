@@ -117,11 +117,12 @@ class Trainer:
         # 3. Gradients: summed over processes, then clipped by the norm of the sum, as a single process would.
         self.optimizer.reduce()
         grad_norm = self.optimizer.clip(self.spec.max_grad_norm)
-        # 4. Totals of all processes, in one collective. float64: float32 rounds counts above 2^24.
+        # 4. Totals of all processes, in one collective. float64: float32 rounds counts above 2^24. Loss and norm are
+        #    read together: the host waits for a GPU once in a step.
+        own_loss, norm = torch.stack([outcome.loss.detach().double(), grad_norm.detach().double()]).tolist()
         loss, supervised, tokens, flops, computed = self.dist.all_sum(torch.tensor(
-            [float(outcome.loss.detach()), outcome.supervised, batch.num_tokens, outcome.flops, outcome.computed],
+            [own_loss, outcome.supervised, batch.num_tokens, outcome.flops, outcome.computed],
             dtype=torch.float64)).tolist()
-        norm = float(grad_norm)
         # 5. Divergence, before the update: parameters and saved state stay those of the last good step. All processes
         #    see the same sums, so all of them raise.
         if not (math.isfinite(loss) and math.isfinite(norm)):

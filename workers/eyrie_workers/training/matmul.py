@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from eyrie_kernels.soft_target_loss import product
+
 _SMALLEST = 32
 
 
@@ -44,6 +46,11 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(_dense(a), _dense(b).T, None, "none", [], "")
         return y
     return a @ b
+
+
+def matmul_as(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """`matmul` converted to `dtype`; on CUDA its float32 sums are not rounded to bfloat16 first."""
+    return product(a, b, dtype) if a.is_cuda else matmul(a, b).to(dtype)
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -25,9 +25,16 @@ from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.features.topk_logits import topk_rows
 from eyrie_workers.targets.device import CPU, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
-from eyrie_workers.training.losses import Normalisation, TargetTable, compute_target_table, shares
+from eyrie_workers.training.losses import (
+    Normalisation,
+    TargetHead,
+    TargetTable,
+    compute_target_table,
+    shares,
+    sum_by,
+)
 from eyrie_workers.training.soft_target_loss import soft_target_loss
-from eyrie_workers.training.topk_logits import table_from_topk
+from eyrie_workers.training.topk_logits import TopKTable
 from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
 
 
@@ -48,7 +55,7 @@ class Outcome:
     supervised: int
     hits: tuple[Tensor, ...] = ()
     flops: int = 0
-    """Arithmetic that training on the batch needs (`drafters.eagle3.flops`)."""
+    """Arithmetic that training on the batch needs (`DistillationObjective.flops`)."""
 
     computed: int = 0
     """Token predictions computed, including those that pad to a round number of rows."""
@@ -137,14 +144,15 @@ class Supervision:
         """
         # A target token outside the draft vocabulary cannot be proposed: it counts in no mean and is never a hit.
         inside_N = self.targets.table.inside_R[self.row_N]
-        counts_S = torch.bincount(self.step_N, weights=inside_N).clamp(min=1.0)
+        num_steps = sum(alive > 0 for alive in self.plan.alive)
+        counts_S = sum_by(self.step_N, inside_N.double(), num_steps).clamp(min=1.0)
+        means_S = sum_by(self.step_N, losses_N * inside_N, num_steps) / counts_S
         hits: tuple[Tensor, ...] = ()
         if evaluating:
             hits_N = (choice_N == self.targets.table.choice_R[self.row_N]) & inside_N
             hits = hits_N.split([alive for alive in self.plan.alive if alive])
         supervised = self.plan.num_predictions
-        return Outcome(loss, torch.bincount(self.step_N, weights=losses_N * inside_N) / counts_S, supervised, hits,
-                       flops, supervised if computed is None else computed)
+        return Outcome(loss, means_S, supervised, hits, flops, supervised if computed is None else computed)
 
 
 @dataclass(frozen=True)
@@ -154,21 +162,19 @@ class Prediction:
     states  per step with roots: [R_s, H] of its first R_s roots, as `heads` reads them.
     heads   [D, H], or one for each step.
     extra   [N] another loss of each prediction, weighted as its first; None: none (EAGLE-1's regression).
-    flops   arithmetic of forward and backward, as far as it was counted.
     computed  rows of `states` including those that pad to a round number; None: no row is padding.
     """
 
     states: tuple[Tensor, ...]
     heads: Tensor | tuple[Tensor, ...]
     extra: Tensor | None = None
-    flops: int = 0
     computed: int | None = None
 
 
 class DistillationObjective(ABC):
     """Objective of a family that predicts over the draft vocabulary and is trained on the target's distribution.
 
-    A subclass defines `drafter` and `predict`; and `plan`, if it does not train every root at every step.
+    A subclass defines `drafter`, `flops` and `predict`; and `plan`, if it does not train every root at every step.
     """
 
     def __init__(self, vocabulary: DraftVocabulary, lm_head_VH: Tensor, spec: TrainSpec, *, steps: int | None = None,
@@ -178,8 +184,7 @@ class DistillationObjective(ABC):
         self.steps = spec.ttt_length if steps is None else steps
         self.vocabulary = vocabulary
         self.device = lm_head_VH.device
-        self._draft_ids_D, self._t2d_V = vocabulary.ids.to(self.device), vocabulary.t2d.to(self.device)
-        self._lm_head_VH = lm_head_VH
+        self._head = TargetHead.of(lm_head_VH, vocabulary)
         self._step_decay = spec.step_decay
         self._normalisation: Normalisation = spec.normalisation
         self._loss: Loss = spec.loss
@@ -188,6 +193,10 @@ class DistillationObjective(ABC):
     @abstractmethod
     def drafter(self) -> nn.Module:
         """The module being trained."""
+
+    @abstractmethod
+    def flops(self, plan: UnrollPlan) -> int:
+        """Arithmetic that a plan's loss and gradient require. The plan is on the CPU: its indices are read."""
 
     @abstractmethod
     def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
@@ -199,43 +208,43 @@ class DistillationObjective(ABC):
     @property
     def target_key(self) -> tuple[int, bool]:
         """Objectives over the same states with equal keys may share a target distribution."""
-        return self._draft_ids_D.numel(), self._loss != "kl"
+        return self.vocabulary.size, self._loss != "kl"
 
     def plan(self, documents: PackedBatch, context: StepContext | None) -> UnrollPlan:
         """Every root, every step."""
         return plan_unroll(documents.loss_mask, documents.lengths, self.steps)
 
     def target_distribution(self, documents: PackedBatch, positions: Tensor) -> TargetDistribution:
-        """The target's distributions at the given packed positions, ascending."""
-        here = documents.token_ids.device
-        positions = positions.to(here)
-        row_T = torch.full_like(documents.token_ids, -1)
-        row_T[positions] = torch.arange(positions.numel(), device=here)
-        row_T = row_T.to(self.device)
-        if documents.topk_logits is not None:
-            # Rebuilt where the stored logits lie; only the finished table is copied to the device.
-            with here:
-                rows = topk_rows(documents.loss_mask, documents.lengths)[positions]
-                table = table_from_topk(documents.topk_logits, rows, self._draft_ids_D.numel())
-            return TargetDistribution(row_T, table.to(self.device))
-        last = documents.last.index_select(0, positions).to(self.device)
-        return TargetDistribution(row_T, compute_target_table(
-            last, self._lm_head_VH, self._draft_ids_D, self._t2d_V, weigh=self._loss != "kl"))
+        """The target's distributions at the given packed positions, ascending; positions and tokens on the CPU."""
+        topk_logits, rows = documents.topk_logits, positions
+        if topk_logits is not None:
+            rows = topk_rows(documents.loss_mask, documents.lengths)[positions]
+        rows, positions = self._here(rows), self._here(positions)
+        row_T = torch.full((documents.token_ids.numel(),), -1, device=self.device)
+        row_T[positions] = torch.arange(positions.numel(), device=self.device)
+        if topk_logits is not None:
+            needed = topk_logits.map(lambda x: self._here(x).index_select(0, rows))
+            return TargetDistribution(row_T, TopKTable(needed, self.vocabulary.size))
+        last_RH = self._here(documents.last).index_select(0, rows)
+        return TargetDistribution(row_T, compute_target_table(last_RH, self._head, weigh=self._loss != "kl"))
+
+    def _here(self, x: Tensor) -> Tensor:
+        """x on this objective's device. A blocking copy would wait for everything that a GPU still has to do."""
+        return x.to(self.device, non_blocking=True)
 
     def supervise(self, documents: PackedBatch, plans: Sequence[UnrollPlan], plan: UnrollPlan,
                   context: StepContext | None, targets: TargetDistribution | None) -> Supervision:
         """Targets and weights of what `plan` predicts, in the order of its parts `plans`. Plans and documents are on
         the CPU."""
-        targets = targets or self.target_distribution(documents, plan.target_positions())
+        targets = targets or self.target_distribution(documents, plan.target_positions)
         step_N, position_N = (torch.cat(column) for column in zip(*map(prediction_positions, plans), strict=True))
         lengths = torch.tensor(documents.lengths, device=CPU)
         document_T = torch.repeat_interleave(torch.arange(lengths.numel(), device=CPU), lengths)
-        document_N = document_T[position_N].to(self.device)
-        step_N, position_N = step_N.to(self.device), position_N.to(self.device)
+        step_N, position_N, document_N = map(self._here, (step_N, position_N, document_T[position_N]))
         row_N, inside_R = targets.row_T[position_N], targets.table.inside_R
         # The weights come from counts over all parts and all processes, so that splitting a batch changes no gradient.
-        share_N = shares(step_N, document_N, inside_R[row_N], self.steps, self._step_decay, self._normalisation,
-                         local_sum if context is None else context.total)
+        share_N = shares(step_N, document_N, lengths.numel(), inside_R[row_N], self.steps, self._step_decay,
+                         self._normalisation, local_sum if context is None else context.total)
         return Supervision(targets, plan, step_N, position_N, row_N, share_N)
 
     def __call__(self, documents: PackedBatch, context: StepContext | None = None,
@@ -253,7 +262,7 @@ class DistillationObjective(ABC):
         if plan.num_predictions == 0:
             return Outcome(self.zero_loss(), torch.zeros(0), 0)
         # 2. The family's states.
-        prediction = self.predict(documents.to(self.device), plan.to(self.device), evaluating)
+        prediction = self.predict(documents.inputs().to(self.device), plan.to(self.device), evaluating)
         # 3. Logits and loss: one pass where all steps share an output matrix, otherwise one per step.
         table = supervision.targets.table
         if isinstance(prediction.heads, Tensor):
@@ -272,7 +281,7 @@ class DistillationObjective(ABC):
         # 4. The family's own further loss, with the same weights.
         if prediction.extra is not None:
             loss = loss + torch.dot(prediction.extra, supervision.share_N.to(prediction.extra.dtype))
-        return supervision.outcome(loss, losses_N, choice_N, evaluating=evaluating, flops=prediction.flops,
+        return supervision.outcome(loss, losses_N, choice_N, evaluating=evaluating, flops=self.flops(plan),
                                    computed=prediction.computed)
 
     def zero_loss(self) -> Tensor:

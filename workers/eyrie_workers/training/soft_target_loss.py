@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from eyrie_kernels.soft_target_loss import LK_ETA, TINY, Loss
 from eyrie_kernels.soft_target_loss import soft_target_loss as kernel_soft_target_loss
-from eyrie_workers.training.losses import TargetTable
+from eyrie_workers.training.losses import DenseTable, TargetTable
 from eyrie_workers.training.matmul import matmul, pad_rows
 
 # A chunk's logits in elements: 1 Mi floats are 4 MiB, which with its temporaries stays near the last cache.
@@ -56,10 +56,11 @@ def _chunk_rows(draft_vocab_size: int) -> int:
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, table: Tensor, mass: Tensor, row: Tensor, share: Tensor,
-                kind: Loss, choose: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, table: TargetTable, row: Tensor, share: Tensor, kind: Loss,
+                choose: bool) -> tuple[Tensor, Tensor, Tensor]:
         # Products run in the weight's dtype; softmax, loss and the sum of weight gradients in at least float32.
         num_rows, draft_vocab, wide = x.shape[0], weight.shape[0], torch.promote_types(x.dtype, torch.float32)
+        mass = table.mass_R
         losses = torch.zeros(num_rows, dtype=wide, device=x.device)
         choice = torch.zeros(num_rows if choose else 0, dtype=torch.int64, device=x.device)
         # Predictions of weight 0 are skipped, unless their first choice is wanted.
@@ -74,8 +75,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 choice[chosen] = logits.argmax(-1)
             # 2. Loss and its gradient with respect to the logits.
             table_row = row.index_select(0, chosen)
-            loss, grad = _chunk_loss(logits, table.index_select(0, table_row).to(wide),
-                                     mass.index_select(0, table_row), kind)
+            loss, grad = _chunk_loss(logits, table.rows(table_row).to(wide), mass.index_select(0, table_row), kind)
             losses[chosen] = loss
             # 3. The chunk's share of both gradients.
             if grad_x is not None or grad_weight is not None:
@@ -95,7 +95,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.grads = None  # both are large, and used once
         if grad != 1:
             grad_x, grad_weight = (None if part is None else part * grad for part in (grad_x, grad_weight))
-        return grad_x, grad_weight, None, None, None, None, None, None
+        return grad_x, grad_weight, None, None, None, None, None
 
 
 def soft_target_loss(x: Tensor, weight: Tensor, table: TargetTable, row: Tensor, share: Tensor, kind: Loss = "kl",
@@ -110,7 +110,8 @@ def soft_target_loss(x: Tensor, weight: Tensor, table: TargetTable, row: Tensor,
     returns (the sum, with gradients to x and weight), losses [N] (0 where left out), choices [N] or [0].
     """
     if x.is_cuda:
-        return kernel_soft_target_loss(x, weight, table.probabilities_RD, table.mass_R, row, share, kind, choose)
-    found: tuple[Tensor, Tensor, Tensor] = _ChunkedLoss.apply(
-        x, weight, table.probabilities_RD, table.mass_R, row, share, kind, choose)
+        # The kernel reads a dense table by index; a sparse one gives it the rows of one chunk at a time.
+        rows = table.probabilities_RD if isinstance(table, DenseTable) else table.rows
+        return kernel_soft_target_loss(x, weight, rows, table.mass_R, row, share, kind, choose)
+    found: tuple[Tensor, Tensor, Tensor] = _ChunkedLoss.apply(x, weight, table, row, share, kind, choose)
     return found

@@ -13,7 +13,7 @@ and value; its attention, MLP and logits are never needed.
 **Tiles.** The step-0 key of every position is read by the later roots of its own document, at every step. Blocks of a
 document's queries, of similar size, are stacked into a tile [G, Lq, Lk] of attention scores; later steps compute its
 first queries only. A tile is the only place with padding, inside attention and bounded by `_MAX_TILE_WASTE`; documents
-in one tile share a batch axis, never a score.
+in one tile share a batch axis, never a score. Tiles are of the CPU alone; the GPU's kernel reads ranges of keys.
 
     T packed tokens, R roots, S steps, G blocks of a tile, Lq its most roots, Lk its most keys
 """
@@ -89,44 +89,52 @@ class UnrollPlan:
     alive: tuple[int, ...]
     """[S] roots alive at each step: non-increasing, alive[0] = R."""
 
-    tiles: tuple[AttentionTile, ...]
-    tile_slots: Tensor
-    """[R, 3] int64 of each root: its tile, its block in the tile, its rank among the block's queries."""
+    target_positions: Tensor
+    """Ascending packed positions whose final state some step of the batch is compared with: step s of root i needs
+    i + 1 + s. The same in every part of a split plan."""
 
-    num_steps: Tensor
-    """[T] int64 steps that each packed position is unrolled; 0 where it is no root."""
+    starts: tuple[int, ...]
+    """[documents + 1] first packed position of each document, and the end of the last."""
 
-    starts: Tensor
-    """[documents + 1] int64 first packed position of each document, and the end of the last."""
+    query_block: int
+    """Most queries of one document in a block of a tile."""
 
     def to(self, device: torch.device) -> "UnrollPlan":
         """The same plan with its indices on a device. Planning itself runs on the CPU."""
         if self.roots.device == device:
             return self
-        tiles = tuple(replace(tile, key_index=tile.key_index.to(device), key_cell=tile.key_cell.to(device),
-                              query_positions=tile.query_positions.to(device)) for tile in self.tiles)
-        return UnrollPlan(self.roots.to(device), self.positions.to(device), self.alive, tiles,
-                          self.tile_slots.to(device), self.num_steps.to(device), self.starts.to(device))
+        # A blocking copy waits for everything that the GPU still has to do.
+        roots, positions, target_positions = (x.to(device, non_blocking=True)
+                                              for x in (self.roots, self.positions, self.target_positions))
+        return replace(self, roots=roots, positions=positions, target_positions=target_positions)
+
+    @property
+    def tiles(self) -> tuple[AttentionTile, ...]:
+        """The tiles of the CPU's attention."""
+        return self._tiling[0]
+
+    @cached_property
+    def _tiling(self) -> tuple[tuple[AttentionTile, ...], Tensor]:
+        """The tiles, and [R, 3] int64 of each root: its tile, its block in the tile, its rank among the block's
+        queries. Built at first use, and so never for a GPU, whose kernel needs none."""
+        num_steps, roots = np.zeros(self.positions.numel(), dtype=np.int64), self.roots.numpy()
+        num_steps[roots] = (np.arange(roots.size)[:, None] < np.array(self.alive)).sum(1)
+        tiles, slots_T = _tiles(num_steps, self.starts, len(self.alive), self.query_block)
+        return tiles, torch.from_numpy(slots_T[roots])
 
     def query_cells(self, step: int) -> tuple[Tensor, tuple[int, ...]]:
         """[R_s] cell of each root alive at `step` in the concatenated query cells of all tiles, and cells per tile."""
-        queries = torch.tensor([tile.num_queries[step] for tile in self.tiles])
-        sizes = [tile.num_blocks * tile.num_queries[step] for tile in self.tiles]
+        tiles, slots_R3 = self._tiling
+        queries = torch.tensor([tile.num_queries[step] for tile in tiles])
+        sizes = [tile.num_blocks * tile.num_queries[step] for tile in tiles]
         bases = torch.tensor([0, *accumulate(sizes)])
-        tile, block, rank = self.tile_slots[: self.alive[step]].unbind(1)
+        tile, block, rank = slots_R3[: self.alive[step]].unbind(1)
         return bases[tile] + block * queries[tile] + rank, tuple(sizes)
 
     @property
     def num_predictions(self) -> int:
         """Token predictions over all steps: the work of the unroll."""
         return sum(self.alive)
-
-    def target_positions(self) -> Tensor:
-        """Ascending packed positions whose final state some step is compared with: step s of root i needs i + 1 + s."""
-        needed_T = torch.zeros(self.positions.numel(), dtype=torch.bool, device=self.roots.device)
-        for step, num_alive in enumerate(self.alive):
-            needed_T[self.roots[:num_alive] + 1 + step] = True
-        return needed_T.nonzero().squeeze(1)
 
 
 def count_steps(loss_mask: np.ndarray, ttt_length: int) -> np.ndarray:
@@ -154,41 +162,41 @@ def plan_unroll(loss_mask: Tensor, lengths: Sequence[int], ttt_length: int, deep
     query_block  most queries of one document in a block.
     chosen       [T] bool, positions that may be roots; None: all.
     """
-    mask = loss_mask.numpy()
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    mask, starts = loss_mask.numpy(), tuple(accumulate(lengths, initial=0))
     # Per document: a run of answer tokens must not continue into the next one.
     num_steps = np.concatenate([count_steps(mask[a:b], ttt_length) for a, b in pairwise(starts)])
     if deep is not None:
         num_steps = np.where(deep.numpy(), num_steps, np.minimum(num_steps, 1))
     if chosen is not None:
         num_steps = np.where(chosen.numpy(), num_steps, 0)
-    return _plan(num_steps, starts, ttt_length, query_block)
-
-
-def _plan(num_steps: np.ndarray, starts: np.ndarray, ttt_length: int, query_block: int) -> UnrollPlan:
-    positions = np.arange(num_steps.shape[0]) - np.repeat(starts[:-1], np.diff(starts))
     roots = np.flatnonzero(num_steps)
     # Stable: roots with equally many steps stay ascending, so the order of sums does not depend on the sort.
     roots = roots[np.argsort(-num_steps[roots], kind="stable")]
     alive = tuple(int((num_steps[roots] > step).sum()) for step in range(ttt_length))
-    tiles, slots_T = _tiles(num_steps, starts, ttt_length, query_block)
-    return UnrollPlan(roots=torch.from_numpy(roots), positions=torch.from_numpy(positions), alive=alive, tiles=tiles,
-                      tile_slots=torch.from_numpy(slots_T[roots]), num_steps=torch.from_numpy(num_steps),
-                      starts=torch.from_numpy(starts))
+    needed = np.zeros(num_steps.size, dtype=bool)
+    for step, num_alive in enumerate(alive):
+        needed[roots[:num_alive] + 1 + step] = True
+    positions = np.arange(num_steps.size) - np.repeat(starts[:-1], lengths)
+    return UnrollPlan(torch.from_numpy(roots), torch.from_numpy(positions), alive,
+                      torch.from_numpy(np.flatnonzero(needed)), starts, query_block)
 
 
 def split_plan(plan: UnrollPlan, max_roots: int) -> list[UnrollPlan]:
     """The same unroll as several plans of at most `max_roots` neighbouring roots each, which may run one after the
-    other: roots of a batch share nothing but the step-0 keys."""
-    roots = plan.roots.sort().values
-    if roots.numel() <= max_roots:
+    other: roots of a batch share nothing but the step-0 keys. All parts are cut in one pass over the roots."""
+    num_roots, num_steps = plan.roots.numel(), len(plan.alive)
+    if num_roots <= max_roots:
         return [plan]
-    plans = []
-    for members in roots.chunk(-(-roots.numel() // max_roots)):
-        num_steps = torch.zeros_like(plan.num_steps)
-        num_steps[members] = plan.num_steps[members]
-        plans.append(_plan(num_steps.numpy(), plan.starts.numpy(), len(plan.alive), QUERY_BLOCK))
-    return plans
+    size = -(-num_roots // -(-num_roots // max_roots))  # parts of equal size, the last one smaller
+    part_R = torch.empty_like(plan.roots)
+    part_R[plan.roots.argsort()] = torch.arange(num_roots) // size
+    # Roots alive at each step of each part: those that have more steps than it.
+    steps_R = (torch.arange(num_roots)[:, None] < torch.tensor(plan.alive)).sum(1)
+    counts = torch.bincount(part_R * (num_steps + 1) + steps_R, minlength=-(-num_roots // size) * (num_steps + 1))
+    alive = counts.view(-1, num_steps + 1).flip(1).cumsum(1).flip(1)[:, 1:].tolist()
+    # Stable: within a part the roots keep their order, most steps first.
+    roots = plan.roots[part_R.argsort(stable=True)].split(size)
+    return [replace(plan, roots=members, alive=tuple(steps)) for members, steps in zip(roots, alive, strict=True)]
 
 
 def _blocks(queries: np.ndarray, size: int) -> list[np.ndarray]:
@@ -198,12 +206,12 @@ def _blocks(queries: np.ndarray, size: int) -> list[np.ndarray]:
     return [queries[at:at + size] for at in range(0, queries.size, size)]
 
 
-def _tiles(num_steps: np.ndarray, starts: np.ndarray, ttt_length: int,
+def _tiles(num_steps: np.ndarray, starts: Sequence[int], ttt_length: int,
            query_block: int) -> tuple[tuple[AttentionTile, ...], np.ndarray]:
     """Stack blocks of queries with their documents' keys, similar sizes together; also the slot of every root."""
     # 1. Cut each document's queries into blocks (keys, start of the document, queries by decreasing number of steps).
     blocks = []
-    for start, end in pairwise(starts.tolist()):
+    for start, end in pairwise(starts):
         for queries in _blocks(np.flatnonzero(num_steps[start:end]), query_block):
             by_steps = np.argsort(-num_steps[start + queries], kind="stable")
             blocks.append((int(queries[-1]) + 1, start, queries[by_steps]))

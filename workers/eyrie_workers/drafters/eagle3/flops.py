@@ -24,7 +24,7 @@ def step_work(plan: UnrollPlan) -> StepWork:
     """The counts of a plan, which is on the CPU."""
     visible = sum(int(plan.positions[plan.roots[:alive]].sum()) + alive * (1 + step)
                   for step, alive in enumerate(plan.alive))
-    return StepWork(plan.positions.numel(), plan.alive, plan.target_positions().numel(), visible)
+    return StepWork(plan.positions.numel(), plan.alive, plan.target_positions.numel(), visible)
 
 
 def step_flops(config: Eagle3Config, plan: UnrollPlan) -> int:

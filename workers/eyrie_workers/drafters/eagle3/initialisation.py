@@ -19,5 +19,6 @@ def initialise_from_target(drafter: Eagle3Drafter, embeddings: TargetEmbeddings,
     """Initialise every parameter in place: head and final norm from the target, the others as `initialise_parameters`.
     """
     initialise_parameters(drafter, seed)
-    drafter.lm_head.weight.copy_(embeddings.lm_head.index_select(0, drafter.vocabulary.ids))
+    ids_D = drafter.vocabulary.ids.to(embeddings.lm_head.device)
+    drafter.lm_head.weight.copy_(embeddings.lm_head.index_select(0, ids_D))
     drafter.norm.weight.copy_(embeddings.norm)

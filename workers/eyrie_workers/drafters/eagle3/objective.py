@@ -21,6 +21,7 @@ from eyrie_workers.drafters.eagle3.unroll import SharedProjections, shared_proje
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.targets.device import device_scope
 from eyrie_workers.targets.rotary import Rotary
+from eyrie_workers.training.activation_budget import activation_budget, roots_per_part
 from eyrie_workers.training.matmul import round_up_rows
 from eyrie_workers.training.objective import (
     DistillationObjective,
@@ -32,9 +33,6 @@ from eyrie_workers.training.objective import (
 )
 from eyrie_workers.training.soft_target_loss import soft_target_loss
 from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll, split_plan
-
-# Bound on the activations that autograd saves for the roots unrolled at a time.
-MAX_KEPT_BYTES = 64 << 20
 
 
 class TrainingTimeTest(DistillationObjective):
@@ -50,12 +48,14 @@ class TrainingTimeTest(DistillationObjective):
 
     def __init__(self, drafter: Eagle3Drafter, embed_VH: Tensor, lm_head_VH: Tensor, spec: TrainSpec, *,
                  max_positions: int, dtype: torch.dtype = torch.float32,
-                 max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
+                 max_kept_bytes: int | None = None) -> None:
+        """`max_kept_bytes`: most activations kept at a time; None: the device's budget."""
         super().__init__(drafter.vocabulary, lm_head_VH, spec, dtype=dtype)
         config = drafter.config
         self._drafter, self._embed_VH = drafter, embed_VH
         self._unrolled_fraction, self._single_step_ratio = spec.unrolled_fraction, spec.single_step_ratio
-        self._recompute, self._max_kept_bytes = spec.grad_checkpoint, max_kept_bytes
+        self._recompute = spec.grad_checkpoint
+        self._max_kept_bytes = activation_budget(self.device) if max_kept_bytes is None else max_kept_bytes
         self._rotary = Rotary(config.rope, config.head_dim, max_positions + self.steps)
 
     @property
@@ -63,12 +63,16 @@ class TrainingTimeTest(DistillationObjective):
         """The module being trained."""
         return self._drafter
 
+    def flops(self, plan: UnrollPlan) -> int:
+        """See `drafters.eagle3.flops`."""
+        return step_flops(self._drafter.config, plan)
+
     def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
         """The unroll without splitting: true tokens at every step and the drafter's own states, also in evaluation."""
         weights = self._drafter.weights(self.dtype)
         projections = shared_projections(weights, self._rotary, self._embed_VH, documents, plan.positions)
         states = tuple(step.state for step in unroll(weights, self._rotary, projections, plan, self._recompute))
-        return Prediction(states, weights.lm_head, flops=step_flops(self._drafter.config, plan),
+        return Prediction(states, weights.lm_head,
                           computed=sum(round_up_rows(alive) for alive in plan.alive if alive))
 
     def __call__(self, documents: PackedBatch, context: StepContext | None = None,
@@ -84,8 +88,8 @@ class TrainingTimeTest(DistillationObjective):
     def _in_parts(self, documents: PackedBatch, plan: UnrollPlan, plans: Sequence[UnrollPlan],
                   context: StepContext | None, targets: TargetDistribution | None) -> Outcome:
         supervision = self.supervise(documents, plans, plan, context, targets)
-        flops = step_flops(self._drafter.config, plan)
-        documents, plan = documents.to(self.device), plan.to(self.device)
+        flops = self.flops(plan)
+        documents, plan = documents.inputs().to(self.device), plan.to(self.device)
         weights = self._drafter.weights(self.dtype)
         projections = shared_projections(weights, self._rotary, self._embed_VH, documents, plan.positions)
         results: list[tuple[Tensor, Tensor]] = []
@@ -111,7 +115,7 @@ class TrainingTimeTest(DistillationObjective):
         """Roots unrolled at a time: a multiple of 32, from the activations saved per root."""
         config, steps = self._drafter.config, sum(alive > 0 for alive in plan.alive)
         kept = 12 * config.hidden_size + (0 if self._recompute else 2 * config.intermediate_size)
-        return max(32, self._max_kept_bytes // (kept * max(1, steps) * self.dtype.itemsize) // 32 * 32)
+        return roots_per_part(self._max_kept_bytes, kept * max(1, steps) * self.dtype.itemsize)
 
     def plan(self, documents: PackedBatch, context: StepContext | None) -> UnrollPlan:
         """In training, some roots unrolled; in evaluation (no step context), all roots and steps."""
@@ -129,6 +133,8 @@ class _InParts(torch.autograd.Function):
     def forward(ctx: Any, num_parts: int, loss_of: Callable[[int, Sequence[Tensor]], Tensor],
                 *tensors: Tensor) -> Tensor:
         leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        # In a leaf's own bfloat16 every further part would be rounded to 8 bits of the sum so far.
+        totals: list[Tensor | None] = [None] * len(leaves)
         loss = torch.zeros((), dtype=torch.float64)
         for number in range(num_parts):
             # The backward pass of a part runs at once and adds to the leaves: its graph is freed before the next part.
@@ -136,14 +142,24 @@ class _InParts(torch.autograd.Function):
                 part = loss_of(number, leaves)
             part.backward()
             loss += part.detach()
-        ctx.grads = [leaf.grad for leaf in leaves]
+            totals = [_added(total, leaf) for total, leaf in zip(totals, leaves, strict=True)]
+        ctx.grads = totals
         return loss.to(part.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grads, ctx.grads = ctx.grads, None
-        return None, None, *(grads if grad == 1 else [None if own is None else own * grad for own in grads])
+        # On the device, by 1 as well: to compare the factor, the host would wait for it.
+        return None, None, *(None if own is None else own.mul_(grad) for own in grads)
+
+
+def _added(total: Tensor | None, leaf: Tensor) -> Tensor | None:
+    """`total` and the leaf's gradient, in at least float32; the leaf's own is freed."""
+    grad, leaf.grad = leaf.grad, None
+    if grad is None:
+        return total
+    return grad.to(torch.promote_types(grad.dtype, torch.float32)) if total is None else total.add_(grad)
 
 
 def loss_in_parts(num_parts: int, loss_of: Callable[[int, SharedProjections, Eagle3Weights], Tensor],

@@ -1,0 +1,33 @@
+"""The pretended GPU of this folder's tests."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad
+
+from eyrie_kernels import packed_attention, soft_target_loss
+from tests.gpu.pretended import PretendedGpu
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGpu]:
+    """The mode; kernels, which are not pretended, take their plain-torch form."""
+    for module in (packed_attention, soft_target_loss):
+        monkeypatch.setattr(module, "runs_kernels", lambda _: False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 << 30, 80 << 30))
+    # Clipping moves its factor to the device that it is told the gradients are on: torch's C++ tells the real one.
+    group = clip_grad._group_tensors_by_device_and_dtype
+    monkeypatch.setattr(clip_grad, "_group_tensors_by_device_and_dtype", lambda lists: {
+        (found[0][0].device, dtype): (found, index) for (_, dtype), (found, index) in group(lists).items()})
+    mode, run = PretendedGpu(), threading.Thread.run
+
+    def run_there(thread: threading.Thread) -> None:  # torch's modes are each thread's own
+        with mode:
+            run(thread)
+
+    monkeypatch.setattr(threading.Thread, "run", run_there)
+    with mode:
+        yield mode
+    assert mode.met > 0, "nothing was computed there"
