@@ -15,6 +15,7 @@ Autograd makes tensors out of this mode's sight; they belong to whoever touches 
 """
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,28 @@ _PINNING = {Tensor.pin_memory, Tensor.is_pinned}
 
 class Apart(RuntimeError):
     """Tensors of several devices met."""
+
+
+class PretendedEvent:
+    """`torch.cuda.Event` of a GPU that computes while it is launched."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._at = 0.0
+
+    def record(self) -> None:
+        """This point of the stream."""
+        self._at = time.perf_counter()
+
+    def query(self) -> bool:
+        """Whether the GPU has passed it."""
+        return True
+
+    def synchronize(self) -> None:
+        """Wait until the GPU has passed it."""
+
+    def elapsed_time(self, end: "PretendedEvent") -> float:
+        """Milliseconds."""
+        return 1000 * (end._at - self._at)
 
 
 class PretendedGpu(TorchFunctionMode):

@@ -3,7 +3,6 @@
 The GPU is pretended (`pretended`): its counter follows the rules of `torch.cuda.set_sync_debug_mode`.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +41,6 @@ def exports(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         drafter, _ = made(name, target_dir, read_target_embeddings(target_dir, False))
         family_named(name).save(root / name, drafter, "float32", None)
     return root
-
-
-@pytest.fixture
-def gpu() -> Iterator[PretendedGpu]:
-    with PretendedGpu() as mode:
-        yield mode
-    assert mode.met > 0, "nothing was computed there"
 
 
 def opened(name: str, exports: Path, target: TargetModel) -> Drafter:

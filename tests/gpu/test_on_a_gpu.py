@@ -3,6 +3,7 @@
 Run by `make test-gpu`, which refuses without a GPU; elsewhere every test here is skipped and says so.
 """
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,22 @@ def test_drafting_there_changes_no_token(target_dir: Path, tmp_path: Path, tempe
     plain = engine.generate(requests)
     drafted = engine.generate(requests, shape)
     assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
+
+
+@pytest.mark.parametrize("shape", [DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4),
+                                   DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6),
+                                   DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=6, static=True)])
+def test_a_round_waits_for_the_device_once(target_dir: Path, tmp_path: Path, shape: DraftTreeShape) -> None:
+    target = load_target(target_dir, "bfloat16", GPU)
+    save_drafter(tmp_path / "drafter", drafter_of(target.config))
+    engine = Engine(target, open_drafter(tmp_path / "drafter", target), max_concurrency=2, tree=shape)
+    for n, temperature in enumerate((0.0, 1.0)):
+        engine.submit(Request(id=str(n), prompt_ids=tuple(range(1 + n, 9 + n)), max_new_tokens=24, seed=n,
+                              sampling=SamplingSpec(temperature=temperature)))
+    engine.step()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        engine.step()
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([one for one in said if "called a synchronizing" in str(one.message)]) == 1

@@ -19,6 +19,7 @@ from eyrie_workers.targets.config import RopeConfig
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.rotary import Rotary
 from eyrie_workers.training.unroll_plan import UnrollPlan, plan_unroll
+from tests.workers.drafters.allocations import largest
 
 HIDDEN, VOCAB, STEPS = 16, 40, 4
 # Same weights, same sums in another order: float32 rounding only. Logits here are of order one.
@@ -218,3 +219,16 @@ def test_a_reused_row_is_cleared() -> None:
     for state in (fresh, used):
         proposer.extend(state, pairs_of(documents, 0, 0, 7))
     assert torch.equal(fresh.logits, used.logits)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_a_round_with_a_window_allocates_nothing_that_grows_with_the_text(num_rows: int) -> None:
+    proposer, rows = Eagle3Proposer(random_drafter(sliding_window=6), embedding()), range(num_rows)
+    shape, state, found = DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=8), proposer.new_state(2), []
+    documents = random_documents((900,))
+    for stop in (40, 800):
+        for row in rows:
+            proposer.extend(state, pairs_of(documents, 0, 0, stop + row, row))
+        proposer.propose(state, rows, shape)  # the caches have grown
+        found.append(largest(lambda: proposer.propose(state, rows, shape)))
+    assert found[0] == found[1] < 800

@@ -23,6 +23,7 @@ from eyrie_workers.targets.model import TargetModel
 from eyrie_workers.training.objective import StepContext
 from tests.packed_rows import pack_rows
 from tests.tiny import tiny_target
+from tests.workers.drafters.allocations import largest
 
 VOCAB = 320
 TREE = DraftTreeShape(num_steps=3, top_k=3, num_draft_tokens=12)
@@ -114,6 +115,16 @@ def test_decoding_equals_training_along_every_path_of_a_tree(target: TargetModel
             log_q = logits_of(drafter, torch.cat([text, torch.tensor(path)])).log_softmax(-1)
             expected = sum(float(log_q[len(text) - 1 + depth, token]) for depth, token in enumerate(path))
             assert float(tree.scores[row, node]) == pytest.approx(expected, abs=2e-4)
+
+
+def test_reading_a_prompt_allocates_no_mask_of_its_length_squared(target: TargetModel, tmp_path: Path) -> None:
+    FAMILY.save(tmp_path / "drafter", drafter_for(target), "float32", None)
+    proposer, num_tokens = open_drafter(tmp_path / "drafter", target), 480
+    state = proposer.new_state(1)
+    text = torch.randint(VOCAB, (num_tokens + 1,), generator=torch.Generator().manual_seed(3)).tolist()
+    proposer.admit(state, 0, text[:-1])
+    pairs = CommittedTokens([0], [0], [text[1:]], torch.zeros(1, num_tokens, 0, 32))
+    assert largest(lambda: proposer.extend(state, pairs)) < num_tokens**2 // 2
 
 
 def test_documents_of_one_batch_do_not_see_each_other(target: TargetModel) -> None:

@@ -5,7 +5,7 @@ All variants answer a block before the next block begins, in an order that chang
 (`eyrie_workers.interleaving`). A block is timed by `measurement.benchmark.blocks.run_block`: whole requests, prefill
 included, every slot busy.
 
-Each engine also counts the seconds of its phases (`engine.EngineStats`), from which the cost of a round is computed.
+Each engine also counts the seconds of its phases (`phase_times.EngineStats`); the cost of a round follows from them.
 Every answer is recorded, to be compared with the undrafted one.
 """
 

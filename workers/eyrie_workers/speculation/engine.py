@@ -30,7 +30,6 @@ correctness, and fast enough to show the effect of speculation on two CPU cores.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -39,6 +38,7 @@ from eyrie_api.errors import Conflict, InvalidInput
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_workers.speculation.cache import KVCache, PrefillAttention, TreeAttention
 from eyrie_workers.speculation.noise import NoiseTable, RowNoise
+from eyrie_workers.speculation.phase_times import EngineStats, PhaseClock
 from eyrie_workers.speculation.protocol import NO_TOKEN, CommittedTokens, Drafter, DrafterState, DraftTree
 from eyrie_workers.speculation.requests import Generation, Request, RequestState, StepOutput, check_request
 from eyrie_workers.speculation.tree import ancestors
@@ -47,37 +47,10 @@ from eyrie_workers.speculation.verify import AcceptedPath, accept_path, sample_t
 from eyrie_workers.targets.device import device_scope
 from eyrie_workers.targets.model import TargetModel
 
-__all__ = ["Engine", "EngineStats", "Generation", "Request", "StepOutput", "smallest_common_shape"]
+__all__ = ["Engine", "Generation", "Request", "StepOutput", "smallest_common_shape"]
 
 TreeSchedule = Callable[[int], DraftTreeShape | None]
 """From the number of rows to the shape of the next round; None for a round without drafting."""
-
-
-@dataclass
-class EngineStats:
-    """Wall-clock seconds by phase, since the engine was created or `reset`.
-
-    On a GPU `draft_s` is the time to launch the drafter's work: the device does it while the host goes on, and the wait
-    for it is part of `verify_s`, in which the round's only wait is. Their sum is right on every device.
-    """
-
-    prefill_s: float = 0.0
-    """Prefill: the target's pass over prompts and the drafter's."""
-
-    draft_s: float = 0.0
-    """Drafter: `propose` and `extend`."""
-
-    verify_s: float = 0.0
-    """The target's pass over the trees, sampling (noise included) and the bookkeeping of plain decoding."""
-
-    rounds: int = 0
-    nodes: int = 0
-    """Nodes of one row's trees, root included, summed over rounds."""
-
-    def reset(self) -> None:
-        """Set all counters to zero."""
-        self.prefill_s = self.draft_s = self.verify_s = 0.0
-        self.rounds = self.nodes = 0
 
 
 class Engine:
@@ -97,6 +70,7 @@ class Engine:
         self.max_concurrency = max_concurrency
         self.max_length = min(max_length or config.max_position_embeddings, config.max_position_embeddings)
         self.stats = EngineStats()
+        self._clock = PhaseClock(self.stats, target.device)
         if exact is None:
             exact = target.dtype == torch.float32 and target.device.type == "cpu"
         self.exact = exact
@@ -185,13 +159,15 @@ class Engine:
                 outputs.append(self._admit(*self._waiting.popleft()))
             if self._rows:
                 outputs += self._round()
+            if not self._rows:  # nothing to launch while the device works
+                self._clock.settle(wait=True)
         return outputs
 
     # Admission
 
     def _admit(self, request: Request, submitted_at: float) -> StepOutput:
         """Prefill the prompt into the next slot and sample the first token."""
-        began = time.perf_counter()
+        began = self._clock.mark()
         slot = len(self._rows)
         greedy = request.sampling.temperature == 0.0
         noise = None if greedy else NoiseTable(request.seed, self.target.config.vocab_size)
@@ -213,7 +189,7 @@ class Engine:
             self._leave(slot)
         elif self._max_shape is not None:
             self._begin_drafting(row, aux)
-        self.stats.prefill_s += time.perf_counter() - began
+        self._clock.count("prefill_s", began, self._clock.mark())
         return row.progress(taken, [], [])
 
     def _begin_drafting(self, row: RequestState, aux: Tensor) -> None:
@@ -228,18 +204,26 @@ class Engine:
     # A round
 
     def _round(self) -> list[StepOutput]:
-        began = time.perf_counter()
+        clock = self._clock
+        began = clock.mark()
         # 1. Propose: one tree per row, of the same shape for all, under the noise of the positions ahead.
         shape = self._shape_for(len(self._rows))
-        depth = shape.num_steps if shape is not None else 0
-        noise = self._noise(self._rows, depth + 1)
-        drafting = time.perf_counter()
+        noise = self._noise(self._rows, 1 + (shape.num_steps if shape is not None else 0))
+        drafting = clock.mark()
         starts = [len(row.tokens) - 1 for row in self._rows]
         roots_B, starts_B = upload([[row.tokens[-1] for row in self._rows], starts]).unbind(0)
         tree = self._propose(roots_B[:, None], shape, noise)
-        proposed = time.perf_counter()
+        proposed = clock.mark()
         # 2. Verify all trees in one target pass.
-        paths, aux = self._verify(tree, starts_B, shape, noise)
+        choices, aux = self._verify(tree, starts_B, shape, noise)
+        chosen = torch.stack([tree.tokens, tree.parents, choices], dim=1)
+        launched = clock.mark()
+        clock.count("verify_s", began, drafting)
+        clock.count("draft_s", drafting, proposed)
+        clock.count("verify_s", proposed, launched)
+        # The only place of a round where the host waits for the device.
+        paths = [accept_path(*row) for row in chosen.tolist()]
+        clock.settle()
         # 3. Commit: accepted keys move to their text positions before the rows' lengths change.
         self._cache.commit(range(len(self._rows)), starts, [path.nodes for path in paths])
         outputs = []
@@ -248,17 +232,16 @@ class Engine:
             row.count_round(len(taken) - 1)
             drafted = shape.num_draft_tokens - 1 if shape is not None and row.drafting else 0
             outputs.append(row.progress(taken, [len(taken) - 1], [drafted]))
-        verified = time.perf_counter()
+        verified = clock.mark()
         # 4. The drafter receives the committed tokens, in rounds without drafting too.
         if self._max_shape is not None:
             self._extend(starts, paths, aux)
-        extended = time.perf_counter()
+        clock.count("verify_s", launched, verified)
+        clock.count("draft_s", verified, clock.mark())
         # 5. Finished rows leave, last slot first: the row that moves into a freed slot has been checked already.
         for slot in reversed(range(len(self._rows))):
             if self._rows[slot].finish_reason is not None:
                 self._leave(slot)
-        self.stats.draft_s += proposed - drafting + extended - verified
-        self.stats.verify_s += drafting - began + verified - proposed
         self.stats.rounds += 1
         self.stats.nodes += tree.tokens.shape[1]
         return outputs
@@ -279,8 +262,8 @@ class Engine:
         return DraftTree(torch.cat([roots, drafts.tokens[:, 1:]], dim=1), drafts.parents, drafts.scores)
 
     def _verify(self, tree: DraftTree, starts: Tensor, shape: DraftTreeShape | None,
-                noise: RowNoise | None) -> tuple[list[AcceptedPath], Tensor]:
-        """One target pass over all nodes: the accepted path of each row, and aux states [B, N, A, H] of all nodes."""
+                noise: RowNoise | None) -> tuple[Tensor, Tensor]:
+        """One target pass over all nodes: the target's token at each, [B, N], and aux states [B, N, A, H]."""
         target = self.target
         num_rows, num_nodes = tree.tokens.shape
         if shape is None or shape.top_k == 1 or num_nodes == 1:
@@ -295,9 +278,7 @@ class Engine:
                                self._aux_layers())
         logits = target.logits(last).view(num_rows, num_nodes, -1)
         choices = sample_target_tokens(logits, depths, [row.request.sampling for row in self._rows], noise)
-        # The only place of a round where the host waits for the device.
-        rows = torch.stack([tree.tokens, tree.parents, choices], dim=1).tolist()
-        return [accept_path(*row) for row in rows], aux.view(num_rows, num_nodes, *aux.shape[1:])
+        return choices, aux.view(num_rows, num_nodes, *aux.shape[1:])
 
     def _extend(self, starts: Sequence[int], paths: Sequence[AcceptedPath], aux: Tensor) -> None:
         """Give the drafter the committed tokens of all unfinished rows."""
