@@ -8,9 +8,11 @@ SGLANG_LIMIT_S ?= 1500
 CLUSTER_LIMIT_S ?= 3000
 HELM_SDK = $(BIN)/python -c 'import helm_python' 2>/dev/null || timeout 300 $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt helm-python-sdk
 
-NEED_CUDA = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
-	  echo 'error: torch finds no CUDA device on this machine' >&2; \
-	  echo 'hint: on a machine with a GPU: make setup TORCH="torch>=2.13", then repeat this command' >&2; exit 1; }
+# The two targets of a GPU need no set-up and no network: they run with PYTHON, which has torch, Triton and transformers (an
+# image's, or .venv/bin/python), and with the wheels in the folder WHEELS, if it lacks others. `python3 -m tests.gpu.image
+# --help` says which and how to download them. What is missing is listed; other versions than the pinned ones are reported.
+WITH_IMAGE = WHEELS="$(WHEELS)" $(PYTHON) -m tests.gpu.image --
+PYTEST_ALONE = -m pytest -p no:cacheprovider --confcutdir
 
 .PHONY: help setup demo demo-short demo-stop test test-wheel test-sglang test-cluster test-helm test-kernels test-gpu bench-gpu lint bench bench-load bench-control bench-tuner bench-store bench-codecs bench-sweep bench-mutants bench-peers compare experiments clean
 
@@ -70,18 +72,12 @@ test-kernels: setup  ## the Triton kernels in their interpreter, and compiled ah
 	@TRITON_INTERPRET=1 timeout --kill-after=30 600 $(BIN)/pytest -n 2 tests/kernels
 	@EYRIE_COMPILE_KERNELS=1 timeout --kill-after=30 600 $(BIN)/pytest -n 2 tests/kernels/test_compiling.py
 
-# torch for your CUDA version depends on the matching Triton: make setup TORCH="torch>=2.13".
-test-gpu: setup  ## kernels, target, a training step and the engine on this machine's GPU; fails without one
-	@$(NEED_CUDA)
-	@$(BIN)/pytest tests/kernels tests/gpu
+test-gpu:  ## kernels, capture, training steps and the engine on this machine's GPU; without set-up: PYTHON=python3 WHEELS=dir
+	@$(WITH_IMAGE) $(PYTEST_ALONE) tests/kernels tests/kernels + \
+		$(PYTEST_ALONE) tests/gpu tests/gpu/test_kernels_at_size.py tests/gpu/test_on_a_gpu.py
 
-bench-gpu: setup  ## kernels relative to hardware limits and the trainer's MFU on a GPU; writes .eyrie/bench/gpu*.json
-	@$(NEED_CUDA)
-	@$(BIN)/python -m tests.benchmarks.kernels --out .eyrie/bench/gpu.json
-	@$(BIN)/python -m tests.benchmarks.training_step --hidden 4096 --intermediate 14336 --heads 32 --kv-heads 8 --vocab 128256 \
-		--draft-vocab 32000 --lengths 4096,2048,1024,512,256,256 --prompt 0.3 --dtype bfloat16 --iterations 20 \
-		> .eyrie/bench/gpu-training.json
-	@cat .eyrie/bench/gpu-training.json
+bench-gpu:  ## ten minutes of measurements on a GPU, without set-up; writes .eyrie/bench/gpu.json and a page, gpu.md
+	@$(WITH_IMAGE) -m tests.benchmarks.gpu --out .eyrie/bench
 
 lint: setup  ## ruff, mypy --strict, import contracts
 	@$(BIN)/ruff check .

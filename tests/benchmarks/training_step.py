@@ -4,15 +4,16 @@ One optimiser step of EAGLE-3 on random states, at a shape given by options: for
 defaults are what the peers were measured at: one row of 512 tokens, every one supervised and unrolled, hidden 512,
 vocabulary 16384, draft vocabulary 4096, seven steps, float32.
 
-It computes where training would: on the GPU if there is one (`make bench-gpu` has the shape of an 8B target's drafter;
-memory is then the GPU's, and CPU seconds say little).
+It computes where training would: on the GPU if there is one (`make bench-gpu` takes the sizes of an 8B target's
+drafter; memory is then the GPU's, and CPU seconds say little).
 
     --lengths 512            one document;  --lengths 700,90,310 several, packed;  --prompt 0.5 the share that is prompt
 
 Printed as one JSON line: medians over the iterations of wall and CPU seconds, tokens per second of either, peak memory
-above what the process held after its imports, the part of it that no step can do without (parameters, gradients,
-moments, the target's two ends), and MFU: the arithmetic the loss and its gradient need (recomputation is
-not counted) over the fastest matrix product this process can do, by wall and by CPU seconds. The latter are the
+above what the process held after its imports, the peak that a plan predicts for a GPU (`decisions.training_cost`, roots
+in one part), the part of it that no step can do without (parameters, gradients, moments, the target's two ends), and
+MFU: the arithmetic the loss and its gradient need (recomputation is not counted) over the fastest matrix product this
+process can do, by wall and by CPU seconds. The latter are the
 steadier on a busy machine.
 
 A bench, not a test: nothing here decides anything.
@@ -26,8 +27,9 @@ from statistics import median
 
 import torch
 
+from eyrie_api.decisions.training_cost import StepSetting, step_bytes
 from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.drafters.eagle3.flops import step_flops
+from eyrie_workers.drafters.eagle3.flops import step_flops, step_work, trained_drafter
 from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
 from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest
 from eyrie_workers.features.packed_batch import PackedBatch
@@ -90,19 +92,31 @@ def import_the_rest() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Time it and print."""
+    print(json.dumps(measure(arguments)))
+
+
+def measure(arguments: list[str] | None = None) -> dict[str, str | float]:
+    """The figures of the module docstring, at the sizes of a command line."""
     options, device = _PARSER.parse_args(arguments), default_device()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     import_the_rest()
-    baseline_mb = memory_mb("VmRSS")
-    drafter, documents = drafter_of(options), documents_of(options)
-    drafter.to(device)
+    on_gpu = device.type == "cuda"
+    baseline_mb = torch.cuda.memory_allocated(device) / 2**20 if on_gpu else memory_mb("VmRSS")
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    drafter, documents = drafter_of(options).to(device), documents_of(options)
+    dtype = getattr(torch, options.dtype)
+    # On a GPU the target's matrices are those of a checkpoint, in the dtype of the products.
+    target_dtype = dtype if on_gpu else torch.float32
     with device_scope(device):
+        embed, head = (torch.randn(options.vocab, options.hidden).mul_(scale).to(target_dtype) for scale in (1.0, 0.1))
         objective = TrainingTimeTest(
-            drafter, torch.randn(options.vocab, options.hidden), torch.randn(options.vocab, options.hidden).mul_(0.1),
+            drafter, embed, head,
             TrainSpec(ttt_length=options.ttt, unrolled_fraction=options.unrolled, single_step_ratio=0.0,
                       grad_checkpoint=options.recompute),
-            max_positions=max(1 << 14, 2 * max(documents.lengths)), dtype=getattr(torch, options.dtype))
+            max_positions=max(1 << 14, 2 * max(documents.lengths)), dtype=dtype)
+    plan = objective.plan(documents, StepContext(0, 1, 0))
     parameters = list(drafter.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     walls, cpus, losses = [], [], []
@@ -119,21 +133,24 @@ def main(arguments: list[str] | None = None) -> None:
             walls.append(time.perf_counter() - wall)
             cpus.append(time.process_time() - cpu)
         losses.append(loss)
-    on_gpu = device.type == "cuda"
-    peak_mb = torch.cuda.max_memory_allocated(device) / 2**20 if on_gpu else memory_mb("VmHWM") - baseline_mb
+    peak_mb = (torch.cuda.max_memory_allocated(device) / 2**20 if on_gpu else memory_mb("VmHWM")) - baseline_mb
+    predicted = step_bytes(trained_drafter(drafter.config), step_work(plan), StepSetting(
+        compute_bytes=dtype.itemsize, target_bytes=target_dtype.itemsize, state_bytes=documents.aux.dtype.itemsize,
+        recompute=options.recompute))
     floor_mb = (4 * sum(p.numel() for p in parameters) + 2 * options.vocab * options.hidden) * 4 / 2**20
     tokens, wall, cpu = documents.token_ids.numel(), median(walls), median(cpus)
-    flops = step_flops(drafter.config, objective.plan(documents, StepContext(0, 1, 0)))
+    flops = step_flops(drafter.config, plan)
     rate, cpu_rate = peak_rate(objective.dtype, device)
-    print(json.dumps({
+    return {
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
         "tokens": tokens, "supervised": outcome.supervised, "wall_s": round(wall, 4), "cpu_s": round(cpu, 4),
         "wall_s_min": round(min(walls), 4), "cpu_s_min": round(min(cpus), 4),
         "tokens_per_s": round(tokens / wall, 1), "tokens_per_cpu_s": round(tokens / cpu, 1),
-        "peak_mb_above_imports": round(peak_mb, 1), "floor_mb": round(floor_mb, 1), "gflop": round(flops / 1e9, 2),
+        "peak_mb_above_imports": round(peak_mb, 1), "predicted_gpu_mb": round(predicted.total / 2**20, 1),
+        "floor_mb": round(floor_mb, 1), "gflop": round(flops / 1e9, 2),
         "peak_gflop_per_s": round(rate / 1e9, 1), "mfu": round(flops / wall / rate, 3),
         "mfu_by_cpu_s": round(flops / cpu / cpu_rate, 3),
-        "loss_first": losses[0], "loss_last": losses[-1], "threads": options.threads, "dtype": options.dtype}))
+        "loss_first": losses[0], "loss_last": losses[-1], "threads": options.threads, "dtype": options.dtype}
 
 
 if __name__ == "__main__":

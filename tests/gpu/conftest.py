@@ -1,7 +1,10 @@
-"""The pretended GPU of this folder's tests."""
+"""The pretended GPU of this folder's tests, and sizes: a test that takes `sizes` runs at the tiny ones anywhere, and
+at real ones where there is a GPU.
+"""
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +12,28 @@ from torch.nn.utils import clip_grad
 
 from eyrie_kernels import packed_attention, soft_target_loss
 from tests.gpu.pretended import PretendedEvent, PretendedGpu
+from tests.gpu.sizes import NO_GPU, REAL, TINY, Sizes, this_device
+
+
+@pytest.fixture(scope="module", params=[TINY, REAL], ids=lambda sizes: sizes.name)
+def sizes(request: pytest.FixtureRequest) -> Sizes:
+    """A row of the table of sizes."""
+    if request.param is REAL and not torch.cuda.is_available():
+        pytest.skip(NO_GPU)
+    assert isinstance(request.param, Sizes)
+    return request.param
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where the test computes."""
+    return this_device()
+
+
+@pytest.fixture(scope="module")
+def target_of_size(sizes: Sizes, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random target of these sizes."""
+    return sizes.target(tmp_path_factory.mktemp("target") / sizes.name)
 
 
 @pytest.fixture

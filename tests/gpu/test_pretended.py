@@ -256,6 +256,8 @@ def test_the_bench_of_a_training_step_runs_there(gpu: PretendedGpu, monkeypatch:
     monkeypatch.setattr(training_bench, "default_device", lambda: GPU)
     monkeypatch.setattr(peak_rate, "_GPU_PROBE_SIZE", 64)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 2**20)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "pretended")
     training_bench.main(["--hidden", "32", "--intermediate", "48", "--heads", "4", "--kv-heads", "2", "--vocab", "64",
                          "--draft-vocab", "32", "--lengths", "20,9", "--iterations", "1", "--threads", "1"])

@@ -8,11 +8,27 @@ the floor. This is a benchmark, not a test: it asserts nothing.
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tests.benchmarks.kernels import codecs, packed_attention, soft_target_loss
-from tests.benchmarks.kernels.timing import this_machine
+from tests.benchmarks.kernels.timing import Machine, this_machine
+
+KERNELS = (soft_target_loss, packed_attention, codecs)
+
+
+def report(machine: Machine) -> dict[str, Any]:
+    """Time every kernel, and what this machine was measured to do."""
+    torch.manual_seed(0)
+    figures = []
+    for kernel in KERNELS:
+        for timing in kernel.bench(machine):
+            figures.append(timing.as_json())
+            print(json.dumps(figures[-1]), flush=True)
+    dtype = torch.bfloat16 if machine.cuda else torch.float32
+    return {"device": machine.name, "torch": torch.__version__, "cuda": torch.version.cuda,
+            "copy_bytes_per_s": machine.bandwidth(), "product_flops_per_s": machine.flops(dtype), "kernels": figures}
 
 
 def main() -> None:
@@ -21,16 +37,7 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     out: Path | None = parser.parse_args().out
-    torch.manual_seed(0)
-    machine, figures = this_machine(), []
-    for kernel in (soft_target_loss, packed_attention, codecs):
-        for timing in kernel.bench(machine):
-            figures.append(timing.as_json())
-            print(json.dumps(figures[-1]), flush=True)
-    dtype = torch.bfloat16 if machine.cuda else torch.float32
-    document = {"device": machine.name, "torch": torch.__version__, "cuda": torch.version.cuda,
-                "copy_bytes_per_s": machine.bandwidth(), "product_flops_per_s": machine.flops(dtype),
-                "kernels": figures}
+    document = report(this_machine())
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(document, indent=2) + "\n")

@@ -22,6 +22,8 @@ class Machine:
     """The device under measurement."""
 
     device: str
+    budget_s: float = 1.0
+    """Seconds of one figure's repetitions, three at least."""
 
     @property
     def cuda(self) -> bool:
@@ -62,11 +64,11 @@ def this_machine() -> Machine:
     return Machine("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def seconds(work: Callable[[], object], machine: Machine, budget_s: float = 1.0) -> float:
+def seconds(work: Callable[[], object], machine: Machine) -> float:
     """Median seconds of one call: at least three, as many as fit the budget, at most 100."""
     work()
     times: list[float] = []
-    while len(times) < 3 or (sum(times) < budget_s and len(times) < 100):
+    while len(times) < 3 or (sum(times) < machine.budget_s and len(times) < 100):
         times.append(_once(work, machine))
     return median(times)
 

@@ -274,7 +274,7 @@ class _InferenceLayer:
         to_outputs = torch.cat([torch.eye(config.hidden_size), qkv_QH])  # from x to x and its q, k, v
         self._dtype, self._widths = dtype, [config.hidden_size, qkv_QH.shape[0]]
         self._state = Linear((to_outputs @ weights.state).to(dtype))
-        token = Linear((to_outputs @ weights.token).to(dtype), (to_outputs @ weights.bias).to(dtype))
+        token = Linear((to_outputs @ weights.token).to(dtype), (to_outputs @ weights.bias.float()).to(dtype))
         self._token = TokenProjection(target.embed_weight, token, sum(self._widths))
         self._post_attention = InferencePostAttention(weights.post_attention, dtype)
         self._target = target
