@@ -29,6 +29,7 @@ from pydantic import ValidationError
 
 from eyrie_api.decisions.families import description, fuses, named_layers
 from eyrie_api.decisions.sweep import Candidate, families_of
+from eyrie_api.decisions.training_defaults import tokens_per_step
 from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES, StoredAs, choose
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.families import FAMILIES, DecoderSizes, DrafterSizes
@@ -221,7 +222,7 @@ def _train(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> StageP
 
 def _tokens_seen(work: _Work, candidate: Candidate) -> int:
     train, seen = candidate.train, round(work.captured * candidate.train.epochs)
-    return seen if train.max_steps is None else min(seen, train.max_steps * train.max_tokens_per_batch)
+    return seen if train.max_steps is None else min(seen, train.max_steps * tokens_per_step(train))
 
 
 def _streamed_tokens(work: _Work, candidates: Sequence[Candidate]) -> int:
@@ -231,7 +232,7 @@ def _streamed_tokens(work: _Work, candidates: Sequence[Candidate]) -> int:
         return sum(_tokens_seen(work, one) for one in candidates)
     longest: dict[tuple[int, int], int] = {}
     for one in candidates:
-        key = (one.train.seed, one.train.max_tokens_per_batch)
+        key = (one.train.seed, tokens_per_step(one.train))
         longest[key] = max(longest.get(key, 0), _tokens_seen(work, one))
     return sum(longest.values())
 
@@ -245,7 +246,7 @@ def _share_of_steps(spec: JobSpec, candidates: Sequence[Candidate]) -> float:
     if spec.sweep.together == "never":
         return 1.0
     steps = 0.0
-    for left in Counter((one.drafter.family, one.train.seed, one.train.max_tokens_per_batch)
+    for left in Counter((one.drafter.family, one.train.seed, tokens_per_step(one.train))
                         for one in candidates).values():
         before = 0.0
         for rung in (*spec.sweep.rungs, 1.0):
@@ -316,7 +317,7 @@ def _warnings(work: _Work, candidates: Sequence[Candidate]) -> tuple[str, ...]:
     if work.prompt + work.answer > work.spec.capture.max_length:
         found.append(f"rows of up to {work.prompt + work.answer:.0f} tokens are cut at capture.max_length "
                      f"{work.spec.capture.max_length}")
-    smallest = min(candidate.train.max_tokens_per_batch for candidate in candidates)
+    smallest = min(tokens_per_step(candidate.train) for candidate in candidates)
     if work.captured < 10 * smallest:
         found.append(f"{work.captured} captured tokens are fewer than ten batches of {smallest}: expect a weak drafter")
     return tuple(found)

@@ -52,14 +52,24 @@ class TrainSpec(Frozen):
     """Stop after this many evaluations in a row without a better simulated speed-up on held-out rows (about ten
     per run). A wsd run stopped early misses its decay. Default: never."""
 
-    max_tokens_per_batch: int = Field(2048, ge=64)
-    """Packed tokens per step, over all processes. What autograd keeps is bounded and does not grow with it."""
+    max_tokens_per_batch: int | None = Field(None, ge=64)
+    """Packed tokens per optimiser step, over all processes. Default: max_tokens_per_gpu for each GPU; 2048 on CPUs. To
+    resume a run on another number of GPUs, give it."""
+
+    max_tokens_per_gpu: int | None = Field(None, ge=64)
+    """Packed tokens that one process computes at a time. A larger share of a step is divided into micro-batches whose
+    gradients are added; a longer row is cut at this length, and the rows cut are reported. Default: 16384 on a GPU, or
+    what its memory holds, if that is less; no bound on a CPU."""
 
     num_checkpoints: int = Field(3, ge=1, le=100)
     """Exported drafters, evenly spaced over the run, the last at its end; each is benchmarked."""
 
-    save_every_steps: int = Field(50, ge=1)
-    """Resumable training state is written this often."""
+    save_every_s: float = Field(600.0, gt=0.0, le=86_400.0)
+    """Seconds between two saves of the resumable training state; it is also saved at every checkpoint and when the
+    program is asked to stop. The state is copied to host memory and written while training continues."""
+
+    save_every_steps: int | None = Field(None, ge=1)
+    """Save it every so many optimiser steps as well."""
 
     seed: int = Field(0, ge=0, le=2**31 - 1)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -3,6 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
+from eyrie_api.decisions.training_defaults import tokens_per_step
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.data import DataSource, DataSpec
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
@@ -44,12 +45,12 @@ def test_equal_tokens_are_the_same_documents_in_the_same_batches() -> None:
     schedules = []
     for family in spec.families:
         result = train_stage(spec, family, "store", epochs).train
-        schedules.append(Schedule(range(300), lengths, result.max_tokens_per_batch, result.epochs, result.seed,
+        schedules.append(Schedule(range(300), lengths, tokens_per_step(result), result.epochs, result.seed,
                                   result.max_steps))
     seen = [[schedule.at(step).rows for step in range(schedule.num_steps)] for schedule in schedules]
     assert all(one == seen[0] for one in seen)
     tokens = sum(lengths[row] for rows in seen[0] for row in rows)
-    assert abs(tokens - 60_000) <= spec.train.max_tokens_per_batch
+    assert abs(tokens - 60_000) <= tokens_per_step(spec.train)
 
 
 def test_trainings_differ_in_the_family_alone() -> None:
@@ -68,7 +69,7 @@ def test_seconds_buy_epochs_at_the_calibrated_speed() -> None:
 def test_a_calibration_never_reads_the_store_twice() -> None:
     spec = spec_of()
     assert calibration_epochs(spec, 10) == 1.0
-    assert calibration_epochs(spec, 10_000_000) * 10_000_000 == pytest.approx(24 * spec.train.max_tokens_per_batch)
+    assert calibration_epochs(spec, 10_000_000) * 10_000_000 == pytest.approx(24 * tokens_per_step(spec.train))
 
 
 def test_a_budget_that_would_repeat_the_store_for_ever_is_refused_with_the_hint() -> None:

@@ -202,7 +202,7 @@ def start_two(out: Path) -> subprocess.Popen[bytes]:
 def test_two_processes_killed_midway_and_one_that_goes_on_make_the_drafter_of_one(
         finished: Path, tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
     # 9 documents a step at most and two processes: some steps have more on one side.
-    write_spec(tmp_path, target_dir, store_dir, save_every_steps=1, threads=None)
+    write_spec(tmp_path, target_dir, store_dir, save_every_steps=None, save_every_s=0.001, threads=None)
     processes = start_two(tmp_path)
     wait_for_steps(tmp_path, processes, 6)
     children = Path(f"/proc/{processes.pid}/task/{processes.pid}/children").read_text().split()
@@ -220,7 +220,7 @@ def test_two_processes_killed_midway_and_one_that_goes_on_make_the_drafter_of_on
     assert sum(metric.name == "loss" for metric in metrics(tmp_path)) >= 6
     assert start(tmp_path).wait() == 0
     ours, theirs = report_of(tmp_path), report_of(finished)
-    assert ours.resumed_from_step >= 5
+    assert ours.resumed_from_step >= 4, "of the step before the last, whose state may not have been written yet"
     assert (ours.tokens, ours.supervised_tokens) == (theirs.tokens, theirs.supervised_tokens)
     for mine, other in zip(weights(tmp_path).values(), weights(finished).values(), strict=True):
         for name, tensor in mine.items():

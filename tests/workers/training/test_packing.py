@@ -1,10 +1,12 @@
 """Packing wastes nothing, repeats nothing, and is a function of the step's number."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eyrie_api.errors import NoUsableData
+from eyrie_workers.training.distributed import shard_batch
 from eyrie_workers.training.packing import Schedule, checkpoint_steps, cut_evenly, split_held_out
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=80)
@@ -78,3 +80,14 @@ def test_checkpoints_are_distinct_and_the_last_is_at_the_end(num_steps: int, num
     assert steps == sorted(set(steps))
     assert steps[-1] == num_steps
     assert len(steps) == min(num, num_steps) or num_steps < 2 * num
+
+
+def test_the_processes_of_a_step_of_16k_tokens_each_differ_by_less_than_three_percent() -> None:
+    # Conversations of 100 to 4000 tokens, most of them short, as chat data are.
+    lengths = np.exp(np.random.default_rng(3).uniform(np.log(100), np.log(4000), 4000)).astype(int).tolist()
+    for num_processes in (2, 8):
+        schedule = Schedule(range(len(lengths)), lengths, 16_384 * num_processes, 1.0, 0)
+        for step in range(schedule.num_steps):
+            loads = [sum(lengths[row] for row in shard.rows)
+                     for shard in shard_batch(schedule.at(step).rows, lengths, num_processes)]
+            assert max(loads) < 1.03 * sum(loads) / num_processes

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from eyrie_api.decisions.training_defaults import tokens_per_step
 from eyrie_api.errors import InvalidInput
 from eyrie_api.v1alpha1.benchmark import BenchmarkSpec
 from eyrie_api.v1alpha1.capture import CaptureSpec
@@ -137,7 +138,7 @@ def suites_stage(spec: CompareSpec, held_out_file: str) -> BenchmarkStage:
 
 def calibration_epochs(spec: CompareSpec, store_tokens: int) -> float:
     """Epochs of the training that measures a family's speed; at most one pass over the store."""
-    return min(1.0, _CALIBRATION_STEPS * spec.train.max_tokens_per_batch / store_tokens)
+    return min(1.0, _CALIBRATION_STEPS * tokens_per_step(spec.train) / store_tokens)
 
 
 def epochs_for_tokens(tokens: float, store_tokens: int) -> float:

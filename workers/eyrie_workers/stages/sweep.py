@@ -59,7 +59,8 @@ def group_candidates(candidates: Mapping[str, TrainStage]) -> list[tuple[str, ..
     groups: dict[str, list[str]] = {}
     for name, spec in candidates.items():
         key = "\n".join((spec.target.model_dump_json(), spec.store_dir, str(spec.train.seed),
-                         str(spec.train.max_tokens_per_batch), str(spec.train.threads)))
+                         str(spec.train.max_tokens_per_batch), str(spec.train.max_tokens_per_gpu),
+                         str(spec.train.threads)))
         groups.setdefault(key, []).append(name)
     return [tuple(names) for names in groups.values()]
 

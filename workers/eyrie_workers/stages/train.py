@@ -18,13 +18,16 @@ On several GPUs or processes, on one node or many (`training.distributed`):
     torchrun --nproc-per-node N -m eyrie_workers.stages.train --spec spec.json --out <dir>/manifest.json
 
 Rank 0 is the stage program: lock, events, checkpoints, manifest. The other ranks read the same store and write nothing.
-`max_tokens_per_batch` is the whole step's on every rank, so a run interrupted on four processes may resume on one.
+`max_tokens_per_batch` is the whole step's on every rank, so a run interrupted on four processes may resume on one where
+the spec gives it; its default depends on the number of GPUs. A step of more tokens than `max_tokens_per_gpu` for each
+process is computed in micro-batches.
 """
 
 import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +37,7 @@ import torch
 from torch import nn
 
 from eyrie_api.artifacts import code_version, digest_bytes, digest_directory
+from eyrie_api.decisions.training_defaults import tokens_per_step, with_tokens
 from eyrie_api.errors import Conflict, EyrieError, NoUsableData
 from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.model import Frozen
@@ -63,12 +67,13 @@ from eyrie_workers.targets.device import default_device, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import resolve, special_token_ids, target_digest
 from eyrie_workers.training.batch_loader import BatchLoader, Features, open_features
+from eyrie_workers.training.batch_parts import CutFeatures
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext, threads_of_process
 from eyrie_workers.training.evaluation import Evaluation, evaluate
 from eyrie_workers.training.loop import StepReport, Trainer
 from eyrie_workers.training.packing import Schedule, checkpoint_steps, cut_evenly, split_held_out
 from eyrie_workers.training.peak_rate import peak_rate
-from eyrie_workers.training.state import Moments, load_state, save_state, trainable_parameters
+from eyrie_workers.training.state import Moments, StateWriter, load_state, take_snapshot, trainable_parameters
 from eyrie_workers.training.trackers import open_trackers
 
 _HELD_OUT_FRACTION = 0.05
@@ -79,6 +84,8 @@ NUM_EVALUATIONS = 10
 
 _NUM_LOGGED_STEPS = 200
 _GO, _END = "go", "end"
+_NO_PART_OF_THE_RESULT = ("threads", "trackers", "save_every_s", "save_every_steps")
+"""Fields of `TrainSpec` on which the trained bits do not depend."""
 
 
 def train(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS) -> Result:
@@ -101,13 +108,14 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
     path, store = resolve(spec.target), features or open_features(spec.store_dir, spec.target)
     _check_origin(store, path, spec, dist)
     config, family = read_config(path), family_named(spec.drafter.family)
-    spec = _resolve_defaults(spec, family)
+    spec = _resolve_defaults(spec, family, dist.size if device.type == "cuda" else 0)
+    store = _cut_rows(store, spec, stage)
     layers = family.layers(spec.drafter.aux_layers or store.format.chosen_layers, config.num_layers)
     columns = _columns(layers, store, spec)
     lengths = store.lengths
     train_rows, held_out = split_held_out(store.num_rows, _HELD_OUT_FRACTION, spec.train.seed, _MAX_HELD_OUT_ROWS)
-    schedule = Schedule(train_rows, lengths, spec.train.max_tokens_per_batch, spec.train.epochs, spec.train.seed,
-                        spec.train.max_steps)
+    step_tokens = tokens_per_step(spec.train)
+    schedule = Schedule(train_rows, lengths, step_tokens, spec.train.epochs, spec.train.seed, spec.train.max_steps)
     vocabulary, vocabulary_report = _build_vocabulary(spec, stage, store, train_rows, config, path,
                                                       whole=family.row.whole_vocabulary)
     embeddings = embeddings or read_target_embeddings(path, config.tie_word_embeddings, device)
@@ -119,7 +127,8 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
 
     trainer = Trainer(objective, schedule, spec.train, BatchLoader(schedule, store, dist), dist, columns)
     evaluation_rows = held_out or train_rows  # a single row is both trained and evaluated on
-    cuts = cut_evenly([lengths[row] for row in evaluation_rows], spec.train.max_tokens_per_batch)
+    cuts = cut_evenly([lengths[row] for row in evaluation_rows],
+                      min(step_tokens, spec.train.max_tokens_per_gpu or step_tokens))
     run = TrainingRun(spec, stage, family, drafter, trainer, digest=_run_digest(spec, store, dtype), dtype=dtype,
                tokens_per_step=sum(lengths[row] for row in train_rows) * spec.train.epochs / schedule.num_steps,
                held_out=lambda: (store.read(evaluation_rows[cut.start:cut.stop])
@@ -208,9 +217,20 @@ def fastest_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
-def _resolve_defaults(spec: TrainStage, family: FamilyImplementation) -> TrainStage:
-    """The spec with the family's defaults for the fields it leaves unset."""
-    train, drafter = spec.train, spec.drafter
+def _cut_rows(store: Features, spec: TrainStage, stage: Stage) -> Features:
+    """The store with rows cut to what one process computes at a time."""
+    most = spec.train.max_tokens_per_gpu
+    if most is None or max(store.lengths, default=0) <= most:
+        return store
+    cut = CutFeatures(store, most)
+    stage.event("RowsCut", f"{cut.num_cut} of {cut.num_rows} rows are longer than train.max_tokens_per_gpu {most}: the "
+                           f"{cut.tokens_left_out} tokens behind it are not trained on", warning=True)
+    return cut
+
+
+def _resolve_defaults(spec: TrainStage, family: FamilyImplementation, num_gpus: int) -> TrainStage:
+    """The spec with the defaults of the family and of the hardware for the fields it leaves unset."""
+    train, drafter = with_tokens(spec.train, num_gpus), spec.drafter
     if train.learning_rate is None:
         train = train.model_copy(update={"learning_rate": family.learning_rate})
     if drafter.max_draft_tokens is None:
@@ -268,7 +288,7 @@ def _build_vocabulary(spec: TrainStage, stage: Stage, store: Features, rows: Seq
 def _run_digest(spec: TrainStage, store: Features, dtype: torch.dtype) -> str:
     """Digest of everything that the trained bits depend on, except the machine."""
     payload = spec.model_dump(mode="json", exclude={"job_id", "store_dir", "target"})
-    for name in ("threads", "trackers"):
+    for name in _NO_PART_OF_THE_RESULT:
         payload["train"].pop(name)
     payload |= {"store": store.digest, "target": store.format.target_digest, "dtype": str(dtype)}
     return digest_bytes(json.dumps(payload, sort_keys=True).encode())
@@ -297,6 +317,8 @@ class TrainingRun:
     target: TargetIdentity
     data: DataIdentity
     aux_layers: tuple[int, ...]
+    clock: Callable[[], float] = time.monotonic
+    """Seconds; decides when a state is saved."""
 
     def __post_init__(self) -> None:
         num_steps, train = self.trainer.schedule.num_steps, self.spec.train
@@ -310,6 +332,8 @@ class TrainingRun:
         self._evaluations = set(checkpoint_steps(num_steps, NUM_EVALUATIONS)) | self._exports
         self._log_every = max(1, num_steps // _NUM_LOGGED_STEPS)
         self._state_file = self.stage.out_dir / STATE_DIR / "training.safetensors"
+        self._state_writer = StateWriter(self._state_file)
+        self._saved_at = self.clock()
         self._dist = self.trainer.dist
         self._peak, _ = peak_rate(self.dtype, next(self.drafter.parameters()).device)
         self._trackers = open_trackers(
@@ -357,10 +381,11 @@ class TrainingRun:
             self.close()
 
     def close(self) -> None:
-        """Close the trackers, and stop reading batches ahead."""
+        """Close the trackers, stop reading batches ahead, and wait for the last state to be on disk."""
         self.trainer.loader.close()
         for tracker in self._trackers:
             tracker.close()
+        self._state_writer.close()
 
     def evaluate_also_at(self, steps: Iterable[int]) -> None:
         """Evaluate after these steps too."""
@@ -389,23 +414,31 @@ class TrainingRun:
         if self.is_evaluated_at(report.step):
             self._after_evaluation(report, evaluation or self._evaluate())
         # A signal may reach one rank only, or ranks at different steps: the step at which all stop is agreed here.
-        stopping = self._dist.any(self.stage.stop_requested)
-        if (stopping or self.stopped_early or report.step in self._exports
-                or report.step % self.spec.train.save_every_steps == 0):
+        # So is the step at which the state is saved, by the clock of rank 0.
+        stopping, due = self._dist.any_of(self.stage.stop_requested, self._is_save_due(report.step))
+        if stopping or due or self.stopped_early or report.step in self._exports:
             self._save()
         self.stage.progress(trainer.counters.tokens, round(self.tokens_per_step * num_steps), "tokens",
                             f"step {report.step} of {num_steps}, loss {trainer.counters.loss_ema:.3f}")
         if stopping and not self.finished:
             self.stage.stop_requested = True
+            self._state_writer.wait()
             self.stage.pause_point()
 
+    def _is_save_due(self, step: int) -> bool:
+        train = self.spec.train
+        return self._dist.is_main and (self.clock() - self._saved_at >= train.save_every_s or (
+            train.save_every_steps is not None and step % train.save_every_steps == 0))
+
     def _save(self) -> None:
+        self._saved_at = self.clock()
         moments = self.trainer.optimizer.moments()  # a collective: every rank sends what it owns
         if self._dist.is_main:
-            save_state(self._state_file, self.drafter, moments, self.trainer.counters, self.digest,
-                       {"checkpoints": [report.model_dump(mode="json") for report in self.reports], "best": self.best,
-                        "evaluations_since_best": self.evaluations_since_best, "stopped_early": self.stopped_early,
-                        "standing": {str(step): speedup for step, speedup in self.speedups.items()}})
+            self._state_writer.start(take_snapshot(
+                self.drafter, moments, self.trainer.counters, self.digest,
+                {"checkpoints": [report.model_dump(mode="json") for report in self.reports], "best": self.best,
+                 "evaluations_since_best": self.evaluations_since_best, "stopped_early": self.stopped_early,
+                 "standing": {str(step): speedup for step, speedup in self.speedups.items()}}))
 
     def _log(self, report: StepReport) -> None:
         if report.step % self._log_every and report.step != self.trainer.schedule.num_steps:
@@ -479,7 +512,7 @@ class TrainingRun:
 
     def _card(self, step: int, epoch: float) -> Card:
         """A checkpoint's card. It holds no clock and no path: the same run writes the same bytes."""
-        settings = self.spec.train.model_dump(mode="json", exclude={"threads", "trackers"})
+        settings = self.spec.train.model_dump(mode="json", exclude=set(_NO_PART_OF_THE_RESULT))
         return Card(family=self.family.name, candidate=self.spec.candidate, target=self.target, data=self.data,
                     drafter=self.spec.drafter, aux_layers=self.aux_layers, train=settings, step=step,
                     epoch=round(epoch, 4), tokens=self.trainer.counters.tokens,

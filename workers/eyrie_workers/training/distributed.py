@@ -70,9 +70,11 @@ class DistContext:
             dist.all_reduce(x)
         return x
 
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any process."""
-        return bool(self.all_sum(torch.tensor([float(flag)])).item()) if self.size > 1 else flag
+    def any_of(self, *flags: bool) -> tuple[bool, ...]:
+        """Of each flag, whether it is set on any process; one collective for all of them."""
+        if self.size == 1:
+            return flags
+        return tuple(count > 0 for count in self.all_sum(torch.tensor([float(flag) for flag in flags])).tolist())
 
     def broadcast(self, value: Any) -> Any:
         """The value that rank 0 passed, on every process. Pickled."""

@@ -13,14 +13,17 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
 from eyrie_api.errors import LossDiverged
 from eyrie_api.v1alpha1.training import TrainSpec
+from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.training.batch_loader import BatchLoader, StepBatch
+from eyrie_workers.training.batch_parts import micro_batches
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext
-from eyrie_workers.training.objective import Objective, StepContext, TargetDistribution
+from eyrie_workers.training.objective import Objective, Outcome, StepContext, TargetDistribution
 from eyrie_workers.training.optimiser import adamw
 from eyrie_workers.training.packing import Schedule
 from eyrie_workers.training.state import Counters, trainable_parameters
@@ -112,14 +115,13 @@ class Trainer:
         self.optimizer.zero_grad()
         # 2. Forward and backward on this process's documents. The loss is already divided by counts of the whole batch.
         documents = batch.documents if self._columns is None else batch.documents.with_layers(self._columns)
-        outcome = self.objective(documents, self.context(batch), targets)
-        outcome.loss.backward()
+        outcome = self._accumulate(documents, self.context(batch), targets)
         # 3. Gradients: summed over processes, then clipped by the norm of the sum, as a single process would.
         self.optimizer.reduce()
         grad_norm = self.optimizer.clip(self.spec.max_grad_norm)
         # 4. Totals of all processes, in one collective. float64: float32 rounds counts above 2^24. Loss and norm are
         #    read together: the host waits for a GPU once in a step.
-        own_loss, norm = torch.stack([outcome.loss.detach().double(), grad_norm.detach().double()]).tolist()
+        own_loss, norm = torch.stack([outcome.loss.double(), grad_norm.detach().double()]).tolist()
         loss, supervised, tokens, flops, computed = self.dist.all_sum(torch.tensor(
             [own_loss, outcome.supervised, batch.num_tokens, outcome.flops, outcome.computed],
             dtype=torch.float64)).tolist()
@@ -141,6 +143,35 @@ class Trainer:
             loss_ema=loss if average is None else _EMA * average + (1 - _EMA) * loss)
         return StepReport(step=number + 1, epoch=batch.plan.epoch, loss=loss, learning_rate=rate, grad_norm=norm,
                           tokens=round(tokens), supervised_tokens=round(supervised))
+
+    def _accumulate(self, documents: PackedBatch, context: StepContext,
+                    targets: TargetDistribution | None) -> Outcome:
+        """Add the gradients of this process's documents, in micro-batches; their outcome, without a graph.
+
+        Each micro-batch is weighted by counts of the whole step, which are known once the targets of all micro-batches
+        are: these are computed first, and kept.
+        """
+        parts = micro_batches(documents, self.spec.max_tokens_per_gpu)
+        if len(parts) == 1:
+            outcome = self.objective(documents, context, targets)
+            outcome.loss.backward()
+            return replace(outcome, loss=outcome.loss.detach())
+        ends = list(accumulate(part.token_ids.numel() for _, part in parts))
+        assert context.starts is not None
+        contexts = [replace(context, starts=context.starts[numbers.start:numbers.stop]) for numbers, _ in parts]
+        given = [None if targets is None else targets.of_tokens(end - part.token_ids.numel(), end)
+                 for (_, part), end in zip(parts, ends, strict=True)]
+        counted = [self.objective.count(part, its, own)
+                   for (_, part), its, own in zip(parts, contexts, given, strict=True)]
+        total = context.total(torch.stack([counts for _, counts in counted]).sum(0))
+        outcomes = []
+        for (_, part), its, (own, _) in zip(parts, contexts, counted, strict=True):
+            outcome = self.objective(part, replace(its, total=lambda _: total), own)
+            outcome.loss.backward()
+            outcomes.append(replace(outcome, loss=outcome.loss.detach()))
+        return Outcome(torch.stack([one.loss for one in outcomes]).sum(), outcomes[0].step_losses.new_zeros(0),
+                       sum(one.supervised for one in outcomes), flops=sum(one.flops for one in outcomes),
+                       computed=sum(one.computed for one in outcomes))
 
     def context(self, batch: StepBatch) -> StepContext:
         """The batch's position in this run."""

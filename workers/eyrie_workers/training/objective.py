@@ -12,7 +12,7 @@ depends on neither TTT nor any family: it sees an `Objective`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -89,6 +89,10 @@ class TargetDistribution:
     row_T: Tensor
     table: TargetTable
 
+    def of_tokens(self, start: int, stop: int) -> "TargetDistribution":
+        """Those of some of the batch's packed tokens."""
+        return TargetDistribution(self.row_T[start:stop], self.table)
+
 
 class Objective(Protocol):
     """How one family is trained on captured documents."""
@@ -109,6 +113,12 @@ class Objective(Protocol):
 
     def target_distribution(self, documents: PackedBatch, positions: Tensor) -> TargetDistribution:
         """The target's distributions at the given packed positions, ascending."""
+        ...
+
+    def count(self, documents: PackedBatch, context: StepContext,
+              targets: TargetDistribution | None = None) -> tuple[TargetDistribution, Tensor]:
+        """The batch's target distribution, and what `context.total` would be given: [2, S] predictions of each step,
+        and those that are supervised."""
         ...
 
     def __call__(self, documents: PackedBatch, context: StepContext | None = None,
@@ -246,6 +256,20 @@ class DistillationObjective(ABC):
         share_N = shares(step_N, document_N, lengths.numel(), inside_R[row_N], self.steps, self._step_decay,
                          self._normalisation, local_sum if context is None else context.total)
         return Supervision(targets, plan, step_N, position_N, row_N, share_N)
+
+    def count(self, documents: PackedBatch, context: StepContext,
+              targets: TargetDistribution | None = None) -> tuple[TargetDistribution, Tensor]:
+        """The batch's target distribution, and [2, S] predictions of each step, and those that are supervised."""
+        counts: list[Tensor] = []
+
+        def recorded(x: Tensor) -> Tensor:
+            counts.append(x)
+            return x
+
+        plan = self.plan(documents, context)
+        with device_scope(self.device):
+            supervision = self.supervise(documents, [plan], plan, replace(context, total=recorded), targets)
+        return supervision.targets, counts[0]
 
     def __call__(self, documents: PackedBatch, context: StepContext | None = None,
                  targets: TargetDistribution | None = None) -> Outcome:

@@ -6,7 +6,8 @@ It holds no random state and no data iterator: the documents of a step and the i
 bit on the same machine and thread count.
 
 Tensors go into a safetensors file (no pickle: a state file may come from a shared disk), numbers into its metadata; the
-file is written to a temporary name and renamed, so the newest one is always complete.
+file is written to a temporary name and renamed, so the newest one is always complete. It is copied to host memory
+(`take_snapshot`) and written in a thread (`StateWriter`): a step waits for the copy, not for the disk.
 
 The digest of what the run depends on (spec, data, dtype) is part of the state: a state written under other settings is
 refused, because continuing it would mix two runs.
@@ -14,7 +15,8 @@ refused, because continuing it would mix two runs.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from eyrie_api.errors import ArtifactCorrupt, Conflict
+from eyrie_workers.targets.device import CPU
 
 FORMAT = 1
 _PARAMETER, _MOMENT = "parameter.", "optimizer."
@@ -64,27 +67,73 @@ def trainable_parameters(drafter: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in drafter.named_parameters() if parameter.requires_grad]
 
 
-def save_state(path: Path, drafter: nn.Module, moments: Moments, counters: Counters, digest: str,
-               notes: Mapping[str, Any]) -> None:
-    """Write the state to `path`, atomically.
+@dataclass(frozen=True)
+class Snapshot:
+    """A state in host memory: training continues while it is written."""
+
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
+
+
+def take_snapshot(drafter: nn.Module, moments: Moments, counters: Counters, digest: str,
+                  notes: Mapping[str, Any]) -> Snapshot:
+    """A copy of the state.
 
     digest   of everything the run depends on; `load_state` requires the same.
     notes    JSON-able: the reports of checkpoints exported so far.
     """
-    tensors = {_PARAMETER + name: parameter.detach().cpu().contiguous()
-               for name, parameter in drafter.named_parameters()}
+    tensors = {_PARAMETER + name: _host_copy(parameter) for name, parameter in drafter.named_parameters()}
     for (name, _), kept in zip(trainable_parameters(drafter), moments, strict=True):
         for key, value in kept.items():
-            tensors[f"{_MOMENT}{key}.{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
-    metadata = {"format": str(FORMAT), "digest": digest, "counters": json.dumps(counters.__dict__),
-                "notes": json.dumps(notes)}
+            tensors[f"{_MOMENT}{key}.{name}"] = _host_copy(torch.as_tensor(value))
+    return Snapshot(tensors, {"format": str(FORMAT), "digest": digest, "counters": json.dumps(counters.__dict__),
+                              "notes": json.dumps(notes)})
+
+
+def _host_copy(x: Tensor) -> Tensor:
+    return x.detach().to(device=CPU, copy=True, memory_format=torch.contiguous_format)
+
+
+def write_snapshot(path: Path, snapshot: Snapshot) -> None:
+    """Write a snapshot to `path`, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.aside")
-    save_file(tensors, aside, metadata=metadata)
+    save_file(dict(snapshot.tensors), aside, metadata=dict(snapshot.metadata))
     # On disk before the rename: after a power failure the name must not refer to an incomplete file.
     with aside.open("rb") as file:
         os.fsync(file.fileno())
     os.replace(aside, path)
+
+
+class StateWriter:
+    """Writes snapshots to one file, each in a thread of its own; at most one is being written.
+
+    The thread is joined before the next snapshot, before the program reports that it has stopped or finished, and at
+    its end. Killed in between, the program leaves the snapshot before: a complete state of an earlier step.
+    """
+
+    def __init__(self, path: Path, write: Callable[[Path, Snapshot], None] = write_snapshot) -> None:
+        self._path, self._write = path, write
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="training-state")
+        self._pending: Future[None] | None = None
+
+    def start(self, snapshot: Snapshot) -> None:
+        """Begin to write. Raises what writing the snapshot before raised."""
+        self.wait()
+        self._pending = self._pool.submit(self._write, self._path, snapshot)
+
+    def wait(self) -> None:
+        """Return when the last snapshot is on disk. Raises what writing it raised."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """`wait`, and end the thread."""
+        try:
+            self.wait()
+        finally:
+            self._pool.shutdown()
 
 
 def load_state(path: Path, drafter: nn.Module, digest: str) -> tuple[Counters, dict[str, Any], Moments] | None:
