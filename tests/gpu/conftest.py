@@ -36,6 +36,13 @@ def target_of_size(sizes: Sizes, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return sizes.target(tmp_path_factory.mktemp("target") / sizes.name)
 
 
+class HereGenerator(torch.Generator):
+    """A generator for any device, whose numbers are the processor's."""
+
+    def __new__(cls, device: object = None) -> "HereGenerator":
+        return super().__new__(cls)
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGpu]:
     """The mode; kernels, which are not pretended, take their plain-torch form."""
@@ -47,6 +54,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGpu]:
     group = clip_grad._group_tensors_by_device_and_dtype
     monkeypatch.setattr(clip_grad, "_group_tensors_by_device_and_dtype", lambda lists: {
         (found[0][0].device, dtype): (found, index) for (_, dtype), (found, index) in group(lists).items()})
+    monkeypatch.setattr(torch, "Generator", HereGenerator)
     mode, run = PretendedGpu(), threading.Thread.run
 
     def run_there(thread: threading.Thread) -> None:  # torch's modes are each thread's own

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_api.v1alpha1.training import TrainSpec
+from eyrie_workers.drafters.eagle1 import NOISE, noisy
 from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.drafters.registry import family_named
@@ -137,6 +138,18 @@ def test_a_block_is_one_attention_call_in_each_layer(gpu: PretendedGpu, target_d
     objective = objective_of("dflash", target_dir, read_target_embeddings(target_dir, False, GPU), torch.float32)
     objective(documents_for(target_dir, (1, 2, 3)), CONTEXT).loss.backward()
     assert len(calls) == objective.drafter.config.decoder.num_layers
+
+
+def test_noise_drawn_there_is_the_documents_own_in_every_division_of_a_batch(gpu: PretendedGpu) -> None:
+    features, context = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(0)).to(GPU), CONTEXT
+    before = gpu.num_syncs
+    whole = noisy(features, (6, 14), context)
+    second = noisy(features[6:], (14,), replace(context, starts=(6,)))
+    assert gpu.syncs[before:] == []
+    assert torch.equal(whole[6:], second)
+    assert not torch.equal(whole, noisy(features, (6, 14), replace(context, step=8)))
+    size = features.square().mean(-1, keepdim=True).sqrt()
+    assert 0.8 * NOISE < float(((whole - features) / size).abs().max()) <= NOISE * (1 + 1e-4)
 
 
 def topk_of(rows: int, draft_vocab_size: int) -> TopKLogits:

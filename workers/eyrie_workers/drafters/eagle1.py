@@ -217,8 +217,9 @@ class FeatureRegression(DistillationObjective):
         """In training, noisy features are appended to the true ones as a second layer; evaluation reads the true
         ones."""
         if context is not None:
-            inputs = noisy(documents.aux[:, 0], documents.lengths, context)
-            documents = replace(documents, aux=torch.stack([documents.aux[:, 0].to(inputs.dtype), inputs], 1))
+            features = documents.aux[:, 0].to(self.device, non_blocking=True)
+            inputs = noisy(features, documents.lengths, context)
+            documents = replace(documents, aux=torch.stack([features.to(inputs.dtype), inputs], 1))
         return super().__call__(documents, context, targets)
 
     def predict(self, documents: PackedBatch, plan: UnrollPlan, evaluating: bool) -> Prediction:
@@ -239,13 +240,21 @@ def noisy(features_TH: Tensor, lengths: tuple[int, ...], context: StepContext) -
     A document's noise depends on the seed, the step and its start in the step's global batch, and is therefore the same
     for every number of processes.
     """
-    starts = context.starts or tuple(accumulate(lengths[:-1], initial=0))
-    draws = [np.random.default_rng((context.seed, context.step, start, 0xEA61)).random(
-        (length, features_TH.shape[1]), dtype=np.float32) for start, length in zip(starts, lengths, strict=True)]
+    starts, hidden = context.starts or tuple(accumulate(lengths[:-1], initial=0)), features_TH.shape[1]
+    uniform_TH = torch.cat([_uniform((length, hidden), (context.seed, context.step, start, 0xEA61), features_TH.device)
+                            for start, length in zip(starts, lengths, strict=True)])
     features_TH = features_TH.float()
     size_T1 = features_TH.square().mean(-1, keepdim=True).sqrt_()
-    uniform_TH = torch.from_numpy(np.concatenate(draws)).to(features_TH.device).mul_(2.0).sub_(1.0)
     return torch.addcmul(features_TH, uniform_TH, size_T1, value=NOISE)
+
+
+def _uniform(shape: tuple[int, int], key: tuple[int, ...], device: torch.device) -> Tensor:
+    """U(-1, 1), a function of the key. A GPU draws its own numbers: a core needs longer for those of a batch than a GPU
+    for the whole step."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.random.default_rng(key).random(shape, dtype=np.float32)).mul_(2.0).sub_(1.0)
+    seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) >> 1
+    return torch.empty(shape, device=device).uniform_(-1.0, 1.0, generator=torch.Generator(device).manual_seed(seed))
 
 
 def step_flops(config: TargetConfig, plan: UnrollPlan) -> int:

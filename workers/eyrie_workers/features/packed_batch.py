@@ -50,6 +50,14 @@ class PackedBatch:
         return PackedBatch(moved(self.token_ids), moved(self.loss_mask), moved(self.aux), moved(self.last),
                            self.lengths, topk_logits)
 
+    def with_states_on(self, device: torch.device) -> "PackedBatch":
+        """This batch with its states on a device. Tokens and masks, from which steps are planned, stay on the CPU."""
+        def moved(x: Tensor) -> Tensor:
+            return x.to(device, non_blocking=True)
+
+        return replace(self, aux=moved(self.aux), last=moved(self.last),
+                       topk_logits=None if self.topk_logits is None else self.topk_logits.map(moved))
+
     def inputs(self) -> "PackedBatch":
         """What a drafter reads of this batch, without what it is compared with."""
         return replace(self, last=self.last[:, :0], topk_logits=None)
@@ -58,4 +66,5 @@ class PackedBatch:
         """This batch with the aux layers at these positions of the A axis."""
         if list(columns) == list(range(self.aux.shape[1])):
             return self
-        return replace(self, aux=self.aux[:, list(columns)])
+        # A list as index would be copied to a GPU, for which the host waits.
+        return replace(self, aux=torch.cat([self.aux[:, at:at + 1] for at in columns] or [self.aux[:, :0]], 1))

@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -120,8 +121,9 @@ class CandidateGroup:
         started = time.perf_counter()
         if not runs:
             return
-        # 1. Shared: read the batch, compute the target's distributions.
+        # 1. Shared: read the batch, copy it to the device, compute the target's distributions.
         batch = self._loader.take(step)
+        batch = replace(batch, documents=batch.documents.with_states_on(next(iter(runs.values())).device))
         waited = time.perf_counter() - started
         targets = shared_targets({name: run.trainer.objective for name, run in runs.items()}, batch.documents,
                                  {name: run.trainer.context(batch) for name, run in runs.items()})
@@ -173,7 +175,8 @@ def evaluate_together(runs: Mapping[str, TrainingRun]) -> dict[str, Evaluation]:
     """What `evaluate` returns for each run of a group, from one read of the held-out rows and shared targets."""
     objectives = {name: run.trainer.objective for name, run in runs.items()}
     counts = {name: HitCounts(run.spec.train.ttt_length) for name, run in runs.items()}
-    for documents in next(iter(runs.values())).held_out():
+    first = next(iter(runs.values()))
+    for documents in (batch.with_states_on(first.device) for batch in first.held_out()):
         targets = shared_targets(objectives, documents, {})
         for name, run in runs.items():
             counts[name].add(objectives[name](documents.with_layers(run.columns), None, targets[name]))

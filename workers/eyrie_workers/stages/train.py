@@ -341,6 +341,11 @@ class TrainingRun:
             train.model_dump(mode="json"), self.stage.out_dir / "trackers")
 
     @property
+    def device(self) -> torch.device:
+        """Where the drafter is trained."""
+        return self.embeddings.lm_head.device
+
+    @property
     def mfu(self) -> float:
         """Model FLOPs utilisation of all processes together, averaged over the run so far."""
         counters = self.trainer.counters

@@ -7,15 +7,16 @@ a batch into parts when its activations exceed a memory bound.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from eyrie_api.decisions.training_cost import StepSetting, kept_bytes_per_root
 from eyrie_api.v1alpha1.training import TrainSpec
-from eyrie_workers.drafters.eagle3.flops import step_flops
+from eyrie_workers.drafters.eagle3.flops import step_flops, trained_drafter
 from eyrie_workers.drafters.eagle3.model import Eagle3Drafter, Eagle3Weights
 from eyrie_workers.drafters.eagle3.unroll import SharedProjections, shared_projections, unroll
 from eyrie_workers.features.packed_batch import PackedBatch
@@ -112,10 +113,17 @@ class TrainingTimeTest(DistillationObjective):
         return supervision.outcome(loss, losses_N, choice_N, evaluating=False, flops=flops, computed=computed)
 
     def _max_roots(self, plan: UnrollPlan) -> int:
-        """Roots unrolled at a time: a multiple of 32, from the activations saved per root."""
+        """Roots unrolled at a time, from the activations saved per root: on a CPU of one with all steps, on a GPU of
+        the mean."""
         config, steps = self._drafter.config, sum(alive > 0 for alive in plan.alive)
-        kept = 12 * config.hidden_size + (0 if self._recompute else 2 * config.intermediate_size)
-        return roots_per_part(self._max_kept_bytes, kept * max(1, steps) * self.dtype.itemsize)
+        if self.device.type == "cpu":
+            kept = 12 * config.hidden_size + (0 if self._recompute else 2 * config.intermediate_size)
+            return roots_per_part(self._max_kept_bytes, kept * max(1, steps) * self.dtype.itemsize)
+        setting = StepSetting(compute_bytes=self.dtype.itemsize, recompute=self._recompute)
+        up_to = [kept_bytes_per_root(trained_drafter(config), step, setting) for step in range(steps + 1)]
+        kept = sum(alive * (after - before)
+                   for alive, (before, after) in zip(plan.alive, pairwise(up_to), strict=False))
+        return roots_per_part(self._max_kept_bytes, -(-kept // max(1, plan.roots.numel())) or 1)
 
     def plan(self, documents: PackedBatch, context: StepContext | None) -> UnrollPlan:
         """In training, some roots unrolled; in evaluation (no step context), all roots and steps."""
