@@ -162,12 +162,14 @@ def test_extending_in_pieces_gives_the_same_state_as_at_once() -> None:
 @pytest.mark.parametrize("shape", [
     DraftTreeShape(num_steps=4, top_k=1, num_draft_tokens=5), DraftTreeShape(num_steps=4, top_k=2, num_draft_tokens=9),
     DraftTreeShape(num_steps=4, top_k=3, num_draft_tokens=9, static=True)], ids=["chain", "tree", "static"])
-def test_a_batch_of_rows_proposes_what_each_row_proposes_alone(shape: DraftTreeShape, window: int | None) -> None:
+@pytest.mark.parametrize("rows", [[2, 0, 3], [3, 1, 2], [1, 2, 3]], ids=["apart", "neighbours", "in order"])
+def test_a_batch_of_rows_proposes_what_each_row_proposes_alone(rows: list[int], shape: DraftTreeShape,
+                                                               window: int | None) -> None:
     drafter, embed = random_drafter(sliding_window=window), embedding()
     proposer = Eagle3Proposer(drafter, embed)
     together, lengths = proposer.new_state(4), (5, 11, 8)
     documents = [random_documents((length + 1,), seed=length) for length in lengths]
-    rows, aux = [2, 0, 3], torch.zeros(3, max(lengths), 3, HIDDEN)
+    aux = torch.zeros(3, max(lengths), 3, HIDDEN)
     for b, (document, length) in enumerate(zip(documents, lengths, strict=True)):
         aux[b, :length] = document.aux[:-1]
     proposer.extend(together, CommittedTokens(rows, [0, 0, 0], [one.token_ids[1:].tolist() for one in documents], aux))
@@ -232,3 +234,12 @@ def test_a_round_with_a_window_allocates_nothing_that_grows_with_the_text(num_ro
         proposer.propose(state, rows, shape)  # the caches have grown
         found.append(largest(lambda: proposer.propose(state, rows, shape)))
     assert found[0] == found[1] < 800
+
+
+def test_a_round_of_neighbouring_rows_does_not_copy_their_keys() -> None:
+    proposer, documents, length = Eagle3Proposer(random_drafter(), embedding()), random_documents((900,)), 800
+    state, shape = proposer.new_state(3), DraftTreeShape(num_steps=3, top_k=2, num_draft_tokens=8)
+    for row in (2, 1):
+        proposer.extend(state, pairs_of(documents, 0, 0, length + row, row))
+    proposer.propose(state, [2, 1], shape)  # the caches have grown
+    assert largest(lambda: proposer.propose(state, [2, 1], shape)) < 2 * length * 2 * 8  # keys [2, L, 2, 8]

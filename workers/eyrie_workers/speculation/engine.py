@@ -27,6 +27,7 @@ correctness, and fast enough to show the effect of speculation on two CPU cores.
 
 # B rows, N nodes, T pairs, A aux layers, H hidden, V vocabulary
 
+import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -77,7 +78,7 @@ class Engine:
         self._cache = KVCache(config, max_concurrency, torch.float64 if exact else target.dtype, target.device)
         self._waiting: deque[tuple[Request, float]] = deque()
         self._rows: list[RequestState] = []  # row i decodes in slot i
-        self._free_drafter_rows = list(range(max_concurrency))
+        self._free_drafter_rows = list(range(max_concurrency))  # a heap: rows in use stay neighbours
         self._drafter_state: DrafterState | None = None  # of all rows, whatever the shape
         self._max_shape: DraftTreeShape | None = None
         self._schedule: TreeSchedule | None = None  # None: every round uses _max_shape
@@ -171,7 +172,7 @@ class Engine:
         slot = len(self._rows)
         greedy = request.sampling.temperature == 0.0
         noise = None if greedy else NoiseTable(request.seed, self.target.config.vocab_size)
-        row = RequestState(request, self._free_drafter_rows.pop(), submitted_at=submitted_at,
+        row = RequestState(request, heapq.heappop(self._free_drafter_rows), submitted_at=submitted_at,
                            tokens=list(request.prompt_ids), noise=noise)
         self._rows.append(row)
         num_prompt = len(row.tokens)
@@ -300,7 +301,7 @@ class Engine:
 
     def _leave(self, slot: int) -> None:
         """Free a slot; the last row moves into it, so that occupied slots stay contiguous."""
-        self._free_drafter_rows.append(self._rows[slot].drafter_row)
+        heapq.heappush(self._free_drafter_rows, self._rows[slot].drafter_row)
         last = self._rows.pop()
         if slot < len(self._rows):
             self._rows[slot] = last

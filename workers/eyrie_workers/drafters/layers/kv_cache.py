@@ -8,9 +8,10 @@ buffer grows with the longest text in it.
 Unlike in the target's cache (`speculation.cache`), the rows of a pass can be any rows, and sums need not be bit-exact:
 rounding differences can change proposals, never the output.
 
-What a pass allocates. Keys and values of several rows are gathered, [B, L, K, E] per layer, because their rows need
-not be neighbours; attention reads as much. Masks are [B, N, L] with tens of new tokens N; a prompt, where N is L, has
-its own attention without a mask (`PromptTokens`).
+What a pass allocates. Keys and values are read in place where the rows of the pass are neighbours in the buffer, in
+any order; the engine gives out the lowest free row, so they are while no row between them is free. Others are copied,
+[B, L, K, E] per layer (`attend_rows`). Masks are [B, N, L] with tens of new tokens N; a prompt, where N is L, has its
+own attention without a mask (`PromptTokens`).
 
     B rows, N new tokens of each, M scratch keys, L indices, K kv heads, W query heads per kv head, E head size
 """
@@ -42,6 +43,28 @@ class RowLengths(NamedTuple):
         """Both on the device of the current scope, in one copy that the host does not wait for."""
         rows_B, lengths_B = upload([rows, lengths]).unbind(0)
         return RowLengths(rows, lengths, rows_B, lengths_B[:, None])
+
+
+def attend_rows(q_BKXE: Tensor, keys_RLKE: Tensor, values_RLKE: Tensor, mask: Tensor | None,
+                chosen: RowLengths) -> Tensor:
+    """Attention of B rows over their keys and values among the R rows of a buffer: [B, K, X, E].
+
+    mask  [B, 1, X, L] bool: which keys a query attends to; None: all
+
+    A draft step has few queries and many keys. Where the rows are neighbours in another order, the queries are
+    therefore reordered, and keys and values are not copied.
+    """
+    first, num_rows = min(chosen.rows), len(chosen.rows)
+    if max(chosen.rows) - first + 1 != num_rows:
+        keys, values = (x.index_select(0, chosen.rows_B) for x in (keys_RLKE, values_RLKE))
+        return F.scaled_dot_product_attention(q_BKXE, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask)
+    keys, values = (x[first: first + num_rows].transpose(1, 2) for x in (keys_RLKE, values_RLKE))
+    if [*chosen.rows] == [*range(first, first + num_rows)]:
+        return F.scaled_dot_product_attention(q_BKXE, keys, values, attn_mask=mask)
+    place_B = chosen.rows_B - first
+    q_BKXE = torch.empty_like(q_BKXE).index_copy_(0, place_B, q_BKXE)
+    mask = None if mask is None else torch.empty_like(mask).index_copy_(0, place_B, mask)
+    return F.scaled_dot_product_attention(q_BKXE, keys, values, attn_mask=mask).index_select(0, place_B)
 
 
 class DrafterKVCache:
@@ -87,14 +110,9 @@ class NewTokens:
         config, rows, new = self._cache.config, len(self._chosen.rows), self._num_new
         heads = heads.view(rows, new, -1, config.head_dim)
         self._cache.write(layer, self._chosen, heads[:, :, config.num_heads:], self._offset)
-        if rows == 1:
-            row = self._chosen.rows[0]
-            cached = self._cache.data[layer, row: row + 1, : self._length]
-        else:
-            cached = self._cache.data[layer, :, : self._length].index_select(0, self._chosen.rows_B)
-        keys, values = cached.transpose(1, 2).chunk(2, 1)
+        keys, values = self._cache.data[layer, :, : self._length].chunk(2, 2)
         q = heads[:, :, : config.num_heads].unflatten(2, (config.num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q.flatten(2, 3), keys, values, attn_mask=self._mask)
+        attended = attend_rows(q.flatten(2, 3), keys, values, self._mask, self._chosen)
         return attended.view(rows, config.num_kv_heads, -1, new, config.head_dim).permute(0, 3, 1, 2, 4).reshape(
             rows * new, -1)
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
-from eyrie_workers.drafters.layers.kv_cache import RowLengths
+from eyrie_workers.drafters.layers.kv_cache import RowLengths, attend_rows
 from eyrie_workers.drafters.layers.modules import PostAttention
 from eyrie_workers.speculation.cache import INITIAL_POSITIONS, grown
 from eyrie_workers.speculation.noise import RowNoise
@@ -289,11 +289,16 @@ class LayerProposer:
                mask_BNM: Tensor | None, depth: int) -> DraftStep:
         """Attention over settled and scratch keys, then the rest of the layer."""
         num_rows, num_nodes, kv_heads, per_kv, head = q_BNKWE.shape
-        keys, values, visible = _visible_keys(state, chosen, mask_BNM, depth, self._config.sliding_window)
+        window = self._config.sliding_window
+        keys, values, visible = _visible_keys(state, chosen, mask_BNM, depth, window)
         q = q_BNKWE.permute(0, 2, 3, 1, 4).reshape(num_rows, kv_heads, per_kv * num_nodes, head)
         if visible is not None:
             visible = visible[:, None, None].expand(-1, 1, per_kv, -1, -1).flatten(2, 3)
-        attended = F.scaled_dot_product_attention(q, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=visible)
+        if window is None:
+            attended = attend_rows(q, keys, values, visible, chosen)
+        else:
+            attended = F.scaled_dot_product_attention(q, keys.transpose(1, 2), values.transpose(1, 2),
+                                                      attn_mask=visible)
         back = attended.view(num_rows, kv_heads, per_kv, num_nodes, head).permute(0, 3, 1, 2, 4)
         hidden_TH = self._layer.finish(residual_TH, back.reshape(num_rows * num_nodes, -1))
         logits_TD, hidden_TH = self._layer.predict(hidden_TH)
@@ -315,8 +320,10 @@ def _write(state: LayerState, chosen: RowLengths, k_BNKE: Tensor, v_BNKE: Tensor
 
 def _visible_keys(state: LayerState, chosen: RowLengths, mask_BNM: Tensor | None, depth: int,
                   window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys and values [B, L, K, E] of the rows, and which of them a node of `depth` attends to: [B, N, L] bool, or None
-    for all.
+    """Keys and values, and which of them a node of `depth` attends to: [B, N, L] bool, or None for all.
+
+    With a window the keys are those of the chosen rows, [B, L, K, E]; without, of all rows of the caches, for
+    `attend_rows`.
 
     A node of depth d has position settled + d - 1 (d = 0: the last settled pair itself). With a window it attends to
     the settled keys from settled + d - window on, and to the scratch keys less than `window` depths above it. Keys
@@ -335,13 +342,14 @@ def _visible_keys(state: LayerState, chosen: RowLengths, mask_BNM: Tensor | None
         if mask_BNM is not None and num_scratch == depth:  # in a chain every earlier key is an ancestor
             mask_BNM = None
             first = max(first, stop - window) if window is not None else first
-        keys, values = (cache[row: row + 1, first:stop] for cache in (state.keys, state.values))
+        of_rows = slice(None) if window is None else slice(row, row + 1)
+        keys, values = (cache[of_rows, first:stop] for cache in (state.keys, state.values))
         if mask_BNM is None:
             return keys, values, None
         return keys, values, torch.cat([mask_BNM.new_ones(1, num_nodes, chosen.lengths[0] - first), mask_BNM], 2)
     if window is None:
         first_B1 = torch.zeros_like(chosen.lengths_B1)
-        keys, values = (cache[:, :num_keys].index_select(0, chosen.rows_B) for cache in (state.keys, state.values))
+        keys, values = state.keys[:, :num_keys], state.values[:, :num_keys]
     else:
         first_B1 = torch.minimum((chosen.lengths_B1 + (depth - window)).clamp_(min=0), chosen.lengths_B1)
         place_BL = chosen.rows_B[:, None], first_B1 + torch.arange(num_keys)
