@@ -7,7 +7,7 @@ The device of the tensors chooses one of three modes; there is no fallback:
     CPU tensors, TRITON_INTERPRET=1      the Triton kernel in Triton's interpreter (numpy, block by block); for tests
 
 Triton is imported only where it can run: with a CUDA device, under the interpreter, or to compile ahead of time.
-Elsewhere `import eyrie_kernels.codecs` needs torch alone.
+Elsewhere `import eyrie_kernels.soft_target_loss` needs torch alone.
 
 **Ahead of time.** Triton compiles for a GPU that is not present. Within `compiling_for(90)` launches compile for that
 architecture instead of running, and record what the kernel uses of a multiprocessor: shared memory, registers, spills.

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.kernels import codecs, packed_attention, soft_target_loss
+from tests.benchmarks.kernels import packed_attention, soft_target_loss
 from tests.benchmarks.kernels.timing import Machine, this_machine
 
-KERNELS = (soft_target_loss, packed_attention, codecs)
+KERNELS = (soft_target_loss, packed_attention)
 
 
 def report(machine: Machine) -> dict[str, Any]:
