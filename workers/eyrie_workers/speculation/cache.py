@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eyrie_workers.speculation.upload import upload
+from eyrie_workers.targets.causal_attention import causal
 from eyrie_workers.targets.config import SLIDING, TargetConfig
-from eyrie_workers.targets.model import causal
 
 INITIAL_POSITIONS = 256
 _MOST_UNUSED = 4096

@@ -27,6 +27,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -104,8 +105,8 @@ class _Readings:
     def columns(self, layers: Sequence[int]) -> Tensor:
         """Columns of some layers, by index, followed by those of the embedding and of 1."""
         last = self.gram.shape[0] - self.width - 1
-        return torch.cat([*(torch.arange(at * self.width, (at + 1) * self.width) for at in layers),
-                          torch.arange(last, self.gram.shape[0])])
+        each = [*(range(at * self.width, (at + 1) * self.width) for at in layers), range(last, self.gram.shape[0])]
+        return torch.tensor([*chain.from_iterable(each)], device=self.gram.device)
 
     def agreement(self, layers: Sequence[int]) -> float:
         """Agreement of a probe of some layers, by index."""
@@ -116,7 +117,8 @@ class _Readings:
         wanted, seen = self.cross[which] / size[:, None], self.held_out[:, which] / size
         shares = []
         for ridge in _RIDGES:
-            factor = torch.linalg.cholesky(system + ridge * self.positions * torch.eye(which.numel()))
+            factor = torch.linalg.cholesky(
+                system + ridge * self.positions * torch.eye(which.numel(), device=system.device))
             logits = (seen @ torch.cholesky_solve(wanted, factor)).to(self.lm_head.dtype) @ self.lm_head.T
             shares.append(float((logits.argmax(-1) == self.choice).double().mean()))
         return max(shares)
@@ -153,21 +155,21 @@ def _read(target: TargetModel, rows: Sequence[tuple[Tensor, int]], layers: Seque
     draw = torch.Generator().manual_seed(0)
     # A Gaussian projection of fixed seed, scaled so that it preserves squared norms up to the factor width / hidden.
     narrow = torch.eye(hidden) if width == hidden else torch.randn(hidden, width, generator=draw) / hidden**0.5
-    size = len(layers) * width + width + 1
-    gram, cross = torch.zeros(size, size), torch.zeros(size, hidden)
+    narrow, size = narrow.to(target.device), len(layers) * width + width + 1
+    gram, cross = narrow.new_zeros(size, size), narrow.new_zeros(size, hidden)
     held_out: list[Tensor] = []
     choices: list[Tensor] = []
-    lm_head, embed = target.lm_head_weight.cpu(), target.embed_weight
+    lm_head, embed = target.lm_head_weight, target.embed_weight
     for number, (ids, num_prompt) in enumerate(rows):
         states, last = target.hidden_states([ids], layers)[0]
         # Position i drafts when token i + 1 is an answer token; it predicts the target's token after i + 1.
         first = max(num_prompt - 1, 0)
         if ids.numel() - first < 2:
             continue
-        tokens = embed[ids[first + 1:].to(embed.device)].float().cpu()
-        x = torch.cat([(states[first:-1].float().cpu() @ narrow).flatten(1), tokens @ narrow,
-                       torch.ones(tokens.shape[0], 1)], 1)
-        y = last[first + 1:].float().cpu()
+        tokens = embed[ids[first + 1:].to(embed.device)].float()
+        x = torch.cat([(states[first:-1].float() @ narrow).flatten(1), tokens @ narrow,
+                       tokens.new_ones(tokens.shape[0], 1)], 1)
+        y = last[first + 1:].float()
         if number % _HELD_OUT == 0:
             held_out.append(x)
             choices.append((y.to(lm_head.dtype) @ lm_head.T).argmax(-1))

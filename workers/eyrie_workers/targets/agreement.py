@@ -5,13 +5,16 @@ The states that capture is about to record are therefore compared with `hidden_s
 other code from the same files, index by index. The error to the same layer must be rounding; the error to its
 neighbours is reported with it, because a check that passes for any layer proves nothing.
 
+The two models are never in memory together: the reference is loaded on the device that computes, its states are copied
+to the host, and it is freed before ours is loaded. Only the compared layers and their neighbours are copied.
+
 (The serving engine's layers are compared by tests/sglang, round by round, and before a promotion by the parity gate of
 `measurement.parity.parity`: an engine returns text, and what it captured shows in what it accepts.)
 """
 
 # T tokens of a row, A aux layers, H hidden
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,24 +43,33 @@ class LayerAgreement:
     """Distance to the nearer of the two adjacent layers."""
 
 
-def reference_states(path: Path, dtype: str, token_ids: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Per row all `hidden_states` [T, H] of `transformers`, in float32. The model is freed on return."""
+def reference_states(path: Path, dtype: str, token_ids: Sequence[Tensor], aux_layers: Sequence[int],
+                     device: torch.device) -> list[dict[int, Tensor]]:
+    """Per row, `hidden_states` [T, H] of `transformers` in float32 on the CPU, by index: those of `aux_layers` and the
+    layers next to them. The model is computed on `device` and freed on return."""
     import transformers  # here: importing it takes longer than a small capture
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, dtype), local_files_only=True).eval()
+        path, dtype=getattr(torch, dtype), local_files_only=True).eval().to(device)
+    wanted = {near for layer in aux_layers for near in (layer - 1, layer, layer + 1)}
+    found = []
     with torch.inference_mode():
-        return [[state[0].float() for state in model(tokens[None], output_hidden_states=True).hidden_states]
-                for tokens in token_ids]
+        for tokens in token_ids:
+            states = model(tokens[None].to(device), output_hidden_states=True).hidden_states
+            found.append({layer: states[layer][0].float().cpu() for layer in wanted if 0 <= layer < len(states)})
+    return found
 
 
-def compare(ours: Sequence[Tensor], theirs: Sequence[Sequence[Tensor]], aux_layers: Sequence[int],
+def compare(ours: Sequence[Tensor], theirs: Sequence[Mapping[int, Tensor]], aux_layers: Sequence[int],
             dtype: str) -> tuple[LayerAgreement, ...]:
-    """Compare aux states [T, A, H] of some rows with the reference's. Raises LayersDisagree naming the layers."""
+    """Compare aux states [T, A, H] of some rows, on the CPU, with the reference's.
+
+    Raises LayersDisagree naming the layers.
+    """
     agreements = []
     for column, layer in enumerate(aux_layers):
         mine = torch.cat([aux[:, column].float() for aux in ours])
-        adjacent = [one for one in (layer - 1, layer + 1) if 0 <= one < len(theirs[0])]
+        adjacent = [one for one in (layer - 1, layer + 1) if one in theirs[0]]
         agreements.append(LayerAgreement(
             layer, _distance(mine, theirs, layer), min(_distance(mine, theirs, one) for one in adjacent)))
     wrong = [one for one in agreements if not one.error <= _TOLERANCE[dtype]]
@@ -69,6 +81,6 @@ def compare(ours: Sequence[Tensor], theirs: Sequence[Sequence[Tensor]], aux_laye
     return tuple(agreements)
 
 
-def _distance(mine: Tensor, theirs: Sequence[Sequence[Tensor]], layer: int) -> float:
+def _distance(mine: Tensor, theirs: Sequence[Mapping[int, Tensor]], layer: int) -> float:
     reference = torch.cat([row[layer] for row in theirs])
     return float((mine - reference).norm() / reference.norm())

@@ -1,6 +1,8 @@
 """Resolves a target's name to its files and weights; the only module that reads model files and the Hub.
 
 Weights are read from safetensors directly: importing transformers costs seconds and would bring a second forward pass.
+They are read one tensor at a time, as the model asks for them, so that neither the host nor the device ever holds the
+checkpoint beside the model (`CheckpointTensors`).
 `quickstart` is the model shipped inside this package, `quickstart-large` one trained here by a command; a Hub id is
 fetched by huggingface_hub into its usual cache, and only the files we read. The digest names what was read, so that an
 artifact says which target it belongs to.
@@ -8,6 +10,8 @@ artifact says which target it belongs to.
 
 import hashlib
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -78,14 +82,59 @@ def load_target(path: Path, dtype: str = "float32", device: torch.device | None 
     that are missing, truncated or of the wrong shape.
     """
     config = read_config(path)
-    target_device = device or default_device()
-    weights = {name: tensor.to(target_device, _DTYPES[dtype]) for name, tensor in read_weights(path).items()}
+    tensors = CheckpointTensors(path, _DTYPES[dtype], device or default_device())
     try:
-        return TargetModel(config, weights, path)
+        return TargetModel(config, tensors, path)
     except KeyError as error:
         raise ArtifactCorrupt(f"{path} has no tensor {error.args[0]!r}", "download or save the model again") from None
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise ArtifactCorrupt(f"{path}: tensors do not fit config.json: {error}", "save the model again") from error
+
+
+class CheckpointTensors(Mapping[str, Tensor]):
+    """The tensors of a model directory: each is read, converted and moved to the device when it is requested.
+
+    None is kept here, so memory holds what the caller keeps. The files are mapped, not read: their pages belong to the
+    page cache.
+    """
+
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
+        """Open the files. Raises ArtifactCorrupt, UnsupportedTarget."""
+        self._dtype, self._device = dtype, device
+        self._files: dict[str, tuple[Path, safe_open]] = {}
+        for file in weight_files(path):
+            with _readable(file):
+                handle = safe_open(file, framework="pt")
+                self._files |= dict.fromkeys(handle.keys(), (file, handle))
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read one tensor. Raises KeyError, ArtifactCorrupt."""
+        file, handle = self._files[name]
+        with _readable(file):
+            tensor: Tensor = handle.get_tensor(name)
+        return tensor.to(self._device, self._dtype)
+
+    def __contains__(self, name: object) -> bool:
+        """Without reading it, as the mixin's method would."""
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        """The names."""
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        """The number of tensors."""
+        return len(self._files)
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ArtifactCorrupt(f"{file} cannot be read: {error}", "download or save the model again") from error
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -98,19 +147,6 @@ def weight_files(path: Path) -> list[Path]:
         raise UnsupportedTarget(f"{path} has neither model.safetensors nor its index",
                                 "save the model with save_pretrained(..., safe_serialization=True)")
     return [single]
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """All tensors of a model directory by name. Raises ArtifactCorrupt."""
-    weights: dict[str, Tensor] = {}
-    for file in weight_files(path):
-        try:
-            with safe_open(file, framework="pt") as handle:
-                for name in handle.keys():  # noqa: SIM118 - a safetensors handle, not a dict
-                    weights[name] = handle.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise ArtifactCorrupt(f"{file} cannot be read: {error}", "download or save the model again") from error
-    return weights
 
 
 def special_token_ids(path: Path) -> list[int]:

@@ -1,8 +1,8 @@
 """The target's forward pass in plain PyTorch: one code path for capture, prefill and verification.
 
 These differ only in how attention finds its keys, so attention is a parameter: `run` iterates over the layers and
-passes rotated queries, keys and values to an `Attend`. Capture and prefill use `CausalAttention` over whole texts, end
-to end; the decode engine passes attention over a cache and a draft tree.
+passes rotated queries, keys and values to an `Attend`. Capture uses `causal_attention` over whole texts, end to end;
+the decode engine passes attention over a cache and a draft tree.
 
 Optimised for few tokens, where launching operations costs more than arithmetic:
 
@@ -29,7 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyrie_workers.targets.config import FULL, SLIDING, RopeConfig, TargetConfig
+from eyrie_workers.targets.causal_attention import CausalAttention
+from eyrie_workers.targets.config import FULL, RopeConfig, TargetConfig
 from eyrie_workers.targets.linear import Linear, rms_normalise
 
 
@@ -66,6 +67,9 @@ class TargetModel:
     def __init__(self, config: TargetConfig, weights: Mapping[str, Tensor], path: Path | None = None, *,
                  head: bool = True) -> None:
         """`weights` by their Hugging Face names, all of one dtype and device.
+
+        Each is requested once and dropped when its layer is built: a mapping that reads on request
+        (`loading.CheckpointTensors`) never has more than one layer's tensors beside the finished ones.
 
         head  whether `logits` will be called, which needs a packed copy of the output matrix
         """
@@ -148,13 +152,19 @@ class TargetModel:
         token_ids_list  of [T_i] int64
         returns         per text: aux [T_i, A, H] and last [T_i, H]; `logits(last)[t]` predicts token t + 1
         """
-        lengths = [len(tokens) for tokens in token_ids_list]
-        if not lengths:
+        if not token_ids_list:
             return []
-        positions = torch.cat([torch.arange(length, device=self.device) for length in lengths])
-        tokens = torch.cat([torch.as_tensor(t, dtype=torch.int64, device=self.device) for t in token_ids_list])
-        aux, last = self.run(tokens, positions, CausalAttention(self.config, lengths, self.dtype), aux_layers)
+        aux, last = self.packed_states(token_ids_list, aux_layers)
+        lengths = [len(tokens) for tokens in token_ids_list]
         return list(zip(aux.split(lengths), last.split(lengths), strict=True))
+
+    def packed_states(self, token_ids_list: Sequence[Tensor], aux_layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """`hidden_states` of the texts end to end: aux [M, A, H] and last [M, H]."""
+        lengths = [len(tokens) for tokens in token_ids_list]
+        # Composed on the host: one copy to the device each instead of one per text.
+        positions = torch.cat([torch.arange(length, device="cpu") for length in lengths]).to(self.device)
+        tokens = torch.cat([tokens.to(torch.int64) for tokens in token_ids_list]).to(self.device)
+        return self.run(tokens, positions, CausalAttention(self.config, lengths, self.dtype, self.device), aux_layers)
 
     def logits(self, last: Tensor) -> Tensor:
         """[..., H] states after the final norm -> [..., V], in the model's dtype."""
@@ -164,37 +174,6 @@ class TargetModel:
         if weight is None:
             return rms_normalise(x, self._eps)
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_eps)
-
-
-class CausalAttention:
-    """Causal attention within each of several texts that are stored end to end."""
-
-    def __init__(self, config: TargetConfig, lengths: Sequence[int], dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self._config = config
-        self._lengths = list(lengths)
-
-    def __call__(self, layer: int, heads: Tensor) -> Tensor:
-        """heads [M, Q + 2G, E] -> [M, Q * E]."""
-        config = self._config
-        q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
-        window = config.sliding_window if config.layer_types[layer] == SLIDING else None
-        parts = [causal(*one, window) for one in zip(
-            q.split(self._lengths), k.split(self._lengths), v.split(self._lengths), strict=True)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    """One text's attention: q [T, Q, E], k and v [T, G, E] -> [T, Q * E]; `window` counts the token itself."""
-    length = q.shape[0]
-    mask = None
-    if window is not None and window < length:
-        ages = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
-        mask = (ages >= 0) & (ages < window)
-    mixed = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], attn_mask=mask,
-        is_causal=mask is None, enable_gqa=True)
-    return mixed[0].transpose(0, 1).reshape(length, -1)
 
 
 def pairs_together(rows: Tensor, head_dim: int) -> Tensor:
@@ -210,15 +189,12 @@ def _layer(config: TargetConfig, weights: Mapping[str, Tensor], index: int) -> _
     def paired(name: str) -> Tensor:
         return pairs_together(get(name), config.head_dim)
 
-    fold = get("self_attn.q_proj.weight").dtype == torch.float32 and not config.post_norm
     attention, mlp = "self_attn.{}_proj.{}", "mlp.{}_proj.{}"
     qkv = torch.cat([paired(attention.format("q", "weight")), paired(attention.format("k", "weight")),
                      get(attention.format("v", "weight"))])
     qkv_bias = torch.cat([paired(attention.format("q", "bias")), paired(attention.format("k", "bias")),
                           get(attention.format("v", "bias"))]) if config.attention_bias else None
-    gate_up = torch.cat([get(mlp.format("gate", "weight")), get(mlp.format("up", "weight"))])
-    gate_up_bias = torch.cat([get(mlp.format("gate", "bias")), get(mlp.format("up", "bias"))]) \
-        if config.mlp_bias else None
+    fold = qkv.dtype == torch.float32 and not config.post_norm
     input_norm = None if config.post_norm else get("input_layernorm.weight")
     # Olmo applies this tensor to the attention output, the other families before the MLP.
     after_attention = get("post_attention_layernorm.weight")
@@ -227,14 +203,22 @@ def _layer(config: TargetConfig, weights: Mapping[str, Tensor], index: int) -> _
     if config.qk_norm or config.post_norm:
         head_norm = torch.cat([paired(f"self_attn.{name}_norm.weight").view(-1, config.head_dim).expand(heads, -1)
                                for name, heads in (("q", config.num_heads), ("k", config.num_kv_heads))])
+    # In place: the concatenations are this layer's own.
+    qkv_linear = Linear(qkv.mul_(input_norm) if fold and input_norm is not None else qkv, qkv_bias)
+    del qkv  # where the weight is packed this was a copy, freed before the MLP is read
+    gate_up = torch.cat([get(mlp.format("gate", "weight")), get(mlp.format("up", "weight"))])
+    gate_up_bias = torch.cat([get(mlp.format("gate", "bias")), get(mlp.format("up", "bias"))]) \
+        if config.mlp_bias else None
+    gate_up_linear = Linear(gate_up.mul_(mlp_norm) if fold else gate_up, gate_up_bias)
+    del gate_up
     return _Layer(
         input_norm=None if fold else input_norm,
-        qkv=Linear(qkv * input_norm if fold and input_norm is not None else qkv, qkv_bias),
+        qkv=qkv_linear,
         head_norm=head_norm,
         output=Linear(get(attention.format("o", "weight")),
                       get(attention.format("o", "bias")) if config.output_bias else None),
         attention_norm=after_attention if config.post_norm else None,
         mlp_norm=None if fold else mlp_norm,
-        gate_up=Linear(gate_up * mlp_norm if fold else gate_up, gate_up_bias),
+        gate_up=gate_up_linear,
         down=Linear(get(mlp.format("down", "weight")), get(mlp.format("down", "bias")) if config.mlp_bias else None),
     )

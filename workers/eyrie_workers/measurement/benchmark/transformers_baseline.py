@@ -38,7 +38,7 @@ def compare(bench: Bench, target_path: Path, dtype: str, units: Sequence[Unit],
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        target_path, dtype=getattr(torch, dtype), local_files_only=True).eval()
+        target_path, dtype=getattr(torch, dtype), local_files_only=True).eval().to(bench.engine.target.device)
     bench.warm_up(units[:1], [UNDRAFTED], between)
     _generate(model, units[0], bench.stop_ids, 8)
     tokens = transformers_tokens = 0
@@ -60,7 +60,7 @@ def compare(bench: Bench, target_path: Path, dtype: str, units: Sequence[Unit],
 
 def _generate(model: "torch.nn.Module", unit: Unit, stop_ids: Sequence[int], max_new_tokens: int) -> int:
     """Answer greedily with `transformers`; returns the number of new tokens, the stop token counted as in ours."""
-    prompt = torch.tensor([unit.prompt_ids])
+    prompt = torch.tensor([unit.prompt_ids], device=next(model.parameters()).device)
     with torch.inference_mode():
         answer = model.generate(  # type: ignore[operator]
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, do_sample=False,
