@@ -61,6 +61,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGpu]:
         with mode:
             run(thread)
 
+    for name, stand_in in mode.stand_ins().items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.Tensor, "record_stream", mode.record_stream)
     monkeypatch.setattr(threading.Thread, "run", run_there)
     with mode:
         yield mode

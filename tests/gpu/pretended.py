@@ -4,7 +4,8 @@ A machine with a GPU cannot be had here, so this fakes the one thing about it th
 of one device does not meet a tensor of another. `PretendedGpu` is a mode of torch's function calls. It remembers for
 every storage where it was put (`.to`, `device=`, or made from what was there), answers `x.device` and `x.is_cuda`
 accordingly, and raises where the real one would: operands apart, a CUDA index into the processor's tensor, `.numpy()`
-of what is not here. Numbers are the processor's. Kernels, streams, memory and speed are not pretended; `make test-gpu`
+of what is not here. A copy to the host that is not waited for arrives when an event or stream is synchronised, and not
+before. Numbers are the processor's. Kernels, the order of streams, memory and speed are not pretended; `make test-gpu`
 has those.
 
 It also counts the calls after which the host waits for the GPU (`num_syncs`, and where they are: `syncs`), by the rules
@@ -17,6 +18,7 @@ Autograd makes tensors out of this mode's sight; they belong to whoever touches 
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,12 @@ class PretendedGpu(TorchFunctionMode):
         self.syncs: list[str] = []
         """Each call after which the host waits for the GPU: its name, and the line that made it."""
 
+        self.used_elsewhere = 0
+        """Tensors that were recorded as used in another stream."""
+
+        self._coming: list[tuple[Tensor, Tensor]] = []
+        """Copies to the host that nobody has waited for yet."""
+
     @property
     def num_syncs(self) -> int:
         """Calls after which the host waits for the GPU."""
@@ -98,12 +106,18 @@ class PretendedGpu(TorchFunctionMode):
             return args[0] if func == Tensor.pin_memory else False
         if func in (Tensor.to, Tensor.cuda, Tensor.cpu) and not args[0].is_meta:
             return self._moved(func, args, told)
+        if func == Tensor.copy_ and told.pop("non_blocking", False) and self._is_download(*args[:2]):
+            with torch._C.DisableTorchFunction():
+                self._coming.append((args[0], args[1].clone()))
+            return args[0]
         if torch.device(told.get("device") or CPU).type == "meta":
             return func(*args, **told)
         if self._waits(func, args, told):
             self.syncs.append(f"{_name(func)} at {_caller()}")
         asked = told.pop("device", None)
         told.pop("pin_memory", None)
+        if asked is not None and any(x.is_meta for x in _tensors(args[:1])):
+            told["device"] = CPU  # `empty_like` of what has no memory
         where = torch.device(asked) if asked is not None else self._agreed(func, args, told)
         if func in _HERE_ALONE and where.type == "cuda":
             raise Apart(f"{_name(func)} of a tensor that is on {where}")
@@ -115,6 +129,42 @@ class PretendedGpu(TorchFunctionMode):
             result = result.clone()  # `as_tensor` of what is elsewhere
         self._settle(result, where, args, told)
         return result
+
+    def stand_ins(self) -> dict[str, object]:
+        """What `torch.cuda` offers of streams and events, by name: everything is done at once, except copies to the
+        host."""
+        mode = self
+
+        class Waited:
+            """A stream or an event."""
+
+            def __init__(self, *_: object, **__: object) -> None:
+                pass
+
+            def record(self) -> None:
+                """Nothing: what was started before is all that there is."""
+
+            def query(self) -> bool:
+                return True
+
+            def elapsed_time(self, _: object) -> float:
+                return 1.0
+
+            def synchronize(self, *_: object) -> None:
+                coming, mode._coming = mode._coming, []
+                with torch._C.DisableTorchFunction():
+                    for place, value in coming:
+                        place.copy_(value)
+
+        return {"Stream": Waited, "Event": Waited, "current_stream": Waited, "stream": nullcontext,
+                "synchronize": Waited().synchronize}
+
+    def record_stream(self, _: object) -> None:
+        """In place of `Tensor.record_stream`."""
+        self.used_elsewhere += 1
+
+    def _is_download(self, to: Tensor, source: Tensor) -> bool:
+        return (self.device_of(to) or CPU) == CPU and self.device_of(source) == GPU
 
     def device_of(self, x: Tensor) -> torch.device | None:
         """Where a tensor was put; None: nobody has seen its storage."""

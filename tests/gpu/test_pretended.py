@@ -4,12 +4,13 @@ What `make test-gpu` shows on a real one, this shows as far as placement goes wh
 """
 
 import json
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
@@ -24,6 +25,7 @@ from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.measurement.parity.round_replay import RoundReplay
 from eyrie_workers.speculation.engine import Engine, Request
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE, Stage
+from eyrie_workers.targets.agreement import compare, reference_states
 from eyrie_workers.targets.device import CPU, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
@@ -53,7 +55,7 @@ SHAPES = (DraftTreeShape(num_steps=3, top_k=1, num_draft_tokens=4),
 @pytest.fixture
 def stages(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Stage programs of this process compute there."""
-    for place in ("eyrie_workers.targets.loading.default_device",
+    for place in ("eyrie_workers.targets.loading.default_device", "eyrie_workers.stages.capture.default_device",
                   "eyrie_workers.stages.train.default_device"):
         monkeypatch.setattr(place, lambda: GPU)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
@@ -104,6 +106,48 @@ def test_hidden_states_are_those_of_the_processor(gpu: PretendedGpu, target_dir:
     for mine, others in zip(here, there, strict=True):
         assert all(torch.equal(a, b.cpu()) for a, b in zip(mine, others, strict=True))
         assert all(one.is_cuda for one in others)
+
+
+def test_one_call_attends_to_all_texts_in_the_reduced_types(gpu: PretendedGpu, tmp_path: Path,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, _: Tensor, longest: int, __: int, *,
+              window_size: tuple[int, int], enable_gqa: bool) -> Tensor:
+        """The documented meaning of torch's function, whose kernel needs a GPU."""
+        assert (starts.dtype, starts.device, enable_gqa) == (torch.int32, GPU, True)
+        assert longest == 29
+        calls.append(window_size)
+        ends = starts.tolist()
+        number = torch.cat([torch.full((b - a,), a) for a, b in pairwise(ends)]).to(GPU)
+        ages = torch.arange(len(q), device=GPU)[:, None] - torch.arange(len(q), device=GPU)
+        left = len(q) if window_size[0] < 0 else window_size[0]
+        seen = (number[:, None] == number) & (ages >= 0) & (ages <= left)
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1).double() for x in (k, v))
+        scores = torch.einsum("tqe,sqe->qts", q.double(), k) / q.shape[2]**0.5
+        return torch.einsum("qts,sqe->tqe", scores.masked_fill(~seen, -torch.inf).softmax(-1), v).to(q.dtype)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", flash)
+    path = tiny_target(tmp_path / "target", "olmo3", sliding_window=7)
+    tokens = [torch.arange(1, 30) % 60, torch.arange(5, 12)]
+    here, there = (load_target(path, "float16", device).hidden_states(tokens, (1, 2)) for device in (CPU, GPU))
+    for (aux, last), (aux_there, last_there) in zip(here, there, strict=True):
+        torch.testing.assert_close(aux_there.cpu(), aux, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(last_there.cpu(), last, atol=2e-2, rtol=2e-2)
+    assert sorted(set(calls)) == [(-1, 0), (6, 0)]  # full layers, and windows of 7 with the token itself
+    assert len(calls) == 4, "one call for each layer"
+
+
+def test_the_reference_of_capture_is_computed_where_the_target_is(gpu: PretendedGpu, target_dir: Path) -> None:
+    tokens = [torch.arange(1, 30) % 60]
+    there = load_target(target_dir, "float32", GPU).hidden_states(tokens, (1, 3))
+    before = gpu.met
+    theirs = reference_states(target_dir, "float32", tokens, (1, 3), GPU)
+    assert gpu.met > before
+    assert sorted(theirs[0]) == [0, 1, 2, 3, 4]
+    assert not any(state.is_cuda for state in theirs[0].values())
+    assert all(one.error < 1e-5 < one.neighbour
+               for one in compare([aux.cpu() for aux, _ in there], theirs, (1, 3), "float32"))
 
 
 def documents_for(target_dir: Path, layers: tuple[int, ...]) -> PackedBatch:

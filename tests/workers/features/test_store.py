@@ -1,6 +1,8 @@
 """The hidden-state store gives back what was written, survives kills, and names what is broken."""
 
+import hashlib
 import itertools
+import math
 import pickle
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from eyrie_workers.features.shard_format import (
     FeatureRow,
     ShardMap,
     StoreFormat,
+    TopKLogits,
     plan_shards,
     shard_name,
     supervised_positions,
@@ -269,6 +272,33 @@ def test_a_directory_without_an_index_is_no_store(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text("{")
     with pytest.raises(ArtifactCorrupt):
         FeatureStore(tmp_path)
+
+
+def numbers(*shape: int, step: int) -> torch.Tensor:
+    """Multiples of 1/8 that no random generator chooses."""
+    return ((torch.arange(math.prod(shape)) * step % 101) - 50).to(torch.float32).div_(8.0).view(shape)
+
+
+@pytest.mark.parametrize(("codec", "final_state", "digest"), [
+    ("float32", "keep", "63687e71ca5a6706752c6eb65564b14d"), ("bfloat16", "keep", "efb50ed33bdf40d121c39bf5dd4dc79d"),
+    ("int8", "keep", "0214b2fd5a72a504d44597d4113cc436"), ("fp8", "keep", "fa22c4c80eab711675d22ac0eba02db0"),
+    ("int4", "keep", "88683e6354c6bb5a4e9ba788979115af"), ("int8", "topk", "ecab4028970fa7489498d2104fefe527")])
+def test_the_bytes_of_a_shard_are_those_that_earlier_versions_wrote(
+        codec: str, final_state: str, digest: str, tmp_path: Path) -> None:
+    extra = {"top_k": 2, "draft_ids": tuple(range(40))} if final_state == "topk" else {}
+    of = StoreFormat.model_validate({"aux_layers": (1, 3), "hidden_size": 36, "codec": codec, "block_tokens": 16,
+                                     "target_digest": "sha256:" + "0" * 64, "final_state": final_state, **extra})
+    rows = []
+    for length in (40, 3, 17):
+        mask = torch.arange(length) >= length // 3
+        mask[length - 2:length - 1] = False
+        num = int(mask[1:].sum())
+        topk = TopKLogits(torch.arange(num * 2).view(num, 2) % 40, -numbers(num, 2, step=3).abs(),
+                          numbers(num, step=5).abs(), numbers(num, step=7).abs(), torch.arange(num) % 40)
+        rows.append(FeatureRow(f"row-{length}", torch.arange(length) * 7 % 320, mask, numbers(length, 2, 36, step=37),
+                               numbers(length, 36, step=11), topk if final_state == "topk" else None))
+    FeatureWriter(tmp_path, of).write_shard(rows)
+    assert hashlib.sha256((tmp_path / "shard-00000.states").read_bytes()).hexdigest()[:32] == digest
 
 
 def test_states_of_another_layout_are_refused(tmp_path: Path) -> None:

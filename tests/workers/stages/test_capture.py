@@ -1,5 +1,6 @@
 """Capture records what Hugging Face computes, exactly at the answer tokens, and survives every kind of end."""
 
+import errno
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,14 @@ from eyrie_api.v1alpha1.capture import CaptureSpec
 from eyrie_api.v1alpha1.reports import CaptureReport
 from eyrie_api.v1alpha1.stages import CaptureStage
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowSampling, RowsMeta
+from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, RowSampling, RowsMeta, read_rows
 from eyrie_workers.features.shard_format import shard_name, supervised_positions
 from eyrie_workers.features.store import FeatureStore, StoreDamaged
-from eyrie_workers.features.streaming import plan_batches
+from eyrie_workers.features.target_pass import plan_passes
 from eyrie_workers.features.topk_logits import rebuild_distribution
-from eyrie_workers.stage_program import run_program
-from eyrie_workers.stages.capture import capture, is_whole, plan_rows
+from eyrie_workers.features.writer import FeatureWriter
+from eyrie_workers.stage_program import Stage, run_program
+from eyrie_workers.stages.capture import capture, is_whole, plan_rows, write_shards
 from eyrie_workers.targets.agreement import LayersDisagree, compare
 from eyrie_workers.targets.loading import load_target, target_digest
 from tests.tiny import tiny_target
@@ -213,7 +216,7 @@ def test_states_are_compared_with_transformers_before_anything_is_stored(tmp_pat
 
 def test_states_of_the_layer_beside_are_refused() -> None:
     generator = torch.Generator().manual_seed(0)
-    layers = [torch.randn(9, 8, generator=generator) for _ in range(4)]
+    layers = {layer: torch.randn(9, 8, generator=generator) for layer in range(4)}
     right = [torch.stack([layers[1], layers[2]], dim=1)]
     found = compare(right, [layers], (1, 2), "float32")
     assert all(one.error == 0.0 < 0.5 < one.neighbour for one in found)
@@ -296,9 +299,60 @@ def test_a_program_stopped_midway_ends_with_the_same_bytes(tmp_path: Path, numbe
     assert any(event.get("reason") == "Resumed" for event in events)
 
 
+def test_an_error_of_a_writer_thread_ends_the_stage_and_the_next_run_completes_the_store(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target(tmp_path / "target")
+    write_rows(tmp_path / "rows", target, 120)
+    for name in ("whole", "broken"):
+        write_spec(tmp_path / name, target, tmp_path / "rows", shard_size_bytes=2**16, batch_tokens=64)
+    assert run(tmp_path / "whole") == 0
+    flushed, flush = count(1), os.fsync
+
+    def full_at_the_third(file: int) -> None:
+        if next(flushed) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        flush(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full_at_the_third)
+        with pytest.raises(OSError, match="No space left on device"):
+            run(tmp_path / "broken")
+    assert not list((tmp_path / "broken").glob(".shard-*")), "the shards that failed are deleted"
+    assert 2 <= len(list((tmp_path / "broken").glob("shard-*"))) < len(list((tmp_path / "whole").glob("shard-*")))
+    assert run(tmp_path / "broken") == 0
+    assert artifact(tmp_path / "broken") == artifact(tmp_path / "whole")
+
+
+def capture_share(out: Path, share: tuple[int, int]) -> None:
+    """What one of several processes captures."""
+    spec = CaptureStage.model_validate_json((out / "spec.json").read_text())
+    target = load_target(Path(spec.target.model))
+    plan = plan_rows(read_rows(Path(spec.rows_dir) / ROWS), spec.capture.max_length)
+    fmt = FeatureStore(out.parent / "whole").format
+    write_shards(spec, Stage(out, quiet=True), plan, target, FeatureWriter(out, fmt, alone=False), share)
+
+
+def test_shards_do_not_depend_on_the_number_of_processes_nor_on_a_change_of_it(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path / "target")
+    write_rows(tmp_path / "rows", target, 120)
+    for name in ("whole", "three", "changed"):
+        write_spec(tmp_path / name, target, tmp_path / "rows", shard_size_bytes=2**16, batch_tokens=64)
+    assert run(tmp_path / "whole") == 0
+    for rank in (2, 0, 1):
+        capture_share(tmp_path / "three", (rank, 3))
+    capture_share(tmp_path / "changed", (1, 2))  # the other one was killed
+    num_shards = len(list((tmp_path / "whole").glob("shard-*")))
+    assert len(list((tmp_path / "changed").glob("shard-*"))) == num_shards // 2 > 1
+    for rank in (0, 1, 2):
+        capture_share(tmp_path / "changed", (rank, 3))
+    for name in ("three", "changed"):
+        assert run(tmp_path / name) == 0
+        assert artifact(tmp_path / name) == artifact(tmp_path / "whole")
+
+
 @given(lengths=st.lists(st.integers(1, 300), max_size=50), batch=st.integers(1, 1000))
 def test_batches_cover_every_row_once_within_the_limit(lengths: list[int], batch: int) -> None:
-    plan = list(plan_batches(lengths, batch))
+    plan = list(plan_passes(lengths, batch))
     assert [i for rows in plan for i in rows] == list(range(len(lengths)))
     assert all(len(rows) == 1 or sum(lengths[i] for i in rows) <= batch for rows in plan)
 

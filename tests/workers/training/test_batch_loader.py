@@ -9,16 +9,16 @@ import torch
 from eyrie_api.errors import ArtifactCorrupt
 from eyrie_api.v1alpha1.codecs import Codec
 from eyrie_api.v1alpha1.targets import TargetSpec
-from eyrie_workers.features.shard_format import StoreFormat, supervised_positions
+from eyrie_workers.features.shard_format import FeatureRow, StoreFormat, TokenRow, supervised_positions
 from eyrie_workers.features.storage_backend import LocalBackend
 from eyrie_workers.features.streaming import (
     TOKENS,
     StreamedFeatures,
-    compute_rows,
     plan_is_whole,
     read_plan,
     write_plan,
 )
+from eyrie_workers.features.target_pass import compute_pass
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.targets.loading import load_target, target_digest
 from eyrie_workers.training.batch_loader import BatchLoader, Features, open_features
@@ -52,8 +52,12 @@ def both(directory: Path, target_dir: Path, codec: Codec, num: int = 14, *, opin
                          target_digest=target_digest(target_dir), **topk)
     rows = rows_of(num)
     writer = FeatureWriter(directory / "store", layout)
-    writer.write_shard([compute_rows(target, [(name, ids, torch.arange(ids.numel()) >= prompt)], layout)[0]
-                        for name, ids, prompt in rows])
+    stored = []
+    for name, ids, prompt in rows:
+        row = TokenRow(name, ids, torch.arange(ids.numel()) >= prompt)
+        alone = compute_pass(target, [row], layout)
+        stored.append(FeatureRow(*row, alone.aux, alone.last, alone.topk_logits))
+    writer.write_shard(stored)
     writer.finish()
     (directory / "stream").mkdir()
     write_plan(directory / "stream", layout, ((name, ids.tolist(), prompt) for name, ids, prompt in rows),

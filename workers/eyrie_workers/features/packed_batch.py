@@ -1,12 +1,13 @@
 """The batch type that readers of hidden states return and training consumes: documents end to end, without padding.
 
 `FeatureStore.read`, `StreamedFeatures.read` and the objectives of all drafter families exchange this one type, so no
-conversion lies between the store and the optimiser.
+conversion lies between the store and the optimiser. Tokens and loss mask begin on the CPU, where a step is planned; the
+states begin where they were read or computed.
 
     T packed tokens, A aux layers, H hidden
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -39,7 +40,7 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> "PackedBatch":
         """This batch on a device."""
-        if self.token_ids.device == device:
+        if self.token_ids.device == device and self.aux.device == device:
             return self
 
         # From pinned memory a non-blocking copy overlaps with the host's work; from pageable memory it blocks.
@@ -61,6 +62,12 @@ class PackedBatch:
     def inputs(self) -> "PackedBatch":
         """What a drafter reads of this batch, without what it is compared with."""
         return replace(self, last=self.last[:, :0], topk_logits=None)
+
+    def states(self) -> Iterator[Tensor]:
+        """The tensors that hold states."""
+        yield from (self.aux, self.last)
+        if self.topk_logits is not None:
+            yield from vars(self.topk_logits).values()
 
     def with_layers(self, columns: Sequence[int]) -> "PackedBatch":
         """This batch with the aux layers at these positions of the A axis."""

@@ -7,11 +7,15 @@ Capture then writes only a plan, about five bytes per token:
 
 `StreamedFeatures` has the interface of `features.store.FeatureStore` and returns the same numbers: states go through
 the format's codec and back, unsupervised positions have no final state, and top-k logits are computed where the format
-stores them. The target's products do not depend on the other rows of a pass (`targets.linear`), so the numbers equal
-those of a store for any batching.
+stores them. On the CPU the target's products do not depend on the other rows of a pass (`targets.linear`), so the
+numbers equal those of a store for any batching.
 
-`batches` runs the target in a thread ahead of its caller, and never holds more than `buffer_bytes` of states, including
-the batch in use; a larger batch is computed when it is requested. Every epoch repeats the target's passes.
+States never leave the target's device: a batch has its tokens and loss mask on the CPU, where training plans, and its
+states where they were computed, which is the trainer's own GPU or another (EYRIE_TARGET_DEVICE, `targets.device`).
+
+`batches` runs the target in a thread ahead of its caller, on a GPU also in a stream of its own, and never holds more
+than `buffer_bytes` of states, including the batch in use; a larger batch is computed when it is requested. Every epoch
+repeats the target's passes.
 """
 
 # T tokens, A aux layers, H hidden
@@ -19,7 +23,7 @@ the batch in use; a larger batch is computed when it is requested. Every epoch r
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
@@ -32,12 +36,11 @@ from torch import Tensor
 from eyrie_api.artifacts import digest_bytes, digest_model, write_atomically, write_model
 from eyrie_api.errors import ArtifactCorrupt
 from eyrie_api.v1alpha1.model import Digest, Frozen
-from eyrie_workers.features.blocks import concat_topk_logits, decode_block, encode_block
+from eyrie_workers.features.blocks import concat_topk_logits, decode_block
 from eyrie_workers.features.packed_batch import PackedBatch
-from eyrie_workers.features.shard_format import FeatureRow, StoreFormat, supervised_positions
+from eyrie_workers.features.shard_format import StoreFormat, TokenRow
 from eyrie_workers.features.storage_backend import StorageBackend
-from eyrie_workers.features.store import Buffers
-from eyrie_workers.features.topk_logits import compute_topk_logits
+from eyrie_workers.features.target_pass import compute_pass, plan_passes
 from eyrie_workers.targets.model import TargetModel
 
 STREAM = "stream.json"
@@ -106,33 +109,6 @@ def plan_is_whole(backend: StorageBackend) -> bool:
         return False
 
 
-def plan_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[range]:
-    """Consecutive rows per forward pass, at most `batch_tokens` tokens or a single longer row."""
-    start, size = 0, 0
-    for row, length in enumerate(lengths):
-        if row > start and size + length > batch_tokens:
-            yield range(start, row)
-            start, size = row, 0
-        size += length
-    if start < len(lengths):
-        yield range(start, len(lengths))
-
-
-def compute_rows(target: TargetModel, rows: Sequence[tuple[str, Tensor, Tensor]],
-                 fmt: StoreFormat) -> list[FeatureRow]:
-    """One teacher-forced pass over rows (id, token ids [T], loss mask [T]): states as the target computes them, copied
-    to the CPU."""
-    states = target.hidden_states([ids for _, ids, _ in rows], fmt.aux_layers)
-    features = []
-    for (row_id, ids, mask), (aux, last) in zip(rows, states, strict=True):
-        topk_logits = None
-        if fmt.final_state == "topk":
-            supervised = last[supervised_positions(mask).to(last.device)]
-            topk_logits = compute_topk_logits(supervised, target.lm_head_weight, fmt)
-        features.append(FeatureRow(row_id, ids, mask, aux.cpu(), last.cpu(), topk_logits))
-    return features
-
-
 class StreamedFeatures:
     """The rows of a plan; their states are computed when they are read."""
 
@@ -153,6 +129,7 @@ class StreamedFeatures:
         self._starts = [0, *accumulate(plan.lengths)]
         self._load: Callable[[], TargetModel] | None = target
         self._target: TargetModel | None = None
+        self._stream: torch.cuda.Stream | None = None
         self._lock = threading.Lock()
 
     @property
@@ -170,30 +147,27 @@ class StreamedFeatures:
         ids = self._ids[self._starts[index]:self._starts[index + 1]]
         return ids, torch.arange(ids.numel()) >= self.plan.prompts[index]
 
-    def read(self, rows: Sequence[int], dtype: torch.dtype | None = None,
-             into: Buffers | None = None) -> PackedBatch:
-        """As `FeatureStore.read`; the target computes the states now."""
-        fmt, keeps = self.format, self.format.final_state == "keep"
-        documents = [self.tokens(row) for row in rows]
-        lengths = [ids.numel() for ids, _ in documents]
-        if into is None:
-            states = (sum(lengths), len(fmt.aux_layers), fmt.hidden_size)
-            into = Buffers(torch.empty(states, dtype=dtype or fmt.dtype),
-                           torch.empty(states[0], fmt.hidden_size if keeps else 0, dtype=dtype or fmt.dtype))
-        aux, last = into.aux[:sum(lengths)], into.last[:sum(lengths), :fmt.hidden_size if keeps else 0].zero_()
-        topk_parts, at, target = [], 0, self._loaded_target()
-        for batch in plan_batches(lengths, self.plan.batch_tokens):
-            here = [(self.plan.row_ids[rows[i]], *documents[i]) for i in batch]
-            for row in compute_rows(target, here, fmt):
-                num = row.token_ids.numel()
-                tensors, _ = encode_block(row, fmt, range(num))
-                decode_block(fmt, tensors, supervised_positions(row.loss_mask), aux[at:at + num], last[at:at + num])
-                at += num
-                if not keeps:
-                    topk_parts.append(tensors)
-            self.computed_tokens += sum(lengths[i] for i in batch)
+    def read(self, rows: Sequence[int], dtype: torch.dtype | None = None) -> PackedBatch:
+        """As `FeatureStore.read`, with the states on the target's device, which computes them now."""
+        fmt, keeps, target = self.format, self.format.final_state == "keep", self._loaded_target()
+        documents = [TokenRow(self.plan.row_ids[row], *self.tokens(row)) for row in rows]
+        lengths = [row.token_ids.numel() for row in documents]
+        num_tokens, dtype = sum(lengths), dtype or fmt.dtype
+        aux = torch.empty(num_tokens, len(fmt.aux_layers), fmt.hidden_size, dtype=dtype, device=target.device)
+        last = torch.zeros(num_tokens, fmt.hidden_size if keeps else 0, dtype=dtype, device=target.device)
+        topk_parts, at = [], 0
+        for batch in plan_passes(lengths, self.plan.batch_tokens):
+            computed = compute_pass(target, documents[batch.start:batch.stop], fmt)
+            here = slice(at, at + computed.aux.shape[0])
+            tensors = computed.encode(fmt)
+            decode_block(fmt, tensors, computed.is_supervised, aux[here], last[here])
+            at = here.stop
+            if not keeps:
+                topk_parts.append(tensors)
+            self.computed_tokens += computed.aux.shape[0]
         return PackedBatch(
-            token_ids=torch.cat([ids for ids, _ in documents]), loss_mask=torch.cat([mask for _, mask in documents]),
+            token_ids=torch.cat([row.token_ids for row in documents]),
+            loss_mask=torch.cat([row.loss_mask for row in documents]),
             aux=aux, last=last, topk_logits=None if keeps else concat_topk_logits(topk_parts), lengths=tuple(lengths))
 
     def batches(self, groups: Iterable[Sequence[int]], *, ahead: int = 2, dtype: torch.dtype | None = None,
@@ -213,17 +187,37 @@ class StreamedFeatures:
                     # Without held states a batch is submitted at any size, or a large one would never be computed.
                     if held and held + size > self.plan.buffer_bytes:
                         break
-                    waiting.append((pool.submit(self.read, coming, dtype), size))
+                    waiting.append((pool.submit(self._read_ahead, coming, dtype), size))
                     held, coming = held + size, None
                     self.most_held_bytes = max(self.most_held_bytes, held)
                 if not waiting:
                     return
                 future, size = waiting.popleft()
-                yield future.result()
+                yield self._handed_over(future.result())
                 del future  # the future references the batch: drop it before the next one is computed
                 held -= size
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+    def _read_ahead(self, rows: Sequence[int], dtype: torch.dtype | None) -> PackedBatch:
+        """`read` in the prefetch thread, and finished: on a GPU in a stream of its own, beside the training step."""
+        device = self._loaded_target().device
+        if device.type != "cuda":
+            return self.read(rows, dtype)
+        self._stream = self._stream or torch.cuda.Stream(device)
+        with torch.cuda.stream(self._stream):
+            batch = self.read(rows, dtype)
+        self._stream.synchronize()  # this thread alone waits
+        return batch
+
+    def _handed_over(self, batch: PackedBatch) -> PackedBatch:
+        """The batch, for use in the caller's stream."""
+        if batch.aux.device.type == "cuda":
+            # The memory belongs to the prefetch stream: without this it would be given to a later pass while kernels of
+            # the caller's stream still read it.
+            for tensor in batch.states():
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return batch
 
     def _state_bytes(self, rows: Sequence[int], dtype: torch.dtype | None) -> int:
         states = len(self.format.aux_layers) + (self.format.final_state == "keep")
@@ -235,4 +229,6 @@ class StreamedFeatures:
             if self._target is None:
                 assert self._load is not None
                 self._target, self._load = self._load(), None
+                if self._target.device.type == "cuda":  # its weights are read in other streams than they were made in
+                    torch.cuda.synchronize(self._target.device)
             return self._target

@@ -19,6 +19,9 @@ rounding of a logit. The division of the tail is lost; a uniform division adds n
     M positions, V target vocabulary, D draft vocabulary, K top-k, H hidden
 """
 
+from collections.abc import Sequence
+from itertools import chain
+
 import torch
 from torch import Tensor
 
@@ -30,13 +33,21 @@ _MAX_LOGITS = 1 << 26
 
 @torch.no_grad()
 def compute_topk_logits(last_MH: Tensor, lm_head_VH: Tensor, fmt: StoreFormat) -> TopKLogits:
-    """Top-k logits of positions, from their final states."""
-    ids_D = torch.tensor(fmt.draft_ids, device=last_MH.device)
+    """Top-k logits of positions, from their final states and on their device."""
+    return compute_topk_logits_of_rows([last_MH], lm_head_VH, fmt)
+
+
+@torch.no_grad()
+def compute_topk_logits_of_rows(last: Sequence[Tensor], lm_head_VH: Tensor, fmt: StoreFormat) -> TopKLogits:
+    """`compute_topk_logits` of several rows' positions, end to end; each row is a product of its own, so that its
+    numbers do not depend on the rows beside it."""
+    ids_D = torch.tensor(fmt.draft_ids, device=lm_head_VH.device)
     vocab_size = lm_head_VH.shape[0]
-    draft_id_V = torch.full((vocab_size,), -1, device=last_MH.device)
-    draft_id_V[ids_D] = torch.arange(ids_D.numel(), device=last_MH.device)
+    draft_id_V = torch.full((vocab_size,), -1, device=ids_D.device)
+    draft_id_V[ids_D] = torch.arange(ids_D.numel(), device=ids_D.device)
     parts: list[tuple[Tensor, ...]] = []
-    for chunk in last_MH.to(lm_head_VH.dtype).split(max(1, _MAX_LOGITS // vocab_size)):
+    for chunk in chain.from_iterable(row_MH.to(lm_head_VH.dtype).split(max(1, _MAX_LOGITS // vocab_size))
+                                     for row_MH in last):
         logits_MV = (chunk @ lm_head_VH.T).float()
         logits_MD = logits_MV.index_select(1, ids_D)
         top_MK, ids_MK = logits_MD.topk(fmt.top_k, dim=-1)
@@ -47,11 +58,7 @@ def compute_topk_logits(last_MH: Tensor, lm_head_VH: Tensor, fmt: StoreFormat) -
         mass_M = (logits_MD.double().logsumexp(-1) - logits_MV.double().logsumexp(-1)).exp()
         parts.append((ids_MK, top_MK - top_MK[:, :1], tail_M.float(), mass_M.float(),
                       draft_id_V[logits_MV.argmax(-1)]))
-    if not parts:
-        empty = torch.zeros(0, fmt.top_k, dtype=torch.int64)
-        return TopKLogits(empty, empty.to(torch.float16), torch.zeros(0), torch.zeros(0),
-                       torch.zeros(0, dtype=torch.int64))
-    ids, logits, tail, mass, choice = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
+    ids, logits, tail, mass, choice = (torch.cat(part) for part in zip(*parts, strict=True))
     # A difference below float16's range is a probability of 0 either way.
     return TopKLogits(ids, logits.clamp_min(torch.finfo(torch.float16).min).to(torch.float16), tail, mass, choice)
 

@@ -1,28 +1,32 @@
 """Writes a hidden-state store, one whole shard at a time.
 
-A shard is written under a hidden name, flushed and renamed; its record lists what it holds. No other file is written
-until the store is finished, and no shard depends on another, so shards may be written in any order. A writer that opens
-a directory reads the records of the shards in it:
+A shard is written under a hidden name (`features.shard_file`), flushed and renamed; its record lists what it holds. No
+other file is written until the store is finished, and no shard depends on another, so shards may be written in any
+order and several at a time (`features.background_writer`). A writer that opens a directory reads the records of the
+shards in it:
 
     record valid, size right, no damage note    the shard is kept
     cut, unreadable, or with a damage note      the shard is written again, and no other
 
 The note is `shard-00003.damaged`: a reader whose digest did not match wrote it (`features.store`), so that the next run
-of capture repairs the shard without reading the whole store. One writer per directory: the stage program's lock ensures
-it. The caller must write the same rows into the same shards every time; `capture` plans them from the rows' lengths.
+of capture repairs the shard without reading the whole store. One run per directory: the stage program's lock ensures
+it; the processes of one run write different shards. The caller must write the same rows into the same shards every
+time; `capture` plans them from the rows' lengths.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from pydantic import ValidationError
+from torch import Tensor
 
 from eyrie_api.artifacts import write_model
 from eyrie_api.errors import ArtifactCorrupt, Conflict
 from eyrie_workers.catalog import DAMAGED_SUFFIX
-from eyrie_workers.features.blocks import encode_block
+from eyrie_workers.features.blocks import encode_states
+from eyrie_workers.features.shard_file import ShardFile
 from eyrie_workers.features.shard_format import (
     INDEX,
     SHARD_PATTERN,
@@ -33,16 +37,13 @@ from eyrie_workers.features.shard_format import (
     ShardRecord,
     StoreFormat,
     StoreIndex,
-    block_sections,
+    TokenRow,
     check_row,
-    end_of_shard,
     read_end,
     record_size,
     shard_name,
     shard_number,
-    short_digest,
-    to_bytes,
-    tokens_bytes,
+    supervised_positions,
 )
 
 
@@ -96,8 +97,11 @@ def is_whole(directory: Path) -> bool:
 class FeatureWriter:
     """Writes whole shards; on opening, finds the shards that are missing or damaged."""
 
-    def __init__(self, directory: Path, fmt: StoreFormat) -> None:
-        """Open or create the store in `directory`. Raises Conflict when it holds states of another format."""
+    def __init__(self, directory: Path, fmt: StoreFormat, *, alone: bool = True) -> None:
+        """Open or create the store in `directory`. Raises Conflict when it holds states of another format.
+
+        alone   no other process writes shards now: temporary files are those of a killed run, and are deleted.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self.format = fmt
@@ -107,8 +111,8 @@ class FeatureWriter:
 
         for path in sorted(directory.glob(SHARD_PATTERN)):
             self._inspect(path)
-        # Temporary files of a killed run: never renamed, so no reader has seen them.
-        for part in [*directory.glob(".shard-*.part"), *directory.glob(f".{INDEX}.*")]:
+        # Never renamed, so no reader has seen them.
+        for part in [*directory.glob(".shard-*.part"), *directory.glob(f".{INDEX}.*")] if alone else ():
             part.unlink()
 
     @property
@@ -136,21 +140,28 @@ class FeatureWriter:
 
     def write_shard(self, rows: Sequence[FeatureRow], number: int | None = None) -> ShardRecord:
         """Write one whole shard, by default the next. Raises ValueError for no rows or a row that does not fit."""
+        shard = self.open_shard([TokenRow(row.row_id, row.token_ids, row.loss_mask) for row in rows],
+                                max(self._shards, default=-1) + 1 if number is None else number)
+        with shard:
+            for row in rows:
+                shard.append(_encode_row(row, self.format), 1)
+        return self.commit(shard)
+
+    def open_shard(self, rows: Sequence[TokenRow], number: int) -> ShardFile:
+        """Begin shard `number`. Raises ValueError for no rows."""
         if not rows:
             raise ValueError("a shard needs at least one row")
-        number = max(self._shards, default=-1) + 1 if number is None else number
-        path = self._directory / shard_name(number)
+        return ShardFile(self._directory / shard_name(number), self.format, rows)
+
+    def commit(self, shard: ShardFile) -> ShardRecord:
+        """Make a shard visible whose rows are all written. May be called in another thread than `open_shard`."""
+        path = self._directory / shard.name
         # Crash safety: all bytes are on disk before the rename makes the shard visible, and the damage note of an old
         # version goes last; a kill in between leaves a note on a good shard, which is then written once more.
-        part = path.with_name(f".{path.name}.part")
-        with part.open("wb") as file:
-            record = _write_rows(file.write, path.name, rows, self.format)
-            file.write(end_of_shard(ShardEnd(layout=self.format, record=record)))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
+        record = shard.finish()
+        os.replace(shard.part, path)
         (self._directory / note_name(path.name)).unlink(missing_ok=True)
-        self._shards[number] = record
+        self._shards[shard_number(path.name)] = record
         self.damaged.pop(path.name, None)
         return record
 
@@ -187,25 +198,10 @@ def read_index_or_none(directory: Path) -> StoreIndex | None:
         return None
 
 
-def _write_rows(write: Callable[[bytes], object], name: str, rows: Sequence[FeatureRow],
-                fmt: StoreFormat) -> ShardRecord:
-    for row in rows:
-        check_row(row, fmt)
-    lengths = tuple(row.token_ids.shape[0] for row in rows)
-    ids = torch.cat([row.token_ids.to(torch.int32) for row in rows])
-    masks = torch.cat([row.loss_mask.to(torch.uint8) for row in rows])
-    tokens = (ids.numpy().tobytes() + masks.numpy().tobytes()).ljust(tokens_bytes(sum(lengths)), b"\0")
-    write(tokens)
-    digests, supervised = [short_digest(tokens)], []
-    for row in rows:
-        for block in fmt.block_ranges(row.token_ids.shape[0]):
-            tensors, num = encode_block(row, fmt, block)
-            data = to_bytes(block_sections(fmt, len(block), num), tensors)
-            write(data)
-            digests.append(short_digest(data))
-            supervised.append(num)
-    return ShardRecord(name=name, row_ids=tuple(row.row_id for row in rows), lengths=lengths, taught=tuple(supervised),
-                       digests=tuple(digests))
+def _encode_row(row: FeatureRow, fmt: StoreFormat) -> dict[str, Tensor]:
+    check_row(row, fmt)
+    supervised = supervised_positions(row.loss_mask.to(torch.bool)).nonzero().squeeze(1)
+    return encode_states(fmt, row.aux, row.last, supervised, row.topk_logits)
 
 
 def _difference(found: StoreFormat, wanted: StoreFormat) -> str:

@@ -37,10 +37,12 @@ from eyrie_api.v1alpha1.reports import CaptureReport, LayerChoice
 from eyrie_api.v1alpha1.stages import CaptureStage
 from eyrie_workers.conversations.rows import META, ROWS, AnsweredRow, read_meta, read_rows
 from eyrie_workers.drafters.registry import layers_of
+from eyrie_workers.features.background_writer import BackgroundWriter
 from eyrie_workers.features.codecs import relative_error, zero_share
-from eyrie_workers.features.shard_format import FeatureRow, StoreFormat, plan_shards, supervised_positions
+from eyrie_workers.features.shard_format import StoreFormat, TokenRow, plan_shards
 from eyrie_workers.features.storage_backend import LocalBackend
-from eyrie_workers.features.streaming import STREAM, TOKENS, compute_rows, plan_batches, plan_is_whole, write_plan
+from eyrie_workers.features.streaming import STREAM, TOKENS, plan_is_whole, write_plan
+from eyrie_workers.features.target_pass import TargetPass, compute_pass, plan_passes
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.features.writer import is_whole as store_is_whole
 from eyrie_workers.stage_program import Result, Stage, run_program
@@ -48,9 +50,12 @@ from eyrie_workers.stages.layer_probe import probe_layers, rows_to_probe
 from eyrie_workers.targets import draft_vocabulary
 from eyrie_workers.targets.agreement import LayerAgreement, compare, reference_states
 from eyrie_workers.targets.config import TargetConfig, read_config
+from eyrie_workers.targets.device import default_device
+from eyrie_workers.targets.device_clock import DeviceClock
 from eyrie_workers.targets.layers import choose_aux_layers
 from eyrie_workers.targets.loading import load_target, resolve, special_token_ids, target_digest
 from eyrie_workers.targets.model import TargetModel
+from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext
 
 # Tokens of a row compared with transformers: enough to distinguish layers; attention cost grows with the square.
 _CHECKED_TOKENS = 256
@@ -150,7 +155,7 @@ class _Work:
     shards: int = 0
 
 
-def capture(spec: CaptureStage, stage: Stage) -> Result:
+def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS) -> Result:
     """Record the target's hidden states over its own answers (see the module's docstring).
 
     Raises ArtifactMissing without rows, Conflict for rows of another target, NoUsableData when no row remains,
@@ -181,7 +186,7 @@ def capture(spec: CaptureStage, stage: Stage) -> Result:
     fmt = plan_format(how, plan, config, layers, digest, read_rows(rows_dir / ROWS), always,
                          fused_layers=choice.aux_layers)
     _report_codec(spec.capture, fmt, stage)
-    work = _write_stream_plan(spec, stage, plan, fmt) if streams else _write_store(spec, stage, plan, fmt)
+    work = _write_stream_plan(spec, stage, plan, fmt) if streams else _write_store(spec, stage, plan, fmt, dist)
     tokens = sum(plan.lengths)
     return Result(CaptureReport(
         rows=len(plan.rows), tokens=tokens,
@@ -195,15 +200,29 @@ def capture(spec: CaptureStage, stage: Stage) -> Result:
         prefill_tokens_per_s=work.tokens / work.prefill_s if work.prefill_s else 0.0), work.files)
 
 
-def _write_store(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat) -> _Work:
-    writer = FeatureWriter(stage.out_dir, fmt)
-    for name, why in writer.damaged.items():
-        stage.event("ShardDamaged", f"{name} is written again: {why}", warning=True)
-    stage.pause_point()
-    target, checked = _load_checked(spec, stage, plan, fmt, fresh=not writer.shards)
-    work = _write_shards(spec, stage, plan, target, writer)
-    work.files, work.checked = writer.finish(), checked
-    work.size_bytes, work.shards = writer.size_bytes, len(writer.shards)
+def _write_store(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: StoreFormat, dist: DistContext) -> _Work:
+    checked: tuple[LayerAgreement, ...] = ()
+    if dist.is_main:
+        # Opening the store deletes the hidden files of a killed run: before another process writes its own.
+        writer = FeatureWriter(stage.out_dir, fmt)
+        for name, why in writer.damaged.items():
+            stage.event("ShardDamaged", f"{name} is written again: {why}", warning=True)
+        stage.pause_point()
+        target, checked = _load_checked(spec, stage, plan, fmt, fresh=not writer.shards)
+    else:
+        target = load_target(resolve(spec.target), spec.target.dtype)
+    dist.broadcast(None)
+    if not dist.is_main:
+        writer = FeatureWriter(stage.out_dir, fmt, alone=False)
+    damaged, began = sorted(writer.damaged), time.monotonic()
+    work = write_shards(spec, stage, plan, target, writer, (dist.rank, dist.size))
+    # Every process waits here until all shards are on disk.
+    counts = dist.all_sum(torch.tensor([work.tokens, work.prefill_s], dtype=torch.float64, device="cpu"))
+    work.tokens, work.prefill_s, work.seconds = int(counts[0]), float(counts[1]) / dist.size, time.monotonic() - began
+    if dist.is_main:
+        writer = FeatureWriter(stage.out_dir, fmt)  # with the shards of the other processes
+        work.files, work.checked, work.repaired = writer.finish(), checked, damaged
+        work.size_bytes, work.shards = writer.size_bytes, len(writer.shards)
     return work
 
 
@@ -253,8 +272,8 @@ def _load_checked(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: Stor
     kept = _kept(read_rows(Path(spec.rows_dir) / ROWS), plan)
     samples = [torch.tensor((row.prompt_ids + row.answer_ids)[:min(of.num_tokens, _CHECKED_TOKENS)])
                for (of, row), _ in zip(kept, range(spec.capture.check_rows), strict=False)]
-    # The reference is freed before our target is loaded: memory need not hold both.
-    theirs = reference_states(path, spec.target.dtype, samples)
+    # The reference is freed before our target is loaded: the device need not hold both.
+    theirs = reference_states(path, spec.target.dtype, samples, fmt.aux_layers, default_device())
     stage.pause_point()
     target = load_target(path, spec.target.dtype)
     ours = [aux.cpu() for aux, _ in target.hidden_states(samples, fmt.aux_layers)]
@@ -265,63 +284,69 @@ def _load_checked(spec: CaptureStage, stage: Stage, plan: CapturePlan, fmt: Stor
     return target, found
 
 
-def _write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: TargetModel,
-                  writer: FeatureWriter) -> _Work:
-    """Capture the shards that are missing or damaged."""
-    done = writer.num_rows
+def write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: TargetModel, writer: FeatureWriter,
+                 share: tuple[int, int] = (0, 1)) -> _Work:
+    """Capture the shards of a share that are missing or damaged.
+
+    share   the number of this process and of all. Process r takes every shard n with n % size == r: whichever shards an
+            interruption on another number of processes left, the missing ones are divided nearly equally.
+    """
+    rank, size = share
     shards = list(plan_shards(plan.lengths, writer.format, spec.capture.shard_size_bytes, plan.supervised))
     beyond = [number for number in writer.shards if number >= len(shards)]
     if beyond:
         raise Conflict(f"{stage.out_dir} holds hidden states of other rows than {spec.rows_dir}",
                        "capture into an empty directory, or delete this one")
-    if done:
+    if done := writer.num_rows:
         stage.event("Resumed", f"{done} of {len(plan.rows)} rows were captured before")
-    work, damaged = _Work(), set(writer.damaged)
+    work, clock = _Work(), DeviceClock(target.device)
     answered = _kept(read_rows(Path(spec.rows_dir) / ROWS), plan)
-    total, began = sum(plan.lengths), time.monotonic()
-    passed = 0
+    total, passed = sum(plan.lengths), 0
     stage.progress(0, total, "tokens")
-    for number, shard in enumerate(shards):
-        # Rows are consumed for existing shards too, so that `answered` stays in step with the plan.
-        rows = [next(answered) for _ in shard]
-        if writer.holds(number, [row.row_id for row, _ in rows]):
-            passed += sum(row.num_tokens for row, _ in rows)
-            continue
-        features: list[FeatureRow] = []
-        for batch in plan_batches([row.num_tokens for row, _ in rows], spec.capture.batch_tokens):
-            stage.pause_point()
-            before = time.monotonic()
-            computed = compute_rows(target, [_tokens_of(*rows[i]) for i in batch], writer.format)
-            work.prefill_s += time.monotonic() - before
-            if not work.errors:  # the codec's error is measured on the first pass
-                work.errors = _errors(computed, writer.format)
-                _warn_about_outliers(computed, writer.format, stage)
-            features += computed
-            work.tokens += sum(rows[i][0].num_tokens for i in batch)
-            stage.progress(passed + work.tokens, total, "tokens")
-        record = writer.write_shard(features, number)
-        if record.name in damaged:
-            work.repaired.append(record.name)
-    work.seconds = time.monotonic() - began
+    with BackgroundWriter(writer) as background:
+        for number, shard in enumerate(shards):
+            # Rows are consumed for skipped shards too, so that `answered` stays in step with the plan.
+            rows = [_tokens_of(*next(answered)) for _ in shard]
+            lengths = [row.token_ids.numel() for row in rows]
+            if writer.holds(number, [row.row_id for row in rows]) or number % size != rank:
+                passed += sum(lengths)
+                continue
+            background.begin(number, rows)
+            for batch in plan_passes(lengths, spec.capture.batch_tokens):
+                stage.pause_point()
+                _capture_pass(target, rows[batch.start:batch.stop], writer.format, background, clock, work, stage)
+                work.tokens += sum(lengths[batch.start:batch.stop])
+                stage.progress(passed + work.tokens, total, "tokens")
+            background.end()
+        background.finish()
+    work.prefill_s = clock.seconds
     return work
 
 
-def _errors(rows: Sequence[FeatureRow], fmt: StoreFormat) -> dict[str, float]:
+def _capture_pass(target: TargetModel, rows: Sequence[TokenRow], fmt: StoreFormat, background: BackgroundWriter,
+                  clock: DeviceClock, work: _Work, stage: Stage) -> None:
+    """One forward pass, whose states are passed to the writer threads."""
+    with clock.running():
+        computed = compute_pass(target, rows, fmt)
+    if not work.errors:  # the codec's error is measured on the first pass
+        work.errors = _errors(computed, fmt)
+        _warn_about_outliers(computed, fmt, stage)
+    background.put(computed.encode(fmt), len(rows))
+
+
+def _errors(computed: TargetPass, fmt: StoreFormat) -> dict[str, float]:
     """Relative error of the codec per layer, over the tokens of one pass."""
-    aux = torch.cat([row.aux for row in rows])
-    found = {str(layer): _mean(relative_error(aux[:, place], fmt.codec))
+    found = {str(layer): _mean(relative_error(computed.aux[:, place], fmt.codec))
              for place, layer in enumerate(fmt.aux_layers)}
     if fmt.final_state == "keep":
-        last = torch.cat([row.last[supervised_positions(row.loss_mask)] for row in rows])
-        found["final"] = _mean(relative_error(last, final_codec(fmt.codec)))
+        found["final"] = _mean(relative_error(computed.last[computed.supervised], final_codec(fmt.codec)))
     return found
 
 
-def _warn_about_outliers(rows: Sequence[FeatureRow], fmt: StoreFormat, stage: Stage) -> None:
+def _warn_about_outliers(computed: TargetPass, fmt: StoreFormat, stage: Stage) -> None:
     """Warn about layers where outliers round most other values to 0."""
-    aux = torch.cat([row.aux for row in rows])
     zeroed = {layer: share for place, layer in enumerate(fmt.aux_layers)
-               if (share := zero_share(aux[:, place], fmt.codec)) > _MAX_ZERO_SHARE[fmt.codec]}
+              if (share := zero_share(computed.aux[:, place], fmt.codec)) > _MAX_ZERO_SHARE[fmt.codec]}
     if zeroed:
         shares = ", ".join(f"{share:.0%} of layer {layer}" for layer, share in zeroed.items())
         stage.event("StatesDrowned", f"{shares} is stored as 0 because of outliers: capture.codec fp8 "
@@ -342,9 +367,9 @@ def _kept(rows: Iterator[AnsweredRow], plan: CapturePlan) -> Iterator[tuple[RowP
             wanted = next(planned, None)
 
 
-def _tokens_of(plan: RowPlan, row: AnsweredRow) -> tuple[str, torch.Tensor, torch.Tensor]:
+def _tokens_of(plan: RowPlan, row: AnsweredRow) -> TokenRow:
     ids = torch.tensor((row.prompt_ids + row.answer_ids)[:plan.num_tokens])
-    return plan.row_id, ids, torch.arange(plan.num_tokens) >= plan.num_prompt_tokens
+    return TokenRow(plan.row_id, ids, torch.arange(plan.num_tokens) >= plan.num_prompt_tokens)
 
 
 def _check_rows_are_of(digest: str, rows_dir: Path, model: str) -> None:
