@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils import clip_grad
 
 from eyrie_kernels import packed_attention, soft_target_loss
-from tests.gpu.pretended import PretendedEvent, PretendedGpu
+from tests.gpu.pretended import PretendedGpu, pretended_flash
 from tests.gpu.sizes import NO_GPU, REAL, TINY, Sizes, this_device
 
 
@@ -48,7 +48,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGpu]:
     """The mode; kernels, which are not pretended, take their plain-torch form."""
     for module in (packed_attention, soft_target_loss):
         monkeypatch.setattr(module, "runs_kernels", lambda _: False)
-    monkeypatch.setattr(torch.cuda, "Event", PretendedEvent)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 << 30, 80 << 30))
     # Clipping moves its factor to the device that it is told the gradients are on: torch's C++ tells the real one.
     group = clip_grad._group_tensors_by_device_and_dtype
@@ -63,6 +62,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGpu]:
 
     for name, stand_in in mode.stand_ins().items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", pretended_flash)
     monkeypatch.setattr(torch.Tensor, "record_stream", mode.record_stream)
     monkeypatch.setattr(threading.Thread, "run", run_there)
     with mode:

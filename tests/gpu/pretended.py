@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,23 @@ class PretendedEvent:
     def elapsed_time(self, end: "PretendedEvent") -> float:
         """Milliseconds."""
         return 1000 * (end._at - self._at)
+
+
+def pretended_flash(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, _: Tensor, longest: int, __: int, *,
+                    window_size: tuple[int, int], enable_gqa: bool) -> Tensor:
+    """`torch.nn.attention.varlen.varlen_attn` as its documentation defines it; its kernel needs a GPU."""
+    assert (starts.dtype, enable_gqa, window_size[1]) == (torch.int32, True, 0)
+    with torch._C.DisableTorchFunction():
+        ends = starts.tolist()
+    lengths = [end - start for start, end in pairwise(ends)]
+    assert longest == max(lengths)
+    text = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(q.device, non_blocking=True)
+    at = torch.arange(q.shape[0], device=q.device)
+    left = q.shape[0] if window_size[0] < 0 else window_size[0]
+    seen = (text[:, None] == text) & (at[:, None] >= at) & (at[:, None] - at <= left)
+    k, v = (x.unsqueeze(2).expand(-1, -1, q.shape[1] // x.shape[1], -1).flatten(1, 2).double() for x in (k, v))
+    scores = torch.einsum("tqe,sqe->qts", q.double(), k) / q.shape[2]**0.5
+    return torch.einsum("qts,sqe->tqe", scores.masked_fill(~seen, -torch.inf).softmax(-1), v).to(q.dtype)
 
 
 class PretendedGpu(TorchFunctionMode):
@@ -135,29 +153,30 @@ class PretendedGpu(TorchFunctionMode):
         host."""
         mode = self
 
-        class Waited:
-            """A stream or an event."""
+        class Event(PretendedEvent):
+            """Copies arrive when it is waited for."""
 
-            def __init__(self, *_: object, **__: object) -> None:
-                pass
+            def synchronize(self) -> None:
+                mode.deliver()
 
-            def record(self) -> None:
-                """Nothing: what was started before is all that there is."""
+        class Stream:
+            """The same of a stream."""
 
-            def query(self) -> bool:
-                return True
+            def __init__(self, device: torch.device) -> None:
+                self.device = device
 
-            def elapsed_time(self, _: object) -> float:
-                return 1.0
+            def synchronize(self) -> None:
+                mode.deliver()
 
-            def synchronize(self, *_: object) -> None:
-                coming, mode._coming = mode._coming, []
-                with torch._C.DisableTorchFunction():
-                    for place, value in coming:
-                        place.copy_(value)
+        return {"Event": Event, "Stream": Stream, "current_stream": Stream, "stream": nullcontext,
+                "synchronize": lambda _: mode.deliver()}
 
-        return {"Stream": Waited, "Event": Waited, "current_stream": Waited, "stream": nullcontext,
-                "synchronize": Waited().synchronize}
+    def deliver(self) -> None:
+        """Finish the copies to the host."""
+        coming, self._coming = self._coming, []
+        with torch._C.DisableTorchFunction():
+            for place, value in coming:
+                place.copy_(value)
 
     def record_stream(self, _: object) -> None:
         """In place of `Tensor.record_stream`."""

@@ -4,7 +4,7 @@ What `make test-gpu` shows on a real one, this shows as far as placement goes wh
 """
 
 import json
-from itertools import count, pairwise
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from eyrie_workers.drafters import eagle1
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.drafters.registry import family_named, open_drafter
 from eyrie_workers.features.packed_batch import PackedBatch
+from eyrie_workers.features.shard_format import StoreFormat, TokenRow
+from eyrie_workers.features.target_pass import compute_pass
 from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.measurement.parity.round_replay import RoundReplay
 from eyrie_workers.speculation.engine import Engine, Request
@@ -35,7 +37,7 @@ from eyrie_workers.training.objective import StepContext
 from tests.benchmarks import training_step as training_bench
 from tests.benchmarks.calibration.measure import measure as calibrating
 from tests.benchmarks.quickstart.entropy import confidence
-from tests.gpu.pretended import GPU, Apart, PretendedGpu
+from tests.gpu.pretended import GPU, Apart, PretendedGpu, pretended_flash
 from tests.packed_rows import pack_rows
 from tests.tiny import tiny_target
 from tests.workers.measurement.tiny_bench import stage_specs
@@ -112,22 +114,11 @@ def test_one_call_attends_to_all_texts_in_the_reduced_types(gpu: PretendedGpu, t
                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, int]] = []
 
-    def flash(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, _: Tensor, longest: int, __: int, *,
-              window_size: tuple[int, int], enable_gqa: bool) -> Tensor:
-        """The documented meaning of torch's function, whose kernel needs a GPU."""
-        assert (starts.dtype, starts.device, enable_gqa) == (torch.int32, GPU, True)
-        assert longest == 29
-        calls.append(window_size)
-        ends = starts.tolist()
-        number = torch.cat([torch.full((b - a,), a) for a, b in pairwise(ends)]).to(GPU)
-        ages = torch.arange(len(q), device=GPU)[:, None] - torch.arange(len(q), device=GPU)
-        left = len(q) if window_size[0] < 0 else window_size[0]
-        seen = (number[:, None] == number) & (ages >= 0) & (ages <= left)
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1).double() for x in (k, v))
-        scores = torch.einsum("tqe,sqe->qts", q.double(), k) / q.shape[2]**0.5
-        return torch.einsum("qts,sqe->tqe", scores.masked_fill(~seen, -torch.inf).softmax(-1), v).to(q.dtype)
+    def watched(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(kwargs["window_size"])
+        return pretended_flash(*args, **kwargs)
 
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", flash)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", watched)
     path = tiny_target(tmp_path / "target", "olmo3", sliding_window=7)
     tokens = [torch.arange(1, 30) % 60, torch.arange(5, 12)]
     here, there = (load_target(path, "float16", device).hidden_states(tokens, (1, 2)) for device in (CPU, GPU))
@@ -210,6 +201,20 @@ def test_a_family_drafts_there_and_changes_no_token(name: str, gpu: PretendedGpu
         plain = [one.token_ids for one in engine.generate(requests)]
         for shape in SHAPES:
             assert [one.token_ids for one in engine.generate(requests, shape)] == plain, shape.label()
+
+
+@pytest.mark.parametrize("final_state", ["keep", "topk"])
+def test_a_pass_of_capture_is_computed_and_encoded_without_a_wait_of_the_host(
+        final_state: str, gpu: PretendedGpu, target_dir: Path) -> None:
+    target = load_target(target_dir, "float32", GPU)
+    extra = {"top_k": 4, "draft_ids": tuple(range(0, 60, 2))} if final_state == "topk" else {}
+    fmt = StoreFormat.model_validate({"aux_layers": (1, 2), "hidden_size": 32, "codec": "int8",
+                                      "target_digest": "sha256:" + "0" * 64, "final_state": final_state, **extra})
+    rows = [TokenRow(f"row-{n}", torch.arange(n) % 60, torch.arange(n) > 3) for n in (9, 14, 30)]
+    before = gpu.num_syncs
+    states = compute_pass(target, rows, fmt).encode(fmt)
+    assert gpu.syncs[before:] == []
+    assert all(x.is_cuda for x in states.values())
 
 
 @pytest.mark.parametrize("codec", ["float32", "int8", "fp8", "int4"])

@@ -45,13 +45,13 @@ from eyrie_workers.features.streaming import STREAM, TOKENS, plan_is_whole, writ
 from eyrie_workers.features.target_pass import TargetPass, compute_pass, plan_passes
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.features.writer import is_whole as store_is_whole
+from eyrie_workers.speculation.phase_times import EngineStats, PhaseClock
 from eyrie_workers.stage_program import Result, Stage, run_program
 from eyrie_workers.stages.layer_probe import probe_layers, rows_to_probe
 from eyrie_workers.targets import draft_vocabulary
 from eyrie_workers.targets.agreement import LayerAgreement, compare, reference_states
 from eyrie_workers.targets.config import TargetConfig, read_config
 from eyrie_workers.targets.device import default_device
-from eyrie_workers.targets.device_clock import DeviceClock
 from eyrie_workers.targets.layers import choose_aux_layers
 from eyrie_workers.targets.loading import load_target, resolve, special_token_ids, target_digest
 from eyrie_workers.targets.model import TargetModel
@@ -299,7 +299,8 @@ def write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: Ta
                        "capture into an empty directory, or delete this one")
     if done := writer.num_rows:
         stage.event("Resumed", f"{done} of {len(plan.rows)} rows were captured before")
-    work, clock = _Work(), DeviceClock(target.device)
+    work, stats = _Work(), EngineStats()
+    clock = PhaseClock(stats, target.device)
     answered = _kept(read_rows(Path(spec.rows_dir) / ROWS), plan)
     total, passed = sum(plan.lengths), 0
     stage.progress(0, total, "tokens")
@@ -319,15 +320,18 @@ def write_shards(spec: CaptureStage, stage: Stage, plan: CapturePlan, target: Ta
                 stage.progress(passed + work.tokens, total, "tokens")
             background.end()
         background.finish()
-    work.prefill_s = clock.seconds
+    clock.settle(wait=True)
+    work.prefill_s = stats.prefill_s
     return work
 
 
 def _capture_pass(target: TargetModel, rows: Sequence[TokenRow], fmt: StoreFormat, background: BackgroundWriter,
-                  clock: DeviceClock, work: _Work, stage: Stage) -> None:
+                  clock: PhaseClock, work: _Work, stage: Stage) -> None:
     """One forward pass, whose states are passed to the writer threads."""
-    with clock.running():
-        computed = compute_pass(target, rows, fmt)
+    begin = clock.mark()
+    computed = compute_pass(target, rows, fmt)
+    clock.count("prefill_s", begin, clock.mark())
+    clock.settle()
     if not work.errors:  # the codec's error is measured on the first pass
         work.errors = _errors(computed, fmt)
         _warn_about_outliers(computed, fmt, stage)

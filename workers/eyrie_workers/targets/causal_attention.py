@@ -33,7 +33,8 @@ class CausalAttention:
         self._config = config
         self._lengths = list(lengths)
         # [texts + 1]: where each text begins. Copied to the device once for all layers.
-        self._starts = torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32, device=device)
+        starts = torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32, device="cpu")
+        self._starts = starts.to(device, non_blocking=True)
 
     def __call__(self, layer: int, heads: Tensor) -> Tensor:
         """heads [M, Q + 2G, E] -> [M, Q * E]."""

@@ -162,8 +162,9 @@ class TargetModel:
         """`hidden_states` of the texts end to end: aux [M, A, H] and last [M, H]."""
         lengths = [len(tokens) for tokens in token_ids_list]
         # Composed on the host: one copy to the device each instead of one per text.
-        positions = torch.cat([torch.arange(length, device="cpu") for length in lengths]).to(self.device)
-        tokens = torch.cat([tokens.to(torch.int64) for tokens in token_ids_list]).to(self.device)
+        positions = torch.cat([torch.arange(length, device="cpu") for length in lengths])
+        tokens = torch.cat([tokens.to(torch.int64) for tokens in token_ids_list])
+        positions, tokens = (x.to(self.device, non_blocking=True) for x in (positions, tokens))
         return self.run(tokens, positions, CausalAttention(self.config, lengths, self.dtype, self.device), aux_layers)
 
     def logits(self, last: Tensor) -> Tensor:
