@@ -31,7 +31,6 @@ from eyrie_workers.targets.agreement import compare, reference_states
 from eyrie_workers.targets.device import CPU, device_scope
 from eyrie_workers.targets.draft_vocabulary import DraftVocabulary
 from eyrie_workers.targets.loading import load_target
-from eyrie_workers.training import peak_rate
 from eyrie_workers.training.evaluation import evaluate
 from eyrie_workers.training.objective import StepContext
 from tests.benchmarks import training_step as training_bench
@@ -306,7 +305,6 @@ def test_a_sweep_of_every_family_is_trained_there(stages: None, target_dir: Path
 def test_the_bench_of_a_training_step_runs_there(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch,
                                                  capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(training_bench, "default_device", lambda: GPU)
-    monkeypatch.setattr(peak_rate, "_GPU_PROBE_SIZE", 64)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 2**20)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
