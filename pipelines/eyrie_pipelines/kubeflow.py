@@ -93,7 +93,8 @@ class KubeflowRunner:
         from eyrie_pipelines.placement import compile_for  # imports kfp: one second and 80 MB
 
         gpus = resolve_stage_placement(self._profile, spec.placement, "train").num_gpus
-        pipeline = compile_for(self._profile, spec.placement, together=trains_together(spec, len(expand(spec)), gpus))
+        together = trains_together(spec, len(expand(spec)), gpus, on_cluster=True)
+        pipeline = compile_for(self._profile, spec.placement, together=together)
         job = self._write_job(job_id, spec, attempt, incumbent)
         self._remove_failure(job_id)
         number = seen.starts + 1 if seen.attempt == attempt else 1

@@ -25,7 +25,7 @@ from eyrie_api.artifacts import read_manifest, write_model
 from eyrie_api.processes import log_lines
 from eyrie_api.v1alpha1.stages import StageSpec
 from eyrie_pipelines.run_failure import FAILURE_FILE, StageFailed, read_stage_failure
-from eyrie_pipelines.torchrun import is_first_node, is_node, torchrun_command
+from eyrie_pipelines.torchrun import is_first_node, is_node, under_torchrun
 from eyrie_workers.catalog import command, sweep_command
 
 INTERRUPTED_EXIT_CODE = 143
@@ -50,7 +50,8 @@ def run_stage_program(spec: StageSpec, directory: Path, processes: int = 1) -> N
     write_model(directory / "spec.json", spec)
     node = is_node()
     several = processes > 1
-    arguments = torchrun_command(directory, processes) if node or several else command(spec.stage, directory)
+    alone = command(spec.stage, directory)
+    arguments = under_torchrun(alone, processes) if node or several else alone
     for attempt in range(1, MAX_ATTEMPTS + 1):
         code, interrupted = _run_once(arguments, directory, {"EYRIE_DEVICE": "cuda"} if several else {})
         if code == 0:
@@ -74,18 +75,20 @@ def run_stage_program(spec: StageSpec, directory: Path, processes: int = 1) -> N
         _wait(spec.stage, attempt, code)
 
 
-def run_sweep_program(directories: Sequence[Path], rungs: Sequence[float]) -> None:
-    """Run the sweep program until each candidate has its manifest or its failure.
+def run_sweep_program(directories: Sequence[Path], rungs: Sequence[float], processes: int = 1) -> None:
+    """Run the sweep program, on several GPUs in as many processes, until each candidate has its manifest or its
+    failure.
 
     Raises StageFailed when it ended with neither. Exits this process with 143 after SIGTERM or SIGINT.
     """
-    first = directories[0]
+    first, alone, several = directories[0], sweep_command(directories, rungs), processes > 1
+    arguments = under_torchrun(alone, processes) if several else alone
     for directory in directories:
         (directory / FAILURE_FILE).unlink(missing_ok=True)
         if directory != first:
             (directory / "log.txt").write_text(f"trained in one process with {first.name}: see its log\n")
     for attempt in range(1, MAX_ATTEMPTS + 1):
-        code, interrupted = _run_once(sweep_command(directories, rungs), first, {})
+        code, interrupted = _run_once(arguments, first, {"EYRIE_DEVICE": "cuda"} if several else {})
         if code == 0:
             for directory in directories:
                 read_manifest(directory)
@@ -93,7 +96,8 @@ def run_sweep_program(directories: Sequence[Path], rungs: Sequence[float]) -> No
         if interrupted:
             raise SystemExit(INTERRUPTED_EXIT_CODE)
         failures = [failure for directory in directories if (failure := read_stage_failure(directory)) is not None]
-        retryable = all(each.transient for each in failures) if failures else code < 0 or code == INTERRUPTED_EXIT_CODE
+        killed = code < 0 or code == INTERRUPTED_EXIT_CODE or several
+        retryable = all(each.transient for each in failures) if failures else killed
         if not retryable or attempt == MAX_ATTEMPTS:
             if failures:
                 return

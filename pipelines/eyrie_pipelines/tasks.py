@@ -70,10 +70,10 @@ def sweep(job_dir: str, spec_digest: str, store: str) -> str:
     with _recording_failure(job_dir, "train"):
         job = load_job(job_dir, spec_digest)
         gpus = num_processes(steps.train_gpus(job.spec))
-        if steps.trains_together(job.spec, len(job.candidates), gpus if gpus > 1 else None):
+        if steps.trains_together(job.spec, len(job.candidates), gpus, on_cluster=False):
             specs = {candidate.name: steps.train_spec(job, Path(job_dir), candidate.name)
                      for candidate in job.candidates}
-            failed = _train_together(job_dir, specs, job.spec.sweep.rungs)
+            failed = _train_together(job_dir, specs, job.spec.sweep.rungs, gpus)
     if failed is not None:
         with _recording_failure(job_dir, "train", failed):
             raise StageFailed(f"candidate {failed} failed", "correct it and retry the job: the others are trained")
@@ -221,7 +221,8 @@ def _run(job_dir: str, spec: StageSpec, key: str = "", processes: int = 1) -> st
     return steps.reference(spec.stage, key)
 
 
-def _train_together(job_dir: str, specs: Mapping[str, TrainStage], rungs: Sequence[float]) -> str | None:
+def _train_together(job_dir: str, specs: Mapping[str, TrainStage], rungs: Sequence[float],
+                    processes: int) -> str | None:
     """Train the candidates that are not trained yet; returns the first that failed permanently, if one did."""
     root = Path(job_dir)
     work = WorkArea.of(root)
@@ -235,7 +236,7 @@ def _train_together(job_dir: str, specs: Mapping[str, TrainStage], rungs: Sequen
                 directory.mkdir(parents=True, exist_ok=True)
                 write_model(directory / "spec.json", spec)
         if pending:
-            run_sweep_program(list(pending.values()), rungs)
+            run_sweep_program(list(pending.values()), rungs, min(processes, len(pending)))
     return next((name for name, directory in pending.items() if read_stage_failure(directory) is not None), None)
 
 

@@ -1,4 +1,4 @@
-"""The train stage under torchrun: on the nodes of a TrainJob, and on several GPUs of one machine or one pod.
+"""Training under torchrun: on the nodes of a TrainJob, and on several GPUs of one machine or one pod.
 
 Trainer's torch runtime describes the nodes of a TrainJob in PET_* variables, which torchrun reads; elsewhere torchrun
 works on this machine alone (`--standalone`). This module is the only place that builds torchrun's arguments.
@@ -8,9 +8,7 @@ to `cpu`, the same number of processes trains on the CPU.
 """
 
 import os
-from pathlib import Path
-
-from eyrie_workers.catalog import command
+from collections.abc import Sequence
 
 PROCESSES_VARIABLE = "EYRIE_TRAIN_PROCESSES"
 """Training processes of this pod: one for each of its GPUs, at least one. Not set on one machine."""
@@ -35,8 +33,8 @@ def num_processes(num_gpus: int) -> int:
     return int(os.environ.get(PROCESSES_VARIABLE, max(1, num_gpus)))
 
 
-def torchrun_command(directory: Path, processes: int) -> list[str]:
-    """The train stage's program under torchrun."""
-    python, *program = command("train", directory)
+def under_torchrun(command: Sequence[str], processes: int) -> list[str]:
+    """The command line `python -m module ...` as that of several processes."""
+    python, *program = command
     alone = [] if is_node() else ["--standalone"]
     return [python, "-m", "torch.distributed.run", *alone, "--nproc-per-node", str(processes), *program]

@@ -13,7 +13,7 @@ from eyrie_api.v1alpha1.requests import JobPlacement
 from eyrie_pipelines import work_area
 from eyrie_pipelines.run_failure import read_failure
 from eyrie_pipelines.steps import JOB_FILE, JobFile
-from eyrie_pipelines.torchrun import PROCESSES_VARIABLE, num_processes, torchrun_command
+from eyrie_pipelines.torchrun import PROCESSES_VARIABLE, num_processes, under_torchrun
 from eyrie_pipelines.trainjob import (
     TRAINJOB_VARIABLE,
     TrainJobClient,
@@ -23,6 +23,7 @@ from eyrie_pipelines.trainjob import (
     render,
     result_of,
 )
+from eyrie_workers.catalog import command
 from tests.pipelines.conftest import Rehearsal, spec_of
 from tests.pipelines.test_placement import EVERYTHING, compiled, container, platform, variables
 
@@ -121,7 +122,7 @@ def test_torchrun_has_a_process_for_each_gpu_and_finds_its_peers_in_the_environm
     values = {each["name"]: each.get("value") for each in trainer["env"]}
     monkeypatch.setenv(PROCESSES_VARIABLE, str(values[PROCESSES_VARIABLE]))
     monkeypatch.setenv("PET_NNODES", "4")
-    assert torchrun_command(directory, num_processes(1)) == [
+    assert under_torchrun(command("train", directory), num_processes(1)) == [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", processes,
         "-m", "eyrie_workers.stages.train", "--spec", f"{directory}/spec.json", "--out", f"{directory}/manifest.json"]
 

@@ -16,6 +16,7 @@ from eyrie_api.v1alpha1.families import FAMILIES
 from eyrie_workers.drafters.eagle3.directory_format import num_aux
 from eyrie_workers.features.shard_format import shard_name
 from eyrie_workers.stage_program import INTERRUPTED_EXIT_CODE
+from eyrie_workers.stages import train
 from eyrie_workers.stages.sweep import group_candidates, rung_steps, slower_half, sweep
 from eyrie_workers.targets.config import read_config
 from tests.tiny import tiny_target
@@ -58,6 +59,16 @@ def test_candidates_trained_together_are_those_trained_alone(
         assert (tmp_path / "together" / name / "manifest.json").read_bytes() == before
 
 
+def test_the_target_is_read_for_its_digest_once_for_all_candidates(
+        tmp_path: Path, target_dir: Path, store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, digest = [], train.target_digest
+    monkeypatch.setattr(train, "target_digest", lambda path: reads.append(path) or digest(path))
+    for name in ("a", "b", "c"):
+        write_spec(tmp_path / name, target_dir, store_dir, max_steps=1)
+    assert sweep([tmp_path / name for name in ("a", "b", "c")]) == 0
+    assert len(reads) == 1
+
+
 def test_candidates_that_name_their_layers_share_a_store_of_all_of_them(
         tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
     chosen = {"low": [1, 2], "high": [2, 3], "default": None}
@@ -97,7 +108,7 @@ def test_at_a_rung_the_slower_half_stops_with_a_checkpoint(tmp_path: Path, targe
         assert report_of(tmp_path / name).checkpoints[-1].step == steps[name]
 
 
-def test_a_sweep_killed_after_a_rung_decides_as_it_would_have(
+def test_a_sweep_killed_after_a_rung_and_resumed_on_two_processes_decides_as_it_would_have(
         tmp_path: Path, target_dir: Path, store_dir: Path) -> None:
     rates = {"a": 1e-7, "b": 1e-2, "c": 2e-7, "d": 5e-3}
     for way in ("killed", "whole"):
@@ -114,7 +125,11 @@ def test_a_sweep_killed_after_a_rung_decides_as_it_would_have(
         time.sleep(0.01)
     process.kill()
     process.wait()
-    assert sweep([tmp_path / "killed" / name for name in rates], rungs=(0.25, 0.5)) == 0
+    # One process gets a and c, which are slower, the other b and d: neither could decide by itself.
+    _, *program = result
+    assert subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                           *program], env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL,
+                          timeout=240, check=False).returncode == 0
     steps = [{name: report_of(tmp_path / way / name).steps for name in rates} for way in ("killed", "whole")]
     assert steps[0] == steps[1]
     assert sorted(steps[0].values()) == [8, 8, 20, 40]

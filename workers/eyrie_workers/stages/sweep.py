@@ -2,6 +2,10 @@
 
     python -m eyrie_workers.stages.sweep --train <dir a> --train <dir b> ... [--rungs 0.25,0.5]
 
+On N GPUs or processes of a machine (`torchrun --nproc-per-node N -m ...`) each takes every N-th candidate. What is
+shared is then shared within a process; at a rung the processes exchange what their candidates have reached, and decide
+the same. A sweep interrupted on N processes resumes on any other number.
+
 Each directory holds the `spec.json` of a train stage, and afterwards what that stage would have left there:
 checkpoints, events, manifest. The sweep is not a stage of its own: the train program, run later on such a directory,
 finds its manifest and does nothing; in an unfinished one it resumes that candidate from its saved state.
@@ -47,8 +51,9 @@ from eyrie_workers.stage_program import (
     open_stage,
     stop_on_signals,
 )
-from eyrie_workers.stages.train import NUM_EVALUATIONS, TrainingRun, prepare
+from eyrie_workers.stages.train import NUM_EVALUATIONS, TrainingRun, end_with_launcher, prepare, refuse
 from eyrie_workers.training.batch_loader import Features, open_features
+from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext
 from eyrie_workers.training.evaluation import Evaluation, HitCounts
 from eyrie_workers.training.loop import StepReport
 from eyrie_workers.training.objective import Objective, StepContext, TargetDistribution
@@ -59,11 +64,15 @@ def group_candidates(candidates: Mapping[str, TrainStage]) -> list[tuple[str, ..
     """Names of the candidates that see the same documents at the same steps, in the order given. Pure."""
     groups: dict[str, list[str]] = {}
     for name, spec in candidates.items():
-        key = "\n".join((spec.target.model_dump_json(), spec.store_dir, str(spec.train.seed),
-                         str(spec.train.max_tokens_per_batch), str(spec.train.max_tokens_per_gpu),
-                         str(spec.train.threads)))
-        groups.setdefault(key, []).append(name)
+        groups.setdefault(group_key(spec), []).append(name)
     return [tuple(names) for names in groups.values()]
+
+
+def group_key(spec: TrainStage) -> str:
+    """What candidates of one group have in common. Pure."""
+    return "\n".join((spec.target.model_dump_json(), spec.store_dir, str(spec.train.seed),
+                      str(spec.train.max_tokens_per_batch), str(spec.train.max_tokens_per_gpu),
+                      str(spec.train.threads)))
 
 
 def slower_half(speedups: Mapping[str, float]) -> set[str]:
@@ -80,41 +89,61 @@ def rung_steps(num_steps: int, rungs: Sequence[float]) -> tuple[int, ...]:
 
 
 class CandidateGroup:
-    """Several runs that read their batches from one loader."""
+    """This process's runs of a group, which read their batches from one loader. There may be none."""
 
-    def __init__(self, runs: Mapping[str, TrainingRun], rungs: Sequence[float] = ()) -> None:
-        self._runs = dict(runs)
+    def __init__(self, runs: Mapping[str, TrainingRun], rungs: Sequence[float] = (),
+                 dist: DistContext = SINGLE_PROCESS, order: Sequence[str] = ()) -> None:
+        """`order`: names of all candidates of all processes, as given; ties at a rung are decided by it."""
+        self._runs, self._dist, self._order = dict(runs), dist, order or tuple(runs)
         self.failed: dict[str, EyrieError] = {}
-        longest = max(runs.values(), key=lambda run: run.trainer.schedule.num_steps)
-        self._loader = longest.trainer.loader
-        self._rungs = rung_steps(longest.trainer.schedule.num_steps, rungs)
+        longest = max(runs.values(), key=lambda run: run.trainer.schedule.num_steps, default=None)
+        self._loader = None if longest is None else longest.trainer.loader
+        num_steps = max(dist.gather(0 if longest is None else longest.trainer.schedule.num_steps))
+        self._rungs, self._num_steps = rung_steps(num_steps, rungs), num_steps
         for run in runs.values():
             run.evaluate_also_at(self._rungs)
 
     def train(self) -> None:
         """Train until every candidate has finished or failed. Raises Interrupted once each has saved its state."""
+        for stop in (*self._rungs, self._num_steps):
+            self._train_to(stop)
+            if stop in self._rungs:
+                self._halve(stop)
+
+    def _train_to(self, stop: int) -> None:
+        """Train until every candidate of this process has done `stop` steps, has finished or failed."""
         while active := self._active():
             # Interrupted runs resume at the step of their last save, which differs: those behind catch up first.
             step = min(run.trainer.counters.step for run in active.values())
-            if step in self._rungs:
-                self._halve(step)
-                active = self._active()
-            self._step({name: run for name, run in active.items() if run.trainer.counters.step == step}, step)
+            if step >= stop:
+                return
+            try:
+                self._step({name: run for name, run in active.items() if run.trainer.counters.step == step}, step)
+            except EyrieError as error:  # of what the group shares: reading its batches
+                # Not raised: the other processes wait for this one at the next rung.
+                self.failed |= dict.fromkeys(active, error)
 
     def _active(self) -> dict[str, TrainingRun]:
         return {name: run for name, run in self._runs.items() if not run.finished and name not in self.failed}
 
     def _halve(self, step: int) -> None:
         """Stop the slower half of each family. Runs that this rung stopped before an interruption count as well."""
+        reached = [run.trainer.counters.step for run in self._active().values()]
+        known = {name: (run.family.name, run.speedups[step]) for name, run in self._runs.items()
+                 if step in run.speedups}
+        gathered = self._dist.gather((reached, known))
+        if step not in [one for steps, _ in gathered for one in steps]:
+            return  # an interrupted sweep resumed behind this rung, which was decided before
+        everywhere = {name: entry for _, entries in gathered for name, entry in entries.items()}
         by_family: dict[str, dict[str, float]] = {}
-        for name, run in self._runs.items():
-            if step in run.speedups:
-                by_family.setdefault(run.family.name, {})[name] = run.speedups[step]
+        for name in self._order:
+            if name in everywhere:
+                family, speedup = everywhere[name]
+                by_family.setdefault(family, {})[name] = speedup
         for speedups in by_family.values():
-            for name in slower_half(speedups):
-                if not self._runs[name].finished and name not in self.failed:
-                    self._runs[name].stop_early(
-                        f"the other half of {len(speedups)} candidates had a higher simulated speed-up")
+            for name in slower_half(speedups) & self._active().keys():
+                self._runs[name].stop_early(
+                    f"the other half of {len(speedups)} candidates had a higher simulated speed-up")
 
     def _step(self, runs: Mapping[str, TrainingRun], step: int) -> None:
         """One optimiser step of each run, on one batch and one set of target distributions."""
@@ -122,6 +151,7 @@ class CandidateGroup:
         if not runs:
             return
         # 1. Shared: read the batch, copy it to the device, compute the target's distributions.
+        assert self._loader is not None
         batch = self._loader.take(step)
         batch = replace(batch, documents=batch.documents.with_states_on(next(iter(runs.values())).device))
         waited = time.perf_counter() - started
@@ -183,12 +213,14 @@ def evaluate_together(runs: Mapping[str, TrainingRun]) -> dict[str, Evaluation]:
     return {name: count.evaluation() for name, count in counts.items()}
 
 
-def sweep(directories: Sequence[Path], rungs: Sequence[float] = ()) -> int:
+def sweep(directories: Sequence[Path], rungs: Sequence[float] = (), dist: DistContext = SINGLE_PROCESS) -> int:
     """Train the specs in these directories; the exit code: 0, or that of the first candidate that failed.
 
-    All directories are open at once, each with its lock, manifest and failure.json, as if its train program ran alone.
+    All directories of a process are open at once, each with its lock, manifest and failure.json, as if its train
+    program ran alone.
     """
-    stages = [Stage(directory.resolve()) for directory in directories]
+    order = [str(directory.resolve()) for directory in directories]
+    stages = [Stage(Path(name)) for name in order[dist.rank::dist.size]]
     opened: dict[str, OpenStage[TrainStage]] = {}
     codes: dict[str, int] = {}
     try:
@@ -203,7 +235,7 @@ def sweep(directories: Sequence[Path], rungs: Sequence[float] = ()) -> int:
                 else:
                     if not candidate.finished:
                         opened[name] = candidate
-            for name, outcome in _train_all(opened, rungs).items():
+            for name, outcome in _train_all(opened, rungs, dist, order).items():
                 if isinstance(outcome, EyrieError):
                     opened[name].fail(outcome)
                     codes[name] = report_error(outcome)
@@ -211,14 +243,20 @@ def sweep(directories: Sequence[Path], rungs: Sequence[float] = ()) -> int:
                     opened[name].finish(outcome)
     except Interrupted:  # each open stage has logged it
         return INTERRUPTED_EXIT_CODE
-    return next((codes[name] for stage in stages if (name := str(stage.out_dir)) in codes), 0)
+    # Every process ends with the same code, and only now: torchrun stops all as soon as one ends with another than 0.
+    codes = {name: code for gathered in dist.gather(codes) for name, code in gathered.items()}
+    return next((codes[name] for name in order if name in codes), 0)
 
 
-def _train_all(opened: Mapping[str, OpenStage[TrainStage]],
-               rungs: Sequence[float]) -> dict[str, Result | EyrieError]:
-    """Train the candidates, one group after the other. Raises Interrupted."""
+def _train_all(opened: Mapping[str, OpenStage[TrainStage]], rungs: Sequence[float], dist: DistContext,
+               order: Sequence[str]) -> dict[str, Result | EyrieError]:
+    """Train this process's candidates, one group after the other. Raises Interrupted."""
     outcomes: dict[str, Result | EyrieError] = {}
-    for names in group_candidates({name: candidate.spec for name, candidate in opened.items()}):
+    groups = {group_key(opened[names[0]].spec): names
+              for names in group_candidates({name: candidate.spec for name, candidate in opened.items()})}
+    # All processes go through all groups in the same order: they meet at each group's rungs.
+    for key in dict.fromkeys(key for keys in dist.gather(list(groups)) for key in keys):
+        names = groups.get(key, ())
         runs: dict[str, TrainingRun] = {}
         features: Features | None = None
         for name in names:
@@ -229,14 +267,10 @@ def _train_all(opened: Mapping[str, OpenStage[TrainStage]],
                 runs[name] = prepare(spec, opened[name].stage, embeddings=embeddings, features=features)
             except EyrieError as error:
                 outcomes[name] = error
-        if not runs:
-            continue
-        group = CandidateGroup(runs, rungs)
+        group = CandidateGroup(runs, rungs, dist, order)
         try:
             group.train()
             outcomes |= {name: run.result() for name, run in runs.items() if name not in group.failed}
-        except EyrieError as error:  # of what the group shares: reading its batches
-            outcomes |= dict.fromkeys(runs, error)
         finally:
             for run in runs.values():
                 run.close()
@@ -251,7 +285,16 @@ def main(argv: Sequence[str]) -> int:
                         help="directory with the spec.json of a train stage; once per candidate")
     parser.add_argument("--rungs", default="", help="shares of the steps at which the slower half stops: 0.25,0.5")
     arguments = parser.parse_args(argv)
-    return sweep(arguments.train, [float(share) for share in arguments.rungs.split(",") if share])
+    rungs = [float(share) for share in arguments.rungs.split(",") if share]
+    end_with_launcher()
+    try:
+        dist = DistContext.from_environment()
+    except EyrieError as error:
+        return refuse(error, arguments.train)
+    try:
+        return sweep(arguments.train, rungs, dist)
+    finally:
+        dist.close()
 
 
 if __name__ == "__main__":

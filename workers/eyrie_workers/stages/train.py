@@ -106,7 +106,8 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
     device = default_device()
     torch.set_num_threads(spec.train.threads or threads_of_process(cpu_count(), os.environ))
     path, store = resolve(spec.target), features or open_features(spec.store_dir, spec.target)
-    _check_origin(store, path, spec, dist)
+    if embeddings is None:  # else another run has compared the same store with the same target
+        _check_origin(store, path, spec, dist)
     config, family = read_config(path), family_named(spec.drafter.family)
     spec = _resolve_defaults(spec, family, dist.size if device.type == "cuda" else 0)
     store = _cut_rows(store, spec, stage)
@@ -172,25 +173,31 @@ def run_worker_rank(dist: DistContext, argv: Sequence[str]) -> int:
         return error.exit_code
 
 
-def _refuse(error: EyrieError, argv: Sequence[str]) -> int:
+def end_with_launcher() -> None:
+    """Under torchrun, have this rank killed when torchrun ends: it starts each rank in a session of its own, and killed
+    with SIGKILL it would leave them behind. A rank whose torchrun ended before this call does not train either: it
+    finds no store to form the group with."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+
+
+def refuse(error: EyrieError, directories: Sequence[Path]) -> int:
     """End a rank that has no group. Whichever rank is first writes failure.json before it ends, because torchrun then
     stops the others; all ranks of a machine find the same error."""
-    stage = _UnloggedStage(_arguments(argv).out.resolve().parent, quiet=True)
-    stage.out_dir.mkdir(parents=True, exist_ok=True)
-    write_failure(stage, error)
+    for directory in directories:
+        stage = _UnloggedStage(directory.resolve(), quiet=True)
+        stage.out_dir.mkdir(parents=True, exist_ok=True)
+        write_failure(stage, error)
     return report_error(error)
 
 
 def main(argv: Sequence[str]) -> int:
     """The program of every rank; returns the exit code."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun starts each rank in a session of its own: killed with SIGKILL, it would leave them behind. A rank
-        # whose torchrun ended before this line does not train: it finds no store to form the group with.
-        die_with_parent()
+    end_with_launcher()
     try:
         dist = DistContext.from_environment()
     except EyrieError as error:
-        return _refuse(error, argv)
+        return refuse(error, [_arguments(argv).out.parent])
 
     def work(spec: TrainStage, stage: Stage) -> Result:
         return train(spec, stage, dist)

@@ -84,6 +84,14 @@ class DistContext:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
+    def gather(self, value: ValueT) -> list[ValueT]:
+        """The value of every process, by rank. Pickled."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
     def on_main(self, compute: Callable[[], ValueT]) -> ValueT:
         """What `compute` returns on rank 0, on every process. An EyrieError that it raises is raised on all."""
         if self.size == 1:
