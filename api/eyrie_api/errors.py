@@ -101,6 +101,14 @@ class DiskTooSmall(Permanent):
     reason = "DiskTooSmall"
 
 
+class GpuTooSmall(Permanent):
+    """A training step does not fit the memory of a GPU."""
+
+    http_status = 422
+    exit_code = 78  # EX_CONFIG
+    reason = "GpuTooSmall"
+
+
 class LossDiverged(Permanent):
     """The training loss or the gradient norm is NaN or infinite."""
 

@@ -9,6 +9,7 @@ import pytest
 from eyrie_api.errors import (
     DiskTooSmall,
     EyrieError,
+    GpuTooSmall,
     InvalidInput,
     NoChatTemplate,
     NoUsableData,
@@ -53,6 +54,21 @@ def test_a_hub_target_that_is_not_in_the_cache_is_left_to_the_stages(
     assert check(spec, settings).plan is None
     with pytest.raises(InvalidInput, match="not on this machine"):
         plan(spec, settings)
+
+
+def test_a_training_step_that_no_gpu_of_the_requested_type_holds_is_refused_with_the_number_to_change(
+        settings: Settings, target: Path, tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text('{"messages": []}\n')
+    job: dict[str, Any] = {"target": {"model": str(target)}, "data": data(tmp_path / "chats.jsonl")}
+    placed = {"stages": {"train": {"num_gpus": 2, "gpu_type": "Some-1GB"}}}
+    refused(settings, GpuTooSmall, "Some-1GB has", **job, placement=placed, train={"max_tokens_per_gpu": 1_000_000})
+    large = {"stages": {"train": {"num_gpus": 2, "gpu_type": "Some-80GB"}}}
+    planned = plan(job_spec(**job, placement=large), settings)
+    shown = {one.name: one for one in planned.assumptions}
+    assert shown["tokens per training step"].value == 2 * 16_384
+    assert 0.0 < shown["training memory of each GPU"].value < 80.0
+    assert "computed, not measured" in shown["training memory of each GPU"].source
+    assert "training memory of each GPU" not in {one.name for one in plan(job_spec(**job), settings).assumptions}
 
 
 def test_a_hub_target_in_the_cache_is_checked_like_a_directory(

@@ -1,6 +1,7 @@
 """Bytes and operations of a training step; `tests.gpu.test_step_memory` compares the bytes with a step's."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,6 +20,7 @@ from eyrie_api.decisions.training_cost import (
     usable_bytes,
 )
 from eyrie_api.v1alpha1.families import DecoderSizes, DrafterSizes
+from tests.benchmarks import training_memory
 
 GIB = 2**30
 LLAMA_8B = DecoderSizes(hidden_size=4096, num_layers=32, intermediate_size=14_336, num_heads=32, num_kv_heads=8,
@@ -71,3 +73,8 @@ def test_no_batch_fits_a_gpu_that_cannot_hold_the_moments() -> None:
 
 def test_8192_tokens_for_an_8b_target_fit_25_gb() -> None:
     assert step_bytes(DRAFTER_8B, work_of(8192), StepSetting()).total < 25 * 10**9
+
+
+def test_the_page_of_what_fits_is_what_its_command_prints() -> None:
+    written = (Path(__file__).parents[2] / "docs" / "results" / "training_memory.md").read_text()
+    assert written == training_memory.page(), "run: python -m tests.benchmarks.training_memory > docs/results/..."

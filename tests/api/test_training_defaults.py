@@ -2,31 +2,53 @@
 
 import pytest
 
-from eyrie_api.decisions.training_cost import StepSetting
-from eyrie_api.decisions.training_defaults import tokens_per_step, tokens_that_fit, with_tokens
+from eyrie_api.decisions.training_cost import usable_bytes
+from eyrie_api.decisions.training_defaults import TrainingOnGpus, gpu_bytes, tokens_per_step, with_tokens
+from eyrie_api.errors import GpuTooSmall
 from eyrie_api.v1alpha1.training import TrainSpec
 from tests.api.test_training_cost import DRAFTER_8B, GIB
 
 
-@pytest.mark.parametrize(("given", "num_gpus", "most", "at_a_time", "step"), [
-    ({}, 0, None, None, 2048),
-    ({}, 1, None, 16_384, 16_384),
-    ({}, 8, None, 16_384, 131_072),
-    ({}, 2, 9984, 9984, 19_968),
-    ({"max_tokens_per_gpu": 4096}, 2, 9984, 4096, 8192),
-    ({"max_tokens_per_batch": 1024}, 0, None, None, 1024),
-    ({"max_tokens_per_batch": 65_536}, 2, None, 16_384, 65_536),
+@pytest.mark.parametrize(("given", "num_gpus", "at_a_time", "step"), [
+    ({}, 0, None, 2048),
+    ({}, 1, 16_384, 16_384),
+    ({}, 8, 16_384, 131_072),
+    ({"max_tokens_per_gpu": 4096}, 2, 4096, 8192),
+    ({"max_tokens_per_batch": 1024}, 0, None, 1024),
+    ({"max_tokens_per_batch": 65_536}, 2, 16_384, 65_536),
 ])
-def test_tokens_left_open_follow_the_hardware(given: dict[str, int], num_gpus: int, most: int | None,
-                                              at_a_time: int | None, step: int) -> None:
-    train = with_tokens(TrainSpec.model_validate(given), num_gpus, most)
+def test_tokens_left_open_follow_the_hardware(given: dict[str, int], num_gpus: int, at_a_time: int | None,
+                                              step: int) -> None:
+    train = with_tokens(TrainSpec.model_validate(given), num_gpus)
     assert (train.max_tokens_per_gpu, train.max_tokens_per_batch) == (at_a_time, step)
     assert with_tokens(train, num_gpus) == train, "what is settled stays"
-    if most is None:
-        assert tokens_per_step(TrainSpec.model_validate(given), num_gpus) == step
+    assert tokens_per_step(TrainSpec.model_validate(given), num_gpus) == step
 
 
-def test_the_tokens_that_fit_grow_with_the_memory_and_are_none_without_room_for_the_moments() -> None:
-    fitting = [tokens_that_fit(DRAFTER_8B, TrainSpec(), StepSetting(), gib * GIB) for gib in (8, 24, 40, 80)]
-    assert fitting[0] == 0
-    assert fitting == sorted(set(fitting))
+def training(num_gpus: int = 1, **fields: object) -> TrainingOnGpus:
+    return TrainingOnGpus(DRAFTER_8B, with_tokens(TrainSpec.model_validate(fields), num_gpus), num_gpus,
+                          supervised_share=0.5, row_tokens=2048.0)
+
+
+def test_a_step_that_does_not_fit_is_refused_with_the_largest_that_does() -> None:
+    device = 24 * GIB
+    with pytest.raises(GpuTooSmall, match=r"60000 tokens needs .* GB on each GPU .*, and an A10 has") as refused:
+        training(max_tokens_per_gpu=60_000).require(device, "an A10", usable_bytes(device))
+    fitting = int(refused.value.hint.split()[-1])
+    assert training(max_tokens_per_gpu=fitting).require(device, "an A10", usable_bytes(device)).total > 0
+    assert training(max_tokens_per_gpu=fitting, max_tokens_per_batch=60_000).require(
+        device, "an A10", usable_bytes(device)), "in micro-batches too"
+
+
+def test_where_no_step_fits_the_drafter_or_the_gpus_must_change() -> None:
+    with pytest.raises(GpuTooSmall) as refused:
+        training().require(6 * GIB, "it", usable_bytes(6 * GIB))
+    assert refused.value.hint.startswith("use GPUs with more memory")
+    assert training(8).need(80 * GIB).total < training(1).need(80 * GIB).total
+
+
+@pytest.mark.parametrize(("label", "gigabytes"), [
+    ("NVIDIA-H100-80GB-HBM3", 80), ("NVIDIA-A100-SXM4-40GB", 40), ("NVIDIA-H200", 141), ("NVIDIA-L4", None),
+    (None, None)])
+def test_a_node_label_says_how_much_memory_its_gpus_have(label: str | None, gigabytes: int | None) -> None:
+    assert gpu_bytes(label) == (None if gigabytes is None else gigabytes * 10**9)

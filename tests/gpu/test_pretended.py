@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from eyrie_api.errors import GpuTooSmall
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.families import FAMILIES
@@ -242,6 +243,19 @@ def test_the_train_stage_trains_from_a_stream_there(name: str, stages: None, tar
     training.write_spec(tmp_path / "out", target_dir, tmp_path / "store", drafter={"family": name}, epochs=1)
     assert training.run(tmp_path / "out") == 0
     assert training.report_of(tmp_path / "out").steps > 1
+
+
+def test_a_gpu_without_the_memory_of_a_step_is_refused_before_the_first(
+        stages: None, target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing.write_rows(tmp_path / "rows", target_dir, 16)
+    capturing.write_spec(tmp_path / "store", target_dir, tmp_path / "rows")
+    assert capturing.run(tmp_path / "store") == 0
+    training.write_spec(tmp_path / "out", target_dir, tmp_path / "store")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 16, 1 << 16))
+    assert training.run(tmp_path / "out") == GpuTooSmall.exit_code
+    [failure] = (tmp_path / "out").glob("failure.json")
+    assert "a training step of 96 tokens needs" in failure.read_text()
+    assert not list((tmp_path / "out" / "checkpoints").glob("*"))
 
 
 def test_a_training_that_was_stopped_goes_on_there_and_ends_in_the_same_drafter(

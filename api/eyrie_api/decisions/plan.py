@@ -14,9 +14,10 @@ samples are 40 000 000 MiB = 38.147 TiB (41.943 TB), and with the post's 5 % for
 have an overhead of about 100 bytes per row instead of 5 %. In the default codec, with half of the tokens answers, the
 same job stores 16.7 TiB.)
 
-Time is FLOPs / effective FLOP/s by kind of work: 2 FLOPs per parameter and token for the target; for training 6 per
-drafter parameter and pass of a token through the drafter (`DrafterFamily.training_passes`; candidates stopped at a rung
-skip the rest). The rates are settings with measured defaults. A plan is accurate to about a factor of two.
+Time is FLOPs / effective FLOP/s by kind of work: 2 FLOPs per parameter and token for the target; for training those of
+`decisions.training_cost` where it describes the family's step, else 6 per drafter parameter and pass of a token through
+the drafter (`DrafterFamily.training_passes`). Candidates stopped at a rung skip the rest. The rates are settings with
+measured defaults. A plan is accurate to about a factor of two.
 
 Legend: A aux layers, H hidden, V vocabulary.
 """
@@ -29,12 +30,14 @@ from pydantic import ValidationError
 
 from eyrie_api.decisions.families import description, fuses, named_layers
 from eyrie_api.decisions.sweep import Candidate, families_of
-from eyrie_api.decisions.training_defaults import tokens_per_step
+from eyrie_api.decisions.training_cost import TrainedDrafter, eagle3_flops, expected_work
+from eyrie_api.decisions.training_defaults import TrainingOnGpus, gpu_bytes, tokens_per_step, with_tokens
 from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES, StoredAs, choose
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.families import FAMILIES, DecoderSizes, DrafterSizes
 from eyrie_api.v1alpha1.job import JobSpec
 from eyrie_api.v1alpha1.plan import Assumption, Plan, StagePlan
+from eyrie_api.v1alpha1.requests import PlacementRequest
 from eyrie_api.v1alpha1.tuning import TuneSpec
 
 DEFAULT_AUX_LAYERS = 3
@@ -42,6 +45,9 @@ ROW_JSON_BYTES_PER_TOKEN = 6
 """Token ids as decimal text with a comma."""
 
 DEFAULT_DRAFT_VOCABULARY = 32_768
+_ASSUMED_GPU_BYTES = 80 * 10**9
+"""Where the job names no type of GPU."""
+
 _SECONDS_PER_HOUR = 3600.0
 
 
@@ -64,13 +70,18 @@ class TargetFacts(DecoderSizes):
 
     def drafter_parameters(self, candidate: Candidate) -> int:
         """Trainable weights of a candidate's drafter; norms and biases are left out."""
+        return self.trained_drafter(candidate).parameters
+
+    def trained_drafter(self, candidate: Candidate) -> TrainedDrafter:
+        """A candidate's drafter, and what its training reads of this target."""
         drafter, row = candidate.drafter, FAMILIES[candidate.drafter.family]
         draft_vocabulary = drafter.draft_vocab_size or min(self.vocab_size, DEFAULT_DRAFT_VOCABULARY)
-        return row.parameters(DrafterSizes(
+        return TrainedDrafter(drafter.family, DrafterSizes(
             target=self, output_vocab_size=self.vocab_size if row.whole_vocabulary else draft_vocabulary,
             num_aux_layers=len(drafter.aux_layers or candidate.spec.capture.aux_layers or ()) or DEFAULT_AUX_LAYERS,
             max_draft_tokens=_max_draft_tokens(candidate), hidden_size=drafter.hidden_size,
-            intermediate_size=drafter.intermediate_size, num_layers=drafter.num_layers))
+            intermediate_size=drafter.intermediate_size, num_layers=drafter.num_layers),
+            self.vocab_size, self.tie_word_embeddings)
 
     def training_passes(self, candidate: Candidate) -> float:
         """Passes of one token of the data through the drafter's weights per optimiser step."""
@@ -170,6 +181,11 @@ class _Work:
         return round(self.store_bytes / max(1, self.captured)) - ID_AND_MASK_BYTES if self.captured else 0
 
     @property
+    def supervised_share(self) -> float:
+        """Of the captured tokens."""
+        return self.supervised / max(1, self.captured)
+
+    @property
     def flops_per_token(self) -> float:
         return 2.0 * self.target.parameters
 
@@ -209,15 +225,46 @@ def _train(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> StageP
     tokens = size = 0
     hours, share = 0.0, _share_of_steps(work.spec, candidates)
     for candidate in candidates:
-        train, parameters = candidate.train, work.target.drafter_parameters(candidate)
+        train = candidate.train
         seen = _tokens_seen(work, candidate)
         tokens += round(seen * share)
-        hours += _hours(6.0 * parameters * work.target.training_passes(candidate) * seen * share, rates.train)
+        hours += _hours(_training_flops(work, candidate, round(seen * share)), rates.train)
         # Exported checkpoints, and one resumable state: weights and two moments.
-        size += parameters * 4 * (train.num_checkpoints + 3)
+        size += work.target.drafter_parameters(candidate) * 4 * (train.num_checkpoints + 3)
     if work.streamed:
         hours += _hours(_streamed_tokens(work, candidates) * work.flops_per_token, rates.prefill)
     return StagePlan(stage="train", tokens=tokens, bytes_on_disk=size, hours=hours)
+
+
+def _training_flops(work: _Work, candidate: Candidate, tokens: int) -> float:
+    """Operations of training on so many tokens."""
+    train, drafter = candidate.train, work.target.trained_drafter(candidate)
+    if not FAMILIES[drafter.family].step_cost_known:
+        return 6.0 * drafter.parameters * work.target.training_passes(candidate) * tokens
+    single = round(tokens * train.single_step_ratio)
+    return sum(eagle3_flops(drafter, expected_work(
+        part, supervised_share=work.supervised_share, ttt_length=steps, unrolled_fraction=train.unrolled_fraction,
+        row_tokens=work.row_tokens)) for part, steps in ((single, 1), (tokens - single, train.ttt_length)))
+
+
+def training_on_gpus(spec: JobSpec, candidate: Candidate, target: TargetFacts,
+                     data: DataFacts) -> TrainingOnGpus | None:
+    """A candidate's training where it requests GPUs and its family's step is described; else None."""
+    train = spec.placement.stages.get("train", PlacementRequest())
+    num_gpus = (spec.placement.every.num_gpus or 0) if train.num_gpus is None else train.num_gpus
+    if not num_gpus or not FAMILIES[candidate.drafter.family].step_cost_known:
+        return None
+    num_gpus *= spec.placement.train_nodes
+    work = _Work(spec, target, data, (candidate,))
+    return TrainingOnGpus(
+        target.trained_drafter(candidate), with_tokens(candidate.train, num_gpus), num_gpus, work.supervised_share,
+        work.row_tokens, compute_bytes=4 if candidate.train.dtype == "float32" else 2,
+        top_k=spec.capture.final_top_k if spec.capture.final_state == "topk" else None)
+
+
+def planned_gpu(spec: JobSpec) -> str | None:
+    """The node label of the GPUs that training requests."""
+    return spec.placement.stages.get("train", PlacementRequest()).gpu_type or spec.placement.every.gpu_type
 
 
 def _tokens_seen(work: _Work, candidate: Candidate) -> int:
@@ -329,6 +376,26 @@ def _why_stored(work: _Work) -> str:
     return "capture.codec" if work.spec.capture.max_bytes is None else "capture.max_bytes"
 
 
+def _training_memory(work: _Work, candidates: Sequence[Candidate]) -> tuple[Assumption, ...]:
+    """Tokens of a step, and on GPUs the memory that the candidate with the highest need takes of each."""
+    trainings = [found for candidate in candidates
+                 if (found := training_on_gpus(work.spec, candidate, work.target, work.data)) is not None]
+    num_gpus = trainings[0].num_gpus if trainings else 0
+    given = candidates[0].train.max_tokens_per_batch is not None
+    tokens = Assumption(
+        name="tokens per training step", value=float(tokens_per_step(candidates[0].train, num_gpus)), unit="tokens",
+        source="train.max_tokens_per_batch" if given else f"default for {num_gpus} GPUs (0: on CPUs)")
+    if not trainings:
+        return (tokens,)
+    device = gpu_bytes(planned_gpu(work.spec))
+    need = max((one.need(device or _ASSUMED_GPU_BYTES) for one in trainings), key=lambda need: need.total)
+    largest = f"{need.largest} {need.components[need.largest] / 1e9:.1f} GB"
+    return (tokens, Assumption(
+        name="training memory of each GPU", value=round(need.total / 1e9, 1), unit="GB",
+        source=f"computed, not measured (decisions.training_cost); most of it: {largest}"
+               + ("" if device else "; for a GPU of 80 GB: placement names none")))
+
+
 def _assumptions(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> tuple[Assumption, ...]:
     target, data = work.target, work.data
 
@@ -351,6 +418,7 @@ def _assumptions(work: _Work, candidates: Sequence[Candidate], rates: Rates) -> 
             f"{work.stored.name}: {_why_stored(work)}"),
         say("token id and loss mask", ID_AND_MASK_BYTES, "bytes per token", "layout of the store"),
         say("candidates", len(candidates), "drafters", "sweep"),
+        *_training_memory(work, candidates),
         say("prefill rate", rates.prefill, "GFLOP/s", rates.source),
         say("decode rate, many requests", rates.decode, "GFLOP/s", rates.source),
         say("decode rate, one request", rates.single, "GFLOP/s", rates.source),

@@ -24,7 +24,7 @@ CUDA context and the libraries' workspaces are not counted: `usable_bytes` leave
     H hidden, Q = q + 2 kv widths, I intermediate, D draft vocabulary, V vocabulary, P trainable parameters, W ranks
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -249,11 +249,6 @@ def _projections(drafter: TrainedDrafter, work: StepWork, setting: StepSetting) 
     return {"projections by token": work.tokens * row}
 
 
-def kept_bytes_per_root(drafter: TrainedDrafter, num_steps: int, setting: StepSetting) -> int:
-    """What the forward pass keeps of one root that is unrolled `num_steps` steps."""
-    return sum(_kept(drafter, step, setting) for step in range(num_steps))
-
-
 def _kept(drafter: TrainedDrafter, step: int, setting: StepSetting) -> int:
     """What one root's step keeps for the backward pass: the residual stream before and after attention, [g u] of the
     MLP, rotated queries, attention's result twice (as such and as the next product's input) and its log-sum-exp; the
@@ -336,6 +331,7 @@ def _at_backward(drafter: TrainedDrafter, work: StepWork, part: StepWork, settin
 ACTIVATION_SHARE = 4
 """A part's activations may take this fraction (one over it) of a GPU's memory: `training.activation_budget`."""
 
+_FEWEST_ROOTS = 32
 _MARGIN_SHARE, _CONTEXT_BYTES = 0.08, 1 << 30
 _TOKEN_GRAIN = 256
 
@@ -346,10 +342,21 @@ def usable_bytes(device_bytes: int) -> int:
     return max(0, int(device_bytes * (1 - _MARGIN_SHARE)) - _CONTEXT_BYTES)
 
 
+def mean_root_bytes(drafter: TrainedDrafter, alive: Sequence[int], setting: StepSetting) -> int:
+    """What the forward pass keeps of a root, in the mean over all; `alive` as in `StepWork`."""
+    kept = sum(count * _kept(drafter, step, setting) for step, count in enumerate(alive))
+    return max(1, -(-kept // max(1, alive[0])))
+
+
+def roots_per_part(budget_bytes: int, bytes_per_root: int) -> int:
+    """The most roots whose activations fit the budget: a multiple of 32, at least 32."""
+    return max(_FEWEST_ROOTS, budget_bytes // bytes_per_root // _FEWEST_ROOTS * _FEWEST_ROOTS)
+
+
 def in_parts(drafter: TrainedDrafter, work: StepWork, setting: StepSetting, device_bytes: int) -> StepSetting:
     """The setting with the number of parts that a GPU of this size unrolls the batch in."""
-    kept = sum(alive * _kept(drafter, step, setting) for step, alive in enumerate(work.alive))
-    return replace(setting, num_parts=max(1, ceil(kept / (device_bytes // ACTIVATION_SHARE))))
+    roots = roots_per_part(device_bytes // ACTIVATION_SHARE, mean_root_bytes(drafter, work.alive, setting))
+    return replace(setting, num_parts=max(1, ceil(work.alive[0] / roots)))
 
 
 def needed_bytes(drafter: TrainedDrafter, work: StepWork, setting: StepSetting, device_bytes: int) -> StepBytes:

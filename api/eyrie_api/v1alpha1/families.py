@@ -116,6 +116,9 @@ class DrafterFamily:
     variant_fields: tuple[str, ...] = ()
     """Fields of `DrafterSpec` that select a variant of this family; other families refuse them."""
 
+    step_cost_known: bool = False
+    """Whether `decisions.training_cost` describes its training step."""
+
     training_passes: Callable[[TrainSpec, int], float] = lambda _train, _max_draft_tokens: 1.0
     """Passes of one token of the data through the weights per optimiser step, from the spec and S."""
 
@@ -174,7 +177,8 @@ _ROWS = (
     DrafterFamily(
         name="eagle3", title="EAGLE-3", module="eyrie_workers.drafters.eagle3.family",
         architecture="LlamaForCausalLMEagle3", target_states="fused", whole_vocabulary=False,
-        parameters=_eagle3_parameters, training_passes=_eagle3_training_passes, sglang_algorithm="EAGLE3",
+        parameters=_eagle3_parameters, training_passes=_eagle3_training_passes, step_cost_known=True,
+        sglang_algorithm="EAGLE3",
         variant_fields=VARIANT_FIELDS,
         best_for="large targets and much data: it reads three layers of the target and is trained on its own errors, "
                  "so each second of training covers fewer tokens",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from eyrie_api.decisions.training_cost import TrainedDrafter
 from eyrie_api.v1alpha1.drafter import DrafterSpec
 from eyrie_api.v1alpha1.families import FAMILIES, DrafterFamily
 from eyrie_api.v1alpha1.training import TrainSpec
@@ -55,6 +56,9 @@ class FamilyImplementation:
 
     validate: Validator
     """Findings about a directory of the family's architecture."""
+
+    trained: Callable[[Any], TrainedDrafter] | None = None
+    """Sizes of a drafter as `decisions.training_cost` takes them; None: its step is not described there."""
 
     learning_rate: float = DEFAULT_LEARNING_RATE
     """Default peak learning rate, measured on the quickstart target."""

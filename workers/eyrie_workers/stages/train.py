@@ -29,7 +29,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ import torch
 from torch import nn
 
 from eyrie_api.artifacts import code_version, digest_bytes, digest_directory
-from eyrie_api.decisions.training_defaults import tokens_per_step, with_tokens
+from eyrie_api.decisions.training_defaults import TrainingOnGpus, tokens_per_step, with_tokens
 from eyrie_api.errors import Conflict, EyrieError, NoUsableData
 from eyrie_api.program_exit import report_error
 from eyrie_api.v1alpha1.model import Frozen
@@ -122,6 +122,8 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
     embeddings = embeddings or read_target_embeddings(path, config.tie_word_embeddings, device)
     drafter = family.create(spec.drafter, config, embeddings, layers, vocabulary, spec.train.seed)
     dtype = fastest_dtype(device) if spec.train.dtype == "auto" else getattr(torch, spec.train.dtype)
+    if device.type == "cuda":
+        _require_memory(spec, family, drafter, embeddings, store, dtype, dist)
     drafter.to(device)
     with device_scope(device):
         objective = family.objective(drafter, embeddings, spec.train, max(lengths), dtype)
@@ -222,6 +224,23 @@ def fastest_dtype(device: torch.device) -> torch.dtype:
     """
     native = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if native else torch.float32
+
+
+def _require_memory(spec: TrainStage, family: FamilyImplementation, drafter: nn.Module, embeddings: TargetEmbeddings,
+                    store: Features, dtype: torch.dtype, dist: DistContext) -> None:
+    """Raises GpuTooSmall when a training step needs more than the GPU has free. The target's two matrices are on it."""
+    if family.trained is None:
+        return
+    device, tied = embeddings.embed.device, embeddings.lm_head is embeddings.embed
+    free, whole = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    matrices = embeddings.embed.nbytes + (0 if tied else embeddings.lm_head.nbytes)
+    num_supervised = sum(int(store.tokens(row)[1].sum()) for row in range(store.num_rows))
+    training = TrainingOnGpus(
+        replace(family.trained(drafter), tied=tied), spec.train, dist.size,
+        supervised_share=num_supervised / sum(store.lengths), row_tokens=sum(store.lengths) / store.num_rows,
+        compute_bytes=dtype.itemsize, top_k=store.format.top_k if store.format.draft_ids else None)
+    training.require(whole, str(device), free + unused + matrices)
 
 
 def _cut_rows(store: Features, spec: TrainStage, stage: Stage) -> Features:

@@ -10,7 +10,8 @@ distributions) takes less than the other three. It does not depend on what is fr
 parts decides the order of sums: a run resumed on the same kind of GPU has the same parts. Only where less than twice
 the budget is free, half of what is free is taken.
 
-The decision is `gpu_budget` and `roots_per_part`, functions of numbers; `activation_budget` alone asks the device.
+The decision is `gpu_budget` and `roots_per_part` (`eyrie_api.decisions.training_cost`, which the plan of a job reads),
+functions of numbers; `activation_budget` alone asks the device.
 """
 
 import torch
@@ -21,17 +22,11 @@ CPU_BUDGET = 64 << 20
 """Bytes. Measured: see docs/results/training.md."""
 
 _FREE_SHARE = 2
-_FEWEST_ROOTS = 32
 
 
 def gpu_budget(free_bytes: int, total_bytes: int) -> int:
     """Bytes of activations that may be kept at a time on a GPU."""
     return min(total_bytes // ACTIVATION_SHARE, free_bytes // _FREE_SHARE)
-
-
-def roots_per_part(budget_bytes: int, bytes_per_root: int) -> int:
-    """The most roots whose activations fit the budget: a multiple of 32, at least 32."""
-    return max(_FEWEST_ROOTS, budget_bytes // bytes_per_root // _FEWEST_ROOTS * _FEWEST_ROOTS)
 
 
 def activation_budget(device: torch.device) -> int:

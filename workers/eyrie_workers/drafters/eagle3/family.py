@@ -11,6 +11,7 @@ from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.checkpoint.card import Card
 from eyrie_workers.drafters.checkpoint.files import refuse_other_sizes
 from eyrie_workers.drafters.eagle3.checkpoint import load_drafter, save_drafter
+from eyrie_workers.drafters.eagle3.flops import trained_drafter
 from eyrie_workers.drafters.eagle3.initialisation import initialise_from_target
 from eyrie_workers.drafters.eagle3.model import Eagle3Config, Eagle3Drafter
 from eyrie_workers.drafters.eagle3.objective import TrainingTimeTest
@@ -61,4 +62,5 @@ def _load_proposer(directory: Path, target: TargetModel) -> Drafter:
     return Eagle3Proposer(drafter, target.embed_weight)
 
 
-FAMILY = FamilyImplementation("eagle3", _create, _objective, _save, _load_proposer, validate, learning_rate=2e-3)
+FAMILY = FamilyImplementation("eagle3", _create, _objective, _save, _load_proposer, validate,
+                              trained=lambda drafter: trained_drafter(drafter.config), learning_rate=2e-3)

@@ -10,14 +10,14 @@ from eyrie_workers.drafters.eagle3.model import Eagle3Config
 from eyrie_workers.training.unroll_plan import UnrollPlan
 
 
-def trained_drafter(config: Eagle3Config, *, tied: bool = False) -> TrainedDrafter:
-    """Sizes of a drafter; tied: whether the target's output matrix is its embedding."""
+def trained_drafter(config: Eagle3Config) -> TrainedDrafter:
+    """Sizes of a drafter."""
     layer = DecoderSizes(
         hidden_size=config.hidden_size, num_layers=1, intermediate_size=config.intermediate_size,
         num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
     return TrainedDrafter("eagle3", DrafterSizes(
         target=layer, output_vocab_size=config.draft_vocab_size, num_aux_layers=config.num_aux, max_draft_tokens=1,
-        hidden_size=None, intermediate_size=None, num_layers=None), config.vocab_size, tied)
+        hidden_size=None, intermediate_size=None, num_layers=None), config.vocab_size)
 
 
 def step_work(plan: UnrollPlan) -> StepWork:

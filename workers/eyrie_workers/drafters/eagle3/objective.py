@@ -7,14 +7,14 @@ a batch into parts when its activations exceed a memory bound.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from eyrie_api.decisions.training_cost import StepSetting, kept_bytes_per_root
+from eyrie_api.decisions.training_cost import StepSetting, mean_root_bytes, roots_per_part
 from eyrie_api.v1alpha1.training import TrainSpec
 from eyrie_workers.drafters.eagle3.flops import step_flops, trained_drafter
 from eyrie_workers.drafters.eagle3.model import Eagle3Drafter, Eagle3Weights
@@ -22,7 +22,7 @@ from eyrie_workers.drafters.eagle3.unroll import SharedProjections, shared_proje
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.targets.device import device_scope
 from eyrie_workers.targets.rotary import Rotary
-from eyrie_workers.training.activation_budget import activation_budget, roots_per_part
+from eyrie_workers.training.activation_budget import activation_budget
 from eyrie_workers.training.matmul import round_up_rows
 from eyrie_workers.training.objective import (
     DistillationObjective,
@@ -120,10 +120,7 @@ class TrainingTimeTest(DistillationObjective):
             kept = 12 * config.hidden_size + (0 if self._recompute else 2 * config.intermediate_size)
             return roots_per_part(self._max_kept_bytes, kept * max(1, steps) * self.dtype.itemsize)
         setting = StepSetting(compute_bytes=self.dtype.itemsize, recompute=self._recompute)
-        up_to = [kept_bytes_per_root(trained_drafter(config), step, setting) for step in range(steps + 1)]
-        kept = sum(alive * (after - before)
-                   for alive, (before, after) in zip(plan.alive, pairwise(up_to), strict=False))
-        return roots_per_part(self._max_kept_bytes, -(-kept // max(1, plan.roots.numel())) or 1)
+        return roots_per_part(self._max_kept_bytes, mean_root_bytes(trained_drafter(config), plan.alive, setting))
 
     def plan(self, documents: PackedBatch, context: StepContext | None) -> UnrollPlan:
         """In training, some roots unrolled; in evaluation (no step context), all roots and steps."""
