@@ -213,3 +213,14 @@ def test_what_cannot_be_sampled_is_unknown_and_not_guessed() -> None:
 def test_a_real_target_directory_gives_the_facts(tmp_path: Path) -> None:
     facts = target_facts(target_directory(tmp_path / "t"))
     assert (facts.hidden_size, facts.num_kv_heads, facts.head_dim) == (64, 2, 16)
+
+
+@pytest.mark.parametrize(("placement", "sweep", "tokens"), [
+    ({}, {}, 2048), ({"every": {"num_gpus": 4}}, {}, 4 * 16_384),
+    ({"stages": {"train": {"num_gpus": 2}}, "train_nodes": 2, "train_launcher": "trainjob"}, {}, 4 * 16_384),
+    ({"every": {"num_gpus": 4}},
+     {"together": "always", "axes": [{"field": "train.learning_rate", "values": [1e-3, 2e-3]}]}, 16_384)])
+def test_the_tokens_of_a_step_follow_the_gpus_that_compute_one_candidate(
+        placement: dict[str, Any], sweep: dict[str, Any], tokens: int) -> None:
+    plan = plan_of(job_spec(placement=placement, sweep=sweep), SMALL, None)
+    assert next(one.value for one in plan.assumptions if one.name == "tokens per training step") == tokens

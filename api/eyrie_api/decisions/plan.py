@@ -30,7 +30,7 @@ from pydantic import ValidationError
 
 from eyrie_api.decisions.families import description, fuses, named_layers
 from eyrie_api.decisions.sweep import Candidate, families_of
-from eyrie_api.decisions.training_cost import TrainedDrafter, eagle3_flops, expected_work
+from eyrie_api.decisions.training_cost import TrainedDrafter, eagle3_flops, expected_work, usable_bytes
 from eyrie_api.decisions.training_defaults import TrainingOnGpus, gpu_bytes, tokens_per_step, with_tokens
 from eyrie_api.v1alpha1.codecs import ID_AND_MASK_BYTES, StoredAs, choose
 from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
@@ -156,6 +156,7 @@ class _Work:
 
     def __init__(self, spec: JobSpec, target: TargetFacts, data: DataFacts, candidates: Sequence[Candidate]) -> None:
         self.spec, self.target, self.data = spec, target, data
+        self.num_gpus = training_gpus(spec, len(candidates))
         available = spec.data.max_conversations if data.rows is None else min(data.rows, spec.data.max_conversations)
         self.rows = available - int(available * spec.data.held_out_fraction)
         limit, most = spec.data.max_prompt_tokens, spec.regenerate.max_new_tokens
@@ -179,6 +180,10 @@ class _Work:
     def state_bytes(self) -> int:
         """Bytes of stored states per captured token, without ids and masks."""
         return round(self.store_bytes / max(1, self.captured)) - ID_AND_MASK_BYTES if self.captured else 0
+
+    def step_tokens(self, candidate: Candidate) -> int:
+        """Packed tokens of a candidate's training step."""
+        return tokens_per_step(candidate.train, self.num_gpus)
 
     @property
     def supervised_share(self) -> float:
@@ -247,29 +252,47 @@ def _training_flops(work: _Work, candidate: Candidate, tokens: int) -> float:
         row_tokens=work.row_tokens)) for part, steps in ((single, 1), (tokens - single, train.ttt_length)))
 
 
-def training_on_gpus(spec: JobSpec, candidate: Candidate, target: TargetFacts,
-                     data: DataFacts) -> TrainingOnGpus | None:
-    """A candidate's training where it requests GPUs and its family's step is described; else None."""
+def training_gpus(spec: JobSpec, num_candidates: int) -> int:
+    """GPUs that compute one candidate's steps; 0: CPUs do. One program that trains all candidates gives each one GPU;
+    where `sweep.together` leaves open whether there is such a program, all GPUs are assumed for each."""
     train = spec.placement.stages.get("train", PlacementRequest())
     num_gpus = (spec.placement.every.num_gpus or 0) if train.num_gpus is None else train.num_gpus
+    if num_candidates > 1 and spec.sweep.together == "always":
+        return min(1, num_gpus)
+    return num_gpus * spec.placement.train_nodes
+
+
+def _training_on_gpus(work: _Work, candidate: Candidate) -> TrainingOnGpus | None:
+    """A candidate's training where it requests GPUs and its family's step is described; else None."""
+    spec, target, num_gpus = work.spec, work.target, work.num_gpus
     if not num_gpus or not FAMILIES[candidate.drafter.family].step_cost_known:
         return None
-    num_gpus *= spec.placement.train_nodes
-    work = _Work(spec, target, data, (candidate,))
     return TrainingOnGpus(
         target.trained_drafter(candidate), with_tokens(candidate.train, num_gpus), num_gpus, work.supervised_share,
         work.row_tokens, compute_bytes=4 if candidate.train.dtype == "float32" else 2,
         top_k=spec.capture.final_top_k if spec.capture.final_state == "topk" else None)
 
 
-def planned_gpu(spec: JobSpec) -> str | None:
+def require_gpu_memory(spec: JobSpec, candidates: Sequence[Candidate], target: TargetFacts, data: DataFacts) -> None:
+    """Raises GpuTooSmall for a training step that does not fit the requested type of GPU, if its label names a size."""
+    label, work = _planned_gpu(spec), _Work(spec, target, data, candidates)
+    device = gpu_bytes(label)
+    if label is None or device is None:
+        return
+    for candidate in candidates:
+        training = _training_on_gpus(work, candidate)
+        if training is not None:
+            training.require(device, label, usable_bytes(device))
+
+
+def _planned_gpu(spec: JobSpec) -> str | None:
     """The node label of the GPUs that training requests."""
     return spec.placement.stages.get("train", PlacementRequest()).gpu_type or spec.placement.every.gpu_type
 
 
 def _tokens_seen(work: _Work, candidate: Candidate) -> int:
     train, seen = candidate.train, round(work.captured * candidate.train.epochs)
-    return seen if train.max_steps is None else min(seen, train.max_steps * tokens_per_step(train))
+    return seen if train.max_steps is None else min(seen, train.max_steps * work.step_tokens(candidate))
 
 
 def _streamed_tokens(work: _Work, candidates: Sequence[Candidate]) -> int:
@@ -279,7 +302,7 @@ def _streamed_tokens(work: _Work, candidates: Sequence[Candidate]) -> int:
         return sum(_tokens_seen(work, one) for one in candidates)
     longest: dict[tuple[int, int], int] = {}
     for one in candidates:
-        key = (one.train.seed, tokens_per_step(one.train))
+        key = (one.train.seed, work.step_tokens(one))
         longest[key] = max(longest.get(key, 0), _tokens_seen(work, one))
     return sum(longest.values())
 
@@ -292,8 +315,8 @@ def _share_of_steps(spec: JobSpec, candidates: Sequence[Candidate]) -> float:
     """
     if spec.sweep.together == "never":
         return 1.0
-    steps = 0.0
-    for left in Counter((one.drafter.family, one.train.seed, tokens_per_step(one.train))
+    steps, num_gpus = 0.0, training_gpus(spec, len(candidates))
+    for left in Counter((one.drafter.family, one.train.seed, tokens_per_step(one.train, num_gpus))
                         for one in candidates).values():
         before = 0.0
         for rung in (*spec.sweep.rungs, 1.0):
@@ -364,7 +387,7 @@ def _warnings(work: _Work, candidates: Sequence[Candidate]) -> tuple[str, ...]:
     if work.prompt + work.answer > work.spec.capture.max_length:
         found.append(f"rows of up to {work.prompt + work.answer:.0f} tokens are cut at capture.max_length "
                      f"{work.spec.capture.max_length}")
-    smallest = min(tokens_per_step(candidate.train) for candidate in candidates)
+    smallest = min(work.step_tokens(candidate) for candidate in candidates)
     if work.captured < 10 * smallest:
         found.append(f"{work.captured} captured tokens are fewer than ten batches of {smallest}: expect a weak drafter")
     return tuple(found)
@@ -379,15 +402,14 @@ def _why_stored(work: _Work) -> str:
 def _training_memory(work: _Work, candidates: Sequence[Candidate]) -> tuple[Assumption, ...]:
     """Tokens of a step, and on GPUs the memory that the candidate with the highest need takes of each."""
     trainings = [found for candidate in candidates
-                 if (found := training_on_gpus(work.spec, candidate, work.target, work.data)) is not None]
-    num_gpus = trainings[0].num_gpus if trainings else 0
+                 if (found := _training_on_gpus(work, candidate)) is not None]
     given = candidates[0].train.max_tokens_per_batch is not None
     tokens = Assumption(
-        name="tokens per training step", value=float(tokens_per_step(candidates[0].train, num_gpus)), unit="tokens",
-        source="train.max_tokens_per_batch" if given else f"default for {num_gpus} GPUs (0: on CPUs)")
+        name="tokens per training step", value=float(work.step_tokens(candidates[0])), unit="tokens",
+        source="train.max_tokens_per_batch" if given else f"default for {work.num_gpus} GPUs (0: on CPUs)")
     if not trainings:
         return (tokens,)
-    device = gpu_bytes(planned_gpu(work.spec))
+    device = gpu_bytes(_planned_gpu(work.spec))
     need = max((one.need(device or _ASSUMED_GPU_BYTES) for one in trainings), key=lambda need: need.total)
     largest = f"{need.largest} {need.components[need.largest] / 1e9:.1f} GB"
     return (tokens, Assumption(

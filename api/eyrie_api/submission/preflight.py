@@ -15,16 +15,12 @@ from eyrie_api.decisions.capture_support import require_capture, sglang_layer_id
 from eyrie_api.decisions.families import fuses
 from eyrie_api.decisions.plan import (
     DEFAULT_DRAFT_VOCABULARY,
-    DataFacts,
     Rates,
     TargetFacts,
     make_plan,
-    planned_gpu,
-    training_on_gpus,
+    require_gpu_memory,
 )
 from eyrie_api.decisions.sweep import Candidate, expand
-from eyrie_api.decisions.training_cost import usable_bytes
-from eyrie_api.decisions.training_defaults import gpu_bytes
 from eyrie_api.errors import (
     DiskTooSmall,
     InvalidInput,
@@ -76,7 +72,7 @@ def check(spec: JobSpec, settings: Settings) -> CheckedJob:
         return CheckedJob(absolute(spec), None)
     _check_sizes(candidates, facts)
     known = data_facts(spec.data)
-    _check_gpu_memory(spec, candidates, facts, known)
+    require_gpu_memory(spec, candidates, facts, known)
     plan = make_plan(spec, candidates, facts, free_bytes(settings.home), data_facts=known, rates=rates(settings))
     # Only lengths sampled from the data refuse a job: without them the plan is an upper bound, which does not prove
     # that the job will not fit.
@@ -121,7 +117,7 @@ def plan(spec: JobSpec, settings: Settings) -> Plan:
         raise InvalidInput(f"target.model {spec.target.model!r} is not on this machine, so its sizes are unknown",
                            "download it first (`hf download`), or give a local directory with its config.json")
     _check_sizes(candidates, facts)
-    _check_gpu_memory(spec, candidates, facts, data_facts(spec.data))
+    require_gpu_memory(spec, candidates, facts, data_facts(spec.data))
     return make_plan(spec, candidates, facts, free_bytes(settings.home), data_facts=data_facts(spec.data),
                      rates=rates(settings))
 
@@ -259,18 +255,6 @@ def _check_suite(suite: SuiteSpec, spec: JobSpec) -> None:
     if path is not None and not path.is_file():
         raise InvalidInput(f"benchmark suite {suite.name!r}: no file {suite.path!r} on the server",
                            "give a JSONL file of messages or prompt rows")
-
-
-def _check_gpu_memory(spec: JobSpec, candidates: Sequence[Candidate], facts: TargetFacts, data: DataFacts) -> None:
-    """Refuses a training step that does not fit the type of GPU that the job requests, if its label names a size."""
-    label = planned_gpu(spec)
-    device = gpu_bytes(label)
-    if label is None or device is None:
-        return
-    for candidate in candidates:
-        training = training_on_gpus(spec, candidate, facts, data)
-        if training is not None:
-            training.require(device, label, usable_bytes(device))
 
 
 def _check_sizes(candidates: Sequence[Candidate], facts: TargetFacts) -> None:
