@@ -13,7 +13,7 @@ annotation of the task's pod, `eyrie.dev/pod`:
 Kubeflow copies the annotation to the pod and does not interpret it: on a real cluster an admission policy has to set
 the pod's fields from it. The test double reads it itself. Resources other than CPU, memory and GPUs are refused.
 
-The train task's pod gets its number of GPUs as EYRIE_TRAIN_PROCESSES and starts that many processes by torchrun
+The pods of capture and train get their number of GPUs as EYRIE_PROCESSES and start that many processes by torchrun
 (`torchrun`). With `train_launcher: trainjob` the train task is small and creates a TrainJob (`trainjob`).
 
 The service account of a run is `KubeflowSpec.service_account`. Secrets appear by name only.
@@ -40,7 +40,7 @@ from eyrie_api.v1alpha1.placement import Placement, S3Work, VolumeWork
 from eyrie_api.v1alpha1.requests import JobPlacement
 from eyrie_api.v1alpha1.stages import StageName
 from eyrie_pipelines.drafter import define
-from eyrie_pipelines.torchrun import PROCESSES_VARIABLE
+from eyrie_pipelines.torchrun import DIVIDED_STAGES, PROCESSES_VARIABLE
 from eyrie_pipelines.trainjob import TRAINJOB_VARIABLE, TrainJobRequest
 from eyrie_pipelines.work_area import CREDENTIALS_DIR, pod_variables
 
@@ -87,9 +87,9 @@ def _compiled(profile_text: str, requested_text: str, together: bool) -> str:
         if stage is None:
             return place(task, small(profile.stages), profile)
         given = resolve_stage_placement(profile, requested, stage)
-        if stage != "train":
+        if stage not in DIVIDED_STAGES:
             return place(task, given, profile)
-        if requested.train_launcher == "pod":
+        if stage != "train" or requested.train_launcher == "pod":
             return place(task, given, profile).set_env_variable(PROCESSES_VARIABLE, str(max(1, given.num_gpus)))
         request = TrainJobRequest(nodes=requested.train_nodes, placement=given, home=profile.home,
                                   sync_s=profile.sync_s, python=profile.python)

@@ -6,8 +6,8 @@ laptop.
 - stdout and stderr are appended to `log.txt` next to the spec; the program writes its progress to `events.jsonl`;
 - SIGTERM is forwarded, and this process then exits with 143 (interrupted; the stage resumes when it is run again);
 - a transient failure, or a program killed by a signal, is retried up to three times with growing pauses;
-- a training on several GPUs of this machine is torchrun and its processes. torchrun ends with 1 whichever way one of
-  them ended: without a failure record that is retried like a signal;
+- a capture or training on several GPUs of this machine is torchrun and its processes. torchrun ends with 1 whichever
+  way one of them ended: without a failure record that is retried like a signal;
 - a permanent failure raises StageFailed with the program's message and hint;
 - stages that measure take the machine's measuring lock themselves, since concurrent measurements would distort each
   other; a stage started by hand waits for the same lock.
@@ -41,7 +41,7 @@ TMPDIR and must be the same for every process of the machine."""
 def run_stage_program(spec: StageSpec, directory: Path, processes: int = 1) -> None:
     """Run a stage program in its directory until it has written its manifest.
 
-    processes   of this machine, for the train stage.
+    processes   of this machine, for the stages of `torchrun.DIVIDED_STAGES`.
 
     Raises StageFailed when it ended without one after MAX_ATTEMPTS transient failures. Exits this process with 143
     after SIGTERM or SIGINT.

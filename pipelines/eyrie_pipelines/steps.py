@@ -90,9 +90,10 @@ def capture_spec(job: JobFile, job_dir: Path) -> CaptureStage:
                         aux_layers=named_layers(job.candidates), seed=job.spec.data.seed)
 
 
-def train_gpus(spec: JobSpec) -> int:
-    """GPUs that a job requests for one training: on one machine, the only part of its placement that is used."""
-    named = spec.placement.stages.get("train", spec.placement.every).num_gpus
+def stage_gpus(spec: JobSpec, stage: StageName) -> int:
+    """GPUs that a job requests for one program of a stage: on one machine, the only part of its placement that is used.
+    """
+    named = spec.placement.stages.get(stage, spec.placement.every).num_gpus
     return (spec.placement.every.num_gpus or 1) if named is None else named
 
 

@@ -55,7 +55,9 @@ def regenerate(job_dir: str, spec_digest: str) -> str:
 def capture(job_dir: str, spec_digest: str, _rows: str) -> str:
     """Record the target's hidden states."""
     with _recording_failure(job_dir, "capture"):
-        return _run(job_dir, steps.capture_spec(load_job(job_dir, spec_digest), Path(job_dir)))
+        job = load_job(job_dir, spec_digest)
+        return _run(job_dir, steps.capture_spec(job, Path(job_dir)),
+                    processes=num_processes(steps.stage_gpus(job.spec, "capture")))
 
 
 def list_candidates(job_dir: str, spec_digest: str) -> list[str]:
@@ -69,7 +71,7 @@ def sweep(job_dir: str, spec_digest: str, store: str) -> str:
     failed = None
     with _recording_failure(job_dir, "train"):
         job = load_job(job_dir, spec_digest)
-        gpus = num_processes(steps.train_gpus(job.spec))
+        gpus = num_processes(steps.stage_gpus(job.spec, "train"))
         if steps.trains_together(job.spec, len(job.candidates), gpus, on_cluster=False):
             specs = {candidate.name: steps.train_spec(job, Path(job_dir), candidate.name)
                      for candidate in job.candidates}
@@ -87,7 +89,7 @@ def train(job_dir: str, spec_digest: str, _store: str, candidate: str) -> str:
         spec = steps.train_spec(job, Path(job_dir), candidate)
         request = trainjob.request_from_environment()
         if request is None:
-            return _run(job_dir, spec, candidate, num_processes(steps.train_gpus(job.spec)))
+            return _run(job_dir, spec, candidate, num_processes(steps.stage_gpus(job.spec, "train")))
         return _run_trainjob(job_dir, spec, spec_digest, request)
 
 

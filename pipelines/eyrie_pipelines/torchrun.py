@@ -1,17 +1,22 @@
-"""Training under torchrun: on the nodes of a TrainJob, and on several GPUs of one machine or one pod.
+"""Capture and train under torchrun: on several GPUs of one machine or one pod, and training on the nodes of a TrainJob.
 
 Trainer's torch runtime describes the nodes of a TrainJob in PET_* variables, which torchrun reads; elsewhere torchrun
 works on this machine alone (`--standalone`). This module is the only place that builds torchrun's arguments.
 
 Several processes are several GPUs, one each: EYRIE_DEVICE=cuda makes the program refuse a machine that has fewer. Set
-to `cpu`, the same number of processes trains on the CPU.
+to `cpu`, the same number of processes computes on the CPU.
 """
 
 import os
 from collections.abc import Sequence
 
-PROCESSES_VARIABLE = "EYRIE_TRAIN_PROCESSES"
-"""Training processes of this pod: one for each of its GPUs, at least one. Not set on one machine."""
+from eyrie_api.v1alpha1.stages import StageName
+
+PROCESSES_VARIABLE = "EYRIE_PROCESSES"
+"""Processes of this pod's stage: one for each of its GPUs, at least one. Not set on one machine."""
+
+DIVIDED_STAGES: tuple[StageName, ...] = ("capture", "train")
+"""The stages whose programs divide their work among processes."""
 
 
 def is_node() -> bool:
@@ -25,10 +30,10 @@ def is_first_node() -> bool:
 
 
 def num_processes(num_gpus: int) -> int:
-    """Training processes to start here.
+    """Processes of a stage to start here.
 
-    num_gpus   what the job requests for its training. In a pod the cluster's placement has been merged with that, and
-               EYRIE_TRAIN_PROCESSES has the result.
+    num_gpus   what the job requests for the stage. In a pod the cluster's placement has been merged with that, and
+               EYRIE_PROCESSES has the result.
     """
     return int(os.environ.get(PROCESSES_VARIABLE, max(1, num_gpus)))
 

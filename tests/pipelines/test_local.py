@@ -16,6 +16,7 @@ from eyrie_api.v1alpha1.draft_tree import DraftTreeShape
 from eyrie_api.v1alpha1.prove import ProveReport
 from eyrie_api.v1alpha1.reports import TuneReport
 from eyrie_api.v1alpha1.requests import JobPlacement
+from eyrie_api.v1alpha1.stages import StageName
 from eyrie_api.v1alpha1.tuning import DrafterUse, Setting
 from eyrie_pipelines import local, tasks
 from eyrie_pipelines.processes import ProcessId, boot_id, group_members, identify, is_alive, wait_until
@@ -145,18 +146,22 @@ def test_candidates_trained_together_are_tried_again_as_one_alone_is(
         assert "sweep.together to never" in failed.failure.hint
 
 
-def test_a_training_on_two_gpus_is_two_processes_and_is_tried_again_when_one_was_killed(
-        job_dir: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CATALOG, "train", dataclasses.replace(CATALOG["train"], module="rehearsal_stage"))
+@pytest.mark.parametrize(("stage", "key"), [("train", "base"), ("capture", "")])
+def test_a_stage_on_two_gpus_is_two_processes_and_is_tried_again_when_one_was_killed(
+        stage: StageName, key: str, job_dir: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CATALOG, stage, dataclasses.replace(CATALOG[stage], module="rehearsal_stage"))
     monkeypatch.delenv("EYRIE_DEVICE", raising=False)
-    rehearsal.plan(train__base=["die", "ok"])
-    placement = JobPlacement.model_validate({"stages": {"train": {"num_gpus": 2}}})
+    rehearsal.plan(train__base=["die", "ok"], capture=["die", "ok"])
+    placement = JobPlacement.model_validate({"stages": {stage: {"num_gpus": 2}}})
     job = JobFile(id="job-1", spec=spec_of(placement=placement))
     write_model(job_dir / JOB_FILE, job)
-    assert tasks.train(str(job_dir), digest_model(job), "stages/capture", "base") == "stages/train/base"
+    if stage == "train":
+        assert tasks.train(str(job_dir), digest_model(job), "stages/capture", key) == "stages/train/base"
+    else:
+        assert tasks.capture(str(job_dir), digest_model(job), "stages/regenerate") == "stages/capture"
     ranks = (rehearsal.home / "ranks.log").read_text().splitlines()
-    assert set(ranks) == {"0 of 2: cuda", "1 of 2: cuda"}, "on a machine without two GPUs they refuse to train"
-    assert rehearsal.starts() == ["train/base"] * 2
+    assert set(ranks) == {"0 of 2: cuda", "1 of 2: cuda"}, "on a machine without two GPUs they refuse to compute"
+    assert rehearsal.starts() == [f"{stage}/{key}".rstrip("/")] * 2
 
 
 def test_transient_failures_are_tried_again_and_a_retry_goes_on_from_the_failed_stage(

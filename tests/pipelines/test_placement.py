@@ -122,6 +122,7 @@ def test_a_stage_of_its_own_kind_and_a_jobs_wishes_are_laid_over() -> None:
     wanted = JobPlacement(every=PlacementRequest(queue="team-b"), stages={"train": PlacementRequest(num_gpus=8)})
     pipeline = compiled(wanted=wanted, per_stage={"prove": Placement(image="sglang:1", num_gpus=1)})
     assert variables(pipeline, "train")[PROCESSES_VARIABLE] == "8"
+    assert variables(pipeline, "capture")[PROCESSES_VARIABLE] == "2", "the cluster's own number"
     assert PROCESSES_VARIABLE not in variables(pipeline, "benchmark")
     assert container(pipeline, "prove")["image"] == "sglang:1"
     assert variables(pipeline, "prove")["EYRIE_ARTIFACTS_URL"] == "s3://bucket/eyrie"

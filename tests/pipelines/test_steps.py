@@ -86,7 +86,7 @@ def test_candidates_are_trained_together_where_that_is_cheaper_and_not_slower_th
     ({"every": {"num_gpus": 4}, "stages": {"train": {"num_gpus": 0}}}, 0)])
 def test_the_gpus_of_a_training_are_those_of_its_stage_else_of_every_stage(
         placement: dict[str, object], num_gpus: int) -> None:
-    assert steps.train_gpus(spec_of(placement=JobPlacement.model_validate(placement))) == num_gpus
+    assert steps.stage_gpus(spec_of(placement=JobPlacement.model_validate(placement)), "train") == num_gpus
 
 
 def test_checkpoints_are_listed_in_order_of_candidate_and_step() -> None:

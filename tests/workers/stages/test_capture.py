@@ -350,6 +350,27 @@ def test_shards_do_not_depend_on_the_number_of_processes_nor_on_a_change_of_it(t
         assert artifact(tmp_path / name) == artifact(tmp_path / "whole")
 
 
+def test_two_processes_write_the_store_of_one(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path / "target")
+    write_rows(tmp_path / "rows", target, 120)
+    for name in ("whole", "two"):
+        write_spec(tmp_path / name, target, tmp_path / "rows", shard_size_bytes=2**16, batch_tokens=64)
+    assert run(tmp_path / "whole") == 0
+    out = tmp_path / "two"
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
+         "eyrie_workers.stages.capture", "--spec", str(out / "spec.json"), "--out", str(out / "manifest.json")],
+        check=True, timeout=300, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert artifact(out) == artifact(tmp_path / "whole")
+    one, two = (read_manifest(tmp_path / name).report_as(CaptureReport) for name in ("whole", "two"))
+    assert isinstance(one, CaptureReport)
+    assert isinstance(two, CaptureReport)
+    timed = {"seconds": 0.0, "tokens_per_s": 0.0, "prefill_tokens_per_s": 0.0}
+    assert two.model_copy(update=timed) == one.model_copy(update=timed)
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    assert sum(event.get("reason") == "LayersChosen" for event in events) == 1, "rank 0 alone writes events"
+
+
 @given(lengths=st.lists(st.integers(1, 300), max_size=50), batch=st.integers(1, 1000))
 def test_batches_cover_every_row_once_within_the_limit(lengths: list[int], batch: int) -> None:
     plan = list(plan_passes(lengths, batch))

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from eyrie_api.errors import InvalidInput
-from eyrie_workers.targets.device import CPU, choose_device, default_device, device_scope, refuse_unusable_gpus
+from eyrie_workers.targets.device import (
+    CPU,
+    choose_device,
+    choose_target_device,
+    default_device,
+    device_scope,
+    refuse_unusable_gpus,
+)
 
 
 @pytest.mark.parametrize(("environment", "num_gpus", "message", "hint"), [
@@ -74,3 +81,13 @@ def test_what_is_made_inside_lies_there_and_outside_does_not() -> None:
         with device_scope(CPU):  # nothing to do on a processor: what is around stays
             assert torch.zeros(1).device.type == "meta"
     assert torch.arange(3).device == CPU
+
+
+def test_the_devices_of_streaming_targets_are_given_to_the_processes_in_turn() -> None:
+    asked = {"EYRIE_TARGET_DEVICE": "cuda:6, cuda:7"}
+    assert [choose_target_device(asked | {"LOCAL_RANK": str(rank)}, 8) for rank in range(3)] == [
+        torch.device("cuda", 6), torch.device("cuda", 7), torch.device("cuda", 6)]
+    assert choose_target_device({}, 8) is None
+    for wrong in ("cuda:8", "cuda", "gpu", "cuda:1,", "meta"):
+        with pytest.raises(InvalidInput, match="EYRIE_TARGET_DEVICE"):
+            choose_target_device({"EYRIE_TARGET_DEVICE": wrong}, 8)

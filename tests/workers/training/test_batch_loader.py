@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from eyrie_api.errors import ArtifactCorrupt
+from eyrie_api.errors import ArtifactCorrupt, InvalidInput
 from eyrie_api.v1alpha1.codecs import Codec
 from eyrie_api.v1alpha1.targets import TargetSpec
 from eyrie_workers.features.shard_format import FeatureRow, StoreFormat, TokenRow, supervised_positions
@@ -152,6 +152,16 @@ def test_the_stream_holds_no_more_states_than_its_buffer(tmp_path: Path, target_
         assert stream.computed_tokens == seen == sum(store.lengths)
         if room > 1:
             assert stream.most_held_bytes > max(sizes)  # it did go ahead
+
+
+def test_a_target_device_that_does_not_exist_is_refused_before_anything_is_computed(
+        tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both(tmp_path, target_dir, "float32", num=2)
+    monkeypatch.setenv("EYRIE_TARGET_DEVICE", "cuda:63")
+    with pytest.raises(InvalidInput, match="EYRIE_TARGET_DEVICE 'cuda:63'"):
+        open_features(str(tmp_path / "stream"), TargetSpec(model=str(target_dir)))
+    monkeypatch.setenv("EYRIE_TARGET_DEVICE", "cpu")
+    assert open_features(str(tmp_path / "stream"), TargetSpec(model=str(target_dir))).num_rows == 2
 
 
 def test_a_plan_whose_tokens_are_not_its_own_is_refused(tmp_path: Path, target_dir: Path) -> None:

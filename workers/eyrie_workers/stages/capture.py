@@ -18,10 +18,17 @@ the drafter attends to it. Rows longer than `max_length` are cut at the end, and
 is dropped; both are counted in the report.
 
     python -m eyrie_workers.stages.capture --spec spec.json --out <dir>/manifest.json
+
+On several GPUs, one process each (`stages.rank_program`), every process writes its own shards; rank 0 checks the layers
+before and composes the index after. The bytes do not depend on the number of processes, and a run interrupted on one
+number resumes on another:
+
+    torchrun --nproc-per-node N -m eyrie_workers.stages.capture --spec spec.json --out <dir>/manifest.json
 """
 
 # T tokens of a row, A aux layers, H hidden
 
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -45,9 +52,11 @@ from eyrie_workers.features.streaming import STREAM, TOKENS, plan_is_whole, writ
 from eyrie_workers.features.target_pass import TargetPass, compute_pass, plan_passes
 from eyrie_workers.features.writer import FeatureWriter
 from eyrie_workers.features.writer import is_whole as store_is_whole
+from eyrie_workers.machine.environment import cpu_count
 from eyrie_workers.speculation.phase_times import EngineStats, PhaseClock
-from eyrie_workers.stage_program import Result, Stage, run_program
+from eyrie_workers.stage_program import Result, Stage
 from eyrie_workers.stages.layer_probe import probe_layers, rows_to_probe
+from eyrie_workers.stages.rank_program import run_ranks
 from eyrie_workers.targets import draft_vocabulary
 from eyrie_workers.targets.agreement import LayerAgreement, compare, reference_states
 from eyrie_workers.targets.config import TargetConfig, read_config
@@ -55,7 +64,7 @@ from eyrie_workers.targets.device import default_device
 from eyrie_workers.targets.layers import choose_aux_layers
 from eyrie_workers.targets.loading import load_target, resolve, special_token_ids, target_digest
 from eyrie_workers.targets.model import TargetModel
-from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext
+from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext, threads_of_process
 
 # Tokens of a row compared with transformers: enough to distinguish layers; attention cost grows with the square.
 _CHECKED_TOKENS = 256
@@ -162,9 +171,12 @@ def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS
     LayersDisagree when the states differ from those of `transformers`.
     """
     started = time.monotonic()
+    if dist.size > 1:
+        torch.set_num_threads(threads_of_process(cpu_count(), os.environ))
     rows_dir = Path(spec.rows_dir)
     path = resolve(spec.target)
-    digest, config = target_digest(path), read_config(path)
+    # Rank 0 alone reads the whole target for its digest: eight processes would read it eight times from one disk.
+    digest, config = dist.on_main(lambda: target_digest(path)), read_config(path)
     _check_rows_are_of(digest, rows_dir, spec.target.model)
     plan = plan_rows(read_rows(rows_dir / ROWS), spec.capture.max_length)
     if not plan.rows:
@@ -175,7 +187,7 @@ def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS
                     f"{plan.rows_dropped} left out because their prompt alone reaches it", warning=True)
     choice = choose_aux_layers(config.num_layers, config.layer_types, spec.capture.aux_layers)
     stage.event("LayersChosen", f"aux hidden states {list(choice.aux_layers)}: {choice.reason}")
-    if spec.capture.probe_layers:
+    if spec.capture.probe_layers and dist.is_main:
         _probe(spec, stage, choice.aux_layers)
     always = [*config.eos_token_ids, *special_token_ids(path)]
     named = choose_aux_layers(config.num_layers, override=spec.aux_layers).aux_layers if spec.aux_layers else ()
@@ -186,7 +198,10 @@ def capture(spec: CaptureStage, stage: Stage, dist: DistContext = SINGLE_PROCESS
     fmt = plan_format(how, plan, config, layers, digest, read_rows(rows_dir / ROWS), always,
                          fused_layers=choice.aux_layers)
     _report_codec(spec.capture, fmt, stage)
-    work = _write_stream_plan(spec, stage, plan, fmt) if streams else _write_store(spec, stage, plan, fmt, dist)
+    if streams:
+        work = _write_stream_plan(spec, stage, plan, fmt) if dist.is_main else _Work()
+    else:
+        work = _write_store(spec, stage, plan, fmt, dist)
     tokens = sum(plan.lengths)
     return Result(CaptureReport(
         rows=len(plan.rows), tokens=tokens,
@@ -386,4 +401,4 @@ def _check_rows_are_of(digest: str, rows_dir: Path, model: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(CaptureStage, capture, is_whole=is_whole))
+    sys.exit(run_ranks(CaptureStage, capture, sys.argv[1:], is_whole))

@@ -51,7 +51,8 @@ from eyrie_workers.stage_program import (
     open_stage,
     stop_on_signals,
 )
-from eyrie_workers.stages.train import NUM_EVALUATIONS, TrainingRun, end_with_launcher, prepare, refuse
+from eyrie_workers.stages.rank_program import end_with_launcher, refuse
+from eyrie_workers.stages.train import NUM_EVALUATIONS, TrainingRun, prepare
 from eyrie_workers.training.batch_loader import Features, open_features
 from eyrie_workers.training.distributed import SINGLE_PROCESS, DistContext
 from eyrie_workers.training.evaluation import Evaluation, HitCounts

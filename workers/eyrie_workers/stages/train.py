@@ -23,7 +23,6 @@ the spec gives it; its default depends on the number of GPUs. A step of more tok
 process is computed in micro-batches.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -38,9 +37,7 @@ from torch import nn
 
 from eyrie_api.artifacts import code_version, digest_bytes, digest_directory
 from eyrie_api.decisions.training_defaults import TrainingOnGpus, tokens_per_step, with_tokens
-from eyrie_api.errors import Conflict, EyrieError, NoUsableData
-from eyrie_api.program_exit import report_error
-from eyrie_api.v1alpha1.model import Frozen
+from eyrie_api.errors import Conflict, NoUsableData
 from eyrie_api.v1alpha1.reports import CheckpointReport, TrainReport, VocabularyReport
 from eyrie_api.v1alpha1.stages import TrainStage
 from eyrie_workers.catalog import STATE_DIR
@@ -49,18 +46,13 @@ from eyrie_workers.drafters.checkpoint.files import files_of
 from eyrie_workers.drafters.family import FamilyImplementation
 from eyrie_workers.drafters.initialisation import TargetEmbeddings, read_target_embeddings
 from eyrie_workers.drafters.registry import family_named
-from eyrie_workers.engines.parent_death_signal import die_with_parent
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.machine.environment import cpu_count
 from eyrie_workers.stage_program import (
-    INTERRUPTED_EXIT_CODE,
-    Interrupted,
     Result,
     Stage,
-    run_program,
-    stop_on_signals,
-    write_failure,
 )
+from eyrie_workers.stages.rank_program import run_ranks
 from eyrie_workers.targets import draft_vocabulary
 from eyrie_workers.targets.config import TargetConfig, read_config
 from eyrie_workers.targets.device import default_device, device_scope
@@ -83,15 +75,12 @@ NUM_EVALUATIONS = 10
 """Evenly spaced evaluations of a run; those before an export are additional."""
 
 _NUM_LOGGED_STEPS = 200
-_GO, _END = "go", "end"
 _NO_PART_OF_THE_RESULT = ("threads", "trackers", "save_every_s", "save_every_steps")
 """Fields of `TrainSpec` on which the trained bits do not depend."""
 
 
 def train(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS) -> Result:
     """Train a drafter on captured hidden states."""
-    if dist.is_main:
-        dist.broadcast(_GO)
     run = prepare(spec, stage, dist)
     run.run()
     return run.result()
@@ -145,75 +134,9 @@ def prepare(spec: TrainStage, stage: Stage, dist: DistContext = SINGLE_PROCESS,
     return run
 
 
-class _UnloggedStage(Stage):
-    """Discards stage events on non-zero ranks."""
-
-    def _write(self, record: Frozen) -> None:
-        pass
-
-
-def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--spec", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    return parser.parse_args(argv)
-
-
-def run_worker_rank(dist: DistContext, argv: Sequence[str]) -> int:
-    """The program of a non-zero rank: train whenever rank 0 does, until it ends; the exit code."""
-    arguments = _arguments(argv)
-    stage = _UnloggedStage(arguments.out.resolve().parent, quiet=True)
-    try:
-        with stop_on_signals(stage):
-            # Rank 0 broadcasts _GO from `train`, and _END when there is no (more) work: also when its manifest exists.
-            while dist.broadcast(None) == _GO:
-                train(TrainStage.model_validate_json(arguments.spec.read_text()), stage, dist)
-        return 0
-    except Interrupted:
-        return INTERRUPTED_EXIT_CODE
-    except EyrieError as error:  # rank 0 raises the same error, and reports it
-        return error.exit_code
-
-
-def end_with_launcher() -> None:
-    """Under torchrun, have this rank killed when torchrun ends: it starts each rank in a session of its own, and killed
-    with SIGKILL it would leave them behind. A rank whose torchrun ended before this call does not train either: it
-    finds no store to form the group with."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()
-
-
-def refuse(error: EyrieError, directories: Sequence[Path]) -> int:
-    """End a rank that has no group. Whichever rank is first writes failure.json before it ends, because torchrun then
-    stops the others; all ranks of a machine find the same error."""
-    for directory in directories:
-        stage = _UnloggedStage(directory.resolve(), quiet=True)
-        stage.out_dir.mkdir(parents=True, exist_ok=True)
-        write_failure(stage, error)
-    return report_error(error)
-
-
 def main(argv: Sequence[str]) -> int:
     """The program of every rank; returns the exit code."""
-    end_with_launcher()
-    try:
-        dist = DistContext.from_environment()
-    except EyrieError as error:
-        return refuse(error, [_arguments(argv).out.parent])
-
-    def work(spec: TrainStage, stage: Stage) -> Result:
-        return train(spec, stage, dist)
-
-    work.__doc__ = train.__doc__
-    try:
-        if not dist.is_main:
-            return run_worker_rank(dist, argv)
-        code = run_program(TrainStage, work, list(argv))
-        if code == 0:
-            dist.broadcast(_END)
-        return code
-    finally:
-        dist.close()
+    return run_ranks(TrainStage, train, argv)
 
 
 def fastest_dtype(device: torch.device) -> torch.dtype:

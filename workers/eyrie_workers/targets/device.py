@@ -9,6 +9,9 @@ Files are read, packed and checked on the CPU; the code that loads weights for c
 EYRIE_DEVICE overrides the choice (`cpu`, `cuda`, `cuda:1`). Among the processes of torchrun each takes the GPU of its
 LOCAL_RANK. `default_device` also makes the GPU the current one of the process: Triton launches kernels, and CUDA
 creates contexts and streams, on the current GPU and not on the one that holds the tensors.
+
+EYRIE_TARGET_DEVICE (`cuda:1`, or `cuda:6,cuda:7` for several processes) gives the target of a training with
+`capture.feed: stream` devices of its own.
 """
 
 import importlib.util
@@ -73,6 +76,34 @@ def choose_device(environment: Mapping[str, str], num_gpus: int) -> torch.device
         raise InvalidInput(f"EYRIE_DEVICE is {asked!r}, but torch sees {num_gpus} GPUs",
                            f"give cuda:0 to cuda:{num_gpus - 1}")
     return torch.device("cuda", rank if device.index is None else device.index)
+
+
+def target_device() -> torch.device | None:
+    """The device of a target that computes states for a training (`features.streaming`); None: this process's own.
+
+    Raises InvalidInput when EYRIE_TARGET_DEVICE names what this machine does not have.
+    """
+    return choose_target_device(os.environ, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+def choose_target_device(environment: Mapping[str, str], num_gpus: int) -> torch.device | None:
+    """The entry of EYRIE_TARGET_DEVICE for this process: its devices are given to the processes of the machine in turn.
+    Pure."""
+    asked = environment.get("EYRIE_TARGET_DEVICE")
+    if asked is None:
+        return None
+    devices = []
+    for name in asked.split(","):
+        try:
+            device = torch.device(name.strip())
+        except RuntimeError:
+            device = torch.device("meta")
+        if device.type != "cpu" and (device.type != "cuda" or device.index is None or device.index >= num_gpus):
+            raise InvalidInput(f"EYRIE_TARGET_DEVICE {asked!r}: {name!r} is neither cpu nor one of the {num_gpus} GPUs "
+                               "that torch sees", "give devices separated by commas, for example cuda:6,cuda:7, or "
+                               "unset it to compute the states on the trainer's own device")
+        devices.append(device)
+    return devices[int(environment.get("LOCAL_RANK", "0")) % len(devices)]
 
 
 def refuse_unusable_gpus(environment: Mapping[str, str], built_for: str | None, nodes: list[Path]) -> None:

@@ -24,6 +24,7 @@ from eyrie_workers.features.shard_format import StoreFormat
 from eyrie_workers.features.storage_backend import open_backend
 from eyrie_workers.features.store import FeatureStore
 from eyrie_workers.features.streaming import StreamedFeatures, read_plan
+from eyrie_workers.targets.device import target_device
 from eyrie_workers.targets.loading import load_target, resolve
 from eyrie_workers.training.distributed import SINGLE_PROCESS, BatchShard, DistContext, shard_batch
 from eyrie_workers.training.packing import Schedule, StepPlan
@@ -57,12 +58,16 @@ class Features(Protocol):
 
 
 def open_features(where: str, target: TargetSpec) -> Features:
-    """What capture left in a directory or below `s3://bucket/prefix`. Raises ArtifactMissing, StoreDamaged."""
+    """What capture left in a directory or below `s3://bucket/prefix`.
+
+    Raises ArtifactMissing, StoreDamaged, and InvalidInput for a device of the target that does not exist.
+    """
     place = open_backend(where)
     found = read_plan(place)
     if found is None:
         return FeatureStore(place)
-    return StreamedFeatures(*found, lambda: load_target(resolve(target), target.dtype))
+    device = target_device()
+    return StreamedFeatures(*found, lambda: load_target(resolve(target), target.dtype, device))
 
 
 @dataclass(frozen=True)
