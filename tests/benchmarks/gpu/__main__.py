@@ -28,7 +28,7 @@ import torch
 from tests.benchmarks.gpu.sections import SECTIONS, Bench
 from tests.gpu.sizes import NO_GPU, REAL, TINY, this_device
 
-_TARGET_LIMIT_S = 120.0
+_TARGET_LIMIT_S = 100.0
 
 
 def main(argv: Sequence[str]) -> int:

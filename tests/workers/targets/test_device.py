@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from eyrie_api.errors import InvalidInput
+from eyrie_workers.machine.versions import other_versions
 from eyrie_workers.targets.device import (
     CPU,
     choose_device,
@@ -58,6 +59,13 @@ def test_the_gpu_of_a_process_becomes_the_current_one(monkeypatch: pytest.Monkey
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(InvalidInput, match="Triton is not installed"):
         default_device()
+
+
+def test_versions_outside_the_tested_ranges_are_reported_and_local_builds_are_not() -> None:
+    requirements = ['torch<2.16,>=2.13; extra == "workers"', 'triton<4,>=3.6; extra == "kernels-test"', "pydantic>=2"]
+    assert other_versions(requirements, {"torch": "2.13.1+cu130", "triton": "3.9.0"}) == []
+    [line] = other_versions(requirements, {"torch": "2.12.0+cu128", "triton": "3.9.0"})
+    assert "torch 2.12.0+cu128 is installed, and Eyrie is tested with torch<2.16,>=2.13" in line
 
 
 def test_gpus_that_torch_cannot_use_are_refused_and_not_replaced_by_the_cpu() -> None:

@@ -16,13 +16,16 @@ EYRIE_TARGET_DEVICE (`cuda:1`, or `cuda:6,cuda:7` for several processes) gives t
 
 import importlib.util
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from pathlib import Path
 
 import torch
 
 from eyrie_api.errors import InvalidInput
+from eyrie_workers.machine.versions import version_notes
 
 CPU = torch.device("cpu")
 
@@ -39,9 +42,17 @@ def default_device() -> torch.device:
             raise InvalidInput(f"torch {torch.__version__} sees {num_gpus} GPUs, but Triton is not installed",
                                "install the Triton of this torch (pip install triton), or set EYRIE_DEVICE=cpu")
         torch.cuda.set_device(device)
+        _report_versions()
     elif "EYRIE_DEVICE" not in os.environ:
         refuse_unusable_gpus(os.environ, torch.version.cuda, sorted(Path("/dev").glob("nvidia[0-9]*")))
     return device
+
+
+@cache
+def _report_versions() -> None:
+    """Once per process, on stderr, which is the log of a stage."""
+    for note in version_notes():
+        print(f"note: {note}", file=sys.stderr)
 
 
 def choose_device(environment: Mapping[str, str], num_gpus: int) -> torch.device:
