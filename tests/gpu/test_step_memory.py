@@ -180,9 +180,10 @@ def test_bytes_with_gradients_of_an_earlier_micro_batch_are_predicted() -> None:
 
 @pytest.mark.slow  # a process that imports torch's FSDP
 def test_bytes_of_two_and_three_ranks_are_predicted(tmp_path: Path) -> None:
-    run = subprocess.run([sys.executable, "-m", "tests.gpu.test_step_memory", str(tmp_path)], cwd=ROOT, check=True,
-                         stdout=subprocess.PIPE, text=True, timeout=200)
-    found = [tuple(map(int, line.split())) for line in run.stdout.splitlines()]
+    subprocess.run([sys.executable, "-m", "tests.gpu.test_step_memory", str(tmp_path)], cwd=ROOT, check=True,
+                   timeout=200)
+    found = [tuple(map(int, file.read_text().split())) for file in tmp_path.glob("bytes-*")]
+    assert len(found) == 5
     for num_ranks in (2, 3):
         # The fullest rank is predicted: whole parameters are distributed, not all ranks have as many.
         measured = max(peak for size, peak, _ in found if size == num_ranks)
@@ -191,12 +192,12 @@ def test_bytes_of_two_and_three_ranks_are_predicted(tmp_path: Path) -> None:
 
 
 def _measure_as_rank(rank: int, directory: Path) -> None:
-    """Print, for each number of ranks that this one takes part in: the number, bytes measured, bytes predicted."""
+    """Write, for each number of ranks that this one takes part in: the number, bytes measured, bytes predicted."""
     shape = Shape(hidden=512, heads=8, lengths=(90, 61))  # optimiser states are the largest part
     for num_ranks in range(max(2, rank + 1), 4):
         dist.init_process_group("gloo", init_method=f"file://{directory}/{num_ranks}", rank=rank, world_size=num_ranks)
         measured, predicted, _ = measured_and_predicted(shape, num_ranks)
-        print(num_ranks, measured, predicted, flush=True)
+        (directory / f"bytes-{num_ranks}-{rank}").write_text(f"{num_ranks} {measured} {predicted}")
         dist.destroy_process_group()
 
 
