@@ -234,8 +234,9 @@ def _shared(drafter: TrainedDrafter, work: StepWork, setting: StepSetting) -> di
     copied = (drafter.parameters if setting.compute_bytes < _WIDE
               else 2 * hidden * wide_q + 2 * hidden * drafter.inner)
     states = work.tokens * drafter.sizes.num_aux_layers * hidden
-    # Rows of a product are rounded up, so its saved input is a copy of the states; parts keep the states as well.
-    batch = states * (setting.compute_bytes + (setting.state_bytes if setting.num_parts > 1 else 0))
+    # A product saves its input in the compute dtype: the states themselves, or a copy, next to which parts keep them.
+    copied_states = setting.num_parts > 1 and setting.state_bytes != setting.compute_bytes
+    batch = states * (setting.compute_bytes + (setting.state_bytes if copied_states else 0))
     row = 2 * _WIDE * hidden + kv * setting.compute_bytes + _WIDE * drafter.sizes.target.head_dim + 4 * _INDEX
     # The kernel of attention reads contiguous values; those of step 0 are a view, copied at every step.
     copies = sum(alive > 0 for alive in work.alive) * kv * setting.compute_bytes
@@ -251,14 +252,14 @@ def _projections(drafter: TrainedDrafter, work: StepWork, setting: StepSetting) 
 
 def _kept(drafter: TrainedDrafter, step: int, setting: StepSetting) -> int:
     """What one root's step keeps for the backward pass: the residual stream before and after attention, [g u] of the
-    MLP, rotated queries, attention's result twice (as such and as the next product's input) and its log-sum-exp; the
-    residual stream normed for the output matrix, twice. From step 1 on all own keys and values."""
+    MLP, rotated queries, attention's result and its log-sum-exp; the residual stream normed for the output matrix,
+    twice. From step 1 on all own keys and values."""
     target, b = drafter.sizes.target, setting.compute_bytes
     q, kv = drafter.query_width, drafter.key_width
     wide = (4 * target.hidden_size + target.num_heads + target.head_dim + 3) * _WIDE
     own = 2 * kv * step * b  # those of earlier steps are stacked anew at each step
     gated = 0 if setting.recompute else 2 * drafter.inner * b
-    return wide + 3 * q * b + gated + own
+    return wide + 2 * q * b + gated + own
 
 
 def _teacher_bytes(drafter: TrainedDrafter, work: StepWork, setting: StepSetting) -> int:

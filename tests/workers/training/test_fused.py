@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from eyrie_workers.targets.device import CPU
 from eyrie_workers.targets.rotary import rotate
 from eyrie_workers.training.fused import (
     apply_rotary,
@@ -74,8 +75,9 @@ def test_products_in_float32_are_float32_whatever_the_layout(shape: tuple[int, i
 
 
 def test_rows_are_rounded_to_few_sizes_and_padding_is_zero() -> None:
-    assert [round_up_rows(n) for n in (1, 32, 33, 1023, 1024, 1025, 5000)] == [32, 32, 64, 1024, 1024, 1088, 5120]
-    assert len({round_up_rows(n) for n in range(1, 20_000)}) < 110
+    assert [round_up_rows(n, CPU) for n in (1, 32, 33, 1023, 1024, 1025, 5000)] == [32, 32, 64, 1024, 1024, 1088, 5120]
+    assert len({round_up_rows(n, CPU) for n in range(1, 20_000)}) < 110
+    assert round_up_rows(33, torch.device("cuda")) == 33
     x = noise(5, 3)
     assert torch.equal(pad_rows(x, x.dtype), torch.cat([x, torch.zeros(27, 3, dtype=x.dtype)]))
     assert pad_rows(noise(64, 3), torch.float64).shape == (64, 3)

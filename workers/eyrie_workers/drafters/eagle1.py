@@ -231,7 +231,7 @@ class FeatureRegression(DistillationObjective):
             expected = documents.aux[:, 0].index_select(0, plan.roots + 1).to(states[0].dtype)
             extra = REGRESSION_WEIGHT * F.smooth_l1_loss(states[0], expected, reduction="none").mean(-1)
         return Prediction(states, self._head_VH, extra,
-                          sum(round_up_rows(alive) for alive in plan.alive if alive))
+                          sum(round_up_rows(alive, self.device) for alive in plan.alive if alive))
 
 
 def noisy(features_TH: Tensor, lengths: tuple[int, ...], context: StepContext) -> Tensor:

@@ -48,10 +48,10 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
-def _normed(x: Tensor, inverse: Tensor, norm: Tensor, dtype: torch.dtype) -> Tensor:
-    """x r w in `dtype`, rows padded. Computed in x's dtype and rounded once."""
+def _normed(x: Tensor, inverse: Tensor, norm: Tensor, dtype: torch.dtype, padded_rows: int) -> Tensor:
+    """x r w in `dtype`, with zero rows up to `padded_rows`. Computed in x's dtype and rounded once."""
     num_rows = x.shape[0]
-    out = x.new_empty(round_up_rows(num_rows), x.shape[1])
+    out = x.new_empty(padded_rows, x.shape[1])
     torch.mul(x, inverse, out=out[:num_rows])
     out[:num_rows].mul_(norm)
     out[num_rows:] = 0
@@ -72,14 +72,15 @@ class _NormedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, norm: Tensor, weight: Tensor, eps: float) -> Tensor:
         inverse = _inverse_rms(x, eps)
         ctx.save_for_backward(x, inverse, norm, weight)
-        return matmul(_normed(x, inverse, norm, weight.dtype), weight.T)[: x.shape[0]]
+        ctx.padded_rows = round_up_rows(x.shape[0], x.device)
+        return matmul(_normed(x, inverse, norm, weight.dtype, ctx.padded_rows), weight.T)[: x.shape[0]]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None]:
         x, inverse, norm, weight = ctx.saved_tensors
-        grad = pad_rows(grad, weight.dtype)
-        grad_weight = matmul(grad.T, _normed(x, inverse, norm, weight.dtype))
+        grad = pad_rows(grad, weight.dtype, ctx.padded_rows)
+        grad_weight = matmul(grad.T, _normed(x, inverse, norm, weight.dtype, ctx.padded_rows))
         grad_x, grad_norm = _norm_backward(matmul(grad, weight)[: x.shape[0]].to(x.dtype), x, inverse, norm)
         return grad_x if ctx.needs_input_grad[0] else None, grad_norm, grad_weight, None
 
@@ -115,7 +116,8 @@ class _Mlp(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, eps: float,
                 recompute: bool) -> Tensor:
         inverse = _inverse_rms(x, eps)
-        gated = matmul(_normed(x, inverse, norm, gate_up.dtype), gate_up.T)
+        ctx.padded_rows = round_up_rows(x.shape[0], x.device)
+        gated = matmul(_normed(x, inverse, norm, gate_up.dtype, ctx.padded_rows), gate_up.T)
         gate, up = gated.chunk(2, -1)
         out = matmul(F.silu(gate).mul_(up), down.T)[: x.shape[0]] + x
         ctx.save_for_backward(x, inverse, norm, gate_up, down)
@@ -126,7 +128,8 @@ class _Mlp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None]:
         x, inverse, norm, gate_up, down = ctx.saved_tensors
-        rows, normed = pad_rows(grad, down.dtype), _normed(x, inverse, norm, gate_up.dtype)
+        rows = pad_rows(grad, down.dtype, ctx.padded_rows)
+        normed = _normed(x, inverse, norm, gate_up.dtype, ctx.padded_rows)
         gated = matmul(normed, gate_up.T) if ctx.gated is None else ctx.gated
         ctx.gated = None
         gate, up = gated.chunk(2, -1)

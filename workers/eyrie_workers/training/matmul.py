@@ -8,7 +8,7 @@ order of summation differs. So on such processors float32 products go to oneDNN,
 oneDNN compiles a kernel for every shape it meets (1 to 2.5 ms each, measured; ten products a layer, three passes, seven
 steps) and is a fifth slower at odd row counts. Batches of packed documents never have the same number of rows twice.
 Therefore buffers that enter a product have their rows rounded up to a size from a short list (`round_up_rows`), the
-rest zero: at most a sixteenth more arithmetic, or 31 rows.
+rest zero: at most a sixteenth more arithmetic, or 31 rows. On a GPU nothing is compiled by shape, and nothing rounded.
 
     M, N rows, I inputs, O outputs
 """
@@ -34,8 +34,10 @@ def _onednn_is_faster() -> bool:
     return amd and torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_supported()
 
 
-def round_up_rows(num_rows: int) -> int:
-    """`num_rows`, up to the next multiple of 32 or, from 1024 on, of a sixteenth of the power of two below."""
+def round_up_rows(num_rows: int, device: torch.device) -> int:
+    """`num_rows`; on a CPU up to the next multiple of 32 or, from 1024 on, of a sixteenth of the power of two below."""
+    if device.type != "cpu":
+        return num_rows
     grain = max(_SMALLEST, (1 << max(0, num_rows.bit_length() - 1)) // 16)
     return -(-num_rows // grain) * grain
 
@@ -58,9 +60,9 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() or x.T.is_contiguous() else x.contiguous()
 
 
-def pad_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [M, I] in `dtype`, with zero rows up to the rounded count; x itself if none is needed."""
-    num_rows = round_up_rows(x.shape[0])
+def pad_rows(x: Tensor, dtype: torch.dtype, num_rows: int | None = None) -> Tensor:
+    """x [M, I] in `dtype`, with zero rows up to `num_rows` or the rounded count; x itself if none is needed."""
+    num_rows = round_up_rows(x.shape[0], x.device) if num_rows is None else num_rows
     if num_rows == x.shape[0]:
         return x.to(dtype)
     out = x.new_empty((num_rows, *x.shape[1:]), dtype=dtype)
@@ -81,7 +83,7 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
         rows, weight = ctx.saved_tensors
-        grad = pad_rows(grad, weight.dtype)
+        grad = pad_rows(grad, weight.dtype, rows.shape[0])
         back = matmul(grad, weight)[: ctx.num_rows].to(ctx.dtype) if ctx.needs_input_grad[0] else None
         return back, matmul(grad.T, rows)
 

@@ -74,7 +74,7 @@ class TrainingTimeTest(DistillationObjective):
         projections = shared_projections(weights, self._rotary, self._embed_VH, documents, plan.positions)
         states = tuple(step.state for step in unroll(weights, self._rotary, projections, plan, self._recompute))
         return Prediction(states, weights.lm_head,
-                          computed=sum(round_up_rows(alive) for alive in plan.alive if alive))
+                          computed=sum(round_up_rows(alive, self.device) for alive in plan.alive if alive))
 
     def __call__(self, documents: PackedBatch, context: StepContext | None = None,
                  targets: TargetDistribution | None = None) -> Outcome:
@@ -109,7 +109,7 @@ class TrainingTimeTest(DistillationObjective):
 
         loss = loss_in_parts(len(plans), loss_of, projections, weights)
         losses_N, choice_N = (torch.cat(column) for column in zip(*results, strict=True))
-        computed = sum(round_up_rows(alive) for part in plans for alive in part.alive if alive)
+        computed = sum(round_up_rows(alive, self.device) for part in plans for alive in part.alive if alive)
         return supervision.outcome(loss, losses_N, choice_N, evaluating=False, flops=flops, computed=computed)
 
     def _max_roots(self, plan: UnrollPlan) -> int:
