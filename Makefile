@@ -98,8 +98,9 @@ bench-tuner: setup  ## the tuner against the exhaustive grid, a quarter of an ho
 	@$(BIN)/python -m tests.benchmarks.tuner --target quickstart --prompts 16 \
 		--drafter $(or $(DRAFTER),$(error give DRAFTER=<a drafter for the quickstart target>)) --out .eyrie/tuner-trial/report.json
 
-bench-store: setup  ## the hidden-state store's reader, from a directory and through S3 (with rclone)
+bench-store: setup  ## the hidden-state store: its reader, from a directory and S3 (with rclone), and capture with a slow disk
 	@$(BIN)/python -m tests.benchmarks.feature_store --out .eyrie/bench/store.json
+	@$(BIN)/python -m tests.benchmarks.capture_overlap --out .eyrie/bench/capture-overlap.json
 
 bench-sweep: setup  ## a sweep of eight candidates against eight runs: cost, and quality of the winner; about five minutes
 	@$(BIN)/python -m tests.benchmarks.sweep --out .eyrie/bench/sweep.json

@@ -24,6 +24,7 @@ from eyrie_workers.drafters.registry import family_named, open_drafter
 from eyrie_workers.features.packed_batch import PackedBatch
 from eyrie_workers.features.shard_format import StoreFormat, TokenRow
 from eyrie_workers.features.target_pass import compute_pass
+from eyrie_workers.measurement.benchmark import transformers_baseline
 from eyrie_workers.measurement.benchmark.losslessness import explain
 from eyrie_workers.measurement.parity.round_replay import RoundReplay
 from eyrie_workers.speculation.engine import Engine, Request
@@ -139,6 +140,16 @@ def test_the_reference_of_capture_is_computed_where_the_target_is(gpu: Pretended
     assert not any(state.is_cuda for state in theirs[0].values())
     assert all(one.error < 1e-5 < one.neighbour
                for one in compare([aux.cpu() for aux, _ in there], theirs, (1, 3), "float32"))
+
+
+def test_the_baseline_is_left_out_where_a_gpu_has_no_room_for_a_second_copy(
+        gpu: PretendedGpu, target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = (load_target(target_dir, "float32", device) for device in (CPU, GPU))
+    assert transformers_baseline.fits(there)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 80 << 30))
+    assert not transformers_baseline.fits(there)
+    assert transformers_baseline.fits(here)
+    there.hidden_states([torch.arange(3)], ())
 
 
 def documents_for(target_dir: Path, layers: tuple[int, ...]) -> PackedBatch:

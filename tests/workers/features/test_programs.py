@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eyrie_workers.features.codecs import relative_error
-from tests.benchmarks import feature_store
+from tests.benchmarks import capture_overlap, feature_store
 from tests.benchmarks.codecs.measure import hadamard_error, way_named
 from tests.benchmarks.codecs.plot import draw
 from tests.benchmarks.codecs.report import CodecReport, SeedResult, WayResult
@@ -23,6 +23,15 @@ def test_the_bench_reads_every_store_whole_in_every_way(tmp_path: Path) -> None:
     assert {(pace["place"], pace["way"]) for pace in report["paces"]} == {
         (place, way) for place in ("directory", "S3") for way in ("first", "again", "fed", "fed, nothing ahead")}
     assert all(pace["tokens_per_s"] > 0 for pace in report["paces"])
+
+
+def test_the_overlap_bench_writes_whole_stores_and_reports_every_side(tmp_path: Path) -> None:
+    out = tmp_path / "overlap.json"
+    assert capture_overlap.main(["--out", str(out), "--hidden-size", "32", "--tokens", "40", "--passes", "5",
+                                 "--passes-per-shard", "2"]) == 0
+    report = json.loads(out.read_text())
+    assert report["num_bytes"] > 0
+    assert min(report["forward_s"], report["writing_s"], report["together_s"]) > 0
 
 
 def test_a_way_is_named_as_the_report_names_it() -> None:

@@ -61,8 +61,15 @@ def benchmark(spec: BenchmarkStage, stage: Stage) -> Result:
 
 
 def _compare_with_transformers(session: Session, spec: BenchmarkStage,
-                               stage: Stage) -> transformers_baseline.TransformersBaseline:
-    """The undrafted engine against `transformers` generate, greedily, on the first prompt of every suite."""
+                               stage: Stage) -> transformers_baseline.TransformersBaseline | None:
+    """The undrafted engine against `transformers` generate, greedily, on the first prompt of every suite.
+
+    None where the GPU has no room for both.
+    """
+    if not transformers_baseline.fits(session.target):
+        stage.event("BaselineNotCompared", f"{session.target.device} has no room for a second copy of the target: the "
+                    "undrafted engine is not compared with transformers generate", warning=True)
+        return None
     first = round_robin({name: select(prompts, 0, 1) for name, prompts in session.suites.items()})
     found = transformers_baseline.compare(session.bench, session.target_path, session.dtype,
                                           session.units(first, (0.0,), 1), stage.pause_point)

@@ -2,7 +2,8 @@
 
 `transformers` generate, with its KV cache and at the same dtype and thread count, and our engine without a drafter
 answer the same prompts greedily, in turn. Both are timed over the whole request, prefill included. The two rates are
-comparable with each other only: the benchmark's other figures come from other prompts and temperatures.
+comparable with each other only: the benchmark's other figures come from other prompts and temperatures. Both models
+are on one device at once; the caller leaves the comparison out where that has no room for them (`fits`).
 
 `transformers` is imported here alone, because the import takes longer than a small benchmark.
 """
@@ -17,6 +18,8 @@ import torch
 from eyrie_workers.interleaving import interleaved
 from eyrie_workers.measurement.benchmark.samples import BASELINE, UNDRAFTED
 from eyrie_workers.measurement.benchmark.variants import Bench, Unit
+from eyrie_workers.targets.loading import weight_files
+from eyrie_workers.targets.model import TargetModel
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,14 @@ class TransformersBaseline:
     tokens: int
     transformers_tokens: int
     prompts: int
+
+
+def fits(target: TargetModel) -> bool:
+    """Whether the GPU of our target has room for a second copy of its weights; always on the CPU."""
+    if target.device.type != "cuda" or target.path is None:
+        return True
+    free, _ = torch.cuda.mem_get_info(target.device)
+    return free > sum(file.stat().st_size for file in weight_files(target.path))
 
 
 def compare(bench: Bench, target_path: Path, dtype: str, units: Sequence[Unit],
