@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -224,3 +225,12 @@ def test_the_tokens_of_a_step_follow_the_gpus_that_compute_one_candidate(
         placement: dict[str, Any], sweep: dict[str, Any], tokens: int) -> None:
     plan = plan_of(job_spec(placement=placement, sweep=sweep), SMALL, None)
     assert next(one.value for one in plan.assumptions if one.name == "tokens per training step") == tokens
+
+
+def test_a_float32_target_whose_checkpoint_is_narrower_is_named_where_gpus_compute_it() -> None:
+    stored = replace(SMALL, dtype="bfloat16")
+    placed = {"every": {"num_gpus": 1}}
+    for target, more, warned in ((stored, {"placement": placed}, True), (stored, {}, False),
+                                 (SMALL, {"placement": placed}, False)):
+        warnings = plan_of(job_spec(**more), target, None).warnings
+        assert any("the checkpoint stores bfloat16" in warning for warning in warnings) == warned

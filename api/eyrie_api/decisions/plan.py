@@ -60,6 +60,9 @@ class TargetFacts(DecoderSizes):
     source: str
     """Where the values come from; quoted in the assumptions."""
 
+    dtype: str | None = None
+    """Of the stored weights; None: the config does not say."""
+
     @property
     def parameters(self) -> int:
         """Weights of a dense pre-norm decoder: embeddings, attention, gated MLP, norms."""
@@ -387,6 +390,10 @@ def _warnings(work: _Work, candidates: Sequence[Candidate]) -> tuple[str, ...]:
     if work.prompt + work.answer > work.spec.capture.max_length:
         found.append(f"rows of up to {work.prompt + work.answer:.0f} tokens are cut at capture.max_length "
                      f"{work.spec.capture.max_length}")
+    stored, asked = work.target.dtype, work.spec.target.dtype
+    if work.num_gpus and asked == "float32" and stored in ("bfloat16", "float16"):
+        found.append(f"target.dtype is float32 and the checkpoint stores {stored}, which takes half of the "
+                     f"memory: set target.dtype {stored}")
     smallest = min(work.step_tokens(candidate) for candidate in candidates)
     if work.captured < 10 * smallest:
         found.append(f"{work.captured} captured tokens are fewer than ten batches of {smallest}: expect a weak drafter")

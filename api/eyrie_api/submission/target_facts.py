@@ -132,7 +132,8 @@ def target_facts(directory: Path) -> TargetFacts:
         hidden_size=hidden, num_layers=figure("num_hidden_layers"), vocab_size=figure("vocab_size"),
         intermediate_size=figure("intermediate_size", 4 * hidden), num_heads=heads,
         num_kv_heads=figure("num_key_value_heads", heads), head_dim=figure("head_dim", max(1, hidden // heads)),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)), source="the target's config.json")
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)), source="the target's config.json",
+        dtype=config.get("dtype") or config.get("torch_dtype"))
 
 
 def data_facts(data: DataSpec) -> DataFacts:
