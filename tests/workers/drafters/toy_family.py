@@ -78,6 +78,11 @@ class ToyObjective(DistillationObjective):
         states_RH = linear(documents.aux[:, 0].index_select(0, plan.roots), self._drafter.project.weight)
         return Prediction((states_RH,), self._drafter.lm_head.weight)
 
+    def flops(self, plan: UnrollPlan) -> int:
+        """Both products at every root: once forward, twice backward."""
+        hidden, vocab_size = self._drafter.lm_head.in_features, self._drafter.lm_head.out_features
+        return 6 * plan.num_predictions * hidden * (hidden + vocab_size)
+
 
 @dataclass
 class ToyState:
