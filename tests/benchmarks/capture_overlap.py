@@ -47,7 +47,7 @@ class Overlap:
 
     @property
     def overlap(self) -> float:
-        """Share of the shorter side that ran beside the other: 0 one after the other, 1 at best."""
+        """Share of the shorter side that ran at the same time as the other: 0 one after the other, 1 at best."""
         return (self.forward_s + self.writing_s - self.together_s) / min(self.forward_s, self.writing_s)
 
 

@@ -11,7 +11,6 @@ A benchmark without a verdict. On two otherwise idle cores generator and server 
 """
 
 import argparse
-import asyncio
 import json
 import subprocess
 import sys
@@ -26,9 +25,7 @@ import numpy as np
 from eyrie_api.v1alpha1.load import LoadSpec
 from eyrie_workers.load.client import RequestResult
 from eyrie_workers.load.completion_stream import FloatArray
-from eyrie_workers.load.endpoint_url import parse_url
 from eyrie_workers.load.endpoints import LoadEndpoint, LoadPrompt
-from eyrie_workers.load.http_client import ConnectionPool
 from eyrie_workers.load.report_statistics import LevelResults
 from eyrie_workers.load.run import measure
 from eyrie_workers.machine.environment import client_environment
@@ -97,20 +94,8 @@ def ceiling(streams: int, bundle: int, tokens: int, requests: int) -> None:
     """Without pacing."""
     with tempfile.TemporaryDirectory() as folder, stub_server(Path(folder), "--bundle", str(bundle)) as url:
         level = run_closed_loop(url, streams, requests, tokens)
-        idle = asyncio.run(_connections_cost(url, streams))
     print(f"\nceiling: {streams} streams of {tokens} tokens in bundles of {bundle}, no pacing")
     _cost(level, bundle)
-    print(f"  opening a connection costs {idle * 1e6:.0f} us")
-
-
-async def _connections_cost(url: str, num: int) -> float:
-    """CPU time per opened connection."""
-    pool = ConnectionPool(parse_url(url), {})
-    before = time.process_time()
-    await pool.open_connections(num)
-    cost = (time.process_time() - before) / num
-    await pool.close()
-    return cost
 
 
 def _cost(level: LevelResults, bundle: int) -> None:

@@ -215,7 +215,7 @@ class Release:
         return self.ask(f"http://{NAME}-eyrie-api/v1alpha1{path}", body, method=method,
                         headers={"authorization": f"Bearer {token}"})
 
-    def told_by_rest(self, path: str) -> Any:
+    def get_json(self, path: str) -> Any:
         """What the API answers, waited for: a pod of it may just have been killed."""
         def answered() -> Answer | None:
             answer = self.rest(path)

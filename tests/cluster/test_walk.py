@@ -131,7 +131,7 @@ def test_a_drafter_is_trained_promoted_and_served_while_everything_is_killed_onc
         say(f"{store} is back")
 
     eventually(lambda: phase(release, first) in ("Succeeded", "Failed"), f"job {first} ends", LONG_S, every_s=2.0)
-    status = release.told_by_rest(f"/jobs/{first}")["status"]
+    status = release.get_json(f"/jobs/{first}")["status"]
     assert status["phase"] == "Succeeded", json.dumps(status, indent=1)
     wait_with_kubectl(release, "first")
     resumed = manifest(release, first, "train/base")["report"]["resumed_from_step"]
@@ -143,11 +143,11 @@ def test_a_drafter_is_trained_promoted_and_served_while_everything_is_killed_onc
     before, _ = chat(release, drafted)
 
     eventually(lambda: phase(release, worse) in ("Succeeded", "Failed"), f"job {worse} ends", LONG_S, every_s=2.0)
-    status = release.told_by_rest(f"/jobs/{worse}")["status"]
+    status = release.get_json(f"/jobs/{worse}")["status"]
     assert status["phase"] == "Succeeded", json.dumps(status, indent=1)
     say(f"job {worse} was refused: {status['decision']['reasons']}")
     assert status["decision"]["verdict"] != "promote"
-    assert release.told_by_rest("/endpoints/chat")["active_revision"] == 2
+    assert release.get_json("/endpoints/chat")["active_revision"] == 2
 
     # Now that nothing else runs.
     release.apply("DraftEndpoint", "plain", {"target": {"model": "quickstart"}})
@@ -164,14 +164,14 @@ AWAY_S = 15.0
 
 
 def phase(release: "Release", job_id: str) -> str:
-    found: str = release.told_by_rest(f"/jobs/{job_id}")["status"]["phase"]
+    found: str = release.get_json(f"/jobs/{job_id}")["status"]["phase"]
     return found
 
 
 def await_stage(release: "Release", job_id: str, stage: str) -> None:
     """Until the stage has begun."""
     def begun() -> bool:
-        stages = release.told_by_rest(f"/jobs/{job_id}")["status"]["stages"]
+        stages = release.get_json(f"/jobs/{job_id}")["status"]["stages"]
         return any(one["stage"] == stage and one["state"] not in ("Pending", "Skipped") for one in stages)
 
     eventually(begun, f"stage {stage} of {job_id} begins", LONG_S, every_s=1.0)
@@ -189,11 +189,11 @@ def manifest(release: "Release", job_id: str, stage: str) -> dict[str, Any]:
 # What is killed.
 
 def kill_the_api(release: "Release", say: Diary) -> None:
-    before = [one["id"] for one in release.told_by_rest("/jobs")["items"]]
+    before = [one["id"] for one in release.get_json("/jobs")["items"]]
     (pod,) = release.pods(release.part("api"))
     release.kill(pod)
     eventually(lambda: release.restarted(pod), "the API is back", 180.0, every_s=0.5)
-    assert [one["id"] for one in release.told_by_rest("/jobs")["items"]] == before
+    assert [one["id"] for one in release.get_json("/jobs")["items"]] == before
     say("the API server was killed, and knows the same jobs again")
 
 
@@ -310,12 +310,12 @@ def a_broken_drafter_is_rolled_back(release: "Release", job_id: str, drafted: Se
     assert number is not None
 
     def rejected() -> Any:
-        seen = release.told_by_rest("/endpoints/chat")
+        seen = release.get_json("/endpoints/chat")
         revision = next(one for one in seen["revisions"] if one["number"] == number)
         return revision if revision["state"] in ("rejected", "rolled-back") else None
 
     revision = eventually(rejected, "the broken drafter is given up", LONG_S, every_s=2.0)
-    assert release.told_by_rest("/endpoints/chat")["active_revision"] == 2
+    assert release.get_json("/endpoints/chat")["active_revision"] == 2
     assert chat(release, drafted)[0] == before
     say(f"a broken drafter was rolled back, revision 2 serves on: {revision['rejected_reason']}")
 
@@ -323,7 +323,7 @@ def a_broken_drafter_is_rolled_back(release: "Release", job_id: str, drafted: Se
 def audit(release: "Release", killed: dict[str, int], say: Diary) -> None:
     """Nothing lost, nothing twice: one run per attempt, one pod per box but for those that were killed, one manifest
     per stage. `killed`: the pods that were, by job."""
-    jobs = release.told_by_rest("/jobs")["items"]
+    jobs = release.get_json("/jobs")["items"]
     assert {one["id"] for one in jobs} == set(killed)
     runs = {one["display_name"]: one for one in release.kubeflow("/runs?page_size=100")["runs"]}
     assert sorted(runs) == sorted(f"{job_id}-1.1" for job_id in killed)
@@ -334,7 +334,7 @@ def audit(release: "Release", killed: dict[str, int], say: Diary) -> None:
         tasks = [one for one in runs[f"{job_id}-1.1"]["run_details"]["task_details"] if one.get("child_tasks")]
         more = {one["display_name"]: len(one["child_tasks"]) - 1 for one in tasks}
         assert sum(more.values()) == pods, more
-        listed = release.told_by_rest(f"/jobs/{job_id}")["status"]["stages"]
+        listed = release.get_json(f"/jobs/{job_id}")["status"]["stages"]
         assert {one["state"] for one in listed} == {"Succeeded"}, listed
     say(f"{len(jobs)} jobs, {len(runs)} runs, a manifest for each of their {len(STAGES)} stages")
 

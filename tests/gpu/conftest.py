@@ -51,7 +51,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGpu]:
         monkeypatch.setattr(module, "runs_kernels", lambda _: False)
     monkeypatch.setattr(peak_rate, "_GPU_PROBE_SIZE", 64)  # a size for a real GPU takes a core minutes
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 << 30, 80 << 30))
-    # Clipping moves its factor to the device that it is told the gradients are on: torch's C++ tells the real one.
+    # Clipping moves its factor to the device that the gradients report: torch's C++ code sees the real one.
     group = clip_grad._group_tensors_by_device_and_dtype
     monkeypatch.setattr(clip_grad, "_group_tensors_by_device_and_dtype", lambda lists: {
         (found[0][0].device, dtype): (found, index) for (_, dtype), (found, index) in group(lists).items()})

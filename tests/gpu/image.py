@@ -79,7 +79,7 @@ def path_of(extra: Path | None) -> str:
 
 
 def install(wheels: Path, into: Path) -> None:
-    """Install the wheels of a folder, except those of which this Python has any version: a second pydantic beside the
+    """Install the wheels of a folder, except those of which this Python has any version: a second pydantic next to the
     image's pydantic-core does not work. Raises SystemExit with a line that says which folder and why."""
     files = sorted(wheels.glob("*.whl"))
     if not files:

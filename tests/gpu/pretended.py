@@ -1,4 +1,4 @@
-"""A GPU that is not there: tensors live on the processor, and each is told which device it is on.
+"""A GPU that is not there: tensors live on the processor, and each records which device it stands for.
 
 A machine with a GPU cannot be had here, so this fakes the one thing about it that breaks programs most: that a tensor
 of one device does not meet a tensor of another. `PretendedGpu` is a mode of torch's function calls. It remembers for
@@ -113,39 +113,39 @@ class PretendedGpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
-        told = dict(kwargs or {})
+        options = dict(kwargs or {})
         if func in (_DEVICE, _IS_CUDA, _IS_CPU):
             where = self.device_of(args[0]) or CPU
             return where if func == _DEVICE else (where.type == "cuda") == (func == _IS_CUDA)
         if func == Tensor.backward:
             with self:  # what is written in Python of the way back is watched as well
-                return torch.autograd.backward(args[0], *args[1:2] or (told.get("gradient"),))
+                return torch.autograd.backward(args[0], *args[1:2] or (options.get("gradient"),))
         if func in _PINNING:
             return args[0] if func == Tensor.pin_memory else False
         if func in (Tensor.to, Tensor.cuda, Tensor.cpu) and not args[0].is_meta:
-            return self._moved(func, args, told)
-        if func == Tensor.copy_ and told.pop("non_blocking", False) and self._is_download(*args[:2]):
+            return self._moved(func, args, options)
+        if func == Tensor.copy_ and options.pop("non_blocking", False) and self._is_download(*args[:2]):
             with torch._C.DisableTorchFunction():
                 self._coming.append((args[0], args[1].clone()))
             return args[0]
-        if torch.device(told.get("device") or CPU).type == "meta":
-            return func(*args, **told)
-        if self._waits(func, args, told):
+        if torch.device(options.get("device") or CPU).type == "meta":
+            return func(*args, **options)
+        if self._waits(func, args, options):
             self.syncs.append(f"{_name(func)} at {_caller()}")
-        asked = told.pop("device", None)
-        told.pop("pin_memory", None)
+        asked = options.pop("device", None)
+        options.pop("pin_memory", None)
         if asked is not None and any(x.is_meta for x in _tensors(args[:1])):
-            told["device"] = CPU  # `empty_like` of what has no memory
-        where = torch.device(asked) if asked is not None else self._agreed(func, args, told)
+            options["device"] = CPU  # `empty_like` of what has no memory
+        where = torch.device(asked) if asked is not None else self._agreed(func, args, options)
         if func in _HERE_ALONE and where.type == "cuda":
             raise Apart(f"{_name(func)} of a tensor that is on {where}")
-        if func is torch.mm and "out_dtype" in told:  # CUDA's alone: float32 sums of bfloat16 products
-            wide = told.pop("out_dtype")
+        if func is torch.mm and "out_dtype" in options:  # CUDA's alone: float32 sums of bfloat16 products
+            wide = options.pop("out_dtype")
             args = tuple(part.to(wide) for part in args)
-        result = func(*args, **told)
+        result = func(*args, **options)
         if asked is not None and isinstance(result, Tensor) and self.device_of(result) not in (None, _numbered(where)):
             result = result.clone()  # `as_tensor` of what is elsewhere
-        self._settle(result, where, args, told)
+        self._settle(result, where, args, options)
         return result
 
     def stand_ins(self) -> dict[str, object]:
@@ -189,25 +189,25 @@ class PretendedGpu(TorchFunctionMode):
         """Where a tensor was put; None: nobody has seen its storage."""
         return CPU if x.is_mkldnn else x.device if x.is_meta else self._where.get(_storage(x))
 
-    def _waits(self, func: Callable[..., Any], args: tuple[Any, ...], told: Mapping[str, Any]) -> bool:
+    def _waits(self, func: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
         """Whether the host would wait for the GPU in this call; copies by `.to` are counted where they are made."""
         name = _name(func)
-        if func in (torch.tensor, torch.as_tensor) and told.get("device") is not None:
-            return torch.device(told["device"]).type == "cuda" and not isinstance(args[0], Tensor)
+        if func in (torch.tensor, torch.as_tensor) and options.get("device") is not None:
+            return torch.device(options["device"]).type == "cuda" and not isinstance(args[0], Tensor)
         if name not in _MAY_WAIT:  # nearly all calls, and looking at their operands takes time
             return False
-        places = [self.device_of(x) for x in _tensors((args, told))]
+        places = [self.device_of(x) for x in _tensors((args, options))]
         if GPU not in places:
             return False
         if func == Tensor.copy_:
-            return CPU in places and not (told.get("non_blocking") or True in args[2:])
+            return CPU in places and not (options.get("non_blocking") or True in args[2:])
         if func in _INDEXING or func is Tensor.__setitem__:
             filled = func is Tensor.__setitem__ and not (isinstance(args[2], Tensor) and args[2].dim() > 0)
             return any(self._index_waits(one, filled) for one in (args[1] if isinstance(args[1], tuple) else args[1:2]))
         if name == "where":
-            return len(args) + len(told) == 1
+            return len(args) + len(options) == 1
         if name == "repeat_interleave":
-            return isinstance(args[-1], Tensor) and told.get("output_size") is None
+            return isinstance(args[-1], Tensor) and options.get("output_size") is None
         return True
 
     def _index_waits(self, index: Any, filled: bool) -> bool:
@@ -218,23 +218,23 @@ class PretendedGpu(TorchFunctionMode):
             return not filled
         return index.dim() == 0 or self.device_of(index) == CPU
 
-    def _moved(self, func: Callable[..., Any], args: tuple[Any, ...], told: dict[str, Any]) -> Tensor:
+    def _moved(self, func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
         x, rest = args[0], list(args[1:])
         to = {Tensor.cpu: CPU, Tensor.cuda: GPU}.get(func)  # type: ignore[call-overload]
-        if "device" in told:
-            to = torch.device(told.pop("device"))
+        if "device" in options:
+            to = torch.device(options.pop("device"))
         elif rest and isinstance(rest[0], str | torch.device):
             to = torch.device(rest.pop(0))
         elif rest and isinstance(rest[0], Tensor):
             other = rest.pop(0)
             to, rest = self.device_of(other) or CPU, [other.dtype]
-        dtype = told.get("dtype") or next((one for one in rest if isinstance(one, torch.dtype)), x.dtype)
+        dtype = options.get("dtype") or next((one for one in rest if isinstance(one, torch.dtype)), x.dtype)
         was = self.device_of(x) or CPU
         to = was if to is None else _numbered(to)
-        if to != was and (to == CPU or not (told.get("non_blocking") or any(one is True for one in rest))):
+        if to != was and (to == CPU or not (options.get("non_blocking") or any(one is True for one in rest))):
             self.syncs.append(f"{_name(func)} at {_caller()}")
         moved = x.to(dtype)
-        if moved is x and (to != was or told.get("copy")):
+        if moved is x and (to != was or options.get("copy")):
             moved = x.clone()
         self._put(moved, to)
         return moved
@@ -245,9 +245,9 @@ class PretendedGpu(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 self._kept.append(x.untyped_storage())
 
-    def _agreed(self, func: Callable[..., Any], args: tuple[Any, ...], told: Mapping[str, Any]) -> torch.device:
+    def _agreed(self, func: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> torch.device:
         """The operands' device. Raises Apart."""
-        tensors = list(_tensors((args, told)))
+        tensors = list(_tensors((args, options)))
         known = [(x, where) for x in tensors if (where := self.device_of(x)) is not None]
         if any(where.type == "cuda" for _, where in known):
             self.met += 1
@@ -274,8 +274,8 @@ class PretendedGpu(TorchFunctionMode):
             return only
         return GPU if any(where == GPU for _, where in known) else CPU
 
-    def _settle(self, result: Any, where: torch.device, args: tuple[Any, ...], told: Mapping[str, Any]) -> None:
-        given = {_storage(x): self.device_of(x) for x in _tensors((args, told))}
+    def _settle(self, result: Any, where: torch.device, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        given = {_storage(x): self.device_of(x) for x in _tensors((args, options))}
         for x in _tensors(result):
             if given.get(_storage(x)) is None:  # new, or unknown until now; views and what changed in place stay
                 self._put(x, where)

@@ -130,9 +130,9 @@ def test_every_state_of_kubeflow_means_something(harness: Harness, server: KfpSe
 def test_a_failed_run_is_told_in_its_stages_words_before_kubeflows(harness: Harness, server: KfpServer) -> None:
     harness.start()
     server.runs[0] |= {"state": "FAILED", "error": {"code": 2, "message": "task train: exit status 70"}}
-    write_model(harness.home / "told.json", RunFailure(stage="train", key="base", failure=Failure(
+    write_model(harness.home / "failure.json", RunFailure(stage="train", key="base", failure=Failure(
         reason="LossDiverged", message="loss was nan", hint="lower it", exit_code=70, time=datetime.now(UTC))))
-    harness.put("run/failure.json", (harness.home / "told.json").read_text())
+    harness.put("run/failure.json", (harness.home / "failure.json").read_text())
     failure = harness.runner.observe("job-1").failure
     assert failure is not None
     assert (failure.stage, failure.key, failure.reason, failure.hint) == ("train", "base", "LossDiverged", "lower it")

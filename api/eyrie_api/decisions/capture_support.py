@@ -102,7 +102,7 @@ def sglang_layer_ids(architecture: str, num_layers: int, aux_layers: Sequence[in
         return tuple(layer - 1 for layer in aux_layers)
     if aux_layers and aux_layers[0] == 1:
         raise InvalidInput(f"aux layers {list(aux_layers)} begin with 1: SGLang adds one to every id of "
-                           f"{architecture} when the first is 1, and so cannot be told this",
+                           f"{architecture} when the first is 1, and so cannot be given these ids",
                            "begin with another layer")
     if aux_layers and aux_layers[0] == 2:
         return tuple(layer - 1 for layer in aux_layers)

@@ -257,7 +257,7 @@ def _kept(drafter: TrainedDrafter, step: int, setting: StepSetting) -> int:
     target, b = drafter.sizes.target, setting.compute_bytes
     q, kv = drafter.query_width, drafter.key_width
     wide = (4 * target.hidden_size + target.num_heads + target.head_dim + 3) * _WIDE
-    own = 2 * kv * step * b  # those of earlier steps are stacked anew at each step
+    own = 2 * kv * step * b  # those of earlier steps are stacked again at each step
     gated = 0 if setting.recompute else 2 * drafter.inner * b
     return wide + 2 * q * b + gated + own
 

@@ -126,7 +126,7 @@ class Deployments:
             return read_target(target.model, read_config(directory), target.revision)
         for revision in reversed(endpoint.revisions):
             if revision.use.drafter_dir is not None:
-                from_card = self._told_by_card(target.model, target.revision, revision.use.drafter_dir)
+                from_card = self._checkpoint_from_card(target.model, target.revision, revision.use.drafter_dir)
                 if from_card is not None:
                     return from_card
         raise Undeployable(
@@ -134,7 +134,7 @@ class Deployments:
             "it is of a plain kind", "mount the target's directory, or a Hub cache that has it (HF_HOME), into the "
             "operator's pod")
 
-    def _told_by_card(self, model: str, commit: str | None, drafter_dir: str) -> TargetCheckpoint | None:
+    def _checkpoint_from_card(self, model: str, commit: str | None, drafter_dir: str) -> TargetCheckpoint | None:
         try:
             found = self._drafters.find(drafter_dir)
             reach = read_drafter(drafter_dir, found.config).context_length if found.config is not None else None

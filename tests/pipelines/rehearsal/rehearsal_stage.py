@@ -187,8 +187,8 @@ if __name__ == "__main__":
     kinds = {"regenerate": RegenerateStage, "capture": CaptureStage, "train": TrainStage, "benchmark": BenchmarkStage,
              "tune": TuneStage, "prove": ProveStage}
     if "--train" in sys.argv:
-        with (HOME / "sweeps.log").open("a") as told_to:
-            told_to.write(" ".join(sys.argv[sys.argv.index("--rungs"):]) + "\n")
+        with (HOME / "sweeps.log").open("a") as log:
+            log.write(" ".join(sys.argv[sys.argv.index("--rungs"):]) + "\n")
         places = [Path(value) for word, value in itertools.pairwise(sys.argv) if word == "--train"]
         codes = [run_program(TrainStage, work, ["--spec", str(place / "spec.json"), "--out",
                                                 str(place / "manifest.json")]) for place in places]

@@ -200,7 +200,7 @@ class StreamedFeatures:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _read_ahead(self, rows: Sequence[int], dtype: torch.dtype | None) -> PackedBatch:
-        """`read` in the prefetch thread, and finished: on a GPU in a stream of its own, beside the training step."""
+        """`read` in the prefetch thread, and finished: on a GPU in a stream of its own, during the training step."""
         device = self._loaded_target().device
         if device.type != "cuda":
             return self.read(rows, dtype)

@@ -40,7 +40,7 @@ def compute_topk_logits(last_MH: Tensor, lm_head_VH: Tensor, fmt: StoreFormat) -
 @torch.no_grad()
 def compute_topk_logits_of_rows(last: Sequence[Tensor], lm_head_VH: Tensor, fmt: StoreFormat) -> TopKLogits:
     """`compute_topk_logits` of several rows' positions, end to end; each row is a product of its own, so that its
-    numbers do not depend on the rows beside it."""
+    numbers do not depend on the other rows."""
     ids_D = torch.tensor(fmt.draft_ids, device="cpu").to(lm_head_VH.device, non_blocking=True)
     vocab_size = lm_head_VH.shape[0]
     draft_id_V = torch.full((vocab_size,), -1, device=ids_D.device)

@@ -6,16 +6,17 @@ Redirects are not followed and compression is not requested.
 aiohttp replaced a hand-written client, which needed 0.4 of its CPU time per event with 64 paced streams and 0.5 to 0.7
 with 256 streams in lockstep, as a batching server sends them ("HTTP clients" in docs/results/load.md).
 
-A keep-alive connection that the server closed while it was idle is not a failure: the request is sent once more. Every
-other failure is a `RequestFailed` with a reason that can be counted.
+A keep-alive connection that the server closed while it was idle is not a failure: the request is sent again (aiohttp
+itself does so for GET alone). Every other failure is a `RequestFailed` with a reason that can be counted. The time to
+connect is no part of a response's times.
 """
 
-import asyncio
 import os
 import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -26,6 +27,7 @@ from eyrie_workers.load.endpoint_url import EndpointUrl, RequestFailed
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 _CONNECT_TIMEOUT_S = 30.0
+_DISCONNECTED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, aiohttp.ClientConnectionResetError)
 
 
 @dataclass
@@ -48,6 +50,16 @@ class HttpResponse:
         return b"".join(chunk for _, chunk in self.chunks)
 
 
+@dataclass
+class _Exchange:
+    """What aiohttp reports of one request while it is sent."""
+
+    reused: bool = False
+    """Whether the connection was idle before: the server may have closed it in the meantime."""
+
+    sent_at: float = 0.0
+
+
 class ConnectionPool:
     """Keep-alive connections to one endpoint. Used within one event loop, and closed there."""
 
@@ -68,22 +80,16 @@ class ConnectionPool:
 
     async def send(self, method: str, path: str, body: bytes = b"", *, timeout_s: float) -> HttpResponse:
         """Send a request and wait for the end of the response. Raises RequestFailed."""
-        try:
+        while True:
+            exchange = _Exchange()
             try:
-                return await self._exchange(method, path, body, timeout_s)
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-                if isinstance(error, aiohttp.ClientConnectorError):
-                    raise
-                # Race: an idle connection may be closed by the server while the request is being written. No part of
-                # a response was received, so it is sent again, once.
-                return await self._exchange(method, path, body, timeout_s)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._failure(error, timeout_s) from error
-
-    async def open_connections(self, num: int) -> None:
-        """Have `num` open connections, by as many concurrent requests for the list of models; failures are ignored."""
-        requests = (self.send("GET", "/models", timeout_s=_CONNECT_TIMEOUT_S) for _ in range(num))
-        await asyncio.gather(*requests, return_exceptions=True)
+                return await self._send_once(exchange, method, path, body, timeout_s)
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                # Race: an idle connection may be closed by the server while the request is being written. No part of a
+                # response was received, so it is sent again. Each try takes one idle connection from the pool: the
+                # last one is made on a new connection, where the same error is the server's failure.
+                if not (exchange.reused and isinstance(error, _DISCONNECTED)):
+                    raise self._failure(error, timeout_s) from error
 
     async def close(self) -> None:
         """Close all connections."""
@@ -91,24 +97,25 @@ class ConnectionPool:
             await self._session.close()
         self._session = None
 
-    async def _exchange(self, method: str, path: str, body: bytes, timeout_s: float) -> HttpResponse:
+    async def _send_once(self, exchange: _Exchange, method: str, path: str, body: bytes,
+                         timeout_s: float) -> HttpResponse:
         session = self._open_session()
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
-        sent_at = time.perf_counter()
-        async with session.request(method, URL(self._url.url + path, encoded=True), data=body or None,
-                                   timeout=timeout, allow_redirects=False, **self._through_proxy()) as response:
+        async with session.request(method, URL(self._url.url + path, encoded=True), data=body or None, timeout=timeout,
+                                   allow_redirects=False, trace_request_ctx=exchange,
+                                   **self._through_proxy()) as response:
             try:
                 chunks = await _read_body(response)
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            except _DISCONNECTED as error:
                 raise self._failure(error, timeout_s) from error  # part of a response was received: not sent again
             found = {name.lower(): value for name, value in response.headers.items()}
-            return HttpResponse(response.status, found, chunks, sent_at, time.perf_counter())
+            return HttpResponse(response.status, found, chunks, exchange.sent_at, time.perf_counter())
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:  # not in __init__: a session belongs to the running event loop
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, ssl=self._tls), auto_decompress=False,
-                headers={"Content-Type": "application/json", **self.headers},
+                trace_configs=[_tracing()], headers={"Content-Type": "application/json", **self.headers},
                 cookie_jar=aiohttp.DummyCookieJar(), skip_auto_headers=("Accept-Encoding", "User-Agent"))
         return self._session
 
@@ -144,6 +151,20 @@ class ConnectionPool:
                 return RequestFailed("CutShort", f"{url}: the body is incomplete or malformed: {str(error)[:200]}")
             case _:
                 return RequestFailed("Reset", f"{url}: the connection broke: {error}")
+
+
+def _tracing() -> aiohttp.TraceConfig:
+    """Fills the `_Exchange` of each request."""
+    async def reuse(_: aiohttp.ClientSession, context: SimpleNamespace, _params: object) -> None:
+        context.trace_request_ctx.reused = True
+
+    async def headers_sent(_: aiohttp.ClientSession, context: SimpleNamespace, _params: object) -> None:
+        context.trace_request_ctx.sent_at = time.perf_counter()
+
+    config = aiohttp.TraceConfig()
+    config.on_connection_reuseconn.append(reuse)
+    config.on_request_headers_sent.append(headers_sent)
+    return config
 
 
 async def _read_body(response: aiohttp.ClientResponse) -> list[tuple[float, bytes]]:

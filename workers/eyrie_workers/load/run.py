@@ -153,7 +153,6 @@ class _LoadTest:
         client = self._clients[block.variant]
         self._label = f"{block.variant}, {block.level.label()}"
         users = block.level.users if block.level.mode == "closed" else 1
-        await client.pool.open_connections(users)
         await self._parse_while(client, self._closed_loop(client, block.warmup, min(users, len(block.warmup))))
         started, cpu_started = time.perf_counter(), time.thread_time()
         if block.level.mode == "closed":

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node N -m eyrie_workers.stages.<stage> --spec spec.json --out <dir>/manifest.json
 
-Rank 0 is the stage program (`stage_program`): lock, events, manifest. Each time it begins to work it tells the other
-ranks to begin the same; they read the same spec, write no events, and end when it does. All ranks raise an error of the
+Rank 0 is the stage program (`stage_program`): lock, events, manifest. Each time it begins to work it has the other
+ranks begin the same; they read the same spec, write no events, and end when it does. All ranks raise an error of the
 input alike; rank 0 reports it.
 """
 

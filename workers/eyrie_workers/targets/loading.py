@@ -2,7 +2,7 @@
 
 Weights are read from safetensors directly: importing transformers costs seconds and would bring a second forward pass.
 They are read one tensor at a time, as the model asks for them, so that neither the host nor the device ever holds the
-checkpoint beside the model (`CheckpointTensors`).
+checkpoint and the model at once (`CheckpointTensors`).
 `quickstart` is the model shipped inside this package, `quickstart-large` one trained here by a command; a Hub id is
 fetched by huggingface_hub into its usual cache, and only the files we read. The digest names what was read, so that an
 artifact says which target it belongs to.

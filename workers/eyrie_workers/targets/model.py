@@ -69,7 +69,7 @@ class TargetModel:
         """`weights` by their Hugging Face names, all of one dtype and device.
 
         Each is requested once and dropped when its layer is built: a mapping that reads on request
-        (`loading.CheckpointTensors`) never has more than one layer's tensors beside the finished ones.
+        (`loading.CheckpointTensors`) never holds more than one layer's tensors in addition to the finished ones.
 
         head  whether `logits` will be called, which needs a packed copy of the output matrix
         """
